@@ -1,0 +1,46 @@
+"""Writing the keys and values of new tokens into a paged pool, in place.
+
+    kv[layer, page_table[b, p // page_size], p % page_size] = (k[b, t], v[b, t]),  p = positions[b, t]
+
+Rows at position -1, past the page table, or on a page that is not assigned (-1) write nothing.
+"""
+
+import jax
+
+from pallas_kernels.dispatch import select
+from pallas_kernels.paged_write.reference import paged_write_reference
+
+IMPLEMENTATIONS = {"reference": paged_write_reference}
+
+
+def paged_write(
+    kv: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    *,
+    kernels: str = "auto",
+) -> jax.Array:
+    """The pool [L, pages, page_size, 2, H_kv, D] with the rows written; use only the result.
+
+    Args:
+        kv: the pool, updated in place where the caller donated it.
+        layer: i32[] layer of the pool to write.
+        page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
+        positions: i32[B, T] absolute position of each row.
+        k: [B, T, H_kv, D] keys, already rotated.
+        v: [B, T, H_kv, D] values.
+        kernels: implementation to use, see `dispatch.select`.
+
+    Raises:
+        ValueError: shapes that do not fit each other, naming the argument.
+    """
+    if k.shape != v.shape or k.shape != (*positions.shape, *kv.shape[4:]):
+        raise ValueError(
+            f"k and v must be [B, T, H_kv, D] = {(*positions.shape, *kv.shape[4:])}; "
+            f"got {k.shape}, {v.shape}"
+        )
+    implementation = select("paged_write", kernels, IMPLEMENTATIONS)
+    return implementation(kv, layer, page_table, positions, k, v)

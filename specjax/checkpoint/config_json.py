@@ -1,0 +1,23 @@
+"""JSON files of a checkpoint folder: config.json and the indexes of shards."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specjax.checkpoint.errors import CheckpointError, damaged
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    """The JSON object in `folder/name`. Raises CheckpointError if it is missing or not one."""
+    path = Path(folder) / name
+    try:
+        content = json.loads(path.read_bytes())
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}); a checkpoint in Hugging Face layout has it"
+        ) from error
+    except (ValueError, RecursionError) as error:
+        raise damaged(path, f"it is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise damaged(path, "it is not a JSON object")
+    return content

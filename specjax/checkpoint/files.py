@@ -1,0 +1,117 @@
+"""One way to read the weights in a Hugging Face folder, whichever files they are in."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from specjax.checkpoint import safetensors_file, torch_pickle
+from specjax.checkpoint.config_json import read_json
+from specjax.checkpoint.errors import CheckpointError, damaged
+from specjax.checkpoint.stored_tensor import StoredTensor
+
+_LOCATE = {".safetensors": safetensors_file.locate, ".bin": torch_pickle.locate}
+_LOOKED_FOR = (
+    "model.safetensors.index.json, model.safetensors, another *.safetensors, "
+    "pytorch_model.bin.index.json, pytorch_model.bin"
+)
+_GIT_LFS_START = b"version https://git-lfs"
+
+
+@dataclass(frozen=True)
+class TensorFiles:
+    """The tensors of a checkpoint, by the names that the files give them."""
+
+    folder: Path
+    tensors: Mapping[str, StoredTensor]
+
+    def names(self) -> frozenset[str]:
+        """Names of all tensors."""
+        return frozenset(self.tensors)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of one tensor, without reading it."""
+        return self._tensor(name).shape
+
+    def read(self, name: str) -> np.ndarray:
+        """One tensor as a fresh array in the dtype it is stored in; nothing else is read."""
+        return self._tensor(name).read()
+
+    def _tensor(self, name: str) -> StoredTensor:
+        if name not in self.tensors:
+            raise CheckpointError(
+                f"{self.folder} has no tensor {name}; check that it is the checkpoint you mean"
+            )
+        return self.tensors[name]
+
+
+def open_checkpoint(folder: Path) -> TensorFiles:
+    """The weights of `folder`, checked to be whole as far as sizes and tables can tell.
+
+    Raises CheckpointError if there are none, or one of their files is missing or damaged.
+    """
+    folder = Path(folder)
+    tensors: dict[str, StoredTensor] = {}
+    for path, expected in find_weights(folder).items():
+        located = _locate(path)
+        names = located.keys() if expected is None else expected
+        if lost := sorted(names - located.keys()):
+            raise damaged(path, f"the index puts {lost[0]} in it, and {len(lost) - 1} more")
+        tensors |= {name: located[name] for name in names}
+    return TensorFiles(folder, tensors)
+
+
+def find_weights(folder: Path) -> dict[Path, frozenset[str] | None]:
+    """The files with the weights, each with the tensors an index promises (None without index).
+
+    Raises CheckpointError if there are none, or an index names one that does not exist.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"no such folder: {folder}; pass a folder in Hugging Face layout")
+    for stem, suffix in (("model", ".safetensors"), ("pytorch_model", ".bin")):
+        if (folder / f"{stem}{suffix}.index.json").exists():
+            return _find_shards(folder, f"{stem}{suffix}.index.json", suffix)
+        if (folder / f"{stem}{suffix}").exists():
+            return {folder / f"{stem}{suffix}": None}
+        others = sorted(folder.glob("*.safetensors")) if suffix == ".safetensors" else []
+        if len(others) > 1:
+            raise CheckpointError(
+                f"{folder} has {', '.join(path.name for path in others)} and no "
+                "model.safetensors.index.json to say which to use; add it or keep one file"
+            )
+        if others:
+            return {others[0]: None}
+    raise CheckpointError(
+        f"{folder} has no weights (looked for {_LOOKED_FOR}); pass the folder that has them"
+    )
+
+
+def _find_shards(folder: Path, index: str, suffix: str) -> dict[Path, frozenset[str] | None]:
+    weight_map = read_json(folder, index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise damaged(folder / index, "it has no weight_map")
+    shards: dict[str, set[str]] = {}
+    for name, shard in weight_map.items():
+        # A plain name, so that an index cannot reach outside its folder.
+        if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(suffix):
+            raise damaged(folder / index, f"its weight_map puts {name} in {shard!r}")
+        shards.setdefault(shard, set()).add(name)
+    if lost := sorted(shard for shard in shards if not (folder / shard).is_file()):
+        raise CheckpointError(
+            f"{folder} lacks {', '.join(lost)}, which {index} names; download the missing files"
+        )
+    return {folder / shard: frozenset(names) for shard, names in shards.items()}
+
+
+def _locate(path: Path) -> dict[str, StoredTensor]:
+    try:
+        with path.open("rb") as file:
+            is_pointer = file.read(len(_GIT_LFS_START)) == _GIT_LFS_START
+        if not is_pointer:
+            return _LOCATE[path.suffix](path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error}); check the file and its permissions"
+        ) from error
+    raise CheckpointError(f"{path} is a git-lfs pointer, not weights; run `git lfs pull`")

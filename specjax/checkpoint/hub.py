@@ -1,0 +1,68 @@
+"""A checkpoint's folder, from its path or its id on the Hugging Face hub."""
+
+import re
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import find_weights
+
+_HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
+_FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "vocab.txt", "merges.txt"]
+_TORCH_FILES = ["pytorch_model*.bin"]
+_UNUSED_FILES = ["*/*", "consolidated*"]  # other exports of the same weights
+
+
+def resolve(name_or_path: str | Path) -> Path:
+    """The folder `name_or_path`, or that of the hub id: from the local cache, else downloaded.
+
+    Raises CheckpointError if it is neither, or cannot be had.
+    """
+    folder = Path(name_or_path).expanduser()
+    if str(name_or_path) and folder.is_dir():  # "" would be the working folder
+        return folder
+    if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name_or_path):
+        raise CheckpointError(
+            f"no such folder: {str(name_or_path)!r}; pass a folder with a config.json, or a hub id "
+            "like org/name"
+        )
+    # What the hub's client raises depends on its version and on its network library.
+    try:
+        snapshot = _snapshot(name_or_path, _FILES, local_files_only=True)
+        find_weights(snapshot)
+        return snapshot
+    except Exception as error:
+        cache_error = error
+    try:
+        return _download(name_or_path)
+    except Exception as error:
+        raise CheckpointError(
+            f"{name_or_path} is not a folder here, is not whole in the local hub cache "
+            f"({_first_line(cache_error)}), and cannot be downloaded ({_first_line(error)}); pass "
+            "a folder, set HF_HOME to a cache that has it, or go online (and run `hf auth login` "
+            "if it is private)"
+        ) from error
+
+
+def _download(hub_id: str) -> Path:
+    snapshot = _snapshot(hub_id, _FILES)
+    if not any(snapshot.glob("*.safetensors")):
+        snapshot = _snapshot(hub_id, _FILES + _TORCH_FILES)
+    find_weights(snapshot)  # offline, the client may hand out a part of one
+    return snapshot
+
+
+def _snapshot(hub_id: str, files: list[str], *, local_files_only: bool = False) -> Path:
+    return Path(
+        snapshot_download(
+            hub_id,
+            allow_patterns=files,
+            ignore_patterns=_UNUSED_FILES,
+            local_files_only=local_files_only,
+        )
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

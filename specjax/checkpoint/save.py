@@ -1,0 +1,93 @@
+"""The inverse of loading: parameters to a Hugging Face folder, one tensor at a time."""
+
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoint import safetensors_file
+from specjax.checkpoint.spec import TensorSpec
+
+
+def save_checkpoint(
+    folder: Path,
+    specs: Any,
+    params: Any,
+    config: Mapping[str, Any],
+    *,
+    dtype: np.dtype,
+    extra: Mapping[str, np.ndarray] = {},
+) -> None:
+    """Write `params`, cast to `dtype`, and `config` as model.safetensors and config.json.
+
+    Each file appears whole or not at all. Loading gives back the same bits when `dtype` is that
+    of the parameters.
+
+    Args:
+        specs: The tree of `TensorSpec` that `params` has the structure of.
+        extra: More tensors by their name in the file, kept in their own dtype.
+
+    Raises:
+        ValueError: `params` do not fit `specs`, a name is used twice, or `folder` holds a
+            sharded checkpoint that would hide the new file.
+    """
+    folder, dtype = Path(folder), np.dtype(dtype)
+    text = json.dumps(dict(config), indent=2) + "\n"
+    pairs = _pair(specs, params)
+    layout = _layout([spec for spec, _ in pairs], dtype, extra)
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        raise ValueError(f"{index} would hide the new model.safetensors; save to another folder")
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+        weights, json_file = Path(temporary, "model.safetensors"), Path(temporary, "config.json")
+        safetensors_file.write(weights, layout, _tensors(pairs, dtype, extra))
+        json_file.write_text(text)
+        for path in (weights, json_file):
+            os.replace(path, folder / path.name)
+
+
+def _pair(specs: Any, params: Any) -> list[tuple[TensorSpec, jax.Array]]:
+    expected, found = jax.tree.structure(specs), jax.tree.structure(params)
+    if expected != found:
+        raise ValueError(f"params have the structure {found}, the model's is {expected}")
+    pairs = list(zip(jax.tree.leaves(specs), jax.tree.leaves(params), strict=True))
+    for spec, array in pairs:
+        if array.shape != spec.shape:
+            raise ValueError(
+                f"the array of {', '.join(spec.names)} has shape {list(array.shape)}, "
+                f"the model's is {list(spec.shape)}; save with the specs of the params' own model"
+            )
+    return pairs
+
+
+def _layout(
+    specs: list[TensorSpec], dtype: np.dtype, extra: Mapping[str, np.ndarray]
+) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
+    entries = [
+        (name, (dtype, shape))
+        for spec in specs
+        for name, shape in zip(spec.names, spec.file_shapes, strict=True)
+    ]
+    entries += [(name, (tensor.dtype, tensor.shape)) for name, tensor in extra.items()]
+    layout = dict(entries)
+    if len(layout) < len(entries):
+        names = [name for name, _ in entries]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        raise ValueError(f"{', '.join(twice)} would be written twice; rename one in specs or extra")
+    return layout
+
+
+def _tensors(
+    pairs: list[tuple[TensorSpec, jax.Array]], dtype: np.dtype, extra: Mapping[str, np.ndarray]
+) -> Iterator[tuple[str, np.ndarray]]:
+    for spec, array in pairs:
+        # From a copy, as JAX keeps what it brought to the host for as long as the device array.
+        yield from spec.split(np.asarray(jnp.array(array, dtype, copy=True))).items()
+    yield from extra.items()

@@ -1,0 +1,52 @@
+"""Where one tensor lies in a file. Both formats are parsed into this, and read from it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError, damaged
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A little-endian tensor in the bytes of a file, which is opened only to read it."""
+
+    path: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # bytes from the start of the file to element [0, 0, ...]
+    strides: tuple[int, ...] | None = None  # elements, not bytes; None when C-contiguous
+
+    def read(self) -> np.ndarray:
+        """The tensor as a fresh, writable, C-contiguous array."""
+        strides = contiguous_strides(self.shape) if self.strides is None else self.strides
+        count = span(self.shape, strides)
+        try:
+            flat = np.fromfile(self.path, self.dtype, count, offset=self.offset)
+        except OSError as error:
+            raise CheckpointError(
+                f"{self.path} cannot be read ({error}); check the file and its permissions"
+            ) from error
+        if flat.size < count:
+            raise damaged(self.path, "it became shorter after it was opened")
+        if strides == contiguous_strides(self.shape):
+            return flat.reshape(self.shape)
+        byte_strides = [stride * flat.itemsize for stride in strides]
+        return np.lib.stride_tricks.as_strided(flat, self.shape, byte_strides).copy(order="C")
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides, in elements, of a C-contiguous tensor."""
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= size
+    return tuple(reversed(strides))
+
+
+def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Elements from the first to the last one that a strided tensor touches, both included."""
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

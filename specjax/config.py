@@ -1,0 +1,150 @@
+"""Frozen configuration. Every value is checked once, here, before any work starts."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+DTYPES = ("float32", "bfloat16")
+METHODS = ("eagle", "eagle3")
+AUX_ID_CONVENTIONS = ("entering", "output")
+DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(choices)}")
+
+
+def _check_positive(**values: int) -> None:
+    for name, value in values.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """How drafts are made.
+
+    Attributes:
+        method: "eagle" (EAGLE-1) or "eagle3".
+        model: the drafter's checkpoint, a folder or hub id.
+        num_speculative_tokens: K, drafts per step.
+        draft_sample_method: above temperature 0, "probabilistic" drafts share the target's noise;
+            "greedy" drafts are always the argmax.
+        aux_id_convention: how an EAGLE-3 config numbers auxiliary hidden states: "entering" layer
+            i (vLLM, the default), or "output" of 0-based layer i (SGLang).
+    """
+
+    method: str
+    model: str
+    num_speculative_tokens: int
+    draft_sample_method: str = "probabilistic"
+    aux_id_convention: str = "entering"
+
+    def __post_init__(self):
+        _check_choice("speculative_config.method", self.method, METHODS)
+        _check_choice(
+            "speculative_config.draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS
+        )
+        _check_choice(
+            "speculative_config.aux_id_convention", self.aux_id_convention, AUX_ID_CONVENTIONS
+        )
+        _check_positive(
+            **{"speculative_config.num_speculative_tokens": self.num_speculative_tokens}
+        )
+
+    @classmethod
+    def of(cls, config: "SpeculativeConfig | Mapping[str, Any]") -> "SpeculativeConfig":
+        """A config from a mapping; unknown and missing keys are errors that name them."""
+        if isinstance(config, SpeculativeConfig):
+            return config
+        known = {f.name for f in fields(cls)}
+        if unknown := sorted(set(config) - known):
+            raise ValueError(
+                f"speculative_config has unknown keys {unknown}; known keys are {sorted(known)}"
+            )
+        if missing := {"method", "model", "num_speculative_tokens"} - set(config):
+            raise ValueError(f"speculative_config lacks {sorted(missing)}")
+        return cls(**config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Sizes and modes of an engine.
+
+    Attributes:
+        max_model_len: most tokens a request may come to, prompt included.
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: most prompt tokens of one step.
+        page_size: tokens per page of the key-value pool.
+        num_pages: pages of the pool.
+        dtype: of weights and caches.
+        kernels: implementation of the GPU operations.
+        async_scheduling: plan and launch a step before reading the one before it.
+        seed: seed of the requests that bring none.
+    """
+
+    max_model_len: int
+    max_num_seqs: int = 16
+    max_num_batched_tokens: int = 512
+    page_size: int = 16
+    num_pages: int
+    dtype: str = "float32"
+    kernels: str = "auto"
+    async_scheduling: bool = True
+    seed: int = 0
+
+    def __post_init__(self):
+        _check_positive(
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+            page_size=self.page_size,
+            num_pages=self.num_pages,
+        )
+        _check_choice("dtype", self.dtype, DTYPES)
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed!r} must be in 0..{2**32 - 1}")
+        if self.num_pages < self.pages_per_seq:
+            raise ValueError(
+                f"num_pages={self.num_pages} cannot hold one request of "
+                f"max_model_len={self.max_model_len} ({self.pages_per_seq} pages of "
+                f"{self.page_size} tokens); raise num_pages or lower max_model_len"
+            )
+        if self.max_num_batched_tokens < self.prefill_widths[0]:
+            raise ValueError(
+                f"max_num_batched_tokens={self.max_num_batched_tokens} cannot hold the smallest "
+                f"prompt chunk of {self.prefill_widths[0]} tokens; raise it"
+            )
+
+    @property
+    def pages_per_seq(self) -> int:
+        """Width of the page table."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def decode_batches(self) -> tuple[int, ...]:
+        """Batch sizes that decode steps are compiled for: powers of two up to max_num_seqs."""
+        return _doubling(1, self.max_num_seqs)
+
+    @property
+    def prefill_widths(self) -> tuple[int, ...]:
+        """Chunk lengths that prefill steps are compiled for, doubling up to the budget."""
+        most = min(self.max_num_batched_tokens, self.max_model_len)
+        return _doubling(min(32, most), most)
+
+    @property
+    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
+        """(batch, width) of the prefill steps: one prompt, or as many as the budget holds."""
+        shapes = []
+        for width in self.prefill_widths:
+            most = min(self.max_num_batched_tokens // width, self.max_num_seqs)
+            shapes += [(1, width)] + ([(most, width)] if most > 1 else [])
+        return tuple(shapes)
+
+
+def _doubling(first: int, last: int) -> tuple[int, ...]:
+    sizes = [first]
+    while sizes[-1] < last:
+        sizes.append(min(2 * sizes[-1], last))
+    return tuple(sizes)

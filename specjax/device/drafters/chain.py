@@ -1,0 +1,135 @@
+"""Chain drafting: a one-layer head run once per draft, fed with its own output.
+
+The head sits at position p with the target's feature f_p and the token x_{p+1}, and predicts
+x_{p+2}. Over verified rows the features are the target's; drafting goes on from the head's own
+output. Rows written while drafting are overwritten when the same positions are verified, so the
+head's cache never needs undoing (Li et al. 2024, EAGLE, section 3; vLLM's step-0 pass).
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from specjax.device.cache.paged import PagedRows, init_pool
+from specjax.device.drafters.drafter import DraftContext, Params
+from specjax.device.models.layers.attention import AttentionShape, Rows
+from specjax.device.models.model import Features, Model
+from specjax.device.sampling import sample
+
+
+class Head(Protocol):
+    """What sets one chain drafter apart from another. Hashable; its weights are arguments."""
+
+    @property
+    def shape(self) -> AttentionShape: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def aux_layers(self) -> tuple[int, ...]: ...
+
+    def fuse(self, params: Any, features: Features) -> jax.Array:
+        """The target's features as the head's hidden state [N, D]."""
+        ...
+
+    def extend(
+        self,
+        target: Model,
+        params: Params,
+        tokens: jax.Array,
+        hidden: jax.Array,
+        rows: Rows,
+        kv: Any,
+    ) -> tuple[jax.Array, Any]:
+        """The next hidden state [N, D] of rows holding tokens i32[N] and hidden [N, D], and kv."""
+        ...
+
+    def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
+        """Draft logits f32[N, V_d]."""
+        ...
+
+    def target_ids(self, params: Any) -> jax.Array | None:
+        """The target's token id of each draft logit, i32[V_d]; None when they are the same."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ChainState:
+    """The head's own cache, and where each request's next chain starts."""
+
+    kv: jax.Array  # [1, pages, page_size, 2, H_kv, D]
+    hidden: jax.Array  # [S, D], the head's output at the last verified position
+
+
+@dataclass(frozen=True)
+class ChainDrafter:
+    """Drafts with `head`, one token after another."""
+
+    head: Head
+    is_greedy: bool = False  # draft the argmax at any temperature
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose input the head reads."""
+        return self.head.aux_layers
+
+    def init_state(self, num_slots: int, num_pages: int, page_size: int, dtype: Any) -> ChainState:
+        """An empty cache that shares the target's page table."""
+        shape = self.head.shape
+        return ChainState(
+            init_pool(1, num_pages, page_size, shape.num_kv_heads, shape.head_dim, dtype),
+            jnp.zeros((num_slots, self.head.hidden_size), dtype),
+        )
+
+    def draft(
+        self, target: Model, params: Params, state: ChainState, context: DraftContext, k: int
+    ) -> tuple[jax.Array, ChainState]:
+        """See `Drafter.draft`. Draws with the target's noise, so that equal logits draw equal tokens."""
+        hidden, kv = state.hidden[context.slots], state.kv
+        sampling = context.sampling
+        if self.is_greedy:
+            sampling = jax.tree.map(jnp.zeros_like, sampling)
+        ids = self.head.target_ids(params.drafter)
+        drafts: list[jax.Array] = []
+        for i in range(k):
+            if i:
+                hidden, kv = self._advance(
+                    target, params, drafts[-1], hidden, context, context.lengths + (i - 1), kv
+                )
+            logits = self.head.logits(target, params, hidden)
+            positions = context.lengths + (i + 1)
+            choice = sample(logits, sampling, positions, ids, target.vocab_size)
+            drafts.append(choice if ids is None else ids[choice])
+        empty = jnp.zeros((context.slots.shape[0], 0), jnp.int32)
+        tokens = jnp.stack(drafts, axis=1) if drafts else empty
+        return tokens, ChainState(kv, state.hidden)
+
+    def _advance(self, target, params, tokens, hidden, context, positions, kv):
+        rows = context.rows_at(positions)
+        width = rows.width
+
+        def pad(x):  # [B, ...] -> [B width, ...], the real row first
+            filled = jnp.zeros((x.shape[0], width - 1, *x.shape[1:]), x.dtype)
+            return jnp.concatenate([x[:, None], filled], axis=1).reshape(-1, *x.shape[1:])
+
+        hidden, kv = self.head.extend(target, params, pad(tokens), pad(hidden), rows, kv)
+        return hidden[::width], kv
+
+    def observe(
+        self,
+        target: Model,
+        params: Params,
+        state: ChainState,
+        slots: jax.Array,
+        rows: PagedRows,
+        following: jax.Array,
+        features: Features,
+        last: jax.Array,
+    ) -> ChainState:
+        """See `Drafter.observe`. Needs no logits: those of the next chain wait until it starts."""
+        fused = self.head.fuse(params.drafter, features)
+        hidden, kv = self.head.extend(target, params, following.reshape(-1), fused, rows, state.kv)
+        hidden = hidden.reshape(*following.shape, -1)[jnp.arange(last.shape[0]), last]
+        return ChainState(kv, state.hidden.at[slots].set(hidden, mode="drop"))

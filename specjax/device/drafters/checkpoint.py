@@ -1,0 +1,72 @@
+"""What the drafter formats have in common: where the layer's geometry is written, and name prefixes."""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.load import load_params
+from specjax.device.models import llama
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.model import Model
+
+
+@dataclass(frozen=True)
+class DrafterFiles:
+    """The tensors and the config of a drafter, with the prefixes of re-exports taken off."""
+
+    tensors: TensorFiles
+    hf: HFConfig
+
+    @property
+    def prefix(self) -> str:
+        """ "model." where a re-export put it before the names, else nothing."""
+        return "" if "fc.weight" in self.tensors.names() else "model."
+
+    def has(self, name: str) -> bool:
+        """Whether the drafter has a tensor of this published name."""
+        return self.prefix + name in self.tensors.names() or name in self.tensors.names()
+
+    def stored_name(self, name: str) -> str:
+        """The name in the files of a published name."""
+        prefixed = self.prefix + name
+        return prefixed if prefixed in self.tensors.names() else name
+
+    def load(self, specs: Any, dtype: np.dtype, unused: tuple[str, ...] = ()) -> Any:
+        """The parameters; tensors whose published names are in `unused` may lie there unread."""
+        ignored = {self.stored_name(name) for name in unused}
+        return load_params(
+            self.tensors, specs, dtype, rename=self.stored_name, ignore=ignored.__contains__
+        )
+
+    def geometry(self, layer: str, target: Model) -> llama.Llama:
+        """The decoder geometry of the drafter's one layer, optional tensors told by presence."""
+        fields = self.hf.get("transformer_layer_config", self.hf.get("model", self.hf.fields))
+        config = HFConfig({**fields, "model_type": "llama"}, self.hf.origin)
+        shape = llama.from_hf(config)
+        if shape.num_layers != 1:
+            raise CheckpointError(
+                f"{self.hf.origin}: num_hidden_layers={shape.num_layers}; drafters of one layer "
+                "are supported"
+            )
+        if shape.vocab_size != target.vocab_size:
+            raise CheckpointError(
+                f"{self.hf.origin}: vocab_size={shape.vocab_size}, the target's is "
+                f"{target.vocab_size}; use a drafter trained for this target"
+            )
+        attention = f"{layer}.self_attn"
+        return replace(
+            shape,
+            qkv_bias=self.has(f"{attention}.q_proj.bias"),
+            out_bias=self.has(f"{attention}.o_proj.bias"),
+            qk_norm=self.has(f"{attention}.q_norm.weight"),
+        )
+
+
+def embed_tokens(target: Model, params: Any, tokens: jax.Array) -> jax.Array:
+    """Embeddings [N, D] of tokens i32[N], the drafter's own where it has them."""
+    own = params.drafter.embedding
+    return target.embed(params.target, tokens) if own is None else own[tokens]

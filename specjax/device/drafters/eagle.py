@@ -1,0 +1,128 @@
+"""EAGLE-1 (Li et al. 2024): a decoder layer over [embedding, target feature].
+
+    x = fc [e(x_{p+1}); f_p]      a = x + Attn(x)      y = a + MLP(norm(a))
+
+There is no input norm and no final norm. The feature f is the target's hidden state after its
+final norm; y is both what the target's own head reads and the next step's feature.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.spec import linear, stored
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens
+from specjax.device.drafters.drafter import Params
+from specjax.device.models.layers.attention import Attention, Rows, attention
+from specjax.device.models.layers.mlp import MLP, mlp
+from specjax.device.models.layers.norm import rms_norm
+from specjax.device.models.llama import Llama, attention_specs, mlp_specs
+from specjax.device.models.model import Features, Model
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class EagleParams:
+    """Weights of an EAGLE-1 head; `embedding` is None where it is the target's."""
+
+    embedding: jax.Array | None  # [V, D]
+    fc: jax.Array  # [2 D, D]
+    fc_bias: jax.Array | None  # [D]
+    attention: Attention
+    mlp_norm: jax.Array  # [D]
+    mlp: MLP
+
+
+@dataclass(frozen=True, kw_only=True)
+class EagleHead:
+    """The EAGLE-1 head. `shape` is the decoder whose first layer it resembles."""
+
+    shape: Llama
+    has_fc_bias: bool = False
+    has_embedding: bool = False
+    aux_layers: tuple[int, ...] = ()
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the features, which is the target's."""
+        return self.shape.hidden_size
+
+    def specs(self) -> EagleParams:
+        """The weights as `TensorSpec`s under their published names."""
+        dim, layer = self.hidden_size, "layers.0"
+        embedding = stored(["embed_tokens.weight"], (self.shape.vocab_size, dim))
+        return EagleParams(
+            embedding=embedding if self.has_embedding else None,
+            fc=linear(["fc.weight"], 2 * dim, [dim]),
+            fc_bias=stored(["fc.bias"], (dim,)) if self.has_fc_bias else None,
+            attention=attention_specs(self.shape, f"{layer}.self_attn", dim),
+            mlp_norm=stored([f"{layer}.post_attention_layernorm.weight"], (dim,)),
+            mlp=mlp_specs(f"{layer}.mlp", dim, self.shape.intermediate_size),
+        )
+
+    def fuse(self, params: EagleParams, features: Features) -> jax.Array:
+        """The target's final hidden state, as it is."""
+        return features.hidden
+
+    def extend(
+        self,
+        target: Model,
+        params: Params,
+        tokens: jax.Array,
+        hidden: jax.Array,
+        rows: Rows,
+        kv: Any,
+    ) -> tuple[jax.Array, Any]:
+        """See `Head.extend`."""
+        embedded = embed_tokens(target, params, tokens)
+        return _layer(params.drafter, embedded, hidden, rows, kv, self)
+
+    def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
+        """The target's head on y, without a norm."""
+        return target.logits(params.target, hidden)
+
+    def target_ids(self, params: EagleParams) -> None:
+        """Drafts over the target's whole vocabulary."""
+
+
+@partial(jax.jit, static_argnames="head")
+def _layer(
+    params: EagleParams,
+    embedded: jax.Array,
+    hidden: jax.Array,
+    rows: Rows,
+    kv: Any,
+    head: EagleHead,
+) -> tuple[jax.Array, Any]:
+    shape = head.shape
+    x = jnp.concatenate([embedded, hidden], axis=-1) @ params.fc
+    if params.fc_bias is not None:
+        x = x + params.fc_bias
+    angles = shape.rope.angles(rows.positions)
+    mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape)
+    x = x + mixed
+    return x + mlp(params.mlp, rms_norm(x, params.mlp_norm, shape.rms_norm_eps)), kv
+
+
+def load(
+    files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
+) -> tuple[EagleHead, EagleParams]:
+    """An EAGLE-1 head as published. The bias of fc is decided by its presence: configs omit it."""
+    shape = files.geometry("layers.0", target)
+    if shape.hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"{files.hf.origin}: hidden_size={shape.hidden_size}, the target's is "
+            f"{target.hidden_size}; use a drafter trained for this target"
+        )
+    head = EagleHead(
+        shape=shape,
+        has_fc_bias=files.has("fc.bias"),
+        has_embedding=files.has("embed_tokens.weight"),
+    )
+    return head, files.load(head.specs(), dtype)

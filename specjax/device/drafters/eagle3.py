@@ -1,0 +1,236 @@
+"""EAGLE-3 (Li et al. 2025): a decoder layer over three of the target's hidden states.
+
+    g = fc [h_low; h_mid; h_high]                 for rows the target has seen; else g = last y
+    u = [norm_e(e(x_{p+1})); norm_h(g)]           2 D wide
+    a = r + Attn(u),  y = a + MLP(norm(a))        r = g, or norm_h(g) with `norm_before_residual`
+    logits = head norm(y)                         over a reduced vocabulary
+
+The three are residual streams, un-normed. y is recycled as it is, or normed with `recycle_normed`.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.spec import linear, stored
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens
+from specjax.device.drafters.drafter import Params
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.layers.attention import Attention, Rows, attention
+from specjax.device.models.layers.mlp import MLP, mlp
+from specjax.device.models.layers.norm import rms_norm
+from specjax.device.models.llama import Llama, attention_specs, mlp_specs
+from specjax.device.models.model import Features, Model
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Eagle3Params:
+    """Weights of an EAGLE-3 head; `embedding` is None where it is the target's."""
+
+    embedding: jax.Array | None  # [V, D]
+    fc: jax.Array  # [A D_target, D]
+    input_norm: jax.Array | None  # [A D_target], over all auxiliary states before fc
+    aux_norms: tuple[jax.Array, ...]  # A of [D_target], one per auxiliary state before fc; or none
+    embedding_norm: jax.Array  # [D]
+    hidden_norm: jax.Array  # [D]
+    attention: Attention  # reads 2 D
+    mlp_norm: jax.Array  # [D]
+    mlp: MLP
+    norm: jax.Array  # [D]
+    lm_head: jax.Array  # [D, V_d]
+    target_ids: jax.Array | None = None  # i32[V_d]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eagle3Head:
+    """The EAGLE-3 head. `shape` gives the layer's geometry and the target's vocabulary."""
+
+    shape: Llama
+    target_hidden_size: int
+    draft_vocab_size: int
+    aux_layers: tuple[int, ...]
+    norm_before_residual: bool = False
+    recycle_normed: bool = False
+    has_input_norm: bool = False
+    has_aux_norms: bool = False
+    has_embedding: bool = False
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the head's own hidden state."""
+        return self.shape.hidden_size
+
+    def specs(self, layer: str = "midlayer") -> Eagle3Params:
+        """The float weights as `TensorSpec`s; `layer` is "midlayer" or "layers.0" by layout."""
+        dim, num_aux = self.hidden_size, len(self.aux_layers)
+        wide = self.target_hidden_size
+        embedding = stored(["embed_tokens.weight"], (self.shape.vocab_size, dim))
+        return Eagle3Params(
+            embedding=embedding if self.has_embedding else None,
+            fc=linear(["fc.weight"], num_aux * wide, [dim]),
+            input_norm=stored(["input_norm.weight"], (num_aux * wide,))
+            if self.has_input_norm
+            else None,
+            aux_norms=tuple(stored([f"fc_norm.{i}.weight"], (wide,)) for i in range(num_aux))
+            if self.has_aux_norms
+            else (),
+            embedding_norm=stored([f"{layer}.input_layernorm.weight"], (dim,)),
+            hidden_norm=stored([f"{layer}.hidden_norm.weight"], (dim,)),
+            attention=attention_specs(self.shape, f"{layer}.self_attn", 2 * dim),
+            mlp_norm=stored([f"{layer}.post_attention_layernorm.weight"], (dim,)),
+            mlp=mlp_specs(f"{layer}.mlp", dim, self.shape.intermediate_size),
+            norm=stored(["norm.weight"], (dim,)),
+            lm_head=linear(["lm_head.weight"], dim, [self.draft_vocab_size]),
+        )
+
+    def fuse(self, params: Eagle3Params, features: Features) -> jax.Array:
+        """g = fc of the auxiliary hidden states, normed first where the checkpoint has the norms."""
+        states, eps = features.auxiliary, self.shape.rms_norm_eps
+        if params.aux_norms:
+            parts = jnp.split(states, len(self.aux_layers), axis=-1)
+            normed = [rms_norm(x, w, eps) for x, w in zip(parts, params.aux_norms, strict=True)]
+            states = jnp.concatenate(normed, axis=-1)
+        if params.input_norm is not None:
+            states = rms_norm(states, params.input_norm, eps)
+        return states @ params.fc
+
+    def extend(
+        self,
+        target: Model,
+        params: Params,
+        tokens: jax.Array,
+        hidden: jax.Array,
+        rows: Rows,
+        kv: Any,
+    ) -> tuple[jax.Array, Any]:
+        """See `Head.extend`."""
+        embedded = embed_tokens(target, params, tokens)
+        return _layer(params.drafter, embedded, hidden, rows, kv, self)
+
+    def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
+        """The head's own vocabulary; a recycled state that is already normed is not normed twice."""
+        own = params.drafter
+        if not self.recycle_normed:
+            hidden = rms_norm(hidden, own.norm, self.shape.rms_norm_eps)
+        return (hidden @ own.lm_head).astype(jnp.float32)
+
+    def target_ids(self, params: Eagle3Params) -> jax.Array | None:
+        """Ids of the draft vocabulary in the target's."""
+        return params.target_ids
+
+
+@partial(jax.jit, static_argnames="head")
+def _layer(
+    params: Eagle3Params,
+    embedded: jax.Array,
+    hidden: jax.Array,
+    rows: Rows,
+    kv: Any,
+    head: Eagle3Head,
+) -> tuple[jax.Array, Any]:
+    shape, eps = head.shape, head.shape.rms_norm_eps
+    normed = rms_norm(hidden, params.hidden_norm, eps)
+    x = jnp.concatenate([rms_norm(embedded, params.embedding_norm, eps), normed], axis=-1)
+    angles = shape.rope.angles(rows.positions)
+    mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape)
+    residual = (normed if head.norm_before_residual else hidden) + mixed
+    y = residual + mlp(params.mlp, rms_norm(residual, params.mlp_norm, eps))
+    return (rms_norm(y, params.norm, eps) if head.recycle_normed else y), kv
+
+
+def load(
+    files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
+) -> tuple[Eagle3Head, Eagle3Params]:
+    """An EAGLE-3 head in the published layout (`midlayer.*`) or speculators' (`layers.0.*`)."""
+    hf, aux_layers = (
+        files.hf,
+        read_aux_layers(files.hf, target.num_layers, config.aux_id_convention),
+    )
+    layer = "midlayer" if files.has("midlayer.hidden_norm.weight") else "layers.0"
+    shape = files.geometry(layer, target)
+    head = Eagle3Head(
+        shape=shape,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=hf.integer("draft_vocab_size", shape.vocab_size),
+        aux_layers=aux_layers,
+        # Raw checkpoints mean False when they say nothing, speculators' mean True.
+        norm_before_residual=bool(hf.get("norm_before_residual", is_speculators(hf))),
+        recycle_normed=recycles_normed(hf),
+        has_input_norm=files.has("input_norm.weight"),
+        has_aux_norms=files.has("fc_norm.0.weight"),
+        has_embedding=files.has("embed_tokens.weight"),
+    )
+    # t2d is the mask that d2t spells out.
+    params = files.load(head.specs(layer), dtype, unused=("d2t", "t2d"))
+    return head, replace(params, target_ids=read_target_ids(files, head, target))
+
+
+def is_speculators(hf: HFConfig) -> bool:
+    """Whether the config is in the layout of the speculators library."""
+    return "speculators_model_type" in hf.fields
+
+
+def recycles_normed(hf: HFConfig) -> bool:
+    """Whether the head recycles norm(y).
+
+    `norm_output` says so in speculators' and vLLM's configs. SpecForge uses the same word for the
+    norm before the head, which is always there: its checkpoints recycle y.
+    """
+    if "LlamaForCausalLMEagle3" in hf.get("architectures", []):
+        if not hf.get("norm_output", True):
+            raise CheckpointError(f"{hf.origin}: norm_output=false (no norm) is not supported")
+        return False
+    return bool(hf.get("norm_output", False))
+
+
+def read_aux_layers(hf: HFConfig, num_layers: int, convention: str) -> tuple[int, ...]:
+    """Layers whose input the head reads; `convention` says how the config numbers them.
+
+    "entering" i is the residual stream entering layer i, which is the output of layer i - 1; a
+    config under "output" numbers that state i - 1. Default: 2, L // 2, L - 3, entering.
+    """
+    nested = hf.get("eagle_config", {})
+    ids = hf.get(
+        "eagle_aux_hidden_state_layer_ids",
+        nested.get("eagle_aux_hidden_state_layer_ids", nested.get("layer_ids")),
+    )
+    if ids is None:
+        layers = (2, num_layers // 2, num_layers - 3)
+    else:
+        layers = tuple(int(i) + (convention == "output") for i in ids)
+    if not layers or not all(0 <= i <= num_layers for i in layers):
+        raise CheckpointError(
+            f"{hf.origin}: auxiliary layers {list(layers)} do not lie in 0..{num_layers}, the "
+            "target's; set eagle_aux_hidden_state_layer_ids, or use another drafter"
+        )
+    return layers
+
+
+def read_target_ids(files: DrafterFiles, head: Eagle3Head, target: Model) -> jax.Array | None:
+    """Target ids i32[V_d] of the draft vocabulary: i + d2t[i]. None where the two are the same."""
+    if not files.has("d2t"):
+        if head.draft_vocab_size != target.vocab_size:
+            raise CheckpointError(
+                f"{files.hf.origin}: draft_vocab_size={head.draft_vocab_size} differs from the "
+                f"target's {target.vocab_size}, but the weights have no d2t"
+            )
+        return None
+    offsets = files.tensors.read(files.stored_name("d2t"))
+    if offsets.shape != (head.draft_vocab_size,) or offsets.dtype.kind not in "iu":
+        raise CheckpointError(
+            f"{files.hf.origin}: d2t must be integers [{head.draft_vocab_size}], got "
+            f"{offsets.dtype}{list(offsets.shape)}"
+        )
+    ids = np.arange(head.draft_vocab_size) + offsets.astype(np.int64)
+    if ids.min() < 0 or ids.max() >= target.vocab_size:
+        raise CheckpointError(
+            f"{files.hf.origin}: d2t points outside the target's vocabulary of {target.vocab_size}"
+        )
+    return jnp.array(ids.astype(np.int32))

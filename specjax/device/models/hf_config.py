@@ -1,0 +1,74 @@
+"""Reading a Hugging Face `config.json` with errors that name the field, the value and the remedy."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.device.models.layers.rope import Rope
+
+
+@dataclass(frozen=True)
+class HFConfig:
+    """The fields of a config and where they were read, for messages."""
+
+    fields: Mapping[str, Any]
+    origin: str
+
+    def get(self, key: str, default: Any) -> Any:
+        """The field, or `default` where it is absent or null."""
+        value = self.fields.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        """The field as a positive integer."""
+        value = self.get(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+            raise CheckpointError(f"{self.origin}: {key} must be a positive integer, got {value!r}")
+        return value
+
+    def require(self, key: str, expected: Any) -> None:
+        """Refuse a field that is set to anything but `expected`."""
+        value = self.get(key, expected)
+        if value != expected:
+            raise CheckpointError(
+                f"{self.origin}: {key}={value!r} is not supported; this model needs {expected!r}"
+            )
+
+    def require_unset(self, *keys: str) -> None:
+        """Refuse features that are switched on but not implemented."""
+        for key in keys:
+            if self.fields.get(key):
+                raise CheckpointError(
+                    f"{self.origin}: {key}={self.fields[key]!r} is not supported; "
+                    f"use a checkpoint without {key}"
+                )
+
+    def rope(self, head_dim: int) -> Rope:
+        """Rotary embedding, from `rope_parameters` or the older `rope_theta` + `rope_scaling`."""
+        fields = dict(self.get("rope_scaling", {})) | dict(self.get("rope_parameters", {}))
+        theta = float(fields.get("rope_theta", self.get("rope_theta", 10000.0)))
+        kind = fields.get("rope_type", fields.get("type", "default"))
+        if kind not in ("default", "linear", "llama3"):
+            raise CheckpointError(
+                f"{self.origin}: rope scaling {kind!r} is not supported; "
+                "supported: default, linear, llama3"
+            )
+        if fields.get("partial_rotary_factor", 1.0) != 1.0:
+            raise CheckpointError(f"{self.origin}: partial_rotary_factor is not supported here")
+        try:
+            return Rope(
+                head_dim=head_dim,
+                theta=theta,
+                scaling=kind,
+                factor=float(fields["factor"]) if kind != "default" else 1.0,
+                low_freq_factor=float(fields["low_freq_factor"]) if kind == "llama3" else 1.0,
+                high_freq_factor=float(fields["high_freq_factor"]) if kind == "llama3" else 4.0,
+                original_max_position=int(fields["original_max_position_embeddings"])
+                if kind == "llama3"
+                else 8192,
+            )
+        except KeyError as missing:
+            raise CheckpointError(
+                f"{self.origin}: rope scaling {kind!r} lacks {missing.args[0]!r}"
+            ) from None

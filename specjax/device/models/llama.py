@@ -1,0 +1,227 @@
+"""Dense decoders of the Llama family: `llama`, `qwen2` and `qwen3`.
+
+One architecture. What sets the three apart is data: Qwen2 has a bias on q, k and v, Qwen3
+normalises q and k per head, Llama may have a bias on every attention projection. Those tensors
+are None where a checkpoint has none, and the forward pass reads accordingly.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checkpoint.spec import linear, stored
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.layers.attention import Attention, Rows, attention
+from specjax.device.models.layers.mlp import MLP, mlp
+from specjax.device.models.layers.norm import rms_norm
+from specjax.device.models.layers.rope import Rope
+from specjax.device.models.model import Features
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one decoder layer."""
+
+    attention_norm: jax.Array  # [D]
+    attention: Attention
+    mlp_norm: jax.Array  # [D]
+    mlp: MLP
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Params:
+    """Weights of a decoder; `lm_head` is None when it is the embedding."""
+
+    embedding: jax.Array  # [V, D]
+    layers: tuple[Layer, ...]
+    norm: jax.Array  # [D]
+    lm_head: jax.Array | None  # [D, V]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama:
+    """A dense decoder. Hashable, so that a compiled step can hold it as a static value."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: Rope
+    max_position: int
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    out_bias: bool = False
+    qk_norm: bool = False
+
+    def specs(self) -> Params:
+        """The parameters as a tree of `TensorSpec` under their Hugging Face names."""
+        prefix, dim = "model", self.hidden_size
+        return Params(
+            embedding=stored([f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim)),
+            layers=tuple(layer_specs(self, f"{prefix}.layers.{i}") for i in range(self.num_layers)),
+            norm=stored([f"{prefix}.norm.weight"], (dim,)),
+            lm_head=None
+            if self.tie_word_embeddings
+            else linear(["lm_head.weight"], dim, [self.vocab_size]),
+        )
+
+    def extend(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        rows: Rows,
+        kv: Any,
+        aux_layers: tuple[int, ...] = (),
+    ) -> tuple[Features, Any]:
+        """See `Model.extend`."""
+        x = self.embed(params, tokens)
+        angles = self.rope.angles(rows.positions)
+        entering = []
+        for i, layer in enumerate(params.layers):
+            entering.append(x)
+            x, kv = decoder_layer(layer, x, rows, angles, kv, jnp.int32(i), self)
+        entering.append(x)
+        auxiliary = [entering[i] for i in aux_layers]
+        features = Features(
+            rms_norm(x, params.norm, self.rms_norm_eps),
+            jnp.concatenate(auxiliary, axis=-1) if auxiliary else None,
+        )
+        return features, kv
+
+    def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """Input embeddings [N, D] of tokens i32[N]."""
+        return params.embedding[tokens]
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """Next-token logits f32[N, V] of hidden states [N, D]."""
+        head = params.embedding.T if params.lm_head is None else params.lm_head
+        return (hidden @ head).astype(jnp.float32)
+
+
+# One trace serves every layer: the index is an operand, and XLA inlines the calls.
+@partial(jax.jit, static_argnames="model")
+def decoder_layer(
+    params: Layer,
+    x: jax.Array,
+    rows: Rows,
+    angles: tuple[jax.Array, jax.Array],
+    kv: Any,
+    layer: jax.Array,
+    model: Llama,
+) -> tuple[jax.Array, Any]:
+    """One pre-norm decoder layer on x [N, D]."""
+    eps = model.rms_norm_eps
+    mixed, kv = attention(
+        params.attention,
+        rms_norm(x, params.attention_norm, eps),
+        rows,
+        angles,
+        kv,
+        layer,
+        model,
+    )
+    x = x + mixed
+    return x + mlp(params.mlp, rms_norm(x, params.mlp_norm, eps)), kv
+
+
+def layer_specs(model: Llama, prefix: str) -> Layer:
+    """One decoder layer as a tree of `TensorSpec`."""
+    dim = model.hidden_size
+    return Layer(
+        attention_norm=stored([f"{prefix}.input_layernorm.weight"], (dim,)),
+        attention=attention_specs(model, f"{prefix}.self_attn", dim),
+        mlp_norm=stored([f"{prefix}.post_attention_layernorm.weight"], (dim,)),
+        mlp=mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size),
+    )
+
+
+def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
+    """Attention weights as `TensorSpec`s; `num_in` is the width the projections read."""
+    q, kv, head = (
+        model.num_heads * model.head_dim,
+        model.num_kv_heads * model.head_dim,
+        model.head_dim,
+    )
+    inputs = [f"{prefix}.{name}_proj" for name in "qkv"]
+    return Attention(
+        qkv=linear([f"{name}.weight" for name in inputs], num_in, [q, kv, kv]),
+        out=linear([f"{prefix}.o_proj.weight"], q, [model.hidden_size]),
+        qkv_bias=stored([f"{name}.bias" for name in inputs], (q,), (kv,), (kv,))
+        if model.qkv_bias
+        else None,
+        out_bias=stored([f"{prefix}.o_proj.bias"], (model.hidden_size,))
+        if model.out_bias
+        else None,
+        q_norm=stored([f"{prefix}.q_norm.weight"], (head,)) if model.qk_norm else None,
+        k_norm=stored([f"{prefix}.k_norm.weight"], (head,)) if model.qk_norm else None,
+    )
+
+
+def mlp_specs(prefix: str, dim: int, intermediate: int) -> MLP:
+    """Feed-forward weights as `TensorSpec`s."""
+    return MLP(
+        gate_up=linear(
+            [f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"],
+            dim,
+            [intermediate, intermediate],
+        ),
+        down=linear([f"{prefix}.down_proj.weight"], intermediate, [dim]),
+    )
+
+
+def from_hf(hf: HFConfig) -> Llama:
+    """The model that a Hugging Face config of type `llama`, `qwen2` or `qwen3` describes."""
+    hf.require_unset("mlp_bias", "use_sliding_window")
+    hf.require("hidden_act", "silu")
+    kind = hf.get("model_type", "llama")
+    bias = bool(hf.get("attention_bias", False))
+    hidden, heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
+    head_dim = hf.integer("head_dim", hidden // heads)
+    return Llama(
+        vocab_size=hf.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=hf.integer("intermediate_size"),
+        num_layers=hf.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=hf.integer("num_key_value_heads", heads),
+        head_dim=head_dim,
+        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rope=hf.rope(head_dim),
+        max_position=hf.integer("max_position_embeddings", 2048),
+        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        qkv_bias=kind == "qwen2" or bias,
+        out_bias=kind != "qwen2" and bias,
+        qk_norm=kind == "qwen3",
+    )
+
+
+def to_hf(model: Llama) -> Mapping[str, Any]:
+    """A Hugging Face `config.json` of type `llama` for a model that this package trained."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": model.rope.theta,
+        "max_position_embeddings": model.max_position,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "attention_bias": False,
+        "mlp_bias": False,
+    }

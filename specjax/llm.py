@@ -1,0 +1,359 @@
+"""The public door: prompts in, continuations out."""
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specjax.checkpoint.config_json import read_json
+from specjax.checkpoint.hub import resolve
+from specjax.config import DTYPES, EngineConfig, SpeculativeConfig
+from specjax.device.drafters.chain import ChainDrafter
+from specjax.device.drafters.drafter import NoDrafter, Params
+from specjax.device.drafters.registry import load_drafter, share_embedding
+from specjax.device.models.model import Model
+from specjax.device.models.registry import describe_model, load_model, read_config
+from specjax.device.state import MAX_STOP_IDS
+from specjax.engine import Engine
+from specjax.host.scheduler import Sequence as RunningSequence
+from specjax.host.speculation.policy import StaticPolicy
+from specjax.metrics import Metrics
+from specjax.precompile import keep_compilations
+from specjax.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from specjax.tokenizer import ChatTokenizer, load_tokenizer
+
+Prompt = str | Sequence[int] | Mapping[str, Any]
+
+
+class LLM:
+    """A model ready to generate, with or without speculation.
+
+    Args:
+        model: a checkpoint in Hugging Face layout (folder or hub id), or a `Model` value.
+        params: the parameters of a `Model` value.
+        speculative_config: a `SpeculativeConfig` or its fields; None decodes plainly.
+        dtype: of weights and caches, "float32" or "bfloat16".
+        max_model_len: most tokens of a request, prompt included; None for the model's own limit,
+            at most 8192.
+        max_num_seqs: requests that run at the same time.
+        max_num_batched_tokens: most prompt tokens of one step.
+        num_pages: pages of the key-value pool; None for what the device's memory holds.
+        page_size: tokens per page.
+        gpu_memory_utilization: part of the GPU's memory for weights and the pool.
+        async_scheduling: plan and launch a step before reading the one before it.
+        kernels: implementation of the GPU operations, "auto" or "reference".
+        compilation_cache: folder where compiled steps are kept between runs, unless JAX is already
+            set to one; None keeps nothing.
+        seed: seed of requests that bring none.
+        show_progress: show a bar while the steps compile.
+
+    Raises:
+        ValueError: settings that do not fit each other or the model.
+        CheckpointError: files that are missing, damaged or not what they are used as.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | Model,
+        *,
+        params: Any = None,
+        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+        dtype: str = "float32",
+        max_model_len: int | None = None,
+        max_num_seqs: int = 16,
+        max_num_batched_tokens: int = 512,
+        num_pages: int | None = None,
+        page_size: int = 16,
+        gpu_memory_utilization: float = 0.9,
+        async_scheduling: bool = True,
+        kernels: str = "auto",
+        compilation_cache: str | Path | None = "~/.cache/specjax",
+        seed: int = 0,
+        show_progress: bool = True,
+    ):
+        speculation = SpeculativeConfig.of(speculative_config) if speculative_config else None
+        self.tokenizer: ChatTokenizer | None = None
+        self._eos_ids: tuple[int, ...] = ()
+        folder = None
+        if isinstance(model, str | Path):
+            if params is not None:
+                raise ValueError("params goes with a Model value; a checkpoint brings its own")
+            folder = resolve(model)
+            target = describe_model(read_config(folder))
+            self.tokenizer = load_tokenizer(folder)
+            self._eos_ids = read_eos_ids(folder)
+        elif params is None:
+            raise ValueError("a Model value needs params, its parameters")
+        else:
+            target = model
+        if dtype not in DTYPES:
+            raise ValueError(f"dtype={dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
+        if not 0 < gpu_memory_utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must be in (0, 1]")
+        if max_model_len is None:
+            max_model_len = min(target.max_position, 8192)
+        if max_model_len > target.max_position:
+            raise ValueError(
+                f"max_model_len={max_model_len} exceeds the {target.max_position} positions that "
+                "the model was made for; lower it"
+            )
+
+        drafter, drafter_params = NoDrafter(), None
+        if speculation:
+            drafter, drafter_params = load_drafter(
+                resolve(speculation.model), speculation, target, np.dtype(dtype)
+            )
+        config = EngineConfig(
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            page_size=page_size,
+            num_pages=num_pages
+            or default_num_pages(
+                target, dtype, page_size, max_model_len, max_num_seqs, gpu_memory_utilization
+            ),
+            dtype=dtype,
+            kernels=kernels,
+            async_scheduling=async_scheduling,
+            seed=seed,
+        )
+        if folder is not None:
+            _, params = load_model(folder, np.dtype(dtype))
+        if isinstance(drafter, ChainDrafter):
+            drafter, drafter_params = share_embedding(drafter, drafter_params, target, params)
+        if compilation_cache is not None:
+            keep_compilations(Path(compilation_cache).expanduser())
+        self.target = target
+        self._next_id = 0
+        self._is_closed = False
+        self.engine = Engine(
+            config,
+            target,
+            drafter,
+            Params(params, drafter_params),
+            StaticPolicy(speculation.num_speculative_tokens if speculation else 0),
+            show_progress=show_progress,
+        )
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Continue each prompt; outputs come in the order of the prompts.
+
+        Args:
+            prompts: a text, a list of token ids, {"prompt_token_ids": [...]}, or a list of such.
+            sampling_params: one for all prompts or one per prompt; None for the defaults.
+            use_tqdm: show a progress bar.
+
+        Raises:
+            ValueError: a prompt or parameter that cannot be served, before anything is generated.
+        """
+        self._check_open()
+        listed = as_prompt_list(prompts)
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            all_params = [sampling_params or SamplingParams()] * len(listed)
+        else:
+            all_params = list(sampling_params)
+        if len(all_params) != len(listed):
+            raise ValueError(
+                f"sampling_params has {len(all_params)} entries for {len(listed)} prompts; "
+                "give one, or one per prompt"
+            )
+        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        requests = [
+            self._request(self._next_id + i, prompt, params)
+            for i, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
+        ]
+        self._next_id += len(requests)
+        finished = self._run(requests, use_tqdm)
+        return [
+            self._output(finished[request.request_id], text, params)
+            for request, text, params in zip(requests, texts, all_params, strict=True)
+        ]
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer one conversation (a list of {"role", "content"}) or a list of conversations."""
+        self._check_open()
+        if self.tokenizer is None:
+            raise ValueError(
+                "chat needs a checkpoint with a tokenizer; use generate with token ids"
+            )
+        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
+        prompts = [
+            {"prompt_token_ids": self.tokenizer.apply_chat_template(conversation)}
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def metrics(self) -> Metrics:
+        """Counters since the engine was built."""
+        self._check_open()
+        return self.engine.metrics()
+
+    def close(self) -> None:
+        """Free the device memory. The LLM cannot be used afterwards; closing twice is harmless."""
+        if not self._is_closed:
+            self._is_closed = True
+            del self.engine
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closed:
+            raise RuntimeError("this LLM is closed; build a new one")
+
+    def _request(self, request_id: int, prompt: Prompt, params: SamplingParams) -> Request:
+        config = self.engine.config
+        where = f"prompt {request_id}"
+        token_ids = self._token_ids(prompt, where)
+        if not token_ids:
+            raise ValueError(f"{where} is empty; a prompt needs at least one token")
+        vocab_size = self.target.vocab_size
+        for name, ids in ("", token_ids), ("stop_token_ids: ", params.stop_token_ids):
+            if bad := [token for token in ids if not 0 <= token < vocab_size]:
+                raise ValueError(
+                    f"{where}: {name}token id {bad[0]} is outside the vocabulary 0..{vocab_size - 1}"
+                )
+        room = config.max_model_len - len(token_ids)
+        if room < 1:
+            raise ValueError(
+                f"{where} has {len(token_ids)} tokens and max_model_len={config.max_model_len} "
+                "leaves no room for output; shorten the prompt or raise max_model_len"
+            )
+        seed = params.seed
+        if seed is None:
+            seed = int(np.random.SeedSequence([config.seed, request_id]).generate_state(1)[0])
+        eos_ids = () if params.ignore_eos else self._eos_ids
+        stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"{where}: stop_token_ids and the model's ends of sequence come to {len(stop_ids)} "
+                f"ids; at most {MAX_STOP_IDS}"
+            )
+        return Request(
+            request_id,
+            tuple(token_ids),
+            min(params.max_tokens or room, room),
+            params.temperature,
+            seed,
+            stop_ids,
+        )
+
+    def _token_ids(self, prompt: Prompt, where: str) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"{where} is text, but the checkpoint has no tokenizer; pass token ids"
+                )
+            return self.tokenizer.encode(prompt)
+        if isinstance(prompt, Mapping):
+            if set(prompt) != {"prompt_token_ids"}:
+                raise ValueError(
+                    f"{where}: expected the key prompt_token_ids, got {sorted(prompt)}"
+                )
+            prompt = prompt["prompt_token_ids"]
+        if not all(isinstance(token, int | np.integer) for token in prompt):
+            raise ValueError(f"{where}: token ids must be integers")
+        return [int(token) for token in prompt]
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> dict[int, RunningSequence]:
+        columns = (
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        )
+        finished: dict[int, RunningSequence] = {}
+        with Progress(*columns, disable=not use_tqdm, transient=True) as progress:
+            task = progress.add_task("", total=len(requests), rate=0.0)
+            for request in requests:
+                self.engine.add(request)
+            num_tokens = 0
+            try:
+                while self.engine.has_work:
+                    for sequence in self.engine.step():
+                        finished[sequence.request.request_id] = sequence
+                        num_tokens += len(sequence.output)
+                        elapsed = progress.tasks[task].elapsed or 1e-9
+                        progress.update(task, advance=1, rate=num_tokens / elapsed)
+            except BaseException:
+                self.engine.reset()
+                raise
+        return finished
+
+    def _output(
+        self, sequence: RunningSequence, prompt: str | None, params: SamplingParams
+    ) -> RequestOutput:
+        request, token_ids = sequence.request, sequence.output
+        is_stop = token_ids[-1] in request.stop_ids
+        is_eos = token_ids[-1] in self._eos_ids
+        text = None
+        if self.tokenizer is not None and params.detokenize:
+            text = self.tokenizer.decode(token_ids)
+        completion = CompletionOutput(
+            index=0,
+            token_ids=list(token_ids),
+            text=text,
+            finish_reason="stop" if is_stop else "length",
+            stop_reason=token_ids[-1] if is_stop and not is_eos else None,
+        )
+        return RequestOutput(
+            request.request_id, prompt, list(request.prompt_token_ids), [completion]
+        )
+
+
+def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    listed = list(prompts)
+    if listed and all(isinstance(token, int | np.integer) for token in listed):
+        return [listed]
+    return listed
+
+
+def read_eos_ids(folder: Path) -> tuple[int, ...]:
+    """Ends of sequence of a checkpoint: generation_config.json's, else config.json's."""
+    for name in "generation_config.json", "config.json":
+        ids = read_json(folder, name).get("eos_token_id") if (folder / name).exists() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
+def default_num_pages(
+    target: Model,
+    dtype: str,
+    page_size: int,
+    max_model_len: int,
+    max_num_seqs: int,
+    gpu_memory_utilization: float,
+) -> int:
+    """Pages for every request at full length, or as many as the device's memory holds."""
+    wanted = max_num_seqs * -(-max_model_len // page_size)
+    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        return wanted
+    itemsize = np.dtype(dtype).itemsize
+    weights = sum(math.prod(spec.shape) for spec in jax.tree.leaves(target.specs()))
+    # One layer more, for the drafter's.
+    page = (target.num_layers + 1) * page_size * 2 * target.num_kv_heads * target.head_dim
+    room = gpu_memory_utilization * limit - weights * itemsize
+    return max(1, min(wanted, int(room // (page * itemsize))))

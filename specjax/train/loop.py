@@ -1,0 +1,67 @@
+"""The training loop: steps, progress, and checkpoints from which a killed run goes on."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+import orbax.checkpoint as ocp
+from rich.console import Console
+
+# One batch of arrays for a step number; the same number always gives the same batch.
+Batches = Callable[[int], Any]
+# (trainable, batch, key) -> (loss, metrics)
+Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+
+
+def fit(
+    trainable: Any,
+    loss: Loss,
+    batches: Batches,
+    optimizer: optax.GradientTransformation,
+    *,
+    steps: int,
+    directory: Path,
+    seed: int,
+    log_every: int = 20,
+    save_every: int = 100,
+) -> tuple[Any, list[dict[str, float]]]:
+    """Minimise `loss` and return the trained tree with the log of metrics.
+
+    The state is saved under `directory` every `save_every` steps, atomically, and a run that finds
+    a checkpoint there goes on from it: batches and randomness depend on the step number alone.
+    """
+    console = Console(stderr=True)
+
+    @jax.jit
+    def train_step(state, batch):
+        trainable, opt_state, step = state
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(trainable, batch, key)
+        updates, opt_state = optimizer.update(grads, opt_state, trainable)
+        metrics = {"loss": value, **metrics, "grad_norm": optax.global_norm(grads)}
+        return (optax.apply_updates(trainable, updates), opt_state, step + 1), metrics
+
+    state = (trainable, optimizer.init(trainable), jax.numpy.int32(0))
+    options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=save_every)
+    log: list[dict[str, float]] = []
+    with ocp.CheckpointManager(directory.absolute(), options=options) as checkpoints:
+        first = checkpoints.latest_step() or 0
+        if first:
+            abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
+            state = checkpoints.restore(first, args=ocp.args.StandardRestore(abstract))
+            console.print(f"resumed at step {first} from {directory}")
+        start = time.perf_counter()
+        for step in range(first, steps):
+            state, metrics = train_step(state, batches(step))
+            if (step + 1) % log_every == 0 or step + 1 == steps:
+                row = {"step": step + 1, **{name: float(value) for name, value in metrics.items()}}
+                log.append(row)
+                seconds = (time.perf_counter() - start) / (step + 1 - first)
+                text = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
+                console.print(f"{text}  {seconds:.2f} s/step", highlight=False)
+            checkpoints.save(step + 1, args=ocp.args.StandardSave(state), force=step + 1 == steps)
+        checkpoints.wait_until_finished()
+    return state[0], log

@@ -1,0 +1,91 @@
+"""Folders and hub ids, with the real client on a made cache, and a fake one for downloads."""
+
+from pathlib import Path
+
+import huggingface_hub
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from specjax.checkpoint import hub
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.hub import resolve
+
+COMMIT = "0" * 40
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty hub cache, and no network."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    return tmp_path / "hub"
+
+
+def make_snapshot(cache):
+    """The snapshot of org/name in the cache, with a config and no weights."""
+    repo = cache / "models--org--name"
+    snapshot = repo / "snapshots" / COMMIT
+    snapshot.mkdir(parents=True)
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(COMMIT)
+    (snapshot / "config.json").write_text("{}")
+    return snapshot
+
+
+def test_a_folder_is_itself(tmp_path, monkeypatch):
+    assert resolve(tmp_path) == resolve(str(tmp_path)) == tmp_path
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert resolve("~") == tmp_path
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert resolve("org/name") == Path("org/name")
+
+
+@pytest.mark.parametrize(
+    "name", ["./foo", "../foo", "/x/y", "~/foo", "foo", "", "a/b/c", "a\\b", Path("org/name")]
+)
+def test_a_path_that_does_not_exist(cache, monkeypatch, tmp_path, name):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(CheckpointError, match="no such folder: '.*'; pass a folder"):
+        resolve(name)
+
+
+def test_a_cached_snapshot_needs_no_network(cache):
+    snapshot = make_snapshot(cache)
+    save_file({"a": np.ones(2)}, snapshot / "model.safetensors")
+    assert resolve("org/name") == snapshot
+
+
+def test_offline_says_what_was_tried_and_what_to_do(cache):
+    with pytest.raises(CheckpointError) as error:
+        resolve("org/name")
+    for part in ("org/name is not a folder", "local hub cache", "downloaded", "HF_HOME", "login"):
+        assert part in str(error.value)
+
+
+def test_a_cache_without_its_weights_is_not_whole(cache):
+    make_snapshot(cache)
+    with pytest.raises(CheckpointError, match="not whole in the local hub cache"):
+        resolve("org/name")
+
+
+@pytest.mark.parametrize("weights", ["model.safetensors", "pytorch_model.bin"])
+def test_torch_files_are_downloaded_only_without_safetensors(tmp_path, monkeypatch, weights):
+    calls = []
+
+    def fake_download(repo_id, *, allow_patterns, ignore_patterns, local_files_only):
+        assert repo_id == "org/name"
+        if local_files_only:
+            raise FileNotFoundError("not cached")
+        calls.append(allow_patterns)
+        if any(Path(weights).match(pattern) for pattern in allow_patterns):
+            (tmp_path / weights).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(hub, "snapshot_download", fake_download)
+    assert resolve("org/name") == tmp_path
+    assert (tmp_path / weights).exists()
+    assert len(calls) == (1 if weights == "model.safetensors" else 2)
+    assert not any(pattern.endswith(".bin") for pattern in calls[0])

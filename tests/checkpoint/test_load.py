@@ -1,0 +1,134 @@
+"""Loading: values against numpy on hand-made files, all faults in one error, host memory."""
+
+import tracemalloc
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import open_checkpoint
+from specjax.checkpoint.load import load_params
+from specjax.checkpoint.spec import linear, stored
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Block:
+    qkv: Any
+    norm: Any
+    bias: Any
+
+
+SPECS = {
+    "embedding": stored(["embed.weight"], (6, 4)),
+    "blocks": tuple(
+        Block(
+            qkv=linear([f"{i}.{n}.weight" for n in "qkv"], 4, [4, 2, 2]),
+            norm=stored([f"{i}.norm"], (4,)),
+            bias=None,
+        )
+        for i in range(2)
+    ),
+    "head": None,
+}
+
+
+def file_tensors(dtype=np.float32, specs=SPECS):
+    rng = np.random.default_rng(0)
+    return {
+        name: rng.standard_normal(shape).astype(dtype)
+        for spec in jax.tree.leaves(specs)
+        for name, shape in zip(spec.names, spec.file_shapes, strict=True)
+    }
+
+
+def saved(folder, tensors):
+    save_file(tensors, folder / "model.safetensors")
+    return open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("file_dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_arrays_are_merged_transposed_and_cast(tmp_path, file_dtype, dtype):
+    tensors = file_tensors(file_dtype)
+    params = load_params(saved(tmp_path, tensors), SPECS, np.dtype(dtype))
+    assert jax.tree.structure(params) == jax.tree.structure(SPECS)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(params))
+    np.testing.assert_array_equal(params["embedding"], tensors["embed.weight"].astype(dtype))
+    for i, block in enumerate(params["blocks"]):
+        parts = [tensors[f"{i}.{n}.weight"] for n in "qkv"]
+        np.testing.assert_array_equal(block.qkv, np.concatenate(parts).T.astype(dtype))
+        np.testing.assert_array_equal(block.norm, tensors[f"{i}.norm"].astype(dtype))
+        assert block.qkv.dtype == block.norm.dtype == dtype and block.bias is None
+
+
+def test_rename_maps_names_of_the_specs_to_those_of_the_files(tmp_path):
+    tensors = file_tensors()
+    files = saved(tmp_path, {f"model.{name}": tensor for name, tensor in tensors.items()})
+    params = load_params(files, SPECS, np.dtype(np.float32), rename=lambda name: f"model.{name}")
+    np.testing.assert_array_equal(params["embedding"], tensors["embed.weight"])
+    with pytest.raises(CheckpointError, match=r"missing: 0\.k\.weight(?s:.*)unexpected: model\.0"):
+        load_params(files, SPECS, np.dtype(np.float32))
+
+
+def test_ignored_tensors_may_go_unused_and_be_read_apart(tmp_path):
+    d2t = np.arange(3, dtype=np.int64) + 2**40
+    files = saved(tmp_path, file_tensors() | {"d2t": d2t})
+    load_params(files, SPECS, np.dtype(np.float32), ignore=lambda name: name == "d2t")
+    np.testing.assert_array_equal(files.read("d2t"), d2t)
+    with pytest.raises(CheckpointError, match="unexpected: d2t\n"):
+        load_params(files, SPECS, np.dtype(np.float32))
+
+
+def test_all_faults_are_in_one_error(tmp_path):
+    tensors = file_tensors() | {"extra": np.ones(1)}
+    del tensors["0.q.weight"], tensors["1.norm"]
+    tensors["embed.weight"] = np.ones((4, 6))
+    tensors["0.norm"] = np.ones((4, 1))
+    with pytest.raises(CheckpointError) as error:
+        load_params(saved(tmp_path, tensors), SPECS, np.dtype(np.float32))
+    lines = str(error.value).splitlines()
+    assert str(tmp_path) in lines[0]
+    assert lines[1:4] == [
+        "  missing: 0.q.weight, 1.norm",
+        "  wrong shape: 0.norm (expected [4], found [4, 1]), "
+        "embed.weight (expected [6, 4], found [4, 6])",
+        "  unexpected: extra",
+    ]
+    assert "config.json" in lines[4]
+
+
+def test_long_lists_are_capped(tmp_path):
+    extra = {f"extra.{i:02}": np.ones(1) for i in range(25)}
+    with pytest.raises(CheckpointError, match=r"extra\.19 and 5 more\n"):
+        load_params(saved(tmp_path, file_tensors() | extra), SPECS, np.dtype(np.float32))
+
+
+def test_host_memory_is_the_arrays_and_little_more(tmp_path):
+    """JAX on the CPU keeps the host's memory, so the arrays themselves are counted."""
+    num, side = 20, 1024
+    specs = [linear([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
+    files = saved(tmp_path, file_tensors(np.float32, specs))
+    tracemalloc.start()
+    params = load_params(files, specs, np.dtype(np.float32))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert len(params) == num
+    assert peak < (num + 2) * 4 * side * side
+
+
+def test_host_copies_are_dropped_when_the_device_has_its_own(tmp_path, monkeypatch):
+    num, side = 20, 1024
+    specs = [linear([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
+    files = saved(tmp_path, file_tensors(np.float32, specs))
+    monkeypatch.setattr(jax, "device_put", lambda array: jax.numpy.float32(array[0, 0]))
+    tracemalloc.start()
+    load_params(files, specs, np.dtype(np.float32))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * 4 * side * side

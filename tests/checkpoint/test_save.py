@@ -1,0 +1,136 @@
+"""Saving: the same bits back through our reader and through safetensors, and no half files."""
+
+import json
+import tracemalloc
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from specjax.checkpoint import safetensors_file
+from specjax.checkpoint.config_json import read_json
+from specjax.checkpoint.files import open_checkpoint
+from specjax.checkpoint.load import load_params
+from specjax.checkpoint.save import save_checkpoint
+from specjax.checkpoint.spec import linear, stored
+
+SPECS = {
+    "embedding": stored(["embed.weight"], (6, 4)),
+    "qkv": linear([f"{n}.weight" for n in "qkv"], 4, [4, 2, 2]),
+    "bias": stored(["q.bias", "k.bias"], (4,), (3,)),
+    "head": None,
+}
+CONFIG = {"model_type": "llama", "hidden_size": 4}
+EXTRA = {
+    "d2t": np.arange(5, dtype=np.int64) * 2**40,
+    "t2d": np.array([True, False, True]),
+    "scalar": np.array(0.5, np.float16),
+}
+
+
+def random_params(dtype, specs=SPECS):
+    """Arrays of random bits, so that every NaN and infinity occurs."""
+    rng = np.random.default_rng(0)
+
+    def make(spec):
+        shape, width = spec.shape, np.dtype(dtype).itemsize
+        return jnp.asarray(np.frombuffer(rng.bytes(np.prod(shape) * width), dtype).reshape(shape))
+
+    return jax.tree.map(make, specs)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+def test_reload_is_bit_identical(tmp_path, dtype):
+    params, dtype = random_params(dtype), np.dtype(dtype)
+    save_checkpoint(tmp_path / "new" / "folder", SPECS, params, CONFIG, dtype=dtype, extra=EXTRA)
+    folder = tmp_path / "new" / "folder"
+    files = open_checkpoint(folder)
+    again = load_params(files, SPECS, dtype, ignore=EXTRA.__contains__)
+    assert jax.tree.structure(again) == jax.tree.structure(params)
+    for new, old in zip(jax.tree.leaves(again), jax.tree.leaves(params), strict=True):
+        assert new.dtype == old.dtype and np.asarray(new).tobytes() == np.asarray(old).tobytes()
+    for name, tensor in EXTRA.items():
+        assert files.read(name).dtype == tensor.dtype
+        np.testing.assert_array_equal(files.read(name), tensor)
+    assert read_json(folder, "config.json") == CONFIG
+    assert sorted(path.name for path in folder.iterdir()) == ["config.json", "model.safetensors"]
+
+
+def test_safetensors_reads_what_we_write(tmp_path):
+    params = random_params(np.float32)
+    save_checkpoint(tmp_path, SPECS, params, CONFIG, dtype=np.dtype(np.float32), extra=EXTRA)
+    tensors = load_file(tmp_path / "model.safetensors")
+    qkv = np.asarray(params["qkv"])
+    assert tensors["k.weight"].tobytes() == qkv[:, 4:6].T.tobytes()
+    assert tensors["q.bias"].tobytes() == np.asarray(params["bias"])[:4].tobytes()
+    assert tensors.keys() == open_checkpoint(tmp_path).names()
+    with safe_open(tmp_path / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+def test_every_tensor_is_aligned_to_its_element_size(tmp_path):
+    params = random_params(ml_dtypes.bfloat16)
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    save_checkpoint(tmp_path, SPECS, params, CONFIG, dtype=dtype, extra=EXTRA)
+    for tensor in safetensors_file.locate(tmp_path / "model.safetensors").values():
+        assert tensor.offset % tensor.dtype.itemsize == 0
+
+
+def test_export_casts(tmp_path):
+    params = jax.tree.map(lambda spec: jnp.full(spec.shape, 1 / 3, jnp.float32), SPECS)
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    save_checkpoint(tmp_path, SPECS, params, CONFIG, dtype=dtype)
+    embedding = open_checkpoint(tmp_path).read("embed.weight")
+    assert embedding.dtype == dtype and (embedding == dtype.type(1 / 3)).all()
+
+
+def test_a_failure_leaves_the_old_checkpoint(tmp_path, monkeypatch):
+    dtype = np.dtype(np.float32)
+    save_checkpoint(tmp_path, SPECS, random_params(dtype), CONFIG, dtype=dtype)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def fail(path, layout, tensors):
+        path.write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(safetensors_file, "write", fail)
+    params = jax.tree.map(jnp.zeros_like, random_params(dtype))
+    with pytest.raises(OSError, match="disk full"):
+        save_checkpoint(tmp_path, SPECS, params, CONFIG, dtype=dtype)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_bad_arguments_are_refused_before_writing(tmp_path):
+    dtype, params = np.dtype(np.float32), random_params(np.float32)
+    folder = tmp_path / "out"
+    with pytest.raises(ValueError, match="structure"):
+        save_checkpoint(folder, SPECS, params | {"head": params["qkv"]}, CONFIG, dtype=dtype)
+    with pytest.raises(ValueError, match=r"q\.weight.* has shape \[8, 4\], the model's is \[4, 8"):
+        save_checkpoint(folder, SPECS, params | {"qkv": params["qkv"].T}, CONFIG, dtype=dtype)
+    with pytest.raises(ValueError, match=r"k\.bias would be written twice"):
+        save_checkpoint(folder, SPECS, params, CONFIG, dtype=dtype, extra={"k.bias": np.ones(1)})
+    with pytest.raises(TypeError, match="JSON"):
+        save_checkpoint(folder, SPECS, params, {"dtype": dtype}, dtype=dtype)
+    assert not folder.exists()
+
+
+def test_an_index_that_would_hide_the_file_is_refused(tmp_path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {}}))
+    with pytest.raises(ValueError, match="another folder"):
+        dtype = np.dtype(np.float32)
+        save_checkpoint(tmp_path, SPECS, random_params(dtype), CONFIG, dtype=dtype)
+
+
+def test_host_memory_is_a_few_arrays(tmp_path):
+    num, side = 20, 1024
+    specs = [linear([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
+    params = [jnp.ones((side, side), jnp.float32) for _ in range(num)]
+    tracemalloc.start()
+    save_checkpoint(tmp_path, specs, params, CONFIG, dtype=np.dtype(np.float32))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 3 * 4 * side * side
