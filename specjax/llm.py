@@ -228,7 +228,7 @@ class LLM:
         for name, ids in ("", token_ids), ("stop_token_ids: ", params.stop_token_ids):
             if bad := [token for token in ids if not 0 <= token < vocab_size]:
                 raise ValueError(
-                    f"{where}: {name}token id {bad[0]} is outside the vocabulary 0..{vocab_size - 1}"
+                    f"{where}: {name}token id {bad[0]} is outside the vocabulary of {vocab_size}"
                 )
         room = config.max_model_len - len(token_ids)
         if room < 1:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-BLOCK_TOKENS = 128
+BLOCK_TOKENS = 64
 
 
 def paged_attention_reference(
@@ -16,7 +16,7 @@ def paged_attention_reference(
     depend on how long its neighbours are.
     """
     batch, num_rows, num_heads, dim = q.shape
-    page_size, num_kv_heads = kv.shape[2], kv.shape[4]
+    num_pages, page_size, _, num_kv_heads = kv.shape[1:5]
     pages = max(1, BLOCK_TOKENS // page_size)
     page_table = jnp.pad(
         page_table, ((0, 0), (0, -page_table.shape[1] % pages)), constant_values=-1
@@ -26,27 +26,36 @@ def paged_attention_reference(
     group = queries.shape[3]
     queries = queries.reshape(batch, num_kv_heads, num_rows * group, dim) * (dim**-0.5)
     row_positions = jnp.repeat(positions, group, axis=1)[:, None, :, None]
+    heads = jnp.arange(num_kv_heads)[:, None]
+    # The first position that a page does not serve: 0 for one that is not assigned.
+    ends = jnp.where(page_table >= 0, positions.max(axis=1, keepdims=True) + 1, 0)
+    page_table = jnp.clip(page_table, 0, num_pages - 1)
 
     def block(i, carry):
         maximum, total, out = carry
-        ids = jax.lax.dynamic_slice_in_dim(page_table, i * pages, pages, axis=1)
-        tokens = kv.at[layer, ids].get(mode="clip")  # [B, pages, page_size, 2, H_kv, D]
-        tokens = tokens.reshape(batch, pages * page_size, 2, num_kv_heads, dim)
-        keys, values = tokens[:, :, 0], tokens[:, :, 1]
+        ids, block_ends = (
+            jax.lax.dynamic_slice_in_dim(x, i * pages, pages, axis=1) for x in (page_table, ends)
+        )
         column = i * pages * page_size + jnp.arange(pages * page_size)
-        exists = jnp.repeat(ids >= 0, page_size, axis=1)[:, None, None, :]
-        visible = (column <= row_positions) & exists
-        scores = jnp.einsum("bhrd,bchd->bhrc", queries, keys, preferred_element_type=jnp.float32)
+        used = (column < jnp.repeat(block_ends, page_size, axis=1))[:, None]  # [B, 1, C]
+
+        def load(which):
+            # Gathered with the heads in front, where the products want them: no transpose.
+            tokens = kv.at[layer, ids[:, None], :, which, heads].get(mode="promise_in_bounds")
+            return tokens.reshape(batch, num_kv_heads, pages * page_size, dim)
+
+        keys = load(0)
+        # A weight of zero would still turn a NaN of an unused page into NaN.
+        values = jnp.where(used[..., None], load(1), 0)
+        visible = (column <= row_positions) & used[:, :, None]
+        scores = jnp.einsum("bhrd,bhcd->bhrc", queries, keys, preferred_element_type=jnp.float32)
         scores = jnp.where(visible, scores, -jnp.inf)
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1, keepdims=True))
         finite = jnp.where(jnp.isfinite(new_maximum), new_maximum, 0.0)
         weights = jnp.exp(scores - finite)
         scale = jnp.exp(maximum - finite)
-        # A weight of zero would still turn a NaN of an unused page into NaN.
-        used = (column[None] <= positions.max(axis=1)[:, None]) & exists[:, 0, 0]
-        values = jnp.where(used[:, :, None, None], values, 0)
         partial = jnp.einsum(
-            "bhrc,bchd->bhrd",
+            "bhrc,bhcd->bhrd",
             weights.astype(values.dtype),
             values,
             preferred_element_type=jnp.float32,

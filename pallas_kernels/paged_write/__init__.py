@@ -1,6 +1,8 @@
 """Writing the keys and values of new tokens into a paged pool, in place.
 
-    kv[layer, page_table[b, p // page_size], p % page_size] = (k[b, t], v[b, t]),  p = positions[b, t]
+    kv[layer, page_table[b, p // page_size], p % page_size] = (k[b, t], v[b, t])
+
+for p = positions[b, t], in every row t of every request b.
 
 Rows at position -1, past the page table, or on a page that is not assigned (-1) write nothing.
 """
@@ -37,6 +39,12 @@ def paged_write(
     Raises:
         ValueError: shapes that do not fit each other, naming the argument.
     """
+    if kv.ndim != 6 or kv.shape[3] != 2:
+        raise ValueError(f"kv must be [L, pages, page_size, 2, H_kv, D]; got {kv.shape}")
+    if positions.ndim != 2:
+        raise ValueError(f"positions must be [B, T]; got {positions.shape}")
+    if page_table.ndim != 2 or page_table.shape[0] != positions.shape[0]:
+        raise ValueError(f"page_table must be [B={positions.shape[0]}, P]; got {page_table.shape}")
     if k.shape != v.shape or k.shape != (*positions.shape, *kv.shape[4:]):
         raise ValueError(
             f"k and v must be [B, T, H_kv, D] = {(*positions.shape, *kv.shape[4:])}; "

@@ -52,3 +52,40 @@ def weighted_values(weights: jax.Array, v: jax.Array, shape: tuple[int, ...]) ->
     length = weights.shape[-2]
     out = jnp.einsum("bhgts,bhsd->bhgtd", weights.astype(v.dtype), heads_first(v, length))
     return out.transpose(0, 3, 1, 2, 4).reshape(shape)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class UnrolledRows:
+    """Causal rows on the `step`-th draft of an unrolled chain (EAGLE-3's training-time test).
+
+    The context `kv` is a tuple of (k, v) per step so far. As at inference, a row sees the verified
+    rows up to its own (step 0, causal) and, of each later step, only what it drafted itself.
+    """
+
+    positions: jax.Array  # i32[B T], shifted by `step`
+    length: int = field(metadata={"static": True})
+
+    @classmethod
+    def of(cls, batch: int, length: int, step: int) -> "UnrolledRows":
+        """Rows of `batch` sequences, `step` drafts on."""
+        return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32) + step, batch), length)
+
+    def attend(
+        self, kv: Any, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, Any]:
+        """Attention over step 0's rows and the row's own drafts, one softmax over both."""
+        kv = (*kv, (k, v))
+        (k0, v0), drafted = kv[0], kv[1:]
+        queries = grouped(q, k.shape[1], self.length) * (q.shape[-1] ** -0.5)
+        scores = [causal_scores(q, k0, self.length)]
+        for key, _ in drafted:
+            own = heads_first(key, self.length)[:, :, None]
+            scores.append((queries * own).sum(-1, keepdims=True).astype(jnp.float32))
+        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+        out = weighted_values(weights[..., : self.length], v0, q.shape)
+        for i, (_, value) in enumerate(drafted):
+            own = weights[..., self.length + i].transpose(0, 3, 1, 2)  # [B, T, H_kv, G]
+            own = own.reshape(q.shape[0], k.shape[1], -1, 1).astype(v.dtype)
+            out = out + (own * value[:, :, None]).reshape(q.shape)
+        return out, kv

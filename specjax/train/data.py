@@ -1,8 +1,9 @@
 """Text to token rows: reading documents, training the tokenizer, cutting epochs into batches."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -16,31 +17,65 @@ CHAT_TEMPLATE = (
 )
 
 
-def read_documents(paths: Sequence[Path]) -> list[tuple[str, str]]:
-    """(prompt, answer) pairs of every file or folder named.
+class Document(NamedTuple):
+    """Tokens i32[n], of which the first `num_prompt` were given and the rest are to be learnt."""
 
-    A .jsonl row holds "question" and "answer", or "text" (a document without a prompt). Any other
-    file is one document; a folder stands for all .jsonl, .txt and .py files below it.
-    """
+    tokens: np.ndarray
+    num_prompt: int
+
+
+def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
+    """(prompt, answer) texts of every file or folder named; see `read_rows` for the formats."""
+    return [(row["prompt"], row["answer"]) for row in read_rows(paths) if "answer" in row]
+
+
+def read_documents(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Document]:
+    """The documents of every file or folder named as <s> prompt answer </s>."""
+    eos = tokenizer.token_to_id(EOS)
     documents = []
+    for row in read_rows(paths):
+        if "prompt_token_ids" in row:
+            prompt, tokens = row["prompt_token_ids"], row["output_token_ids"]
+            documents.append(Document(np.asarray([*prompt, *tokens], np.int32), len(prompt)))
+            continue
+        num_prompt = len(tokenizer.encode(row["prompt"]).ids) if row["prompt"] else 0
+        ids = tokenizer.encode(row["prompt"] + row["answer"]).ids
+        documents.append(Document(np.asarray([*ids, eos], np.int32), num_prompt))
+    return documents
+
+
+def read_rows(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
+    """Rows with "prompt" and "answer", or "prompt_token_ids" and "output_token_ids".
+
+    A .jsonl row holds "question" and "answer", or "text" (a document without a prompt), or the
+    token ids of a regenerated answer. Any other file is one document; a folder stands for all
+    .jsonl, .txt and .py files below it.
+
+    Raises:
+        ValueError: a path that does not exist, a row that is none of these, or no rows at all.
+    """
+    count = 0
     for path in _files(paths):
         if path.suffix != ".jsonl":
-            documents.append(("", path.read_text(errors="ignore")))
+            yield {"prompt": "", "answer": path.read_text(errors="ignore")}
+            count += 1
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
             row = json.loads(line)
+            count += 1
             if "text" in row:
-                documents.append(("", row["text"]))
-            elif "question" in row and "answer" in row:
-                documents.append((PROMPT.format(**row), " " + row["answer"]))
+                yield {"prompt": "", "answer": row["text"]}
+            elif {"prompt_token_ids", "output_token_ids"} <= row.keys():
+                yield row
+            elif {"question", "answer"} <= row.keys():
+                yield {"prompt": PROMPT.format(**row), "answer": " " + row["answer"]}
             else:
                 raise ValueError(
                     f'{path}:{number}: a row needs "text", or "question" and "answer"; '
                     f"got {sorted(row)}"
                 )
-    if not documents:
+    if not count:
         raise ValueError(f"no documents in {', '.join(map(str, paths))}")
-    return documents
 
 
 def _files(paths: Sequence[Path]) -> list[Path]:
@@ -50,7 +85,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
             raise ValueError(f"--data {path}: no such file or folder")
         found = sorted(path.rglob("*")) if path.is_dir() else [path]
         files += [f for f in found if f.suffix in (".jsonl", ".txt", ".py") or f == path]
-    return files
+    return [file for file in files if file.is_file()]
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -76,26 +111,38 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def encode_documents(
-    tokenizer: Tokenizer, documents: Sequence[tuple[str, str]]
-) -> list[np.ndarray]:
-    """Token ids of each document: <s> prompt answer </s>."""
-    eos = tokenizer.token_to_id(EOS)
-    encodings = tokenizer.encode_batch([prompt + answer for prompt, answer in documents])
-    return [np.asarray([*encoding.ids, eos], np.int32) for encoding in encodings]
-
-
-def batch_at(documents: Sequence[np.ndarray], step: int, batch: int, length: int, seed: int):
+def packed_rows(
+    documents: Sequence[Document], step: int, batch: int, length: int, seed: int
+) -> np.ndarray:
     """Rows i32[batch, length + 1] of training step `step`, a pure function of its arguments.
 
     Each epoch lays the documents end to end in a new order and cuts the stream into rows that
     overlap by one token, so that resuming at a step needs no other state.
     """
-    total = sum(map(len, documents))
+    total = sum(len(document.tokens) for document in documents)
     steps_per_epoch = max(1, (total - 1) // (batch * length))
     epoch, index = divmod(step, steps_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(len(documents))
-    stream = np.concatenate([documents[i] for i in order])
+    stream = np.concatenate([documents[i].tokens for i in order])
     stream = np.resize(stream, max(total, steps_per_epoch * batch * length + 1))
     starts = (index * batch + np.arange(batch)) * length
     return stream[starts[:, None] + np.arange(length + 1)[None, :]]
+
+
+def padded_rows(documents: Sequence[Document], length: int) -> tuple[np.ndarray, np.ndarray]:
+    """One document per row, cut or padded: tokens i32[N, length], and which are an answer's."""
+    tokens = np.zeros((len(documents), length), np.int32)
+    is_answer = np.zeros((len(documents), length), bool)
+    for row, document in enumerate(documents):
+        count = min(len(document.tokens), length)
+        tokens[row, :count] = document.tokens[:count]
+        is_answer[row, document.num_prompt : count] = True
+    return tokens, is_answer
+
+
+def shuffled_indices(count: int, step: int, batch: int, seed: int) -> np.ndarray:
+    """Which of `count` rows make up step `step`: every epoch a new order, no row left out long."""
+    steps_per_epoch = max(1, count // batch)
+    epoch, index = divmod(step, steps_per_epoch)
+    order = np.random.default_rng([seed, epoch]).permutation(count)
+    return np.resize(order, max(count, batch))[index * batch : (index + 1) * batch]

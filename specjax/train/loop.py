@@ -12,12 +12,13 @@ from rich.console import Console
 
 # One batch of arrays for a step number; the same number always gives the same batch.
 Batches = Callable[[int], Any]
-# (trainable, batch, key) -> (loss, metrics)
-Loss = Callable[[Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
+# (trainable, frozen, batch, key) -> (loss, metrics)
+Loss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
 
 def fit(
     trainable: Any,
+    frozen: Any,
     loss: Loss,
     batches: Batches,
     optimizer: optax.GradientTransformation,
@@ -28,7 +29,9 @@ def fit(
     log_every: int = 20,
     save_every: int = 100,
 ) -> tuple[Any, list[dict[str, float]]]:
-    """Minimise `loss` and return the trained tree with the log of metrics.
+    """Minimise `loss` over `trainable` and return the trained tree with the log of metrics.
+
+    `frozen` holds the arrays that the loss reads but does not train.
 
     The state is saved under `directory` every `save_every` steps, atomically, and a run that finds
     a checkpoint there goes on from it: batches and randomness depend on the step number alone.
@@ -36,12 +39,14 @@ def fit(
     console = Console(stderr=True)
 
     @jax.jit
-    def train_step(state, batch):
+    def train_step(state, frozen, batch):
         trainable, opt_state, step = state
         key = jax.random.fold_in(jax.random.key(seed), step)
-        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(trainable, batch, key)
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(
+            trainable, frozen, batch, key
+        )
         updates, opt_state = optimizer.update(grads, opt_state, trainable)
-        metrics = {"loss": value, **metrics, "grad_norm": optax.global_norm(grads)}
+        metrics = {"loss": value, **metrics, "grad_norm": optax.tree.norm(grads)}
         return (optax.apply_updates(trainable, updates), opt_state, step + 1), metrics
 
     state = (trainable, optimizer.init(trainable), jax.numpy.int32(0))
@@ -55,7 +60,7 @@ def fit(
             console.print(f"resumed at step {first} from {directory}")
         start = time.perf_counter()
         for step in range(first, steps):
-            state, metrics = train_step(state, batches(step))
+            state, metrics = train_step(state, frozen, batches(step))
             if (step + 1) % log_every == 0 or step + 1 == steps:
                 row = {"step": step + 1, **{name: float(value) for name, value in metrics.items()}}
                 log.append(row)

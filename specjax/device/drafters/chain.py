@@ -86,7 +86,7 @@ class ChainDrafter:
     def draft(
         self, target: Model, params: Params, state: ChainState, context: DraftContext, k: int
     ) -> tuple[jax.Array, ChainState]:
-        """See `Drafter.draft`. Draws with the target's noise, so that equal logits draw equal tokens."""
+        """See `Drafter.draft`. Draws with the target's noise: equal logits draw equal tokens."""
         hidden, kv = state.hidden[context.slots], state.kv
         sampling = context.sampling
         if self.is_greedy:

@@ -1,4 +1,4 @@
-"""What the drafter formats have in common: where the layer's geometry is written, and name prefixes."""
+"""What the drafter formats share: where the layer's geometry is written, and name prefixes."""
 
 from dataclasses import dataclass, replace
 from typing import Any

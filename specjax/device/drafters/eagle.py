@@ -19,6 +19,7 @@ from specjax.checkpoint.spec import linear, stored
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens
 from specjax.device.drafters.drafter import Params
+from specjax.device.models import llama
 from specjax.device.models.layers.attention import Attention, Rows, attention
 from specjax.device.models.layers.mlp import MLP, mlp
 from specjax.device.models.layers.norm import rms_norm
@@ -126,3 +127,8 @@ def load(
         has_embedding=files.has("embed_tokens.weight"),
     )
     return head, files.load(head.specs(), dtype)
+
+
+def to_hf(head: EagleHead) -> dict[str, Any]:
+    """The published `config.json` of a head."""
+    return {**llama.to_hf(head.shape), "bias": head.has_fc_bias}

@@ -21,6 +21,7 @@ from specjax.checkpoint.spec import linear, stored
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens
 from specjax.device.drafters.drafter import Params
+from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, Rows, attention
 from specjax.device.models.layers.mlp import MLP, mlp
@@ -91,7 +92,7 @@ class Eagle3Head:
         )
 
     def fuse(self, params: Eagle3Params, features: Features) -> jax.Array:
-        """g = fc of the auxiliary hidden states, normed first where the checkpoint has the norms."""
+        """g = fc of the auxiliary hidden states, normed first where the checkpoint has norms."""
         states, eps = features.auxiliary, self.shape.rms_norm_eps
         if params.aux_norms:
             parts = jnp.split(states, len(self.aux_layers), axis=-1)
@@ -115,7 +116,7 @@ class Eagle3Head:
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """The head's own vocabulary; a recycled state that is already normed is not normed twice."""
+        """Over the head's own vocabulary; a recycled state that is normed is not normed twice."""
         own = params.drafter
         if not self.recycle_normed:
             hidden = rms_norm(hidden, own.norm, self.shape.rms_norm_eps)
@@ -234,3 +235,30 @@ def read_target_ids(files: DrafterFiles, head: Eagle3Head, target: Model) -> jax
             f"{files.hf.origin}: d2t points outside the target's vocabulary of {target.vocab_size}"
         )
     return jnp.array(ids.astype(np.int32))
+
+
+def to_hf(head: Eagle3Head) -> dict[str, Any]:
+    """The published `config.json` of a head."""
+    return {
+        **llama.to_hf(head.shape),
+        "draft_vocab_size": head.draft_vocab_size,
+        "target_hidden_size": head.target_hidden_size,
+        "eagle_aux_hidden_state_layer_ids": list(head.aux_layers),
+        "norm_before_residual": head.norm_before_residual,
+        "norm_output": head.recycle_normed,
+    }
+
+
+def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.ndarray]:
+    """d2t (offsets i64[V_d]) and t2d (mask bool[V]) of a head, as published."""
+    if params.target_ids is None:
+        return {}
+    ids = np.asarray(params.target_ids, np.int64)
+    mask = np.zeros(head.shape.vocab_size, bool)
+    mask[ids] = True
+    return {"d2t": ids - np.arange(len(ids)), "t2d": mask}
+
+
+def float_params(params: Eagle3Params) -> Eagle3Params:
+    """The parameters that `Eagle3Head.specs` describes: all but the draft vocabulary."""
+    return replace(params, target_ids=None)

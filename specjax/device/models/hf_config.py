@@ -1,4 +1,4 @@
-"""Reading a Hugging Face `config.json` with errors that name the field, the value and the remedy."""
+"""A Hugging Face `config.json`, read with errors that name field, value and remedy."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -1,6 +1,5 @@
 """Softmax attention with grouped keys, over whatever the rows' context is."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -12,14 +11,18 @@ from specjax.device.models.layers.rope import rotate
 
 
 class Rows(Protocol):
-    """The N token rows of one extension: where each stands and what it may attend to.
+    """The N token rows of one extension: where each stands (i32[N]) and what it may attend to.
 
     `attend(kv, layer, q, k, v)` takes q [N, H, D] and k, v [N, H_kv, D], makes k and v part of the
     context `kv`, and returns the attention output [N, H, D] with the context that holds them.
     """
 
-    positions: jax.Array  # i32[N]
-    attend: Callable[..., tuple[jax.Array, Any]]
+    @property
+    def positions(self) -> jax.Array: ...
+
+    def attend(
+        self, kv: Any, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, Any]: ...
 
 
 class AttentionShape(Protocol):
@@ -38,7 +41,7 @@ class AttentionShape(Protocol):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Attention:
-    """Weights of one attention layer; optional tensors are None where an architecture lacks them."""
+    """Weights of an attention layer; optional ones are None where an architecture lacks them."""
 
     qkv: jax.Array  # [D_in, (H + 2 H_kv) head_dim]
     out: jax.Array  # [H head_dim, D]

@@ -1,0 +1,58 @@
+"""The arguments of `specjax train`. Imports nothing heavy, so that help is instant."""
+
+import argparse
+from pathlib import Path
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `specjax.train.recipes.run` reads."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+
+    target = kinds.add_parser("target", help="a small Llama and its tokenizer, from scratch")
+    target.add_argument("--vocab-size", type=int, default=2048, help="size of the BPE vocabulary")
+    target.add_argument("--num-layers", type=int, default=12)
+    target.add_argument("--hidden-size", type=int, default=384, help="a multiple of 64")
+    _add_common(target, steps=950, batch_size=12, length=320, learning_rate=2e-3)
+
+    answers = kinds.add_parser("answers", help="answers of the target, to train drafters on")
+    answers.add_argument("--target", type=Path, required=True)
+    answers.add_argument("--data", type=Path, nargs="+", required=True, help=DATA_HELP)
+    answers.add_argument("--out", type=Path, required=True, help="the .jsonl to write")
+    answers.add_argument("--num-prompts", type=int, default=2500)
+    answers.add_argument("--max-tokens", type=int, default=160)
+    answers.add_argument("--batch-size", type=int, default=32)
+    answers.add_argument("--seed", type=int, default=0)
+
+    for kind in "eagle1", "eagle3":
+        drafter = kinds.add_parser(kind, help=f"an {kind.upper()} head for a target")
+        drafter.add_argument("--target", type=Path, required=True)
+        if kind == "eagle3":
+            drafter.add_argument("--draft-vocab-size", type=int, default=1024)
+            drafter.add_argument(
+                "--num-unrolled", type=int, default=4, help="steps of the training-time test"
+            )
+            drafter.add_argument("--aux-layers", type=int, nargs="+", help="default: 2 L/2 L-3")
+        _add_common(drafter, steps=600, batch_size=16, length=256, learning_rate=2e-3)
+
+
+DATA_HELP = ".jsonl (question + answer, text, or answers of the target), .txt, .py, or folders"
+
+
+def _add_common(
+    parser: argparse.ArgumentParser,
+    *,
+    steps: int,
+    batch_size: int,
+    length: int,
+    learning_rate: float,
+) -> None:
+    parser.add_argument("--data", type=Path, nargs="+", required=True, help=DATA_HELP)
+    parser.add_argument("--held-out", type=Path, nargs="+", help="data to report the result on")
+    parser.add_argument("--out", type=Path, required=True, help="the checkpoint folder to write")
+    parser.add_argument("--runs", type=Path, help="where training state is kept; default OUT.run")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--batch-size", type=int, default=batch_size, help="rows per step")
+    parser.add_argument("--length", type=int, default=length, help="tokens per row")
+    parser.add_argument("--learning-rate", type=float, default=learning_rate)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--seed", type=int, default=0)

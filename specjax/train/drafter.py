@@ -1,0 +1,247 @@
+"""Training EAGLE-1 and EAGLE-3 heads against a frozen target, with the engine's own forward."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from specjax.device.drafters.drafter import Params
+from specjax.device.drafters.eagle import EagleHead, EagleParams
+from specjax.device.drafters.eagle3 import Eagle3Head, Eagle3Params
+from specjax.device.models.llama import Llama
+from specjax.device.models.model import Features, Model
+from specjax.train.context import CausalRows, UnrolledRows
+from specjax.train.data import Document, padded_rows, shuffled_indices
+from specjax.train.loop import fit
+from specjax.train.optimizer import muon_and_adamw
+from specjax.train.target import init_params
+
+
+class Batch(NamedTuple):
+    """Documents and what the target made of them, B rows of T tokens."""
+
+    tokens: Any  # i32[B, T]
+    is_answer: Any  # bool[B, T]
+    hidden: Any  # [B, T, D], after the target's final norm
+    auxiliary: Any  # [B, T, A D], empty without auxiliary layers
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """Features of all documents, computed once and kept in host memory as float16."""
+
+    rows: Batch
+
+    @classmethod
+    def of(
+        cls,
+        target: Model,
+        params: Any,
+        documents: Sequence[Document],
+        length: int,
+        aux_layers: tuple[int, ...],
+        batch: int = 16,
+    ) -> "FeatureSet":
+        """Run the target over every document, cut or padded to `length`."""
+
+        @jax.jit
+        def run(params, tokens):
+            rows = CausalRows.of(batch, length)
+            features, _ = target.extend(params, tokens.reshape(-1), rows, None, aux_layers)
+            auxiliary = features.auxiliary
+            if auxiliary is None:
+                auxiliary = jnp.zeros((batch * length, 0))
+            return (
+                features.hidden.reshape(batch, length, -1).astype(jnp.float16),
+                auxiliary.reshape(batch, length, -1).astype(jnp.float16),
+            )
+
+        tokens, is_answer = padded_rows(documents, length)
+        hidden, auxiliary = [], []
+        for start in range(0, len(tokens), batch):
+            chunk = np.resize(tokens[start : start + batch], (batch, length))
+            for kept, part in zip((hidden, auxiliary), run(params, jnp.array(chunk)), strict=True):
+                kept.append(np.asarray(part))
+        count = len(tokens)
+        return cls(
+            Batch(
+                tokens,
+                is_answer,
+                np.concatenate(hidden)[:count],
+                np.concatenate(auxiliary)[:count],
+            )
+        )
+
+    def batch_at(self, step: int, batch: int, seed: int) -> Batch:
+        """The rows of a training step, a pure function of its arguments."""
+        index = shuffled_indices(len(self.rows.tokens), step, batch, seed)
+        tokens, is_answer, hidden, auxiliary = (jnp.array(part[index]) for part in self.rows)
+        return Batch(tokens, is_answer, hidden.astype(jnp.float32), auxiliary.astype(jnp.float32))
+
+
+def shift(x: jax.Array, count: int) -> jax.Array:
+    """x [B, T, ...] moved `count` positions earlier, zeros at the end."""
+    return jnp.pad(x[:, count:], ((0, 0), (0, count)) + ((0, 0),) * (x.ndim - 2))
+
+
+def eagle3_loss(
+    target: Model,
+    head: Eagle3Head,
+    trainable: Eagle3Params,
+    frozen: tuple[Any, jax.Array],
+    batch: Batch,
+    key: jax.Array,
+    *,
+    num_unrolled: int,
+    decay: float = 0.8,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Cross-entropy to the target's distribution over the draft vocabulary, over an unrolled chain.
+
+    Step j runs the head on its own previous output, as drafting does, and is weighted decay^j
+    (Li et al. 2025, section 3.2, training-time test). Positions whose most likely token the draft
+    vocabulary lacks do not count. `frozen` is the target's parameters and the draft vocabulary.
+    """
+    target_params, target_ids = frozen
+    size, length = batch.tokens.shape
+    own = replace(trainable, target_ids=target_ids)
+    params = Params(target_params, own)
+    teacher = target.logits(target_params, batch.hidden.reshape(size * length, -1))
+    is_drafted = jnp.isin(teacher.argmax(-1), target_ids).reshape(size, length)
+    teacher = jax.nn.softmax(teacher[:, target_ids]).reshape(size, length, -1)
+
+    flat = batch.auxiliary.reshape(size * length, -1)
+    hidden = head.fuse(own, Features(batch.hidden.reshape(size * length, -1), flat))
+    kv: tuple = ()
+    total, metrics = jnp.float32(0), {}
+    for step in range(num_unrolled):
+        tokens = shift(batch.tokens, step + 1).reshape(-1)
+        rows = UnrolledRows.of(size, length, step)
+        hidden, kv = head.extend(target, params, tokens, hidden, rows, kv)
+        logits = head.logits(target, params, hidden).reshape(size, length, -1)
+        expected = shift(teacher, step + 1)
+        counts = shift(batch.is_answer, step + 2) & shift(is_drafted, step + 1)
+        weight = counts / jnp.maximum(counts.sum(), 1)
+        loss = -(expected * jax.nn.log_softmax(logits)).sum(-1)
+        total += decay**step * (loss * weight).sum()
+        right = logits.argmax(-1) == expected.argmax(-1)
+        metrics[f"accuracy_{step + 1}"] = (right * weight).sum()
+    return total, metrics
+
+
+def eagle1_loss(
+    target: Model,
+    head: EagleHead,
+    trainable: EagleParams,
+    target_params: Any,
+    batch: Batch,
+    key: jax.Array,
+    *,
+    noise: float = 0.1,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Smooth L1 to the target's next feature plus 0.1 cross-entropy (Li et al. 2024, section 3.2).
+
+    Uniform noise on the input features stands in for the head's own errors, which it meets
+    when it drafts on from its output.
+    """
+    size, length = batch.tokens.shape
+    params = Params(target_params, trainable)
+    flat = batch.hidden.reshape(size * length, -1)
+    noisy = flat + noise * jax.random.uniform(key, flat.shape, minval=-1.0)
+    tokens = shift(batch.tokens, 1).reshape(-1)
+    rows = CausalRows.of(size, length)
+    predicted, _ = head.extend(target, params, tokens, noisy, rows, None)
+    expected = shift(batch.hidden, 1).reshape(flat.shape)
+    counts = shift(batch.is_answer, 2).reshape(-1)
+    weight = counts / jnp.maximum(counts.sum(), 1)
+    feature_loss = (optax.losses.huber_loss(predicted, expected).mean(-1) * weight).sum()
+    logits = head.logits(target, params, predicted)
+    teacher = target.logits(target_params, expected)
+    token_loss = -(jax.nn.softmax(teacher) * jax.nn.log_softmax(logits)).sum(-1)
+    token_loss = (token_loss * weight).sum()
+    right = logits.argmax(-1) == teacher.argmax(-1)
+    metrics = {"feature_loss": feature_loss, "accuracy_1": (right * weight).sum()}
+    return feature_loss + 0.1 * token_loss, metrics
+
+
+def draft_vocabulary(documents: Sequence[Document], vocab_size: int, size: int) -> np.ndarray:
+    """The `size` most frequent tokens of the answers, ascending, i32[size]."""
+    counts = np.bincount(
+        np.concatenate([document.tokens[document.num_prompt :] for document in documents]),
+        minlength=vocab_size,
+    )
+    return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
+
+
+def train_eagle3(
+    target: Llama,
+    target_params: Any,
+    documents: Sequence[Document],
+    directory: Path,
+    *,
+    aux_layers: tuple[int, ...],
+    draft_vocab_size: int,
+    num_unrolled: int,
+    steps: int,
+    batch_size: int,
+    length: int,
+    learning_rate: float,
+    seed: int,
+) -> tuple[Eagle3Head, Eagle3Params, list[dict[str, float]]]:
+    """Train an EAGLE-3 head for `target`; checkpoints go to `directory`, from which it resumes."""
+    head = Eagle3Head(
+        shape=replace(target, num_layers=1),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=draft_vocab_size,
+        aux_layers=aux_layers,
+    )
+    ids = jnp.array(draft_vocabulary(documents, target.vocab_size, draft_vocab_size))
+    features = FeatureSet.of(target, target_params, documents, length, aux_layers)
+    params = init_params(head.specs(), jax.random.key(seed))
+    labels = jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params)
+    params, log = fit(
+        params,
+        (target_params, ids),
+        partial(eagle3_loss, target, head, num_unrolled=num_unrolled),
+        lambda step: features.batch_at(step, batch_size, seed),
+        muon_and_adamw(replace(labels, lm_head="adamw"), learning_rate, steps),
+        steps=steps,
+        directory=directory,
+        seed=seed,
+    )
+    return head, replace(params, target_ids=ids), log
+
+
+def train_eagle1(
+    target: Llama,
+    target_params: Any,
+    documents: Sequence[Document],
+    directory: Path,
+    *,
+    steps: int,
+    batch_size: int,
+    length: int,
+    learning_rate: float,
+    seed: int,
+) -> tuple[EagleHead, Any, list[dict[str, float]]]:
+    """Train an EAGLE-1 head for `target`; checkpoints go to `directory`, from which it resumes."""
+    head = EagleHead(shape=replace(target, num_layers=1))
+    features = FeatureSet.of(target, target_params, documents, length, ())
+    params = init_params(head.specs(), jax.random.key(seed))
+    labels = jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params)
+    params, log = fit(
+        params,
+        target_params,
+        partial(eagle1_loss, target, head),
+        lambda step: features.batch_at(step, batch_size, seed),
+        muon_and_adamw(labels, learning_rate, steps),
+        steps=steps,
+        directory=directory,
+        seed=seed,
+    )
+    return head, params, log

@@ -1,0 +1,28 @@
+"""The optimiser of every recipe: Muon for the layers' matrices, AdamW for the rest."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import optax
+import optax.contrib
+
+
+def muon_and_adamw(labels: Any, peak: float, steps: int) -> optax.GradientTransformation:
+    """Muon (Jordan 2024) where `labels` says "muon", AdamW where it says "adamw".
+
+    The rate warms up over a twenty-fifth of `steps`, then falls linearly to 2 % of `peak`. Muon's
+    updates are scaled to AdamW's RMS, so that one rate serves both (Liu et al. 2025, eq. 4).
+    """
+    warmup = steps // 25 + 1
+    schedule = optax.join_schedules(
+        [
+            optax.linear_schedule(0.0, peak, warmup),
+            optax.linear_schedule(peak, 0.02 * peak, steps - warmup),
+        ],
+        [warmup],
+    )
+    rules: dict[Hashable, optax.GradientTransformation] = {
+        "muon": optax.contrib.muon(schedule, weight_decay=0.05, consistent_rms=0.2),
+        "adamw": optax.adamw(schedule, b2=0.95, weight_decay=0.01),
+    }
+    return optax.chain(optax.clip_by_global_norm(1.0), optax.multi_transform(rules, labels))

@@ -1,0 +1,191 @@
+"""`specjax train`: from data to a checkpoint folder in the published layout, with a card."""
+
+import json
+import shlex
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from tokenizers import Tokenizer
+
+from specjax.checkpoint.save import save_checkpoint
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters import eagle, eagle3
+from specjax.device.models import llama
+from specjax.device.models.registry import load_model
+from specjax.llm import LLM
+from specjax.request import SamplingParams
+from specjax.train.data import (
+    BOS,
+    CHAT_TEMPLATE,
+    EOS,
+    Document,
+    read_documents,
+    read_texts,
+    train_tokenizer,
+)
+from specjax.train.drafter import train_eagle1, train_eagle3
+from specjax.train.target import demo_model, evaluate, train_target
+
+CARD_PROMPTS = 64
+CARD_TOKENS = 128
+
+
+def run(args: Namespace) -> int:
+    """Carry out `specjax train KIND ...`."""
+    {"target": _target, "answers": _answers, "eagle1": _drafter, "eagle3": _drafter}[args.kind](
+        args
+    )
+    return 0
+
+
+def _target(args: Namespace) -> None:
+    texts = read_texts(args.data)
+    tokenizer = train_tokenizer((prompt + answer for prompt, answer in texts), args.vocab_size)
+    documents = read_documents(args.data, tokenizer)
+    model = demo_model(tokenizer.get_vocab_size(), args.num_layers, args.hidden_size)
+    params, log = train_target(model, documents, _runs(args), **_fit_options(args))
+    facts = {"training loss": f"{log[-1]['loss']:.3f}" if log else "resumed after its last step"}
+    if args.held_out:
+        held_out = read_documents(args.held_out, tokenizer)
+        facts["held-out loss (nats per token)"] = (
+            f"{evaluate(model, params, held_out, args.length):.3f}"
+        )
+    config = {
+        **llama.to_hf(model),
+        "bos_token_id": tokenizer.token_to_id(BOS),
+        "eos_token_id": tokenizer.token_to_id(EOS),
+        "torch_dtype": args.dtype,
+    }
+    save_checkpoint(args.out, model.specs(), params, config, dtype=jax.numpy.dtype(args.dtype))
+    _save_tokenizer(args.out, tokenizer)
+    _write_card(args, documents, params, facts)
+
+
+def _answers(args: Namespace) -> None:
+    texts = [prompt for prompt, _ in read_texts(args.data) if prompt]
+    order = np.random.default_rng(args.seed).permutation(len(texts))[: args.num_prompts]
+    # Half greedy, half sampled: the drafter meets both kinds of text.
+    params = [
+        SamplingParams(temperature=float(i % 2), max_tokens=args.max_tokens, detokenize=False)
+        for i in range(len(order))
+    ]
+    with LLM(args.target, max_num_seqs=args.batch_size, max_model_len=512, seed=args.seed) as llm:
+        outputs = llm.generate([texts[i] for i in order], params)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    with args.out.open("w") as file:
+        for output in outputs:
+            row = {
+                "prompt_token_ids": output.prompt_token_ids,
+                "output_token_ids": output.outputs[0].token_ids,
+            }
+            file.write(json.dumps(row) + "\n")
+
+
+def _drafter(args: Namespace) -> None:
+    dtype = np.dtype("float32")
+    target, target_params = load_model(args.target, dtype)
+    if not isinstance(target, llama.Llama):
+        raise ValueError(f"--target {args.target}: drafters are trained for dense decoders")
+    tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
+    documents = read_documents(args.data, tokenizer)
+    options = _fit_options(args)
+    if args.kind == "eagle1":
+        head, params, log = train_eagle1(target, target_params, documents, _runs(args), **options)
+        config, extra = eagle.to_hf(head), {}
+    else:
+        layers = target.num_layers
+        head, params, log = train_eagle3(
+            target,
+            target_params,
+            documents,
+            _runs(args),
+            aux_layers=tuple(args.aux_layers or (2, layers // 2, layers - 3)),
+            draft_vocab_size=args.draft_vocab_size,
+            num_unrolled=args.num_unrolled,
+            **options,
+        )
+        config, extra = eagle3.to_hf(head), eagle3.vocabulary_tensors(head, params)
+        params = eagle3.float_params(params)
+    save_checkpoint(
+        args.out, head.specs(), params, config, dtype=jax.numpy.dtype(args.dtype), extra=extra
+    )
+    facts = {name: f"{value:.3f}" for name, value in (log[-1] if log else {}).items()}
+    if args.held_out:
+        facts |= _measure_acceptance(args)
+    _write_card(args, documents, params, facts)
+
+
+def _measure_acceptance(args: Namespace) -> dict[str, str]:
+    prompts = [prompt for prompt, _ in read_texts(args.held_out) if prompt][:CARD_PROMPTS]
+    config = SpeculativeConfig(
+        method="eagle" if args.kind == "eagle1" else "eagle3",
+        model=str(args.out),
+        num_speculative_tokens=3,
+    )
+    with LLM(args.target, speculative_config=config, max_model_len=512) as llm:
+        llm.generate(prompts, SamplingParams(temperature=0, max_tokens=CARD_TOKENS))
+        metrics = llm.metrics()
+    rates = ", ".join(f"{n / metrics.num_drafts:.2f}" for n in metrics.num_accepted_tokens_per_pos)
+    return {
+        f"mean acceptance length at K = 3 (greedy, {len(prompts)} held-out prompts, up to "
+        f"{CARD_TOKENS} tokens each)": f"{metrics.mean_acceptance_length:.2f}",
+        "acceptance per position": rates,
+    }
+
+
+def _fit_options(args: Namespace) -> dict[str, Any]:
+    names = "steps", "batch_size", "length", "learning_rate", "seed"
+    return {name: getattr(args, name) for name in names}
+
+
+def _runs(args: Namespace) -> Path:
+    return args.runs or args.out.with_name(args.out.name + ".run")
+
+
+def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _write_card(
+    args: Namespace, documents: list[Document], params: Any, facts: dict[str, str]
+) -> None:
+    command = shlex.join(_command(args))
+    num_tokens = sum(len(document.tokens) for document in documents)
+    num_params = sum(leaf.size for leaf in jax.tree.leaves(params))
+    lines = [
+        f"# {args.out.name}",
+        "",
+        f"{num_params:,} parameters in {args.dtype}, trained on {len(documents):,} documents "
+        f"({num_tokens:,} tokens) with:",
+        "",
+        f"    {command}",
+        "",
+        *(f"- {name}: {value}" for name, value in facts.items()),
+    ]
+    (args.out / "README.md").write_text("\n".join(lines) + "\n")
+    Console(stderr=True).print("\n".join(lines), highlight=False, markup=False)
+
+
+def _command(args: Namespace) -> list[str]:
+    words = ["specjax", "train", args.kind]
+    for name, value in vars(args).items():
+        if name in ("kind", "command", "runs") or value is None:
+            continue
+        values = value if isinstance(value, list) else [value]
+        words += [f"--{name.replace('_', '-')}", *(_short(v) for v in values)]
+    return words
+
+
+def _short(value: Any) -> str:
+    return str(Path(*value.parts[-2:])) if isinstance(value, Path) else str(value)

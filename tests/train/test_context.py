@@ -1,0 +1,53 @@
+"""The cache-free rows of training against a direct rewrite in float64."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.train.context import CausalRows, UnrolledRows
+
+B, T, H, H_KV, D = 2, 7, 4, 2, 8
+
+
+def _draw(rng, heads):
+    return rng.standard_normal((B * T, heads, D)).astype(np.float32)
+
+
+def _attend(query, keys, values):
+    scores = np.array([query @ key for key in keys], np.float64) / np.sqrt(D)
+    weights = np.exp(scores - scores.max())
+    return (weights / weights.sum()) @ np.array(values, np.float64)
+
+
+def _expected(q, steps):
+    """What row t of a chain sees: step 0's rows up to t, and row t of every later step."""
+    out = np.zeros((B * T, H, D))
+    for row in range(B * T):
+        first = row - row % T
+        for head in range(H):
+            shared = head // (H // H_KV)
+            seen = [(steps[0], i) for i in range(first, row + 1)]
+            seen += [(step, row) for step in steps[1:]]
+            keys = [k[i, shared] for (k, _), i in seen]
+            values = [v[i, shared] for (_, v), i in seen]
+            out[row, head] = _attend(q[row, head], keys, values)
+    return out
+
+
+def test_causal_rows_see_their_own_sequence_up_to_themselves():
+    rng = np.random.default_rng(0)
+    q, k, v = _draw(rng, H), _draw(rng, H_KV), _draw(rng, H_KV)
+    out, kv = CausalRows.of(B, T).attend("kept", jnp.int32(0), q, k, v)
+    assert kv == "kept"
+    np.testing.assert_allclose(out, _expected(q, [(k, v)]), atol=2e-6)
+
+
+def test_unrolled_rows_see_the_verified_rows_and_their_own_drafts_only():
+    rng = np.random.default_rng(1)
+    kv, steps = (), []
+    for step in range(4):
+        q, k, v = _draw(rng, H), _draw(rng, H_KV), _draw(rng, H_KV)
+        steps.append((k, v))
+        rows = UnrolledRows.of(B, T, step)
+        out, kv = rows.attend(kv, jnp.int32(0), q, k, v)
+        np.testing.assert_array_equal(rows.positions, np.tile(np.arange(T) + step, B))
+        np.testing.assert_allclose(out, _expected(q, steps), atol=2e-6)

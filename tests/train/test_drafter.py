@@ -1,0 +1,167 @@
+"""Drafter losses against what drafting does, and exports against what is loaded."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.checkpoint.save import save_checkpoint
+from specjax.config import SpeculativeConfig
+from specjax.device.cache.paged import PagedRows
+from specjax.device.drafters import eagle, eagle3
+from specjax.device.drafters.chain import ChainDrafter
+from specjax.device.drafters.drafter import DraftContext, Params
+from specjax.device.drafters.registry import load_drafter
+from specjax.device.models.model import Features
+from specjax.device.sampling import Sampling
+from specjax.train.context import CausalRows, UnrolledRows
+from specjax.train.data import Document
+from specjax.train.drafter import (
+    FeatureSet,
+    draft_vocabulary,
+    eagle1_loss,
+    eagle3_loss,
+    shift,
+    train_eagle1,
+    train_eagle3,
+)
+from specjax.train.target import demo_model, init_params
+
+LENGTH = 24
+TARGET = demo_model(64, 4, 64)
+AUX = (1, 2, 3)
+
+
+@pytest.fixture(scope="module")
+def target_params():
+    return init_params(TARGET.specs(), jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def documents():
+    rng = np.random.default_rng(0)
+    return [Document(rng.integers(0, 64, 20).astype(np.int32), 4) for _ in range(12)]
+
+
+def _head():
+    return eagle3.Eagle3Head(
+        shape=replace(TARGET, num_layers=1),
+        target_hidden_size=64,
+        draft_vocab_size=32,
+        aux_layers=AUX,
+    )
+
+
+def test_unrolled_chain_is_what_drafting_computes(target_params):
+    """Row i, step j of training equals the j-th draft after i + 1 verified tokens, paged."""
+    head, k = _head(), 4
+    ids = jnp.array(np.sort(np.random.default_rng(1).permutation(64)[:32]).astype(np.int32))
+    own = replace(init_params(head.specs(), jax.random.key(2)), target_ids=ids)
+    params = Params(target_params, own)
+    tokens = jnp.array(np.random.default_rng(3).integers(0, 64, (1, LENGTH)).astype(np.int32))
+    features, _ = TARGET.extend(
+        target_params, tokens.reshape(-1), CausalRows.of(1, LENGTH), None, AUX
+    )
+
+    last = 10  # rows 0..last are verified; token last + 1 is the newest
+    drafter = ChainDrafter(head)
+    state = drafter.init_state(1, 4, 8, jnp.float32)
+    table = jnp.arange(4, dtype=jnp.int32)[None]
+    rows = PagedRows(jnp.arange(last + 1), table)
+    seen = Features(features.hidden[: last + 1], features.auxiliary[: last + 1])
+    state = drafter.observe(
+        TARGET, params, state, jnp.zeros(1, jnp.int32), rows, tokens[:, 1 : last + 2], seen,
+        jnp.array([last]),
+    )  # fmt: skip
+    greedy = Sampling(jnp.zeros(1), jnp.zeros(1, jnp.uint32))
+    context = DraftContext(
+        jnp.zeros(1, jnp.int32), jnp.array([last + 1]), jnp.ones(1, bool), table, greedy, "auto", 1
+    )
+    drafts, _ = drafter.draft(TARGET, params, state, context, k)
+
+    # Training is fed the same tokens that drafting fed itself.
+    chain = jnp.concatenate([tokens[:, : last + 2], drafts], axis=1)
+    chain = jnp.pad(chain, ((0, 0), (0, LENGTH - chain.shape[1])))
+    hidden, kv, trained = head.fuse(own, features), (), []
+    for step in range(k):
+        fed = shift(chain, step + 1).reshape(-1)
+        hidden, kv = head.extend(TARGET, params, fed, hidden, UnrolledRows.of(1, LENGTH, step), kv)
+        trained.append(int(ids[head.logits(TARGET, params, hidden)[last].argmax()]))
+    assert trained == drafts[0].tolist()
+
+
+def test_eagle3_loss_is_the_cross_entropy_of_counted_positions(target_params, documents):
+    head = _head()
+    ids = draft_vocabulary(documents, 64, 32)
+    features = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX, batch=4)
+    batch = features.batch_at(0, 4, 0)
+    own = init_params(head.specs(), jax.random.key(1))
+    loss, metrics = eagle3_loss(
+        TARGET, head, own, (target_params, jnp.array(ids)), batch, jax.random.key(0), num_unrolled=1
+    )
+    # The same, position by position.
+    logits = np.asarray(TARGET.logits(target_params, batch.hidden.reshape(-1, 64)), np.float64)
+    teacher = logits.reshape(4, LENGTH, 64)
+    full = Params(target_params, replace(own, target_ids=jnp.array(ids)))
+    fused = head.fuse(own, Features(batch.hidden, batch.auxiliary.reshape(4 * LENGTH, -1)))
+    hidden, _ = head.extend(
+        TARGET, full, shift(batch.tokens, 1).reshape(-1), fused, CausalRows.of(4, LENGTH), None
+    )
+    drafted = np.asarray(head.logits(TARGET, full, hidden), np.float64).reshape(4, LENGTH, 32)
+    losses = []
+    for b in range(4):
+        for t in range(LENGTH - 2):
+            if batch.is_answer[b, t + 2] and teacher[b, t + 1].argmax() in ids:
+                p = np.exp(teacher[b, t + 1, ids] - teacher[b, t + 1, ids].max())
+                log_q = drafted[b, t] - np.log(np.exp(drafted[b, t]).sum())
+                losses.append(-(p / p.sum()) @ log_q)
+    assert losses
+    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-4)
+    assert 0 <= metrics["accuracy_1"] <= 1
+
+
+def test_features_do_not_depend_on_the_padding_of_the_last_batch(target_params, documents):
+    whole = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX, batch=12)
+    split = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX, batch=5)
+    for a, b in zip(whole.rows, split.rows, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-3)
+
+
+def test_draft_vocabulary_holds_the_most_frequent_answer_tokens():
+    documents = [Document(np.array([9, 9, 9, 3, 5, 5, 3, 3, 7]), 3)]
+    np.testing.assert_array_equal(draft_vocabulary(documents, 10, 2), [3, 5])
+
+
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
+    kind, target_params, documents, tmp_path
+):
+    options = {"steps": 12, "batch_size": 6, "length": LENGTH, "learning_rate": 3e-3, "seed": 0}
+    if kind == "eagle1":
+        train = partial(train_eagle1, TARGET, target_params, documents)
+        head, params, _ = train(tmp_path / "run", **options)
+        loss = partial(eagle1_loss, TARGET, head)
+        frozen, config, extra = target_params, eagle.to_hf(head), {}
+        floats = params
+    else:
+        train = partial(train_eagle3, TARGET, target_params, documents)
+        head, params, _ = train(
+            tmp_path / "run", aux_layers=AUX, draft_vocab_size=32, num_unrolled=2, **options
+        )
+        loss = partial(eagle3_loss, TARGET, head, num_unrolled=2)
+        frozen, config = (target_params, params.target_ids), eagle3.to_hf(head)
+        extra, floats = eagle3.vocabulary_tensors(head, params), eagle3.float_params(params)
+    batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX).batch_at(0, 12, 0)
+    before = loss(init_params(head.specs(), jax.random.key(0)), frozen, batch, jax.random.key(1))[0]
+    after = loss(floats, frozen, batch, jax.random.key(1))[0]
+    assert after < before
+
+    save_checkpoint(tmp_path, head.specs(), floats, config, dtype=np.dtype("float32"), extra=extra)
+    method = "eagle" if kind == "eagle1" else "eagle3"
+    speculation = SpeculativeConfig(method=method, model="", num_speculative_tokens=3)
+    drafter, loaded = load_drafter(tmp_path, speculation, TARGET, np.dtype("float32"))
+    assert drafter.head == head
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)

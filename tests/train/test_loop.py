@@ -1,0 +1,46 @@
+"""A run that is killed and started again ends where an undisturbed one ends, bit for bit."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.train.loop import fit
+from specjax.train.optimizer import muon_and_adamw
+
+
+def _fit(directory, steps_before_a_kill=None, steps=12):
+    params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}
+    frozen = jnp.arange(12.0).reshape(4, 3) / 10
+
+    def loss(params, frozen, x, key):
+        noise = 0.1 * jax.random.normal(key, x.shape)
+        error = (x + noise) @ (params["w"] - frozen) + params["b"]
+        return (error**2).mean(), {"bias": jnp.abs(params["b"]).max()}
+
+    def batches(step):
+        if step == steps_before_a_kill:
+            raise KeyboardInterrupt
+        return jnp.array(np.random.default_rng(step).standard_normal((8, 4)), jnp.float32)
+
+    optimizer = muon_and_adamw({"w": "muon", "b": "adamw"}, 0.05, steps)
+    options = {"steps": steps, "directory": directory, "seed": 0, "log_every": 4, "save_every": 3}
+    return fit(params, frozen, loss, batches, optimizer, **options)
+
+
+def test_a_killed_run_resumes_bit_identically(tmp_path):
+    whole, log = _fit(tmp_path / "whole")
+    assert [row["step"] for row in log] == [4, 8, 12]
+    with pytest.raises(KeyboardInterrupt):
+        _fit(tmp_path / "killed", steps_before_a_kill=7)
+    resumed, log = _fit(tmp_path / "killed")
+    assert log[0]["step"] == 8
+    for name in whole:
+        np.testing.assert_array_equal(whole[name], resumed[name])
+
+
+def test_a_finished_run_is_only_read(tmp_path):
+    whole, _ = _fit(tmp_path)
+    again, log = _fit(tmp_path, steps_before_a_kill=0)
+    assert log == []
+    np.testing.assert_array_equal(whole["w"], again["w"])
