@@ -1,0 +1,85 @@
+"""The demo checkpoints do what their cards and the README say, on prompts they were not trained on.
+
+The measurement is `specjax bench`'s own. Acceptance is counted on outputs with few repeats: loops
+are easy to draft and would flatter it.
+"""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.bench.command import add_arguments
+from specjax.bench.speculation import bench, read_settings
+from specjax.checkpoint.save import save_checkpoint
+from specjax.demo import demo_folder
+from specjax.device.drafters import eagle3
+from specjax.device.models.registry import load_model
+from specjax.llm import LLM
+from specjax.request import SamplingParams
+from specjax.train.target import init_params
+
+pytestmark = pytest.mark.slow
+
+
+def _settings(*options):
+    import argparse
+
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return read_settings(parser.parse_args(options))
+
+
+@pytest.fixture(scope="module")
+def figures():
+    figures, report = bench(_settings(), show_progress=False)
+    assert report["num_compiles_while_measuring"] == 0
+    return {(f.method, f.k): f for f in figures}
+
+
+def test_every_output_is_plain_decodings(figures):
+    assert all(f.num_differing == 0 for f in figures.values())
+    assert all(f.num_outputs >= 16 for f in figures.values())
+
+
+def test_trained_drafters_are_accepted(figures):
+    eagle1, eagle3 = figures["eagle", 3], figures["eagle3", 3]
+    assert eagle3.num_low_repeat >= eagle3.num_outputs / 2
+    assert eagle3.mean_acceptance_length_low_repeat >= 2.2
+    assert eagle3.mean_acceptance_length_low_repeat > eagle1.mean_acceptance_length_low_repeat > 1.5
+
+
+def test_more_drafts_are_accepted_at_greater_k(figures):
+    lengths = [figures["eagle3", k].mean_acceptance_length for k in (1, 2, 3, 5)]
+    assert lengths == sorted(lengths)
+
+
+def test_speculation_pays(figures):
+    """The figure is 1.4 and more on an idle machine; this is the floor on a busy one."""
+    best = max(f.ratio.median for (method, _), f in figures.items() if method == "eagle3")
+    assert best >= 1.2
+
+
+def test_an_untrained_drafter_is_rarely_accepted(tmp_path):
+    folder = demo_folder("demo-llama")
+    target, _ = load_model(folder, np.dtype("float32"))
+    head = eagle3.Eagle3Head(
+        shape=replace(target, num_layers=1),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
+        aux_layers=(2, 6, 9),
+    )
+    params = init_params(head.specs(), jax.random.key(0))
+    save_checkpoint(
+        tmp_path, head.specs(), params, eagle3.to_hf(head), dtype=np.dtype("float32")
+    )
+    config = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
+    sizes = {"max_num_seqs": 1, "max_model_len": 256, "show_progress": False}
+    prompts = ["Question: A farmer has 12 cows and buys 5 more. How many has he now?\nAnswer:"]
+    greedy = SamplingParams(temperature=0, max_tokens=48)
+    with LLM(folder, speculative_config=config, **sizes) as llm, LLM(folder, **sizes) as plain:
+        speculated = llm.generate(prompts, greedy, use_tqdm=False)
+        assert llm.metrics().mean_acceptance_length < 1.15
+        expected = plain.generate(prompts, greedy, use_tqdm=False)
+    assert speculated[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
