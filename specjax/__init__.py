@@ -1,9 +1,16 @@
-"""Lossless speculative decoding in JAX."""
+"""Lossless speculative decoding in JAX.
 
-from specjax.checkpoint.errors import CheckpointError
-from specjax.config import SpeculativeConfig
-from specjax.llm import LLM
-from specjax.request import CompletionOutput, RequestOutput, SamplingParams
+Names are imported when they are first used, so that `specjax --help` need not wait for JAX.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specjax.checkpoint.errors import CheckpointError
+    from specjax.config import SpeculativeConfig
+    from specjax.llm import LLM
+    from specjax.request import CompletionOutput, RequestOutput, SamplingParams
 
 __all__ = [
     "LLM",
@@ -13,3 +20,24 @@ __all__ = [
     "SamplingParams",
     "SpeculativeConfig",
 ]
+
+_MODULES = {
+    "LLM": "specjax.llm",
+    "CheckpointError": "specjax.checkpoint.errors",
+    "CompletionOutput": "specjax.request",
+    "RequestOutput": "specjax.request",
+    "SamplingParams": "specjax.request",
+    "SpeculativeConfig": "specjax.config",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from pallas_kernels.dispatch import KERNELS
+
 DTYPES = ("float32", "bfloat16")
 METHODS = ("eagle", "eagle3")
 AUX_ID_CONVENTIONS = ("entering", "output")
@@ -15,7 +17,8 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(choices)}")
 
 
-def _check_positive(**values: int) -> None:
+def check_positive(**values: int) -> None:
+    """Refuse values that are not integers of at least 1."""
     for name, value in values.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be an integer of at least 1")
@@ -49,9 +52,7 @@ class SpeculativeConfig:
         _check_choice(
             "speculative_config.aux_id_convention", self.aux_id_convention, AUX_ID_CONVENTIONS
         )
-        _check_positive(
-            **{"speculative_config.num_speculative_tokens": self.num_speculative_tokens}
-        )
+        check_positive(**{"speculative_config.num_speculative_tokens": self.num_speculative_tokens})
 
     @classmethod
     def of(cls, config: "SpeculativeConfig | Mapping[str, Any]") -> "SpeculativeConfig":
@@ -95,7 +96,7 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self):
-        _check_positive(
+        check_positive(
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
@@ -103,6 +104,7 @@ class EngineConfig:
             num_pages=self.num_pages,
         )
         _check_choice("dtype", self.dtype, DTYPES)
+        _check_choice("kernels", self.kernels, KERNELS)
         if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed!r} must be in 0..{2**32 - 1}")
         if self.num_pages < self.pages_per_seq:

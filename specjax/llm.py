@@ -1,6 +1,7 @@
 """The public door: prompts in, continuations out."""
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.hub import resolve
-from specjax.config import DTYPES, EngineConfig, SpeculativeConfig
+from specjax.config import DTYPES, EngineConfig, SpeculativeConfig, check_positive
 from specjax.device.drafters.chain import ChainDrafter
-from specjax.device.drafters.drafter import NoDrafter, Params
+from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
 from specjax.device.drafters.registry import load_drafter, share_embedding
 from specjax.device.models.model import Model
 from specjax.device.models.registry import describe_model, load_model, read_config
@@ -45,6 +46,9 @@ class LLM:
         page_size: tokens per page.
         gpu_memory_utilization: part of the GPU's memory for weights and the pool.
         async_scheduling: plan and launch a step before reading the one before it.
+        enable_prefix_caching: not there yet; True warns, and prompts are prefilled in full.
+        exact: bitwise equal outputs under any schedule; not there yet, so must be False.
+        tensor_parallel_size: devices to split the model over; must be 1.
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder where compiled steps are kept between runs, unless JAX is already
             set to one; None keeps nothing.
@@ -69,13 +73,30 @@ class LLM:
         num_pages: int | None = None,
         page_size: int = 16,
         gpu_memory_utilization: float = 0.9,
+        enable_prefix_caching: bool = False,
         async_scheduling: bool = True,
+        exact: bool = False,
+        tensor_parallel_size: int = 1,
         kernels: str = "auto",
         compilation_cache: str | Path | None = "~/.cache/specjax",
         seed: int = 0,
         show_progress: bool = True,
     ):
-        speculation = SpeculativeConfig.of(speculative_config) if speculative_config else None
+        if exact:
+            raise ValueError("exact=True is not supported yet; use exact=False")
+        if tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size} is not supported; use 1, one device"
+            )
+        if enable_prefix_caching:
+            warnings.warn(
+                "enable_prefix_caching=True: there is no prefix cache yet, prompts are prefilled "
+                "in full",
+                stacklevel=2,
+            )
+        speculation = None
+        if speculative_config is not None:
+            speculation = SpeculativeConfig.of(speculative_config)
         self.tokenizer: ChatTokenizer | None = None
         self._eos_ids: tuple[int, ...] = ()
         folder = None
@@ -96,31 +117,34 @@ class LLM:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must be in (0, 1]")
         if max_model_len is None:
             max_model_len = min(target.max_position, 8192)
+        check_positive(max_model_len=max_model_len, max_num_seqs=max_num_seqs, page_size=page_size)
         if max_model_len > target.max_position:
             raise ValueError(
                 f"max_model_len={max_model_len} exceeds the {target.max_position} positions that "
                 "the model was made for; lower it"
             )
 
-        drafter, drafter_params = NoDrafter(), None
-        if speculation:
-            drafter, drafter_params = load_drafter(
-                resolve(speculation.model), speculation, target, np.dtype(dtype)
+        if num_pages is None:
+            num_pages = default_num_pages(
+                target, dtype, page_size, max_model_len, max_num_seqs, gpu_memory_utilization
             )
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=page_size,
-            num_pages=num_pages
-            or default_num_pages(
-                target, dtype, page_size, max_model_len, max_num_seqs, gpu_memory_utilization
-            ),
+            num_pages=num_pages,
             dtype=dtype,
             kernels=kernels,
             async_scheduling=async_scheduling,
             seed=seed,
         )
+        drafter: Drafter = NoDrafter()
+        drafter_params = None
+        if speculation:
+            drafter, drafter_params = load_drafter(
+                resolve(speculation.model), speculation, target, np.dtype(dtype)
+            )
         if folder is not None:
             _, params = load_model(folder, np.dtype(dtype))
         if isinstance(drafter, ChainDrafter):
@@ -168,7 +192,7 @@ class LLM:
             )
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         requests = [
-            self._request(self._next_id + i, prompt, params)
+            self._request(self._next_id + i, f"prompt {i}", prompt, params)
             for i, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
         ]
         self._next_id += len(requests)
@@ -218,9 +242,10 @@ class LLM:
         if self._is_closed:
             raise RuntimeError("this LLM is closed; build a new one")
 
-    def _request(self, request_id: int, prompt: Prompt, params: SamplingParams) -> Request:
+    def _request(
+        self, request_id: int, where: str, prompt: Prompt, params: SamplingParams
+    ) -> Request:
         config = self.engine.config
-        where = f"prompt {request_id}"
         token_ids = self._token_ids(prompt, where)
         if not token_ids:
             raise ValueError(f"{where} is empty; a prompt needs at least one token")
@@ -268,6 +293,8 @@ class LLM:
                     f"{where}: expected the key prompt_token_ids, got {sorted(prompt)}"
                 )
             prompt = prompt["prompt_token_ids"]
+        if not isinstance(prompt, Sequence | np.ndarray):
+            raise ValueError(f"{where} is {prompt!r}; expected a text or a list of token ids")
         if not all(isinstance(token, int | np.integer) for token in prompt):
             raise ValueError(f"{where}: token ids must be integers")
         return [int(token) for token in prompt]
@@ -323,7 +350,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    listed = list(prompts)
+    listed: list[Any] = list(prompts)
     if listed and all(isinstance(token, int | np.integer) for token in listed):
         return [listed]
     return listed

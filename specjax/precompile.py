@@ -19,7 +19,7 @@ from specjax.host.scheduler import DecodePlan, PrefillPlan, StepPlan
 
 def keep_compilations(folder: Path) -> None:
     """Keep compiled programs in `folder` for later processes, unless JAX already has a cache."""
-    if jax.config.jax_compilation_cache_dir is None:
+    if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 

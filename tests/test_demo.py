@@ -71,9 +71,7 @@ def test_an_untrained_drafter_is_rarely_accepted(tmp_path):
         aux_layers=(2, 6, 9),
     )
     params = init_params(head.specs(), jax.random.key(0))
-    save_checkpoint(
-        tmp_path, head.specs(), params, eagle3.to_hf(head), dtype=np.dtype("float32")
-    )
+    save_checkpoint(tmp_path, head.specs(), params, eagle3.to_hf(head), dtype=np.dtype("float32"))
     config = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
     sizes = {"max_num_seqs": 1, "max_model_len": 256, "show_progress": False}
     prompts = ["Question: A farmer has 12 cows and buys 5 more. How many has he now?\nAnswer:"]

@@ -6,6 +6,7 @@ themselves, so loading, exporting, initialising and checking are each one walk o
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -49,11 +50,12 @@ class TensorSpec:
         }
 
 
-def linear(names: Sequence[str], num_in: int, num_outs: Sequence[int]) -> TensorSpec:
+# Both are typed Any, as they stand in a parameter tree where the arrays will stand.
+def linear(names: Sequence[str], num_in: int, num_outs: Sequence[int]) -> Any:
     """Projections [out, in] that share an input, merged into one [in, sum of outs]."""
     return TensorSpec(tuple(names), tuple((n, num_in) for n in num_outs), transpose=True)
 
 
-def stored(names: Sequence[str], *shapes: tuple[int, ...]) -> TensorSpec:
+def stored(names: Sequence[str], *shapes: tuple[int, ...]) -> Any:
     """Tensors kept as the file has them (norms, biases, embeddings), laid end to end."""
     return TensorSpec(tuple(names), shapes)

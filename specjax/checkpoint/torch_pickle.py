@@ -129,8 +129,9 @@ def _check_memory(path: Path, stream: bytes) -> None:
     `genops` itself refuses strings longer than what is left; the memo is sized by its largest key.
     """
     for opcode, argument, _ in pickletools.genops(stream):
-        if opcode.name in ("PUT", "LONG_BINPUT") and argument > len(stream):
-            raise damaged(path, f"its pickle has {len(stream)} bytes but memo key {argument}")
+        key = argument if opcode.name in ("PUT", "LONG_BINPUT") else None
+        if isinstance(key, int) and key > len(stream):
+            raise damaged(path, f"its pickle has {len(stream)} bytes but memo key {key}")
 
 
 def _unwrap(path: Path, state: Any) -> dict[str, _View]:

@@ -66,7 +66,7 @@ def fit(
                 log.append(row)
                 seconds = (time.perf_counter() - start) / (step + 1 - first)
                 text = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
-                console.print(f"{text}  {seconds:.2f} s/step", highlight=False)
+                console.print(f"{text}  {seconds:.2f} s/step", highlight=False, soft_wrap=True)
             checkpoints.save(step + 1, args=ocp.args.StandardSave(state), force=step + 1 == steps)
         checkpoints.wait_until_finished()
     return state[0], log

@@ -174,7 +174,7 @@ def _write_card(
         *(f"- {name}: {value}" for name, value in facts.items()),
     ]
     (args.out / "README.md").write_text("\n".join(lines) + "\n")
-    Console(stderr=True).print("\n".join(lines), highlight=False, markup=False)
+    Console(stderr=True).print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
 def _command(args: Namespace) -> list[str]:

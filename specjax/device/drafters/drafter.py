@@ -88,5 +88,15 @@ class NoDrafter:
             raise ValueError(f"k={k} drafts asked of an engine without a drafter")
         return jax.numpy.zeros((context.slots.shape[0], 0), jax.numpy.int32), None
 
-    def observe(self, *_: Any) -> None:
+    def observe(
+        self,
+        target: Model,
+        params: Params,
+        state: None,
+        slots: jax.Array,
+        rows: PagedRows,
+        following: jax.Array,
+        features: Features,
+        last: jax.Array,
+    ) -> None:
         """There is nothing to learn."""

@@ -94,6 +94,7 @@ class Eagle3Head:
     def fuse(self, params: Eagle3Params, features: Features) -> jax.Array:
         """g = fc of the auxiliary hidden states, normed first where the checkpoint has norms."""
         states, eps = features.auxiliary, self.shape.rms_norm_eps
+        assert states is not None, "the target was run without the head's aux_layers"
         if params.aux_norms:
             parts = jnp.split(states, len(self.aux_layers), axis=-1)
             normed = [rms_norm(x, w, eps) for x, w in zip(parts, params.aux_norms, strict=True)]

@@ -50,5 +50,6 @@ def share_embedding(
     shared = target.embed(target_params, jnp.arange(target.vocab_size))
     if shared.shape != params.embedding.shape or not bool((shared == params.embedding).all()):
         return drafter, params
-    head = replace(drafter.head, has_embedding=False)
+    head: Any = drafter.head
+    head = replace(head, has_embedding=False)
     return replace(drafter, head=head), replace(params, embedding=None)

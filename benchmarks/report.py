@@ -1,0 +1,117 @@
+"""The format of `results/*.json`, and RESULTS.md made from all of them.
+
+    python benchmarks/report.py
+
+A result is a title, a description, where it comes from, tables, and the samples behind them. A
+cell of a table is text, a number, or [median, lower quartile, upper quartile].
+"""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.environment import describe_environment, package_version
+
+FOLDER = Path(__file__).resolve().parent
+RESULTS = FOLDER / "results"
+
+
+def provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
+    """What a result depends on besides its settings; `packages` adds versions.
+
+    Call it before the work, as the load average tells whether something else was running.
+    """
+    environment = describe_environment()
+    environment["versions"] |= {name: package_version(name) for name in packages}
+    # The node's name and the places of files are nobody's business.
+    environment["system"] = f"{platform.system()} {platform.machine()}"
+    arguments = [Path(a).name if a.startswith("/") else a for a in sys.argv[1:]]
+    return {
+        "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *arguments]),
+        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": _commit(),
+        "load_average": round(os.getloadavg()[0], 2),
+        **environment,
+    }
+
+
+def summary(samples: Sequence[float]) -> list[float]:
+    """A cell: median and quartiles."""
+    return [float(np.quantile(samples, q)) for q in (0.5, 0.25, 0.75)]
+
+
+def write_result(path: Path, result: Mapping[str, Any]) -> None:
+    """Write one result, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(result, indent=1) + "\n")
+    temporary.replace(path)
+
+
+def render(result: Mapping[str, Any]) -> str:
+    """A result as Markdown."""
+    source = result["provenance"]
+    versions = ", ".join(f"{name} {v}" for name, v in source["versions"].items())
+    lines = [
+        f"## {result['title']}",
+        "",
+        result["description"],
+        "",
+        f"- Command: `{source['command']}`",
+        f"- Machine: {source['cpu_model']}, {source['num_cpus']} cores; JAX on "
+        f"{source['device_kind']}; load average {source['load_average']} at the start",
+        f"- Versions: {versions}",
+        f"- Time and commit: {source['timestamp']}, {source['commit']}",
+    ]
+    for table in result["tables"]:
+        lines += ["", f"### {table['title']}", ""]
+        lines += [_row(table["columns"]), _row(["---"] * len(table["columns"]))]
+        lines += [_row(map(_cell, row)) for row in table["rows"]]
+        lines += ["", *table["notes"]]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Write RESULTS.md."""
+    results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
+    head = "# Results\n\nMade by `python benchmarks/report.py` from `benchmarks/results/`."
+    spread = "Cells with a range are median (lower to upper quartile)."
+    text = "\n\n".join([head, spread, *map(render, results)])
+    (FOLDER / "RESULTS.md").write_text(text + "\n")
+
+
+def _row(cells: Any) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, list):
+        middle, lower, upper = map(_cell, value)
+        return f"{middle} ({lower} to {upper})"
+    if isinstance(value, float):
+        return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+    return str(value)
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(FOLDER), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        changes = " with changes" if git("status", "--porcelain", "--", "..") else ""
+        return git("rev-parse", "--short=12", "HEAD") + changes
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+if __name__ == "__main__":
+    main()

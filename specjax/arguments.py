@@ -1,0 +1,63 @@
+"""Arguments that commands share: declared and read in one place. Imports nothing heavy."""
+
+import argparse
+import json
+from typing import Any
+
+from specjax.config import DTYPES, METHODS
+from specjax.demo import TARGET, locate
+
+MODEL_HELP = f"a checkpoint in Hugging Face layout (folder or hub id), or a demo like {TARGET}"
+
+
+def add_speculation(parser: argparse.ArgumentParser) -> None:
+    """Declare what `read_speculation` reads."""
+    group = parser.add_argument_group("speculation")
+    group.add_argument("--drafter", metavar="CHECKPOINT", help="folder, hub id or demo")
+    group.add_argument("--method", choices=METHODS, help="of --drafter; default: eagle3")
+    group.add_argument("--k", type=int, metavar="K", help="drafts per step; default: 3")
+    group.add_argument(
+        "--speculative-config", metavar="JSON", help="all of it as one JSON object, instead"
+    )
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """Declare the sizes of an engine."""
+    group = parser.add_argument_group("engine")
+    group.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    group.add_argument("--max-model-len", type=int, help="default: the model's own, at most 8192")
+    group.add_argument("--max-num-seqs", type=int, help="requests that run together, at most")
+    group.add_argument("--page-size", type=int, default=16, help="default: %(default)s")
+
+
+def read_speculation(args: argparse.Namespace) -> dict[str, Any] | None:
+    """The `speculative_config` of an LLM, demo names resolved; None for plain decoding."""
+    flags = {"--drafter": args.drafter, "--method": args.method, "--k": args.k}
+    given = [name for name, value in flags.items() if value is not None]
+    if args.speculative_config is None:
+        if args.drafter is None and given:
+            raise ValueError(f"{given[0]} goes with --drafter, which is missing")
+        if args.drafter is None:
+            return None
+        config = {
+            "method": args.method or "eagle3",
+            "model": args.drafter,
+            "num_speculative_tokens": 3 if args.k is None else args.k,
+        }
+    else:
+        if given:
+            raise ValueError(f"--speculative-config says it all; leave out {given[0]}")
+        config = _read_object(args.speculative_config)
+    if isinstance(config.get("model"), str):
+        config["model"] = str(locate(config["model"]))
+    return config
+
+
+def _read_object(text: str) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"--speculative-config is not JSON ({error}): {text}") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"--speculative-config must be a JSON object, got {text}")
+    return config

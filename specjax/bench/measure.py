@@ -1,0 +1,121 @@
+"""Timing. Every configuration decodes the same prompts, in turn, in one process.
+
+A round takes one batch of prompts through every configuration, back to back, so that whatever
+else the machine does falls on all of them alike. What is timed is decoding: from the moment the
+last prompt of the batch has given its first token until the last output is complete.
+"""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from specjax.engine import Engine
+from specjax.host.speculation.policy import StaticPolicy
+from specjax.metrics import Metrics
+from specjax.request import Request
+
+PLAIN = "plain"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """K drafts per step by the drafter of `method`; PLAIN has none."""
+
+    method: str
+    k: int
+
+    @property
+    def name(self) -> str:
+        """As reports call it."""
+        return f"{self.method} K={self.k}" if self.k else self.method
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One batch of prompts under one configuration. All but `outputs` covers decoding alone."""
+
+    outputs: Mapping[int, tuple[int, ...]]  # by request id
+    seconds: float
+    num_steps: int
+    num_tokens: int
+    num_request_steps: int  # steps, each counted once per request that gained tokens by it
+    num_accepted_per_pos: tuple[int, ...]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens of the whole batch."""
+        return self.num_tokens / self.seconds
+
+    @property
+    def ms_per_step(self) -> float:
+        """Milliseconds from one step's results to the next one's."""
+        return 1e3 * self.seconds / self.num_steps
+
+    @property
+    def ms_per_token(self) -> float:
+        """Milliseconds that a request waits for a token, on average."""
+        return self.ms_per_step * self.num_request_steps / self.num_tokens
+
+
+def decode(engine: Engine, requests: Sequence[Request]) -> Run:
+    """Run `requests` together, to the end, on an idle engine."""
+    outputs: dict[int, tuple[int, ...]] = {}
+
+    def step() -> None:
+        for sequence in engine.step():
+            outputs[sequence.request.request_id] = tuple(sequence.output)
+
+    num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
+    num_prompt_tokens += engine.metrics().num_prompt_tokens
+    for request in requests:
+        engine.add(request)
+    while engine.metrics().num_prompt_tokens < num_prompt_tokens:
+        step()
+    before, start = engine.metrics(), time.perf_counter()
+    while len(outputs) < len(requests):
+        step()
+    seconds, after = time.perf_counter() - start, engine.metrics()
+    while engine.has_work:  # the step that was launched before the last result was known
+        engine.step()
+    return as_run(outputs, seconds, before, after)
+
+
+def as_run(
+    outputs: Mapping[int, tuple[int, ...]], seconds: float, before: Metrics, after: Metrics
+) -> Run:
+    """What happened between two snapshots of the counters, with no prefill step between them."""
+    num_tokens = after.num_generation_tokens - before.num_generation_tokens
+    num_drafts = after.num_drafts - before.num_drafts
+    accepted = tuple(
+        now - then
+        for now, then in zip_longest(
+            after.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos, fillvalue=0
+        )
+    )
+    return Run(
+        outputs=outputs,
+        seconds=seconds,
+        num_steps=after.num_decode_steps - before.num_decode_steps,
+        num_tokens=num_tokens,
+        num_request_steps=num_drafts or num_tokens,
+        num_accepted_per_pos=accepted,
+    )
+
+
+def measure(
+    engines: Mapping[str, Engine],
+    configurations: Sequence[Configuration],
+    batches: Sequence[Sequence[Request]],
+    on_run: Callable[[], None] = lambda: None,
+) -> dict[Configuration, list[Run]]:
+    """A round per batch, each starting one configuration later. `engines` are by method."""
+    runs: dict[Configuration, list[Run]] = {configuration: [] for configuration in configurations}
+    for i, requests in enumerate(batches):
+        first = i % len(configurations)
+        for configuration in [*configurations[first:], *configurations[:first]]:
+            engine = engines[configuration.method]
+            engine.set_policy(StaticPolicy(configuration.k))
+            runs[configuration].append(decode(engine, requests))
+            on_run()
+    return runs

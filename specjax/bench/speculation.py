@@ -1,0 +1,269 @@
+"""`specjax bench`: one target, plain against each drafter at each K, on the same prompts."""
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specjax.bench.measure import PLAIN, Configuration, decode, measure
+from specjax.bench.report import Figures, identity_line, repetition_line, show, summarise
+from specjax.bench.workload import make_requests, read_questions, tokenize
+from specjax.checkpoint.hub import resolve
+from specjax.demo import DRAFTERS, TARGET, locate
+from specjax.engine import Engine
+from specjax.environment import describe_environment
+from specjax.host.speculation.policy import StaticPolicy
+from specjax.llm import LLM, read_eos_ids
+from specjax.request import MAX_SEED, Request, SamplingParams
+from specjax.tokenizer import load_tokenizer
+
+SCHEMA_VERSION = 1
+# Prompts are not timed: small chunks need few executables, and a batch should start together.
+_PROMPT_CHUNK = 32
+_MAX_PROMPT_TOKENS = 512
+_WARM_UP_TOKENS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `specjax bench` measures; fields are its options."""
+
+    model: str
+    drafters: Mapping[str, str]  # checkpoint by method
+    ks: tuple[int, ...]
+    batch_size: int
+    num_prompts: int
+    max_tokens: int
+    max_model_len: int
+    temperature: float
+    seed: int
+    rounds: int
+    dtype: str
+
+    def __post_init__(self):
+        for name in "batch_size", "rounds", "num_prompts":
+            if getattr(self, name) < 1:
+                option = name.replace("_", "-")
+                raise ValueError(f"--{option} {getattr(self, name)} must be at least 1")
+        if self.max_tokens < 2:
+            raise ValueError(
+                f"--max-tokens {self.max_tokens} leaves nothing to time: the first token comes "
+                "with the prompt; use at least 2"
+            )
+        if not self.drafters:
+            raise ValueError(
+                f"--model {self.model} has no default drafters; name one with "
+                "--drafter METHOD=CHECKPOINT"
+            )
+        if not self.ks or min(self.ks) < 1:
+            raise ValueError("--k must list integers of at least 1, like 1,2,3")
+        available = len(read_questions())
+        if self.num_prompts > available:
+            raise ValueError(f"--num-prompts {self.num_prompts}: there are {available}")
+        if self.num_prompts % self.batch_size:
+            raise ValueError(
+                f"--num-prompts {self.num_prompts} does not fill batches of --batch-size "
+                f"{self.batch_size}; use a multiple"
+            )
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"--seed {self.seed} must be in 0..{MAX_SEED}")
+        SamplingParams(temperature=self.temperature)
+
+    @property
+    def configurations(self) -> tuple[Configuration, ...]:
+        """Plain decoding first."""
+        return (
+            Configuration(PLAIN, 0),
+            *(Configuration(method, k) for method in self.drafters for k in self.ks),
+        )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `specjax bench`."""
+    settings = read_settings(args)
+    output = Path(args.output).expanduser() if args.output else None
+    if output and (output.is_dir() or not output.parent.is_dir()):
+        raise ValueError(f"--output {output} cannot be a file; name one in an existing folder")
+    is_terminal = sys.stdout.isatty() and not args.json
+    figures, report = bench(settings, show_progress=is_terminal)
+    text = json.dumps(report, indent=2)
+    if output:
+        output.write_text(text + "\n")
+    if args.json:
+        print(text)
+    else:
+        show(figures, describe(settings, figures, report), sys.stdout)
+    return 0
+
+
+def read_settings(args: argparse.Namespace) -> Settings:
+    """The settings that the command's options ask for."""
+    available = len(read_questions())
+    num_prompts = args.num_prompts
+    if num_prompts is None:
+        if not 1 <= args.batch_size <= available:
+            raise ValueError(f"--batch-size {args.batch_size} must be in 1..{available}")
+        num_prompts = available // args.batch_size * args.batch_size
+    try:
+        ks = tuple(sorted({int(k) for k in args.k.split(",")}))
+    except ValueError as error:
+        raise ValueError(f"--k {args.k} must list integers, like 1,2,3") from error
+    return Settings(
+        model=args.model,
+        drafters=read_drafters(args.model, args.drafter),
+        ks=ks,
+        batch_size=args.batch_size,
+        num_prompts=num_prompts,
+        max_tokens=args.max_tokens,
+        max_model_len=args.max_model_len,
+        temperature=args.temperature,
+        seed=args.seed,
+        rounds=args.rounds,
+        dtype=args.dtype,
+    )
+
+
+def read_drafters(model: str, given: Sequence[str] | None) -> dict[str, str]:
+    """METHOD=CHECKPOINT options as checkpoints by method; without any, the demo target's own."""
+    if not given:
+        return dict(DRAFTERS) if model == TARGET else {}
+    drafters: dict[str, str] = {}
+    for option in given:
+        method, _, checkpoint = option.partition("=")
+        if not (method and checkpoint):
+            raise ValueError(f"--drafter {option} must have the form METHOD=CHECKPOINT")
+        if method in drafters:
+            raise ValueError(f"--drafter {method}=... is given twice; compare them in two runs")
+        drafters[method] = checkpoint
+    return drafters
+
+
+def bench(settings: Settings, *, show_progress: bool) -> tuple[list[Figures], dict[str, Any]]:
+    """Load, compile, warm up and measure: figures by configuration, and the report for machines."""
+    start = time.perf_counter()
+    batches = load_workload(settings)
+    with ExitStack() as stack:
+        engines = load_engines(settings, stack, show_progress=show_progress)
+        warm_up(engines, settings.configurations, batches[0])
+        ready = time.perf_counter()
+        total = settings.rounds * len(batches) * len(settings.configurations)
+        columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        with Progress(
+            *columns, console=Console(stderr=True), disable=not show_progress, transient=True
+        ) as progress:
+            task = progress.add_task("", total=total)
+            runs = measure(
+                engines,
+                settings.configurations,
+                list(batches) * settings.rounds,
+                on_run=lambda: progress.advance(task),
+            )
+        num_late = sum(engine.metrics().num_compiles_after_warmup for engine in engines.values())
+    baseline = runs[settings.configurations[0]]
+    figures = [summarise(configuration, runs[configuration], baseline) for configuration in runs]
+    report = {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": "speculation",
+        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": describe_environment(),
+        "settings": asdict(settings),
+        "num_rounds": len(baseline),
+        "outputs_identical": not any(f.num_differing for f in figures),
+        "num_compiles_while_measuring": num_late,
+        "setup_seconds": ready - start,
+        "measuring_seconds": time.perf_counter() - ready,
+        "configurations": [asdict(f) for f in figures],
+    }
+    return figures, report
+
+
+def load_workload(settings: Settings) -> list[list[Request]]:
+    """The prompts as batches of requests."""
+    folder = resolve(locate(settings.model))
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
+    requests = make_requests(
+        tokenize(read_questions()[: settings.num_prompts], tokenizer),
+        max_tokens=settings.max_tokens,
+        max_model_len=settings.max_model_len,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        stop_ids=read_eos_ids(folder),
+    )
+    size = settings.batch_size
+    return [requests[i : i + size] for i in range(0, len(requests), size)]
+
+
+def load_engines(settings: Settings, stack: ExitStack, *, show_progress: bool) -> dict[str, Engine]:
+    """An engine by method, PLAIN included, with every step of the measurement compiled."""
+    engines: dict[str, Engine] = {}
+    for method, checkpoint in {PLAIN: None, **settings.drafters}.items():
+        speculation = checkpoint and {
+            "method": method,
+            "model": str(locate(checkpoint)),
+            "num_speculative_tokens": settings.ks[-1],
+        }
+        llm = LLM(
+            locate(settings.model),
+            speculative_config=speculation,
+            dtype=settings.dtype,
+            max_model_len=settings.max_model_len,
+            max_num_seqs=settings.batch_size,
+            max_num_batched_tokens=min(_PROMPT_CHUNK * settings.batch_size, _MAX_PROMPT_TOKENS),
+            show_progress=show_progress,
+        )
+        engine = engines[method] = stack.enter_context(llm).engine
+        # One copy of the target's weights serves all engines.
+        engine.params = engine.params._replace(target=engines[PLAIN].params.target)
+        for k in settings.ks if checkpoint else ():
+            engine.set_policy(StaticPolicy(k), show_progress=show_progress)
+    return engines
+
+
+def warm_up(
+    engines: Mapping[str, Engine],
+    configurations: Sequence[Configuration],
+    requests: Sequence[Request],
+) -> None:
+    """Run each configuration once, untimed, so that memory is touched and caches are filled."""
+    short = [
+        replace(request, max_tokens=min(request.max_tokens, _WARM_UP_TOKENS))
+        for request in requests
+    ]
+    for configuration in configurations:
+        engines[configuration.method].set_policy(StaticPolicy(configuration.k))
+        decode(engines[configuration.method], short)
+
+
+def describe(
+    settings: Settings, figures: Sequence[Figures], report: Mapping[str, Any]
+) -> list[str]:
+    """The lines below the table."""
+    environment, versions = report["environment"], report["environment"]["versions"]
+    device = environment["device_kind"]
+    if environment["platform"] == "cpu":
+        device = f"{environment['cpu_model']}, {environment['num_cpus']} CPUs"
+    mode = f"temperature {settings.temperature}" if settings.temperature else "greedy"
+    prompts = f"{settings.num_prompts} prompts, up to {settings.max_tokens} tokens each"
+    return [
+        identity_line(figures),
+        repetition_line(figures[0]),
+        f"{settings.model}, {settings.dtype}, batch {settings.batch_size}, {prompts}, {mode}; "
+        f"{device}; jax {versions['jax']}, specjax {versions['specjax']}",
+        "timed: decoding alone, from the first token of a batch's last prompt to its last token; "
+        f"medians over {report['num_rounds']} rounds,",
+        "in each of which every configuration decodes the same batch in turn; 'x plain' is the "
+        "median of the ratios within a round; AL: tokens per step",
+        f"loading, compiling and warming up took {report['setup_seconds']:.0f} s, measuring "
+        f"{report['measuring_seconds']:.0f} s",
+    ]

@@ -1,0 +1,47 @@
+"""What is run: the prompts that ship with the package, as requests to the engine."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from specjax.request import Request
+from specjax.tokenizer import ChatTokenizer
+
+PROMPTS = Path(__file__).with_name("prompts.jsonl")
+
+
+def read_questions() -> list[str]:
+    """The questions that ship with the package. PROMPTS.md says where they are from."""
+    return [json.loads(line)["question"] for line in PROMPTS.read_text("utf-8").splitlines()]
+
+
+def tokenize(questions: Sequence[str], tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
+    """Prompts as token ids: the user's turn of a chat where there is a template, else bare text."""
+    if tokenizer.template is None:
+        return [tuple(tokenizer.encode(question)) for question in questions]
+    return [
+        tuple(tokenizer.apply_chat_template([{"role": "user", "content": question}]))
+        for question in questions
+    ]
+
+
+def make_requests(
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_tokens: int,
+    max_model_len: int,
+    temperature: float,
+    seed: int,
+    stop_ids: Sequence[int],
+) -> list[Request]:
+    """One request per prompt, its seed a function of `seed` and its place alone."""
+    longest = max(map(len, prompts))
+    if longest + max_tokens > max_model_len:
+        raise ValueError(
+            f"the longest prompt has {longest} tokens, and with max_tokens={max_tokens} exceeds "
+            f"max_model_len={max_model_len}; raise --max-model-len or lower --max-tokens"
+        )
+    return [
+        Request(i, tuple(prompt), max_tokens, temperature, (seed + i) % 2**32, tuple(stop_ids))
+        for i, prompt in enumerate(prompts)
+    ]

@@ -1,0 +1,99 @@
+"""The command line. Parses arguments, then imports the one command that was asked for.
+
+Nothing imported here imports JAX, so that `--help` answers at once.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from specjax import arguments
+from specjax.bench import command as bench
+from specjax.demo import TARGET
+from specjax.train import command as train
+
+# The module whose `run(args)` carries a command out.
+_MODULES = {
+    "generate": "specjax.generate",
+    "bench": "specjax.bench.speculation",
+    "train": "specjax.train.recipes",
+    "info": "specjax.info",
+}
+_NEEDS_EXTRA = {"optax": "train", "orbax": "train"}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; return its exit code: 0, 2 for what the user can mend, 130 interrupted."""
+    args = build_parser().parse_args(argv)
+    try:
+        return import_module(_MODULES[args.command]).run(args)
+    except ModuleNotFoundError as error:
+        extra = _NEEDS_EXTRA.get((error.name or "").partition(".")[0])
+        if extra is None:
+            raise
+        return _fail(
+            f"specjax {args.command} needs the package {error.name}; pip install 'specjax[{extra}]'"
+        )
+    except (ValueError, NotImplementedError) as error:
+        return _fail(str(error))
+    except KeyboardInterrupt:
+        print("specjax: interrupted", file=sys.stderr)
+        return 130
+
+
+def _fail(message: str) -> int:
+    print(f"specjax: error: {' '.join(message.split())}", file=sys.stderr)
+    return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    parser = argparse.ArgumentParser(prog="specjax", description="Lossless speculative decoding.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name: str, add_arguments: Callable[[argparse.ArgumentParser], None], text: str) -> None:
+        command = commands.add_parser(name, help=text, description=text)
+        add_arguments(command)
+
+    add("generate", _add_generate, "Continue prompts.")
+    add("bench", bench.add_arguments, bench.DESCRIPTION)
+    add("train", train.add_arguments, "Train a model or a drafter.")
+    add("info", _add_info, "Describe a checkpoint and what it needs.")
+    return parser
+
+
+def _add_generate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("prompts", nargs="*", metavar="PROMPT")
+    parser.add_argument("--model", default=TARGET, help=f"{arguments.MODEL_HELP}; the default")
+    parser.add_argument(
+        "--prompts-file",
+        metavar="FILE",
+        help='a prompt per line; in a .jsonl, rows with "prompt", "question" or "prompt_token_ids"',
+    )
+    parser.add_argument("--chat", action="store_true", help="prompts are a user's messages")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+    sampling = parser.add_argument_group("sampling")
+    sampling.add_argument("--max-tokens", type=int, default=128, help="default: %(default)s")
+    sampling.add_argument(
+        "--temperature", type=float, default=0.0, help="0, the default, is greedy"
+    )
+    sampling.add_argument("--seed", type=int, help="fixes the draws of every prompt")
+    sampling.add_argument("--stop-token-id", type=int, action="append", default=[], metavar="ID")
+    sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end")
+
+    arguments.add_speculation(parser)
+    arguments.add_engine(parser)
+    parser.add_argument("--max-num-batched-tokens", type=int, help="most prompt tokens of a step")
+
+
+def _add_info(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help=arguments.MODEL_HELP)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    arguments.add_speculation(parser)
+    arguments.add_engine(parser)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

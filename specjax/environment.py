@@ -1,0 +1,52 @@
+"""What a result depends on besides the code: versions and hardware."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+
+def describe_environment() -> dict[str, Any]:
+    """Versions, devices and processor, as plain types."""
+    devices = jax.devices()
+    packages = ("specjax", "jax", "jaxlib", "numpy")
+    return {
+        "versions": {
+            "python": platform.python_version(),
+            **{name: package_version(name) for name in packages},
+        },
+        "platform": devices[0].platform,
+        "device_kind": devices[0].device_kind,
+        "num_devices": len(devices),
+        "cpu_model": cpu_model(),
+        "num_cpus": num_cpus(),
+        "system": platform.platform(),
+    }
+
+
+def package_version(name: str) -> str:
+    """The installed version, or "unknown" for a package that runs from its sources."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "unknown"
+
+
+def cpu_model() -> str:
+    """The processor's name, as far as the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def num_cpus() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

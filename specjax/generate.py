@@ -1,0 +1,118 @@
+"""`specjax generate`: prompts from the command line or a file, continuations to the terminal."""
+
+import argparse
+import json
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from specjax.arguments import read_speculation
+from specjax.demo import locate
+from specjax.llm import LLM, Prompt
+from specjax.request import RequestOutput, SamplingParams
+
+_MAX_NUM_SEQS = 16
+_MAX_NUM_BATCHED_TOKENS = 512
+_ROW_KEYS = ("prompt", "question", "prompt_token_ids")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `specjax generate`."""
+    prompts = read_prompts(args.prompts, args.prompts_file)
+    params = SamplingParams(
+        temperature=args.temperature,
+        seed=args.seed,
+        max_tokens=args.max_tokens,
+        stop_token_ids=tuple(args.stop_token_id),
+        ignore_eos=args.ignore_eos,
+    )
+    # Few prompts need few compiled steps.
+    num_seqs = min(_MAX_NUM_SEQS, len(prompts)) if args.max_num_seqs is None else args.max_num_seqs
+    num_tokens = args.max_num_batched_tokens
+    if num_tokens is None:
+        num_tokens = min(_MAX_NUM_BATCHED_TOKENS, 128 * max(1, num_seqs))
+    show_progress = sys.stdout.isatty() and not args.json
+    with LLM(
+        locate(args.model),
+        speculative_config=read_speculation(args),
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=num_seqs,
+        max_num_batched_tokens=num_tokens,
+        page_size=args.page_size,
+        show_progress=show_progress,
+    ) as llm:
+        if args.chat:
+            outputs = llm.chat(as_conversations(prompts), params, use_tqdm=show_progress)
+        else:
+            outputs = llm.generate(prompts, params, use_tqdm=show_progress)
+        metrics = llm.metrics()
+    if args.json:
+        report = {"outputs": list(map(as_row, outputs)), "metrics": metrics.as_dict()}
+        print(json.dumps(report, indent=2))
+    else:
+        print(
+            "\n\n".join(
+                as_text(prompt, output, len(outputs))
+                for prompt, output in zip(prompts, outputs, strict=True)
+            )
+        )
+    return 0
+
+
+def read_prompts(listed: list[str], file: str | None) -> list[Prompt]:
+    """The prompts of the command line and those of a file: a text per line, or JSON rows."""
+    prompts: list[Prompt] = [*listed]
+    if file is not None:
+        try:
+            lines = Path(file).expanduser().read_text("utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"--prompts-file {file} cannot be read: {error}") from error
+        is_json = file.endswith(".jsonl")
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                prompts.append(_read_row(line, f"{file}:{number}") if is_json else line)
+    if not prompts:
+        raise ValueError("no prompts; give some as arguments or with --prompts-file")
+    return prompts
+
+
+def _read_row(line: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"{where} is not JSON ({error})") from error
+    found = [key for key in _ROW_KEYS if isinstance(row, dict) and key in row]
+    if len(found) != 1:
+        raise ValueError(f"{where}: a row needs one of {', '.join(_ROW_KEYS)}")
+    value = row[found[0]]
+    expected = list if found[0] == "prompt_token_ids" else str
+    if not isinstance(value, expected):
+        raise ValueError(f"{where}: {found[0]} must be a {expected.__name__}, got {value!r}")
+    return value if expected is str else {"prompt_token_ids": value}
+
+
+def as_conversations(prompts: list[Prompt]) -> list[list[dict[str, str]]]:
+    """Each text as the first message of a user."""
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise ValueError("--chat needs prompts of text, not token ids")
+    return [[{"role": "user", "content": str(prompt)}] for prompt in prompts]
+
+
+def as_row(output: RequestOutput) -> dict[str, Any]:
+    """An output as plain types."""
+    completion = asdict(output.outputs[0])
+    return {
+        "prompt": output.prompt,
+        "prompt_token_ids": output.prompt_token_ids,
+        **{key: value for key, value in completion.items() if key != "index"},
+    }
+
+
+def as_text(prompt: Prompt, output: RequestOutput, num_outputs: int) -> str:
+    """An output as text, or as token ids without a tokenizer; below its prompt if not alone."""
+    completion = output.outputs[0]
+    ids = " ".join(map(str, completion.token_ids))
+    text = ids if completion.text is None else completion.text.strip()
+    return text if num_outputs == 1 else f"> {prompt}\n{text}"

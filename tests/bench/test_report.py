@@ -1,0 +1,143 @@
+"""Figures from runs that are made up, so that every figure is known."""
+
+import io
+
+import pytest
+
+from specjax.bench.measure import PLAIN, Configuration, Run
+from specjax.bench.report import (
+    Spread,
+    count_differing,
+    identity_line,
+    repetition_line,
+    rows,
+    show,
+    summarise,
+)
+
+DISTINCT, LOOP = tuple(range(20)), (7,) * 20
+
+
+def plain_run(key=0, output=DISTINCT, seconds=1.0):
+    num = len(output) - 1
+    return Run(
+        outputs={key: output},
+        seconds=seconds,
+        num_steps=num,
+        num_tokens=num,
+        num_request_steps=num,
+        num_accepted_per_pos=(),
+    )
+
+
+def run_at_k2(key=0, output=DISTINCT, seconds=0.5, accepted=(6, 3)):
+    num = len(output) - 1
+    return Run(
+        outputs={key: output},
+        seconds=seconds,
+        num_steps=num - sum(accepted),
+        num_tokens=num,
+        num_request_steps=num - sum(accepted),
+        num_accepted_per_pos=accepted,
+    )
+
+
+PLAIN_ONE, K2 = Configuration(PLAIN, 0), Configuration("eagle3", 2)
+
+
+def test_figures_of_one_run():
+    figures = summarise(K2, [run_at_k2()], [plain_run()])
+    assert figures.configuration == "eagle3 K=2"
+    assert (figures.num_tokens, figures.num_steps, figures.seconds) == (19, 10, 0.5)
+    assert figures.tokens_per_second == 38 and figures.ms_per_step == 50
+    assert figures.ms_per_token.median == pytest.approx(1e3 / figures.tokens_per_second)
+    assert figures.mean_acceptance_length == 1.9
+    assert figures.acceptance_per_position == (0.6, 0.3)
+    assert figures.mean_acceptance_length == pytest.approx(1 + sum(figures.acceptance_per_position))
+    assert figures.ratio == Spread(2, 2, 2)
+    assert figures.num_differing == 0 and figures.num_low_repeat == 1
+
+
+def test_ratio_pairs_runs_of_the_same_round():
+    # The machine slows down fourfold in the last round: pairs do not see it, medians alone would.
+    fast = [plain_run(i, seconds=1) for i in range(2)] + [plain_run(2, seconds=4)]
+    runs = [run_at_k2(i, seconds=0.5) for i in range(2)] + [run_at_k2(2, seconds=2)]
+    assert summarise(K2, runs, fast).ratio == Spread(2, 2, 2)
+    assert summarise(PLAIN_ONE, fast, fast).ratio == Spread(1, 1, 1)
+
+
+def test_loops_are_left_out_of_the_low_repeat_length():
+    runs = [run_at_k2(0), run_at_k2(1, LOOP, accepted=(9, 3))]
+    figures = summarise(K2, runs, [plain_run(0), plain_run(1, LOOP)])
+    assert figures.mean_acceptance_length == 38 / 17
+    assert figures.mean_acceptance_length_low_repeat == 1.9
+    assert figures.num_outputs == 2 and figures.num_low_repeat == 1
+    assert figures.repeated_8gram_share == 12 / 26
+    assert "1 of 2 outputs have 10% or more" in repetition_line(figures)
+    only_loops = summarise(K2, runs[1:], [plain_run(1, LOOP)])
+    assert only_loops.mean_acceptance_length_low_repeat is None
+
+
+def test_a_shared_step_has_no_low_repeat_length():
+    both = Run(
+        outputs={0: DISTINCT, 1: DISTINCT},
+        seconds=1.0,
+        num_steps=19,
+        num_tokens=38,
+        num_request_steps=38,
+        num_accepted_per_pos=(),
+    )
+    figures = summarise(PLAIN_ONE, [both], [both])
+    assert figures.mean_acceptance_length_low_repeat is None
+    assert figures.tokens_per_second == 38 and figures.ms_per_token.median == 1e3 / 19
+
+
+def test_identity_turns_false_when_one_token_differs():
+    base = [plain_run(0), plain_run(1)]
+    same = [run_at_k2(0), run_at_k2(1)]
+    other = [run_at_k2(0), run_at_k2(1, (*DISTINCT[:-1], 99))]
+    assert count_differing(same, base) == 0 and count_differing(other, base) == 1
+    # A prompt that differs in one of two rounds differs.
+    assert count_differing(same + other, base + base) == 1
+    plain = summarise(PLAIN_ONE, base, base)
+    yes = identity_line([plain, summarise(K2, same, base)])
+    no = identity_line([plain, summarise(K2, other, base)])
+    assert yes.endswith("yes (2 prompts)") and no.endswith("NO (eagle3 K=2: 1 of 2)")
+
+
+def test_outputs_of_one_token_are_not_timed():
+    ended = Run(
+        outputs={1: (5,)},
+        seconds=1e-9,
+        num_steps=0,
+        num_tokens=0,
+        num_request_steps=0,
+        num_accepted_per_pos=(0, 0),
+    )
+    figures = summarise(K2, [run_at_k2(0), ended], [plain_run(0), ended])
+    assert figures.ratio == Spread(2, 2, 2) and figures.num_outputs == 2
+    with pytest.raises(ValueError, match="nothing to time"):
+        summarise(K2, [ended], [ended])
+
+
+def test_counts_of_a_deeper_k_before_do_not_leak():
+    run = run_at_k2(accepted=(6, 3, 0, 0, 0))  # the counters had seen K = 5
+    assert summarise(K2, [run], [plain_run()]).acceptance_per_position == (0.6, 0.3)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_table_is_bare_text_when_piped():
+    base = [plain_run()]
+    figures = [summarise(PLAIN_ONE, base, base), summarise(K2, [run_at_k2()], base)]
+    piped, terminal = io.StringIO(), Terminal()
+    show(figures, ["a [line]"], piped)
+    show(figures, ["a [line]"], terminal)
+    lines = piped.getvalue().splitlines()
+    assert piped.getvalue().isascii() and lines[-1] == "a [line]"
+    assert lines[2].split() == "eagle3 K=2 38 2.00 50.00 26.32 26.3-26.3 1.90 1.90 .60 .30".split()
+    assert "\x1b[" not in piped.getvalue() and "a [line]" in terminal.getvalue()
+    assert rows(figures)[0][:3] == ("plain", "19", "1.00")

@@ -1,0 +1,161 @@
+"""`specjax bench` end to end on a tiny model, and the options it refuses."""
+
+import contextlib
+import io
+import json
+from dataclasses import replace
+
+import pytest
+
+from specjax.bench import speculation
+from specjax.bench.workload import read_questions
+from specjax.cli import build_parser, main
+from specjax.demo import DRAFTERS
+from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
+
+VOCAB, NUM_PROMPTS, MAX_TOKENS = 300, 2, 6
+
+
+@pytest.fixture(scope="module")
+def drafters(checkpoints):
+    """Options that name a drafter of each kind."""
+    target = checkpoints.target(vocab_size=VOCAB)
+    return [
+        *("--drafter", f"eagle={checkpoints.eagle(target).folder}"),
+        *("--drafter", f"eagle3={checkpoints.eagle3(target, draft_vocab=200).folder}"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def plain_options(checkpoints):
+    """The command's options for a tiny target with a tokenizer, without drafters."""
+    folder = checkpoints.copy(checkpoints.target(vocab_size=VOCAB).folder)
+    train_tokenizer(read_questions(), VOCAB).save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    sizes = ["--num-prompts", str(NUM_PROMPTS), "--max-tokens", str(MAX_TOKENS)]
+    return ["bench", "--model", str(folder), "--k", "2,1", *sizes]
+
+
+@pytest.fixture(scope="module")
+def options(plain_options, drafters):
+    """The same with both drafters."""
+    return [*plain_options, *drafters]
+
+
+@pytest.fixture(scope="module")
+def result(options, tmp_path_factory):
+    """What the command printed, and the report it wrote."""
+    file, printed = tmp_path_factory.mktemp("bench") / "report.json", io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        assert main([*options, "--rounds", "2", "--output", str(file)]) == 0
+    return printed.getvalue(), json.loads(file.read_text())
+
+
+def test_figures_are_consistent(result):
+    _, report = result
+    rounds = 2 * NUM_PROMPTS
+    assert report["num_rounds"] == rounds
+    names = ["plain", "eagle K=1", "eagle K=2", "eagle3 K=1", "eagle3 K=2"]
+    assert [f["configuration"] for f in report["configurations"]] == names
+    for figures in report["configurations"]:
+        assert figures["num_outputs"] == NUM_PROMPTS
+        assert figures["num_tokens"] == rounds * (MAX_TOKENS - 1)
+        length = figures["num_tokens"] / figures["num_steps"]
+        assert figures["mean_acceptance_length"] == pytest.approx(length)
+        assert length == pytest.approx(1 + sum(figures["acceptance_per_position"]))
+        assert len(figures["acceptance_per_position"]) == figures["k"]
+        # At batch 1 the time per token is the inverse of the rate, and medians keep that.
+        assert 5e2 / figures["tokens_per_second"] < figures["ms_per_token"]["median"]
+        assert figures["ms_per_token"]["median"] < 2e3 / figures["tokens_per_second"]
+        for spread in figures["ms_per_token"], figures["ratio"]:
+            assert 0 < spread["p10"] <= spread["median"] <= spread["p90"]
+    assert report["configurations"][0]["ratio"] == {"median": 1.0, "p10": 1.0, "p90": 1.0}
+
+
+def test_outputs_are_identical_and_nothing_compiles_late(result):
+    printed, report = result
+    assert report["outputs_identical"] is True
+    assert f"token for token: yes ({NUM_PROMPTS} prompts)" in printed
+    assert report["num_compiles_while_measuring"] == 0
+
+
+def test_report_says_where_it_comes_from(result):
+    _, report = result
+    assert report["schema_version"] == 1 and report["benchmark"] == "speculation"
+    assert {"python", "jax", "specjax"} <= report["environment"]["versions"].keys()
+    assert report["environment"]["platform"] == "cpu" and report["environment"]["cpu_model"]
+    assert report["settings"]["ks"] == [1, 2] and report["settings"]["dtype"] == "float32"
+    assert report["timestamp"].endswith("+00:00")
+    assert report["setup_seconds"] > 0 and report["measuring_seconds"] > 0
+
+
+def test_a_batch_decodes_together_above_temperature_0(plain_options, drafters, capsys):
+    batch = ["--batch-size", "2", "--temperature", "1", "--k", "1", "--json"]
+    assert main([*plain_options, *drafters[:2], *batch]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["num_rounds"] == 1 and report["outputs_identical"] is True
+    for figures in report["configurations"]:
+        assert figures["num_outputs"] == 2
+        assert figures["mean_acceptance_length_low_repeat"] is None
+        assert figures["num_steps"] < figures["num_tokens"]
+
+
+def test_a_wrong_output_is_reported(options, monkeypatch, capsys):
+    measure = speculation.measure
+
+    def measure_wrongly(*args, **kwargs):
+        runs = measure(*args, **kwargs)
+        wrong = next(c for c in runs if c.method == "eagle3")
+        run = runs[wrong][0]
+        outputs = {key: (*tokens[:-1], tokens[-1] + 1) for key, tokens in run.outputs.items()}
+        runs[wrong][0] = replace(run, outputs=outputs)
+        return runs
+
+    monkeypatch.setattr(speculation, "measure", measure_wrongly)
+    assert main([*options, "--k", "1"]) == 0
+    assert "token for token: NO (eagle3 K=1: 1 of 2)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "bad, message",
+    [
+        (["--k", "0"], "--k must list integers of at least 1"),
+        (["--k", "two"], "--k two must list integers"),
+        (["--max-tokens", "1"], "--max-tokens 1 leaves nothing to time"),
+        (["--num-prompts", "99"], "--num-prompts 99: there are 24"),
+        (["--num-prompts", "3", "--batch-size", "2"], "does not fill batches"),
+        (["--batch-size", "0"], "--batch-size 0 must be at least 1"),
+        (["--rounds", "0"], "--rounds 0 must be at least 1"),
+        (["--temperature", "-1"], "temperature=-1.0 must be finite"),
+        (["--seed", "-1"], "--seed -1 must be in"),
+        (["--drafter", "eagle"], "--drafter eagle must have the form METHOD=CHECKPOINT"),
+        (["--drafter", "eagle=x"], "--drafter eagle=... is given twice"),
+        (["--drafter", "lookahead=/"], "speculative_config.method='lookahead' is not supported"),
+        (["--max-model-len", "9"], "raise --max-model-len or lower --max-tokens"),
+        (["--output", "/no/such/folder/x.json"], "--output /no/such/folder/x.json"),
+    ],
+)
+def test_bad_options_are_refused(options, bad, message, capsys):
+    assert main([*options, *bad]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("specjax: error: ") and captured.err.count("\n") == 1
+    assert message in captured.err and not captured.out
+
+
+def test_another_target_needs_its_own_drafters(plain_options, capsys):
+    assert main(plain_options) == 2
+    assert "name one with --drafter METHOD=CHECKPOINT" in capsys.readouterr().err
+
+
+def test_a_target_without_tokenizer_is_refused(options, checkpoints, capsys):
+    folder = str(checkpoints.target(vocab_size=VOCAB).folder)
+    assert main([*options, "--model", folder]) == 2
+    assert "has no tokenizer.json" in capsys.readouterr().err
+
+
+def test_without_options_the_demo_is_measured():
+    settings = speculation.read_settings(build_parser().parse_args(["bench"]))
+    assert settings.model == "demo-llama" and settings.drafters == DRAFTERS
+    assert settings.ks == (1, 2, 3, 5) and settings.batch_size == 1
+    assert settings.num_prompts == 24 and len(settings.configurations) == 9

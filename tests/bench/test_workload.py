@@ -1,0 +1,42 @@
+"""The prompts that ship, and the requests made of them."""
+
+import pytest
+
+from specjax.bench.workload import make_requests, read_questions, tokenize
+from specjax.tokenizer import ChatTokenizer
+from specjax.train.data import train_tokenizer
+
+OPTIONS = {
+    "max_tokens": 8,
+    "max_model_len": 32,
+    "temperature": 0.5,
+    "seed": 5,
+    "stop_ids": (1,),
+}
+
+
+def test_questions_are_distinct_texts():
+    questions = read_questions()
+    assert len(questions) == len(set(questions)) == 24
+    assert all(question.strip() for question in questions)
+
+
+@pytest.mark.parametrize("template", [None, "Q: {{ messages[0]['content'] }}"])
+def test_prompts_follow_the_checkpoints_template(template):
+    bpe = train_tokenizer(read_questions(), 300)
+    tokenizer = ChatTokenizer(bpe, template, {}, "here")
+    [prompt] = tokenize(["Why?"], tokenizer)
+    assert tokenizer.decode(prompt) == ("Why?" if template is None else "Q: Why?")
+
+
+def test_seeds_depend_on_place_alone():
+    requests = make_requests([(3, 4), (5,)], **OPTIONS)
+    assert [request.seed for request in requests] == [5, 6]
+    assert requests[0].prompt_token_ids == (3, 4) and requests[0].stop_ids == (1,)
+    last = make_requests([(3,)] * 2, **(OPTIONS | {"seed": 2**32 - 1}))
+    assert [request.seed for request in last] == [2**32 - 1, 0]
+
+
+def test_a_prompt_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="longest prompt has 25 tokens.*raise --max-model-len"):
+        make_requests([(3,) * 25], **OPTIONS)

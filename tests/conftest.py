@@ -1,0 +1,326 @@
+"""What the tests share: JAX on the CPU with a compilation cache, and tiny checkpoints with signal.
+
+The checkpoints have random weights in which every tensor matters (no norm is 1, no bias is 0), so
+that one that is dropped, swapped or misplaced shows in the logits. They are built once a run.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import jax
+import numpy as np
+import pytest
+
+jax.config.update("jax_compilation_cache_dir", str(Path(__file__).parents[1] / ".cache" / "jax"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+VOCAB = 96
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclass(frozen=True)
+class TargetFiles:
+    """A target's folder, and the transformers model that wrote it (fp32, in evaluation mode)."""
+
+    folder: Path
+    hf: Any
+
+
+@dataclass(frozen=True)
+class HeadFiles:
+    """An EAGLE head's folder, and what is in it: tensors by published name, and the config."""
+
+    folder: Path
+    tensors: Mapping[str, Any]
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """Writes tiny random checkpoints; the same arguments give the same folder."""
+
+    root: Path
+    _made: dict[str, Any] = field(default_factory=dict)
+
+    def target(
+        self, kind: str = "llama", *, seed: int = 0, max_shard_size: str = "1GB", **config: Any
+    ) -> TargetFiles:
+        """A target of model type `kind` as transformers saves it, `config` over small defaults."""
+        return self._once(_write_target, kind, seed, max_shard_size, config)
+
+    def eagle(
+        self, target: TargetFiles, *, seed: int = 1, file: str = "model.safetensors", **options: Any
+    ) -> HeadFiles:
+        """An EAGLE-1 head for `target`; see `_eagle_tensors` for the options."""
+        return self._once(_write_head, _eagle_tensors, target, seed, file, options)
+
+    def eagle3(
+        self, target: TargetFiles, *, seed: int = 1, file: str = "model.safetensors", **options: Any
+    ) -> HeadFiles:
+        """An EAGLE-3 head for `target`; see `_eagle3_tensors` for the options."""
+        return self._once(_write_head, _eagle3_tensors, target, seed, file, options)
+
+    def copy(self, folder: Path, **edits: Any) -> Path:
+        """A copy of a checkpoint folder with `edits` to its config.json; None removes a field."""
+        made = self._folder()
+        made.mkdir()
+        for file in folder.iterdir():
+            (made / file.name).write_bytes(file.read_bytes())
+        config = json.loads((made / "config.json").read_text()) | edits
+        config = {key: value for key, value in config.items() if value is not None}
+        (made / "config.json").write_text(json.dumps(config))
+        return made
+
+    def _once(self, write: Any, *arguments: Any) -> Any:
+        key = repr((write, arguments))
+        if key not in self._made:
+            self._made[key] = write(self._folder(), *arguments)
+        return self._made[key]
+
+    def _folder(self) -> Path:
+        return self.root / str(sum(1 for _ in self.root.iterdir()))
+
+
+@pytest.fixture(scope="session")
+def checkpoints(tmp_path_factory) -> Checkpoints:
+    """Tiny checkpoints, written when first asked for."""
+    return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
+
+
+@dataclass
+class CompilationLog:
+    """Every compilation of this process, those that a cache answered included."""
+
+    names: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def none_expected(self) -> Iterator[None]:
+        """Fail if anything compiles inside the block."""
+        before = len(self.names)
+        yield
+        assert not self.names[before:]
+
+
+@pytest.fixture(scope="session")
+def compilations() -> CompilationLog:
+    """What JAX compiled since the fixture was first asked for."""
+    log = CompilationLog()
+
+    def listen(event: str, _: float, **details: Any) -> None:
+        if event == COMPILED:
+            log.names.append(str(details.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    return log
+
+
+@pytest.fixture
+def ragged_prompts():
+    """Prompts of given lengths, random token ids; the second token is the prompt's index."""
+
+    def make(*lengths: int, vocab_size: int = VOCAB, seed: int = 0) -> list[list[int]]:
+        rng = np.random.default_rng(seed)
+        prompts = [rng.integers(0, vocab_size, length).tolist() for length in lengths]
+        for i, prompt in enumerate(prompts):
+            prompt[1:2] = [i] if len(prompt) > 1 else []
+        return prompts
+
+    return make
+
+
+def randomise(tensors: Mapping[str, Any], seed: int) -> None:
+    """Fill torch tensors in place: matrices keep the scale of what they multiply."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, tensor in tensors.items():
+            noise = torch.randn(tensor.shape, generator=generator)
+            if tensor.ndim > 1:
+                tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
+            else:
+                tensor.copy_(0.3 * noise + (1.0 if "norm" in name else 0.0))
+
+
+def _write_target(
+    folder: Path, kind: str, seed: int, max_shard_size: str, config: Mapping[str, Any]
+) -> TargetFiles:
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    hf_config = transformers.AutoConfig.for_model(kind, **(sizes | config))
+    hf_config._attn_implementation = "eager"
+    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
+    randomise(dict(model.named_parameters()), seed)
+    model.generation_config.eos_token_id = hf_config.eos_token_id
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return TargetFiles(folder, model)
+
+
+def _write_head(
+    folder: Path,
+    make: Any,
+    target: TargetFiles,
+    seed: int,
+    file: str,
+    options: Mapping[str, Any],
+) -> HeadFiles:
+    import safetensors.torch
+    import torch
+
+    tensors, config = make(target, **options)
+    floats = {name: x for name, x in tensors.items() if x.is_floating_point()}
+    randomise({n: x for n, x in floats.items() if n != "embed_tokens.weight"}, seed)
+    folder.mkdir()
+    if file.endswith(".bin"):
+        torch.save(tensors, folder / file)
+    else:
+        safetensors.torch.save_file(tensors, folder / file)
+    (folder / "config.json").write_text(json.dumps(config))
+    return HeadFiles(folder, tensors, config)
+
+
+def _eagle_tensors(
+    target: TargetFiles,
+    *,
+    fc_bias: bool = False,
+    embedding: str | None = None,
+    **config: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """EAGLE-1 as published. `embedding` is None, "same" as the target's, or "own"."""
+    import torch
+
+    config = _decoder_config(target) | config
+    dim = config["hidden_size"]
+    tensors = {
+        "fc.weight": torch.empty(dim, 2 * dim),
+        **_decoder_layer(config, "layers.0", dim),
+        **_embedding(target, embedding, dim),
+    }
+    if fc_bias:
+        tensors["fc.bias"] = torch.empty(dim)
+    return tensors, config
+
+
+def _eagle3_tensors(
+    target: TargetFiles,
+    *,
+    layout: str = "raw",
+    draft_vocab: int | None = None,
+    num_aux: int = 3,
+    input_norm: bool = False,
+    fc_norm: bool = False,
+    embedding: str | None = None,
+    **config: Any,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """EAGLE-3 in the `layout` "raw" (midlayer.*) or "speculators" (layers.0.*, nested config)."""
+    import torch
+
+    decoder = _decoder_config(target)
+    decoder |= {key: config.pop(key) for key in decoder.keys() & config.keys()}
+    vocab, wide = decoder["vocab_size"], target.hf.config.hidden_size
+    dim = decoder["hidden_size"]
+    layer = "midlayer" if layout == "raw" else "layers.0"
+    tensors = {
+        "fc.weight": torch.empty(dim, num_aux * wide),
+        **_decoder_layer(decoder, layer, 2 * dim),
+        f"{layer}.input_layernorm.weight": torch.empty(dim),
+        f"{layer}.hidden_norm.weight": torch.empty(dim),
+        "norm.weight": torch.empty(dim),
+        "lm_head.weight": torch.empty(draft_vocab or vocab, dim),
+        **_embedding(target, embedding, dim),
+    }
+    if input_norm:
+        tensors["input_norm.weight"] = torch.empty(num_aux * wide)
+    for i in range(num_aux if fc_norm else 0):
+        tensors[f"fc_norm.{i}.weight"] = torch.empty(wide)
+    if draft_vocab:
+        kept = torch.randperm(vocab, generator=torch.Generator().manual_seed(5))[:draft_vocab]
+        kept = kept.sort().values
+        tensors["d2t"] = kept - torch.arange(draft_vocab)
+        tensors["t2d"] = torch.zeros(vocab, dtype=torch.bool).index_fill(0, kept, True)
+        config["draft_vocab_size"] = draft_vocab
+    if layout == "raw":
+        return tensors, decoder | config
+    return tensors, {
+        "architectures": ["Eagle3Speculator"],
+        "speculators_model_type": "eagle3",
+        "transformer_layer_config": decoder,
+        **config,
+    }
+
+
+def _decoder_config(target: TargetFiles) -> dict[str, Any]:
+    hf = target.hf.config
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": hf.vocab_size,
+        "hidden_size": hf.hidden_size,
+        "intermediate_size": 40,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 512,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+    }
+
+
+def _decoder_layer(config: Mapping[str, Any], layer: str, num_in: int) -> dict[str, Any]:
+    import torch
+
+    dim, inner = config["hidden_size"], config["intermediate_size"]
+    queries = config["num_attention_heads"] * config["head_dim"]
+    keys = config["num_key_value_heads"] * config["head_dim"]
+    return {
+        f"{layer}.self_attn.q_proj.weight": torch.empty(queries, num_in),
+        f"{layer}.self_attn.k_proj.weight": torch.empty(keys, num_in),
+        f"{layer}.self_attn.v_proj.weight": torch.empty(keys, num_in),
+        f"{layer}.self_attn.o_proj.weight": torch.empty(dim, queries),
+        f"{layer}.post_attention_layernorm.weight": torch.empty(dim),
+        f"{layer}.mlp.gate_proj.weight": torch.empty(inner, dim),
+        f"{layer}.mlp.up_proj.weight": torch.empty(inner, dim),
+        f"{layer}.mlp.down_proj.weight": torch.empty(dim, inner),
+    }
+
+
+def _embedding(target: TargetFiles, kind: str | None, dim: int) -> dict[str, Any]:
+    import torch
+
+    if kind is None:
+        return {}
+    if kind == "same":
+        weight = target.hf.get_input_embeddings().weight.detach().clone()
+    else:
+        generator = torch.Generator().manual_seed(9)
+        weight = torch.randn(target.hf.config.vocab_size, dim, generator=generator)
+    return {"embed_tokens.weight": weight}

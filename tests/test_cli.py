@@ -1,0 +1,224 @@
+"""The command line: help without JAX, errors as one line, and what the commands print."""
+
+import json
+import subprocess
+import sys
+import types
+
+import pytest
+
+import specjax
+from specjax import cli, demo
+from specjax.cli import main
+from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
+
+VOCAB = 300
+SMALL = [
+    *("--max-model-len", "64", "--max-num-batched-tokens", "32", "--max-num-seqs", "1"),
+    *("--max-tokens", "4"),
+]
+
+
+@pytest.fixture(scope="module")
+def target(checkpoints):
+    """A tiny target without a tokenizer."""
+    return checkpoints.target(vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def speaking(checkpoints, target):
+    """The folder of the same target with a tokenizer and a chat template."""
+    folder = checkpoints.copy(target.folder)
+    tokenizer = train_tokenizer(["What is two and two? It is four. " * 3], VOCAB)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def drafter(checkpoints, target):
+    """The folder of an EAGLE-3 head for the target."""
+    return str(checkpoints.eagle3(target).folder)
+
+
+def fail(capsys, *argv):
+    """Run a command that must fail, and give its message."""
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("specjax: error: ") and captured.err.count("\n") == 1
+    assert not captured.out
+    return captured.err
+
+
+@pytest.mark.parametrize("command", [[], ["bench"], ["train"], ["generate"], ["info"]])
+def test_help_is_instant_and_without_jax(command):
+    code = (
+        "import sys, time, specjax.cli\n"
+        "try: specjax.cli.main(sys.argv[1:])\n"
+        "except SystemExit as end: assert end.code == 0, end.code\n"
+        "heavy = sorted({'jax', 'numpy', 'rich'} & set(sys.modules))\n"
+        "print(heavy, time.process_time(), sep='|', file=sys.stderr)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command, "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("usage: specjax")
+    # Time on the processor, as the machine may be busy with other tests.
+    heavy, seconds = done.stderr.split("|")
+    assert heavy == "[]" and float(seconds) < 0.5
+
+
+def test_the_package_imports_lazily_but_completely():
+    for name in specjax.__all__:
+        assert getattr(specjax, name).__name__ == name and name in dir(specjax)
+    with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
+        _ = specjax.Nothing
+
+
+def test_unknown_commands_and_options_exit_with_2(capsys):
+    for argv in ["dance"], ["bench", "--fast"], []:
+        with pytest.raises(SystemExit) as end:
+            main(argv)
+        assert end.value.code == 2 and "specjax" in capsys.readouterr().err
+
+
+def test_demo_names_resolve_beside_or_inside_the_package(tmp_path, monkeypatch):
+    for root, name in ("inside", "demo-a"), ("beside", "demo-b"):
+        (tmp_path / root / name).mkdir(parents=True)
+        (tmp_path / root / name / "config.json").write_text("{}")
+    monkeypatch.setattr(demo, "_ROOTS", (tmp_path / "inside", tmp_path / "beside", tmp_path / "no"))
+    assert demo.demo_folder("demo-a") == tmp_path / "inside" / "demo-a"
+    assert demo.locate("demo-b") == tmp_path / "beside" / "demo-b"
+    assert demo.locate("org/name") == "org/name" and demo.locate(str(tmp_path)) == str(tmp_path)
+    with pytest.raises(specjax.CheckpointError, match="'demo-c'.*here: demo-a, demo-b; else pass"):
+        demo.locate("demo-c")
+
+
+def test_bad_checkpoints_are_one_clear_line(capsys, tmp_path, target, checkpoints):
+    assert "no such folder" in fail(capsys, "generate", "--model", str(tmp_path / "x"), "hi")
+    assert "config.json cannot be read" in fail(capsys, "info", str(tmp_path))
+    assert "is neither a folder nor a demo checkpoint" in fail(capsys, "info", "demo-nothing")
+    other = checkpoints.eagle3(checkpoints.target(hidden_size=64))
+    message = fail(capsys, "info", str(target.folder), "--drafter", str(other.folder))
+    assert "vocab" in message
+
+
+def test_bad_arguments_are_one_clear_line(capsys, speaking, drafter, tmp_path):
+    generate = ["generate", "--model", speaking, *SMALL]
+    assert "no prompts; give some" in fail(capsys, *generate)
+    assert "--prompts-file" in fail(capsys, *generate, "--prompts-file", str(tmp_path / "none"))
+    assert "max_tokens=0" in fail(capsys, *generate, "hi", "--max-tokens", "0")
+    assert "--k goes with --drafter" in fail(capsys, *generate, "hi", "--k", "2")
+    one = ["--speculative-config", "{}"]
+    assert "leave out --drafter" in fail(capsys, *generate, "hi", *one, "--drafter", drafter)
+    assert "speculative_config lacks" in fail(
+        capsys, *generate, "hi", *one[:1], '{"method": "eagle"}'
+    )
+    assert "is not JSON" in fail(capsys, *generate, "hi", *one[:1], "{")
+    assert "must be a JSON object" in fail(capsys, *generate, "hi", *one[:1], "[]")
+    bad_k = ["--drafter", drafter, "--k", "0"]
+    assert "num_speculative_tokens=0" in fail(capsys, *generate, "hi", *bad_k)
+    assert "exceeds the 512 positions" in fail(capsys, "info", speaking, "--max-model-len", "9999")
+    assert "max_model_len=0" in fail(capsys, "info", speaking, "--max-model-len", "0")
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ("{", "is not JSON"),
+        ("3", "a row needs one of prompt, question, prompt_token_ids"),
+        ('{"text": "hi"}', "a row needs one of"),
+        ('{"prompt": 3}', "prompt must be a str, got 3"),
+        ('{"prompt_token_ids": "3"}', "prompt_token_ids must be a list"),
+    ],
+)
+def test_bad_rows_of_prompts_are_named(capsys, tmp_path, speaking, row, message):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": "hi"}\n\n' + row + "\n")
+    error = fail(capsys, "generate", "--model", speaking, "--prompts-file", str(file))
+    assert f"{file}:3" in error and message in error
+
+
+def test_a_missing_training_package_names_the_extra(capsys, monkeypatch):
+    def import_module(name):
+        raise ModuleNotFoundError(f"No module named {missing!r}", name=missing)
+
+    monkeypatch.setattr(cli, "import_module", import_module)
+    argv = ["train", "target", "--data", "x", "--out", "y"]
+    missing = "optax.contrib"
+    assert "pip install 'specjax[train]'" in fail(capsys, *argv)
+    missing = "specjax.nothing"
+    with pytest.raises(ModuleNotFoundError):
+        main(argv)
+
+
+def test_an_interrupt_is_not_a_traceback(capsys, monkeypatch):
+    def run(args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "import_module", lambda name: types.SimpleNamespace(run=run))
+    assert main(["info", "x"]) == 130
+    assert capsys.readouterr().err == "specjax: interrupted\n"
+
+
+def test_generate_is_the_same_with_a_drafter(capsys, tmp_path, speaking, drafter):
+    file = tmp_path / "prompts.txt"
+    file.write_text("What is two?\n\nIt is four.\n")
+    argv = ["generate", "--model", speaking, "--prompts-file", str(file), *SMALL, "--json"]
+    assert main(argv) == 0
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*argv, "--drafter", drafter, "--k", "2"]) == 0
+    drafted = json.loads(capsys.readouterr().out)
+    assert drafted["outputs"] == plain["outputs"]
+    assert [output["prompt"] for output in plain["outputs"]] == ["What is two?", "It is four."]
+    assert all(len(output["token_ids"]) == 4 for output in plain["outputs"])
+    assert plain["metrics"]["num_drafts"] == 0 < drafted["metrics"]["num_drafts"]
+    text = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 2}
+    assert main([*argv, "--speculative-config", json.dumps(text)]) == 0
+    assert json.loads(capsys.readouterr().out)["outputs"] == plain["outputs"]
+
+
+def test_generate_prints_text(capsys, speaking):
+    argv = ["generate", "--model", speaking, *SMALL, "--chat", "What is two?"]
+    assert main([*argv, "--json"]) == 0
+    [output] = json.loads(capsys.readouterr().out)["outputs"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out == output["text"].strip() + "\n"
+    assert main([*argv, "And four?"]) == 0
+    assert "> What is two?\n" in (printed := capsys.readouterr().out) and "> And four?" in printed
+
+
+def test_generate_takes_token_ids_without_a_tokenizer(capsys, tmp_path, target):
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_token_ids": [5, 6, 7]}\n')
+    argv = ["generate", "--model", str(target.folder), "--prompts-file", str(file), *SMALL]
+    assert main(argv) == 0
+    assert len(capsys.readouterr().out.split()) == 4
+    assert "--chat needs prompts of text" in fail(capsys, *argv, "--chat")
+    assert "the checkpoint has no tokenizer" in fail(
+        capsys, "generate", "--model", str(target.folder), *SMALL, "hi"
+    )
+
+
+def test_info_adds_up(capsys, target, drafter):
+    argv = ["info", str(target.folder), "--drafter", drafter, "--max-num-seqs", "3"]
+    assert main([*argv, "--max-model-len", "100", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    config = target.hf.config
+    num_parameters = sum(tensor.numel() for tensor in target.hf.parameters())
+    assert report["model"]["model_type"] == "llama" and report["model"]["num_layers"] == 3
+    assert report["model"]["has_tokenizer"] is False
+    assert report["weights"]["num_parameters"] == num_parameters
+    assert report["weights"]["stored_bytes"] == {"float32": 4 * num_parameters}
+    assert report["weights"]["loaded_bytes"]["bfloat16"] == 2 * num_parameters
+    token = 2 * config.num_key_value_heads * (config.hidden_size // 4) * 4
+    cache = report["cache"]
+    assert report["drafter"]["kv_bytes_per_token"] == token
+    assert cache["kv_bytes_per_token"] == 4 * token  # three layers and the drafter's
+    assert cache["pages_per_request"] == 7 and cache["num_pages"] == 21
+    assert cache["max_full_length_requests"] == 3
+    assert cache["pool_bytes"] == 21 * 16 * 4 * token
+    assert main(argv) == 0
+    assert f"num parameters            {num_parameters:,}" in capsys.readouterr().out

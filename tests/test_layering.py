@@ -1,0 +1,156 @@
+"""The import order of the packages, read from the sources without importing them."""
+
+import ast
+import sys
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+# A module imports from its own line or from those above it; the first entry that fits it counts.
+LAYERS = [
+    ["pallas_kernels", "specjax.checkpoint"],
+    ["specjax.config", "specjax.request"],
+    ["specjax.host", "specjax.device"],
+    ["specjax.batch", "specjax.metrics"],
+    ["specjax.engine", "specjax.precompile"],
+    ["specjax.llm", "specjax.tokenizer", "specjax.demo", "specjax.environment"],
+    ["specjax.arguments"],
+    ["specjax.train", "specjax.rl", "specjax.bench", "specjax.info", "specjax.generate"],
+    ["specjax.cli", "specjax.__main__", "specjax"],
+]
+RANKS = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}
+# Everything that these import; None is any package.
+ONLY = {
+    "pallas_kernels": {"jax", "pallas_kernels", *sys.stdlib_module_names},
+    "specjax.host": {"specjax", *sys.stdlib_module_names},
+}
+NEVER = {"specjax.host": "specjax.device", "specjax.device": "specjax.host"}
+LAZY = {"specjax", "specjax.cli"}  # may import inside functions
+
+
+def is_within(module: str, package: str) -> bool:
+    return module == package or module.startswith(package + ".")
+
+
+def area(module: str) -> str | None:
+    """The longest entry of LAYERS that holds the module; "specjax" holds only itself."""
+    fitting = [p for p in RANKS if is_within(module, p) and (p != "specjax" or module == p)]
+    return max(fitting, key=len, default=None)
+
+
+@cache
+def read_sources() -> dict[str, str]:
+    """Every module of the two packages by its name."""
+    sources = {}
+    for package in "specjax", "pallas_kernels":
+        for path in sorted((ROOT / package).rglob("*.py")):
+            parts = path.relative_to(ROOT).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            sources[name] = path.read_text()
+    return sources
+
+
+@cache
+def import_statements(source: str) -> list[tuple[ast.Import | ast.ImportFrom, bool]]:
+    """Every import statement, and whether it is inside a function."""
+    found, stack = [], [(ast.parse(source), False)]
+    while stack:
+        node, is_inner = stack.pop()
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            found.append((node, is_inner))
+        is_inner |= isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        stack += [(child, is_inner) for child in ast.iter_child_nodes(node)]
+    return found
+
+
+def imports(node: ast.Import | ast.ImportFrom, sources: dict[str, str]) -> list[str]:
+    """Modules that an import statement names; `from package import module` names the module."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if node.level:
+        return ["." * node.level]
+    full = [f"{node.module}.{alias.name}" for alias in node.names]
+    return [name if name in sources else str(node.module) for name in full]
+
+
+def violations(sources: dict[str, str]) -> list[str]:
+    """What breaks the order, one line each."""
+    found = []
+    graph: dict[str, set[str]] = {}
+    for module, source in sources.items():
+        mine = area(module)
+        if mine is None:
+            found.append(f"{module} is not in LAYERS")
+            continue
+        for node, is_inner in import_statements(source):
+            for name in imports(node, sources):
+                is_ours = name.startswith(("specjax", "pallas_kernels"))
+                where = f"{module} imports {name}"
+                if name.startswith("."):
+                    found.append(f"{where}: relative")
+                elif mine in ONLY and name.partition(".")[0] not in ONLY[mine]:
+                    found.append(f"{where}: a foreign package")
+                elif is_ours and (theirs := area(name)) is None:
+                    found.append(f"{where}: not in LAYERS")
+                elif is_ours and RANKS[theirs] > RANKS[mine]:
+                    found.append(f"{where}: upwards")
+                elif mine in NEVER and is_within(name, NEVER[mine]):
+                    found.append(f"{where}: across the columns")
+                if is_ours and is_inner and module not in LAZY:
+                    found.append(f"{where}: inside a function")
+                if is_ours and not is_inner and name != module and module not in LAZY:
+                    graph.setdefault(module, set()).add(name)
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        found.append(f"a cycle: {' -> '.join(error.args[1])}")
+    return found
+
+
+def test_imports_keep_the_order():
+    sources = read_sources()
+    assert {"specjax.engine", "specjax.host.scheduler", "pallas_kernels.dispatch"} <= set(sources)
+    assert violations(sources) == []
+
+
+PLANTED = [
+    ("specjax.config", "import specjax.engine", "upwards"),
+    ("specjax.checkpoint.load", "from specjax.config import EngineConfig", "upwards"),
+    ("specjax.engine", "from specjax import llm", "upwards"),
+    ("specjax.llm", "from specjax import LLM", "upwards"),
+    ("specjax.host.pages", "import jax.numpy as jnp", "a foreign package"),
+    ("specjax.host.pages", "from numpy import array", "a foreign package"),
+    ("pallas_kernels.dispatch", "from specjax.config import DTYPES", "a foreign package"),
+    ("specjax.host.pages", "from specjax.device.step import StepModel", "across the columns"),
+    ("specjax.device.step", "from specjax.host import pages", "across the columns"),
+    ("specjax.engine", "def f():\n    from specjax.config import DTYPES", "inside a function"),
+    ("specjax.device.step", "from . import state", "relative"),
+    ("specjax.brand_new", "import os", "not in LAYERS"),
+    ("specjax.llm", "from specjax.brand_new import thing", "not in LAYERS"),
+    ("specjax.device.noise", "from specjax.device.step import prefill_step", "a cycle"),
+]
+
+
+@pytest.mark.parametrize("module, line, reason", PLANTED)
+def test_a_planted_violation_is_found(module, line, reason):
+    sources = read_sources()
+    sources = sources | {module: f"{sources.get(module, '')}\n{line}\n"}
+    assert [text for text in violations(sources) if reason in text]
+
+
+@pytest.mark.parametrize(
+    "module, line",
+    [
+        ("specjax.cli", "def f():\n    from specjax.llm import LLM"),
+        ("specjax.host.pages", "import heapq"),
+        ("specjax.engine", "def f():\n    import rich"),
+    ],
+)
+def test_what_is_allowed_is_not_reported(module, line):
+    sources = read_sources()
+    sources = sources | {module: f"{sources.get(module, '')}\n{line}\n"}
+    assert violations(sources) == violations(read_sources())

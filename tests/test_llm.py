@@ -1,0 +1,513 @@
+"""The public door: what goes in, what comes out, and what is refused before any work."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from specjax import LLM, CheckpointError, SamplingParams, SpeculativeConfig
+from specjax.device.models.registry import load_model
+from specjax.request import MAX_STOP_TOKEN_IDS
+
+VOCAB = 96
+MAX_LEN = 64
+EOS = 5
+GREEDY = SamplingParams(temperature=0, max_tokens=6)
+SETTINGS = {"max_model_len": MAX_LEN, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+
+
+@pytest.fixture(scope="module")
+def target(checkpoints):
+    return checkpoints.target("llama", num_hidden_layers=3, eos_token_id=EOS)
+
+
+@pytest.fixture(scope="module")
+def text_folder(checkpoints, target):
+    """The target with a tokenizer of single bytes and a chat template."""
+    folder = checkpoints.copy(target.folder)
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    vocab = {letter: i for i, letter in enumerate(sorted(letters)[:VOCAB])}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
+        "{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def head(checkpoints, target):
+    return checkpoints.eagle(target)
+
+
+@pytest.fixture(scope="module")
+def llm(text_folder, head):
+    """With text and speculation."""
+    speculative = {"method": "eagle", "model": str(head.folder), "num_speculative_tokens": 2}
+    with LLM(text_folder, speculative_config=speculative, show_progress=False, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def ids_only(target):
+    """Without a tokenizer."""
+    with LLM(target.folder, show_progress=False, **SETTINGS) as llm:
+        yield llm
+
+
+def tokens(outputs):
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+# --- prompts and outputs --------------------------------------------------------------------------
+
+
+def test_forms_of_a_prompt(llm):
+    ids = llm.tokenizer.encode("hello")
+    array = np.array(ids)
+    forms = [
+        "hello",
+        ["hello"],
+        ids,
+        tuple(ids),
+        array,
+        [ids],
+        [array],
+        {"prompt_token_ids": ids},
+        [{"prompt_token_ids": array}],
+    ]
+    outputs = [llm.generate(form, GREEDY, use_tqdm=False) for form in forms]
+    assert all(len(output) == 1 for output in outputs)
+    assert all(tokens(output) == tokens(outputs[0]) for output in outputs)
+    assert {output[0].prompt for output in outputs[:2]} == {"hello"}
+    assert {output[0].prompt for output in outputs[2:]} == {None}
+    assert all(output[0].prompt_token_ids == ids for output in outputs)
+    assert all(type(token) is int for token in outputs[4][0].prompt_token_ids)
+    assert llm.generate([], GREEDY, use_tqdm=False) == []
+
+
+def test_outputs_come_in_the_order_of_the_prompts(llm, ids_only, ragged_prompts):
+    prompts = ragged_prompts(9, 2, 50, 1, 33)
+    params = [SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (9, 1, 3, 2, 8)]
+    together = llm.generate(prompts, params, use_tqdm=False)
+    assert [output.prompt_token_ids for output in together] == prompts
+    assert [len(ids) for ids in tokens(together)] == [9, 1, 3, 2, 8]
+    alone = [
+        ids_only.generate(p, s, use_tqdm=False)[0] for p, s in zip(prompts, params, strict=True)
+    ]
+    assert tokens(together) == tokens(alone)
+    numbers = [output.request_id for output in together]
+    assert numbers == sorted(set(numbers))
+
+
+def test_text_of_an_output(llm, ids_only):
+    output = llm.generate("abc", GREEDY, use_tqdm=True)[0].outputs[0]
+    assert output.text == llm.tokenizer.decode(output.token_ids)
+    silent = dataclasses.replace(GREEDY, detokenize=False)
+    assert llm.generate("abc", silent, use_tqdm=False)[0].outputs[0].text is None
+    assert ids_only.generate([1, 2], GREEDY, use_tqdm=False)[0].outputs[0].text is None
+
+
+def test_defaults_are_those_of_sampling_params(llm):
+    output = llm.generate([1, 2, 3], use_tqdm=False)[0].outputs[0]
+    assert len(output.token_ids) <= SamplingParams().max_tokens == 16
+    assert SamplingParams().temperature == 1.0
+
+
+def test_no_max_tokens_goes_to_the_end(ids_only):
+    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+    outputs = ids_only.generate([[1, 2, 3], [4] * (MAX_LEN - 1)], params, use_tqdm=False)
+    assert [len(ids) for ids in tokens(outputs)] == [MAX_LEN - 3, 1]
+    cut = ids_only.generate([1] * 60, dataclasses.replace(params, max_tokens=50), use_tqdm=False)
+    assert len(tokens(cut)[0]) == MAX_LEN - 60
+
+
+@pytest.mark.parametrize("which", ["llm", "ids_only"])
+def test_the_end_of_sequence_ends_an_output(request, which):
+    llm = request.getfixturevalue(which)
+    tries = [
+        SamplingParams(temperature=2.0, seed=seed, max_tokens=60, ignore_eos=True)
+        for seed in range(16)
+    ]
+    outputs = [output.outputs[0] for output in llm.generate([[1, 2, 3]] * 16, tries, False)]
+    assert all(len(output.token_ids) == 60 for output in outputs)
+    assert {(output.finish_reason, output.stop_reason) for output in outputs} == {("length", None)}
+    seed, long = next(
+        (i, output.token_ids)
+        for i, output in enumerate(outputs)
+        if EOS in output.token_ids[3:-1] and EOS not in output.token_ids[:3]
+    )
+    until_eos = long[: long.index(EOS) + 1]
+
+    ended = dataclasses.replace(tries[seed], ignore_eos=False)
+    output = llm.generate([1, 2, 3], ended, use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == until_eos
+    assert (output.finish_reason, output.stop_reason) == ("stop", None)
+
+    stop = until_eos[2]
+    stopped = dataclasses.replace(ended, stop_token_ids=[stop])
+    output = llm.generate([1, 2, 3], stopped, use_tqdm=False)[0].outputs[0]
+    assert output.token_ids == until_eos[: until_eos.index(stop) + 1]
+    assert (output.finish_reason, output.stop_reason) == ("stop", stop)
+
+
+def test_seeds(llm):
+    prompt, hot = [7, 8, 9], SamplingParams(temperature=1.5, seed=1, max_tokens=20)
+    first = tokens(llm.generate(prompt, hot, use_tqdm=False))
+    assert first == tokens(llm.generate(prompt, hot, use_tqdm=False))
+    other = dataclasses.replace(hot, seed=2)
+    assert first != tokens(llm.generate(prompt, other, use_tqdm=False))
+    unseeded = dataclasses.replace(hot, seed=None)
+    one, two = tokens(llm.generate([prompt, prompt], unseeded, use_tqdm=False))
+    assert one != two
+
+
+def test_chat(llm):
+    talk = [{"role": "user", "content": "hi"}]
+    expected = llm.generate("user:hi;assistant:", GREEDY, use_tqdm=False)
+    assert tokens(llm.chat(talk, GREEDY, use_tqdm=False)) == tokens(expected)
+    two = llm.chat([talk, [*talk, *talk]], GREEDY, use_tqdm=False)
+    assert len(two) == 2 and tokens(two)[0] == tokens(expected)[0]
+    with pytest.raises(ValueError, match="no tools"):
+        llm.chat([{"role": "tool", "content": "hi"}], GREEDY, use_tqdm=False)
+
+
+def test_chat_needs_a_tokenizer_and_a_template(ids_only, llm, monkeypatch):
+    talk = [{"role": "user", "content": "hi"}]
+    with pytest.raises(ValueError, match="tokenizer"):
+        ids_only.chat(talk, GREEDY, use_tqdm=False)
+    monkeypatch.setattr(llm, "tokenizer", dataclasses.replace(llm.tokenizer, template=None))
+    with pytest.raises(CheckpointError, match="no chat template"):
+        llm.chat(talk, GREEDY, use_tqdm=False)
+
+
+def test_metrics(llm):
+    before = llm.metrics()
+    params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
+    llm.generate([[1, 2, 3], [4] * 40], params, use_tqdm=False)
+    after = llm.metrics()
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 43
+    assert after.num_generation_tokens - before.num_generation_tokens == 18
+    assert after.num_draft_tokens == 2 * after.num_drafts
+    assert sum(after.num_accepted_tokens_per_pos) == after.num_accepted_tokens
+    length = 1 + after.num_accepted_tokens / after.num_drafts
+    assert after.mean_acceptance_length == pytest.approx(length)
+    assert after.k_histogram == {2: after.num_decode_steps}
+    assert json.loads(json.dumps(after.as_dict()))["num_drafts"] == after.num_drafts
+
+
+def test_a_closed_llm_says_so(target):
+    with LLM(target.folder, show_progress=False, **SETTINGS) as llm:
+        assert llm.generate([1], GREEDY, use_tqdm=False)
+    llm.close()
+    for use in (lambda: llm.generate([1]), lambda: llm.chat([]), llm.metrics):
+        with pytest.raises(RuntimeError, match="closed"):
+            use()
+
+
+def test_a_model_value_with_params(target, ids_only):
+    model, params = load_model(target.folder, np.dtype(np.float32))
+    plain = dataclasses.replace(GREEDY, ignore_eos=True)
+    with LLM(model, params=params, show_progress=False, **SETTINGS) as llm:
+        outputs = tokens(llm.generate([1, 2, 3], plain, use_tqdm=False))
+    assert outputs == tokens(ids_only.generate([1, 2, 3], plain, use_tqdm=False))
+
+
+def test_an_interrupt_leaves_a_usable_llm(llm, monkeypatch, ragged_prompts):
+    prompts = ragged_prompts(9, 2, 50, 1, 33)
+    expected = tokens(llm.generate(prompts, GREEDY, use_tqdm=False))
+    step, num_steps = llm.engine.step, iter(range(5))
+
+    def interrupted():
+        if next(num_steps, None) is None:
+            raise KeyboardInterrupt
+        return step()
+
+    monkeypatch.setattr(llm.engine, "step", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate(prompts, GREEDY, use_tqdm=False)
+    monkeypatch.undo()
+    assert llm.engine.scheduler.pages.num_free == llm.engine.scheduler.pages.num_pages
+    assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+
+
+# --- bad requests ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "prompt, words",
+    [
+        ([1] * MAX_LEN, [str(MAX_LEN), "max_model_len=64", "shorten"]),
+        ([1] * 500, ["500", "max_model_len=64", "shorten"]),
+        ("x" * 100, ["100", "max_model_len=64", "shorten"]),
+        ([], ["empty"]),
+        ("", ["empty"]),
+        ({"prompt_token_ids": []}, ["empty"]),
+        ([1, VOCAB], [f"token id {VOCAB}", f"vocabulary of {VOCAB}"]),
+        ([1, -1], ["token id -1", "vocabulary"]),
+        ([1, 2**40], ["token id"]),
+        ([1, 2.0], ["integers"]),
+        (["a", "b"], ["integers"]),
+        (7, ["is 7", "list of token ids"]),
+        (None, ["is None", "list of token ids"]),
+        ({"prompt": "x"}, ["prompt_token_ids", "'prompt'"]),
+        ({"prompt_token_ids": "text"}, ["integers"]),
+    ],
+    ids=str,
+)
+def test_a_bad_prompt_is_refused_and_nothing_is_lost(llm, prompt, words):
+    before = llm.metrics()
+    with pytest.raises(ValueError) as error:
+        llm.generate([[1, 2], [3], prompt, [4]], GREEDY, use_tqdm=False)
+    assert all(word in str(error.value) for word in ["prompt 2", *words]), str(error.value)
+    assert llm.metrics() == before and not llm.engine.has_work
+    assert len(llm.generate([[1, 2], [3], [4]], GREEDY, use_tqdm=False)) == 3
+
+
+def test_text_without_a_tokenizer(ids_only):
+    with pytest.raises(ValueError, match="prompt 0 is text.*no tokenizer.*token ids"):
+        ids_only.generate("hello", GREEDY, use_tqdm=False)
+
+
+def test_sampling_params_that_do_not_match_the_prompts(llm):
+    with pytest.raises(ValueError, match="2 entries for 3 prompts"):
+        llm.generate([[1], [2], [3]], [GREEDY, GREEDY], use_tqdm=False)
+
+
+def test_a_stop_id_outside_the_vocabulary(llm):
+    with pytest.raises(ValueError, match="stop_token_ids: token id 96 is outside"):
+        llm.generate([1], SamplingParams(stop_token_ids=[VOCAB]), use_tqdm=False)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"temperature": -0.5}, ["temperature=-0.5"]),
+        ({"temperature": float("nan")}, ["temperature=nan"]),
+        ({"temperature": float("inf")}, ["temperature=inf"]),
+        ({"max_tokens": 0}, ["max_tokens=0"]),
+        ({"max_tokens": -3}, ["max_tokens=-3"]),
+        ({"seed": -1}, ["seed=-1"]),
+        ({"seed": 2**32}, [f"seed={2**32}"]),
+        ({"stop_token_ids": [-4]}, ["stop_token_ids", "-4"]),
+        ({"stop_token_ids": range(MAX_STOP_TOKEN_IDS + 1)}, ["stop_token_ids", "8", "7"]),
+    ],
+    ids=str,
+)
+def test_bad_sampling_params(fields, words):
+    with pytest.raises(ValueError) as error:
+        SamplingParams(**fields)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+# --- bad settings ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_work(monkeypatch, compilations):
+    """Refusals must come before weights are read and steps compiled."""
+
+    def refuse(*_):
+        raise AssertionError("work was done before the error")
+
+    monkeypatch.setattr("specjax.llm.load_model", refuse)
+    with compilations.none_expected():
+        yield
+
+
+@pytest.mark.parametrize(
+    "settings, words",
+    [
+        ({"max_model_len": 513}, ["max_model_len=513", "512"]),
+        ({"max_model_len": 0}, ["max_model_len=0"]),
+        ({"max_model_len": 64.0}, ["max_model_len=64.0", "integer"]),
+        ({"max_model_len": "64"}, ["max_model_len='64'", "integer"]),
+        ({"max_num_seqs": 0}, ["max_num_seqs=0"]),
+        ({"max_num_batched_tokens": 0}, ["max_num_batched_tokens=0"]),
+        ({"max_num_batched_tokens": -8}, ["max_num_batched_tokens=-8"]),
+        ({"page_size": 0}, ["page_size=0"]),
+        ({"page_size": 16, "num_pages": 3}, ["num_pages=3", "max_model_len=64", "4 pages"]),
+        ({"num_pages": 0}, ["num_pages=0"]),
+        ({"num_pages": -1}, ["num_pages=-1"]),
+        ({"dtype": "float16"}, ["dtype='float16'", "bfloat16"]),
+        ({"kernels": "cuda"}, ["kernels='cuda'", "reference"]),
+        ({"gpu_memory_utilization": 0.0}, ["gpu_memory_utilization=0.0"]),
+        ({"gpu_memory_utilization": 1.1}, ["gpu_memory_utilization=1.1"]),
+        ({"seed": -1}, ["seed=-1"]),
+        ({"seed": 2**32}, [f"seed={2**32}"]),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("no_work")
+def test_bad_settings(target, settings, words):
+    with pytest.raises(ValueError) as error:
+        LLM(target.folder, show_progress=False, **(SETTINGS | settings))
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_an_empty_speculative_config(target):
+    with pytest.raises(ValueError, match="lacks"):
+        LLM(target.folder, speculative_config={}, show_progress=False, **SETTINGS)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_an_unknown_setting(target):
+    with pytest.raises(TypeError, match="max_seqs"):
+        LLM(target.folder, max_seqs=3)
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"num_spec_tokens": 3}, ["unknown", "num_spec_tokens", "num_speculative_tokens"]),
+        ({"method": None}, ["method=None", "eagle3"]),
+        ({"method": "eagle2"}, ["method='eagle2'", "eagle3"]),
+        ({"num_speculative_tokens": 0}, ["num_speculative_tokens=0"]),
+        ({"num_speculative_tokens": -1}, ["num_speculative_tokens=-1"]),
+        ({"num_speculative_tokens": 2.5}, ["num_speculative_tokens=2.5"]),
+        ({"num_speculative_tokens": True}, ["num_speculative_tokens=True"]),
+        ({"draft_sample_method": "best"}, ["draft_sample_method='best'", "greedy"]),
+        ({"aux_id_convention": "x"}, ["aux_id_convention='x'", "output"]),
+        ({"model": "no/such/folder"}, ["no/such/folder"]),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("no_work")
+def test_bad_speculative_config(target, head, fields, words):
+    good = {"method": "eagle", "model": str(head.folder), "num_speculative_tokens": 2}
+    with pytest.raises(ValueError) as error:
+        LLM(target.folder, speculative_config=good | fields, show_progress=False, **SETTINGS)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_speculative_config_as_a_value_or_a_mapping(head):
+    fields = {"method": "eagle", "model": str(head.folder), "num_speculative_tokens": 2}
+    config = SpeculativeConfig(**fields)
+    assert SpeculativeConfig.of(fields) == SpeculativeConfig.of(config) == config
+    for missing in fields:
+        rest = {key: value for key, value in fields.items() if key != missing}
+        with pytest.raises(ValueError, match=f"lacks.*{missing}"):
+            SpeculativeConfig.of(rest)
+    with pytest.raises(ValueError, match="lacks"):
+        SpeculativeConfig.of({})
+
+
+# --- bad checkpoints ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "edits, words",
+    [
+        ({"model_type": "gpt2"}, ["model_type='gpt2'", "llama, qwen2, qwen3"]),
+        ({"model_type": None}, ["model_type=None", "llama"]),
+        ({"hidden_act": "gelu"}, ["hidden_act='gelu'", "silu"]),
+        ({"mlp_bias": True}, ["mlp_bias=True"]),
+        ({"vocab_size": None}, ["vocab_size"]),
+        ({"hidden_size": -32}, ["hidden_size", "-32"]),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ["'yarn'", "llama3"]),
+        ({"rope_parameters": {"rope_type": "linear"}}, ["linear", "factor"]),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("no_work")
+def test_a_config_that_is_not_supported(checkpoints, target, edits, words):
+    folder = checkpoints.copy(target.folder, **edits)
+    with pytest.raises(CheckpointError) as error:
+        LLM(folder, show_progress=False, **SETTINGS)
+    assert all(word in str(error.value) for word in [str(folder), *words]), str(error.value)
+
+
+def test_weights_that_do_not_fit_the_config(checkpoints, target):
+    folder = checkpoints.copy(target.folder, num_hidden_layers=4, vocab_size=100)
+    with pytest.raises(CheckpointError) as error:
+        LLM(folder, show_progress=False, **SETTINGS)
+    words = ["layers.3.input_layernorm", "embed_tokens.weight (expected [100, 32], found [96, 32])"]
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_params_go_with_a_model_value(target):
+    model, params = load_model(target.folder, np.dtype(np.float32))
+    with pytest.raises(ValueError, match="params"):
+        LLM(model)
+    with pytest.raises(ValueError, match="params"):
+        LLM(target.folder, params=params)
+
+
+@pytest.mark.parametrize(
+    "method, options, words",
+    [
+        ("eagle", {"hidden_size": 24}, ["hidden_size=24", "32"]),
+        ("eagle", {"vocab_size": 90}, ["vocab_size=90", "96"]),
+        ("eagle", {"num_hidden_layers": 2}, ["num_hidden_layers=2"]),
+        ("eagle3", {"vocab_size": 90}, ["vocab_size=90", "96"]),
+        ("eagle3", {"hidden_size": 24}, ["24", "32", "embedding"]),
+        ("eagle3", {"draft_vocab_size": 40}, ["lm_head.weight", "[40, 32]"]),
+        ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, ["[1, 2, 4]", "0..3"]),
+        ("eagle3", {"num_aux": 2}, ["fc.weight"]),
+        (
+            "eagle3",
+            {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": False},
+            ["norm_output=false"],
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("no_work")
+def test_a_head_that_does_not_fit_the_target(checkpoints, target, method, options, words):
+    head = getattr(checkpoints, method)(target, **options)
+    speculative = {"method": method, "model": str(head.folder), "num_speculative_tokens": 2}
+    with pytest.raises(CheckpointError) as error:
+        LLM(target.folder, speculative_config=speculative, show_progress=False, **SETTINGS)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.usefixtures("no_work")
+def test_a_head_of_the_other_kind(checkpoints, target, head):
+    speculative = {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 2}
+    with pytest.raises(CheckpointError, match="hidden_norm"):
+        LLM(target.folder, speculative_config=speculative, show_progress=False, **SETTINGS)
+    speculative |= {"method": "eagle", "model": str(checkpoints.eagle3(target).folder)}
+    with pytest.raises(CheckpointError, match="midlayer"):
+        LLM(target.folder, speculative_config=speculative, show_progress=False, **SETTINGS)
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        (lambda d2t: None, ["draft_vocab_size=20", "96", "no d2t"]),
+        (lambda d2t: d2t + VOCAB, ["d2t", "96"]),
+        (lambda d2t: d2t - 50, ["d2t", "96"]),
+        (lambda d2t: d2t.float(), ["d2t", "integers", "float32"]),
+        (lambda d2t: d2t[:-1], ["d2t", "[20]", "[19]"]),
+    ],
+    ids=["missing", "past-the-end", "negative", "float", "short"],
+)
+def test_d2t_must_be_whole_and_within_the_vocabulary(checkpoints, target, change, words):
+    import safetensors.torch
+
+    head = checkpoints.eagle3(target, draft_vocab=20)
+    folder = checkpoints.copy(head.folder)
+    tensors = dict(head.tensors) | {"d2t": change(head.tensors["d2t"])}
+    tensors = {name: tensor for name, tensor in tensors.items() if tensor is not None}
+    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2}
+    with pytest.raises(CheckpointError) as error:
+        LLM(target.folder, speculative_config=speculative, show_progress=False, **SETTINGS)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_prompt_budget_and_pages_of_exactly_one_request(target):
+    """The smallest settings that hold one request work, and serve several in turn."""
+    settings = {"max_model_len": 40, "page_size": 8, "num_pages": 5, "max_num_seqs": 2}
+    with LLM(target.folder, max_num_batched_tokens=32, show_progress=False, **settings) as llm:
+        params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
+        outputs = llm.generate([[1, 2], [3, 4], [5, 6]], params, use_tqdm=False)
+    assert [len(ids) for ids in tokens(outputs)] == [38, 38, 38]
