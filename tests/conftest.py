@@ -92,7 +92,9 @@ class Checkpoints:
 
 @pytest.fixture(scope="session")
 def checkpoints(tmp_path_factory) -> Checkpoints:
-    """Tiny checkpoints, written when first asked for."""
+    """Tiny checkpoints, written when first asked for; tests that need them need transformers."""
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
     return Checkpoints(tmp_path_factory.mktemp("checkpoints"))
 
 
