@@ -12,7 +12,7 @@ import numpy as np
 
 from specjax.device.drafters.drafter import Params
 from specjax.device.sampling import Sampling
-from specjax.device.state import MAX_STOP_IDS, EngineState
+from specjax.device.state import EngineState
 from specjax.device.step import (
     DecodeInputs,
     PrefillInputs,
@@ -22,6 +22,7 @@ from specjax.device.step import (
     prefill_step,
 )
 from specjax.host.scheduler import DecodePlan, StepPlan
+from specjax.request import MAX_STOP_IDS
 
 # A prefill row: slot, start, count, next token, limit, temperature bits, seed bits, stop ids,
 # chunk tokens, pages. A decode row: slot, pages.

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.hub import resolve
 from specjax.config import DTYPES, EngineConfig, SpeculativeConfig, check_positive
 from specjax.device.drafters.chain import ChainDrafter
@@ -18,16 +17,14 @@ from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
 from specjax.device.drafters.registry import load_drafter, share_embedding
 from specjax.device.models.model import Model
 from specjax.device.models.registry import describe_model, load_model, read_config
-from specjax.device.state import MAX_STOP_IDS
 from specjax.engine import Engine
 from specjax.host.scheduler import Sequence as RunningSequence
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.metrics import Metrics
 from specjax.precompile import keep_compilations
+from specjax.prompts import Prompt, as_prompt_list, make_request
 from specjax.request import CompletionOutput, Request, RequestOutput, SamplingParams
-from specjax.tokenizer import ChatTokenizer, load_tokenizer
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
+from specjax.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
 
 class LLM:
@@ -192,7 +189,16 @@ class LLM:
             )
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         requests = [
-            self._request(self._next_id + i, f"prompt {i}", prompt, params)
+            make_request(
+                prompt,
+                params,
+                request_id=self._next_id + i,
+                where=f"prompt {i}",
+                config=self.engine.config,
+                tokenizer=self.tokenizer,
+                vocab_size=self.target.vocab_size,
+                eos_ids=self._eos_ids,
+            )
             for i, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
         ]
         self._next_id += len(requests)
@@ -242,63 +248,6 @@ class LLM:
         if self._is_closed:
             raise RuntimeError("this LLM is closed; build a new one")
 
-    def _request(
-        self, request_id: int, where: str, prompt: Prompt, params: SamplingParams
-    ) -> Request:
-        config = self.engine.config
-        token_ids = self._token_ids(prompt, where)
-        if not token_ids:
-            raise ValueError(f"{where} is empty; a prompt needs at least one token")
-        vocab_size = self.target.vocab_size
-        for name, ids in ("", token_ids), ("stop_token_ids: ", params.stop_token_ids):
-            if bad := [token for token in ids if not 0 <= token < vocab_size]:
-                raise ValueError(
-                    f"{where}: {name}token id {bad[0]} is outside the vocabulary of {vocab_size}"
-                )
-        room = config.max_model_len - len(token_ids)
-        if room < 1:
-            raise ValueError(
-                f"{where} has {len(token_ids)} tokens and max_model_len={config.max_model_len} "
-                "leaves no room for output; shorten the prompt or raise max_model_len"
-            )
-        seed = params.seed
-        if seed is None:
-            seed = int(np.random.SeedSequence([config.seed, request_id]).generate_state(1)[0])
-        eos_ids = () if params.ignore_eos else self._eos_ids
-        stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
-        if len(stop_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"{where}: stop_token_ids and the model's ends of sequence come to {len(stop_ids)} "
-                f"ids; at most {MAX_STOP_IDS}"
-            )
-        return Request(
-            request_id,
-            tuple(token_ids),
-            min(params.max_tokens or room, room),
-            params.temperature,
-            seed,
-            stop_ids,
-        )
-
-    def _token_ids(self, prompt: Prompt, where: str) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError(
-                    f"{where} is text, but the checkpoint has no tokenizer; pass token ids"
-                )
-            return self.tokenizer.encode(prompt)
-        if isinstance(prompt, Mapping):
-            if set(prompt) != {"prompt_token_ids"}:
-                raise ValueError(
-                    f"{where}: expected the key prompt_token_ids, got {sorted(prompt)}"
-                )
-            prompt = prompt["prompt_token_ids"]
-        if not isinstance(prompt, Sequence | np.ndarray):
-            raise ValueError(f"{where} is {prompt!r}; expected a text or a list of token ids")
-        if not all(isinstance(token, int | np.integer) for token in prompt):
-            raise ValueError(f"{where}: token ids must be integers")
-        return [int(token) for token in prompt]
-
     def _run(self, requests: list[Request], use_tqdm: bool) -> dict[int, RunningSequence]:
         columns = (
             TextColumn("generating"),
@@ -344,25 +293,6 @@ class LLM:
         return RequestOutput(
             request.request_id, prompt, list(request.prompt_token_ids), [completion]
         )
-
-
-def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list of prompts."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    listed: list[Any] = list(prompts)
-    if listed and all(isinstance(token, int | np.integer) for token in listed):
-        return [listed]
-    return listed
-
-
-def read_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Ends of sequence of a checkpoint: generation_config.json's, else config.json's."""
-    for name in "generation_config.json", "config.json":
-        ids = read_json(folder, name).get("eos_token_id") if (folder / name).exists() else None
-        if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
-    return ()
 
 
 def default_num_pages(

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_SEED = 2**32 - 1
-MAX_STOP_TOKEN_IDS = 7  # the device checks eight ids per request, one of them the end of sequence
+MAX_STOP_IDS = 8  # that the device checks per request, the model's ends of sequence included
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,9 @@ class SamplingParams:
         if self.max_tokens is not None and self.max_tokens < 1:
             raise ValueError(f"max_tokens={self.max_tokens} must be at least 1, or None")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise ValueError(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_TOKEN_IDS}"
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_IDS}"
             )
         if any(token < 0 for token in self.stop_token_ids):
             raise ValueError(f"stop_token_ids={self.stop_token_ids} must not be negative")

@@ -83,5 +83,14 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
     return ChatTokenizer(tokenizer, template, special, str(folder))
 
 
+def read_eos_ids(folder: Path) -> tuple[int, ...]:
+    """Ends of sequence of a checkpoint: generation_config.json's, else config.json's."""
+    for name in "generation_config.json", "config.json":
+        ids = read_json(folder, name).get("eos_token_id") if (folder / name).exists() else None
+        if ids is not None:
+            return tuple(ids) if isinstance(ids, list) else (ids,)
+    return ()
+
+
 def _content(token: Any) -> str:
     return token["content"] if isinstance(token, Mapping) else str(token)

@@ -11,12 +11,11 @@ from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
-from specjax.device.state import MAX_STOP_IDS
 from specjax.device.step import DecodeInputs, PrefillInputs, StepOutputs
 from specjax.engine import Engine
 from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan, Sequence
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.request import MAX_SEED, Request
+from specjax.request import MAX_SEED, MAX_STOP_IDS, Request
 
 NUM_SLOTS, PAGES_PER_SEQ, WIDTH = 9, 6, 8
 

@@ -17,7 +17,7 @@ LAYERS = [
     ["specjax.host", "specjax.device"],
     ["specjax.batch", "specjax.metrics"],
     ["specjax.engine", "specjax.precompile"],
-    ["specjax.llm", "specjax.tokenizer", "specjax.demo", "specjax.environment"],
+    ["specjax.tokenizer", "specjax.prompts", "specjax.llm", "specjax.demo", "specjax.environment"],
     ["specjax.arguments"],
     ["specjax.train", "specjax.rl", "specjax.bench", "specjax.info", "specjax.generate"],
     ["specjax.cli", "specjax.__main__", "specjax"],

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specjax import LLM, CheckpointError, SamplingParams, SpeculativeConfig
 from specjax.device.models.registry import load_model
-from specjax.request import MAX_STOP_TOKEN_IDS
+from specjax.request import MAX_STOP_IDS
 
 VOCAB = 96
 MAX_LEN = 64
@@ -297,7 +297,7 @@ def test_a_stop_id_outside_the_vocabulary(llm):
         ({"seed": -1}, ["seed=-1"]),
         ({"seed": 2**32}, [f"seed={2**32}"]),
         ({"stop_token_ids": [-4]}, ["stop_token_ids", "-4"]),
-        ({"stop_token_ids": range(MAX_STOP_TOKEN_IDS + 1)}, ["stop_token_ids", "8", "7"]),
+        ({"stop_token_ids": range(MAX_STOP_IDS + 1)}, ["stop_token_ids", "9", "8"]),
     ],
     ids=str,
 )

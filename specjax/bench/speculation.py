@@ -22,9 +22,9 @@ from specjax.demo import DRAFTERS, TARGET, locate
 from specjax.engine import Engine
 from specjax.environment import describe_environment
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.llm import LLM, read_eos_ids
+from specjax.llm import LLM
 from specjax.request import MAX_SEED, Request, SamplingParams
-from specjax.tokenizer import load_tokenizer
+from specjax.tokenizer import load_tokenizer, read_eos_ids
 
 SCHEMA_VERSION = 1
 # Prompts are not timed: small chunks need few executables, and a batch should start together.

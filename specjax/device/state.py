@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.device.sampling import Sampling
-
-MAX_STOP_IDS = 8
+from specjax.request import MAX_STOP_IDS
 
 
 @jax.tree_util.register_dataclass
