@@ -1,4 +1,4 @@
-"""EAGLE heads against torch: every draft the engine proposes, at every round of every request.
+"""EAGLE heads against torch: each draft and hidden state, at every round of every request.
 
 The oracle is written from the published description. It has no cache: for each round it runs the
 head over all true rows, then over its own output, from the target's hidden states as transformers
@@ -8,6 +8,7 @@ computes them. So a wrong shift of tokens, position, feature or cache entry show
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -153,18 +154,23 @@ def choose(logits, request, position):
     return int(logits.argmax())
 
 
-def expected_drafts(head, hf_states, tokens, length, num_drafts, request):
-    """Drafts for the positions after x_n, n = length: rows (f_p, x_{p+1}) at p = 0..n-1 first."""
+def expected_chain(head, hf_states, tokens, length, num_drafts, request):
+    """The head's output at n - 1, and its drafts for the positions after x_n, n = length.
+
+    It runs over rows (f_p, x_{p+1}) at p = 0..n-1, then over its own output and drafts.
+    """
     final, entering = hf_states
     embedded = head.embedding[torch.tensor(tokens[1 : length + 1])]
     hidden = head.fuse(final, entering)[:length]
+    first = y = head.run(embedded, hidden)[-1]
     drafts = []
     for j in range(num_drafts):
-        y = head.run(embedded, hidden)[-1]
+        if j:
+            embedded = torch.cat([embedded, head.embedding[drafts[-1]][None]])
+            hidden = torch.cat([hidden, head.recycled(y)[None]])
+            y = head.run(embedded, hidden)[-1]
         drafts.append(choose(head.logits(y), request, length + 1 + j))
-        embedded = torch.cat([embedded, head.embedding[drafts[-1]][None]])
-        hidden = torch.cat([hidden, head.recycled(y)[None]])
-    return drafts
+    return head.recycled(first), drafts
 
 
 # --- the engine, with its drafts written down -----------------------------------------------------
@@ -172,7 +178,7 @@ def expected_drafts(head, hf_states, tokens, length, num_drafts, request):
 
 @dataclass(frozen=True)
 class RecordingDrafter:
-    """Drafts with `inner`, and keeps what it drafted by request and length.
+    """Drafts with `inner`, and keeps by request and length what it drafted, and started from.
 
     A request is told by its prompt's second token, which is its number.
     """
@@ -185,15 +191,22 @@ class RecordingDrafter:
 
     def init_state(self, num_slots, num_pages, page_size, dtype):
         inner = self.inner.init_state(num_slots, num_pages, page_size, dtype)
-        record = jnp.full((len(LENGTHS), MAX_LEN, K), -1)
+        record = (
+            jnp.full((len(LENGTHS), MAX_LEN, K), -1),
+            jnp.full((len(LENGTHS), MAX_LEN, inner.hidden.shape[1]), jnp.nan),
+        )
         return inner, jnp.zeros(num_slots, jnp.int32), record
 
     def draft(self, target, params, state, context, k):
         inner, numbers, record = state
+        hidden = inner.hidden[context.slots]
         drafts, inner = self.inner.draft(target, params, inner, context, k)
         row = jnp.where(context.is_active, numbers[context.slots], len(LENGTHS))
         padded = jnp.pad(drafts, ((0, 0), (0, K - k)), constant_values=-1)
-        record = record.at[row, context.lengths].set(padded, mode="drop")
+        record = tuple(
+            kept.at[row, context.lengths].set(new, mode="drop")
+            for kept, new in zip(record, (padded, hidden), strict=True)
+        )
         return drafts, (inner, numbers, record)
 
     def observe(self, target, params, state, slots, rows, following, features, last):
@@ -242,7 +255,7 @@ def check(target, files, method, oracle, make_prompts, *, policy=None, num_seqs=
     outputs = {}
     while engine.has_work:
         outputs |= {s.request.request_id: s.output for s in engine.step()}
-    record = np.asarray(engine._state.drafter[2])
+    all_drafts, all_hidden = jax.device_get(engine._state.drafter[2])
 
     num_accepted = []
     for request in requests:
@@ -252,12 +265,16 @@ def check(target, files, method, oracle, make_prompts, *, policy=None, num_seqs=
             states = target_states(target.hf, tokens)
             length = len(request.prompt_token_ids)
             while length < len(tokens) - 1:
-                drafts = [d for d in record[request.request_id, length].tolist() if d >= 0]
+                at = request.request_id, length
+                drafts = [d for d in all_drafts[at].tolist() if d >= 0]
                 # A draft past the request's end is never put out, and has no page to stand on.
                 remaining = len(tokens) - 1 - length
                 drafts = drafts[:remaining]
-                expected = expected_drafts(oracle, states, tokens, length, len(drafts), request)
-                assert drafts == expected, f"request {request.request_id}, length {length}"
+                hidden, expected = expected_chain(
+                    oracle, states, tokens, length, len(drafts), request
+                )
+                np.testing.assert_allclose(all_hidden[at], hidden, rtol=0, atol=1e-4, err_msg=at)
+                assert drafts == expected, at
                 truth = tokens[length + 1 : length + 1 + len(drafts)]
                 accepted = [a == b for a, b in zip(drafts, truth, strict=True)]
                 accepted = (accepted + [False]).index(False)

@@ -180,7 +180,7 @@ def test_more_shapes(checkpoints, tokens, kind, heads, kv_heads, head_dim, seed)
     target = checkpoints.target(
         kind,
         seed=seed,
-        hidden_size=24 + 8 * seed,
+        hidden_size=24 * (1 + seed),
         num_attention_heads=heads,
         num_key_value_heads=kv_heads,
         head_dim=head_dim,
