@@ -12,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.chain import ChainDrafter
@@ -23,6 +22,8 @@ from specjax.device.noise import gumbel_noise
 from specjax.engine import Engine
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.request import Request
+
+torch = pytest.importorskip("torch")
 
 K = 3  # the most drafts of a step
 VOCAB = 24  # small, so that an untrained head is right now and then

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import torch
 
 from specjax import LLM, SamplingParams
 from specjax.device.cache.paged import PagedRows, init_pool
 from specjax.device.models.registry import load_model
 from specjax.train.context import CausalRows
+
+torch = pytest.importorskip("torch")
 
 BATCH, LENGTH, CHUNK = 2, 72, 24
 PAGE_SIZE = 8
