@@ -79,18 +79,7 @@ class LLM:
         seed: int = 0,
         show_progress: bool = True,
     ):
-        if exact:
-            raise ValueError("exact=True is not supported yet; use exact=False")
-        if tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={tensor_parallel_size} is not supported; use 1, one device"
-            )
-        if enable_prefix_caching:
-            warnings.warn(
-                "enable_prefix_caching=True: there is no prefix cache yet, prompts are prefilled "
-                "in full",
-                stacklevel=2,
-            )
+        _refuse_unsupported(exact, tensor_parallel_size, enable_prefix_caching)
         speculation = None
         if speculative_config is not None:
             speculation = SpeculativeConfig.of(speculative_config)
@@ -292,6 +281,21 @@ class LLM:
         )
         return RequestOutput(
             request.request_id, prompt, list(request.prompt_token_ids), [completion]
+        )
+
+
+def _refuse_unsupported(exact: bool, tensor_parallel_size: int, prefix_caching: bool) -> None:
+    if exact:
+        raise ValueError("exact=True is not supported yet; use exact=False")
+    if tensor_parallel_size != 1:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size} is not supported; use 1, one device"
+        )
+    if prefix_caching:
+        warnings.warn(
+            "enable_prefix_caching=True: there is no prefix cache yet, prompts are prefilled in "
+            "full",
+            stacklevel=3,
         )
 
 

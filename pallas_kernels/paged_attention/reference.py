@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-BLOCK_TOKENS = 64
+BLOCK_TOKENS = 128
 
 
 def paged_attention_reference(
