@@ -1,0 +1,64 @@
+"""`specjax bench` as a recorded result: the demo target plain and with both drafters.
+
+    python benchmarks/speculation_cpu.py
+"""
+
+import argparse
+from dataclasses import asdict
+
+from report import RESULTS, provenance, write_result
+
+from specjax.bench.command import add_arguments
+from specjax.bench.report import identity_line, repetition_line
+from specjax.bench.speculation import bench, read_settings
+
+
+def main() -> None:
+    """Measure with the command's own defaults and options, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_arguments(parser)
+    settings = read_settings(parser.parse_args())
+    source = provenance()
+    figures, report = bench(settings, show_progress=False)
+    rows = [
+        [
+            f.configuration,
+            f.tokens_per_second,
+            f.ratio.median,
+            f"{f.ratio.p10:.2f}-{f.ratio.p90:.2f}",
+            f.ms_per_step,
+            f.ms_per_token.median,
+            f.mean_acceptance_length,
+            f.mean_acceptance_length_low_repeat or "-",
+            " ".join(f"{rate:.2f}" for rate in f.acceptance_per_position),
+        ]
+        for f in figures
+    ]
+    table = {
+        "title": f"Batch {settings.batch_size}, greedy",
+        "columns": [
+            "configuration", "tokens/s", "times plain", "p10-p90", "ms/step", "ms/token",
+            "tokens/step", "on low-repeat outputs", "accepted by position",
+        ],
+        "rows": rows,
+        "notes": [
+            f"{identity_line(figures).capitalize()}.",
+            f"{repetition_line(figures[0]).capitalize()}.",
+            f"Decoding alone is timed. {report['num_rounds']} rounds, each with all configurations "
+            "in turn; ratios are paired within a round.",
+        ],
+    }  # fmt: skip
+    result = {
+        "title": "Speculation on the demo model",
+        "description": f"{settings.model} in {settings.dtype}, {settings.num_prompts} held-out "
+        f"GSM8K questions, up to {settings.max_tokens} tokens each.",
+        "provenance": source,
+        "settings": asdict(settings),
+        "tables": [table],
+        "samples": {"configurations": report["configurations"]},
+    }
+    write_result(RESULTS / "speculation_cpu.json", result)
+
+
+if __name__ == "__main__":
+    main()
