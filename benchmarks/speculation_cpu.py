@@ -1,6 +1,6 @@
 """`specjax bench` as a recorded result: the demo target plain and with both drafters.
 
-    python benchmarks/speculation_cpu.py
+python benchmarks/speculation_cpu.py
 """
 
 import argparse
@@ -42,8 +42,8 @@ def main() -> None:
         ],
         "rows": rows,
         "notes": [
-            f"{identity_line(figures).capitalize()}.",
-            f"{repetition_line(figures[0]).capitalize()}.",
+            f"{identity_line(figures)}.",
+            f"{repetition_line(figures[0])}.",
             f"Decoding alone is timed. {report['num_rounds']} rounds, each with all configurations "
             "in turn; ratios are paired within a round.",
         ],
