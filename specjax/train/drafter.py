@@ -18,8 +18,7 @@ from specjax.device.models.llama import Llama
 from specjax.device.models.model import Features, Model
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document, padded_rows, shuffled_indices
-from specjax.train.loop import fit
-from specjax.train.optimizer import muon_and_adamw
+from specjax.train.loop import Schedule, fit
 from specjax.train.target import init_params
 
 
@@ -48,7 +47,11 @@ class FeatureSet:
         aux_layers: tuple[int, ...],
         batch: int = 16,
     ) -> "FeatureSet":
-        """Run the target over every document, cut or padded to `length`."""
+        """Run the target over every document, cut or padded to `length`.
+
+        Raises:
+            ValueError: no document has an answer within `length`.
+        """
 
         @jax.jit
         def run(params, tokens):
@@ -63,6 +66,11 @@ class FeatureSet:
             )
 
         tokens, is_answer = padded_rows(documents, length)
+        if not is_answer.any():
+            raise ValueError(
+                f"length={length} cuts every document before its answer, so there is nothing to "
+                "learn; raise it"
+            )
         hidden, auxiliary = [], []
         for start in range(0, len(tokens), batch):
             chunk = np.resize(tokens[start : start + batch], (batch, length))
@@ -183,15 +191,11 @@ def train_eagle3(
     target_params: Any,
     documents: Sequence[Document],
     directory: Path,
+    schedule: Schedule,
     *,
     aux_layers: tuple[int, ...],
     draft_vocab_size: int,
     num_unrolled: int,
-    steps: int,
-    batch_size: int,
-    length: int,
-    learning_rate: float,
-    seed: int,
 ) -> tuple[Eagle3Head, Eagle3Params, list[dict[str, float]]]:
     """Train an EAGLE-3 head for `target`; checkpoints go to `directory`, from which it resumes."""
     head = Eagle3Head(
@@ -201,18 +205,17 @@ def train_eagle3(
         aux_layers=aux_layers,
     )
     ids = jnp.array(draft_vocabulary(documents, target.vocab_size, draft_vocab_size))
-    features = FeatureSet.of(target, target_params, documents, length, aux_layers)
-    params = init_params(head.specs(), jax.random.key(seed))
+    features = FeatureSet.of(target, target_params, documents, schedule.length, aux_layers)
+    params = init_params(head.specs(), jax.random.key(schedule.seed))
     labels = jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params)
     params, log = fit(
         params,
         (target_params, ids),
+        replace(labels, lm_head="adamw"),
         partial(eagle3_loss, target, head, num_unrolled=num_unrolled),
-        lambda step: features.batch_at(step, batch_size, seed),
-        muon_and_adamw(replace(labels, lm_head="adamw"), learning_rate, steps),
-        steps=steps,
-        directory=directory,
-        seed=seed,
+        partial(features.batch_at, batch=schedule.batch_size, seed=schedule.seed),
+        directory,
+        schedule,
     )
     return head, replace(params, target_ids=ids), log
 
@@ -222,26 +225,20 @@ def train_eagle1(
     target_params: Any,
     documents: Sequence[Document],
     directory: Path,
-    *,
-    steps: int,
-    batch_size: int,
-    length: int,
-    learning_rate: float,
-    seed: int,
+    schedule: Schedule,
 ) -> tuple[EagleHead, Any, list[dict[str, float]]]:
     """Train an EAGLE-1 head for `target`; checkpoints go to `directory`, from which it resumes."""
     head = EagleHead(shape=replace(target, num_layers=1))
-    features = FeatureSet.of(target, target_params, documents, length, ())
-    params = init_params(head.specs(), jax.random.key(seed))
+    features = FeatureSet.of(target, target_params, documents, schedule.length, ())
+    params = init_params(head.specs(), jax.random.key(schedule.seed))
     labels = jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params)
     params, log = fit(
         params,
         target_params,
+        labels,
         partial(eagle1_loss, target, head),
-        lambda step: features.batch_at(step, batch_size, seed),
-        muon_and_adamw(labels, learning_rate, steps),
-        steps=steps,
-        directory=directory,
-        seed=seed,
+        partial(features.batch_at, batch=schedule.batch_size, seed=schedule.seed),
+        directory,
+        schedule,
     )
     return head, params, log

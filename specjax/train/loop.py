@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,33 +11,48 @@ import optax
 import orbax.checkpoint as ocp
 from rich.console import Console
 
+from specjax.train.optimizer import muon_and_adamw
+
 # One batch of arrays for a step number; the same number always gives the same batch.
 Batches = Callable[[int], Any]
 # (trainable, frozen, batch, key) -> (loss, metrics)
 Loss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array]]]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """How long and on what a training run works."""
+
+    steps: int
+    batch_size: int  # rows per step
+    length: int  # tokens per row
+    learning_rate: float  # at its peak
+    seed: int
+
+
 def fit(
     trainable: Any,
     frozen: Any,
+    labels: Any,
     loss: Loss,
     batches: Batches,
-    optimizer: optax.GradientTransformation,
-    *,
-    steps: int,
     directory: Path,
-    seed: int,
+    schedule: Schedule,
+    *,
     log_every: int = 20,
     save_every: int = 100,
 ) -> tuple[Any, list[dict[str, float]]]:
     """Minimise `loss` over `trainable` and return the trained tree with the log of metrics.
 
-    `frozen` holds the arrays that the loss reads but does not train.
+    `frozen` holds the arrays that the loss reads but does not train; `labels` names the rule of
+    each trained array, see `muon_and_adamw`.
 
     The state is saved under `directory` every `save_every` steps, atomically, and a run that finds
     a checkpoint there goes on from it: batches and randomness depend on the step number alone.
     """
     console = Console(stderr=True)
+    steps, seed = schedule.steps, schedule.seed
+    optimizer = muon_and_adamw(labels, schedule.learning_rate, steps)
 
     @jax.jit
     def train_step(state, frozen, batch):

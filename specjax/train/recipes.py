@@ -3,6 +3,7 @@
 import json
 import shlex
 from argparse import Namespace
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from specjax.train.data import (
     train_tokenizer,
 )
 from specjax.train.drafter import train_eagle1, train_eagle3
+from specjax.train.loop import Schedule
 from specjax.train.target import demo_model, evaluate, train_target
 
 CARD_PROMPTS = 64
@@ -47,7 +49,7 @@ def _target(args: Namespace) -> None:
     tokenizer = train_tokenizer((prompt + answer for prompt, answer in texts), args.vocab_size)
     documents = read_documents(args.data, tokenizer)
     model = demo_model(tokenizer.get_vocab_size(), args.num_layers, args.hidden_size)
-    params, log = train_target(model, documents, _runs(args), **_fit_options(args))
+    params, log = train_target(model, documents, _runs(args), _schedule(args))
     facts = {"training loss": f"{log[-1]['loss']:.3f}" if log else "resumed after its last step"}
     if args.held_out:
         held_out = read_documents(args.held_out, tokenizer)
@@ -92,21 +94,17 @@ def _drafter(args: Namespace) -> None:
         raise ValueError(f"--target {args.target}: drafters are trained for dense decoders")
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     documents = read_documents(args.data, tokenizer)
-    options = _fit_options(args)
+    common = target, target_params, documents, _runs(args), _schedule(args)
     if args.kind == "eagle1":
-        head, params, log = train_eagle1(target, target_params, documents, _runs(args), **options)
+        head, params, log = train_eagle1(*common)
         config, extra = eagle.to_hf(head), {}
     else:
         layers = target.num_layers
         head, params, log = train_eagle3(
-            target,
-            target_params,
-            documents,
-            _runs(args),
+            *common,
             aux_layers=tuple(args.aux_layers or (2, layers // 2, layers - 3)),
             draft_vocab_size=args.draft_vocab_size,
             num_unrolled=args.num_unrolled,
-            **options,
         )
         config, extra = eagle3.to_hf(head), eagle3.vocabulary_tensors(head, params)
         params = eagle3.float_params(params)
@@ -137,9 +135,8 @@ def _measure_acceptance(args: Namespace) -> dict[str, str]:
     }
 
 
-def _fit_options(args: Namespace) -> dict[str, Any]:
-    names = "steps", "batch_size", "length", "learning_rate", "seed"
-    return {name: getattr(args, name) for name in names}
+def _schedule(args: Namespace) -> Schedule:
+    return Schedule(**{field.name: getattr(args, field.name) for field in fields(Schedule)})
 
 
 def _runs(args: Namespace) -> Path:

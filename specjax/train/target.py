@@ -15,8 +15,7 @@ from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama, Params
 from specjax.train.context import CausalRows
 from specjax.train.data import Document, packed_rows
-from specjax.train.loop import fit
-from specjax.train.optimizer import muon_and_adamw
+from specjax.train.loop import Schedule, fit
 
 
 def demo_model(vocab_size: int, num_layers: int, hidden_size: int) -> Llama:
@@ -72,24 +71,20 @@ def train_target(
     model: Llama,
     documents: Sequence[Document],
     directory: Path,
-    *,
-    steps: int,
-    batch_size: int,
-    length: int,
-    learning_rate: float,
-    seed: int,
+    schedule: Schedule,
 ) -> tuple[Params, list[dict[str, float]]]:
     """Train `model` on `documents`; checkpoints go to `directory`, from which it resumes."""
-    params = init_params(model.specs(), jax.random.key(seed))
+    params = init_params(model.specs(), jax.random.key(schedule.seed))
     matrices = jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params.layers)
     labels = replace(jax.tree.map(lambda _: "adamw", params), layers=matrices)
     return fit(
         params,
         None,
+        labels,
         lambda params, frozen, rows, key: (next_token_loss(model, params, rows), {}),
-        lambda step: jnp.array(packed_rows(documents, step, batch_size, length, seed)),
-        muon_and_adamw(labels, learning_rate, steps),
-        steps=steps,
-        directory=directory,
-        seed=seed,
+        lambda step: jnp.array(
+            packed_rows(documents, step, schedule.batch_size, schedule.length, schedule.seed)
+        ),
+        directory,
+        schedule,
     )

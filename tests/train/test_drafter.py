@@ -28,6 +28,7 @@ from specjax.train.drafter import (
     train_eagle1,
     train_eagle3,
 )
+from specjax.train.loop import Schedule
 from specjax.train.target import demo_model, init_params
 
 LENGTH = 24
@@ -139,17 +140,17 @@ def test_draft_vocabulary_holds_the_most_frequent_answer_tokens():
 def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
     kind, target_params, documents, tmp_path
 ):
-    options = {"steps": 12, "batch_size": 6, "length": LENGTH, "learning_rate": 3e-3, "seed": 0}
+    schedule = Schedule(steps=12, batch_size=6, length=LENGTH, learning_rate=3e-3, seed=0)
     if kind == "eagle1":
         train = partial(train_eagle1, TARGET, target_params, documents)
-        head, params, _ = train(tmp_path / "run", **options)
+        head, params, _ = train(tmp_path / "run", schedule)
         loss = partial(eagle1_loss, TARGET, head)
         frozen, config, extra = target_params, eagle.to_hf(head), {}
         floats = params
     else:
         train = partial(train_eagle3, TARGET, target_params, documents)
         head, params, _ = train(
-            tmp_path / "run", aux_layers=AUX, draft_vocab_size=32, num_unrolled=2, **options
+            tmp_path / "run", schedule, aux_layers=AUX, draft_vocab_size=32, num_unrolled=2
         )
         loss = partial(eagle3_loss, TARGET, head, num_unrolled=2)
         frozen, config = (target_params, params.target_ids), eagle3.to_hf(head)
@@ -165,3 +166,8 @@ def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
     drafter, loaded = load_drafter(tmp_path, speculation, TARGET, np.dtype("float32"))
     assert drafter.head == head
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_a_length_without_answers_is_refused(target_params, documents):
+    with pytest.raises(ValueError, match="length=4 .*raise it"):
+        FeatureSet.of(TARGET, target_params, documents, 4, AUX)

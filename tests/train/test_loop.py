@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.train.loop import fit
-from specjax.train.optimizer import muon_and_adamw
+from specjax.train.loop import Schedule, fit
 
 
 def _fit(directory, steps_before_a_kill=None, steps=12):
@@ -23,9 +22,11 @@ def _fit(directory, steps_before_a_kill=None, steps=12):
             raise KeyboardInterrupt
         return jnp.array(np.random.default_rng(step).standard_normal((8, 4)), jnp.float32)
 
-    optimizer = muon_and_adamw({"w": "muon", "b": "adamw"}, 0.05, steps)
-    options = {"steps": steps, "directory": directory, "seed": 0, "log_every": 4, "save_every": 3}
-    return fit(params, frozen, loss, batches, optimizer, **options)
+    labels = {"w": "muon", "b": "adamw"}
+    schedule = Schedule(steps=steps, batch_size=8, length=1, learning_rate=0.05, seed=0)
+    return fit(
+        params, frozen, labels, loss, batches, directory, schedule, log_every=4, save_every=3
+    )
 
 
 def test_a_killed_run_resumes_bit_identically(tmp_path):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.train.data import Document
+from specjax.train.loop import Schedule
 from specjax.train.target import demo_model, evaluate, init_params, next_token_loss, train_target
 
 MODEL = demo_model(16, 2, 64)
@@ -33,11 +34,7 @@ def test_a_repeating_text_is_learnt(tmp_path):
         MODEL,
         [Document(text, 0)],
         tmp_path,
-        steps=30,
-        batch_size=4,
-        length=32,
-        learning_rate=5e-3,
-        seed=0,
+        Schedule(steps=30, batch_size=4, length=32, learning_rate=5e-3, seed=0),
     )
     assert log[-1]["loss"] < 0.5 < np.log(16)
     assert evaluate(MODEL, params, [Document(text, 0)], 32) < 0.5
