@@ -262,8 +262,9 @@ class Oracle:
         for i, prompt in enumerate(self.prompts):
             engine.add(Request(i, tuple(prompt), max_tokens, 0.0, 0, tuple(stop_ids)))
         outputs = {}
-        while engine.has_work:
+        for _ in range(1000):  # where a bug would go on forever
             outputs |= {s.request.request_id: s.output for s in engine.step()}
+        assert not engine.has_work
         counts = counts_of(engine.metrics(), before)
         return [outputs[i] for i in range(len(self.prompts))], counts
 
