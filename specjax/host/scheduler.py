@@ -141,10 +141,9 @@ class Scheduler:
         )
         finished = []
         for sequence, tokens in zip(rows, outputs, strict=True):
-            if isinstance(plan, DecodePlan) or tokens:
-                sequence.num_in_flight -= 1
-            if not tokens:
+            if not tokens:  # a chunk before a prompt's last, or a sequence that had finished
                 continue
+            sequence.num_in_flight -= 1
             sequence.output += tokens
             is_full = len(sequence.output) >= sequence.request.max_tokens
             if is_full or tokens[-1] in sequence.request.stop_ids:
