@@ -113,11 +113,6 @@ class EngineConfig:
                 f"max_model_len={self.max_model_len} ({self.pages_per_seq} pages of "
                 f"{self.page_size} tokens); raise num_pages or lower max_model_len"
             )
-        if self.max_num_batched_tokens < self.prefill_widths[0]:
-            raise ValueError(
-                f"max_num_batched_tokens={self.max_num_batched_tokens} cannot hold the smallest "
-                f"prompt chunk of {self.prefill_widths[0]} tokens; raise it"
-            )
 
     @property
     def pages_per_seq(self) -> int:

@@ -11,7 +11,7 @@ from specjax.host.scheduler import DecodePlan, StepPlan
 class Metrics:
     """A snapshot of an engine's counters; times are in milliseconds.
 
-    A draft counts as accepted if its token was put out: one past a stop or the limit was not. So
+    A step that put out n tokens of a request counts n - 1 drafts as accepted, so that
     mean_acceptance_length is exactly the tokens that a decoding request gained per step.
     """
 
