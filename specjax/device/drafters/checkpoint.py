@@ -13,6 +13,12 @@ from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 
+# What early EAGLE-3 exports call a tensor.
+LEGACY_NAMES = {
+    f"fc_norm.{i}.weight": f"aux_norm_{level}.weight"
+    for i, level in enumerate(("low", "mid", "high"))
+}
+
 
 @dataclass(frozen=True)
 class DrafterFiles:
@@ -28,12 +34,13 @@ class DrafterFiles:
 
     def has(self, name: str) -> bool:
         """Whether the drafter has a tensor of this published name."""
-        return self.prefix + name in self.tensors.names() or name in self.tensors.names()
+        return self.stored_name(name) in self.tensors.names()
 
     def stored_name(self, name: str) -> str:
         """The name in the files of a published name."""
         prefixed = self.prefix + name
-        return prefixed if prefixed in self.tensors.names() else name
+        candidates = prefixed, name, LEGACY_NAMES.get(name, name)
+        return next((c for c in candidates if c in self.tensors.names()), prefixed)
 
     def load(self, specs: Any, dtype: np.dtype, unused: tuple[str, ...] = ()) -> Any:
         """The parameters; tensors whose published names are in `unused` may lie there unread."""
