@@ -10,15 +10,18 @@ if TYPE_CHECKING:
     from specjax.checkpoint.errors import CheckpointError
     from specjax.config import SpeculativeConfig
     from specjax.llm import LLM
-    from specjax.request import CompletionOutput, RequestOutput, SamplingParams
+    from specjax.request import CompletionOutput, Logprob, RequestOutput
+    from specjax.sampling_params import SamplingParams, StructuredOutputs
 
 __all__ = [
     "LLM",
     "CheckpointError",
     "CompletionOutput",
+    "Logprob",
     "RequestOutput",
     "SamplingParams",
     "SpeculativeConfig",
+    "StructuredOutputs",
 ]
 
 _MODULES = {
@@ -26,7 +29,9 @@ _MODULES = {
     "CheckpointError": "specjax.checkpoint.errors",
     "CompletionOutput": "specjax.request",
     "RequestOutput": "specjax.request",
-    "SamplingParams": "specjax.request",
+    "Logprob": "specjax.request",
+    "SamplingParams": "specjax.sampling_params",
+    "StructuredOutputs": "specjax.sampling_params",
     "SpeculativeConfig": "specjax.config",
 }
 

@@ -47,17 +47,18 @@ def read_speculation(args: argparse.Namespace) -> dict[str, Any] | None:
     else:
         if given:
             raise ValueError(f"--speculative-config says it all; leave out {given[0]}")
-        config = _read_object(args.speculative_config)
+        config = read_object("--speculative-config", args.speculative_config)
     if isinstance(config.get("model"), str):
         config["model"] = str(locate(config["model"]))
     return config
 
 
-def _read_object(text: str) -> dict[str, Any]:
+def read_object(option: str, text: str) -> dict[str, Any]:
+    """The JSON object that an option was given."""
     try:
-        config = json.loads(text)
+        value = json.loads(text)
     except ValueError as error:
-        raise ValueError(f"--speculative-config is not JSON ({error}): {text}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"--speculative-config must be a JSON object, got {text}")
-    return config
+        raise ValueError(f"{option} is not JSON ({error}): {text}") from error
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} must be a JSON object, got {text}")
+    return value

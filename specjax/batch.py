@@ -1,114 +1,373 @@
 """Where the host's plans become the device's arrays, and the device's results the host's lists.
 
-One packed int32 array goes in per step and one comes back. Every array handed over is freshly
-made: JAX reads host buffers after the call returns.
+One packed int32 array goes in per step and one comes back. Requests that take their slots bring
+one of their own, and grammars their masks. Every array handed over is freshly made: JAX reads host
+buffers after the call returns.
 """
 
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.device.drafters.drafter import Params
-from specjax.device.sampling import Sampling
+from specjax.device.drafters.drafter import Params, Variant
+from specjax.device.logprobs import Logprobs
+from specjax.device.requests import Edits, Requests, Sampling
 from specjax.device.state import EngineState
 from specjax.device.step import (
+    AdmitInputs,
     DecodeInputs,
+    Extension,
     PrefillInputs,
     StepModel,
     StepOutputs,
+    admit,
+    begin,
     decode_step,
-    prefill_step,
+    extend,
+    prefill,
+    propose,
+    settle,
 )
-from specjax.host.scheduler import DecodePlan, StepPlan
-from specjax.request import MAX_STOP_IDS
-
-# A prefill row: slot, start, count, next token, limit, temperature bits, seed bits, stop ids,
-# chunk tokens, pages. A decode row: slot, pages.
-PREFILL_SCALARS = 7
-
-
-def packed_shape(plan: StepPlan, pages_per_seq: int) -> tuple[int, int]:
-    """Shape of the array that `pack` makes of a plan."""
-    if isinstance(plan, DecodePlan):
-        return plan.batch, 1 + pages_per_seq
-    return plan.batch, PREFILL_SCALARS + MAX_STOP_IDS + plan.width + pages_per_seq
+from specjax.device.verification import Draft
+from specjax.host.scheduler import DecodePlan, RowOutput, Sequence, StepPlan
+from specjax.request import Logprob, TokenLogprobs
+from specjax.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_IDS,
+)
 
 
-def pack(plan: StepPlan, num_slots: int, pages_per_seq: int) -> np.ndarray:
+@dataclass(frozen=True)
+class Layout:
+    """The sizes that packed rows depend on."""
+
+    num_slots: int
+    max_model_len: int
+    pages_per_seq: int
+    vocab_size: int
+
+    @property
+    def mask_words(self) -> int:
+        """Words of 32 bits that hold a bit per token."""
+        return -(-self.vocab_size // 32)
+
+    @property
+    def admit_fields(self) -> dict[str, tuple[int, type]]:
+        """Width and type of each field of a request that is admitted, in the order of its row."""
+        scalars = {
+            "slot": np.int32,
+            "prompt_length": np.int32,
+            "limit": np.int32,
+            "temperature": np.float32,
+            "seed": np.uint32,
+            "top_k": np.int32,
+            "top_p": np.float32,
+            "min_p": np.float32,
+            "repetition": np.float32,
+            "presence": np.float32,
+            "frequency": np.float32,
+            "min_tokens": np.int32,
+            "processor": np.int32,
+        }
+        return {name: (1, kind) for name, kind in scalars.items()} | {
+            "stop_ids": (MAX_STOP_IDS, np.int32),
+            "bias_ids": (MAX_LOGIT_BIAS, np.int32),
+            "bias": (MAX_LOGIT_BIAS, np.float32),
+            "bad_words": (MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS, np.int32),
+            "allowed": (self.mask_words, np.uint32),
+            "tokens": (self.max_model_len, np.int32),
+        }
+
+    def packed_shape(self, plan: StepPlan) -> tuple[int, int]:
+        """Shape of the array that `pack` makes of a plan."""
+        scalars = 2 if isinstance(plan, DecodePlan) else 3
+        return plan.batch, scalars + self.pages_per_seq
+
+    def admit_shape(self, batch: int) -> tuple[int, int]:
+        """Shape of the array that `pack_admissions` makes."""
+        return batch, sum(width for width, _ in self.admit_fields.values())
+
+    def mask_shape(self, plan: StepPlan) -> tuple[int, int, int]:
+        """Shape of a step's grammar masks."""
+        num_rows = plan.k + 1 if isinstance(plan, DecodePlan) else 1
+        return plan.batch, num_rows, self.mask_words
+
+
+def pack(plan: StepPlan, layout: Layout) -> np.ndarray:
     """A plan as i32[packed_shape]; rows past its own are padding, at slot `num_slots`."""
-    packed = np.full(packed_shape(plan, pages_per_seq), -1, np.int32)
-    packed[:, 0] = num_slots
-    table = packed[:, -pages_per_seq:]
+    packed = np.full(layout.packed_shape(plan), -1, np.int32)
+    packed[:, 0] = layout.num_slots
+    table = packed[:, -layout.pages_per_seq :]
     if isinstance(plan, DecodePlan):
-        for row, sequence in enumerate(plan.sequences):
-            packed[row, 0] = sequence.slot
-            table[row, : len(sequence.pages)] = sequence.pages
-        return packed
-    packed[:, 2] = 0
-    for row, chunk in enumerate(plan.chunks):
-        sequence = chunk.sequence
-        request, end = sequence.request, chunk.start + chunk.count
-        following = -1 if chunk.is_last else request.prompt_token_ids[end]
-        packed[row, :5] = sequence.slot, chunk.start, chunk.count, following, request.max_length
-        packed[row, 5] = np.float32(request.temperature).view(np.int32)
-        packed[row, 6] = np.uint32(request.seed).view(np.int32)
-        stops = PREFILL_SCALARS
-        packed[row, stops : stops + len(request.stop_ids)] = request.stop_ids
-        first = stops + MAX_STOP_IDS
-        packed[row, first : first + chunk.count] = request.prompt_token_ids[chunk.start : end]
+        packed[:, 1] = plan.num_drafts
+    else:
+        packed[:, 2] = 0
+        for row, chunk in enumerate(plan.chunks):
+            packed[row, 1:3] = chunk.start, chunk.count
+    for row, sequence in enumerate(plan.sequences):
+        packed[row, 0] = sequence.slot
         table[row, : len(sequence.pages)] = sequence.pages
     return packed
 
 
-def unpack_prefill(packed: jax.Array, width: int) -> PrefillInputs:
-    """The device's side of `pack` for a prefill step of `width` tokens."""
-    scalars, stop_ids, tokens, page_table = jnp.split(
-        packed, np.cumsum([PREFILL_SCALARS, MAX_STOP_IDS, width]), axis=1
-    )
-    slots, starts, counts, following, limits, temperature, seeds = scalars.T
-    return PrefillInputs(
-        slots=slots,
-        starts=starts,
-        counts=counts,
-        tokens=jnp.maximum(tokens, 0),
-        next_tokens=following,
-        page_table=page_table,
-        limits=limits,
-        stop_ids=stop_ids,
-        sampling=Sampling(
-            jax.lax.bitcast_convert_type(temperature, jnp.float32),
-            jax.lax.bitcast_convert_type(seeds, jnp.uint32),
-        ),
-    )
+def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np.ndarray:
+    """The requests of `sequences` as i32[admit_shape], by the fields of the layout."""
+    packed = np.full(layout.admit_shape(batch), -1, np.int32)
+    packed[:, 0] = layout.num_slots
+    for row, sequence in enumerate(sequences):
+        values, start = _admit_values(sequence, layout), 0
+        for name, (width, kind) in layout.admit_fields.items():
+            field = np.asarray(values[name], kind).reshape(-1)
+            packed[row, start : start + len(field)] = field.view(np.int32)
+            start += width
+    return packed
 
 
-def pack_outputs(outputs: StepOutputs) -> jax.Array:
-    """Results as i32[B, 1 + K + 1]: the number of tokens, then the tokens."""
-    return jnp.concatenate([outputs.num_tokens[:, None], outputs.tokens], axis=1)
+def pack_masks(plan: StepPlan, drafts: np.ndarray | None, layout: Layout) -> np.ndarray:
+    """The masks of a step's grammars i32[mask_shape]; all ones for a request without."""
+    masks = np.full(layout.mask_shape(plan), -1, np.int32)
+    for row, sequence in enumerate(plan.sequences):
+        if sequence.matcher is not None and not sequence.is_finished:
+            tokens = [] if drafts is None else drafts[row].tolist()
+            masks[row] = sequence.matcher.masks(tokens)
+    return masks
 
 
-def unpack_outputs(packed: np.ndarray, plan: StepPlan) -> list[list[int]]:
-    """The new tokens of each row of `plan`."""
-    rows = len(plan.sequences) if isinstance(plan, DecodePlan) else len(plan.chunks)
-    return [row[1 : 1 + row[0]] for row in packed[:rows].tolist()]
+def unpack_outputs(packed: np.ndarray, plan: StepPlan, variant: Variant) -> list[RowOutput]:
+    """What each row of `plan` gave."""
+    decoding = isinstance(plan, DecodePlan)
+    num_rows = plan.k + 1 if decoding else 1
+    reader = _Reader(packed)
+    counts = reader.take(1)[:, 0].tolist()
+    tokens = reader.take(num_rows)
+    logprobs = reader.take_logprobs(num_rows, variant.num_logprobs)
+    width = 0 if decoding else plan.width
+    prompts = reader.take_logprobs(width, variant.num_prompt_logprobs)
+    outputs = []
+    for row, sequence in enumerate(plan.sequences):
+        output = RowOutput(tokens[row, : counts[row]].tolist())
+        params = sequence.request.params
+        if logprobs is not None and params.logprobs is not None:
+            output.logprobs = _by_token(logprobs, row, output.tokens, params.logprobs)
+        if prompts is not None and params.prompt_logprobs is not None and not decoding:
+            chunk = plan.chunks[row]
+            following = sequence.request.prompt_token_ids[chunk.start + 1 :][: chunk.count]
+            output.prompt_logprobs = _by_token(prompts, row, following, params.prompt_logprobs)
+        outputs.append(output)
+    return outputs
+
+
+@partial(jax.jit, static_argnames="layout", donate_argnames="state")
+def run_admit(state: EngineState, packed: jax.Array, *, layout: Layout) -> EngineState:
+    """`admit` from a packed array."""
+    return admit(state, _unpack_admissions(packed, layout))
 
 
 @partial(jax.jit, static_argnames=("model", "width"), donate_argnames="state")
 def run_prefill(
     params: Params, state: EngineState, packed: jax.Array, *, model: StepModel, width: int
+) -> tuple[EngineState, Extension]:
+    """`prefill` from a packed array."""
+    inputs = PrefillInputs(*_columns(packed, 3))
+    return prefill(params, state, inputs, model=model, width=width)
+
+
+@partial(jax.jit, static_argnames=("model", "variant"), donate_argnames="state")
+def run_begin(
+    params: Params,
+    state: EngineState,
+    packed: jax.Array,
+    extension: Extension,
+    masks: jax.Array | None = None,
+    *,
+    model: StepModel,
+    variant: Variant,
 ) -> tuple[EngineState, jax.Array]:
-    """`prefill_step` between packed arrays."""
-    state, outputs = prefill_step(params, state, unpack_prefill(packed, width), model=model)
+    """`begin` between packed arrays."""
+    inputs = PrefillInputs(*_columns(packed, 3))
+    state, outputs = begin(params, state, inputs, extension, masks, model=model, variant=variant)
     return state, pack_outputs(outputs)
 
 
-@partial(jax.jit, static_argnames=("model", "k"), donate_argnames="state")
+@partial(jax.jit, static_argnames=("model", "variant", "k"), donate_argnames="state")
 def run_decode(
-    params: Params, state: EngineState, packed: jax.Array, *, model: StepModel, k: int
+    params: Params,
+    state: EngineState,
+    packed: jax.Array,
+    *,
+    model: StepModel,
+    variant: Variant,
+    k: int,
 ) -> tuple[EngineState, jax.Array]:
     """`decode_step` between packed arrays."""
-    inputs = DecodeInputs(slots=packed[:, 0], page_table=packed[:, 1:])
-    state, outputs = decode_step(params, state, inputs, model=model, k=k)
+    inputs = DecodeInputs(*_columns(packed, 2))
+    state, outputs = decode_step(params, state, inputs, model=model, variant=variant, k=k)
     return state, pack_outputs(outputs)
+
+
+@partial(jax.jit, static_argnames=("model", "variant", "k"), donate_argnames="state")
+def run_propose(
+    params: Params,
+    state: EngineState,
+    packed: jax.Array,
+    *,
+    model: StepModel,
+    variant: Variant,
+    k: int,
+) -> tuple[EngineState, Draft]:
+    """The first part of `decode_step`, for steps that wait for masks."""
+    inputs = DecodeInputs(*_columns(packed, 2))
+    return propose(params, state, inputs, model=model, variant=variant, k=k)
+
+
+@partial(jax.jit, static_argnames="model", donate_argnames="state")
+def run_extend(
+    params: Params, state: EngineState, packed: jax.Array, draft: Draft, *, model: StepModel
+) -> tuple[EngineState, Extension]:
+    """The second part, which runs while the host makes the masks."""
+    inputs = DecodeInputs(*_columns(packed, 2))
+    return extend(params, state, inputs, draft, model=model)
+
+
+@partial(jax.jit, static_argnames=("model", "variant"), donate_argnames="state")
+def run_settle(
+    params: Params,
+    state: EngineState,
+    packed: jax.Array,
+    draft: Draft,
+    extension: Extension,
+    masks: jax.Array,
+    *,
+    model: StepModel,
+    variant: Variant,
+) -> tuple[EngineState, jax.Array]:
+    """The third part, with the masks i32[B, K+1, ceil(V/32)]."""
+    inputs = DecodeInputs(*_columns(packed, 2))
+    state, outputs = settle(
+        params, state, inputs, draft, extension, masks, model=model, variant=variant
+    )
+    return state, pack_outputs(outputs)
+
+
+def pack_outputs(outputs: StepOutputs) -> jax.Array:
+    """Results as i32[B, ...]: the number of tokens, the tokens, then log-probabilities."""
+    batch = outputs.tokens.shape[0]
+    parts = [outputs.num_tokens[:, None], outputs.tokens]
+    for logprobs in outputs.logprobs, outputs.prompt_logprobs:
+        if logprobs is not None:
+            parts += [_as_ints(x).reshape(batch, -1) for x in logprobs]
+    return jnp.concatenate(parts, axis=1)
+
+
+def _admit_values(sequence: Sequence, layout: Layout) -> dict[str, Any]:
+    request = sequence.request
+    params = request.params
+    bad_words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1)
+    for row, word in zip(bad_words, request.bad_words, strict=False):
+        row[-len(word) :] = word
+    return {
+        "slot": sequence.slot,
+        "prompt_length": len(request.prompt_token_ids),
+        "limit": request.max_length,
+        "temperature": params.temperature,
+        "seed": request.seeds[sequence.index],
+        "top_k": min(max(params.top_k, 0), layout.vocab_size),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "min_tokens": params.min_tokens,
+        "processor": request.processor,
+        "stop_ids": request.stop_ids,
+        "bias_ids": list(params.logit_bias),
+        "bias": list(params.logit_bias.values()),
+        "bad_words": bad_words,
+        "allowed": _bitmask(params.allowed_token_ids, layout),
+        "tokens": request.prompt_token_ids,
+    }
+
+
+def _bitmask(token_ids: Any, layout: Layout) -> np.ndarray:
+    if token_ids is None:
+        return np.full(layout.mask_words, 2**32 - 1, np.uint32)
+    bits = np.zeros((layout.mask_words, 32), np.uint64)
+    bits.reshape(-1)[list(token_ids)] = 1
+    return (bits << np.arange(32, dtype=np.uint64)).sum(axis=1).astype(np.uint32)
+
+
+def _unpack_admissions(packed: jax.Array, layout: Layout) -> AdmitInputs:
+    fields, start = {}, 0
+    for name, (width, kind) in layout.admit_fields.items():
+        words = packed[:, start : start + width]
+        start += width
+        if kind is np.float32 or name == "seed":
+            words = jax.lax.bitcast_convert_type(words, jnp.dtype(kind))
+        fields[name] = words[:, 0] if width == 1 and name != "allowed" else words
+    return AdmitInputs(
+        slots=fields["slot"],
+        tokens=jnp.maximum(fields["tokens"], 0),
+        requests=Requests(
+            prompt_lengths=fields["prompt_length"],
+            limits=fields["limit"],
+            stop_ids=fields["stop_ids"],
+            sampling=Sampling(
+                temperature=fields["temperature"],
+                seeds=fields["seed"],
+                top_k=fields["top_k"],
+                top_p=fields["top_p"],
+                min_p=fields["min_p"],
+            ),
+            edits=Edits(**{name: fields[name] for name in Edits.__dataclass_fields__}),
+        ),
+    )
+
+
+def _columns(packed: jax.Array, num_scalars: int) -> tuple[jax.Array, ...]:
+    return (*packed[:, :num_scalars].T, packed[:, num_scalars:])
+
+
+def _as_ints(x: jax.Array) -> jax.Array:
+    return x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)
+
+
+class _Reader:
+    """Takes columns off a packed array of results from the left."""
+
+    def __init__(self, packed: np.ndarray):
+        self._packed = packed
+        self._start = 0
+
+    def take(self, count: int) -> np.ndarray:
+        self._start += count
+        return self._packed[:, self._start - count : self._start]
+
+    def take_logprobs(self, num_rows: int, num_top: int | None) -> Logprobs | None:
+        if num_top is None or not num_rows:
+            return None
+        batch = self._packed.shape[0]
+
+        def floats(count):
+            return np.ascontiguousarray(self.take(count)).view(np.float32)
+
+        logprobs, ranks = floats(num_rows), self.take(num_rows)
+        ids = self.take(num_rows * num_top).reshape(batch, num_rows, num_top)
+        top = floats(num_rows * num_top).reshape(batch, num_rows, num_top)
+        return Logprobs(logprobs, ranks, ids, top)  # pyright: ignore[reportArgumentType]
+
+
+def _by_token(logprobs: Logprobs, row: int, tokens: Any, num_top: int) -> list[TokenLogprobs]:
+    found = []
+    for i, token in enumerate(tokens):
+        entry = {token: Logprob(float(logprobs.logprobs[row, i]), int(logprobs.ranks[row, i]))}
+        for rank in range(num_top):
+            top_id = int(logprobs.top_ids[row, i, rank])
+            entry.setdefault(top_id, Logprob(float(logprobs.top_logprobs[row, i, rank]), rank + 1))
+        found.append(entry)
+    return found

@@ -82,6 +82,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--seed", type=int, help="fixes the draws of every prompt")
     sampling.add_argument("--stop-token-id", type=int, action="append", default=[], metavar="ID")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end")
+    sampling.add_argument(
+        "--sampling-params",
+        metavar="JSON",
+        default="{}",
+        help='anything else that SamplingParams takes, such as \'{"top_p": 0.9, "stop": ["\\n"]}\'',
+    )
 
     arguments.add_speculation(parser)
     arguments.add_engine(parser)

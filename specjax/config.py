@@ -1,7 +1,10 @@
 """Frozen configuration. Every value is checked once, here, before any work starts."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
+from numbers import Integral, Real
+from os import PathLike
 from typing import Any
 
 from pallas_kernels.dispatch import KERNELS
@@ -10,6 +13,11 @@ DTYPES = ("float32", "bfloat16")
 METHODS = ("eagle", "eagle3")
 AUX_ID_CONVENTIONS = ("entering", "output")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
+VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
+LOGPROBS_MODES = ("raw", "processed")
+# The one shape of exact mode, the same for engines of any smaller size: requests of a round, rows
+# of each, and tokens of a chunk.
+EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -20,8 +28,12 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
 def check_positive(**values: int) -> None:
     """Refuse values that are not integers of at least 1."""
     for name, value in values.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +44,14 @@ class SpeculativeConfig:
         method: "eagle" (EAGLE-1) or "eagle3".
         model: the drafter's checkpoint, a folder or hub id.
         num_speculative_tokens: K, drafts per step.
-        draft_sample_method: above temperature 0, "probabilistic" drafts share the target's noise;
-            "greedy" drafts are always the argmax.
+        verification: "seed_exact" emits what decoding without drafts would emit; "rejection" and
+            "block" emit the same distribution, accepting more of probabilistic drafts;
+            "synthetic" accepts drafts at given rates, to measure speed.
+        synthetic_acceptance_rates: of all steps, the part that accepts at least 1, 2, ... drafts;
+            one per draft, none above the one before.
+        synthetic_acceptance_length: instead, the mean number of tokens per step, in 1..K+1.
+        draft_sample_method: above temperature 0, "probabilistic" drafts are drawn, under seed_exact
+            with the target's noise; "greedy" drafts are always the argmax.
         aux_id_convention: how an EAGLE-3 config numbers auxiliary hidden states: "entering" layer
             i (vLLM, the default), or "output" of 0-based layer i (SGLang).
     """
@@ -41,11 +59,16 @@ class SpeculativeConfig:
     method: str
     model: str
     num_speculative_tokens: int
+    verification: str = "seed_exact"
+    synthetic_acceptance_rates: Sequence[float] | None = None
+    synthetic_acceptance_length: float | None = None
     draft_sample_method: str = "probabilistic"
     aux_id_convention: str = "entering"
 
     def __post_init__(self):
         _check_choice("speculative_config.method", self.method, METHODS)
+        if not isinstance(self.model, str | PathLike):
+            raise ValueError(f"speculative_config.model={self.model!r} must be a folder or hub id")
         _check_choice(
             "speculative_config.draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS
         )
@@ -53,12 +76,55 @@ class SpeculativeConfig:
             "speculative_config.aux_id_convention", self.aux_id_convention, AUX_ID_CONVENTIONS
         )
         check_positive(**{"speculative_config.num_speculative_tokens": self.num_speculative_tokens})
+        _check_choice("speculative_config.verification", self.verification, VERIFICATIONS)
+        self._check_synthetic()
+
+    def _check_synthetic(self) -> None:
+        rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
+        where, k = "speculative_config.synthetic_acceptance", self.num_speculative_tokens
+        if self.verification != "synthetic":
+            if rates is not None or length is not None:
+                raise ValueError(
+                    f"{where}_rates and _length go with verification='synthetic', not "
+                    f"{self.verification!r}"
+                )
+            return
+        if (rates is None) == (length is None):
+            raise ValueError(f"verification='synthetic' needs {where}_rates or {where}_length")
+        if rates is not None:
+            listed = list(rates) if isinstance(rates, Iterable) else []
+            is_rates = len(listed) == k and all(map(_is_number, listed))
+            if not is_rates or not all(0 <= b <= a for a, b in pairwise([1.0, *listed])):
+                raise ValueError(
+                    f"{where}_rates={rates!r} must be {k} rates in [0, 1], one per draft, none "
+                    "above the one before: each counts the steps that accept so many drafts"
+                )
+            object.__setattr__(self, "synthetic_acceptance_rates", tuple(map(float, listed)))
+        if length is not None:
+            if not _is_number(length) or not 1 <= length <= k + 1:
+                raise ValueError(
+                    f"{where}_length={length!r} must be in 1..{k + 1}, tokens per step"
+                )
+            object.__setattr__(self, "synthetic_acceptance_length", float(length))
+
+    @property
+    def synthetic_rates(self) -> tuple[float, ...]:
+        """The rates, or those of least variance that give the length: ones, the rest, zeros."""
+        if self.synthetic_acceptance_rates is not None:
+            return tuple(self.synthetic_acceptance_rates)
+        drafts = (self.synthetic_acceptance_length or 1) - 1
+        return tuple(min(max(drafts - i, 0.0), 1.0) for i in range(self.num_speculative_tokens))
 
     @classmethod
     def of(cls, config: "SpeculativeConfig | Mapping[str, Any]") -> "SpeculativeConfig":
         """A config from a mapping; unknown and missing keys are errors that name them."""
         if isinstance(config, SpeculativeConfig):
             return config
+        if not isinstance(config, Mapping):
+            raise ValueError(
+                f"speculative_config={config!r} must be a SpeculativeConfig or a mapping of its "
+                "fields"
+            )
         known = {f.name for f in fields(cls)}
         if unknown := sorted(set(config) - known):
             raise ValueError(
@@ -82,6 +148,9 @@ class EngineConfig:
         dtype: of weights and caches.
         kernels: implementation of the GPU operations.
         async_scheduling: plan and launch a step before reading the one before it.
+        exact: run every step in one shape, so that results depend on nothing but the request.
+        max_logprobs: most likeliest tokens that a request may ask for.
+        logprobs_mode: "raw" reports the model's distribution, "processed" the one drawn from.
         seed: seed of the requests that bring none.
     """
 
@@ -93,6 +162,9 @@ class EngineConfig:
     dtype: str = "float32"
     kernels: str = "auto"
     async_scheduling: bool = True
+    exact: bool = False
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw"
     seed: int = 0
 
     def __post_init__(self):
@@ -105,7 +177,11 @@ class EngineConfig:
         )
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**32:
+        _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        is_count = isinstance(self.max_logprobs, Integral) and self.max_logprobs is not True
+        if not is_count or self.max_logprobs < 0:
+            raise ValueError(f"max_logprobs={self.max_logprobs!r} must be an integer of at least 0")
+        if not isinstance(self.seed, Integral) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed!r} must be in 0..{2**32 - 1}")
         if self.num_pages < self.pages_per_seq:
             raise ValueError(
@@ -122,6 +198,8 @@ class EngineConfig:
     @property
     def decode_batches(self) -> tuple[int, ...]:
         """Batch sizes that decode steps are compiled for: powers of two up to max_num_seqs."""
+        if self.exact:
+            return (max(self.max_num_seqs, EXACT_BATCH),)
         return _doubling(1, self.max_num_seqs)
 
     @property
@@ -133,6 +211,8 @@ class EngineConfig:
     @property
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
         """(batch, width) of the prefill steps: one prompt, or as many as the budget holds."""
+        if self.exact:
+            return ((1, min(EXACT_CHUNK, self.prefill_widths[-1])),)
         shapes = []
         for width in self.prefill_widths:
             most = min(self.max_num_batched_tokens // width, self.max_num_seqs)

@@ -3,14 +3,15 @@
 import argparse
 import json
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from specjax.arguments import read_speculation
+from specjax.arguments import read_object, read_speculation
 from specjax.demo import locate
 from specjax.llm import LLM, Prompt
-from specjax.request import RequestOutput, SamplingParams
+from specjax.request import RequestOutput
+from specjax.sampling_params import SamplingParams
 
 _MAX_NUM_SEQS = 16
 _MAX_NUM_BATCHED_TOKENS = 512
@@ -20,15 +21,11 @@ _ROW_KEYS = ("prompt", "question", "prompt_token_ids")
 def run(args: argparse.Namespace) -> int:
     """Carry out `specjax generate`."""
     prompts = read_prompts(args.prompts, args.prompts_file)
-    params = SamplingParams(
-        temperature=args.temperature,
-        seed=args.seed,
-        max_tokens=args.max_tokens,
-        stop_token_ids=tuple(args.stop_token_id),
-        ignore_eos=args.ignore_eos,
-    )
+    params = read_sampling_params(args)
     # Few prompts need few compiled steps.
-    num_seqs = min(_MAX_NUM_SEQS, len(prompts)) if args.max_num_seqs is None else args.max_num_seqs
+    num_seqs = args.max_num_seqs
+    if num_seqs is None:
+        num_seqs = min(_MAX_NUM_SEQS, len(prompts) * params.n)
     num_tokens = args.max_num_batched_tokens
     if num_tokens is None:
         num_tokens = min(_MAX_NUM_BATCHED_TOKENS, 128 * max(1, num_seqs))
@@ -49,7 +46,8 @@ def run(args: argparse.Namespace) -> int:
             outputs = llm.generate(prompts, params, use_tqdm=show_progress)
         metrics = llm.metrics()
     if args.json:
-        report = {"outputs": list(map(as_row, outputs)), "metrics": metrics.as_dict()}
+        rows = [row for output in outputs for row in as_rows(output)]
+        report = {"outputs": rows, "metrics": metrics.as_dict()}
         print(json.dumps(report, indent=2))
     else:
         print(
@@ -59,6 +57,24 @@ def run(args: argparse.Namespace) -> int:
             )
         )
     return 0
+
+
+def read_sampling_params(args: argparse.Namespace) -> SamplingParams:
+    """The options' parameters, and those of --sampling-params, which win."""
+    given = read_object("--sampling-params", args.sampling_params)
+    known = {field.name for field in fields(SamplingParams)} - {"logits_processors"}
+    if unknown := sorted(set(given) - known):
+        raise ValueError(f"--sampling-params has unknown keys {unknown}; known are {sorted(known)}")
+    if "logit_bias" in given:  # JSON has no integer keys
+        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+    options = {
+        "temperature": args.temperature,
+        "seed": args.seed,
+        "max_tokens": args.max_tokens,
+        "stop_token_ids": args.stop_token_id,
+        "ignore_eos": args.ignore_eos,
+    }
+    return SamplingParams(**(options | given))
 
 
 def read_prompts(listed: list[str], file: str | None) -> list[Prompt]:
@@ -100,19 +116,17 @@ def as_conversations(prompts: list[Prompt]) -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": str(prompt)}] for prompt in prompts]
 
 
-def as_row(output: RequestOutput) -> dict[str, Any]:
-    """An output as plain types."""
-    completion = asdict(output.outputs[0])
-    return {
-        "prompt": output.prompt,
-        "prompt_token_ids": output.prompt_token_ids,
-        **{key: value for key, value in completion.items() if key != "index"},
-    }
+def as_rows(output: RequestOutput) -> list[dict[str, Any]]:
+    """An output as plain types, a row per sample."""
+    request = {key: value for key, value in asdict(output).items() if key != "outputs"}
+    return [request | asdict(completion) for completion in output.outputs]
 
 
 def as_text(prompt: Prompt, output: RequestOutput, num_outputs: int) -> str:
     """An output as text, or as token ids without a tokenizer; below its prompt if not alone."""
-    completion = output.outputs[0]
-    ids = " ".join(map(str, completion.token_ids))
-    text = ids if completion.text is None else completion.text.strip()
+    samples = [
+        " ".join(map(str, one.token_ids)) if one.text is None else one.text.strip()
+        for one in output.outputs
+    ]
+    text = "\n--\n".join(samples)
     return text if num_outputs == 1 else f"> {prompt}\n{text}"

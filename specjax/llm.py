@@ -3,6 +3,7 @@
 import math
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,18 @@ from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
 from specjax.device.drafters.registry import load_drafter, share_embedding
 from specjax.device.models.model import Model
 from specjax.device.models.registry import describe_model, load_model, read_config
+from specjax.device.verification import make_verification
 from specjax.engine import Engine
-from specjax.host.scheduler import Sequence as RunningSequence
+from specjax.host.sequence import Sequence as RunningSequence
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.metrics import Metrics
 from specjax.precompile import keep_compilations
-from specjax.prompts import Prompt, as_prompt_list, make_request
-from specjax.request import CompletionOutput, Request, RequestOutput, SamplingParams
+from specjax.prompts import Prompt, RequestMaker, as_prompt_list
+from specjax.request import CompletionOutput, Request, RequestOutput, TokenLogprobs
+from specjax.sampling_params import SamplingParams
 from specjax.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
+
+LOGPROBS_ALIASES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}  # as vLLM has them
 
 
 class LLM:
@@ -44,7 +49,11 @@ class LLM:
         gpu_memory_utilization: part of the GPU's memory for weights and the pool.
         async_scheduling: plan and launch a step before reading the one before it.
         enable_prefix_caching: not there yet; True warns, and prompts are prefilled in full.
-        exact: bitwise equal outputs under any schedule; not there yet, so must be False.
+        exact: bitwise equal tokens and logprobs under any schedule: every step runs in one shape,
+            of all `max_num_seqs` requests and at least 8 tokens for each, and waits for nothing.
+        max_logprobs: most likeliest tokens that a request may ask for.
+        logprobs_mode: "raw" reports the model's distribution, "processed" the one that tokens are
+            drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
         tensor_parallel_size: devices to split the model over; must be 1.
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder where compiled steps are kept between runs, unless JAX is already
@@ -73,13 +82,15 @@ class LLM:
         enable_prefix_caching: bool = False,
         async_scheduling: bool = True,
         exact: bool = False,
+        max_logprobs: int = 20,
+        logprobs_mode: str = "raw",
         tensor_parallel_size: int = 1,
         kernels: str = "auto",
         compilation_cache: str | Path | None = "~/.cache/specjax",
         seed: int = 0,
         show_progress: bool = True,
     ):
-        _refuse_unsupported(exact, tensor_parallel_size, enable_prefix_caching)
+        _refuse_unsupported(tensor_parallel_size, enable_prefix_caching)
         speculation = None
         if speculative_config is not None:
             speculation = SpeculativeConfig.of(speculative_config)
@@ -123,6 +134,9 @@ class LLM:
             dtype=dtype,
             kernels=kernels,
             async_scheduling=async_scheduling,
+            exact=exact,
+            max_logprobs=max_logprobs,
+            logprobs_mode=LOGPROBS_ALIASES.get(logprobs_mode, logprobs_mode),
             seed=seed,
         )
         drafter: Drafter = NoDrafter()
@@ -146,7 +160,16 @@ class LLM:
             drafter,
             Params(params, drafter_params),
             StaticPolicy(speculation.num_speculative_tokens if speculation else 0),
+            make_verification(speculation) if speculation else None,
             show_progress=show_progress,
+        )
+        self._show_progress = show_progress
+        self.request_maker = RequestMaker(
+            config,
+            self.tokenizer,
+            target.vocab_size,
+            self._eos_ids,
+            self.engine.number_of,
         )
 
     def generate(
@@ -169,8 +192,12 @@ class LLM:
         listed = as_prompt_list(prompts)
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             all_params = [sampling_params or SamplingParams()] * len(listed)
-        else:
+        elif isinstance(sampling_params, Sequence):
             all_params = list(sampling_params)
+        else:
+            all_params = [sampling_params]
+        if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
+            raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
         if len(all_params) != len(listed):
             raise ValueError(
                 f"sampling_params has {len(all_params)} entries for {len(listed)} prompts; "
@@ -178,23 +205,14 @@ class LLM:
             )
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         requests = [
-            make_request(
-                prompt,
-                params,
-                request_id=self._next_id + i,
-                where=f"prompt {i}",
-                config=self.engine.config,
-                tokenizer=self.tokenizer,
-                vocab_size=self.target.vocab_size,
-                eos_ids=self._eos_ids,
-            )
+            self.request_maker.make(prompt, params, self._next_id + i, f"prompt {i}")
             for i, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
         ]
         self._next_id += len(requests)
         finished = self._run(requests, use_tqdm)
         return [
-            self._output(finished[request.request_id], text, params)
-            for request, text, params in zip(requests, texts, all_params, strict=True)
+            self._output(request, finished[request.request_id], text)
+            for request, text in zip(requests, texts, strict=True)
         ]
 
     def chat(
@@ -225,7 +243,7 @@ class LLM:
         """Free the device memory. The LLM cannot be used afterwards; closing twice is harmless."""
         if not self._is_closed:
             self._is_closed = True
-            del self.engine
+            del self.engine, self.request_maker
 
     def __enter__(self) -> "LLM":
         return self
@@ -237,7 +255,8 @@ class LLM:
         if self._is_closed:
             raise RuntimeError("this LLM is closed; build a new one")
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> dict[int, RunningSequence]:
+    def _run(self, requests: list[Request], use_tqdm: bool) -> dict[int, list[RunningSequence]]:
+        """The samples of each request, by its id."""
         columns = (
             TextColumn("generating"),
             BarColumn(),
@@ -245,16 +264,18 @@ class LLM:
             TimeElapsedColumn(),
             TextColumn("{task.fields[rate]:.0f} tokens/s"),
         )
-        finished: dict[int, RunningSequence] = {}
+        self.engine.prepare(requests, show_progress=self._show_progress)
+        finished: dict[int, list[RunningSequence]] = {r.request_id: [] for r in requests}
         with Progress(*columns, disable=not use_tqdm, transient=True) as progress:
-            task = progress.add_task("", total=len(requests), rate=0.0)
+            total = sum(len(request.seeds) for request in requests)
+            task = progress.add_task("", total=total, rate=0.0)
             for request in requests:
                 self.engine.add(request)
             num_tokens = 0
             try:
                 while self.engine.has_work:
                     for sequence in self.engine.step():
-                        finished[sequence.request.request_id] = sequence
+                        finished[sequence.request.request_id].append(sequence)
                         num_tokens += len(sequence.output)
                         elapsed = progress.tasks[task].elapsed or 1e-9
                         progress.update(task, advance=1, rate=num_tokens / elapsed)
@@ -264,29 +285,55 @@ class LLM:
         return finished
 
     def _output(
-        self, sequence: RunningSequence, prompt: str | None, params: SamplingParams
+        self, request: Request, samples: list[RunningSequence], prompt: str | None
     ) -> RequestOutput:
-        request, token_ids = sequence.request, sequence.output
-        is_stop = token_ids[-1] in request.stop_ids
-        is_eos = token_ids[-1] in self._eos_ids
+        samples = sorted(samples, key=lambda sample: sample.index)
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None:
+            prompt_logprobs = [
+                entry and self._with_text(entry) for entry in samples[0].prompt_logprobs
+            ]
+        return RequestOutput(
+            request.request_id,
+            prompt,
+            list(request.prompt_token_ids),
+            prompt_logprobs,
+            [self._completion(sample) for sample in samples],
+        )
+
+    def _completion(self, sample: RunningSequence) -> CompletionOutput:
+        params, token_ids = sample.request.params, sample.output
         text = None
         if self.tokenizer is not None and params.detokenize:
-            text = self.tokenizer.decode(token_ids)
-        completion = CompletionOutput(
-            index=0,
+            stopped = isinstance(sample.stop_reason, str) and sample.watch
+            text = stopped.text if stopped else self.tokenizer.decode(token_ids)
+        logprobs = total = None
+        if params.logprobs is not None:
+            logprobs = [self._with_text(entry) for entry in sample.logprobs]
+            pairs = zip(token_ids, logprobs, strict=True)
+            total = sum(entry[token].logprob for token, entry in pairs)
+        assert sample.finish_reason is not None
+        return CompletionOutput(
+            index=sample.index,
             token_ids=list(token_ids),
             text=text,
-            finish_reason="stop" if is_stop else "length",
-            stop_reason=token_ids[-1] if is_stop and not is_eos else None,
-        )
-        return RequestOutput(
-            request.request_id, prompt, list(request.prompt_token_ids), [completion]
+            cumulative_logprob=total,
+            logprobs=logprobs,
+            finish_reason=sample.finish_reason,
+            stop_reason=sample.stop_reason,
         )
 
+    def _with_text(self, entry: TokenLogprobs) -> TokenLogprobs:
+        if self.tokenizer is None:
+            return entry
+        tokenizer = self.tokenizer
+        return {
+            token: replace(logprob, decoded_token=tokenizer.decode_token(token))
+            for token, logprob in entry.items()
+        }
 
-def _refuse_unsupported(exact: bool, tensor_parallel_size: int, prefix_caching: bool) -> None:
-    if exact:
-        raise ValueError("exact=True is not supported yet; use exact=False")
+
+def _refuse_unsupported(tensor_parallel_size: int, prefix_caching: bool) -> None:
     if tensor_parallel_size != 1:
         raise ValueError(
             f"tensor_parallel_size={tensor_parallel_size} is not supported; use 1, one device"

@@ -50,21 +50,22 @@ class Recorder:
         self._gap_seconds += seconds
         self._num_gaps += 1
 
-    def record_step(self, plan: StepPlan, outputs: list[list[int]]) -> None:
-        """Count a step whose results have come back."""
-        self._counts["generation"] += sum(map(len, outputs))
+    def record_step(self, plan: StepPlan, num_tokens: list[int]) -> None:
+        """Count a step whose results have come back: how many tokens each of its rows gained."""
+        self._counts["generation"] += sum(num_tokens)
         if not isinstance(plan, DecodePlan):
             self._counts["prefill_steps"] += 1
             self._counts["prompt"] += sum(chunk.count for chunk in plan.chunks)
             return
         self._counts["decode_steps"] += 1
-        self._k[plan.k] += 1
-        self._accepted += [0] * (plan.k - len(self._accepted))
-        for tokens in outputs:
-            if plan.k and tokens:
+        k = plan.num_drafts
+        self._k[k] += 1
+        self._accepted += [0] * (k - len(self._accepted))
+        for count in num_tokens:
+            if k and count:
                 self._counts["drafts"] += 1
-                self._counts["draft_tokens"] += plan.k
-                for position in range(len(tokens) - 1):
+                self._counts["draft_tokens"] += k
+                for position in range(count - 1):
                     self._accepted[position] += 1
 
     def snapshot(self, *, num_compilations: int, num_late: int, compile_seconds: float) -> Metrics:

@@ -1,7 +1,7 @@
 """Executables, one per step shape, compiled before the first request."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -10,11 +10,20 @@ import jax
 import jax.numpy as jnp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specjax.batch import packed_shape, run_decode, run_prefill
-from specjax.device.drafters.drafter import Params
+from specjax.batch import (
+    Layout,
+    run_admit,
+    run_begin,
+    run_decode,
+    run_extend,
+    run_prefill,
+    run_propose,
+    run_settle,
+)
+from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.state import EngineState
 from specjax.device.step import StepModel
-from specjax.host.scheduler import DecodePlan, PrefillPlan, StepPlan
+from specjax.host.scheduler import PrefillPlan, StepPlan
 
 
 def keep_compilations(folder: Path) -> None:
@@ -25,14 +34,19 @@ def keep_compilations(folder: Path) -> None:
 
 
 class Executables:
-    """Compiled steps by shape. A shape that was not compiled ahead is compiled, and counted."""
+    """Compiled steps by shape and variant. One not compiled ahead is compiled late, and counted.
 
-    def __init__(self, params: Params, state: EngineState, model: StepModel, pages_per_seq: int):
-        self._shapes = jax.tree.map(_shape, (params, state))
+    Every variant that was asked for is compiled for every shape, so that requests wait for none;
+    a step runs the first variant asked for that does all it needs.
+    """
+
+    def __init__(self, params: Params, state: EngineState, model: StepModel, layout: Layout):
+        self._params, self._state = jax.tree.map(_shape, (params, state))
         self._model = model
-        self._pages_per_seq = pages_per_seq
-        self._compiled: dict[tuple[str, int, int], Any] = {}
+        self._layout = layout
+        self._compiled: dict[Any, Any] = {}
         self._num_ahead = 0
+        self.variants: list[Variant] = []
         self.compile_seconds = 0.0
 
     @property
@@ -45,9 +59,19 @@ class Executables:
         """Executables that a request had to wait for."""
         return self.num_compilations - self._num_ahead
 
-    def compile_ahead(self, plans: Iterable[StepPlan], *, show_progress: bool) -> None:
-        """Compile the shapes of `plans` that are not in hand, in parallel."""
-        missing = {key: plan for plan in plans if (key := _key(plan)) not in self._compiled}
+    def variant_for(self, needed: Variant) -> Variant:
+        """The first of the variants that does what is needed."""
+        return next((v for v in self.variants if covers(v, needed)), needed)
+
+    def compile_ahead(
+        self, plans: Iterable[StepPlan], variants: Collection[Variant], *, show_progress: bool
+    ) -> None:
+        """Compile `plans` in every variant, in parallel, as far as they are not in hand."""
+        programs: dict[Any, Callable[[], Any]] = {}
+        for variant in variants:
+            for plan in plans:
+                programs |= self._programs(plan, variant)
+        missing = {key: make for key, make in programs.items() if key not in self._compiled}
         start = time.perf_counter()
         columns = (
             TextColumn("compiling steps"),
@@ -60,38 +84,101 @@ class Executables:
             ThreadPoolExecutor(max_workers=4) as pool,
         ):
             task = progress.add_task("", total=len(missing))
-            futures = {pool.submit(self._compile, plan): key for key, plan in missing.items()}
+            futures = {pool.submit(make): key for key, make in missing.items()}
             for future in as_completed(futures):
                 self._compiled[futures[future]] = future.result()
                 progress.advance(task)
+        self.variants += [variant for variant in variants if variant not in self.variants]
         self._num_ahead += len(missing)
         self.compile_seconds += time.perf_counter() - start
 
-    def run(
-        self, plan: StepPlan, params: Params, state: EngineState, packed: jax.Array
-    ) -> tuple[EngineState, jax.Array]:
-        """Launch the executable of `plan`'s shape. `state` is donated."""
-        key = _key(plan)
+    def get(self, program: str, plan: StepPlan, variant: Variant) -> Any:
+        """The executable of one of a plan's programs; `state` is donated to it."""
+        programs = self._programs(plan, variant)
+        key = next(key for key in programs if key[0] == program)
         if key not in self._compiled:
             start = time.perf_counter()
-            self._compiled[key] = self._compile(plan)
+            self._compiled[key] = programs[key]()
             self.compile_seconds += time.perf_counter() - start
-        return self._compiled[key](params, state, packed)
+        return self._compiled[key]
 
-    def _compile(self, plan: StepPlan) -> Any:
-        params, state = self._shapes
-        packed = jax.ShapeDtypeStruct(packed_shape(plan, self._pages_per_seq), jnp.int32)
-        if isinstance(plan, DecodePlan):
-            lowered = run_decode.lower(params, state, packed, model=self._model, k=plan.k)
-        else:
-            lowered = run_prefill.lower(params, state, packed, model=self._model, width=plan.width)
-        return lowered.compile()
+    def _programs(self, plan: StepPlan, variant: Variant) -> dict[Any, Callable[[], Any]]:
+        """How to compile each program of a plan, by what makes it different from others."""
+        layout, model, batch = self._layout, self._model, plan.batch
+        params, state = self._params, self._state
+        packed = jax.ShapeDtypeStruct(layout.packed_shape(plan), jnp.int32)
+        masks = None
+        if variant.masks:
+            masks = jax.ShapeDtypeStruct(layout.mask_shape(plan), jnp.int32)
+        if isinstance(plan, PrefillPlan):
+
+            def prefill():
+                return run_prefill.lower(params, state, packed, model=model, width=plan.width)
+
+            admissions = jax.ShapeDtypeStruct(layout.admit_shape(batch), jnp.int32)
+            return {
+                ("admit", batch): lambda: run_admit.lower(
+                    state, admissions, layout=layout
+                ).compile(),
+                ("prefill", batch, plan.width): lambda: prefill().compile(),
+                ("begin", batch, plan.width, variant): lambda: run_begin.lower(
+                    params,
+                    state,
+                    packed,
+                    prefill().out_info[1],
+                    masks,
+                    model=model,
+                    variant=variant,
+                ).compile(),
+            }
+        variant, k = variant._replace(num_prompt_logprobs=None), plan.k
+        if masks is None:
+            return {
+                ("decode", batch, k, variant): lambda: run_decode.lower(
+                    params, state, packed, model=model, variant=variant, k=k
+                ).compile()
+            }
+
+        drafting = variant._replace(masks=False, num_logprobs=None)
+
+        def propose():
+            return run_propose.lower(params, state, packed, model=model, variant=drafting, k=k)
+
+        def extend():
+            return run_extend.lower(params, state, packed, propose().out_info[1], model=model)
+
+        def settle():
+            return run_settle.lower(
+                params,
+                state,
+                packed,
+                propose().out_info[1],
+                extend().out_info[1],
+                masks,
+                model=model,
+                variant=variant,
+            )
+
+        return {
+            ("propose", batch, k, drafting): lambda: propose().compile(),
+            ("extend", batch, k): lambda: extend().compile(),
+            ("settle", batch, k, variant): lambda: settle().compile(),
+        }
 
 
-def _key(plan: StepPlan) -> tuple[str, int, int]:
-    if isinstance(plan, PrefillPlan):
-        return "prefill", plan.batch, plan.width
-    return "decode", plan.batch, plan.k
+def covers(variant: Variant, needed: Variant) -> bool:
+    """Whether a step in `variant` does all that is `needed`. Masks cost a wait, so are exact."""
+    return (
+        variant.edits >= needed.edits
+        and set(variant.processors) >= set(needed.processors)
+        and variant.masks == needed.masks
+        and _at_least(variant.num_logprobs, needed.num_logprobs)
+        and _at_least(variant.num_prompt_logprobs, needed.num_prompt_logprobs)
+    )
+
+
+def _at_least(given: int | None, needed: int | None) -> bool:
+    return needed is None or (given is not None and given >= needed)
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -1,12 +1,25 @@
 """From what a user passes in to requests, with errors that name prompt, value and remedy."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
 from typing import Any
 
+import jax
 import numpy as np
 
 from specjax.config import EngineConfig
-from specjax.request import MAX_STOP_IDS, Request, SamplingParams
+from specjax.detokenizer import StopStrings, bad_word_ids
+from specjax.host.grammar import GrammarCompiler
+from specjax.request import Matcher, Request, TextWatch
+from specjax.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_STOP_IDS,
+    LogitsProcessor,
+    SamplingParams,
+    StructuredOutputs,
+)
 from specjax.tokenizer import ChatTokenizer
 
 Prompt = str | Sequence[int] | Mapping[str, Any]
@@ -22,54 +35,196 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return listed
 
 
-def make_request(
-    prompt: Prompt,
-    params: SamplingParams,
-    *,
-    request_id: int,
-    where: str,
-    config: EngineConfig,
-    tokenizer: ChatTokenizer | None,
-    vocab_size: int,
-    eos_ids: tuple[int, ...],
-) -> Request:
-    """The request of one prompt; `where` is what errors call it.
+@dataclass(frozen=True)
+class RequestMaker:
+    """What requests are checked against and resolved with."""
 
-    Raises:
-        ValueError: a prompt or parameters that cannot be served.
-    """
-    token_ids = _token_ids(prompt, tokenizer, where)
-    if not token_ids:
-        raise ValueError(f"{where} is empty; a prompt needs at least one token")
-    for name, ids in ("", token_ids), ("stop_token_ids: ", params.stop_token_ids):
-        if bad := [token for token in ids if not 0 <= token < vocab_size]:
+    config: EngineConfig
+    tokenizer: ChatTokenizer | None
+    vocab_size: int
+    eos_ids: tuple[int, ...]
+    number_of: Callable[[tuple[LogitsProcessor, ...]], int]  # registers logits processors
+
+    @cached_property
+    def grammars(self) -> GrammarCompiler | None:
+        """Compiles structured outputs; None without a tokenizer."""
+        if self.tokenizer is None:
+            return None
+        text = self.tokenizer.tokenizer.to_str()
+        return GrammarCompiler(text, self.vocab_size, self.eos_ids)
+
+    def make(self, prompt: Prompt, params: SamplingParams, request_id: int, where: str) -> Request:
+        """The request of one prompt; `where` is what errors call it.
+
+        Raises:
+            ValueError: a prompt or parameters that cannot be served.
+        """
+        if not isinstance(params, SamplingParams):
+            raise ValueError(f"{where}: sampling_params={params!r} must be a SamplingParams")
+        token_ids = _token_ids(prompt, self.tokenizer, where)
+        if not token_ids:
+            raise ValueError(f"{where} is empty; a prompt needs at least one token")
+        try:
+            self._check_ids("", token_ids)
+            return self._make(tuple(token_ids), params, request_id)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+
+    def _make(self, token_ids: tuple[int, ...], params: SamplingParams, request_id: int) -> Request:
+        config = self.config
+        self._check_ids("stop_token_ids: ", params.stop_token_ids)
+        self._check_ids("allowed_token_ids: ", params.allowed_token_ids or ())
+        self._check_ids("logit_bias: ", params.logit_bias)
+        room = config.max_model_len - len(token_ids)
+        if room < 1:
             raise ValueError(
-                f"{where}: {name}token id {bad[0]} is outside the vocabulary of {vocab_size}"
+                f"it has {len(token_ids)} tokens and max_model_len={config.max_model_len} "
+                "leaves no room for output; shorten the prompt or raise max_model_len"
             )
-    room = config.max_model_len - len(token_ids)
-    if room < 1:
-        raise ValueError(
-            f"{where} has {len(token_ids)} tokens and max_model_len={config.max_model_len} "
-            "leaves no room for output; shorten the prompt or raise max_model_len"
+        if params.min_tokens > room:
+            raise ValueError(
+                f"min_tokens={params.min_tokens} exceeds the {room} tokens that max_model_len="
+                f"{config.max_model_len} leaves after a prompt of {len(token_ids)}; lower "
+                "min_tokens or raise max_model_len"
+            )
+        self._check_supported(params)
+        stop_ids = (*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)
+        stop_ids = tuple(dict.fromkeys(stop_ids))
+        if len(stop_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"stop_token_ids and the model's ends of sequence come to {len(stop_ids)} ids; at "
+                f"most {MAX_STOP_IDS}"
+            )
+        bad_words = self._bad_words(params)
+        _check_some_allowed(params, stop_ids, bad_words)
+        seed = params.seed
+        if seed is None:
+            seed = _derived_seed(config.seed, request_id)
+        seeds = (seed, *(_derived_seed(seed, index) for index in range(1, params.n)))
+        return Request(
+            request_id,
+            token_ids,
+            params,
+            min(params.max_tokens or room, room),
+            seeds,
+            stop_ids,
+            bad_words,
+            self._register(tuple(params.logits_processors)),
+            self._watch(params),
+            self._grammar(params),
         )
-    seed = params.seed
-    if seed is None:
-        seed = int(np.random.SeedSequence([config.seed, request_id]).generate_state(1)[0])
-    stop_ids = (*(() if params.ignore_eos else eos_ids), *params.stop_token_ids)
-    stop_ids = tuple(dict.fromkeys(stop_ids))
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise ValueError(
-            f"{where}: stop_token_ids and the model's ends of sequence come to {len(stop_ids)} "
-            f"ids; at most {MAX_STOP_IDS}"
+
+    def _check_ids(self, name: str, ids: Iterable[int]) -> None:
+        if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
+            raise ValueError(
+                f"{name}token id {bad[0]} is outside the vocabulary of {self.vocab_size}"
+            )
+
+    def _check_supported(self, params: SamplingParams) -> None:
+        config = self.config
+        for name in "logprobs", "prompt_logprobs":
+            wanted = getattr(params, name) or 0
+            if wanted > config.max_logprobs:
+                raise ValueError(
+                    f"{name}={wanted} exceeds max_logprobs={config.max_logprobs}; ask for fewer, "
+                    "or build the LLM with a higher max_logprobs"
+                )
+            if wanted > self.vocab_size:
+                raise ValueError(f"{name}={wanted} exceeds the vocabulary of {self.vocab_size}")
+        if config.exact:
+            for name in "prompt_logprobs", "logits_processors":
+                if getattr(params, name) not in (None, ()):
+                    raise ValueError(
+                        f"{name} needs a program of its own, and exact=True runs all requests in "
+                        f"one; leave {name} out, or build the LLM with exact=False"
+                    )
+
+    def _bad_words(self, params: SamplingParams) -> tuple[tuple[int, ...], ...]:
+        if not params.bad_words:
+            return ()
+        if self.tokenizer is None:
+            raise ValueError("bad_words are texts, but the checkpoint has no tokenizer")
+        words = bad_word_ids(self.tokenizer, params.bad_words)
+        if len(words) > MAX_BAD_WORDS:
+            raise ValueError(
+                f"bad_words come to {len(words)} token sequences; at most {MAX_BAD_WORDS}"
+            )
+        for word in words:
+            if len(word) > MAX_BAD_WORD_TOKENS:
+                raise ValueError(
+                    f"bad_words: {self.tokenizer.decode(word)!r} has {len(word)} tokens; at most "
+                    f"{MAX_BAD_WORD_TOKENS}"
+                )
+        return words
+
+    def _register(self, processors: tuple[LogitsProcessor, ...]) -> int:
+        shapes = (
+            jax.ShapeDtypeStruct((1, self.config.max_model_len), np.int32),
+            jax.ShapeDtypeStruct((1,), np.int32),
+            jax.ShapeDtypeStruct((1, self.vocab_size), np.float32),
         )
-    return Request(
-        request_id,
-        tuple(token_ids),
-        min(params.max_tokens or room, room),
-        params.temperature,
-        seed,
-        stop_ids,
-    )
+        for processor in processors:
+            name = getattr(processor, "__name__", repr(processor))
+            try:
+                hash(processor)
+                result = jax.eval_shape(jax.vmap(processor), *shapes)
+            except Exception as error:  # whatever a user's function raises
+                raise ValueError(
+                    f"logits_processors: {name} failed when hashed, or traced with (tokens "
+                    f"i32[L], length i32, logits f32[V]): {error}"
+                ) from error
+            shape = getattr(result, "shape", None)
+            if shape != (1, self.vocab_size) or not np.issubdtype(result.dtype, np.floating):
+                shown = jax.tree.map(lambda x: f"{x.dtype}{list(x.shape[1:])}", result)
+                raise ValueError(
+                    f"logits_processors: {name} returned {shown}; it must return logits "
+                    f"float32[{self.vocab_size}]"
+                )
+        return self.number_of(processors)
+
+    def _watch(self, params: SamplingParams) -> Callable[[], TextWatch] | None:
+        if not params.stop:
+            return None
+        if self.tokenizer is None:
+            raise ValueError(
+                "stop looks for texts, but the checkpoint has no tokenizer; use stop_token_ids"
+            )
+        return partial(
+            StopStrings,
+            self.tokenizer,
+            tuple(params.stop),
+            min_tokens=params.min_tokens,
+            include_in_output=params.include_stop_str_in_output,
+        )
+
+    def _grammar(self, params: SamplingParams) -> Callable[[], Matcher] | None:
+        wanted = params.structured_outputs
+        if wanted is None:
+            return None
+        if self.grammars is None:
+            raise ValueError("structured_outputs need a checkpoint with a tokenizer")
+        assert isinstance(wanted, StructuredOutputs)
+        return self.grammars.compile(wanted).matcher
+
+
+def _check_some_allowed(
+    params: SamplingParams, stop_ids: tuple[int, ...], bad_words: tuple[tuple[int, ...], ...]
+) -> None:
+    """Refuse parameters under which nothing is left to choose from."""
+    if params.allowed_token_ids is None:
+        return
+    forbidden = {word[0] for word in bad_words if len(word) == 1}
+    if params.min_tokens:
+        forbidden |= set(stop_ids)
+    if forbidden.issuperset(params.allowed_token_ids):
+        raise ValueError(
+            "allowed_token_ids are all forbidden, as bad_words or as ends of sequence before "
+            f"min_tokens={params.min_tokens}; allow others too"
+        )
+
+
+def _derived_seed(seed: int, number: int) -> int:
+    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def _token_ids(prompt: Prompt, tokenizer: ChatTokenizer | None, where: str) -> list[int]:
@@ -85,6 +240,6 @@ def _token_ids(prompt: Prompt, tokenizer: ChatTokenizer | None, where: str) -> l
         prompt = prompt["prompt_token_ids"]
     if not isinstance(prompt, Sequence | np.ndarray):
         raise ValueError(f"{where} is {prompt!r}; expected a text or a list of token ids")
-    if not all(isinstance(token, int | np.integer) for token in prompt):
+    if not all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in prompt):
         raise ValueError(f"{where}: token ids must be integers")
     return [int(token) for token in prompt]

@@ -1,66 +1,69 @@
-"""What a user asks for and gets back: sampling parameters, requests, outputs."""
+"""A request on its way through the engine, and what its user gets back."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-MAX_SEED = 2**32 - 1
-MAX_STOP_IDS = 8  # that the device checks per request, the model's ends of sequence included
+from specjax.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True, kw_only=True)
-class SamplingParams:
-    """How the tokens of a request are chosen, and when it ends.
+class TextWatch(Protocol):
+    """Watches the text of one output for what should end it."""
 
-    Attributes:
-        temperature: 0 is greedy; above it, tokens are drawn from softmax(logits / temperature).
-        seed: fixes the draws of a request, whatever else runs beside it and whether or not drafts
-            are used. None takes one from the engine's seed and the number of the request.
-        max_tokens: most tokens to generate; None for as many as `max_model_len` allows.
-        stop_token_ids: further ids that end the output, besides the model's end of sequence.
-        ignore_eos: go on past the model's end of sequence.
-        detokenize: whether outputs carry text.
-    """
+    @property
+    def stop_reason(self) -> str | None: ...
+    @property
+    def text(self) -> str: ...
+    def append(self, tokens: Sequence[int]) -> int | None:
+        """Take new tokens; how many of them stand, if one of them ends the output."""
+        ...
 
-    temperature: float = 1.0
-    seed: int | None = None
-    max_tokens: int | None = 16
-    stop_token_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
-    detokenize: bool = True
 
-    def __post_init__(self):
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(
-                f"temperature={self.temperature} must be finite and >= 0; 0 means greedy"
-            )
-        if self.seed is not None and not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"seed={self.seed} must be in 0..{MAX_SEED}, or None")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise ValueError(f"max_tokens={self.max_tokens} must be at least 1, or None")
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        if len(self.stop_token_ids) > MAX_STOP_IDS:
-            raise ValueError(
-                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_IDS}"
-            )
-        if any(token < 0 for token in self.stop_token_ids):
-            raise ValueError(f"stop_token_ids={self.stop_token_ids} must not be negative")
+class Matcher(Protocol):
+    """Follows one output through its grammar."""
+
+    @property
+    def is_finished(self) -> bool: ...
+    def accept(self, tokens: Sequence[int]) -> None:
+        """Advance by tokens of the output."""
+        ...
+
+    def masks(self, drafts: Sequence[int]) -> Any:
+        """Permissions i32[len(drafts) + 1, ceil(V/32)] after each prefix of drafts."""
+        ...
 
 
 @dataclass(frozen=True)
 class Request:
-    """A validated prompt on its way through the engine."""
+    """A validated prompt with its parameters resolved: what the host needs to serve it."""
 
     request_id: int
     prompt_token_ids: tuple[int, ...]
+    params: SamplingParams
     max_tokens: int
-    temperature: float
-    seed: int
-    stop_ids: tuple[int, ...]
+    seeds: tuple[int, ...]  # one per sample
+    stop_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    processor: int = -1  # the engine's number of its logits processors
+    watch_text: Callable[[], TextWatch] | None = None  # one per sample
+    follow_grammar: Callable[[], Matcher] | None = None
 
     @property
     def max_length(self) -> int:
         """Most tokens the request may come to, prompt included."""
         return len(self.prompt_token_ids) + self.max_tokens
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """A token's log-probability under the target, and its rank (1 is the likeliest)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+
+
+TokenLogprobs = dict[int, Logprob]  # by token id: the token itself first, then the likeliest
 
 
 @dataclass(frozen=True)
@@ -70,8 +73,10 @@ class CompletionOutput:
     index: int
     token_ids: list[int]
     text: str | None  # None without a tokenizer, or with detokenize=False
+    cumulative_logprob: float | None  # None unless logprobs were asked for
+    logprobs: list[TokenLogprobs] | None
     finish_reason: str  # "stop" or "length"
-    stop_reason: int | None  # the stop token id that ended the output; None for end of sequence
+    stop_reason: int | str | None  # what ended the output; None for end of sequence and length
 
 
 @dataclass(frozen=True)
@@ -81,4 +86,5 @@ class RequestOutput:
     request_id: int
     prompt: str | None
     prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
     outputs: Sequence[CompletionOutput]

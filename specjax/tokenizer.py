@@ -30,6 +30,10 @@ class ChatTokenizer:
         """Text of token ids, special tokens left out."""
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
 
+    def decode_token(self, token_id: int) -> str:
+        """Text of one token by itself, special ones included."""
+        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+
     def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation, ready for the assistant's turn.
 

@@ -1,117 +1,394 @@
 """The conversion between plans and arrays: nothing is lost, and the host's arrays are its own."""
 
+from dataclasses import dataclass, fields, replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import specjax.engine
-from specjax.batch import pack, pack_outputs, packed_shape, unpack_outputs, unpack_prefill
+from specjax.batch import (
+    Layout,
+    pack,
+    pack_admissions,
+    pack_masks,
+    pack_outputs,
+    run_admit,
+    unpack_outputs,
+)
 from specjax.config import EngineConfig
-from specjax.device.drafters.drafter import NoDrafter, Params
+from specjax.device.drafters.drafter import NoDrafter, Params, Variant
+from specjax.device.logprobs import Logprobs
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
-from specjax.device.step import DecodeInputs, PrefillInputs, StepOutputs
+from specjax.device.requests import init_requests
+from specjax.device.state import init_state
+from specjax.device.step import AdmitInputs, DecodeInputs, PrefillInputs, StepOutputs
 from specjax.engine import Engine
-from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan, Sequence
+from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan
+from specjax.host.sequence import Sequence
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.request import MAX_SEED, MAX_STOP_IDS, Request
+from specjax.request import Logprob, Request
+from specjax.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_IDS,
+    SamplingParams,
+)
 
-NUM_SLOTS, PAGES_PER_SEQ, WIDTH = 9, 6, 8
+NUM_SLOTS, PAGES_PER_SEQ, WIDTH, MAX_LEN, VOCAB = 9, 6, 8, 40, 70
+LAYOUT = Layout(NUM_SLOTS, MAX_LEN, PAGES_PER_SEQ, VOCAB)
 
 
-def make_sequence(slot, prompt_length, *, temperature=0.0, seed=0, stop_ids=(), num_pages=2):
+def make_sequence(
+    slot, prompt_length, *, index=0, seeds=(0,), stop_ids=(), bad_words=(), num_pages=2, **params
+):
+    processor = params.pop("processor", -1)
     request = Request(
-        100 + slot, tuple(range(slot, slot + prompt_length)), 5, temperature, seed, stop_ids
+        100 + slot,
+        tuple(range(slot, slot + prompt_length)),
+        SamplingParams(**params),
+        5,
+        seeds,
+        stop_ids,
+        bad_words,
+        processor,
     )
-    return Sequence(request, slot, [10 * slot + page for page in range(num_pages)])
+    return Sequence(request, index, slot, [10 * slot + page for page in range(num_pages)])
 
 
 CHUNKS = (
-    Chunk(make_sequence(4, 8, temperature=0.7, seed=MAX_SEED, stop_ids=(3, 1)), 0, 8),
-    Chunk(make_sequence(0, 20, temperature=1e-30, seed=2**31, num_pages=PAGES_PER_SEQ), 8, 8),
-    Chunk(make_sequence(8, 3, stop_ids=tuple(range(MAX_STOP_IDS)), num_pages=0), 2, 1),
+    Chunk(make_sequence(4, 8, logprobs=2, prompt_logprobs=0), 0, 8, True),
+    Chunk(make_sequence(0, 20, num_pages=PAGES_PER_SEQ, prompt_logprobs=3), 8, 8, False),
+    Chunk(make_sequence(8, 3, num_pages=0, logprobs=0), 2, 1, True),
 )
 PREFILL = PrefillPlan(CHUNKS, 5, WIDTH)
-DECODE = DecodePlan(tuple(chunk.sequence for chunk in CHUNKS), 4, 2)
+DECODE = DecodePlan(PREFILL.sequences, 4, 2, 1)
+PLANS = pytest.mark.parametrize("plan", [PREFILL, DECODE], ids=["prefill", "decode"])
 
 
 def padded(values, length):
     return [*values, *[-1] * (length - len(values))]
 
 
-def test_prefill_round_trip():
-    packed = pack(PREFILL, NUM_SLOTS, PAGES_PER_SEQ)
-    assert packed.dtype == np.int32 and packed.shape == packed_shape(PREFILL, PAGES_PER_SEQ)
-    inputs = jax.jit(unpack_prefill, static_argnums=1)(packed, WIDTH)
-    for row, chunk in enumerate(CHUNKS):
-        sequence, request = chunk.sequence, chunk.sequence.request
-        end = chunk.start + chunk.count
-        tokens = request.prompt_token_ids
-        assert inputs.slots[row] == sequence.slot
-        assert inputs.starts[row] == chunk.start
-        assert inputs.counts[row] == chunk.count
-        assert inputs.tokens[row, : chunk.count].tolist() == list(tokens[chunk.start : end])
-        assert inputs.next_tokens[row] == (tokens[end] if end < len(tokens) else -1)
-        assert inputs.limits[row] == request.max_length
-        assert inputs.page_table[row].tolist() == padded(sequence.pages, PAGES_PER_SEQ)
-        assert inputs.stop_ids[row].tolist() == padded(request.stop_ids, MAX_STOP_IDS)
-        assert inputs.sampling.temperature[row] == np.float32(request.temperature)
-        assert int(inputs.sampling.seeds[row]) == request.seed
-    assert inputs.sampling.temperature.dtype == jnp.float32
-    assert inputs.sampling.seeds.dtype == jnp.uint32
-    assert {leaf.shape[0] for leaf in jax.tree.leaves(inputs)} == {PREFILL.batch}
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_prefill_rows_are_slot_chunk_and_pages():
+    packed = pack(PREFILL, LAYOUT)
+    assert packed.dtype == np.int32 and packed.shape == LAYOUT.packed_shape(PREFILL)
+    for row, chunk in zip(packed[:3].tolist(), CHUNKS, strict=True):
+        pages = padded(chunk.sequence.pages, PAGES_PER_SEQ)
+        assert row == [chunk.sequence.slot, chunk.start, chunk.count, *pages]
 
 
 def test_prefill_padding_does_nothing():
-    inputs = unpack_prefill(jnp.array(pack(PREFILL, NUM_SLOTS, PAGES_PER_SEQ)), WIDTH)
-    padding = slice(len(CHUNKS), None)
-    assert (inputs.slots[padding] == NUM_SLOTS).all()
-    assert (inputs.counts[padding] == 0).all()
-    assert (inputs.page_table[padding] == -1).all()
-    assert (inputs.tokens >= 0).all(), "an id of -1 would embed the vocabulary's last token"
+    slots, _, counts, *table = pack(PREFILL, LAYOUT)[len(CHUNKS) :].T
+    assert (slots == NUM_SLOTS).all() and (counts == 0).all()
+    assert len(table) == PAGES_PER_SEQ and (np.array(table) == -1).all()
 
 
-def test_decode_rows_are_slot_and_pages():
-    packed = pack(DECODE, NUM_SLOTS, PAGES_PER_SEQ)
-    assert packed.shape == packed_shape(DECODE, PAGES_PER_SEQ)
-    expected = [[s.slot, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
-    np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, *[-1] * PAGES_PER_SEQ]])
-
-
-def test_outputs_round_trip():
-    outputs = StepOutputs(
-        tokens=jnp.array([[5, 6, 7], [8, 9, 9], [4, 4, 4], [1, 1, 1]]),
-        num_tokens=jnp.array([3, 1, 0, 2]),
-    )
-    packed = np.asarray(pack_outputs(outputs))
-    assert unpack_outputs(packed, DECODE) == [[5, 6, 7], [8], []]
-    assert unpack_outputs(packed[:, :2], PREFILL) == [[5], [8], []]
+def test_decode_rows_are_slot_drafts_and_pages():
+    packed = pack(DECODE, LAYOUT)
+    assert packed.dtype == np.int32 and packed.shape == LAYOUT.packed_shape(DECODE)
+    expected = [[s.slot, 1, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
+    np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, *[-1] * PAGES_PER_SEQ]])
 
 
 def test_a_step_is_told_nothing_that_the_device_decides():
     """Accepted counts, lengths and last tokens of decoding requests live on the device alone."""
-    assert DecodeInputs._fields == ("slots", "page_table")
-    assert set(PrefillInputs._fields) == {
-        *("slots", "starts", "counts", "tokens", "next_tokens"),
-        *("page_table", "limits", "stop_ids", "sampling"),
-    }
-    before = pack(DECODE, NUM_SLOTS, PAGES_PER_SEQ)
+    assert AdmitInputs._fields == ("slots", "requests", "tokens")
+    assert PrefillInputs._fields == ("slots", "starts", "counts", "page_table")
+    assert DecodeInputs._fields == ("slots", "num_drafts", "page_table")
+    before = pack(DECODE, LAYOUT)
     sequence = make_sequence(4, 8)
     sequence.output, sequence.num_in_flight, sequence.num_prefilled = [1, 2, 3], 2, 8
-    after = pack(DecodePlan((sequence,), 1, 2), NUM_SLOTS, PAGES_PER_SEQ)
+    after = pack(DecodePlan((sequence,), 1, 2, 1), LAYOUT)
     np.testing.assert_array_equal(after[0], before[0])
 
 
-@pytest.mark.parametrize("plan", [PREFILL, DECODE], ids=["prefill", "decode"])
+# --- admissions -----------------------------------------------------------------------------------
+
+PLAIN = make_sequence(2, 1, temperature=0.0, seeds=(3,))
+FULL = make_sequence(
+    7,
+    MAX_LEN - 5,
+    index=2,
+    seeds=(1, 2, MAX_SEED),
+    stop_ids=tuple(range(60, 60 + MAX_STOP_IDS)),
+    bad_words=tuple(tuple(range(i, i + 1 + i % MAX_BAD_WORD_TOKENS)) for i in range(MAX_BAD_WORDS)),
+    processor=2**20,
+    temperature=1e-30,
+    top_k=VOCAB + 5,
+    top_p=0.3,
+    min_p=0.1,
+    repetition_penalty=1.2,
+    presence_penalty=-0.7,
+    frequency_penalty=2,
+    min_tokens=4,
+    logit_bias={i: i / 7 - 3 for i in range(VOCAB)},
+    allowed_token_ids=[0, 31, 32, 63, 64, VOCAB - 1],
+)
+SOME = make_sequence(
+    0,
+    3,
+    seeds=(2**31,),
+    stop_ids=(5,),
+    bad_words=((9,), (8, 7)),
+    processor=0,
+    top_k=-1,
+    logit_bias={VOCAB - 1: -1e30},
+    allowed_token_ids=[33],
+)
+
+
+def used_state():
+    """A state whose every slot has something to lose."""
+    requests = init_requests(NUM_SLOTS, VOCAB)
+    state = init_state(NUM_SLOTS, MAX_LEN, VOCAB, jnp.zeros(0), jnp.ones(3))
+    marked = jax.tree.map(lambda x: jnp.full_like(x, 77), (requests, state.tokens, state.lengths))
+    requests, tokens, lengths = marked
+    active = jnp.ones(NUM_SLOTS, bool)
+    return replace(state, requests=requests, tokens=tokens, lengths=lengths, is_active=active)
+
+
+@pytest.fixture(scope="module")
+def admitted():
+    """The state after the admission of three requests in a batch of five."""
+    packed = pack_admissions([PLAIN, FULL, SOME], 5, LAYOUT)
+    assert packed.dtype == np.int32 and packed.shape == LAYOUT.admit_shape(5)
+    return jax.device_get(run_admit(used_state(), packed, layout=LAYOUT))
+
+
+@pytest.mark.parametrize("sequence", [PLAIN, FULL, SOME], ids=["plain", "full", "some"])
+def test_a_request_arrives_in_its_slot(admitted, sequence):
+    request, params = sequence.request, sequence.request.params
+    at = jax.tree.map(lambda x: x[sequence.slot], admitted.requests)
+    sampling, edits = at.sampling, at.edits
+    prompt = list(request.prompt_token_ids)
+    assert admitted.tokens[sequence.slot][: len(prompt)].tolist() == prompt
+    assert not admitted.is_active[sequence.slot]
+    assert at.prompt_lengths == len(prompt)
+    assert at.limits == request.max_length == len(prompt) + 5
+    assert at.stop_ids.tolist() == padded(request.stop_ids, MAX_STOP_IDS)
+    assert sampling.seeds == request.seeds[sequence.index] and sampling.seeds.dtype == np.uint32
+    assert sampling.top_k == max(0, min(params.top_k, VOCAB))
+    assert edits.min_tokens == params.min_tokens
+    for found, value in (
+        (sampling.temperature, params.temperature),
+        (sampling.top_p, params.top_p),
+        (sampling.min_p, params.min_p),
+        (edits.repetition, params.repetition_penalty),
+        (edits.presence, params.presence_penalty),
+        (edits.frequency, params.frequency_penalty),
+    ):
+        assert found.dtype == np.float32 and found == np.float32(value)
+    assert edits.processor == request.processor
+
+    count = len(params.logit_bias)
+    assert edits.bias_ids.tolist() == padded(params.logit_bias, MAX_LOGIT_BIAS)
+    assert edits.bias[:count].tolist() == [np.float32(x) for x in params.logit_bias.values()]
+    words = edits.bad_words.reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS).tolist()
+    expected = [padded(word[::-1], MAX_BAD_WORD_TOKENS)[::-1] for word in request.bad_words]
+    assert words[: len(expected)] == expected
+    assert {token for word in words[len(expected) :] for token in word} <= {-1}
+    allowed = params.allowed_token_ids
+    for token in range(VOCAB):
+        is_set = edits.allowed[token // 32] >> token % 32 & 1
+        assert is_set == (allowed is None or token in allowed)
+
+
+def test_an_admission_leaves_all_other_slots_alone(admitted):
+    before, slots = jax.device_get(used_state()), [s.slot for s in (PLAIN, FULL, SOME)]
+    others = np.delete(np.arange(NUM_SLOTS), slots)
+    for name in "tokens", "is_active", "requests":
+        jax.tree.map(
+            lambda x, y: np.testing.assert_array_equal(x[others], y[others]),
+            getattr(admitted, name),
+            getattr(before, name),
+        )
+    np.testing.assert_array_equal(admitted.lengths, before.lengths)
+    np.testing.assert_array_equal(admitted.drafter, before.drafter)
+
+
+def test_tokens_past_a_prompt_are_ids(admitted):
+    """An id of -1 would embed, or be counted for, the vocabulary's last token."""
+    assert (admitted.tokens >= 0).all()
+
+
+def test_every_field_of_a_request_has_its_place():
+    """Nothing that the device keeps of requests is left out of a row, or comes twice."""
+    requests = init_requests(NUM_SLOTS, VOCAB)
+    num_leaves = len(jax.tree.leaves(requests))
+    assert len(LAYOUT.admit_fields) == num_leaves + len({"slot", "tokens"})
+    assert {f.name for f in fields(requests.edits)} <= LAYOUT.admit_fields.keys()
+    width = sum(leaf[0].size for leaf in jax.tree.leaves(requests))
+    assert LAYOUT.admit_shape(3) == (3, 1 + width + MAX_LEN)
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class NumberingMatcher:
+    """Its masks are numbers that tell which drafts they were made for."""
+
+    number: int
+    is_finished: bool = False
+
+    def masks(self, drafts):
+        rows = [self.number + 100 * sum(drafts[:i]) for i in range(len(drafts) + 1)]
+        return np.array(rows, np.int32)[:, None] + np.arange(LAYOUT.mask_words, dtype=np.int32)
+
+
+def with_matcher(plan, *numbers):
+    """The plan, sequences with fresh matchers where `numbers` has one."""
+    new = [
+        replace(sequence, matcher=None if number is None else NumberingMatcher(number))
+        for sequence, number in zip(plan.sequences, numbers, strict=True)
+    ]
+    if isinstance(plan, DecodePlan):
+        return replace(plan, sequences=tuple(new))
+    return replace(
+        plan,
+        chunks=tuple(replace(c, sequence=s) for c, s in zip(plan.chunks, new, strict=True)),
+    )
+
+
+def test_masks_stand_in_the_rows_of_their_requests():
+    drafts = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.int32)
+    masks = pack_masks(with_matcher(DECODE, 10_000, None, 20_000), drafts, LAYOUT)
+    assert masks.dtype == np.int32 and masks.shape == LAYOUT.mask_shape(DECODE) == (4, 3, 3)
+    assert masks[0].tolist() == [[n, n + 1, n + 2] for n in (10_000, 10_100, 10_300)]
+    assert masks[2].tolist() == [[n, n + 1, n + 2] for n in (20_000, 20_500, 21_100)]
+    assert (masks[[1, 3]] == -1).all(), "without a grammar everything is permitted"
+
+
+def test_nothing_is_known_before_a_first_token():
+    masks = pack_masks(with_matcher(PREFILL, None, 10_000, 20_000), None, LAYOUT)
+    assert masks.shape == LAYOUT.mask_shape(PREFILL) == (5, 1, 3)
+    assert masks[1:3, 0].tolist() == [[n, n + 1, n + 2] for n in (10_000, 20_000)]
+    assert (masks[[0, 3, 4]] == -1).all()
+
+
+def test_a_finished_matcher_is_not_asked():
+    """Its sequence may have ended on the host with a step in flight."""
+    plan = with_matcher(DECODE, 10_000, 20_000, None)
+    plan.sequences[0].finish_reason = "stop"
+    masks = pack_masks(plan, np.zeros((4, 2), np.int32), LAYOUT)
+    assert (masks[0] == -1).all() and masks[1, 0, 0] == 20_000
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+TOKENS = jnp.array([[5, 6, 7], [8, 9, 9], [4, 4, 4], [1, 1, 1]])
+
+
+def test_outputs_round_trip():
+    outputs = StepOutputs(TOKENS, jnp.array([3, 1, 0, 2]), None, None)
+    rows = unpack_outputs(np.asarray(pack_outputs(outputs)), DECODE, Variant())
+    assert [row.tokens for row in rows] == [[5, 6, 7], [8], []]
+    first = StepOutputs(TOKENS[:, :1], jnp.array([1, 1, 0, 1]), None, None)
+    rows = unpack_outputs(np.asarray(pack_outputs(first)), PREFILL, Variant())
+    assert [row.tokens for row in rows] == [[5], [8], []]
+    assert all(row.logprobs is None and row.prompt_logprobs is None for row in rows)
+
+
+def make_logprobs(tokens, num_top, seed):
+    """Random ones of random logits, and what `Logprob`s to expect of token i32[B, T]."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(*tokens.shape, VOCAB))
+    found = np.log(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)).astype(np.float32)
+    order = np.argsort(-found, axis=-1)
+    own = np.take_along_axis(found, tokens[..., None], -1)
+    ranks = 1 + (found > own).sum(-1)
+    top_ids = order[..., :num_top].reshape(tokens.size, num_top)
+    top = np.take_along_axis(found.reshape(tokens.size, -1), top_ids, -1)
+    ints = ranks.reshape(-1).astype(np.int32), top_ids.astype(np.int32)
+    logprobs = Logprobs(*map(jnp.array, (own.reshape(-1), ints[0], ints[1], top)))
+
+    def expected(b, t, count):
+        best = [(int(i), rank) for rank, i in enumerate(order[b, t, :count], start=1)]
+        mine = int(tokens[b, t])
+        listed = [(mine, int(ranks[b, t])), *[pair for pair in best if pair[0] != mine]]
+        return [(i, Logprob(float(found[b, t, i]), rank)) for i, rank in listed]
+
+    return logprobs, expected
+
+
+def as_lists(entries):
+    return [list(entry.items()) for entry in entries]
+
+
+@pytest.mark.parametrize("num_top", [2, 5, VOCAB])
+def test_logprobs_round_trip(num_top):
+    """Each request gets as many as it asked for, the token itself first; others get none."""
+    logprobs, expected = make_logprobs(np.asarray(TOKENS), num_top, 0)
+    outputs = StepOutputs(TOKENS, jnp.array([3, 1, 2, 2]), logprobs, None)
+    packed = np.asarray(pack_outputs(outputs))
+    assert packed.dtype == np.int32
+    rows = unpack_outputs(packed, DECODE, Variant(num_logprobs=num_top))
+    assert [row.tokens for row in rows] == [[5, 6, 7], [8], [4, 4]]
+    assert as_lists(rows[0].logprobs) == [expected(0, t, 2) for t in range(3)]
+    assert rows[1].logprobs is None
+    assert as_lists(rows[2].logprobs) == [expected(2, t, 0) for t in range(2)]
+    assert all(row.prompt_logprobs is None for row in rows)
+
+
+def test_only_the_tokens_own_logprobs():
+    logprobs, expected = make_logprobs(np.asarray(TOKENS), 0, 1)
+    outputs = StepOutputs(TOKENS, jnp.array([3, 1, 2, 2]), logprobs, None)
+    plan = replace(DECODE, sequences=DECODE.sequences[2:])
+    (row,) = unpack_outputs(np.asarray(pack_outputs(outputs)), plan, Variant(num_logprobs=0))
+    assert as_lists(row.logprobs) == [expected(0, t, 0) for t in range(3)]
+
+
+def test_prompt_logprobs_are_of_the_tokens_after_a_chunks_rows():
+    """The last chunk has one fewer: what follows the prompt is output."""
+    following = np.zeros((PREFILL.batch, WIDTH), int)
+    for row, chunk in enumerate(CHUNKS):
+        prompt = chunk.sequence.request.prompt_token_ids
+        after = prompt[chunk.start + 1 : chunk.start + 1 + chunk.count]
+        following[row, : len(after)] = after
+    first = np.array([[5], [6], [7], [0], [0]])
+    logprobs, expected = make_logprobs(first, 4, 2)
+    prompt_logprobs, prompt_expected = make_logprobs(following, 3, 3)
+    outputs = StepOutputs(jnp.array(first), jnp.array([1, 0, 1, 0, 0]), logprobs, prompt_logprobs)
+    variant = Variant(num_logprobs=4, num_prompt_logprobs=3)
+    rows = unpack_outputs(np.asarray(pack_outputs(outputs)), PREFILL, variant)
+    assert [row.tokens for row in rows] == [[5], [], [7]]
+    assert as_lists(rows[0].logprobs) == [expected(0, 0, 2)]
+    assert as_lists(rows[2].logprobs) == [expected(2, 0, 0)]
+    assert as_lists(rows[0].prompt_logprobs) == [prompt_expected(0, t, 0) for t in range(7)]
+    assert as_lists(rows[1].prompt_logprobs) == [prompt_expected(1, t, 3) for t in range(8)]
+    assert rows[2].prompt_logprobs is None
+
+
+# --- the host's memory ----------------------------------------------------------------------------
+
+
+@PLANS
 def test_every_packed_array_is_fresh(plan):
     """JAX may read the array it was given, or even keep it, after the call returns."""
-    first, second = (pack(plan, NUM_SLOTS, PAGES_PER_SEQ) for _ in range(2))
-    assert first.flags.owndata and second.flags.owndata
-    expected = second.copy()
-    first[:] = 77
-    np.testing.assert_array_equal(second, expected)
-    np.testing.assert_array_equal(pack(plan, NUM_SLOTS, PAGES_PER_SEQ), expected)
+    plan = with_matcher(plan, 10_000, None, 20_000)
+
+    def arrays():
+        drafts = np.zeros((4, 2), np.int32) if isinstance(plan, DecodePlan) else None
+        new = pack_admissions([PLAIN, FULL], 3, LAYOUT)
+        return pack(plan, LAYOUT), new, pack_masks(plan, drafts, LAYOUT)
+
+    first, second = arrays(), arrays()
+    expected = [array.copy() for array in second]
+    for array in first:
+        assert array.flags.owndata
+        array[:] = 77
+    for again in second, arrays():
+        for array, wanted in zip(again, expected, strict=True):
+            np.testing.assert_array_equal(array, wanted)
 
 
 @pytest.fixture(scope="module")
@@ -137,10 +414,27 @@ def tiny_engine():
     return Engine(config, target, NoDrafter(), Params(weights, None), StaticPolicy(0))
 
 
+class EvenMatcher:
+    """Permits the tokens 0, 2, ..."""
+
+    is_finished = False
+
+    def accept(self, tokens):
+        assert not any(token % 2 for token in tokens)
+
+    def masks(self, drafts):
+        return np.full((len(drafts) + 1, 2), 0x55555555, np.int32)
+
+
 def generate(engine):
+    """What the requests have so far, after each step; two of them are under a grammar."""
     rng = np.random.default_rng(1)
     for i, length in enumerate([40, 3, 17, 32, 1]):
-        engine.add(Request(i, tuple(rng.integers(0, 61, length).tolist()), 12, 0.8, i, ()))
+        grammar = {"structured_outputs": {"regex": "any"}} if i % 2 else {}
+        params = SamplingParams(temperature=0.8, **grammar)
+        prompt = tuple(rng.integers(0, 61, length).tolist())
+        follow = EvenMatcher if grammar else None
+        engine.add(Request(i, prompt, params, 12, (i,), follow_grammar=follow))
     outputs = {}
     while engine.has_work:
         for sequence in engine.step():
@@ -152,22 +446,33 @@ def test_packed_arrays_are_done_with_when_their_results_are_there(tiny_engine, m
     """Overwriting them then changes nothing: no step looks at what an earlier one was told."""
     *_, expected = generate(tiny_engine)
     assert sorted(map(len, expected.values())) == [12] * 5
-    given = []
+    assert all(token % 2 == 0 for i in (1, 3) for token in expected[i])
+    steps, kinds = [], set()
 
-    def recording_pack(*arguments):
-        # Aligned as XLA likes it, so that the device uses the host's memory without a copy.
-        packed = pack(*arguments)
-        memory = np.zeros(packed.nbytes + 64, np.uint8)
-        start = -memory.ctypes.data % 64
-        aligned = memory[start : start + packed.nbytes].view(np.int32).reshape(packed.shape)
-        aligned[:] = packed
-        given.append(aligned)
-        return aligned
+    def recording(name):
+        real = getattr(specjax.engine, name)
 
-    monkeypatch.setattr(specjax.engine, "pack", recording_pack)
+        def record(*arguments):
+            # Aligned as XLA likes it, so that the device uses the host's memory without a copy.
+            packed = real(*arguments)
+            memory = np.zeros(packed.nbytes + 64, np.uint8)
+            start = -memory.ctypes.data % 64
+            aligned = memory[start : start + packed.nbytes].view(np.int32).reshape(packed.shape)
+            aligned[:] = packed
+            if name == "pack":  # comes first in a step
+                steps.append([])
+            steps[-1].append(aligned)
+            kinds.add(name)
+            return aligned
+
+        monkeypatch.setattr(specjax.engine, name, record)
+
+    for name in "pack", "pack_admissions", "pack_masks":
+        recording(name)
     outputs = {}
     for outputs in generate(tiny_engine):  # noqa: B007
-        for packed in given[:-1]:  # the last one is in flight
-            packed[:] = 1
-    assert len(given) > 20
+        for step in steps[:-1]:  # the last one is in flight
+            for packed in step:
+                packed[:] = 1
+    assert len(steps) > 20 and len(kinds) == 3
     assert outputs == expected

@@ -180,6 +180,21 @@ def test_generate_is_the_same_with_a_drafter(capsys, tmp_path, speaking, drafter
     assert json.loads(capsys.readouterr().out)["outputs"] == plain["outputs"]
 
 
+def test_generate_takes_any_sampling_params(capsys, speaking):
+    argv = ["generate", "--model", speaking, *SMALL, "--temperature", "1", "What is two?"]
+    text = {"n": 2, "seed": 3, "top_p": 0.9, "logit_bias": {"5": 100.0}, "logprobs": 0}
+    assert main([*argv, "--sampling-params", json.dumps(text), "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["outputs"]
+    assert (first["index"], second["index"]) == (0, 1)
+    assert set(first["token_ids"]) == {5} and first["prompt"] == second["prompt"]
+    assert [list(one) for one in first["logprobs"]] == [["5"]] * len(first["token_ids"])
+    assert main([*argv, "--sampling-params", json.dumps(text)]) == 0
+    assert len(capsys.readouterr().out.split("\n--\n")) == 2
+    for bad, message in ("{", "is not JSON"), ('{"top": 1}', "unknown keys ['top']"):
+        assert message in fail(capsys, *argv, "--sampling-params", bad)
+    assert "top_p=2" in fail(capsys, *argv, "--sampling-params", '{"top_p": 2}')
+
+
 def test_generate_prints_text(capsys, speaking):
     argv = ["generate", "--model", speaking, *SMALL, "--chat", "What is two?"]
     assert main([*argv, "--json"]) == 0

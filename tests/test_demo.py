@@ -17,7 +17,7 @@ from specjax.demo import demo_folder
 from specjax.device.drafters import eagle3
 from specjax.device.models.registry import load_model
 from specjax.llm import LLM
-from specjax.request import SamplingParams
+from specjax.sampling_params import SamplingParams
 from specjax.train.target import init_params
 
 pytestmark = pytest.mark.slow

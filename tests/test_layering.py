@@ -13,11 +13,14 @@ ROOT = Path(__file__).resolve().parents[1]
 # A module imports from its own line or from those above it; the first entry that fits it counts.
 LAYERS = [
     ["pallas_kernels", "specjax.checkpoint"],
-    ["specjax.config", "specjax.request"],
-    ["specjax.host", "specjax.device"],
+    ["specjax.config", "specjax.sampling_params", "specjax.request"],
+    ["specjax.host", "specjax.host.grammar", "specjax.device"],
     ["specjax.batch", "specjax.metrics"],
     ["specjax.engine", "specjax.precompile"],
-    ["specjax.tokenizer", "specjax.prompts", "specjax.llm", "specjax.demo", "specjax.environment"],
+    [
+        *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts", "specjax.llm"),
+        *("specjax.demo", "specjax.environment"),
+    ],
     ["specjax.arguments"],
     ["specjax.train", "specjax.rl", "specjax.bench", "specjax.info", "specjax.generate"],
     ["specjax.cli", "specjax.__main__", "specjax"],
@@ -27,8 +30,13 @@ RANKS = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}
 ONLY = {
     "pallas_kernels": {"jax", "pallas_kernels", *sys.stdlib_module_names},
     "specjax.host": {"specjax", *sys.stdlib_module_names},
+    "specjax.host.grammar": {"specjax", "numpy", "llguidance", *sys.stdlib_module_names},
 }
-NEVER = {"specjax.host": "specjax.device", "specjax.device": "specjax.host"}
+NEVER = {
+    "specjax.host": "specjax.device",
+    "specjax.host.grammar": "specjax.device",
+    "specjax.device": "specjax.host",
+}
 LAZY = {"specjax", "specjax.cli"}  # may import inside functions
 
 
@@ -120,18 +128,25 @@ def test_imports_keep_the_order():
 PLANTED = [
     ("specjax.config", "import specjax.engine", "upwards"),
     ("specjax.checkpoint.load", "from specjax.config import EngineConfig", "upwards"),
+    ("specjax.sampling_params", "import specjax.host.grammar", "upwards"),
+    ("specjax.host.grammar", "from specjax.tokenizer import load_tokenizer", "upwards"),
+    ("specjax.engine", "from specjax.detokenizer import StopStrings", "upwards"),
     ("specjax.engine", "from specjax import llm", "upwards"),
     ("specjax.llm", "from specjax import LLM", "upwards"),
     ("specjax.host.pages", "import jax.numpy as jnp", "a foreign package"),
     ("specjax.host.pages", "from numpy import array", "a foreign package"),
+    ("specjax.host.scheduler", "def f():\n    import llguidance", "a foreign package"),
+    ("specjax.host.grammar", "def f():\n    import jax", "a foreign package"),
     ("pallas_kernels.dispatch", "from specjax.config import DTYPES", "a foreign package"),
     ("specjax.host.pages", "from specjax.device.step import StepModel", "across the columns"),
+    ("specjax.host.grammar", "from specjax.device.noise import Stream", "across the columns"),
     ("specjax.device.step", "from specjax.host import pages", "across the columns"),
+    ("specjax.device.step", "from specjax.host.grammar import Matcher", "across the columns"),
     ("specjax.engine", "def f():\n    from specjax.config import DTYPES", "inside a function"),
     ("specjax.device.step", "from . import state", "relative"),
     ("specjax.brand_new", "import os", "not in LAYERS"),
     ("specjax.llm", "from specjax.brand_new import thing", "not in LAYERS"),
-    ("specjax.device.noise", "from specjax.device.step import prefill_step", "a cycle"),
+    ("specjax.device.noise", "from specjax.device.step import prefill", "a cycle"),
 ]
 
 
@@ -147,6 +162,8 @@ def test_a_planted_violation_is_found(module, line, reason):
     [
         ("specjax.cli", "def f():\n    from specjax.llm import LLM"),
         ("specjax.host.pages", "import heapq"),
+        ("specjax.host.grammar", "def f():\n    import llguidance"),
+        ("specjax.prompts", "from specjax.host.grammar import Grammar"),
         ("specjax.engine", "def f():\n    import rich"),
     ],
 )

@@ -1,4 +1,7 @@
-"""Executables: compiled once per shape, ahead of time, and counted when they are not."""
+"""Executables: compiled once per shape and variant, ahead of time, or counted."""
+
+import itertools
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
@@ -6,20 +9,28 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from specjax.batch import pack
 from specjax.config import EngineConfig
-from specjax.device.drafters.drafter import NoDrafter, Params
+from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
 from specjax.engine import Engine
 from specjax.host.scheduler import DecodePlan, PrefillPlan
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.precompile import Executables, keep_compilations
+from specjax.precompile import Executables, covers, keep_compilations
 from specjax.request import Request
+from specjax.sampling_params import SamplingParams
+
+VOCAB = 31
+PLAIN = Variant()
+ONE_BY_ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 32}  # a step has one shape
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def make_engine():
+def make_engine(**settings):
     target = Llama(
-        vocab_size=31,
+        vocab_size=VOCAB,
         hidden_size=16,
         intermediate_size=24,
         num_layers=1,
@@ -31,7 +42,8 @@ def make_engine():
         max_position=64,
     )
     weights = jax.tree.map(lambda spec: jnp.full(spec.shape, 0.1), target.specs())
-    config = EngineConfig(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=64, num_pages=8)
+    sizes = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64, "num_pages": 8}
+    config = EngineConfig(**(sizes | settings))
     return Engine(config, target, NoDrafter(), Params(weights, None), StaticPolicy(0))
 
 
@@ -40,23 +52,160 @@ def engine():
     return make_engine()
 
 
+@pytest.fixture(scope="module")
+def single():
+    """An engine for one request at a time."""
+    return make_engine(**ONE_BY_ONE)
+
+
+SHAPES = [(1, 1), (30, 5), (33, 20), (20, 9), (63, 1), (2, 62)]  # of prompt and output
+
+
+def permissive():
+    """A grammar that everything follows."""
+    return PermissiveMatcher()
+
+
+@dataclass
+class PermissiveMatcher:
+    is_finished: bool = False
+
+    def accept(self, tokens):
+        pass
+
+    def masks(self, drafts):
+        return np.full((len(drafts) + 1, 1), -1, np.int32)
+
+
+def double(tokens, length, logits):
+    return 2 * logits
+
+
+def make_requests(engine, *kinds):
+    """Requests of all sizes; the parameters of `kinds` go round."""
+    requests = []
+    for i, (length, max_tokens) in enumerate(SHAPES):
+        params = SamplingParams(temperature=0, **kinds[i % len(kinds)])
+        requests.append(
+            Request(
+                i,
+                tuple(np.arange(length) % VOCAB),
+                params,
+                max_tokens,
+                tuple(range(params.n)),
+                processor=engine.number_of(params.logits_processors),
+                follow_grammar=permissive if params.structured_outputs else None,
+            )
+        )
+    return requests
+
+
 def run_all(engine, requests):
-    for i, (length, max_tokens) in enumerate(requests):
-        engine.add(Request(i, tuple(np.arange(length) % 31), max_tokens, 0.0, 0, ()))
+    """The outputs of the requests' first samples."""
+    for request in requests:
+        engine.add(request)
+    outputs = {}
     while engine.has_work:
-        engine.step()
+        outputs |= {s.request.request_id: s.output for s in engine.step() if not s.index}
+    return outputs
+
+
+def count_new(engine, requests):
+    """Executables that `prepare` adds for the requests, none of which then compiles anything."""
+    before = engine.metrics().num_compilations
+    engine.prepare(requests)
+    return engine.metrics().num_compilations - before
+
+
+# --- ahead of time --------------------------------------------------------------------------------
 
 
 def test_everything_a_request_needs_is_compiled_ahead(engine, compilations):
     config, metrics = engine.config, engine.metrics()
     assert config.decode_batches == (1, 2)
     assert config.prefill_shapes == ((1, 32), (2, 32), (1, 64))
-    assert metrics.num_compilations == 5
+    num_admit, num_prefill, num_begin, num_decode = 2, 3, 3, 2
+    assert metrics.num_compilations == num_admit + num_prefill + num_begin + num_decode
     assert metrics.num_compiles_after_warmup == 0
     assert metrics.compile_seconds > 0
     with compilations.none_expected():
-        run_all(engine, [(1, 1), (30, 5), (33, 20), (20, 9), (63, 1), (2, 62)])
-    assert engine.metrics().num_compilations == 5
+        requests = make_requests(engine, {})
+        assert count_new(engine, requests) == 0
+        outputs = run_all(engine, requests)
+    assert [len(outputs[i]) for i in range(6)] == [max_tokens for _, max_tokens in SHAPES]
+    assert engine.metrics().num_compilations == metrics.num_compilations
+
+
+def test_samples_and_ends_need_nothing_of_their_own(engine, compilations):
+    """Nor do draws: temperature and seed are data."""
+    for params in {"n": 3}, {"stop_token_ids": [3]}, {"ignore_eos": True}, {"seed": 5}:
+        assert engine._needed(make_requests(engine, params)) == PLAIN
+    with compilations.none_expected():
+        engine.prepare(make_requests(engine, {"n": 3}))
+        run_all(engine, make_requests(engine, {"n": 3}))
+    hot = Request(0, (1, 2), SamplingParams(temperature=1.3), 3, (0,))
+    assert engine._needed([hot]) == PLAIN
+
+
+WANTED = {
+    "edits": ({"presence_penalty": 1.0}, {"begin", "decode"}),
+    "logprobs": ({"logprobs": 7}, {"begin", "decode"}),
+    "prompt-logprobs": ({"prompt_logprobs": 0}, {"begin"}),
+    "grammar": (
+        {"structured_outputs": {"regex": "a"}},
+        {"begin", "propose", "extend", "settle"},
+    ),
+}
+
+
+@pytest.mark.parametrize("params, programs", WANTED.values(), ids=WANTED.keys())
+def test_what_requests_ask_for_is_compiled_before_they_run(compilations, params, programs):
+    engine = make_engine(**ONE_BY_ONE)
+    asking = make_requests(engine, params)
+    assert count_new(engine, asking) == len(programs)
+    with compilations.none_expected():
+        assert count_new(engine, asking) == 0
+        run_all(engine, asking)
+        # Those that ask for nothing run as if nobody ever had.
+        run_all(engine, make_requests(engine, {}))
+        run_all(engine, make_requests(engine, params, {}))
+    assert engine._executables.variant_for(PLAIN) == PLAIN
+    assert engine.metrics().num_compiles_after_warmup == 0
+
+
+def test_mixed_requests_run_in_any_company(compilations):
+    """A step is of any of the requests: with a grammar, without, with some of the rest."""
+    engine = make_engine(max_num_batched_tokens=32)
+    kinds = [
+        {"logprobs": 2, "prompt_logprobs": 5},
+        {"structured_outputs": {"regex": "a"}, "top_k": 3},
+        {"logit_bias": {3: 1.0}},
+        {"logits_processors": [double]},
+        {},
+    ]
+    requests = make_requests(engine, *kinds)
+    engine.prepare(requests)
+    with compilations.none_expected():
+        for first in range(len(requests)):
+            run_all(engine, requests[first:] + requests[:first])
+        for request in requests:
+            run_all(engine, [request])
+        run_all(engine, make_requests(engine, *kinds[2:]))
+    assert engine.metrics().num_compiles_after_warmup == 0
+
+
+def test_an_exact_engine_has_one_program_for_all(compilations):
+    engine = make_engine(exact=True)
+    num_programs = len({"admit", "prefill", "begin", "propose", "extend", "settle"})
+    assert engine.metrics().num_compilations == num_programs
+    kinds = [{}, {"top_k": 2}, {"logprobs": 20}, {"structured_outputs": {"regex": "a"}}]
+    requests = make_requests(engine, *kinds)
+    with compilations.none_expected():
+        engine.prepare(requests)
+        run_all(engine, requests)
+        for request in requests:
+            run_all(engine, [request])
+    assert engine.metrics().num_compilations == num_programs
 
 
 def test_what_is_in_hand_is_not_compiled_again(engine, compilations):
@@ -68,47 +217,174 @@ def test_what_is_in_hand_is_not_compiled_again(engine, compilations):
     assert after.num_compiles_after_warmup == 0
 
 
-@pytest.fixture
-def executables(engine):
-    """Executables of the engine's model that are its own, with nothing compiled."""
+def test_a_new_policy_is_compiled_in_every_variant():
+    """Requests that came before it may still ask for what they asked for."""
+    engine = make_engine(**ONE_BY_ONE)
+    engine.prepare(make_requests(engine, {"logprobs": 2}))
+    compiled, engine._executables._compiled = engine._executables._compiled, {}
+    engine.set_policy(StaticPolicy(0))
+    assert engine._executables._compiled.keys() == compiled.keys()
+
+
+# --- variants -------------------------------------------------------------------------------------
+
+
+def halve(tokens, length, logits):
+    return logits / 2
+
+
+EVERY_VARIANT = [
+    Variant(*fields)
+    for fields in itertools.product(
+        (False, True),
+        ((), ((0, (double,)),), ((1, (halve,)),), ((0, (double,)), (1, (halve,)))),
+        (False, True),
+        (None, 0, 20),
+        (None, 0, 20),
+    )
+]
+
+
+def does(variant):
+    """What a variant does besides masks, as a set."""
+    features = {"edits"} if variant.edits else set()
+    features |= set(variant.processors)
+    for name in "num_logprobs", "num_prompt_logprobs":
+        count = getattr(variant, name)
+        features |= {(name, n) for n in (0, 20) if count is not None and n <= count}
+    return features
+
+
+def test_a_variant_covers_what_it_does_and_less():
+    """But masks come after the drafts, so that a step either waits for them or has none."""
+    for variant, needed in itertools.product(EVERY_VARIANT, repeat=2):
+        expected = does(variant) >= does(needed) and variant.masks == needed.masks
+        assert covers(variant, needed) == expected
+
+
+def test_a_step_runs_the_first_variant_that_does(engine):
     made = engine._executables
-    return Executables(engine.params, engine._state, made._model, engine.config.pages_per_seq)
+    executables = Executables(engine.params, engine._state, made._model, engine.layout)
+    needed = Variant(num_logprobs=0)
+    assert executables.variant_for(needed) == needed, "there is none yet"
+    executables.compile_ahead(
+        [], [PLAIN, Variant(True), Variant(True, num_logprobs=20), needed], show_progress=False
+    )
+    assert executables.variants == [PLAIN, Variant(True), Variant(True, num_logprobs=20), needed]
+    assert executables.variant_for(PLAIN) == PLAIN
+    assert executables.variant_for(needed) == Variant(True, num_logprobs=20)
+    assert executables.variant_for(Variant(True)) == Variant(True)
+    assert executables.variant_for(Variant(masks=True)) == Variant(masks=True)
+    assert executables.num_compilations == 0
 
 
-def launch(executables, engine, plan):
-    """Run a step in which every row is padding, on a state of its own."""
-    state = jax.tree.map(jnp.copy, engine._state)
-    from_host = np.full((plan.batch, 1 + engine.config.pages_per_seq), -1, np.int32)
-    from_host[:, 0] = engine.config.max_num_seqs
-    _, outputs = executables.run(plan, engine.params, state, jax.device_put(from_host))
+def test_a_step_does_what_any_of_its_requests_needs(engine):
+    grammar = {"structured_outputs": {"regex": "a"}}
+    number = engine.number_of((halve,))
+    for kinds, needed in (
+        ([{}, {}], PLAIN),
+        ([{"min_tokens": 1}, {}], Variant(True)),
+        ([{"top_p": 0.5}], PLAIN),  # at temperature 0 there is nothing to cut
+        ([{"logprobs": 0}, {}], Variant(num_logprobs=0)),
+        ([{"logprobs": 0}, {"logprobs": 1}], Variant(num_logprobs=20)),
+        ([{"prompt_logprobs": 4}, {"logprobs": 0}], Variant(False, (), False, 0, 20)),
+        ([grammar, {"logit_bias": {1: 2.0}}], Variant(True, (), True)),
+        ([{"logits_processors": [halve]}, {}], Variant(True, ((number, (halve,)),))),
+    ):
+        assert engine._needed(make_requests(engine, *kinds)) == needed
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def executables(single):
+    """Executables of the engine's model that are its own, with nothing compiled."""
+    made = single._executables
+    return Executables(single.params, single._state, made._model, single.layout)
+
+
+def decode_plan(batch):
+    return DecodePlan((), batch, 0, 0)
+
+
+def launch(executables, engine, batch):
+    """Run a decode step in which every row is padding, on a state of its own."""
+    state, plan = jax.tree.map(jnp.copy, engine._state), decode_plan(batch)
+    packed = jax.device_put(pack(plan, engine.layout))
+    _, outputs = executables.get("decode", plan, PLAIN)(engine.params, state, packed)
     return np.asarray(outputs)
 
 
 def test_each_shape_is_compiled_once(executables, compilations):
-    plans = [PrefillPlan((), 1, 32), PrefillPlan((), 1, 32), DecodePlan((), 1, 0)]
-    executables.compile_ahead(plans, show_progress=False)
-    assert (executables.num_compilations, executables.num_late) == (2, 0)
+    prefill = PrefillPlan((), 1, 32)
+    plans = [prefill, prefill, decode_plan(1)]
+
+    def compile_ahead(plans):
+        executables.compile_ahead(plans, [PLAIN], show_progress=False)
+        return executables.num_compilations, executables.num_late
+
+    assert compile_ahead(plans) == (4, 0)  # admit, prefill, begin, decode
     with compilations.none_expected():
-        executables.compile_ahead(plans, show_progress=False)
-    assert (executables.num_compilations, executables.num_late) == (2, 0)
-    executables.compile_ahead([*plans, DecodePlan((), 2, 0)], show_progress=False)
-    assert (executables.num_compilations, executables.num_late) == (3, 0)
+        assert compile_ahead(plans) == (4, 0)
+    assert compile_ahead([*plans, decode_plan(2)]) == (5, 0)
+    # Requests are admitted in the same way into chunks of any width.
+    assert compile_ahead([PrefillPlan((), 1, 64)]) == (7, 0)
 
 
-def test_a_late_compilation_is_counted_once(executables, engine, compilations):
-    executables.compile_ahead([DecodePlan((), 1, 0)], show_progress=False)
+def test_variants_share_the_programs_that_run_the_target(executables, compilations):
+    plans = [PrefillPlan((), 1, 32), decode_plan(1)]
+    executables.compile_ahead(plans, [Variant(masks=True)], show_progress=False)
+    assert executables.num_compilations == 6  # admit, prefill, begin, propose, extend, settle
+    targets = {name: executables.get(name, plans[0], PLAIN) for name in ("admit", "prefill")}
+    targets["extend"] = executables.get("extend", plans[1], Variant(masks=True))
+    drafting = executables.get("propose", plans[1], Variant(masks=True))
+
+    other = Variant(masks=True, num_logprobs=0, num_prompt_logprobs=3)
+    executables.compile_ahead(plans, [other], show_progress=False)
+    assert executables.num_compilations == 6 + 2  # begin and settle report what they did not
+    with compilations.none_expected():
+        for name, program in targets.items():
+            assert executables.get(name, plans[name == "extend"], other) is program
+        assert executables.get("propose", plans[1], other) is drafting
+    assert executables.num_late == 0
+    # Edits are applied to drafts as well.
+    programs = executables._programs(plans[1], other._replace(edits=True))
+    assert {key[0]: key in executables._compiled for key in programs} == {
+        "propose": False,
+        "extend": True,
+        "settle": False,
+    }
+
+
+def test_a_late_compilation_is_counted_once(executables, single, compilations):
+    def ahead(batch):
+        executables.compile_ahead([decode_plan(batch)], [PLAIN], show_progress=False)
+
+    ahead(1)
     seconds = executables.compile_seconds
-    outputs = launch(executables, engine, DecodePlan((), 2, 0))
+    outputs = launch(executables, single, 2)
     assert outputs.shape == (2, 2) and not outputs[:, 0].any()
     assert (executables.num_compilations, executables.num_late) == (2, 1)
     assert executables.compile_seconds > seconds
     with compilations.none_expected():
-        launch(executables, engine, DecodePlan((), 2, 0))
-        launch(executables, engine, DecodePlan((), 1, 0))
+        launch(executables, single, 2)
+        launch(executables, single, 1)
     assert (executables.num_compilations, executables.num_late) == (2, 1)
     # Compiling it ahead afterwards does not make up for it.
-    executables.compile_ahead([DecodePlan((), 2, 0)], show_progress=False)
+    ahead(2)
     assert (executables.num_compilations, executables.num_late) == (2, 1)
+
+
+def test_a_request_that_nobody_prepared_for_still_runs():
+    engine = make_engine(**ONE_BY_ONE)
+    params, programs = WANTED["grammar"]
+    plain = run_all(engine, make_requests(engine, {}))
+    assert run_all(engine, make_requests(engine, params)) == plain
+    assert engine.metrics().num_compiles_after_warmup == len(programs)
+
+
+# --- what is kept between processes ---------------------------------------------------------------
 
 
 CACHE_OPTIONS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")

@@ -16,9 +16,11 @@ import specjax.engine
 from specjax import LLM, SamplingParams
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Params
-from specjax.device.noise import gumbel_noise
+from specjax.device.noise import Stream, gumbel_noise
+from specjax.device.verification import Draft
 from specjax.engine import Engine
 from specjax.host.speculation.policy import StaticPolicy
+from specjax.prompts import _derived_seed
 from specjax.request import Request
 from specjax.train.context import CausalRows
 
@@ -120,7 +122,8 @@ def two_best(llm, tokens, params):
     scores = model.logits(weights, features.hidden[-1:])[0]
     if params.temperature:
         seed, position = jnp.array([params.seed], jnp.uint32), jnp.array([len(tokens)])
-        scores = scores / params.temperature + gumbel_noise(seed, position, VOCAB)[0]
+        noise = gumbel_noise(seed, Stream.TARGET, (position,), VOCAB)[0]
+        scores = scores / params.temperature + noise
     values, ids = jax.lax.top_k(scores, 2)
     return set(ids.tolist()), float(values[0] - values[1])
 
@@ -137,6 +140,11 @@ def assert_same(llm, work, outputs):
         i, pair = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
         best, gap = two_best(llm, prompt + expected[:i], params)
         assert set(pair) == best and gap < 2e-4, (len(prompt), i, pair, best, gap)
+
+
+def sample_seeds(seed, count):
+    """The seeds of a request's samples."""
+    return [seed, *(_derived_seed(seed, index) for index in range(1, count))]
 
 
 def counts_of(metrics, before):
@@ -202,11 +210,29 @@ def test_async_scheduling_changes_neither_tokens_nor_counts(wide, works):
     assert outcomes[0][1]["num_accepted_tokens"] > 0
 
 
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_samples_give_the_tokens_of_plain_decoding(wide, plain, works, temperature):
+    """Of prompts that share whole pages, a part of one, or nothing; more of them than slots."""
+    work = works[temperature].part(8)
+    params = [replace(s, n=3, seed=s.seed + 100) for s in work.params]
+    outputs = wide.generate(work.prompts, params, use_tqdm=False)
+    singles = [
+        (prompt, replace(s, n=1, seed=seed), output.token_ids)
+        for prompt, s, result in zip(work.prompts, params, outputs, strict=True)
+        for seed, output in zip(sample_seeds(s.seed, 3), result.outputs, strict=True)
+    ]
+    prompts, params, outputs = zip(*singles, strict=True)
+    expected = generate(plain, list(prompts), list(params))
+    assert_same(wide, Work(prompts, params, expected), outputs)
+    scheduler = wide.engine.scheduler
+    assert scheduler.pages.num_free == scheduler.pages.num_pages
+
+
 def test_requests_may_join_while_others_decode(wide, works):
     """One request is added after every second step."""
     work, engine = works[0.0], wide.engine
     waiting = [
-        Request(i, tuple(prompt), params.max_tokens, 0.0, 0, ())
+        Request(i, tuple(prompt), params, params.max_tokens, (0,))
         for i, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True))
     ]
     waiting.reverse()
@@ -236,9 +262,9 @@ class KnowingDrafter:
         return jnp.zeros(num_slots, jnp.int32)
 
     def draft(self, target, params, state, context, k):
-        positions = context.lengths[:, None] + 1 + jnp.arange(k)
+        positions = context.starts[:, None] + 1 + jnp.arange(k)
         rows = state[context.slots][:, None]
-        return params.drafter.at[rows, positions].get(mode="clip"), state
+        return Draft(params.drafter.at[rows, positions].get(mode="clip"), None), state
 
     def observe(self, target, params, state, slots, rows, following, features, last):
         is_first = rows.positions.reshape(len(slots), -1)[:, 0] == 0
@@ -258,9 +284,10 @@ class Oracle:
         """(outputs, counts) of all prompts with drafts from `table`."""
         engine = self.engine
         engine.params = Params(engine.params.target, jnp.array(table, jnp.int32))
-        before = engine.metrics()
+        before, greedy = engine.metrics(), SamplingParams(temperature=0)
         for i, prompt in enumerate(self.prompts):
-            engine.add(Request(i, tuple(prompt), max_tokens, 0.0, 0, tuple(stop_ids)))
+            request = Request(i, tuple(prompt), greedy, max_tokens, (0,), tuple(stop_ids))
+            engine.add(request)
         outputs = {}
         for _ in range(1000):  # where a bug would go on forever
             outputs |= {s.request.request_id: s.output for s in engine.step()}
@@ -379,8 +406,12 @@ def test_compilations_are_seen(compilations):
 
 
 def test_one_transfer_each_way_per_step(wide, works, monkeypatch):
-    """All others are forbidden to JAX, and every way to wait for an array is watched."""
+    """All others are forbidden to JAX, and every way to wait for an array is watched.
+
+    Requests that take their slots bring an array of their own.
+    """
     moved = {"in": 0, "out": 0, "copies_ahead": 0}
+    num_admissions = 0
     is_reading = False
 
     def put(*arguments):
@@ -411,6 +442,14 @@ def test_one_transfer_each_way_per_step(wide, works, monkeypatch):
         moved["copies_ahead"] += not is_reading
         return real_copy(self)
 
+    def pack_admissions(sequences, *arguments):
+        nonlocal num_admissions
+        num_admissions += 1
+        assert sequences, "an admission of nobody"
+        return real_pack(sequences, *arguments)
+
+    real_pack = specjax.engine.pack_admissions
+    monkeypatch.setattr(specjax.engine, "pack_admissions", pack_admissions)
     real_put, real_get = jax.device_put, jax.device_get
     kind = type(jnp.zeros(1))
     real_copy = kind.copy_to_host_async
@@ -430,4 +469,5 @@ def test_one_transfer_each_way_per_step(wide, works, monkeypatch):
     after = wide.metrics()
     num_steps = after.num_prefill_steps + after.num_decode_steps
     num_steps -= before.num_prefill_steps + before.num_decode_steps
-    assert moved == dict.fromkeys(moved, num_steps)
+    assert 0 < num_admissions <= after.num_prefill_steps - before.num_prefill_steps
+    assert moved == {"in": num_steps + num_admissions, "out": num_steps, "copies_ahead": num_steps}

@@ -23,7 +23,8 @@ from specjax.engine import Engine
 from specjax.environment import describe_environment
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.llm import LLM
-from specjax.request import MAX_SEED, Request, SamplingParams
+from specjax.request import Request
+from specjax.sampling_params import MAX_SEED, SamplingParams
 from specjax.tokenizer import load_tokenizer, read_eos_ids
 
 SCHEMA_VERSION = 1

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from specjax.request import Request
+from specjax.sampling_params import SamplingParams
 from specjax.tokenizer import ChatTokenizer
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -41,7 +42,8 @@ def make_requests(
             f"the longest prompt has {longest} tokens, and with max_tokens={max_tokens} exceeds "
             f"max_model_len={max_model_len}; raise --max-model-len or lower --max-tokens"
         )
+    params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
     return [
-        Request(i, tuple(prompt), max_tokens, temperature, (seed + i) % 2**32, tuple(stop_ids))
+        Request(i, tuple(prompt), params, max_tokens, ((seed + i) % 2**32,), tuple(stop_ids))
         for i, prompt in enumerate(prompts)
     ]

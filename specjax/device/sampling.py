@@ -1,53 +1,127 @@
-"""From logits to tokens: the one path that prefill, plain decoding and verification share."""
-
-from dataclasses import dataclass
+"""From logits to tokens: the one path of prefill, plain decoding, drafts and verification."""
 
 import jax
 import jax.numpy as jnp
 
-from specjax.device.noise import gumbel_noise
+from specjax.device.edits import History, Processors, edit
+from specjax.device.noise import Stream, gumbel_noise
+from specjax.device.requests import Requests, Sampling
+from specjax.device.truncation import truncate
+
+MIN_TEMPERATURE = 1e-5  # of those above 0; draws as good as greedily
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Sampling:
-    """Sampling parameters of B requests; `at` picks the rows of a batch from per-slot arrays."""
-
-    temperature: jax.Array  # f32[B]; 0 is greedy
-    seeds: jax.Array  # u32[B]
-
-    def at(self, slots: jax.Array) -> "Sampling":
-        """The parameters of the requests at `slots`."""
-        return jax.tree.map(lambda x: x[slots], self)
-
-    def repeat(self, count: int) -> "Sampling":
-        """The parameters of each request, `count` times in a row."""
-        return jax.tree.map(lambda x: jnp.repeat(x, count), self)
-
-
-def sample(
+def process(
     logits: jax.Array,
-    sampling: Sampling,
-    positions: jax.Array,
-    token_ids: jax.Array | None = None,
-    vocab_size: int | None = None,
+    requests: Requests,
+    history: History,
+    processors: Processors = (),
+    masks: jax.Array | None = None,
 ) -> jax.Array:
-    """The token of each row of logits f32[N, V]: argmax(logits / T + Gumbel(seed, position)).
+    """Logits f32[B, T, V] edited, and truncated for requests above temperature 0.
 
-    That is a draw from softmax(logits / T) (Gumbel-max), made a function of seed and position.
-    Rows at temperature 0 take the plain argmax; ties go to the lowest id. `positions` i32[N] are
-    those the tokens will stand at. Logits over part of the vocabulary name their columns by
-    `token_ids` i32[V], within `vocab_size`, so that they share the noise of the full one; the
-    result is then still a column.
+    Row t of a request follows its committed tokens and t drafts (see `edits`). What is returned is
+    not yet divided by temperature, so that raw logits may stand for it where nothing is edited.
+    """
+    edited = edit(logits, requests, history, processors, masks)
+    num_rows, vocab_size = logits.shape[1:]
+    sampling = requests.sampling.repeat(num_rows)
+
+    def truncated(edited):
+        rows = edited.reshape(-1, vocab_size)
+        kept = truncate(scale(rows, sampling), sampling.top_k, sampling.top_p, sampling.min_p)
+        is_kept = (kept > -jnp.inf) | (sampling.temperature == 0)[:, None]
+        return jnp.where(is_kept, rows, -jnp.inf).reshape(edited.shape)
+
+    cuts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
+    return jax.lax.cond((cuts & (sampling.temperature > 0)).any(), truncated, lambda x: x, edited)
+
+
+def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
+    """Logits f32[N, V] over the temperature; greedy rows as they are."""
+    temperature = sampling.temperature[:, None]
+    # Below the least one the quotients, or their rounding errors, would overflow.
+    return logits / jnp.where(temperature == 0, 1.0, jnp.maximum(temperature, MIN_TEMPERATURE))
+
+
+def choose(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
+    """The token i32[N] of each row of logits f32[N, V]: argmax(logits / T + Gumbel).
+
+    That is a draw from softmax(logits / T) (Gumbel-max), made a function of the request's seed and
+    the position i32[N] that the token will stand at. Rows at temperature 0 take the plain argmax;
+    ties go to the lowest id.
     """
 
-    def perturbed(logits):
-        noise = gumbel_noise(sampling.seeds, positions, vocab_size or logits.shape[1])
-        noise = noise if token_ids is None else noise[:, token_ids]
-        greedy = (sampling.temperature == 0)[:, None]
-        scaled = logits / jnp.where(greedy, 1.0, sampling.temperature[:, None])
-        return jnp.where(greedy, logits, scaled + noise)
+    def drawn(logits):
+        noise = gumbel_noise(sampling.seeds, Stream.TARGET, (positions,), logits.shape[1])
+        return perturbed_argmax(logits, sampling, noise)
 
-    # Noise costs more than the argmax: a batch that is all greedy does not draw any.
-    scores = jax.lax.cond((sampling.temperature > 0).any(), perturbed, lambda x: x, logits)
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    # Each branch reduces the logits itself, so that a greedy batch reads them once.
+    return jax.lax.cond((sampling.temperature > 0).any(), drawn, argmax, logits)
+
+
+def draw_draft(
+    logits: jax.Array,
+    token_ids: jax.Array | None,
+    vocab_size: int,
+    sampling: Sampling,
+    stream: Stream,
+    counters: tuple[jax.Array, ...],
+    *,
+    wants_probs: bool,
+) -> tuple[jax.Array, jax.Array | None]:
+    """A draft token i32[B] for each row of logits f32[B, V_d], drawn as the target's are.
+
+    `token_ids` i32[V_d] names the columns of a reduced vocabulary; the noise is keyed by the
+    target's ids, so that a reduced one shares it too. With `wants_probs` the distribution that
+    was drawn from comes along, f32[B, vocab_size]; it is zero in a greedy batch, where no one
+    asks for it.
+    """
+
+    def drawn(logits):
+        if token_ids is not None:
+            logits = spread(logits, token_ids, vocab_size)
+        token = perturbed_argmax(
+            logits, sampling, gumbel_noise(sampling.seeds, stream, counters, vocab_size)
+        )
+        if not wants_probs:
+            return token, None
+        probs = jax.nn.softmax(scale(logits, sampling), axis=-1)
+        # None of the tokens that a request allows may be the drafter's. Such a draft never stands.
+        is_empty = (logits == -jnp.inf).all(axis=-1, keepdims=True)
+        probs = jnp.where(is_empty, 0.0, probs)
+        greedy = (sampling.temperature == 0)[:, None]
+        return token, jnp.where(greedy, jax.nn.one_hot(token, vocab_size), probs)
+
+    def best(logits):
+        token = argmax(logits) if token_ids is None else token_ids[argmax(logits)]
+        return token, jnp.zeros((logits.shape[0], vocab_size)) if wants_probs else None
+
+    return jax.lax.cond((sampling.temperature > 0).any(), drawn, best, logits)
+
+
+def spread(logits: jax.Array, token_ids: jax.Array, vocab_size: int) -> jax.Array:
+    """Logits f32[N, V_d] of a reduced vocabulary over the whole one; -inf where it has no token."""
+    full = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
+    return full.at[:, token_ids].set(logits)
+
+
+def perturbed_argmax(logits: jax.Array, sampling: Sampling, noise: jax.Array) -> jax.Array:
+    """argmax(logits / T + noise) of each row; at temperature 0 without the noise."""
+    greedy = (sampling.temperature == 0)[:, None]
+    return argmax(jnp.where(greedy, logits, scale(logits, sampling) + noise))
+
+
+def argmax(logits: jax.Array) -> jax.Array:
+    """The first best token i32[N] of each row."""
+
+    def best(logits):
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+    def first_best(logits):
+        # XLA's reduction to an index is not vectorised on a CPU: two plain ones take a third.
+        token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
+        is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
+        return jnp.min(jnp.where(is_best, token, token[-1]), axis=-1)
+
+    return jax.lax.platform_dependent(logits, cpu=first_best, default=best)

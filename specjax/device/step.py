@@ -1,7 +1,16 @@
-"""The two things the device does: prefill a chunk of prompts, and one round of speculation.
+"""What the device does: admit requests, prefill their prompts, and rounds of speculation.
 
-Read this file first. Both steps extend the target by some rows, choose tokens with the same
-sampler, let the drafter observe the same rows, and commit the outcome to the slots they ran for.
+Read this file first. A prompt goes, a chunk at a time, through
+
+    prefill -> begin
+
+which runs the target, and samples the first token after the last chunk. A round then drafts,
+extends the target by the drafts, and settles what stands:
+
+    propose -> extend -> settle
+
+in one program, or in three where the host has a word to say before settling (the masks of a
+grammar). The parts that run the target are the same whatever requests ask of their logits.
 """
 
 from dataclasses import replace
@@ -11,32 +20,48 @@ import jax
 import jax.numpy as jnp
 
 from specjax.device.cache.paged import PagedRows, padded_width
-from specjax.device.drafters.drafter import DraftContext, Drafter, Params
-from specjax.device.models.model import Model
-from specjax.device.sampling import Sampling, sample
+from specjax.device.drafters.drafter import DraftContext, Drafter, Params, Variant
+from specjax.device.edits import History
+from specjax.device.logprobs import Logprobs, token_logprobs
+from specjax.device.models.model import Features, Model
+from specjax.device.requests import Requests
+from specjax.device.sampling import choose, process, scale
 from specjax.device.state import EngineState
-from specjax.device.verification import Verdict, verify_seed_exact
+from specjax.device.verification import Draft, Target, Verdict, Verification
+
+SCORED_ROWS = 64  # of a prompt at a time, since their logits are large
+
+
+class AdmitInputs(NamedTuple):
+    """Requests that take their slots."""
+
+    slots: jax.Array  # i32[B]; past the last slot for a padding row
+    requests: Requests  # [B]
+    tokens: jax.Array  # i32[B, max_model_len], the prompts
 
 
 class PrefillInputs(NamedTuple):
-    """One chunk of each of B prompts; T tokens wide."""
+    """One chunk of each of B prompts."""
 
     slots: jax.Array  # i32[B]; past the last slot for a padding row
     starts: jax.Array  # i32[B], tokens already in the caches
     counts: jax.Array  # i32[B], tokens of this chunk
-    tokens: jax.Array  # i32[B, T]
-    next_tokens: jax.Array  # i32[B], the prompt's token after the chunk; -1 after its last
     page_table: jax.Array  # i32[B, P]
-    limits: jax.Array  # i32[B]
-    stop_ids: jax.Array  # i32[B, MAX_STOP_IDS]
-    sampling: Sampling  # [B]
 
 
 class DecodeInputs(NamedTuple):
     """Who takes part in a round of speculation."""
 
     slots: jax.Array  # i32[B]; past the last slot for a padding row
+    num_drafts: jax.Array  # i32[B], of the K drafts, those that may stand
     page_table: jax.Array  # i32[B, P]
+
+
+class Extension(NamedTuple):
+    """What the target made of T rows of B requests: a chunk, or last token, drafts and padding."""
+
+    features: Features  # [B T]
+    logits: jax.Array  # f32[B, K+1, V]; of a chunk's last row only, f32[B, 1, V]
 
 
 class StepOutputs(NamedTuple):
@@ -44,6 +69,8 @@ class StepOutputs(NamedTuple):
 
     tokens: jax.Array  # i32[B, K+1]
     num_tokens: jax.Array  # i32[B]
+    logprobs: Logprobs | None  # [B (K+1)]
+    prompt_logprobs: Logprobs | None  # [B T], of the token after each row of a chunk
 
 
 class StepModel(NamedTuple):
@@ -51,112 +78,214 @@ class StepModel(NamedTuple):
 
     target: Model
     drafter: Drafter
+    verification: Verification
     kernels: str
     row_multiple: int  # rows of a matmul come in multiples of this
+    width_multiple: int  # and rows per request of a round in multiples of this
+    raw_logprobs: bool  # report the model's distribution, or the one that is drawn from
 
 
-def prefill_step(
-    params: Params, state: EngineState, inputs: PrefillInputs, *, model: StepModel
-) -> tuple[EngineState, StepOutputs]:
-    """Run a chunk of each prompt; after its last chunk, sample the first token of the output."""
-    batch, width = inputs.tokens.shape
-    rows = PagedRows.starting_at(
-        inputs.starts, inputs.counts, width, inputs.page_table, model.kernels
-    )
-    features, kv = model.target.extend(
-        params.target, inputs.tokens.reshape(-1), rows, state.kv, model.drafter.aux_layers
-    )
-    last = inputs.counts - 1
-    hidden = features.hidden.reshape(batch, width, -1)[jnp.arange(batch), last]
-    ends = inputs.starts + inputs.counts
-    sampled = sample(model.target.logits(params.target, hidden), inputs.sampling, ends)
-    is_last = (inputs.next_tokens < 0) & (inputs.counts > 0)
-    next_tokens = jnp.where(is_last, sampled, inputs.next_tokens)
-
-    following = jnp.concatenate([inputs.tokens[:, 1:], next_tokens[:, None]], axis=1)
-    following = following.at[jnp.arange(batch), last].set(next_tokens)
-    drafter = model.drafter.observe(
-        model.target, params, state.drafter, inputs.slots, rows, following, features, last
-    )
-
-    emitted = _emit(
-        Verdict(next_tokens[:, None], jnp.zeros(batch, jnp.int32)),
-        inputs.limits - ends,
-        inputs.stop_ids,
-    )
-
-    def put(values, new):
-        return values.at[inputs.slots].set(new, mode="drop")
-
-    state = replace(
+def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
+    """Give requests their slots."""
+    return replace(
         state,
-        kv=kv,
-        drafter=drafter,
-        lengths=put(state.lengths, ends),
-        last_tokens=put(state.last_tokens, next_tokens),
-        limits=put(state.limits, inputs.limits),
-        stop_ids=put(state.stop_ids, inputs.stop_ids),
-        is_active=put(state.is_active, is_last & ~emitted.is_finished),
-        sampling=jax.tree.map(put, state.sampling, inputs.sampling),
+        tokens=state.tokens.at[inputs.slots].set(inputs.tokens, mode="drop"),
+        is_active=state.is_active.at[inputs.slots].set(False, mode="drop"),
+        requests=state.requests.put(inputs.slots, inputs.requests),
     )
-    return state, StepOutputs(next_tokens[:, None], is_last.astype(jnp.int32))
 
 
-def decode_step(
-    params: Params, state: EngineState, inputs: DecodeInputs, *, model: StepModel, k: int
-) -> tuple[EngineState, StepOutputs]:
-    """One round for every request: draft k tokens, verify them, commit what stands plus one.
-
-    The drafter then runs over the same k + 1 rows, so that its cache holds the truth and the next
-    round can start. With k = 0 this is plain decoding.
-    """
-    slots = inputs.slots
-    batch = slots.shape[0]
-    is_active = state.is_active.at[slots].get(mode="fill", fill_value=False)
-    sampling = state.sampling.at(slots)
-    starts, last_tokens = state.lengths[slots], state.last_tokens[slots]
-
-    context = DraftContext(
-        slots, starts, is_active, inputs.page_table, sampling, model.kernels, model.row_multiple
+def prefill(
+    params: Params, state: EngineState, inputs: PrefillInputs, *, model: StepModel, width: int
+) -> tuple[EngineState, Extension]:
+    """Run the target over a chunk of each prompt, `width` tokens; logits of its last row."""
+    batch = inputs.slots.shape[0]
+    rows = _chunk_rows(inputs, width, model)
+    tokens = jnp.take_along_axis(
+        state.tokens[inputs.slots], _chunk_places(inputs, width), axis=1, mode="clip"
     )
-    drafts, drafter = model.drafter.draft(model.target, params, state.drafter, context, k)
-
-    width = padded_width(batch, k + 1, model.row_multiple)
-    tokens = jnp.concatenate([last_tokens[:, None], drafts], axis=1)
-    tokens = jnp.pad(tokens, ((0, 0), (0, width - (k + 1))))
-    counts = jnp.where(is_active, k + 1, 0)
-    rows = PagedRows.starting_at(starts, counts, width, inputs.page_table, model.kernels)
     features, kv = model.target.extend(
         params.target, tokens.reshape(-1), rows, state.kv, model.drafter.aux_layers
     )
+    hidden = features.hidden.reshape(batch, width, -1)[jnp.arange(batch), inputs.counts - 1]
+    logits = model.target.logits(params.target, hidden)[:, None]
+    return replace(state, kv=kv), Extension(features, logits)
 
-    hidden = features.hidden.reshape(batch, width, -1)[:, : k + 1].reshape(batch * (k + 1), -1)
-    positions = (starts[:, None] + 1 + jnp.arange(k + 1)).reshape(-1)
-    chosen = sample(model.target.logits(params.target, hidden), sampling.repeat(k + 1), positions)
-    verdict = verify_seed_exact(drafts, chosen.reshape(batch, k + 1))
 
-    following = jnp.pad(verdict.tokens, ((0, 0), (0, width - (k + 1))))
+def begin(
+    params: Params,
+    state: EngineState,
+    inputs: PrefillInputs,
+    extension: Extension,
+    masks: jax.Array | None = None,
+    *,
+    model: StepModel,
+    variant: Variant,
+) -> tuple[EngineState, StepOutputs]:
+    """Show the drafter a chunk; after a prompt's last one, sample the first token of its output.
+
+    `masks` i32[B, 1, ceil(V/32)] go with `variant.masks`.
+    """
+    slots, starts = inputs.slots, inputs.starts
+    batch = slots.shape[0]
+    width = extension.features.hidden.shape[0] // batch
+    known, requests = state.tokens[slots], state.requests.at(slots)
+    last, ends = inputs.counts - 1, starts + inputs.counts
+    is_last = (inputs.counts > 0) & (ends == requests.prompt_lengths)
+
+    processed = extension.logits
+    if variant.edits or variant.masks:
+        history = History(known, ends)
+        processed = process(processed, requests, history, variant.processors, masks)
+    sampled = choose(processed[:, 0], requests.sampling, ends)
+    put_at = jnp.where(is_last, ends, known.shape[1])
+    known = known.at[jnp.arange(batch), put_at].set(sampled, mode="drop")
+
+    following = jnp.take_along_axis(known, _chunk_places(inputs, width) + 1, axis=1, mode="clip")
+    rows = _chunk_rows(inputs, width, model)
     drafter = model.drafter.observe(
-        model.target, params, drafter, slots, rows, following, features, verdict.num_accepted
+        model.target, params, state.drafter, slots, rows, following, extension.features, last
+    )
+    verdict = Verdict(sampled[:, None], jnp.zeros(batch, jnp.int32))
+    emitted = _emit(verdict, requests.limits - ends, requests.stop_ids)
+    logprobs = _logprobs(extension.logits, processed, sampled[:, None], requests, model, variant)
+    prompt_logprobs = None
+    if (num_top := variant.num_prompt_logprobs) is not None:
+        prompt_logprobs = _prompt_logprobs(params, extension.features, following, model, num_top)
+
+    def put(values, new):
+        return values.at[slots].set(new, mode="drop")
+
+    state = replace(
+        state,
+        drafter=drafter,
+        tokens=put(state.tokens, known),
+        lengths=put(state.lengths, ends),
+        is_active=put(state.is_active, is_last & ~emitted.is_finished),
+    )
+    return state, StepOutputs(
+        sampled[:, None], is_last.astype(jnp.int32), logprobs, prompt_logprobs
     )
 
-    total = starts + 1
-    emitted = _emit(verdict, state.limits[slots] - total, state.stop_ids[slots])
+
+def decode_step(
+    params: Params,
+    state: EngineState,
+    inputs: DecodeInputs,
+    *,
+    model: StepModel,
+    variant: Variant,
+    k: int,
+) -> tuple[EngineState, StepOutputs]:
+    """One round for every request: draft k tokens, verify them, commit what stands plus one.
+
+    With k = 0 this is plain decoding.
+    """
+    state, draft = propose(params, state, inputs, model=model, variant=variant, k=k)
+    state, extension = extend(params, state, inputs, draft, model=model)
+    return settle(params, state, inputs, draft, extension, model=model, variant=variant)
+
+
+def propose(
+    params: Params,
+    state: EngineState,
+    inputs: DecodeInputs,
+    *,
+    model: StepModel,
+    variant: Variant,
+    k: int,
+) -> tuple[EngineState, Draft]:
+    """Draft k tokens for every request."""
+    slots, starts = inputs.slots, state.lengths[inputs.slots]
+    context = DraftContext(
+        slots,
+        starts,
+        _is_active(state, slots),
+        inputs.page_table,
+        state.requests.at(slots),
+        History(state.tokens[slots], starts + 1),
+        model.kernels,
+        model.row_multiple,
+        model.verification.shares_noise,
+        variant,
+    )
+    draft, drafter = model.drafter.draft(model.target, params, state.drafter, context, k)
+    return replace(state, drafter=drafter), draft
+
+
+def extend(
+    params: Params, state: EngineState, inputs: DecodeInputs, draft: Draft, *, model: StepModel
+) -> tuple[EngineState, Extension]:
+    """Run the target over the last token and the drafts of every request."""
+    batch, k = draft.tokens.shape
+    slots, starts = inputs.slots, state.lengths[inputs.slots]
+    rows = _rows(state, inputs, k, model)
+    tokens = jnp.concatenate([state.tokens[slots, starts][:, None], draft.tokens], axis=1)
+    tokens = jnp.pad(tokens, ((0, 0), (0, rows.width - (k + 1))))
+    features, kv = model.target.extend(
+        params.target, tokens.reshape(-1), rows, state.kv, model.drafter.aux_layers
+    )
+    logits = model.target.logits(params.target, features.hidden).reshape(batch, rows.width, -1)
+    return replace(state, kv=kv), Extension(features, logits[:, : k + 1])
+
+
+def settle(
+    params: Params,
+    state: EngineState,
+    inputs: DecodeInputs,
+    draft: Draft,
+    extension: Extension,
+    masks: jax.Array | None = None,
+    *,
+    model: StepModel,
+    variant: Variant,
+) -> tuple[EngineState, StepOutputs]:
+    """Verify the drafts, commit what stands plus one token, and show the drafter what came of it.
+
+    The drafter runs over the same rows as the target, so that its cache holds the truth and the
+    next round can start. `masks` i32[B, K+1, ceil(V/32)] go with `variant.masks`.
+    """
+    slots, starts = inputs.slots, state.lengths[inputs.slots]
+    is_active, requests = _is_active(state, slots), state.requests.at(slots)
+    k = draft.tokens.shape[1]
+    processed = extension.logits
+    if variant.edits or variant.masks:
+        history = History(state.tokens[slots], starts + 1).then(draft.tokens)
+        processed = process(processed, requests, history, variant.processors, masks)
+    target = Target(processed, requests.sampling, starts + 1, jnp.minimum(inputs.num_drafts, k))
+    verdict = model.verification.verify(draft, target)
+
+    rows = _rows(state, inputs, k, model)
+    following = jnp.pad(verdict.tokens, ((0, 0), (0, rows.width - (k + 1))))
+    drafter = model.drafter.observe(
+        model.target,
+        params,
+        state.drafter,
+        slots,
+        rows,
+        following,
+        extension.features,
+        verdict.num_accepted,
+    )
+    emitted = _emit(verdict, requests.limits - (starts + 1), requests.stop_ids)
     num_tokens = jnp.where(is_active, emitted.num_tokens, 0)
-    last = jnp.take_along_axis(verdict.tokens, verdict.num_accepted[:, None], axis=1)[:, 0]
+    logprobs = _logprobs(extension.logits, processed, verdict.tokens, requests, model, variant)
+
+    column = jnp.arange(k + 1)
+    stands = is_active[:, None] & (column <= verdict.num_accepted[:, None])
+    places = jnp.where(stands, starts[:, None] + 1 + column, state.tokens.shape[1])
 
     def put(values, new):
         return values.at[slots].set(jnp.where(is_active, new, values[slots]), mode="drop")
 
     state = replace(
         state,
-        kv=kv,
         drafter=drafter,
+        tokens=state.tokens.at[slots[:, None], places].set(verdict.tokens, mode="drop"),
         lengths=put(state.lengths, starts + verdict.num_accepted + 1),
-        last_tokens=put(state.last_tokens, last),
         is_active=put(state.is_active, ~emitted.is_finished),
     )
-    return state, StepOutputs(verdict.tokens, num_tokens)
+    return state, StepOutputs(verdict.tokens, num_tokens, logprobs, None)
 
 
 class _Emitted(NamedTuple):
@@ -173,3 +302,69 @@ def _emit(verdict: Verdict, remaining: jax.Array, stop_ids: jax.Array) -> _Emitt
     has_stop = is_stop.any(axis=1)
     num_tokens = jnp.where(has_stop, jnp.argmax(is_stop, axis=1) + 1, num_tokens)
     return _Emitted(num_tokens, has_stop | (num_tokens >= remaining))
+
+
+def _is_active(state: EngineState, slots: jax.Array) -> jax.Array:
+    return state.is_active.at[slots].get(mode="fill", fill_value=False)
+
+
+def _chunk_places(inputs: PrefillInputs, width: int) -> jax.Array:
+    return inputs.starts[:, None] + jnp.arange(width)
+
+
+def _chunk_rows(inputs: PrefillInputs, width: int, model: StepModel) -> PagedRows:
+    return PagedRows.starting_at(
+        inputs.starts, inputs.counts, width, inputs.page_table, model.kernels
+    )
+
+
+def _rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepModel) -> PagedRows:
+    batch = inputs.slots.shape[0]
+    width = -(-(k + 1) // model.width_multiple) * model.width_multiple
+    width = padded_width(batch, width, model.row_multiple)
+    counts = jnp.where(_is_active(state, inputs.slots), k + 1, 0)
+    starts = state.lengths[inputs.slots]
+    return PagedRows.starting_at(starts, counts, width, inputs.page_table, model.kernels)
+
+
+def _logprobs(
+    logits: jax.Array,
+    processed: jax.Array,
+    tokens: jax.Array,
+    requests: Requests,
+    model: StepModel,
+    variant: Variant,
+) -> Logprobs | None:
+    """What the target says of tokens i32[B, T], by its logits f32[B, T, V], raw or processed."""
+    if variant.num_logprobs is None:
+        return None
+    num_rows, vocab_size = logits.shape[1:]
+    rows = logits.reshape(-1, vocab_size)
+    if not model.raw_logprobs:
+        sampling = requests.sampling.repeat(num_rows)
+        rows = scale(processed.reshape(-1, vocab_size), sampling)
+    return token_logprobs(rows, tokens.reshape(-1), variant.num_logprobs)
+
+
+def _prompt_logprobs(
+    params: Params,
+    features: Features,
+    following: jax.Array,
+    model: StepModel,
+    num_top: int,
+) -> Logprobs:
+    """What the target says of the token after each row of a chunk; raw, a prompt is not drawn."""
+    tokens = following.reshape(-1)
+    padding = -tokens.shape[0] % SCORED_ROWS
+
+    def blocks(x):
+        padded = jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)))
+        return padded.reshape(-1, SCORED_ROWS, *x.shape[1:])
+
+    def score(block):
+        hidden, tokens = block
+        logits = model.target.logits(params.target, hidden)
+        return token_logprobs(logits, tokens, num_top)
+
+    scored = jax.lax.map(score, (blocks(features.hidden), blocks(tokens)))
+    return jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[: tokens.shape[0]], scored)

@@ -1,9 +1,49 @@
-"""Deciding which drafts stand."""
+"""Deciding which drafts stand, and which token follows them. Four methods, one signature.
 
+Row t of the target's logits is its word on the token at position lengths[b] + t, given the tokens
+before and the first t drafts. A verdict is drafts[:a] and one token more: where the target turned
+a draft down, or after the last of them.
+
+    seed_exact  the target's own draws; drafts that equal them stand. What is emitted does not
+                depend on the drafts at all (Daliri, Musco and Suresh 2024).
+    rejection   a draft stands with probability min(1, p/q) (Leviathan et al., Chen et al. 2023)
+    block       the longest prefix of drafts that stands as a block (Sun et al. 2024)
+    synthetic   drafts stand at given rates, whatever they are: to measure speed, not to serve
+
+The first three emit tokens distributed as the target's own; at temperature 0 they are the same.
+"""
+
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+
+from specjax.config import SpeculativeConfig
+from specjax.device.noise import Stream, gumbel_noise, uniform_noise
+from specjax.device.requests import Sampling
+from specjax.device.sampling import argmax, choose, scale
+
+
+class Draft(NamedTuple):
+    """Tokens proposed for the K positions after the last committed token."""
+
+    tokens: jax.Array  # i32[B, K]
+    probs: jax.Array | None  # f32[B, K, V], what they were drawn from; None when they are certain
+
+
+class Target(NamedTuple):
+    """The target's word on K + 1 positions, and where they are."""
+
+    logits: jax.Array  # f32[B, K+1, V], processed
+    sampling: Sampling  # [B]
+    lengths: jax.Array  # i32[B], committed tokens: the position of row 0's token
+    num_drafts: jax.Array  # i32[B], of the K drafts, those that may stand
+
+    def at(self, row: jax.Array) -> jax.Array:
+        """The logits [B, V] of one row i32[B] of each request."""
+        return jnp.take_along_axis(self.logits, row[:, None, None], axis=1)[:, 0]
 
 
 @jax.tree_util.register_dataclass
@@ -15,11 +55,231 @@ class Verdict:
     num_accepted: jax.Array  # i32[B], 0..K
 
 
-def verify_seed_exact(drafts: jax.Array, target_tokens: jax.Array) -> Verdict:
-    """Accept the longest prefix of drafts i32[B, K] that equals the target's own tokens [B, K+1].
+class Verification(Protocol):
+    """A method. Hashable: it is compiled in."""
 
-    The target's token at a position is a function of seed and position, so what is emitted is what
-    decoding without drafts emits (Daliri, Musco and Suresh 2024, "drafter-invariant" decoding).
+    @property
+    def shares_noise(self) -> bool:
+        """Whether drafts are to be drawn with the target's noise, or with their own."""
+        ...
+
+    def verify(self, draft: Draft, target: Target) -> Verdict:
+        """Which drafts stand, and what follows them."""
+        ...
+
+
+@dataclass(frozen=True)
+class SeedExact:
+    """Accept the drafts that equal the target's own tokens."""
+
+    shares_noise: bool = True
+
+    def verify(self, draft: Draft, target: Target) -> Verdict:
+        """See `Verification.verify`."""
+        batch, num_rows, vocab_size = target.logits.shape
+        positions = target.lengths[:, None] + jnp.arange(num_rows)
+        tokens = choose(
+            target.logits.reshape(-1, vocab_size),
+            target.sampling.repeat(num_rows),
+            positions.reshape(-1),
+        ).reshape(batch, num_rows)
+        return Verdict(tokens, _leading(draft.tokens == tokens[:, :-1], target.num_drafts))
+
+
+@dataclass(frozen=True)
+class Rejection:
+    """Accept draft d with probability min(1, p(d)/q(d)); else draw from what p has more than q."""
+
+    shares_noise: bool = False
+
+    def verify(self, draft: Draft, target: Target) -> Verdict:
+        """See `Verification.verify`."""
+
+        def drawn(draft, target):
+            p = target_probs(target)
+            chances = acceptance(p[:, :-1], draft)
+            accepted = _coins(target, chances.shape[1]) < chances
+            num_accepted = _leading(accepted, target.num_drafts)
+            is_end = num_accepted == target.num_drafts
+            q = jnp.where(is_end[:, None], 0.0, _draft_probs_at(draft, num_accepted, p.shape[-1]))
+            return num_accepted, _row(p, num_accepted) - q
+
+        return _verify_drawn(draft, target, drawn)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Accept the longest prefix of drafts that its joint probability allows."""
+
+    shares_noise: bool = False
+
+    def verify(self, draft: Draft, target: Target) -> Verdict:
+        """See `Verification.verify`."""
+
+        def drawn(draft, target):
+            p = target_probs(target)
+            joint, chances = block_acceptance(p, draft, target.num_drafts)
+            # Every prefix has its coin, and the longest that wins stands, not the first to lose.
+            k = chances.shape[1]
+            wins = (_coins(target, k) < chances) & (jnp.arange(k) < target.num_drafts[:, None])
+            num_accepted = jnp.max(jnp.where(wins, jnp.arange(1, k + 1), 0), axis=1, initial=0)
+            is_end = num_accepted == target.num_drafts
+            q = jnp.where(is_end[:, None], 0.0, _draft_probs_at(draft, num_accepted, p.shape[-1]))
+            left = jnp.take_along_axis(joint, num_accepted[:, None], axis=1)
+            return num_accepted, jnp.where(is_end[:, None], 1.0, left) * _row(p, num_accepted) - q
+
+        return _verify_drawn(draft, target, drawn)
+
+
+@dataclass(frozen=True)
+class Synthetic:
+    """Accept draft i with probability rates[i] / rates[i-1], so that rates[i] of all steps do.
+
+    The rates are unconditional and do not increase. Drafts that the target cannot produce, as
+    under a grammar, never stand.
     """
-    matches = (drafts == target_tokens[:, :-1]).astype(jnp.int32)
-    return Verdict(target_tokens, jnp.cumprod(matches, axis=1).sum(axis=1, dtype=jnp.int32))
+
+    rates: tuple[float, ...]
+    shares_noise: bool = True
+
+    def verify(self, draft: Draft, target: Target) -> Verdict:
+        """See `Verification.verify`."""
+        k = draft.tokens.shape[1]
+        rates = jnp.array([1.0, *self.rates, *[0.0] * k][: k + 1])
+        chances = rates[1:] / jnp.maximum(rates[:-1], jnp.finfo(jnp.float32).tiny)
+        at_draft = jnp.take_along_axis(target.logits[:, :-1], draft.tokens[..., None], axis=2)
+        accepted = (_coins(target, k) < chances) & (at_draft[..., 0] > -jnp.inf)
+        num_accepted = _leading(accepted, target.num_drafts)
+        positions = target.lengths + num_accepted
+        token = choose(target.at(num_accepted), target.sampling, positions)
+        return _verdict(draft, num_accepted, token)
+
+
+def make_verification(config: SpeculativeConfig) -> Verification:
+    """The method that a config names."""
+    if config.verification == "synthetic":
+        return Synthetic(config.synthetic_rates)
+    return {"seed_exact": SeedExact, "rejection": Rejection, "block": Block}[config.verification]()
+
+
+def target_probs(target: Target) -> jax.Array:
+    """softmax(logits / T) f32[B, K+1, V]; one at the best token where T = 0."""
+    num_rows, vocab_size = target.logits.shape[1:]
+    rows = target.logits.reshape(-1, vocab_size)
+    sampling = target.sampling.repeat(num_rows)
+    probs = jax.nn.softmax(scale(rows, sampling), axis=-1)
+    best = jax.nn.one_hot(argmax(rows), vocab_size)
+    greedy = (sampling.temperature == 0)[:, None]
+    return jnp.where(greedy, best, probs).reshape(target.logits.shape)
+
+
+def acceptance(probs: jax.Array, draft: Draft) -> jax.Array:
+    """min(1, p/q) f32[B, K] of each draft token, probs f32[B, K, V] being the target's."""
+    return jnp.minimum(_ratios(probs, draft), 1.0)
+
+
+def block_acceptance(
+    probs: jax.Array, draft: Draft, num_drafts: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Sun et al. 2024, algorithm 2: (p_i [B, K+1] for i = 0..K, h_i [B, K] for i = 1..K).
+
+    p_i = min(p_{i-1} p(d_i)/q(d_i), 1) with p_0 = 1, and h_i = S_i / (S_i + 1 - p_i) with
+    S_i = sum_v max(p_i p_{i+1}(v) - q_{i+1}(v), 0); h_i = p_i after a request's last draft.
+    """
+    k, vocab_size = draft.tokens.shape[1], probs.shape[-1]
+    joint = [jnp.ones(probs.shape[0])]
+    ratios = _ratios(probs[:, :-1], draft)
+    for i in range(k):
+        joint.append(jnp.minimum(joint[-1] * ratios[:, i], 1.0))
+    chances = []
+    for i in range(1, k):
+        q = draft_probs(draft, vocab_size)[:, i]
+        left = jnp.maximum(joint[i][:, None] * probs[:, i] - q, 0.0).sum(axis=1)
+        room = left + 1 - joint[i]
+        inner = jnp.where(room > 0, left / jnp.where(room > 0, room, 1.0), 1.0)
+        chances.append(jnp.where(i == num_drafts, joint[i], inner))
+    chances += joint[-1:] if k else []
+    shape = (probs.shape[0], k)
+    return jnp.stack(joint, axis=1), jnp.stack(chances, axis=1) if k else jnp.zeros(shape)
+
+
+def draft_probs(draft: Draft, vocab_size: int) -> jax.Array:
+    """What the drafts were drawn from, f32[B, K, V]."""
+    if draft.probs is None:
+        return jax.nn.one_hot(draft.tokens, vocab_size)
+    return draft.probs
+
+
+def _ratios(probs: jax.Array, draft: Draft) -> jax.Array:
+    at = draft.tokens[..., None]
+    p = jnp.take_along_axis(probs, at, axis=2)[..., 0]
+    if draft.probs is None:
+        return p
+    q = jnp.take_along_axis(draft.probs, at, axis=2)[..., 0]
+    return jnp.where(q > 0, p / jnp.where(q > 0, q, 1.0), 0.0)
+
+
+def _draft_probs_at(draft: Draft, row: jax.Array, vocab_size: int) -> jax.Array:
+    """The drafts' distribution f32[B, V] at one row of each request; anything past the last."""
+    if draft.tokens.shape[1] == 0:
+        return jnp.zeros((row.shape[0], vocab_size))
+    row = jnp.minimum(row, draft.tokens.shape[1] - 1)
+    if draft.probs is None:
+        token = jnp.take_along_axis(draft.tokens, row[:, None], axis=1)[:, 0]
+        return jax.nn.one_hot(token, vocab_size)
+    return _row(draft.probs, row)
+
+
+def _verify_drawn(
+    draft: Draft,
+    target: Target,
+    drawn: Callable[[Draft, Target], tuple[jax.Array, jax.Array]],
+) -> Verdict:
+    """A verdict from accepted counts and the weights f32[B, V] to draw the last token from.
+
+    Weights below 0 count as 0. A greedy batch is compared with the argmax, which is the same thing
+    and draws nothing.
+    """
+
+    def verify(draft, target):
+        num_accepted, weights = drawn(draft, target)
+        # Rounding may leave nothing to draw from: then p and q are equal, and p will do.
+        is_empty = (weights <= 0).all(axis=1, keepdims=True)
+        spare = _row(target_probs(target), num_accepted)
+        weights = jnp.where(is_empty, spare, jnp.maximum(weights, 0.0))
+        positions = target.lengths + num_accepted
+        noise = gumbel_noise(target.sampling.seeds, Stream.TARGET, (positions,), weights.shape[1])
+        token = argmax(jnp.log(weights) + noise)
+        return _verdict(draft, num_accepted, token)
+
+    def verify_greedy(draft, target):
+        tokens = argmax(target.logits)
+        return Verdict(tokens, _leading(draft.tokens == tokens[:, :-1], target.num_drafts))
+
+    is_drawn = (target.sampling.temperature > 0).any()
+    return jax.lax.cond(is_drawn, verify, verify_greedy, draft, target)
+
+
+def _coins(target: Target, count: int) -> jax.Array:
+    """Uniform draws [B, count], new in every step.
+
+    Positions alone would not do: a block's later coins and drafts decide how much of it stands, so
+    they are not fresh when the same positions come up again.
+    """
+    return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)
+
+
+def _leading(accepted: jax.Array, num_drafts: jax.Array) -> jax.Array:
+    """How many drafts stand before the first that does not."""
+    accepted &= jnp.arange(accepted.shape[1]) < num_drafts[:, None]
+    return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+
+
+def _verdict(draft: Draft, num_accepted: jax.Array, token: jax.Array) -> Verdict:
+    padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
+    is_last = jnp.arange(padded.shape[1]) == num_accepted[:, None]
+    return Verdict(jnp.where(is_last, token[:, None], padded), num_accepted)
+
+
+def _row(x: jax.Array, row: jax.Array) -> jax.Array:
+    return jnp.take_along_axis(x, row[:, None, None], axis=1)[:, 0]

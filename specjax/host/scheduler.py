@@ -10,30 +10,18 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
 from specjax.host.pages import PageAllocator
+from specjax.host.sequence import RowOutput, Sequence
 from specjax.host.speculation.policy import Policy
 from specjax.request import Request
 
 
-@dataclass(eq=False)
-class Sequence:
-    """A request in residence: its slot, its pages, how far it has come."""
+@dataclass
+class _Waiting:
+    """A sample without a slot, and the pages of its prompt that an earlier one has filled."""
 
     request: Request
-    slot: int
-    pages: list[int]
-    num_prefilled: int = 0
-    num_in_flight: int = 0  # steps launched whose tokens have not come back
-    output: list[int] = field(default_factory=list)
-
-    @property
-    def is_prefilled(self) -> bool:
-        """Whether every prompt token has been scheduled."""
-        return self.num_prefilled == len(self.request.prompt_token_ids)
-
-    @property
-    def may_go_on(self) -> bool:
-        """Whether the steps in flight might leave tokens to generate."""
-        return len(self.output) + self.num_in_flight < self.request.max_tokens
+    index: int = 0
+    pages: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -43,6 +31,7 @@ class Chunk:
     sequence: Sequence
     start: int
     count: int
+    is_first: bool  # of the sequence: its slot is new to it
 
     @property
     def is_last(self) -> bool:
@@ -58,14 +47,20 @@ class PrefillPlan:
     batch: int
     width: int
 
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Whose chunks they are, in order."""
+        return tuple(chunk.sequence for chunk in self.chunks)
+
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """A round of speculation with `k` drafts, run in a shape of `batch` rows."""
+    """A round of speculation, run in a shape of `batch` rows and `k` drafts."""
 
     sequences: tuple[Sequence, ...]
     batch: int
     k: int
+    num_drafts: int  # of the k, those that may stand
 
 
 StepPlan = PrefillPlan | DecodePlan
@@ -75,7 +70,8 @@ class Scheduler:
     """Continuous batching, first come first served, prefill and decode steps in turn.
 
     Pages for a request's longest possible run are taken when it is admitted, so that a request
-    that has started always finishes.
+    that has started always finishes. The first sample of a request prefills the prompt; the others
+    follow it, share the pages that it filled, and run only what is left of the prompt.
     """
 
     def __init__(
@@ -84,43 +80,47 @@ class Scheduler:
         num_slots: int,
         pages: PageAllocator,
         page_size: int,
-        token_budget: int,
         decode_batches: SequenceOf[int],
-        prefill_widths: SequenceOf[int],
+        prefill_shapes: SequenceOf[tuple[int, int]],
         policy: Policy,
+        fixed_k: int | None = None,
     ):
+        """`prefill_shapes` are (batch, width); `fixed_k` is the K of shapes, however many stand."""
         self.policy = policy
         self.pages = pages
         self._page_size = page_size
-        self._token_budget = token_budget
         self._decode_batches = decode_batches
-        self._prefill_widths = prefill_widths
+        self._prefill_widths = sorted({width for _, width in prefill_shapes})
+        self._prefill_shapes = prefill_shapes
+        self.fixed_k = fixed_k
         self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[_Waiting] = deque()  # first samples
+        self._following: deque[_Waiting] = deque()  # the others, of prompts that have been run
         self._prefilling: list[Sequence] = []
         self._decoding: list[Sequence] = []
-        self._num_slots = num_slots
         self._was_prefill = False
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not finished."""
-        return bool(self._waiting or self._prefilling or self._decoding)
+        return bool(self._waiting or self._following or self._prefilling or self._decoding)
 
     @property
     def num_running(self) -> int:
-        """Requests that own a slot."""
+        """Samples that own a slot."""
         return len(self._prefilling) + len(self._decoding)
 
     def add(self, request: Request) -> None:
         """Queue a request."""
-        self._waiting.append(request)
+        self._waiting.append(_Waiting(request))
 
     def drop_all(self) -> None:
         """Forget every request and free what they own."""
-        self._waiting.clear()
         for sequence in [*self._prefilling, *self._decoding]:
             self._release(sequence)
+        self._forget_shared(list(self._following))
+        self._following.clear()
+        self._waiting.clear()
         self._prefilling, self._decoding = [], []
 
     def schedule(self) -> StepPlan | None:
@@ -132,36 +132,45 @@ class Scheduler:
             return self._plan_prefill()
         return self._plan_decode(ready) if ready else None
 
-    def commit(self, plan: StepPlan, outputs: SequenceOf[SequenceOf[int]]) -> list[Sequence]:
-        """Record the tokens that each row of `plan` gave; return the sequences that finished."""
-        rows = (
-            plan.sequences
-            if isinstance(plan, DecodePlan)
-            else [chunk.sequence for chunk in plan.chunks]
-        )
-        finished = []
-        for sequence, tokens in zip(rows, outputs, strict=True):
-            if not tokens:  # a chunk before a prompt's last, or a sequence that had finished
-                continue
-            sequence.num_in_flight -= 1
-            sequence.output += tokens
-            is_full = len(sequence.output) >= sequence.request.max_tokens
-            if is_full or tokens[-1] in sequence.request.stop_ids:
-                finished.append(sequence)
+    def commit(
+        self, plan: StepPlan, outputs: SequenceOf[RowOutput]
+    ) -> tuple[list[int], list[Sequence]]:
+        """Give each row of `plan` its output: how many tokens stand, and who finished.
+
+        A sequence may have finished on the host, by its text, with a step in flight: what that step
+        gave it is dropped.
+        """
+        num_kept, finished = [], []
+        for sequence, row in zip(plan.sequences, outputs, strict=True):
+            num_kept.append(0 if sequence.is_finished else sequence.append(row))
+            if num_kept[-1]:
+                sequence.num_in_flight -= 1
+                if sequence.is_finished:
+                    finished.append(sequence)
         for sequence in finished:
             self._decoding.remove(sequence)
             self._release(sequence)
-        return finished
+        return num_kept, finished
 
     def _admit(self) -> None:
-        while self._waiting and self._free_slots:
-            request = self._waiting[0]
+        while self._free_slots and (queue := self._following or self._waiting):
+            waiting = queue[0]
+            request, shared = waiting.request, waiting.pages
             # The last token is never run through the target: its key and value need no room.
-            pages = self.pages.allocate(-(-(request.max_length - 1) // self._page_size))
+            num_pages = -(-(request.max_length - 1) // self._page_size)
+            pages = self.pages.allocate(num_pages - len(shared))
             if pages is None:
-                return
-            self._waiting.popleft()
-            self._prefilling.append(Sequence(request, self._free_slots.pop(), pages))
+                if self.num_running:
+                    return
+                # Nobody will free pages but those who wait: they do without what they share.
+                self._forget_shared([other for other in self._following if other is not waiting])
+                pages = self.pages.allocate(num_pages - len(shared))
+                assert pages is not None, "one request always fits"
+            queue.popleft()
+            slot = self._free_slots.pop()
+            sequence = Sequence.of(request, waiting.index, slot, [*shared, *pages])
+            sequence.num_prefilled = len(shared) * self._page_size
+            self._prefilling.append(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         self._free_slots.append(sequence.slot)
@@ -171,24 +180,45 @@ class Scheduler:
         first = self._prefilling[0]
         remaining = len(first.request.prompt_token_ids) - first.num_prefilled
         width = _at_least(self._prefill_widths, min(remaining, self._prefill_widths[-1]))
-        most = min(self._token_budget // width, self._num_slots)
+        batches = sorted(b for b, w in self._prefill_shapes if w == width)
         chunks = []
-        for sequence in self._prefilling[:most]:
+        for sequence in self._prefilling[: batches[-1]]:
             start = sequence.num_prefilled
             count = min(len(sequence.request.prompt_token_ids) - start, width)
-            chunks.append(Chunk(sequence, start, count))
+            chunks.append(Chunk(sequence, start, count, not sequence.was_planned))
+            sequence.was_planned = True
             sequence.num_prefilled += count
             if sequence.is_prefilled:
                 sequence.num_in_flight += 1
                 self._decoding.append(sequence)
+                self._queue_samples(sequence)
         self._prefilling = [s for s in self._prefilling if not s.is_prefilled]
-        return PrefillPlan(tuple(chunks), 1 if len(chunks) == 1 else most, width)
+        return PrefillPlan(tuple(chunks), _at_least(batches, len(chunks)), width)
+
+    def _queue_samples(self, sequence: Sequence) -> None:
+        """Let the other samples of a prompt follow, now that its pages will be filled."""
+        request = sequence.request
+        if sequence.index or len(request.seeds) == 1:
+            return
+        # The last token of the prompt is run by every sample, which needs its logits.
+        num_shared = (len(request.prompt_token_ids) - 1) // self._page_size
+        for index in range(1, len(request.seeds)):
+            shared = sequence.pages[:num_shared]
+            self.pages.share(shared)
+            self._following.append(_Waiting(request, index, shared))
+
+    def _forget_shared(self, waiting: list[_Waiting]) -> None:
+        for sample in waiting:
+            self.pages.release(sample.pages)
+            sample.pages = []
 
     def _plan_decode(self, ready: list[Sequence]) -> DecodePlan:
         for sequence in ready:
             sequence.num_in_flight += 1
         batch = _at_least(self._decode_batches, len(ready))
-        return DecodePlan(tuple(ready), batch, self.policy.choose(len(ready)))
+        num_drafts = self.policy.choose(len(ready))
+        k = num_drafts if self.fixed_k is None else self.fixed_k
+        return DecodePlan(tuple(ready), batch, k, num_drafts)
 
 
 def _at_least(sizes: SequenceOf[int], least: int) -> int:

@@ -18,7 +18,7 @@ from specjax.device.drafters import eagle, eagle3
 from specjax.device.models import llama
 from specjax.device.models.registry import load_model
 from specjax.llm import LLM
-from specjax.request import SamplingParams
+from specjax.sampling_params import SamplingParams
 from specjax.train.data import (
     BOS,
     CHAT_TEMPLATE,

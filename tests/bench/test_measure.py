@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from specjax.bench.measure import PLAIN, Configuration, as_run, decode, measure
 from specjax.metrics import Metrics, Recorder
 from specjax.request import Request
+from specjax.sampling_params import SamplingParams
 
 EMPTY = Recorder().snapshot(num_compilations=0, num_late=0, compile_seconds=0.0)
 
@@ -57,7 +58,7 @@ class ScriptedEngine:
 
 
 def request(key=0, max_tokens=7):
-    return Request(key, (1, 2, 3, 4), max_tokens, 0.0, 0, ())
+    return Request(key, (1, 2, 3, 4), SamplingParams(temperature=0), max_tokens, (0,))
 
 
 def test_prompts_and_the_step_in_vain_are_not_counted():

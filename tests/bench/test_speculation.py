@@ -127,7 +127,7 @@ def test_a_wrong_output_is_reported(options, monkeypatch, capsys):
         (["--num-prompts", "3", "--batch-size", "2"], "does not fill batches"),
         (["--batch-size", "0"], "--batch-size 0 must be at least 1"),
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
-        (["--temperature", "-1"], "temperature=-1.0 must be finite"),
+        (["--temperature", "-1"], "temperature=-1.0 must be a number"),
         (["--seed", "-1"], "--seed -1 must be in"),
         (["--drafter", "eagle"], "--drafter eagle must have the form METHOD=CHECKPOINT"),
         (["--drafter", "eagle=x"], "--drafter eagle=... is given twice"),

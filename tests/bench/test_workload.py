@@ -31,10 +31,16 @@ def test_prompts_follow_the_checkpoints_template(template):
 
 def test_seeds_depend_on_place_alone():
     requests = make_requests([(3, 4), (5,)], **OPTIONS)
-    assert [request.seed for request in requests] == [5, 6]
+    assert [request.seeds for request in requests] == [(5,), (6,)]
     assert requests[0].prompt_token_ids == (3, 4) and requests[0].stop_ids == (1,)
     last = make_requests([(3,)] * 2, **(OPTIONS | {"seed": 2**32 - 1}))
-    assert [request.seed for request in last] == [2**32 - 1, 0]
+    assert [request.seeds for request in last] == [(2**32 - 1,), (0,)]
+
+
+def test_requests_are_what_the_options_say():
+    for request in make_requests([(3, 4), (5,)], **OPTIONS):
+        assert request.params.temperature == 0.5 and request.max_tokens == 8
+        assert not request.params.edits_logits and request.params.logprobs is None
 
 
 def test_a_prompt_that_does_not_fit_is_refused():

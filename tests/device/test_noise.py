@@ -1,30 +1,142 @@
-"""The noise depends on (seed, position, token) alone, and is standard Gumbel."""
+"""The noise: a function of seed, stream, counters and token alone, and of the laws it claims."""
 
+import itertools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from scipy import stats
 
-from specjax.device.noise import gumbel_noise
+import specjax.device.noise
+from specjax.device.noise import Stream, gumbel_noise, uniform_noise
 
-EULER = 0.5772156649
-
-
-def test_a_row_does_not_depend_on_its_neighbours():
-    seeds = jnp.array([7, 7, 2**32 - 1, 7], jnp.uint32)
-    positions = jnp.array([3, 4, 3, 3])
-    noise = np.asarray(gumbel_noise(seeds, positions, 50))
-    np.testing.assert_array_equal(noise[0], noise[3])
-    for i in range(4):
-        alone = gumbel_noise(seeds[i : i + 1], positions[i : i + 1], 50)
-        np.testing.assert_array_equal(alone[0], noise[i])
+gumbel = jax.jit(gumbel_noise, static_argnums=(1, 3))
+uniform = jax.jit(uniform_noise, static_argnums=(1, 3))
+COUNT, WIDTH = 4000, 50
 
 
-def test_seeds_positions_and_tokens_are_independent_draws():
-    seeds, positions = jnp.meshgrid(jnp.arange(40, dtype=jnp.uint32), jnp.arange(50))
-    noise = np.asarray(gumbel_noise(seeds.reshape(-1), positions.reshape(-1), 20))
-    assert len(np.unique(noise)) > 0.99 * noise.size
-    # The mean of n standard Gumbel draws has a standard error of pi / sqrt(6 n).
-    assert abs(noise.mean() - EULER) < 5 * np.pi / np.sqrt(6 * noise.size)
-    assert abs(noise.var() / (np.pi**2 / 6) - 1) < 0.05
-    for axis in 0, 1:
-        means = noise.reshape(50, 40, 20).mean(axis=(1 - axis, 2))
-        assert means.std() < 3 * np.pi / np.sqrt(6 * noise.size / len(means))
+def draw(noise, stream, *, seed=5, rounds=()):
+    """Draws [COUNT, WIDTH] of one seed at positions 0, 1, ..."""
+    counters = np.arange(COUNT), *(np.full(COUNT, x) for x in rounds)
+    return np.asarray(noise(np.full(COUNT, seed, np.uint32), stream, counters, WIDTH))
+
+
+@pytest.mark.parametrize("noise, num_counters", [(gumbel, 2), (uniform, 1)])
+def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(noise, num_counters):
+    """Neither on the row, nor the batch, nor how many tokens or drafts there are."""
+    seeds = np.array([7, 7, 2**32 - 1, 7, 0], np.uint32)
+    counters = (np.array([3, 4, 3, 3, 2**30]), np.array([1, 0, 1, 1, 0]))[:num_counters]
+    together = np.asarray(noise(seeds, Stream.DRAFT, counters, 50))
+    np.testing.assert_array_equal(together[0], together[3])
+    for i in range(5):
+        alone = noise(seeds[i : i + 1], Stream.DRAFT, tuple(c[i : i + 1] for c in counters), 50)
+        np.testing.assert_array_equal(alone[0], together[i])
+    for width in 3, 201:
+        other = np.asarray(noise(seeds, Stream.DRAFT, counters, width))
+        shared = min(width, 50)
+        np.testing.assert_array_equal(other[:, :shared], together[:, :shared])
+
+
+def test_no_key_is_used_twice():
+    """Seeds, streams, positions, steps of a round and tokens all make another draw."""
+    keys = np.array(list(itertools.product([0, 1, 2, 2**32 - 1], range(6), range(4))))
+    seeds, positions, steps = keys[:, 0].astype(np.uint32), keys[:, 1], keys[:, 2]
+    drawn = [
+        gumbel(seeds, stream, counters, 16)
+        for stream in Stream
+        for counters in [(positions, steps), (positions,)]
+    ]
+    rows = np.unique(np.concatenate(drawn), axis=0)
+    # Without steps, four of the rows are alike.
+    assert len(rows) == len(Stream) * (len(keys) + len(keys) // 4)
+    # One draw in 2^32 may come up again by chance, but not a row in another order.
+    assert len(np.unique(rows)) > 0.999 * rows.size
+    assert len({frozenset(row.tolist()) for row in rows}) == len(rows)
+
+
+def test_draws_under_different_keys_are_independent():
+    """Correlations of what meets in a round are those of 2e5 independent draws."""
+    target = draw(gumbel, Stream.TARGET)
+    drawn = {
+        "target": target,
+        "draft": draw(gumbel, Stream.DRAFT),
+        "step 0": draw(gumbel, Stream.DRAFT, rounds=(0,)),
+        "step 1": draw(gumbel, Stream.DRAFT, rounds=(1,)),
+        "coins": draw(uniform, Stream.ACCEPT),
+        "gumbel coins": draw(gumbel, Stream.ACCEPT),
+        "seed": draw(gumbel, Stream.TARGET, seed=6),
+        "position": np.roll(target, 1, axis=0),
+        "token": np.roll(target, 1, axis=1),
+    }
+    ranks = np.array([stats.rankdata(x) for x in drawn.values()])
+    names = list(drawn)
+    found = np.abs(np.corrcoef(ranks)) - np.eye(len(names))
+    i = names.index("coins"), names.index("gumbel coins")
+    assert found[i] > 0.99  # the same bits, so that the measure does find what is there
+    found[i] = found[i[::-1]] = 0
+    assert found.max() < 4.5 / np.sqrt(target.size), dict(zip(names, found, strict=True))
+
+
+def test_choices_by_two_streams_are_independent():
+    """Chi-square of the joint argmax of six tokens, which is what verification relies on."""
+    choices = [
+        np.concatenate([draw(gumbel, stream, seed=seed)[:, :6].argmax(1) for seed in range(5)])
+        for stream in Stream
+    ]
+    for first, second in itertools.combinations(choices, 2):
+        joint = np.bincount(6 * first + second, minlength=36)
+        assert stats.chisquare(joint).pvalue > 1e-4
+
+
+def test_the_gumbel_law():
+    """4e6 draws: counts between quantiles of the whole range, both tails, and the mean."""
+    drawn = np.concatenate([draw(gumbel, Stream.TARGET, seed=seed).ravel() for seed in range(20)])
+    tails = np.logspace(-6, -3, 10)
+    levels = np.concatenate([tails, np.linspace(0, 1, 201)[1:-1], 1 - tails[::-1]])
+    counts, _ = np.histogram(drawn, [-np.inf, *stats.gumbel_r.ppf(levels), np.inf])
+    expected = np.diff([0, *levels, 1]) * drawn.size
+    rare = expected < 5
+    assert 0 < rare.sum() <= 4
+    counts, expected = ([*x[~rare], x[rare].sum()] for x in (counts, expected))
+    assert stats.chisquare(counts, expected).pvalue > 1e-4
+    for tail in 1e-4, 1e-5, 1e-6:
+        num_above = (drawn > stats.gumbel_r.isf(tail)).sum()
+        assert abs(num_above - tail * drawn.size) < 4 * np.sqrt(tail * drawn.size)
+    assert abs(drawn.mean() - np.euler_gamma) < 4 * np.pi / np.sqrt(6 * drawn.size)
+
+
+def test_every_word_of_random_bits_becomes_its_quantile(monkeypatch):
+    """The tail above 16.6, past float32's step below one, is as exact as the rest."""
+    words = np.array([0, 1, 2, 3, 10, 255, 2**12, 2**20, 2**31, 2**32 - 2**12, 2**32 - 1])
+    monkeypatch.setattr(
+        specjax.device.noise.jax.random, "bits", lambda *_: jnp.array(words, jnp.uint32)
+    )
+    noise = gumbel_noise(jnp.zeros(1, jnp.uint32), Stream.TARGET, (jnp.zeros(1, int),), len(words))
+    # The probability of a larger draw; at its other end the law is cut off at one in 2^24.
+    above = np.minimum((words + 0.5) / 2**32, 1 - 2.0**-24)
+    np.testing.assert_allclose(noise[0], stats.gumbel_r.isf(above), rtol=2e-5)
+    assert noise[0, 0] > 22 and np.isfinite(noise).all()
+
+
+@pytest.mark.slow
+def test_the_far_tail():
+    """2.7e8 draws have sixteen above 16.6, where noise made from a rounded 1 - u would end."""
+    rows, end = np.arange(2**12), stats.gumbel_r.isf(2.0**-24)
+    above = sum(
+        int(
+            (gumbel(rows.astype(np.uint32), Stream.TARGET, (np.full(2**12, i),), 2**12) > end).sum()
+        )
+        for i in range(16)
+    )
+    assert 4 <= above <= 36
+
+
+def test_the_uniform_law():
+    drawn = draw(uniform, Stream.ACCEPT)
+    assert drawn.min() >= 0 and drawn.max() < 1
+    counts, _ = np.histogram(drawn, np.linspace(0, 1, 101))
+    assert stats.chisquare(counts).pvalue > 1e-4
+    assert all(stats.kstest(column, "uniform").pvalue > 1e-4 for column in drawn[:, :5].T)
+    cells, _ = np.histogramdd(drawn[:, :48].reshape(-1, 3), bins=8, range=[(0, 1)] * 3)
+    assert stats.chisquare(cells.ravel()).pvalue > 1e-4

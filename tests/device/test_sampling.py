@@ -1,65 +1,237 @@
-"""Greedy and noisy choice, against numpy and against the softmax that it should draw from."""
+"""From logits to tokens, against an oracle of loops and sorts and the softmax it draws from."""
+
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+import scipy.special
+from scipy import stats
 
-from specjax.device.noise import gumbel_noise
-from specjax.device.sampling import Sampling, sample
+from specjax.device.edits import History
+from specjax.device.noise import Stream, gumbel_noise
+from specjax.device.requests import Requests, Sampling, init_requests
+from specjax.device.sampling import choose, draw_draft, process, scale, spread
+from specjax.sampling_params import SamplingParams
+
+run_process, compiled_choose = jax.jit(process), jax.jit(choose)
+compiled_draw = jax.jit(draw_draft, static_argnames=("vocab_size", "stream", "wants_probs"))
+noise_of = jax.jit(gumbel_noise, static_argnums=(1, 3))
+then = jax.jit(History.then)
+MANY = 20_000
 
 
-def sampling_of(temperatures, seeds):
-    return Sampling(jnp.array(temperatures, jnp.float32), jnp.array(seeds, jnp.uint32))
+def padded(rows, *trees):
+    """Trees of arrays with greedy rows behind theirs, so that one compilation serves them all."""
+
+    def pad(x):
+        return np.pad(x, ((0, rows - len(x)), *((0, 0),) * (np.ndim(x) - 1)))
+
+    return jax.tree.map(pad, trees)
+
+
+def run_choose(logits, sampling, positions):
+    """`choose` among 30 tokens, most of which may be out."""
+    n, vocab_size = logits.shape
+    logits = np.pad(logits, ((0, 0), (0, 30 - vocab_size)), constant_values=-np.inf)
+    rows = MANY if n > 99 else 99
+    return np.asarray(compiled_choose(*padded(rows, logits, sampling, positions)))[:n]
+
+
+def run_draw(logits, sampling, counters):
+    """Drafts among five tokens, and what they were drawn from."""
+    inputs = padded(MANY, np.asarray(logits, np.float32), sampling, counters)
+    token, q = compiled_draw(
+        inputs[0], None, 5, inputs[1], Stream.DRAFT, inputs[2], wants_probs=True
+    )
+    return np.asarray(token)[: len(logits)], np.asarray(q)[: len(logits)]
+
+
+def sampling_of(temperatures, seeds=None):
+    n = len(temperatures)
+    return Sampling(
+        np.array(temperatures, np.float32),
+        np.array(range(n) if seeds is None else seeds, np.uint32),
+        np.zeros(n, np.int32),
+        np.ones(n, np.float32),
+        np.zeros(n, np.float32),
+    )
+
+
+def history_of(requests, drafts, length=18):
+    lengths = [len(one.prompt) + len(one.output) for one in requests]
+    rows = [[*one.prompt, *one.output, *[5] * length][:length] for one in requests]
+    return then(History(np.array(rows), np.array(lengths)), drafts)
+
+
+@pytest.mark.parametrize("vocab_size, k, seed", [(7, 1, 0), (33, 3, 1), (96, 2, 2), (200, 0, 3)])
+def test_processed_logits_of_random_requests(asked, vocab_size, k, seed):
+    """Edited, then cut by min_p, top_k and top_p of the scaled; what stays is not scaled."""
+    rng, batch = np.random.default_rng(seed), 100
+    drafts = rng.integers(0, min(vocab_size, 9), (batch, k))
+    requests = [asked.random(rng, vocab_size, row.tolist()) for row in drafts]
+    requests = [replace(one, processor=-1) for one in requests]
+    logits = (np.round(rng.normal(size=(batch, k + 1, vocab_size)) * 16) / 8).astype(np.float32)
+    device = asked.on_device(requests, vocab_size)
+    processed = np.asarray(run_process(logits, device, history_of(requests, drafts)))
+    num_cut = 0
+    for b, one in enumerate(requests):
+        for t in range(k + 1):
+            now = one.then(*drafts[b, :t].tolist())
+            edited = now.edit(logits[b, t])
+            kept = now.kept(edited)
+            expected = np.where(kept, edited, -np.inf)
+            np.testing.assert_allclose(processed[b, t], expected, rtol=1e-5, atol=1e-5)
+            num_cut += not all(kept)
+            if not one.params.edits_logits:
+                np.testing.assert_array_equal(processed[b, t], logits[b, t])
+    assert num_cut > batch / 2
+
+
+def test_truncation_sees_the_temperature(asked):
+    """Of p = .6 .3 .1, top_p of .7 keeps two tokens, but one at half the temperature, and all where
+    it is 0."""
+    logits = np.log(np.float32([[[0.6, 0.3, 0.1]]] * 3))
+    requests = [
+        asked(SamplingParams(temperature=temperature, top_p=0.7)) for temperature in (1.0, 0.5, 0.0)
+    ]
+    device = asked.on_device(requests, 3)
+    processed = np.asarray(run_process(logits, device, history_of(requests, np.zeros((3, 0), int))))
+    assert np.isfinite(processed)[:, 0].sum(axis=1).tolist() == [2, 1, 3]
+    np.testing.assert_array_equal(processed[np.isfinite(processed)], logits[np.isfinite(processed)])
+
+
+def test_initial_requests_ask_for_nothing():
+    logits = np.random.default_rng(0).normal(size=(3, 2, 40)).astype(np.float32)
+    history = History(np.full((3, 9), -1), np.array([0, 4, 9]))
+    requests = jax.jit(init_requests, static_argnums=(0, 1))(3, 40)
+    np.testing.assert_array_equal(run_process(logits, requests, history), logits)
+
+
+def test_requests_are_put_at_their_slots(asked):
+    """Those past the last slot are of no request."""
+    new = asked.on_device([asked(SamplingParams(top_k=k)) for k in (4, 5, 6)], 40)
+    empty = asked.on_device([asked()] * 4, 40)
+    put = jax.jit(Requests.put)(empty, np.array([2, 4, 0]), new)
+    assert put.sampling.top_k.tolist() == [6, 0, 4, 0]
+    assert jax.jit(Requests.at)(put, np.array([2, 0])).sampling.seeds.tolist() == [0, 2]
 
 
 def test_greedy_rows_take_the_first_best_whatever_stands_beside_them():
-    logits = jnp.array([[0.0, 3.0, 3.0, 1.0], [5.0, 1.0, 5.0, 0.0], [2.0, 2.0, 2.0, 2.0]])
-    positions = jnp.array([4, 5, 6])
-    cold = sample(logits, sampling_of([0, 0, 0], [1, 2, 3]), positions)
-    assert cold.tolist() == [1, 0, 0] and cold.dtype == jnp.int32
-    mixed = sample(logits, sampling_of([0, 9.0, 0], [1, 2, 3]), positions)
+    logits = np.float32([[0, 3, 3, 1], [5, 1, 5, 0], [2, 2, 2, 2]])
+    positions = np.array([4, 5, 6])
+    cold = run_choose(logits, sampling_of([0, 0, 0]), positions)
+    assert cold.tolist() == [1, 0, 0] and cold.dtype == np.int32
+    mixed = run_choose(logits, sampling_of([0, 9.0, 0]), positions)
     assert mixed.tolist()[::2] == [1, 0]
 
 
-def test_draws_follow_the_softmax():
-    """A chi-square test at three temperatures, over positions of one seed."""
-    count, logits = 20000, jnp.array([1.0, 0.0, -1.0, 2.0, 0.5])
+@pytest.mark.parametrize("temperature", [1e-3, 1e-8, 1e-20, 2e-38, 1e-42])
+def test_a_tiny_temperature_is_greedy(temperature):
+    """Whether float32 has a quotient for it or not; also where none of the batch is warmer."""
+    logits = np.float32(
+        [
+            [-3.0, 5.0, 30.0, 29.0, -np.inf],
+            [-9.0, -7.0, -7.5, -30.0, -9.0],
+            [2.0, 1.0, 3.0, 4.0, 0.0],
+        ]
+    )
+    positions, counters = np.arange(3), (np.arange(3), np.zeros(3, int))
+    alone = run_choose(logits, sampling_of([temperature] * 3), positions)
+    assert alone.tolist() == [2, 1, 3]
+    mixed = sampling_of([temperature, temperature, 1.0])
+    assert run_choose(logits, mixed, positions)[:2].tolist() == [2, 1]
+    token, q = run_draw(logits, mixed, counters)
+    assert token[:2].tolist() == [2, 1]
+    np.testing.assert_array_equal(q[:2], np.eye(5)[[2, 1]])
+
+
+def test_draws_follow_the_softmax_at_each_temperature():
+    logits = np.float32([1.0, 0.0, -1.0, 2.0, 0.5])
     for temperature in 0.5, 1.0, 2.0:
-        params = sampling_of([temperature] * count, [11] * count)
-        rows = jnp.broadcast_to(logits, (count, 5))
-        drawn = np.bincount(sample(rows, params, jnp.arange(count)), minlength=5)
-        expected = count * np.asarray(jax.nn.softmax(logits / temperature))
-        assert ((drawn - expected) ** 2 / expected).sum() < 23.5  # p = 1e-4 at 4 degrees
+        params = sampling_of([temperature] * MANY, [11] * MANY)
+        tokens = run_choose(np.tile(logits, (MANY, 1)), params, np.arange(MANY))
+        expected = MANY * scipy.special.softmax(logits.astype(np.float64) / temperature)
+        assert stats.chisquare(np.bincount(tokens, minlength=5), expected).pvalue > 1e-4
 
 
 def test_draws_are_a_function_of_seed_and_position():
-    logits = jax.random.normal(jax.random.key(0), (6, 30))
-    logits = logits.at[1].set(logits[0]).at[2].set(logits[0])
+    logits = np.tile(np.random.default_rng(0).normal(size=30).astype(np.float32), (6, 1))
     params = sampling_of([1.0] * 6, [5, 5, 6, 5, 5, 5])
-    positions = jnp.array([8, 8, 8, 9, 10, 11])
-    together = sample(logits, params, positions)
-    alone = [
-        sample(logits[i : i + 1], params.at(jnp.array([i])), positions[i : i + 1])[0]
-        for i in range(6)
-    ]
-    assert together.tolist() == [int(x) for x in alone]
+    positions = np.array([8, 8, 8, 9, 10, 11])
+    together = run_choose(logits, params, positions)
+    order = np.array([4, 2, 0, 5, 1, 3])
+    others = run_choose(logits, jax.tree.map(lambda x: x[order], params), positions[order])
+    assert others.tolist() == together[order].tolist()
     assert together[0] == together[1] != together[2]
+    noise = noise_of(params.seeds, Stream.TARGET, (positions,), 30)
+    np.testing.assert_array_equal(together, (logits + noise).argmax(-1))
 
 
-def test_part_of_the_vocabulary_shares_the_noise_of_all():
-    """The choice among some ids is that among all, if the others could never win."""
-    ids = jnp.array([3, 17, 4, 29, 11])
-    logits = jax.random.normal(jax.random.key(1), (200, 30))
-    is_kept = jnp.zeros(30, bool).at[ids].set(True)
-    params, positions = sampling_of([1.0] * 200, range(200)), jnp.arange(200)
-    columns = sample(logits[:, ids], params, positions, ids, 30)
-    full = sample(jnp.where(is_kept, logits, -jnp.inf), params, positions)
-    np.testing.assert_array_equal(ids[columns], full)
-    noise = gumbel_noise(params.seeds, positions, 30)
-    np.testing.assert_array_equal(columns, (logits + noise)[:, ids].argmax(-1))
+@pytest.mark.parametrize("temperatures", [(1.0, 0.0, 0.3), (0.0, 0.0, 0.0)])
+def test_a_drafter_like_the_target_draws_its_tokens(temperatures):
+    """With the target's noise, and over any part of the vocabulary that has the token."""
+    n, positions = 99, np.arange(99)
+    logits = 2 * np.random.default_rng(1).normal(size=(n, 30)).astype(np.float32)
+    ids = np.array([3, 17, 4, 29, 11])
+    params = sampling_of(np.resize(temperatures, n))
+    shared = {"stream": Stream.TARGET, "counters": (positions,), "wants_probs": False}
+    whole, q = compiled_draw(logits, None, 30, params, **shared)
+    assert q is None and whole.dtype == np.int32
+    np.testing.assert_array_equal(whole, run_choose(logits, params, positions))
+    part, _ = compiled_draw(logits[:, ids], ids, 30, params, **shared)
+    masked = np.where(np.isin(np.arange(30), ids), logits, -np.inf)
+    np.testing.assert_array_equal(part, run_choose(masked, params, positions))
+    other, _ = compiled_draw(logits, None, 30, params, **shared | {"stream": Stream.DRAFT})
+    is_greedy, same = params.temperature == 0, np.asarray(other == whole)
+    assert same[is_greedy].all()
+    assert is_greedy.all() or not same[~is_greedy].all()
+
+
+def test_what_drafts_were_drawn_from():
+    """The softmax over the target's ids; one at the draft of a greedy row."""
+    logits = 2 * np.random.default_rng(2).normal(size=(4, 5)).astype(np.float32)
+    ids, temperatures = np.array([3, 17, 4, 29, 11]), np.array([1.0, 0.0, 0.3, 2.0])
+    counters = np.arange(4), np.zeros(4, int)
+    token, q = compiled_draw(
+        logits, ids, 30, sampling_of(temperatures), Stream.DRAFT, counters, wants_probs=True
+    )
+    expected = np.zeros((4, 30))
+    scaled = logits.astype(np.float64) / np.maximum(temperatures, 1e-9)[:, None]
+    expected[:, ids] = scipy.special.softmax(scaled, axis=1)
+    np.testing.assert_allclose(q, expected, atol=1e-6)
+    assert token[1] == ids[logits[1].argmax()] and (np.asarray(q)[np.arange(4), token] > 0).all()
+
+
+def test_drafts_follow_what_they_claim_to_be_drawn_from():
+    logits = np.tile(np.float32([1.0, 0.0, -1.0, 2.0, -np.inf]), (MANY, 1))
+    counters = np.arange(MANY), np.ones(MANY, int)
+    token, q = run_draw(logits, sampling_of([0.7] * MANY), counters)
+    counts, expected = np.bincount(token, minlength=5), MANY * q[0].astype(np.float64)
+    assert counts[4] == expected[4] == 0
+    assert stats.chisquare(counts[:4], expected[:4] * MANY / expected.sum()).pvalue > 1e-4
+
+
+def test_a_draft_that_nothing_was_left_for_has_no_probability():
+    """As where the tokens that a request allows are not in the drafter's vocabulary."""
+    logits = [[-np.inf] * 5, [0.0, -np.inf, -np.inf, -np.inf, -np.inf]]
+    _, q = run_draw(logits, sampling_of([1.0, 1.0]), (np.arange(2), np.zeros(2, int)))
+    np.testing.assert_array_equal(q, [[0, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
+
+
+def test_spread_logits_stand_at_their_ids():
+    full = spread(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([2, 0]), 4)
+    inf = np.inf
+    np.testing.assert_array_equal(full, [[2, -inf, 1, -inf], [4, -inf, 3, -inf]])
 
 
 def test_repeat_keeps_the_rows_of_a_request_together():
     repeated = sampling_of([0.5, 1.5], [1, 2]).repeat(3)
     assert repeated.temperature.tolist() == [0.5] * 3 + [1.5] * 3
     assert repeated.seeds.tolist() == [1] * 3 + [2] * 3
+
+
+def test_scaled_logits():
+    scaled = scale(jnp.array([[2.0, -jnp.inf], [2.0, 1.0]]), sampling_of([0.5, 0.0]))
+    np.testing.assert_array_equal(scaled, [[4, -np.inf], [2, 1]])

@@ -1,5 +1,12 @@
-"""Padding that hardware asks for: rows in multiples of eight change no token and no count."""
+"""How a step is run changes no token and no count, and what it says of tokens is the target's word.
 
+Rows may be padded, and a step may be one program or three, as under a grammar.
+"""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -9,48 +16,191 @@ from specjax.device.cache.paged import padded_width
 from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
+from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.step import StepModel
 from specjax.engine import Engine
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.request import Request
+from specjax.sampling_params import SamplingParams
+from specjax.train.context import CausalRows
 
 FLOAT32 = np.dtype(np.float32)
+VOCAB, MAX_LEN, K = 24, 64, 2
+TEMPERATURES = (0.0, 0.7, 0.0)
+GRAMMAR = {"structured_outputs": {"regex": "any"}}
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-@pytest.fixture
-def run(checkpoints, ragged_prompts, monkeypatch):
-    """Outputs and acceptance of a few requests, rows padded to a multiple."""
-    target = checkpoints.target("llama", vocab_size=24)
+@dataclass
+class Matcher:
+    """A grammar by a rule of which tokens may follow others; it notes the drafts of every step."""
+
+    rule: object
+    tokens: list[int] = field(default_factory=list)
+    num_drafts: int = 0
+    is_finished: bool = False
+
+    def accept(self, tokens):
+        assert tokens
+        self.tokens += tokens
+
+    def masks(self, drafts):
+        self.num_drafts += len(drafts)
+        prefixes = [self.tokens + drafts[:i] for i in range(len(drafts) + 1)]
+        return np.array([[sum(1 << i for i in self.rule(p))] for p in prefixes], np.int32)
+
+
+def anything(tokens):
+    return range(VOCAB)
+
+
+def hopping(tokens):
+    """What may follow depends on the last token and on how many there are."""
+    last = tokens[-1] if tokens else 0
+    return [i for i in range(VOCAB) if (i + last + len(tokens)) % 3]
+
+
+@dataclass(frozen=True)
+class Served:
+    """What an engine made of the requests."""
+
+    sequences: list
+    num_accepted_per_pos: tuple[int, ...]
+    matchers: list
+
+    @property
+    def outcome(self):
+        return [sequence.output for sequence in self.sequences], self.num_accepted_per_pos
+
+
+@pytest.fixture(scope="module")
+def loaded(checkpoints):
+    """Target, drafter and their parameters."""
+    target = checkpoints.target("llama", vocab_size=VOCAB)
     model, params = load_model(target.folder, FLOAT32)
     folder = checkpoints.eagle3(target).folder
-    config = SpeculativeConfig(method="eagle3", model=str(folder), num_speculative_tokens=2)
+    config = SpeculativeConfig(method="eagle3", model=str(folder), num_speculative_tokens=K)
     drafter, head_params = load_drafter(folder, config, model, FLOAT32)
+    return model, drafter, Params(params, head_params)
 
-    def serve(row_multiple):
-        monkeypatch.setattr(
-            specjax.engine, "StepModel", lambda *static: StepModel(*static[:3], row_multiple)
+
+@pytest.fixture(scope="module")
+def run(loaded):
+    """Serves a few requests, with changes to what is compiled in and to what they ask for."""
+    model, drafter, params = loaded
+    rng = np.random.default_rng(0)
+    prompts = [tuple(rng.integers(0, VOCAB, length).tolist()) for length in (5, 40, 17)]
+
+    def serve(*, rule=None, logprobs_mode="raw", static=None, **asked):
+        matchers = []
+
+        def follow():
+            matchers.append(Matcher(rule))
+            return matchers[-1]
+
+        def make(*positional, **named):
+            return StepModel(*positional, **(named | (static or {})))
+
+        config = EngineConfig(
+            max_model_len=MAX_LEN,
+            max_num_seqs=2,
+            max_num_batched_tokens=32,
+            num_pages=12,
+            logprobs_mode=logprobs_mode,
         )
-        engine = Engine(
-            EngineConfig(max_model_len=64, max_num_seqs=2, max_num_batched_tokens=32, num_pages=12),
-            model,
-            drafter,
-            Params(params, head_params),
-            StaticPolicy(2),
-        )
-        for i, prompt in enumerate(ragged_prompts(5, 40, 17, vocab_size=24)):
-            engine.add(Request(i, tuple(prompt), 20, float(i % 2), i, ()))
-        outputs = {}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(specjax.engine, "StepModel", make)
+            engine = Engine(config, model, drafter, params, StaticPolicy(K))
+        asked |= GRAMMAR if rule else {}
+        for i, prompt in enumerate(prompts):
+            sampling = SamplingParams(temperature=TEMPERATURES[i], **asked)
+            follows = follow if rule else None
+            engine.add(Request(i, prompt, sampling, 20, (i,), follow_grammar=follows))
+        sequences = []
         while engine.has_work:
-            outputs |= {s.request.request_id: s.output for s in engine.step()}
-        return outputs, engine.metrics().num_accepted_tokens_per_pos
+            sequences += engine.step()
+        sequences.sort(key=lambda sequence: sequence.request.request_id)
+        return Served(sequences, engine.metrics().num_accepted_tokens_per_pos, matchers)
 
     return serve
 
 
-def test_padded_rows_change_nothing(run):
-    plain, padded = run(1), run(8)
-    assert padded == plain
-    assert sum(plain[1]) > 0
+@pytest.fixture(scope="module")
+def plain(run):
+    return run(static={"row_multiple": 1, "width_multiple": 1})
+
+
+@pytest.fixture(scope="module")
+def logits_of(loaded):
+    """The target's logits [T, V] of whole sequences of tokens."""
+    model, _, params = loaded
+
+    @jax.jit
+    def causal(params, tokens):
+        features, _ = model.extend(params, tokens, CausalRows.of(1, MAX_LEN), None)
+        return model.logits(params, features.hidden)
+
+    def run(sequence):
+        tokens = [*sequence.request.prompt_token_ids, *sequence.output]
+        padded = jnp.pad(jnp.array(tokens), (0, MAX_LEN - len(tokens)))
+        return np.asarray(causal(params.target, padded))[: len(tokens)]
+
+    return run
+
+
+@pytest.mark.parametrize("multiple", ["row_multiple", "width_multiple"])
+def test_padded_rows_change_nothing(run, plain, multiple):
+    assert run(static={multiple: 8}).outcome == plain.outcome
+    assert sum(plain.num_accepted_per_pos) > 0
+
+
+def test_three_programs_do_what_one_does(run, plain):
+    """A grammar that rules nothing out splits the step, and sees what was drafted."""
+    served = run(rule=anything)
+    assert served.outcome == plain.outcome
+    assert len(served.matchers) == 3
+    assert all(matcher.num_drafts >= K for matcher in served.matchers)
+
+
+def test_masks_are_obeyed_and_nothing_else_changes(run, plain, logits_of):
+    """Every token is the choice among those that its grammar permits, drafts or not."""
+    served = run(rule=hopping)
+    assert sum(served.num_accepted_per_pos) > 0
+    assert served.outcome[0] != plain.outcome[0]
+    for i, sequence in enumerate(served.sequences):
+        start, scores = len(sequence.request.prompt_token_ids), logits_of(sequence)
+        if temperature := TEMPERATURES[i]:
+            positions = jnp.arange(1, len(scores) + 1)  # of the tokens that they choose
+            seeds = jnp.full(len(scores), i, jnp.uint32)
+            noise = gumbel_noise(seeds, Stream.TARGET, (positions,), VOCAB)
+            scores = scores / temperature + np.asarray(noise)
+        for j, token in enumerate(sequence.output):
+            permitted = hopping(sequence.output[:j])
+            assert token == max(permitted, key=lambda t, row=scores[start - 1 + j]: row[t])
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_logprobs_are_the_targets_whatever_was_drafted(run, plain, logits_of, mode):
+    """Processed ones are of what the grammar permits, at the request's temperature above 0."""
+    rule = hopping if mode == "processed" else None
+    served = run(rule=rule, logprobs_mode=mode, logprobs=VOCAB // 2)
+    assert sum(served.num_accepted_per_pos) > 0
+    if rule is None:
+        assert served.outcome == plain.outcome
+    for i, sequence in enumerate(served.sequences):
+        start, logits = len(sequence.request.prompt_token_ids), logits_of(sequence)
+        assert len(sequence.logprobs) == len(sequence.output)
+        for j, entry in enumerate(sequence.logprobs):
+            row = logits[start - 1 + j].astype(np.float64)
+            if rule is not None:
+                row /= TEMPERATURES[i] or 1.0
+                row[list(set(range(VOCAB)) - set(rule(sequence.output[:j])))] = -np.inf
+            expected = row - np.log(np.exp(row).sum())
+            assert next(iter(entry)) == sequence.output[j]
+            for token, found in entry.items():
+                np.testing.assert_allclose(found.logprob, expected[token], rtol=0, atol=1e-4)
+            assert len(entry) in (VOCAB // 2, VOCAB // 2 + 1)
 
 
 def test_padded_width_is_the_least_that_fits():

@@ -1,21 +1,395 @@
-"""The verdict, against a loop over every case of a small vocabulary."""
+"""Verdicts: what holds of each. That their distribution is right is for tests/statistical."""
 
 import itertools
+from dataclasses import replace
+from functools import partial
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.device.verification import verify_seed_exact
+from specjax.config import SpeculativeConfig
+from specjax.device.noise import Stream, gumbel_noise, uniform_noise
+from specjax.device.requests import Sampling
+from specjax.device.sampling import choose
+from specjax.device.verification import (
+    Block,
+    Draft,
+    Rejection,
+    SeedExact,
+    Synthetic,
+    Target,
+    _coins,
+    acceptance,
+    block_acceptance,
+    draft_probs,
+    make_verification,
+    target_probs,
+)
+
+V, K, ROWS = 6, 3, 96
+# With the drafts' distribution, and with drafts that are certain.
+DRAWN = [(Rejection(), False), (Rejection(), True), (Block(), False), (Block(), True)]
+LOSSLESS = [(SeedExact(), True), *DRAWN]
+METHODS = [*LOSSLESS, (Synthetic((0.9, 0.6, 0.5)), True)]
 
 
-@pytest.mark.parametrize("k", range(4))
-def test_the_longest_equal_prefix_stands(k):
-    cases = list(itertools.product(itertools.product(range(2), repeat=k), [(0, 1, 1, 0)[: k + 1]]))
-    drafts = jnp.array([draft for draft, _ in cases], jnp.int32).reshape(len(cases), k)
-    target = jnp.array([tokens for _, tokens in cases], jnp.int32)
-    verdict = verify_seed_exact(drafts, target)
-    for (draft, tokens), accepted in zip(cases, verdict.num_accepted.tolist(), strict=True):
-        equal = [a == b for a, b in zip(draft, tokens, strict=False)]
-        assert accepted == [*equal, False].index(False)
-    np.testing.assert_array_equal(verdict.tokens, target)
+# To compile takes longer than to run.
+@partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
+def run(method, draft, target):
+    return method.verify(draft, target)
+
+
+def sampling_of(temperatures):
+    n = len(temperatures)
+    return Sampling(
+        np.array(temperatures, np.float32),
+        np.arange(n, dtype=np.uint32),
+        np.zeros(n, np.int32),
+        np.ones(n, np.float32),
+        np.zeros(n, np.float32),
+    )
+
+
+def target_of(logits, temperatures=(1.0,), num_drafts=None):
+    n, num_rows = logits.shape[:2]
+    return Target(
+        np.array(logits, np.float32),
+        sampling_of(np.resize(temperatures, n)),
+        10 + np.arange(n, dtype=np.int32) % 7,
+        np.array(np.full(n, num_rows - 1) if num_drafts is None else num_drafts, np.int32),
+    )
+
+
+def draft_of(tokens, probs=None):
+    return Draft(np.array(tokens, np.int32), None if probs is None else np.array(probs, np.float32))
+
+
+def case(seed, temperatures=(1.0,), *, certain=False, n=ROWS, num_drafts=None):
+    """Random logits with some at -inf, and drafts that are drawn from their probs."""
+    rng = np.random.default_rng(seed)
+    logits = 2 * rng.normal(size=(n, K + 1, V))
+    logits[rng.random(logits.shape) < 0.2] = -np.inf
+    logits[:, :, 0] = 0
+    target = target_of(logits, temperatures, num_drafts)
+    q = np.exp(np.maximum(logits[:, :-1], -0.5) + rng.normal(size=(n, K, V)))
+    q[rng.random(q.shape) < 0.1] = 0
+    q[:, :, 1] += 0.05
+    q /= q.sum(axis=-1, keepdims=True)
+    tokens = np.where(q > 0, np.log(q + 1e-30) + rng.gumbel(size=q.shape), -np.inf).argmax(-1)
+    greedy = target.sampling.temperature == 0
+    best = logits[greedy, :-1].argmax(-1)
+    tokens[greedy] = np.where(rng.random(best.shape) < 0.7, best, tokens[greedy])
+    q[greedy] = np.eye(V)[tokens[greedy]]
+    return draft_of(tokens, None if certain else q), target
+
+
+def emitted(verdict):
+    rows, counts = np.asarray(verdict.tokens).tolist(), np.asarray(verdict.num_accepted)
+    return [row[: n + 1] for row, n in zip(rows, counts, strict=True)]
+
+
+def longest_prefix(drafts, tokens):
+    """Drafts while they equal the tokens, then the token that they do not."""
+    equal = [a == b for a, b in zip(drafts, tokens, strict=False)]
+    return tokens[: [*equal, False].index(False) + 1]
+
+
+def plain_tokens(target, row):
+    """What decoding without drafts draws after rows i32[B] or a row of the target's logits."""
+    row = np.broadcast_to(row, ROWS)
+    logits = target.logits[np.arange(ROWS), row]
+    return np.asarray(draw_plain(logits, target.sampling, target.lengths + row.astype(np.int32)))
+
+
+draw_plain, probs_of = jax.jit(choose), jax.jit(target_probs)
+
+
+def cut(draft, target, k):
+    """What a step of k drafts would have had."""
+    probs = None if draft.probs is None else draft.probs[:, :k]
+    logits, num_drafts = target.logits[:, : k + 1], np.full(ROWS, k, np.int32)
+    return draft_of(draft.tokens[:, :k], probs), target._replace(
+        logits=logits, num_drafts=num_drafts
+    )
+
+
+@pytest.mark.parametrize("method, certain", METHODS)
+class TestEveryMethod:
+    def test_emits_what_stands_and_one_token(self, method, certain):
+        draft, target = case(0, (1.0, 0.0, 0.3), certain=certain)
+        verdict = run(method, draft, target)
+        assert verdict.tokens.shape == (ROWS, K + 1) and verdict.tokens.dtype == jnp.int32
+        assert set(verdict.num_accepted.tolist()) == set(range(K + 1))
+        for b, tokens in enumerate(emitted(verdict)):
+            assert tokens[:-1] == draft.tokens[b, : len(tokens) - 1].tolist()
+            # Also what was emitted last is the target's to emit.
+            assert all(target.logits[b, t, token] > -np.inf for t, token in enumerate(tokens))
+
+    def test_masked_drafts_are_as_if_they_were_not_there(self, method, certain):
+        """Whatever is in them: num_drafts of K are what as many drafts would have been."""
+        num_drafts = np.resize(range(K + 1), ROWS)
+        draft, target = case(1, (1.0, 0.0, 0.3, 1.0, 2.0), certain=certain, num_drafts=num_drafts)
+        masked = np.arange(K) >= num_drafts[:, None]
+        tokens = np.where(masked, [0, V - 1, 2**31 - 1], draft.tokens)
+        probs = None if certain else np.where(masked[..., None], np.nan, draft.probs)
+        verdict = run(method, draft_of(tokens, probs), target)
+        assert (verdict.num_accepted <= num_drafts).all()
+        assert (verdict.num_accepted == num_drafts)[num_drafts > 0].any()
+        for k in 0, 1, K:
+            fewer = emitted(run(method, *cut(draft, target, k)))
+            rows = np.flatnonzero(num_drafts == k)
+            assert [emitted(verdict)[b] for b in rows] == [fewer[b] for b in rows]
+
+    def test_rows_do_not_depend_on_each_other(self, method, certain):
+        draft, target = case(2, (1.0, 0.0, 0.3), certain=certain)
+        order = np.random.default_rng(0).permutation(ROWS)
+        shuffled = run(method, *jax.tree.map(lambda x: x[order], (draft, target)))
+        together = emitted(run(method, draft, target))
+        assert emitted(shuffled) == [together[b] for b in order]
+
+    def test_without_drafts_it_is_plain_decoding(self, method, certain):
+        draft, target = cut(*case(3, (1.0, 0.0, 0.3), certain=certain), 0)
+        verdict = run(method, draft, target)
+        assert verdict.num_accepted.tolist() == [0] * ROWS
+        np.testing.assert_array_equal(verdict.tokens[:, 0], plain_tokens(target, 0))
+
+
+@pytest.mark.parametrize("method, certain", LOSSLESS)
+class TestEveryLosslessMethod:
+    def test_greedy_is_the_longest_prefix_of_the_best(self, method, certain):
+        """In a greedy batch, whose drafts have no distribution, and beside requests that draw."""
+        draft, target = case(4, (0.0,), certain=certain)
+        best = target.logits.argmax(-1).tolist()
+        expected = list(map(longest_prefix, draft.tokens.tolist(), best))
+        assert {len(tokens) for tokens in expected} == set(range(1, K + 2))
+        zeros = None if certain else np.zeros_like(draft.probs)
+        assert emitted(run(method, draft._replace(probs=zeros), target)) == expected
+        mixed = target._replace(sampling=sampling_of(np.resize([1.0, 0.0], ROWS)))
+        assert emitted(run(method, draft, mixed))[1::2] == expected[1::2]
+
+    def test_certain_drafts_of_a_certain_target_all_stand(self, method, certain):
+        rng = np.random.default_rng(5)
+        best = rng.integers(0, V, (ROWS, K + 1))
+        logits = np.where(np.eye(V)[best] == 1, rng.normal(size=(ROWS, 1, 1)), -np.inf)
+        draft = draft_of(best[:, :-1], None if certain else np.eye(V)[best[:, :-1]])
+        verdict = run(method, draft, target_of(logits))
+        assert verdict.num_accepted.tolist() == [K] * ROWS
+        np.testing.assert_array_equal(verdict.tokens, best)
+
+    def test_impossible_drafts_never_stand(self, method, certain):
+        """Nor what comes after one, likely as it may be."""
+        draft, target = case(6, certain=certain)
+        for i in range(K):
+            logits = target.logits.copy()
+            logits[np.arange(ROWS), i, (draft.tokens[:, i] + 1) % V] = 1.0
+            logits[np.arange(ROWS), i, draft.tokens[:, i]] = -np.inf
+            verdict = run(method, draft, target._replace(logits=logits))
+            assert verdict.num_accepted.max() == i
+            for b, tokens in enumerate(emitted(verdict)):
+                assert all(np.isfinite(logits[b, t, token]) for t, token in enumerate(tokens))
+
+
+@pytest.mark.parametrize("method", [Rejection(), Block()])
+class TestDrawnMethods:
+    def test_drafts_of_the_target_itself_all_stand(self, method):
+        _, target = case(7)
+        p = np.asarray(probs_of(target))[:, :-1]
+        with np.errstate(divide="ignore"):
+            tokens = (np.log(p) + np.random.default_rng(0).gumbel(size=p.shape)).argmax(-1)
+        verdict = run(method, draft_of(tokens, p), target)
+        assert verdict.num_accepted.tolist() == [K] * ROWS
+
+    def test_drafts_beside_the_target_all_fall(self, method):
+        """The token then is one that p has, however it is spread."""
+        logits = np.full((ROWS, K + 1, V), -np.inf)
+        logits[..., :3] = np.random.default_rng(1).normal(size=(ROWS, K + 1, 3))
+        q = np.broadcast_to(np.arange(V) >= 3, (ROWS, K, V)) / 3
+        tokens = np.random.default_rng(2).integers(3, V, (ROWS, K))
+        verdict = run(method, draft_of(tokens, q), target_of(logits))
+        assert verdict.num_accepted.tolist() == [0] * ROWS
+        assert set(verdict.tokens[:, 0].tolist()) == {0, 1, 2}
+
+    def test_what_is_drawn_after_a_rejection_is_what_q_lacks(self, method):
+        """Where q covers all of p but one token, every rejection draws that token."""
+        p, q = np.array([0.2, 0.5, 0, 0, 0, 0.3]), np.array([0.4, 0.6, 0, 0, 0, 0])
+        with np.errstate(divide="ignore"):
+            logits = np.broadcast_to(np.log(p), (ROWS, K + 1, V))
+        tokens = np.random.default_rng(3).choice(V, size=(ROWS, K), p=q)
+        draft = draft_of(tokens, np.broadcast_to(q, (ROWS, K, V)))
+        verdict = run(method, draft, target_of(logits, num_drafts=[1] * ROWS))
+        fell = np.asarray(verdict.num_accepted) == 0
+        assert abs(fell.mean() - 0.3) < 4 * np.sqrt(0.21 / ROWS)
+        assert (verdict.tokens[fell, 0] == 5).all()
+
+    def test_a_draft_without_a_distribution_falls(self, method):
+        """Zeros stand for a drafter that has none of the tokens that a request allows."""
+        draft, target = case(8)
+        tokens, probs = draft.tokens.copy(), draft.probs.copy()
+        tokens[:, 1], probs[:, 1] = 0, 0
+        verdict = run(method, draft_of(tokens, probs), target)
+        alone = run(method, draft, target._replace(num_drafts=np.ones(ROWS, np.int32)))
+        assert emitted(verdict) == emitted(alone)
+        assert verdict.num_accepted.max() == 1
+
+
+def test_seed_exact_emits_the_targets_draws():
+    """Whatever the drafts; the longest prefix of them that equals the draws stands."""
+    drafts = np.array(list(itertools.product(range(2), repeat=K)), np.int32)
+    logits = np.full((12, K + 1, V), -np.inf)
+    logits[..., :2] = np.random.default_rng(0).normal(size=(12, K + 1, 2))
+    temperatures = np.repeat(np.resize([1.0, 0.0, 0.5], 12), len(drafts))
+    target = target_of(np.repeat(logits, len(drafts), axis=0), temperatures)
+    plain = np.stack([plain_tokens(target, t) for t in range(K + 1)], axis=1).tolist()
+    drafts = np.tile(drafts, (12, 1))
+    verdict = run(SeedExact(), draft_of(drafts), target)
+    assert emitted(verdict) == list(map(longest_prefix, drafts.tolist(), plain))
+
+
+def test_the_coins_of_one_round_are_not_those_of_another():
+    """Though their positions overlap; they come from a stream of their own."""
+    target = target_of(np.zeros((30, K + 1, V)))
+    rounds = target._replace(
+        lengths=np.arange(30, dtype=np.int32),
+        sampling=replace(target.sampling, seeds=np.zeros(30, np.uint32)),
+    )
+    coins = np.asarray(_coins(rounds, K))
+    assert len(np.unique(coins)) == coins.size
+    for stream in Stream:
+        drawn = uniform_noise(rounds.sampling.seeds, stream, (rounds.lengths,), K)
+        assert np.isin(coins, drawn).all() == (stream == Stream.ACCEPT)
+
+
+N = 20_000  # rows of a measurement
+
+
+def check_rates(verdict, rates, num_drafts=None):
+    for i, rate in enumerate(rates):
+        counted = slice(None) if num_drafts is None else np.asarray(num_drafts) > i
+        stands = np.asarray(verdict.num_accepted)[counted] > i
+        assert abs(stands.mean() - rate) <= 3 * np.sqrt(rate * (1 - rate) / len(stands))
+
+
+@pytest.mark.parametrize(
+    "options, rates",
+    [
+        ({"synthetic_acceptance_length": 2.6}, (1, 0.6, 0)),
+        ({"synthetic_acceptance_length": 4}, (1, 1, 1)),
+        ({"synthetic_acceptance_rates": [0.9, 0.45, 0.4]}, (0.9, 0.45, 0.4)),
+    ],
+)
+def test_synthetic_rates(options, rates):
+    """Unconditional: of all steps, how many accept at least so many drafts, whatever these are."""
+    config = SpeculativeConfig(
+        method="eagle",
+        model="none",
+        num_speculative_tokens=K,
+        verification="synthetic",
+        **options,
+    )
+    np.testing.assert_allclose(config.synthetic_rates, rates)
+    method = make_verification(config)
+    assert hash(method) == hash(make_verification(config))
+    logits = np.broadcast_to(np.float32([3, 0, 0]), (N, K + 1, 3))
+    tokens = np.random.default_rng(0).integers(0, 3, (N, K))
+    num_drafts = np.resize([3, 3, 2, 1], N)
+    target = target_of(logits, (1.0, 0.0), num_drafts)
+    verdict = run(method, draft_of(tokens), target)
+    check_rates(verdict, rates, num_drafts)
+    assert (verdict.num_accepted <= num_drafts).all()
+
+
+def test_synthetic_with_fewer_drafts_than_rates():
+    logits = np.zeros((N, 2, 3), np.float32)
+    verdict = run(Synthetic((0.7, 0.7, 0.1)), draft_of(np.zeros((N, 1))), target_of(logits))
+    check_rates(verdict, (0.7,))
+
+
+def test_synthetic_never_accepts_what_the_target_cannot_produce():
+    """The token after it is legal, too; legal drafts beside it stand as ever."""
+    draft, target = case(9, (1.0, 0.0))
+    verdict = run(Synthetic((1.0, 1.0, 1.0)), draft, target)
+    at_draft = np.take_along_axis(target.logits[:, :-1], draft.tokens[..., None], axis=2)[..., 0]
+    legal = np.cumprod(np.isfinite(at_draft), axis=1).sum(axis=1)
+    np.testing.assert_array_equal(verdict.num_accepted, legal)
+    assert set(legal.tolist()) == set(range(K + 1))
+    last = np.asarray(verdict.tokens)[np.arange(ROWS), legal]
+    np.testing.assert_array_equal(last, plain_tokens(target, legal))
+
+
+@pytest.mark.parametrize("name", ["seed_exact", "rejection", "block"])
+def test_methods_have_their_config_names(name):
+    config = SpeculativeConfig(
+        method="eagle", model="none", num_speculative_tokens=1, verification=name
+    )
+    method = make_verification(config)
+    expected = {"seed_exact": SeedExact(), "rejection": Rejection(), "block": Block()}[name]
+    assert method == expected and method.shares_noise == (name == "seed_exact")
+    assert Synthetic((0.5,)).shares_noise
+
+
+def test_target_probs():
+    logits = np.float32([[[1, 3, -np.inf], [2, 2, 1]], [[0, 4, 4], [-9, -np.inf, -8]]])
+    probs = np.asarray(probs_of(target_of(logits, (0.5, 0.0))))
+    np.testing.assert_allclose(probs[0].sum(-1), 1, rtol=1e-6)
+    np.testing.assert_allclose(np.log(probs[0, 0, 1] / probs[0, 0, 0]), 4, rtol=1e-5)
+    assert probs[0, 0, 2] == 0
+    np.testing.assert_array_equal(probs[1], [[0, 1, 0], [0, 0, 1]])
+
+
+def test_acceptance_by_hand():
+    """min(1, p/q); without probabilities p; a draft that q never makes is not accepted."""
+    p = np.float32([[[0.2, 0.3, 0.5], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]]])
+    q = np.float32([[[0.8, 0.1, 0.1], [0.2, 0.0, 0.8], [0.0, 1.0, 0.0]]])
+    tokens = np.array([[0, 2, 0]])
+    np.testing.assert_allclose(acceptance(p, Draft(tokens, q)), [[0.25, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(acceptance(p, Draft(tokens, None)), [[0.2, 0, 0.1]], rtol=1e-6)
+    np.testing.assert_array_equal(acceptance(p, Draft(tokens + 1, q))[0, :1], [1])
+    np.testing.assert_array_equal(draft_probs(Draft(tokens, None), 3)[0], np.eye(3)[[0, 2, 0]])
+
+
+@pytest.mark.parametrize("certain", [False, True])
+def test_block_acceptance_is_the_papers(certain):
+    """Sun et al. 2024, algorithm 2, one request at a time."""
+    draft, target = case(10, certain=certain, num_drafts=np.resize(range(K + 1), ROWS))
+    p = np.asarray(probs_of(target))
+    joint, chances = map(np.asarray, jax.jit(block_acceptance)(p, draft, target.num_drafts))
+    q_all = np.asarray(draft_probs(draft, V), np.float64)
+    for b in range(ROWS):
+        left = [1.0]
+        for i, token in enumerate(draft.tokens[b].tolist()):
+            q = q_all[b, i]
+            left.append(min(left[-1] * p[b, i, token] / q[token], 1.0))
+        np.testing.assert_allclose(joint[b], left, rtol=1e-5, atol=1e-7)
+        for i in range(1, int(target.num_drafts[b]) + 1):
+            expected = left[i]
+            if i < target.num_drafts[b]:
+                more = np.maximum(left[i] * p[b, i] - q_all[b, i], 0).sum()
+                expected = more / (more + 1 - left[i])
+            np.testing.assert_allclose(chances[b, i - 1], expected, rtol=1e-4, atol=1e-6)
+
+
+def test_block_accepts_more():
+    """On the mean of many rounds, of drafts that were drawn."""
+    means = {method: [] for method in (Rejection(), Block())}
+    for seed in range(40):
+        draft, target = case(100 + seed)
+        for method, of_method in means.items():
+            of_method.append(run(method, draft, target).num_accepted.mean())
+    token_wise, block = (np.mean(x) for x in means.values())
+    assert block > token_wise + 0.02
+
+
+def test_a_rejection_draws_with_the_targets_stream():
+    """At the position of the token: no other draw of the request uses it again."""
+    draft, target = case(12)
+    verdict = run(Rejection(), draft, target)
+    p, rows = np.asarray(probs_of(target)), np.arange(ROWS)
+    a = np.asarray(verdict.num_accepted)
+    assert set(a.tolist()) == set(range(K + 1))
+    q = np.pad(draft.probs, ((0, 0), (0, 1), (0, 0)))[rows, a]
+    noise = gumbel_noise(target.sampling.seeds, Stream.TARGET, (target.lengths + a,), V)
+    with np.errstate(divide="ignore"):
+        best = (np.log(np.maximum(p[rows, a] - q, 0)) + noise).argmax(-1)
+    np.testing.assert_array_equal(np.asarray(verdict.tokens)[rows, a], best)

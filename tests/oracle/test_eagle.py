@@ -6,6 +6,7 @@ computes them. So a wrong shift of tokens, position, feature or cache entry show
 """
 
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,10 +19,11 @@ from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.registry import load_drafter, share_embedding
 from specjax.device.models.registry import load_model
-from specjax.device.noise import gumbel_noise
+from specjax.device.noise import Stream, gumbel_noise
 from specjax.engine import Engine
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.request import Request
+from specjax.sampling_params import SamplingParams
 
 torch = pytest.importorskip("torch")
 
@@ -146,16 +148,21 @@ def target_states(hf, tokens):
     return final, [embedded, *(out.reshape(final.shape) for out in outputs)]
 
 
-def choose(logits, request, position):
-    """argmax(logits / T + Gumbel(seed, position)), or the argmax at temperature 0."""
-    if request.temperature:
-        seeds, positions = jnp.array([request.seed], jnp.uint32), jnp.array([position])
-        noise = torch.tensor(np.asarray(gumbel_noise(seeds, positions, VOCAB))[0])
-        logits = logits / request.temperature + noise
+def choose(request, asked, logits, tokens):
+    """argmax(logits / T + Gumbel(seed, position)) of edited logits; the argmax at temperature 0."""
+    position, prompt = len(tokens), request.prompt_token_ids
+    if request.params.edits_logits:
+        oracle = asked(request.params, prompt, tokens[len(prompt) :])
+        edited = oracle.edit(logits.tolist())
+        logits = torch.tensor(edited).where(torch.tensor(oracle.kept(edited)), -torch.inf)
+    if temperature := request.params.temperature:
+        seeds, positions = jnp.array(request.seeds, jnp.uint32), jnp.array([position])
+        noise = gumbel_noise(seeds, Stream.TARGET, (positions,), VOCAB)[0]
+        logits = logits / temperature + torch.tensor(np.asarray(noise))
     return int(logits.argmax())
 
 
-def expected_chain(head, hf_states, tokens, length, num_drafts, request):
+def expected_chain(head, hf_states, tokens, length, num_drafts, choose):
     """The head's output at n - 1, and its drafts for the positions after x_n, n = length.
 
     It runs over rows (f_p, x_{p+1}) at p = 0..n-1, then over its own output and drafts.
@@ -165,12 +172,13 @@ def expected_chain(head, hf_states, tokens, length, num_drafts, request):
     hidden = head.fuse(final, entering)[:length]
     first = y = head.run(embedded, hidden)[-1]
     drafts = []
+    committed = tokens[: length + 1]
     for j in range(num_drafts):
         if j:
             embedded = torch.cat([embedded, head.embedding[drafts[-1]][None]])
             hidden = torch.cat([hidden, head.recycled(y)[None]])
             y = head.run(embedded, hidden)[-1]
-        drafts.append(choose(head.logits(y), request, length + 1 + j))
+        drafts.append(choose(head.logits(y), [*committed, *drafts]))
     return head.recycled(first), drafts
 
 
@@ -201,14 +209,14 @@ class RecordingDrafter:
     def draft(self, target, params, state, context, k):
         inner, numbers, record = state
         hidden = inner.hidden[context.slots]
-        drafts, inner = self.inner.draft(target, params, inner, context, k)
+        draft, inner = self.inner.draft(target, params, inner, context, k)
         row = jnp.where(context.is_active, numbers[context.slots], len(LENGTHS))
-        padded = jnp.pad(drafts, ((0, 0), (0, K - k)), constant_values=-1)
+        padded = jnp.pad(draft.tokens, ((0, 0), (0, K - k)), constant_values=-1)
         record = tuple(
-            kept.at[row, context.lengths].set(new, mode="drop")
+            kept.at[row, context.starts].set(new, mode="drop")
             for kept, new in zip(record, (padded, hidden), strict=True)
         )
-        return drafts, (inner, numbers, record)
+        return draft, (inner, numbers, record)
 
     def observe(self, target, params, state, slots, rows, following, features, last):
         inner, numbers, record = state
@@ -230,7 +238,19 @@ class CyclicPolicy:
         return self.choices[self.num_steps % len(self.choices)]
 
 
-def check(target, files, method, oracle, make_prompts, *, policy=None, num_seqs=1, **speculative):
+def check(
+    target,
+    files,
+    method,
+    oracle,
+    make_prompts,
+    *,
+    policy=None,
+    num_seqs=1,
+    edits=None,
+    asked=None,
+    **speculative,
+):
     """Run requests through an engine with the head in `files` and compare every draft."""
     model, params = load_model(target.folder, FLOAT32)
     config = SpeculativeConfig(
@@ -248,7 +268,13 @@ def check(target, files, method, oracle, make_prompts, *, policy=None, num_seqs=
         policy or StaticPolicy(2),
     )
     requests = [
-        Request(i, tuple(prompt), MAX_LEN - len(prompt) - 2 * i, float(i % 2), 7 + i, ())
+        Request(
+            i,
+            tuple(prompt),
+            SamplingParams(temperature=float(i % 2), **(edits or {})),
+            MAX_LEN - len(prompt) - 2 * i,
+            (7 + i,),
+        )
         for i, prompt in enumerate(make_prompts(*LENGTHS, vocab_size=VOCAB))
     ]
     for request in requests:
@@ -272,7 +298,7 @@ def check(target, files, method, oracle, make_prompts, *, policy=None, num_seqs=
                 remaining = len(tokens) - 1 - length
                 drafts = drafts[:remaining]
                 hidden, expected = expected_chain(
-                    oracle, states, tokens, length, len(drafts), request
+                    oracle, states, tokens, length, len(drafts), partial(choose, request, asked)
                 )
                 np.testing.assert_allclose(all_hidden[at], hidden, rtol=0, atol=1e-4, err_msg=at)
                 assert drafts == expected, at
@@ -414,6 +440,21 @@ class GreedyOracle(OracleHead):
     def logits(self, y):
         logits = super().logits(y)
         return torch.where(logits == logits.max(), 1e9, logits)
+
+
+def test_drafts_are_edited_as_the_target_will_be(checkpoints, ragged_prompts, target, asked):
+    """By what stands and the drafts before; over ids of the target, though the head has fewer."""
+    files = checkpoints.eagle3(target, draft_vocab=15)
+    oracle = oracle_of(target, files, aux_layers=(2, 1, 0))
+    edits = {
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.3,
+        "presence_penalty": -0.2,
+        "logit_bias": {3: 1.5, 8: -2.0},
+        "top_k": 6,
+        "top_p": 0.95,
+    }
+    check(target, files, "eagle3", oracle, ragged_prompts, edits=edits, asked=asked)
 
 
 # --- the cache of the head, kept in step ----------------------------------------------------------

@@ -13,10 +13,11 @@ from specjax.config import SpeculativeConfig
 from specjax.device.cache.paged import PagedRows
 from specjax.device.drafters import eagle, eagle3
 from specjax.device.drafters.chain import ChainDrafter
-from specjax.device.drafters.drafter import DraftContext, Params
+from specjax.device.drafters.drafter import DraftContext, Params, Variant
 from specjax.device.drafters.registry import load_drafter
+from specjax.device.edits import History
 from specjax.device.models.model import Features
-from specjax.device.sampling import Sampling
+from specjax.device.requests import init_requests
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document
 from specjax.train.drafter import (
@@ -77,11 +78,20 @@ def test_unrolled_chain_is_what_drafting_computes(target_params):
         TARGET, params, state, jnp.zeros(1, jnp.int32), rows, tokens[:, 1 : last + 2], seen,
         jnp.array([last]),
     )  # fmt: skip
-    greedy = Sampling(jnp.zeros(1), jnp.zeros(1, jnp.uint32))
     context = DraftContext(
-        jnp.zeros(1, jnp.int32), jnp.array([last + 1]), jnp.ones(1, bool), table, greedy, "auto", 1
+        slots=jnp.zeros(1, jnp.int32),
+        starts=jnp.array([last + 1]),
+        is_active=jnp.ones(1, bool),
+        page_table=table,
+        requests=init_requests(1, TARGET.vocab_size),  # greedy
+        history=History(tokens, jnp.array([last + 2])),
+        kernels="auto",
+        row_multiple=1,
+        shares_noise=True,
+        variant=Variant(),
     )
-    drafts, _ = drafter.draft(TARGET, params, state, context, k)
+    draft, _ = drafter.draft(TARGET, params, state, context, k)
+    drafts = draft.tokens
 
     # Training is fed the same tokens that drafting fed itself.
     chain = jnp.concatenate([tokens[:, : last + 2], drafts], axis=1)

@@ -16,7 +16,7 @@ from specjax.device.cache.paged import PagedRows, init_pool
 from specjax.device.drafters.drafter import DraftContext, Params
 from specjax.device.models.layers.attention import AttentionShape, Rows
 from specjax.device.models.model import Features, Model
-from specjax.device.sampling import sample
+from specjax.device.verification import Draft
 
 
 class Head(Protocol):
@@ -85,26 +85,29 @@ class ChainDrafter:
 
     def draft(
         self, target: Model, params: Params, state: ChainState, context: DraftContext, k: int
-    ) -> tuple[jax.Array, ChainState]:
-        """See `Drafter.draft`. Draws with the target's noise: equal logits draw equal tokens."""
+    ) -> tuple[Draft, ChainState]:
+        """See `Drafter.draft`."""
         hidden, kv = state.hidden[context.slots], state.kv
-        sampling = context.sampling
-        if self.is_greedy:
-            sampling = jax.tree.map(jnp.zeros_like, sampling)
         ids = self.head.target_ids(params.drafter)
         drafts: list[jax.Array] = []
+        probs: list[jax.Array] = []
         for i in range(k):
             if i:
                 hidden, kv = self._advance(
-                    target, params, drafts[-1], hidden, context, context.lengths + (i - 1), kv
+                    target, params, drafts[-1], hidden, context, context.starts + (i - 1), kv
                 )
             logits = self.head.logits(target, params, hidden)
-            positions = context.lengths + (i + 1)
-            choice = sample(logits, sampling, positions, ids, target.vocab_size)
-            drafts.append(choice if ids is None else ids[choice])
+            token, q = context.draw(
+                logits, ids, target.vocab_size, drafts, is_greedy=self.is_greedy
+            )
+            drafts.append(token)
+            probs += [] if q is None else [q]
         empty = jnp.zeros((context.slots.shape[0], 0), jnp.int32)
-        tokens = jnp.stack(drafts, axis=1) if drafts else empty
-        return tokens, ChainState(kv, state.hidden)
+        draft = Draft(
+            jnp.stack(drafts, axis=1) if drafts else empty,
+            jnp.stack(probs, axis=1) if probs else None,
+        )
+        return draft, ChainState(kv, state.hidden)
 
     def _advance(self, target, params, tokens, hidden, context, positions, kv):
         rows = context.rows_at(positions)

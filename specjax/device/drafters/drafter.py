@@ -4,10 +4,15 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from specjax.device.cache.paged import PagedRows, padded_width
+from specjax.device.edits import History, Processors
 from specjax.device.models.model import Features, Model
-from specjax.device.sampling import Sampling
+from specjax.device.noise import Stream
+from specjax.device.requests import Requests
+from specjax.device.sampling import argmax, draw_draft, process, spread
+from specjax.device.verification import Draft
 
 
 class Params(NamedTuple):
@@ -17,24 +22,79 @@ class Params(NamedTuple):
     drafter: Any
 
 
+class Variant(NamedTuple):
+    """What a step does to logits besides drawing from them; compiled in, so used when needed."""
+
+    edits: bool = False  # anything beyond temperature: penalties, bias, truncation, ...
+    processors: Processors = ()
+    masks: bool = False  # grammars, by masks that arrive after the drafts are known
+    num_logprobs: int | None = None  # likeliest tokens reported beside each; None reports nothing
+    num_prompt_logprobs: int | None = None
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftContext:
     """Where B requests stand when drafting starts."""
 
     slots: jax.Array  # i32[B]
-    lengths: jax.Array  # i32[B], tokens in the caches: the position of the last token
+    starts: jax.Array  # i32[B], the position of the last committed token
     is_active: jax.Array  # bool[B]
     page_table: jax.Array  # i32[B, P]
-    sampling: Sampling  # [B]
+    requests: Requests  # [B]
+    history: History  # [B]
     kernels: str = field(metadata={"static": True})
     row_multiple: int = field(metadata={"static": True})
+    shares_noise: bool = field(metadata={"static": True})
+    variant: Variant = field(metadata={"static": True})
 
     def rows_at(self, starts: jax.Array) -> PagedRows:
         """One real row per request at position starts[b], then padding."""
         width = padded_width(starts.shape[0], 1, self.row_multiple)
         counts = self.is_active.astype(starts.dtype)
         return PagedRows.starting_at(starts, counts, width, self.page_table, self.kernels)
+
+    def draw(
+        self,
+        logits: jax.Array,
+        token_ids: jax.Array | None,
+        vocab_size: int,
+        before: list[jax.Array],
+        *,
+        is_greedy: bool,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """The draft i32[B] that follows the drafts `before`, and what it was drawn from.
+
+        Logits f32[B, V_d] over `token_ids` (None for all) pass what the target's will, so that
+        drafts are likely to stand. The distribution f32[B, V] comes when the verification needs it:
+        for drafts that are neither certain nor coupled to the target by shared noise.
+        """
+        requests = self.requests
+        if self.variant.edits:
+            if token_ids is not None:
+                logits, token_ids = spread(logits, token_ids, vocab_size), None
+            history = self.history.extended(before)
+            processors = self.variant.processors
+            logits = process(logits[:, None], requests, history, processors)[:, 0]
+        if is_greedy:
+            best = argmax(logits)
+            return (best if token_ids is None else token_ids[best]), None
+        step = len(before)
+        if self.shares_noise:
+            stream, counters = Stream.TARGET, (self.starts + 1 + step,)
+        else:
+            # Keyed by the round, too: see `verification._coins`.
+            stream = Stream.DRAFT
+            counters = (self.starts, jnp.full_like(self.starts, step))
+        return draw_draft(
+            logits,
+            token_ids,
+            vocab_size,
+            requests.sampling,
+            stream,
+            counters,
+            wants_probs=not self.shares_noise,
+        )
 
 
 class Drafter(Protocol):
@@ -51,8 +111,8 @@ class Drafter(Protocol):
 
     def draft(
         self, target: Model, params: Params, state: Any, context: DraftContext, k: int
-    ) -> tuple[jax.Array, Any]:
-        """k tokens i32[B, k] for the positions after each request's last token, and the state."""
+    ) -> tuple[Draft, Any]:
+        """k tokens for the positions after each request's last token, and the state."""
         ...
 
     def observe(
@@ -82,11 +142,11 @@ class NoDrafter:
 
     def draft(
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
-    ) -> tuple[jax.Array, None]:
+    ) -> tuple[Draft, None]:
         """No tokens; k must be 0."""
         if k:
             raise ValueError(f"k={k} drafts asked of an engine without a drafter")
-        return jax.numpy.zeros((context.slots.shape[0], 0), jax.numpy.int32), None
+        return Draft(jnp.zeros((context.slots.shape[0], 0), jnp.int32), None), None
 
     def observe(
         self,

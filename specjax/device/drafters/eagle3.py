@@ -121,7 +121,7 @@ class Eagle3Head:
         own = params.drafter
         if not self.recycle_normed:
             hidden = rms_norm(hidden, own.norm, self.shape.rms_norm_eps)
-        return (hidden @ own.lm_head).astype(jnp.float32)
+        return jnp.matmul(hidden, own.lm_head, preferred_element_type=jnp.float32)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
         """Ids of the draft vocabulary in the target's."""

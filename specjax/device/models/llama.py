@@ -105,7 +105,7 @@ class Llama:
     def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
         """Next-token logits f32[N, V] of hidden states [N, D]."""
         head = params.embedding.T if params.lm_head is None else params.lm_head
-        return (hidden @ head).astype(jnp.float32)
+        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
 
 
 # One trace serves every layer: the index is an operand, and XLA inlines the calls.

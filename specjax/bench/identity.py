@@ -1,0 +1,131 @@
+"""Whether two runs gave the same tokens, and where not, whether rounding may be to blame.
+
+In float32, programs of different shapes differ by up to 4e-5 on a logit. Where the two best scores
+that tokens are chosen by lie closer together than that may upset, two runs may part ways, and what
+follows cannot be compared. Such near-ties are counted; any other difference is a mismatch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.batch import Layout, pack_admissions, run_admit
+from specjax.device.edits import History, Processors
+from specjax.device.models.model import Model
+from specjax.device.noise import Stream, gumbel_noise
+from specjax.device.requests import Requests
+from specjax.device.sampling import process, scale
+from specjax.device.state import init_state
+from specjax.engine import Engine
+from specjax.host.sequence import Sequence as Sample
+from specjax.request import Request
+from specjax.train.context import CausalRows
+
+NEAR_TIE = 2e-4
+
+
+@dataclass
+class Identity:
+    """What comparing runs found."""
+
+    num_outputs: int = 0
+    num_tokens: int = 0  # compared: up to where an output parts ways
+    near_ties: list[str] = field(default_factory=list)
+    mismatches: list[str] = field(default_factory=list)
+
+    def __add__(self, other: "Identity") -> "Identity":
+        return Identity(
+            self.num_outputs + other.num_outputs,
+            self.num_tokens + other.num_tokens,
+            self.near_ties + other.near_ties,
+            self.mismatches + other.mismatches,
+        )
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """Scores the next token of a request as sampling does, by one pass over all its tokens."""
+
+    engine: Engine
+
+    def two_best(self, request: Request, index: int, output: Sequence[int]) -> tuple[Any, float]:
+        """The ids of the two best scores after `output`, best first, and the gap between them.
+
+        Scores are logits over temperature plus the noise of sample `index`; at temperature 0 they
+        are logits. Grammars are not followed.
+        """
+        layout = self.engine.layout
+        tokens = np.zeros(layout.max_model_len, np.int32)
+        known = [*request.prompt_token_ids, *output]
+        tokens[: len(known)] = known
+        functions = tuple(request.params.logits_processors)
+        ids, gap = _two_best(
+            self.engine.params.target,
+            jnp.array(tokens),
+            jnp.array([len(known)], jnp.int32),
+            _requests(request, index, layout),
+            model=self.engine.target,
+            processors=((request.processor, functions),),
+        )
+        return ids.tolist(), float(gap)
+
+
+def compare(
+    engine: Engine,
+    requests: Iterable[tuple[Request, int]],
+    expected: Iterable[Sequence[int]],
+    outputs: Iterable[Sequence[int]],
+) -> Identity:
+    """Compare outputs with those expected of (request, index of the sample)."""
+    found, scorer = Identity(), Scorer(engine)
+    for (request, index), before, after in zip(requests, expected, outputs, strict=True):
+        found.num_outputs += 1
+        pairs = enumerate(zip(before, after, strict=False))
+        place = next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
+        found.num_tokens += place
+        if len(before) == len(after) == place:
+            continue
+        where = f"request {request.request_id}.{index} at output token {place}"
+        if place == min(len(before), len(after)):
+            found.mismatches.append(f"{where}: lengths {len(before)} and {len(after)}")
+            continue
+        pair = before[place], after[place]
+        best, gap = scorer.two_best(request, index, before[:place])
+        is_tie = set(pair) == set(best) and gap < NEAR_TIE
+        kind = found.near_ties if is_tie else found.mismatches
+        kind.append(f"{where}: {pair[0]} and {pair[1]}; the best are {best}, {gap:.1e} apart")
+    return found
+
+
+def _requests(request: Request, index: int, layout: Layout) -> Requests:
+    one = Layout(1, layout.max_model_len, 1, layout.vocab_size)
+    sample = Sample(request, index, 0, [])
+    state = init_state(1, one.max_model_len, one.vocab_size, jnp.zeros(1), None)
+    return run_admit(state, jnp.array(pack_admissions([sample], 1, one)), layout=one).requests
+
+
+@partial(jax.jit, static_argnames=("model", "processors"))
+def _two_best(
+    params: Any,
+    tokens: jax.Array,
+    length: jax.Array,
+    requests: Requests,
+    *,
+    model: Model,
+    processors: Processors,
+) -> tuple[jax.Array, jax.Array]:
+    rows = CausalRows.of(1, tokens.shape[0])
+    features, _ = model.extend(params, tokens, rows, None)
+    logits = model.logits(params, features.hidden[length - 1])
+    history = History(tokens[None], length)
+    logits = process(logits[None], requests, history, processors)[0]
+    sampling = requests.sampling
+    noise = gumbel_noise(sampling.seeds, Stream.TARGET, (length,), logits.shape[1])
+    scores = scale(logits, sampling) + jnp.where(sampling.temperature[:, None] > 0, noise, 0.0)
+    values, ids = jax.lax.top_k(scores[0], 2)
+    return ids, values[0] - values[1]

@@ -1,0 +1,140 @@
+"""Edits of logits before tokens are drawn: penalties, forbidden and favoured tokens.
+
+Row t of a request follows its committed tokens and the first t of its drafts, and is edited as if
+those drafts had been committed, so that verification sees what plain decoding would.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from specjax.device.requests import Requests
+from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
+
+# The rows of logits processors that requests use, each by its number in `Edits.processor`.
+Processors = tuple[tuple[int, tuple[Callable, ...]], ...]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class History:
+    """The tokens that B requests consist of, drafts of the step included."""
+
+    tokens: jax.Array  # i32[B, L]; the first lengths[b] are committed, then come the drafts
+    lengths: jax.Array  # i32[B]
+
+    def then(self, drafts: jax.Array) -> "History":
+        """With drafts i32[B, K] after the committed tokens."""
+        batch, k = drafts.shape
+        places = self.lengths[:, None] + jnp.arange(k)
+        row = jnp.arange(batch)[:, None]
+        return History(self.tokens.at[row, places].set(drafts, mode="drop"), self.lengths)
+
+    def extended(self, tokens: list[jax.Array]) -> "History":
+        """With each of `tokens` i32[B] committed."""
+        if not tokens:
+            return self
+        longer = self.then(jnp.stack(tokens, axis=1))
+        return History(longer.tokens, self.lengths + len(tokens))
+
+
+def edit(
+    logits: jax.Array,
+    requests: Requests,
+    history: History,
+    processors: Processors = (),
+    masks: jax.Array | None = None,
+) -> jax.Array:
+    """Logits f32[B, T, V] as `SamplingParams` describes; row t follows lengths[b] + t tokens.
+
+    `masks` i32[B, T, ceil(V/32)] are the grammars' permissions.
+    """
+    batch, num_rows, vocab_size = logits.shape
+    edits, lengths = requests.edits, history.lengths[:, None] + jnp.arange(num_rows)  # [B, T]
+    has_penalty = (edits.repetition != 1) | (edits.presence != 0) | (edits.frequency != 0)
+    logits = jax.lax.cond(
+        has_penalty.any(),
+        lambda x: _penalise(x, requests, history, lengths),
+        lambda x: x,
+        logits,
+    )
+    row, column = jnp.ogrid[:batch, :num_rows]
+    row, column = row[..., None], column[..., None]
+
+    ends, is_match = _bad_words(edits.bad_words, history, lengths)
+    ends = jnp.where(is_match, ends[:, None], vocab_size)
+    logits = logits.at[row, column, ends].set(-jnp.inf, mode="drop")
+
+    ids = jnp.where(edits.bias_ids >= 0, edits.bias_ids, vocab_size)[:, None]
+    logits = logits.at[row, column, ids].add(edits.bias[:, None], mode="drop")
+
+    logits = jnp.where(unpack_bits(edits.allowed, vocab_size)[:, None], logits, -jnp.inf)
+
+    is_early = lengths - requests.prompt_lengths[:, None] < edits.min_tokens[:, None]
+    stops = requests.stop_ids[:, None]
+    stops = jnp.where(is_early[..., None] & (stops >= 0), stops, vocab_size)
+    logits = logits.at[row, column, stops].set(-jnp.inf, mode="drop")
+
+    for number, functions in processors:
+        edited = logits
+        for function in functions:
+            apply = jax.vmap(jax.vmap(function, (None, 0, 0)))
+            edited = apply(history.tokens, lengths, edited).astype(logits.dtype)
+        logits = jnp.where((edits.processor == number)[:, None, None], edited, logits)
+    if masks is not None:
+        logits = jnp.where(unpack_bits(masks, vocab_size), logits, -jnp.inf)
+    return logits
+
+
+def unpack_bits(words: jax.Array, count: int) -> jax.Array:
+    """bool[..., count] of i32[..., ceil(count/32)]: bit v % 32 of word v // 32."""
+    bits = (words[..., None] >> jnp.arange(32)) & 1
+    return bits.reshape(*words.shape[:-1], -1)[..., :count] == 1
+
+
+def _penalise(
+    logits: jax.Array, requests: Requests, history: History, lengths: jax.Array
+) -> jax.Array:
+    batch, num_rows, vocab_size = logits.shape
+    edits = jax.tree.map(lambda x: x[:, None, None], requests.edits)
+    place = jnp.arange(history.tokens.shape[1])
+    is_prompt = place < requests.prompt_lengths[:, None]
+    is_output = ~is_prompt & (place < history.lengths[:, None])
+
+    row = jnp.arange(batch)[:, None]
+    empty = jnp.zeros((batch, vocab_size), jnp.int32)
+    in_prompt = empty.at[row, history.tokens].max(is_prompt.astype(jnp.int32))[:, None]
+    committed = empty.at[row, history.tokens].add(is_output.astype(jnp.int32))
+
+    # Draft j counts for the rows after it.
+    drafts = jnp.take_along_axis(
+        history.tokens, history.lengths[:, None] + jnp.arange(num_rows - 1), axis=1, mode="clip"
+    )
+    counts = jnp.broadcast_to(committed[:, None], logits.shape)
+    after = jnp.arange(num_rows)[:, None] > jnp.arange(num_rows - 1)
+    b, t, _ = jnp.ogrid[:batch, :num_rows, : num_rows - 1]
+    counts = counts.at[b, t, drafts[:, None]].add(after.astype(jnp.int32))
+
+    is_seen = (counts > 0) | (in_prompt > 0)
+    scaled = jnp.where(logits > 0, logits / edits.repetition, logits * edits.repetition)
+    logits = jnp.where(is_seen, scaled, logits)
+    return logits - edits.frequency * counts - edits.presence * (counts > 0)
+
+
+def _bad_words(
+    bad_words: jax.Array, history: History, lengths: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The last token of each word [B, W], and whether a row would complete it [B, T, W]."""
+    batch = bad_words.shape[0]
+    words = bad_words.reshape(batch, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
+    starts, ends = words[..., :-1], words[..., -1]
+    places = lengths[..., None] + jnp.arange(1 - MAX_BAD_WORD_TOKENS, 0)  # [B, T, tokens - 1]
+    tails = jnp.take_along_axis(
+        history.tokens[:, None], jnp.maximum(places, 0), axis=2, mode="clip"
+    )
+    tails = jnp.where(places >= 0, tails, -2)[:, :, None]
+    starts = starts[:, None]
+    is_match = ((starts == tails) | (starts < 0)).all(axis=-1) & (ends[:, None] >= 0)
+    return ends, is_match

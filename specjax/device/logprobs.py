@@ -1,0 +1,24 @@
+"""Log-probabilities of tokens, for those who ask."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class Logprobs(NamedTuple):
+    """What N rows say of one token each, and of their likeliest."""
+
+    logprobs: jax.Array  # f32[N]
+    ranks: jax.Array  # i32[N], 1 for the likeliest
+    top_ids: jax.Array  # i32[N, n], likeliest first
+    top_logprobs: jax.Array  # f32[N, n]
+
+
+def token_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
+    """Log-softmax of logits f32[N, V] at tokens i32[N], and the `num_top` largest."""
+    all_logprobs = jax.nn.log_softmax(logits, axis=-1)
+    logprobs = jnp.take_along_axis(all_logprobs, tokens[:, None], axis=1)
+    ranks = 1 + (all_logprobs > logprobs).sum(axis=1, dtype=jnp.int32)
+    top_logprobs, top_ids = jax.lax.top_k(all_logprobs, num_top)
+    return Logprobs(logprobs[:, 0], ranks, top_ids.astype(jnp.int32), top_logprobs)

@@ -1,0 +1,261 @@
+"""How a user asks for tokens to be chosen, and when they end; checked once, here."""
+
+import json as json_module
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_SEED = 2**32 - 1
+# What one request may bring, since its parameters live in arrays of fixed width on the device.
+MAX_STOP_IDS = 8  # the model's ends of sequence included
+MAX_LOGIT_BIAS = 512
+MAX_BAD_WORDS = 32  # after tokenization, which makes one or two of a word
+MAX_BAD_WORD_TOKENS = 8
+LARGEST = 1e30  # of a number that scales or shifts logits, which must stay finite in float32
+
+LogitsProcessor = Callable[[Any, Any, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StructuredOutputs:
+    """What an output must parse as; exactly one field.
+
+    Attributes:
+        json: a JSON schema, as a mapping or as text.
+        regex: a regular expression that the whole output matches.
+        choice: texts of which the output is one.
+        grammar: a context-free grammar in Lark's notation, as llguidance reads it.
+    """
+
+    json: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] | None = None
+    grammar: str | None = None
+
+    def __post_init__(self):
+        fields = {name: value for name, value in vars(self).items() if value is not None}
+        if len(fields) != 1:
+            raise ValueError(
+                "structured_outputs takes exactly one of json, regex, choice and grammar, not "
+                f"{sorted(fields) or 'none'}"
+            )
+        if isinstance(self.json, str):
+            try:
+                json_module.loads(self.json)
+            except json_module.JSONDecodeError as error:
+                raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
+        elif not isinstance(self.json, Mapping | None):
+            raise ValueError(
+                f"structured_outputs.json={self.json!r} must be a schema: a mapping or JSON text"
+            )
+        for name in "regex", "grammar":
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"structured_outputs.{name}={value!r} must be a text, not empty")
+        if self.choice is not None:
+            is_listed = isinstance(self.choice, Sequence) and not isinstance(self.choice, str)
+            choices = tuple(self.choice) if is_listed else ()
+            if not choices or not all(isinstance(text, str) and text for text in choices):
+                raise ValueError(
+                    f"structured_outputs.choice={self.choice!r} must list texts, none empty"
+                )
+            object.__setattr__(self, "choice", choices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How the tokens of a request are chosen, and when it ends.
+
+    Logits pass, in this order: repetition, presence and frequency penalty, bad_words, logit_bias,
+    allowed_token_ids, min_tokens, logits_processors, structured_outputs; then, above temperature
+    0, temperature, min_p, top_k and top_p, each over what the ones before it left. Tokens that tie
+    at a threshold are kept.
+
+    Attributes:
+        n: samples per prompt; they share the prompt's pages.
+        temperature: 0 is greedy; above it, tokens are drawn from softmax(logits / temperature).
+        top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
+        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
+        min_p: keep tokens at least this likely relative to the likeliest.
+        seed: fixes the draws of a request, whatever else runs beside it and whether or not drafts
+            are used. None takes one from the engine's seed and the number of the request. Samples
+            after the first derive theirs from it.
+        max_tokens: most tokens to generate; None for as many as `max_model_len` allows.
+        min_tokens: tokens to generate before anything may stop the output.
+        stop: texts that end the output, which is cut before them.
+        stop_token_ids: further ids that end the output, besides the model's end of sequence.
+        include_stop_str_in_output: leave the stop text at the end of the output.
+        ignore_eos: go on past the model's end of sequence.
+        repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019,
+            CTRL): positive logits are divided by it, negative ones multiplied.
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: subtracted once for each occurrence in the output.
+        logit_bias: added to the logits of token ids.
+        allowed_token_ids: the only ids that may be generated.
+        bad_words: texts that must not be generated.
+        logits_processors: pure JAX functions (tokens i32[L], length i32, logits f32[V]) ->
+            f32[V], traced once; tokens past `length` are meaningless.
+        logprobs: report the log-probability of each token and of this many likeliest.
+        prompt_logprobs: the same for the tokens of the prompt.
+        structured_outputs: what the output must parse as; needs the extra "structured".
+        detokenize: whether outputs carry text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    stop: str | Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] = ()
+    logits_processors: Sequence[LogitsProcessor] = ()
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    detokenize: bool = True
+
+    def __post_init__(self):
+        _check_int("n", self.n, 1)
+        _check_number("temperature", self.temperature, 0, LARGEST, "0 means greedy")
+        _check_number("top_p", self.top_p, 0, 1, "1 keeps all tokens", is_open=True)
+        _check_int("top_k", self.top_k, -1, remedy="0 or -1 keeps all tokens")
+        _check_number("min_p", self.min_p, 0, 1, "0 keeps all tokens")
+        if self.seed is not None:
+            _check_int("seed", self.seed, 0, MAX_SEED, remedy="None lets the engine choose")
+        if self.max_tokens is not None:
+            _check_int("max_tokens", self.max_tokens, 1, remedy="None is as many as fit")
+        _check_int("min_tokens", self.min_tokens, 0)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower it"
+            )
+        _check_number(
+            "repetition_penalty", self.repetition_penalty, 1 / LARGEST, LARGEST, "1 is none"
+        )
+        for name in "presence_penalty", "frequency_penalty":
+            _check_number(name, getattr(self, name), -2, 2, "0 is none")
+        for name in "logprobs", "prompt_logprobs":
+            if getattr(self, name) is not None:
+                _check_int(name, getattr(self, name), 0, remedy="None reports nothing")
+        for name in "include_stop_str_in_output", "ignore_eos", "detokenize":
+            if getattr(self, name) not in (True, False):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        self._check_collections()
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether anything but temperature and a grammar shapes what tokens are drawn from."""
+        truncates = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
+        penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
+        return bool(
+            truncates
+            or penalties != (1, 0, 0)
+            or self.logit_bias
+            or self.allowed_token_ids is not None
+            or self.bad_words
+            or self.min_tokens
+            or self.logits_processors
+        )
+
+    def _check_collections(self) -> None:
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _texts("stop", stop))
+        object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
+        if self.stop and not self.detokenize:
+            raise ValueError("stop needs detokenize=True: it looks for texts in the output")
+        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        if len(self.stop_token_ids) > MAX_STOP_IDS:
+            raise ValueError(
+                f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_IDS}"
+            )
+        if self.allowed_token_ids is not None:
+            allowed = _ids("allowed_token_ids", self.allowed_token_ids)
+            if not allowed:
+                raise ValueError("allowed_token_ids is empty; None allows all tokens")
+            object.__setattr__(self, "allowed_token_ids", allowed)
+        if not isinstance(self.logit_bias, Mapping):
+            raise ValueError(
+                f"logit_bias={self.logit_bias!r} must be a mapping of token ids to numbers"
+            )
+        bias = dict(self.logit_bias)
+        _ids("logit_bias", bias)
+        for token, value in bias.items():
+            name = f"logit_bias[{token}]"
+            _check_number(name, value, -LARGEST, LARGEST, "allowed_token_ids rules tokens out")
+        if len(bias) > MAX_LOGIT_BIAS:
+            raise ValueError(f"logit_bias has {len(bias)} ids; at most {MAX_LOGIT_BIAS}")
+        object.__setattr__(self, "logit_bias", bias)
+        if not isinstance(self.logits_processors, Sequence) or isinstance(
+            self.logits_processors, str
+        ):
+            raise ValueError(
+                f"logits_processors={self.logits_processors!r} must be a list of functions"
+            )
+        processors = tuple(self.logits_processors)
+        if bad := [p for p in processors if not callable(p)]:
+            raise ValueError(f"logits_processors has {bad[0]!r}, which is not a function")
+        object.__setattr__(self, "logits_processors", processors)
+        wanted = self.structured_outputs
+        if isinstance(wanted, Mapping):
+            known = sorted(StructuredOutputs.__dataclass_fields__)
+            if unknown := sorted(map(str, set(wanted) - set(known))):
+                raise ValueError(
+                    f"structured_outputs has unknown keys {unknown}; known keys are {known}"
+                )
+            object.__setattr__(self, "structured_outputs", StructuredOutputs(**wanted))
+        elif not isinstance(wanted, StructuredOutputs | None):
+            raise ValueError(
+                f"structured_outputs={wanted!r} must be a StructuredOutputs or a mapping of its "
+                "fields"
+            )
+
+
+def _check_number(
+    name: str, value: Any, least: float, most: float, remedy: str, *, is_open: bool = False
+) -> None:
+    """Refuse what is no number in [least, most], or in (least, most] with `is_open`."""
+    try:
+        number = math.nan if isinstance(value, bool | str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not least <= number <= most or (is_open and number == least):
+        span = f"{'(' if is_open else '['}{least:g}, {most:g}]"
+        raise ValueError(f"{name}={value!r} must be a number in {span}; {remedy}")
+
+
+def _check_int(
+    name: str, value: Any, least: int, most: int | None = None, *, remedy: str = ""
+) -> None:
+    is_int = hasattr(value, "__index__") and not isinstance(value, bool)
+    if not is_int or value < least or (most is not None and value > most):
+        span = f"an integer of at least {least}" if most is None else f"in {least}..{most}"
+        raise ValueError(f"{name}={value!r} must be {span}" + (f"; {remedy}" if remedy else ""))
+
+
+def _ids(name: str, ids: Any) -> tuple[int, ...]:
+    if isinstance(ids, str) or not hasattr(ids, "__iter__"):
+        raise ValueError(f"{name}={ids!r} must be token ids")
+    for token in ids:
+        _check_int(f"{name}: token id", token, 0)
+    return tuple(int(token) for token in ids)
+
+
+def _texts(name: str, texts: Any) -> tuple[str, ...]:
+    if isinstance(texts, str) or not hasattr(texts, "__iter__"):
+        raise ValueError(f"{name}={texts!r} must be texts")
+    texts = tuple(texts)
+    if bad := [text for text in texts if not isinstance(text, str) or not text]:
+        raise ValueError(f"{name} has {bad[0]!r}; every entry must be a text that is not empty")
+    return texts

@@ -1,0 +1,134 @@
+"""The bisection over bits, against sorts in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.device.truncation import truncate
+
+run = jax.jit(truncate)
+
+
+def kept_by_sorting(logits, top_k, top_p, min_p, slack=0.0):
+    """Which logits of one row stay; `slack` of either sign moves the thresholds of top_p, min_p."""
+    with np.errstate(divide="ignore"):
+        floor = logits.max() + np.log(np.float64(min_p)) - slack
+    kept = ((logits >= floor) | (logits == logits.max())) & (logits > -np.inf)
+    if 0 < top_k < kept.sum():
+        kept &= logits >= np.sort(logits[kept])[-top_k]
+    if top_p < 1:
+        ranked = -np.sort(-logits[kept])
+        sums = np.cumsum(np.exp(ranked.astype(np.float64) - ranked[0]))
+        enough = sums >= (top_p + slack) * sums[-1]
+        kept &= logits >= ranked[np.argmax(enough) if enough.any() else -1]
+    return kept
+
+
+def check(logits, top_k, top_p, min_p, slack=0.0):
+    """Compare rows with what a sort keeps, within `slack` of the thresholds."""
+    top_k, top_p = np.array(top_k, np.int32), np.array(top_p, np.float32)
+    min_p = np.array(min_p, np.float32)
+    out = np.asarray(run(logits, top_k, top_p, min_p))
+    for row, cut, *params in zip(logits, out, top_k, top_p, min_p, strict=True):
+        kept = cut > -np.inf
+        assert (kept_by_sorting(row, *params, -slack) <= kept).all(), params
+        assert (kept <= kept_by_sorting(row, *params, slack)).all(), params
+        np.testing.assert_array_equal(cut[kept], row[kept])
+    return out
+
+
+def adversarial_rows(rng, vocab_size):
+    """Equal, tied, infinite, tiny and huge logits."""
+    normal = rng.normal(size=vocab_size)
+    is_out = rng.random(vocab_size) < 0.5
+    is_out[0] = False
+    rows = [
+        np.zeros(vocab_size),
+        np.full(vocab_size, -7.25),
+        np.round(normal),
+        np.round(normal * 2) / 2 - 50,
+        np.where(is_out, -np.inf, normal),
+        np.where(np.arange(vocab_size) == vocab_size // 2, 1.5, -np.inf),
+        np.where(is_out, -np.inf, 3.0),
+        normal * 1e-30,
+        normal * 1e30,
+        normal * 1e-40,
+        np.where(is_out, 1e38, -1e38),
+        -np.abs(normal) * 5,
+        np.abs(normal) * 5 + 100,
+        np.where(is_out, -0.0, 0.0),
+        np.linspace(0, 20, vocab_size),
+    ]
+    return np.array(rows, np.float32)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 200, 5000])
+def test_random_and_adversarial_rows(vocab_size):
+    """A slack of 1e-5 stands for the rounding of a sum of so many probabilities."""
+    rng = np.random.default_rng(vocab_size)
+    scales = np.array([0.1, 1, 1, 3, 10])[:, None]
+    rows = np.concatenate(
+        [adversarial_rows(rng, vocab_size), rng.normal(size=(5, vocab_size)) * scales]
+    ).astype(np.float32)
+    rows = np.repeat(rows, 12, axis=0)
+    n = len(rows)
+    top_k = rng.choice([0, 0, 1, 2, 5, max(vocab_size // 2, 1), vocab_size, vocab_size + 9], n)
+    top_p = rng.choice([1, 1e-6, 0.2, 0.5, 0.9, 0.999, 1 - 2**-24], n)
+    min_p = rng.choice([0, 0, 1e-4, 0.1, 0.7, 1.0], n)
+    check(rows, top_k, top_p, min_p, slack=1e-5)
+
+
+def test_nothing_asked_changes_nothing():
+    """Also beside rows that ask for something, whose rounding must not reach them."""
+    rng = np.random.default_rng(0)
+    rows = np.concatenate([adversarial_rows(rng, 200), rng.normal(size=(20, 200))])
+    rows = rows.astype(np.float32)
+    n = len(rows)
+    alone = run(rows, jnp.zeros(n, int), jnp.ones(n), jnp.zeros(n))
+    np.testing.assert_array_equal(alone, rows)
+    asking = np.arange(n) % 2
+    beside = run(rows, 3 * asking, 1 - 0.5 * asking, 0.1 * asking)
+    np.testing.assert_array_equal(beside[::2], rows[::2])
+
+
+def test_each_works_on_what_the_ones_before_left():
+    """Probabilities .4 .3 .2 .1, where every other order keeps another set."""
+    logits = np.log(np.float32([[0.1, 0.4, 0.2, 0.3]] * 5))
+    top_k, top_p = [2, 3, 2, 0, 2], [0.55, 0.75, 0.5, 0.7, 0.58]
+    min_p = [0.0, 0.0, 0.0, 0.4, 0.6]
+    out = check(logits, top_k, top_p, min_p)
+    # .4/.7 > .55; .4 + .3 = 7/9 > .75; .4/.7 > .5; .4 + .3 = 7/9 > .7; .4/.7 < .58
+    assert (out > -np.inf).sum(axis=1).tolist() == [1, 2, 1, 2, 2]
+    assert (out[:, 1] > -np.inf).all()
+
+
+def test_ties_at_a_threshold_stay():
+    logits = np.float32([[2, 1, 1, 0], [1, 2, 2, 2], [0, -0.0, -0.0, -1], [-0.0, 0, -2, -2]])
+    two = check(logits, [2] * 4, [1] * 4, [0] * 4)
+    assert (two > -np.inf).sum(axis=1).tolist() == [3, 3, 3, 2]
+    one = check(logits, [1] * 4, [1] * 4, [0] * 4)
+    assert (one > -np.inf).sum(axis=1).tolist() == [1, 3, 3, 2]
+    top_p = check(logits, [0] * 4, [0.7, 0.1, 0.1, 0.1], [0] * 4)
+    assert (top_p > -np.inf).sum(axis=1).tolist() == [3, 3, 3, 2]
+    relative = check(logits, [0] * 4, [1] * 4, [1] * 4)
+    assert (relative > -np.inf).sum(axis=1).tolist() == [1, 3, 3, 2]
+
+
+@pytest.mark.parametrize("tiny", [1e-6, 1e-30, 1e-40, 1e-50])
+def test_a_tiny_top_p_keeps_the_best(tiny):
+    """Below 1e-38 float32 has nothing left of it, or the device flushes it to zero."""
+    logits = np.float32([[1, 5, 3], [-4, -5, -4], [0, 0, 0]])
+    out = run(logits, jnp.zeros(3, int), np.full(3, tiny, np.float32), jnp.zeros(3))
+    assert (np.asarray(out) > -np.inf).tolist() == [[0, 1, 0], [1, 0, 1], [1, 1, 1]]
+
+
+def test_rows_do_not_depend_on_each_other():
+    rng = np.random.default_rng(3)
+    rows = rng.normal(size=(6, 50)).astype(np.float32)
+    params = np.int32([0, 4, 0, 9, 1, 0]), np.float32([1, 1, 0.5, 0.7, 1, 0.2])
+    min_p = np.float32([0, 0.1, 0, 0.05, 0, 0.3])
+    together = run(rows, *params, min_p)
+    order = np.array([3, 0, 5, 1, 4, 2])
+    shuffled = run(rows[order], *(x[order] for x in params), min_p[order])
+    np.testing.assert_array_equal(shuffled, together[order])

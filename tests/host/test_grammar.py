@@ -1,0 +1,547 @@
+"""Grammar masks against languages small enough to be written down, and against one another."""
+
+import itertools
+import json
+import re
+import sys
+from functools import cache, partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+llguidance = pytest.importorskip("llguidance")
+tokenizers = pytest.importorskip("tokenizers")
+
+from specjax.host.grammar import GrammarCompiler  # noqa: E402
+from specjax.sampling_params import StructuredOutputs  # noqa: E402
+
+DEMO = Path(__file__).parents[2] / "checkpoints" / "demo-llama" / "tokenizer.json"
+EOS = 1
+
+
+def byte_alphabet():
+    """The characters that stand for bytes 0..255 in a byte-level vocabulary (GPT-2)."""
+    kept = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = iter(range(256, 512))
+    return [chr(byte if byte in kept else next(others)) for byte in range(256)]
+
+
+def tiny_tokenizer():
+    """Bytes 0..255, a few longer tokens, two that are special and an added one that is not."""
+    texts = ["ab", "abc", "bc", "a.", '":', '", "', "é", "日本", "本語", " true", "<|", "|>", "]]"]
+    alphabet = byte_alphabet()
+    longer = ["".join(alphabet[byte] for byte in text.encode()) for text in texts]
+    longer.append("".join(alphabet[byte] for byte in "日".encode()[:2]))  # not whole characters
+    longer.append("".join(alphabet[byte] for byte in b"a" + "日".encode()[:1]))
+    vocab = {text: i for i, text in enumerate([*alphabet, *longer])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens(["</s>", "<|call|>"])
+    tokenizer.add_tokens(["zebra"])
+    return tokenizer
+
+
+def byte_fallback_tokenizer():
+    """As Llama 2 has it: pieces, and every byte once more, so that "a" can be spelt in two ways."""
+    pieces = ["<unk>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "▁ab"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    model = tokenizers.models.BPE(vocab=vocab, merges=[], unk_token="<unk>", byte_fallback=True)
+    tokenizer = tokenizers.Tokenizer(model)
+    decoders = tokenizers.decoders
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    tokenizer.decoder = decoders.Sequence(steps)
+    tokenizer.add_special_tokens(["<unk>", "</s>"])
+    return tokenizer
+
+
+class Texts:
+    """A tokenizer and the bytes of each of its tokens, None for special ones."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+        self.json = tokenizer.to_str()
+        self.size = tokenizer.get_vocab_size()
+        byte_of = {char: byte for byte, char in enumerate(byte_alphabet())}
+        self.of = []
+        added = tokenizer.get_added_tokens_decoder()
+        is_byte_level = '"ByteFallback"' not in self.json
+        for i in range(self.size):
+            piece = tokenizer.id_to_token(i)
+            if i in added:
+                text = None if added[i].special else added[i].content.encode()
+            elif is_byte_level:
+                text = bytes(byte_of[char] for char in piece)
+            elif match := re.fullmatch("<0x(..)>", piece):
+                text = bytes([int(match[1], 16)])
+            else:
+                text = piece.replace("▁", " ").encode()
+            self.of.append(text)
+
+    def id(self, text):
+        return self.of.index(text.encode())
+
+    def ids(self, text):
+        """One token per byte."""
+        return [self.of.index(bytes([byte])) for byte in text.encode()]
+
+    def join(self, tokens):
+        return b"".join(self.of[token] for token in tokens)
+
+
+@cache
+def texts_of(name):
+    makers = {"tiny": tiny_tokenizer, "fallback": byte_fallback_tokenizer}
+    return Texts(makers[name]() if name in makers else tokenizers.Tokenizer.from_file(str(DEMO)))
+
+
+@cache
+def make_compiler(name, vocab_size=None, eos_ids=(EOS,)):
+    texts = texts_of(name)
+    return GrammarCompiler(texts.json, vocab_size or texts.size, eos_ids)
+
+
+def matcher_of(name, vocab_size=None, eos_ids=(EOS,), **outputs):
+    return make_compiler(name, vocab_size, eos_ids).compile(StructuredOutputs(**outputs)).matcher()
+
+
+def ids_of(row, size):
+    return np.flatnonzero(np.unpackbits(row.view(np.uint8), bitorder="little")[:size])
+
+
+def unpack(row, size):
+    return set(ids_of(row, size).tolist())
+
+
+def next_ids(matcher, size):
+    (row,) = matcher.masks([])
+    return unpack(row, size)
+
+
+def expected_ids(texts, language, prefix, size, eos_ids):
+    """By trying every token: those after which some text of the language is still reachable."""
+    rest = {text[len(prefix) :] for text in language if text.startswith(prefix)}
+    heads = {text[:end] for text in rest for end in range(1, len(text) + 1)}
+    spelt = {i for i, text in enumerate(texts.of) if text in heads and i < size}
+    return spelt - set(eos_ids) | (set(eos_ids) if b"" in rest else set())
+
+
+def strings(alphabet, longest):
+    for length in range(longest + 1):
+        yield from map("".join, itertools.product(alphabet, repeat=length))
+
+
+def matching(regex, alphabet, longest):
+    return [text for text in strings(alphabet, longest) if re.fullmatch(regex, text)]
+
+
+PAIRS = {"type": "array", "prefixItems": [{"enum": ["a.", None, "日"]}, {"type": "boolean"}]}
+NESTED = {
+    "type": "object",
+    "properties": {"a": PAIRS | {"items": False, "minItems": 1}, "b": {"const": {"x": [1, 2]}}},
+    "required": ["a"],
+    "additionalProperties": False,
+}
+
+
+def nested_values():
+    for first in "a.", None, "日":
+        for pair in [first], [first, True], [first, False]:
+            yield {"a": pair}
+            yield {"a": pair, "b": {"x": [1, 2]}}
+
+
+LANGUAGES = {
+    "prefixes": ({"choice": ["a", "ab", "abc", "b"]}, ["a", "ab", "abc", "b"]),
+    "metacharacters": (
+        {
+            "choice": [
+                "a.c",
+                "a\\",
+                "(a|b)*",
+                "/",
+                '"',
+                "a\nb",
+                "\x00",
+                "[^x]$",
+                "a b",
+                "\u2028\x85",
+            ]
+        },
+        ["a.c", "a\\", "(a|b)*", "/", '"', "a\nb", "\x00", "[^x]$", "a b", "\u2028\x85"],
+    ),
+    "special": ({"choice": ["a</s>b", "<|call|>"]}, ["a</s>b", "<|call|>"]),
+    "unicode": ({"choice": ["日本語", "日曜", "é", "e"]}, ["日本語", "日曜", "é", "e"]),
+    "added": ({"choice": ["zebra", "zeb"]}, ["zebra", "zeb"]),
+    "regex": ({"regex": "a(b|c){1,3}/?a?"}, matching("a(b|c){1,3}/?a?", "abc/", 6)),
+    "anchored": ({"regex": "^[ab]{0,4}$"}, matching("^[ab]{0,4}$", "ab", 5)),
+    "json": ({"json": NESTED}, [json.dumps(v, ensure_ascii=False) for v in nested_values()]),
+    "lark": (
+        {"grammar": 'start: "a" tail | "[" start "]"\ntail: "b" | "bc" B?  // or not\nB: "b"'},
+        ["[" * n + f"a{t}" + "]" * n for n in range(40) for t in ("b", "bc", "bcb")],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+@pytest.mark.parametrize(
+    "tokenizer, vocab_size, eos_ids",
+    [
+        ("tiny", None, (EOS,)),
+        ("tiny", 400, (272, 300)),  # the model has more ids, and an end past the tokenizer's
+        ("tiny", 270, (5,)),  # the model has fewer ids than the tokenizer
+        ("tiny", 257, ()),
+        ("fallback", None, (EOS,)),
+        ("demo", None, (EOS,)),
+    ],
+)
+def test_masks_are_what_brute_force_finds(name, tokenizer, vocab_size, eos_ids):
+    """Rows of every round of random walks, with drafts that are legal, illegal or no tokens."""
+    texts = texts_of(tokenizer)
+    size = vocab_size or texts.size
+    outputs, language = LANGUAGES[name]
+    language = {text.encode() for text in language}
+    rng = np.random.default_rng([size, *map(ord, name)])
+    compiler = make_compiler(tokenizer, vocab_size, eos_ids)
+    for _ in range(3):
+        matcher = compiler.compile(StructuredOutputs(**outputs)).matcher()
+        committed = []
+        for _ in range(8):
+            prefix = texts.join(committed)
+            drafts = []
+            for row in itertools.count():
+                legal = expected_ids(texts, language, prefix, size, eos_ids)
+                if not legal or row == 3:
+                    break
+                drafts.append(int(rng.choice(sorted(legal))))
+                if drafts[-1] in eos_ids:
+                    break
+                prefix += texts.of[drafts[-1]]
+            committable = [draft for draft in drafts if draft not in eos_ids]
+            if rng.random() < 0.5:
+                junk = [-1, *eos_ids, int(rng.integers(size))]
+                drafts.insert(int(rng.integers(len(drafts) + 1)), int(rng.choice(junk)))
+            rows = matcher.masks(drafts)
+            assert rows.shape == (len(drafts) + 1, -(-size // 32)) and rows.dtype == np.int32
+            check_rows(rows, drafts, texts.join(committed), texts, language, size, eos_ids)
+            if not committable:
+                break
+            advance = committable[: rng.integers(1, len(committable) + 1)]
+            matcher.accept(advance)
+            committed += advance
+        legal = expected_ids(texts, language, texts.join(committed), size, eos_ids)
+        assert matcher.is_finished == (not legal)
+
+
+def check_rows(rows, drafts, prefix, texts, language, size, eos_ids):
+    is_reached = True
+    for row, draft in zip(rows, [*drafts, -1], strict=True):
+        legal = expected_ids(texts, language, prefix, size, eos_ids)
+        is_reached = is_reached and bool(legal)
+        if not is_reached:
+            assert (row == -1).all()
+            continue
+        assert unpack(row, size) == legal
+        is_reached = draft in legal and draft not in eos_ids
+        prefix += texts.of[draft] if is_reached else b""
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "pattern": '^[a-zé日" ]{1,9}$'},
+        "age": {"type": "integer", "minimum": -5, "maximum": 130},
+        "tags": {"type": "array", "items": {"enum": ["x", 1, None]}, "maxItems": 3},
+        "child": {"anyOf": [{"$ref": "#"}, {"type": "null"}]},
+    },
+    "required": ["name", "age", "child"],
+    "additionalProperties": False,
+}
+
+
+def check_person(value):
+    assert {"name", "age", "child"} <= set(value) <= {"name", "age", "tags", "child"}
+    assert re.fullmatch('[a-zé日" ]{1,9}', value["name"])
+    assert type(value["age"]) is int and -5 <= value["age"] <= 130
+    assert len(value.get("tags", [])) <= 3 and all(
+        t in ("x", 1, None) for t in value.get("tags", [])
+    )
+    if value["child"] is not None:
+        check_person(value["child"])
+
+
+def walk(matcher, rng, size, num_drafts=0, most=3000):
+    """Tokens up to the end of sequence, each drawn from its mask after some drafts were tried."""
+    tokens = []
+    while not matcher.is_finished:
+        legal = ids_of(matcher.masks([])[0], size)
+        if num_drafts:
+            matcher.masks(rng.choice(legal, num_drafts))
+        tokens.append(int(rng.choice(legal)))
+        matcher.accept(tokens[-1:])
+        assert len(tokens) < most
+    return tokens
+
+
+@pytest.mark.parametrize("name", ["demo", "tiny"])
+def test_random_walks_are_valid_json_without_free_whitespace(name):
+    texts = texts_of(name)
+    for seed in range(100):
+        matcher = matcher_of(name, json=PERSON)
+        *tokens, last = walk(matcher, np.random.default_rng(seed), texts.size, seed % 2)
+        assert last == EOS
+        text = texts.join(tokens).decode()
+        value = json.loads(text)
+        check_person(value)
+        assert text.replace("-0,", "0,") == json.dumps(value, ensure_ascii=False)
+
+
+@pytest.mark.parametrize("text", ['{"a": [1, {"b": null}, "c"]}', '[{"a": [1, 2]}, [], {}, true]'])
+@pytest.mark.parametrize("schema", [{}, "true", {"type": ["object", "array"]}])
+def test_json_of_any_shape_has_no_free_whitespace(schema, text):
+    """Outside strings, whitespace is allowed where json.dumps writes it, and only there."""
+    texts = texts_of("tiny")
+    matcher = matcher_of("tiny", json=schema)
+    for at, char in enumerate(text):
+        legal = next_ids(matcher, texts.size)
+        assert texts.id(char) in legal
+        if text[:at].count('"') % 2 == 0:
+            spaces = {" "} if char == " " else set()
+            assert {c for c in " \t\n\r" if texts.id(c) in legal} == spaces
+        matcher.accept([texts.id(char)])
+    assert next_ids(matcher, texts.size) == {EOS}
+
+
+def test_a_schema_may_ask_for_its_own_style():
+    schema = {"const": [1, 2], "x-guidance": {"item_separator": ","}}
+    texts = texts_of("tiny")
+    assert texts.join(
+        walk(matcher_of("tiny", json=schema), np.random.default_rng(0), 300, 0)[:-1]
+    ) == (b"[1,2]")
+
+
+@pytest.mark.parametrize(
+    "outputs",
+    [
+        {"json": PERSON},
+        {"regex": r"(\d+|[a-f]+x)*"},
+        {"grammar": 'start: x "!"\nx[stop="b"]: /[a-z]*/'},  # llguidance cannot roll this back
+        {"grammar": 'start: A X B | C X D\nA: "("\nC: "["\nX: "th"\nB: "e"\nD: "at"'},
+    ],
+    ids=["json", "regex", "stop", "same lexemes"],
+)
+def test_masks_with_drafts_are_those_of_a_matcher_that_steps(outputs):
+    """Rejected drafts leave no trace; rows are those of a fresh matcher that took each step."""
+    texts = texts_of("demo")
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        matcher = matcher_of("demo", **outputs)
+        committed = []
+        while not matcher.is_finished and len(committed) < 25:
+            scout = matcher_of("demo", **outputs)
+            scout.accept(committed)
+            drafts, expected = [], []
+            for _ in range(3):
+                legal = sorted(next_ids(scout, texts.size))
+                expected.append(scout.masks([])[0])
+                drafts.append(int(rng.choice(legal if rng.random() < 0.8 else [-1, 0, EOS, 7])))
+                if drafts[-1] not in legal:
+                    break
+                scout.accept(drafts[-1:])
+                if scout.is_finished:
+                    break
+            else:
+                expected.append(scout.masks([])[0])
+            before = matcher.masks([])
+            rows = matcher.masks(drafts)
+            np.testing.assert_array_equal(rows[: len(expected)], expected)
+            assert (rows[len(expected) :] == -1).all()
+            np.testing.assert_array_equal(matcher.masks([]), before)
+            np.testing.assert_array_equal(matcher.masks(drafts), rows)
+            committed.append(int(rng.choice(sorted(unpack(before[0], texts.size)))))
+            matcher.accept(committed[-1:])
+
+
+def test_a_rejected_draft_does_not_leave_its_mask_behind():
+    """After "[th" comes "at", also when "(th", which "e" follows, was drafted in its place."""
+    texts = texts_of("demo")
+    grammar = 'start: A X B | C X D\nA: "("\nC: "["\nX: "th"\nB: "e"\nD: "at"'
+    matcher = matcher_of("demo", grammar=grammar)
+    matcher.masks([texts.id("("), texts.id("th")])
+    matcher.accept([texts.id("[")])
+    assert next_ids(matcher, texts.size) == {texts.id(t) for t in ("t", "th", "tha")}
+
+
+def test_any_of_several_ends_of_sequence_ends_the_output():
+    texts = texts_of("tiny")
+    a, c, ab = map(texts.id, ["a", "c", "ab"])
+    ends = (texts.tokenizer.token_to_id("</s>"), texts.id("!"), texts.id("b"))
+    for end in ends:
+        matcher = matcher_of("tiny", None, ends, choice=["a", "abc", "ab!", "ac"])
+        rows = matcher.masks([a, end, a])
+        assert unpack(rows[0], texts.size) == {a, ab, texts.id("abc")}
+        assert unpack(rows[1], texts.size) == {*ends, c, texts.id("bc")}
+        assert (rows[2:] == -1).all()
+        assert unpack(matcher.masks([ab])[1], texts.size) == {c}  # "!" ends, it does not spell
+        matcher.accept([a, end, a, a])
+        assert matcher.is_finished
+        assert (matcher.masks([a, a]) == -1).all()
+
+
+def test_an_end_of_sequence_too_early_is_an_illegal_draft():
+    texts = texts_of("demo")
+    rows = matcher_of("demo", choice=["yes"]).masks([EOS, texts.id("y"), 0])
+    assert EOS not in unpack(rows[0], texts.size) and (rows[1:] == -1).all()
+
+
+@pytest.mark.parametrize("eos_ids", [(), (9999,)], ids=["none", "past the vocabulary"])
+def test_without_ends_of_sequence_an_output_is_finished_when_nothing_can_follow(eos_ids):
+    texts = texts_of("tiny")
+    matcher = matcher_of("tiny", None, eos_ids, choice=["a", "ab"])
+    matcher.accept(texts.ids("a"))
+    assert not matcher.is_finished and next_ids(matcher, texts.size) == {texts.id("b")}
+    matcher.accept(texts.ids("bab"))  # what comes after the end is ignored
+    assert matcher.is_finished and (matcher.masks([3, 4]) == -1).all()
+    endless = matcher_of("tiny", None, eos_ids, regex="a+")
+    endless.accept(texts.ids("a" * 50))
+    assert not endless.is_finished and texts.id("a") in next_ids(endless, texts.size)
+
+
+def test_matchers_of_a_grammar_are_independent():
+    texts = texts_of("demo")
+    grammar = make_compiler("demo").compile(StructuredOutputs(choice=["ax", "bx"]))
+    first, second = grammar.matcher(), grammar.matcher()
+    first.accept([texts.id("a")])
+    assert next_ids(first, texts.size) == {texts.id("x")}
+    assert {texts.id("a"), texts.id("b")} <= next_ids(second, texts.size)
+
+
+def test_special_tokens_are_not_text_unless_a_grammar_names_them():
+    texts = texts_of("tiny")
+    call = texts.tokenizer.token_to_id("<|call|>")
+    special = {i for i, text in enumerate(texts.of) if text is None}
+    assert special and not special & next_ids(matcher_of("tiny", regex=r"[\s\S]+"), texts.size)
+    named = matcher_of("tiny", grammar='start: <|call|> "a"')
+    assert next_ids(named, texts.size) == {call}
+    named.accept([call])
+    assert next_ids(named, texts.size) == {texts.id("a")}
+
+
+def test_a_text_that_the_model_cannot_spell_ends_with_a_warning():
+    """Nothing past "b" is a token of this model, which shows only once "a" is chosen."""
+    texts = texts_of("tiny")
+    size = texts.id("c")
+    matcher = matcher_of("tiny", size, (EOS,), choice=["ax", "b"])
+    matcher.accept(texts.ids("a"))
+    with pytest.warns(UserWarning, match="no token of the model fits"):
+        assert next_ids(matcher, size) == {EOS}
+    assert not matcher.is_finished
+
+
+def test_a_forbidden_token_ends_the_output_with_a_warning():
+    texts = texts_of("tiny")
+    matcher = matcher_of("tiny", choice=["ab"])
+    with pytest.warns(UserWarning, match=f"token {texts.id('b')} is not allowed"):
+        matcher.accept(texts.ids("ba"))
+    assert matcher.is_finished and (matcher.masks([]) == -1).all()
+
+
+@pytest.mark.parametrize(
+    "outputs, field, reason, remedy",
+    [
+        ({"json": {"type": "string", "enum": []}}, "json", "Unsatisfiable", "json_schema.md"),
+        (
+            {"json": {"allOf": [{"type": "string"}, {"type": "null"}]}},
+            "json",
+            "Unsatisfiable schema: incompatible types",
+            "correct the schema",
+        ),
+        (
+            {"json": {"type": "integer", "minimum": 3, "maximum": 2}},
+            "json",
+            r"minimum \(3\) is greater than maximum \(2\)",
+            "correct the schema",
+        ),
+        ({"json": {"type": "strin"}}, "json", "Invalid type: strin", "correct the schema"),
+        ({"json": {"not": {}}}, "json", "Unimplemented", "what is supported"),
+        ({"json": {"$ref": "#/$defs/x"}}, "json", "does not exist", "correct the schema"),
+        ({"json": "false"}, "json", "Unsatisfiable", "correct the schema"),
+        ({"json": "[1]"}, "json", r"\[1\] is neither", "correct the schema"),
+        ({"json": {"const": float("nan")}}, "json", "not JSON compliant", "correct the schema"),
+        ({"json": {"const": {1, 2}}}, "json", "not JSON serializable", "correct the schema"),
+        ({"regex": "(a"}, "regex", "unclosed group", "Rust's"),
+        ({"regex": "(" + "a" * 999}, "regex", "aaa", "Rust"),
+        ({"regex": "(?=a)b"}, "regex", "look-ahead", "no look-around"),
+        ({"regex": r"[^\s\S]"}, "regex", "no token of the model fits", "correct it"),
+        ({"regex": "\ud800"}, "regex", "surrogates not allowed", "correct it"),
+        ({"choice": ["a", "\ud800"]}, "choice", "surrogates not allowed", "list texts"),
+        ({"grammar": "start"}, "grammar", "Expected token", "syntax.md"),
+        ({"grammar": 'start: "a" b'}, "grammar", 'unknown name: "b"', "correct it"),
+        ({"grammar": 'start: start "a"'}, "grammar", "no token of the model fits", "correct it"),
+        ({"grammar": 'start: "\ud800"'}, "grammar", "surrogates", "correct it"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(outputs, field, reason, remedy):
+    message = rf"(?s)^structured_outputs\.{field}=.* cannot be followed: .*{reason}.*; .*{remedy}"
+    with pytest.raises(ValueError, match=message):
+        make_compiler("demo").compile(StructuredOutputs(**outputs))
+
+
+def test_a_grammar_that_the_model_cannot_start_is_refused():
+    size = texts_of("tiny").id("c")
+    with pytest.raises(
+        ValueError, match=r"^structured_outputs\.choice=\('x', 'y'\) .*no token .*; list"
+    ):
+        matcher_of("tiny", size, (EOS,), choice=["x", "y"])
+    with pytest.raises(ValueError, match=r"^structured_outputs\.regex='a\{0\}' .*no token .*; "):
+        matcher_of("tiny", None, (), regex="a{0}")
+    assert next_ids(matcher_of("tiny", regex="a{0}"), 300) == {EOS}  # an empty output
+
+
+def test_llguidance_is_asked_for_when_it_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    compiler = GrammarCompiler(texts_of("tiny").json, 300, (EOS,))
+    with pytest.raises(ValueError, match=r"not installed; pip install 'specjax\[structured\]'"):
+        compiler.compile(StructuredOutputs(regex="a"))
+
+
+def test_a_tokenizer_that_is_not_made_of_bytes_is_refused():
+    model = tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>")
+    compiler = GrammarCompiler(tokenizers.Tokenizer(model).to_str(), 2, ())
+    with pytest.raises(ValueError, match="this model's tokenizer: .*; use a model whose"):
+        compiler.compile(StructuredOutputs(regex="a"))
+
+
+def test_the_same_wish_is_compiled_once():
+    compiler = make_compiler("demo")
+    schema = {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "null"}}}
+    swapped = {"type": "object", "properties": dict(reversed(schema["properties"].items()))}
+    grammar = compiler.compile(StructuredOutputs(json=schema))
+    assert compiler.compile(StructuredOutputs(json=json.dumps(schema, indent=1))) is grammar
+    assert compiler.compile(StructuredOutputs(json=dict(schema))) is grammar
+    assert compiler.compile(StructuredOutputs(json=swapped)) is not grammar  # written b first
+    choice = compiler.compile(StructuredOutputs(choice=["a", "b"]))
+    assert compiler.compile(StructuredOutputs(choice=("a", "b"))) is choice
+
+
+def test_nothing_is_done_before_the_first_grammar():
+    GrammarCompiler("read only when it is needed", 8, ())
+
+
+def test_a_grammar_whose_limits_are_used_up_is_compiled_anew(monkeypatch):
+    """llguidance's matchers of a grammar share their limits, so one can starve all others."""
+    limits = partial(llguidance.LLParserLimits, max_lexer_states=200)
+    monkeypatch.setattr(llguidance, "LLParserLimits", limits)
+    texts = texts_of("tiny")
+    compiler = GrammarCompiler(texts.json, texts.size, (EOS,))
+    outputs = StructuredOutputs(regex="(a|b)*a(a|b){14}c")
+    grammar = compiler.compile(outputs)
+    assert compiler.compile(outputs) is grammar
+    matcher, rng = grammar.matcher(), np.random.default_rng(0)
+    with pytest.warns(UserWarning, match="ends unfinished: .*too many states"):
+        while next_ids(matcher, texts.size) != {EOS}:
+            matcher.accept([texts.id("ab"[rng.integers(2)])])
+    anew = compiler.compile(outputs)
+    assert anew is not grammar
+    assert texts.id("a") in next_ids(anew.matcher(), texts.size)

@@ -1,0 +1,356 @@
+"""Log-probabilities are the model's own, whichever way a token came to be.
+
+The oracle is transformers' log_softmax over the finished text, one forward pass; for the processed
+ones, what `conftest.Asked` makes of its logits.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from specjax import LLM, SamplingParams
+from specjax.host.speculation.policy import StaticPolicy
+
+VOCAB = 32
+CHUNK = 16
+K = 3
+TOLERANCE = 1e-4
+LENGTHS = (5, 1, 17, 33, 2, 16)
+SETTINGS = {
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": CHUNK,
+    "page_size": 8,
+    "show_progress": False,
+}
+
+
+@pytest.fixture(scope="module")
+def target(checkpoints):
+    return checkpoints.target("llama", vocab_size=VOCAB)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints, target):
+    """The target with a tokenizer of single characters."""
+    folder = checkpoints.copy(target.folder)
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
+    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges=[]))
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def speculation(checkpoints, target):
+    head = checkpoints.eagle3(target, draft_vocab=20)
+    return {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": K}
+
+
+@pytest.fixture(scope="module")
+def llm(folder, speculation):
+    with LLM(folder, speculative_config=speculation, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    with LLM(folder, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def processed(folder, speculation):
+    config = {"speculative_config": speculation, "logprobs_mode": "processed_logprobs"}
+    with LLM(folder, **config, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(3)
+    return [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def logits_after(target):
+    """transformers' logits f64[L, V] after each token of a text."""
+    import torch
+
+    def score(tokens):
+        with torch.no_grad():
+            return target.hf(torch.tensor([tokens])).logits[0].double().numpy()
+
+    return score
+
+
+def log_softmax(logits):
+    logits = np.asarray(logits, np.float64)
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def assert_entry(entry, token, num_top, expected):
+    """An entry names its token, then the likeliest, as `expected` f64[V] has them."""
+    assert next(iter(entry)) == token
+    assert len(entry) == num_top + (token not in list(entry)[1:] and entry[token].rank > num_top)
+    for i, one in entry.items():
+        assert one.logprob == pytest.approx(expected[i], abs=TOLERANCE)
+        above = (expected > expected[i] + TOLERANCE).sum()
+        at_least = (expected >= expected[i] - TOLERANCE).sum()
+        assert above < one.rank <= max(at_least, above + 1), (i, one)
+    top = sorted((one.rank, one.logprob) for i, one in entry.items() if one.rank <= num_top)
+    assert [rank for rank, _ in top] == list(range(1, num_top + 1))
+    best = np.sort(expected)[::-1][:num_top]
+    np.testing.assert_allclose([logprob for _, logprob in top], best, atol=TOLERANCE)
+
+
+def assert_raw(output, params, logits_after, tokenizer=None):
+    """All that is reported of a prompt and its outputs is what transformers says."""
+    prompt = output.prompt_token_ids
+    for sample in output.outputs if params.logprobs is not None else ():
+        expected = log_softmax(logits_after(prompt + sample.token_ids))[len(prompt) - 1 :]
+        assert len(sample.logprobs) == len(sample.token_ids)
+        for i, token in enumerate(sample.token_ids):
+            assert_entry(sample.logprobs[i], token, params.logprobs, expected[i])
+        total = sum(expected[i, token] for i, token in enumerate(sample.token_ids))
+        assert sample.cumulative_logprob == pytest.approx(total, abs=1e-3)
+    if params.prompt_logprobs is None:
+        assert output.prompt_logprobs is None
+        return
+    assert len(output.prompt_logprobs) == len(prompt) and output.prompt_logprobs[0] is None
+    expected = log_softmax(logits_after(prompt))
+    for i, token in enumerate(prompt[1:]):
+        assert_entry(output.prompt_logprobs[i + 1], token, params.prompt_logprobs, expected[i])
+
+
+def generate(llm, prompts, params):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def without_numbers(outputs):
+    """Outputs without request ids, and with log-probabilities rounded off."""
+    plain = []
+    for output in outputs:
+        for sample in output.outputs:
+            plain.append((sample.index, sample.token_ids, sample.text, sample.finish_reason))
+    return plain
+
+
+# --- the model's ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_accepted_recovered_and_bonus_tokens(llm, plain, prompts, logits_after, temperature):
+    """All have the model's log-probabilities, with speculation and without."""
+    params = [
+        SamplingParams(temperature=temperature, seed=i, max_tokens=24, logprobs=i % 6)
+        for i in range(len(prompts))
+    ]
+    before = llm.metrics()
+    outputs = generate(llm, prompts, params)
+    after = llm.metrics()
+    accepted = np.subtract(
+        after.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos or (0,) * K
+    )
+    assert after.num_drafts - before.num_drafts > accepted[0] > accepted[-1], "recovered tokens"
+    # Drafts that share the target's noise are right more often.
+    assert accepted[-1] > 0 or temperature == 0, "bonus tokens"
+    for output, one in zip(outputs, params, strict=True):
+        assert_raw(output, one, logits_after)
+    without = generate(plain, prompts, params)
+    assert without_numbers(outputs) == without_numbers(without)
+    for output, other in zip(outputs, without, strict=True):
+        pairs = zip(output.outputs[0].logprobs, other.outputs[0].logprobs, strict=True)
+        for entry, same in pairs:
+            assert list(entry) == list(same)
+            for token, one in entry.items():
+                assert one.logprob == pytest.approx(same[token].logprob, abs=TOLERANCE)
+                assert one.rank == same[token].rank
+
+
+def test_what_a_prompt_says(llm, prompts, logits_after):
+    """Prompts longer than a chunk, and ones that bring nothing but a first token."""
+    params = [
+        SamplingParams(
+            temperature=0, max_tokens=1 + i % 3, logprobs=(None, 0, 4)[i % 3], prompt_logprobs=i % 5
+        )
+        for i in range(len(prompts))
+    ]
+    lengths = {len(prompt) for prompt in prompts}
+    assert lengths >= {1, CHUNK, CHUNK + 1} and max(lengths) > 2 * CHUNK
+    for output, one in zip(generate(llm, prompts, params), params, strict=True):
+        assert_raw(output, one, logits_after)
+
+
+def test_samples_share_what_their_prompt_says(llm, prompts, logits_after):
+    """The second sample prefills only the end of the prompt; each has its own log-probabilities."""
+    params = SamplingParams(
+        temperature=1.5, seed=4, max_tokens=9, n=3, logprobs=2, prompt_logprobs=3
+    )
+    outputs = generate(llm, prompts, params)
+    for output in outputs:
+        assert [sample.index for sample in output.outputs] == [0, 1, 2]
+        assert_raw(output, params, logits_after)
+    assert len({tuple(sample.token_ids) for sample in outputs[0].outputs}) == 3
+
+
+def test_requests_that_ask_beside_ones_that_do_not(llm, prompts, logits_after):
+    wishes = [{}, {"logprobs": 3}, {"prompt_logprobs": 2}, {"logprobs": 0}, {}, {"logprobs": 20}]
+    params = [
+        SamplingParams(temperature=1.0, seed=i, max_tokens=12, **wish)
+        for i, wish in enumerate(wishes)
+    ]
+    bare = [dataclasses.replace(one, logprobs=None, prompt_logprobs=None) for one in params]
+    outputs = generate(llm, prompts, params)
+    for output, one in zip(outputs, params, strict=True):
+        assert_raw(output, one, logits_after)
+        if one.logprobs is None:
+            assert output.outputs[0].logprobs is None
+            assert output.outputs[0].cumulative_logprob is None
+    assert without_numbers(outputs) == without_numbers(generate(llm, prompts, bare))
+
+
+def test_tokens_come_with_their_text(llm):
+    params = SamplingParams(temperature=0, max_tokens=5, logprobs=4, prompt_logprobs=1)
+    (output,) = generate(llm, [[1, 2, 3]], params)
+    entries = [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]
+    for entry in entries:
+        for token, one in entry.items():
+            assert one.decoded_token == llm.tokenizer.decode_token(token)
+    text = "".join(
+        entry[i].decoded_token
+        for i, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
+    )
+    assert text == output.outputs[0].text
+
+
+@pytest.mark.parametrize("place", range(1, 9))
+def test_a_stop_cuts_them_with_the_tokens(llm, logits_after, place):
+    """Wherever it falls in an accepted run, by its text or its id."""
+    prompt = [4, 9, 2]
+    free = SamplingParams(temperature=0, max_tokens=16)
+    tokens = generate(llm, prompt, free)[0].outputs[0].token_ids
+    first = tokens.index(tokens[place])
+    for stop in (
+        {"stop_token_ids": [tokens[place]]},
+        {"stop": llm.tokenizer.decode([tokens[place]])},
+    ):
+        params = dataclasses.replace(free, logprobs=2, **stop)
+        (output,) = generate(llm, prompt, params)
+        assert output.outputs[0].token_ids == tokens[: first + 1]
+        assert output.outputs[0].finish_reason == "stop"
+        assert_raw(output, params, logits_after)
+
+
+def test_no_more_than_the_engine_was_built_for(llm):
+    for name in "logprobs", "prompt_logprobs":
+        with pytest.raises(ValueError, match=f"{name}=21 exceeds max_logprobs=20"):
+            generate(llm, [1], SamplingParams(**{name: 21}))
+    (output,) = generate(llm, [1], SamplingParams(temperature=0, max_tokens=1, logprobs=20))
+    assert len(output.outputs[0].logprobs[0]) == 20
+
+
+def test_a_vocabulary_of_fewer_tokens_than_may_be_asked_for(checkpoints):
+    """The default of max_logprobs is no obstacle to it."""
+    small = checkpoints.target("llama", vocab_size=12)
+    with LLM(small.folder, max_model_len=16, max_num_seqs=1, show_progress=False) as llm:
+        params = SamplingParams(temperature=0, max_tokens=2, logprobs=12)
+        (output,) = generate(llm, [1], params)
+        assert [len(entry) for entry in output.outputs[0].logprobs] == [12, 12]
+        with pytest.raises(ValueError, match="logprobs=13"):
+            generate(llm, [1], SamplingParams(logprobs=13))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [1, 5])
+def test_any_number_of_drafts(llm, prompts, logits_after, k):
+    params = SamplingParams(temperature=1.0, seed=7, max_tokens=20, logprobs=2)
+    llm.engine.set_policy(StaticPolicy(k))
+    outputs = generate(llm, prompts[:3], params)
+    llm.engine.set_policy(StaticPolicy(K))
+    for output in outputs:
+        assert_raw(output, params, logits_after)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["rejection", "block", "synthetic"])
+def test_other_verifications_report_the_model_too(
+    folder, speculation, prompts, logits_after, method
+):
+    config = speculation | {"verification": method}
+    if method == "synthetic":
+        config["synthetic_acceptance_length"] = 2.6
+    with LLM(folder, speculative_config=config, **SETTINGS) as llm:
+        for temperature in 0, 1:
+            params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, logprobs=3)
+            for output in generate(llm, prompts, params):
+                assert_raw(output, params, logits_after)
+        assert llm.metrics().num_accepted_tokens > 0
+
+
+# --- what is drawn from ---------------------------------------------------------------------------
+
+# Parameters of a request, and the bad words' token ids.
+SHAPED = [
+    {"temperature": 0.0},
+    {"temperature": 0.7},
+    {"temperature": 1.3, "top_k": 5},
+    {"temperature": 0.8, "top_p": 0.6},
+    {"temperature": 1.0, "min_p": 0.1},
+    {"temperature": 0.9, "repetition_penalty": 1.4},
+    {"temperature": 0.0, "presence_penalty": 1.1, "frequency_penalty": -0.4},
+    {"temperature": 1.0, "logit_bias": {3: 4.0, 7: -2.5}, "allowed_token_ids": range(3, 25)},
+    {
+        "temperature": 1.2,
+        "top_k": 12,
+        "top_p": 0.9,
+        "min_p": 0.02,
+        "repetition_penalty": 0.8,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.3,
+        "logit_bias": {2: 1.0},
+        "stop_token_ids": [2],
+        "min_tokens": 10,
+    },
+]
+
+
+def assert_processed(output, params, logits_after, asked):
+    prompt, sample = output.prompt_token_ids, output.outputs[0]
+    logits = logits_after(prompt + sample.token_ids)[len(prompt) - 1 :]
+    request = asked(params, prompt, stop_ids=params.stop_token_ids)
+    for i, token in enumerate(sample.token_ids):
+        one = request.then(*sample.token_ids[:i])
+        edited = np.array(one.edit(logits[i]))
+        kept = np.where(one.kept(edited.tolist()), edited, -math.inf)
+        expected = log_softmax(kept / (params.temperature or 1.0))
+        assert_entry_processed(sample.logprobs[i], token, params.logprobs, expected)
+
+
+def assert_entry_processed(entry, token, num_top, expected):
+    assert next(iter(entry)) == token and entry[token].logprob > -math.inf
+    for i, one in entry.items():
+        if expected[i] == -math.inf:
+            assert one.logprob == -math.inf
+        else:
+            assert one.logprob == pytest.approx(expected[i], abs=TOLERANCE)
+    top = sorted((one.rank, one.logprob) for one in entry.values() if one.rank <= num_top)
+    best = np.sort(expected)[::-1][:num_top]
+    np.testing.assert_allclose([logprob for _, logprob in top][:num_top], best, atol=TOLERANCE)
+
+
+def test_processed_ones_are_of_what_was_drawn_from(processed, prompts, logits_after, asked):
+    """Nine requests of different shapes, two at a time. Their prompts are not drawn: those stay raw."""
+    params = [
+        SamplingParams(seed=i, max_tokens=16, logprobs=4, prompt_logprobs=i % 3, **fields)
+        for i, fields in enumerate(SHAPED)
+    ]
+    outputs = generate(processed, [prompts[i % len(prompts)] for i in range(len(params))], params)
+    for output, one in zip(outputs, params, strict=True):
+        assert_processed(output, one, logits_after, asked)
+        assert len(output.outputs[0].token_ids) >= 10
+        assert_raw(output, dataclasses.replace(one, logprobs=None), logits_after)

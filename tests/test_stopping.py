@@ -1,0 +1,396 @@
+"""An output ends where its text, a stop id or its length says, wherever in a step that falls.
+
+The demo model's drafts are often right, so that ends lie inside accepted runs. The oracle decodes
+every prefix of the output that was not stopped, and cuts where a stop text first shows.
+"""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+
+from specjax import LLM, SamplingParams
+from specjax.bench.workload import read_questions
+from specjax.demo import demo_folder
+from specjax.host.scheduler import DecodePlan
+from specjax.host.speculation.policy import StaticPolicy
+
+EOS = 1
+K = 3
+NUM_PAGES = 9  # of 16 tokens: one request at its longest, or two that are short
+SETTINGS = {
+    "max_model_len": 128,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "num_pages": NUM_PAGES,
+    "show_progress": False,
+}
+FREE = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def llm():
+    config = {
+        "method": "eagle3",
+        "model": str(demo_folder("demo-llama-eagle3")),
+        "num_speculative_tokens": K,
+    }
+    with LLM(demo_folder("demo-llama"), speculative_config=config, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def plain():
+    with LLM(demo_folder("demo-llama"), **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def prompts(llm):
+    questions = read_questions()
+    texts = [f"Question: {question}\nAnswer:" for question in questions]
+    return sorted((llm.tokenizer.encode(text)[-29:] for text in texts), key=sum)[:16]
+
+
+@dataclass(frozen=True)
+class Long:
+    """An output that nothing stopped."""
+
+    prompt: list
+    params: SamplingParams
+    token_ids: list
+    runs: list  # tokens per step
+
+
+@pytest.fixture(scope="module")
+def longs(llm, prompts):
+    """Eight greedy ones, then eight at temperature 1, each with the runs that it came in."""
+    params = [replace(FREE, temperature=float(i >= 8), seed=i) for i in range(len(prompts))]
+    runs = watch_runs(llm.engine.scheduler)
+    outputs = generate(llm, prompts, params)
+    del llm.engine.scheduler.commit
+    longs = []
+    for output, one in zip(outputs, params, strict=True):
+        token_ids = output.outputs[0].token_ids
+        assert len(token_ids) == one.max_tokens
+        longs.append(Long(output.prompt_token_ids, one, token_ids, runs[output.request_id]))
+    assert all(sum(long.runs) == len(long.token_ids) for long in longs)
+    return longs
+
+
+def watch_runs(scheduler):
+    """Tokens that each step gives a request, by its id, until `scheduler.commit` is deleted."""
+    runs = {}
+    commit = scheduler.commit
+
+    def watched(plan, outputs):
+        for sequence, row in zip(plan.sequences, outputs, strict=True):
+            if row.tokens and not sequence.is_finished:
+                runs.setdefault(sequence.request.request_id, []).append(len(row.tokens))
+        return commit(plan, outputs)
+
+    scheduler.commit = watched
+    return runs
+
+
+def generate(llm, prompts, params):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def assert_idle(llm):
+    scheduler = llm.engine.scheduler
+    assert not llm.engine.has_work and scheduler.num_running == 0
+    assert scheduler.pages.num_free == NUM_PAGES
+    assert sorted(scheduler._free_slots) == [0, 1]
+
+
+def cut(tokenizer, token_ids, stop, *, min_tokens=0, include=False):
+    """(tokens, text, reason) of an output under stop texts, by brute force; reason None if none."""
+    before = ""
+    for count in range(1, len(token_ids) + 1):
+        text = tokenizer.decode(token_ids[:count]).removesuffix("\N{REPLACEMENT CHARACTER}")
+        ends = [
+            (start, -len(word), word)
+            for word in stop
+            for start in range(len(text))
+            if text.startswith(word, start) and start + len(word) > len(before)
+        ]
+        if ends and count >= min_tokens:
+            start, _, word = min(ends)
+            return token_ids[:count], text[: start + len(word) * include], word
+        before = text
+    return token_ids, tokenizer.decode(token_ids), None
+
+
+def in_runs(long):
+    """(start, length) of each run after the first token's."""
+    starts = np.cumsum(long.runs)[:-1].tolist()
+    return list(zip(starts, long.runs[1:], strict=True))
+
+
+def text_between(llm, long, start, end):
+    """The text that tokens start..end-1 add."""
+    decode = llm.tokenizer.decode
+    return decode(long.token_ids[:end])[len(decode(long.token_ids[:start])) :]
+
+
+def some_stops(llm, long, rng):
+    """A text of the middle of the output, which may have come before; sometimes with others."""
+    start = int(rng.integers(4, 40))
+    stops = [text_between(llm, long, start, start + int(rng.integers(1, 4)))]
+    stops += [["\n", "zzz"], [stops[0][:-1] or "a"], []][rng.integers(3)]
+    return tuple(stop for stop in stops if stop)
+
+
+def assert_stopped(llm, outputs, params, longs):
+    for output, one, long in zip(outputs, params, longs, strict=True):
+        sample = output.outputs[0]
+        token_ids, text, reason = cut(
+            llm.tokenizer,
+            long.token_ids[: one.max_tokens],
+            one.stop,
+            min_tokens=one.min_tokens,
+            include=one.include_stop_str_in_output,
+        )
+        assert (sample.token_ids, sample.text, sample.stop_reason) == (token_ids, text, reason)
+        assert sample.finish_reason == ("stop" if reason else "length")
+
+
+# --- stop texts -----------------------------------------------------------------------------------
+
+
+def test_runs_are_long_enough_to_end_inside(longs):
+    lengths = [length for long in longs for length in long.runs]
+    assert max(lengths) == K + 1 and lengths.count(K + 1) > 10 and lengths.count(1) > 10
+
+
+def test_a_text_that_ends_inside_an_accepted_run(llm, plain, longs):
+    """Accepted tokens past it do not stand, and are not counted."""
+    params, stopped = [], []
+    for long in longs:
+        for start, length in in_runs(long):
+            for place in range(1, length):  # tokens of the run that stand, the last one not
+                stop = text_between(llm, long, start + place - 2, start + place)
+                expected = cut(llm.tokenizer, long.token_ids, [stop])[0]
+                if length == K + 1 and len(expected) == start + place:
+                    params.append(replace(long.params, stop=stop))
+                    stopped.append(long)
+    assert len(params) >= 12
+    params, stopped = params[:24], stopped[:24]
+    before = llm.metrics().num_generation_tokens
+    outputs = generate(llm, [long.prompt for long in stopped], params)
+    assert_stopped(llm, outputs, params, stopped)
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert llm.metrics().num_generation_tokens - before == num_tokens
+    assert_idle(llm)
+    few = slice(0, len(params), 6)
+    outputs = generate(plain, [long.prompt for long in stopped[few]], params[few])
+    assert_stopped(plain, outputs, params[few], stopped[few])
+
+
+@pytest.mark.parametrize("k", [K, pytest.param(5, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("include", [False, True])
+@pytest.mark.parametrize("min_tokens", [0, 20])
+def test_any_texts(llm, longs, k, include, min_tokens):
+    """Several texts, some of which overlap or show before `min_tokens`; 16 requests in 2 slots."""
+    rng = np.random.default_rng(min_tokens + include)
+    params = [
+        replace(
+            long.params,
+            stop=some_stops(llm, long, rng),
+            include_stop_str_in_output=include,
+            max_tokens=int(rng.integers(25, 49)),
+        )
+        for long in longs
+    ]
+    if min_tokens:  # ends of sequence are ignored, so that it changes nothing else
+        params = [replace(one, min_tokens=min_tokens) for one in params]
+    llm.engine.set_policy(StaticPolicy(k))
+    before = llm.metrics().num_generation_tokens
+    outputs = generate(llm, [long.prompt for long in longs], params)
+    llm.engine.set_policy(StaticPolicy(K))
+    assert_stopped(llm, outputs, params, longs)
+    assert sum(output.outputs[0].finish_reason == "stop" for output in outputs) >= 8
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert llm.metrics().num_generation_tokens - before == num_tokens
+    assert_idle(llm)
+
+
+def test_the_first_token_and_the_last_may_end_it(llm, longs):
+    first = [text_between(llm, long, 0, 1) for long in longs[:4]]
+    last = [text_between(llm, long, 20, 24) for long in longs[4:8]]
+    params = [
+        replace(long.params, stop=stop, max_tokens=24)
+        for long, stop in zip(longs, first + last, strict=False)
+    ]
+    outputs = generate(llm, [long.prompt for long in longs[:8]], params)
+    assert_stopped(llm, outputs, params, longs[:8])
+    assert {len(output.outputs[0].token_ids) for output in outputs[:4]} == {1}
+    assert any(len(output.outputs[0].token_ids) == 24 for output in outputs[4:])
+
+
+def test_a_text_that_is_not_there(llm, longs):
+    params = [replace(long.params, stop=["no such text", "\x00"]) for long in longs[:4]]
+    outputs = generate(llm, [long.prompt for long in longs[:4]], params)
+    assert_stopped(llm, outputs, params, longs[:4])
+
+
+def test_samples_stop_each_by_itself(llm, longs):
+    """The first one to stop frees its pages, the shared ones with the last."""
+    prompt = longs[8].prompt
+    free = replace(longs[8].params, n=4, max_tokens=40)
+    (whole,) = generate(llm, prompt, free)
+    texts = [sample.text for sample in whole.outputs]
+    stop = ("e", " 2", "\n")
+    (output,) = generate(llm, prompt, replace(free, stop=stop))
+    assert len(set(texts)) == 4
+    for sample, long in zip(output.outputs, whole.outputs, strict=True):
+        expected = cut(llm.tokenizer, long.token_ids, stop)
+        assert (sample.token_ids, sample.text, sample.stop_reason) == expected
+    assert_idle(llm)
+
+
+# --- slots and pages after a stop -----------------------------------------------------------------
+
+
+def test_what_a_stopped_request_leaves_is_used_again(llm, longs):
+    """Forty requests in two slots and nine pages, many stopped with a step in flight: each as alone."""
+    rng = np.random.default_rng(7)
+    which = rng.integers(0, len(longs), 40)
+    chosen = [longs[i] for i in which]
+    params = [
+        replace(long.params, stop=some_stops(llm, long, rng), max_tokens=int(rng.integers(2, 49)))
+        for long in chosen
+    ]
+    params[::7] = [replace(one, stop=()) for one in params[::7]]
+    in_flight = []
+    commit = llm.engine.scheduler.commit
+
+    def watched(plan, outputs):
+        if isinstance(plan, DecodePlan):
+            in_flight.append(sum(sequence.is_finished for sequence in plan.sequences))
+        return commit(plan, outputs)
+
+    llm.engine.scheduler.commit = watched
+    outputs = generate(llm, [long.prompt for long in chosen], params)
+    del llm.engine.scheduler.commit
+    assert sum(in_flight) >= 10
+    assert_stopped(llm, outputs, params, chosen)
+    assert_idle(llm)
+    for i in 3, 17, 31:
+        (alone,) = generate(llm, chosen[i].prompt, params[i])
+        assert alone.outputs == outputs[i].outputs
+
+
+def test_without_async_scheduling_too(llm, longs):
+    rng = np.random.default_rng(8)
+    params = [replace(long.params, stop=some_stops(llm, long, rng)) for long in longs[4:12]]
+    llm.engine.config = replace(llm.engine.config, async_scheduling=False)
+    outputs = generate(llm, [long.prompt for long in longs[4:12]], params)
+    llm.engine.config = replace(llm.engine.config, async_scheduling=True)
+    assert_stopped(llm, outputs, params, longs[4:12])
+    assert_idle(llm)
+
+
+# --- stop ids and ends of sequence ----------------------------------------------------------------
+
+
+def test_stop_ids(llm, plain, longs):
+    """The first of them ends the output and stays; so it does inside a run, and before a text."""
+    params = []
+    for i, long in enumerate(longs):
+        ids = [long.token_ids[j] for j in (11 + i, 30)]
+        params.append(replace(long.params, stop_token_ids=ids, stop=[(), ("zz", "?!")][i % 2]))
+    for one, count in (llm, 16), (plain, 4):
+        outputs = generate(one, [long.prompt for long in longs[:count]], params[:count])
+        for output, wish, long in zip(outputs, params, longs, strict=False):
+            place = min(long.token_ids.index(token) for token in wish.stop_token_ids)
+            sample = output.outputs[0]
+            assert sample.token_ids == long.token_ids[: place + 1]
+            assert sample.text == one.tokenizer.decode(sample.token_ids)
+            reason = ("stop", long.token_ids[place])
+            assert (sample.finish_reason, sample.stop_reason) == reason
+        assert_idle(one)
+
+
+@pytest.fixture(scope="module")
+def ended(llm, longs):
+    """(prompt, tokens up to and with the end of sequence) of prompts whose answers end in time."""
+    cues = ["#### ", " The answer is: #### 1", "\n#### 25", "So #### 3", " = 12.\n####", "####"]
+    texts = [f"Question: How many {cue[-3:]}?\nAnswer: It is 2.\n{cue}" for cue in cues]
+    prompts = [llm.tokenizer.encode(text) for text in texts]
+    params = replace(FREE, ignore_eos=False, max_tokens=40)
+    found = []
+    for output in generate(llm, prompts, params):
+        sample = output.outputs[0]
+        if sample.token_ids[-1] == EOS:
+            assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
+            assert sample.text == llm.tokenizer.decode(sample.token_ids[:-1])
+            found.append((output.prompt_token_ids, sample.token_ids))
+    assert len(found) >= 3
+    return found
+
+
+def test_ends_of_sequence_may_be_ignored(llm, plain, ended):
+    params = replace(FREE, max_tokens=40)
+    prompts = [prompt for prompt, _ in ended]
+    outputs = generate(llm, prompts, params)
+    for (_, until_eos), output in zip(ended, outputs, strict=True):
+        assert output.outputs[0].token_ids[: len(until_eos)] == until_eos
+        assert len(output.outputs[0].token_ids) == 40
+        assert output.outputs[0].finish_reason == "length"
+    others = generate(plain, prompts[:2], params)
+    assert [o.outputs[0].token_ids for o in others] == [o.outputs[0].token_ids for o in outputs[:2]]
+
+
+def test_an_end_of_sequence_as_a_stop_id(llm, ended):
+    """It is then a stop id like any other."""
+    prompt, until_eos = ended[0]
+    for ignore_eos in True, False:
+        params = replace(FREE, ignore_eos=ignore_eos, stop_token_ids=[EOS], max_tokens=40)
+        sample = generate(llm, prompt, params)[0].outputs[0]
+        assert sample.token_ids == until_eos
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", EOS)
+
+
+def test_min_tokens_keep_the_end_away(llm, plain, ended):
+    """Until they are there, another token stands where the end would have."""
+    params, prompts = [], [prompt for prompt, _ in ended]
+    for _, until_eos in ended:
+        params.append(replace(FREE, ignore_eos=False, max_tokens=40, min_tokens=len(until_eos) + 6))
+    outputs = generate(llm, prompts, params)
+    for (_, until_eos), one, output in zip(ended, params, outputs, strict=True):
+        token_ids = output.outputs[0].token_ids
+        assert token_ids[: len(until_eos) - 1] == until_eos[:-1]
+        assert len(token_ids) >= one.min_tokens and EOS not in token_ids[: one.min_tokens]
+    others = generate(plain, prompts[:3], params[:3])
+    assert [o.outputs[0].token_ids for o in others] == [o.outputs[0].token_ids for o in outputs[:3]]
+    few = replace(params[0], min_tokens=len(ended[0][1]) - 1)
+    assert generate(llm, prompts[0], few)[0].outputs[0].token_ids == ended[0][1]
+
+
+# --- at length ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [K, 5])
+def test_many_requests(llm, longs, k):
+    rng = np.random.default_rng(k)
+    chosen = [longs[i] for i in rng.integers(0, len(longs), 300)]
+    params = [
+        replace(
+            long.params,
+            stop=some_stops(llm, long, rng),
+            include_stop_str_in_output=bool(rng.integers(2)),
+            max_tokens=int(rng.integers(1, 49)),
+        )
+        for long in chosen
+    ]
+    llm.engine.set_policy(StaticPolicy(k))
+    before = llm.metrics().num_generation_tokens
+    outputs = generate(llm, [long.prompt for long in chosen], params)
+    llm.engine.set_policy(StaticPolicy(K))
+    assert_stopped(llm, outputs, params, chosen)
+    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    assert llm.metrics().num_generation_tokens - before == num_tokens
+    assert_idle(llm)

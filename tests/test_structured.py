@@ -1,0 +1,427 @@
+"""Structured outputs parse: at any temperature, with speculation and without, whatever runs beside.
+
+Most tests run a tiny random model over printable ASCII, which says anything that it may; the demo
+model stands for models whose drafts are often right.
+"""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from specjax import LLM, SamplingParams
+from specjax.bench.workload import read_questions
+from specjax.demo import demo_folder
+
+pytest.importorskip("llguidance")
+
+VOCAB = 96
+EOS = VOCAB - 1
+K = 3
+SETTINGS = {
+    "max_model_len": 128,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "page_size": 8,
+    "show_progress": False,
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "count": {"type": "integer", "minimum": -5, "maximum": 150},
+        "kinds": {"type": "array", "items": {"enum": ["a", 1, None]}, "maxItems": 2},
+        "is_known": {"type": "boolean"},
+    },
+    "required": ["name", "count", "kinds"],
+    "additionalProperties": False,
+}
+CHOICES = ["yes", "no", "yes, but no", "I don't know", "{"]
+SUMS = r"""
+start: term (op term){1,3} " = " NUMBER
+term: NUMBER | "(" term op term ")"
+op: " + " | " - " | "*"
+NUMBER: /[1-9][0-9]{0,2}/
+"""
+
+
+def is_of_schema(text):
+    value = json.loads(text)
+    keys = ["name", "count", "kinds", "is_known"]
+    assert list(value) in (keys, keys[:3]), text
+    assert isinstance(value["name"], str) and len(value["name"]) <= 8
+    assert type(value["count"]) is int and -5 <= value["count"] <= 150
+    assert len(value["kinds"]) <= 2 and all(kind in ("a", 1, None) for kind in value["kinds"])
+    return isinstance(value.get("is_known", True), bool)
+
+
+def is_sum(text):
+    left, _, right = text.partition(" = ")
+    assert re.fullmatch(r"[1-9]\d{0,2}", right), text
+    return isinstance(eval(left, {"__builtins__": {}}), int)
+
+
+# What is asked for, and whether a text is that. A term of a sum may nest, and need not end in time.
+KINDS = {
+    "json": ({"json": SCHEMA}, is_of_schema),
+    "regex": (
+        {"regex": r"[A-Z][a-z ]{5,30}(\.|!)"},
+        re.compile(r"[A-Z][a-z ]{5,30}(\.|!)").fullmatch,
+    ),
+    "choice": ({"choice": CHOICES}, CHOICES.__contains__),
+    "grammar": ({"grammar": SUMS}, is_sum),
+}
+
+
+@pytest.fixture(scope="module")
+def target(checkpoints):
+    return checkpoints.target("llama", vocab_size=VOCAB, eos_token_id=EOS)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints, target):
+    """The target with a tokenizer: the printable ASCII characters, then an end of sequence."""
+    folder = checkpoints.copy(target.folder)
+    letters = ["Ġ", *map(chr, range(33, 127))]
+    vocab = {letter: i for i, letter in enumerate([*letters, "</s>"])}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def speculation(checkpoints, target):
+    head = checkpoints.eagle3(target)
+    return {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": K}
+
+
+@pytest.fixture(scope="module")
+def llm(folder, speculation):
+    with LLM(folder, speculative_config=speculation, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def plain(folder):
+    with LLM(folder, **SETTINGS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def prompts():
+    rng = np.random.default_rng(0)
+    return [rng.integers(0, EOS, 1 + 5 * i % 33).tolist() for i in range(24)]
+
+
+def wishes(count, *, kinds=KINDS, **params):
+    """`count` requests at temperature 1, of the kinds in turn; seeds are their places."""
+    names = list(kinds)
+    params = {"temperature": 1.0, "max_tokens": 90} | params
+    return [
+        SamplingParams(seed=i, structured_outputs=KINDS[names[i % len(names)]][0], **params)
+        for i in range(count)
+    ]
+
+
+def generate(llm, prompts, params):
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def tokens(outputs):
+    return [sample.token_ids for output in outputs for sample in output.outputs]
+
+
+def assert_parses(sample, params, eos_id=EOS):
+    """It ended by itself and is what was asked for; a sum may not have come to its end."""
+    (field, value) = next((f, v) for f, v in vars(params.structured_outputs).items() if v)
+    if field == "grammar" and sample.finish_reason == "length":
+        return
+    assert sample.finish_reason == "stop" and sample.stop_reason is None, sample
+    assert sample.token_ids.count(eos_id) == 1 and sample.token_ids[-1] == eos_id
+    assert KINDS[field][1](sample.text), (value, sample.text)
+
+
+def assert_all_parse(outputs, params, eos_id=EOS):
+    for output, one in zip(outputs, params, strict=True):
+        for sample in output.outputs:
+            assert_parses(sample, one, eos_id)
+
+
+def assert_idle(llm):
+    scheduler = llm.engine.scheduler
+    assert not llm.engine.has_work
+    assert scheduler.pages.num_free == scheduler.pages.num_pages
+
+
+# --- it parses ------------------------------------------------------------------------------------
+
+
+def demo_llm(**speculation):
+    config = {
+        "method": "eagle3",
+        "model": str(demo_folder("demo-llama-eagle3")),
+        "num_speculative_tokens": K,
+        **speculation,
+    }
+    return LLM(demo_folder("demo-llama"), speculative_config=config, **SETTINGS)
+
+
+@pytest.fixture(scope="module")
+def demo():
+    with demo_llm() as llm:
+        yield llm
+
+
+def demo_prompts(llm, count):
+    questions = read_questions()
+    texts = [f"Question: {questions[i % len(questions)]}"[: 40 + i] for i in range(count)]
+    return [llm.tokenizer.encode(text)[:30] for text in texts]
+
+
+def test_the_demo_model(demo):
+    params = wishes(24)
+    before = demo.metrics()
+    outputs = generate(demo, demo_prompts(demo, 24), params)
+    assert_all_parse(outputs, params, eos_id=1)
+    assert demo.metrics().num_accepted_tokens > before.num_accepted_tokens
+    assert_idle(demo)
+
+
+def test_speculation_changes_nothing(llm, plain, prompts):
+    params = wishes(24)
+    outputs = generate(llm, prompts, params)
+    assert_all_parse(outputs, params)
+    assert llm.metrics().num_accepted_tokens > 0
+    assert tokens(outputs) == tokens(generate(plain, prompts, params))
+
+
+def test_greedy_too(llm, plain, prompts):
+    params = wishes(8, temperature=0, kinds=["json", "regex", "choice"])
+    outputs = generate(llm, prompts[:8], params)
+    assert_all_parse(outputs, params)
+    assert tokens(outputs) == tokens(generate(plain, prompts[:8], params))
+
+
+@pytest.mark.parametrize("method", ["rejection", "block", "synthetic"])
+def test_other_verifications(folder, speculation, prompts, method):
+    config = speculation | {"verification": method}
+    if method == "synthetic":
+        config["synthetic_acceptance_length"] = 2.6
+    with LLM(folder, speculative_config=config, **SETTINGS) as llm:
+        for temperature in 1.0, 0.0:
+            params = wishes(24, temperature=temperature, kinds=["json", "regex", "choice"])
+            assert_all_parse(generate(llm, prompts, params), params)
+        assert llm.metrics().num_accepted_tokens > 0
+        assert_idle(llm)
+
+
+# --- beside other requests ------------------------------------------------------------------------
+
+
+def test_requests_without_a_grammar_do_not_notice(llm, prompts):
+    """Every mix of the two in a batch, and steps with and without masks in turn."""
+    with_grammar = wishes(24, max_tokens=40)
+    free = [SamplingParams(seed=i, max_tokens=1 + i % 30, ignore_eos=True) for i in range(24)]
+    is_free = np.random.default_rng(1).random(24) < 0.5
+    params = [f if x else g for f, g, x in zip(free, with_grammar, is_free, strict=True)]
+    mixed = tokens(generate(llm, prompts, params))
+    for wanted in True, False:
+        which = [i for i in range(24) if is_free[i] == wanted]
+        alone = generate(llm, [prompts[i] for i in which], [params[i] for i in which])
+        assert [mixed[i] for i in which] == tokens(alone)
+    assert_idle(llm)
+
+
+def test_async_scheduling_changes_nothing(llm, prompts):
+    params = wishes(16, max_tokens=50)
+    params[::5] = [SamplingParams(seed=i, max_tokens=20) for i in range(len(params[::5]))]
+    outcomes = []
+    for is_async in True, False:
+        llm.engine.config = replace(llm.engine.config, async_scheduling=is_async)
+        before = llm.metrics()
+        outputs = tokens(generate(llm, prompts[:16], params))
+        after = llm.metrics()
+        counts = after.num_generation_tokens - before.num_generation_tokens
+        assert counts == sum(map(len, outputs))
+        outcomes.append((outputs, after.num_drafts - before.num_drafts))
+    llm.engine.config = replace(llm.engine.config, async_scheduling=True)
+    assert outcomes[0] == outcomes[1]
+
+
+def test_samples_follow_the_grammar_each_by_itself(llm, prompts):
+    params = [replace(one, n=3) for one in wishes(8)]
+    outputs = generate(llm, prompts[8:16], params)
+    assert_all_parse(outputs, params)
+    assert all(len(output.outputs) == 3 for output in outputs)
+    assert len({sample.text for sample in outputs[0].outputs}) == 3
+    first = generate(llm, prompts[8:16], [replace(one, n=1) for one in params])
+    assert [o.outputs[0].token_ids for o in outputs] == tokens(first)
+    assert_idle(llm)
+
+
+# --- ends -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_tokens", [1, 2, 5, 17])
+def test_the_last_token_may_cut_it_short(llm, prompts, max_tokens):
+    long = wishes(8, kinds=["json", "regex"])
+    whole = tokens(generate(llm, prompts[:8], long))
+    short = [replace(one, max_tokens=max_tokens) for one in long]
+    for output, full in zip(generate(llm, prompts[:8], short), whole, strict=True):
+        sample = output.outputs[0]
+        assert sample.token_ids == full[:max_tokens]
+        assert sample.finish_reason == ("length" if max_tokens < len(full) else "stop")
+
+
+def test_an_end_comes_even_if_ends_are_ignored(llm, plain, prompts):
+    """The grammar ends the output: what a step put out after it does not stand."""
+    params = wishes(24, kinds=["json", "regex", "choice"])
+    # Likely ends are drafted and accepted, and so is what comes after them.
+    params += [replace(one, logit_bias={EOS: 30.0}) for one in wishes(8, kinds=["regex", "json"])]
+    on = [replace(one, ignore_eos=True) for one in params]
+    prompts = prompts + prompts[:8]
+    expected = generate(plain, prompts, params)
+    for one in llm, plain:
+        outputs = generate(one, prompts, on)
+        assert_all_parse(outputs, on)
+        assert tokens(outputs) == tokens(expected)
+        assert_idle(one)
+
+
+def test_a_model_without_an_end_of_sequence(checkpoints, folder, speculation, prompts):
+    """An output is over when nothing can follow; one that might go on goes to its last token."""
+    endless = checkpoints.copy(folder, eos_token_id=None)
+    (endless / "generation_config.json").unlink(missing_ok=True)
+    with LLM(endless, speculative_config=speculation, **SETTINGS) as llm:
+        params = wishes(24, kinds=["json", "regex"])
+        choice = {"choice": ["xxxxx", "xxxxxy"]}
+        params[3::4] = [
+            replace(one, structured_outputs=choice, logit_bias={llm.tokenizer.encode("x")[0]: 30.0})
+            for one in params[3::4]
+        ]
+        for output, one in zip(generate(llm, prompts, params), params, strict=True):
+            sample = output.outputs[0]
+            if one.logit_bias:  # "y" may follow, and must then
+                assert sample.text == "xxxxxy"
+            elif one.structured_outputs.json:
+                assert is_of_schema(sample.text)
+            else:
+                assert KINDS["regex"][1](sample.text), sample.text
+            assert sample.finish_reason == "stop" and sample.stop_reason is None
+        assert_idle(llm)
+
+
+def test_stop_texts_end_it_before_its_time(llm, prompts):
+    params = wishes(8, kinds=["json"])
+    whole = [output.outputs[0].text for output in generate(llm, prompts[:8], params)]
+    stopped = [
+        replace(one, stop=['", "count', "kinds", "zzzz"][i % 2 :]) for i, one in enumerate(params)
+    ]
+    outputs = generate(llm, prompts[:8], stopped)
+    for i, (output, text) in enumerate(zip(outputs, whole, strict=True)):
+        sample, stop = output.outputs[0], ('", "count', "kinds")[i % 2]
+        assert sample.text == text[: text.index(stop)]
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
+    assert_idle(llm)
+
+
+def test_a_stop_id_inside_it_ends_it(llm, prompts):
+    comma = llm.tokenizer.encode(",")[0]
+    params = [replace(one, stop_token_ids=[comma]) for one in wishes(8, kinds=["json"])]
+    for output in generate(llm, prompts[:8], params):
+        sample = output.outputs[0]
+        assert sample.token_ids.index(comma) == len(sample.token_ids) - 1
+        assert (sample.finish_reason, sample.stop_reason) == ("stop", comma)
+
+
+def test_a_grammar_that_other_wishes_leave_no_way_out_of(llm):
+    """It asks for what it forbids: the request ends with a warning, others are unharmed."""
+    params = SamplingParams(
+        seed=0, temperature=1.0, max_tokens=20, min_tokens=10, structured_outputs={"regex": "ab"}
+    )
+    free = SamplingParams(seed=1, max_tokens=15, ignore_eos=True)
+    expected = tokens(generate(llm, [[7, 8]], free))
+    with pytest.warns(UserWarning, match="ends unfinished"):
+        outputs = generate(llm, [[1, 2, 3], [7, 8]], [params, free])
+    sample = outputs[0].outputs[0]
+    assert sample.text.startswith("ab") and len(sample.token_ids) == 3
+    assert sample.finish_reason == "stop"
+    assert tokens(outputs[1:]) == expected
+    assert_idle(llm)
+
+
+# --- at length ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_demo_model_at_length(demo):
+    params = wishes(200)
+    prompts = demo_prompts(demo, 200)
+    outputs = generate(demo, prompts, params)
+    assert_all_parse(outputs, params, eos_id=1)
+    assert_idle(demo)
+    with LLM(demo_folder("demo-llama"), **SETTINGS) as plain:
+        assert tokens(outputs[:60]) == tokens(generate(plain, prompts[:60], params[:60]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["rejection", "block", "synthetic"])
+def test_other_verifications_of_the_demo_model(method):
+    options = {"synthetic_acceptance_length": 2.6} if method == "synthetic" else {}
+    with demo_llm(verification=method, **options) as llm:
+        params = wishes(40)
+        assert_all_parse(generate(llm, demo_prompts(llm, 40), params), params, eos_id=1)
+        assert llm.metrics().num_accepted_tokens > 0
+        assert_idle(llm)
+
+
+@pytest.mark.slow
+def test_any_mix_of_wishes(llm, plain, prompts):
+    """Grammars with whatever else a request may ask for, and requests without; always as plainly."""
+    rng = np.random.default_rng(5)
+
+    def some(*values):
+        return values[rng.integers(len(values))]
+
+    def any_params(i):
+        return SamplingParams(
+            seed=i,
+            n=some(1, 1, 1, 2),
+            temperature=some(0.0, 0.7, 1.0, 1.5),
+            max_tokens=int(rng.integers(1, 80)),
+            top_k=some(0, 0, 5),
+            top_p=some(1.0, 1.0, 0.8),
+            min_p=some(0.0, 0.02),
+            repetition_penalty=some(1.0, 1.0, 1.2),
+            frequency_penalty=some(0.0, 0.3),
+            logit_bias=some({}, {3: 1.5, EOS: 4.0}),
+            bad_words=some((), ("q", "zz")),
+            stop=some((), ("e", "!!", '"c'), ("ing",)),
+            include_stop_str_in_output=some(True, False),
+            ignore_eos=some(True, False),
+            logprobs=some(None, 0, 3),
+            structured_outputs=some(None, *(outputs for outputs, _ in KINDS.values())),
+        )
+
+    params = [any_params(i) for i in range(150)]
+    prompts = [prompts[i % len(prompts)] for i in range(150)]
+    outputs = generate(llm, prompts, params)
+    expected = generate(plain, prompts, params)
+    for i, (output, other) in enumerate(zip(outputs, expected, strict=True)):
+        for sample, same in zip(output.outputs, other.outputs, strict=True):
+            names = ("token_ids", "text", "finish_reason", "stop_reason")
+            assert [getattr(sample, n) for n in names] == [getattr(same, n) for n in names], i
+            if params[i].logprobs is not None:
+                assert len(sample.logprobs) == len(sample.token_ids)
+                assert sample.cumulative_logprob == pytest.approx(same.cumulative_logprob, abs=1e-3)
+            wanted = params[i].structured_outputs
+            if wanted and sample.finish_reason == "stop" and sample.stop_reason is None:
+                field = next(f for f, v in vars(wanted).items() if v)
+                assert KINDS[field][1](sample.text), (i, sample.text)
+    assert_idle(llm)
