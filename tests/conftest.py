@@ -4,6 +4,7 @@ The checkpoints have random weights in which every tensor matters (no norm is 1,
 that one that is dropped, swapped or misplaced shows in the logits. They are built once a run.
 """
 
+import gc
 import json
 import math
 import os
@@ -28,6 +29,14 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 VOCAB = 96
 COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    """Let go of a module's programs: each takes memory maps, of which a process may have 65,530."""
+    yield
+    jax.clear_caches()
+    gc.collect()
 
 
 @dataclass(frozen=True)

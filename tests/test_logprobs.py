@@ -228,22 +228,34 @@ def test_tokens_come_with_their_text(llm):
     assert text == output.outputs[0].text
 
 
-@pytest.mark.parametrize("place", range(1, 9))
-def test_a_stop_cuts_them_with_the_tokens(llm, logits_after, place):
-    """Wherever it falls in an accepted run, by its text or its id."""
-    prompt = [4, 9, 2]
-    free = SamplingParams(temperature=0, max_tokens=16)
-    tokens = generate(llm, prompt, free)[0].outputs[0].token_ids
-    first = tokens.index(tokens[place])
-    for stop in (
-        {"stop_token_ids": [tokens[place]]},
-        {"stop": llm.tokenizer.decode([tokens[place]])},
-    ):
-        params = dataclasses.replace(free, logprobs=2, **stop)
-        (output,) = generate(llm, prompt, params)
-        assert output.outputs[0].token_ids == tokens[: first + 1]
-        assert output.outputs[0].finish_reason == "stop"
-        assert_raw(output, params, logits_after)
+def test_a_stop_cuts_them_with_the_tokens(llm, logits_after, monkeypatch):
+    """By its text or its id, wherever it falls in an accepted run."""
+    cuts = []
+
+    def watched(plan, outputs):
+        num_kept, finished = commit(plan, outputs)
+        rows = zip(outputs, num_kept, strict=True)
+        cuts.extend((len(row.tokens), count) for row, count in rows if count)
+        return num_kept, finished
+
+    commit = llm.engine.scheduler.commit
+    prompts = [[4, 9, seed] for seed in range(16)]
+    free = [SamplingParams(seed=i, max_tokens=16) for i in range(len(prompts))]
+    texts = [output.outputs[0].token_ids for output in generate(llm, prompts, free)]
+    places = [tokens.index(tokens[2 + i % 9]) for i, tokens in enumerate(texts)]
+    for kind in "stop_token_ids", "stop":
+        params = []
+        for one, tokens, place in zip(free, texts, places, strict=True):
+            stop = [tokens[place]] if kind != "stop" else llm.tokenizer.decode([tokens[place]])
+            params.append(dataclasses.replace(one, logprobs=2, **{kind: stop}))
+        monkeypatch.setattr(llm.engine.scheduler, "commit", watched)
+        outputs = generate(llm, prompts, params)
+        monkeypatch.undo()
+        for output, one, tokens, place in zip(outputs, params, texts, places, strict=True):
+            assert output.outputs[0].token_ids == tokens[: place + 1]
+            assert output.outputs[0].finish_reason == "stop"
+            assert_raw(output, one, logits_after)
+    assert sum(count < given for given, count in cuts) >= 3
 
 
 def test_no_more_than_the_engine_was_built_for(llm):

@@ -245,6 +245,48 @@ def test_requests_may_join_while_others_decode(wide, works):
     assert [outputs[i] for i in range(len(work.prompts))] == work.expected
 
 
+# --- the same bits --------------------------------------------------------------------------------
+
+
+def test_exact_steps_give_the_same_bits_under_any_schedule(checkpoints, target):
+    """Tokens and log-probabilities, whatever K is, who runs beside whom, and who comes first."""
+    rng = np.random.default_rng(3)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (1, 33, 70, 5, 32, 96, 17)]
+    features = [
+        {"logprobs": 3},
+        {"temperature": 0.8, "logprobs": 20},
+        {"temperature": 1.2, "top_k": 7, "top_p": 0.9, "logprobs": 1, "n": 2},
+        {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 0},
+        {},
+    ]
+    params = [
+        SamplingParams(**({"temperature": 0.0, "seed": i, "max_tokens": 20} | features[i % 5]))
+        for i in range(len(prompts))
+    ]
+
+    def outcome(llm, order):
+        results = llm.generate([prompts[i] for i in order], [params[i] for i in order], False)
+        found = dict(zip(order, results, strict=True))
+        return [
+            [(output.token_ids, output.logprobs, output.cumulative_logprob) for output in outputs]
+            for outputs in (found[i].outputs for i in range(len(order)))
+        ]
+
+    forwards, backwards = range(len(prompts)), range(len(prompts))[::-1]
+    with make_llm(target, max_num_seqs=1, exact=True) as llm:
+        expected = outcome(llm, forwards)
+    head = "eagle3", checkpoints.eagle3(target).folder
+    with make_llm(target, head, max_num_seqs=5, max_num_batched_tokens=96, exact=True) as llm:
+        assert outcome(llm, backwards) == expected
+        metrics = llm.metrics()
+        assert metrics.num_accepted_tokens > 0 and metrics.k_histogram.keys() == {3}
+        llm.engine.set_policy(CyclicPolicy((1, 0, 3, 2)))
+        assert outcome(llm, forwards) == expected
+        metrics = llm.metrics()
+        assert metrics.k_histogram.keys() == {0, 1, 2, 3}
+        assert metrics.num_compiles_after_warmup == 0
+
+
 # --- drafters that know ---------------------------------------------------------------------------
 
 
