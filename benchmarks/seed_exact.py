@@ -39,7 +39,7 @@ SETS: dict[str, dict[str, Any]] = {
         "presence_penalty": 0.2, "frequency_penalty": 0.1,
     },
     "logit_bias, bad_words, allowed ids, min_tokens": {
-        "logit_bias": {10: 2.0, 300: -3.0}, "bad_words": ["the", "She"], "min_tokens": 12,
+        "logit_bias": {10: 2.0, 300: -3.0}, "bad_words": ["the", "She"], "min_tokens": 6,
         "allowed_token_ids": list(range(1, 1900)),
     },
 }  # fmt: skip

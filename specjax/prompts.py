@@ -19,6 +19,7 @@ from specjax.sampling_params import (
     LogitsProcessor,
     SamplingParams,
     StructuredOutputs,
+    check_text,
 )
 from specjax.tokenizer import ChatTokenizer
 
@@ -29,6 +30,8 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts={prompts!r} must be a text, token ids, or a list of such")
     listed: list[Any] = list(prompts)
     if listed and all(isinstance(token, int | np.integer) for token in listed):
         return [listed]
@@ -233,6 +236,7 @@ def _token_ids(prompt: Prompt, tokenizer: ChatTokenizer | None, where: str) -> l
             raise ValueError(
                 f"{where} is text, but the checkpoint has no tokenizer; pass token ids"
             )
+        check_text(where, prompt)
         return tokenizer.encode(prompt)
     if isinstance(prompt, Mapping):
         if set(prompt) != {"prompt_token_ids"}:

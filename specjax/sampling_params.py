@@ -258,4 +258,12 @@ def _texts(name: str, texts: Any) -> tuple[str, ...]:
     texts = tuple(texts)
     if bad := [text for text in texts if not isinstance(text, str) or not text]:
         raise ValueError(f"{name} has {bad[0]!r}; every entry must be a text that is not empty")
+    for text in texts:
+        check_text(name, text)
     return texts
+
+
+def check_text(name: str, text: str) -> None:
+    """Refuse text that no tokenizer takes."""
+    if any("\ud800" <= char <= "\udfff" for char in text):
+        raise ValueError(f"{name} has half a character in {text!r}: a surrogate without its pair")

@@ -161,7 +161,7 @@ def ragged_prompts():
 
 @dataclass(frozen=True)
 class Asked:
-    """What a request asks of its logits and the tokens it has: an oracle in loops, sorts and float64.
+    """What a request asks of its logits and the tokens it has: an oracle of loops and float64.
 
     Ids stand where a user gives texts, `processor` for the number of the logits processors.
     """

@@ -129,6 +129,8 @@ BAD_FIELDS = [
     ("stop_token_ids", [range(MAX_STOP_IDS + 1)], [MAX_STOP_IDS + 1, f"at most {MAX_STOP_IDS}"]),
     ("stop", [[""], ["a", ""], [5], [b"a"], [None]], ["not empty"]),
     ("stop", [5, None], ["texts"]),
+    ("stop", [["a", "\ud800"]], ["surrogate"]),
+    ("bad_words", [["\udfffa"]], ["surrogate"]),
     ("bad_words", [[""], ["a", ""], [5], [b"a"]], ["not empty"]),
     ("bad_words", ["word", 5, None], ["texts"]),
     ("logits_processors", [["relu"], [None], [5]], ["not a function"]),
@@ -343,6 +345,26 @@ def test_sampling_params_of_another_type(llm, params):
 @pytest.mark.usefixtures("is_unharmed")
 def test_booleans_are_no_token_ids(llm):
     refusal(lambda: llm.generate([[True, False, 3]], use_tqdm=False), "prompt 0", "integers")
+
+
+@pytest.mark.parametrize("prompts", [None, 5, 1.5], ids=str)
+@pytest.mark.usefixtures("is_unharmed")
+def test_no_prompts_at_all(llm, prompts):
+    refusal(lambda: llm.generate(prompts, use_tqdm=False), f"prompts={prompts}", "token ids")
+
+
+@pytest.mark.usefixtures("is_unharmed")
+def test_half_a_character_in_a_prompt(llm):
+    refusal(lambda: llm.generate(["a", "b\ud83d"], use_tqdm=False), "prompt 1", "surrogate")
+
+
+@pytest.mark.parametrize("talk", ["hi", ["hi"], [["hi"]], None, 5, {"role": "user"}, [[]]], ids=str)
+@pytest.mark.usefixtures("is_unharmed")
+def test_a_conversation_of_another_form(llm, talk, monkeypatch):
+    template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    tokenizer = dataclasses.replace(llm.tokenizer, template=template)
+    monkeypatch.setattr(llm, "tokenizer", tokenizer)
+    refusal(lambda: llm.chat(talk, SamplingParams(max_tokens=1), use_tqdm=False))
 
 
 def test_a_step_that_fails_to_compile_spoils_no_other_request(checkpoints):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 
 import numpy as np
 import pytest
@@ -173,127 +172,6 @@ def test_seeds(llm):
     assert one != two
 
 
-# --- samples --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("which", ["llm", "ids_only"])
-@pytest.mark.parametrize("seed", [4, None])
-def test_samples_are_those_of_single_requests(request, ragged_prompts, which, seed):
-    """With the seeds that are derived for them, whatever part of the prompt they share."""
-    llm = request.getfixturevalue(which)
-    prompts = ragged_prompts(1, 16, 17, 45)
-    params = SamplingParams(
-        temperature=1.2, seed=seed, n=3, max_tokens=9, ignore_eos=True, detokenize=False
-    )
-    results = llm.generate(prompts, params, use_tqdm=False)
-    assert [result.prompt_token_ids for result in results] == prompts
-    for result in results:
-        assert [output.index for output in result.outputs] == [0, 1, 2]
-        assert len({tuple(output.token_ids) for output in result.outputs}) == 3
-        assert all(output.text is None for output in result.outputs)
-    for result in results:
-        # Without a seed, the engine's own and the number of the request make one.
-        first = _derived_seed(0, result.request_id) if seed is None else seed
-        seeds = [first, _derived_seed(first, 1), _derived_seed(first, 2)]
-        single = [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
-        alone = llm.generate([result.prompt_token_ids] * 3, single, use_tqdm=False)
-        assert tokens(alone) == [output.token_ids for output in result.outputs]
-
-
-def test_more_samples_than_run_at_once(llm):
-    """Greedy ones are all the same, and each ends by itself."""
-    before = llm.metrics()
-    params = SamplingParams(temperature=0, n=5, max_tokens=7, ignore_eos=True)
-    one, two = llm.generate([[1, 2, 3], [4] * 40], params, use_tqdm=False)
-    for result in one, two:
-        assert len(result.outputs) == 5 and len(result.outputs[0].token_ids) == 7
-        assert all(output.token_ids == result.outputs[0].token_ids for output in result.outputs)
-        assert all(output.text == result.outputs[0].text for output in result.outputs)
-    after = llm.metrics()
-    assert after.num_generation_tokens - before.num_generation_tokens == 2 * 5 * 7
-    # The others start where whole pages end, with the last token of the prompt at the latest.
-    assert after.num_prompt_tokens - before.num_prompt_tokens == 5 * 3 + 40 + 4 * 8
-    hot = dataclasses.replace(params, temperature=2.0, seed=1, max_tokens=40, ignore_eos=False)
-    outputs = llm.generate([1, 2, 3], hot, use_tqdm=False)[0].outputs
-    assert len({len(output.token_ids) for output in outputs}) > 1
-    for output in outputs:
-        has_ended = output.token_ids[-1] == EOS
-        assert EOS not in output.token_ids[:-1] and (has_ended or len(output.token_ids) == 40)
-        assert output.finish_reason == ("stop" if has_ended else "length")
-
-
-# --- ends and reports -----------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("keeps", [False, True], ids=["cut", "kept"])
-def test_a_stop_text_ends_an_output(llm, keeps):
-    """Wherever in an accepted run it ends: the tokens up to it stand, and nothing else counts."""
-    whole = SamplingParams(temperature=1.5, seed=2, max_tokens=30, ignore_eos=True)
-    [full] = llm.generate("abc", whole, use_tqdm=False)[0].outputs
-    assert len(full.text) == len(full.token_ids) == 30, "a token is a character here"
-    for end in range(2, 30, 3):
-        stop = full.text[end - 2 : end]
-        first = full.text.find(stop)
-        params = dataclasses.replace(
-            whole, stop=["no such text", stop], include_stop_str_in_output=keeps
-        )
-        before = llm.metrics().num_generation_tokens
-        [output] = llm.generate("abc", params, use_tqdm=False)[0].outputs
-        assert output.token_ids == full.token_ids[: first + 2]
-        assert output.text == full.text[: first + 2 * keeps]
-        assert (output.finish_reason, output.stop_reason) == ("stop", stop)
-        assert llm.metrics().num_generation_tokens - before == first + 2
-    scheduler = llm.engine.scheduler
-    assert scheduler.pages.num_free == scheduler.pages.num_pages
-
-
-def test_reports_name_their_tokens(llm):
-    params = SamplingParams(
-        temperature=0.9, seed=1, n=2, max_tokens=8, ignore_eos=True, logprobs=2, prompt_logprobs=1
-    )
-    [result] = llm.generate("abcde", params, use_tqdm=False)
-    assert result.prompt_logprobs[0] is None and len(result.prompt_logprobs) == 5
-    ids = [*result.prompt_token_ids[1:]]
-    entries = result.prompt_logprobs[1:]
-    for output in result.outputs:
-        assert output.cumulative_logprob == pytest.approx(
-            sum(
-                entry[i].logprob for entry, i in zip(output.logprobs, output.token_ids, strict=True)
-            )
-        )
-        ids, entries = ids + output.token_ids, entries + output.logprobs
-    for token, entry in zip(ids, entries, strict=True):
-        assert next(iter(entry)) == token and len(entry) in (2, 3) and entry[token].rank >= 1
-        for i, report in entry.items():
-            assert report.decoded_token == llm.tokenizer.decode_token(i)
-            assert report.logprob < 0
-    [silent] = llm.generate("abcde", GREEDY, use_tqdm=False)
-    assert silent.prompt_logprobs is None
-    assert silent.outputs[0].logprobs is None and silent.outputs[0].cumulative_logprob is None
-
-
-def test_an_output_follows_its_grammar(llm):
-    """Beside others, which have theirs or none."""
-    pytest.importorskip("llguidance")
-    hot = {"temperature": 1.5, "seed": 3, "n": 2, "max_tokens": 30}
-    patterns = ["[a-c]{3,5}X", "(ab|cd)+Y", None]
-    params = [
-        SamplingParams(**hot, structured_outputs=pattern and {"regex": pattern})
-        for pattern in patterns
-    ]
-    results = llm.generate(["abc", "d" * 20, "e"], params, use_tqdm=False)
-    for result, pattern in zip(results, patterns, strict=True):
-        for output in result.outputs:
-            *text, last = output.token_ids
-            text = text if last == EOS else output.token_ids
-            if pattern and output.finish_reason == "stop":
-                assert re.fullmatch(pattern, llm.tokenizer.decode(text))
-    assert results[0].outputs[0].finish_reason == "stop"
-    alone = dataclasses.replace(params[2], seed=3)
-    [free] = llm.generate("e", alone, use_tqdm=False)
-    assert [o.token_ids for o in free.outputs] == [o.token_ids for o in results[2].outputs]
-
-
 def test_chat(llm):
     talk = [{"role": "user", "content": "hi"}]
     expected = llm.generate("user:hi;assistant:", GREEDY, use_tqdm=False)
@@ -361,6 +239,55 @@ def test_an_interrupt_leaves_a_usable_llm(llm, monkeypatch, ragged_prompts):
     monkeypatch.undo()
     assert llm.engine.scheduler.pages.num_free == llm.engine.scheduler.pages.num_pages
     assert tokens(llm.generate(prompts, GREEDY, use_tqdm=False)) == expected
+
+
+# --- samples --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["llm", "ids_only"])
+@pytest.mark.parametrize("seed", [4, None])
+def test_samples_are_those_of_single_requests(request, ragged_prompts, which, seed):
+    """With the seeds that are derived for them, whatever part of the prompt they share."""
+    llm = request.getfixturevalue(which)
+    prompts = ragged_prompts(1, 16, 17, 45)
+    params = SamplingParams(
+        temperature=1.2, seed=seed, n=3, max_tokens=9, ignore_eos=True, detokenize=False
+    )
+    results = llm.generate(prompts, params, use_tqdm=False)
+    assert [result.prompt_token_ids for result in results] == prompts
+    for result in results:
+        assert [output.index for output in result.outputs] == [0, 1, 2]
+        assert len({tuple(output.token_ids) for output in result.outputs}) == 3
+        assert all(output.text is None for output in result.outputs)
+    for result in results:
+        # Without a seed, the engine's own and the number of the request make one.
+        first = _derived_seed(0, result.request_id) if seed is None else seed
+        seeds = [first, _derived_seed(first, 1), _derived_seed(first, 2)]
+        single = [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
+        alone = llm.generate([result.prompt_token_ids] * 3, single, use_tqdm=False)
+        assert tokens(alone) == [output.token_ids for output in result.outputs]
+
+
+def test_more_samples_than_run_at_once(llm):
+    """Greedy ones are all the same, and each ends by itself."""
+    before = llm.metrics()
+    params = SamplingParams(temperature=0, n=5, max_tokens=7, ignore_eos=True)
+    one, two = llm.generate([[1, 2, 3], [4] * 40], params, use_tqdm=False)
+    for result in one, two:
+        assert len(result.outputs) == 5 and len(result.outputs[0].token_ids) == 7
+        assert all(output.token_ids == result.outputs[0].token_ids for output in result.outputs)
+        assert all(output.text == result.outputs[0].text for output in result.outputs)
+    after = llm.metrics()
+    assert after.num_generation_tokens - before.num_generation_tokens == 2 * 5 * 7
+    # The others start where whole pages end, with the last token of the prompt at the latest.
+    assert after.num_prompt_tokens - before.num_prompt_tokens == 5 * 3 + 40 + 4 * 8
+    hot = dataclasses.replace(params, temperature=2.0, seed=1, max_tokens=40, ignore_eos=False)
+    outputs = llm.generate([1, 2, 3], hot, use_tqdm=False)[0].outputs
+    assert len({len(output.token_ids) for output in outputs}) > 1
+    for output in outputs:
+        has_ended = output.token_ids[-1] == EOS
+        assert EOS not in output.token_ids[:-1] and (has_ended or len(output.token_ids) == 40)
+        assert output.finish_reason == ("stop" if has_ended else "length")
 
 
 # --- bad requests ---------------------------------------------------------------------------------

@@ -356,7 +356,7 @@ def assert_entry_processed(entry, token, num_top, expected):
 
 
 def test_processed_ones_are_of_what_was_drawn_from(processed, prompts, logits_after, asked):
-    """Nine requests of different shapes, two at a time. Their prompts are not drawn: those stay raw."""
+    """Nine requests of different shapes, two at a time. Prompts are not drawn: they stay raw."""
     params = [
         SamplingParams(seed=i, max_tokens=16, logprobs=4, prompt_logprobs=i % 3, **fields)
         for i, fields in enumerate(SHAPED)

@@ -248,7 +248,7 @@ def test_requests_may_join_while_others_decode(wide, works):
 # --- the same bits --------------------------------------------------------------------------------
 
 
-def test_exact_steps_give_the_same_bits_under_any_schedule(checkpoints, target):
+def test_exact_steps_give_the_same_bits_under_any_schedule(checkpoints, target, plain):
     """Tokens and log-probabilities, whatever K is, who runs beside whom, and who comes first."""
     rng = np.random.default_rng(3)
     prompts = [rng.integers(0, VOCAB, length).tolist() for length in (1, 33, 70, 5, 32, 96, 17)]
@@ -285,6 +285,12 @@ def test_exact_steps_give_the_same_bits_under_any_schedule(checkpoints, target):
         metrics = llm.metrics()
         assert metrics.k_histogram.keys() == {0, 1, 2, 3}
         assert metrics.num_compiles_after_warmup == 0
+
+    # And the tokens are those of steps in other shapes.
+    common = [i for i in forwards if i % 5 in (0, 1, 4)]
+    asked = [replace(params[i], logprobs=None) for i in common]
+    work = Work([prompts[i] for i in common], asked, [expected[i][0][0] for i in common])
+    assert_same(plain, work, generate(plain, work.prompts, work.params))
 
 
 # --- drafters that know ---------------------------------------------------------------------------

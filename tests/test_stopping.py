@@ -254,7 +254,7 @@ def test_samples_stop_each_by_itself(llm, longs):
 
 
 def test_what_a_stopped_request_leaves_is_used_again(llm, longs):
-    """Forty requests in two slots and nine pages, many stopped with a step in flight: each as alone."""
+    """Forty requests in two slots and nine pages, many stopped in flight: each as if alone."""
     rng = np.random.default_rng(7)
     which = rng.integers(0, len(longs), 40)
     chosen = [longs[i] for i in which]

@@ -208,7 +208,14 @@ def test_greedy_too(llm, plain, prompts):
     assert tokens(outputs) == tokens(generate(plain, prompts[:8], params))
 
 
-@pytest.mark.parametrize("method", ["rejection", "block", "synthetic"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "rejection",
+        pytest.param("block", marks=pytest.mark.slow),
+        pytest.param("synthetic", marks=pytest.mark.slow),
+    ],
+)
 def test_other_verifications(folder, speculation, prompts, method):
     config = speculation | {"verification": method}
     if method == "synthetic":
@@ -383,7 +390,7 @@ def test_other_verifications_of_the_demo_model(method):
 
 @pytest.mark.slow
 def test_any_mix_of_wishes(llm, plain, prompts):
-    """Grammars with whatever else a request may ask for, and requests without; always as plainly."""
+    """Grammars with whatever else a request may ask for, and requests without: as plainly."""
     rng = np.random.default_rng(5)
 
     def some(*values):

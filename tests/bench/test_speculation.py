@@ -90,6 +90,7 @@ def test_report_says_where_it_comes_from(result):
     assert report["setup_seconds"] > 0 and report["measuring_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_a_batch_decodes_together_above_temperature_0(plain_options, drafters, capsys):
     batch = ["--batch-size", "2", "--temperature", "1", "--k", "1", "--json"]
     assert main([*plain_options, *drafters[:2], *batch]) == 0

@@ -130,6 +130,7 @@ def test_the_prompt_counts_only_for_repetition(asked, edit_one):
         ([1, 2, 5], [0]),  # starts in the prompt
         ([0, 1, 2, 5], [0]),  # the whole history
         ([6, 0, 1, 2, 5], []),  # longer than the history
+        ([0, 0, 1, 2, 5], []),
         ([2, 3, 5], [1]),  # from output to draft
         ([0, 1, 2, 3, 4, 5], [2]),  # from prompt to the last draft
         ([3, 4, 5], [2]),  # drafts alone

@@ -112,16 +112,10 @@ def test_logits_of_chunks_over_pages(target, tokens):
     np.testing.assert_allclose(logits, hf_logits(target.hf, tokens), rtol=0, atol=1e-4)
 
 
-SETTINGS = {
-    "max_model_len": 128,
-    "max_num_seqs": 1,
-    "max_num_batched_tokens": 32,
-    "show_progress": False,
-}
-
-
 def greedy(folder, prompts, max_tokens=64):
-    with LLM(folder, **SETTINGS) as llm:
+    with LLM(
+        folder, max_model_len=128, max_num_seqs=1, max_num_batched_tokens=32, show_progress=False
+    ) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), False)
     return [output.outputs[0].token_ids for output in outputs]
 
@@ -132,51 +126,6 @@ def test_greedy_continuations(target, ragged_prompts):
         logits = hf_logits(target.hf, [prompt + output])[0, len(prompt) - 1 : -1]
         assert output == logits.argmax(-1).tolist()
         assert len(output) == 64
-
-
-def assert_reports(entry, token, expected, num_top, decided=1e-3):
-    """An entry of logprobs against all of them [V]: the token, the likeliest, and their ranks."""
-    listed = list(entry)
-    assert listed[0] == token
-    for i, found in entry.items():
-        np.testing.assert_allclose(found.logprob, expected[i], rtol=0, atol=1e-4)
-        # Where two are closer than rounding, either may come first.
-        assert 1 + (expected > expected[i] + decided).sum() <= found.rank
-        assert found.rank <= (expected > expected[i] - decided).sum()
-    top = sorted((entry[i].rank, i) for i in entry if i != token or entry[i].rank <= num_top)
-    assert [rank for rank, _ in top] == list(range(1, num_top + 1))
-    assert len(entry) == num_top + (entry[token].rank > num_top)
-
-
-@pytest.mark.parametrize("mode", ["raw", "processed"])
-def test_log_probabilities_of_prompts_and_outputs(checkpoints, ragged_prompts, asked, mode):
-    """Of prompts in one chunk and in several; a prompt's are raw, for it was not drawn."""
-    target = checkpoints.target("llama", num_hidden_layers=2)
-    params = SamplingParams(
-        temperature=0.7, seed=3, top_k=9, presence_penalty=1.5, max_tokens=20, logprobs=4,
-        prompt_logprobs=3,
-    )  # fmt: skip
-    prompts = ragged_prompts(1, 5, 40, 64)
-    with LLM(target.folder, logprobs_mode=mode, **SETTINGS) as llm:
-        results = llm.generate(prompts, params, use_tqdm=False)
-    for prompt, result in zip(prompts, results, strict=True):
-        output = result.outputs[0]
-        logits = hf_logits(target.hf, [prompt + output.token_ids])[0]
-        logprobs = torch.log_softmax(torch.tensor(logits), -1).numpy()
-        assert result.prompt_logprobs[0] is None and len(result.prompt_logprobs) == len(prompt)
-        for i, entry in enumerate(result.prompt_logprobs[1:]):
-            assert_reports(entry, prompt[i + 1], logprobs[i], 3)
-        expected = logprobs[len(prompt) - 1 : -1]
-        if mode == "processed":
-            probs = [
-                asked(params, prompt, output.token_ids[:i]).probs(row)
-                for i, row in enumerate(logits[len(prompt) - 1 : -1])
-            ]
-            expected = np.log(np.maximum(probs, np.finfo(np.float32).tiny))
-        for entry, token, row in zip(output.logprobs, output.token_ids, expected, strict=True):
-            assert_reports(entry, token, row, 4)
-        total = sum(row[token] for row, token in zip(expected, output.token_ids, strict=True))
-        assert output.cumulative_logprob == pytest.approx(total, abs=1e-3)
 
 
 def test_rope_fields_of_older_configs(checkpoints, tokens):

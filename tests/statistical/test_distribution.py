@@ -199,7 +199,7 @@ def test_rounds_emit_the_targets_distribution(asked, vocab_size, count, method, 
 
 @pytest.mark.parametrize("method", [SeedExact(), Rejection(), Block()])
 def test_drafts_of_the_target_itself_all_stand(asked, method):
-    """Whatever requests ask of their logits: a draft is edited as the token in its place will be."""
+    """Whatever requests ask of their logits: drafts are edited as their tokens will be."""
     requests, (target, _) = requests_of(asked, 8), tables_of(8)
     _, stood = run(method, requests, 10_000, (target, target), is_greedy=False, num_rounds=2)
     # Rounding may turn down one in a million.
