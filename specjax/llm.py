@@ -227,6 +227,11 @@ class LLM:
             raise ValueError(
                 "chat needs a checkpoint with a tokenizer; use generate with token ids"
             )
+        if not isinstance(messages, Sequence) or isinstance(messages, str):
+            raise ValueError(
+                f"messages={messages!r} must be a conversation, a list of "
+                '{"role", "content"}, or a list of conversations'
+            )
         conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
         prompts = [
             {"prompt_token_ids": self.tokenizer.apply_chat_template(conversation)}
