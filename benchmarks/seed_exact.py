@@ -9,6 +9,7 @@ scores there lie within 2e-4, which is checked for each; with --exact there may 
 """
 
 import argparse
+import gc
 import itertools
 import sys
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from report import RESULTS, provenance, write_result
 
@@ -104,11 +106,22 @@ def main() -> int:
                          len(found.mismatches)])  # fmt: skip
             print(*rows[-1], *found.near_ties, *found.mismatches, sep="\n  ", flush=True)
             total += found
+            write(settings, source, rows, total)
+        # A program takes memory maps, of which a process may have 65,530.
+        del engine
+        jax.clear_caches()
+        gc.collect()
+    return int(bool(total.mismatches or (settings.exact and total.near_ties)))
+
+
+def write(
+    settings: argparse.Namespace, source: dict[str, Any], rows: list[list[Any]], total: Identity
+) -> None:
+    """Write what has been compared so far."""
     summary = (
         f"{total.num_tokens} tokens compared, {len(total.near_ties)} near-ties, "
         f"{len(total.mismatches)} mismatches"
     )
-    print(summary)
     mode = ", in exact mode" if settings.exact else ""
     table = {
         "title": summary,
@@ -129,7 +142,6 @@ def main() -> int:
         "samples": {"near_ties": total.near_ties, "mismatches": total.mismatches},
     }
     write_result(RESULTS / f"seed_exact{'_bitwise' if settings.exact else ''}.json", result)
-    return int(bool(total.mismatches or (settings.exact and total.near_ties)))
 
 
 def make_llm(settings: argparse.Namespace, head: str | None = None, batch: int = BATCH) -> LLM:

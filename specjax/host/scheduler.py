@@ -218,6 +218,7 @@ class Scheduler:
         batch = _at_least(self._decode_batches, len(ready))
         num_drafts = self.policy.choose(len(ready))
         k = num_drafts if self.fixed_k is None else self.fixed_k
+        num_drafts = min(num_drafts, k)
         return DecodePlan(tuple(ready), batch, k, num_drafts)
 
 
