@@ -4,7 +4,7 @@ import argparse
 import json
 from typing import Any
 
-from specjax.config import DTYPES, METHODS
+from specjax.config import DTYPES, METHODS, OWN_METHODS
 from specjax.demo import TARGET, locate
 
 MODEL_HELP = f"a checkpoint in Hugging Face layout (folder or hub id), or a demo like {TARGET}"
@@ -13,8 +13,12 @@ MODEL_HELP = f"a checkpoint in Hugging Face layout (folder or hub id), or a demo
 def add_speculation(parser: argparse.ArgumentParser) -> None:
     """Declare what `read_speculation` reads."""
     group = parser.add_argument_group("speculation")
-    group.add_argument("--drafter", metavar="CHECKPOINT", help="folder, hub id or demo")
-    group.add_argument("--method", choices=METHODS, help="of --drafter; default: eagle3")
+    group.add_argument(
+        "--drafter",
+        metavar="CHECKPOINT",
+        help="folder, hub id or demo; for --method mtp, by default, the model itself",
+    )
+    group.add_argument("--method", choices=METHODS, help="of drafting; default: eagle3")
     group.add_argument("--k", type=int, metavar="K", help="drafts per step; default: 3")
     group.add_argument(
         "--speculative-config", metavar="JSON", help="all of it as one JSON object, instead"
@@ -35,9 +39,10 @@ def read_speculation(args: argparse.Namespace) -> dict[str, Any] | None:
     flags = {"--drafter": args.drafter, "--method": args.method, "--k": args.k}
     given = [name for name, value in flags.items() if value is not None]
     if args.speculative_config is None:
-        if args.drafter is None and given:
+        is_own = args.method in OWN_METHODS
+        if args.drafter is None and given and not is_own:
             raise ValueError(f"{given[0]} goes with --drafter, which is missing")
-        if args.drafter is None:
+        if not given:
             return None
         config = {
             "method": args.method or "eagle3",

@@ -95,7 +95,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help=arguments.MODEL_HELP)
+    text = f"{arguments.MODEL_HELP}; or a config without weights, in a folder or a .json file"
+    # Stands for --model, and so may not be there.
+    parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=text)
+    parser.add_argument("--model", metavar="CONFIG", help="the same, as an option")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments.add_speculation(parser)
     arguments.add_engine(parser)

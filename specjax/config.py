@@ -10,7 +10,8 @@ from typing import Any
 from pallas_kernels.dispatch import KERNELS
 
 DTYPES = ("float32", "bfloat16")
-METHODS = ("eagle", "eagle3")
+METHODS = ("eagle", "eagle3", "mtp")
+OWN_METHODS = ("mtp",)  # whose weights may come with the target
 AUX_ID_CONVENTIONS = ("entering", "output")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
@@ -41,8 +42,8 @@ class SpeculativeConfig:
     """How drafts are made.
 
     Attributes:
-        method: "eagle" (EAGLE-1) or "eagle3".
-        model: the drafter's checkpoint, a folder or hub id.
+        method: "eagle" (EAGLE-1), "eagle3", or "mtp", the target's own module.
+        model: the drafter's checkpoint, a folder or hub id; for "mtp" None is the target's.
         num_speculative_tokens: K, drafts per step.
         verification: "seed_exact" emits what decoding without drafts would emit; "rejection" and
             "block" emit the same distribution, accepting more of probabilistic drafts;
@@ -57,8 +58,8 @@ class SpeculativeConfig:
     """
 
     method: str
-    model: str
     num_speculative_tokens: int
+    model: str | None = None
     verification: str = "seed_exact"
     synthetic_acceptance_rates: Sequence[float] | None = None
     synthetic_acceptance_length: float | None = None
@@ -67,7 +68,8 @@ class SpeculativeConfig:
 
     def __post_init__(self):
         _check_choice("speculative_config.method", self.method, METHODS)
-        if not isinstance(self.model, str | PathLike):
+        is_own = self.model is None and self.method in OWN_METHODS
+        if not is_own and not isinstance(self.model, str | PathLike):
             raise ValueError(f"speculative_config.model={self.model!r} must be a folder or hub id")
         _check_choice(
             "speculative_config.draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS
@@ -130,7 +132,10 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config has unknown keys {unknown}; known keys are {sorted(known)}"
             )
-        if missing := {"method", "model", "num_speculative_tokens"} - set(config):
+        needed = {"method", "num_speculative_tokens"}
+        if config.get("method") not in OWN_METHODS:
+            needed.add("model")
+        if missing := needed - set(config):
             raise ValueError(f"speculative_config lacks {sorted(missing)}")
         return cls(**config)
 

@@ -5,7 +5,11 @@ from pathlib import Path
 from specjax.checkpoint.errors import CheckpointError
 
 TARGET = "demo-llama"
-DRAFTERS = {"eagle": "demo-llama-eagle1", "eagle3": "demo-llama-eagle3"}  # by method
+# Of each demo target, the drafters by method; a module of the target's own lies in its folder.
+DRAFTERS = {
+    TARGET: {"eagle": "demo-llama-eagle1", "eagle3": "demo-llama-eagle3"},
+    "demo-qwen3.5": {"mtp": "demo-qwen3.5"},
+}
 
 _PACKAGE = Path(__file__).resolve().parent
 _ROOTS = (_PACKAGE / "checkpoints", _PACKAGE.parent / "checkpoints")

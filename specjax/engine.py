@@ -17,7 +17,6 @@ import numpy as np
 
 from specjax.batch import Layout, pack, pack_admissions, pack_masks, unpack_outputs
 from specjax.config import EXACT_WIDTH, EngineConfig
-from specjax.device.cache.paged import init_pool
 from specjax.device.drafters.drafter import Drafter, Params, Variant
 from specjax.device.models.model import Model
 from specjax.device.state import init_state
@@ -82,12 +81,12 @@ class Engine:
             width_multiple=EXACT_WIDTH if config.exact else 1,
             raw_logprobs=config.logprobs_mode == "raw",
         )
-        kv = init_pool(
-            target.num_layers,
+        self._most_drafts = max(policy.choices)
+        cache = target.init_cache(
+            config.max_num_seqs,
             config.num_pages,
             config.page_size,
-            target.num_kv_heads,
-            target.head_dim,
+            model.width(self._most_drafts),
             dtype,
         )
         drafter_state = drafter.init_state(
@@ -95,7 +94,7 @@ class Engine:
         )
         self._device = device
         state = init_state(
-            config.max_num_seqs, config.max_model_len, target.vocab_size, kv, drafter_state
+            config.max_num_seqs, config.max_model_len, target.vocab_size, cache, drafter_state
         )
         self._state = jax.device_put(state, device)
         self.layout = Layout(
@@ -110,7 +109,8 @@ class Engine:
             decode_batches=config.decode_batches,
             prefill_shapes=config.prefill_shapes,
             policy=policy,
-            fixed_k=max(policy.choices) if config.exact else None,
+            fixed_k=self._most_drafts if config.exact else None,
+            shares_prompts=not target.is_recurrent,
         )
         self._max_logprobs = min(config.max_logprobs, target.vocab_size)
         self._recorder = Recorder()
@@ -119,7 +119,17 @@ class Engine:
         self.set_policy(policy, show_progress=show_progress)
 
     def set_policy(self, policy: Policy, *, show_progress: bool = False) -> None:
-        """Choose K by `policy` from the next step on, after compiling what it may ask for."""
+        """Choose K by `policy` from the next step on, after compiling what it may ask for.
+
+        Raises:
+            ValueError: the policy may choose more drafts than recurrent states were sized for.
+        """
+        if self.target.is_recurrent and max(policy.choices) > self._most_drafts:
+            raise ValueError(
+                f"policy: K={max(policy.choices)} does not fit the recurrent cache, whose ring was "
+                f"sized for the {self._most_drafts} drafts of num_speculative_tokens when the "
+                "engine was built; build it with a larger one"
+            )
         self.scheduler.policy = policy
         variants = self._executables.variants or [self._needed([])]
         self._compile_ahead(variants, show_progress=show_progress)

@@ -1,13 +1,11 @@
 """The public door: prompts in, continuations out."""
 
-import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -22,6 +20,12 @@ from specjax.device.verification import make_verification
 from specjax.engine import Engine
 from specjax.host.sequence import Sequence as RunningSequence
 from specjax.host.speculation.policy import StaticPolicy
+from specjax.memory import (
+    default_num_pages,
+    drafter_cache_bytes,
+    target_cache_bytes,
+    weight_bytes,
+)
 from specjax.metrics import Metrics
 from specjax.precompile import keep_compilations
 from specjax.prompts import Prompt, RequestMaker, as_prompt_list
@@ -121,16 +125,12 @@ class LLM:
                 "the model was made for; lower it"
             )
 
-        if num_pages is None:
-            num_pages = default_num_pages(
-                target, dtype, page_size, max_model_len, max_num_seqs, gpu_memory_utilization
-            )
         config = EngineConfig(
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             page_size=page_size,
-            num_pages=num_pages,
+            num_pages=-(-max_model_len // page_size) if num_pages is None else num_pages,
             dtype=dtype,
             kernels=kernels,
             async_scheduling=async_scheduling,
@@ -143,8 +143,15 @@ class LLM:
         drafter_params = None
         if speculation:
             drafter, drafter_params = load_drafter(
-                resolve(speculation.model), speculation, target, np.dtype(dtype)
+                _drafter_folder(speculation, folder), speculation, target, np.dtype(dtype)
             )
+        num_drafts = speculation.num_speculative_tokens if speculation else 0
+        if num_pages is None:
+            cache = target_cache_bytes(target, page_size, num_drafts, dtype)
+            cache += drafter_cache_bytes(drafter, page_size, dtype)
+            weights = weight_bytes(target, dtype)
+            num_pages = default_num_pages(config, cache, weights, gpu_memory_utilization)
+            config = replace(config, num_pages=num_pages)
         if folder is not None:
             _, params = load_model(folder, np.dtype(dtype))
         if isinstance(drafter, ChainDrafter):
@@ -159,7 +166,7 @@ class LLM:
             target,
             drafter,
             Params(params, drafter_params),
-            StaticPolicy(speculation.num_speculative_tokens if speculation else 0),
+            StaticPolicy(num_drafts),
             make_verification(speculation) if speculation else None,
             show_progress=show_progress,
         )
@@ -338,6 +345,17 @@ class LLM:
         }
 
 
+def _drafter_folder(speculation: SpeculativeConfig, target_folder: Path | None) -> Path:
+    if speculation.model is not None:
+        return resolve(speculation.model)
+    if target_folder is None:
+        raise ValueError(
+            f"speculative_config.model=None with method={speculation.method!r} stands for the "
+            "target's own checkpoint, but the target is a Model value; give the folder"
+        )
+    return target_folder
+
+
 def _refuse_unsupported(tensor_parallel_size: int, prefix_caching: bool) -> None:
     if tensor_parallel_size != 1:
         raise ValueError(
@@ -349,24 +367,3 @@ def _refuse_unsupported(tensor_parallel_size: int, prefix_caching: bool) -> None
             "full",
             stacklevel=3,
         )
-
-
-def default_num_pages(
-    target: Model,
-    dtype: str,
-    page_size: int,
-    max_model_len: int,
-    max_num_seqs: int,
-    gpu_memory_utilization: float,
-) -> int:
-    """Pages for every request at full length, or as many as the device's memory holds."""
-    wanted = max_num_seqs * -(-max_model_len // page_size)
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None:
-        return wanted
-    itemsize = np.dtype(dtype).itemsize
-    weights = sum(math.prod(spec.shape) for spec in jax.tree.leaves(target.specs()))
-    # One layer more, for the drafter's.
-    page = (target.num_layers + 1) * page_size * 2 * target.num_kv_heads * target.head_dim
-    room = gpu_memory_utilization * limit - weights * itemsize
-    return max(1, min(wanted, int(room // (page * itemsize))))

@@ -8,6 +8,8 @@ import gc
 import json
 import math
 import os
+import re
+import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -49,7 +51,7 @@ class TargetFiles:
 
 @dataclass(frozen=True)
 class HeadFiles:
-    """An EAGLE head's folder, and what is in it: tensors by published name, and the config."""
+    """A drafter's folder, and what is in it: tensors by published name, and the config."""
 
     folder: Path
     tensors: Mapping[str, Any]
@@ -66,8 +68,29 @@ class Checkpoints:
     def target(
         self, kind: str = "llama", *, seed: int = 0, max_shard_size: str = "1GB", **config: Any
     ) -> TargetFiles:
-        """A target of model type `kind` as transformers saves it, `config` over small defaults."""
+        """A target of model type `kind` as transformers saves it, `config` over small defaults.
+
+        Those with a vision tower take the config of their text part.
+        """
         return self._once(_write_target, kind, seed, max_shard_size, config)
+
+    def fused(self, target: TargetFiles) -> TargetFiles:
+        """A copy of `target` with the experts of a layer in one tensor, as they are published."""
+        return self._once(_write_fused, target)
+
+    def mtp(
+        self,
+        target: TargetFiles,
+        *,
+        seed: int = 1,
+        layout: str = "fused",
+        is_beside: bool = False,
+    ) -> HeadFiles:
+        """A copy of `target` with an MTP module, in the same file or beside it.
+
+        Experts are in the `layout` "fused" (as published, and as the result has them) or "single".
+        """
+        return self._once(_write_mtp, target, seed, layout, is_beside)
 
     def eagle(
         self, target: TargetFiles, *, seed: int = 1, file: str = "model.safetensors", **options: Any
@@ -84,9 +107,7 @@ class Checkpoints:
     def copy(self, folder: Path, **edits: Any) -> Path:
         """A copy of a checkpoint folder with `edits` to its config.json; None removes a field."""
         made = self._folder()
-        made.mkdir()
-        for file in folder.iterdir():
-            (made / file.name).write_bytes(file.read_bytes())
+        shutil.copytree(folder, made)
         config = json.loads((made / "config.json").read_text()) | edits
         config = {key: value for key, value in config.items() if value is not None}
         (made / "config.json").write_text(json.dumps(config))
@@ -345,29 +366,65 @@ def asked() -> type[Asked]:
     return Asked
 
 
-def randomise(tensors: Mapping[str, Any], seed: int) -> None:
-    """Fill torch tensors in place: matrices keep the scale of what they multiply."""
+def randomise(tensors: Mapping[str, Any], seed: int, plain_norms: str = "norm") -> None:
+    """Fill torch tensors in place: matrices keep the scale of what they multiply.
+
+    Norms whose names hold `plain_norms` are near one, others near zero.
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, tensor in tensors.items():
             noise = torch.randn(tensor.shape, generator=generator)
-            if tensor.ndim > 1:
+            if name.endswith("A_log"):  # decays slow enough for states that last
+                tensor.copy_((noise.abs() + 0.05).log())
+            elif name.endswith("dt_bias"):
+                tensor.copy_(0.5 * noise - 2)
+            elif tensor.ndim > 1:
                 tensor.copy_(noise / math.sqrt(tensor.shape[-1]))
             else:
-                tensor.copy_(0.3 * noise + (1.0 if "norm" in name else 0.0))
+                tensor.copy_(0.3 * noise + (1.0 if plain_norms in name else 0.0))
 
 
-def _write_target(
-    folder: Path, kind: str, seed: int, max_shard_size: str, config: Mapping[str, Any]
-) -> TargetFiles:
-    import torch
+HYBRID_SIZES = {
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+MOE_SIZES = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+VISION_SIZES = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+
+
+@pytest.fixture(scope="session")
+def rewrite_tensors() -> Callable[..., None]:
+    """See `rewrite`."""
+    return rewrite
+
+
+def _hf_config(kind: str, given: Mapping[str, Any]) -> Any:
     import transformers
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    torch.set_num_threads(1)
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -381,13 +438,127 @@ def _write_target(
         "pad_token_id": None,
         "tie_word_embeddings": False,
     }
-    hf_config = transformers.AutoConfig.for_model(kind, **(sizes | config))
+    if _is_hybrid(kind):
+        sizes |= HYBRID_SIZES
+    if "moe" in kind or kind == "qwen3_next":
+        sizes |= MOE_SIZES
+    config = sizes | given
+    if not _has_vision(kind):
+        return transformers.AutoConfig.for_model(kind, **config)
+    return transformers.AutoConfig.for_model(
+        kind,
+        text_config=config,
+        vision_config=VISION_SIZES | {"out_hidden_size": config["hidden_size"]},
+        tie_word_embeddings=config["tie_word_embeddings"],
+    )
+
+
+def _is_hybrid(kind: str) -> bool:
+    return kind == "qwen3_next" or kind.startswith("qwen3_5")
+
+
+def _has_vision(kind: str) -> bool:
+    return kind in ("qwen3_5", "qwen3_5_moe")
+
+
+def _write_target(
+    folder: Path, kind: str, seed: int, max_shard_size: str, config: Mapping[str, Any]
+) -> TargetFiles:
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    hf_config = _hf_config(kind, config)
     hf_config._attn_implementation = "eager"
-    model = transformers.AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32).eval()
-    randomise(dict(model.named_parameters()), seed)
-    model.generation_config.eos_token_id = hf_config.eos_token_id
+    auto = (
+        transformers.AutoModelForImageTextToText
+        if _has_vision(kind)
+        else transformers.AutoModelForCausalLM
+    )
+    model = auto.from_config(hf_config, dtype=torch.float32).eval()
+    # The norm of a recurrent layer's output is a plain one.
+    plain_norms = "linear_attn.norm" if _is_hybrid(kind) else "norm"
+    randomise(dict(model.named_parameters()), seed, plain_norms)
+    model.generation_config.eos_token_id = hf_config.get_text_config().eos_token_id
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return TargetFiles(folder, model)
+
+
+def _write_fused(folder: Path, target: TargetFiles) -> TargetFiles:
+    import torch
+
+    def fuse(tensors):
+        fused, found = {}, {}
+        for name, tensor in tensors.items():
+            match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+            if match:
+                found.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+            else:
+                fused[name] = tensor
+        for prefix, one in found.items():
+            numbers = sorted({number for number, _ in one})
+            pairs = [torch.cat([one[i, "gate"], one[i, "up"]]) for i in numbers]
+            fused[f"{prefix}.gate_up_proj"] = torch.stack(pairs)
+            fused[f"{prefix}.down_proj"] = torch.stack([one[i, "down"] for i in numbers])
+        return fused
+
+    shutil.copytree(target.folder, folder)
+    rewrite(folder / "model.safetensors", fuse)
+    return TargetFiles(folder, target.hf)
+
+
+def _write_mtp(
+    folder: Path, target: TargetFiles, seed: int, layout: str, is_beside: bool
+) -> HeadFiles:
+    import safetensors.torch
+    import torch
+
+    assert layout in ("fused", "single")
+    hf, dim = target.hf.config.get_text_config(), target.hf.config.get_text_config().hidden_size
+    attention = max(i for i, kind in enumerate(hf.layer_types) if kind == "full_attention")
+    layer = target.hf.get_decoder().layers[attention]
+    tensors = {f"mtp.layers.0.{n}": torch.empty_like(x) for n, x in layer.state_dict().items()}
+    tensors["mtp.fc.weight"] = torch.empty(dim, 2 * dim)
+    for norm in "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden":
+        tensors[f"mtp.{norm}.weight"] = torch.empty(dim)
+    randomise(tensors, seed, plain_norms="none")
+
+    shutil.copytree(target.folder, folder)
+    written = _unfused(tensors) if layout == "single" else tensors
+    if is_beside:
+        safetensors.torch.save_file(written, folder / "mtp.safetensors")
+    else:
+        rewrite(folder / "model.safetensors", lambda old: old | written)
+    config = json.loads((folder / "config.json").read_text())
+    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    return HeadFiles(folder, tensors, config.get("text_config", config))
+
+
+def _unfused(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors with a name for each expert's own."""
+    single = {}
+    for name, tensor in tensors.items():
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            single[name] = tensor
+            continue
+        for i, one in enumerate(tensor):
+            parts = (one,) if last == "down_proj" else one.chunk(2)
+            names = ("down",) if last == "down_proj" else ("gate", "up")
+            for part, of in zip(parts, names, strict=True):
+                single[f"{prefix}.{i}.{of}_proj.weight"] = part.clone()
+    return single
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any]], Mapping[str, Any]]) -> None:
+    """Replace the tensors of a safetensors file by what `change` makes of them."""
+    import safetensors.torch
+
+    tensors = change(safetensors.torch.load_file(path))
+    safetensors.torch.save_file(dict(tensors), path, metadata={"format": "pt"})
 
 
 def _write_head(

@@ -217,23 +217,15 @@ def test_generate_takes_token_ids_without_a_tokenizer(capsys, tmp_path, target):
     )
 
 
-def test_info_adds_up(capsys, target, drafter):
-    argv = ["info", str(target.folder), "--drafter", drafter, "--max-num-seqs", "3"]
-    assert main([*argv, "--max-model-len", "100", "--json"]) == 0
-    report = json.loads(capsys.readouterr().out)
-    config = target.hf.config
-    num_parameters = sum(tensor.numel() for tensor in target.hf.parameters())
-    assert report["model"]["model_type"] == "llama" and report["model"]["num_layers"] == 3
-    assert report["model"]["has_tokenizer"] is False
-    assert report["weights"]["num_parameters"] == num_parameters
-    assert report["weights"]["stored_bytes"] == {"float32": 4 * num_parameters}
-    assert report["weights"]["loaded_bytes"]["bfloat16"] == 2 * num_parameters
-    token = 2 * config.num_key_value_heads * (config.hidden_size // 4) * 4
-    cache = report["cache"]
-    assert report["drafter"]["kv_bytes_per_token"] == token
-    assert cache["kv_bytes_per_token"] == 4 * token  # three layers and the drafter's
-    assert cache["pages_per_request"] == 7 and cache["num_pages"] == 21
-    assert cache["max_full_length_requests"] == 3
-    assert cache["pool_bytes"] == 21 * 16 * 4 * token
+def test_generate_drafts_with_the_models_own_module(capsys, tmp_path, checkpoints):
+    made = checkpoints.mtp(checkpoints.target("qwen3_5_text"))
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt_token_ids": [5, 6, 7]}\n')
+    argv = ["generate", "--model", str(made.folder), "--prompts-file", str(file), *SMALL, "--json"]
     assert main(argv) == 0
-    assert f"num parameters            {num_parameters:,}" in capsys.readouterr().out
+    plain = json.loads(capsys.readouterr().out)
+    assert main([*argv, "--method", "mtp", "--k", "2"]) == 0
+    drafted = json.loads(capsys.readouterr().out)
+    assert drafted["outputs"] == plain["outputs"]
+    assert plain["metrics"]["num_drafts"] == 0 < drafted["metrics"]["num_drafts"]
+    assert "--method goes with --drafter" in fail(capsys, *argv, "--method", "eagle")

@@ -16,7 +16,7 @@ LAYERS = [
     ["specjax.config", "specjax.sampling_params", "specjax.request"],
     ["specjax.host", "specjax.host.grammar", "specjax.device"],
     ["specjax.batch", "specjax.metrics"],
-    ["specjax.engine", "specjax.precompile"],
+    ["specjax.engine", "specjax.precompile", "specjax.memory"],
     [
         *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts", "specjax.llm"),
         *("specjax.demo", "specjax.environment"),

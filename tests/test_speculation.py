@@ -24,6 +24,8 @@ from specjax.prompts import _derived_seed
 from specjax.request import Request
 from specjax.train.context import CausalRows
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCAB = 32
 MAX_LEN = 128
 CHUNK = 32  # the most prompt tokens of a step

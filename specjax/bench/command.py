@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         action="append",
         metavar="METHOD=CHECKPOINT",
-        help=f"may be repeated; METHOD is one of {', '.join(METHODS)}; default for {TARGET}: "
-        + " ".join(f"{method}={name}" for method, name in DRAFTERS.items()),
+        help=f"may be repeated; METHOD is one of {', '.join(METHODS)}, mtp alone means the model's "
+        f"own module; the demos {', '.join(DRAFTERS)} bring theirs",
     )
     parser.add_argument(
         "--k", default="1,2,3,5", metavar="K,K", help="drafts per step; default: %(default)s"

@@ -18,7 +18,8 @@ from specjax.bench.measure import PLAIN, Configuration, decode, measure
 from specjax.bench.report import Figures, identity_line, repetition_line, show, summarise
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.hub import resolve
-from specjax.demo import DRAFTERS, TARGET, locate
+from specjax.config import OWN_METHODS
+from specjax.demo import DRAFTERS, locate
 from specjax.engine import Engine
 from specjax.environment import describe_environment
 from specjax.host.speculation.policy import StaticPolicy
@@ -134,12 +135,14 @@ def read_settings(args: argparse.Namespace) -> Settings:
 
 
 def read_drafters(model: str, given: Sequence[str] | None) -> dict[str, str]:
-    """METHOD=CHECKPOINT options as checkpoints by method; without any, the demo target's own."""
+    """METHOD=CHECKPOINT options as checkpoints by method; without any, a demo target's own."""
     if not given:
-        return dict(DRAFTERS) if model == TARGET else {}
+        return dict(DRAFTERS.get(model, {}))
     drafters: dict[str, str] = {}
     for option in given:
         method, _, checkpoint = option.partition("=")
+        if method in OWN_METHODS and not checkpoint:
+            checkpoint = model
         if not (method and checkpoint):
             raise ValueError(f"--drafter {option} must have the form METHOD=CHECKPOINT")
         if method in drafters:

@@ -62,6 +62,11 @@ def open_checkpoint(folder: Path) -> TensorFiles:
     return TensorFiles(folder, tensors)
 
 
+def open_file(path: Path) -> TensorFiles:
+    """The tensors of one file. Raises CheckpointError if it is missing or damaged."""
+    return TensorFiles(path.parent, _locate(path))
+
+
 def find_weights(folder: Path) -> dict[Path, frozenset[str] | None]:
     """The files with the weights, each with the tensors an index promises (None without index).
 

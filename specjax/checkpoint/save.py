@@ -71,7 +71,7 @@ def _layout(
     specs: list[TensorSpec], dtype: np.dtype, extra: Mapping[str, np.ndarray]
 ) -> dict[str, tuple[np.dtype, tuple[int, ...]]]:
     entries = [
-        (name, (dtype, shape))
+        (name, (np.dtype(spec.dtype or dtype), shape))
         for spec in specs
         for name, shape in zip(spec.names, spec.file_shapes, strict=True)
     ]
@@ -89,5 +89,6 @@ def _tensors(
 ) -> Iterator[tuple[str, np.ndarray]]:
     for spec, array in pairs:
         # From a copy, as JAX keeps what it brought to the host for as long as the device array.
-        yield from spec.split(np.asarray(jnp.array(array, dtype, copy=True))).items()
+        kept = jnp.array(array, spec.dtype or dtype, copy=True)
+        yield from spec.split(np.asarray(kept)).items()
     yield from extra.items()

@@ -4,8 +4,9 @@ A model describes its parameters as a pytree of `TensorSpec` with the structure 
 themselves, so loading, exporting, initialising and checking are each one walk over that tree.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -17,45 +18,129 @@ class TensorSpec:
 
     Checkpoints store projections as [out, in]; the engine holds [in, out], projections that share
     an input merged into one.
+
+    Attributes:
+        transpose: swap the last two axes.
+        interleaved: of each tensor, sizes of the parts that its rows hold in turn, as one group per
+            head; the engine has all rows of the first part, then all of the second, ... () where
+            the order is the engine's.
+        num_stacked: 0, or the number of equal runs of tensors that become a leading axis (experts).
+        is_squeezed: drop the second axis, which is of size one.
+        dtype: what the array is kept in whatever the rest of the model is; None follows the model.
+        fill: what training starts from; None for random matrices and norms of one.
     """
 
     names: tuple[str, ...]
     file_shapes: tuple[tuple[int, ...], ...]
     transpose: bool = False
+    interleaved: tuple[tuple[int, ...], ...] = ()
+    num_stacked: int = 0
+    is_squeezed: bool = False
+    dtype: str | None = None
+    fill: float | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the engine array."""
         rows = sum(shape[0] for shape in self.file_shapes)
-        shape = (rows, *self.file_shapes[0][1:])
-        return shape[::-1] if self.transpose else shape
+        inner = self._row_shape
+        shape = (rows, *inner)
+        if self.num_stacked:
+            shape = (self.num_stacked, rows // self.num_stacked, *inner)
+        return (*shape[:-2], *shape[:-3:-1]) if self.transpose else shape
 
     def assemble(self, parts: Iterable[np.ndarray], dtype: np.dtype) -> np.ndarray:
         """The engine array, freshly allocated in `dtype`, from `parts`, taken one at a time."""
-        array = np.empty(self.shape, dtype)
-        target = array.T if self.transpose else array
-        row = 0
-        for part in parts:
-            target[row : row + part.shape[0]] = part
-            row += part.shape[0]
+        array = np.empty(self.shape, self.dtype or dtype)
+        places = self._places(array)
+        for place, sizes, part in zip(places, self._interleaved, parts, strict=True):
+            place[...] = _regroup(part.reshape(place.shape), sizes)
         return array
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """The file tensors, by name, that `assemble` would turn into `array`."""
-        source = array.T if self.transpose else array
-        ends = np.cumsum([shape[0] for shape in self.file_shapes])[:-1]
+        parts = zip(
+            self.names, self.file_shapes, self._interleaved, self._places(array), strict=True
+        )
         return {
-            name: np.ascontiguousarray(part)
-            for name, part in zip(self.names, np.split(source, ends), strict=True)
+            name: np.ascontiguousarray(_interleave(place, sizes)).reshape(shape)
+            for name, shape, sizes, place in parts
         }
 
+    @property
+    def _row_shape(self) -> tuple[int, ...]:
+        inner = self.file_shapes[0][1:]
+        return inner[1:] if self.is_squeezed else inner
 
-# Both are typed Any, as they stand in a parameter tree where the arrays will stand.
-def linear(names: Sequence[str], num_in: int, num_outs: Sequence[int]) -> Any:
-    """Projections [out, in] that share an input, merged into one [in, sum of outs]."""
-    return TensorSpec(tuple(names), tuple((n, num_in) for n in num_outs), transpose=True)
+    @property
+    def _interleaved(self) -> tuple[tuple[int, ...], ...]:
+        return self.interleaved or ((),) * len(self.names)
+
+    def _places(self, array: np.ndarray) -> list[np.ndarray]:
+        """The view of `array` that each file tensor fills."""
+        rows = array.swapaxes(-1, -2) if self.transpose else array
+        runs = list(rows) if self.num_stacked else [rows]
+        per_run = len(self.names) // len(runs)
+        ends = accumulate((shape[0] for shape in self.file_shapes[:per_run]), initial=0)
+        bounds = list(pairwise(ends))
+        return [run[start:end] for run in runs for start, end in bounds]
 
 
-def stored(names: Sequence[str], *shapes: tuple[int, ...]) -> Any:
+def _regroup(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """Rows that lie as groups of parts of these sizes, with every part's rows together."""
+    if not sizes:
+        return x
+    groups = x.reshape(-1, sum(sizes), *x.shape[1:])
+    parts = np.split(groups, np.cumsum(sizes)[:-1], axis=1)
+    return np.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
+
+
+def _interleave(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+    """The inverse of `_regroup`."""
+    if not sizes:
+        return x
+    num_groups = len(x) // sum(sizes)
+    parts = np.split(x, np.cumsum(sizes)[:-1] * num_groups)
+    groups = [part.reshape(num_groups, -1, *x.shape[1:]) for part in parts]
+    return np.concatenate(groups, axis=1).reshape(x.shape)
+
+
+# All are typed Any, as they stand in a parameter tree where the arrays will stand.
+def linear(
+    names: Sequence[str],
+    num_in: int,
+    num_outs: Sequence[int],
+    interleaved: Mapping[str, tuple[int, ...]] | None = None,
+) -> Any:
+    """Projections [out, in] that share an input, merged into one [in, sum of outs].
+
+    `interleaved` has, by name, the sizes of the parts whose rows alternate in the file.
+    """
+    sizes = tuple((interleaved or {}).get(name, ()) for name in names)
+    shapes = tuple((n, num_in) for n in num_outs)
+    return TensorSpec(tuple(names), shapes, transpose=True, interleaved=sizes if any(sizes) else ())
+
+
+def stored(names: Sequence[str], *shapes: tuple[int, ...], fill: float | None = None) -> Any:
     """Tensors kept as the file has them (norms, biases, embeddings), laid end to end."""
-    return TensorSpec(tuple(names), shapes)
+    return TensorSpec(tuple(names), shapes, fill=fill)
+
+
+def depthwise(name: str, channels: int, taps: int) -> Any:
+    """Weights [channels, 1, taps] of a depthwise convolution, as [taps, channels]."""
+    return TensorSpec((name,), ((channels, 1, taps),), transpose=True, is_squeezed=True)
+
+
+def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]) -> Any:
+    """Projections of every expert, merged where they share an input: [experts, in, sum of outs]."""
+    return TensorSpec(
+        tuple(name for one in names for name in one),
+        tuple((n, num_in) for _ in names for n in num_outs),
+        transpose=True,
+        num_stacked=len(names),
+    )
+
+
+def fused_experts(name: str, num_experts: int, num_in: int, num_out: int) -> Any:
+    """The same, from one tensor [experts, out, in]."""
+    return TensorSpec((name,), ((num_experts, num_out, num_in),), transpose=True)

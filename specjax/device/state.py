@@ -19,23 +19,25 @@ class EngineState:
     position is its last: chosen, but not yet run through the target.
     """
 
-    kv: jax.Array  # [L, pages, page_size, 2, H_kv, D]
+    cache: Any  # the target's, see `Model.init_cache`
     drafter: Any  # the drafter's own state
     tokens: jax.Array  # i32[S, max_model_len], prompt and output
     lengths: jax.Array  # i32[S]
+    pending: jax.Array  # i32[S], of those tokens, the last that recurrent states lack
     is_active: jax.Array  # bool[S], has a last token and may go on
     requests: Requests  # [S]
 
 
 def init_state(
-    num_slots: int, max_model_len: int, vocab_size: int, kv: jax.Array, drafter: Any
+    num_slots: int, max_model_len: int, vocab_size: int, cache: Any, drafter: Any
 ) -> EngineState:
     """The state of an engine without requests."""
     return EngineState(
-        kv=kv,
+        cache=cache,
         drafter=drafter,
         tokens=jnp.zeros((num_slots, max_model_len), jnp.int32),
         lengths=jnp.zeros(num_slots, jnp.int32),
+        pending=jnp.zeros(num_slots, jnp.int32),
         is_active=jnp.zeros(num_slots, bool),
         requests=init_requests(num_slots, vocab_size),
     )

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.device.cache.paged import PagedRows, padded_width
+from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.drafter import DraftContext, Drafter, Params, Variant
 from specjax.device.edits import History
 from specjax.device.logprobs import Logprobs, token_logprobs
@@ -84,12 +84,17 @@ class StepModel(NamedTuple):
     width_multiple: int  # and rows per request of a round in multiples of this
     raw_logprobs: bool  # report the model's distribution, or the one that is drawn from
 
+    def width(self, k: int) -> int:
+        """Rows per request of a round of k drafts."""
+        return -(-(k + 1) // self.width_multiple) * self.width_multiple
+
 
 def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
     """Give requests their slots."""
     return replace(
         state,
         tokens=state.tokens.at[inputs.slots].set(inputs.tokens, mode="drop"),
+        pending=state.pending.at[inputs.slots].set(0, mode="drop"),
         is_active=state.is_active.at[inputs.slots].set(False, mode="drop"),
         requests=state.requests.put(inputs.slots, inputs.requests),
     )
@@ -100,16 +105,18 @@ def prefill(
 ) -> tuple[EngineState, Extension]:
     """Run the target over a chunk of each prompt, `width` tokens; logits of its last row."""
     batch = inputs.slots.shape[0]
-    rows = _chunk_rows(inputs, width, model)
+    rows = _chunk_rows(state, inputs, width, model)
     tokens = jnp.take_along_axis(
         state.tokens[inputs.slots], _chunk_places(inputs, width), axis=1, mode="clip"
     )
-    features, kv = model.target.extend(
-        params.target, tokens.reshape(-1), rows, state.kv, model.drafter.aux_layers
+    features, cache = model.target.extend(
+        params.target, tokens.reshape(-1), rows, state.cache, model.drafter.aux_layers
     )
     hidden = features.hidden.reshape(batch, width, -1)[jnp.arange(batch), inputs.counts - 1]
     logits = model.target.logits(params.target, hidden)[:, None]
-    return replace(state, kv=kv), Extension(features, logits)
+    # A prompt's tokens are certain, so they are in the states already.
+    pending = state.pending.at[inputs.slots].set(0, mode="drop")
+    return replace(state, cache=cache, pending=pending), Extension(features, logits)
 
 
 def begin(
@@ -142,7 +149,7 @@ def begin(
     known = known.at[jnp.arange(batch), put_at].set(sampled, mode="drop")
 
     following = jnp.take_along_axis(known, _chunk_places(inputs, width) + 1, axis=1, mode="clip")
-    rows = _chunk_rows(inputs, width, model)
+    rows = _chunk_rows(state, inputs, width, model)
     drafter = model.drafter.observe(
         model.target, params, state.drafter, slots, rows, following, extension.features, last
     )
@@ -222,11 +229,11 @@ def extend(
     rows = _rows(state, inputs, k, model)
     tokens = jnp.concatenate([state.tokens[slots, starts][:, None], draft.tokens], axis=1)
     tokens = jnp.pad(tokens, ((0, 0), (0, rows.width - (k + 1))))
-    features, kv = model.target.extend(
-        params.target, tokens.reshape(-1), rows, state.kv, model.drafter.aux_layers
+    features, cache = model.target.extend(
+        params.target, tokens.reshape(-1), rows, state.cache, model.drafter.aux_layers
     )
     logits = model.target.logits(params.target, features.hidden).reshape(batch, rows.width, -1)
-    return replace(state, kv=kv), Extension(features, logits[:, : k + 1])
+    return replace(state, cache=cache), Extension(features, logits[:, : k + 1])
 
 
 def settle(
@@ -283,6 +290,7 @@ def settle(
         drafter=drafter,
         tokens=state.tokens.at[slots[:, None], places].set(verdict.tokens, mode="drop"),
         lengths=put(state.lengths, starts + verdict.num_accepted + 1),
+        pending=put(state.pending, verdict.num_accepted + 1),
         is_active=put(state.is_active, ~emitted.is_finished),
     )
     return state, StepOutputs(verdict.tokens, num_tokens, logprobs, None)
@@ -308,23 +316,43 @@ def _is_active(state: EngineState, slots: jax.Array) -> jax.Array:
     return state.is_active.at[slots].get(mode="fill", fill_value=False)
 
 
+def _pending(state: EngineState, slots: jax.Array) -> jax.Array:
+    return state.pending.at[slots].get(mode="fill", fill_value=0)
+
+
 def _chunk_places(inputs: PrefillInputs, width: int) -> jax.Array:
     return inputs.starts[:, None] + jnp.arange(width)
 
 
-def _chunk_rows(inputs: PrefillInputs, width: int, model: StepModel) -> PagedRows:
-    return PagedRows.starting_at(
-        inputs.starts, inputs.counts, width, inputs.page_table, model.kernels
+def _chunk_rows(
+    state: EngineState, inputs: PrefillInputs, width: int, model: StepModel
+) -> CachedRows:
+    return CachedRows.starting_at(
+        inputs.starts,
+        inputs.counts,
+        width,
+        inputs.page_table,
+        slots=inputs.slots,
+        pending=_pending(state, inputs.slots),
+        folds=True,
+        kernels=model.kernels,
     )
 
 
-def _rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepModel) -> PagedRows:
+def _rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepModel) -> CachedRows:
     batch = inputs.slots.shape[0]
-    width = -(-(k + 1) // model.width_multiple) * model.width_multiple
-    width = padded_width(batch, width, model.row_multiple)
+    width = padded_width(batch, model.width(k), model.row_multiple)
     counts = jnp.where(_is_active(state, inputs.slots), k + 1, 0)
     starts = state.lengths[inputs.slots]
-    return PagedRows.starting_at(starts, counts, width, inputs.page_table, model.kernels)
+    return CachedRows.starting_at(
+        starts,
+        counts,
+        width,
+        inputs.page_table,
+        slots=inputs.slots,
+        pending=_pending(state, inputs.slots),
+        kernels=model.kernels,
+    )
 
 
 def _logprobs(

@@ -84,8 +84,13 @@ class Scheduler:
         prefill_shapes: SequenceOf[tuple[int, int]],
         policy: Policy,
         fixed_k: int | None = None,
+        shares_prompts: bool = True,
     ):
-        """`prefill_shapes` are (batch, width); `fixed_k` is the K of shapes, however many stand."""
+        """`prefill_shapes` are (batch, width); `fixed_k` is the K of shapes, however many stand.
+
+        Without `shares_prompts`, where pages are not all that a prompt leaves, every sample runs
+        the whole prompt.
+        """
         self.policy = policy
         self.pages = pages
         self._page_size = page_size
@@ -93,6 +98,7 @@ class Scheduler:
         self._prefill_widths = sorted({width for _, width in prefill_shapes})
         self._prefill_shapes = prefill_shapes
         self.fixed_k = fixed_k
+        self._shares_prompts = shares_prompts
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._waiting: deque[_Waiting] = deque()  # first samples
         self._following: deque[_Waiting] = deque()  # the others, of prompts that have been run
@@ -202,6 +208,7 @@ class Scheduler:
             return
         # The last token of the prompt is run by every sample, which needs its logits.
         num_shared = (len(request.prompt_token_ids) - 1) // self._page_size
+        num_shared *= self._shares_prompts
         for index in range(1, len(request.seeds)):
             shared = sequence.pages[:num_shared]
             self.pages.share(shared)

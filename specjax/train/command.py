@@ -8,7 +8,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what `specjax.train.recipes.run` reads."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
-    target = kinds.add_parser("target", help="a small Llama and its tokenizer, from scratch")
+    target = kinds.add_parser("target", help="a small model and its tokenizer, from scratch")
+    target.add_argument("--architecture", choices=("llama", "qwen3_5"), default="llama")
     target.add_argument("--vocab-size", type=int, default=2048, help="size of the BPE vocabulary")
     target.add_argument("--num-layers", type=int, default=12)
     target.add_argument("--hidden-size", type=int, default=384, help="a multiple of 64")
@@ -23,15 +24,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     answers.add_argument("--batch-size", type=int, default=32)
     answers.add_argument("--seed", type=int, default=0)
 
-    for kind in "eagle1", "eagle3":
-        drafter = kinds.add_parser(kind, help=f"an {kind.upper()} head for a target")
+    helps = {
+        "eagle1": "an EAGLE-1 head for a target",
+        "eagle3": "an EAGLE-3 head for a target",
+        "mtp": "a hybrid target's own module; OUT is the target with it",
+    }
+    for kind, text in helps.items():
+        drafter = kinds.add_parser(kind, help=text)
         drafter.add_argument("--target", type=Path, required=True)
         if kind == "eagle3":
             drafter.add_argument("--draft-vocab-size", type=int, default=1024)
+            drafter.add_argument("--aux-layers", type=int, nargs="+", help="default: 2 L/2 L-3")
+        if kind != "eagle1":
             drafter.add_argument(
                 "--num-unrolled", type=int, default=4, help="steps of the training-time test"
             )
-            drafter.add_argument("--aux-layers", type=int, nargs="+", help="default: 2 L/2 L-3")
         _add_common(drafter, steps=600, batch_size=16, length=256, learning_rate=2e-3)
 
 

@@ -6,6 +6,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gated_delta_rule import Heads
+from pallas_kernels.gated_delta_rule.reference import convolve, recur_chunks, split_tokens
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -14,6 +17,7 @@ class CausalRows:
 
     positions: jax.Array  # i32[B T]
     length: int = field(metadata={"static": True})
+    kernels: str = field(default="auto", metadata={"static": True})
 
     @classmethod
     def of(cls, batch: int, length: int) -> "CausalRows":
@@ -26,6 +30,23 @@ class CausalRows:
         """Causal attention within each sequence; there is no context to keep."""
         scores = causal_scores(q, k, self.length)
         return weighted_values(jax.nn.softmax(scores, axis=-1), v, q.shape), kv
+
+    def recur(
+        self,
+        cache: Any,
+        layer: jax.Array,
+        x: jax.Array,
+        gates: jax.Array,
+        conv: jax.Array,
+        heads: Heads,
+    ) -> tuple[jax.Array, Any]:
+        """The gated delta rule from an empty state; there is none to keep."""
+        x, gates = (y.reshape(-1, self.length, *y.shape[1:]) for y in (x, gates))
+        padded = jnp.pad(x, ((0, 0), (conv.shape[0] - 1, 0), (0, 0)))
+        tokens = split_tokens(convolve(padded, conv), gates, heads)
+        shape = x.shape[0], heads.num_values, heads.value_dim, heads.key_dim
+        _, out = recur_chunks(jnp.zeros(shape), tokens)
+        return out.reshape(-1, *out.shape[2:]).astype(x.dtype), cache
 
 
 def heads_first(x: jax.Array, length: int) -> jax.Array:
@@ -65,6 +86,7 @@ class UnrolledRows:
 
     positions: jax.Array  # i32[B T], shifted by `step`
     length: int = field(metadata={"static": True})
+    kernels: str = field(default="auto", metadata={"static": True})
 
     @classmethod
     def of(cls, batch: int, length: int, step: int) -> "UnrolledRows":
@@ -89,3 +111,15 @@ class UnrolledRows:
             own = own.reshape(q.shape[0], k.shape[1], -1, 1).astype(v.dtype)
             out = out + (own * value[:, :, None]).reshape(q.shape)
         return out, kv
+
+    def recur(
+        self,
+        cache: Any,
+        layer: jax.Array,
+        x: jax.Array,
+        gates: jax.Array,
+        conv: jax.Array,
+        heads: Heads,
+    ) -> tuple[jax.Array, Any]:
+        """Drafters have no recurrent layers."""
+        raise NotImplementedError("a chain of drafts runs attention layers only")

@@ -1,4 +1,4 @@
-"""Training EAGLE-1 and EAGLE-3 heads against a frozen target, with the engine's own forward."""
+"""Training drafters (EAGLE-1, EAGLE-3, MTP) against a frozen target, by the engine's forward."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,15 +11,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from specjax.device.drafters.chain import Head
 from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.eagle import EagleHead, EagleParams
 from specjax.device.drafters.eagle3 import Eagle3Head, Eagle3Params
+from specjax.device.drafters.mtp import MTPHead, MTPParams
 from specjax.device.models.llama import Llama
 from specjax.device.models.model import Features, Model
+from specjax.device.models.qwen3_5 import Qwen35
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document, padded_rows, shuffled_indices
 from specjax.train.loop import Schedule, fit
-from specjax.train.target import init_params
+from specjax.train.target import init_params, matrix_labels
 
 
 class Batch(NamedTuple):
@@ -107,24 +110,54 @@ def eagle3_loss(
     key: jax.Array,
     *,
     num_unrolled: int,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`unrolled_loss` over the draft vocabulary; `frozen` is the target's parameters and that."""
+    target_params, target_ids = frozen
+    params = Params(target_params, replace(trainable, target_ids=target_ids))
+    return unrolled_loss(target, head, params, target_ids, batch, num_unrolled)
+
+
+def mtp_loss(
+    target: Model,
+    head: MTPHead,
+    trainable: MTPParams,
+    target_params: Any,
+    batch: Batch,
+    key: jax.Array,
+    *,
+    num_unrolled: int,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """`unrolled_loss` over the whole vocabulary."""
+    return unrolled_loss(target, head, Params(target_params, trainable), None, batch, num_unrolled)
+
+
+def unrolled_loss(
+    target: Model,
+    head: Head,
+    params: Params,
+    target_ids: jax.Array | None,
+    batch: Batch,
+    num_unrolled: int,
+    *,
     decay: float = 0.8,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Cross-entropy to the target's distribution over the draft vocabulary, over an unrolled chain.
 
     Step j runs the head on its own previous output, as drafting does, and is weighted decay^j
     (Li et al. 2025, section 3.2, training-time test). Positions whose most likely token the draft
-    vocabulary lacks do not count. `frozen` is the target's parameters and the draft vocabulary.
+    vocabulary `target_ids` lacks do not count; None drafts any token.
     """
-    target_params, target_ids = frozen
     size, length = batch.tokens.shape
-    own = replace(trainable, target_ids=target_ids)
-    params = Params(target_params, own)
-    teacher = target.logits(target_params, batch.hidden.reshape(size * length, -1))
-    is_drafted = jnp.isin(teacher.argmax(-1), target_ids).reshape(size, length)
-    teacher = jax.nn.softmax(teacher[:, target_ids]).reshape(size, length, -1)
+    hidden = batch.hidden.reshape(size * length, -1)
+    teacher = target.logits(params.target, hidden)
+    is_drafted = jnp.ones((size, length), bool)
+    if target_ids is not None:
+        is_drafted = jnp.isin(teacher.argmax(-1), target_ids).reshape(size, length)
+        teacher = teacher[:, target_ids]
+    teacher = jax.nn.softmax(teacher).reshape(size, length, -1)
 
-    flat = batch.auxiliary.reshape(size * length, -1)
-    hidden = head.fuse(own, Features(batch.hidden.reshape(size * length, -1), flat))
+    auxiliary = batch.auxiliary.reshape(size * length, -1)
+    hidden = head.fuse(params.drafter, Features(hidden, auxiliary))
     kv: tuple = ()
     total, metrics = jnp.float32(0), {}
     for step in range(num_unrolled):
@@ -237,6 +270,34 @@ def train_eagle1(
         target_params,
         labels,
         partial(eagle1_loss, target, head),
+        partial(features.batch_at, batch=schedule.batch_size, seed=schedule.seed),
+        directory,
+        schedule,
+    )
+    return head, params, log
+
+
+def train_mtp(
+    target: Qwen35,
+    target_params: Any,
+    documents: Sequence[Document],
+    directory: Path,
+    schedule: Schedule,
+    *,
+    num_unrolled: int,
+) -> tuple[MTPHead, MTPParams, list[dict[str, float]]]:
+    """Train the target's own module; checkpoints go to `directory`, from which it resumes.
+
+    Its drafts are recursive, so the one layer is unrolled (FastMTP, Cai et al. 2025).
+    """
+    head = MTPHead(target)
+    features = FeatureSet.of(target, target_params, documents, schedule.length, ())
+    params = init_params(head.specs(), jax.random.key(schedule.seed))
+    params, log = fit(
+        params,
+        target_params,
+        matrix_labels(params),
+        partial(mtp_loss, target, head, num_unrolled=num_unrolled),
         partial(features.batch_at, batch=schedule.batch_size, seed=schedule.seed),
         directory,
         schedule,

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+import shutil
 from argparse import Namespace
 from dataclasses import fields
 from pathlib import Path
@@ -12,10 +13,11 @@ import numpy as np
 from rich.console import Console
 from tokenizers import Tokenizer
 
+from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.save import save_checkpoint
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters import eagle, eagle3
-from specjax.device.models import llama
+from specjax.device.models import llama, qwen3_5
 from specjax.device.models.registry import load_model
 from specjax.llm import LLM
 from specjax.sampling_params import SamplingParams
@@ -28,9 +30,9 @@ from specjax.train.data import (
     read_texts,
     train_tokenizer,
 )
-from specjax.train.drafter import train_eagle1, train_eagle3
+from specjax.train.drafter import train_eagle1, train_eagle3, train_mtp
 from specjax.train.loop import Schedule
-from specjax.train.target import demo_model, evaluate, train_target
+from specjax.train.target import DEMOS, evaluate, to_hf, train_target
 
 CARD_PROMPTS = 64
 CARD_TOKENS = 128
@@ -38,9 +40,14 @@ CARD_TOKENS = 128
 
 def run(args: Namespace) -> int:
     """Carry out `specjax train KIND ...`."""
-    {"target": _target, "answers": _answers, "eagle1": _drafter, "eagle3": _drafter}[args.kind](
-        args
-    )
+    recipes = {
+        "target": _target,
+        "answers": _answers,
+        "eagle1": _drafter,
+        "eagle3": _drafter,
+        "mtp": _mtp,
+    }
+    recipes[args.kind](args)
     return 0
 
 
@@ -48,7 +55,7 @@ def _target(args: Namespace) -> None:
     texts = read_texts(args.data)
     tokenizer = train_tokenizer((prompt + answer for prompt, answer in texts), args.vocab_size)
     documents = read_documents(args.data, tokenizer)
-    model = demo_model(tokenizer.get_vocab_size(), args.num_layers, args.hidden_size)
+    model = DEMOS[args.architecture](tokenizer.get_vocab_size(), args.num_layers, args.hidden_size)
     params, log = train_target(model, documents, _runs(args), _schedule(args))
     facts = {"training loss": f"{log[-1]['loss']:.3f}" if log else "resumed after its last step"}
     if args.held_out:
@@ -57,7 +64,7 @@ def _target(args: Namespace) -> None:
             f"{evaluate(model, params, held_out, args.length):.3f}"
         )
     config = {
-        **llama.to_hf(model),
+        **to_hf(model),
         "bos_token_id": tokenizer.token_to_id(BOS),
         "eos_token_id": tokenizer.token_to_id(EOS),
         "torch_dtype": args.dtype,
@@ -91,7 +98,7 @@ def _drafter(args: Namespace) -> None:
     dtype = np.dtype("float32")
     target, target_params = load_model(args.target, dtype)
     if not isinstance(target, llama.Llama):
-        raise ValueError(f"--target {args.target}: drafters are trained for dense decoders")
+        raise ValueError(f"--target {args.target}: EAGLE heads are trained for dense decoders")
     tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
     documents = read_documents(args.data, tokenizer)
     common = target, target_params, documents, _runs(args), _schedule(args)
@@ -111,6 +118,39 @@ def _drafter(args: Namespace) -> None:
     save_checkpoint(
         args.out, head.specs(), params, config, dtype=jax.numpy.dtype(args.dtype), extra=extra
     )
+    _write_drafter_card(args, documents, params, log)
+
+
+def _mtp(args: Namespace) -> None:
+    target, target_params = load_model(args.target, np.dtype("float32"))
+    if not isinstance(target, qwen3_5.Qwen35):
+        raise ValueError(f"--target {args.target}: only hybrid decoders have an MTP module")
+    tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
+    documents = read_documents(args.data, tokenizer)
+    head, params, log = train_mtp(
+        target,
+        target_params,
+        documents,
+        _runs(args),
+        _schedule(args),
+        num_unrolled=args.num_unrolled,
+    )
+    # The module lies in the target's own files, as it is published.
+    save_checkpoint(
+        args.out,
+        (target.specs(), head.specs()),
+        (target_params, params),
+        read_json(args.target, "config.json"),
+        dtype=jax.numpy.dtype(args.dtype),
+    )
+    for name in "tokenizer.json", "tokenizer_config.json":
+        shutil.copyfile(args.target / name, args.out / name)
+    _write_drafter_card(args, documents, params, log)
+
+
+def _write_drafter_card(
+    args: Namespace, documents: list[Document], params: Any, log: list[dict[str, float]]
+) -> None:
     facts = {name: f"{value:.3f}" for name, value in (log[-1] if log else {}).items()}
     if args.held_out:
         facts |= _measure_acceptance(args)
@@ -119,11 +159,8 @@ def _drafter(args: Namespace) -> None:
 
 def _measure_acceptance(args: Namespace) -> dict[str, str]:
     prompts = [prompt for prompt, _ in read_texts(args.held_out) if prompt][:CARD_PROMPTS]
-    config = SpeculativeConfig(
-        method="eagle" if args.kind == "eagle1" else "eagle3",
-        model=str(args.out),
-        num_speculative_tokens=3,
-    )
+    method = "eagle" if args.kind == "eagle1" else args.kind
+    config = SpeculativeConfig(method=method, model=str(args.out), num_speculative_tokens=3)
     with LLM(args.target, speculative_config=config, max_model_len=512) as llm:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=CARD_TOKENS))
         metrics = llm.metrics()

@@ -1,6 +1,6 @@
 """A small target model trained from scratch: next-token cross-entropy on packed rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,15 +10,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from pallas_kernels.gated_delta_rule import Heads
 from specjax.checkpoint.spec import TensorSpec
+from specjax.device.models import llama, qwen3_5
 from specjax.device.models.layers.rope import Rope
-from specjax.device.models.llama import Llama, Params
+from specjax.device.models.llama import Llama
+from specjax.device.models.model import Model
+from specjax.device.models.qwen3_5 import ATTENTION, DELTA, Qwen35
 from specjax.train.context import CausalRows
 from specjax.train.data import Document, packed_rows
 from specjax.train.loop import Schedule, fit
 
 
-def demo_model(vocab_size: int, num_layers: int, hidden_size: int) -> Llama:
+def demo_llama(vocab_size: int, num_layers: int, hidden_size: int) -> Llama:
     """A Llama of the given depth and width, with 64-wide heads in groups of three."""
     heads = hidden_size // 64
     return Llama(
@@ -35,22 +39,61 @@ def demo_model(vocab_size: int, num_layers: int, hidden_size: int) -> Llama:
     )
 
 
+def demo_qwen3_5(vocab_size: int, num_layers: int, hidden_size: int) -> Qwen35:
+    """A hybrid of the given depth and width: 64-wide heads, two value heads to a key head, every
+    fourth layer attention."""
+    heads = hidden_size // 64
+    return Qwen35(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 13 // 6,
+        layer_types=tuple(DELTA if (i + 1) % 4 else ATTENTION for i in range(num_layers)),
+        num_heads=heads,
+        num_kv_heads=max(1, heads // 3),
+        head_dim=64,
+        delta_heads=Heads(max(1, heads // 2), 2 * max(1, heads // 2), 64, 64),
+        conv_width=4,
+        rms_norm_eps=1e-6,
+        rope=Rope(head_dim=16),
+        max_position=2048,
+        num_mtp_layers=1,
+    )
+
+
+# By the name that asks for them.
+DEMOS: dict[str, Callable[[int, int, int], Llama | Qwen35]] = {
+    "llama": demo_llama,
+    "qwen3_5": demo_qwen3_5,
+}
+
+
+def to_hf(model: Llama | Qwen35) -> Mapping[str, Any]:
+    """The Hugging Face `config.json` of a model."""
+    return llama.to_hf(model) if isinstance(model, Llama) else qwen3_5.to_hf(model)
+
+
 def init_params(specs: Any, key: jax.Array) -> Any:
     """f32 weights for a tree of `TensorSpec`: norms one, biases zero, matrices normal with the
-    usual 1 / sqrt(fan in)."""
+    usual 1 / sqrt(fan in); heads of the gated delta rule forget at rates spread as in Mamba-2."""
     leaves, tree = jax.tree.flatten(specs)
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(tree, [_init(s, k) for s, k in zip(leaves, keys, strict=True)])
 
 
 def _init(spec: TensorSpec, key: jax.Array) -> jax.Array:
+    if spec.fill is not None:
+        return jnp.full(spec.shape, spec.fill)
+    if spec.names[0].endswith("A_log"):
+        return jnp.log(jnp.linspace(1.0, 16.0, spec.shape[0]))
+    if spec.names[0].endswith("dt_bias"):  # softplus of it is 0.001 to 0.1
+        return jnp.log(jnp.expm1(jnp.logspace(-3.0, -1.0, spec.shape[0])))
     if len(spec.shape) == 1:
         return jnp.zeros(spec.shape) if "bias" in spec.names[0] else jnp.ones(spec.shape)
     scale = 0.02 if "embed" in spec.names[0] else spec.shape[0] ** -0.5
     return scale * jax.random.normal(key, spec.shape)
 
 
-def next_token_loss(model: Llama, params: Params, rows: jax.Array) -> jax.Array:
+def next_token_loss(model: Model, params: Any, rows: jax.Array) -> jax.Array:
     """Mean cross-entropy (nats) of tokens 1.. given those before, for rows i32[B, T + 1]."""
     batch, length = rows.shape[0], rows.shape[1] - 1
     features, _ = model.extend(params, rows[:, :-1].reshape(-1), CausalRows.of(batch, length), None)
@@ -58,7 +101,7 @@ def next_token_loss(model: Llama, params: Params, rows: jax.Array) -> jax.Array:
     return optax.softmax_cross_entropy_with_integer_labels(logits, rows[:, 1:].reshape(-1)).mean()
 
 
-def evaluate(model: Llama, params: Params, documents: Sequence[Document], length: int) -> float:
+def evaluate(model: Model, params: Any, documents: Sequence[Document], length: int) -> float:
     """Held-out loss (nats per token) over one epoch of packed rows."""
     loss = jax.jit(lambda params, rows: next_token_loss(model, params, rows))
     total = sum(len(document.tokens) for document in documents)
@@ -67,16 +110,20 @@ def evaluate(model: Llama, params: Params, documents: Sequence[Document], length
     return float(np.mean([loss(params, row) for row in rows]))
 
 
+def matrix_labels(params: Any) -> Any:
+    """The rule of each array for `muon_and_adamw`: Muon for projections, whose sides are wide."""
+    return jax.tree.map(lambda p: "muon" if p.ndim == 2 and min(p.shape) > 8 else "adamw", params)
+
+
 def train_target(
-    model: Llama,
+    model: Llama | Qwen35,
     documents: Sequence[Document],
     directory: Path,
     schedule: Schedule,
-) -> tuple[Params, list[dict[str, float]]]:
+) -> tuple[Any, list[dict[str, float]]]:
     """Train `model` on `documents`; checkpoints go to `directory`, from which it resumes."""
     params = init_params(model.specs(), jax.random.key(schedule.seed))
-    matrices = jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params.layers)
-    labels = replace(jax.tree.map(lambda _: "adamw", params), layers=matrices)
+    labels = replace(jax.tree.map(lambda _: "adamw", params), layers=matrix_labels(params.layers))
     return fit(
         params,
         None,

@@ -13,6 +13,8 @@ from specjax.cli import build_parser, main
 from specjax.demo import DRAFTERS
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 VOCAB, NUM_PROMPTS, MAX_TOKENS = 300, 2, 6
 
 
@@ -157,6 +159,6 @@ def test_a_target_without_tokenizer_is_refused(options, checkpoints, capsys):
 
 def test_without_options_the_demo_is_measured():
     settings = speculation.read_settings(build_parser().parse_args(["bench"]))
-    assert settings.model == "demo-llama" and settings.drafters == DRAFTERS
+    assert settings.model == "demo-llama" and settings.drafters == DRAFTERS[settings.model]
     assert settings.ks == (1, 2, 3, 5) and settings.batch_size == 1
     assert settings.num_prompts == 24 and len(settings.configurations) == 9

@@ -9,7 +9,7 @@ import pytest
 
 import specjax.engine
 from specjax.config import EngineConfig, SpeculativeConfig
-from specjax.device.cache.paged import padded_width
+from specjax.device.cache.rows import padded_width
 from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model

@@ -11,7 +11,6 @@ import pytest
 
 from specjax.batch import Layout, run_decode
 from specjax.config import SpeculativeConfig
-from specjax.device.cache.paged import init_pool
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.drafters.eagle import EagleHead
@@ -50,9 +49,9 @@ def decode(dtype, verification="seed_exact", edits=False):
     layout = Layout(BATCH, MAX_LEN, MAX_LEN // 16, VOCAB)
 
     def state():
-        kv = init_pool(2, PAGES, 16, target.num_kv_heads, target.head_dim, dtype)
+        cache = target.init_cache(BATCH, PAGES, 16, K + 1, dtype)
         own = drafter.init_state(BATCH, PAGES, 16, dtype)
-        return init_state(BATCH, MAX_LEN, VOCAB, kv, own)
+        return init_state(BATCH, MAX_LEN, VOCAB, cache, own)
 
     def shapes(specs):
         return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)

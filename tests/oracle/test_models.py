@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from specjax import LLM, SamplingParams
-from specjax.device.cache.paged import PagedRows, init_pool
+from specjax.device.cache.rows import CachedRows
 from specjax.device.models.registry import load_model
 from specjax.train.context import CausalRows
 
@@ -81,14 +81,12 @@ def paged_logits(folder, tokens):
     num_pages = batch * length // PAGE_SIZE
     table = np.random.default_rng(1).permutation(num_pages + 3)[:num_pages]
     table = jnp.array(table.reshape(batch, -1))
-    kv = init_pool(
-        model.num_layers, num_pages + 3, PAGE_SIZE, model.num_kv_heads, model.head_dim, "float32"
-    )
+    kv = model.init_cache(batch, num_pages + 3, PAGE_SIZE, CHUNK, "float32")
 
     @jax.jit
     def run(params, kv, tokens, starts):
         counts = jnp.full(batch, CHUNK)
-        rows = PagedRows.starting_at(starts, counts, CHUNK, table, "auto")
+        rows = CachedRows.starting_at(starts, counts, CHUNK, table)
         features, kv = model.extend(params, tokens, rows, kv)
         return model.logits(params, features.hidden), kv
 

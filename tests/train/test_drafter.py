@@ -10,7 +10,7 @@ import pytest
 
 from specjax.checkpoint.save import save_checkpoint
 from specjax.config import SpeculativeConfig
-from specjax.device.cache.paged import PagedRows
+from specjax.device.cache.rows import CachedRows
 from specjax.device.drafters import eagle, eagle3
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import DraftContext, Params, Variant
@@ -30,10 +30,10 @@ from specjax.train.drafter import (
     train_eagle3,
 )
 from specjax.train.loop import Schedule
-from specjax.train.target import demo_model, init_params
+from specjax.train.target import demo_llama, init_params
 
 LENGTH = 24
-TARGET = demo_model(64, 4, 64)
+TARGET = demo_llama(64, 4, 64)
 AUX = (1, 2, 3)
 
 
@@ -72,7 +72,7 @@ def test_unrolled_chain_is_what_drafting_computes(target_params):
     drafter = ChainDrafter(head)
     state = drafter.init_state(1, 4, 8, jnp.float32)
     table = jnp.arange(4, dtype=jnp.int32)[None]
-    rows = PagedRows(jnp.arange(last + 1), table)
+    rows = CachedRows(jnp.arange(last + 1), table)
     seen = Features(features.hidden[: last + 1], features.auxiliary[: last + 1])
     state = drafter.observe(
         TARGET, params, state, jnp.zeros(1, jnp.int32), rows, tokens[:, 1 : last + 2], seen,

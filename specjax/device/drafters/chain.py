@@ -12,9 +12,11 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax.device.cache.paged import PagedRows, init_pool
+from specjax.device.cache.paged import init_pool
+from specjax.device.cache.rows import CachedRows
 from specjax.device.drafters.drafter import DraftContext, Params
-from specjax.device.models.layers.attention import AttentionShape, Rows
+from specjax.device.models.layers.attention import AttentionShape
+from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
 from specjax.device.verification import Draft
 
@@ -28,6 +30,8 @@ class Head(Protocol):
     def hidden_size(self) -> int: ...
     @property
     def aux_layers(self) -> tuple[int, ...]: ...
+    @property
+    def has_embedding(self) -> bool: ...
 
     def fuse(self, params: Any, features: Features) -> jax.Array:
         """The target's features as the head's hidden state [N, D]."""
@@ -126,7 +130,7 @@ class ChainDrafter:
         params: Params,
         state: ChainState,
         slots: jax.Array,
-        rows: PagedRows,
+        rows: CachedRows,
         following: jax.Array,
         features: Features,
         last: jax.Array,

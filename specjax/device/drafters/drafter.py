@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax.device.cache.paged import PagedRows, padded_width
+from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.edits import History, Processors
 from specjax.device.models.model import Features, Model
 from specjax.device.noise import Stream
@@ -48,11 +48,11 @@ class DraftContext:
     shares_noise: bool = field(metadata={"static": True})
     variant: Variant = field(metadata={"static": True})
 
-    def rows_at(self, starts: jax.Array) -> PagedRows:
+    def rows_at(self, starts: jax.Array) -> CachedRows:
         """One real row per request at position starts[b], then padding."""
         width = padded_width(starts.shape[0], 1, self.row_multiple)
         counts = self.is_active.astype(starts.dtype)
-        return PagedRows.starting_at(starts, counts, width, self.page_table, self.kernels)
+        return CachedRows.starting_at(starts, counts, width, self.page_table, kernels=self.kernels)
 
     def draw(
         self,
@@ -121,7 +121,7 @@ class Drafter(Protocol):
         params: Params,
         state: Any,
         slots: jax.Array,
-        rows: PagedRows,
+        rows: CachedRows,
         following: jax.Array,
         features: Features,
         last: jax.Array,
@@ -154,7 +154,7 @@ class NoDrafter:
         params: Params,
         state: None,
         slots: jax.Array,
-        rows: PagedRows,
+        rows: CachedRows,
         following: jax.Array,
         features: Features,
         last: jax.Array,

@@ -23,9 +23,10 @@ from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens
 from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.layers.attention import Attention, Rows, attention
+from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.mlp import MLP, mlp
 from specjax.device.models.layers.norm import rms_norm
+from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, attention_specs, mlp_specs
 from specjax.device.models.model import Features, Model
 

@@ -11,7 +11,7 @@ import numpy as np
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import eagle, eagle3
+from specjax.device.drafters import eagle, eagle3, mtp
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.checkpoint import DrafterFiles
 from specjax.device.models.model import Model
@@ -20,6 +20,7 @@ from specjax.device.models.registry import read_config
 HEADS: dict[str, Callable[[DrafterFiles, SpeculativeConfig, Model, np.dtype], tuple[Any, Any]]] = {
     "eagle": eagle.load,
     "eagle3": eagle3.load,
+    "mtp": mtp.load,
 }
 
 
@@ -33,7 +34,7 @@ def load_drafter(
     """
     files = DrafterFiles(open_checkpoint(folder), read_config(folder))
     head, params = HEADS[config.method](files, config, target, dtype)
-    if params.embedding is None and head.hidden_size != target.hidden_size:
+    if not head.has_embedding and head.hidden_size != target.hidden_size:
         raise CheckpointError(
             f"{folder}: the drafter is {head.hidden_size} wide and has no embedding of its own, "
             f"the target is {target.hidden_size} wide; use a drafter trained for this target"
@@ -45,7 +46,7 @@ def share_embedding(
     drafter: ChainDrafter, params: Any, target: Model, target_params: Any
 ) -> tuple[ChainDrafter, Any]:
     """The drafter without its embedding, if that is a copy of the target's."""
-    if params.embedding is None:
+    if not drafter.head.has_embedding:
         return drafter, params
     shared = target.embed(target_params, jnp.arange(target.vocab_size))
     if shared.shape != params.embedding.shape or not bool((shared == params.embedding).all()):

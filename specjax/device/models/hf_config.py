@@ -44,8 +44,12 @@ class HFConfig:
                     f"use a checkpoint without {key}"
                 )
 
-    def rope(self, head_dim: int) -> Rope:
-        """Rotary embedding, from `rope_parameters` or the older `rope_theta` + `rope_scaling`."""
+    def rope(self, head_dim: int, partial_factor: float | None = None) -> Rope:
+        """Rotary embedding, from `rope_parameters` or the older `rope_theta` + `rope_scaling`.
+
+        `partial_factor` is the part of a head that is rotated where the config does not say; None
+        for models that always rotate all of it.
+        """
         fields = dict(self.get("rope_scaling", {})) | dict(self.get("rope_parameters", {}))
         theta = float(fields.get("rope_theta", self.get("rope_theta", 10000.0)))
         kind = fields.get("rope_type", fields.get("type", "default"))
@@ -54,8 +58,19 @@ class HFConfig:
                 f"{self.origin}: rope scaling {kind!r} is not supported; "
                 "supported: default, linear, llama3"
             )
-        if fields.get("partial_rotary_factor", 1.0) != 1.0:
-            raise CheckpointError(f"{self.origin}: partial_rotary_factor is not supported here")
+        default = self.get("partial_rotary_factor", partial_factor or 1.0)
+        part = fields.get("partial_rotary_factor", default)
+        head_dim, whole = int(head_dim * part), head_dim
+        if not 0 < head_dim <= whole or head_dim % 2:
+            raise CheckpointError(
+                f"{self.origin}: partial_rotary_factor={part!r} must leave an even number of the "
+                f"{whole} dimensions of a head"
+            )
+        if partial_factor is None and head_dim != whole:
+            raise CheckpointError(
+                f"{self.origin}: partial_rotary_factor={part!r} is not supported for this "
+                "model_type; it rotates whole heads"
+            )
         try:
             return Rope(
                 head_dim=head_dim,

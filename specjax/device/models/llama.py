@@ -5,7 +5,7 @@ normalises q and k per head, Llama may have a bias on every attention projection
 are None where a checkpoint has none, and the forward pass reads accordingly.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checkpoint.spec import linear, stored
+from specjax.device.cache.paged import init_pool
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.layers.attention import Attention, Rows, attention
+from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.mlp import MLP, mlp
 from specjax.device.models.layers.norm import rms_norm
 from specjax.device.models.layers.rope import Rope
+from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features
 
 
@@ -63,8 +65,18 @@ class Llama:
     out_bias: bool = False
     qk_norm: bool = False
 
-    def specs(self) -> Params:
-        """The parameters as a tree of `TensorSpec` under their Hugging Face names."""
+    @property
+    def is_recurrent(self) -> bool:
+        """All layers are attention."""
+        return False
+
+    @property
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        """Nothing but the model is expected in a checkpoint."""
+        return ()
+
+    def specs(self, names: Collection[str] = ()) -> Params:
+        """See `Model.specs`; there is one layout."""
         prefix, dim = "model", self.hidden_size
         return Params(
             embedding=stored([f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim)),
@@ -75,12 +87,24 @@ class Llama:
             else linear(["lm_head.weight"], dim, [self.vocab_size]),
         )
 
+    def init_cache(
+        self, num_slots: int, num_pages: int, page_size: int, most_rows: int, dtype: Any
+    ) -> jax.Array:
+        """See `Model.init_cache`: a pool of pages, and nothing by slot."""
+        return init_pool(
+            self.num_layers, num_pages, page_size, self.num_kv_heads, self.head_dim, dtype
+        )
+
+    def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """RMSNorm over the last axis of x."""
+        return rms_norm(x, weight, self.rms_norm_eps)
+
     def extend(
         self,
         params: Params,
         tokens: jax.Array,
         rows: Rows,
-        kv: Any,
+        cache: Any,
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Features, Any]:
         """See `Model.extend`."""
@@ -89,14 +113,14 @@ class Llama:
         entering = []
         for i, layer in enumerate(params.layers):
             entering.append(x)
-            x, kv = decoder_layer(layer, x, rows, angles, kv, jnp.int32(i), self)
+            x, cache = decoder_layer(layer, x, rows, angles, cache, jnp.int32(i), self)
         entering.append(x)
         auxiliary = [entering[i] for i in aux_layers]
         features = Features(
-            rms_norm(x, params.norm, self.rms_norm_eps),
+            self.norm(x, params.norm),
             jnp.concatenate(auxiliary, axis=-1) if auxiliary else None,
         )
-        return features, kv
+        return features, cache
 
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Input embeddings [N, D] of tokens i32[N]."""
@@ -120,10 +144,9 @@ def decoder_layer(
     model: Llama,
 ) -> tuple[jax.Array, Any]:
     """One pre-norm decoder layer on x [N, D]."""
-    eps = model.rms_norm_eps
     mixed, kv = attention(
         params.attention,
-        rms_norm(x, params.attention_norm, eps),
+        model.norm(x, params.attention_norm),
         rows,
         angles,
         kv,
@@ -131,7 +154,7 @@ def decoder_layer(
         model,
     )
     x = x + mixed
-    return x + mlp(params.mlp, rms_norm(x, params.mlp_norm, eps)), kv
+    return x + mlp(params.mlp, model.norm(x, params.mlp_norm)), kv
 
 
 def layer_specs(model: Llama, prefix: str) -> Layer:

@@ -1,11 +1,12 @@
 """What the engine asks of a model. Any hashable value with these methods will do."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 
-from specjax.device.models.layers.attention import Rows
+from specjax.device.models.layers.rows import Rows
 
 
 @jax.tree_util.register_dataclass
@@ -27,20 +28,45 @@ class Model(Protocol):
     @property
     def num_layers(self) -> int: ...
     @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
     def max_position(self) -> int: ...
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether requests keep a state beside their pages, so that pages alone do not spare
+        running the tokens in them."""
+        ...
 
-    def specs(self) -> Any:
-        """The parameters as a tree of `TensorSpec`."""
+    @property
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        """How names of tensors start that a checkpoint may hold beside the model's own."""
+        ...
+
+    def specs(self, names: Collection[str] = ()) -> Any:
+        """The parameters as a tree of `TensorSpec`.
+
+        `names` are those of the files at hand, which tell where there is more than one layout.
+        """
+        ...
+
+    def init_cache(
+        self, num_slots: int, num_pages: int, page_size: int, most_rows: int, dtype: Any
+    ) -> Any:
+        """An empty cache: pages that requests share out, and what each of the slots keeps.
+
+        A step may end with up to `most_rows` tokens of a request of which some are rejected.
+        """
         ...
 
     def extend(
-        self, params: Any, tokens: jax.Array, rows: Rows, kv: Any, aux_layers: tuple[int, ...] = ()
+        self,
+        params: Any,
+        tokens: jax.Array,
+        rows: Rows,
+        cache: Any,
+        aux_layers: tuple[int, ...] = (),
     ) -> tuple[Features, Any]:
-        """Run tokens i32[N] at `rows` on top of the context `kv`: (features, kv with the rows).
+        """Run tokens i32[N] at `rows` on top of `cache`: (features, cache with the rows).
+
+        The cache is None for rows that need none, as in training.
 
         `aux_layers` lists the layers whose input (the residual stream, un-normed) is wanted in
         `Features.auxiliary`, in that order; the number of layers stands for the last one's output.

@@ -11,7 +11,7 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.load import load_params
-from specjax.device.models import llama
+from specjax.device.models import llama, qwen3_5
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 
@@ -19,6 +19,11 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "llama": llama.from_hf,
     "qwen2": llama.from_hf,
     "qwen3": llama.from_hf,
+    "qwen3_next": qwen3_5.from_hf,
+    "qwen3_5": qwen3_5.from_hf,
+    "qwen3_5_text": qwen3_5.from_hf,
+    "qwen3_5_moe": qwen3_5.from_hf,
+    "qwen3_5_moe_text": qwen3_5.from_hf,
 }
 
 
@@ -39,12 +44,13 @@ def describe_model(hf: HFConfig) -> Model:
 
 def load_model(folder: Path, dtype: np.dtype) -> tuple[Model, Any]:
     """The model in a checkpoint folder and its parameters in `dtype`, on the default device."""
-    model = describe_model(read_config(folder))
-    specs = model.specs()
+    model, files = describe_model(read_config(folder)), open_checkpoint(folder)
+    specs = model.specs(files.names())
     used = {name for spec in jax.tree.leaves(specs) for name in spec.names}
 
-    def is_derived(name: str) -> bool:
+    def is_unused(name: str) -> bool:
         # Old exports store the rotary frequencies; tied ones may store the head a second time.
-        return name.endswith("rotary_emb.inv_freq") or name in {"lm_head.weight"} - used
+        is_derived = name.endswith("rotary_emb.inv_freq") or name in {"lm_head.weight"} - used
+        return is_derived or name.startswith(model.ignored_prefixes)
 
-    return model, load_params(open_checkpoint(folder), specs, dtype, ignore=is_derived)
+    return model, load_params(files, specs, dtype, ignore=is_unused)

@@ -6,23 +6,8 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from specjax.device.models.layers.norm import rms_norm
 from specjax.device.models.layers.rope import rotate
-
-
-class Rows(Protocol):
-    """The N token rows of one extension: where each stands (i32[N]) and what it may attend to.
-
-    `attend(kv, layer, q, k, v)` takes q [N, H, D] and k, v [N, H_kv, D], makes k and v part of the
-    context `kv`, and returns the attention output [N, H, D] with the context that holds them.
-    """
-
-    @property
-    def positions(self) -> jax.Array: ...
-
-    def attend(
-        self, kv: Any, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
-    ) -> tuple[jax.Array, Any]: ...
+from specjax.device.models.layers.rows import Rows
 
 
 class AttentionShape(Protocol):
@@ -34,8 +19,10 @@ class AttentionShape(Protocol):
     def num_kv_heads(self) -> int: ...
     @property
     def head_dim(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
+
+    def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """The model's RMSNorm over the last axis."""
+        ...
 
 
 @jax.tree_util.register_dataclass
@@ -43,7 +30,7 @@ class AttentionShape(Protocol):
 class Attention:
     """Weights of an attention layer; optional ones are None where an architecture lacks them."""
 
-    qkv: jax.Array  # [D_in, (H + 2 H_kv) head_dim]
+    qkv: jax.Array  # [D_in, (H + 2 H_kv) head_dim]; with an output gate after q, H head_dim more
     out: jax.Array  # [H head_dim, D]
     qkv_bias: jax.Array | None = None
     out_bias: jax.Array | None = None
@@ -64,14 +51,14 @@ def attention(
     qkv = x @ params.qkv
     if params.qkv_bias is not None:
         qkv = qkv + params.qkv_bias
-    q, k, v = jnp.split(
-        qkv.reshape(x.shape[0], -1, shape.head_dim),
-        [shape.num_heads, shape.num_heads + shape.num_kv_heads],
-        axis=1,
-    )
+    qkv = qkv.reshape(x.shape[0], -1, shape.head_dim)
+    v_at = qkv.shape[1] - shape.num_kv_heads
+    ends = shape.num_heads, v_at - shape.num_kv_heads, v_at
+    q, gate, k, v = jnp.split(qkv, ends, axis=1)
     if params.q_norm is not None and params.k_norm is not None:
-        q = rms_norm(q, params.q_norm, shape.rms_norm_eps)
-        k = rms_norm(k, params.k_norm, shape.rms_norm_eps)
+        q, k = shape.norm(q, params.q_norm), shape.norm(k, params.k_norm)
     mixed, kv = rows.attend(kv, layer, rotate(q, angles), rotate(k, angles), v)
+    if gate.shape[1]:
+        mixed = mixed * jax.nn.sigmoid(gate)
     y = mixed.reshape(x.shape[0], -1) @ params.out
     return (y if params.out_bias is None else y + params.out_bias), kv

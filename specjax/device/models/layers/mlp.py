@@ -16,6 +16,11 @@ class MLP:
 
 
 def mlp(params: MLP, x: jax.Array) -> jax.Array:
-    """down(silu(gate x) * up x) for x [N, D] (Shazeer 2020, SwiGLU)."""
-    gate, up = jnp.split(x @ params.gate_up, 2, axis=-1)
-    return (jax.nn.silu(gate) * up) @ params.down
+    """down(swiglu(gate_up x)) for x [N, D]."""
+    return swiglu(x @ params.gate_up) @ params.down
+
+
+def swiglu(x: jax.Array) -> jax.Array:
+    """silu(gate) * up for gate and up side by side, [N, 2 F] (Shazeer 2020)."""
+    gate, up = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * up

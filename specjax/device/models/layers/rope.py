@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary frequencies of one model.
+    """Rotary frequencies of one model, for the `head_dim` dimensions of a head that are rotated.
 
     `scaling` is "default", "linear" (positions divided by `factor`) or "llama3" (Llama 3.1: long
     wavelengths divided by `factor`, short ones kept, a smooth ramp between).
@@ -46,7 +46,12 @@ class Rope:
 
 
 def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate x [N, heads, head_dim], pairing dimension i with i + head_dim / 2 (the HF layout)."""
+    """Rotate x [N, heads, head_dim] by the angles [N, n] of its first 2 n dimensions.
+
+    Dimension i is paired with i + n (the HF layout); dimensions past 2 n stay as they are.
+    """
     cos, sin = (a[:, None, :].astype(x.dtype) for a in angles)
-    first, second = jnp.split(x, 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return jnp.concatenate([*rotated, rest], axis=-1)

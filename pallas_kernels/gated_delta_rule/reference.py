@@ -1,0 +1,222 @@
+"""The gated delta rule in plain JAX: token by token, or in chunks of matrix products."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+CHUNK = 64
+EPSILON = 1e-6  # of the l2 norm
+
+
+class Heads(NamedTuple):
+    """Sizes of the rule in one layer."""
+
+    num_keys: int  # H_k, which divides H_v
+    num_values: int  # H_v
+    key_dim: int  # D_k
+    value_dim: int  # D_v
+
+    @property
+    def channels(self) -> int:
+        """C, of q, k and v side by side."""
+        return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
+
+
+class Tokens(NamedTuple):
+    """What the rule reads of T tokens, f32."""
+
+    q: jax.Array  # [B, T, H_v, D_k]
+    k: jax.Array  # [B, T, H_v, D_k]
+    v: jax.Array  # [B, T, H_v, D_v]
+    g: jax.Array  # [B, T, H_v]
+    beta: jax.Array  # [B, T, H_v]
+
+    def only(self, is_real: jax.Array) -> "Tokens":
+        """Where not is_real bool[B, T], a token that leaves every state as it is, whatever this
+        one holds."""
+        wide = is_real[..., None]
+        q, k, v = (jnp.where(wide[..., None], x, 0.0) for x in (self.q, self.k, self.v))
+        g, beta = (jnp.where(wide, x, 0.0) for x in (self.g, self.beta))
+        return Tokens(q, k, v, g, beta)
+
+
+def gated_delta_rule_reference(
+    x: jax.Array,
+    gates: jax.Array,
+    conv: jax.Array,
+    state: jax.Array,
+    ring: jax.Array,
+    ring_gates: jax.Array,
+    layer: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    pending: jax.Array,
+    *,
+    folds: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """See `gated_delta_rule`: (outputs, state, ring, ring_gates)."""
+    num_slots, num_heads, value_dim, key_dim = state.shape[1:]
+    num_columns, num_taps = ring.shape[2], conv.shape[0]
+    most_pending = num_columns - (num_taps - 1)
+    num_keys = (ring.shape[3] - num_heads * value_dim) // (2 * key_dim)
+    heads = Heads(num_keys, num_heads, key_dim, value_dim)
+    counts = (positions >= 0).sum(axis=1)
+    starts = positions[:, 0]
+    first = (starts - pending)[:, None]  # tokens in the state
+
+    # All that this call looks at: the ring in the order of its tokens, then the new ones.
+    places = starts[:, None] - num_columns + jnp.arange(num_columns)
+    columns = places % num_columns
+    read = jnp.minimum(slots, num_slots - 1)[:, None]  # a padding row reads, and drops, another's
+    is_known = (places >= 0) & (places >= first - (num_taps - 1))
+    known = jnp.where(is_known[..., None], ring[layer, read, columns], 0)
+    inputs = jnp.concatenate([known, x.astype(ring.dtype)], axis=1)
+    columns, places = columns[:, num_taps - 1 :], places[:, num_taps - 1 :]
+    all_gates = jnp.concatenate([ring_gates[layer, read, columns], gates], axis=1)
+    is_real = jnp.concatenate([(places >= 0) & (places >= first), positions >= 0], axis=1)
+
+    def step(t, carry):
+        s, out = carry
+        window, token_gates, is_token = (
+            jax.lax.dynamic_slice_in_dim(of_all, t, length, axis=1)
+            for of_all, length in ((inputs, num_taps), (all_gates, 1), (is_real, 1))
+        )
+        token = split_tokens(convolve(window, conv), token_gates, heads).only(is_token)
+        s, o = advance(s, *(x[:, 0] for x in token))
+        # Before the first new token, the place is 0, which that one overwrites.
+        return s, jax.lax.dynamic_update_index_in_dim(out, o, t - most_pending, 1)
+
+    s = jnp.where(first[..., None, None] > 0, state[layer, read[:, 0]], 0.0)
+    out = jnp.zeros((*positions.shape, num_heads, value_dim), jnp.float32)
+    # One body for both loops, and bounds that XLA cannot unroll: a token is the same machine code
+    # and has the same bits whichever call runs it.
+    most = jnp.max(jnp.where(counts > 0, pending, 0))
+    s, out = jax.lax.fori_loop(most_pending - most, most_pending, step, (s, out))
+    if folds:
+        certain = split_tokens(convolve(inputs[:, most_pending:], conv), gates, heads)
+        s, out = recur_chunks(s, certain.only(positions >= 0))
+    else:
+        _, out = jax.lax.fori_loop(most_pending, most_pending + counts.max(), step, (s, out))
+
+    write = jnp.where(counts > 0, slots, num_slots)  # past the end: dropped
+    state = state.at[layer, write].set(s, mode="drop")
+    if folds:
+        tail = counts[:, None] + jnp.arange(num_taps - 1)
+        last = jnp.take_along_axis(inputs, (most_pending + tail)[..., None], axis=1)
+        kept = jnp.full((len(slots), *ring.shape[2:]), jnp.nan, ring.dtype)
+        columns = (starts[:, None] - (num_taps - 1) + tail) % num_columns
+        kept = kept.at[jnp.arange(len(slots))[:, None], columns].set(last)
+        ring = ring.at[layer, write].set(kept, mode="drop")
+        ring_gates = ring_gates.at[layer, write].set(jnp.nan, mode="drop")
+    else:
+        column = jnp.where(positions >= 0, positions % num_columns, num_columns)
+        ring = ring.at[layer, write[:, None], column].set(x.astype(ring.dtype), mode="drop")
+        ring_gates = ring_gates.at[layer, write[:, None], column].set(gates, mode="drop")
+    return out.astype(x.dtype), state, ring, ring_gates
+
+
+def convolve(x: jax.Array, conv: jax.Array) -> jax.Array:
+    """silu of the causal convolution f32[B, T, C] of x [B, W - 1 + T, C] with weights [W, C]."""
+    num_taps = conv.shape[0]
+    length = x.shape[1] - num_taps + 1
+    x, conv = x.astype(jnp.float32), conv.astype(jnp.float32)
+    y = x[:, :length] * conv[0]
+    for tap in range(1, num_taps):
+        y = y + x[:, tap : tap + length] * conv[tap]
+    return jax.nn.silu(y)
+
+
+def split_tokens(y: jax.Array, gates: jax.Array, heads: Heads) -> Tokens:
+    """Convolved channels f32[B, T, C] as q, k and v per value head; gates f32[B, T, 2, H_v]."""
+    batch, length, _ = y.shape
+    key_channels = heads.num_keys * heads.key_dim
+    q, k, v = jnp.split(y, [key_channels, 2 * key_channels], axis=-1)
+
+    def per_value_head(z):
+        z = z.reshape(batch, length, heads.num_keys, heads.key_dim)
+        z = z * jax.lax.rsqrt((z * z).sum(-1, keepdims=True) + EPSILON)
+        return jnp.repeat(z, heads.num_values // heads.num_keys, axis=2)
+
+    return Tokens(
+        per_value_head(q) * heads.key_dim**-0.5,
+        per_value_head(k),
+        v.reshape(batch, length, heads.num_values, heads.value_dim),
+        gates[:, :, 0],
+        gates[:, :, 1],
+    )
+
+
+def advance(
+    s: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """One token of every head: states f32[B, H_v, D_v, D_k] and outputs f32[B, H_v, D_v]."""
+    s = s * jnp.exp(g)[..., None, None]
+    u = beta[..., None] * (v - jnp.einsum("bhvk,bhk->bhv", s, k))
+    s = s + u[..., None] * k[..., None, :]
+    return s, jnp.einsum("bhvk,bhk->bhv", s, q)
+
+
+def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
+    """`advance` over T tokens in chunks of matrix products (the WY form; paper, section 3.3):
+    the states after them and the outputs f32[B, T, H_v, D_v].
+
+    With G the running sum of g inside a chunk, A = tril(beta_i e^(G_i - G_j) k_i . k_j, -1) and
+    U = (I + A)^-1 beta (V - e^G K S^T):
+
+        O = e^G Q S^T + tril(e^(G_i - G_j) Q K^T) U        S <- e^(G_end) S + U^T e^(G_end - G) K
+    """
+    batch, length, num_heads, value_dim = tokens.v.shape
+    size = min(CHUNK, 1 << (length - 1).bit_length())
+    padding = -length % size
+
+    def chunks(x):  # [B, T, H, ...] -> [T / size, B, H, size, ...]; zeros leave a state as it is
+        x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
+        x = x.reshape(batch, -1, size, *x.shape[2:])
+        return jnp.moveaxis(x, (1, 3), (0, 2))
+
+    row = jnp.arange(size)
+    is_before, is_before_strictly = row[None] <= row[:, None], row[None] < row[:, None]
+
+    def step(s, chunk):
+        q, k, v, g, beta = chunk
+        total = jnp.cumsum(g, axis=-1)  # [B, H, size]
+        # Above the diagonal the difference is positive, and may be too large for exp.
+        decay = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
+        grown = jnp.exp(total)[..., None]
+        beta = beta[..., None]
+        lower = beta * decay * jnp.einsum("bhik,bhjk->bhij", k, k) * is_before_strictly
+        right = beta * (v - grown * jnp.einsum("bhik,bhvk->bhiv", k, s))
+        u = invert_unit_lower(lower) @ right
+        inner = decay * jnp.einsum("bhik,bhjk->bhij", q, k)
+        out = grown * jnp.einsum("bhik,bhvk->bhiv", q, s) + inner @ u
+        left = jnp.exp(total[..., -1:] - total)[..., None] * k
+        s = grown[..., -1:, :] * s + jnp.einsum("bhiv,bhik->bhvk", u, left)
+        return s, out
+
+    s, out = jax.lax.scan(step, s, jax.tree.map(chunks, tokens))
+    out = jnp.moveaxis(out, (0, 2), (1, 3)).reshape(batch, length + padding, num_heads, value_dim)
+    return s, out[:, :length]
+
+
+def invert_unit_lower(lower: jax.Array) -> jax.Array:
+    """(I + A)^-1 of strictly lower triangular A [..., n, n], n a power of two.
+
+    Pairs of inverted diagonal blocks are merged until one is left: the corner of the inverse of
+    [[P, 0], [C, Q]] is -Q^-1 C P^-1. A batched triangular solve would do the same on fewer
+    elements, but XLA's on the CPU calls out to BLAS for every matrix, and may hang there.
+    """
+    *batch, n, _ = lower.shape
+    inverse = jnp.ones((*batch, n, 1, 1), lower.dtype)
+    size = 1
+    while size < n:
+        num_pairs = n // (2 * size)
+        blocks = lower.reshape(*batch, num_pairs, 2 * size, num_pairs, 2 * size)
+        pair = jnp.arange(num_pairs)
+        corner = jnp.moveaxis(blocks, -2, -3)[..., pair, pair, size:, :size]
+        first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
+        corner = -second @ corner @ first
+        top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
+        inverse = jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
+        size *= 2
+    return inverse[..., 0, :, :]

@@ -1,0 +1,36 @@
+"""Rows times the matrix of their group, as a mixture of experts wants it.
+
+    out[n] = x[n] @ weights[g(n)]
+
+where the rows lie sorted by group: the first group_sizes[0] rows are of group 0, and so on.
+"""
+
+import jax
+
+from pallas_kernels.dispatch import select
+from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
+
+IMPLEMENTATIONS = {"reference": grouped_matmul_reference}
+
+
+def grouped_matmul(
+    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, kernels: str = "auto"
+) -> jax.Array:
+    """The products [N, F] in x's dtype, accumulated in f32.
+
+    Args:
+        x: [N, D] rows sorted by group.
+        weights: [G, D, F] a matrix per group.
+        group_sizes: i32[G], summing to N.
+        kernels: implementation to use, see `dispatch.select`.
+
+    Raises:
+        ValueError: shapes that do not fit each other, naming the argument.
+    """
+    if x.ndim != 2 or weights.ndim != 3 or weights.shape[1] != x.shape[1]:
+        raise ValueError(
+            f"x must be [N, D] and weights [G, D, F]; got {x.shape} and {weights.shape}"
+        )
+    if group_sizes.shape != weights.shape[:1]:
+        raise ValueError(f"group_sizes must be [G={weights.shape[0]}]; got {group_sizes.shape}")
+    return select("grouped_matmul", kernels, IMPLEMENTATIONS)(x, weights, group_sizes)

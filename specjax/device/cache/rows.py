@@ -1,0 +1,90 @@
+"""Rows that go on from what the caches hold: the context of every serving step."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_delta_rule import DeltaRuleCache, Heads, gated_delta_rule
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_write import paged_write
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class CachedRows:
+    """T rows for each of B requests, laid end to end; row b*T + t belongs to request b.
+
+    Rejected tokens need no undoing. Their keys and values lie past a request's length, where no row
+    looks and where the next extension writes. A recurrent state lags behind by the `pending` tokens
+    that the last extension ran and that stand: this one folds them in first. Rows that `folds`
+    marks as certain, as a prompt's are, leave nothing pending.
+    """
+
+    positions: jax.Array  # i32[B T], absolute; -1 for a padding row
+    page_table: jax.Array  # i32[B, P]; -1 where no page is assigned
+    slots: jax.Array | None = None  # i32[B], of recurrent states; past the last for a padding row
+    pending: jax.Array | None = None  # i32[B]
+    folds: bool = field(default=False, metadata={"static": True})
+    kernels: str = field(default="auto", metadata={"static": True})
+
+    @classmethod
+    def starting_at(
+        cls, starts: jax.Array, counts: jax.Array, num_rows: int, page_table: jax.Array, **others
+    ) -> "CachedRows":
+        """`num_rows` rows per request from position starts[b] on, of which counts[b] are real."""
+        row = jnp.arange(num_rows, dtype=jnp.int32)[None]
+        positions = jnp.where(row < counts[:, None], starts[:, None] + row, -1)
+        return cls(positions.reshape(-1), page_table, **others)
+
+    @property
+    def width(self) -> int:
+        """T, rows per request."""
+        return self.positions.shape[0] // self.page_table.shape[0]
+
+    def attend(
+        self, kv: jax.Array, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write k and v [B T, H_kv, D] to the pages, then attend q [B T, H, D] over them."""
+        positions, q_rows, k_rows, v_rows = map(self._by_request, (self.positions, q, k, v))
+        kv = paged_write(
+            kv, layer, self.page_table, positions, k_rows, v_rows, kernels=self.kernels
+        )
+        out = paged_attention(q_rows, kv, layer, self.page_table, positions, kernels=self.kernels)
+        return out.reshape(q.shape), kv
+
+    def recur(
+        self,
+        cache: DeltaRuleCache,
+        layer: jax.Array,
+        x: jax.Array,
+        gates: jax.Array,
+        conv: jax.Array,
+        heads: Heads,
+    ) -> tuple[jax.Array, DeltaRuleCache]:
+        """Bring the states up to date, then run the rows x [B T, C] on from them."""
+        positions, x, gates = map(self._by_request, (self.positions, x, gates))
+        assert self.slots is not None and self.pending is not None, "rows without slots"
+        out, cache = gated_delta_rule(
+            x,
+            gates,
+            conv,
+            cache,
+            layer,
+            self.slots,
+            positions,
+            self.pending,
+            folds=self.folds,
+            kernels=self.kernels,
+        )
+        return out.reshape(-1, *out.shape[2:]), cache
+
+    def _by_request(self, x: jax.Array) -> jax.Array:
+        return x.reshape(self.page_table.shape[0], -1, *x.shape[1:])
+
+
+def padded_width(batch: int, width: int, multiple: int) -> int:
+    """The least T >= width with batch * T a multiple of `multiple`, as matrix units want it."""
+    while batch * width % multiple:
+        width += 1
+    return width

@@ -1,0 +1,139 @@
+"""Multi-token prediction (DeepSeek-V3, section 2.2; Qwen3-Next): the target's own extra layer.
+
+    x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
+
+h is the target's hidden state after its final norm, embedding and head are the target's, and the
+layer is one of its attention layers with a cache of its own. For further drafts the layer is run
+again on h'.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import open_file
+from specjax.checkpoint.load import load_params
+from specjax.checkpoint.spec import linear
+from specjax.config import SpeculativeConfig
+from specjax.device.cache.recurrent import HybridCache
+from specjax.device.drafters.checkpoint import DrafterFiles
+from specjax.device.drafters.drafter import Params
+from specjax.device.models.layers.rows import Rows
+from specjax.device.models.model import Features, Model
+from specjax.device.models.qwen3_5 import (
+    ATTENTION,
+    Layer,
+    Qwen35,
+    decoder_layer,
+    layer_specs,
+    norm_spec,
+)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MTPParams:
+    """Weights of the module."""
+
+    embedding_norm: jax.Array  # [D]
+    hidden_norm: jax.Array  # [D]
+    fc: jax.Array  # [2 D, D]
+    layer: Layer
+    norm: jax.Array  # [D]
+
+
+@dataclass(frozen=True)
+class MTPHead:
+    """The module as a chain drafter's head. `shape` is the target it belongs to."""
+
+    shape: Qwen35
+    has_embedding: bool = False
+    aux_layers: tuple[int, ...] = ()
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the features, which is the target's."""
+        return self.shape.hidden_size
+
+    def specs(self, names: frozenset[str] = frozenset()) -> MTPParams:
+        """The weights as `TensorSpec`s; `names` tell how a file has the experts."""
+        shape, dim = self.shape, self.hidden_size
+        is_sparse = shape.experts is not None
+        return MTPParams(
+            embedding_norm=norm_spec("mtp.pre_fc_norm_embedding", dim),
+            hidden_norm=norm_spec("mtp.pre_fc_norm_hidden", dim),
+            fc=linear(["mtp.fc.weight"], 2 * dim, [dim]),
+            layer=layer_specs(shape, "mtp.layers.0", ATTENTION, names, is_sparse),
+            norm=norm_spec("mtp.norm", dim),
+        )
+
+    def fuse(self, params: MTPParams, features: Features) -> jax.Array:
+        """The target's final hidden state, as it is."""
+        return features.hidden
+
+    def extend(
+        self,
+        target: Model,
+        params: Params,
+        tokens: jax.Array,
+        hidden: jax.Array,
+        rows: Rows,
+        kv: Any,
+    ) -> tuple[jax.Array, Any]:
+        """See `Head.extend`."""
+        embedded = target.embed(params.target, tokens)
+        return _layer(params.drafter, embedded, hidden, rows, kv, self)
+
+    def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
+        """The target's head; the hidden state is normed already."""
+        return target.logits(params.target, hidden)
+
+    def target_ids(self, params: MTPParams) -> None:
+        """Drafts over the target's whole vocabulary."""
+
+
+@partial(jax.jit, static_argnames="head")
+def _layer(
+    params: MTPParams, embedded: jax.Array, hidden: jax.Array, rows: Rows, kv: Any, head: MTPHead
+) -> tuple[jax.Array, Any]:
+    shape = head.shape
+    normed = shape.norm(embedded, params.embedding_norm), shape.norm(hidden, params.hidden_norm)
+    x = jnp.concatenate(normed, axis=-1) @ params.fc
+    angles = shape.rope.angles(rows.positions)
+    cache = HybridCache(kv, None)
+    x, cache = decoder_layer(params.layer, x, rows, angles, cache, jnp.int32(0), shape)
+    return shape.norm(x, params.norm), cache.kv
+
+
+def load(
+    files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
+) -> tuple[MTPHead, MTPParams]:
+    """The module from the target's own files, or from mtp.safetensors beside them."""
+    if not isinstance(target, Qwen35):
+        raise CheckpointError(
+            f"{files.hf.origin}: method 'mtp' needs a model with a module of its own (qwen3_next, "
+            f"qwen3_5, qwen3_5_moe), not model_type={files.hf.get('model_type', None)!r}"
+        )
+    if target.num_mtp_layers > 1:
+        raise CheckpointError(
+            f"{files.hf.origin}: mtp_num_hidden_layers={target.num_mtp_layers} is not supported; "
+            "modules of one layer are"
+        )
+    tensors = files.tensors
+    beside = tensors.folder / "mtp.safetensors"
+    if not any(name.startswith("mtp.") for name in tensors.names()) and beside.exists():
+        tensors = open_file(beside)
+    if "mtp.fc.weight" not in tensors.names():
+        raise CheckpointError(
+            f"{tensors.folder} has no tensor mtp.fc.weight, so method 'mtp' has nothing to draft "
+            "with; add the mtp.* tensors of the original checkpoint, which exports leave out, as "
+            "mtp.safetensors, or use another method"
+        )
+    head = MTPHead(target)
+    specs = head.specs(tensors.names())
+    return head, load_params(tensors, specs, dtype, ignore=lambda name: not name.startswith("mtp."))

@@ -1,0 +1,436 @@
+"""Hybrid decoders of the Qwen3-Next family: `qwen3_next`, `qwen3_5` and `qwen3_5_moe`.
+
+One architecture: three layers of Gated DeltaNet to one of gated attention with partial rotary
+embedding, norms stored as their distance from one, a dense feed-forward layer or a mixture of
+experts. What sets the three apart is how their checkpoints name and interleave the tensors.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.gated_delta_rule import Heads
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.spec import (
+    TensorSpec,
+    depthwise,
+    experts,
+    fused_experts,
+    linear,
+    stored,
+)
+from specjax.device.cache.paged import init_pool
+from specjax.device.cache.recurrent import HybridCache, init_delta
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.layers.attention import Attention, attention
+from specjax.device.models.layers.gated_delta_net import GatedDeltaNet, gated_delta_net
+from specjax.device.models.layers.mlp import MLP, mlp
+from specjax.device.models.layers.moe import Experts, MoE, moe
+from specjax.device.models.layers.norm import centred_rms_norm
+from specjax.device.models.layers.rope import Rope
+from specjax.device.models.layers.rows import Rows
+from specjax.device.models.model import Features
+
+ATTENTION, DELTA = "full_attention", "linear_attention"
+IGNORED = ("model.visual.", "visual.", "mtp.")  # what a text model does without
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Layer:
+    """Weights of one decoder layer."""
+
+    mixer_norm: jax.Array  # [D]
+    mixer: Attention | GatedDeltaNet
+    mlp_norm: jax.Array  # [D]
+    mlp: MLP | MoE
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Params:
+    """Weights of a decoder; `lm_head` is None when it is the embedding."""
+
+    embedding: jax.Array  # [V, D]
+    layers: tuple[Layer, ...]
+    norm: jax.Array  # [D]
+    lm_head: jax.Array | None  # [D, V]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Qwen35:
+    """A hybrid decoder. Hashable, so that a compiled step can hold it as a static value."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layer_types: tuple[str, ...]  # "full_attention" or "linear_attention"
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    delta_heads: Heads
+    conv_width: int
+    rms_norm_eps: float
+    rope: Rope
+    max_position: int
+    tie_word_embeddings: bool = False
+    experts: Experts | None = None
+    dense_layers: tuple[int, ...] = ()  # of a model with experts, those without
+    is_interleaved: bool = False  # Qwen3-Next's names and order of the recurrent projections
+    num_mtp_layers: int = 0  # modules that predict further tokens, beside the model
+
+    @property
+    def num_layers(self) -> int:
+        """Layers of either kind."""
+        return len(self.layer_types)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether any layer is recurrent."""
+        return DELTA in self.layer_types
+
+    @property
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        """The vision tower, and the modules that predict further tokens."""
+        return IGNORED
+
+    def specs(self, names: Collection[str] = ()) -> Params:
+        """See `Model.specs`."""
+        text = "model.language_model"
+        prefix = text if any(name.startswith(f"{text}.") for name in names) else "model"
+        dim = self.hidden_size
+        return Params(
+            embedding=stored([f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim)),
+            layers=tuple(
+                layer_specs(self, f"{prefix}.layers.{i}", kind, names, self._is_sparse(i))
+                for i, kind in enumerate(self.layer_types)
+            ),
+            norm=norm_spec(f"{prefix}.norm", dim),
+            lm_head=None
+            if self.tie_word_embeddings
+            else linear(["lm_head.weight"], dim, [self.vocab_size]),
+        )
+
+    def init_cache(
+        self, num_slots: int, num_pages: int, page_size: int, most_rows: int, dtype: Any
+    ) -> HybridCache:
+        """See `Model.init_cache`."""
+        num_attention, num_delta = map(self.layer_types.count, (ATTENTION, DELTA))
+        return HybridCache(
+            init_pool(num_attention, num_pages, page_size, self.num_kv_heads, self.head_dim, dtype),
+            init_delta(num_delta, num_slots, self.delta_heads, self.conv_width, most_rows, dtype),
+        )
+
+    def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
+        """RMSNorm over the last axis of x."""
+        return centred_rms_norm(x, weight, self.rms_norm_eps)
+
+    def extend(
+        self,
+        params: Params,
+        tokens: jax.Array,
+        rows: Rows,
+        cache: HybridCache | None,
+        aux_layers: tuple[int, ...] = (),
+    ) -> tuple[Features, HybridCache]:
+        """See `Model.extend`."""
+        x = self.embed(params, tokens)
+        angles = self.rope.angles(rows.positions)
+        held = HybridCache(None, None) if cache is None else cache
+        entering = []
+        for i, layer in enumerate(params.layers):
+            entering.append(x)
+            index = jnp.int32(self.layer_types[:i].count(self.layer_types[i]))
+            x, held = decoder_layer(layer, x, rows, angles, held, index, self)
+        entering.append(x)
+        auxiliary = [entering[i] for i in aux_layers]
+        features = Features(
+            self.norm(x, params.norm), jnp.concatenate(auxiliary, axis=-1) if auxiliary else None
+        )
+        return features, held
+
+    def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+        """Input embeddings [N, D] of tokens i32[N]."""
+        return params.embedding[tokens]
+
+    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+        """Next-token logits f32[N, V] of hidden states [N, D]."""
+        head = params.embedding.T if params.lm_head is None else params.lm_head
+        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+
+    def _is_sparse(self, layer: int) -> bool:
+        return self.experts is not None and layer not in self.dense_layers
+
+
+# One trace serves all layers of a kind: the index, within the kind, is an operand.
+@partial(jax.jit, static_argnames="model")
+def decoder_layer(
+    params: Layer,
+    x: jax.Array,
+    rows: Rows,
+    angles: tuple[jax.Array, jax.Array],
+    cache: HybridCache,
+    layer: jax.Array,
+    model: Qwen35,
+) -> tuple[jax.Array, HybridCache]:
+    """One pre-norm decoder layer on x [N, D]."""
+    mixer, normed = params.mixer, model.norm(x, params.mixer_norm)
+    if isinstance(mixer, Attention):
+        mixed, kv = attention(mixer, normed, rows, angles, cache.kv, layer, model)
+        cache = cache._replace(kv=kv)
+    else:
+        heads, eps = model.delta_heads, model.rms_norm_eps
+        mixed, delta = gated_delta_net(mixer, normed, rows, cache.delta, layer, heads, eps)
+        cache = cache._replace(delta=delta)
+    x = x + mixed
+    normed = model.norm(x, params.mlp_norm)
+    if isinstance(params.mlp, MLP):
+        return x + mlp(params.mlp, normed), cache
+    assert model.experts is not None
+    return x + moe(params.mlp, normed, model.experts, rows.kernels), cache
+
+
+def layer_specs(
+    model: Qwen35, prefix: str, kind: str, names: Collection[str], is_sparse: bool
+) -> Layer:
+    """One decoder layer as a tree of `TensorSpec`; `names` are those in the files."""
+    dim = model.hidden_size
+    return Layer(
+        mixer_norm=norm_spec(f"{prefix}.input_layernorm", dim),
+        mixer=_attention_specs(model, f"{prefix}.self_attn")
+        if kind == ATTENTION
+        else _delta_specs(model, f"{prefix}.linear_attn"),
+        mlp_norm=norm_spec(f"{prefix}.post_attention_layernorm", dim),
+        mlp=_moe_specs(model, f"{prefix}.mlp", names)
+        if is_sparse
+        else _mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size),
+    )
+
+
+def norm_spec(name: str, dim: int) -> Any:
+    """The weight of a norm, stored as its distance from one."""
+    return stored([f"{name}.weight"], (dim,), fill=0.0)
+
+
+def _attention_specs(model: Qwen35, prefix: str) -> Attention:
+    head, dim = model.head_dim, model.hidden_size
+    q, kv = model.num_heads * head, model.num_kv_heads * head
+    inputs = [f"{prefix}.{name}_proj.weight" for name in "qkv"]
+    return Attention(
+        # Each head's rows of q_proj are its query, then its gate.
+        qkv=linear(inputs, dim, [2 * q, kv, kv], interleaved={inputs[0]: (head, head)}),
+        out=linear([f"{prefix}.o_proj.weight"], q, [dim]),
+        q_norm=norm_spec(f"{prefix}.q_norm", head),
+        k_norm=norm_spec(f"{prefix}.k_norm", head),
+    )
+
+
+def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
+    heads, dim = model.delta_heads, model.hidden_size
+    inner, num_values = heads.num_values * heads.value_dim, heads.num_values
+    if model.is_interleaved:
+        group = num_values // heads.num_keys  # value heads that read one key head
+        qkvz, ba = f"{prefix}.in_proj_qkvz.weight", f"{prefix}.in_proj_ba.weight"
+        wide = group * heads.value_dim
+        in_proj = linear(
+            [qkvz, ba],
+            dim,
+            [heads.channels + inner, 2 * num_values],
+            interleaved={qkvz: (heads.key_dim, heads.key_dim, wide, wide), ba: (group, group)},
+        )
+    else:
+        names = [f"{prefix}.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")]
+        in_proj = linear(names, dim, [heads.channels, inner, num_values, num_values])
+
+    def exact(name: str) -> Any:
+        return TensorSpec((f"{prefix}.{name}",), ((num_values,),), dtype="float32")
+
+    return GatedDeltaNet(
+        in_proj=in_proj,
+        conv=depthwise(f"{prefix}.conv1d.weight", heads.channels, model.conv_width),
+        log_decay=exact("A_log"),
+        decay_bias=exact("dt_bias"),
+        norm=stored([f"{prefix}.norm.weight"], (heads.value_dim,)),
+        out=linear([f"{prefix}.out_proj.weight"], inner, [dim]),
+    )
+
+
+def _mlp_specs(prefix: str, dim: int, intermediate: int) -> MLP:
+    gate, up, down = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    return MLP(
+        gate_up=linear([gate, up], dim, [intermediate, intermediate]),
+        down=linear([down], intermediate, [dim]),
+    )
+
+
+def _moe_specs(model: Qwen35, prefix: str, names: Collection[str]) -> MoE:
+    assert model.experts is not None
+    dim, (num_experts, _, inner, shared, _) = model.hidden_size, model.experts
+    fused = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
+    single = [f"{prefix}.experts.{i}" for i in range(num_experts)]
+    found_fused = [name for name in fused if name in names]
+    found_single = [n for n in names if n.startswith(f"{prefix}.experts.") and n not in fused]
+    if found_fused and found_single:
+        raise CheckpointError(
+            f"the weights hold both {found_fused[0]} (all experts in one) and {min(found_single)} "
+            "(one expert); keep one of the two layouts"
+        )
+    if found_fused:
+        gate_up = fused_experts(fused[0], num_experts, dim, 2 * inner)
+        down = fused_experts(fused[1], num_experts, inner, dim)
+    else:
+        pairs = [(f"{one}.gate_proj.weight", f"{one}.up_proj.weight") for one in single]
+        gate_up = experts(pairs, dim, [inner, inner])
+        down = experts([(f"{one}.down_proj.weight",) for one in single], inner, [dim])
+    return MoE(
+        router=linear([f"{prefix}.gate.weight"], dim, [num_experts]),
+        gate_up=gate_up,
+        down=down,
+        shared=_mlp_specs(f"{prefix}.shared_expert", dim, shared),
+        shared_gate=linear([f"{prefix}.shared_expert_gate.weight"], dim, [1]),
+    )
+
+
+def from_hf(hf: HFConfig) -> Qwen35:
+    """The model that a Hugging Face config of the family describes, its text part if nested."""
+    kind, outer = hf.get("model_type", "qwen3_5"), hf
+    if (nested := hf.get("text_config", None)) is not None:
+        if not isinstance(nested, Mapping):
+            raise CheckpointError(f"{hf.origin}: text_config must be an object, got {nested!r}")
+        hf = HFConfig(nested, f"{hf.origin}: text_config")
+    outer.require_unset("quantization_config")
+    hf.require("hidden_act", "silu")
+    hf.require("attn_output_gate", True)
+    hf.require("mamba_ssm_dtype", "float32")
+    hf.require("mtp_use_dedicated_embeddings", False)
+    hf.require_unset("attention_bias", "use_sliding_window", "quantization_config")
+    if hf.get("output_gate_type", "silu") not in ("silu", "swish"):
+        hf.require("output_gate_type", "swish")
+    num_layers = hf.integer("num_hidden_layers")
+    head_dim = hf.integer("head_dim", 256)
+    experts = _experts(hf, kind)
+    return Qwen35(
+        vocab_size=hf.integer("vocab_size"),
+        hidden_size=hf.integer("hidden_size"),
+        intermediate_size=hf.integer("intermediate_size", 1 if experts else None),
+        layer_types=_layer_types(hf, num_layers),
+        num_heads=hf.integer("num_attention_heads"),
+        num_kv_heads=hf.integer("num_key_value_heads"),
+        head_dim=head_dim,
+        delta_heads=_delta_heads(hf),
+        conv_width=hf.integer("linear_conv_kernel_dim", 4),
+        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rope=hf.rope(head_dim, partial_factor=0.25),
+        max_position=hf.integer("max_position_embeddings", 32768),
+        # Beside a text part, transformers ties by what stands outside.
+        tie_word_embeddings=bool(
+            outer.get("tie_word_embeddings", hf.get("tie_word_embeddings", False))
+        ),
+        experts=experts,
+        dense_layers=_dense_layers(hf, num_layers) if experts else (),
+        is_interleaved=kind == "qwen3_next",
+        num_mtp_layers=_num_mtp_layers(hf),
+    )
+
+
+def _layer_types(hf: HFConfig, num_layers: int) -> tuple[str, ...]:
+    interval = hf.integer("full_attention_interval", 4)
+    regular = tuple(DELTA if (i + 1) % interval else ATTENTION for i in range(num_layers))
+    given = hf.get("layer_types", regular)
+    types = tuple(given) if isinstance(given, Sequence) else ()
+    if len(types) != num_layers or any(kind not in (ATTENTION, DELTA) for kind in types):
+        raise CheckpointError(
+            f"{hf.origin}: layer_types must name {ATTENTION!r} or {DELTA!r} for each of "
+            f"num_hidden_layers={num_layers}; got {given!r}"
+        )
+    if hf.get("full_attention_interval", None) is not None and types != regular:
+        raise CheckpointError(
+            f"{hf.origin}: layer_types={list(types)} disagrees with "
+            f"full_attention_interval={interval}; correct one, or remove the interval"
+        )
+    return types
+
+
+def _num_mtp_layers(hf: HFConfig) -> int:
+    key = "mtp_num_hidden_layers"
+    return hf.integer(key) if hf.get(key, 0) != 0 else 0
+
+
+def _delta_heads(hf: HFConfig) -> Heads:
+    heads = Heads(
+        num_keys=hf.integer("linear_num_key_heads", 16),
+        num_values=hf.integer("linear_num_value_heads", 32),
+        key_dim=hf.integer("linear_key_head_dim", 128),
+        value_dim=hf.integer("linear_value_head_dim", 128),
+    )
+    if heads.num_values % heads.num_keys:
+        raise CheckpointError(
+            f"{hf.origin}: linear_num_value_heads={heads.num_values} must be a multiple of "
+            f"linear_num_key_heads={heads.num_keys}"
+        )
+    return heads
+
+
+def _experts(hf: HFConfig, kind: str) -> Experts | None:
+    if kind == "qwen3_next" or "moe" in kind:
+        default = {"qwen3_next": 512}.get(kind, 256)
+        if hf.get("num_experts", default) == 0:
+            return None
+        chosen = Experts(
+            num_experts=hf.integer("num_experts", default),
+            num_chosen=hf.integer("num_experts_per_tok", {"qwen3_next": 10}.get(kind, 8)),
+            intermediate_size=hf.integer("moe_intermediate_size", 512),
+            shared_intermediate_size=hf.integer("shared_expert_intermediate_size", 512),
+            normalises=kind != "qwen3_next" or bool(hf.get("norm_topk_prob", True)),
+        )
+        if chosen.num_chosen > chosen.num_experts:
+            raise CheckpointError(
+                f"{hf.origin}: num_experts_per_tok={chosen.num_chosen} exceeds "
+                f"num_experts={chosen.num_experts}"
+            )
+        return chosen
+    return None
+
+
+def _dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
+    step, dense = hf.integer("decoder_sparse_step", 1), hf.get("mlp_only_layers", [])
+    return tuple(i for i in range(num_layers) if i in dense or (i + 1) % step)
+
+
+def to_hf(model: Qwen35) -> Mapping[str, Any]:
+    """A Hugging Face `config.json` of type `qwen3_5_text` for a model that this package trained."""
+    heads = model.delta_heads
+    return {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "layer_types": list(model.layer_types),
+        "num_attention_heads": model.num_heads,
+        "num_key_value_heads": model.num_kv_heads,
+        "head_dim": model.head_dim,
+        "linear_num_key_heads": heads.num_keys,
+        "linear_num_value_heads": heads.num_values,
+        "linear_key_head_dim": heads.key_dim,
+        "linear_value_head_dim": heads.value_dim,
+        "linear_conv_kernel_dim": model.conv_width,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": model.rope.theta,
+            "partial_rotary_factor": model.rope.head_dim / model.head_dim,
+        },
+        "max_position_embeddings": model.max_position,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "attention_bias": False,
+        "attn_output_gate": True,
+        "mamba_ssm_dtype": "float32",
+        "mtp_num_hidden_layers": model.num_mtp_layers,
+    }

@@ -1,0 +1,118 @@
+"""Every implementation of the grouped product against a loop over its rows in f64."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, grouped_matmul
+
+CASES = {
+    "one-row": (1,),
+    "one-row-of-many-groups": (0,) * 20 + (1,) + (0,) * 11,
+    "all-in-the-first": (37, 0, 0),
+    "all-in-the-last": (0, 0, 37),
+    "blocks": (8, 16, 64, 128),
+    "around-blocks": (7, 9, 1, 15, 17, 63, 65, 127, 129),
+    "gaps": (0, 3, 0, 0, 12, 0, 5, 0),
+    "more-groups-than-rows": (0, 1, 0, 0, 2, 0, 1, 0, 0, 0, 1, 0),
+    "one-each": (1,) * 24,
+    "no-rows": (0, 0, 0),
+}
+
+
+@pytest.fixture(params=IMPLEMENTATIONS)
+def multiply(request):
+    """One implementation, compiled."""
+    return jax.jit(functools.partial(grouped_matmul, kernels=request.param))
+
+
+def arguments(group_sizes, dtype="float32", dims=(24, 40), seed=0):
+    """x, weights, group_sizes; NaN in every matrix that no row needs."""
+    rng = np.random.default_rng(seed)
+    sizes = np.array(group_sizes, np.int32)
+    x = rng.normal(size=(sizes.sum(), dims[0]))
+    weights = rng.normal(size=(len(sizes), *dims)) / np.sqrt(dims[0])
+    weights[sizes == 0] = np.nan
+    return jnp.asarray(x, dtype), jnp.asarray(weights, dtype), jnp.asarray(sizes)
+
+
+def product_by_definition(x, weights, group_sizes):
+    x, weights = (np.asarray(z.astype(jnp.float32)).astype(np.float64) for z in (x, weights))
+    groups = np.repeat(np.arange(len(weights)), group_sizes)
+    products = [row @ weights[group] for row, group in zip(x, groups, strict=True)]
+    return np.array(products).reshape(len(x), weights.shape[2])
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_the_definition(multiply, name):
+    inputs = arguments(CASES[name])
+    out, expected = multiply(*inputs), product_by_definition(*inputs)
+    assert out.dtype == jnp.float32 and out.shape == expected.shape
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("name", ["around-blocks", "more-groups-than-rows"])
+def test_nothing_but_the_result_is_rounded_to_bf16(multiply, name):
+    inputs = arguments(CASES[name], "bfloat16")
+    out, expected = multiply(*inputs), product_by_definition(*inputs)
+    assert out.dtype == jnp.bfloat16
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=2**-8, atol=2e-6)
+
+
+def test_sums_of_bf16_are_f32(multiply):
+    """A term that bf16 sums would lose, 1 beside 512, is left where the large ones cancel."""
+    x = jnp.array([[512.0, 1.0, -512.0]] * 3, jnp.bfloat16)
+    weights = jnp.ones((2, 3, 4), jnp.bfloat16)
+    out = multiply(x, weights, jnp.array([2, 1], jnp.int32))
+    np.testing.assert_array_equal(out.astype(jnp.float32), 1.0)
+
+
+def test_bits_do_not_depend_on_the_neighbours(multiply):
+    """A row's product is the same wherever it lies in its group, and whatever the others are."""
+    x, weights, _ = arguments((24, 0, 0), seed=1)
+    weights = jnp.nan_to_num(weights, nan=0.5)
+    first = multiply(x, weights, jnp.array([24, 0, 0], jnp.int32))
+    shuffled = multiply(x[::-1], weights, jnp.array([24, 0, 0], jnp.int32))
+    np.testing.assert_array_equal(shuffled[::-1], first)
+    fewer = multiply(x, weights, jnp.array([5, 10, 9], jnp.int32))
+    np.testing.assert_array_equal(fewer[:5], first[:5])
+    assert not np.isclose(fewer[5:], first[5:]).all(axis=1).any()
+
+
+def test_nan_in_a_row_stays_there(multiply):
+    x, weights, sizes = arguments((3, 0, 9))
+    expected = np.array(product_by_definition(x, weights, sizes))
+    expected[[2, 7]] = np.nan
+    out = multiply(x.at[jnp.array([2, 7])].set(jnp.nan), weights, sizes)
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "name, shapes",
+    [
+        ("x", {"x": (24,)}),
+        ("x", {"x": (5, 24, 1)}),
+        ("x", {"x": (5, 23)}),
+        ("x", {"weights": (24, 40)}),
+        ("x", {"weights": (3, 40, 24)}),
+        ("group_sizes", {"group_sizes": (2,)}),
+        ("group_sizes", {"group_sizes": (3, 1)}),
+        ("group_sizes", {"group_sizes": ()}),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(name, shapes):
+    shapes = {"x": (5, 24), "weights": (3, 24, 40), "group_sizes": (3,)} | shapes
+    x, weights = jnp.zeros(shapes["x"]), jnp.zeros(shapes["weights"])
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        grouped_matmul(x, weights, jnp.zeros(shapes["group_sizes"], int))
+
+
+def test_kernels_that_do_not_exist_are_named():
+    inputs = arguments((2, 1))
+    with pytest.raises(ValueError, match="kernels='cuda' is unknown; choose one of auto"):
+        grouped_matmul(*inputs, kernels="cuda")
+    with pytest.raises(ValueError, match="grouped_matmul has no such implementation; it has ref"):
+        grouped_matmul(*inputs, kernels="mosaic")

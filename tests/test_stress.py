@@ -1,0 +1,182 @@
+"""The stress of accepted counts finds nothing, and would: counts that go wrong show in the tokens.
+
+The benchmark runs it at length; this is 512 generations of it, and 64 in exact mode.
+"""
+
+import argparse
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from specjax import LLM
+from specjax.engine import Engine
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+K = 3
+SIZES = ["--k", str(K), "--slots", "8", "--max-tokens", "12"]
+
+# What the counter holds after a step, from the slots that took part, what is true, and what was
+# true after the step before.
+Wrong = Callable[[list[int], np.ndarray, np.ndarray], np.ndarray]
+
+
+def late(slots, now, before):
+    return before
+
+
+def of_the_request_beside(slots, now, before):
+    return put(now, slots, np.roll(now[slots], 1))
+
+
+def without_drafts(slots, now, before):
+    return put(now, slots, 1)
+
+
+def with_rejected_drafts(slots, now, before):
+    return put(now, slots, K + 1)
+
+
+def one_after_a_prompt(slots, now, before):
+    return put(now, slots, 1)
+
+
+def put(values, slots, new):
+    values = values.copy()
+    values[slots] = new
+    return values
+
+
+@contextmanager
+def counts(engine: Engine, wrong: Wrong, program: str) -> Iterator[None]:
+    """Overwrite the counts of accepted tokens after every run of one of a step's programs."""
+    run, before = engine._run, np.asarray(engine._state.pending)
+
+    def run_wrongly(name: str, plan: Any, *arguments: Any) -> Any:
+        nonlocal before
+        result = run(name, plan, *arguments)
+        if name == program:
+            # A copy: the next step is given the state's own memory to write to.
+            now = np.array(engine._state.pending)
+            slots = [sequence.slot for sequence in plan.sequences]
+            pending = jax.device_put(wrong(slots, now, before).copy(), engine._device)
+            engine._state, before = replace(engine._state, pending=pending), now
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_run", run_wrongly)
+        yield
+
+
+@dataclass(frozen=True)
+class Served:
+    """The benchmark, and a small hybrid with speculation in many slots and without in one."""
+
+    stress: Any
+    llm: LLM
+    alone: LLM
+    settings: argparse.Namespace
+
+    def run(self, **sizes: Any) -> tuple[int, dict[str, Any]]:
+        """The exit code and the result of the benchmark at these sizes."""
+        settings = argparse.Namespace(**vars(self.settings) | sizes)
+        source = self.stress.provenance()
+        code = self.stress.run_rounds(self.llm, self.alone, settings, source)
+        return code, json.loads(settings.json.read_text())
+
+
+@pytest.fixture(scope="module")
+def stress() -> Iterator[Any]:
+    """The benchmark as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("stress_accepted_counts")
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["", "exact"])
+def served(request, stress, tmp_path_factory) -> Iterator[Served]:
+    folder = tmp_path_factory.mktemp("hybrid")
+    stress.write_random(folder)
+    options = [*SIZES, "--json", str(folder / "result.json")]
+    settings = stress.read_settings([*options, "--exact"] if request.param else options)
+    llm, alone = stress.make_llms(folder, settings)
+    with llm, alone:
+        yield Served(stress, llm, alone, settings)
+
+
+def test_every_generation_is_that_of_the_request_alone(served, capsys):
+    exact = served.settings.exact
+    prompts, rounds = (8, 2) if exact else (16, 4)
+    samples = 4 if exact else 8
+    code, result = served.run(prompts=prompts, samples=samples, rounds=rounds)
+    assert code == 0
+    generations, accepted = result["tables"]
+    rows = [dict(zip(generations["columns"], row, strict=True)) for row in generations["rows"]]
+    assert [row["requests arrive"] for row in rows] == ["all at once", "one by one"]
+    assert sum(row["generations"] for row in rows) == prompts * samples * rounds
+    assert sum(row["mismatches"] for row in rows) == 0
+    assert result["samples"]["mismatches"] == []
+    if exact:
+        assert result["samples"]["near_ties"] == []
+    assert min(row["shortest output"] for row in rows) >= served.stress.FEWEST_TOKENS
+    assert [count for count, _ in accepted["rows"]] == list(range(K + 1))
+    # Every count occurs, or the comparison would not show much.
+    assert all(share > 0.02 for _, share in accepted["rows"])
+    printed = capsys.readouterr().out
+    assert "mismatches: 0" in printed and "tokens/s" in printed
+
+
+@pytest.mark.parametrize("served", [False], indirect=True)
+@pytest.mark.parametrize(
+    "wrong, program",
+    [
+        (late, "decode"),
+        (of_the_request_beside, "decode"),
+        (without_drafts, "decode"),
+        (with_rejected_drafts, "decode"),
+        (one_after_a_prompt, "begin"),
+    ],
+)
+def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, wrong, program):
+    stress, engine = served.stress, served.llm.engine
+    settings = argparse.Namespace(**vars(served.settings) | {"prompts": 8, "samples": 4})
+    requests = stress.make_requests(served.llm, settings, 0)
+    expected, _ = stress.serve(served.alone.engine, requests)
+    with counts(engine, wrong, program):
+        outputs, _ = stress.serve(engine, requests)
+    found = stress.compare_all(engine, requests, expected, outputs)
+    assert len(found.mismatches) > found.num_outputs / 8
+    # Those who take the slots and pages next do not notice.
+    outputs, _ = stress.serve(engine, requests)
+    assert not stress.compare_all(engine, requests, expected, outputs).mismatches
+
+
+@pytest.mark.parametrize("served", [False], indirect=True)
+def test_a_run_with_a_mismatch_fails(served, capsys):
+    with counts(served.llm.engine, late, "decode"):
+        code, result = served.run(prompts=4, samples=2, rounds=1)
+    assert code == 1 and result["samples"]["mismatches"]
+    assert result["samples"]["mismatches"][0] in capsys.readouterr().out
+
+
+def test_prompts_are_ragged(stress):
+    settings = stress.read_settings(["--prompts", "64", "--k", str(K)])
+    llm = argparse.Namespace(tokenizer=None, target=stress.RANDOM)
+    lengths = [len(prompt) for prompt in stress.make_prompts(llm, settings)]
+    assert lengths[: K + 2] == [1, 2, 3, 4, 5]
+    assert stress.CHUNK < max(lengths) <= stress.LONGEST_PROMPT
+
+
+def test_too_few_tokens_are_refused(stress, capsys):
+    with pytest.raises(SystemExit):
+        stress.read_settings(["--max-tokens", "3"])
+    assert "--max-tokens 3 must be at least 4" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""Training of a hybrid's MTP module: what it unrolls is what drafting runs; its export loads."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import LLM, SamplingParams
+from specjax.checkpoint.save import save_checkpoint
+from specjax.config import SpeculativeConfig
+from specjax.device.cache.rows import CachedRows
+from specjax.device.drafters.chain import ChainDrafter
+from specjax.device.drafters.drafter import DraftContext, Params, Variant
+from specjax.device.drafters.mtp import MTPHead
+from specjax.device.drafters.registry import load_drafter
+from specjax.device.edits import History
+from specjax.device.models import qwen3_5
+from specjax.device.models.model import Features
+from specjax.device.models.registry import load_model
+from specjax.device.requests import init_requests
+from specjax.train.context import CausalRows, UnrolledRows
+from specjax.train.data import Document
+from specjax.train.drafter import FeatureSet, mtp_loss, shift, train_mtp
+from specjax.train.loop import Schedule
+from specjax.train.target import demo_qwen3_5, init_params
+
+LENGTH, K = 24, 3
+TARGET = demo_qwen3_5(48, 4, 64)
+HEAD = MTPHead(TARGET)
+
+
+def noisy(specs, seed):
+    """Weights in which norms and gates matter, too."""
+    leaves, tree = jax.tree.flatten(init_params(specs, jax.random.key(seed)))
+    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
+    pairs = zip(leaves, keys, strict=True)
+    return jax.tree.unflatten(tree, [x + 0.1 * jax.random.normal(k, x.shape) for x, k in pairs])
+
+
+@pytest.fixture(scope="module")
+def target_params():
+    return noisy(TARGET.specs(), 0)
+
+
+@pytest.fixture(scope="module")
+def documents():
+    rng = np.random.default_rng(0)
+    return [Document(rng.integers(0, 48, 20).astype(np.int32), 4) for _ in range(12)]
+
+
+def test_the_unrolled_chain_is_what_drafting_computes(target_params):
+    """Row i, step j of training equals the j-th draft after i + 1 verified tokens, paged."""
+    params = Params(target_params, noisy(HEAD.specs(), 5))
+    tokens = jnp.array(np.random.default_rng(3).integers(0, 48, (1, LENGTH)).astype(np.int32))
+    features, _ = TARGET.extend(target_params, tokens[0], CausalRows.of(1, LENGTH), None)
+    last = 10  # rows 0..last are verified; token last + 1 is the newest
+    drafter = ChainDrafter(HEAD)
+    state = drafter.init_state(1, 4, 8, jnp.float32)
+    table, slots = jnp.arange(4, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
+    rows = CachedRows(jnp.arange(last + 1), table)
+    seen, following = Features(features.hidden[: last + 1], None), tokens[:, 1 : last + 2]
+    state = drafter.observe(TARGET, params, state, slots, rows, following, seen, jnp.array([last]))
+    context = DraftContext(
+        slots=slots,
+        starts=jnp.array([last + 1]),
+        is_active=jnp.ones(1, bool),
+        page_table=table,
+        requests=init_requests(1, TARGET.vocab_size),  # greedy
+        history=History(tokens, jnp.array([last + 2])),
+        kernels="auto",
+        row_multiple=1,
+        shares_noise=True,
+        variant=Variant(),
+    )
+    drafts = drafter.draft(TARGET, params, state, context, K)[0].tokens
+
+    chain = jnp.concatenate([tokens[:, : last + 2], drafts], axis=1)
+    chain = jnp.pad(chain, ((0, 0), (0, LENGTH - chain.shape[1])))
+    hidden, kv, trained = features.hidden, (), []
+    for step in range(K):
+        fed = shift(chain, step + 1).reshape(-1)
+        hidden, kv = HEAD.extend(TARGET, params, fed, hidden, UnrolledRows.of(1, LENGTH, step), kv)
+        trained.append(int(HEAD.logits(TARGET, params, hidden)[last].argmax()))
+    assert trained == drafts[0].tolist()
+
+
+def test_the_loss_is_the_cross_entropy_of_answers(target_params, documents):
+    batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, (), batch=4).batch_at(0, 4, 0)
+    own = noisy(HEAD.specs(), 5)
+    loss, _ = mtp_loss(TARGET, HEAD, own, target_params, batch, jax.random.key(0), num_unrolled=1)
+    flat = batch.hidden.reshape(4 * LENGTH, -1)
+    teacher = np.asarray(TARGET.logits(target_params, flat), np.float64).reshape(4, LENGTH, -1)
+    params, rows = Params(target_params, own), CausalRows.of(4, LENGTH)
+    hidden, _ = HEAD.extend(TARGET, params, shift(batch.tokens, 1).reshape(-1), flat, rows, None)
+    drafted = np.asarray(HEAD.logits(TARGET, params, hidden), np.float64).reshape(teacher.shape)
+    losses = []
+    for b in range(4):
+        for t in range(LENGTH - 2):
+            if batch.is_answer[b, t + 2]:
+                p = np.exp(teacher[b, t + 1] - teacher[b, t + 1].max())
+                log_q = drafted[b, t] - np.log(np.exp(drafted[b, t]).sum())
+                losses.append(-(p / p.sum()) @ log_q)
+    assert losses
+    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-4)
+
+
+def test_training_lowers_the_loss_and_the_module_lies_in_the_targets_files(
+    target_params, documents, tmp_path
+):
+    schedule = Schedule(steps=12, batch_size=6, length=LENGTH, learning_rate=3e-3, seed=0)
+    head, params, _ = train_mtp(
+        TARGET, target_params, documents, tmp_path / "run", schedule, num_unrolled=2
+    )
+    loss = jax.jit(partial(mtp_loss, TARGET, head, num_unrolled=2))
+    batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, ()).batch_at(0, 12, 0)
+    key = jax.random.key(1)
+    before = loss(init_params(head.specs(), jax.random.key(0)), target_params, batch, key)[0]
+    assert loss(params, target_params, batch, key)[0] < before
+
+    folder = tmp_path / "both"
+    specs, both = (TARGET.specs(), head.specs()), (target_params, params)
+    save_checkpoint(folder, specs, both, qwen3_5.to_hf(TARGET), dtype=np.dtype("float32"))
+    model, loaded = load_model(folder, np.dtype("float32"))
+    assert replace(model, rope=TARGET.rope) == TARGET
+    jax.tree.map(np.testing.assert_array_equal, loaded, target_params)
+    speculation = SpeculativeConfig(method="mtp", num_speculative_tokens=K)
+    drafter, loaded = load_drafter(folder, speculation, model, np.dtype("float32"))
+    jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    with LLM(
+        folder, speculative_config=speculation, max_model_len=64, num_pages=8, show_progress=False
+    ) as llm:
+        (output,) = llm.generate([[1, 2, 3]], SamplingParams(max_tokens=4), use_tqdm=False)
+    assert len(output.outputs[0].token_ids) == 4
