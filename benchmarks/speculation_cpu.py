@@ -1,6 +1,7 @@
-"""`specjax bench` as a recorded result: the demo target plain and with both drafters.
+"""`specjax bench` as a recorded result: a demo target plain and with its drafters.
 
 python benchmarks/speculation_cpu.py
+python benchmarks/speculation_cpu.py --model demo-qwen3.5
 """
 
 import argparse
@@ -11,6 +12,7 @@ from report import RESULTS, provenance, write_result
 from specjax.bench.command import add_arguments
 from specjax.bench.report import identity_line, repetition_line
 from specjax.bench.speculation import bench, read_settings
+from specjax.demo import TARGET
 
 
 def main() -> None:
@@ -49,7 +51,7 @@ def main() -> None:
         ],
     }  # fmt: skip
     result = {
-        "title": "Speculation on the demo model",
+        "title": f"Speculation on {settings.model}",
         "description": f"{settings.model} in {settings.dtype}, {settings.num_prompts} held-out "
         f"GSM8K questions, up to {settings.max_tokens} tokens each.",
         "provenance": source,
@@ -57,7 +59,8 @@ def main() -> None:
         "tables": [table],
         "samples": {"configurations": report["configurations"]},
     }
-    write_result(RESULTS / "speculation_cpu.json", result)
+    suffix = "" if settings.model == TARGET else f"_{settings.model}"
+    write_result(RESULTS / f"speculation_cpu{suffix}.json", result)
 
 
 if __name__ == "__main__":
