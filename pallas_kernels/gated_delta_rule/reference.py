@@ -63,6 +63,11 @@ def gated_delta_rule_reference(
     heads = Heads(num_keys, num_heads, key_dim, value_dim)
     counts = (positions >= 0).sum(axis=1)
     starts = positions[:, 0]
+    # Steps of any width are computed in one shape, that of the ring: XLA rounds by the shape.
+    width = positions.shape[1]
+    num_new = width if folds else most_pending
+    new_x, new_gates = _resize(x.astype(ring.dtype), num_new), _resize(gates, num_new)
+    is_new = _resize(positions >= 0, num_new)
     first = (starts - pending)[:, None]  # tokens in the state
 
     # All that this call looks at: the ring in the order of its tokens, then the new ones.
@@ -71,31 +76,27 @@ def gated_delta_rule_reference(
     read = jnp.minimum(slots, num_slots - 1)[:, None]  # a padding row reads, and drops, another's
     is_known = (places >= 0) & (places >= first - (num_taps - 1))
     known = jnp.where(is_known[..., None], ring[layer, read, columns], 0)
-    inputs = jnp.concatenate([known, x.astype(ring.dtype)], axis=1)
+    inputs = jnp.concatenate([known, new_x], axis=1)
     columns, places = columns[:, num_taps - 1 :], places[:, num_taps - 1 :]
-    all_gates = jnp.concatenate([ring_gates[layer, read, columns], gates], axis=1)
-    is_real = jnp.concatenate([(places >= 0) & (places >= first), positions >= 0], axis=1)
+    all_gates = jnp.concatenate([ring_gates[layer, read, columns], new_gates], axis=1)
+    is_real = jnp.concatenate([(places >= 0) & (places >= first), is_new], axis=1)
+    tokens = split_tokens(convolve(inputs, conv), all_gates, heads).only(is_real)
 
     def step(t, carry):
         s, out = carry
-        window, token_gates, is_token = (
-            jax.lax.dynamic_slice_in_dim(of_all, t, length, axis=1)
-            for of_all, length in ((inputs, num_taps), (all_gates, 1), (is_real, 1))
-        )
-        token = split_tokens(convolve(window, conv), token_gates, heads).only(is_token)
-        s, o = advance(s, *(x[:, 0] for x in token))
+        token = (jax.lax.dynamic_index_in_dim(x, t, 1, keepdims=False) for x in tokens)
+        s, o = advance(s, *token)
         # Before the first new token, the place is 0, which that one overwrites.
         return s, jax.lax.dynamic_update_index_in_dim(out, o, t - most_pending, 1)
 
     s = jnp.where(first[..., None, None] > 0, state[layer, read[:, 0]], 0.0)
-    out = jnp.zeros((*positions.shape, num_heads, value_dim), jnp.float32)
+    out = jnp.zeros((len(slots), num_new, num_heads, value_dim), jnp.float32)
     # One body for both loops, and bounds that XLA cannot unroll: a token is the same machine code
     # and has the same bits whichever call runs it.
     most = jnp.max(jnp.where(counts > 0, pending, 0))
     s, out = jax.lax.fori_loop(most_pending - most, most_pending, step, (s, out))
     if folds:
-        certain = split_tokens(convolve(inputs[:, most_pending:], conv), gates, heads)
-        s, out = recur_chunks(s, certain.only(positions >= 0))
+        s, out = recur_chunks(s, Tokens(*(x[:, most_pending:] for x in tokens)))
     else:
         _, out = jax.lax.fori_loop(most_pending, most_pending + counts.max(), step, (s, out))
 
@@ -113,7 +114,13 @@ def gated_delta_rule_reference(
         column = jnp.where(positions >= 0, positions % num_columns, num_columns)
         ring = ring.at[layer, write[:, None], column].set(x.astype(ring.dtype), mode="drop")
         ring_gates = ring_gates.at[layer, write[:, None], column].set(gates, mode="drop")
-    return out.astype(x.dtype), state, ring, ring_gates
+    return _resize(out, width).astype(x.dtype), state, ring, ring_gates
+
+
+def _resize(x: jax.Array, length: int) -> jax.Array:
+    """x [B, T, ...] cut, or padded with zeros, to T = length."""
+    padding = max(0, length - x.shape[1])
+    return jnp.pad(x[:, :length], ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
 
 
 def convolve(x: jax.Array, conv: jax.Array) -> jax.Array:
