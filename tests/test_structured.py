@@ -186,6 +186,7 @@ def demo_prompts(llm, count):
     return [llm.tokenizer.encode(text)[:30] for text in texts]
 
 
+@pytest.mark.slow
 def test_the_demo_model(demo):
     params = wishes(24)
     before = demo.metrics()
@@ -210,6 +211,7 @@ def test_greedy_too(llm, plain, prompts):
     assert tokens(outputs) == tokens(generate(plain, prompts[:8], params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [
