@@ -109,8 +109,8 @@ class Implementation:
 
     kernels: str
 
-    def serve(self, streams, sizes=Sizes(), **others):
-        return Serving(self.kernels, streams, sizes, **others)
+    def serve(self, streams, sizes=None, **others):
+        return Serving(self.kernels, streams, sizes or Sizes(), **others)
 
 
 @pytest.fixture(params=IMPLEMENTATIONS)
