@@ -23,6 +23,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import jax
 import numpy as np
 import pytest
+from jax._src import compiler
 
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS, SamplingParams
 
@@ -160,10 +161,24 @@ def compilations() -> CompilationLog:
 
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
-    """Programs of a module compile in half the time, and run slowly."""
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", False)
+    """Programs of a module compile in a fraction of the time, and run slowly.
+
+    Until JAX 0.11, XLA may also do without its fusion emitters, which make most of the code. JAX's
+    config does not have the option, and XLA_FLAGS would set it for the other modules as well.
+    """
+    plain_options = compiler.get_compile_options
+
+    def quick_options(*args: Any, **kwargs: Any) -> Any:
+        options = plain_options(*args, **kwargs)
+        options.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
+        return options
+
+    with pytest.MonkeyPatch.context() as patch:
+        if jax.__version_info__ < (0, 11):
+            patch.setattr(compiler, "get_compile_options", quick_options)
+        jax.config.update("jax_disable_most_optimizations", True)
+        yield
+        jax.config.update("jax_disable_most_optimizations", False)
 
 
 @pytest.fixture
