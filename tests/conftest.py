@@ -444,7 +444,7 @@ def _hf_config(kind: str, given: Mapping[str, Any]) -> Any:
         "vocab_size": VOCAB,
         "hidden_size": 32,
         "intermediate_size": 48,
-        "num_hidden_layers": 3,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "max_position_embeddings": 512,
@@ -638,6 +638,8 @@ def _eagle3_tensors(
     decoder = _decoder_config(target)
     decoder |= {key: config.pop(key) for key in decoder.keys() & config.keys()}
     vocab, wide = decoder["vocab_size"], target.hf.config.hidden_size
+    if target.hf.config.num_hidden_layers < 3:  # too few for the default ones
+        config = {"eagle_aux_hidden_state_layer_ids": list(range(num_aux))} | config
     dim = decoder["hidden_size"]
     layer = "midlayer" if layout == "raw" else "layers.0"
     tensors = {

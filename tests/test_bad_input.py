@@ -33,7 +33,7 @@ nan, inf = math.nan, math.inf
 @pytest.fixture(scope="module")
 def text_folder(checkpoints):
     """A tiny target with a tokenizer of single bytes."""
-    target = checkpoints.target("llama", num_hidden_layers=3, eos_token_id=EOS)
+    target = checkpoints.target("llama", num_hidden_layers=1, eos_token_id=EOS)
     folder = checkpoints.copy(target.folder)
     letters = pre_tokenizers.ByteLevel.alphabet()
     vocab = {letter: i for i, letter in enumerate(sorted(letters)[:VOCAB])}
@@ -46,7 +46,7 @@ def text_folder(checkpoints):
 
 @pytest.fixture(scope="module")
 def llm(checkpoints, text_folder):
-    target = checkpoints.target("llama", num_hidden_layers=3, eos_token_id=EOS)
+    target = checkpoints.target("llama", num_hidden_layers=1, eos_token_id=EOS)
     head = checkpoints.eagle(target)
     with LLM(
         text_folder,
@@ -377,7 +377,7 @@ def test_a_step_that_fails_to_compile_spoils_no_other_request(checkpoints):
             raise RuntimeError("it broke later")
         return logits
 
-    target = checkpoints.target("llama", num_hidden_layers=3, eos_token_id=EOS)
+    target = checkpoints.target("llama", num_hidden_layers=1, eos_token_id=EOS)
     sizes = {"max_model_len": 16, "max_num_seqs": 1, "show_progress": False}
     with LLM(target.folder, **sizes) as llm:
         is_broken = False

@@ -383,7 +383,7 @@ def test_the_published_table_is_what_the_code_says(monkeypatch):
 
 
 def test_a_checkpoint_and_its_eagle3_head_add_up(capsys, checkpoints):
-    target = checkpoints.target(vocab_size=300)
+    target = checkpoints.target(vocab_size=300, num_hidden_layers=3)
     drafter = str(checkpoints.eagle3(target).folder)
     argv = [str(target.folder), "--drafter", drafter, "--max-num-seqs", "3"]
     report = run_json(capsys, *argv, "--max-model-len", "100")

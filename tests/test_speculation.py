@@ -29,21 +29,21 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 VOCAB = 32
 MAX_LEN = 128
 CHUNK = 32  # the most prompt tokens of a step
-KS = (1, 2, 3, 5)
+KS = (1, 4)
 PROMPT_LENGTHS = (1, 5, 32, 33, 64, 70, 96, 2, 31, 40, 3, 65, 17, 90, 8, 50, 12, 77, 1, 32)
 OUTPUT_LENGTHS = (20, 7, 31, 1, 24, 13, 2, 32)
 
 
 @pytest.fixture(scope="module")
 def target(checkpoints):
-    return checkpoints.target("llama", vocab_size=VOCAB)
+    return checkpoints.target("llama", vocab_size=VOCAB, num_hidden_layers=1)
 
 
-def make_llm(target, head=None, **settings):
+def make_llm(target, head=None, k=3, **settings):
     speculative = None
     if head:
         method, folder = head
-        speculative = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
+        speculative = {"method": method, "model": str(folder), "num_speculative_tokens": k}
     settings = {"max_num_seqs": 2, "max_num_batched_tokens": CHUNK} | settings
     return LLM(
         target.folder,
@@ -63,22 +63,27 @@ def plain(target):
 
 @pytest.fixture(scope="module", params=["eagle", "eagle3"])
 def head(request, checkpoints, target):
-    make = getattr(checkpoints, request.param)
-    files = make(target) if request.param == "eagle" else make(target, draft_vocab=20)
-    return request.param, files.folder
+    return request.param, head_files(checkpoints, target, request.param).folder
+
+
+def head_files(checkpoints, target, method):
+    if method == "eagle":
+        return checkpoints.eagle(target)
+    return checkpoints.eagle3(target, draft_vocab=20, num_aux=2)
 
 
 @pytest.fixture(scope="module")
 def narrow(target, head):
     """Two requests at a time, to be set to any K."""
-    with make_llm(target, head) as llm:
+    with make_llm(target, head, k=KS[-1]) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def wide(target, head):
-    """Sixteen requests at a time, K = 3, prompts prefilled side by side."""
-    with make_llm(target, head, max_num_seqs=16, max_num_batched_tokens=64) as llm:
+def wide(checkpoints, target):
+    """Eight requests at a time, K = 3, prompts prefilled side by side."""
+    head = "eagle3", head_files(checkpoints, target, "eagle3").folder
+    with make_llm(target, head, max_num_seqs=8, max_num_batched_tokens=64) as llm:
         yield llm
 
 
@@ -170,9 +175,9 @@ def test_any_k_gives_the_tokens_of_plain_decoding(narrow, works, k, temperature)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("num_prompts", [1, 2, 3, 5, 8, 13, 16, 20])
+@pytest.mark.parametrize("num_prompts", [1, 2, 3, 5, 8, 12])
 def test_any_batch_gives_the_tokens_of_plain_decoding(wide, works, num_prompts, temperature):
-    """Up to 16 run at once; requests end at different times, and the last four wait for a slot."""
+    """Up to 8 run at once; requests end at different times, and the last four wait for a slot."""
     work = works[temperature].part(num_prompts)
     assert_same(wide, work, generate(wide, work.prompts, work.params))
 
@@ -192,11 +197,11 @@ class CyclicPolicy:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_k_may_change_every_step(narrow, works, temperature):
     work = works[temperature]
-    narrow.engine.set_policy(CyclicPolicy((0, 3, 1, 5, 2)))
+    narrow.engine.set_policy(CyclicPolicy((0, 4, 1)))
     before = narrow.metrics().k_histogram
     assert_same(narrow, work, generate(narrow, work.prompts, work.params))
     histogram = narrow.metrics().k_histogram
-    assert all(histogram[k] - before.get(k, 0) > 10 for k in (0, 1, 2, 3, 5))
+    assert all(histogram[k] - before.get(k, 0) > 10 for k in (0, 1, 4))
 
 
 def test_async_scheduling_changes_neither_tokens_nor_counts(wide, works):
@@ -277,7 +282,7 @@ def test_exact_steps_give_the_same_bits_under_any_schedule(checkpoints, target, 
     forwards, backwards = range(len(prompts)), range(len(prompts))[::-1]
     with make_llm(target, max_num_seqs=1, exact=True) as llm:
         expected = outcome(llm, forwards)
-    head = "eagle3", checkpoints.eagle3(target).folder
+    head = "eagle3", head_files(checkpoints, target, "eagle3").folder
     with make_llm(target, head, max_num_seqs=5, max_num_batched_tokens=96, exact=True) as llm:
         assert outcome(llm, backwards) == expected
         metrics = llm.metrics()
@@ -360,7 +365,7 @@ def oracle(plain, ragged_prompts_of_module):
     )
     engine = Engine(
         EngineConfig(
-            max_model_len=MAX_LEN, max_num_seqs=4, max_num_batched_tokens=CHUNK, num_pages=64
+            max_model_len=MAX_LEN, max_num_seqs=2, max_num_batched_tokens=CHUNK, num_pages=64
         ),
         plain.target,
         KnowingDrafter(len(prompts)),

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 K = 3
-SIZES = ["--k", str(K), "--slots", "8", "--max-tokens", "12"]
+SIZES = ["--k", str(K), "--slots", "4", "--max-tokens", "12"]
 
 # What the counter holds after a step, from the slots that took part, what is true, and what was
 # true after the step before.

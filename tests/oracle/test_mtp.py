@@ -209,8 +209,9 @@ def test_drafts_stay_true_when_k_changes_and_slots_change_hands(checkpoints, che
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_5"])
+@pytest.mark.parametrize(
+    "kind, seed", [("qwen3_next", 2), ("qwen3_5_text", 0), ("qwen3_5_moe_text", 1)]
+)
 def test_more_drafts(checkpoints, check_drafts, kind, seed):
     target = checkpoints.target(
         kind,
