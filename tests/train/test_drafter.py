@@ -32,6 +32,8 @@ from specjax.train.drafter import (
 from specjax.train.loop import Schedule
 from specjax.train.target import demo_llama, init_params
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 LENGTH = 24
 TARGET = demo_llama(64, 4, 64)
 AUX = (1, 2, 3)
@@ -59,49 +61,53 @@ def _head():
 
 def test_unrolled_chain_is_what_drafting_computes(target_params):
     """Row i, step j of training equals the j-th draft after i + 1 verified tokens, paged."""
-    head, k = _head(), 4
+    head, k, last = _head(), 4, 10  # rows 0..last are verified; token last + 1 is the newest
     ids = jnp.array(np.sort(np.random.default_rng(1).permutation(64)[:32]).astype(np.int32))
     own = replace(init_params(head.specs(), jax.random.key(2)), target_ids=ids)
     params = Params(target_params, own)
     tokens = jnp.array(np.random.default_rng(3).integers(0, 64, (1, LENGTH)).astype(np.int32))
-    features, _ = TARGET.extend(
-        target_params, tokens.reshape(-1), CausalRows.of(1, LENGTH), None, AUX
-    )
 
-    last = 10  # rows 0..last are verified; token last + 1 is the newest
-    drafter = ChainDrafter(head)
-    state = drafter.init_state(1, 4, 8, jnp.float32)
-    table = jnp.arange(4, dtype=jnp.int32)[None]
-    rows = CachedRows(jnp.arange(last + 1), table)
-    seen = Features(features.hidden[: last + 1], features.auxiliary[: last + 1])
-    state = drafter.observe(
-        TARGET, params, state, jnp.zeros(1, jnp.int32), rows, tokens[:, 1 : last + 2], seen,
-        jnp.array([last]),
-    )  # fmt: skip
-    context = DraftContext(
-        slots=jnp.zeros(1, jnp.int32),
-        starts=jnp.array([last + 1]),
-        is_active=jnp.ones(1, bool),
-        page_table=table,
-        requests=init_requests(1, TARGET.vocab_size),  # greedy
-        history=History(tokens, jnp.array([last + 2])),
-        kernels="auto",
-        row_multiple=1,
-        shares_noise=True,
-        variant=Variant(),
-    )
-    draft, _ = drafter.draft(TARGET, params, state, context, k)
-    drafts = draft.tokens
+    @jax.jit
+    def draft(params, tokens):
+        features, _ = TARGET.extend(
+            params.target, tokens.reshape(-1), CausalRows.of(1, LENGTH), None, AUX
+        )
+        drafter = ChainDrafter(head)
+        state = drafter.init_state(1, 4, 8, jnp.float32)
+        table, slots = jnp.arange(4, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
+        rows, following = CachedRows(jnp.arange(last + 1), table), tokens[:, 1 : last + 2]
+        seen = Features(features.hidden[: last + 1], features.auxiliary[: last + 1])
+        state = drafter.observe(
+            TARGET, params, state, slots, rows, following, seen, jnp.array([last])
+        )
+        context = DraftContext(
+            slots=slots,
+            starts=jnp.array([last + 1]),
+            is_active=jnp.ones(1, bool),
+            page_table=table,
+            requests=init_requests(1, TARGET.vocab_size),  # greedy
+            history=History(tokens, jnp.array([last + 2])),
+            kernels="auto",
+            row_multiple=1,
+            shares_noise=True,
+            variant=Variant(),
+        )
+        return features, drafter.draft(TARGET, params, state, context, k)[0].tokens
 
+    @jax.jit
+    def unroll(params, features, chain):
+        hidden, kv, found = head.fuse(params.drafter, features), (), []
+        for step in range(k):
+            fed, rows = shift(chain, step + 1).reshape(-1), UnrolledRows.of(1, LENGTH, step)
+            hidden, kv = head.extend(TARGET, params, fed, hidden, rows, kv)
+            found.append(ids[head.logits(TARGET, params, hidden)[last].argmax()])
+        return jnp.stack(found)
+
+    features, drafts = draft(params, tokens)
     # Training is fed the same tokens that drafting fed itself.
     chain = jnp.concatenate([tokens[:, : last + 2], drafts], axis=1)
     chain = jnp.pad(chain, ((0, 0), (0, LENGTH - chain.shape[1])))
-    hidden, kv, trained = head.fuse(own, features), (), []
-    for step in range(k):
-        fed = shift(chain, step + 1).reshape(-1)
-        hidden, kv = head.extend(TARGET, params, fed, hidden, UnrolledRows.of(1, LENGTH, step), kv)
-        trained.append(int(ids[head.logits(TARGET, params, hidden)[last].argmax()]))
-    assert trained == drafts[0].tolist()
+    assert unroll(params, features, chain).tolist() == drafts[0].tolist()
 
 
 def test_eagle3_loss_is_the_cross_entropy_of_counted_positions(target_params, documents):
@@ -110,9 +116,8 @@ def test_eagle3_loss_is_the_cross_entropy_of_counted_positions(target_params, do
     features = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX, batch=4)
     batch = features.batch_at(0, 4, 0)
     own = init_params(head.specs(), jax.random.key(1))
-    loss, metrics = eagle3_loss(
-        TARGET, head, own, (target_params, jnp.array(ids)), batch, jax.random.key(0), num_unrolled=1
-    )
+    losses_of = jax.jit(partial(eagle3_loss, TARGET, head, num_unrolled=1))
+    loss, metrics = losses_of(own, (target_params, jnp.array(ids)), batch, jax.random.key(0))
     # The same, position by position.
     logits = np.asarray(TARGET.logits(target_params, batch.hidden.reshape(-1, 64)), np.float64)
     teacher = logits.reshape(4, LENGTH, 64)

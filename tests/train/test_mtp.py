@@ -55,44 +55,55 @@ def documents():
 
 def test_the_unrolled_chain_is_what_drafting_computes(target_params):
     """Row i, step j of training equals the j-th draft after i + 1 verified tokens, paged."""
+    last = 10  # rows 0..last are verified; token last + 1 is the newest
     params = Params(target_params, noisy(HEAD.specs(), 5))
     tokens = jnp.array(np.random.default_rng(3).integers(0, 48, (1, LENGTH)).astype(np.int32))
-    features, _ = TARGET.extend(target_params, tokens[0], CausalRows.of(1, LENGTH), None)
-    last = 10  # rows 0..last are verified; token last + 1 is the newest
-    drafter = ChainDrafter(HEAD)
-    state = drafter.init_state(1, 4, 8, jnp.float32)
-    table, slots = jnp.arange(4, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
-    rows = CachedRows(jnp.arange(last + 1), table)
-    seen, following = Features(features.hidden[: last + 1], None), tokens[:, 1 : last + 2]
-    state = drafter.observe(TARGET, params, state, slots, rows, following, seen, jnp.array([last]))
-    context = DraftContext(
-        slots=slots,
-        starts=jnp.array([last + 1]),
-        is_active=jnp.ones(1, bool),
-        page_table=table,
-        requests=init_requests(1, TARGET.vocab_size),  # greedy
-        history=History(tokens, jnp.array([last + 2])),
-        kernels="auto",
-        row_multiple=1,
-        shares_noise=True,
-        variant=Variant(),
-    )
-    drafts = drafter.draft(TARGET, params, state, context, K)[0].tokens
 
+    @jax.jit
+    def draft(params, tokens):
+        features, _ = TARGET.extend(params.target, tokens[0], CausalRows.of(1, LENGTH), None)
+        drafter = ChainDrafter(HEAD)
+        state = drafter.init_state(1, 4, 8, jnp.float32)
+        table, slots = jnp.arange(4, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
+        rows = CachedRows(jnp.arange(last + 1), table)
+        seen, following = Features(features.hidden[: last + 1], None), tokens[:, 1 : last + 2]
+        state = drafter.observe(
+            TARGET, params, state, slots, rows, following, seen, jnp.array([last])
+        )
+        context = DraftContext(
+            slots=slots,
+            starts=jnp.array([last + 1]),
+            is_active=jnp.ones(1, bool),
+            page_table=table,
+            requests=init_requests(1, TARGET.vocab_size),  # greedy
+            history=History(tokens, jnp.array([last + 2])),
+            kernels="auto",
+            row_multiple=1,
+            shares_noise=True,
+            variant=Variant(),
+        )
+        return features.hidden, drafter.draft(TARGET, params, state, context, K)[0].tokens
+
+    @jax.jit
+    def unroll(params, hidden, chain):
+        kv, found = (), []
+        for step in range(K):
+            fed, rows = shift(chain, step + 1).reshape(-1), UnrolledRows.of(1, LENGTH, step)
+            hidden, kv = HEAD.extend(TARGET, params, fed, hidden, rows, kv)
+            found.append(HEAD.logits(TARGET, params, hidden)[last].argmax())
+        return jnp.stack(found)
+
+    hidden, drafts = draft(params, tokens)
     chain = jnp.concatenate([tokens[:, : last + 2], drafts], axis=1)
     chain = jnp.pad(chain, ((0, 0), (0, LENGTH - chain.shape[1])))
-    hidden, kv, trained = features.hidden, (), []
-    for step in range(K):
-        fed = shift(chain, step + 1).reshape(-1)
-        hidden, kv = HEAD.extend(TARGET, params, fed, hidden, UnrolledRows.of(1, LENGTH, step), kv)
-        trained.append(int(HEAD.logits(TARGET, params, hidden)[last].argmax()))
-    assert trained == drafts[0].tolist()
+    assert unroll(params, hidden, chain).tolist() == drafts[0].tolist()
 
 
 def test_the_loss_is_the_cross_entropy_of_answers(target_params, documents):
     batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, (), batch=4).batch_at(0, 4, 0)
     own = noisy(HEAD.specs(), 5)
-    loss, _ = mtp_loss(TARGET, HEAD, own, target_params, batch, jax.random.key(0), num_unrolled=1)
+    losses_of = jax.jit(partial(mtp_loss, TARGET, HEAD, num_unrolled=1))
+    loss, _ = losses_of(own, target_params, batch, jax.random.key(0))
     flat = batch.hidden.reshape(4 * LENGTH, -1)
     teacher = np.asarray(TARGET.logits(target_params, flat), np.float64).reshape(4, LENGTH, -1)
     params, rows = Params(target_params, own), CausalRows.of(4, LENGTH)
