@@ -40,12 +40,12 @@ def _measure(*options):
 
 @pytest.fixture(scope="module")
 def llama():
-    return _measure()
+    return _measure("--k", "1,3", "--num-prompts", "16")
 
 
 @pytest.fixture(scope="module")
 def hybrid():
-    return _measure("--model", "demo-qwen3.5", "--k", "1,3")
+    return _measure("--model", "demo-qwen3.5", "--k", "1,3", "--num-prompts", "16")
 
 
 @pytest.fixture(params=["llama", "hybrid"])
@@ -70,7 +70,7 @@ def test_eagle3_is_accepted_more_often_than_eagle1(llama):
 
 
 def test_more_drafts_are_accepted_at_greater_k(llama):
-    lengths = [llama["eagle3", k].mean_acceptance_length for k in (1, 2, 3, 5)]
+    lengths = [llama["eagle3", k].mean_acceptance_length for k in (1, 3)]
     assert lengths == sorted(lengths)
 
 
@@ -92,7 +92,12 @@ def test_an_untrained_drafter_is_rarely_accepted(tmp_path):
     params = init_params(head.specs(), jax.random.key(0))
     save_checkpoint(tmp_path, head.specs(), params, eagle3.to_hf(head), dtype=np.dtype("float32"))
     config = {"method": "eagle3", "model": str(tmp_path), "num_speculative_tokens": 3}
-    sizes = {"max_num_seqs": 1, "max_model_len": 256, "show_progress": False}
+    sizes = {
+        "max_num_seqs": 1,
+        "max_num_batched_tokens": 32,
+        "max_model_len": 256,
+        "show_progress": False,
+    }
     prompts = ["Question: A farmer has 12 cows and buys 5 more. How many has he now?\nAnswer:"]
     greedy = SamplingParams(temperature=0, max_tokens=48)
     with LLM(folder, speculative_config=config, **sizes) as llm, LLM(folder, **sizes) as plain:

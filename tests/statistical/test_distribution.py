@@ -175,8 +175,11 @@ CASES = [
     (64, 3_000, Block(), False),
     (4096, 200, Rejection(), False),
 ]
-SLOW = [(8, 200_000, *case) for case in SMALL]
-SLOW += [(64, 50_000, *case) for case in SMALL] + [(4096, 3_000, *case) for case in SMALL]
+SLOW = [
+    *((8, 200_000, method, False) for method in (SeedExact(), Rejection(), Block())),
+    *((64, 50_000, method, True) for method in (Rejection(), Block())),
+    (4096, 3_000, SeedExact(), False),
+]
 
 
 @pytest.mark.parametrize(
