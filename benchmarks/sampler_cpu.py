@@ -158,7 +158,9 @@ def sampler(llm: LLM, case: dict[str, Any], batch_size: int) -> Callable[[], Any
     params = SamplingParams(ignore_eos=True, seed=0, **case)
     request = llm.request_maker.make([5, 6, 7], params, 0, "prompt")
     layout = Layout(batch_size, MAX_LEN, 1, vocab_size)
-    sequences = [Sequence.of(request, 0, slot, []) for slot in range(batch_size)]
+    sequences = [Sequence.of(request, 0, 0) for _ in range(batch_size)]
+    for slot, sequence in enumerate(sequences):
+        sequence.settle_in(slot, [], 3, 0)
     state = init_state(batch_size, MAX_LEN, vocab_size, jnp.zeros(1), None)
     packed = pack_admissions(sequences, batch_size, layout)
     requests = run_admit(state, jax.device_put(packed), layout=layout).requests

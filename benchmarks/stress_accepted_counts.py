@@ -261,7 +261,8 @@ def serve(
         for _ in range(min(next(arrivals), len(waiting))):
             engine.add(waiting.popleft())
         for sample in engine.step():
-            outputs[sample.request.request_id, sample.index] = sample.output
+            if sample.is_finished:
+                outputs[sample.request.request_id, sample.index] = sample.output
     return outputs, time.perf_counter() - start
 
 

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specjax.async_llm import AsyncLLM
     from specjax.checkpoint.errors import CheckpointError
     from specjax.config import SpeculativeConfig
     from specjax.llm import LLM
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "LLM",
+    "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
     "Logprob",
@@ -26,6 +28,7 @@ __all__ = [
 
 _MODULES = {
     "LLM": "specjax.llm",
+    "AsyncLLM": "specjax.async_llm",
     "CheckpointError": "specjax.checkpoint.errors",
     "CompletionOutput": "specjax.request",
     "RequestOutput": "specjax.request",

@@ -5,6 +5,7 @@ one of their own, and grammars their masks. Every array handed over is freshly m
 buffers after the call returns.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,18 +23,22 @@ from specjax.device.step import (
     DecodeInputs,
     Extension,
     PrefillInputs,
+    SnapshotInputs,
     StepModel,
     StepOutputs,
     admit,
     begin,
-    decode_step,
+    decode_rounds,
     extend,
     prefill,
     propose,
+    restore,
     settle,
+    take,
 )
 from specjax.device.verification import Draft
-from specjax.host.scheduler import DecodePlan, RowOutput, Sequence, StepPlan
+from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan
+from specjax.host.sequence import RowOutput, Sequence
 from specjax.request import Logprob, TokenLogprobs
 from specjax.sampling_params import (
     MAX_BAD_WORD_TOKENS,
@@ -41,6 +46,8 @@ from specjax.sampling_params import (
     MAX_LOGIT_BIAS,
     MAX_STOP_IDS,
 )
+
+Part = PrefillPlan | DecodePlan
 
 
 @dataclass(frozen=True)
@@ -84,35 +91,54 @@ class Layout:
             "tokens": (self.max_model_len, np.int32),
         }
 
-    def packed_shape(self, plan: StepPlan) -> tuple[int, int]:
+    def packed_shape(self, plan: Part) -> tuple[int, int]:
         """Shape of the array that `pack` makes of a plan."""
-        scalars = 2 if isinstance(plan, DecodePlan) else 3
-        return plan.batch, scalars + self.pages_per_seq
+        return plan.batch, num_scalars(plan) + self.pages_per_seq
 
     def admit_shape(self, batch: int) -> tuple[int, int]:
         """Shape of the array that `pack_admissions` makes."""
         return batch, sum(width for width, _ in self.admit_fields.values())
 
-    def mask_shape(self, plan: StepPlan) -> tuple[int, int, int]:
+    def mask_shape(self, plan: Part) -> tuple[int, int, int]:
         """Shape of a step's grammar masks."""
         num_rows = plan.k + 1 if isinstance(plan, DecodePlan) else 1
         return plan.batch, num_rows, self.mask_words
 
 
-def pack(plan: StepPlan, layout: Layout) -> np.ndarray:
+def num_scalars(plan: Part) -> int:
+    """Columns of a packed plan before its page tables: the fields of its inputs."""
+    inputs = DecodeInputs if isinstance(plan, DecodePlan) else PrefillInputs
+    return len(inputs._fields) - 1
+
+
+def pack(plan: Part, layout: Layout) -> np.ndarray:
     """A plan as i32[packed_shape]; rows past its own are padding, at slot `num_slots`."""
     packed = np.full(layout.packed_shape(plan), -1, np.int32)
     packed[:, 0] = layout.num_slots
     table = packed[:, -layout.pages_per_seq :]
     if isinstance(plan, DecodePlan):
-        packed[:, 1] = plan.num_drafts
+        packed[:, 1:3] = plan.num_drafts, plan.num_rounds
     else:
-        packed[:, 2] = 0
+        packed[:, 2:5] = 0
         for row, chunk in enumerate(plan.chunks):
-            packed[row, 1:3] = chunk.start, chunk.count
+            packed[row, 1:5] = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
     for row, sequence in enumerate(plan.sequences):
         packed[row, 0] = sequence.slot
         table[row, : len(sequence.pages)] = sequence.pages
+    return packed
+
+
+def pack_snapshots(
+    chunks: Iterable[Chunk], batch: int, num_snapshots: int, layout: Layout, *, is_taken: bool
+) -> np.ndarray:
+    """The snapshots that chunks leave, or go on from, as i32[batch, 3]: slot, id, tokens."""
+    packed = np.full((batch, 3), 0, np.int32)
+    packed[:, :2] = layout.num_slots, num_snapshots
+    for row, chunk in enumerate(chunks):
+        snapshot = chunk.taken if is_taken else chunk.restored
+        assert snapshot is not None
+        end = chunk.start + chunk.count if is_taken else chunk.start
+        packed[row] = chunk.sequence.slot, snapshot, end
     return packed
 
 
@@ -129,29 +155,41 @@ def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np
     return packed
 
 
-def pack_masks(plan: StepPlan, drafts: np.ndarray | None, layout: Layout) -> np.ndarray:
-    """The masks of a step's grammars i32[mask_shape]; all ones for a request without."""
+def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndarray:
+    """The masks of a step's grammars i32[mask_shape]; all ones for a request without.
+
+    Of drafts i32[B, K] that a drafter found fewer of, the rest are zeros, and change nothing.
+    """
     masks = np.full(layout.mask_shape(plan), -1, np.int32)
     for row, sequence in enumerate(plan.sequences):
         if sequence.matcher is not None and not sequence.is_finished:
             tokens = [] if drafts is None else drafts[row].tolist()
-            masks[row] = sequence.matcher.masks(tokens)
+            try:
+                masks[row] = sequence.matcher.masks(tokens)
+            except Exception as error:  # ends this sequence alone, when the step's tokens come
+                sequence.error = error
     return masks
 
 
-def unpack_outputs(packed: np.ndarray, plan: StepPlan, variant: Variant) -> list[RowOutput]:
-    """What each row of `plan` gave."""
+def unpack_outputs(packed: np.ndarray, plan: Part, variant: Variant) -> list[list[RowOutput]]:
+    """What each row of `plan` gave, in each of its rounds; chunks are one round."""
+    if isinstance(plan, DecodePlan):
+        return [_unpack_round(one, plan, variant) for one in packed[: plan.num_rounds]]
+    return [_unpack_round(packed, plan, variant)]
+
+
+def _unpack_round(packed: np.ndarray, plan: Part, variant: Variant) -> list[RowOutput]:
     decoding = isinstance(plan, DecodePlan)
     num_rows = plan.k + 1 if decoding else 1
     reader = _Reader(packed)
-    counts = reader.take(1)[:, 0].tolist()
-    tokens = reader.take(num_rows)
+    counts, drafts = reader.take(2).T.tolist()
+    tokens = reader.take(num_rows).tolist()
     logprobs = reader.take_logprobs(num_rows, variant.num_logprobs)
     width = 0 if decoding else plan.width
     prompts = reader.take_logprobs(width, variant.num_prompt_logprobs)
     outputs = []
     for row, sequence in enumerate(plan.sequences):
-        output = RowOutput(tokens[row, : counts[row]].tolist())
+        output = RowOutput(tokens[row][: counts[row]], drafts[row])
         params = sequence.request.params
         if logprobs is not None and params.logprobs is not None:
             output.logprobs = _by_token(logprobs, row, output.tokens, params.logprobs)
@@ -159,6 +197,7 @@ def unpack_outputs(packed: np.ndarray, plan: StepPlan, variant: Variant) -> list
             chunk = plan.chunks[row]
             following = sequence.request.prompt_token_ids[chunk.start + 1 :][: chunk.count]
             output.prompt_logprobs = _by_token(prompts, row, following, params.prompt_logprobs)
+            output.start = chunk.start
         outputs.append(output)
     return outputs
 
@@ -169,12 +208,24 @@ def run_admit(state: EngineState, packed: jax.Array, *, layout: Layout) -> Engin
     return admit(state, _unpack_admissions(packed, layout))
 
 
+@partial(jax.jit, donate_argnames="state")
+def run_restore(state: EngineState, packed: jax.Array) -> EngineState:
+    """`restore` from a packed array."""
+    return restore(state, SnapshotInputs(*packed.T))
+
+
+@partial(jax.jit, donate_argnames="state")
+def run_take(state: EngineState, packed: jax.Array) -> EngineState:
+    """`take` from a packed array."""
+    return take(state, SnapshotInputs(*packed.T))
+
+
 @partial(jax.jit, static_argnames=("model", "width"), donate_argnames="state")
 def run_prefill(
     params: Params, state: EngineState, packed: jax.Array, *, model: StepModel, width: int
 ) -> tuple[EngineState, Extension]:
     """`prefill` from a packed array."""
-    inputs = PrefillInputs(*_columns(packed, 3))
+    inputs = PrefillInputs(*_columns(packed, PrefillInputs))
     return prefill(params, state, inputs, model=model, width=width)
 
 
@@ -190,7 +241,7 @@ def run_begin(
     variant: Variant,
 ) -> tuple[EngineState, jax.Array]:
     """`begin` between packed arrays."""
-    inputs = PrefillInputs(*_columns(packed, 3))
+    inputs = PrefillInputs(*_columns(packed, PrefillInputs))
     state, outputs = begin(params, state, inputs, extension, masks, model=model, variant=variant)
     return state, pack_outputs(outputs)
 
@@ -205,10 +256,10 @@ def run_decode(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, jax.Array]:
-    """`decode_step` between packed arrays."""
-    inputs = DecodeInputs(*_columns(packed, 2))
-    state, outputs = decode_step(params, state, inputs, model=model, variant=variant, k=k)
-    return state, pack_outputs(outputs)
+    """`decode_rounds` between packed arrays."""
+    inputs = DecodeInputs(*_columns(packed, DecodeInputs))
+    state, outputs = decode_rounds(params, state, inputs, model=model, variant=variant, k=k)
+    return state, jax.vmap(pack_outputs)(outputs)
 
 
 @partial(jax.jit, static_argnames=("model", "variant", "k"), donate_argnames="state")
@@ -222,7 +273,7 @@ def run_propose(
     k: int,
 ) -> tuple[EngineState, Draft]:
     """The first part of `decode_step`, for steps that wait for masks."""
-    inputs = DecodeInputs(*_columns(packed, 2))
+    inputs = DecodeInputs(*_columns(packed, DecodeInputs))
     return propose(params, state, inputs, model=model, variant=variant, k=k)
 
 
@@ -231,7 +282,7 @@ def run_extend(
     params: Params, state: EngineState, packed: jax.Array, draft: Draft, *, model: StepModel
 ) -> tuple[EngineState, Extension]:
     """The second part, which runs while the host makes the masks."""
-    inputs = DecodeInputs(*_columns(packed, 2))
+    inputs = DecodeInputs(*_columns(packed, DecodeInputs))
     return extend(params, state, inputs, draft, model=model)
 
 
@@ -248,17 +299,17 @@ def run_settle(
     variant: Variant,
 ) -> tuple[EngineState, jax.Array]:
     """The third part, with the masks i32[B, K+1, ceil(V/32)]."""
-    inputs = DecodeInputs(*_columns(packed, 2))
+    inputs = DecodeInputs(*_columns(packed, DecodeInputs))
     state, outputs = settle(
         params, state, inputs, draft, extension, masks, model=model, variant=variant
     )
-    return state, pack_outputs(outputs)
+    return state, pack_outputs(outputs)[None]
 
 
 def pack_outputs(outputs: StepOutputs) -> jax.Array:
-    """Results as i32[B, ...]: the number of tokens, the tokens, then log-probabilities."""
+    """Results as i32[B, ...]: numbers of tokens and of drafts, tokens, then log-probabilities."""
     batch = outputs.tokens.shape[0]
-    parts = [outputs.num_tokens[:, None], outputs.tokens]
+    parts = [outputs.num_tokens[:, None], outputs.num_drafts[:, None], outputs.tokens]
     for logprobs in outputs.logprobs, outputs.prompt_logprobs:
         if logprobs is not None:
             parts += [_as_ints(x).reshape(batch, -1) for x in logprobs]
@@ -290,7 +341,7 @@ def _admit_values(sequence: Sequence, layout: Layout) -> dict[str, Any]:
         "bias": list(params.logit_bias.values()),
         "bad_words": bad_words,
         "allowed": _bitmask(params.allowed_token_ids, layout),
-        "tokens": request.prompt_token_ids,
+        "tokens": sequence.token_ids,
     }
 
 
@@ -329,7 +380,8 @@ def _unpack_admissions(packed: jax.Array, layout: Layout) -> AdmitInputs:
     )
 
 
-def _columns(packed: jax.Array, num_scalars: int) -> tuple[jax.Array, ...]:
+def _columns(packed: jax.Array, inputs: Any) -> tuple[jax.Array, ...]:
+    num_scalars = len(inputs._fields) - 1
     return (*packed[:, :num_scalars].T, packed[:, num_scalars:])
 
 

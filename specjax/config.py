@@ -10,12 +10,13 @@ from typing import Any
 from pallas_kernels.dispatch import KERNELS
 
 DTYPES = ("float32", "bfloat16")
-METHODS = ("eagle", "eagle3", "mtp")
-OWN_METHODS = ("mtp",)  # whose weights may come with the target
+METHODS = ("eagle", "eagle3", "mtp", "ngram")
+OWN_METHODS = ("mtp", "ngram")  # which need no checkpoint of their own
 AUX_ID_CONVENTIONS = ("entering", "output")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
 LOGPROBS_MODES = ("raw", "processed")
+SCHEDULING_POLICIES = ("fcfs", "priority")
 # The one shape of exact mode, the same for engines of any smaller size: requests of a round, rows
 # of each, and tokens of a chunk.
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
@@ -33,6 +34,13 @@ def check_positive(**values: int) -> None:
             raise ValueError(f"{name}={value!r} must be an integer of at least 1")
 
 
+def check_count(**values: int) -> None:
+    """Refuse values that are not integers of at least 0."""
+    for name, value in values.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name}={value!r} must be an integer of at least 0")
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
@@ -42,8 +50,10 @@ class SpeculativeConfig:
     """How drafts are made.
 
     Attributes:
-        method: "eagle" (EAGLE-1), "eagle3", or "mtp", the target's own module.
-        model: the drafter's checkpoint, a folder or hub id; for "mtp" None is the target's.
+        method: "eagle" (EAGLE-1), "eagle3", "mtp", the target's own module, or "ngram", which
+            looks for the last tokens in the text so far.
+        model: the drafter's checkpoint, a folder or hub id; for "mtp" None is the target's, "ngram"
+            has none.
         num_speculative_tokens: K, drafts per step.
         verification: "seed_exact" emits what decoding without drafts would emit; "rejection" and
             "block" emit the same distribution, accepting more of probabilistic drafts;
@@ -55,6 +65,8 @@ class SpeculativeConfig:
             with the target's noise; "greedy" drafts are always the argmax.
         aux_id_convention: how an EAGLE-3 config numbers auxiliary hidden states: "entering" layer
             i (vLLM, the default), or "output" of 0-based layer i (SGLang).
+        prompt_lookup_min: "ngram" looks for the last so many tokens, at least; 2 by default.
+        prompt_lookup_max: and at most; 5 by default.
     """
 
     method: str
@@ -65,9 +77,12 @@ class SpeculativeConfig:
     synthetic_acceptance_length: float | None = None
     draft_sample_method: str = "probabilistic"
     aux_id_convention: str = "entering"
+    prompt_lookup_min: int | None = None
+    prompt_lookup_max: int | None = None
 
     def __post_init__(self):
         _check_choice("speculative_config.method", self.method, METHODS)
+        self._check_lookup()
         is_own = self.model is None and self.method in OWN_METHODS
         if not is_own and not isinstance(self.model, str | PathLike):
             raise ValueError(f"speculative_config.model={self.model!r} must be a folder or hub id")
@@ -80,6 +95,33 @@ class SpeculativeConfig:
         check_positive(**{"speculative_config.num_speculative_tokens": self.num_speculative_tokens})
         _check_choice("speculative_config.verification", self.verification, VERIFICATIONS)
         self._check_synthetic()
+
+    def _check_lookup(self) -> None:
+        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        if self.method != "ngram":
+            if least is not None or most is not None:
+                raise ValueError(
+                    "speculative_config.prompt_lookup_min and _max go with method='ngram', not "
+                    f"{self.method!r}"
+                )
+            return
+        if self.model is not None:
+            raise ValueError(
+                f"speculative_config.model={self.model!r}: method='ngram' has no checkpoint; leave "
+                "it out"
+            )
+        # One alone is both, as in vLLM.
+        if least is None and most is None:
+            least, most = 2, 5
+        least, most = (most if least is None else least), (least if most is None else most)
+        where = "speculative_config.prompt_lookup"
+        check_positive(**{f"{where}_min": least, f"{where}_max": most})  # pyright: ignore
+        if least > most:  # pyright: ignore[reportOperatorIssue]
+            raise ValueError(
+                f"{where}_min={least} exceeds {where}_max={most}; lower the one or raise the other"
+            )
+        object.__setattr__(self, "prompt_lookup_min", least)
+        object.__setattr__(self, "prompt_lookup_max", most)
 
     def _check_synthetic(self) -> None:
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
@@ -147,12 +189,17 @@ class EngineConfig:
     Attributes:
         max_model_len: most tokens a request may come to, prompt included.
         max_num_seqs: requests that run at the same time.
-        max_num_batched_tokens: most prompt tokens of one step.
+        max_num_batched_tokens: most tokens of one step, with the rows that drafting adds to them.
+        max_num_scheduled_tokens: most tokens of one step, prompts' and rounds'; None for as many.
         page_size: tokens per page of the key-value pool.
         num_pages: pages of the pool.
+        enable_prefix_caching: keep pages of finished requests for others that begin alike.
+        num_snapshots: recurrent states kept for that; None for a quarter of max_num_seqs.
+        scheduling_policy: "fcfs", or "priority": the lowest priority value first.
         dtype: of weights and caches.
         kernels: implementation of the GPU operations.
         async_scheduling: plan and launch a step before reading the one before it.
+        steps_per_dispatch: rounds that the device may run before the host hears of them.
         exact: run every step in one shape, so that results depend on nothing but the request.
         max_logprobs: most likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the one drawn from.
@@ -162,30 +209,53 @@ class EngineConfig:
     max_model_len: int
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
+    max_num_scheduled_tokens: int = None  # pyright: ignore[reportAssignmentType]  # resolved below
     page_size: int = 16
     num_pages: int
+    enable_prefix_caching: bool = True
+    num_snapshots: int = None  # pyright: ignore[reportAssignmentType]  # resolved below
+    scheduling_policy: str = "fcfs"
     dtype: str = "float32"
     kernels: str = "auto"
     async_scheduling: bool = True
+    steps_per_dispatch: int = 1
     exact: bool = False
     max_logprobs: int = 20
     logprobs_mode: str = "raw"
     seed: int = 0
 
     def __post_init__(self):
+        if self.max_num_scheduled_tokens is None:
+            object.__setattr__(self, "max_num_scheduled_tokens", self.max_num_batched_tokens)
         check_positive(
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,
             max_num_batched_tokens=self.max_num_batched_tokens,
+            max_num_scheduled_tokens=self.max_num_scheduled_tokens,
             page_size=self.page_size,
             num_pages=self.num_pages,
+            steps_per_dispatch=self.steps_per_dispatch,
         )
+        if self.max_num_scheduled_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"max_num_scheduled_tokens={self.max_num_scheduled_tokens} exceeds "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}, which has to hold them; "
+                f"lower it, or raise max_num_batched_tokens by "
+                f"{self.max_num_scheduled_tokens - self.max_num_batched_tokens}"
+            )
+        if self.num_snapshots is None:
+            object.__setattr__(self, "num_snapshots", max(1, self.max_num_seqs // 4))
+        check_count(num_snapshots=self.num_snapshots)
+        if self.exact and self.steps_per_dispatch > 1:
+            raise ValueError(
+                f"steps_per_dispatch={self.steps_per_dispatch} needs a program of its own, and "
+                "exact=True runs all rounds in one; use 1"
+            )
+        _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
-        is_count = isinstance(self.max_logprobs, Integral) and self.max_logprobs is not True
-        if not is_count or self.max_logprobs < 0:
-            raise ValueError(f"max_logprobs={self.max_logprobs!r} must be an integer of at least 0")
+        check_count(max_logprobs=self.max_logprobs)
         if not isinstance(self.seed, Integral) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed!r} must be in 0..{2**32 - 1}")
         if self.num_pages < self.pages_per_seq:
@@ -194,6 +264,30 @@ class EngineConfig:
                 f"max_model_len={self.max_model_len} ({self.pages_per_seq} pages of "
                 f"{self.page_size} tokens); raise num_pages or lower max_model_len"
             )
+
+    def check_budgets(self, most_drafts: int, draft_slots: int) -> None:
+        """Refuse budgets in which a round of one request, or a chunk, cannot be scheduled.
+
+        Raises:
+            ValueError: with the budget and by how much to raise it.
+        """
+        chunk = self.prefill_shapes[0][1] if self.exact else 1
+        least = max(most_drafts + 1, chunk)
+        what = f"a round of {most_drafts} drafts and a token" if least > chunk else "a chunk"
+        for name, needed, why in (
+            ("max_num_scheduled_tokens", least, what),
+            (
+                "max_num_batched_tokens",
+                least + draft_slots,
+                f"{what} with {draft_slots} draft slots",
+            ),
+        ):
+            if (given := getattr(self, name)) < needed:
+                or_lower = ", or lower num_speculative_tokens" if least > chunk else ""
+                raise ValueError(
+                    f"{name}={given} cannot hold {why} ({needed} tokens), so nothing could be "
+                    f"scheduled; raise {name} by {needed - given}{or_lower}"
+                )
 
     @property
     def pages_per_seq(self) -> int:

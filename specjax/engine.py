@@ -3,27 +3,36 @@
     schedule -> pack -> step on the device -> copy back, one step late -> commit
 
 While the device runs step N the host plans N + 1. The state never leaves the device: what goes
-in is one packed array per step, what comes back is one. A step with grammars is launched in parts,
-for the masks of its drafts are made while the target runs over them.
+in is one packed array for each program, what comes back is one. A step may have two parts, chunks
+of prompts and a round of decoding; both are launched before either is read. A round with grammars
+is launched in pieces, for the masks of its drafts are made while the target runs over them.
 """
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import numpy as np
 
-from specjax.batch import Layout, pack, pack_admissions, pack_masks, unpack_outputs
+from specjax.batch import (
+    Layout,
+    Part,
+    pack,
+    pack_admissions,
+    pack_masks,
+    pack_snapshots,
+    unpack_outputs,
+)
 from specjax.config import EXACT_WIDTH, EngineConfig
+from specjax.device.cache.recurrent import init_snapshots
 from specjax.device.drafters.drafter import Drafter, Params, Variant
 from specjax.device.models.model import Model
-from specjax.device.state import init_state
+from specjax.device.state import EngineState, init_state
 from specjax.device.step import Extension, StepModel
 from specjax.device.verification import Draft, SeedExact, Verification
-from specjax.host.pages import PageAllocator
-from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler, StepPlan
+from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler
 from specjax.host.sequence import Sequence
 from specjax.host.speculation.policy import Policy
 from specjax.metrics import Metrics, Recorder
@@ -31,21 +40,23 @@ from specjax.precompile import Executables, covers
 from specjax.request import Request
 from specjax.sampling_params import LogitsProcessor
 
+DRAFT_SLOTS = 0  # rows that drafting adds to a request's: ours draft one token after another
+
 
 @dataclass(frozen=True)
 class _InFlight:
-    """A step whose outputs are on their way."""
+    """A part of a step whose outputs are on their way."""
 
-    plan: StepPlan
+    plan: Part
     variant: Variant
     outputs: jax.Array
 
 
 @dataclass(frozen=True)
 class _Extended:
-    """A step that waits for the masks of its drafts."""
+    """A round that waits for the masks of its drafts."""
 
-    plan: StepPlan
+    plan: DecodePlan
     variant: Variant
     packed: jax.Array
     draft: Draft
@@ -69,61 +80,68 @@ class Engine:
         self.config = config
         self.params = params
         self.target = target
-        device = jax.devices()[0]
-        dtype = np.dtype(config.dtype)
-        model = StepModel(
+        self._device = jax.devices()[0]
+        self._drafter = drafter
+        self._most_drafts = max(policy.choices)
+        self._model = StepModel(
             target,
             drafter,
             verification or SeedExact(),
             config.kernels,
             # Rows are free where a matmul waits for its weights, and matrix units want eights.
-            row_multiple=8 if device.platform == "gpu" else 1,
+            row_multiple=8 if self._device.platform == "gpu" else 1,
             width_multiple=EXACT_WIDTH if config.exact else 1,
             raw_logprobs=config.logprobs_mode == "raw",
+            most_rounds=config.steps_per_dispatch,
         )
-        self._most_drafts = max(policy.choices)
-        cache = target.init_cache(
-            config.max_num_seqs,
-            config.num_pages,
-            config.page_size,
-            model.width(self._most_drafts),
-            dtype,
+        config.check_budgets(self._most_drafts, DRAFT_SLOTS)
+        self.scheduler = Scheduler(
+            config,
+            policy,
+            draft_slots=DRAFT_SLOTS,
+            num_snapshots=config.num_snapshots if target.is_recurrent else None,
         )
-        drafter_state = drafter.init_state(
-            config.max_num_seqs, config.num_pages, config.page_size, dtype
-        )
-        self._device = device
-        state = init_state(
-            config.max_num_seqs, config.max_model_len, target.vocab_size, cache, drafter_state
-        )
-        self._state = jax.device_put(state, device)
+        self._state = self._init_state()
         self.layout = Layout(
             config.max_num_seqs, config.max_model_len, config.pages_per_seq, target.vocab_size
         )
-        self._executables = Executables(params, self._state, model, self.layout)
+        self._executables = Executables(params, self._state, self._model, self.layout)
         self._processors: list[tuple[LogitsProcessor, ...]] = []
-        self.scheduler = Scheduler(
-            num_slots=config.max_num_seqs,
-            pages=PageAllocator(config.num_pages),
-            page_size=config.page_size,
-            decode_batches=config.decode_batches,
-            prefill_shapes=config.prefill_shapes,
-            policy=policy,
-            fixed_k=self._most_drafts if config.exact else None,
-            shares_prompts=not target.is_recurrent,
-        )
         self._max_logprobs = min(config.max_logprobs, target.vocab_size)
         self._recorder = Recorder()
-        self._in_flight: _InFlight | None = None
+        self._in_flight: list[_InFlight] = []
         self._result_time: float | None = None
+        self._num_steps = 0
         self.set_policy(policy, show_progress=show_progress)
+
+    def _init_state(self) -> EngineState:
+        config, model = self.config, self._model
+        dtype = np.dtype(config.dtype)
+        sizes = config.max_num_seqs, config.num_pages, config.page_size
+        most_rows = model.width(self._most_drafts)
+        cache = self.target.init_cache(*sizes, most_rows, dtype)
+        snapshots = None
+        if self.target.is_recurrent:
+            conv_width = cache.delta.ring.shape[2] - most_rows + 1
+            snapshots = init_snapshots(cache.delta, config.num_snapshots, conv_width)
+        state = init_state(
+            config.max_num_seqs,
+            config.max_model_len,
+            self.target.vocab_size,
+            cache,
+            self._drafter.init_state(*sizes, dtype),
+            snapshots,
+        )
+        return jax.device_put(state, self._device)
 
     def set_policy(self, policy: Policy, *, show_progress: bool = False) -> None:
         """Choose K by `policy` from the next step on, after compiling what it may ask for.
 
         Raises:
-            ValueError: the policy may choose more drafts than recurrent states were sized for.
+            ValueError: the policy may choose more drafts than the budgets hold, or than recurrent
+                states were sized for.
         """
+        self.config.check_budgets(max(policy.choices), DRAFT_SLOTS)
         if self.target.is_recurrent and max(policy.choices) > self._most_drafts:
             raise ValueError(
                 f"policy: K={max(policy.choices)} does not fit the recurrent cache, whose ring was "
@@ -155,53 +173,91 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether any request has not finished."""
-        return self.scheduler.has_work or self._in_flight is not None
+        return self.scheduler.has_work or bool(self._in_flight)
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        self.scheduler.add(request)
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request; its samples, which fill up as steps are read.
+
+        Raises:
+            ValueError: an unfinished request has the same id.
+        """
+        return self.scheduler.add(request)
+
+    def abort(self, request_id: Hashable) -> list[Sequence]:
+        """End a request where it is; its unfinished samples, none if there is no such request."""
+        aborted = self.scheduler.abort(request_id)
+        self._recorder.record_finished(aborted)
+        return aborted
 
     def step(self) -> list[Sequence]:
-        """Launch a step, then read the one before it; return the samples that it finished."""
-        plan = self.scheduler.schedule()
-        previous, launched = self._in_flight, self._launch(plan) if plan else None
-        finished = self._read(previous) if previous else []
-        if isinstance(launched, _Extended):
-            launched = self._settle(launched)
-        self._in_flight = launched
-        if launched and not self.config.async_scheduling:
-            self._in_flight = None
-            finished += self._read(launched)
-        return finished
+        """Launch a step, then read the one before it; the samples that gained tokens or ended.
+
+        If the device fails in a step, those of its requests that brought code of their own (logits
+        processors) end with the error, and all others run their tokens again.
+
+        Raises:
+            Exception: the step failed, and no request could have been the cause; all are dropped.
+        """
+        self._num_steps += 1
+        previous, self._in_flight = self._in_flight, []
+        launched: list[_InFlight | _Extended] = []
+        touched: list[Sequence] = []
+        parts = [step.plan for step in previous]
+        with jax.profiler.StepTraceAnnotation("specjax", step_num=self._num_steps):
+            with self._recorder.time("host"):
+                plan = self.scheduler.schedule()
+            try:
+                if plan:
+                    self._recorder.record_launch(plan, len(previous) > 0)
+                    parts += plan.parts
+                    with self._recorder.time("host"):
+                        for part in plan.parts:
+                            launched.append(self._launch(part))
+                for step in previous:
+                    touched += self._read(step)
+                for step in launched:
+                    if isinstance(step, _Extended):
+                        step = self._settle(step)
+                    if self.config.async_scheduling:
+                        self._in_flight.append(step)
+                    else:
+                        touched += self._read(step)
+            except Exception as error:
+                touched += self._recover(parts, error)
+        return touched
+
+    def drain(self) -> None:
+        """Read what is in flight, if nothing else is to be launched."""
+        if not self.scheduler.has_work:
+            while self._in_flight:
+                self.step()
 
     def reset(self) -> None:
-        """Drop all requests, as after an interrupt."""
-        self._in_flight = None
+        """Drop all requests and begin anew, as after an interrupt."""
+        self._in_flight = []
         self.scheduler.drop_all()
+        self.scheduler.prefixes.clear()
+        self._forget_state()
 
     def metrics(self) -> Metrics:
         """The counters now."""
         executables = self._executables
         return self._recorder.snapshot(
+            self.scheduler,
             num_compilations=executables.num_compilations,
             num_late=executables.num_late,
             compile_seconds=executables.compile_seconds,
         )
 
-    def _launch(self, plan: StepPlan) -> "_InFlight | _Extended":
+    def _launch(self, plan: Part) -> "_InFlight | _Extended":
         if self._result_time is not None:
             self._recorder.record_gap(time.perf_counter() - self._result_time)
+            self._result_time = None
         needed = self._needed(sequence.request for sequence in plan.sequences)
         variant = self._executables.variant_for(needed)
         packed = self._put(pack(plan, self.layout))
         if isinstance(plan, PrefillPlan):
-            self._admit(plan)
-            # What stands before a first token is known: nothing.
-            masks = self._put(pack_masks(plan, None, self.layout)) if variant.masks else None
-            extension = self._run("prefill", plan, variant, packed)
-            return self._in(
-                plan, variant, self._run("begin", plan, variant, packed, extension, masks)
-            )
+            return self._prefill(plan, variant, packed)
         if not variant.masks:
             return self._in(plan, variant, self._run("decode", plan, variant, packed))
         draft = self._run("propose", plan, variant, packed)
@@ -212,6 +268,16 @@ class Engine:
             return extended
         return self._settle(extended)
 
+    def _prefill(self, plan: PrefillPlan, variant: Variant, packed: jax.Array) -> _InFlight:
+        self._admit(plan)
+        self._move(plan, "restore")
+        # What stands before a first token is known: nothing.
+        masks = self._put(pack_masks(plan, None, self.layout)) if variant.masks else None
+        extension = self._run("prefill", plan, variant, packed)
+        self._move(plan, "take")
+        outputs = self._run("begin", plan, variant, packed, extension, masks)
+        return self._in(plan, variant, outputs)
+
     def _admit(self, plan: PrefillPlan) -> None:
         new = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
         if new:
@@ -219,7 +285,18 @@ class Engine:
             run = self._executables.get("admit", plan, Variant())
             self._state = run(self._state, packed)
 
-    def _settle(self, step: "_Extended") -> _InFlight:
+    def _move(self, plan: PrefillPlan, program: str) -> None:
+        """Copy recurrent states from snapshots, or to them."""
+        is_taken = program == "take"
+        chunks = [c for c in plan.chunks if (c.taken if is_taken else c.restored) is not None]
+        if chunks:
+            packed = pack_snapshots(
+                chunks, plan.batch, self.config.num_snapshots, self.layout, is_taken=is_taken
+            )
+            run = self._executables.get(program, plan, Variant())
+            self._state = run(self._state, self._put(packed))
+
+    def _settle(self, step: _Extended) -> _InFlight:
         drafts = None
         if any(sequence.matcher for sequence in step.plan.sequences):
             drafts = np.asarray(step.draft.tokens)
@@ -229,19 +306,50 @@ class Engine:
         return self._in(step.plan, step.variant, outputs)
 
     def _read(self, step: _InFlight) -> list[Sequence]:
-        outputs = unpack_outputs(jax.device_get(step.outputs), step.plan, step.variant)
+        with self._recorder.time("wait"):
+            packed = jax.device_get(step.outputs)
         self._result_time = time.perf_counter()
-        num_kept, finished = self.scheduler.commit(step.plan, outputs)
-        self._recorder.record_step(step.plan, num_kept)
-        return finished
+        touched: dict[Sequence, None] = {}
+        with self._recorder.time("host"):
+            for rows in unpack_outputs(packed, step.plan, step.variant):
+                num_kept, found = self.scheduler.commit(step.plan, rows)
+                self._recorder.record_part(step.plan, rows, num_kept)
+                touched |= dict.fromkeys(found)
+        self._recorder.record_finished(touched)
+        return list(touched)
 
-    def _run(self, program: str, plan: StepPlan, variant: Variant, *arguments: Any) -> Any:
+    def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
+        """Go on without the requests that may have made the device fail, whose state is lost."""
+        suspects = {
+            sequence: None
+            for part in parts
+            for sequence in part.sequences
+            if sequence.request.processor >= 0 and not sequence.is_finished
+        }
+        if not suspects:
+            self.reset()
+            raise error
+        for sequence in suspects:
+            self.scheduler.fail(sequence, error)
+        self._recorder.record_finished(suspects)
+        self._in_flight = []
+        self.scheduler.restart()
+        self._forget_state()
+        return list(suspects)
+
+    def _forget_state(self) -> None:
+        """Begin with a new state, for which the old one makes room."""
+        for leaf in jax.tree.leaves(self._state):
+            leaf.delete()
+        self._state = self._init_state()
+
+    def _run(self, program: str, plan: Part, variant: Variant, *arguments: Any) -> Any:
         """Launch one of a step's programs, which takes the state and leaves the next one."""
         run = self._executables.get(program, plan, variant)
         self._state, result = run(self.params, self._state, *arguments)
         return result
 
-    def _in(self, plan: StepPlan, variant: Variant, outputs: jax.Array) -> _InFlight:
+    def _in(self, plan: Part, variant: Variant, outputs: jax.Array) -> _InFlight:
         outputs.copy_to_host_async()
         return _InFlight(plan, variant, outputs)
 

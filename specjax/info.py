@@ -134,11 +134,13 @@ def open_source(model: str | Path) -> Source:
 
 def open_drafter(
     config: SpeculativeConfig, target: Model, source: Source, dtype: str
-) -> tuple[ChainDrafter, Any]:
+) -> tuple[Drafter, Any]:
     """The drafter and its parameters, after checking that it fits the target.
 
     Of a target's own module, the parameters are shapes where the target has no weights.
     """
+    if config.method == "ngram":
+        return load_drafter(None, config, target, np.dtype(dtype))
     if config.model is not None:
         return load_drafter(resolve(config.model), config, target, np.dtype(dtype))
     if source.folder is not None and source.has_weights:
@@ -360,7 +362,13 @@ def describe_device(setup: Setup, config: EngineConfig) -> dict[str, Any]:
     """The pool that an engine of these sizes would have on this device."""
     needs, reason = setup.needs(config.dtype), None
     try:
-        num_pages = default_num_pages(config, needs.cache, needs.weights, GPU_MEMORY_UTILIZATION)
+        num_pages = default_num_pages(
+            config,
+            needs.cache,
+            needs.weights,
+            GPU_MEMORY_UTILIZATION,
+            is_recurrent=setup.target.is_recurrent,
+        )
     except ValueError as error:  # a report says what does not fit
         num_pages, reason = 0, str(error)
     return {

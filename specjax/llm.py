@@ -1,7 +1,7 @@
 """The public door: prompts in, continuations out."""
 
-import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from specjax.device.models.model import Model
 from specjax.device.models.registry import describe_model, load_model, read_config
 from specjax.device.verification import make_verification
 from specjax.engine import Engine
-from specjax.host.sequence import Sequence as RunningSequence
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.memory import (
     default_num_pages,
@@ -27,9 +26,10 @@ from specjax.memory import (
     weight_bytes,
 )
 from specjax.metrics import Metrics
+from specjax.outputs import Outputs
 from specjax.precompile import keep_compilations
 from specjax.prompts import Prompt, RequestMaker, as_prompt_list
-from specjax.request import CompletionOutput, Request, RequestOutput, TokenLogprobs
+from specjax.request import Request, RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
@@ -47,12 +47,18 @@ class LLM:
         max_model_len: most tokens of a request, prompt included; None for the model's own limit,
             at most 8192.
         max_num_seqs: requests that run at the same time.
-        max_num_batched_tokens: most prompt tokens of one step.
+        max_num_batched_tokens: most tokens of one step, with the rows that drafting adds to them.
+        max_num_scheduled_tokens: most tokens of one step, prompts' and rounds'; None for as many.
         num_pages: pages of the key-value pool; None for what the device's memory holds.
         page_size: tokens per page.
         gpu_memory_utilization: part of the GPU's memory for weights and the pool.
+        enable_prefix_caching: keep the pages of prompts and outputs for requests that begin alike.
+            Recurrent models need a snapshot of their states, too, so less of a prefix is found.
+        num_snapshots: how many of those are kept; None for a quarter of max_num_seqs.
         async_scheduling: plan and launch a step before reading the one before it.
-        enable_prefix_caching: not there yet; True warns, and prompts are prefilled in full.
+        steps_per_dispatch: rounds that the device may run before the host hears of them, when
+            nobody waits: for batches and rollouts, not for streaming.
+        scheduling_policy: "fcfs", first come, first served, or "priority".
         exact: bitwise equal tokens and logprobs under any schedule: every step runs in one shape,
             of all `max_num_seqs` requests and at least 8 tokens for each, and waits for nothing.
         max_logprobs: most likeliest tokens that a request may ask for.
@@ -80,11 +86,15 @@ class LLM:
         max_model_len: int | None = None,
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
+        max_num_scheduled_tokens: int | None = None,
         num_pages: int | None = None,
         page_size: int = 16,
         gpu_memory_utilization: float = 0.9,
-        enable_prefix_caching: bool = False,
+        enable_prefix_caching: bool = True,
+        num_snapshots: int | None = None,
         async_scheduling: bool = True,
+        steps_per_dispatch: int = 1,
+        scheduling_policy: str = "fcfs",
         exact: bool = False,
         max_logprobs: int = 20,
         logprobs_mode: str = "raw",
@@ -94,7 +104,10 @@ class LLM:
         seed: int = 0,
         show_progress: bool = True,
     ):
-        _refuse_unsupported(tensor_parallel_size, enable_prefix_caching)
+        if tensor_parallel_size != 1:
+            raise ValueError(
+                f"tensor_parallel_size={tensor_parallel_size} is not supported; use 1, one device"
+            )
         speculation = None
         if speculative_config is not None:
             speculation = SpeculativeConfig.of(speculative_config)
@@ -129,11 +142,16 @@ class LLM:
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
+            max_num_scheduled_tokens=max_num_scheduled_tokens,  # pyright: ignore[reportArgumentType]
             page_size=page_size,
             num_pages=-(-max_model_len // page_size) if num_pages is None else num_pages,
             dtype=dtype,
             kernels=kernels,
+            enable_prefix_caching=enable_prefix_caching,
+            num_snapshots=num_snapshots,  # pyright: ignore[reportArgumentType]
             async_scheduling=async_scheduling,
+            steps_per_dispatch=steps_per_dispatch,
+            scheduling_policy=scheduling_policy,
             exact=exact,
             max_logprobs=max_logprobs,
             logprobs_mode=LOGPROBS_ALIASES.get(logprobs_mode, logprobs_mode),
@@ -150,7 +168,13 @@ class LLM:
             cache = target_cache_bytes(target, page_size, num_drafts, dtype)
             cache += drafter_cache_bytes(drafter, page_size, dtype)
             weights = weight_bytes(target, dtype)
-            num_pages = default_num_pages(config, cache, weights, gpu_memory_utilization)
+            num_pages = default_num_pages(
+                config,
+                cache,
+                weights,
+                gpu_memory_utilization,
+                is_recurrent=target.is_recurrent,
+            )
             config = replace(config, num_pages=num_pages)
         if folder is not None:
             _, params = load_model(folder, np.dtype(dtype))
@@ -184,43 +208,75 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        *,
+        priority: int | Sequence[int] = 0,
     ) -> list[RequestOutput]:
         """Continue each prompt; outputs come in the order of the prompts.
+
+        A request that fails by itself, as by a grammar that cannot go on, ends with finish_reason
+        "error", and the others go on.
 
         Args:
             prompts: a text, a list of token ids, {"prompt_token_ids": [...]}, or a list of such.
             sampling_params: one for all prompts or one per prompt; None for the defaults.
             use_tqdm: show a progress bar.
+            priority: with scheduling_policy="priority", the lowest goes first.
 
         Raises:
             ValueError: a prompt or parameter that cannot be served, before anything is generated.
         """
-        self._check_open()
-        listed = as_prompt_list(prompts)
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            all_params = [sampling_params or SamplingParams()] * len(listed)
-        elif isinstance(sampling_params, Sequence):
-            all_params = list(sampling_params)
-        else:
-            all_params = [sampling_params]
-        if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
-            raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
-        if len(all_params) != len(listed):
-            raise ValueError(
-                f"sampling_params has {len(all_params)} entries for {len(listed)} prompts; "
-                "give one, or one per prompt"
-            )
-        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
-        requests = [
-            self.request_maker.make(prompt, params, self._next_id + i, f"prompt {i}")
-            for i, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
-        ]
-        self._next_id += len(requests)
-        finished = self._run(requests, use_tqdm)
-        return [
-            self._output(request, finished[request.request_id], text)
-            for request, text in zip(requests, texts, strict=True)
-        ]
+        started = self._add(self._requests(prompts, sampling_params, priority))
+        columns = (
+            TextColumn("generating"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[rate]:.0f} tokens/s"),
+        )
+        samples = [c.sequence for outputs in started for c in outputs.completions]
+        with (
+            self._aborting(started),
+            Progress(*columns, disable=not use_tqdm, transient=True) as progress,
+        ):
+            task = progress.add_task("", total=len(samples), rate=0.0)
+            while not all(sample.is_finished for sample in samples):
+                if any(sequence.is_finished for sequence in self.engine.step()):
+                    num_tokens = sum(s.num_output for s in samples)
+                    num_finished = sum(s.is_finished for s in samples)
+                    rate = num_tokens / (progress.tasks[task].elapsed or 1e-9)
+                    progress.update(task, completed=num_finished, rate=rate)
+            self.engine.drain()
+        return [outputs.output() for outputs in started]
+
+    def generate_stream(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        priority: int | Sequence[int] = 0,
+    ) -> Iterator[RequestOutput]:
+        """Continue each prompt; an output comes whenever one has grown, all of it each time.
+
+        The last one of a request is `finished`. Requests start when the first output is asked for;
+        leaving the iteration aborts those that have not finished. Other calls may come between.
+
+        Raises:
+            ValueError: as `generate`, when this is called.
+        """
+        requests = self._requests(prompts, sampling_params, priority)
+        return self._stream(requests)
+
+    def _stream(self, requests: list[tuple[Request, str | None]]) -> Iterator[RequestOutput]:
+        started = growing = self._add(requests)
+        with self._aborting(started):
+            while growing:
+                if not any(outputs.has_grown for outputs in growing):
+                    self.engine.step()
+                for outputs in growing:
+                    if outputs.has_grown:
+                        yield outputs.output()
+                growing = [one for one in growing if one.has_grown or not one.is_finished]
+            self.engine.drain()
 
     def chat(
         self,
@@ -246,6 +302,28 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
+    def start(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams,
+        *,
+        request_id: Hashable | None = None,
+        priority: int = 0,
+    ) -> Outputs:
+        """Queue one prompt; its outputs grow as the engine steps, for whoever runs it by hand.
+
+        Raises:
+            ValueError: a prompt, parameters or an id that cannot be served.
+        """
+        self._check_open()
+        where = "prompt" if request_id is None else f"request {request_id!r}"
+        number, self._next_id = self._next_id, self._next_id + 1
+        request = self.request_maker.make(
+            prompt, sampling_params, number, where, request_id=request_id, priority=priority
+        )
+        (outputs,) = self._add([(request, prompt if isinstance(prompt, str) else None)])
+        return outputs
+
     def metrics(self) -> Metrics:
         """Counters since the engine was built."""
         self._check_open()
@@ -267,87 +345,57 @@ class LLM:
         if self._is_closed:
             raise RuntimeError("this LLM is closed; build a new one")
 
-    def _run(self, requests: list[Request], use_tqdm: bool) -> dict[int, list[RunningSequence]]:
-        """The samples of each request, by its id."""
-        columns = (
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[rate]:.0f} tokens/s"),
-        )
-        self.engine.prepare(requests, show_progress=self._show_progress)
-        finished: dict[int, list[RunningSequence]] = {r.request_id: [] for r in requests}
-        with Progress(*columns, disable=not use_tqdm, transient=True) as progress:
-            total = sum(len(request.seeds) for request in requests)
-            task = progress.add_task("", total=total, rate=0.0)
-            for request in requests:
-                self.engine.add(request)
-            num_tokens = 0
-            try:
-                while self.engine.has_work:
-                    for sequence in self.engine.step():
-                        finished[sequence.request.request_id].append(sequence)
-                        num_tokens += len(sequence.output)
-                        elapsed = progress.tasks[task].elapsed or 1e-9
-                        progress.update(task, advance=1, rate=num_tokens / elapsed)
-            except BaseException:
-                self.engine.reset()
-                raise
-        return finished
+    def _requests(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        priority: int | Sequence[int],
+    ) -> list[tuple[Request, str | None]]:
+        """A checked request for every prompt, and its text if it is one."""
+        self._check_open()
+        listed = as_prompt_list(prompts)
+        given = SamplingParams() if sampling_params is None else sampling_params
+        all_params = _one_each("sampling_params", given, len(listed))
+        if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
+            raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
+        priorities = _one_each("priority", priority, len(listed))
+        requests = [
+            self.request_maker.make(
+                prompt, params, self._next_id + i, f"prompt {i}", priority=priorities[i]
+            )
+            for i, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
+        ]
+        self._next_id += len(requests)
+        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        return list(zip(requests, texts, strict=True))
 
-    def _output(
-        self, request: Request, samples: list[RunningSequence], prompt: str | None
-    ) -> RequestOutput:
-        samples = sorted(samples, key=lambda sample: sample.index)
-        prompt_logprobs = None
-        if request.params.prompt_logprobs is not None:
-            prompt_logprobs = [
-                entry and self._with_text(entry) for entry in samples[0].prompt_logprobs
-            ]
-        return RequestOutput(
-            request.request_id,
-            prompt,
-            list(request.prompt_token_ids),
-            prompt_logprobs,
-            [self._completion(sample) for sample in samples],
-        )
+    def _add(self, requests: list[tuple[Request, str | None]]) -> list[Outputs]:
+        self._check_open()
+        self.engine.prepare([one for one, _ in requests], show_progress=self._show_progress)
+        return [
+            Outputs.of(request, self.engine.add(request), text, self.tokenizer)
+            for request, text in requests
+        ]
 
-    def _completion(self, sample: RunningSequence) -> CompletionOutput:
-        params, token_ids = sample.request.params, sample.output
-        text = None
-        if self.tokenizer is not None and params.detokenize:
-            stopped = isinstance(sample.stop_reason, str) and sample.watch
-            text = stopped.text if stopped else self.tokenizer.decode(token_ids)
-        logprobs = total = None
-        if params.logprobs is not None:
-            logprobs = [self._with_text(entry) for entry in sample.logprobs]
-            pairs = zip(token_ids, logprobs, strict=True)
-            total = sum(entry[token].logprob for token, entry in pairs)
-        assert sample.finish_reason is not None
-        return CompletionOutput(
-            index=sample.index,
-            token_ids=list(token_ids),
-            text=text,
-            cumulative_logprob=total,
-            logprobs=logprobs,
-            finish_reason=sample.finish_reason,
-            stop_reason=sample.stop_reason,
-        )
-
-    def _with_text(self, entry: TokenLogprobs) -> TokenLogprobs:
-        if self.tokenizer is None:
-            return entry
-        tokenizer = self.tokenizer
-        return {
-            token: replace(logprob, decoded_token=tokenizer.decode_token(token))
-            for token, logprob in entry.items()
-        }
+    @contextmanager
+    def _aborting(self, started: list[Outputs]) -> Iterator[None]:
+        """Abort the requests that have not finished when the block is left."""
+        try:
+            yield
+        except KeyboardInterrupt:  # anywhere in a step: nothing is sure to be whole
+            self.engine.reset()
+            raise
+        finally:
+            if not self._is_closed:
+                for outputs in started:
+                    self.engine.abort(outputs.request.request_id)
 
 
-def _drafter_folder(speculation: SpeculativeConfig, target_folder: Path | None) -> Path:
+def _drafter_folder(speculation: SpeculativeConfig, target_folder: Path | None) -> Path | None:
     if speculation.model is not None:
         return resolve(speculation.model)
+    if speculation.method == "ngram":
+        return None
     if target_folder is None:
         raise ValueError(
             f"speculative_config.model=None with method={speculation.method!r} stands for the "
@@ -356,14 +404,12 @@ def _drafter_folder(speculation: SpeculativeConfig, target_folder: Path | None) 
     return target_folder
 
 
-def _refuse_unsupported(tensor_parallel_size: int, prefix_caching: bool) -> None:
-    if tensor_parallel_size != 1:
+def _one_each(name: str, given: Any, count: int) -> list[Any]:
+    """A list of `count` from one value for all, or one per prompt."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
         raise ValueError(
-            f"tensor_parallel_size={tensor_parallel_size} is not supported; use 1, one device"
+            f"{name} has {len(given)} entries for {count} prompts; give one, or one per prompt"
         )
-    if prefix_caching:
-        warnings.warn(
-            "enable_prefix_caching=True: there is no prefix cache yet, prompts are prefilled in "
-            "full",
-            stacklevel=3,
-        )
+    return list(given)

@@ -50,11 +50,17 @@ def weight_bytes(target: Model, dtype: str) -> int:
 
 
 def default_num_pages(
-    config: EngineConfig, cache: CacheBytes, weights: int, gpu_memory_utilization: float
+    config: EngineConfig,
+    cache: CacheBytes,
+    weights: int,
+    gpu_memory_utilization: float,
+    *,
+    is_recurrent: bool,
 ) -> int:
     """Pages for every request at full length, or as many as the device's memory holds.
 
-    `weights` are bytes; the config's own num_pages does not count.
+    `weights` are bytes; the config's own num_pages does not count. A recurrent model has states
+    beside those of its requests: snapshots of prefixes.
 
     Raises:
         ValueError: weights and recurrent states leave no room for a page.
@@ -63,7 +69,8 @@ def default_num_pages(
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:
         return wanted
-    states = config.max_num_seqs * cache.per_slot
+    num_states = config.max_num_seqs + (config.num_snapshots if is_recurrent else 0)
+    states = num_states * cache.per_slot
     room = gpu_memory_utilization * limit - weights - states
     if room < cache.per_page:
         raise ValueError(

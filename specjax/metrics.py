@@ -1,20 +1,49 @@
 """What an engine counted since it started."""
 
-from collections import Counter
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Sequence as SequenceOf
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from specjax.host.scheduler import DecodePlan, StepPlan
+from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler, StepPlan
+from specjax.host.sequence import RowOutput, Sequence
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """A snapshot of an engine's counters; times are in milliseconds.
+    """A snapshot of an engine's counters. Times are in milliseconds, means over steps.
 
-    A step that put out n tokens of a request counts n - 1 drafts as accepted, so that
-    mean_acceptance_length is exactly the tokens that a decoding request gained per step.
+    Counters have the names that vLLM gives them. A round that put out n tokens of a request counts
+    n - 1 drafts as accepted, so that mean_acceptance_length is exactly the tokens that a decoding
+    request gained per round.
+
+    Attributes:
+        num_steps: steps launched, of chunks, rounds or both.
+        num_prefill_steps: those with chunks.
+        num_decode_steps: rounds.
+        k_histogram: rounds by K.
+        requests_finished: samples by their finish_reason.
+        prefix_cache_queries: tokens of requests that took up residence.
+        prefix_cache_hits: of those, tokens that did not have to be run.
+        prefix_cache_evictions: pages and snapshots given up for others.
+        kv_cache_usage: pages in use, of all, now.
+        budget_use: tokens per step, of those that max_num_scheduled_tokens allows.
+        in_flight_depth: steps launched and not read, when another is launched.
+        num_compiles_after_warmup: executables that a request had to wait for.
+        host_ms: what the host does for a step: planning, packing, launching, handing out tokens.
+        wait_ms: how long it then waits for the device.
+        host_gap_ms: from a step's results to the next launch, in which the device may idle unless
+            another step is in flight.
     """
 
+    num_requests_running: int
+    num_requests_waiting: int
+    num_preemptions: int
+    requests_finished: dict[str, int]
+    num_steps: int
     num_prefill_steps: int
     num_decode_steps: int
     num_prompt_tokens: int
@@ -25,14 +54,30 @@ class Metrics:
     num_accepted_tokens_per_pos: tuple[int, ...]
     mean_acceptance_length: float
     k_histogram: dict[int, int]
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    prefix_cache_evictions: int
+    kv_cache_usage: float
+    budget_use: float
+    in_flight_depth: float
     num_compilations: int
     num_compiles_after_warmup: int
     compile_seconds: float
+    host_ms: float
+    wait_ms: float
     host_gap_ms: float
 
     def as_dict(self) -> dict[str, Any]:
         """The counters as plain types."""
         return asdict(self)
+
+    def as_prometheus(self) -> str:
+        """The counters in Prometheus' text format."""
+        lines = []
+        for name, (kind, values) in _series(self).items():
+            lines.append(f"# TYPE specjax:{name} {kind}")
+            lines += [f"specjax:{name}{label} {value}" for label, value in values.items()]
+        return "\n".join(lines) + "\n"
 
 
 class Recorder:
@@ -40,38 +85,76 @@ class Recorder:
 
     def __init__(self):
         self._counts: Counter[str] = Counter()
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+        self._finished: Counter[str] = Counter()
         self._accepted: list[int] = []
         self._k: Counter[int] = Counter()
-        self._gap_seconds = 0.0
-        self._num_gaps = 0
+
+    @contextmanager
+    def time(self, what: str) -> Iterator[None]:
+        """Add the time that the block takes to `what`."""
+        start = time.perf_counter()
+        yield
+        self._seconds[what] += time.perf_counter() - start
 
     def record_gap(self, seconds: float) -> None:
         """Time the host took between one result and the next launch."""
-        self._gap_seconds += seconds
-        self._num_gaps += 1
+        self._seconds["gap"] += seconds
+        self._counts["gaps"] += 1
 
-    def record_step(self, plan: StepPlan, num_tokens: list[int]) -> None:
-        """Count a step whose results have come back: how many tokens each of its rows gained."""
-        self._counts["generation"] += sum(num_tokens)
-        if not isinstance(plan, DecodePlan):
+    def record_launch(self, plan: StepPlan, depth: int) -> None:
+        """Count a step that goes to the device, `depth` others being on their way."""
+        self._counts["steps"] += 1
+        self._counts["scheduled"] += plan.num_tokens
+        self._counts["depth"] += depth
+
+    def record_finished(self, sequences: Iterable[Sequence]) -> None:
+        """Count the samples that have ended."""
+        self._finished.update(s.finish_reason for s in sequences if s.finish_reason is not None)
+
+    def record_part(
+        self, plan: PrefillPlan | DecodePlan, rows: SequenceOf[RowOutput], num_kept: list[int]
+    ) -> None:
+        """Count chunks or a round whose results have come back: how many tokens stand of each."""
+        self._counts["generation"] += sum(num_kept)
+        if isinstance(plan, PrefillPlan):
             self._counts["prefill_steps"] += 1
             self._counts["prompt"] += sum(chunk.count for chunk in plan.chunks)
             return
+        if plan.num_rounds > 1 and not any(row.tokens for row in rows):
+            return  # all had ended before
         self._counts["decode_steps"] += 1
-        k = plan.num_drafts
-        self._k[k] += 1
-        self._accepted += [0] * (k - len(self._accepted))
-        for count in num_tokens:
-            if k and count:
+        self._k[plan.num_drafts] += 1
+        self._accepted += [0] * (plan.num_drafts - len(self._accepted))
+        for row, kept in zip(rows, num_kept, strict=True):
+            if row.num_drafts and kept:
                 self._counts["drafts"] += 1
-                self._counts["draft_tokens"] += k
-                for position in range(count - 1):
+                self._counts["draft_tokens"] += row.num_drafts
+                for position in range(kept - 1):
                     self._accepted[position] += 1
 
-    def snapshot(self, *, num_compilations: int, num_late: int, compile_seconds: float) -> Metrics:
+    def snapshot(
+        self,
+        scheduler: Scheduler,
+        *,
+        num_compilations: int,
+        num_late: int,
+        compile_seconds: float,
+    ) -> Metrics:
         """The counters now."""
         counts, drafts = self._counts, self._counts["drafts"]
+        pages, snapshots = scheduler.pages, scheduler.prefixes.snapshots
+        num_steps = counts["steps"]
+
+        def per_step(value: float) -> float:
+            return value / num_steps if num_steps else 0.0
+
         return Metrics(
+            num_requests_running=scheduler.num_running,
+            num_requests_waiting=scheduler.num_waiting,
+            num_preemptions=scheduler.num_preemptions,
+            requests_finished=dict(self._finished),
+            num_steps=num_steps,
             num_prefill_steps=counts["prefill_steps"],
             num_decode_steps=counts["decode_steps"],
             num_prompt_tokens=counts["prompt"],
@@ -82,8 +165,58 @@ class Recorder:
             num_accepted_tokens_per_pos=tuple(self._accepted),
             mean_acceptance_length=1 + sum(self._accepted) / drafts if drafts else 1.0,
             k_histogram=dict(self._k),
+            prefix_cache_queries=scheduler.num_looked_up,
+            prefix_cache_hits=scheduler.num_found,
+            prefix_cache_evictions=pages.num_evictions
+            + (snapshots.num_evictions if snapshots else 0),
+            kv_cache_usage=1 - pages.num_free / pages.num_pages,
+            budget_use=per_step(counts["scheduled"] / scheduler.config.max_num_scheduled_tokens),
+            in_flight_depth=per_step(counts["depth"]),
             num_compilations=num_compilations,
             num_compiles_after_warmup=num_late,
             compile_seconds=compile_seconds,
-            host_gap_ms=1e3 * self._gap_seconds / self._num_gaps if self._num_gaps else 0.0,
+            host_ms=per_step(1e3 * self._seconds["host"]),
+            wait_ms=per_step(1e3 * self._seconds["wait"]),
+            host_gap_ms=1e3 * self._seconds["gap"] / max(1, counts["gaps"]),
         )
+
+
+def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
+    """Type and values, by label, of each series."""
+
+    def counter(value: float) -> tuple[str, dict[str, float]]:
+        return "counter", {"": value}
+
+    def gauge(value: float) -> tuple[str, dict[str, float]]:
+        return "gauge", {"": value}
+
+    def labelled(name: str, values: Mapping[Any, float]) -> tuple[str, dict[str, float]]:
+        return "counter", {f'{{{name}="{key}"}}': value for key, value in values.items()}
+
+    return {
+        "num_requests_running": gauge(m.num_requests_running),
+        "num_requests_waiting": gauge(m.num_requests_waiting),
+        "kv_cache_usage_perc": gauge(m.kv_cache_usage),
+        "num_preemptions_total": counter(m.num_preemptions),
+        "prompt_tokens_total": counter(m.num_prompt_tokens),
+        "generation_tokens_total": counter(m.num_generation_tokens),
+        "request_success_total": labelled("finished_reason", m.requests_finished),
+        "prefix_cache_queries_total": counter(m.prefix_cache_queries),
+        "prefix_cache_hits_total": counter(m.prefix_cache_hits),
+        "prefix_cache_evictions_total": counter(m.prefix_cache_evictions),
+        "spec_decode_num_drafts_total": counter(m.num_drafts),
+        "spec_decode_num_draft_tokens_total": counter(m.num_draft_tokens),
+        "spec_decode_num_accepted_tokens_total": counter(m.num_accepted_tokens),
+        "spec_decode_num_accepted_tokens_per_pos_total": labelled(
+            "position", dict(enumerate(m.num_accepted_tokens_per_pos))
+        ),
+        "spec_decode_num_rounds_total": labelled("k", m.k_histogram),
+        "num_steps_total": counter(m.num_steps),
+        "compile_seconds_total": counter(m.compile_seconds),
+        "num_compiles_after_warmup_total": counter(m.num_compiles_after_warmup),
+        "budget_use": gauge(m.budget_use),
+        "in_flight_depth": gauge(m.in_flight_depth),
+        "host_ms": gauge(m.host_ms),
+        "wait_ms": gauge(m.wait_ms),
+        "host_gap_ms": gauge(m.host_gap_ms),
+    }

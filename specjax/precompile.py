@@ -12,18 +12,21 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from specjax.batch import (
     Layout,
+    Part,
     run_admit,
     run_begin,
     run_decode,
     run_extend,
     run_prefill,
     run_propose,
+    run_restore,
     run_settle,
+    run_take,
 )
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.state import EngineState
 from specjax.device.step import StepModel
-from specjax.host.scheduler import PrefillPlan, StepPlan
+from specjax.host.scheduler import PrefillPlan
 
 
 def keep_compilations(folder: Path) -> None:
@@ -64,7 +67,7 @@ class Executables:
         return next((v for v in self.variants if covers(v, needed)), needed)
 
     def compile_ahead(
-        self, plans: Iterable[StepPlan], variants: Collection[Variant], *, show_progress: bool
+        self, plans: Iterable[Part], variants: Collection[Variant], *, show_progress: bool
     ) -> None:
         """Compile `plans` in every variant, in parallel, as far as they are not in hand."""
         programs: dict[Any, Callable[[], Any]] = {}
@@ -92,7 +95,7 @@ class Executables:
         self._num_ahead += len(missing)
         self.compile_seconds += time.perf_counter() - start
 
-    def get(self, program: str, plan: StepPlan, variant: Variant) -> Any:
+    def get(self, program: str, plan: Part, variant: Variant) -> Any:
         """The executable of one of a plan's programs; `state` is donated to it."""
         programs = self._programs(plan, variant)
         key = next(key for key in programs if key[0] == program)
@@ -102,7 +105,7 @@ class Executables:
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[key]
 
-    def _programs(self, plan: StepPlan, variant: Variant) -> dict[Any, Callable[[], Any]]:
+    def _programs(self, plan: Part, variant: Variant) -> dict[Any, Callable[[], Any]]:
         """How to compile each program of a plan, by what makes it different from others."""
         layout, model, batch = self._layout, self._model, plan.batch
         params, state = self._params, self._state
@@ -116,7 +119,7 @@ class Executables:
                 return run_prefill.lower(params, state, packed, model=model, width=plan.width)
 
             admissions = jax.ShapeDtypeStruct(layout.admit_shape(batch), jnp.int32)
-            return {
+            programs = {
                 ("admit", batch): lambda: run_admit.lower(
                     state, admissions, layout=layout
                 ).compile(),
@@ -131,6 +134,13 @@ class Executables:
                     variant=variant,
                 ).compile(),
             }
+            if state.snapshots is not None:
+                moved = jax.ShapeDtypeStruct((batch, 3), jnp.int32)
+                programs |= {
+                    ("restore", batch): lambda: run_restore.lower(state, moved).compile(),
+                    ("take", batch): lambda: run_take.lower(state, moved).compile(),
+                }
+            return programs
         variant, k = variant._replace(num_prompt_logprobs=None), plan.k
         if masks is None:
             return {

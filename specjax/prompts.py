@@ -1,7 +1,7 @@
 """From what a user passes in to requests, with errors that name prompt, value and remedy."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
@@ -56,8 +56,19 @@ class RequestMaker:
         text = self.tokenizer.tokenizer.to_str()
         return GrammarCompiler(text, self.vocab_size, self.eos_ids)
 
-    def make(self, prompt: Prompt, params: SamplingParams, request_id: int, where: str) -> Request:
+    def make(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        number: int,
+        where: str,
+        *,
+        request_id: Hashable | None = None,
+        priority: int = 0,
+    ) -> Request:
         """The request of one prompt; `where` is what errors call it.
+
+        Its id is its number unless one is given; seeds depend on the number.
 
         Raises:
             ValueError: a prompt or parameters that cannot be served.
@@ -69,11 +80,14 @@ class RequestMaker:
             raise ValueError(f"{where} is empty; a prompt needs at least one token")
         try:
             self._check_ids("", token_ids)
-            return self._make(tuple(token_ids), params, request_id)
+            self._check_priority(priority)
+            request = self._make(tuple(token_ids), params, number)
+            request_id = number if request_id is None else request_id
+            return replace(request, request_id=request_id, priority=priority)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
-    def _make(self, token_ids: tuple[int, ...], params: SamplingParams, request_id: int) -> Request:
+    def _make(self, token_ids: tuple[int, ...], params: SamplingParams, number: int) -> Request:
         config = self.config
         self._check_ids("stop_token_ids: ", params.stop_token_ids)
         self._check_ids("allowed_token_ids: ", params.allowed_token_ids or ())
@@ -102,10 +116,10 @@ class RequestMaker:
         _check_some_allowed(params, stop_ids, bad_words)
         seed = params.seed
         if seed is None:
-            seed = _derived_seed(config.seed, request_id)
+            seed = _derived_seed(config.seed, number)
         seeds = (seed, *(_derived_seed(seed, index) for index in range(1, params.n)))
         return Request(
-            request_id,
+            number,
             token_ids,
             params,
             min(params.max_tokens or room, room),
@@ -121,6 +135,16 @@ class RequestMaker:
         if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
             raise ValueError(
                 f"{name}token id {bad[0]} is outside the vocabulary of {self.vocab_size}"
+            )
+
+    def _check_priority(self, priority: Any) -> None:
+        if not isinstance(priority, int | np.integer) or isinstance(priority, bool):
+            raise ValueError(f"priority={priority!r} must be an integer; the least goes first")
+        if priority and self.config.scheduling_policy != "priority":
+            raise ValueError(
+                f"priority={priority} is not looked at by "
+                f"scheduling_policy={self.config.scheduling_policy!r}; build the LLM with "
+                "scheduling_policy='priority'"
             )
 
     def _check_supported(self, params: SamplingParams) -> None:

@@ -1,6 +1,6 @@
 """A request on its way through the engine, and what its user gets back."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ class Matcher(Protocol):
 class Request:
     """A validated prompt with its parameters resolved: what the host needs to serve it."""
 
-    request_id: int
+    request_id: Hashable
     prompt_token_ids: tuple[int, ...]
     params: SamplingParams
     max_tokens: int
@@ -47,6 +47,7 @@ class Request:
     processor: int = -1  # the engine's number of its logits processors
     watch_text: Callable[[], TextWatch] | None = None  # one per sample
     follow_grammar: Callable[[], Matcher] | None = None
+    priority: int = 0  # the least goes first
 
     @property
     def max_length(self) -> int:
@@ -75,16 +76,18 @@ class CompletionOutput:
     text: str | None  # None without a tokenizer, or with detokenize=False
     cumulative_logprob: float | None  # None unless logprobs were asked for
     logprobs: list[TokenLogprobs] | None
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str | None  # "stop", "length", "abort" or "error"; None while it grows
     stop_reason: int | str | None  # what ended the output; None for end of sequence and length
+    error: Exception | None = None  # what failed, of this request alone
 
 
 @dataclass(frozen=True)
 class RequestOutput:
     """A prompt and its continuations."""
 
-    request_id: int
+    request_id: Hashable
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
     outputs: Sequence[CompletionOutput]
+    finished: bool = True  # whether this is all there will be

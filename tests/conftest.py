@@ -24,6 +24,7 @@ import jax
 import numpy as np
 import pytest
 from jax._src import compiler
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS, SamplingParams
 
@@ -112,6 +113,18 @@ class Checkpoints:
         config = json.loads((made / "config.json").read_text()) | edits
         config = {key: value for key, value in config.items() if value is not None}
         (made / "config.json").write_text(json.dumps(config))
+        return made
+
+    def with_letters(self, folder: Path) -> Path:
+        """A copy of a checkpoint of 96 tokens with a tokenizer: printable ASCII, then an end."""
+        made = self.copy(folder)
+        letters = ["Ġ", *map(chr, range(33, 127))]
+        vocab = {letter: i for i, letter in enumerate([*letters, "</s>"])}
+        tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
+        tokenizer.save(str(made / "tokenizer.json"))
         return made
 
     def _once(self, write: Any, *arguments: Any) -> Any:

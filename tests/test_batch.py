@@ -14,6 +14,7 @@ from specjax.batch import (
     pack_admissions,
     pack_masks,
     pack_outputs,
+    pack_snapshots,
     run_admit,
     unpack_outputs,
 )
@@ -24,7 +25,13 @@ from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
 from specjax.device.requests import init_requests
 from specjax.device.state import init_state
-from specjax.device.step import AdmitInputs, DecodeInputs, PrefillInputs, StepOutputs
+from specjax.device.step import (
+    AdmitInputs,
+    DecodeInputs,
+    PrefillInputs,
+    SnapshotInputs,
+    StepOutputs,
+)
 from specjax.engine import Engine
 from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan
 from specjax.host.sequence import Sequence
@@ -57,16 +64,19 @@ def make_sequence(
         bad_words,
         processor,
     )
-    return Sequence(request, index, slot, [10 * slot + page for page in range(num_pages)])
+    sequence = Sequence.of(request, index, 0)
+    pages = [10 * slot + page for page in range(num_pages)]
+    sequence.settle_in(slot, pages, prompt_length, 0)
+    return sequence
 
 
 CHUNKS = (
-    Chunk(make_sequence(4, 8, logprobs=2, prompt_logprobs=0), 0, 8, True),
-    Chunk(make_sequence(0, 20, num_pages=PAGES_PER_SEQ, prompt_logprobs=3), 8, 8, False),
-    Chunk(make_sequence(8, 3, num_pages=0, logprobs=0), 2, 1, True),
+    Chunk(make_sequence(4, 8, logprobs=2, prompt_logprobs=0), 0, 8, is_first=True, is_last=True),
+    Chunk(make_sequence(0, 20, num_pages=PAGES_PER_SEQ, prompt_logprobs=3), 8, 8),
+    Chunk(make_sequence(8, 3, num_pages=0, logprobs=0), 2, 1, is_last=True, is_resumed=True),
 )
 PREFILL = PrefillPlan(CHUNKS, 5, WIDTH)
-DECODE = DecodePlan(PREFILL.sequences, 4, 2, 1)
+DECODE = DecodePlan(PREFILL.sequences, 4, 2, 1, num_rounds=1)
 PLANS = pytest.mark.parametrize("plan", [PREFILL, DECODE], ids=["prefill", "decode"])
 
 
@@ -82,32 +92,56 @@ def test_prefill_rows_are_slot_chunk_and_pages():
     assert packed.dtype == np.int32 and packed.shape == LAYOUT.packed_shape(PREFILL)
     for row, chunk in zip(packed[:3].tolist(), CHUNKS, strict=True):
         pages = padded(chunk.sequence.pages, PAGES_PER_SEQ)
-        assert row == [chunk.sequence.slot, chunk.start, chunk.count, *pages]
+        told = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
+        assert row == [chunk.sequence.slot, *told, *pages]
 
 
 def test_prefill_padding_does_nothing():
-    slots, _, counts, *table = pack(PREFILL, LAYOUT)[len(CHUNKS) :].T
-    assert (slots == NUM_SLOTS).all() and (counts == 0).all()
+    slots, _, counts, is_last, is_resumed, *table = pack(PREFILL, LAYOUT)[len(CHUNKS) :].T
+    assert (slots == NUM_SLOTS).all() and not (counts | is_last | is_resumed).any()
     assert len(table) == PAGES_PER_SEQ and (np.array(table) == -1).all()
 
 
 def test_decode_rows_are_slot_drafts_and_pages():
     packed = pack(DECODE, LAYOUT)
     assert packed.dtype == np.int32 and packed.shape == LAYOUT.packed_shape(DECODE)
-    expected = [[s.slot, 1, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
-    np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, *[-1] * PAGES_PER_SEQ]])
+    expected = [[s.slot, 1, 1, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
+    np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, 1, *[-1] * PAGES_PER_SEQ]])
+    several = pack(replace(DECODE, num_rounds=3), LAYOUT)
+    assert several[:, 2].tolist() == [3] * DECODE.batch
 
 
 def test_a_step_is_told_nothing_that_the_device_decides():
     """Accepted counts, lengths and last tokens of decoding requests live on the device alone."""
     assert AdmitInputs._fields == ("slots", "requests", "tokens")
-    assert PrefillInputs._fields == ("slots", "starts", "counts", "page_table")
-    assert DecodeInputs._fields == ("slots", "num_drafts", "page_table")
+    assert SnapshotInputs._fields == ("slots", "ids", "ends")
+    chunk = "slots", "starts", "counts", "is_last", "is_resumed", "page_table"
+    assert PrefillInputs._fields == chunk
+    assert DecodeInputs._fields == ("slots", "num_drafts", "num_rounds", "page_table")
     before = pack(DECODE, LAYOUT)
     sequence = make_sequence(4, 8)
-    sequence.output, sequence.num_in_flight, sequence.num_prefilled = [1, 2, 3], 2, 8
+    sequence.token_ids += [1, 2, 3]
+    sequence.num_in_flight, sequence.most_in_flight, sequence.num_computed = 2, 6, 8
     after = pack(DecodePlan((sequence,), 1, 2, 1), LAYOUT)
     np.testing.assert_array_equal(after[0], before[0])
+
+
+def test_snapshot_rows_are_slot_id_and_tokens():
+    """Those that are taken stand for the tokens with the chunk, those gone on from without."""
+    first, second = replace(CHUNKS[1], taken=3), replace(CHUNKS[2], restored=1)
+    taken = pack_snapshots([first], 2, 7, LAYOUT, is_taken=True)
+    assert taken.dtype == np.int32 and taken.tolist() == [[0, 3, 16], [NUM_SLOTS, 7, 0]]
+    restored = pack_snapshots([second], 2, 7, LAYOUT, is_taken=False)
+    assert restored.tolist() == [[8, 1, 2], [NUM_SLOTS, 7, 0]]
+
+
+def test_a_preempted_request_comes_back_with_its_output():
+    sequence = make_sequence(3, 4)
+    sequence.token_ids += [50, 51, 52]
+    packed = pack_admissions([sequence], 1, LAYOUT)
+    state = jax.device_get(run_admit(used_state(), packed, layout=LAYOUT))
+    assert state.tokens[3][:7].tolist() == [3, 4, 5, 6, 50, 51, 52]
+    assert state.requests.prompt_lengths[3] == 4 and state.requests.limits[3] == 9
 
 
 # --- admissions -----------------------------------------------------------------------------------
@@ -288,14 +322,38 @@ def test_a_finished_matcher_is_not_asked():
 TOKENS = jnp.array([[5, 6, 7], [8, 9, 9], [4, 4, 4], [1, 1, 1]])
 
 
+DRAFTS = jnp.array([2, 1, 0, 1])
+
+
+def unpack_round(outputs, plan, variant):
+    """The rows of a plan of one round, or of chunks."""
+    packed = np.asarray(pack_outputs(outputs))
+    assert packed.dtype == np.int32
+    (rows,) = unpack_outputs(
+        packed[None] if isinstance(plan, DecodePlan) else packed, plan, variant
+    )
+    return rows
+
+
 def test_outputs_round_trip():
-    outputs = StepOutputs(TOKENS, jnp.array([3, 1, 0, 2]), None, None)
-    rows = unpack_outputs(np.asarray(pack_outputs(outputs)), DECODE, Variant())
+    outputs = StepOutputs(TOKENS, jnp.array([3, 1, 0, 2]), DRAFTS, None, None)
+    rows = unpack_round(outputs, DECODE, Variant())
     assert [row.tokens for row in rows] == [[5, 6, 7], [8], []]
-    first = StepOutputs(TOKENS[:, :1], jnp.array([1, 1, 0, 1]), None, None)
-    rows = unpack_outputs(np.asarray(pack_outputs(first)), PREFILL, Variant())
+    assert [row.num_drafts for row in rows] == [2, 1, 0]
+    first = StepOutputs(TOKENS[:, :1], jnp.array([1, 1, 0, 1]), 0 * DRAFTS, None, None)
+    rows = unpack_round(first, PREFILL, Variant())
     assert [row.tokens for row in rows] == [[5], [8], []]
     assert all(row.logprobs is None and row.prompt_logprobs is None for row in rows)
+
+
+def test_rounds_come_one_by_one():
+    """A program has room for as many as it may ever run; the plan says how many were asked for."""
+    counts = jnp.array([[3, 1, 0, 2], [0, 2, 1, 0], [9, 9, 9, 9]])
+    rounds = StepOutputs(jnp.stack([TOKENS, TOKENS + 1, TOKENS]), counts, 0 * counts, None, None)
+    packed = np.asarray(jax.vmap(pack_outputs)(rounds))
+    found = unpack_outputs(packed, replace(DECODE, num_rounds=2), Variant())
+    tokens = [[row.tokens for row in rows] for rows in found]
+    assert tokens == [[[5, 6, 7], [8], []], [[], [9, 10], [5]]]
 
 
 def make_logprobs(tokens, num_top, seed):
@@ -328,10 +386,8 @@ def as_lists(entries):
 def test_logprobs_round_trip(num_top):
     """Each request gets as many as it asked for, the token itself first; others get none."""
     logprobs, expected = make_logprobs(np.asarray(TOKENS), num_top, 0)
-    outputs = StepOutputs(TOKENS, jnp.array([3, 1, 2, 2]), logprobs, None)
-    packed = np.asarray(pack_outputs(outputs))
-    assert packed.dtype == np.int32
-    rows = unpack_outputs(packed, DECODE, Variant(num_logprobs=num_top))
+    outputs = StepOutputs(TOKENS, jnp.array([3, 1, 2, 2]), DRAFTS, logprobs, None)
+    rows = unpack_round(outputs, DECODE, Variant(num_logprobs=num_top))
     assert [row.tokens for row in rows] == [[5, 6, 7], [8], [4, 4]]
     assert as_lists(rows[0].logprobs) == [expected(0, t, 2) for t in range(3)]
     assert rows[1].logprobs is None
@@ -341,9 +397,9 @@ def test_logprobs_round_trip(num_top):
 
 def test_only_the_tokens_own_logprobs():
     logprobs, expected = make_logprobs(np.asarray(TOKENS), 0, 1)
-    outputs = StepOutputs(TOKENS, jnp.array([3, 1, 2, 2]), logprobs, None)
+    outputs = StepOutputs(TOKENS, jnp.array([3, 1, 2, 2]), DRAFTS, logprobs, None)
     plan = replace(DECODE, sequences=DECODE.sequences[2:])
-    (row,) = unpack_outputs(np.asarray(pack_outputs(outputs)), plan, Variant(num_logprobs=0))
+    (row,) = unpack_round(outputs, plan, Variant(num_logprobs=0))
     assert as_lists(row.logprobs) == [expected(0, t, 0) for t in range(3)]
 
 
@@ -357,9 +413,11 @@ def test_prompt_logprobs_are_of_the_tokens_after_a_chunks_rows():
     first = np.array([[5], [6], [7], [0], [0]])
     logprobs, expected = make_logprobs(first, 4, 2)
     prompt_logprobs, prompt_expected = make_logprobs(following, 3, 3)
-    outputs = StepOutputs(jnp.array(first), jnp.array([1, 0, 1, 0, 0]), logprobs, prompt_logprobs)
+    counts = jnp.array([1, 0, 1, 0, 0])
+    outputs = StepOutputs(jnp.array(first), counts, 0 * counts, logprobs, prompt_logprobs)
     variant = Variant(num_logprobs=4, num_prompt_logprobs=3)
-    rows = unpack_outputs(np.asarray(pack_outputs(outputs)), PREFILL, variant)
+    rows = unpack_round(outputs, PREFILL, variant)
+    assert [row.start for row in rows if row.prompt_logprobs] == [0, 8]
     assert [row.tokens for row in rows] == [[5], [], [7]]
     assert as_lists(rows[0].logprobs) == [expected(0, 0, 2)]
     assert as_lists(rows[2].logprobs) == [expected(2, 0, 0)]
@@ -379,7 +437,8 @@ def test_every_packed_array_is_fresh(plan):
     def arrays():
         drafts = np.zeros((4, 2), np.int32) if isinstance(plan, DecodePlan) else None
         new = pack_admissions([PLAIN, FULL], 3, LAYOUT)
-        return pack(plan, LAYOUT), new, pack_masks(plan, drafts, LAYOUT)
+        moved = pack_snapshots([replace(CHUNKS[0], taken=2)], 3, 4, LAYOUT, is_taken=True)
+        return pack(plan, LAYOUT), new, moved, pack_masks(plan, drafts, LAYOUT)
 
     first, second = arrays(), arrays()
     expected = [array.copy() for array in second]
@@ -471,7 +530,7 @@ def test_packed_arrays_are_done_with_when_their_results_are_there(tiny_engine, m
         recording(name)
     outputs = {}
     for outputs in generate(tiny_engine):  # noqa: B007
-        for step in steps[:-1]:  # the last one is in flight
+        for step in steps[:-2]:  # the last two are in flight: chunks and a round
             for packed in step:
                 packed[:] = 1
     assert len(steps) > 20 and len(kinds) == 3

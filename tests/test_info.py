@@ -363,7 +363,7 @@ def test_bad_speculation_is_one_clear_line(capsys, tmp_path):
 
 
 def test_a_pool_that_does_not_fit_the_device_is_a_reason(monkeypatch):
-    def refuse(*_):
+    def refuse(*_, **__):
         raise ValueError("no room")
 
     monkeypatch.setattr(info, "default_num_pages", refuse)

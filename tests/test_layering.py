@@ -18,8 +18,9 @@ LAYERS = [
     ["specjax.batch", "specjax.metrics"],
     ["specjax.engine", "specjax.precompile", "specjax.memory"],
     [
-        *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts", "specjax.llm"),
-        *("specjax.demo", "specjax.environment"),
+        *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts"),
+        *("specjax.outputs", "specjax.llm", "specjax.async_llm", "specjax.demo"),
+        "specjax.environment",
     ],
     ["specjax.arguments"],
     ["specjax.train", "specjax.rl", "specjax.bench", "specjax.info", "specjax.generate"],

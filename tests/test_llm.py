@@ -198,7 +198,8 @@ def test_metrics(llm):
     after = llm.metrics()
     assert after.num_prompt_tokens - before.num_prompt_tokens == 43
     assert after.num_generation_tokens - before.num_generation_tokens == 18
-    assert after.num_draft_tokens == 2 * after.num_drafts
+    # Towards the end of an output there is room for one draft only.
+    assert after.num_drafts < after.num_draft_tokens < 2 * after.num_drafts
     assert sum(after.num_accepted_tokens_per_pos) == after.num_accepted_tokens
     length = 1 + after.num_accepted_tokens / after.num_drafts
     assert after.mean_acceptance_length == pytest.approx(length)

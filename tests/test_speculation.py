@@ -171,7 +171,9 @@ def test_any_k_gives_the_tokens_of_plain_decoding(narrow, works, k, temperature)
     assert_same(narrow, work, generate(narrow, work.prompts, work.params))
     counts = counts_of(narrow.metrics(), before)
     assert 0 < counts["num_accepted_tokens"] < counts["num_draft_tokens"]
-    assert counts["num_draft_tokens"] == k * counts["num_drafts"]
+    # The last rounds of a request have room for k - 1, k - 2, ...
+    missing = k * counts["num_drafts"] - counts["num_draft_tokens"]
+    assert 0 <= missing <= k * (k - 1) // 2 * len(work.prompts)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
@@ -365,7 +367,11 @@ def oracle(plain, ragged_prompts_of_module):
     )
     engine = Engine(
         EngineConfig(
-            max_model_len=MAX_LEN, max_num_seqs=2, max_num_batched_tokens=CHUNK, num_pages=64
+            max_model_len=MAX_LEN,
+            max_num_seqs=2,
+            max_num_batched_tokens=CHUNK,
+            num_pages=64,
+            enable_prefix_caching=False,  # it learns who is who from the beginning of a prompt
         ),
         plain.target,
         KnowingDrafter(len(prompts)),
@@ -395,7 +401,7 @@ def test_a_drafter_that_is_always_right(oracle):
 def test_a_drafter_that_is_always_wrong(oracle):
     outputs, counts = oracle.run((oracle.truth + 1) % VOCAB, 33)
     assert outputs == [oracle.expected(i, 33) for i in range(len(outputs))]
-    assert counts["num_drafts"] == 32 * len(outputs)
+    assert counts["num_drafts"] == 31 * len(outputs)  # the last of 32 rounds has room for none
     assert counts["num_accepted_tokens"] == 0  # AL = 1
 
 
@@ -410,8 +416,9 @@ def test_a_drafter_that_is_right_at_random(oracle):
         length, end = len(prompt), len(prompt) + 50
         while length < end - 1:
             run = [*is_right[i, length + 1 : length + 4].tolist(), False].index(False)
-            accepted = min(run, end - 2 - length)
-            num_drafts, num_accepted = num_drafts + 1, num_accepted + accepted
+            room = end - 2 - length
+            accepted = min(run, room)
+            num_drafts, num_accepted = num_drafts + (room > 0), num_accepted + accepted
             length += accepted + 1
     assert (counts["num_drafts"], counts["num_accepted_tokens"]) == (num_drafts, num_accepted)
 
@@ -421,7 +428,8 @@ def test_max_tokens_may_cut_an_accepted_run(oracle, max_tokens):
     outputs, counts = oracle.run(oracle.truth, max_tokens)
     assert outputs == [oracle.expected(i, max_tokens) for i in range(len(outputs))]
     assert counts["num_generation_tokens"] == max_tokens * len(outputs)
-    assert counts["num_drafts"] == -(-(max_tokens - 1) // 4) * len(outputs)
+    rounds, rest = divmod(max_tokens - 1, 4)
+    assert counts["num_drafts"] == (rounds + (rest > 1)) * len(outputs)
 
 
 @pytest.mark.parametrize("place", range(10))
@@ -477,7 +485,7 @@ def test_one_transfer_each_way_per_step(wide, works, monkeypatch):
     def get(x):
         nonlocal is_reading
         moved["out"] += 1
-        assert isinstance(x, jax.Array) and x.dtype == jnp.int32 and x.ndim == 2
+        assert isinstance(x, jax.Array) and x.dtype == jnp.int32 and x.ndim in (2, 3)
         is_reading = True
         with jax.transfer_guard("allow"):
             value = real_get(x)

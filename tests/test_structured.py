@@ -10,7 +10,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specjax import LLM, SamplingParams
 from specjax.bench.workload import read_questions
@@ -85,16 +84,7 @@ def target(checkpoints):
 
 @pytest.fixture(scope="module")
 def folder(checkpoints, target):
-    """The target with a tokenizer: the printable ASCII characters, then an end of sequence."""
-    folder = checkpoints.copy(target.folder)
-    letters = ["Ġ", *map(chr, range(33, 127))]
-    vocab = {letter: i for i, letter in enumerate([*letters, "</s>"])}
-    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken("</s>", special=True)])
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return checkpoints.with_letters(target.folder)
 
 
 @pytest.fixture(scope="module")

@@ -16,8 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         action="append",
         metavar="METHOD=CHECKPOINT",
-        help=f"may be repeated; METHOD is one of {', '.join(METHODS)}, mtp alone means the model's "
-        f"own module; the demos {', '.join(DRAFTERS)} bring theirs",
+        help=f"may be repeated; METHOD is one of {', '.join(METHODS)}; mtp alone means the model's "
+        f"own module, and ngram is always alone; the demos {', '.join(DRAFTERS)} bring theirs",
     )
     parser.add_argument(
         "--k", default="1,2,3,5", metavar="K,K", help="drafts per step; default: %(default)s"

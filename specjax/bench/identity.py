@@ -104,7 +104,8 @@ def compare(
 
 def _requests(request: Request, index: int, layout: Layout) -> Requests:
     one = Layout(1, layout.max_model_len, 1, layout.vocab_size)
-    sample = Sample(request, index, 0, [])
+    sample = Sample.of(request, index, 0)
+    sample.settle_in(0, [], len(request.prompt_token_ids), 0)
     state = init_state(1, one.max_model_len, one.vocab_size, jnp.zeros(1), None)
     return run_admit(state, jnp.array(pack_admissions([sample], 1, one)), layout=one).requests
 

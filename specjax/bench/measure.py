@@ -6,7 +6,7 @@ last prompt of the batch has given its first token until the last output is comp
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -35,7 +35,7 @@ class Configuration:
 class Run:
     """One batch of prompts under one configuration. All but `outputs` covers decoding alone."""
 
-    outputs: Mapping[int, tuple[int, ...]]  # by request id
+    outputs: Mapping[Hashable, tuple[int, ...]]  # by request id
     seconds: float
     num_steps: int
     num_tokens: int
@@ -60,10 +60,10 @@ class Run:
 
 def decode(engine: Engine, requests: Sequence[Request]) -> Run:
     """Run `requests` together, to the end, on an idle engine."""
-    outputs: dict[int, tuple[int, ...]] = {}
+    outputs: dict[Hashable, tuple[int, ...]] = {}
 
     def step() -> None:
-        for sequence in engine.step():
+        for sequence in filter(lambda one: one.is_finished, engine.step()):
             outputs[sequence.request.request_id] = tuple(sequence.output)
 
     num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
@@ -82,11 +82,10 @@ def decode(engine: Engine, requests: Sequence[Request]) -> Run:
 
 
 def as_run(
-    outputs: Mapping[int, tuple[int, ...]], seconds: float, before: Metrics, after: Metrics
+    outputs: Mapping[Hashable, tuple[int, ...]], seconds: float, before: Metrics, after: Metrics
 ) -> Run:
     """What happened between two snapshots of the counters, with no prefill step between them."""
     num_tokens = after.num_generation_tokens - before.num_generation_tokens
-    num_drafts = after.num_drafts - before.num_drafts
     accepted = tuple(
         now - then
         for now, then in zip_longest(
@@ -98,7 +97,7 @@ def as_run(
         seconds=seconds,
         num_steps=after.num_decode_steps - before.num_decode_steps,
         num_tokens=num_tokens,
-        num_request_steps=num_drafts or num_tokens,
+        num_request_steps=num_tokens - sum(accepted),  # each gives one token beside its drafts
         num_accepted_per_pos=accepted,
     )
 

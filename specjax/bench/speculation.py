@@ -40,7 +40,7 @@ class Settings:
     """What `specjax bench` measures; fields are its options."""
 
     model: str
-    drafters: Mapping[str, str]  # checkpoint by method
+    drafters: Mapping[str, str | None]  # checkpoint by method
     ks: tuple[int, ...]
     batch_size: int
     num_prompts: int
@@ -134,20 +134,21 @@ def read_settings(args: argparse.Namespace) -> Settings:
     )
 
 
-def read_drafters(model: str, given: Sequence[str] | None) -> dict[str, str]:
-    """METHOD=CHECKPOINT options as checkpoints by method; without any, a demo target's own."""
+def read_drafters(model: str, given: Sequence[str] | None) -> dict[str, str | None]:
+    """METHOD=CHECKPOINT options as checkpoints by method; without any, a demo target's own.
+
+    A method that needs none of its own has None.
+    """
     if not given:
         return dict(DRAFTERS.get(model, {}))
-    drafters: dict[str, str] = {}
+    drafters: dict[str, str | None] = {}
     for option in given:
         method, _, checkpoint = option.partition("=")
-        if method in OWN_METHODS and not checkpoint:
-            checkpoint = model
-        if not (method and checkpoint):
+        if not (method and checkpoint) and method not in OWN_METHODS:
             raise ValueError(f"--drafter {option} must have the form METHOD=CHECKPOINT")
         if method in drafters:
             raise ValueError(f"--drafter {method}=... is given twice; compare them in two runs")
-        drafters[method] = checkpoint
+        drafters[method] = checkpoint or None
     return drafters
 
 
@@ -212,14 +213,15 @@ def load_engines(settings: Settings, stack: ExitStack, *, show_progress: bool) -
     """An engine by method, PLAIN included, with every step of the measurement compiled."""
     engines: dict[str, Engine] = {}
     for method, checkpoint in {PLAIN: None, **settings.drafters}.items():
-        speculation = checkpoint and {
+        speculation = {
             "method": method,
-            "model": str(locate(checkpoint)),
+            "model": checkpoint and str(locate(checkpoint)),
             "num_speculative_tokens": settings.ks[-1],
         }
         llm = LLM(
             locate(settings.model),
-            speculative_config=speculation,
+            speculative_config=None if method == PLAIN else speculation,
+            enable_prefix_caching=False,  # every run is to do the same work
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.batch_size,
@@ -229,7 +231,7 @@ def load_engines(settings: Settings, stack: ExitStack, *, show_progress: bool) -
         engine = engines[method] = stack.enter_context(llm).engine
         # One copy of the target's weights serves all engines.
         engine.params = engine.params._replace(target=engines[PLAIN].params.target)
-        for k in settings.ks if checkpoint else ():
+        for k in () if method == PLAIN else settings.ks:
             engine.set_policy(StaticPolicy(k), show_progress=show_progress)
     return engines
 

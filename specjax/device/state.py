@@ -20,6 +20,7 @@ class EngineState:
     """
 
     cache: Any  # the target's, see `Model.init_cache`
+    snapshots: Any  # `recurrent.Snapshots` of prompts; None without recurrent states
     drafter: Any  # the drafter's own state
     tokens: jax.Array  # i32[S, max_model_len], prompt and output
     lengths: jax.Array  # i32[S]
@@ -29,11 +30,17 @@ class EngineState:
 
 
 def init_state(
-    num_slots: int, max_model_len: int, vocab_size: int, cache: Any, drafter: Any
+    num_slots: int,
+    max_model_len: int,
+    vocab_size: int,
+    cache: Any,
+    drafter: Any,
+    snapshots: Any = None,
 ) -> EngineState:
     """The state of an engine without requests."""
     return EngineState(
         cache=cache,
+        snapshots=snapshots,
         drafter=drafter,
         tokens=jnp.zeros((num_slots, max_model_len), jnp.int32),
         lengths=jnp.zeros(num_slots, jnp.int32),

@@ -4,13 +4,18 @@ Read this file first. A prompt goes, a chunk at a time, through
 
     prefill -> begin
 
-which runs the target, and samples the first token after the last chunk. A round then drafts,
-extends the target by the drafts, and settles what stands:
+which runs the target, and samples the first token after the last chunk. A request that was
+preempted runs its prompt and its output in the same way; what follows is known then. A round
+drafts, extends the target by the drafts, and settles what stands:
 
     propose -> extend -> settle
 
-in one program, or in three where the host has a word to say before settling (the masks of a
-grammar). The parts that run the target are the same whatever requests ask of their logits.
+in one program, which may run several rounds, or in three where the host has a word to say before
+settling (the masks of a grammar). The parts that run the target are the same whatever requests ask
+of their logits.
+
+Nothing that a step takes from the host says how many tokens were accepted, or how long a request
+is: the host plans with bounds, and the device goes by its own state.
 """
 
 from dataclasses import replace
@@ -19,6 +24,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.device.cache.recurrent import restore_snapshots, take_snapshots
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.drafter import DraftContext, Drafter, Params, Variant
 from specjax.device.edits import History
@@ -37,7 +43,15 @@ class AdmitInputs(NamedTuple):
 
     slots: jax.Array  # i32[B]; past the last slot for a padding row
     requests: Requests  # [B]
-    tokens: jax.Array  # i32[B, max_model_len], the prompts
+    tokens: jax.Array  # i32[B, max_model_len], the prompts; with the output of those preempted
+
+
+class SnapshotInputs(NamedTuple):
+    """Slots whose recurrent states are copied to or from a snapshot."""
+
+    slots: jax.Array  # i32[B]; past the last slot for a padding row
+    ids: jax.Array  # i32[B], of snapshots; likewise
+    ends: jax.Array  # i32[B], tokens that the states stand for
 
 
 class PrefillInputs(NamedTuple):
@@ -46,14 +60,17 @@ class PrefillInputs(NamedTuple):
     slots: jax.Array  # i32[B]; past the last slot for a padding row
     starts: jax.Array  # i32[B], tokens already in the caches
     counts: jax.Array  # i32[B], tokens of this chunk
+    is_last: jax.Array  # i32[B], 1 where decoding comes next
+    is_resumed: jax.Array  # i32[B], 1 where the token after the last chunk is known
     page_table: jax.Array  # i32[B, P]
 
 
 class DecodeInputs(NamedTuple):
-    """Who takes part in a round of speculation."""
+    """Who takes part in rounds of speculation."""
 
     slots: jax.Array  # i32[B]; past the last slot for a padding row
     num_drafts: jax.Array  # i32[B], of the K drafts, those that may stand
+    num_rounds: jax.Array  # i32[B], the same for all
     page_table: jax.Array  # i32[B, P]
 
 
@@ -69,6 +86,7 @@ class StepOutputs(NamedTuple):
 
     tokens: jax.Array  # i32[B, K+1]
     num_tokens: jax.Array  # i32[B]
+    num_drafts: jax.Array  # i32[B], drafts that could have stood
     logprobs: Logprobs | None  # [B (K+1)]
     prompt_logprobs: Logprobs | None  # [B T], of the token after each row of a chunk
 
@@ -83,6 +101,7 @@ class StepModel(NamedTuple):
     row_multiple: int  # rows of a matmul come in multiples of this
     width_multiple: int  # and rows per request of a round in multiples of this
     raw_logprobs: bool  # report the model's distribution, or the one that is drawn from
+    most_rounds: int = 1  # that one program runs
 
     def width(self, k: int) -> int:
         """Rows per request of a round of k drafts."""
@@ -97,6 +116,23 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
         pending=state.pending.at[inputs.slots].set(0, mode="drop"),
         is_active=state.is_active.at[inputs.slots].set(False, mode="drop"),
         requests=state.requests.put(inputs.slots, inputs.requests),
+    )
+
+
+def restore(state: EngineState, inputs: SnapshotInputs) -> EngineState:
+    """Let slots go on from the recurrent states of snapshots."""
+    delta = restore_snapshots(
+        state.cache.delta, inputs.slots, state.snapshots, inputs.ids, inputs.ends
+    )
+    return replace(state, cache=state.cache._replace(delta=delta))
+
+
+def take(state: EngineState, inputs: SnapshotInputs) -> EngineState:
+    """Keep the recurrent states of slots, in which nothing is pending, as snapshots."""
+    delta = state.cache.delta
+    return replace(
+        state,
+        snapshots=take_snapshots(state.snapshots, inputs.ids, delta, inputs.slots, inputs.ends),
     )
 
 
@@ -131,6 +167,7 @@ def begin(
 ) -> tuple[EngineState, StepOutputs]:
     """Show the drafter a chunk; after a prompt's last one, sample the first token of its output.
 
+    Of a request that goes on, nothing is sampled: it decodes as if it had never been away.
     `masks` i32[B, 1, ceil(V/32)] go with `variant.masks`.
     """
     slots, starts = inputs.slots, inputs.starts
@@ -138,14 +175,15 @@ def begin(
     width = extension.features.hidden.shape[0] // batch
     known, requests = state.tokens[slots], state.requests.at(slots)
     last, ends = inputs.counts - 1, starts + inputs.counts
-    is_last = (inputs.counts > 0) & (ends == requests.prompt_lengths)
+    is_last, is_resumed = inputs.is_last > 0, inputs.is_resumed > 0
+    samples = is_last & ~is_resumed
 
     processed = extension.logits
     if variant.edits or variant.masks:
         history = History(known, ends)
         processed = process(processed, requests, history, variant.processors, masks)
     sampled = choose(processed[:, 0], requests.sampling, ends)
-    put_at = jnp.where(is_last, ends, known.shape[1])
+    put_at = jnp.where(samples, ends, known.shape[1])
     known = known.at[jnp.arange(batch), put_at].set(sampled, mode="drop")
 
     following = jnp.take_along_axis(known, _chunk_places(inputs, width) + 1, axis=1, mode="clip")
@@ -168,11 +206,49 @@ def begin(
         drafter=drafter,
         tokens=put(state.tokens, known),
         lengths=put(state.lengths, ends),
-        is_active=put(state.is_active, is_last & ~emitted.is_finished),
+        is_active=put(state.is_active, is_last & (is_resumed | ~emitted.is_finished)),
     )
+    num_tokens = samples.astype(jnp.int32)
     return state, StepOutputs(
-        sampled[:, None], is_last.astype(jnp.int32), logprobs, prompt_logprobs
+        sampled[:, None], num_tokens, jnp.zeros_like(num_tokens), logprobs, prompt_logprobs
     )
+
+
+def decode_rounds(
+    params: Params,
+    state: EngineState,
+    inputs: DecodeInputs,
+    *,
+    model: StepModel,
+    variant: Variant,
+    k: int,
+) -> tuple[EngineState, StepOutputs]:
+    """`decode_step` inputs.num_rounds times, or until no request goes on.
+
+    Outputs have an axis more, [model.most_rounds, B, ...]; rounds that were not run gave nothing.
+    """
+
+    def run(state):
+        return decode_step(params, state, inputs, model=model, variant=variant, k=k)
+
+    if model.most_rounds == 1:
+        state, outputs = run(state)
+        return state, jax.tree.map(lambda x: x[None], outputs)
+
+    def goes_on(carry):
+        num_run, state, _ = carry
+        return (num_run < inputs.num_rounds[0]) & _is_active(state, inputs.slots).any()
+
+    def another(carry):
+        num_run, state, rounds = carry
+        state, outputs = run(state)
+        rounds = jax.tree.map(lambda all, one: all.at[num_run].set(one), rounds, outputs)
+        return num_run + 1, state, rounds
+
+    _, shapes = jax.eval_shape(run, state)
+    nothing = jax.tree.map(lambda x: jnp.zeros((model.most_rounds, *x.shape), x.dtype), shapes)
+    _, state, rounds = jax.lax.while_loop(goes_on, another, (jnp.int32(0), state, nothing))
+    return state, rounds
 
 
 def decode_step(
@@ -188,9 +264,12 @@ def decode_step(
 
     With k = 0 this is plain decoding.
     """
-    state, draft = propose(params, state, inputs, model=model, variant=variant, k=k)
-    state, extension = extend(params, state, inputs, draft, model=model)
-    return settle(params, state, inputs, draft, extension, model=model, variant=variant)
+    with jax.named_scope("draft"):
+        state, draft = propose(params, state, inputs, model=model, variant=variant, k=k)
+    with jax.named_scope("verify"):
+        state, extension = extend(params, state, inputs, draft, model=model)
+    with jax.named_scope("settle"):
+        return settle(params, state, inputs, draft, extension, model=model, variant=variant)
 
 
 def propose(
@@ -259,7 +338,12 @@ def settle(
     if variant.edits or variant.masks:
         history = History(state.tokens[slots], starts + 1).then(draft.tokens)
         processed = process(processed, requests, history, variant.processors, masks)
-    target = Target(processed, requests.sampling, starts + 1, jnp.minimum(inputs.num_drafts, k))
+    remaining = requests.limits - (starts + 1)
+    # Of what is left to generate, the last token is never a draft.
+    num_drafts = jnp.clip(remaining - 1, 0, jnp.minimum(inputs.num_drafts, k))
+    if draft.counts is not None:
+        num_drafts = jnp.minimum(num_drafts, draft.counts)
+    target = Target(processed, requests.sampling, starts + 1, num_drafts)
     verdict = model.verification.verify(draft, target)
 
     rows = _rows(state, inputs, k, model)
@@ -274,8 +358,9 @@ def settle(
         extension.features,
         verdict.num_accepted,
     )
-    emitted = _emit(verdict, requests.limits - (starts + 1), requests.stop_ids)
+    emitted = _emit(verdict, remaining, requests.stop_ids)
     num_tokens = jnp.where(is_active, emitted.num_tokens, 0)
+    num_drafts = jnp.where(is_active, num_drafts, 0)
     logprobs = _logprobs(extension.logits, processed, verdict.tokens, requests, model, variant)
 
     column = jnp.arange(k + 1)
@@ -293,7 +378,7 @@ def settle(
         pending=put(state.pending, verdict.num_accepted + 1),
         is_active=put(state.is_active, ~emitted.is_finished),
     )
-    return state, StepOutputs(verdict.tokens, num_tokens, logprobs, None)
+    return state, StepOutputs(verdict.tokens, num_tokens, num_drafts, logprobs, None)
 
 
 class _Emitted(NamedTuple):

@@ -31,6 +31,7 @@ class Draft(NamedTuple):
 
     tokens: jax.Array  # i32[B, K]
     probs: jax.Array | None  # f32[B, K, V], what they were drawn from; None when they are certain
+    counts: jax.Array | None = None  # i32[B], how many were found; None when it is always K
 
 
 class Target(NamedTuple):

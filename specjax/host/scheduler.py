@@ -1,47 +1,47 @@
 """Who runs next. Plain Python over ints: no device, no clock, no randomness.
 
-A request waits, then owns a slot and its pages, is prefilled in chunks, decodes, and finishes. The
-scheduler plans step N + 1 before it knows what step N gave, so it counts on what is certain: every
-step of a decoding request gives at least one token.
+A sequence waits, takes up residence (a slot, and pages for the tokens it has), is prefilled in
+chunks, decodes, and finishes. If pages run out while it decodes, a later one is preempted: it loses
+its residence at once, and runs its tokens again when there is room. The scheduler plans step N + 1
+before it knows what step N gave, so it counts on what is certain: every round of a decoding
+sequence gives at least one token, and writes no further than if all its drafts stood.
 """
 
-from collections import deque
+import heapq
+from collections.abc import Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from specjax.config import EngineConfig
 from specjax.host.pages import PageAllocator
+from specjax.host.prefix_cache import Key, PrefixCache, SnapshotIndex, extend_keys
 from specjax.host.sequence import RowOutput, Sequence
 from specjax.host.speculation.policy import Policy
 from specjax.request import Request
 
 
-@dataclass
-class _Waiting:
-    """A sample without a slot, and the pages of its prompt that an earlier one has filled."""
-
-    request: Request
-    index: int = 0
-    pages: list[int] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, start + count) of a sequence's prompt."""
+    """Tokens [start, start + count) of a sequence that is being prefilled."""
 
     sequence: Sequence
     start: int
     count: int
-    is_first: bool  # of the sequence: its slot is new to it
+    is_first: bool = False  # of this residence: the slot is new to the sequence
+    is_last: bool = False  # the sequence decodes from here on
+    is_resumed: bool = False  # what follows the last chunk is known already, and not to be sampled
+    restored: int | None = None  # the snapshot of the states that the first chunk goes on from
+    taken: int | None = None  # the snapshot to take of the states that the chunk leaves
 
     @property
-    def is_last(self) -> bool:
-        """Whether the prompt ends with this chunk."""
-        return self.start + self.count == len(self.sequence.request.prompt_token_ids)
+    def samples(self) -> bool:
+        """Whether the chunk gives a token."""
+        return self.is_last and not self.is_resumed
 
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """A chunk of some prompts, run in a shape of `batch` rows by `width` tokens."""
+    """A chunk of some sequences, run in a shape of `batch` rows by `width` tokens."""
 
     chunks: tuple[Chunk, ...]
     batch: int
@@ -55,178 +55,453 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """A round of speculation, run in a shape of `batch` rows and `k` drafts."""
+    """Rounds of speculation, each run in a shape of `batch` rows and `k` drafts."""
 
     sequences: tuple[Sequence, ...]
     batch: int
     k: int
     num_drafts: int  # of the k, those that may stand
+    num_rounds: int = 1
 
 
-StepPlan = PrefillPlan | DecodePlan
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step runs: chunks, and a round of the sequences that decoded before."""
+
+    prefill: PrefillPlan | None
+    decode: DecodePlan | None
+    num_tokens: int  # as the budgets count them
+
+    @property
+    def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
+        """What is launched, in order."""
+        return tuple(part for part in (self.prefill, self.decode) if part is not None)
+
+
+@dataclass
+class _Budget:
+    """What is left of a step's two budgets.
+
+    Drafting may take `draft_slots` rows of its own for every sequence that a step runs. They fit
+    among the rows that are batched, but are no tokens that are scheduled (vLLM #34898).
+    """
+
+    tokens: int
+    inputs: int
+    draft_slots: int
+    num_spent: int = 0
+
+    def most(self, wanted: int) -> int:
+        """How many of the wanted tokens one more sequence may run."""
+        return max(0, min(wanted, self.tokens, self.inputs - self.draft_slots))
+
+    def spend(self, count: int) -> None:
+        self.tokens -= count
+        self.inputs -= count + self.draft_slots
+        self.num_spent += count
+
+
+@dataclass
+class _Step:
+    """A step while it is being planned."""
+
+    budget: _Budget
+    width: int  # of its chunks
+    most_chunks: int
+    chunks: list[Chunk] = field(default_factory=list)
+    decoding: list[Sequence] = field(default_factory=list)
 
 
 class Scheduler:
-    """Continuous batching, first come first served, prefill and decode steps in turn.
+    """Continuous batching, chunks of prompts and rounds of decoding in the same step.
 
-    Pages for a request's longest possible run are taken when it is admitted, so that a request
-    that has started always finishes. The first sample of a request prefills the prompt; the others
-    follow it, share the pages that it filled, and run only what is left of the prompt.
+    First come, first served, after the lowest priority value. Among equals those that did not get
+    into the last step go first, so that a budget too small for all goes round. Chunks are cut to
+    what is left of the budget, rounds are run whole or not at all: what is drafted does not depend
+    on who else is there. Nobody overtakes the first of those that wait.
+
+    The first sample of a request prefills the prompt; the others follow, and find its pages.
     """
 
     def __init__(
         self,
-        *,
-        num_slots: int,
-        pages: PageAllocator,
-        page_size: int,
-        decode_batches: SequenceOf[int],
-        prefill_shapes: SequenceOf[tuple[int, int]],
+        config: EngineConfig,
         policy: Policy,
-        fixed_k: int | None = None,
-        shares_prompts: bool = True,
+        *,
+        draft_slots: int = 0,
+        num_snapshots: int | None = None,
     ):
-        """`prefill_shapes` are (batch, width); `fixed_k` is the K of shapes, however many stand.
-
-        Without `shares_prompts`, where pages are not all that a prompt leaves, every sample runs
-        the whole prompt.
-        """
+        """`num_snapshots` is for models whose prompts leave states beside their pages."""
         self.policy = policy
-        self.pages = pages
-        self._page_size = page_size
-        self._decode_batches = decode_batches
-        self._prefill_widths = sorted({width for _, width in prefill_shapes})
-        self._prefill_shapes = prefill_shapes
-        self.fixed_k = fixed_k
-        self._shares_prompts = shares_prompts
-        self._free_slots = list(range(num_slots - 1, -1, -1))
-        self._waiting: deque[_Waiting] = deque()  # first samples
-        self._following: deque[_Waiting] = deque()  # the others, of prompts that have been run
-        self._prefilling: list[Sequence] = []
-        self._decoding: list[Sequence] = []
-        self._was_prefill = False
+        self.fixed_k = max(policy.choices) if config.exact else None
+        self.pages = PageAllocator(config.num_pages)
+        snapshots = None if num_snapshots is None else SnapshotIndex(num_snapshots)
+        self.prefixes = PrefixCache(self.pages, snapshots)
+        self.num_preemptions = 0
+        self.num_looked_up = 0  # tokens of sequences that took up residence
+        self.num_found = 0  # of those, that were in the caches already
+        self.config = config
+        self._draft_slots = draft_slots
+        self._widths = sorted({width for _, width in config.prefill_shapes})
+        self._num_steps = 0
+        self._num_arrivals = 0
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._live: dict[Hashable, list[Sequence]] = {}  # unfinished samples, by request
+        self._waiting: list[Sequence] = []  # a heap; the finished are dropped when they surface
+        self._running: list[Sequence] = []
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not finished."""
-        return bool(self._waiting or self._following or self._prefilling or self._decoding)
+        return bool(self._live)
 
     @property
     def num_running(self) -> int:
-        """Samples that own a slot."""
-        return len(self._prefilling) + len(self._decoding)
+        """Samples in residence."""
+        return len(self._running)
 
-    def add(self, request: Request) -> None:
-        """Queue a request."""
-        self._waiting.append(_Waiting(request))
+    @property
+    def num_waiting(self) -> int:
+        """Samples that are not."""
+        return sum(map(len, self._live.values())) - len(self._running)
+
+    def add(self, request: Request) -> list[Sequence]:
+        """Queue a request; its samples.
+
+        Raises:
+            ValueError: an unfinished request has the same id.
+        """
+        if request.request_id in self._live:
+            raise ValueError(
+                f"request_id={request.request_id!r} belongs to a request that has not finished; "
+                "give each request an id of its own"
+            )
+        arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
+        samples = [Sequence.of(request, i, arrival) for i in range(len(request.seeds))]
+        self._live[request.request_id] = list(samples)
+        heapq.heappush(self._waiting, samples[0])
+        return samples
+
+    def abort(self, request_id: Hashable) -> list[Sequence]:
+        """End a request where it is; its unfinished samples, none if there is no such request."""
+        aborted = list(self._live.get(request_id, ()))
+        for sequence in aborted:
+            sequence.finish_reason = "abort"
+            self._leave(sequence)
+        return aborted
 
     def drop_all(self) -> None:
         """Forget every request and free what they own."""
-        for sequence in [*self._prefilling, *self._decoding]:
-            self._release(sequence)
-        self._forget_shared(list(self._following))
-        self._following.clear()
+        for request_id in list(self._live):
+            self.abort(request_id)
         self._waiting.clear()
-        self._prefilling, self._decoding = [], []
+
+    def restart(self) -> None:
+        """Let every sequence run its tokens again, for the device has lost all it knew."""
+        for sequence in list(self._running):
+            self._preempt(sequence)
+        for samples in self._live.values():
+            for sequence in samples:
+                sequence.num_in_flight = sequence.most_in_flight = 0
+        self.prefixes.clear()
 
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to launch until results arrive."""
-        self._admit()
-        ready = [sequence for sequence in self._decoding if sequence.may_go_on]
-        self._was_prefill = bool(self._prefilling) and not (ready and self._was_prefill)
-        if self._was_prefill:
-            return self._plan_prefill()
-        return self._plan_decode(ready) if ready else None
+        self._num_steps += 1
+        config = self.config
+        budget = _Budget(
+            config.max_num_scheduled_tokens, config.max_num_batched_tokens, self._draft_slots
+        )
+        prefilling = [s for s in self._running if not s.is_prefilled]
+        width = self._choose_width(prefilling)
+        step = _Step(budget, width, self._prefill_batches(width)[-1])
+        ready = [s for s in self._running if s.may_go_on and s.is_prefilled]
+        k, num_drafts = self._choose_k(len(ready)) if ready else (0, 0)
+        num_rounds = self._choose_rounds(ready, num_drafts)
+        for sequence in sorted(prefilling + ready, key=_turn):
+            if not sequence.is_resident:  # preempted by one before it
+                continue
+            if not sequence.is_prefilled:
+                self._plan_chunk(step, sequence)
+            elif budget.most(k + 1) == k + 1:
+                self._plan_round(step, sequence, k, num_drafts, num_rounds)
+        self._admit(step)
+        self._publish(step.chunks)
+        prefill = decode = None
+        if step.chunks:
+            batch = _at_least(self._prefill_batches(step.width), len(step.chunks))
+            prefill = PrefillPlan(tuple(step.chunks), batch, step.width)
+        if step.decoding:
+            batch = _at_least(config.decode_batches, len(step.decoding))
+            decode = DecodePlan(tuple(step.decoding), batch, k, num_drafts, num_rounds)
+        return StepPlan(prefill, decode, step.budget.num_spent) if prefill or decode else None
 
     def commit(
-        self, plan: StepPlan, outputs: SequenceOf[RowOutput]
+        self, part: PrefillPlan | DecodePlan, outputs: SequenceOf[RowOutput]
     ) -> tuple[list[int], list[Sequence]]:
-        """Give each row of `plan` its output: how many tokens stand, and who finished.
+        """Give each row its output of a chunk or a round: how many tokens stand, and who got some.
 
-        A sequence may have finished on the host, by its text, with a step in flight: what that step
-        gave it is dropped.
+        A sequence may have finished, or been preempted, with a step in flight. What the step gave
+        is dropped after the first, and delivered after the second.
         """
-        num_kept, finished = [], []
-        for sequence, row in zip(plan.sequences, outputs, strict=True):
-            num_kept.append(0 if sequence.is_finished else sequence.append(row))
-            if num_kept[-1]:
-                sequence.num_in_flight -= 1
+        if isinstance(part, DecodePlan):
+            _land(part.sequences, part.num_drafts + 1)
+        else:
+            _land([chunk.sequence for chunk in part.chunks if chunk.samples], 1)
+        num_kept, touched = [], []
+        for sequence, row in zip(part.sequences, outputs, strict=True):
+            kept = 0
+            if not sequence.is_finished:
+                try:
+                    kept = sequence.append(row)
+                except Exception as error:  # of a grammar or a text that is looked for
+                    sequence.fail(error)
+                if sequence.is_resident:
+                    self._tidy(sequence)
                 if sequence.is_finished:
-                    finished.append(sequence)
-        for sequence in finished:
-            self._decoding.remove(sequence)
-            self._release(sequence)
-        return num_kept, finished
+                    self._leave(sequence)
+                if kept or sequence.is_finished:
+                    touched.append(sequence)
+            num_kept.append(kept)
+        return num_kept, touched
 
-    def _admit(self) -> None:
-        while self._free_slots and (queue := self._following or self._waiting):
-            waiting = queue[0]
-            request, shared = waiting.request, waiting.pages
-            # The last token is never run through the target: its key and value need no room.
-            num_pages = -(-(request.max_length - 1) // self._page_size)
-            pages = self.pages.allocate(num_pages - len(shared))
-            if pages is None:
-                if self.num_running:
-                    return
-                # Nobody will free pages but those who wait: they do without what they share.
-                self._forget_shared([other for other in self._following if other is not waiting])
-                pages = self.pages.allocate(num_pages - len(shared))
-                assert pages is not None, "one request always fits"
-            queue.popleft()
-            slot = self._free_slots.pop()
-            sequence = Sequence.of(request, waiting.index, slot, [*shared, *pages])
-            sequence.num_prefilled = len(shared) * self._page_size
-            self._prefilling.append(sequence)
+    def fail(self, sequence: Sequence, error: Exception) -> None:
+        """End a sequence by an error of its own."""
+        sequence.fail(error)
+        self._leave(sequence)
 
-    def _release(self, sequence: Sequence) -> None:
-        self._free_slots.append(sequence.slot)
-        self.pages.release(sequence.pages)
-
-    def _plan_prefill(self) -> PrefillPlan:
-        first = self._prefilling[0]
-        remaining = len(first.request.prompt_token_ids) - first.num_prefilled
-        width = _at_least(self._prefill_widths, min(remaining, self._prefill_widths[-1]))
-        batches = sorted(b for b, w in self._prefill_shapes if w == width)
-        chunks = []
-        for sequence in self._prefilling[: batches[-1]]:
-            start = sequence.num_prefilled
-            count = min(len(sequence.request.prompt_token_ids) - start, width)
-            chunks.append(Chunk(sequence, start, count, not sequence.was_planned))
-            sequence.was_planned = True
-            sequence.num_prefilled += count
-            if sequence.is_prefilled:
-                sequence.num_in_flight += 1
-                self._decoding.append(sequence)
-                self._queue_samples(sequence)
-        self._prefilling = [s for s in self._prefilling if not s.is_prefilled]
-        return PrefillPlan(tuple(chunks), _at_least(batches, len(chunks)), width)
-
-    def _queue_samples(self, sequence: Sequence) -> None:
-        """Let the other samples of a prompt follow, now that its pages will be filled."""
-        request = sequence.request
-        if sequence.index or len(request.seeds) == 1:
-            return
-        # The last token of the prompt is run by every sample, which needs its logits.
-        num_shared = (len(request.prompt_token_ids) - 1) // self._page_size
-        num_shared *= self._shares_prompts
-        for index in range(1, len(request.seeds)):
-            shared = sequence.pages[:num_shared]
-            self.pages.share(shared)
-            self._following.append(_Waiting(request, index, shared))
-
-    def _forget_shared(self, waiting: list[_Waiting]) -> None:
-        for sample in waiting:
-            self.pages.release(sample.pages)
-            sample.pages = []
-
-    def _plan_decode(self, ready: list[Sequence]) -> DecodePlan:
-        for sequence in ready:
-            sequence.num_in_flight += 1
-        batch = _at_least(self._decode_batches, len(ready))
-        num_drafts = self.policy.choose(len(ready))
+    def _choose_k(self, num_ready: int) -> tuple[int, int]:
+        """The drafts of the next round's shape, and of those how many may stand."""
+        num_drafts = self.policy.choose(num_ready)
         k = num_drafts if self.fixed_k is None else self.fixed_k
-        num_drafts = min(num_drafts, k)
-        return DecodePlan(tuple(ready), batch, k, num_drafts)
+        return k, min(num_drafts, k)
+
+    def _choose_rounds(self, ready: list[Sequence], num_drafts: int) -> int:
+        """One, unless more can run without anybody waiting for the host or for pages."""
+        most = self.config.steps_per_dispatch
+        if most == 1 or any(s.matcher for s in ready):
+            return 1
+        if len(ready) < len(self._running) or (self._free_slots and self._head()):
+            return 1
+        num_pages = -(-most * (num_drafts + 1) // self.config.page_size) + 1
+        return most if len(ready) * num_pages <= self.pages.num_free else 1
+
+    def _choose_width(self, prefilling: list[Sequence]) -> int:
+        """The width of shape in which chunks get furthest: the wider, the fewer at a time."""
+        remaining = [s.goal - s.num_computed for s in prefilling]
+        num_free = self.pages.num_free - len(self._running)
+        for sequence in self._waiting[: len(self._free_slots)]:
+            num_free -= -(-len(sequence.token_ids) // self.config.page_size)
+            if num_free < 0:
+                break
+            remaining.append(len(sequence.token_ids))
+
+        def progress(width: int) -> int:
+            rows = remaining[: self._prefill_batches(width)[-1]]
+            return min(sum(min(n, width) for n in rows), self.config.max_num_scheduled_tokens)
+
+        return max(self._widths, key=lambda width: (progress(width), -width))
+
+    def _plan_round(
+        self, step: _Step, sequence: Sequence, k: int, num_drafts: int, num_rounds: int
+    ) -> None:
+        most = num_rounds * (num_drafts + 1)
+        if not self._grow(sequence, sequence.most_computed + most):
+            return
+        step.budget.spend(k + 1)
+        step.decoding.append(sequence)
+        sequence.last_step = self._num_steps
+        sequence.num_in_flight += num_rounds
+        sequence.most_in_flight += most
+
+    def _plan_chunk(self, step: _Step, sequence: Sequence, restored: int | None = None) -> None:
+        """Plan as much of what a sequence has to run as there is room for in the step."""
+        start = sequence.num_computed
+        count = step.budget.most(min(sequence.goal - start, step.width))
+        if sequence.cuts:
+            count = min(count, sequence.cuts[0] * self.config.page_size - start)
+        if not count or len(step.chunks) == step.most_chunks:
+            return
+        step.budget.spend(count)
+        sequence.num_computed += count
+        is_first = not sequence.was_told
+        chunk = Chunk(
+            sequence,
+            start,
+            count,
+            is_first=is_first,
+            is_last=sequence.is_prefilled,
+            is_resumed=sequence.num_output > 0,
+            restored=restored,
+            taken=self._take_snapshot(sequence),
+        )
+        step.chunks.append(chunk)
+        sequence.was_told = True
+        sequence.last_step = self._num_steps
+        if chunk.samples:
+            sequence.num_in_flight += 1
+            sequence.most_in_flight += 1
+
+    def _take_snapshot(self, sequence: Sequence) -> int | None:
+        """A snapshot to take where the tokens now end, if one is wanted there."""
+        page_size = self.config.page_size
+        if not sequence.cuts or sequence.num_computed < sequence.cuts[0] * page_size:
+            return None
+        assert self.prefixes.snapshots is not None
+        return self.prefixes.snapshots.reserve(sequence.keys[sequence.cuts.pop(0) - 1])
+
+    def _publish(self, chunks: SequenceOf[Chunk]) -> None:
+        """Let later steps find what this one leaves, and the other samples follow the first."""
+        page_size, snapshots = self.config.page_size, self.prefixes.snapshots
+        for chunk in chunks:
+            sequence, end = chunk.sequence, chunk.start + chunk.count
+            self._name(sequence, end // page_size)
+            if chunk.taken is not None and snapshots is not None:
+                snapshots.put(sequence.keys[end // page_size - 1], chunk.taken)
+            if chunk.is_last and sequence.index == 0 and not sequence.is_followed:
+                sequence.is_followed = True
+                for other in self._live[sequence.request.request_id]:
+                    if other is not sequence:
+                        heapq.heappush(self._waiting, other)
+
+    def _name(self, sequence: Sequence, num_pages: int) -> None:
+        self.prefixes.put(sequence.keys, sequence.pages, sequence.num_named, num_pages)
+        sequence.num_named = min(num_pages, len(sequence.keys))
+
+    def _admit(self, step: _Step) -> None:
+        """Let those that wait take up residence, as long as their first chunk fits in the step."""
+        width = self._widths[0]
+        while self._free_slots and (sequence := self._head()):
+            least = width if self.config.exact else 1
+            if sequence.num_in_flight or step.budget.most(least) < least:
+                return
+            if len(step.chunks) == step.most_chunks:
+                return
+            if not self._settle_in(sequence, step):
+                return
+
+    def _head(self) -> Sequence | None:
+        """The first of those that wait."""
+        while self._waiting and self._waiting[0].is_finished:
+            heapq.heappop(self._waiting)
+        return self._waiting[0] if self._waiting else None
+
+    def _settle_in(self, sequence: Sequence, step: _Step) -> bool:
+        """Give the first of those that wait a slot and pages, and plan its first chunk."""
+        page_size, exact = self.config.page_size, self.config.exact
+        tokens = sequence.token_ids
+        goal = len(tokens) - (sequence.num_output > 0)
+        salt = b"" if self.config.enable_prefix_caching else str(sequence.arrival).encode()
+        extend_keys(sequence.keys, tokens, page_size, salt)
+        keys = sequence.keys[: (goal - 1) // page_size]  # a token is left to run
+        # Whoever wants the prompt's log-probabilities has to run all of it.
+        wants_all = sequence.request.params.prompt_logprobs is not None
+        prefix = self.prefixes.take([] if wants_all else keys)
+        most = sequence.request.max_length - 1 if exact else goal
+        needed = -(-most // page_size) - len(prefix.pages)
+        # A page for each of those that run, lest they preempt the newcomer at once.
+        spare = 0 if exact else len(self._running)
+        if needed + spare > self.pages.num_free and self._running:
+            self.pages.release(prefix.pages)
+            return False
+        pages = self.pages.allocate(needed)
+        assert pages is not None, "one request always fits"
+        heapq.heappop(self._waiting)
+        num_cached = len(prefix.pages) * page_size
+        self.num_looked_up += goal
+        self.num_found += num_cached
+        sequence.settle_in(self._free_slots.pop(), [*prefix.pages, *pages], goal, num_cached)
+        sequence.cuts = self._cuts(sequence, keys, len(prefix.pages))
+        self._running.append(sequence)
+        self._plan_chunk(step, sequence, prefix.snapshot)
+        return True
+
+    def _cuts(self, sequence: Sequence, keys: list[Key], num_cached: int) -> list[int]:
+        """After how many pages a chunk is to end, so that a snapshot can be taken."""
+        is_shared = self.config.enable_prefix_caching or len(sequence.request.seeds) > 1
+        if self.prefixes.snapshots is None or not self.config.num_snapshots or not is_shared:
+            return []
+        points = [n for n in self.prefixes.snapshots.points(keys) if n > num_cached]
+        if self.config.exact:  # where chunks end anyway
+            width, start = self._widths[0], num_cached * self.config.page_size
+            points = [n for n in points if (n * self.config.page_size - start) % width == 0]
+        return points
+
+    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Let a sequence have pages for so many tokens, if need be those of later sequences.
+
+        Without success it keeps what it has, and waits.
+        """
+        # The last token is never run through the target: its key and value need no room.
+        num_tokens = min(num_tokens, sequence.request.max_length - 1)
+        needed = -(-num_tokens // self.config.page_size) - len(sequence.pages)
+        if needed <= 0:
+            return True
+        while (pages := self.pages.allocate(needed)) is None:
+            victim = max(
+                (s for s in self._running if s > sequence and s.last_step != self._num_steps),
+                default=None,
+            )
+            if victim is None:
+                return False
+            self._preempt(victim)
+        sequence.pages.extend(pages)
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.num_preemptions += 1
+        self._vacate(sequence)
+        heapq.heappush(self._waiting, sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Let go of a sequence that has finished."""
+        if sequence.is_resident:
+            self._vacate(sequence)
+        samples = self._live[sequence.request.request_id]
+        samples.remove(sequence)
+        if not samples:
+            del self._live[sequence.request.request_id]
+        elif sequence.index == 0 and not sequence.is_followed:  # nobody else will start them
+            sequence.is_followed = True
+            for other in samples:
+                heapq.heappush(self._waiting, other)
+
+    def _vacate(self, sequence: Sequence) -> None:
+        self._running.remove(sequence)
+        slot, pages = sequence.move_out()
+        self._free_slots.append(slot)
+        self.pages.release(pages)
+
+    def _tidy(self, sequence: Sequence) -> None:
+        """Give back pages that no step in flight may need, and name those that have been filled."""
+        if not sequence.is_prefilled or self.config.exact:
+            return
+        page_size = self.config.page_size
+        needed = -(-min(sequence.most_computed, sequence.request.max_length - 1) // page_size)
+        if needed < len(sequence.pages):
+            self.pages.release(sequence.pages[needed:])
+            del sequence.pages[needed:]
+        num_filled = (len(sequence.token_ids) - 1) // page_size
+        is_wanted = self.config.enable_prefix_caching and self.prefixes.snapshots is None
+        if is_wanted and num_filled > sequence.num_named:
+            extend_keys(sequence.keys, sequence.token_ids, page_size, b"")
+            self._name(sequence, num_filled)
+
+    def _prefill_batches(self, width: int) -> list[int]:
+        return sorted(b for b, w in self.config.prefill_shapes if w == width)
+
+
+def _land(sequences: Iterable[Sequence], most_tokens: int) -> None:
+    """Count a round of each as no longer in flight."""
+    for sequence in sequences:
+        sequence.num_in_flight -= 1
+        sequence.most_in_flight -= most_tokens
+
+
+def _turn(sequence: Sequence) -> tuple[int, int, bool, int, int]:
+    """Whose turn it is: the least."""
+    priority, arrival, index = sequence.rank
+    return priority, sequence.last_step, not sequence.is_prefilled, arrival, index
 
 
 def _at_least(sizes: SequenceOf[int], least: int) -> int:

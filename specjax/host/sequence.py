@@ -1,68 +1,156 @@
-"""A request in residence: one of its samples, with a slot and pages of its own."""
+"""One sample of a request: how far it has come, and what it owns while it is in residence."""
 
+from array import array
 from dataclasses import dataclass, field
+from functools import cached_property
 
+from specjax.host.prefix_cache import Key
 from specjax.request import Matcher, Request, TextWatch, TokenLogprobs
 
 
 @dataclass
 class RowOutput:
-    """What a step gave one sequence."""
+    """What a round, or a chunk, gave one sequence."""
 
     tokens: list[int]
+    num_drafts: int = 0  # that could have stood
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
+    start: int = 0  # of the chunk that prompt_logprobs are of
 
 
 @dataclass(eq=False)
 class Sequence:
-    """How far one sample of a request has come, and where it ends."""
+    """A sample from its request's arrival to its end, through any number of residences.
+
+    In residence it owns a slot and pages. Without, it waits: it has not started yet, or has been
+    preempted and will run its tokens again.
+    """
 
     request: Request
     index: int  # of the sample
-    slot: int
-    pages: list[int]
-    num_prefilled: int = 0
-    was_planned: bool = False  # whether a step has been told of it
-    num_in_flight: int = 0  # steps launched whose tokens have not come back
-    output: list[int] = field(default_factory=list)
+    arrival: int  # of the request, in the order of arrivals
+    token_ids: list[int] = field(default_factory=list)  # prompt and output
+    keys: list[Key] = field(default_factory=list)  # of its pages, as far as they were needed
+    slot: int = -1  # none
+    pages: array = field(default_factory=lambda: array("i"))
+    num_named: int = 0  # pages that others can find
+    goal: int = 0  # tokens to run before it decodes: all of a prompt, all but the last of an output
+    num_computed: int = 0  # of those, that steps have been told to run
+    cuts: list[int] = field(default_factory=list)  # pages after which a snapshot is wanted
+    was_told: bool = False  # whether a step has been told who lives in the slot
+    is_followed: bool = False  # whether the other samples of the request have been queued
+    last_step: int = 0  # in which it took part
+    num_in_flight: int = 0  # rounds whose tokens have not come back: each gives at least one
+    most_in_flight: int = 0  # and all together at most so many
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=lambda: [None])
+    prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    error: Exception | None = None
     watch: TextWatch | None = None
     matcher: Matcher | None = None
 
     @classmethod
-    def of(cls, request: Request, index: int, slot: int, pages: list[int]) -> "Sequence":
+    def of(cls, request: Request, index: int, arrival: int) -> "Sequence":
         """Sample `index` of a request, at its beginning."""
+        prompt = request.prompt_token_ids
         watch = request.watch_text and request.watch_text()
         matcher = request.follow_grammar and request.follow_grammar()
-        return cls(request, index, slot, pages, watch=watch, matcher=matcher)
+        empty: list[TokenLogprobs | None] = [None] * len(prompt)
+        return cls(
+            request,
+            index,
+            arrival,
+            list(prompt),
+            prompt_logprobs=empty,
+            watch=watch,
+            matcher=matcher,
+        )
+
+    @cached_property
+    def rank(self) -> tuple[int, int, int]:
+        """Its place among all sequences: the least goes first."""
+        return self.request.priority, self.arrival, self.index
+
+    def __lt__(self, other: "Sequence") -> bool:
+        return self.rank < other.rank
+
+    @property
+    def output(self) -> list[int]:
+        """The tokens after the prompt."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_output(self) -> int:
+        """How many tokens stand after the prompt."""
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    @cached_property
+    def num_prompt_tokens(self) -> int:
+        """Length of the prompt."""
+        return len(self.request.prompt_token_ids)
+
+    @property
+    def is_resident(self) -> bool:
+        """Whether it owns a slot."""
+        return self.slot >= 0
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether every prompt token has been scheduled."""
-        return self.num_prefilled == len(self.request.prompt_token_ids)
+        """Whether steps have been told to run all tokens but those that decoding runs."""
+        return self.num_computed == self.goal
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the steps in flight might leave tokens to generate."""
-        return len(self.output) + self.num_in_flight < self.request.max_tokens
+        """Whether the rounds in flight might leave tokens to generate."""
+        return self.num_output + self.num_in_flight < self.request.max_tokens
 
     @property
     def is_finished(self) -> bool:
         """Whether the output is complete."""
         return self.finish_reason is not None
 
+    @property
+    def most_computed(self) -> int:
+        """Most tokens whose keys and values the rounds in flight may leave in the caches."""
+        return len(self.token_ids) - 1 + self.most_in_flight
+
+    def settle_in(self, slot: int, pages: list[int], goal: int, num_cached: int) -> None:
+        """Take up residence with `goal` tokens to run, of which the first are in the caches."""
+        self.slot = slot
+        self.pages = array("i", pages)
+        self.goal = goal
+        self.num_computed = num_cached
+        self.was_told = False
+
+    def move_out(self) -> tuple[int, array]:
+        """Give up slot and pages; what is in flight will still be delivered."""
+        slot, pages = self.slot, self.pages
+        self.slot, self.pages = -1, array("i")
+        self.num_named = self.num_computed = self.goal = 0
+        return slot, pages
+
+    def fail(self, error: Exception) -> None:
+        """End by an error that concerns no other sequence."""
+        self.finish_reason, self.error = "error", error
+
     def append(self, row: RowOutput) -> int:
-        """Take what a step gave; how many of its tokens stand. Sets the finish reason."""
+        """Take what a step gave; how many of its tokens stand. Sets the finish reason.
+
+        Raises:
+            Exception: whatever a grammar or a text that is looked for raised, now or since the last
+                step.
+        """
+        if self.error is not None:
+            raise self.error
         if row.prompt_logprobs:
-            self.prompt_logprobs += row.prompt_logprobs
-        if not row.tokens:  # a chunk before a prompt's last
+            end = row.start + 1 + len(row.prompt_logprobs)
+            self.prompt_logprobs[row.start + 1 : end] = row.prompt_logprobs
+        if not row.tokens:  # a chunk that does not end a prompt
             return 0
         tokens = self._until_it_ends(row.tokens)
-        self.output += tokens
+        self.token_ids += tokens
         self.logprobs += (row.logprobs or [])[: len(tokens)]
         if not self.is_finished:
             self._finish_if_done(tokens[-1])
@@ -70,6 +158,8 @@ class Sequence:
 
     def _until_it_ends(self, tokens: list[int]) -> list[int]:
         """The tokens up to where the text or the grammar ends the output, which they follow."""
+        if self.matcher is None and self.watch is None:
+            return tokens
         for num_tokens, token in enumerate(tokens, start=1):
             if self.matcher is not None:
                 self.matcher.accept([token])
@@ -86,5 +176,5 @@ class Sequence:
             self.stop_reason = last if last in self.request.params.stop_token_ids else None
         elif self.matcher is not None and self.matcher.is_finished:
             self.finish_reason = "stop"
-        elif len(self.output) >= self.request.max_tokens:
+        elif self.num_output >= self.request.max_tokens:
             self.finish_reason = "length"

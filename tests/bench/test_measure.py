@@ -4,11 +4,19 @@ from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 
 from specjax.bench.measure import PLAIN, Configuration, as_run, decode, measure
+from specjax.config import EngineConfig
+from specjax.host.scheduler import Scheduler
+from specjax.host.speculation.policy import StaticPolicy
 from specjax.metrics import Metrics, Recorder
 from specjax.request import Request
 from specjax.sampling_params import SamplingParams
 
-EMPTY = Recorder().snapshot(num_compilations=0, num_late=0, compile_seconds=0.0)
+EMPTY = Recorder().snapshot(
+    Scheduler(EngineConfig(max_model_len=16, num_pages=1), StaticPolicy(0)),
+    num_compilations=0,
+    num_late=0,
+    compile_seconds=0.0,
+)
 
 
 @dataclass
@@ -54,7 +62,8 @@ class ScriptedEngine:
             return []
         self.count(num_decode_steps=1, num_generation_tokens=self.tokens_per_step)
         is_last = done == request.max_tokens
-        return [SimpleNamespace(request=request, output=list(range(done)))] if is_last else []
+        found = SimpleNamespace(request=request, output=list(range(done)), is_finished=is_last)
+        return [found]
 
 
 def request(key=0, max_tokens=7):

@@ -111,7 +111,7 @@ def run(loaded):
             engine.add(Request(i, prompt, asked, 20, (i,), follow_grammar=follows))
         sequences = []
         while engine.has_work:
-            sequences += engine.step()
+            sequences += [s for s in engine.step() if s.is_finished]
         sequences.sort(key=lambda sequence: sequence.request.request_id)
         return Served(sequences, engine.metrics().num_accepted_tokens_per_pos, matchers)
 

@@ -58,8 +58,9 @@ def step(program):
         )
 
     params = Params(shapes(target.specs()), shapes(drafter.head.specs()))
-    model = StepModel(target, drafter, SeedExact(), "auto", 8, 1, True)
-    if program == "decode":
+    most_rounds = 4 if program == "rounds" else 1
+    model = StepModel(target, drafter, SeedExact(), "auto", 8, 1, True, most_rounds)
+    if program != "prefill":
         plan = DecodePlan((), BATCH, K, K)
         run, static = run_decode, {"model": model, "variant": Variant(), "k": K}
     else:
@@ -71,17 +72,18 @@ def step(program):
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
-    programs = "decode", "prefill"
+    programs = "decode", "rounds", "prefill"
     requests = [{"function": "step", "arguments": {"program": name}} for name in programs]
     return dict(zip(programs, compile_for_h200(__file__, requests), strict=True))
 
 
-def test_the_state_is_updated_in_place(reports):
-    memory = reports["decode"]["memory"]
+@pytest.mark.parametrize("program", ["decode", "rounds"])
+def test_the_state_is_updated_in_place(reports, program):
+    memory = reports[program]["memory"]
     assert memory["output"] - memory["alias"] < 2**20, memory  # all but the tokens
 
 
-@pytest.mark.parametrize("program", ["decode", "prefill"])
+@pytest.mark.parametrize("program", ["decode", "rounds", "prefill"])
 def test_no_second_copy_of_all_states_is_kept(reports, program):
     """A layer's own states are gathered; those of all layers together never are."""
     whole = [

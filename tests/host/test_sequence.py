@@ -1,6 +1,7 @@
-"""How an output grows and ends: by its text, a stop id, its grammar or its length."""
+"""How a sequence grows, what it owns while it is in residence, and how its output ends."""
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 
@@ -42,13 +43,14 @@ class EndingMatcher:
         return self.last in self.seen
 
     def accept(self, tokens):
+        assert not self.is_finished, "it was shown more after it had finished"
         self.seen += tokens
 
     def masks(self, drafts):
         raise AssertionError("nobody asked for masks")
 
 
-def make_sequence(max_tokens=8, *, watch=None, matcher=None, **params):
+def make_sequence(max_tokens=8, *, watch=None, matcher=None, priority=0, arrival=4, **params):
     params = SamplingParams(stop_token_ids=[STOP], **params)
     request = Request(
         0,
@@ -57,10 +59,11 @@ def make_sequence(max_tokens=8, *, watch=None, matcher=None, **params):
         max_tokens,
         (0, 1, 2),
         (EOS, STOP),
+        priority=priority,
         watch_text=watch and (lambda: EndingWatch(watch)),
         follow_grammar=matcher and (lambda: EndingMatcher(matcher)),
     )
-    return Sequence.of(request, 1, 4, [8, 9])
+    return Sequence.of(request, 1, arrival)
 
 
 def logprobs_of(tokens):
@@ -73,15 +76,13 @@ def end(sequence):
 
 def test_a_new_sequence_has_everything_before_it():
     sequence = make_sequence()
-    assert (sequence.index, sequence.slot, sequence.pages) == (1, 4, [8, 9])
-    assert not sequence.is_prefilled and not sequence.was_planned
-    assert (
-        sequence.output == [] and sequence.logprobs == [] and end(sequence) == (False, None, None)
-    )
+    assert (sequence.index, sequence.arrival) == (1, 4)
+    assert not sequence.is_resident and list(sequence.pages) == []
+    assert sequence.token_ids == [1, 2, 3] and sequence.num_prompt_tokens == 3
+    assert sequence.output == sequence.logprobs == [] and sequence.num_output == 0
+    assert end(sequence) == (False, None, None)
     assert sequence.watch is None and sequence.matcher is None
-    assert sequence.prompt_logprobs == [None], "nothing is said of the first token"
-    sequence.num_prefilled = len(PROMPT)
-    assert sequence.is_prefilled
+    assert sequence.prompt_logprobs == [None] * 3
 
 
 def test_every_sample_is_watched_by_itself():
@@ -97,11 +98,80 @@ def test_every_sample_is_watched_by_itself():
 
     params = SamplingParams()
     request = Request(0, PROMPT, params, 8, (0, 1), watch_text=watch, follow_grammar=matcher)
-    first, second = (Sequence.of(request, index, index, []) for index in range(2))
+    first, second = (Sequence.of(request, index, 0) for index in range(2))
     assert made == [first.watch, first.matcher, second.watch, second.matcher]
     assert first.watch is not second.watch and first.matcher is not second.matcher
     first.append(RowOutput([9]))
     assert first.is_finished and not second.is_finished and second.watch.seen == []
+    assert first.token_ids == [*PROMPT, 9] and second.token_ids == [*PROMPT]
+
+
+# --- residence ------------------------------------------------------------------------------------
+
+
+def test_residence_is_taken_up_and_given_up():
+    sequence = make_sequence()
+    sequence.settle_in(2, [8, 9], goal=3, num_cached=1)
+    assert sequence.is_resident and (sequence.slot, list(sequence.pages)) == (2, [8, 9])
+    assert not sequence.is_prefilled and not sequence.was_told
+    sequence.num_computed = 3
+    assert sequence.is_prefilled
+    slot, pages = sequence.move_out()
+    assert (slot, list(pages)) == (2, [8, 9])
+    assert not sequence.is_resident and list(sequence.pages) == []
+
+
+def test_what_is_in_flight_outlives_a_residence():
+    sequence = make_sequence()
+    sequence.settle_in(2, [8], goal=3, num_cached=0)
+    sequence.was_told, sequence.num_named = True, 1
+    sequence.num_in_flight, sequence.most_in_flight = 2, 8
+    sequence.move_out()
+    assert (sequence.num_in_flight, sequence.most_in_flight) == (2, 8)
+    assert sequence.num_named == 0, "the next residence has other pages"
+    sequence.append(RowOutput([10]))
+    sequence.settle_in(0, [3], goal=3, num_cached=0)
+    assert not sequence.was_told, "the next residence is news to the device"
+    assert sequence.token_ids == [*PROMPT, 10]
+
+
+@pytest.mark.parametrize("num_output, most_in_flight, most", [(0, 0, 2), (0, 1, 3), (5, 8, 15)])
+def test_most_that_may_be_in_the_caches(num_output, most_in_flight, most):
+    """Of n tokens the last is not run yet; each round in flight may leave all its rows."""
+    sequence = make_sequence()
+    sequence.token_ids += [10] * num_output
+    sequence.most_in_flight = most_in_flight
+    assert sequence.most_computed == most
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 6))
+@pytest.mark.parametrize("num_out", range(3))
+@pytest.mark.parametrize("num_in_flight", range(3))
+def test_what_is_in_flight_gives_a_token_each_at_least(max_tokens, num_out, num_in_flight):
+    sequence = make_sequence(max_tokens)
+    sequence.token_ids += [10] * num_out
+    sequence.num_in_flight = num_in_flight
+    assert sequence.may_go_on == (num_out + num_in_flight < max_tokens)
+
+
+def test_the_lowest_priority_value_goes_first_then_the_first_come():
+    ranks = [(1, 0), (0, 2), (-1, 3), (0, 1)]
+    sequences = [make_sequence(priority=p, arrival=a) for p, a in ranks]
+    assert [(s.request.priority, s.arrival) for s in sorted(sequences)] == sorted(ranks)
+
+
+def test_samples_of_a_request_go_in_order():
+    request = make_sequence().request
+    samples = [Sequence.of(request, index, 4) for index in (2, 0, 1)]
+    assert [s.index for s in sorted(samples)] == [0, 1, 2]
+
+
+def test_sequences_are_told_apart_by_identity():
+    """Two samples may be equal in everything."""
+    assert make_sequence() != make_sequence()
+
+
+# --- output ---------------------------------------------------------------------------------------
 
 
 def test_an_output_grows_step_by_step_to_its_length():
@@ -110,7 +180,8 @@ def test_an_output_grows_step_by_step_to_its_length():
     assert sequence.append(RowOutput([11, 12, 13])) == 3
     assert end(sequence) == (False, None, None)
     assert sequence.append(RowOutput([14])) == 1
-    assert sequence.output == [10, 11, 12, 13, 14]
+    assert sequence.output == [10, 11, 12, 13, 14] and sequence.num_output == 5
+    assert sequence.token_ids == [*PROMPT, 10, 11, 12, 13, 14]
     assert end(sequence) == (True, "length", None)
 
 
@@ -130,8 +201,8 @@ def test_a_text_may_end_anywhere_in_what_a_step_gave(place):
     """Nothing after it stands, and nothing after it is taken for a log-probability or a match."""
     tokens = [10, 11, 12, 13]
     sequence = make_sequence(watch=tokens[place], matcher=99, logprobs=0)
-    assert sequence.append(RowOutput([20], logprobs_of([20]))) == 1
-    assert sequence.append(RowOutput(tokens, logprobs_of(tokens))) == place + 1
+    assert sequence.append(RowOutput([20], logprobs=logprobs_of([20]))) == 1
+    assert sequence.append(RowOutput(tokens, 3, logprobs_of(tokens))) == place + 1
     stands = [20, *tokens[: place + 1]]
     assert sequence.output == stands == sequence.matcher.seen
     assert sequence.logprobs == logprobs_of(stands)
@@ -161,25 +232,55 @@ def test_a_grammar_ends_an_output():
     assert end(sequence) == (True, "stop", None)
 
 
+def test_nothing_stands_after_the_end_of_a_grammar():
+    """Drafts are checked one by one, and those past the end are no concern of the matcher."""
+    sequence = make_sequence(matcher=11, logprobs=0)
+    assert sequence.append(RowOutput([10, 11, 12, 13], 3, logprobs_of([10, 11, 12, 13]))) == 2
+    assert sequence.output == sequence.matcher.seen == [10, 11]
+    assert sequence.logprobs == logprobs_of([10, 11])
+    assert end(sequence) == (True, "stop", None)
+
+
+def test_an_error_of_a_matcher_leaves_the_output_as_it_was():
+    sequence = make_sequence()
+
+    def accept(tokens):
+        if tokens == [11]:
+            raise RuntimeError("not in the grammar")
+
+    sequence.matcher = SimpleNamespace(accept=accept, is_finished=False)
+    with pytest.raises(RuntimeError, match="not in the grammar"):
+        sequence.append(RowOutput([10, 11]))
+    assert sequence.output == []
+    error = ValueError("of its own")
+    sequence.fail(error)
+    assert end(sequence) == (True, "error", None) and sequence.error is error
+
+
+# --- log-probabilities of the prompt --------------------------------------------------------------
+
+
 def test_chunks_before_a_prompts_last_only_bring_its_logprobs():
     sequence = make_sequence(watch=10, matcher=10, prompt_logprobs=0)
     first, second = logprobs_of(PROMPT[1:2]), logprobs_of(PROMPT[2:])
-    assert sequence.append(RowOutput([], prompt_logprobs=first)) == 0
+    assert sequence.append(RowOutput([], prompt_logprobs=first, start=0)) == 0
     assert sequence.output == sequence.watch.seen == sequence.matcher.seen == []
     assert end(sequence) == (False, None, None)
-    assert sequence.append(RowOutput([11], prompt_logprobs=second)) == 1
+    assert sequence.append(RowOutput([11], prompt_logprobs=second, start=1)) == 1
     assert sequence.prompt_logprobs == [None, *first, *second]
 
 
-@pytest.mark.parametrize("max_tokens", range(1, 6))
-@pytest.mark.parametrize("num_out", range(3))
-@pytest.mark.parametrize("num_in_flight", range(3))
-def test_what_is_in_flight_gives_a_token_each_at_least(max_tokens, num_out, num_in_flight):
-    sequence = make_sequence(max_tokens)
-    sequence.output, sequence.num_in_flight = [10] * num_out, num_in_flight
-    assert sequence.may_go_on == (num_out + num_in_flight < max_tokens)
+def test_chunks_that_are_run_again_bring_the_same_logprobs_once():
+    """After a preemption; chunks may be cut elsewhere the second time."""
+    sequence = make_sequence(prompt_logprobs=0)
+    first, both = logprobs_of(PROMPT[1:2]), logprobs_of(PROMPT[1:])
+    sequence.append(RowOutput([], prompt_logprobs=first, start=0))
+    sequence.append(RowOutput([11], prompt_logprobs=both, start=0))
+    assert sequence.prompt_logprobs == [None, *both]
 
 
-def test_sequences_are_told_apart_by_identity():
-    """Two samples may be equal in everything."""
-    assert make_sequence() != make_sequence()
+def test_a_last_chunk_of_one_token_brings_none():
+    sequence = make_sequence(prompt_logprobs=0)
+    sequence.append(RowOutput([], prompt_logprobs=logprobs_of(PROMPT[1:]), start=0))
+    sequence.append(RowOutput([11], prompt_logprobs=[], start=2))
+    assert sequence.prompt_logprobs == [None, *logprobs_of(PROMPT[1:])]

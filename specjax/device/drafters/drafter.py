@@ -127,7 +127,11 @@ class Drafter(Protocol):
         last: jax.Array,
     ) -> Any:
         """Learn from an extension: features of its rows, the token following each (i32[B, T]), and
-        the index i32[B] of each request's last row that stands."""
+        the index i32[B] of each request's last row that stands.
+
+        The beginning of a prompt may have been found in the caches, and is then never observed:
+        what drafting needs of it must lie in pages, or follow from the last rows.
+        """
         ...
 
 

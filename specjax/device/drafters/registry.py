@@ -14,6 +14,8 @@ from specjax.config import SpeculativeConfig
 from specjax.device.drafters import eagle, eagle3, mtp
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.checkpoint import DrafterFiles
+from specjax.device.drafters.drafter import Drafter
+from specjax.device.drafters.ngram import NGramDrafter
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 
@@ -25,13 +27,18 @@ HEADS: dict[str, Callable[[DrafterFiles, SpeculativeConfig, Model, np.dtype], tu
 
 
 def load_drafter(
-    folder: Path, config: SpeculativeConfig, target: Model, dtype: np.dtype
-) -> tuple[ChainDrafter, Any]:
-    """The drafter in a checkpoint folder and its parameters, checked against the target.
+    folder: Path | None, config: SpeculativeConfig, target: Model, dtype: np.dtype
+) -> tuple[Drafter, Any]:
+    """The drafter that a config names and its parameters, checked against the target.
+
+    `folder` is its checkpoint; None for a method without one.
 
     Raises:
         CheckpointError: the files are damaged, or made for another target.
     """
+    if folder is None:
+        assert config.method == "ngram", config.method
+        return NGramDrafter(config.prompt_lookup_min, config.prompt_lookup_max), None  # pyright: ignore[reportArgumentType]
     files = DrafterFiles(open_checkpoint(folder), read_config(folder))
     head, params = HEADS[config.method](files, config, target, dtype)
     if not head.has_embedding and head.hidden_size != target.hidden_size:

@@ -1,0 +1,252 @@
+"""Many callers, one engine: requests come and go while a thread keeps the device busy."""
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator, Callable, Hashable
+from concurrent.futures import Future
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from specjax.device.models.model import Model
+from specjax.llm import LLM
+from specjax.metrics import Metrics
+from specjax.outputs import Outputs
+from specjax.prompts import Prompt
+from specjax.request import RequestOutput
+from specjax.sampling_params import SamplingParams
+
+
+class AsyncLLM:
+    """An `LLM` for asyncio: `async for output in llm.generate_stream(prompt, params)`.
+
+    A thread of its own runs the engine, so the event loop is never blocked by it. Every method
+    belongs to the event loop on which the first one was called.
+
+    Args:
+        model: as for `LLM`, with all its options.
+        max_num_requests: most requests that the engine is given at a time; further callers wait
+            for their turn. None for four times `max_num_seqs`.
+
+    Raises:
+        ValueError: as `LLM`.
+        CheckpointError: as `LLM`.
+    """
+
+    def __init__(
+        self, model: str | Path | Model, *, max_num_requests: int | None = None, **options: Any
+    ):
+        options.setdefault("show_progress", False)
+        self._llm = LLM(model, **options)
+        if max_num_requests is None:
+            max_num_requests = 4 * self._llm.engine.config.max_num_seqs
+        if max_num_requests < 1:
+            self._llm.close()
+            raise ValueError(f"max_num_requests={max_num_requests} must be at least 1")
+        self._turns = asyncio.Semaphore(max_num_requests)
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._streams: dict[Hashable, _Stream] = {}  # the engine thread's
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._serve, name="specjax-engine", daemon=True)
+        self._thread.start()
+
+    async def generate_stream(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: Hashable | None = None,
+        priority: int = 0,
+    ) -> AsyncIterator[RequestOutput]:
+        """Continue a prompt; an output comes whenever it has grown, all of it each time.
+
+        The last one is `finished`. Whoever is slow misses some in between, never the last, so that
+        nothing piles up. Leaving the iteration, or cancelling its task, aborts the request.
+
+        Args:
+            prompt: as for `LLM.generate`, one.
+            sampling_params: None for the defaults.
+            request_id: a name for `abort`, unlike those of all unfinished requests.
+            priority: with scheduling_policy="priority", the lowest goes first.
+
+        Raises:
+            ValueError: a prompt, parameters or an id that cannot be served.
+            RuntimeError: the AsyncLLM is closed.
+        """
+        self._check_open()
+        async with self._turns:
+            stream = _Stream(asyncio.get_running_loop())
+            params = sampling_params or SamplingParams()
+            added = self._call(lambda: self._add(stream, prompt, params, request_id, priority))
+            try:
+                stream.request_id = await asyncio.wrap_future(added)
+                while not (output := await stream.take()).finished:
+                    yield output
+                yield output
+            finally:
+                # After the end it is a no-op; before, the request may not even have been added.
+                if not stream.is_finished and not self._is_closing:
+                    self._call(lambda: self._drop(stream))
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        request_id: Hashable | None = None,
+        priority: int = 0,
+    ) -> RequestOutput:
+        """Continue a prompt; its one output, when it has finished. See `generate_stream`."""
+        stream = self.generate_stream(
+            prompt, sampling_params, request_id=request_id, priority=priority
+        )
+        outputs = [output async for output in stream if output.finished]
+        return outputs[-1]
+
+    async def abort(self, request_id: Hashable) -> bool:
+        """End a request with what it has; False if there is no such request."""
+        self._check_open()
+        return await asyncio.wrap_future(self._call(lambda: self._abort(request_id)))
+
+    def metrics(self) -> Metrics:
+        """Counters since the engine was built."""
+        self._check_open()
+        return self._llm.metrics()
+
+    async def close(self) -> None:
+        """Abort what has not finished and free the device's memory; closing twice is harmless."""
+        self._is_closing = True
+        self._calls.put(lambda: None)
+        await asyncio.to_thread(self._thread.join)
+
+    async def __aenter__(self) -> "AsyncLLM":
+        return self
+
+    async def __aexit__(self, *_: Any) -> None:
+        await self.close()
+
+    def _check_open(self) -> None:
+        if self._is_closing:
+            raise RuntimeError("this AsyncLLM is closed; build a new one")
+
+    def _call(self, function: Callable[[], Any]) -> Future:
+        """Have the engine's thread call a function between two steps."""
+        future: Future = Future()
+
+        def call() -> None:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(function())
+                except Exception as error:
+                    future.set_exception(error)
+
+        self._calls.put(call)
+        return future
+
+    # What follows runs on the engine's thread.
+
+    def _serve(self) -> None:
+        engine = self._llm.engine
+        while not self._is_closing:
+            while not self._calls.empty() or not engine.has_work:
+                self._calls.get()()
+                if self._is_closing:
+                    break
+            if not self._is_closing and engine.has_work:
+                try:
+                    touched = engine.step()
+                except Exception as error:  # of the device: nothing that ran can be saved
+                    engine.reset()
+                    self._fail_all(error)
+                else:
+                    self._publish({sequence.request.request_id for sequence in touched})
+        for request_id in list(self._streams):
+            self._abort(request_id)
+        while not self._calls.empty():  # of callers that did not see it close
+            self._calls.get()()
+        self._fail_all(RuntimeError("this AsyncLLM was closed before the request started"))
+        self._llm.close()
+
+    def _add(
+        self,
+        stream: "_Stream",
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: Hashable | None,
+        priority: int,
+    ) -> Hashable:
+        if stream.is_cancelled:
+            return None
+        stream.outputs = self._llm.start(prompt, params, request_id=request_id, priority=priority)
+        request_id = stream.outputs.request.request_id
+        self._streams[request_id] = stream
+        return request_id
+
+    def _abort(self, request_id: Hashable) -> bool:
+        aborted = self._llm.engine.abort(request_id)
+        self._publish({request_id} if aborted else ())
+        return bool(aborted)
+
+    def _drop(self, stream: "_Stream") -> None:
+        """Abort a request whose caller has gone."""
+        stream.is_cancelled = True
+        if stream.outputs is not None:
+            request_id = stream.outputs.request.request_id
+            self._streams.pop(request_id, None)
+            self._llm.engine.abort(request_id)
+
+    def _publish(self, request_ids: Any) -> None:
+        """Hand the outputs that have grown to those who wait for them, in one call per loop."""
+        news: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
+        for request_id in request_ids:
+            stream = self._streams.get(request_id)
+            if stream is not None and stream.outputs is not None:
+                output = stream.outputs.output()
+                news.setdefault(stream.loop, []).append((stream, output))
+                if output.finished:
+                    del self._streams[request_id]
+        for loop, outputs in news.items():
+            loop.call_soon_threadsafe(_deliver, outputs)
+
+    def _fail_all(self, error: Exception) -> None:
+        for stream in self._streams.values():
+            stream.loop.call_soon_threadsafe(stream.fail, error)
+        self._streams.clear()
+
+
+class _Stream:
+    """The latest output of a request, on its way from the engine's thread to its caller."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.loop = loop
+        self.request_id: Hashable | None = None
+        self.outputs: Outputs | None = None  # the engine thread's, as is the next
+        self.is_cancelled = False
+        self.is_finished = False
+        self._latest: RequestOutput | None = None
+        self._error: Exception | None = None
+        self._has_news = asyncio.Event()
+
+    async def take(self) -> RequestOutput:
+        """The next output, once there is one."""
+        await self._has_news.wait()
+        self._has_news.clear()
+        if self._error is not None:
+            self.is_finished = True
+            raise self._error
+        assert self._latest is not None
+        self.is_finished = self._latest.finished
+        return self._latest
+
+    def put(self, output: RequestOutput) -> None:
+        self._latest = output
+        self._has_news.set()
+
+    def fail(self, error: Exception) -> None:
+        self._error = error
+        self._has_news.set()
+
+
+def _deliver(outputs: list[tuple[_Stream, RequestOutput]]) -> None:
+    for stream, output in outputs:
+        stream.put(output)

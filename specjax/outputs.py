@@ -1,0 +1,127 @@
+"""What users get of sequences: finished, or while they grow."""
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass, field, replace
+
+from specjax.detokenizer import StopStrings
+from specjax.host.sequence import Sequence
+from specjax.request import CompletionOutput, Request, RequestOutput, TextWatch, TokenLogprobs
+from specjax.tokenizer import ChatTokenizer
+
+
+@dataclass
+class Completion:
+    """One sample as its user sees it; what has been shown is not worked out again."""
+
+    sequence: Sequence
+    tokenizer: ChatTokenizer | None
+    num_shown: int = 0
+    is_complete: bool = False  # whether all there will be has been shown
+    _text: TextWatch | None = None
+    _logprobs: list[TokenLogprobs] = field(default_factory=list)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether there is more to see than was shown."""
+        sequence = self.sequence
+        return sequence.num_output > self.num_shown or (
+            sequence.is_finished and not self.is_complete
+        )
+
+    def output(self) -> CompletionOutput:
+        """All there is now."""
+        sequence = self.sequence
+        token_ids, params = sequence.output, sequence.request.params
+        text, error = None, sequence.error
+        if self.tokenizer is not None and params.detokenize:
+            try:
+                text = self._read(self.tokenizer, token_ids)
+            except Exception as failure:  # the tokens are there all the same
+                error = error or failure
+        self.num_shown, self.is_complete = len(token_ids), sequence.is_finished
+        logprobs = total = None
+        if params.logprobs is not None:
+            new = sequence.logprobs[len(self._logprobs) : len(token_ids)]
+            self._logprobs += [with_text(entry, self.tokenizer) for entry in new]
+            logprobs = list(self._logprobs)
+            pairs = zip(token_ids, logprobs, strict=True)
+            total = sum(entry[token].logprob for token, entry in pairs)
+        return CompletionOutput(
+            index=sequence.index,
+            token_ids=token_ids,
+            text=text,
+            cumulative_logprob=total,
+            logprobs=logprobs,
+            finish_reason=sequence.finish_reason,
+            stop_reason=sequence.stop_reason,
+            error=error,
+        )
+
+    def _read(self, tokenizer: ChatTokenizer, token_ids: list[int]) -> str:
+        watch = self.sequence.watch
+        has_stopped = isinstance(self.sequence.stop_reason, str)
+        if watch is not None and (has_stopped or not self.sequence.is_finished):
+            return watch.text
+        if self.sequence.is_finished:
+            return tokenizer.decode(token_ids)
+        if self._text is None:
+            self._text = StopStrings(tokenizer, ())
+        self._text.append(token_ids[self.num_shown :])
+        return self._text.text
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """A request and its samples, as its user sees them."""
+
+    request: Request
+    completions: SequenceOf[Completion]
+    prompt: str | None
+    tokenizer: ChatTokenizer | None
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        samples: SequenceOf[Sequence],
+        prompt: str | None,
+        tokenizer: ChatTokenizer | None,
+    ) -> "Outputs":
+        """The outputs of `samples`; `prompt` is the text that the user gave."""
+        return cls(request, [Completion(s, tokenizer) for s in samples], prompt, tokenizer)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every sample has ended."""
+        return all(completion.sequence.is_finished for completion in self.completions)
+
+    @property
+    def has_grown(self) -> bool:
+        """Whether there is more to see than was shown."""
+        return any(completion.has_grown for completion in self.completions)
+
+    def output(self) -> RequestOutput:
+        """All there is now."""
+        request = self.request
+        prompt_logprobs = None
+        if request.params.prompt_logprobs is not None:
+            found = self.completions[0].sequence.prompt_logprobs
+            prompt_logprobs = [entry and with_text(entry, self.tokenizer) for entry in found]
+        return RequestOutput(
+            request.request_id,
+            self.prompt,
+            list(request.prompt_token_ids),
+            prompt_logprobs,
+            [completion.output() for completion in self.completions],
+            finished=self.is_finished,
+        )
+
+
+def with_text(entry: TokenLogprobs, tokenizer: ChatTokenizer | None) -> TokenLogprobs:
+    """The log-probabilities with the texts of their tokens."""
+    if tokenizer is None:
+        return entry
+    return {
+        token: replace(logprob, decoded_token=tokenizer.decode_token(token))
+        for token, logprob in entry.items()
+    }
