@@ -4,16 +4,18 @@ import asyncio
 import threading
 from collections.abc import AsyncIterator, Callable, Hashable
 from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from specjax.config import check_positive
 from specjax.device.models.model import Model
 from specjax.llm import LLM
 from specjax.metrics import Metrics
 from specjax.outputs import Outputs
 from specjax.prompts import Prompt
-from specjax.request import RequestOutput
+from specjax.request import Request, RequestOutput
 from specjax.sampling_params import SamplingParams
 
 
@@ -26,7 +28,8 @@ class AsyncLLM:
     Args:
         model: as for `LLM`, with all its options.
         max_num_requests: most requests that the engine is given at a time; further callers wait
-            for their turn. None for four times `max_num_seqs`.
+            for their turn, first come, first served, and until then neither `abort` nor priorities
+            know of them. None for any number.
 
     Raises:
         ValueError: as `LLM`.
@@ -36,14 +39,13 @@ class AsyncLLM:
     def __init__(
         self, model: str | Path | Model, *, max_num_requests: int | None = None, **options: Any
     ):
+        if max_num_requests is not None:
+            check_positive(max_num_requests=max_num_requests)
         options.setdefault("show_progress", False)
         self._llm = LLM(model, **options)
-        if max_num_requests is None:
-            max_num_requests = 4 * self._llm.engine.config.max_num_seqs
-        if max_num_requests < 1:
-            self._llm.close()
-            raise ValueError(f"max_num_requests={max_num_requests} must be at least 1")
-        self._turns = asyncio.Semaphore(max_num_requests)
+        self._turns = nullcontext()
+        if max_num_requests is not None:
+            self._turns = asyncio.Semaphore(max_num_requests)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[Hashable, _Stream] = {}  # the engine thread's
         self._is_closing = False
@@ -74,12 +76,18 @@ class AsyncLLM:
             RuntimeError: the AsyncLLM is closed.
         """
         self._check_open()
+        params = SamplingParams() if sampling_params is None else sampling_params
+        made = self._call(
+            lambda: self._llm.make_request(prompt, params, request_id=request_id, priority=priority)
+        )
+        request = await asyncio.wrap_future(made)
+        text = prompt if isinstance(prompt, str) else None
         async with self._turns:
+            self._check_open()  # it may have closed meanwhile
             stream = _Stream(asyncio.get_running_loop())
-            params = sampling_params or SamplingParams()
-            added = self._call(lambda: self._add(stream, prompt, params, request_id, priority))
+            added = self._call(lambda: self._add(stream, request, text))
             try:
-                stream.request_id = await asyncio.wrap_future(added)
+                await asyncio.wrap_future(added)
                 while not (output := await stream.take()).finished:
                     yield output
                 yield output
@@ -167,20 +175,10 @@ class AsyncLLM:
         self._fail_all(RuntimeError("this AsyncLLM was closed before the request started"))
         self._llm.close()
 
-    def _add(
-        self,
-        stream: "_Stream",
-        prompt: Prompt,
-        params: SamplingParams,
-        request_id: Hashable | None,
-        priority: int,
-    ) -> Hashable:
-        if stream.is_cancelled:
-            return None
-        stream.outputs = self._llm.start(prompt, params, request_id=request_id, priority=priority)
-        request_id = stream.outputs.request.request_id
-        self._streams[request_id] = stream
-        return request_id
+    def _add(self, stream: "_Stream", request: Request, prompt: str | None) -> None:
+        if not stream.is_cancelled:
+            stream.outputs = self._llm.start(request, prompt)
+            self._streams[request.request_id] = stream
 
     def _abort(self, request_id: Hashable) -> bool:
         aborted = self._llm.engine.abort(request_id)
@@ -200,17 +198,23 @@ class AsyncLLM:
         news: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for request_id in request_ids:
             stream = self._streams.get(request_id)
-            if stream is not None and stream.outputs is not None:
+            if stream is None or stream.outputs is None:
+                continue
+            try:
                 output = stream.outputs.output()
-                news.setdefault(stream.loop, []).append((stream, output))
-                if output.finished:
-                    del self._streams[request_id]
+            except Exception as error:  # of this request alone
+                self._drop(stream)
+                _tell(stream.loop, stream.fail, error)
+                continue
+            news.setdefault(stream.loop, []).append((stream, output))
+            if output.finished:
+                del self._streams[request_id]
         for loop, outputs in news.items():
-            loop.call_soon_threadsafe(_deliver, outputs)
+            _tell(loop, _deliver, outputs)
 
     def _fail_all(self, error: Exception) -> None:
         for stream in self._streams.values():
-            stream.loop.call_soon_threadsafe(stream.fail, error)
+            _tell(stream.loop, stream.fail, error)
         self._streams.clear()
 
 
@@ -219,7 +223,6 @@ class _Stream:
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
-        self.request_id: Hashable | None = None
         self.outputs: Outputs | None = None  # the engine thread's, as is the next
         self.is_cancelled = False
         self.is_finished = False
@@ -245,6 +248,12 @@ class _Stream:
     def fail(self, error: Exception) -> None:
         self._error = error
         self._has_news.set()
+
+
+def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
+    """Call a function on a loop, unless it has closed and nobody waits any more."""
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(function, *arguments)
 
 
 def _deliver(outputs: list[tuple[_Stream, RequestOutput]]) -> None:

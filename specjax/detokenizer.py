@@ -49,6 +49,19 @@ class StopStrings:
         """The output so far, without a character that is not complete; cut once it has stopped."""
         return "".join(self._text.characters)
 
+    @property
+    def settled(self) -> str:
+        """What no further token can take back: byte tokens may, and a stop text that has begun."""
+        if self.stop_reason is not None:
+            return self.text
+        text = "".join(self._text.characters[: self._text.num_settled])
+        most = 0 if self._include_in_output else min(len(text), self._longest - 1)
+        held = (n for n in range(most, 0, -1) if self._starts_a_stop(text[-n:]))
+        return text[: len(text) - next(held, 0)]
+
+    def _starts_a_stop(self, text: str) -> bool:
+        return any(word.startswith(text) for word in self._stop)
+
     def append(self, tokens: Sequence[int]) -> int | None:
         """Take in new tokens; how many of them stand if one completes a stop text, else None.
 
@@ -139,6 +152,13 @@ class _GrowingText:
         self._has_byte_tokens = decoder is not None and decoder.decode(["<0x41>"]) == "A"
         self._context: list[int] = []
         self._run: _ByteRun | None = None
+
+    @property
+    def num_settled(self) -> int:
+        """How many of the characters stand whatever follows: a run of bytes may be undone."""
+        if self._run is None or not self._run.is_valid:
+            return len(self.characters)
+        return self._run.start
 
     def append(self, token: int) -> int:
         """Take in a token; where the text that it adds or changes begins."""

@@ -175,6 +175,11 @@ class Engine:
         """Whether any request has not finished."""
         return self.scheduler.has_work or bool(self._in_flight)
 
+    @property
+    def unfinished_ids(self) -> Collection[Hashable]:
+        """The ids of unfinished requests."""
+        return self.scheduler.unfinished_ids
+
     def add(self, request: Request) -> list[Sequence]:
         """Queue a request; its samples, which fill up as steps are read.
 
@@ -235,8 +240,7 @@ class Engine:
     def reset(self) -> None:
         """Drop all requests and begin anew, as after an interrupt."""
         self._in_flight = []
-        self.scheduler.drop_all()
-        self.scheduler.prefixes.clear()
+        self._recorder.record_finished(self.scheduler.drop_all())
         self._forget_state()
 
     def metrics(self) -> Metrics:

@@ -1,5 +1,6 @@
 """The public door: prompts in, continuations out."""
 
+import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -225,7 +226,7 @@ class LLM:
         Raises:
             ValueError: a prompt or parameter that cannot be served, before anything is generated.
         """
-        started = self._add(self._requests(prompts, sampling_params, priority))
+        requests = self._requests(prompts, sampling_params, priority)
         columns = (
             TextColumn("generating"),
             BarColumn(),
@@ -233,11 +234,11 @@ class LLM:
             TimeElapsedColumn(),
             TextColumn("{task.fields[rate]:.0f} tokens/s"),
         )
-        samples = [c.sequence for outputs in started for c in outputs.completions]
         with (
-            self._aborting(started),
+            self._running(requests) as started,
             Progress(*columns, disable=not use_tqdm, transient=True) as progress,
         ):
+            samples = [c.sequence for outputs in started for c in outputs.completions]
             task = progress.add_task("", total=len(samples), rate=0.0)
             while not all(sample.is_finished for sample in samples):
                 if any(sequence.is_finished for sequence in self.engine.step()):
@@ -267,16 +268,17 @@ class LLM:
         return self._stream(requests)
 
     def _stream(self, requests: list[tuple[Request, str | None]]) -> Iterator[RequestOutput]:
-        started = growing = self._add(requests)
-        with self._aborting(started):
+        with self._running(requests) as growing:
             while growing:
+                self._check_open()
                 if not any(outputs.has_grown for outputs in growing):
                     self.engine.step()
                 for outputs in growing:
                     if outputs.has_grown:
                         yield outputs.output()
                 growing = [one for one in growing if one.has_grown or not one.is_finished]
-            self.engine.drain()
+            if not self._is_closed:
+                self.engine.drain()
 
     def chat(
         self,
@@ -302,27 +304,37 @@ class LLM:
         ]
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def start(
+    def make_request(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams,
         *,
         request_id: Hashable | None = None,
         priority: int = 0,
-    ) -> Outputs:
-        """Queue one prompt; its outputs grow as the engine steps, for whoever runs it by hand.
+    ) -> Request:
+        """A checked request, to `start` by hand.
 
         Raises:
-            ValueError: a prompt, parameters or an id that cannot be served.
+            ValueError: a prompt or parameters that cannot be served.
         """
         self._check_open()
         where = "prompt" if request_id is None else f"request {request_id!r}"
-        number, self._next_id = self._next_id, self._next_id + 1
+        (number,) = self._free_numbers(1)
         request = self.request_maker.make(
             prompt, sampling_params, number, where, request_id=request_id, priority=priority
         )
-        (outputs,) = self._add([(request, prompt if isinstance(prompt, str) else None)])
-        return outputs
+        self._next_id = number + 1
+        return request
+
+    def start(self, request: Request, prompt: str | None = None) -> Outputs:
+        """Queue a request; its outputs grow as the engine steps, for whoever runs it by hand.
+
+        Raises:
+            ValueError: an unfinished request has the same id.
+        """
+        self._check_open()
+        self.engine.prepare([request], show_progress=self._show_progress)
+        return Outputs.of(request, self.engine.add(request), prompt, self.tokenizer)
 
     def metrics(self) -> Metrics:
         """Counters since the engine was built."""
@@ -359,31 +371,37 @@ class LLM:
         if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
             raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
         priorities = _one_each("priority", priority, len(listed))
+        numbers = self._free_numbers(len(listed))
         requests = [
             self.request_maker.make(
-                prompt, params, self._next_id + i, f"prompt {i}", priority=priorities[i]
+                prompt, params, numbers[i], f"prompt {i}", priority=priorities[i]
             )
             for i, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
         ]
-        self._next_id += len(requests)
+        self._next_id = max(numbers, default=self._next_id - 1) + 1
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         return list(zip(requests, texts, strict=True))
 
-    def _add(self, requests: list[tuple[Request, str | None]]) -> list[Outputs]:
-        self._check_open()
-        self.engine.prepare([one for one, _ in requests], show_progress=self._show_progress)
-        return [
-            Outputs.of(request, self.engine.add(request), text, self.tokenizer)
-            for request, text in requests
-        ]
+    def _free_numbers(self, count: int) -> list[int]:
+        """The next numbers that users have not given to unfinished requests as ids."""
+        numbers = itertools.count(self._next_id)
+        free = (number for number in numbers if number not in self.engine.unfinished_ids)
+        return list(itertools.islice(free, count))
 
     @contextmanager
-    def _aborting(self, started: list[Outputs]) -> Iterator[None]:
-        """Abort the requests that have not finished when the block is left."""
+    def _running(self, requests: list[tuple[Request, str | None]]) -> Iterator[list[Outputs]]:
+        """Queue the requests, and abort those that have not finished when the block is left."""
+        self._check_open()
+        started: list[Outputs] = []
         try:
-            yield
+            self.engine.prepare([one for one, _ in requests], show_progress=self._show_progress)
+            for request, text in requests:
+                samples = self.engine.add(request)
+                started.append(Outputs.of(request, samples, text, self.tokenizer))
+            yield started
         except KeyboardInterrupt:  # anywhere in a step: nothing is sure to be whole
-            self.engine.reset()
+            if not self._is_closed:
+                self.engine.reset()
             raise
         finally:
             if not self._is_closed:

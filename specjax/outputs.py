@@ -19,6 +19,7 @@ class Completion:
     is_complete: bool = False  # whether all there will be has been shown
     _text: TextWatch | None = None
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
+    _error: Exception | None = None  # of reading the text, which is left unread from then on
 
     @property
     def has_grown(self) -> bool:
@@ -32,12 +33,12 @@ class Completion:
         """All there is now."""
         sequence = self.sequence
         token_ids, params = sequence.output, sequence.request.params
-        text, error = None, sequence.error
-        if self.tokenizer is not None and params.detokenize:
+        text = None
+        if self.tokenizer is not None and params.detokenize and self._error is None:
             try:
                 text = self._read(self.tokenizer, token_ids)
-            except Exception as failure:  # the tokens are there all the same
-                error = error or failure
+            except Exception as error:  # the tokens are there all the same
+                self._error = error
         self.num_shown, self.is_complete = len(token_ids), sequence.is_finished
         logprobs = total = None
         if params.logprobs is not None:
@@ -54,20 +55,20 @@ class Completion:
             logprobs=logprobs,
             finish_reason=sequence.finish_reason,
             stop_reason=sequence.stop_reason,
-            error=error,
+            error=sequence.error or self._error,
         )
 
     def _read(self, tokenizer: ChatTokenizer, token_ids: list[int]) -> str:
         watch = self.sequence.watch
         has_stopped = isinstance(self.sequence.stop_reason, str)
         if watch is not None and (has_stopped or not self.sequence.is_finished):
-            return watch.text
+            return watch.settled
         if self.sequence.is_finished:
             return tokenizer.decode(token_ids)
         if self._text is None:
             self._text = StopStrings(tokenizer, ())
         self._text.append(token_ids[self.num_shown :])
-        return self._text.text
+        return self._text.settled
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ sequence gives at least one token, and writes no further than if all its drafts 
 """
 
 import heapq
-from collections.abc import Hashable, Iterable
+from collections.abc import Collection, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
@@ -134,26 +134,26 @@ class Scheduler:
         """`num_snapshots` is for models whose prompts leave states beside their pages."""
         self.policy = policy
         self.fixed_k = max(policy.choices) if config.exact else None
-        self.pages = PageAllocator(config.num_pages)
-        snapshots = None if num_snapshots is None else SnapshotIndex(num_snapshots)
-        self.prefixes = PrefixCache(self.pages, snapshots)
         self.num_preemptions = 0
         self.num_looked_up = 0  # tokens of sequences that took up residence
         self.num_found = 0  # of those, that were in the caches already
         self.config = config
+        self._num_snapshots = num_snapshots
         self._draft_slots = draft_slots
         self._widths = sorted({width for _, width in config.prefill_shapes})
         self._num_steps = 0
         self._num_arrivals = 0
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
-        self._live: dict[Hashable, list[Sequence]] = {}  # unfinished samples, by request
-        self._waiting: list[Sequence] = []  # a heap; the finished are dropped when they surface
-        self._running: list[Sequence] = []
+        self._own_nothing()
 
     @property
     def has_work(self) -> bool:
         """Whether any request has not finished."""
         return bool(self._live)
+
+    @property
+    def unfinished_ids(self) -> Collection[Hashable]:
+        """The ids of unfinished requests."""
+        return self._live.keys()
 
     @property
     def num_running(self) -> int:
@@ -163,7 +163,8 @@ class Scheduler:
     @property
     def num_waiting(self) -> int:
         """Samples that are not."""
-        return sum(map(len, self._live.values())) - len(self._running)
+        # Another thread may ask while a step is planned.
+        return max(0, sum(map(len, list(self._live.values()))) - len(self._running))
 
     def add(self, request: Request) -> list[Sequence]:
         """Queue a request; its samples.
@@ -190,11 +191,32 @@ class Scheduler:
             self._leave(sequence)
         return aborted
 
-    def drop_all(self) -> None:
-        """Forget every request and free what they own."""
-        for request_id in list(self._live):
-            self.abort(request_id)
-        self._waiting.clear()
+    def drop_all(self) -> list[Sequence]:
+        """End every request and forget all pages, though an interrupt left them half changed.
+
+        The samples that this ends.
+        """
+        unfinished = [s for samples in self._live.values() for s in samples if not s.is_finished]
+        for sequence in unfinished:
+            sequence.finish_reason = "abort"
+            sequence.move_out()
+        pages, snapshots = self.pages, self.prefixes.snapshots
+        self._own_nothing()
+        self.pages.num_evictions = pages.num_evictions
+        if snapshots is not None and self.prefixes.snapshots is not None:
+            self.prefixes.snapshots.num_evictions = snapshots.num_evictions
+        return unfinished
+
+    def _own_nothing(self) -> None:
+        """Begin with all slots and pages free, and nobody there."""
+        config = self.config
+        self.pages = PageAllocator(config.num_pages)
+        snapshots = None if self._num_snapshots is None else SnapshotIndex(self._num_snapshots)
+        self.prefixes = PrefixCache(self.pages, snapshots)
+        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self._live: dict[Hashable, list[Sequence]] = {}  # unfinished samples, by request
+        self._waiting: list[Sequence] = []  # a heap; the finished are dropped when they surface
+        self._running: list[Sequence] = []
 
     def restart(self) -> None:
         """Let every sequence run its tokens again, for the device has lost all it knew."""

@@ -1,0 +1,253 @@
+"""Random schedules: every token, page and slot accounted for, whatever happens to an engine.
+
+    python benchmarks/fuzz_schedules.py
+    python benchmarks/fuzz_schedules.py --schedules 10000 --seed 0 --real 50
+
+Most run the engine's own loop and scheduler on a simulated device, which checks all that it reads
+(tests/fuzz); tokens must be those of each request run alone. Some run on real engines, where a
+difference is a near-tie if the two best scores there lie within 2e-4. A failure prints its seed
+and how to run it again by itself.
+"""
+
+import argparse
+import multiprocessing
+import sys
+import tempfile
+import time
+import traceback
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from report import RESULTS, provenance, write_result
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests" / "fuzz"))
+
+from real_schedules import Found, run_real_schedule  # noqa: E402
+from schedules import check_schedule  # noqa: E402
+from stress_accepted_counts import write_random  # noqa: E402
+
+from specjax import LLM  # noqa: E402
+from specjax.bench.identity import NEAR_TIE  # noqa: E402
+
+GROUP = 50  # schedules that a process runs at a time
+K = 3
+LEAST_PAGES, MOST_PAGES = 8, 10
+SIZES: dict[str, Any] = {
+    "max_model_len": 8 * LEAST_PAGES, "page_size": 8, "max_num_batched_tokens": 32,
+    "max_logprobs": 0, "show_progress": False,
+}  # fmt: skip
+COUNTS = [
+    "schedules", "requests", "steps", "tokens", "finished", "aborted", "preemptions",
+    "preemptions in flight", "mixed steps", "chunks side by side",
+    "rounds in one dispatch", "steps launched over another",
+    "prompt tokens run", "prefix hits", "snapshots taken", "snapshots restored", "masks",
+    "preempt", "fail", "reset", "clear", "cells read",
+]  # fmt: skip
+NAMES = {
+    "finished": "samples finished",
+    "aborted": "samples aborted",
+    "prefix hits": "prompt tokens found in the caches",
+    "masks": "masks of grammars",
+    "preempt": "preemptions at any moment",
+    "fail": "failures of the device",
+    "reset": "resets",
+    "clear": "times that prefixes were forgotten",
+    "cells read": "cells checked when read",
+}
+REAL_COLUMNS = [
+    "engine", "schedules", "requests", "generations", "tokens", "accepted", "preemptions",
+    "aborted", "prefix hits", "near-ties", "mismatches",
+]  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all schedules; 0 if none failed."""
+    settings = read_settings(arguments)
+    source = provenance()
+    start = time.perf_counter()
+    tally, failures = run_simulated(settings)
+    seconds = time.perf_counter() - start
+    print_tally(tally, seconds)
+    real = run_real(settings, failures)
+    mismatches = [text for found in real.values() for text in found.identity.mismatches]
+    print(*failures, *mismatches, sep="\n")
+    write(settings, source, tally, seconds, real, failures)
+    return 1 if failures or mismatches else 0
+
+
+def read_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--schedules", type=int, default=10_000, help="on the simulated device")
+    parser.add_argument("--seed", type=int, default=0, help="of the first; the next have the next")
+    parser.add_argument("--real", type=int, default=50, help="on each of two real engines")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--json", type=Path, help="where the result goes; none for a single one")
+    settings = parser.parse_args(arguments)
+    if settings.json is None and settings.schedules + settings.real > 1:
+        settings.json = RESULTS / "fuzz_schedules.json"
+    return settings
+
+
+def run_simulated(settings: argparse.Namespace) -> tuple[Counter, list[str]]:
+    """What the schedules on the simulated device came to, and those that failed."""
+    tally: Counter = Counter()
+    failures: list[str] = []
+    last = settings.seed + settings.schedules
+    groups = [range(s, min(s + GROUP, last)) for s in range(settings.seed, last, GROUP)]
+    if len(groups) < 2:
+        results = map(run_group, groups)
+        return merge(results, tally, failures)
+    # JAX has threads, which a fork would lose.
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(settings.processes, mp_context=context) as pool:
+        futures = [pool.submit(run_group, group) for group in groups]
+        return merge((future.result() for future in as_completed(futures)), tally, failures)
+
+
+def merge(results: Any, tally: Counter, failures: list[str]) -> tuple[Counter, list[str]]:
+    """Add up what groups came to, and tell of it from time to time."""
+    for number, (counted, failed) in enumerate(results, start=1):
+        tally.update(counted)
+        failures += failed
+        print(*failed, sep="\n", end="" if not failed else "\n")
+        if number % 20 == 0:
+            print(f"{tally['schedules']} schedules, {len(failures)} failures", flush=True)
+    return tally, failures
+
+
+def run_group(seeds: range) -> tuple[Counter, list[str]]:
+    """Run the schedules of some seeds."""
+    tally: Counter = Counter()
+    failures = []
+    for seed in seeds:
+        try:
+            tally.update(check_schedule(seed))
+        except Exception:
+            failures.append(f"seed {seed}: {traceback.format_exc()}")
+    return tally, failures
+
+
+def print_tally(tally: Counter, seconds: float) -> None:
+    """What the schedules on the simulated device came to."""
+    for name in COUNTS:
+        print(f"{NAMES.get(name, name)}: {tally[name]}")
+    print(f"most steps in flight when another is launched: {most_in_flight(tally)}")
+    print(f"seconds: {seconds:.0f}", flush=True)
+
+
+def most_in_flight(tally: Counter) -> int:
+    """Steps that had not been read when another was launched: the engine keeps one at most."""
+    return int(tally["steps launched over another"] > 0)
+
+
+def run_real(settings: argparse.Namespace, failures: list[str]) -> dict[str, Found]:
+    """What the schedules on real engines came to, by engine."""
+    real: dict[str, Found] = {}
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if settings.real:
+            write_random(Path(folder))
+        engines = {
+            "Llama and EAGLE-3": ("eagle3", ROOT / "checkpoints" / "demo-llama", 3),
+            "hybrid and MTP, random": ("mtp", folder, 1),
+        }
+        for name, (method, target, rounds) in engines.items() if settings.real else ():
+            llm, alone = make_llms(stack, method, target, rounds)
+            found = Found()
+            for seed in range(settings.seed, settings.seed + settings.real):
+                try:
+                    found += run_real_schedule(llm, alone, seed)
+                except Exception:
+                    failures.append(f"{name}, seed {seed}: {traceback.format_exc()}")
+                    llm.engine.reset()
+            real[name] = found
+            print(*map(": ".join, zip(REAL_COLUMNS, map(str, row(name, found)), strict=True)),
+                  sep="  ", flush=True)  # fmt: skip
+    return real
+
+
+def make_llms(stack: ExitStack, method: str, target: str | Path, rounds: int) -> tuple[LLM, LLM]:
+    """An engine with few pages and drafts, and one that runs one request at a time without."""
+    head = f"{target}-eagle3" if method == "eagle3" else str(target)
+    drafter = {"method": method, "model": head, "num_speculative_tokens": K}
+    llm = LLM(
+        target,
+        speculative_config=drafter,
+        max_num_seqs=4,
+        num_pages=MOST_PAGES,
+        num_snapshots=2,
+        steps_per_dispatch=rounds,
+        **SIZES,
+    )
+    alone = LLM(target, max_num_seqs=1, enable_prefix_caching=False, **SIZES)
+    return stack.enter_context(llm), stack.enter_context(alone)
+
+
+def row(name: str, found: Found) -> list[Any]:
+    """What an engine's schedules came to, as a row of the result's table."""
+    identity, tally = found.identity, found.tally
+    return [
+        name, tally["schedules"], tally["requests"], identity.num_outputs, tally["tokens"],
+        tally["accepted"], tally["preemptions"], tally["aborted"], tally["prefix hits"],
+        len(identity.near_ties), len(identity.mismatches),
+    ]  # fmt: skip
+
+
+def write(
+    settings: argparse.Namespace,
+    source: dict[str, Any],
+    tally: Counter,
+    seconds: float,
+    real: dict[str, Found],
+    failures: list[str],
+) -> None:
+    """Write what was counted."""
+    if settings.json is None:
+        return
+    mismatches = [text for found in real.values() for text in found.identity.mismatches]
+    near_ties = [text for found in real.values() for text in found.identity.near_ties]
+    simulated = {
+        "title": f"{tally['schedules']} schedules on a simulated device, {len(failures)} failures",
+        "columns": ["what", "how often"],
+        "rows": [
+            *([NAMES.get(name, name), tally[name]] for name in COUNTS),
+            ["most steps in flight when another is launched", most_in_flight(tally)],
+        ],
+        "notes": [
+            f"In {seconds:.0f} seconds on {settings.processes} processes. Every engine, its "
+            "requests, and what happens to them are random.",
+            "Where nothing but the device decides what comes out, a schedule is run synchronously "
+            "as well; those runs are not counted.",
+        ],
+    }
+    served = {
+        "title": "Schedules on real engines",
+        "columns": REAL_COLUMNS,
+        "rows": [row(name, found) for name, found in real.items()],
+        "notes": [
+            f"K = {K}; up to four slots, up to {MOST_PAGES} pages where one request may need "
+            f"{LEAST_PAGES}; against an engine with one slot and no drafter.",
+            f"A near-tie is a difference where the two best scores lie within {NEAR_TIE:g}.",
+        ],
+    }
+    result = {
+        "title": "Random schedules",
+        "description": "Requests come, are preempted, aborted, and find the device failing; "
+        "after every step pages, slots, snapshots and tokens are accounted for.",
+        "provenance": source,
+        "settings": {name: value for name, value in vars(settings).items() if name != "json"},
+        "tables": [simulated, served],
+        "samples": {"failures": failures, "near_ties": near_ties, "mismatches": mismatches},
+    }
+    write_result(settings.json, result)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Random schedules on a real engine, against each request run alone.
+
+One engine serves all schedules, for programs take long to compile. Each schedule brings a scheduler
+of its own, with as many slots and pages, and as large a budget, as the programs allow or fewer.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+from schedules import Rng, Watch, chance
+
+from specjax import LLM, SamplingParams
+from specjax.bench.identity import Identity, compare
+from specjax.engine import Engine
+from specjax.host.scheduler import Scheduler
+from specjax.host.sequence import Sequence
+from specjax.metrics import Recorder
+from specjax.request import Request
+
+MOST_OUTPUT = 32
+NUM_FAMILIES = 2
+
+
+@dataclass
+class Found:
+    """What schedules came to."""
+
+    identity: Identity = field(default_factory=Identity)
+    tally: Counter = field(default_factory=Counter)
+
+    def __add__(self, other: "Found") -> "Found":
+        return Found(self.identity + other.identity, self.tally + other.tally)
+
+
+def run_real_schedule(llm: LLM, alone: LLM, seed: int) -> Found:
+    """Run the schedule of a seed on `llm`, and its requests one by one on `alone`.
+
+    Raises:
+        AssertionError: something was lost, repeated, or never given back.
+    """
+    rng = np.random.default_rng([seed, 4])
+    requests = make_requests(llm, rng, seed)
+    try:
+        found = _serve(llm.engine, requests, rng)
+    except Exception as error:
+        error.add_note(
+            f"Again: python benchmarks/fuzz_schedules.py --seed {seed} --schedules 0 --real 1"
+        )
+        raise
+    expected = [_serve_alone(alone.engine, request) for request in requests]
+    pairs, before, after = [], [], []
+    for request, samples, alone_samples in zip(requests, found.samples, expected, strict=True):
+        for sample, other in zip(samples, alone_samples, strict=True):
+            output, wanted = sample.output, other.output
+            if sample.finish_reason == "abort":
+                wanted = wanted[: len(output)]
+            elif output == wanted:
+                assert sample.finish_reason == other.finish_reason
+            pairs.append((request, sample.index))
+            before.append(wanted)
+            after.append(output)
+    identity = compare(llm.engine, pairs, before, after)
+    marked = [f"schedule {seed}, {text}" for text in identity.mismatches]
+    return Found(replace(identity, mismatches=marked), found.tally)
+
+
+@dataclass
+class _Served:
+    samples: list[list[Sequence]]
+    tally: Counter
+
+
+def begin_anew(engine: Engine, rng: Rng) -> None:
+    """Another scheduler, for an engine of other sizes and modes that runs the same programs."""
+    config = engine.config
+    most_drafts = max(engine.scheduler.policy.choices)
+    changed = replace(
+        config,
+        max_num_seqs=int(rng.choice(config.decode_batches)),
+        max_num_scheduled_tokens=int(rng.integers(most_drafts + 1, config.max_num_batched_tokens)),
+        num_pages=int(rng.integers(config.pages_per_seq, config.num_pages + 1)),
+        enable_prefix_caching=chance(rng, 0.8),
+        steps_per_dispatch=int(rng.integers(1, config.steps_per_dispatch + 1)),
+        scheduling_policy="priority" if chance(rng, 0.3) else "fcfs",
+    )
+    engine.reset()
+    engine.config = replace(config, async_scheduling=chance(rng, 0.7))
+    num_snapshots = None
+    if engine.target.is_recurrent:
+        num_snapshots = int(rng.integers(0, config.num_snapshots + 1))
+    engine.scheduler = Scheduler(changed, engine.scheduler.policy, num_snapshots=num_snapshots)
+    engine._recorder = Recorder()
+
+
+def _serve(engine: Engine, requests: list[Request], rng: Rng) -> _Served:
+    """Serve requests as they come, some of which are aborted."""
+    begin_anew(engine, rng)
+    scheduler, config = engine.scheduler, engine.scheduler.config
+    if config.scheduling_policy == "priority":
+        requests = [replace(r, priority=int(rng.integers(-1, 2))) for r in requests]
+    tally = Counter(schedules=1, requests=len(requests))
+    samples: list[list[Sequence]] = []
+    delivered: dict[Sequence, list[int]] = {}
+    rate, step = float(rng.choice([0.3, 2, 20])), 0
+    engine.prepare(requests)
+    while len(samples) < len(requests) or engine.has_work:
+        for request in requests[len(samples) :][: rng.poisson(rate)]:
+            samples.append(engine.add(request))
+        if samples and chance(rng, 0.05):
+            tally["aborted"] += len(engine.abort(requests[rng.integers(len(samples))].request_id))
+        for sequence in engine.step():
+            told = delivered.get(sequence, [])
+            assert sequence.output[: len(told)] == told and (
+                sequence.output != told or sequence.is_finished
+            )
+            delivered[sequence] = sequence.output
+        step += 1
+        assert step < 4000, "no end in sight"
+    engine.drain()
+    every = [sequence for group in samples for sequence in group]
+    for sequence in every:
+        is_told = sequence.finish_reason == "abort" or delivered[sequence] == sequence.output
+        assert sequence.is_finished and is_told
+    assert not scheduler.has_work and scheduler.pages.num_free == config.num_pages
+    assert len(scheduler._free_slots) == config.max_num_seqs
+    metrics = engine.metrics()
+    tally["steps"] = metrics.num_steps
+    tally["tokens"] = metrics.num_generation_tokens
+    tally["preemptions"] = metrics.num_preemptions
+    tally["prefix hits"] = metrics.prefix_cache_hits
+    tally["accepted"] = metrics.num_accepted_tokens
+    assert tally["tokens"] == sum(sequence.num_output for sequence in every)
+    return _Served(samples, tally)
+
+
+def _serve_alone(engine: Engine, request: Request) -> list[Sequence]:
+    engine.prepare([request])
+    samples = engine.add(request)
+    while engine.has_work:
+        engine.step()
+    return samples
+
+
+def make_requests(llm: LLM, rng: Rng, seed: int) -> list[Request]:
+    """Requests of which many begin alike; at temperature 0 and above it."""
+    config, vocab_size = llm.engine.config, llm.target.vocab_size
+    families = rng.integers(0, vocab_size, (NUM_FAMILIES, config.max_model_len)).tolist()
+    requests: list[Request] = []
+    for i in range(int(rng.integers(4, 11))):
+        # Short prompts get in side by side, and their outputs run out of pages.
+        most = (config.max_model_len - MOST_OUTPUT) // rng.choice([1, 4])
+        length = int(rng.integers(1, most + 1))
+        prompt = families[rng.integers(NUM_FAMILIES)][: rng.integers(0, length + 1)]
+        prompt = [*prompt, *rng.integers(0, vocab_size, length).tolist()][:length]
+        if requests and chance(rng, 0.2):
+            prompt = list(requests[rng.integers(len(requests))].prompt_token_ids)
+        last = int(rng.integers(1, MOST_OUTPUT + 1))
+        stop_ids = rng.integers(0, vocab_size, 8 if chance(rng, 0.2) else 0).tolist()
+        params = SamplingParams(
+            n=int(rng.integers(2, 4)) if chance(rng, 0.2) else 1,
+            temperature=float(rng.choice([0.0, 0.8])),
+            seed=int(rng.integers(2**32)),
+            max_tokens=MOST_OUTPUT if chance(rng, 0.5) else int(rng.integers(1, MOST_OUTPUT + 1)),
+            stop_token_ids=stop_ids,
+            ignore_eos=True,
+        )
+        name: Any = (seed, i)
+        request = llm.request_maker.make(prompt, params, i, f"prompt {i}", request_id=name)
+        if chance(rng, 0.1):
+            request = replace(request, watch_text=partial(Watch, last, False))
+        requests.append(request)
+    return requests

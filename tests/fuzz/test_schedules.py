@@ -1,0 +1,49 @@
+"""Random schedules on a simulated device; the benchmark runs thousands of them.
+
+What each of them checks is in `schedules.py`; here are the groups, and that they come to what they
+are for.
+"""
+
+import importlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+GROUPS, SCHEDULES = 10, 30
+OFTEN = {  # at least so many times in all of them
+    "preemptions": 60,
+    "preemptions in flight": 30,
+    "mixed steps": 500,
+    "rounds in one dispatch": 100,
+    "steps launched over another": 3000,
+    "prefix hits": 3000,
+    "snapshots restored": 30,
+    "aborted": 100,
+    "fail": 20,
+    "masks": 300,
+}
+counted: Counter = Counter()
+
+
+@pytest.fixture(scope="module")
+def schedules() -> Iterator[Any]:
+    """The generator of schedules as a module."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        yield importlib.import_module("schedules")
+
+
+@pytest.mark.parametrize("group", range(GROUPS))
+def test_schedules(schedules, group):
+    for seed in range(group * SCHEDULES, (group + 1) * SCHEDULES):
+        counted.update(schedules.check_schedule(seed))
+
+
+def test_the_schedules_come_to_all_there_is():
+    if counted["schedules"] < GROUPS * SCHEDULES:
+        pytest.skip("not all schedules have been run")
+    rare = {name: counted[name] for name, least in OFTEN.items() if counted[name] < least}
+    assert not rare
