@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests" / "fuzz"))
 
 from real_schedules import Found, run_real_schedule  # noqa: E402
-from schedules import check_schedule  # noqa: E402
+from schedule_runs import check_schedule  # noqa: E402
 from stress_accepted_counts import write_random  # noqa: E402
 
 from specjax import LLM  # noqa: E402
@@ -75,7 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print_tally(tally, seconds)
     real = run_real(settings, failures)
     mismatches = [text for found in real.values() for text in found.identity.mismatches]
-    print(*failures, *mismatches, sep="\n")
+    print(f"{len(failures)} failures, {len(mismatches)} mismatches", *mismatches, sep="\n")
     write(settings, source, tally, seconds, real, failures)
     return 1 if failures or mismatches else 0
 
@@ -117,7 +117,8 @@ def merge(results: Any, tally: Counter, failures: list[str]) -> tuple[Counter, l
     for number, (counted, failed) in enumerate(results, start=1):
         tally.update(counted)
         failures += failed
-        print(*failed, sep="\n", end="" if not failed else "\n")
+        for text in failed:
+            print(text, flush=True)
         if number % 20 == 0:
             print(f"{tally['schedules']} schedules, {len(failures)} failures", flush=True)
     return tally, failures
@@ -166,6 +167,7 @@ def run_real(settings: argparse.Namespace, failures: list[str]) -> dict[str, Fou
                     found += run_real_schedule(llm, alone, seed)
                 except Exception:
                     failures.append(f"{name}, seed {seed}: {traceback.format_exc()}")
+                    print(failures[-1], flush=True)
                     llm.engine.reset()
             real[name] = found
             print(*map(": ".join, zip(REAL_COLUMNS, map(str, row(name, found)), strict=True)),

@@ -163,8 +163,10 @@ class AsyncLLM:
             if not self._is_closing and engine.has_work:
                 try:
                     touched = engine.step()
-                except Exception as error:  # of the device: nothing that ran can be saved
+                except Exception as error:  # of the device, which ended all that ran
+                    finished = [i for i, s in self._streams.items() if s.has_ended]
                     engine.reset()
+                    self._publish(finished)
                     self._fail_all(error)
                 else:
                     self._publish({sequence.request.request_id for sequence in touched})
@@ -229,6 +231,12 @@ class _Stream:
         self._latest: RequestOutput | None = None
         self._error: Exception | None = None
         self._has_news = asyncio.Event()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the request ended by itself; asked on the engine's thread."""
+        samples = [c.sequence for c in self.outputs.completions] if self.outputs else []
+        return all(sample.finish_reason not in (None, "abort") for sample in samples)
 
     async def take(self) -> RequestOutput:
         """The next output, once there is one."""

@@ -274,10 +274,7 @@ class Scheduler:
         for sequence, row in zip(part.sequences, outputs, strict=True):
             kept = 0
             if not sequence.is_finished:
-                try:
-                    kept = sequence.append(row)
-                except Exception as error:  # of a grammar or a text that is looked for
-                    sequence.fail(error)
+                kept = sequence.append(row)
                 if sequence.is_resident:
                     self._tidy(sequence)
                 if sequence.is_finished:

@@ -138,12 +138,12 @@ class Sequence:
     def append(self, row: RowOutput) -> int:
         """Take what a step gave; how many of its tokens stand. Sets the finish reason.
 
-        Raises:
-            Exception: whatever a grammar or a text that is looked for raised, now or since the last
-                step.
+        Whatever a grammar or a text that is looked for raises ends this sequence, with the tokens
+        before.
         """
-        if self.error is not None:
-            raise self.error
+        if self.error is not None:  # since the last step
+            self.fail(self.error)
+            return 0
         if row.prompt_logprobs:
             end = row.start + 1 + len(row.prompt_logprobs)
             self.prompt_logprobs[row.start + 1 : end] = row.prompt_logprobs
@@ -161,11 +161,15 @@ class Sequence:
         if self.matcher is None and self.watch is None:
             return tokens
         for num_tokens, token in enumerate(tokens, start=1):
-            if self.matcher is not None:
-                self.matcher.accept([token])
-            if self.watch is not None and self.watch.append([token]):
-                self.finish_reason, self.stop_reason = "stop", self.watch.stop_reason
-                return tokens[:num_tokens]
+            try:
+                if self.matcher is not None:
+                    self.matcher.accept([token])
+                if self.watch is not None and self.watch.append([token]):
+                    self.finish_reason, self.stop_reason = "stop", self.watch.stop_reason
+                    return tokens[:num_tokens]
+            except Exception as error:  # whatever a user's tokenizer or grammar may raise
+                self.fail(error)
+                return tokens[: num_tokens - 1]
             if self.matcher is not None and self.matcher.is_finished:
                 return tokens[:num_tokens]
         return tokens

@@ -241,19 +241,22 @@ def test_nothing_stands_after_the_end_of_a_grammar():
     assert end(sequence) == (True, "stop", None)
 
 
-def test_an_error_of_a_matcher_leaves_the_output_as_it_was():
-    sequence = make_sequence()
+def test_an_error_of_a_matcher_ends_the_output_before_the_token():
+    sequence, error = make_sequence(), RuntimeError("not in the grammar")
 
     def accept(tokens):
         if tokens == [11]:
-            raise RuntimeError("not in the grammar")
+            raise error
 
     sequence.matcher = SimpleNamespace(accept=accept, is_finished=False)
-    with pytest.raises(RuntimeError, match="not in the grammar"):
-        sequence.append(RowOutput([10, 11]))
-    assert sequence.output == []
-    error = ValueError("of its own")
-    sequence.fail(error)
+    assert sequence.append(RowOutput([10, 11, 12])) == 1 and sequence.output == [10]
+    assert end(sequence) == (True, "error", None) and sequence.error is error
+
+
+def test_an_error_since_the_last_step_ends_the_output():
+    sequence, error = make_sequence(), ValueError("of its masks")
+    sequence.error = error
+    assert sequence.append(RowOutput([10])) == 0 and sequence.output == []
     assert end(sequence) == (True, "error", None) and sequence.error is error
 
 

@@ -1,0 +1,224 @@
+"""Schedules run on simulated engines: what comes out is what each request alone comes to."""
+
+from collections import Counter, deque
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass, field, replace
+
+import jax
+import numpy as np
+from schedules import Arrival, Expected, Rng, Schedule, chance, make_schedule
+from simulated_engine import SimulatedEngine
+
+from specjax.host.sequence import Sequence
+from specjax.request import Logprob
+
+PROGRAMS = ("admit", "prefill", "begin", "decode", "propose", "extend", "settle", "restore", "read")
+
+
+@dataclass
+class Run:
+    """A schedule on its way: who has come, what has been delivered, and what is still expected."""
+
+    schedule: Schedule
+    engine: SimulatedEngine
+    tally: Counter
+    rng: Rng
+    samples: dict[Sequence, Expected] = field(default_factory=dict)
+    delivered: dict[Sequence, tuple[int, bool]] = field(default_factory=dict)
+    ended_by_us: set[Sequence] = field(default_factory=set)
+
+    def add(self, arrival: Arrival) -> None:
+        """A request comes; an id that is free again may be taken a second time."""
+        request = arrival.request
+        live = self.engine.scheduler._live
+        others = [s.request.request_id for s in self.samples if s.request.request_id not in live]
+        if others and chance(self.rng, 0.1):
+            request = replace(request, request_id=others[self.rng.integers(len(others))])
+        if request.request_id in live:
+            request = replace(request, request_id=("again", arrival.request.request_id))
+        for sequence, expected in zip(self.engine.add(request), arrival.expected, strict=True):
+            self.samples[sequence] = expected
+            self.delivered[sequence] = 0, False
+        self.tally["requests"] += 1
+
+    def disturb(self) -> None:
+        """Do, perhaps, what may happen between steps."""
+        engine = self.engine
+        for name, probability in self.schedule.disturbances.items():
+            if not chance(self.rng, probability):
+                continue
+            if name == "abort":
+                ids: list[Hashable] = sorted({s.request.request_id for s in self.samples}, key=str)
+                if ids:
+                    self.end(engine.abort(ids[self.rng.integers(len(ids))]))
+            elif name == "preempt":  # as if pages had run out; they keep what they hold
+                running = list(engine.scheduler._running)
+                if chance(self.rng, 0.5):  # with a prompt half run
+                    running = [s for s in running if not s.is_prefilled] or running
+                if running:
+                    engine.scheduler._preempt(running[self.rng.integers(len(running))])
+            elif name == "clear":
+                engine.scheduler.prefixes.clear()
+            elif name == "fail":
+                engine.device.failures.append(str(self.rng.choice(PROGRAMS)))
+            elif name == "reset":
+                live = [s for samples in engine.scheduler._live.values() for s in samples]
+                engine.reset()
+                self.end(live)
+            self.tally[name] += 1
+            engine.check()
+
+    def end(self, sequences: Iterable[Sequence]) -> None:
+        """These are not to get any further."""
+        for sequence in sequences:
+            assert sequence.finish_reason == "abort" and not sequence.is_resident
+            assert sequence not in self.ended_by_us
+            self.ended_by_us.add(sequence)
+            self.delivered[sequence] = sequence.num_output, True
+            self.check_output(sequence)
+            self.tally["aborted"] += 1
+
+    def step(self) -> None:
+        """One step of the engine, and all that it delivered."""
+        live = [s for samples in self.engine.scheduler._live.values() for s in samples]
+        has_failed = False
+        try:
+            touched = self.engine.step()
+        except jax.errors.JaxRuntimeError:
+            has_failed = True
+            # Tokens that were read before the failure have not been told of.
+            self.end([s for s in live if s.finish_reason == "abort"])
+            touched = [s for s in live if s.finish_reason != "abort"]
+            assert all(s.is_finished for s in touched)
+        has_failed |= any(map(self._has_failed, touched))
+        self.tally["failures met"] += has_failed
+        assert self.tally["failures met"] <= self.tally["fail"], "a failure out of nothing"
+        assert len(set(touched)) == len(touched) or "fail" in self.schedule.disturbances
+        for sequence in live:
+            if sequence in self.ended_by_us:
+                continue
+            now = sequence.num_output, sequence.is_finished
+            has_changed = now != self.delivered[sequence]
+            assert has_changed == (sequence in set(touched)), "told of nothing, or not told"
+            self.delivered[sequence] = now
+            if has_changed:
+                self.check_output(sequence)
+        self.tally["steps"] += 1
+
+    def check_output(self, sequence: Sequence) -> None:
+        """What has come so far must be what the request alone comes to."""
+        expected, output = self.samples[sequence], sequence.output
+        reason = sequence.finish_reason
+        assert output == expected.tokens[: len(output)], f"output of {_name(sequence)}"
+        if sequence.request.params.logprobs is not None:
+            start = sequence.num_prompt_tokens
+            assert sequence.logprobs == [_told(start + i, t) for i, t in enumerate(output)]
+        if reason in ("abort", None) or (reason == "error" and self._has_failed(sequence)):
+            return
+        if getattr(sequence.matcher, "has_failed_late", False):
+            assert reason == "error" and isinstance(sequence.error, ValueError)
+            return
+        assert reason == expected.reason, f"{_name(sequence)} ended by {reason}: {sequence.error}"
+        if reason == "error":
+            assert isinstance(sequence.error, RuntimeError | ValueError)
+            assert len(output) < len(expected.tokens)
+        else:
+            assert output == expected.tokens, f"{_name(sequence)} has {len(output)} tokens"
+            for watch in (sequence.watch, sequence.matcher):
+                assert watch is None or watch.seen == output
+        if sequence.request.params.prompt_logprobs is not None:
+            prompt = sequence.request.prompt_token_ids
+            told = [_told(i, token) for i, token in enumerate(prompt)]
+            assert sequence.prompt_logprobs == [None, *told[1:]]
+        self.tally["finished"] += 1
+        self.tally["tokens"] += len(output)
+
+    def _has_failed(self, sequence: Sequence) -> bool:
+        return isinstance(sequence.error, jax.errors.JaxRuntimeError)
+
+    def check_end(self) -> None:
+        """Nobody owns anything, and everybody has got what was theirs."""
+        scheduler, config = self.engine.scheduler, self.engine.config
+        self.engine.drain()
+        assert not self.engine._in_flight
+        assert not scheduler.has_work and not scheduler._running and not scheduler._live
+        assert scheduler.pages.num_free == config.num_pages
+        assert len(scheduler._free_slots) == config.max_num_seqs
+        assert all(sequence.is_finished for sequence in self.samples)
+        metrics = self.engine.metrics()
+        assert metrics.num_generation_tokens == sum(s.num_output for s in self.samples)
+        if {"fail", "reset"} & self.schedule.disturbances.keys():
+            return  # what was in flight was lost
+        assert not any(s.num_in_flight or s.most_in_flight for s in self.samples)
+        reasons = Counter(sequence.finish_reason for sequence in self.samples)
+        assert metrics.requests_finished == reasons
+        assert metrics.num_prompt_tokens == self.tally["prompt tokens run"]
+
+
+def run_schedule(schedule: Schedule) -> Run:
+    """Run a schedule to its end.
+
+    Raises:
+        AssertionError: something is not as it should be.
+    """
+    tally: Counter = Counter()
+    engine = SimulatedEngine(schedule, tally)
+    run = Run(schedule, engine, tally, np.random.default_rng([schedule.seed, 3]))
+    coming = deque(schedule.arrivals)
+    most = coming[-1].step + 50 + 4 * schedule.num_tokens
+    step = 0
+    while coming or engine.has_work:
+        while coming and coming[0].step <= step:
+            run.add(coming.popleft())
+        if not engine.has_work and chance(run.rng, 0.5):
+            step = coming[0].step
+            continue
+        run.disturb()
+        run.step()
+        step += 1
+        assert step <= most, f"{most} steps were not enough"
+    run.check_end()
+    tally["prefix hits"] += engine.scheduler.num_found
+    tally["schedules"] += 1
+    return run
+
+
+def check_schedule(seed: int) -> Counter:
+    """Run the schedule of a seed, and count what happened.
+
+    Where all that comes out is the device's doing it is run a second time, in step with the device
+    or ahead of it: rounds must be the same ones.
+    """
+    schedule = make_schedule(seed)
+    try:
+        run = run_schedule(schedule)
+        if schedule.is_undisturbed:
+            is_async = not schedule.config.async_scheduling
+            config = replace(schedule.config, async_scheduling=is_async)
+            other = run_schedule(replace(schedule, config=config))
+            assert _totals(run) == _totals(other), "rounds differ with steps in flight"
+    except Exception as error:
+        error.add_note(
+            f"{schedule}\nAgain: python benchmarks/fuzz_schedules.py --seed {seed} --schedules 1 "
+            "--real 0"
+        )
+        raise
+    return run.tally
+
+
+def _totals(run: Run) -> tuple[int, ...]:
+    metrics = run.engine.metrics()
+    return (
+        metrics.num_generation_tokens,
+        metrics.num_drafts,
+        metrics.num_draft_tokens,
+        metrics.num_accepted_tokens,
+    )
+
+
+def _told(position: int, token: int) -> dict[int, Logprob]:
+    return {token: Logprob(-float(position), token)}
+
+
+def _name(sequence: Sequence) -> str:
+    return f"request {sequence.request.request_id}.{sequence.index}"

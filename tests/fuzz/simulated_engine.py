@@ -1,0 +1,270 @@
+"""The engine's own loop around a simulated device, checked after every step.
+
+The host must be right about the device, whose state is at hand here: how far each request has come,
+what pages and snapshots hold, and who may write where. Some of that is read from private fields.
+"""
+
+from collections import Counter
+from collections.abc import Sequence as SequenceOf
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from schedules import Policy, Schedule, unchanged
+from simulated_device import EMPTY, SimulatedDevice, fold
+
+from specjax.batch import Layout, Part
+from specjax.engine import Engine
+from specjax.host.prefix_cache import Key, SnapshotIndex
+from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler, StepPlan
+from specjax.host.sequence import RowOutput, Sequence
+from specjax.metrics import Recorder
+
+
+class CheckedScheduler(Scheduler):
+    """Checks every plan against the budgets and shapes that it was made for."""
+
+    def __init__(self, *arguments: Any, tally: Counter, **options: Any):
+        super().__init__(*arguments, **options)
+        self.tally = tally
+        self.last_plan: StepPlan | None = None
+        self.named: dict[Key, tuple[int, int]] = {}  # the digests that end a page, by its name
+        self._digests: dict[Sequence, list[int]] = {}
+        self._left_out: Counter = Counter()
+
+    def schedule(self) -> StepPlan | None:
+        """See `Scheduler.schedule`."""
+        num_preemptions = self.num_preemptions
+        plan = super().schedule()
+        config, self.last_plan = self.config, plan
+        if plan is None:
+            return None
+        sequences = [sequence for part in plan.parts for sequence in part.sequences]
+        assert len(set(map(id, sequences))) == len(sequences) > 0, "a sequence is in a step twice"
+        num_tokens = 0
+        if plan.prefill:
+            num_tokens += sum(chunk.count for chunk in plan.prefill.chunks)
+            self._check_prefill(plan.prefill)
+        if plan.decode:
+            num_tokens += len(plan.decode.sequences) * (plan.decode.k + 1)
+            self._check_decode(plan.decode)
+            if plan.decode.num_rounds > 1:
+                is_alone = not plan.prefill and num_preemptions == self.num_preemptions
+                assert is_alone, "rounds at the cost of others"
+        assert plan.num_tokens == num_tokens <= config.max_num_scheduled_tokens
+        assert num_tokens + len(sequences) * self._draft_slots <= config.max_num_batched_tokens
+        self._check_turns(plan, sequences)
+        self.tally["mixed steps"] += len(plan.parts) == 2
+        return plan
+
+    def _check_prefill(self, prefill: PrefillPlan) -> None:
+        assert (prefill.batch, prefill.width) in self.config.prefill_shapes
+        assert 0 < len(prefill.chunks) <= prefill.batch
+        for chunk in prefill.chunks:
+            assert 0 < chunk.count <= prefill.width
+            if self.config.exact:
+                assert chunk.count == min(chunk.sequence.goal - chunk.start, prefill.width)
+        self.tally["chunks side by side"] += len(prefill.chunks) > 1
+
+    def _check_decode(self, decode: DecodePlan) -> None:
+        assert decode.batch in self.config.decode_batches
+        assert 0 < len(decode.sequences) <= decode.batch
+        assert decode.num_drafts in self.policy.choices and decode.num_drafts <= decode.k
+        assert decode.k == (max(self.policy.choices) if self.config.exact else decode.num_drafts)
+        assert 1 <= decode.num_rounds <= self.config.steps_per_dispatch
+        for sequence in decode.sequences:
+            certain = sequence.num_output + sequence.num_in_flight - decode.num_rounds
+            assert certain < sequence.request.max_tokens, "a round that gives nothing"
+        if decode.num_rounds > 1:
+            assert not any(sequence.matcher for sequence in decode.sequences)
+            assert not (self._free_slots and any(not s.is_finished for s in self._waiting))
+            self.tally["rounds in one dispatch"] += 1
+
+    def _check_turns(self, plan: StepPlan, sequences: list[Sequence]) -> None:
+        """Among equals, nobody who needs nothing but a part of the budget is left out for long."""
+        if self.config.scheduling_policy != "fcfs":
+            return
+        before, self._left_out = self._left_out, Counter()
+        k = max(self.policy.choices)
+        for sequence in self._running:
+            room = len(sequence.pages) * self.config.page_size
+            has_room = room >= min(sequence.most_computed + k + 1, sequence.request.max_length - 1)
+            may_run = not sequence.is_prefilled or (sequence.may_go_on and has_room)
+            if may_run and sequence not in sequences:
+                self._left_out[sequence] = before[sequence] + 1
+                assert self._left_out[sequence] <= self.config.max_num_seqs, "others go first"
+
+    def commit(
+        self, part: Part, outputs: SequenceOf[RowOutput]
+    ) -> tuple[list[int], list[Sequence]]:
+        """See `Scheduler.commit`; of those that go on, nothing is lost."""
+        before = [sequence.is_finished for sequence in part.sequences]
+        num_kept, touched = super().commit(part, outputs)
+        for sequence, had_finished, row, kept in zip(
+            part.sequences, before, outputs, num_kept, strict=True
+        ):
+            assert sequence.is_finished or kept == len(row.tokens), "tokens are lost"
+            assert not had_finished or (kept == 0 and sequence not in touched)
+        return num_kept, touched
+
+    def _name(self, sequence: Sequence, num_pages: int) -> None:
+        super()._name(sequence, num_pages)
+        digests = self._digests.setdefault(sequence, [EMPTY])
+        for token in sequence.token_ids[len(digests) - 1 :]:
+            digests.append(fold(digests[-1], [token]))
+        for number, key in enumerate(sequence.keys[:num_pages], start=1):
+            end = number * self.config.page_size
+            held = digests[end], digests[end + 1]
+            assert self.named.setdefault(key, held) == held, "one name for two histories"
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self.tally["preemptions"] += 1
+        self.tally["preemptions in flight"] += sequence.num_in_flight > 0
+        super()._preempt(sequence)
+
+
+class SimulatedEngine(Engine):
+    """The engine's own loop around a simulated device."""
+
+    def __init__(self, schedule: Schedule, tally: Counter):
+        config = schedule.config
+        self.config = config
+        self.params: Any = None
+        self._schedule = schedule
+        self._tally = tally
+        self._rng = np.random.default_rng([schedule.seed, 1])
+        self._num_snapshots = config.num_snapshots if schedule.is_recurrent else None
+        config.check_budgets(max(schedule.choices), schedule.draft_slots)
+        self.scheduler = CheckedScheduler(
+            config,
+            Policy(schedule.choices, np.random.default_rng([schedule.seed, 2])),
+            draft_slots=schedule.draft_slots,
+            num_snapshots=self._num_snapshots,
+            tally=tally,
+        )
+        self.layout = Layout(
+            config.max_num_seqs, config.max_model_len, config.pages_per_seq, schedule.vocab_size
+        )
+        self._state: Any = self._init_state()
+        self._executables: Any = SimpleNamespace(
+            variants=[],
+            variant_for=lambda needed: needed,
+            get=lambda *arguments: self._state.program(*arguments),
+            num_compilations=0,
+            num_late=0,
+            compile_seconds=0.0,
+        )
+        self._processors = [(unchanged,)]
+        self._max_logprobs = 0
+        self._recorder = Recorder()
+        self._in_flight = []
+        self._result_time = None
+        self._num_steps = 0
+
+    @property
+    def device(self) -> SimulatedDevice:
+        """The device as it is now."""
+        return self._state
+
+    def step(self) -> list[Sequence]:
+        """See `Engine.step`; then everything is checked."""
+        was_in_flight = bool(self._in_flight)
+        touched = super().step()
+        if was_in_flight and self.scheduler.last_plan:
+            self._tally["steps launched over another"] += 1
+        if self.scheduler.has_work:
+            is_stuck = not (was_in_flight or self._in_flight or touched or self.scheduler.last_plan)
+            assert not is_stuck, "requests wait, and nothing will ever run"
+        self.check()
+        return touched
+
+    def check(self) -> None:
+        """Check who owns what, and what the host believes of the device."""
+        scheduler, config = self.scheduler, self.config
+        running, pages = scheduler._running, scheduler.pages
+        owners = Counter(page for sequence in running for page in sequence.pages)
+        assert [owners[page] for page in range(config.num_pages)] == pages._num_owners
+        assert set(pages._free) == set(range(config.num_pages)) - set(owners)
+        assert {name: page for page, name in pages._names.items()} == pages._by_name
+        if not config.enable_prefix_caching:
+            sharers = {page: s.request.request_id for s in running for page in s.pages}
+            assert all(sharers[page] == s.request.request_id for s in running for page in s.pages)
+        slots = [sequence.slot for sequence in running]
+        assert sorted([*slots, *scheduler._free_slots]) == list(range(config.max_num_seqs))
+        for sequence in running:
+            self._check_resident(sequence)
+        waiting = [s for s in scheduler._waiting if not s.is_finished]
+        for samples in scheduler._live.values():
+            is_followed = samples[0].index > 0 or samples[0].is_followed
+            for sequence in samples:
+                assert not sequence.is_finished
+                places = sum(s is sequence for s in (*running, *waiting))
+                assert places == (sequence.index == 0 or is_followed), "lost, or twice"
+        assert sum(map(len, scheduler._live.values())) == scheduler.num_running + (
+            scheduler.num_waiting
+        )
+        self._check_names()
+        if (snapshots := scheduler.prefixes.snapshots) is not None:
+            self._check_snapshots(snapshots)
+
+    def _check_resident(self, sequence: Sequence) -> None:
+        slot = self.device.slots[sequence.slot]
+        assert len(set(sequence.pages)) == len(sequence.pages) <= self.config.pages_per_seq
+        if not sequence.was_told:
+            return
+        assert slot.seed == sequence.request.seeds[sequence.index], "another's slot"
+        known = min(len(slot.tokens), len(sequence.token_ids))
+        assert slot.tokens[:known] == sequence.token_ids[:known]
+        assert slot.length is not None
+        if not sequence.is_prefilled:
+            assert slot.length == sequence.num_computed and not slot.is_active
+            return
+        assert slot.length <= sequence.most_computed, "further than the host thinks possible"
+        if slot.is_active:
+            least = len(sequence.token_ids) - 1 + sequence.num_in_flight
+            assert least <= slot.length, "not as far as the host thinks certain"
+
+    def _check_names(self) -> None:
+        """What can be found is what it is called; other cells are looked at when they are read."""
+        device, named = self.device, self.scheduler.named
+        for page, key in self.scheduler.pages._names.items():
+            last = (page + 1) * self.config.page_size - 1
+            held = int(device.target[last]), int(device.drafter[last])
+            assert held == named[key], f"page {page} does not hold what it is called"
+
+    def _check_snapshots(self, snapshots: SnapshotIndex) -> None:
+        for key, snapshot in snapshots._by_key.items():
+            state = self.device.snapshots[snapshot]
+            assert state == self.scheduler.named[key][0], "a snapshot is not what it is called"
+        ids = [*snapshots._free, *snapshots._by_key.values()]
+        assert sorted(ids) == list(range(self.config.num_snapshots)), f"snapshots {ids}"
+
+    def _init_state(self) -> Any:
+        schedule = self._schedule
+        return SimulatedDevice(
+            self.config,
+            self.layout,
+            self._num_snapshots,
+            schedule.drafts_fewer,
+            self._tally,
+            self._rng,
+        )
+
+    def _put(self, array: np.ndarray) -> Any:
+        return array.copy()
+
+    def _launch(self, plan: Part) -> Any:
+        self._check_writable(plan)
+        return super()._launch(plan)
+
+    def _check_writable(self, plan: Part) -> None:
+        """Where a step writes, nobody else may look."""
+        owners = self.scheduler.pages._num_owners
+        for row, sequence in enumerate(plan.sequences):
+            assert sequence.is_resident
+            if isinstance(plan, PrefillPlan):
+                start = plan.chunks[row].start
+            else:
+                start = self.device.slots[sequence.slot].length or 0
+            for page in sequence.pages[start // self.config.page_size :]:
+                assert owners[page] == 1, f"page {page} is written to, and has other owners"
