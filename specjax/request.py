@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 from specjax.sampling_params import SamplingParams
@@ -54,7 +55,7 @@ class Request:
     follow_grammar: Callable[[], Matcher] | None = None
     priority: int = 0  # the least goes first
 
-    @property
+    @cached_property
     def max_length(self) -> int:
         """Most tokens the request may come to, prompt included."""
         return len(self.prompt_token_ids) + self.max_tokens

@@ -234,10 +234,15 @@ class Scheduler:
         budget = _Budget(
             config.max_num_scheduled_tokens, config.max_num_batched_tokens, self._draft_slots
         )
-        prefilling = [s for s in self._running if not s.is_prefilled]
+        prefilling: list[Sequence] = []
+        ready: list[Sequence] = []
+        for sequence in self._running:
+            if not sequence.is_prefilled:
+                prefilling.append(sequence)
+            elif sequence.may_go_on:
+                ready.append(sequence)
         width = self._choose_width(prefilling)
         step = _Step(budget, width, self._prefill_batches(width)[-1])
-        ready = [s for s in self._running if s.may_go_on and s.is_prefilled]
         k, num_drafts = self._choose_k(len(ready)) if ready else (0, 0)
         num_rounds = self._choose_rounds(ready, num_drafts)
         for sequence in sorted(prefilling + ready, key=_turn):
@@ -272,15 +277,17 @@ class Scheduler:
             _land([chunk.sequence for chunk in part.chunks if chunk.samples], 1)
         num_kept, touched = [], []
         for sequence, row in zip(part.sequences, outputs, strict=True):
-            kept = 0
-            if not sequence.is_finished:
-                kept = sequence.append(row)
-                if sequence.is_resident:
-                    self._tidy(sequence)
-                if sequence.is_finished:
-                    self._leave(sequence)
-                if kept or sequence.is_finished:
-                    touched.append(sequence)
+            if sequence.is_finished:
+                num_kept.append(0)
+                continue
+            kept = sequence.append(row)
+            has_ended = sequence.is_finished
+            if sequence.is_resident:
+                self._tidy(sequence)
+            if has_ended:
+                self._leave(sequence)
+            if kept or has_ended:
+                touched.append(sequence)
             num_kept.append(kept)
         return num_kept, touched
 
@@ -493,15 +500,17 @@ class Scheduler:
 
     def _tidy(self, sequence: Sequence) -> None:
         """Give back pages that no step in flight may need, and name those that have been filled."""
-        if not sequence.is_prefilled or self.config.exact:
+        config = self.config
+        if not sequence.is_prefilled or config.exact:
             return
-        page_size = self.config.page_size
-        needed = -(-min(sequence.most_computed, sequence.request.max_length - 1) // page_size)
+        num_known, page_size = len(sequence.token_ids) - 1, config.page_size
+        most = min(num_known + sequence.most_in_flight, sequence.request.max_length - 1)
+        needed = -(-most // page_size)
         if needed < len(sequence.pages):
             self.pages.release(sequence.pages[needed:])
             del sequence.pages[needed:]
-        num_filled = (len(sequence.token_ids) - 1) // page_size
-        is_wanted = self.config.enable_prefix_caching and self.prefixes.snapshots is None
+        num_filled = num_known // page_size
+        is_wanted = config.enable_prefix_caching and self.prefixes.snapshots is None
         if is_wanted and num_filled > sequence.num_named:
             extend_keys(sequence.keys, sequence.token_ids, page_size, b"")
             self._name(sequence, num_filled)

@@ -8,7 +8,7 @@ from specjax.host.prefix_cache import Key
 from specjax.request import Matcher, Request, TextWatch, TokenLogprobs
 
 
-@dataclass
+@dataclass(slots=True)
 class RowOutput:
     """What a round, or a chunk, gave one sequence."""
 
@@ -149,17 +149,18 @@ class Sequence:
             self.prompt_logprobs[row.start + 1 : end] = row.prompt_logprobs
         if not row.tokens:  # a chunk that does not end a prompt
             return 0
-        tokens = self._until_it_ends(row.tokens)
+        tokens = row.tokens
+        if self.matcher is not None or self.watch is not None:
+            tokens = self._until_it_ends(tokens)
         self.token_ids += tokens
-        self.logprobs += (row.logprobs or [])[: len(tokens)]
-        if not self.is_finished:
+        if row.logprobs:
+            self.logprobs += row.logprobs[: len(tokens)]
+        if self.finish_reason is None:
             self._finish_if_done(tokens[-1])
         return len(tokens)
 
     def _until_it_ends(self, tokens: list[int]) -> list[int]:
         """The tokens up to where the text or the grammar ends the output, which they follow."""
-        if self.matcher is None and self.watch is None:
-            return tokens
         for num_tokens, token in enumerate(tokens, start=1):
             try:
                 if self.matcher is not None:
