@@ -735,6 +735,20 @@ def test_a_preempted_request_goes_on_from_its_snapshot():
     assert (chunk.start, chunk.count, chunk.restored, chunk.is_resumed) == (16, 6, 0, True)
 
 
+def test_a_preempted_prompt_is_not_cut_where_another_took_the_snapshot_meanwhile():
+    scheduler = make_scheduler(
+        num_snapshots=2, max_num_scheduled_tokens=8, scheduling_policy="priority"
+    )
+    sample = add(scheduler, 0, range(100, 120))
+    step = scheduler.schedule()
+    assert chunks(step) == [(0, 0, 8)] and sample.cuts == [2]
+    give(scheduler, step)
+    scheduler._preempt(sample)
+    add(scheduler, 1, range(100, 120), priority=-1)
+    found = [(c.sequence.request.request_id, *span) for c in run(scheduler) for span in spans([c])]
+    assert found == [(1, 0, 8), (1, 8, 8), (1, 16, 4), (0, 16, 4)]
+
+
 @pytest.mark.parametrize(
     "length, expected",
     [
