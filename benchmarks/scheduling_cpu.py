@@ -29,6 +29,7 @@ from specjax.host.pages import PageAllocator
 from specjax.host.prefix_cache import Key, PrefixCache, extend_keys
 from specjax.host.scheduler import DecodePlan, Scheduler, StepPlan
 from specjax.host.speculation.policy import StaticPolicy
+from specjax.metrics import Recorder
 from specjax.request import Request
 from specjax.sampling_params import SamplingParams
 
@@ -164,17 +165,20 @@ def host_times(num_requests: int, seed: int) -> list[list[float]]:
         scheduler.add(Request(i, prompt, params, most_tokens, (0,)))
     while (before := scheduler.schedule()).prefill or scheduler.num_waiting:
         read(scheduler, before, rng)
-    times = []
+    times, recorder = [], Recorder()
     for _ in range(NUM_ROUNDS):
         packed = give(before.decode, rng)
         marks = [time.perf_counter()]
         plan = scheduler.schedule()
+        # What the engine asks of them before it launches.
+        assert len({sequence.request.demands for sequence in plan.decode.sequences}) == 1
         marks.append(time.perf_counter())
         pack(plan.decode, layout)
         marks.append(time.perf_counter())
         (rows,) = unpack_outputs(packed, before.decode, Variant())
         marks.append(time.perf_counter())
-        scheduler.commit(before.decode, rows)
+        num_kept, _ = scheduler.commit(before.decode, rows)
+        recorder.record_part(before.decode, rows, num_kept)
         marks.append(time.perf_counter())
         assert len(plan.decode.sequences) == num_requests
         times.append([1e3 * (b - a) for a, b in pairwise(marks)])

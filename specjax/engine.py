@@ -367,13 +367,13 @@ class Engine:
         numbers: set[int] = set()
         edits = masks = False
         num_logprobs = num_prompt_logprobs = None
-        for request in requests:
-            params = request.params
-            edits |= params.edits_logits
-            masks |= params.structured_outputs is not None
-            numbers |= {request.processor}
-            num_logprobs = self._most(num_logprobs, params.logprobs)
-            num_prompt_logprobs = self._most(num_prompt_logprobs, params.prompt_logprobs)
+        for demands in {request.demands for request in requests}:
+            wants_edits, wants_masks, processor, wanted, wanted_of_prompt = demands
+            edits |= wants_edits
+            masks |= wants_masks
+            numbers |= {processor}
+            num_logprobs = self._most(num_logprobs, wanted)
+            num_prompt_logprobs = self._most(num_prompt_logprobs, wanted_of_prompt)
         processors = tuple((n, self._processors[n]) for n in sorted(numbers) if n >= 0)
         return Variant(edits, processors, masks, num_logprobs, num_prompt_logprobs)
 

@@ -126,12 +126,13 @@ class Recorder:
         self._counts["decode_steps"] += 1
         self._k[plan.num_drafts] += 1
         self._accepted += [0] * (plan.num_drafts - len(self._accepted))
-        for row, kept in zip(rows, num_kept, strict=True):
-            if row.num_drafts and kept:
-                self._counts["drafts"] += 1
-                self._counts["draft_tokens"] += row.num_drafts
+        pairs = Counter(zip((row.num_drafts for row in rows), num_kept, strict=True))
+        for (num_drafts, kept), count in pairs.items():
+            if num_drafts and kept:
+                self._counts["drafts"] += count
+                self._counts["draft_tokens"] += count * num_drafts
                 for position in range(kept - 1):
-                    self._accepted[position] += 1
+                    self._accepted[position] += count
 
     def snapshot(
         self,

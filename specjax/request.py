@@ -56,6 +56,17 @@ class Request:
     priority: int = 0  # the least goes first
 
     @cached_property
+    def demands(self) -> tuple[bool, bool, int, int | None, int | None]:
+        """What a step must do for it besides drawing from logits: the same for most requests.
+
+        Edits, masks, the number of its processors, log-probabilities of tokens and of the prompt.
+        """
+        params = self.params
+        masks = params.structured_outputs is not None
+        wanted = params.logprobs, params.prompt_logprobs
+        return params.edits_logits, masks, self.processor, *wanted
+
+    @cached_property
     def max_length(self) -> int:
         """Most tokens the request may come to, prompt included."""
         return len(self.prompt_token_ids) + self.max_tokens

@@ -84,7 +84,7 @@ def engines(checkpoints):
     made = {}
 
     def make(drafter, num_rounds):
-        kind = "qwen3_5_text" if drafter == "mtp" else "llama"
+        kind = "qwen3_5_text" if drafter in ("mtp", "none, hybrid") else "llama"
         target = checkpoints.target(kind, vocab_size=VOCAB, eos_token_id=VOCAB - 1)
         folder = target.folder
         speculation = {"method": drafter, "num_speculative_tokens": K}
@@ -94,7 +94,7 @@ def engines(checkpoints):
             folder = checkpoints.mtp(target).folder
         return LLM(
             checkpoints.with_letters(folder),
-            speculative_config=None if drafter == "none" else speculation,
+            speculative_config=None if drafter.startswith("none") else speculation,
             steps_per_dispatch=num_rounds,
             **SIZES,
         )
@@ -207,7 +207,7 @@ def test_a_step_in_flight_changes_nothing(engines, alone, drafter, schedule):
         assert with_one.metrics.num_prefill_steps > expected.metrics.num_prefill_steps
     if drafter in ("eagle3", "mtp"):
         assert 0 < expected.metrics.num_accepted_tokens < expected.metrics.num_draft_tokens
-    check(with_one, without)
+    assert check(with_one, without), "not even a near-tie"
     assert with_one.metrics.in_flight_depth > 0 or not schedule.is_async
 
 
@@ -224,10 +224,12 @@ def test_rounds_without_the_host_change_nothing(engines, alone, drafter, schedul
     assert served.num_several > 0 or schedule.preempts  # when pages are short, one round at a time
 
 
-@pytest.mark.parametrize("drafter", ["ngram", "eagle3"])
-def test_drafts_change_nothing(engines, alone, drafter):
+@pytest.mark.parametrize(
+    "drafter, plain", [("ngram", "none"), ("eagle3", "none"), ("mtp", "none, hybrid")]
+)
+def test_drafts_change_nothing(engines, alone, drafter, plain):
     llm = engines(drafter)
-    assert_same(llm.engine, alone(drafter), alone("none"), llm)
+    assert_same(llm.engine, alone(drafter), alone(plain), llm)
 
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
