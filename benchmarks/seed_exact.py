@@ -28,7 +28,7 @@ from specjax.device.drafters.drafter import DraftContext, NoDrafter, Params
 from specjax.device.models.model import Model
 from specjax.device.verification import Draft
 from specjax.engine import Engine
-from specjax.host.speculation.policy import StaticPolicy
+from specjax.host.speculation.policy import Load, Rule, StaticPolicy
 from specjax.request import Request
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
@@ -60,14 +60,14 @@ class WrongDrafter(NoDrafter):
 
 
 @dataclass(frozen=True)
-class EveryK:
+class EveryK(Rule):
     """Another K at every step."""
 
     choices: tuple[int, ...] = (0, *KS)
     order: Iterator[int] = field(default_factory=lambda: itertools.cycle((3, 0, 5, 1)))
 
-    def choose(self, batch_size: int) -> int:
-        """The next K, at any batch size."""
+    def choose(self, load: Load) -> int:
+        """The next K, whatever the load."""
         return next(self.order)
 
 

@@ -19,7 +19,12 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         help="folder, hub id or demo; for --method mtp, by default, the model itself",
     )
     group.add_argument("--method", choices=METHODS, help="of drafting; default: eagle3")
-    group.add_argument("--k", type=int, metavar="K", help="drafts per step; default: 3")
+    group.add_argument(
+        "--k", type=int, metavar="K", help="drafts per step; default: 3, with --adaptive at most 5"
+    )
+    group.add_argument(
+        "--adaptive", action="store_true", help="change K with load and acceptance, up to --k"
+    )
     group.add_argument(
         "--speculative-config", metavar="JSON", help="all of it as one JSON object, instead"
     )
@@ -38,6 +43,7 @@ def read_speculation(args: argparse.Namespace) -> dict[str, Any] | None:
     """The `speculative_config` of an LLM, demo names resolved; None for plain decoding."""
     flags = {"--drafter": args.drafter, "--method": args.method, "--k": args.k}
     given = [name for name, value in flags.items() if value is not None]
+    given += ["--adaptive"] if args.adaptive else []
     if args.speculative_config is None:
         is_own = args.method in OWN_METHODS
         if args.drafter is None and given and not is_own:
@@ -47,8 +53,7 @@ def read_speculation(args: argparse.Namespace) -> dict[str, Any] | None:
         config = {
             "method": args.method or "eagle3",
             "model": args.drafter,
-            "num_speculative_tokens": 3 if args.k is None else args.k,
-        }
+        } | _read_k(args)
     else:
         if given:
             raise ValueError(f"--speculative-config says it all; leave out {given[0]}")
@@ -56,6 +61,12 @@ def read_speculation(args: argparse.Namespace) -> dict[str, Any] | None:
     if isinstance(config.get("model"), str):
         config["model"] = str(locate(config["model"]))
     return config
+
+
+def _read_k(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.adaptive:
+        return {"num_speculative_tokens": 3 if args.k is None else args.k}
+    return {"adaptive": True} | ({} if args.k is None else {"num_speculative_tokens": args.k})
 
 
 def read_object(option: str, text: str) -> dict[str, Any]:

@@ -118,6 +118,10 @@ def pack(plan: Part, layout: Layout) -> np.ndarray:
     table = packed[:, -layout.pages_per_seq :]
     if isinstance(plan, DecodePlan):
         packed[:, 1:3] = plan.num_drafts, plan.num_rounds
+        for row, sequence in enumerate(plan.sequences):
+            most = sequence.request.params.num_speculative_tokens
+            if most is not None:
+                packed[row, 1] = min(most, plan.num_drafts)
     else:
         packed[:, 2:5] = 0
         for row, chunk in enumerate(plan.chunks):

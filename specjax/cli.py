@@ -17,23 +17,34 @@ from specjax.train import command as train
 _MODULES = {
     "generate": "specjax.generate",
     "bench": "specjax.bench.speculation",
+    "bench sweep": "specjax.bench.sweep",
+    "bench simulate": "specjax.bench.simulate",
+    "profile": "specjax.bench.profile",
+    "profile show": "specjax.bench.profile_show",
     "train": "specjax.train.recipes",
     "info": "specjax.info",
 }
-_NEEDS_EXTRA = {"optax": "train", "orbax": "train"}
+_NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; return its exit code: 0, 2 for what the user can mend, 130 interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
+    command, subcommand = args.command, getattr(args, "subcommand", None)
+    if subcommand:
+        # What comes before a subcommand would go unread.
+        if argv[1] != subcommand:
+            return _fail(f"{argv[1]} stands before {subcommand}; its options go after it")
+        command = f"{command} {subcommand}"
     try:
-        return import_module(_MODULES[args.command]).run(args)
+        return import_module(_MODULES[command]).run(args)
     except ModuleNotFoundError as error:
         extra = _NEEDS_EXTRA.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
         return _fail(
-            f"specjax {args.command} needs the package {error.name}; pip install 'specjax[{extra}]'"
+            f"specjax {command} needs the package {error.name}; pip install 'specjax[{extra}]'"
         )
     except (ValueError, NotImplementedError) as error:
         return _fail(str(error))
@@ -58,6 +69,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     add("generate", _add_generate, "Continue prompts.")
     add("bench", bench.add_arguments, bench.DESCRIPTION)
+    add("profile", bench.add_profile_arguments, bench.PROFILE_DESCRIPTION)
     add("train", train.add_arguments, "Train a model or a drafter.")
     add("info", _add_info, "Describe a checkpoint and what it needs.")
     return parser

@@ -20,6 +20,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 # The one shape of exact mode, the same for engines of any smaller size: requests of a round, rows
 # of each, and tokens of a chunk.
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
+ADAPTIVE_DRAFTS = 5  # the most that adaptive K may be, unless told
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -45,6 +46,52 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
+def parse_table(table: Any, most_drafts: int) -> tuple[tuple[int, int, int], ...]:
+    """A table [[lo, hi, K], ...]: K drafts where lo to hi requests decode together, as in vLLM.
+
+    Sizes between two entries have the K of the entry before; so do those beyond the last.
+
+    Raises:
+        ValueError: with the entry that is malformed.
+    """
+    name = "speculative_config.num_speculative_tokens_per_batch_size"
+    entries = _listed(table)
+    if not entries:
+        raise ValueError(f"{name}={table!r} must list entries [lo, hi, K], like [[1, 16, 3]]")
+    parsed: list[tuple[int, int, int]] = []
+    for i, entry in enumerate(entries):
+        where, numbers = f"{name}[{i}]={entry!r}", _listed(entry)
+        if len(numbers) != 3 or not all(map(_is_integer, numbers)):
+            raise ValueError(f"{where} must be three integers: from and to a batch size, and K")
+        lo, hi, k = map(int, numbers)
+        if lo < 1 or hi < lo:
+            raise ValueError(f"{where} must have 1 <= lo <= hi, a range of batch sizes")
+        if not parsed and lo != 1:
+            raise ValueError(f"{where} must begin at batch size 1, as it is the first")
+        if parsed and lo <= parsed[-1][1]:
+            raise ValueError(
+                f"{where} must begin above batch size {parsed[-1][1]}, where the entry before "
+                "ends; order entries by size, without overlaps"
+            )
+        if not 0 <= k <= most_drafts:
+            raise ValueError(
+                f"{where} must have a K in 0..{most_drafts}, num_speculative_tokens; lower K or "
+                "raise that"
+            )
+        parsed.append((lo, hi, k))
+    return tuple(parsed)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def _listed(value: Any) -> list[Any]:
+    """The items of a list, tuple or array; none of anything else."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    return list(value) if is_list else []
+
+
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
     """How drafts are made.
@@ -54,7 +101,13 @@ class SpeculativeConfig:
             looks for the last tokens in the text so far.
         model: the drafter's checkpoint, a folder or hub id; for "mtp" None is the target's, "ngram"
             has none.
-        num_speculative_tokens: K, drafts per step.
+        num_speculative_tokens: K, drafts per step; the most of them where K changes. It may be
+            left out with `adaptive`, then 5, and with `dynamic_config_path`, whose profile says it.
+        num_speculative_tokens_per_batch_size: K by the number of requests that decode together, a
+            table [[lo, hi, K], ...]; sizes that it leaves out have the K of the entry before.
+        dynamic_config_path: a profile, as `specjax profile` writes it; K is what it says is best.
+        dynamic_config_force: use the profile even if it was measured on another model.
+        adaptive: choose K from times and acceptance as they are measured, without a profile.
         verification: "seed_exact" emits what decoding without drafts would emit; "rejection" and
             "block" emit the same distribution, accepting more of probabilistic drafts;
             "synthetic" accepts drafts at given rates, to measure speed.
@@ -70,7 +123,8 @@ class SpeculativeConfig:
     """
 
     method: str
-    num_speculative_tokens: int
+    # Resolved below; where a profile says it, None until that is read.
+    num_speculative_tokens: int = None  # pyright: ignore[reportAssignmentType]
     model: str | None = None
     verification: str = "seed_exact"
     synthetic_acceptance_rates: Sequence[float] | None = None
@@ -79,6 +133,10 @@ class SpeculativeConfig:
     aux_id_convention: str = "entering"
     prompt_lookup_min: int | None = None
     prompt_lookup_max: int | None = None
+    num_speculative_tokens_per_batch_size: Sequence[tuple[int, int, int]] | None = None
+    dynamic_config_path: str | PathLike[str] | None = None
+    dynamic_config_force: bool = False
+    adaptive: bool = False
 
     def __post_init__(self):
         _check_choice("speculative_config.method", self.method, METHODS)
@@ -92,7 +150,8 @@ class SpeculativeConfig:
         _check_choice(
             "speculative_config.aux_id_convention", self.aux_id_convention, AUX_ID_CONVENTIONS
         )
-        check_positive(**{"speculative_config.num_speculative_tokens": self.num_speculative_tokens})
+        self._check_dynamic()
+        self._check_num_drafts()
         _check_choice("speculative_config.verification", self.verification, VERIFICATIONS)
         self._check_synthetic()
 
@@ -123,6 +182,38 @@ class SpeculativeConfig:
         object.__setattr__(self, "prompt_lookup_min", least)
         object.__setattr__(self, "prompt_lookup_max", most)
 
+    def _check_dynamic(self) -> None:
+        where, path = "speculative_config", self.dynamic_config_path
+        for name in "adaptive", "dynamic_config_force":
+            if not isinstance(value := getattr(self, name), bool):
+                raise ValueError(f"{where}.{name}={value!r} must be True or False")
+        if path == "" or not isinstance(path, str | PathLike | None):
+            raise ValueError(f"{where}.dynamic_config_path={path!r} must be a profile's path")
+        if self.dynamic_config_force and path is None:
+            raise ValueError(
+                f"{where}.dynamic_config_force=True goes with dynamic_config_path; name the "
+                "profile, or leave it out"
+            )
+        is_given = {
+            "num_speculative_tokens_per_batch_size": self.num_speculative_tokens_per_batch_size
+            is not None,
+            "dynamic_config_path": path is not None,
+            "adaptive": self.adaptive,
+        }
+        given = [name for name in is_given if is_given[name]]
+        if len(given) > 1:
+            raise ValueError(f"{where} lets {' and '.join(given)} choose K; keep one of them")
+
+    def _check_num_drafts(self) -> None:
+        if self.num_speculative_tokens is None and self.adaptive:
+            object.__setattr__(self, "num_speculative_tokens", ADAPTIVE_DRAFTS)
+        k, table = self.num_speculative_tokens, self.num_speculative_tokens_per_batch_size
+        if k is not None or self.dynamic_config_path is None:
+            check_positive(**{"speculative_config.num_speculative_tokens": k})
+        if table is not None:
+            parsed = parse_table(table, k)
+            object.__setattr__(self, "num_speculative_tokens_per_batch_size", parsed)
+
     def _check_synthetic(self) -> None:
         rates, length = self.synthetic_acceptance_rates, self.synthetic_acceptance_length
         where, k = "speculative_config.synthetic_acceptance", self.num_speculative_tokens
@@ -133,6 +224,11 @@ class SpeculativeConfig:
                     f"{self.verification!r}"
                 )
             return
+        if k is None:
+            raise ValueError(
+                "verification='synthetic' needs speculative_config.num_speculative_tokens, as many "
+                "rates as it is; give it beside dynamic_config_path"
+            )
         if (rates is None) == (length is None):
             raise ValueError(f"verification='synthetic' needs {where}_rates or {where}_length")
         if rates is not None:
@@ -174,7 +270,9 @@ class SpeculativeConfig:
             raise ValueError(
                 f"speculative_config has unknown keys {unknown}; known keys are {sorted(known)}"
             )
-        needed = {"method", "num_speculative_tokens"}
+        needed = {"method"}
+        if config.get("dynamic_config_path") is None and not config.get("adaptive"):
+            needed.add("num_speculative_tokens")
         if config.get("method") not in OWN_METHODS:
             needed.add("model")
         if missing := needed - set(config):
@@ -299,13 +397,13 @@ class EngineConfig:
         """Batch sizes that decode steps are compiled for: powers of two up to max_num_seqs."""
         if self.exact:
             return (max(self.max_num_seqs, EXACT_BATCH),)
-        return _doubling(1, self.max_num_seqs)
+        return doubling(1, self.max_num_seqs)
 
     @property
     def prefill_widths(self) -> tuple[int, ...]:
         """Chunk lengths that prefill steps are compiled for, doubling up to the budget."""
         most = min(self.max_num_batched_tokens, self.max_model_len)
-        return _doubling(min(32, most), most)
+        return doubling(min(32, most), most)
 
     @property
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
@@ -319,7 +417,8 @@ class EngineConfig:
         return tuple(shapes)
 
 
-def _doubling(first: int, last: int) -> tuple[int, ...]:
+def doubling(first: int, last: int) -> tuple[int, ...]:
+    """Sizes from `first` to `last`, each twice the one before, if not the last."""
     sizes = [first]
     while sizes[-1] < last:
         sizes.append(min(2 * sizes[-1], last))

@@ -9,8 +9,10 @@ is launched in pieces, for the masks of its drafts are made while the target run
 """
 
 import time
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,9 +36,11 @@ from specjax.device.step import Extension, StepModel
 from specjax.device.verification import Draft, SeedExact, Verification
 from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler
 from specjax.host.sequence import Sequence
-from specjax.host.speculation.policy import Policy
+from specjax.host.speculation.policy import Policy, Round
+from specjax.host.speculation.step_cost import StepCost
 from specjax.metrics import Metrics, Recorder
 from specjax.precompile import Executables, covers
+from specjax.replay import measure_rounds
 from specjax.request import Request
 from specjax.sampling_params import LogitsProcessor
 
@@ -50,6 +54,8 @@ class _InFlight:
     plan: Part
     variant: Variant
     outputs: jax.Array
+    start: float  # seconds, when the step began to be planned
+    done: float | None  # and when its outputs were there, if that was at once
 
 
 @dataclass(frozen=True)
@@ -81,7 +87,7 @@ class Engine:
         self.params = params
         self.target = target
         self._device = jax.devices()[0]
-        self._drafter = drafter
+        self.drafter = drafter
         self._most_drafts = max(policy.choices)
         self._model = StepModel(
             target,
@@ -110,7 +116,10 @@ class Engine:
         self._max_logprobs = min(config.max_logprobs, target.vocab_size)
         self._recorder = Recorder()
         self._in_flight: list[_InFlight] = []
-        self._result_time: float | None = None
+        self._start_time = 0.0  # of the step, in seconds
+        self._done_time = 0.0  # of the last results that were read
+        self._read_time: float | None = None  # and when that was, unless more has been launched
+        self._compile_seconds = 0.0  # as of then
         self._num_steps = 0
         self.set_policy(policy, show_progress=show_progress)
 
@@ -129,7 +138,7 @@ class Engine:
             config.max_model_len,
             self.target.vocab_size,
             cache,
-            self._drafter.init_state(*sizes, dtype),
+            self.drafter.init_state(*sizes, dtype),
             snapshots,
         )
         return jax.device_put(state, self._device)
@@ -148,9 +157,10 @@ class Engine:
                 f"sized for the {self._most_drafts} drafts of num_speculative_tokens when the "
                 "engine was built; build it with a larger one"
             )
-        self.scheduler.policy = policy
         variants = self._executables.variants or [self._needed([])]
-        self._compile_ahead(variants, show_progress=show_progress)
+        self._compile_ahead(policy, variants, show_progress=show_progress)
+        policy.begin(partial(self._replay, policy.choices))
+        self.scheduler.policy = policy
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
         """Compile what these requests need of a step that has not been needed before."""
@@ -160,7 +170,7 @@ class Engine:
         have = self._executables.variants
         wanted = {self._needed(group) for group in (requests, others) if group}
         missing = [new for new in wanted if not any(covers(old, new) for old in have)]
-        self._compile_ahead(missing, show_progress=show_progress)
+        self._compile_ahead(self.scheduler.policy, missing, show_progress=show_progress)
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
         """The engine's number of a row of logits processors; -1 for none."""
@@ -204,6 +214,7 @@ class Engine:
             Exception: the step failed, and no request could have been the cause; all are dropped.
         """
         self._num_steps += 1
+        self._start_time = time.perf_counter()
         previous, self._in_flight = self._in_flight, []
         launched: list[_InFlight | _Extended] = []
         touched: list[Sequence] = []
@@ -254,9 +265,9 @@ class Engine:
         )
 
     def _launch(self, plan: Part) -> "_InFlight | _Extended":
-        if self._result_time is not None:
-            self._recorder.record_gap(time.perf_counter() - self._result_time)
-            self._result_time = None
+        if self._read_time is not None:
+            self._recorder.record_gap(time.perf_counter() - self._read_time)
+            self._read_time = None
         needed = self._needed(sequence.request for sequence in plan.sequences)
         variant = self._executables.variant_for(needed)
         packed = self._put(pack(plan, self.layout))
@@ -312,15 +323,68 @@ class Engine:
     def _read(self, step: _InFlight) -> list[Sequence]:
         with self._recorder.time("wait"):
             packed = jax.device_get(step.outputs)
-        self._result_time = time.perf_counter()
+        milliseconds = self._time(step)
         touched: dict[Sequence, None] = {}
         with self._recorder.time("host"):
-            for rows in unpack_outputs(packed, step.plan, step.variant):
+            rounds = unpack_outputs(packed, step.plan, step.variant)
+            num_run = sum(any(row.tokens for row in rows) for rows in rounds)
+            for rows in rounds:
                 num_kept, found = self.scheduler.commit(step.plan, rows)
                 self._recorder.record_part(step.plan, rows, num_kept)
+                if isinstance(step.plan, DecodePlan) and any(num_kept):
+                    self._teach(step.plan, num_kept, milliseconds and milliseconds / num_run)
                 touched |= dict.fromkeys(found)
         self._recorder.record_finished(touched)
         return list(touched)
+
+    def _replay(self, ks: tuple[int, ...]) -> StepCost:
+        """What rounds of every shape cost, by running them. Forgets all cached prefixes."""
+        batches = self.config.decode_batches
+        if self.config.exact:  # one shape
+            return StepCost({batches[0]: {k: 1.0 for k in ks}})
+        if self.has_work:
+            raise ValueError(
+                "policy: it has rounds timed before it begins, but requests are running; let them "
+                "finish, or abort them, before set_policy"
+            )
+        variant = self._executables.variant_for(self._needed([]))
+
+        def run(state: EngineState, packed: np.ndarray, k: int) -> tuple[EngineState, jax.Array]:
+            plan = DecodePlan((), len(packed), k, k)
+            executable = self._executables.get("decode", plan, variant)
+            return executable(self.params, state, self._put(packed))
+
+        try:
+            num_pages = self.config.num_pages
+            return measure_rounds(run, self._state, self.layout, num_pages, ks, batches)
+        finally:
+            self._state = self._init_state()
+            self.scheduler.prefixes.clear()
+
+    def _time(self, step: _InFlight) -> float | None:
+        """Milliseconds of a part of a step that has just been read; None if they mean nothing.
+
+        The device began when it had finished what was launched before, or later, when the step was
+        planned. What the host did meanwhile counts as far as the device had to wait for it.
+        """
+        self._read_time = time.perf_counter()
+        done = self._read_time if step.done is None else step.done
+        milliseconds = 1e3 * (done - max(self._done_time, step.start))
+        self._done_time = done
+        before, self._compile_seconds = self._compile_seconds, self._executables.compile_seconds
+        has_compiled = self._compile_seconds != before
+        # A tiny program may be done at once, before the one it came after has been read.
+        return None if has_compiled or milliseconds <= 0 else milliseconds
+
+    def _teach(self, plan: DecodePlan, num_kept: list[int], milliseconds: float | None) -> None:
+        """Let the policy see what came of a round."""
+        policy, k = self.scheduler.policy, plan.num_drafts
+        if not policy.is_learning:
+            return
+        pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
+        verdicts = Counter(sequence.verdict(k, n) for sequence, n in pairs)
+        num_context = sum(len(sequence.token_ids) for sequence, _ in pairs)
+        policy.observe(Round(plan.batch, k, num_context, verdicts, milliseconds))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """Go on without the requests that may have made the device fail, whose state is lost."""
@@ -355,7 +419,10 @@ class Engine:
 
     def _in(self, plan: Part, variant: Variant, outputs: jax.Array) -> _InFlight:
         outputs.copy_to_host_async()
-        return _InFlight(plan, variant, outputs)
+        # A backend may run a program as it is launched.
+        is_ready = outputs.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        done = time.perf_counter() if is_ready else None
+        return _InFlight(plan, variant, outputs, self._start_time, done)
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self._device)
@@ -383,9 +450,10 @@ class Engine:
             return given
         return max(given or 0, self._max_logprobs if wanted else 0)
 
-    def _compile_ahead(self, variants: Collection[Variant], *, show_progress: bool) -> None:
-        config, policy = self.config, self.scheduler.policy
-        fixed_k = self.scheduler.fixed_k
+    def _compile_ahead(
+        self, policy: Policy, variants: Collection[Variant], *, show_progress: bool
+    ) -> None:
+        config, fixed_k = self.config, self.scheduler.fixed_k
         ks = policy.choices if fixed_k is None else (fixed_k,)
         prefills = [PrefillPlan((), batch, width) for batch, width in config.prefill_shapes]
         decodes = [DecodePlan((), b, k, k) for k in ks for b in config.decode_batches]

@@ -29,6 +29,7 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.qwen3_5 import Qwen35
 from specjax.device.models.registry import describe_model, read_config
+from specjax.dynamic_k import read_profile
 from specjax.environment import describe_environment
 from specjax.memory import (
     CacheBytes,
@@ -100,6 +101,7 @@ def describe(
     config = configure(target, dtype, max_model_len, max_num_seqs, page_size)
     setup = Setup(target, NoDrafter(), None, 0, page_size)
     if speculation is not None:
+        speculation, _ = read_profile(speculation)
         drafter, params = open_drafter(speculation, target, source, dtype)
         num_drafts = speculation.num_speculative_tokens
         setup = Setup(target, drafter, params, num_drafts, page_size)

@@ -18,8 +18,8 @@ from specjax.device.drafters.registry import load_drafter, share_embedding
 from specjax.device.models.model import Model
 from specjax.device.models.registry import describe_model, load_model, read_config
 from specjax.device.verification import make_verification
+from specjax.dynamic_k import check_profile, fingerprint, make_policy, read_profile
 from specjax.engine import Engine
-from specjax.host.speculation.policy import StaticPolicy
 from specjax.memory import (
     default_num_pages,
     drafter_cache_bytes,
@@ -109,9 +109,9 @@ class LLM:
             raise ValueError(
                 f"tensor_parallel_size={tensor_parallel_size} is not supported; use 1, one device"
             )
-        speculation = None
+        speculation = profile = None
         if speculative_config is not None:
-            speculation = SpeculativeConfig.of(speculative_config)
+            speculation, profile = read_profile(SpeculativeConfig.of(speculative_config))
         self.tokenizer: ChatTokenizer | None = None
         self._eos_ids: tuple[int, ...] = ()
         folder = None
@@ -181,6 +181,10 @@ class LLM:
             _, params = load_model(folder, np.dtype(dtype))
         if isinstance(drafter, ChainDrafter):
             drafter, drafter_params = share_embedding(drafter, drafter_params, target, params)
+        if speculation and profile:
+            check_profile(
+                profile, fingerprint(target, drafter, Params(params, drafter_params)), speculation
+            )
         if compilation_cache is not None:
             keep_compilations(Path(compilation_cache).expanduser())
         self.target = target
@@ -191,7 +195,7 @@ class LLM:
             target,
             drafter,
             Params(params, drafter_params),
-            StaticPolicy(num_drafts),
+            make_policy(speculation, profile, config.decode_batches),
             make_verification(speculation) if speculation else None,
             show_progress=show_progress,
         )

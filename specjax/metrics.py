@@ -24,6 +24,8 @@ class Metrics:
         num_steps: steps launched, of chunks, rounds or both.
         num_prefill_steps: those with chunks.
         num_decode_steps: rounds.
+        acceptance_rate_per_pos: of the drafts at a position that could have stood, the part that
+            did. Unconditional, as in a profile: AL(K) is 1 and the first K of them.
         k_histogram: rounds by K.
         requests_finished: samples by their finish_reason.
         prefix_cache_queries: tokens of requests that took up residence.
@@ -52,6 +54,7 @@ class Metrics:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_accepted_tokens_per_pos: tuple[int, ...]
+    acceptance_rate_per_pos: tuple[float, ...]
     mean_acceptance_length: float
     k_histogram: dict[int, int]
     prefix_cache_queries: int
@@ -87,6 +90,7 @@ class Recorder:
         self._counts: Counter[str] = Counter()
         self._seconds: defaultdict[str, float] = defaultdict(float)
         self._finished: Counter[str] = Counter()
+        self._drafted: list[int] = []  # by position
         self._accepted: list[int] = []
         self._k: Counter[int] = Counter()
 
@@ -125,12 +129,16 @@ class Recorder:
             return  # all had ended before
         self._counts["decode_steps"] += 1
         self._k[plan.num_drafts] += 1
-        self._accepted += [0] * (plan.num_drafts - len(self._accepted))
+        more = [0] * (plan.num_drafts - len(self._accepted))
+        self._drafted += more
+        self._accepted += more
         pairs = Counter(zip((row.num_drafts for row in rows), num_kept, strict=True))
         for (num_drafts, kept), count in pairs.items():
             if num_drafts and kept:
                 self._counts["drafts"] += count
                 self._counts["draft_tokens"] += count * num_drafts
+                for position in range(num_drafts):
+                    self._drafted[position] += count
                 for position in range(kept - 1):
                     self._accepted[position] += count
 
@@ -164,6 +172,10 @@ class Recorder:
             num_draft_tokens=counts["draft_tokens"],
             num_accepted_tokens=sum(self._accepted),
             num_accepted_tokens_per_pos=tuple(self._accepted),
+            acceptance_rate_per_pos=tuple(
+                stood / drafted if drafted else 0.0
+                for stood, drafted in zip(self._accepted, self._drafted, strict=True)
+            ),
             mean_acceptance_length=1 + sum(self._accepted) / drafts if drafts else 1.0,
             k_histogram=dict(self._k),
             prefix_cache_queries=scheduler.num_looked_up,

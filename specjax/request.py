@@ -67,6 +67,11 @@ class Request:
         return params.edits_logits, masks, self.processor, *wanted
 
     @cached_property
+    def group(self) -> Hashable:
+        """The same for requests whose drafts are about as likely to stand."""
+        return round(self.params.temperature, 1)
+
+    @cached_property
     def max_length(self) -> int:
         """Most tokens the request may come to, prompt included."""
         return len(self.prompt_token_ids) + self.max_tokens

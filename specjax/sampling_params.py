@@ -99,6 +99,7 @@ class SamplingParams:
         logprobs: report the log-probability of each token and of this many likeliest.
         prompt_logprobs: the same for the tokens of the prompt.
         structured_outputs: what the output must parse as; needs the extra "structured".
+        num_speculative_tokens: most drafts in a step, where the engine's K is larger; None for K.
         detokenize: whether outputs carry text.
     """
 
@@ -124,6 +125,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    num_speculative_tokens: int | None = None
     detokenize: bool = True
 
     def __post_init__(self):
@@ -137,6 +139,8 @@ class SamplingParams:
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, remedy="None is as many as fit")
         _check_int("min_tokens", self.min_tokens, 0)
+        if self.num_speculative_tokens is not None:
+            _check_int("num_speculative_tokens", self.num_speculative_tokens, 0)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}; lower it"

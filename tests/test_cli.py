@@ -9,6 +9,7 @@ import pytest
 
 import specjax
 from specjax import cli, demo
+from specjax.arguments import read_speculation
 from specjax.cli import main
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
 
@@ -53,13 +54,19 @@ def fail(capsys, *argv):
     return captured.err
 
 
-@pytest.mark.parametrize("command", [[], ["bench"], ["train"], ["generate"], ["info"]])
+HELPED = [
+    *([], ["generate"], ["bench"], ["bench", "simulate"], ["profile"], ["profile", "show"]),
+    *(["train"], ["info"]),
+]
+
+
+@pytest.mark.parametrize("command", HELPED)
 def test_help_is_instant_and_without_jax(command):
     code = (
         "import sys, time, specjax.cli\n"
         "try: specjax.cli.main(sys.argv[1:])\n"
         "except SystemExit as end: assert end.code == 0, end.code\n"
-        "heavy = sorted({'jax', 'numpy', 'rich'} & set(sys.modules))\n"
+        "heavy = sorted({'jax', 'numpy', 'rich', 'matplotlib'} & set(sys.modules))\n"
         "print(heavy, time.process_time(), sep='|', file=sys.stderr)"
     )
     done = subprocess.run(
@@ -113,8 +120,10 @@ def test_bad_arguments_are_one_clear_line(capsys, speaking, drafter, tmp_path):
     assert "--prompts-file" in fail(capsys, *generate, "--prompts-file", str(tmp_path / "none"))
     assert "max_tokens=0" in fail(capsys, *generate, "hi", "--max-tokens", "0")
     assert "--k goes with --drafter" in fail(capsys, *generate, "hi", "--k", "2")
+    assert "--adaptive goes with --drafter" in fail(capsys, *generate, "hi", "--adaptive")
     one = ["--speculative-config", "{}"]
     assert "leave out --drafter" in fail(capsys, *generate, "hi", *one, "--drafter", drafter)
+    assert "leave out --adaptive" in fail(capsys, *generate, "hi", *one, "--adaptive")
     assert "speculative_config lacks" in fail(
         capsys, *generate, "hi", *one[:1], '{"method": "eagle"}'
     )
@@ -124,6 +133,107 @@ def test_bad_arguments_are_one_clear_line(capsys, speaking, drafter, tmp_path):
     assert "num_speculative_tokens=0" in fail(capsys, *generate, "hi", *bad_k)
     assert "exceeds the 512 positions" in fail(capsys, "info", speaking, "--max-model-len", "9999")
     assert "max_model_len=0" in fail(capsys, "info", speaking, "--max-model-len", "0")
+
+
+@pytest.mark.parametrize(
+    "flags, config",
+    [
+        ([], {"num_speculative_tokens": 3}),
+        (["--k", "2"], {"num_speculative_tokens": 2}),
+        (["--adaptive"], {"adaptive": True}),
+        (["--adaptive", "--k", "2"], {"adaptive": True, "num_speculative_tokens": 2}),
+    ],
+    ids=str,
+)
+def test_how_many_drafts_the_flags_ask_for(flags, config):
+    args = cli.build_parser().parse_args(["generate", "--drafter", "org/head", *flags])
+    made = read_speculation(args)
+    assert made == {"method": "eagle3", "model": "org/head"} | config
+    most = config.get("num_speculative_tokens", 5)
+    assert specjax.SpeculativeConfig.of(made).num_speculative_tokens == most
+
+
+PROFILE = {
+    "is_online": False,
+    "batch_stats": {"1": {"0": 6.0, "2": 7.0}, "4": {"0": 7.0, "2": 14.0}},
+    "max_num_speculative_tokens": 2,
+    "acceptance_rate_per_pos": [0.5, 0.25],
+}
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """The path of a profile."""
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE))
+    return path
+
+
+def test_profile_show(capsys, profile):
+    argv = ["profile", "show", str(profile)]
+    assert main([*argv, "--batch-size", "4,3,1,4", "--json"]) == 0
+    # A step of 3 requests: 6 + 2/3 without drafts, 7 + 2/3 * 7 with two, and K = 1 half-way.
+    expected = {
+        "tpot_ms": {
+            "1": {"0": 6.0, "1": 6.5 / 1.5, "2": 4.0},
+            "3": {"0": 20 / 3, "1": (20 + 35) / 6 / 1.5, "2": 35 / 3 / 1.75},
+            "4": {"0": 7.0, "1": 7.0, "2": 8.0},
+        },
+        "best_k": {"1": 2, "3": 1, "4": 0},
+    }
+    shown = json.loads(capsys.readouterr().out)
+    assert list(shown) == list(expected) and shown["best_k"] == expected["best_k"]
+    for batch, row in expected["tpot_ms"].items():
+        assert shown["tpot_ms"].pop(batch) == pytest.approx(row)
+    assert not shown["tpot_ms"]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    assert [line.split() for line in text.splitlines()[2:5]] == [
+        ["batch", "K=0", "K=1", "K=2", "best"],
+        ["1", "6.00", "4.33", "4.00*", "K=2"],
+        ["4", "7.00*", "7.00", "8.00", "K=0"],
+    ]
+    assert "measured on: unknown" in text and text.isascii()
+    assert main([*argv, "--batch-size", "1,256"]) == 0
+    text = capsys.readouterr().out
+    assert text.splitlines()[4].split() == ["256", "7.00*", "7.00", "8.00", "K=0"]
+    assert "profiled from 1 to 4; sizes beyond are shown as the nearest" in text
+    profile.write_text(json.dumps(PROFILE | {"measured": {"model": "ab12", "sizes": [1, 2]}}))
+    assert main(argv) == 0
+    assert "measured on: model ab12, sizes [1, 2]" in capsys.readouterr().out
+
+
+def test_bad_arguments_of_profile_show(capsys, profile):
+    argv = ["profile", "show", str(profile)]
+    for sizes in ",", "1,", "x", "1.5":
+        error = fail(capsys, *argv, "--batch-size", sizes)
+        assert f"--batch-size {sizes} must list integers" in error
+    for sizes in "0", "-1,4":
+        error = fail(capsys, *argv, f"--batch-size={sizes}")
+        assert f"--batch-size {sizes} must list integers of at least 1" in error
+    assert "cannot be read as a profile" in fail(capsys, "profile", "show", f"{profile}.none")
+    profile.write_text(json.dumps(PROFILE | {"batch_stats": {"1": {"0": -1}}}))
+    assert 'batch_stats["1"]["0"]=-1' in fail(capsys, *argv)
+    with pytest.raises(SystemExit) as end:
+        main(["profile", "show"])
+    assert end.value.code == 2 and "FILE" in capsys.readouterr().err
+
+
+def test_options_before_a_subcommand_are_refused(capsys):
+    argv = ["simulate", "--profile", "x", "--policy", "table"]
+    assert "--seed stands before simulate" in fail(capsys, "bench", "--seed", "3", *argv)
+    assert "--json stands before simulate" in fail(capsys, "bench", "--json", *argv)
+
+
+def test_profiles_are_shown_and_simulated_without_jax(profile):
+    code = (
+        "import sys\nfrom specjax.cli import main\n"
+        "assert main(['profile', 'show', sys.argv[1]]) == 0\n"
+        "argv = ['bench', 'simulate', '--profile', sys.argv[1], '--policy', 'table']\n"
+        "assert main([*argv, '--seeds', '1', '--requests', '2']) == 0\n"
+        "assert not {'jax', 'numpy', 'matplotlib'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(profile)], check=True, capture_output=True)
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ LAYERS = [
     ["specjax.config", "specjax.sampling_params", "specjax.request"],
     ["specjax.host", "specjax.host.grammar", "specjax.device"],
     ["specjax.batch", "specjax.metrics"],
-    ["specjax.engine", "specjax.precompile", "specjax.memory"],
+    ["specjax.engine", "specjax.precompile", "specjax.replay", "specjax.memory"],
     [
         *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts"),
-        *("specjax.outputs", "specjax.llm", "specjax.async_llm", "specjax.demo"),
+        *("specjax.outputs", "specjax.dynamic_k", "specjax.llm", "specjax.async_llm", "specjax.demo"),
         "specjax.environment",
     ],
     ["specjax.arguments"],

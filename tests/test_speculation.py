@@ -19,7 +19,7 @@ from specjax.device.drafters.drafter import Params
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.verification import Draft
 from specjax.engine import Engine
-from specjax.host.speculation.policy import StaticPolicy
+from specjax.host.speculation.policy import Rule, StaticPolicy
 from specjax.prompts import _derived_seed
 from specjax.request import Request
 from specjax.train.context import CausalRows
@@ -185,13 +185,13 @@ def test_any_batch_gives_the_tokens_of_plain_decoding(wide, works, num_prompts, 
 
 
 @dataclass
-class CyclicPolicy:
+class CyclicPolicy(Rule):
     """Another K every step."""
 
     choices: tuple[int, ...]
     num_steps: int = 0
 
-    def choose(self, batch_size):
+    def choose(self, load):
         self.num_steps += 1
         return self.choices[self.num_steps % len(self.choices)]
 

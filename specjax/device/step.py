@@ -328,7 +328,7 @@ def settle(
 ) -> tuple[EngineState, StepOutputs]:
     """Verify the drafts, commit what stands plus one token, and show the drafter what came of it.
 
-    The drafter runs over the same rows as the target, so that its cache holds the truth and the
+    The drafter observes the same rows as the target, so that its cache holds the truth and the
     next round can start. `masks` i32[B, K+1, ceil(V/32)] go with `variant.masks`.
     """
     slots, starts = inputs.slots, state.lengths[inputs.slots]

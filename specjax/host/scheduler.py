@@ -8,6 +8,7 @@ sequence gives at least one token, and writes no further than if all its drafts 
 """
 
 import heapq
+from collections import Counter
 from collections.abc import Collection, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from specjax.config import EngineConfig
 from specjax.host.pages import PageAllocator
 from specjax.host.prefix_cache import Key, PrefixCache, SnapshotIndex, extend_keys
 from specjax.host.sequence import RowOutput, Sequence
-from specjax.host.speculation.policy import Policy
+from specjax.host.speculation.policy import Load, Policy
 from specjax.request import Request
 
 
@@ -243,7 +244,7 @@ class Scheduler:
                 ready.append(sequence)
         width = self._choose_width(prefilling)
         step = _Step(budget, width, self._prefill_batches(width)[-1])
-        k, num_drafts = self._choose_k(len(ready)) if ready else (0, 0)
+        k, num_drafts = self._choose_k(ready)
         num_rounds = self._choose_rounds(ready, num_drafts)
         for sequence in sorted(prefilling + ready, key=_turn):
             if not sequence.is_resident:  # preempted by one before it
@@ -296,9 +297,19 @@ class Scheduler:
         sequence.fail(error)
         self._leave(sequence)
 
-    def _choose_k(self, num_ready: int) -> tuple[int, int]:
+    def _choose_k(self, ready: list[Sequence]) -> tuple[int, int]:
         """The drafts of the next round's shape, and of those how many may stand."""
-        num_drafts = self.policy.choose(num_ready)
+        most = max(self.policy.choices)
+        load = Load(
+            len(ready),
+            sum(len(sequence.token_ids) for sequence in ready),
+            self.config.max_num_scheduled_tokens,
+            Counter(
+                (s.request.group, s.most_drafts(most, s.num_output + s.num_in_flight))
+                for s in ready
+            ),
+        )
+        num_drafts = self.policy.choose(load)
         k = num_drafts if self.fixed_k is None else self.fixed_k
         return k, min(num_drafts, k)
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from specjax.host.prefix_cache import Key
+from specjax.host.speculation.acceptance import Verdict
 from specjax.request import Matcher, Request, TextWatch, TokenLogprobs
 
 
@@ -105,6 +106,23 @@ class Sequence:
     def may_go_on(self) -> bool:
         """Whether the rounds in flight might leave tokens to generate."""
         return self.num_output + self.num_in_flight < self.request.max_tokens
+
+    def most_drafts(self, k: int, num_before: int) -> int:
+        """Of k drafts after `num_before` tokens of output, how many may be of use."""
+        most = self.request.params.num_speculative_tokens
+        remaining = self.request.max_tokens - num_before
+        return max(0, min(k if most is None else min(k, most), remaining - 1))
+
+    def verdict(self, k: int, num_kept: int) -> Verdict:
+        """What a round of k drafts that gave the last `num_kept` tokens says of drafts.
+
+        Where the drafter found fewer, it is as if the next had failed: a round of k gave no more.
+        """
+        num_drafts = self.most_drafts(k, self.num_output - num_kept)
+        num_accepted = min(num_kept - 1, num_drafts)
+        if self.is_finished:  # whatever followed the end, nobody looked at it
+            num_drafts = num_accepted
+        return Verdict(num_drafts, num_accepted, self.request.group)
 
     @property
     def is_finished(self) -> bool:

@@ -14,6 +14,7 @@ import numpy as np
 from simulated_device import EMPTY, fold, mask_of, next_token
 
 from specjax.config import EXACT_CHUNK, EngineConfig
+from specjax.host.speculation.policy import Load, Rule
 from specjax.request import Request
 from specjax.sampling_params import SamplingParams, StructuredOutputs
 
@@ -21,14 +22,14 @@ Rng = np.random.Generator
 
 
 @dataclass(frozen=True)
-class Policy:
+class AnyPolicy(Rule):
     """Any of `choices`, by a generator of its own."""
 
     choices: tuple[int, ...]
     rng: Rng
 
-    def choose(self, batch_size: int) -> int:
-        """K, whatever the batch size."""
+    def choose(self, load: Load) -> int:
+        """K, whatever the load."""
         return int(self.rng.choice(self.choices))
 
 

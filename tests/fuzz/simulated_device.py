@@ -68,6 +68,10 @@ class HostArray(np.ndarray):
     def copy_to_host_async(self) -> None:
         """Nothing is to be done."""
 
+    def is_ready(self) -> bool:
+        """Not until it is read."""
+        return False
+
     def __array__(self, *arguments: Any, **options: Any) -> np.ndarray:
         if self.error is not None:
             raise self.error

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from schedules import Policy, Schedule, unchanged
+from schedules import AnyPolicy, Schedule, unchanged
 from simulated_device import EMPTY, SimulatedDevice, fold
 
 from specjax.batch import Layout, Part
@@ -137,7 +137,7 @@ class SimulatedEngine(Engine):
         config.check_budgets(max(schedule.choices), schedule.draft_slots)
         self.scheduler = CheckedScheduler(
             config,
-            Policy(schedule.choices, np.random.default_rng([schedule.seed, 2])),
+            AnyPolicy(schedule.choices, np.random.default_rng([schedule.seed, 2])),
             draft_slots=schedule.draft_slots,
             num_snapshots=self._num_snapshots,
             tally=tally,
@@ -158,7 +158,8 @@ class SimulatedEngine(Engine):
         self._max_logprobs = 0
         self._recorder = Recorder()
         self._in_flight = []
-        self._result_time = None
+        self._read_time = None
+        self._done_time = self._start_time = self._compile_seconds = 0.0
         self._num_steps = 0
 
     @property

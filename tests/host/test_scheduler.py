@@ -15,7 +15,7 @@ import pytest
 from specjax.config import EngineConfig
 from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler
 from specjax.host.sequence import RowOutput
-from specjax.host.speculation.policy import StaticPolicy
+from specjax.host.speculation.policy import Rule, StaticPolicy
 from specjax.request import Request
 from specjax.sampling_params import SamplingParams
 
@@ -23,13 +23,13 @@ STOP = 7
 
 
 @dataclass(frozen=True)
-class FewerWhenFull:
+class FewerWhenFull(Rule):
     """K falls with the batch size, to see that it is asked with the right one."""
 
     choices: tuple[int, ...] = (0, 1, 2, 3)
 
-    def choose(self, batch_size):
-        return max(0, 3 - batch_size // 2)
+    def choose(self, load):
+        return max(0, 3 - load.num_sequences // 2)
 
 
 @dataclass
@@ -625,21 +625,21 @@ def test_k_is_chosen_by_who_decodes():
     assert rounds(third) == [0] and (third.decode.k, third.decode.num_drafts) == (3, 3)
 
 
-def test_k_is_asked_for_only_when_somebody_decodes():
-    """`choose` is given the batch size of a round: there is no round of nobody."""
+def test_k_is_asked_for_once_a_step_whether_or_not_somebody_decodes():
+    """Replicas in lock step have to ask together, those too that have nothing to decode."""
     asked = []
 
-    def choose(batch_size):
-        asked.append(batch_size)
+    def choose(load):
+        asked.append(load)
         return 1
 
     policy = SimpleNamespace(choices=(1,), choose=choose)
     scheduler = make_scheduler(make_config(), policy)
     scheduler.schedule()
     add(scheduler, 0, 3)
+    assert scheduler.schedule().decode is None
     scheduler.schedule()
-    scheduler.schedule()
-    assert asked == [1]
+    assert [load.num_sequences for load in asked] == [0, 0, 1]
 
 
 def test_exact_steps_all_have_one_shape():

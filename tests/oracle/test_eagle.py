@@ -271,3 +271,10 @@ def test_drafts_stay_true_when_k_changes_and_slots_change_hands(
         oracle = replace(oracle, aux_layers=(2, 1, 0))
     num_seqs = {"eagle": 1, "eagle3": 2}[method]
     check_drafts(target, files, method, oracle, ks=(3, 0, 2), num_seqs=num_seqs)
+
+
+def test_drafts_are_true_after_many_rounds_without(checkpoints, check_drafts, target):
+    """Those rounds never run the head through, but leave it all that it goes on from."""
+    files = checkpoints.eagle3(target)
+    oracle = oracle_of(target, files, aux_layers=(2, 1, 0))
+    check_drafts(target, files, "eagle3", oracle, ks=(*[3] * 8, *[0] * 20), least=20)

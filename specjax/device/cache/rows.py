@@ -18,7 +18,8 @@ class CachedRows:
     Rejected tokens need no undoing. Their keys and values lie past a request's length, where no row
     looks and where the next extension writes. A recurrent state lags behind by the `pending` tokens
     that the last extension ran and that stand: this one folds them in first. Rows that `folds`
-    marks as certain, as a prompt's are, leave nothing pending.
+    marks as certain, as a prompt's are, leave nothing pending. Rows that stand in the pages already
+    are run again without `writes`: pages are shared, and another program may round differently.
     """
 
     positions: jax.Array  # i32[B T], absolute; -1 for a padding row
@@ -26,6 +27,7 @@ class CachedRows:
     slots: jax.Array | None = None  # i32[B], of recurrent states; past the last for a padding row
     pending: jax.Array | None = None  # i32[B]
     folds: bool = field(default=False, metadata={"static": True})
+    writes: bool = field(default=True, metadata={"static": True})
     kernels: str = field(default="auto", metadata={"static": True})
 
     @classmethod
@@ -47,9 +49,10 @@ class CachedRows:
     ) -> tuple[jax.Array, jax.Array]:
         """Write k and v [B T, H_kv, D] to the pages, then attend q [B T, H, D] over them."""
         positions, q_rows, k_rows, v_rows = map(self._by_request, (self.positions, q, k, v))
-        kv = paged_write(
-            kv, layer, self.page_table, positions, k_rows, v_rows, kernels=self.kernels
-        )
+        if self.writes:
+            kv = paged_write(
+                kv, layer, self.page_table, positions, k_rows, v_rows, kernels=self.kernels
+            )
         out = paged_attention(q_rows, kv, layer, self.page_table, positions, kernels=self.kernels)
         return out.reshape(q.shape), kv
 

@@ -1,9 +1,10 @@
 """Chain drafting: a one-layer head run once per draft, fed with its own output.
 
 The head sits at position p with the target's feature f_p and the token x_{p+1}, and predicts
-x_{p+2}. Over verified rows the features are the target's; drafting goes on from the head's own
-output. Rows written while drafting are overwritten when the same positions are verified, so the
-head's cache never needs undoing (Li et al. 2024, EAGLE, section 3; vLLM's step-0 pass).
+x_{p+2}. Of verified rows, whose features are the target's, only the keys and values are made:
+they depend on the row alone. A chain starts by running the head at the last of them, and goes on
+from the head's own output. Rows written while drafting are overwritten when the same positions
+are verified, so the head's cache never needs undoing (Li et al. 2024, EAGLE, section 3).
 """
 
 from dataclasses import dataclass
@@ -64,7 +65,7 @@ class ChainState:
     """The head's own cache, and where each request's next chain starts."""
 
     kv: jax.Array  # [1, pages, page_size, 2, H_kv, D]
-    hidden: jax.Array  # [S, D], the head's output at the last verified position
+    hidden: jax.Array  # [S, D], the head's input at the last verified position
 
 
 @dataclass(frozen=True)
@@ -92,14 +93,14 @@ class ChainDrafter:
     ) -> tuple[Draft, ChainState]:
         """See `Drafter.draft`."""
         hidden, kv = state.hidden[context.slots], state.kv
+        token = context.history.tokens[jnp.arange(context.starts.shape[0]), context.starts]
         ids = self.head.target_ids(params.drafter)
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
         for i in range(k):
-            if i:
-                hidden, kv = self._advance(
-                    target, params, drafts[-1], hidden, context, context.starts + (i - 1), kv
-                )
+            # The first row is the last verified one, whose keys and values are written.
+            rows = context.rows_at(context.starts - 1 + i, writes=i > 0)
+            hidden, kv = self._advance(target, params, token, hidden, rows, kv)
             logits = self.head.logits(target, params, hidden)
             token, q = context.draw(
                 logits, ids, target.vocab_size, drafts, is_greedy=self.is_greedy
@@ -113,8 +114,7 @@ class ChainDrafter:
         )
         return draft, ChainState(kv, state.hidden)
 
-    def _advance(self, target, params, tokens, hidden, context, positions, kv):
-        rows = context.rows_at(positions)
+    def _advance(self, target, params, tokens, hidden, rows, kv):
         width = rows.width
 
         def pad(x):  # [B, ...] -> [B width, ...], the real row first
@@ -135,8 +135,10 @@ class ChainDrafter:
         features: Features,
         last: jax.Array,
     ) -> ChainState:
-        """See `Drafter.observe`. Needs no logits: those of the next chain wait until it starts."""
+        """See `Drafter.observe`. Nothing reads the head's output, so that only keys and values are
+        computed: attention and the feed-forward layer are dead code, which JAX or XLA drops.
+        """
         fused = self.head.fuse(params.drafter, features)
-        hidden, kv = self.head.extend(target, params, following.reshape(-1), fused, rows, state.kv)
-        hidden = hidden.reshape(*following.shape, -1)[jnp.arange(last.shape[0]), last]
+        _, kv = self.head.extend(target, params, following.reshape(-1), fused, rows, state.kv)
+        hidden = fused.reshape(*following.shape, -1)[jnp.arange(last.shape[0]), last]
         return ChainState(kv, state.hidden.at[slots].set(hidden, mode="drop"))

@@ -48,11 +48,13 @@ class DraftContext:
     shares_noise: bool = field(metadata={"static": True})
     variant: Variant = field(metadata={"static": True})
 
-    def rows_at(self, starts: jax.Array) -> CachedRows:
+    def rows_at(self, starts: jax.Array, *, writes: bool = True) -> CachedRows:
         """One real row per request at position starts[b], then padding."""
         width = padded_width(starts.shape[0], 1, self.row_multiple)
         counts = self.is_active.astype(starts.dtype)
-        return CachedRows.starting_at(starts, counts, width, self.page_table, kernels=self.kernels)
+        return CachedRows.starting_at(
+            starts, counts, width, self.page_table, writes=writes, kernels=self.kernels
+        )
 
     def draw(
         self,

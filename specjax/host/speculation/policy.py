@@ -1,7 +1,67 @@
-"""How many tokens to draft in a step."""
+"""How many tokens to draft in a round: one K for all requests, chosen when it is scheduled.
 
-from dataclasses import dataclass
+A policy sees what a round will run and, a step or two later, what came of it. It never sees a
+draft: whether a draft is verified must not depend on its own value, or on anything drawn after it,
+for the output would not be the target's then.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
+
+from specjax.host.speculation.acceptance import Acceptance, Verdict, expected_tokens
+from specjax.host.speculation.step_cost import StepCost
+
+HYSTERESIS = 0.02  # of goodput, by which another K must be better
+LONG_LED = 50  # or rounds in a row that it must be better at all
+PROBE_BUDGET = 0.005  # of the time: what trying a K that seems worse may cost
+PROBE_EVERY = 200  # rounds between two tries, if both have been tried before
+FIRST_PROBES, FIRST_EVERY = 3, 10  # times of a new K, and rounds between them
+PARKED_FIRST, PARKED_LAST = 32, 2048  # rounds at K = 0 between tries, doubling
+PARKED_VERDICTS = 16  # that a try is to give
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a round would run.
+
+    Attributes:
+        num_sequences: that are ready; 0 if none is.
+        num_context: tokens before the round, of all together.
+        most_tokens: that the step's budget holds; sequences beyond it wait.
+        members: how many there are of each group that may use at most so many drafts.
+    """
+
+    num_sequences: int
+    num_context: int = 0
+    most_tokens: int | None = None
+    members: Mapping[tuple[Hashable, int], int] = field(default_factory=dict)
+
+    def share(self, k: int) -> float:
+        """The part of the sequences that fit into a round of k drafts; at least one does."""
+        if self.most_tokens is None or not self.num_sequences:
+            return 1.0
+        return min(1.0, max(1, self.most_tokens // (k + 1)) / self.num_sequences)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a round showed.
+
+    Attributes:
+        batch: its shape's, padding included.
+        k: drafts of each request.
+        num_context: tokens before it, of all together.
+        verdicts: how often each was given.
+        ms: milliseconds it took; None where the time means nothing.
+    """
+
+    batch: int
+    k: int
+    num_context: int
+    verdicts: Mapping[Verdict, int]
+    ms: float | None
 
 
 class Policy(Protocol):
@@ -12,13 +72,38 @@ class Policy(Protocol):
         """Every K that `choose` may return: what is compiled ahead."""
         ...
 
-    def choose(self, batch_size: int) -> int:
-        """K for a step of `batch_size` requests."""
+    @property
+    def is_learning(self) -> bool:
+        """Whether `observe` has any use for rounds."""
+        ...
+
+    def choose(self, load: Load) -> int:
+        """K for the next round. Asked once a step, whether anybody decodes or not."""
+        ...
+
+    def begin(self, replay: Callable[[], StepCost]) -> None:
+        """Called when an engine takes the policy, its choices compiled; `replay` times them."""
+        ...
+
+    def observe(self, outcome: Round) -> None:
+        """Learn from a round, a step or two after it was chosen."""
         ...
 
 
+class Rule:
+    """What policies that learn nothing have in common."""
+
+    is_learning = False
+
+    def begin(self, replay: Callable[[], StepCost]) -> None:
+        """There is nothing to prepare."""
+
+    def observe(self, outcome: Round) -> None:
+        """There is nothing to learn."""
+
+
 @dataclass(frozen=True)
-class StaticPolicy:
+class StaticPolicy(Rule):
     """The same K always."""
 
     k: int
@@ -28,6 +113,163 @@ class StaticPolicy:
         """Just K."""
         return (self.k,)
 
-    def choose(self, batch_size: int) -> int:
-        """K, at any batch size."""
+    def choose(self, load: Load) -> int:
+        """K, whatever the load."""
         return self.k
+
+
+@dataclass(frozen=True)
+class TablePolicy(Rule):
+    """K by the number of sequences, from a table [[lo, hi, K], ...] (vLLM #32374).
+
+    Sizes that no entry names have the K of the entry before.
+    """
+
+    table: tuple[tuple[int, int, int], ...]
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """Every K of the table."""
+        return tuple(sorted({k for _, _, k in self.table}))
+
+    def choose(self, load: Load) -> int:
+        """K of the last entry that begins at or below the number of sequences."""
+        return max(entry for entry in self.table if entry[0] <= max(load.num_sequences, 1))[2]
+
+
+class GoodputPolicy:
+    """The K that gives the most tokens per millisecond, as far as it is known.
+
+        goodput(k) = sum over requests of AL(min(k, its limit)) / ms(batch, k, context)
+
+    Where it learns, a better K must be better by `HYSTERESIS`, neighbours of the best are tried
+    now and then, and so is drafting at all when K = 0 is best: without drafts nothing is learned
+    about them. A try that changes nothing doubles the time to the next.
+    """
+
+    def __init__(
+        self,
+        choices: Sequence[int],
+        cost: StepCost | None,
+        acceptance: Acceptance,
+        *,
+        learns_cost: bool = True,
+        learns_acceptance: bool = True,
+        warm_up_rounds: int = 0,
+    ):
+        """Without a `cost`, it is what the engine's replays say.
+
+        Until `warm_up_rounds` have drafted, rates are those that `acceptance` begins with.
+        """
+        self._choices = tuple(sorted(choices))
+        self._cost = cost
+        self.acceptance = acceptance
+        self._learns_cost = learns_cost
+        self._learns_acceptance = learns_acceptance
+        self.is_learning = learns_cost or learns_acceptance
+        self._warm_up_rounds = warm_up_rounds
+        self._first_rates = acceptance.rates()
+        self._tried: Counter[tuple[int, int]] = Counter()  # rounds by padded batch size and K
+        self._k: int | None = None
+        self._num_led = 0  # rounds in a row that another K was better
+        self._since_probe = 0
+        self._parked, self._patience = 0, PARKED_FIRST
+        self._trial = 0  # rounds left of a try at a K above 0
+        self._credit = 0.0  # milliseconds that tries may cost
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """As given."""
+        return self._choices
+
+    @property
+    def cost(self) -> StepCost:
+        """What rounds take."""
+        assert self._cost is not None, "an engine begins with the policy before it asks"
+        return self._cost
+
+    def begin(self, replay: Callable[[], StepCost]) -> None:
+        """Have the costs measured, unless they are given."""
+        if self._cost is None:
+            self._cost = replay()
+
+    def choose(self, load: Load) -> int:
+        """The K of most goodput; at times another, to see whether it still is."""
+        if not load.num_sequences:
+            return self._choices[0]
+        goodput = self.goodput(load)
+        best = max(self._choices, key=lambda k: (goodput[k], -k))
+        if not self.is_learning:
+            return best
+        best = self._hold(best, goodput)
+        return self._probe(best, goodput, load)
+
+    def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
+        """Stay with the K of before, unless the best is clearly better, or has long been."""
+        lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
+        self._num_led = self._num_led + 1 if lead > 0 else 0
+        if self._k is None or lead >= HYSTERESIS or self._num_led >= LONG_LED:
+            self._k, self._num_led = best, 0
+        return self._k
+
+    def goodput(self, load: Load) -> dict[int, float]:
+        """Tokens per millisecond of each K."""
+        members = load.members or {(None, self._choices[-1]): load.num_sequences}
+        rates = {group: self._rates(group) for group, _ in members}
+        result = {}
+        for k in self._choices:
+            share = load.share(k)
+            tokens = sum(
+                count * expected_tokens(rates[group], min(k, limit))
+                for (group, limit), count in members.items()
+            )
+            num_sequences = max(1, round(load.num_sequences * share))
+            ms = self.cost.ms(num_sequences, k, share * load.num_context)
+            result[k] = share * tokens / ms
+        return result
+
+    def observe(self, outcome: Round) -> None:
+        """Learn from a round what it may teach."""
+        self._tried[outcome.batch, outcome.k] += 1
+        if self._learns_acceptance and outcome.k:
+            self._warm_up_rounds -= 1
+            self.acceptance.observe(outcome.verdicts)
+        if self._learns_cost and outcome.ms is not None:
+            self.cost.observe(outcome.batch, outcome.k, outcome.num_context, outcome.ms)
+
+    def _rates(self, group: Hashable) -> list[float]:
+        return self._first_rates if self._warm_up_rounds > 0 else self.acceptance.rates(group)
+
+    def _probe(self, best: int, goodput: Mapping[int, float], load: Load) -> int:
+        drafting = [k for k in self._choices if k > 0]
+        if best == 0 and drafting:
+            return self._try_drafting(drafting, goodput, load)
+        self._parked, self._patience, self._trial = 0, PARKED_FIRST, 0
+        n = load.num_sequences
+        self._credit += PROBE_BUDGET * self.cost.ms(n, best)
+        self._since_probe += 1
+        at = self._choices.index(best)
+        near = self._choices[max(at - 1, 0) : at + 2]
+        tried = {k: self._tried[self.cost.padded(n), k] for k in near if k != best}
+        if not tried:
+            return best
+        k = min(tried, key=lambda k: tried[k])
+        is_new = tried[k] < FIRST_PROBES
+        loss = (1 - goodput[k] / goodput[best]) * self.cost.ms(n, k)
+        if self._since_probe < (FIRST_EVERY if is_new else PROBE_EVERY) or loss > self._credit:
+            return best
+        self._since_probe = 0
+        self._credit -= max(loss, 0)
+        return k
+
+    def _try_drafting(
+        self, drafting: Sequence[int], goodput: Mapping[int, float], load: Load
+    ) -> int:
+        if not self._trial:
+            self._parked += 1
+            if self._parked < self._patience:
+                return 0
+            self._parked, self._patience = 0, min(2 * self._patience, PARKED_LAST)
+            self._trial = -(-PARKED_VERDICTS // load.num_sequences)
+        self._trial -= 1
+        return max(drafting, key=lambda k: goodput[k])

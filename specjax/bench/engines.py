@@ -1,0 +1,184 @@
+"""Engines to measure policies on: with a drafter and without, over one copy of the weights."""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from specjax.bench.workload import make_requests, read_questions, tokenize
+from specjax.checkpoint.hub import resolve
+from specjax.config import OWN_METHODS, check_positive
+from specjax.demo import DRAFTERS, locate
+from specjax.engine import Engine
+from specjax.host.speculation.policy import StaticPolicy
+from specjax.llm import LLM
+from specjax.request import Request
+from specjax.sampling_params import MAX_SEED, SamplingParams
+from specjax.tokenizer import load_tokenizer
+
+# Prompts are not timed: small chunks need few executables, and a batch should start together.
+_PROMPT_CHUNK, _MAX_PROMPT_TOKENS = 32, 512
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What runs, and in which sizes; fields are options of the commands."""
+
+    model: str
+    method: str
+    drafter: str | None  # None where the method needs no checkpoint of its own
+    ks: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    max_tokens: int
+    max_model_len: int
+    temperature: float
+    seed: int
+    rounds: int
+    dtype: str
+    synthetic_rates: tuple[float, ...] | None = None  # of acceptance, instead of the drafter's own
+
+    def __post_init__(self):
+        check_positive(**{"--rounds": self.rounds})
+        for option, values, least in ("--k", self.ks, 0), ("--batch-size", self.batch_sizes, 1):
+            if not values or min(values) < least:
+                raise ValueError(f"{option} must list integers of at least {least}")
+        if max(self.ks) < 1:
+            raise ValueError("--k 0 alone drafts nothing; list a K of at least 1, too")
+        if self.max_tokens < 2:
+            raise ValueError(
+                f"--max-tokens {self.max_tokens} leaves nothing to time: the first token comes "
+                "with the prompt; use at least 2"
+            )
+        if not 0 <= self.seed <= MAX_SEED:
+            raise ValueError(f"--seed {self.seed} must be in 0..{MAX_SEED}")
+        SamplingParams(temperature=self.temperature)
+
+    @property
+    def speculative_config(self) -> dict[str, Any]:
+        """Of an LLM that may draft as much as any K."""
+        config = {
+            "method": self.method,
+            "model": self.drafter and str(locate(self.drafter)),
+            "num_speculative_tokens": max(self.ks),
+        }
+        if self.synthetic_rates is not None:
+            config |= {
+                "verification": "synthetic",
+                "synthetic_acceptance_rates": self.synthetic_rates,
+            }
+        return config
+
+    def make_requests(self, batch_size: int) -> list[Request]:
+        """So many prompts, some more than once; they go on past the end, so that batches stay."""
+        folder = resolve(locate(self.model))
+        tokenizer = load_tokenizer(folder)
+        if tokenizer is None:
+            raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
+        prompts = tokenize(read_questions(), tokenizer)
+        return make_requests(
+            [prompts[i % len(prompts)] for i in range(batch_size)],
+            max_tokens=self.max_tokens,
+            max_model_len=self.max_model_len,
+            temperature=self.temperature,
+            seed=self.seed,
+            stop_ids=(),
+        )
+
+
+def read_setup(args: argparse.Namespace) -> Setup:
+    """The setup that a command's options ask for."""
+    method, drafter = read_drafter(args.model, args.drafter)
+    return Setup(
+        model=args.model,
+        method=method,
+        drafter=drafter,
+        ks=read_integers("--k", args.k),
+        batch_sizes=read_integers("--batch-size", args.batch_size),
+        max_tokens=args.max_tokens,
+        max_model_len=args.max_model_len,
+        temperature=args.temperature,
+        seed=args.seed,
+        rounds=args.rounds,
+        dtype=args.dtype,
+        synthetic_rates=read_rates(args.synthetic_rates),
+    )
+
+
+def read_rates(text: str | None) -> tuple[float, ...] | None:
+    """Rates like 0.8,0.5; None if none are given."""
+    if text is None:
+        return None
+    try:
+        return tuple(float(rate) for rate in text.split(","))
+    except ValueError as error:
+        raise ValueError(f"--synthetic-rates {text} must list rates, like 0.8,0.5,0.3") from error
+
+
+def read_drafter(model: str, given: str | None) -> tuple[str, str | None]:
+    """METHOD=CHECKPOINT, or METHOD alone, as method and checkpoint; by default a demo's first."""
+    if given is None:
+        if model not in DRAFTERS:
+            raise ValueError(f"--model {model} has no default drafter; name one with --drafter")
+        drafters = DRAFTERS[model]
+        method = "eagle3" if "eagle3" in drafters else next(iter(drafters))
+        return method, drafters[method]
+    method, _, checkpoint = given.partition("=")
+    if not (method and checkpoint) and method not in OWN_METHODS:
+        raise ValueError(f"--drafter {given} must have the form METHOD=CHECKPOINT")
+    return method, checkpoint or None
+
+
+def read_integers(option: str, text: str) -> tuple[int, ...]:
+    """A list like 1,2,3, sorted."""
+    try:
+        return tuple(sorted({int(part) for part in text.split(",")}))
+    except ValueError as error:
+        raise ValueError(f"{option} {text} must list integers, like 1,2,3") from error
+
+
+class Engines(NamedTuple):
+    """The same target twice."""
+
+    plain: LLM  # without a drafter
+    drafting: LLM
+
+
+@contextmanager
+def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
+    """Load, and compile every K."""
+    most = max(setup.batch_sizes)
+    sizes: dict[str, Any] = {
+        "enable_prefix_caching": False,  # every run is to do the same work
+        "dtype": setup.dtype,
+        "max_model_len": setup.max_model_len,
+        "max_num_seqs": most,
+        "max_num_batched_tokens": max(
+            min(_PROMPT_CHUNK * most, _MAX_PROMPT_TOKENS), most * (max(setup.ks) + 1)
+        ),
+        "show_progress": show_progress,
+    }
+    model = locate(setup.model)
+    with (
+        LLM(model, **sizes) as plain,
+        LLM(model, speculative_config=setup.speculative_config, **sizes) as drafting,
+    ):
+        engine = drafting.engine
+        engine.params = engine.params._replace(target=plain.engine.params.target)
+        for k in setup.ks:
+            engine.set_policy(StaticPolicy(k), show_progress=show_progress)
+        yield Engines(plain, drafting)
+
+
+def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) -> None:
+    """Run the requests a little, untimed, so that memory is touched and caches are filled."""
+    for request in requests:
+        engine.add(replace(request, max_tokens=min(request.max_tokens, num_tokens)))
+    while engine.has_work:
+        engine.step()
+
+
+def k_histogram(engine: Engine, before: dict[int, int]) -> dict[int, int]:
+    """Rounds by K since the histogram `before`."""
+    return dict(sorted((Counter(engine.metrics().k_histogram) - Counter(before)).items()))

@@ -1,0 +1,154 @@
+"""`specjax profile`: times of rounds and acceptance rates of a model, to choose K by."""
+
+import argparse
+import json
+import sys
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from itertools import accumulate
+from operator import mul
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specjax.bench.engines import Setup, open_engines, read_setup, warm_up
+from specjax.bench.measure import decode
+from specjax.bench.profile_show import describe
+from specjax.dynamic_k import fingerprint
+from specjax.environment import describe_environment
+from specjax.host.speculation.acceptance import Verdict
+from specjax.host.speculation.policy import Load, Round
+from specjax.host.speculation.profile import Profile
+from specjax.host.speculation.step_cost import StepCost
+from specjax.llm import LLM
+
+
+class Watched:
+    """The same K always; keeps what rounds of a full batch showed."""
+
+    is_learning = True
+
+    def __init__(self, k: int, batch_size: int):
+        self.choices = (k,)
+        self._batch_size = batch_size
+        self.milliseconds: list[float] = []
+        self.verdicts: Counter[Verdict] = Counter()
+
+    def begin(self, replay: Callable[[], StepCost]) -> None:
+        """There is nothing to prepare."""
+
+    def choose(self, load: Load) -> int:
+        """K."""
+        return self.choices[0]
+
+    def observe(self, outcome: Round) -> None:
+        """Keep the time, unless requests were missing."""
+        self.verdicts.update(outcome.verdicts)
+        if outcome.ms is not None and sum(outcome.verdicts.values()) == self._batch_size:
+            self.milliseconds.append(outcome.ms)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `specjax profile`."""
+    setup = read_setup(args)
+    if 0 not in setup.ks:
+        raise ValueError(f"--k {args.k} lacks 0, plain decoding, which drafting has to beat")
+    output = Path(args.output)
+    if output.is_dir() or not output.absolute().parent.is_dir():
+        raise ValueError(f"--output {output} cannot be a file; name one in an existing folder")
+    is_terminal = sys.stdout.isatty() and not args.json
+    profile = measure(setup, is_online=args.online, show_progress=is_terminal)
+    text = json.dumps(profile.as_json(), indent=1)
+    output.write_text(text + "\n")
+    if args.json:
+        print(text)
+    else:
+        print(describe(profile, profile.table(setup.batch_sizes)))
+        print(f"written to {output}")
+    return 0
+
+
+def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
+    """Run every K at every batch size, in turn, as often as the setup says."""
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    times: dict[int, dict[int, list[float]]] = {}
+    verdicts: Counter[Verdict] = Counter()
+    with (
+        open_engines(setup, show_progress=show_progress) as engines,
+        Progress(*columns, disable=not show_progress, transient=True) as progress,
+    ):
+        engine = engines.drafting.engine
+        total = setup.rounds * len(setup.batch_sizes) * len(setup.ks)
+        task = progress.add_task("", total=total)
+        for batch_size in setup.batch_sizes:
+            requests = setup.make_requests(batch_size)
+            at_size = times[batch_size] = {k: [] for k in setup.ks}
+            for i in range(setup.rounds):
+                first = i % len(setup.ks)
+                for k in [*setup.ks[first:], *setup.ks[:first]]:
+                    watched = Watched(k, batch_size)
+                    engine.set_policy(watched)
+                    if not i:
+                        warm_up(engine, requests)
+                    watched.milliseconds.clear()
+                    decode(engine, requests)
+                    at_size[k] += watched.milliseconds
+                    if k == max(setup.ks):
+                        verdicts += watched.verdicts
+                    progress.advance(task)
+        model = describe_model(engines.drafting)
+    for batch_size, at_size in times.items():
+        if empty := [k for k, found in at_size.items() if not found]:
+            raise ValueError(
+                f"--max-tokens {setup.max_tokens} is too few: at batch size {batch_size} no round "
+                f"of K={empty[0]} had all requests; raise it"
+            )
+    profile = Profile(
+        step_ms={b: {k: median(found) for k, found in at.items()} for b, at in times.items()},
+        rates=unconditional(verdicts, max(setup.ks)),
+        most_drafts=max(setup.ks),
+        is_online=is_online,
+        measured=provenance(setup, model, times),
+    )
+    return Profile.of(profile.as_json(), "what was measured")
+
+
+def unconditional(verdicts: Mapping[Verdict, int], most: int) -> tuple[float, ...]:
+    """Of all rounds, the part that accepts at least 1, 2, ... drafts, by what was looked at."""
+    rates = []
+    for i in range(most):
+        stood = sum(n for v, n in verdicts.items() if v.num_accepted > i)
+        failed = sum(n for v, n in verdicts.items() if v.num_accepted == i < v.num_drafts)
+        rates.append(stood / (stood + failed) if stood else 0.0)
+    return tuple(accumulate(rates, mul))
+
+
+def describe_model(llm: LLM) -> str:
+    """The fingerprint that an LLM compares a profile's with."""
+    return fingerprint(llm.target, llm.engine.drafter, llm.engine.params)
+
+
+def provenance(
+    setup: Setup, model: str, times: Mapping[int, Mapping[int, Sequence[float]]]
+) -> dict[str, Any]:
+    """What was measured, on what."""
+    environment = describe_environment()
+    return {
+        "model": model,
+        "target": setup.model,
+        "drafter": setup.drafter or setup.method,
+        "method": setup.method,
+        "dtype": setup.dtype,
+        "device": environment["device_kind"],
+        "machine": f"{environment['cpu_model']}, {environment['num_cpus']} CPUs",
+        "versions": environment["versions"],
+        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+        "temperature": setup.temperature,
+        "max_tokens": setup.max_tokens,
+        "num_rounds_timed": {
+            str(b): {str(k): len(found) for k, found in at.items()} for b, at in times.items()
+        },
+    }

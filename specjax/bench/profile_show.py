@@ -1,0 +1,58 @@
+"""`specjax profile show`: time per output token of a profile, by batch size and K."""
+
+import argparse
+import json
+
+from specjax.bench.table import format_table
+from specjax.host.speculation.profile import Comparison, Profile
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `specjax profile show`."""
+    profile = Profile.read(args.profile)
+    compared = profile.table(read_batch_sizes(args.batch_size, profile))
+    if args.json:
+        print(json.dumps(compared._asdict(), indent=2))
+    else:
+        print(describe(profile, compared))
+    return 0
+
+
+def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
+    """The sizes to show: the profile's own, or what was given."""
+    if given is None:
+        return sorted(profile.step_ms)
+    try:
+        sizes = sorted({int(size) for size in given.split(",")})
+    except ValueError as error:
+        raise ValueError(f"--batch-size {given} must list integers, like 1,4,16") from error
+    if sizes[0] < 1:
+        raise ValueError(f"--batch-size {given} must list integers of at least 1")
+    return sizes
+
+
+def describe(profile: Profile, compared: Comparison) -> str:
+    """The table, and what is known of the measurement."""
+    header = ["batch", *(f"K={k}" for k in range(profile.most_drafts + 1)), "best"]
+    rows = []
+    for batch, row in compared.tpot_ms.items():
+        best = compared.best_k[batch]
+        cells = [f"{ms:.2f}{'*' if k == best else ' '}" for k, ms in row.items()]
+        rows.append([str(batch), *cells, f"K={best}"])
+    lines = ["ms per output token of a request, by batch size and K; * is the best", ""]
+    lines += [format_table([header, *rows]), ""]
+    first, last = min(profile.step_ms), max(profile.step_ms)
+    if any(not first <= batch <= last for batch in compared.tpot_ms):
+        lines.append(f"profiled from {first} to {last}; sizes beyond are shown as the nearest")
+    lines.append(f"measured on: {_describe_measured(profile)}")
+    return "\n".join(lines)
+
+
+def _describe_measured(profile: Profile) -> str:
+    if not profile.measured:
+        return "unknown; the profile does not say"
+    return ", ".join(f"{key} {_text(value)}" for key, value in profile.measured.items())
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else json.dumps(value)

@@ -1,0 +1,129 @@
+"""`specjax bench simulate`: a policy on a profile's times and rates, paired with an oracle."""
+
+import argparse
+import json
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+from typing import Any
+
+from specjax.bench.table import format_table
+from specjax.config import check_positive, doubling
+from specjax.host.speculation.methods import make_policy
+from specjax.host.speculation.profile import Profile
+from specjax.host.speculation.simulator import Outcome, Workload, World, simulate
+from specjax.host.speculation.step_cost import StepCost
+
+MOST_SHIFT = 50  # where every draft is accepted, or none
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What `specjax bench simulate` runs; fields are its options."""
+
+    profile: str
+    policy: str
+    acceptance_shift: float
+    seeds: int
+    requests: int
+
+    def __post_init__(self):
+        check_positive(**{"--seeds": self.seeds, "--requests": self.requests})
+        if not abs(self.acceptance_shift) <= MOST_SHIFT:
+            raise ValueError(
+                f"--acceptance-shift {self.acceptance_shift} must be in -{MOST_SHIFT}.."
+                f"{MOST_SHIFT}, in log-odds; 0 is no shift"
+            )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `specjax bench simulate`."""
+    settings = Settings(
+        profile=args.profile,
+        policy=args.policy,
+        acceptance_shift=args.acceptance_shift,
+        seeds=args.seeds,
+        requests=args.requests,
+    )
+    report = bench(settings, Profile.read(settings.profile))
+    print(json.dumps(report, indent=2) if args.json else describe(report))
+    return 0
+
+
+def bench(settings: Settings, profile: Profile) -> dict[str, Any]:
+    """Run the policy and the oracle on the same requests, seed by seed.
+
+    Regrets are parts of the oracle's goodput, the mean and the spread of them over seeds; of a
+    batch size, over the time that all seeds spent in it.
+    """
+    batches = doubling(1, max(profile.step_ms))
+    try:
+        make_policy(settings.policy, profile, batches)
+    except ValueError as error:
+        raise ValueError(f"--policy {error}") from error
+    world = World(
+        StepCost(profile.step_ms), profile.rates, batches, shift=settings.acceptance_shift
+    )
+    seeds, ran, ideal = range(settings.seeds), [], []
+    for seed in seeds:
+        workload = Workload.rollout(random.Random(seed), settings.requests)
+        policy = make_policy(settings.policy, profile, batches)  # one that has learned nothing
+        ran.append(simulate(world, workload, policy, seed))
+        ideal.append(simulate(world, workload, None, seed))
+    ratios = [a.makespan_ms / b.makespan_ms for a, b in zip(ran, ideal, strict=True)]
+    by_batch = pool_regret(ran)
+    return {
+        "policy": settings.policy,
+        "regret_mean": fmean(outcome.regret for outcome in ran),
+        "regret_worst_batch": max(by_batch.values()),
+        "makespan_ratio_to_oracle": fmean(ratios),
+        "regret_by_batch": by_batch,
+        "k_histogram": dict(sorted(sum((o.k_histogram for o in ran), Counter()).items())),
+        "seeds": list(seeds),
+        "regret_by_seed": [outcome.regret for outcome in ran],
+        "makespan_ratio_by_seed": ratios,
+        "settings": asdict(settings),
+    }
+
+
+def pool_regret(outcomes: Sequence[Outcome]) -> dict[int, float]:
+    """Regret by padded batch size, of all runs together."""
+    batches = sorted({batch for outcome in outcomes for batch in outcome.ms_by_batch})
+    return {
+        batch: sum(outcome.lost_by_batch[batch] for outcome in outcomes)
+        / sum(outcome.ms_by_batch[batch] for outcome in outcomes)
+        for batch in batches
+    }
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report for people."""
+    settings, histogram = report["settings"], report["k_histogram"]
+    num_rounds = sum(histogram.values())
+    tables = [
+        [
+            ["over seeds", "mean", "least", "most"],
+            ["regret", *_spread(report["regret_by_seed"], ".1%")],
+            ["makespan / oracle's", *_spread(report["makespan_ratio_by_seed"], ".3f")],
+        ],
+        [
+            ["batch", *map(str, report["regret_by_batch"])],
+            ["regret", *(f"{regret:.1%}" for regret in report["regret_by_batch"].values())],
+        ],
+        [
+            ["K", *map(str, histogram)],
+            ["rounds", *(f"{count / num_rounds:.1%}" for count in histogram.values())],
+        ],
+    ]
+    lines = [
+        f"{report['policy']} on {settings['profile']}",
+        f"{settings['seeds']} seeds of {settings['requests']} requests; half-way, log-odds of "
+        f"acceptance change by {settings['acceptance_shift']:g}",
+    ]
+    return "\n\n".join([*map(format_table, tables), "\n".join(lines)])
+
+
+def _spread(values: Sequence[float], spec: str) -> list[str]:
+    return [format(value, spec) for value in (fmean(values), min(values), max(values))]

@@ -1,0 +1,199 @@
+"""`specjax bench sweep`: static K, dynamic K and no speculation at several batch sizes."""
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specjax.bench.engines import (
+    Engines,
+    Setup,
+    k_histogram,
+    open_engines,
+    read_setup,
+    warm_up,
+)
+from specjax.bench.measure import decode
+from specjax.bench.plot import plot_sweep
+from specjax.bench.report import Spread
+from specjax.bench.table import format_table
+from specjax.environment import describe_environment
+from specjax.host.speculation.methods import adaptive_policy, make_policy
+from specjax.host.speculation.policy import Policy, StaticPolicy
+from specjax.host.speculation.profile import Profile
+
+SCHEMA_VERSION = 1
+OFF, ADAPTIVE = "off", "adaptive"
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `specjax bench sweep`."""
+    setup = read_setup(args)
+    for option, name in ("--plot", args.plot), ("--output", args.output):
+        if name and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
+            raise ValueError(f"{option} {name} cannot be a file; name one in an existing folder")
+    profile = Profile.read(args.profile) if args.profile else None
+    report = bench(setup, profile, show_progress=sys.stdout.isatty() and not args.json)
+    plot_sweep(report, Path(args.plot))
+    text = json.dumps(report, indent=2)
+    if args.output:
+        Path(args.output).write_text(text + "\n")
+    print(text if args.json else f"{describe(report)}\nplotted in {args.plot}")
+    return 0
+
+
+def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict[str, Any]:
+    """Measure every policy at every batch size, side by side; the report for machines."""
+    runs: dict[int, dict[str, list[dict[str, Any]]]] = {}
+    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with (
+        open_engines(setup, show_progress=show_progress) as engines,
+        Progress(*columns, disable=not show_progress, transient=True) as progress,
+    ):
+        policies = make_policies(setup, profile, engines)
+        names = [OFF, *policies]
+        total = setup.rounds * len(setup.batch_sizes) * len(names)
+        task = progress.add_task("", total=total)
+        for batch_size in setup.batch_sizes:
+            requests = setup.make_requests(batch_size)
+            warm_up(engines.plain.engine, requests)
+            for k in setup.ks:
+                engines.drafting.engine.set_policy(StaticPolicy(k))
+                warm_up(engines.drafting.engine, requests)
+            at_size = runs[batch_size] = {name: [] for name in names}
+            for i in range(setup.rounds):
+                first = i % len(names)
+                for name in [*names[first:], *names[:first]]:
+                    engine = (engines.plain if name == OFF else engines.drafting).engine
+                    if name != OFF:
+                        engine.set_policy(policies[name]())
+                    before = engine.metrics().k_histogram
+                    ran = decode(engine, requests)
+                    figures = {
+                        "tokens_per_second": ran.tokens_per_second,
+                        "tpot_ms": ran.ms_per_token,
+                        "mean_acceptance_length": ran.num_tokens / ran.num_request_steps,
+                        "k_histogram": k_histogram(engine, before),
+                        "outputs": ran.outputs,
+                    }
+                    at_size[name].append(figures)
+                    progress.advance(task)
+        num_late = sum(llm.metrics().num_compiles_after_warmup for llm in engines)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "benchmark": "sweep",
+        "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+        "environment": describe_environment(),
+        "settings": asdict(setup),
+        "num_compiles_while_measuring": num_late,
+        "batches": {str(b): summarise(at_size) for b, at_size in runs.items()},
+    }
+
+
+def make_policies(
+    setup: Setup, profile: Profile | None, engines: Engines
+) -> dict[str, Callable[[], Policy]]:
+    """How to make each policy anew, knowing nothing but what an engine's start tells it."""
+    engine, most = engines.drafting.engine, max(setup.ks)
+    measured = adaptive_policy(most)
+    engine.set_policy(measured)
+    first_cost = deepcopy(measured.cost)
+
+    def adaptive() -> Policy:
+        return adaptive_policy(most, deepcopy(first_cost))
+
+    policies: dict[str, Callable[[], Policy]] = {
+        f"K={k}": lambda k=k: StaticPolicy(k) for k in setup.ks
+    }
+    batches = engine.config.decode_batches
+    if profile is not None:
+        for name in "table", "profile":
+            policies[name] = lambda name=name: make_policy(name, profile, batches)
+            engine.set_policy(policies[name]())
+    return policies | {ADAPTIVE: adaptive}
+
+
+def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """Figures of one batch size; ratios are of runs in the same round."""
+    speeds = {name: [one["tokens_per_second"] for one in ran] for name, ran in runs.items()}
+    best = max((name for name in runs if name.startswith("K=")), key=lambda n: median(speeds[n]))
+
+    def ratio(name: str, other: str) -> Spread:
+        return Spread.of([a / b for a, b in zip(speeds[name], speeds[other], strict=True)])
+
+    policies = {}
+    for name, ran in runs.items():
+        to_best = ratio(name, best)
+        policies[name] = {
+            "tpot_ms": asdict(Spread.of([one["tpot_ms"] for one in ran])),
+            "tokens_per_second": asdict(Spread.of(speeds[name])),
+            "mean_acceptance_length": median(one["mean_acceptance_length"] for one in ran),
+            "to_best_static": asdict(to_best),
+            "to_off": asdict(ratio(name, OFF)),
+            "regret": 1 - to_best.median,
+            "k_histogram": _added(one["k_histogram"] for one in ran),
+            "num_differing": _count_differing(ran, runs[OFF]),
+        }
+    return {"best_static": best, "policies": policies}
+
+
+def _added(histograms: Any) -> dict[str, int]:
+    total: dict[int, int] = {}
+    for histogram in histograms:
+        for k, count in histogram.items():
+            total[k] = total.get(k, 0) + count
+    return {str(k): total[k] for k in sorted(total)}
+
+
+def _count_differing(ran: Sequence[dict[str, Any]], off: Sequence[dict[str, Any]]) -> int:
+    """Outputs that are not those of decoding without speculation, token for token."""
+    expected = off[0]["outputs"]
+    return len({key for one in ran for key in expected if one["outputs"][key] != expected[key]})
+
+
+def describe(report: dict[str, Any]) -> str:
+    """The report for people."""
+    batches, settings = report["batches"], report["settings"]
+    names = list(next(iter(batches.values()))["policies"])
+
+    def cells(field: str, spec: str) -> list[list[str]]:
+        rows = []
+        for batch, at_size in batches.items():
+            values = [at_size["policies"][name][field] for name in names]
+            shown = [v["median"] if isinstance(v, dict) else v for v in values]
+            rows.append([batch, *(format(v, spec) for v in shown), at_size["best_static"]])
+        return rows
+
+    header = ["batch", *names, "best K"]
+    differing = sum(p["num_differing"] for b in batches.values() for p in b["policies"].values())
+    environment = report["environment"]
+    machine = environment["device_kind"]
+    if environment["platform"] == "cpu":
+        machine = f"{environment['cpu_model']}, {environment['num_cpus']} CPUs"
+    return "\n".join(
+        [
+            "ms per output token of a request",
+            format_table([header, *cells("tpot_ms", ".2f")]),
+            "",
+            "tokens per second, of those of the best static K in the same round",
+            format_table([header, *cells("to_best_static", ".3f")]),
+            "",
+            "tokens per round of a request",
+            format_table([header, *cells("mean_acceptance_length", ".2f")]),
+            "",
+            f"outputs that differ from decoding without speculation: {differing}",
+            f"{settings['model']} with {settings['method']}, {settings['dtype']}, temperature "
+            f"{settings['temperature']:g}, {settings['max_tokens']} tokens each; medians over "
+            f"{settings['rounds']} rounds; {machine}",
+            "off: an engine without a drafter; adaptive begins each run knowing only the times "
+            "that the engine measured at its start",
+        ]
+    )

@@ -1,0 +1,151 @@
+"""How many drafts stand: counts by position, censored and forgotten, from which rates follow.
+
+A draft is looked at only if all before it stood, so what is counted is conditional:
+
+    c_i = P(draft i stands | drafts 1..i-1 stand),   i = 1..K
+    rates_i = c_1 ... c_i                            AL(k) = 1 + rates_1 + ... + rates_k
+
+AL(k) is the tokens that a request gains in a round of k drafts, its mean acceptance length. Rates
+are unconditional, as in a profile (vLLM #32374) and in vLLM's metrics.
+"""
+
+import math
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+# A memory of so many drafts, but of no fewer rounds: large batches tell much in a round, yet the
+# next round is of the same texts.
+MEMORY_DRAFTS, MEMORY_ROUNDS = 200, 20
+MOST_GROUPS = 64
+_FIRST_RATE, _STEP = 0.7, -0.2  # where nothing is known: c_1, and the log-odds lost per position
+_PRIOR_WEIGHT, _POOL_WEIGHT = 4.0, 20.0  # in drafts
+_OFFSET_GAIN = 0.02
+
+
+class Verdict(NamedTuple):
+    """Of a round's drafts for one request, how many were looked at and how many stood.
+
+    The drafts after the first that failed, and after the end of an output, tell nothing.
+    """
+
+    num_drafts: int
+    num_accepted: int
+    group: Hashable = None
+
+
+class _Counts:
+    """Drafts that stood and that failed, by position, recent ones above all."""
+
+    def __init__(self, most_drafts: int):
+        self.accepted = [0.0] * most_drafts
+        self.rejected = [0.0] * most_drafts
+
+    def forget(self, factor: float) -> None:
+        self.accepted = [factor * x for x in self.accepted]
+        self.rejected = [factor * x for x in self.rejected]
+
+    def add(self, verdict: Verdict, count: int) -> None:
+        for i in range(verdict.num_accepted):
+            self.accepted[i] += count
+        if verdict.num_accepted < verdict.num_drafts:
+            self.rejected[verdict.num_accepted] += count
+
+    def mean(self, i: int, prior: float, weight: float) -> float:
+        """The rate at a position, given as many drafts as `weight` that had the rate `prior`."""
+        total = self.accepted[i] + self.rejected[i] + weight
+        return (self.accepted[i] + weight * prior) / total
+
+
+class Acceptance:
+    """Learns acceptance rates from verdicts, for all requests and for groups of them.
+
+    What counts leave open at a position follows from the one before: their log-odds differ by an
+    offset that changes little when acceptance rises or falls as a whole. So deeper drafts are known
+    without being tried again and again. What counts leave open of a group, all together tell.
+    """
+
+    def __init__(self, most_drafts: int, prior: Sequence[float] = ()):
+        """`prior` has the unconditional rates of a profile, if there is one."""
+        self.most_drafts = most_drafts
+        logits = [logit(rate) for rate in conditional(prior)[:most_drafts]]
+        self._first = sigmoid(logits[0]) if logits else _FIRST_RATE
+        known = [b - a for a, b in zip(logits, logits[1:], strict=False)]
+        self._offsets = [0.0, *known, *[_STEP] * most_drafts][:most_drafts]
+        self._all = _Counts(most_drafts)
+        self._groups: dict[Hashable, _Counts] = {}
+
+    def rates(self, group: Hashable = None) -> list[float]:
+        """Unconditional rates of drafts 1..most_drafts."""
+        rates = self._pooled()
+        if (counts := self._groups.get(group)) is not None:
+            rates = [counts.mean(i, prior, _POOL_WEIGHT) for i, prior in enumerate(rates)]
+        return list(accumulate(rates, mul))
+
+    def observe(self, verdicts: Mapping[Verdict, int]) -> None:
+        """Count the verdicts of a round, each as often as it was given."""
+        by_group: dict[Hashable, dict[Verdict, int]] = {}
+        for verdict, count in verdicts.items():
+            if verdict.num_drafts:
+                by_group.setdefault(verdict.group, {})[verdict] = count
+        if not by_group:
+            return
+        _learn(self._all, [pair for group in by_group.values() for pair in group.items()])
+        for group, counted in by_group.items():
+            counts = self._groups.pop(group, None) or _Counts(self.most_drafts)
+            _learn(counts, counted.items())
+            self._groups[group] = counts  # the last to be forgotten
+        while len(self._groups) > MOST_GROUPS:
+            del self._groups[next(iter(self._groups))]
+        self._learn_offsets()
+
+    def discount(self, factor: float = 0.25) -> None:
+        """Believe what was counted less, as after a change of weights."""
+        for counts in (self._all, *self._groups.values()):
+            counts.forget(factor)
+
+    def _pooled(self) -> list[float]:
+        rates: list[float] = []
+        for i, offset in enumerate(self._offsets):
+            prior = sigmoid(logit(rates[-1]) + offset) if rates else self._first
+            rates.append(self._all.mean(i, prior, _PRIOR_WEIGHT))
+        return rates
+
+    def _learn_offsets(self) -> None:
+        """Move each offset a little to what the counts of late say."""
+        rates = self._pooled()
+        for i in range(1, self.most_drafts):
+            seen = self._all.accepted[i] + self._all.rejected[i]
+            difference = logit(rates[i]) - logit(rates[i - 1])
+            gain = _OFFSET_GAIN * seen / (seen + _POOL_WEIGHT)
+            self._offsets[i] += gain * (difference - self._offsets[i])
+
+
+def expected_tokens(rates: Sequence[float], k: int) -> float:
+    """AL(k), of a request with unconditional `rates`."""
+    return 1 + sum(rates[:k])
+
+
+def _learn(counts: _Counts, verdicts: Iterable[tuple[Verdict, int]]) -> None:
+    verdicts = list(verdicts)
+    num_drafts = sum(count for _, count in verdicts)  # first ones: the others depend on them
+    counts.forget(1 - min(num_drafts / MEMORY_DRAFTS, 1 / MEMORY_ROUNDS))
+    for verdict, count in verdicts:
+        counts.add(verdict, count)
+
+
+def conditional(rates: Sequence[float]) -> list[float]:
+    """c_i from unconditional rates."""
+    return [b / a if a else 0.0 for a, b in zip([1.0, *rates], rates, strict=False)]
+
+
+def logit(p: float) -> float:
+    """Log-odds, of a probability that is kept off 0 and 1."""
+    p = min(max(p, 1e-4), 1 - 1e-4)
+    return math.log(p / (1 - p))
+
+
+def sigmoid(x: float) -> float:
+    """The probability with log-odds x."""
+    return 1 / (1 + math.exp(-x))

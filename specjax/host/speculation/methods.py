@@ -1,0 +1,64 @@
+"""The ways to choose K, by name: "static:K", "table", "profile" and "adaptive"."""
+
+from collections.abc import Sequence
+
+from specjax.host.speculation.acceptance import Acceptance
+from specjax.host.speculation.policy import GoodputPolicy, Policy, StaticPolicy, TablePolicy
+from specjax.host.speculation.profile import Profile
+from specjax.host.speculation.step_cost import StepCost
+
+NAMES = ("static:K", "table", "profile", "adaptive")
+# Rounds that draft before a profile's rates give way to those learned: the first verdicts are few.
+WARM_UP_ROUNDS = 10
+
+
+def spread_ks(most: int) -> tuple[int, ...]:
+    """Every K up to 5, then every other: far out they differ little, and each is compiled."""
+    return tuple(k for k in range(most + 1) if k <= 5 or k % 2 or k == most)
+
+
+def profile_policy(
+    profile: Profile, batches: Sequence[int], most: int | None = None
+) -> GoodputPolicy:
+    """The best K by a profile's times, where rounds are padded to `batches`, and by its rates.
+
+    If the profile is online, its rates are where learning them begins. K is at most `most`, or the
+    profile's own.
+    """
+    most = profile.most_drafts if most is None else most
+    return GoodputPolicy(
+        spread_ks(most),
+        StepCost(profile.step_ms, ks=spread_ks(most), batches=batches),
+        Acceptance(most, profile.rates),
+        learns_cost=False,
+        learns_acceptance=profile.is_online,
+        warm_up_rounds=WARM_UP_ROUNDS,
+    )
+
+
+def adaptive_policy(most: int, cost: StepCost | None = None) -> GoodputPolicy:
+    """The best K by times that an engine's replays tell first, and by rates not known before."""
+    return GoodputPolicy(spread_ks(most), cost, Acceptance(most))
+
+
+def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
+    """The policy of that name, its Ks up to the profile's.
+
+    Raises:
+        ValueError: an unknown name, or a K that the profile does not reach.
+    """
+    kind, _, k = name.partition(":")
+    if kind == "static" and k.isdecimal():
+        if int(k) > profile.most_drafts:
+            raise ValueError(
+                f"{name} exceeds the profile's max_num_speculative_tokens={profile.most_drafts}; "
+                "lower K, or profile more drafts"
+            )
+        return StaticPolicy(int(k))
+    if name == "table":
+        return TablePolicy(profile.as_table())
+    if name == "profile":
+        return profile_policy(profile, batches)
+    if name == "adaptive":
+        return adaptive_policy(profile.most_drafts)
+    raise ValueError(f"{name} is none of {', '.join(NAMES)}")

@@ -1,0 +1,267 @@
+"""What was measured ahead: times of steps and acceptance rates, kept as JSON (vLLM #32374).
+
+The four keys of the file are those of that proposal; a fifth, "measured", says what it was measured
+on. Times are of a step, not of a token; rates are unconditional. Nothing in a file is trusted: it
+is checked entry by entry as it is read.
+"""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from os import PathLike
+from pathlib import Path
+from reprlib import repr as shown
+from typing import Any, NamedTuple
+
+from specjax.host.speculation.acceptance import expected_tokens
+from specjax.host.speculation.step_cost import StepCost
+
+MOST_BATCH = 2**16
+_KEYS = (
+    "is_online",
+    "batch_stats",
+    "max_num_speculative_tokens",
+    "acceptance_rate_per_pos",
+)
+_OPTIONAL = "measured"
+
+
+class Comparison(NamedTuple):
+    """Time per output token of each K, and the K of the least."""
+
+    tpot_ms: dict[int, dict[int, float]]  # by batch size and K
+    best_k: dict[int, int]  # by batch size; of equals the smallest
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Times and rates that K may be chosen by.
+
+    Attributes:
+        step_ms: milliseconds of a step, drafting and verifying, by batch size and K; every batch
+            size has K = 0 and another.
+        rates: of all steps, the part that accepts at least 1, 2, ... drafts; one per draft.
+        most_drafts: the largest K.
+        is_online: whether rates are to be learned while serving; `rates` are the first then.
+        measured: on what, as far as it is known; "model" is the fingerprint of what served.
+    """
+
+    step_ms: Mapping[int, Mapping[int, float]]
+    rates: tuple[float, ...]
+    most_drafts: int
+    is_online: bool = False
+    measured: Mapping[str, Any] | None = None
+
+    @classmethod
+    def read(cls, path: str | PathLike[str]) -> "Profile":
+        """The profile in a file.
+
+        Raises:
+            ValueError: a file that cannot be read, or is not a profile; names the entry.
+        """
+        try:
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ValueError(
+                f"{path}: cannot be read as a profile ({reason}); name a file that "
+                "`specjax profile` wrote"
+            ) from error
+        try:
+            content = json.loads(text, object_pairs_hook=_without_repeats)
+        except _RepeatedKeyError as error:
+            raise ValueError(f"{path}: {error}") from error
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: is not JSON ({error}); profile again") from error
+        return cls.of(content, str(path))
+
+    @classmethod
+    def of(cls, content: Any, where: str) -> "Profile":
+        """The profile that JSON `content` holds; errors say that it is from `where`.
+
+        Raises:
+            ValueError: with the entry that is not what it must be.
+        """
+        _check_keys(content, where)
+        most_drafts = content["max_num_speculative_tokens"]
+        if not _is_integer(most_drafts) or most_drafts < 1:
+            raise ValueError(
+                f"{where}: max_num_speculative_tokens={shown(most_drafts)} must be an integer of "
+                "at least 1, the largest K"
+            )
+        if not isinstance(is_online := content["is_online"], bool):
+            raise ValueError(
+                f"{where}: is_online={shown(is_online)} must be true, to learn rates while "
+                "serving, or false"
+            )
+        return cls(
+            step_ms=_read_times(content["batch_stats"], most_drafts, where),
+            rates=_read_rates(content["acceptance_rate_per_pos"], most_drafts, where),
+            most_drafts=most_drafts,
+            is_online=is_online,
+            measured=_read_measured(content[_OPTIONAL], where) if _OPTIONAL in content else None,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        """What the file holds."""
+        content = {
+            "is_online": self.is_online,
+            "batch_stats": {
+                str(batch): {str(k): ms for k, ms in times.items()}
+                for batch, times in self.step_ms.items()
+            },
+            "max_num_speculative_tokens": self.most_drafts,
+            "acceptance_rate_per_pos": list(self.rates),
+        }
+        return content if self.measured is None else content | {_OPTIONAL: dict(self.measured)}
+
+    def table(self, batch_sizes: Sequence[int]) -> Comparison:
+        """Compare every K from 0 to `most_drafts`.
+
+        Milliseconds per output token are those of a step over the tokens that a request gains in
+        it. Between batch sizes, and between Ks, times of steps are linear.
+        """
+        cost, ks = StepCost(self.step_ms), range(self.most_drafts + 1)
+        tokens = [expected_tokens(self.rates, k) for k in ks]
+        tpot = {batch: {k: cost.ms(batch, k) / tokens[k] for k in ks} for batch in batch_sizes}
+        best = {batch: min(row, key=row.__getitem__) for batch, row in tpot.items()}
+        return Comparison(tpot, best)
+
+    def as_table(self) -> tuple[tuple[int, int, int], ...]:
+        """The best K from batch size 1 to the largest, as (lo, hi, K)."""
+        best = self.table(range(1, max(self.step_ms) + 1)).best_k
+        ranges = [(k, list(run)) for k, run in groupby(best, key=best.__getitem__)]
+        return tuple((run[0], run[-1], k) for k, run in ranges)
+
+
+class _RepeatedKeyError(ValueError):
+    pass
+
+
+def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object, in which a key that comes twice would hide what it said before."""
+    content: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in content:
+            raise _RepeatedKeyError(
+                f'"{key}" is twice in one object, as {shown(content[key])} and as {shown(value)}; '
+                "leave one out"
+            )
+        content[key] = value
+    return content
+
+
+def _check_keys(content: Any, where: str) -> None:
+    if not isinstance(content, Mapping):
+        raise ValueError(f"{where}: must hold a JSON object with {', '.join(_KEYS)}")
+    known = (*_KEYS, _OPTIONAL)
+    if unknown := [key for key in content if key not in known]:
+        raise ValueError(
+            f"{where}: has unknown keys {shown(unknown)}; leave them out: known keys are "
+            f"{', '.join(known)}"
+        )
+    if missing := [key for key in _KEYS if key not in content]:
+        raise ValueError(f"{where}: lacks {', '.join(missing)}; add them, or profile again")
+
+
+def _read_times(stats: Any, most_drafts: int, where: str) -> dict[int, dict[int, float]]:
+    name = f"{where}: batch_stats"
+    if not isinstance(stats, Mapping) or not stats:
+        raise ValueError(
+            f"{name}={shown(stats)} must be an object of batch sizes, each with milliseconds per "
+            'step by K, like {"1": {"0": 6.5, "3": 8.8}}'
+        )
+    step_ms = {}
+    for key, times in stats.items():
+        entry, batch = _entry(name, key), _integer_of(key)
+        if batch is None or not 1 <= batch <= MOST_BATCH:
+            raise ValueError(
+                f"{entry}: a batch size must be an integer in 1..{MOST_BATCH}, written in digits "
+                "alone; correct the key"
+            )
+        step_ms[batch] = _read_row(times, most_drafts, entry)
+    return step_ms
+
+
+def _read_row(times: Any, most_drafts: int, name: str) -> dict[int, float]:
+    """Milliseconds by K of one batch size."""
+    if not isinstance(times, Mapping):
+        raise ValueError(f"{name}={shown(times)} must be an object, milliseconds per step by K")
+    row = {}
+    for key, ms in times.items():
+        entry, k = f"{_entry(name, key)}={shown(ms)}", _integer_of(key)
+        if k is None or not 0 <= k <= most_drafts:
+            raise ValueError(
+                f"{entry}: K must be an integer in 0..{most_drafts}, max_num_speculative_tokens, "
+                "written in digits alone; correct the key, or raise that"
+            )
+        if not _is_finite(ms) or ms <= 0:
+            raise ValueError(
+                f"{entry} must be a time above 0, milliseconds per step; measure it again, or "
+                "leave it out"
+            )
+        row[k] = float(ms)
+    if 0 not in row:
+        raise ValueError(f"{name} lacks K=0, decoding without drafts, to compare with; measure it")
+    if len(row) == 1:
+        raise ValueError(f"{name} has K=0 alone, so what drafts cost is unknown; measure another K")
+    return row
+
+
+def _read_rates(rates: Any, most_drafts: int, where: str) -> tuple[float, ...]:
+    name = f"{where}: acceptance_rate_per_pos"
+    if not isinstance(rates, list | tuple) or len(rates) != most_drafts:
+        raise ValueError(
+            f"{name}={shown(rates)} must list {most_drafts} rates, as many as "
+            "max_num_speculative_tokens; add what is missing, or change that"
+        )
+    for i, rate in enumerate(rates):
+        if not _is_finite(rate) or not 0 <= rate <= 1:
+            raise ValueError(
+                f"{name}[{i}]={shown(rate)} must be a number in [0, 1], the part of all steps "
+                f"that accepts at least {i + 1} drafts"
+            )
+    for i, (before, rate) in enumerate(pairwise(rates), start=1):
+        if rate > before:
+            raise ValueError(
+                f"{name}[{i}]={shown(rate)} exceeds the {shown(before)} before it; rates are "
+                "unconditional, of all steps: multiply conditional ones, each with all before it"
+            )
+    return tuple(map(float, rates))
+
+
+def _read_measured(measured: Any, where: str) -> dict[str, Any]:
+    if not isinstance(measured, Mapping):
+        raise ValueError(
+            f"{where}: measured={shown(measured)} must be an object that says what was measured; "
+            "leave it out if that is unknown"
+        )
+    model = measured.get("model", "")
+    if not isinstance(model, str):
+        raise ValueError(
+            f'{where}: measured["model"]={shown(model)} must be a text, the fingerprint of what '
+            "was measured; leave it out if that is unknown"
+        )
+    return dict(measured)
+
+
+def _entry(name: str, key: Any) -> str:
+    return f'{name}["{str(key)[:30]}"]'
+
+
+def _integer_of(key: Any) -> int | None:
+    """The integer that a JSON key writes in its one way: "1", not "01" or " 1"."""
+    is_canonical = isinstance(key, str) and len(key) <= 9 and key.isdecimal() and key.isascii()
+    return int(key) if is_canonical and (key == "0" or key[0] != "0") else None
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_finite(value: Any) -> bool:
+    return (_is_integer(value) and abs(value) < 2**63) or (
+        isinstance(value, float) and math.isfinite(value)
+    )

@@ -1,0 +1,239 @@
+"""What a policy is worth, without a device: rounds drawn from a step-cost grid and acceptance law.
+
+Requests decode together in rounds of one K, padded to the batch sizes that an engine compiles. Each
+request has its own log-odds of acceptance, each round its own noise in time. Against it stands an
+oracle that knows both, and takes the best K of every round.
+"""
+
+import math
+import random
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from operator import mul
+
+from specjax.host.speculation.acceptance import Verdict, conditional, logit, sigmoid
+from specjax.host.speculation.policy import Load, Policy, Round
+from specjax.host.speculation.step_cost import StepCost
+
+REPLAYS = 5
+
+
+@dataclass(frozen=True)
+class World:
+    """The truth that a policy has to find out.
+
+    Attributes:
+        cost: milliseconds of a round, without noise.
+        rates: of acceptance by position, unconditional, of a request like most.
+        batches: sizes that rounds are padded to; the last is the most that run together.
+        noise: of times, as a part of them (standard deviation).
+        shift: of all log-odds of acceptance, once half of all tokens have been generated.
+    """
+
+    cost: StepCost
+    rates: Sequence[float]
+    batches: Sequence[int]
+    noise: float = 0.03
+    shift: float = 0.0
+
+    def ms(self, batch: int, k: int) -> float:
+        """Milliseconds of a round of a padded batch."""
+        return self.cost.ms(batch, k)
+
+    def padded(self, num_sequences: int) -> int:
+        """The batch size that so many run in."""
+        return self.batches[bisect_left(self.batches, num_sequences)]
+
+    def replay(self, ks: Sequence[int], rng: random.Random) -> StepCost:
+        """What an engine measures as it starts: the median of a few rounds of each shape."""
+
+        def median(batch: int, k: int) -> float:
+            times = sorted(self.ms(batch, k) * self._factor(rng) for _ in range(REPLAYS))
+            return times[REPLAYS // 2]
+
+        points = {batch: {k: median(batch, k) for k in ks} for batch in self.batches}
+        return StepCost(points, batches=self.batches)
+
+    def _factor(self, rng: random.Random) -> float:
+        return max(0.1, 1 + self.noise * rng.gauss(0, 1))
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests, in the order of their arrival.
+
+    Attributes:
+        lengths: tokens that each decodes.
+        arrivals: when each comes, in milliseconds.
+        effects: each request's log-odds of acceptance beyond the law's.
+    """
+
+    lengths: Sequence[int]
+    arrivals: Sequence[float]
+    effects: Sequence[float]
+
+    @classmethod
+    def rollout(
+        cls,
+        rng: random.Random,
+        num_requests: int = 256,
+        *,
+        median: float = 900,
+        sigma: float = 0.9,
+        longest: int = 12000,
+        spread: float = 0.8,
+    ) -> "Workload":
+        """All at once, of lognormal length: a batch that drains into a long tail."""
+        lengths = [rng.lognormvariate(math.log(median), sigma) for _ in range(num_requests)]
+        clipped = [int(min(max(length, 50), longest)) for length in lengths]
+        effects = [rng.gauss(0, spread) for _ in range(num_requests)]
+        return cls(clipped, [0.0] * num_requests, effects)
+
+    @classmethod
+    def stream(
+        cls, rng: random.Random, num_requests: int, *, per_second: float, **others: float
+    ) -> "Workload":
+        """Requests that arrive at random (Poisson), `per_second` on average."""
+        drawn = cls.rollout(rng, num_requests, **others)  # pyright: ignore[reportArgumentType]
+        gaps = [1e3 * rng.expovariate(per_second) for _ in range(num_requests)]
+        return cls(drawn.lengths, list(accumulate(gaps)), drawn.effects)
+
+
+@dataclass
+class Outcome:
+    """What came of a run. Regrets weigh each round's loss of expected goodput by its time.
+
+    Attributes:
+        makespan_ms: from the first arrival to the last token.
+        regret: 1 - goodput / the oracle's, of the same rounds.
+        ms_by_batch: time in rounds of each padded batch size.
+        lost_by_batch: of that, what the oracle would have saved.
+        trace: (milliseconds, sequences, K) of each round.
+    """
+
+    makespan_ms: float = 0.0
+    num_tokens: int = 0
+    ms_by_batch: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    lost_by_batch: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
+    k_histogram: Counter[int] = field(default_factory=Counter)
+    trace: list[tuple[float, int, int]] = field(default_factory=list)
+
+    @property
+    def regret(self) -> float:
+        """Over all rounds."""
+        return sum(self.lost_by_batch.values()) / sum(self.ms_by_batch.values())
+
+    @property
+    def regret_by_batch(self) -> dict[int, float]:
+        """Of each padded batch size."""
+        return {b: self.lost_by_batch[b] / ms for b, ms in sorted(self.ms_by_batch.items())}
+
+
+class _Running:
+    """Requests that decode, and what the oracle knows of them."""
+
+    def __init__(self, workload: Workload, logits: Sequence[float]):
+        self.remaining = list(workload.lengths)
+        self._effects = workload.effects
+        self._logits = logits
+        self._shift = 0.0
+        self.active: list[int] = []
+        self.rates: dict[int, list[float]] = {}  # conditional
+        self.survival = [0.0] * len(logits)  # summed over the active, unconditional
+
+    def enter(self, request: int) -> None:
+        self.active.append(request)
+        rates = [sigmoid(x + self._effects[request] + self._shift) for x in self._logits]
+        self.rates[request] = rates
+        self._sum(rates, 1)
+
+    def leave(self, gone: Sequence[int]) -> None:
+        for request in gone:
+            self._sum(self.rates.pop(request), -1)
+        self.active = [request for request in self.active if request in self.rates]
+
+    def shift(self, by: float) -> None:
+        """Change all acceptance from now on."""
+        self._shift += by
+        again, self.active, self.rates = self.active, [], {}
+        self.survival = [0.0] * len(self._logits)
+        for request in again:
+            self.enter(request)
+
+    def _sum(self, rates: Sequence[float], sign: int) -> None:
+        survival = accumulate(rates, mul)
+        self.survival = [a + sign * b for a, b in zip(self.survival, survival, strict=True)]
+
+
+def simulate(world: World, workload: Workload, policy: Policy | None, seed: int = 0) -> Outcome:
+    """Run the workload to its end with a policy; None is the oracle.
+
+    A policy learns of a round after it has chosen for the next, as in an engine with a step in
+    flight.
+    """
+    rng = random.Random(seed)
+    if policy is not None:
+        choices = policy.choices
+        policy.begin(lambda: world.replay(choices, rng))
+    ks = range(len(world.rates) + 1)
+    running = _Running(workload, [logit(rate) for rate in conditional(world.rates)])
+    outcome, now, num_come = Outcome(), 0.0, 0
+    num_requests, half = len(workload.lengths), sum(workload.lengths) / 2
+    has_shifted = world.shift == 0
+    late: Round | None = None
+    while running.active or num_come < num_requests:
+        if not running.active:
+            now = max(now, workload.arrivals[num_come])
+        while (
+            num_come < num_requests
+            and workload.arrivals[num_come] <= now
+            and len(running.active) < world.batches[-1]
+        ):
+            running.enter(num_come)
+            num_come += 1
+        if not has_shifted and outcome.num_tokens >= half:
+            running.shift(world.shift)
+            has_shifted = True
+        num_sequences = len(running.active)
+        batch = world.padded(num_sequences)
+        tokens = list(accumulate(running.survival, initial=num_sequences))
+        goodput = [tokens[k] / world.ms(batch, k) for k in ks]
+        best = max(goodput)
+        if policy is None:
+            k = goodput.index(best)
+        else:
+            k = policy.choose(Load(num_sequences))
+            if late is not None:
+                policy.observe(late)
+        ms = world.ms(batch, k) * world._factor(rng)
+        verdicts = _verify(running, k, rng, outcome)
+        late = Round(batch, k, 0, verdicts, ms)
+        outcome.trace.append((now, num_sequences, k))
+        outcome.k_histogram[k] += 1
+        outcome.ms_by_batch[batch] += ms
+        outcome.lost_by_batch[batch] += ms * (1 - goodput[k] / best)
+        now += ms
+    outcome.makespan_ms = now - workload.arrivals[0]
+    return outcome
+
+
+def _verify(running: _Running, k: int, rng: random.Random, outcome: Outcome) -> Counter[Verdict]:
+    """Draw a round's fate for every request."""
+    verdicts: Counter[Verdict] = Counter()
+    gone = []
+    for request in running.active:
+        num_drafts = min(k, running.remaining[request] - 1)
+        rates, num_accepted = running.rates[request], 0
+        while num_accepted < num_drafts and rng.random() < rates[num_accepted]:
+            num_accepted += 1
+        verdicts[Verdict(num_drafts, num_accepted)] += 1
+        running.remaining[request] -= num_accepted + 1
+        outcome.num_tokens += num_accepted + 1
+        if not running.remaining[request]:
+            gone.append(request)
+    if gone:
+        running.leave(gone)
+    return verdicts

@@ -1,0 +1,137 @@
+"""Milliseconds of a round, by batch size, K and context.
+
+A round of B requests and K drafts runs B (K + 1) tokens through the target. What it costs is known
+at points, from a profile or from replaying the compiled steps, and refined by the times of rounds.
+Between points it is linear in both directions; it never falls as tokens are added.
+"""
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+
+_DRIFT_GAIN, _OWN_GAIN = 0.05, 0.05
+_REPLAYS = 4  # rounds that a point is worth when it is corrected
+_CLIP = 0.25  # of a log ratio: a time further off moves estimates no more than this
+
+Points = Mapping[int, Mapping[int, float]]  # milliseconds by batch size and K
+
+
+class StepCost:
+    """Estimates times of rounds, and learns from those that it is shown.
+
+    What is learned has two parts, as factors: a drift that all rounds share (clocks, neighbours,
+    longer texts), so that a K that has not run lately is judged like the others, and what is a
+    point's own.
+    """
+
+    def __init__(
+        self,
+        points: Points,
+        *,
+        ks: Sequence[int] = (),
+        batches: Sequence[int] = (),
+        ms_per_context_token: float = 0.0,
+    ):
+        """`ks` are to be points, too. `batches` are the sizes that rounds are padded to: what lies
+        between two costs what the larger does. Without, nothing is padded."""
+        self.ks = sorted({*ks, *(k for column in points.values() for k in column)})
+        rows = {batch: [_along_k(points[batch], k) for k in self.ks] for batch in sorted(points)}
+        self._is_padded = len(batches) > 0
+        if batches:
+            rows = {batch: _between(rows, batch) for batch in sorted(batches)}
+        self.batches = list(rows)
+        self._points = _monotone(list(rows.values()))
+        self._own = [[0.0] * len(self.ks) for _ in rows]
+        self._num_seen = [[0] * len(self.ks) for _ in rows]
+        self._drift, self._num_all = 0.0, 0
+        self._ms_per_context_token = ms_per_context_token
+        self._grid = dict(zip(self.batches, self._points, strict=True))
+
+    def ms(self, batch_size: int, k: int, num_context: float = 0) -> float:
+        """Milliseconds of a round of k drafts, of requests with so many tokens before altogether.
+
+        A batch size beyond the points costs what the nearest does; so does a K below them. A K
+        above costs what it would if the last two were a line.
+        """
+        if self._is_padded:
+            row = self._grid[self.batches[self._row(batch_size)]]
+        else:
+            row = _between(self._grid, batch_size)
+        at_k = _along_k(dict(zip(self.ks, row, strict=True)), k)
+        return (at_k + self._ms_per_context_token * num_context) * math.exp(self._drift)
+
+    def padded(self, batch_size: int) -> int:
+        """The batch size at which such a round is counted."""
+        return self.batches[self._row(batch_size)]
+
+    def observe(self, batch_size: int, k: int, num_context: float, ms: float) -> None:
+        """Learn from the time of a round of one of `ks`."""
+        row, column = self._row(batch_size), self.ks.index(k)
+        expected = self._points[row][column] + self._ms_per_context_token * num_context
+        surprise = math.log(ms / expected) - self._drift - self._own[row][column]
+        if self._num_all >= _REPLAYS:
+            surprise = min(max(surprise, -_CLIP), _CLIP)
+        gain = max(1 / (1 + self._num_all), _DRIFT_GAIN)
+        own_gain = max(1 / (1 + _REPLAYS + self._num_seen[row][column]), _OWN_GAIN)
+        self._drift += gain * surprise
+        self._own[row][column] += own_gain * (1 - gain) * surprise
+        self._num_all += 1
+        self._num_seen[row][column] += 1
+        corrected = [
+            [point * math.exp(own) for point, own in zip(points, owns, strict=True)]
+            for points, owns in zip(self._points, self._own, strict=True)
+        ]
+        self._grid = dict(zip(self.batches, _monotone(corrected), strict=True))
+
+    def _row(self, batch_size: int) -> int:
+        return min(bisect_left(self.batches, batch_size), len(self.batches) - 1)
+
+
+def _between(rows: Mapping[int, Sequence[float]], batch: int) -> list[float]:
+    """The row of a batch size, from those around it."""
+    return [_line({b: row[i] for b, row in rows.items()}, batch) for i in range(_width(rows))]
+
+
+def _width(rows: Mapping[int, Sequence[float]]) -> int:
+    return len(next(iter(rows.values())))
+
+
+def _along_k(points: Mapping[int, float], k: int) -> float:
+    ks = sorted(points)
+    if k <= ks[-1] or len(ks) == 1:
+        return _line(points, k)
+    slope = (points[ks[-1]] - points[ks[-2]]) / (ks[-1] - ks[-2])
+    return points[ks[-1]] + max(slope, 0.0) * (k - ks[-1])
+
+
+def _line(points: Mapping[int, float], x: float) -> float:
+    """Linear between points, and flat beyond them."""
+    xs = sorted(points)
+    if x <= xs[0]:
+        return points[xs[0]]
+    for a, b in pairwise(xs):
+        if x <= b:
+            return points[a] + (points[b] - points[a]) * (x - a) / (b - a)
+    return points[xs[-1]]
+
+
+def _monotone(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The nearest rows that rise to the right and downwards.
+
+    Isotonic regression keeps the order of its inputs, so doing one direction after the other
+    spoils neither.
+    """
+    columns = [_rising(column) for column in zip(*rows, strict=True)]
+    return [_rising(row) for row in zip(*columns, strict=True)]
+
+
+def _rising(values: Sequence[float]) -> list[float]:
+    """Isotonic regression: pool adjacent violators (Ayer et al. 1955)."""
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        pools.append((value, 1))
+        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
+            (a, m), (b, n) = pools[-2:]
+            pools[-2:] = [((m * a + n * b) / (m + n), m + n)]
+    return [mean for mean, count in pools for _ in range(count)]

@@ -1,0 +1,103 @@
+"""How long rounds take, measured by running every shape of them before there are requests.
+
+Each shape has to run once anyway, to be ready when a request needs it. The requests are made up:
+random tokens, as much context as asked for, pages shared if the pool does not hold them all.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.batch import Layout
+from specjax.device.state import EngineState
+from specjax.host.speculation.step_cost import StepCost
+
+LEAST_ROUNDS, MOST_ROUNDS, ENOUGH_SECONDS = 3, 9, 0.05
+
+# Runs a round, packed i32[B, ...], of so many drafts: (state, packed, k) -> (state, outputs).
+RunRound = Callable[[EngineState, np.ndarray, int], tuple[EngineState, jax.Array]]
+
+
+def measure_rounds(
+    run: RunRound,
+    state: EngineState,
+    layout: Layout,
+    num_pages: int,
+    ks: tuple[int, ...],
+    batches: tuple[int, ...],
+) -> StepCost:
+    """Costs of rounds by batch size, K and context. Consumes the state.
+
+    Context adds time in proportion to its tokens, whatever K is: each is read once. How much, two
+    lengths tell at the largest batch.
+    """
+    room = (MOST_ROUNDS + 1) * (max(ks) + 1)
+    short, long = layout.max_model_len // 8, layout.max_model_len - room
+    state = _filled(state, layout.vocab_size)
+
+    def time_rounds(batch: int, k: int, context: int) -> float:
+        nonlocal state
+        packed = _pack(batch, k, layout, num_pages)
+        state = replace(state, lengths=_like(state.lengths, context))
+        times: list[float] = []
+        for i in range(MOST_ROUNDS + 1):
+            start = time.perf_counter()
+            state, outputs = run(state, packed, k)
+            outputs.block_until_ready()
+            if i:  # the first touches memory for the first time
+                times.append(time.perf_counter() - start)
+            if len(times) >= LEAST_ROUNDS and sum(times) >= ENOUGH_SECONDS:
+                break
+        return 1e3 * median(times)
+
+    points = {batch: {k: time_rounds(batch, k, short) for k in ks} for batch in batches}
+    per_token = 0.0
+    if long > 2 * short:
+        most = batches[-1]
+        slopes = [
+            (time_rounds(most, k, long) - points[most][k]) / (most * (long - short))
+            for k in {min(ks), max(ks)}
+        ]
+        per_token = max(0.0, min(slopes))
+    return StepCost(
+        _without_context(points, short, per_token),
+        batches=batches,
+        ms_per_context_token=per_token,
+    )
+
+
+def _without_context(
+    points: Mapping[int, Mapping[int, float]], context: int, per_token: float
+) -> dict[int, dict[int, float]]:
+    """What rounds would take of requests without context."""
+    return {
+        batch: {k: max(ms - batch * context * per_token, 0.1 * ms) for k, ms in column.items()}
+        for batch, column in points.items()
+    }
+
+
+def _filled(state: EngineState, vocab_size: int) -> EngineState:
+    """All slots taken by requests of random tokens that never end."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape)
+    return replace(
+        state,
+        tokens=jax.device_put(tokens.astype(np.int32), state.tokens.sharding),
+        is_active=_like(state.is_active, True),
+        requests=replace(state.requests, limits=_like(state.requests.limits, 2**30)),
+    )
+
+
+def _like(x: jax.Array, value: Any) -> jax.Array:
+    return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
+
+
+def _pack(batch: int, k: int, layout: Layout, num_pages: int) -> np.ndarray:
+    """A packed round (see `batch.pack`) of the first slots, each with pages in a row."""
+    table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1) % num_pages
+    columns = np.arange(batch), np.full(batch, k), np.ones(batch), *table.T
+    return np.stack(columns, axis=1).astype(np.int32)

@@ -1,0 +1,141 @@
+"""`specjax bench simulate`: what it reports, and what it refuses."""
+
+import json
+from collections import Counter
+
+import pytest
+
+from specjax.bench.simulate import Settings, bench, pool_regret
+from specjax.cli import main
+from specjax.host.speculation.profile import Profile
+from specjax.host.speculation.simulator import Outcome
+
+# K = 2 is best up to 8 requests, K = 0 at 16; K = 1 never is.
+PROFILE = {
+    "is_online": False,
+    "batch_stats": {"1": {"0": 6.0, "2": 7.0}, "8": {"0": 6.5, "2": 9.0}, "16": {"0": 8, "2": 24}},
+    "max_num_speculative_tokens": 2,
+    "acceptance_rate_per_pos": [0.6, 0.4],
+}
+SMALL = ["--requests", "16", "--seeds", "2"]
+
+
+@pytest.fixture
+def profile(tmp_path):
+    path = tmp_path / "profile.json"
+    path.write_text(json.dumps(PROFILE))
+    return str(path)
+
+
+def simulate(capsys, profile, policy, *options):
+    argv = ["bench", "simulate", "--profile", profile, "--policy", policy, *SMALL, *options]
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize("policy", ["adaptive", "table", "profile", "static:2"])
+def test_report(capsys, profile, policy):
+    report = simulate(capsys, profile, policy)
+    assert report == simulate(capsys, profile, policy)
+    assert report["policy"] == policy and report["seeds"] == [0, 1]
+    assert len(report["regret_by_seed"]) == len(report["makespan_ratio_by_seed"]) == 2
+    assert report["regret_mean"] == pytest.approx(sum(report["regret_by_seed"]) / 2)
+    assert list(report["regret_by_batch"]) == ["1", "2", "4", "8", "16"]
+    assert report["regret_worst_batch"] == max(report["regret_by_batch"].values())
+    ratios = report["makespan_ratio_by_seed"]
+    assert report["makespan_ratio_to_oracle"] == pytest.approx(sum(ratios) / 2)
+    assert 0 <= report["regret_mean"] <= report["regret_worst_batch"] < 1
+    assert 0.8 < report["makespan_ratio_to_oracle"] < 2
+    assert report["settings"] == {
+        "profile": profile,
+        "policy": policy,
+        "acceptance_shift": 0.0,
+        "seeds": 2,
+        "requests": 16,
+    }
+
+
+def test_who_knows_more_regrets_less(capsys, profile):
+    worst = simulate(capsys, profile, "static:0")
+    assert worst["k_histogram"].keys() == {"0"} and worst["regret_by_batch"]["16"] < 0.01
+    assert worst["regret_mean"] > 0.2 and worst["makespan_ratio_to_oracle"] > 1.2
+    assert simulate(capsys, profile, "profile")["regret_mean"] < 0.1
+
+
+def test_a_shift_is_for_those_who_learn(capsys, profile):
+    shift = ["--acceptance-shift", "-4"]
+    stale = simulate(capsys, profile, "profile", *shift)
+    learning = simulate(capsys, profile, "adaptive", *shift)
+    assert stale["settings"]["acceptance_shift"] == -4
+    assert learning["regret_mean"] < stale["regret_mean"] / 2
+
+
+def test_an_online_profile_learns_rates(capsys, profile, tmp_path):
+    online = tmp_path / "online.json"
+    online.write_text(json.dumps(PROFILE | {"is_online": True}))
+    shift = ["--acceptance-shift", "-4"]
+    stale = simulate(capsys, profile, "profile", *shift)
+    learning = simulate(capsys, str(online), "profile", *shift)
+    assert learning["regret_mean"] < stale["regret_mean"] / 2
+
+
+def test_every_seed_begins_with_a_policy_that_has_learned_nothing():
+    profile = Profile.of(PROFILE, "here")
+    settings = {"profile": "here", "policy": "adaptive", "acceptance_shift": 0.0, "requests": 4}
+    one, two = (bench(Settings(seeds=seeds, **settings), profile) for seeds in (1, 2))
+    assert two["regret_by_seed"][0] == one["regret_by_seed"][0]
+
+
+def test_regret_of_a_batch_size_is_pooled_by_time():
+    short = Outcome(ms_by_batch=Counter({1: 10.0, 2: 5.0}), lost_by_batch=Counter({1: 5.0}))
+    long = Outcome(ms_by_batch=Counter({1: 90.0}), lost_by_batch=Counter({1: 5.0}))
+    assert pool_regret([short, long]) == {1: 0.1, 2: 0.0}
+
+
+def test_text(capsys, profile):
+    argv = ["bench", "simulate", "--profile", profile, "--policy", "static:2", *SMALL]
+    assert main(argv) == 0
+    text = capsys.readouterr().out
+    lines = [line.split() for line in text.splitlines()]
+    assert lines[0] == ["over", "seeds", "mean", "least", "most"]
+    assert ["batch", "1", "2", "4", "8", "16"] in lines
+    assert ["K", "2"] in lines and ["rounds", "100.0%"] in lines
+    assert "2 seeds of 16 requests" in text and text.isascii()
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        (["--policy", "static:9"], ["--policy static:9", "max_num_speculative_tokens=2"]),
+        (["--policy", "static"], ["--policy static is none of", "adaptive"]),
+        (["--policy", "best"], ["--policy best is none of", "static:K"]),
+        (["--seeds", "0"], ["--seeds=0", "at least 1"]),
+        (["--requests", "-1"], ["--requests=-1", "at least 1"]),
+        (["--acceptance-shift", "nan"], ["--acceptance-shift nan", "-50..50"]),
+        (["--acceptance-shift", "inf"], ["--acceptance-shift inf", "-50..50"]),
+        (["--acceptance-shift=-51"], ["--acceptance-shift -51.0", "-50..50"]),
+        (["--profile", "none.json"], ["none.json", "cannot be read"]),
+    ],
+    ids=str,
+)
+def test_bad_arguments(capsys, profile, options, words):
+    argv = ["bench", "simulate", "--profile", profile, "--policy", "table", *options]
+    assert main(argv) == 2
+    captured = capsys.readouterr()
+    assert captured.err.count("\n") == 1 and not captured.out
+    assert all(word in captured.err for word in words), captured.err
+
+
+@pytest.mark.parametrize(
+    "argv, word",
+    [
+        (["--policy", "table"], "--profile"),
+        (["--profile", "x"], "--policy"),
+        (["--profile", "x", "--policy", "table", "--seeds", "1.5"], "--seeds"),
+        (["--profile", "x", "--policy", "table", "--acceptance-shift", "x"], "--acceptance-shift"),
+    ],
+)
+def test_what_the_parser_refuses(capsys, argv, word):
+    with pytest.raises(SystemExit) as end:
+        main(["bench", "simulate", *argv])
+    assert end.value.code == 2 and word in capsys.readouterr().err

@@ -1,0 +1,70 @@
+"""What a round without drafts asks of a chain drafter's head: keys and values, and no more."""
+
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from specjax.device.drafters.chain import ChainDrafter
+from specjax.device.drafters.drafter import NoDrafter, Params, Variant
+from specjax.device.drafters.eagle import EagleHead
+from specjax.device.drafters.eagle3 import Eagle3Head
+from specjax.device.drafters.mtp import MTPHead
+from specjax.device.models.layers.moe import Experts
+from specjax.device.models.qwen3_5 import ATTENTION
+from specjax.device.state import init_state
+from specjax.device.step import DecodeInputs, StepModel, decode_rounds
+from specjax.device.verification import SeedExact
+from specjax.train.target import demo_llama, demo_qwen3_5
+
+BATCH, VOCAB, MAX_LEN, PAGES, PAGE_SIZE = 8, 64, 32, 16, 16
+LLAMA = demo_llama(VOCAB, 2, 192)
+DENSE = replace(demo_qwen3_5(VOCAB, 2, 192), layer_types=(ATTENTION,) * 2)
+SPARSE = replace(DENSE, experts=Experts(4, 2, 128, 128, True))
+ONE_LAYER = replace(LLAMA, num_layers=1)
+HEADS = {
+    "eagle": (LLAMA, EagleHead(shape=ONE_LAYER)),
+    "eagle3": (
+        LLAMA,
+        Eagle3Head(
+            shape=ONE_LAYER, target_hidden_size=192, draft_vocab_size=VOCAB, aux_layers=(0, 1, 2)
+        ),
+    ),
+    "mtp": (DENSE, MTPHead(DENSE)),
+    "mtp-experts": (SPARSE, MTPHead(SPARSE)),
+}
+
+
+def num_flops(target, drafter, own, most_rounds):
+    """Of a compiled round of plain decoding beside `drafter`, whose weights are `own`."""
+
+    def state():
+        cache = target.init_cache(BATCH, PAGES, PAGE_SIZE, 1, jnp.float32)
+        kept = drafter.init_state(BATCH, PAGES, PAGE_SIZE, jnp.float32)
+        return init_state(BATCH, MAX_LEN, VOCAB, cache, kept)
+
+    def shapes(specs):
+        return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
+
+    per_request = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
+    table = jax.ShapeDtypeStruct((BATCH, MAX_LEN // PAGE_SIZE), jnp.int32)
+    inputs = DecodeInputs(per_request, per_request, per_request, table)
+    model = StepModel(target, drafter, SeedExact(), "auto", 1, 1, True, most_rounds)
+    run = jax.jit(partial(decode_rounds, model=model, variant=Variant(), k=0))
+    params = Params(shapes(target.specs()), shapes(own))
+    return run.lower(params, jax.eval_shape(state), inputs).compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize("most_rounds", [1, 2])
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind, most_rounds):
+    """Neither its attention nor its feed-forward layer: nothing reads what they make."""
+    target, head = HEADS[kind]
+    own = head.specs()
+    plain = num_flops(target, NoDrafter(head.aux_layers), None, most_rounds)
+    speculating = num_flops(target, ChainDrafter(head), own, most_rounds)
+    attention = own.layer.mixer if kind.startswith("mtp") else own.attention
+    projections = sum(spec.shape[0] * spec.shape[1] for spec in (own.fc, attention.qkv))
+    assert speculating - plain < 1.1 * 2 * BATCH * projections

@@ -1,0 +1,59 @@
+"""Policies by name."""
+
+import pytest
+
+from specjax.host.speculation.acceptance import Verdict
+from specjax.host.speculation.methods import WARM_UP_ROUNDS, make_policy, profile_policy
+from specjax.host.speculation.policy import Load, Round, StaticPolicy, TablePolicy
+from specjax.host.speculation.profile import Profile
+from specjax.host.speculation.step_cost import StepCost
+
+BATCHES = (1, 2, 4, 8)
+# Drafts pay at one request, and not at eight.
+PROFILE = Profile({1: {0: 2.0, 2: 2.2}, 8: {0: 4.0, 2: 12.0}}, (0.6, 0.4), 2)
+
+
+def replay():
+    return StepCost(PROFILE.step_ms, ks=(0, 1, 2), batches=BATCHES)
+
+
+def test_static_and_table():
+    assert make_policy("static:0", PROFILE, BATCHES) == StaticPolicy(0)
+    assert make_policy("static:2", PROFILE, BATCHES) == StaticPolicy(2)
+    assert make_policy("table", PROFILE, BATCHES) == TablePolicy(PROFILE.as_table())
+
+
+@pytest.mark.parametrize("name", ["table", "profile", "adaptive"])
+def test_k_falls_with_the_load(name):
+    policy = make_policy(name, PROFILE, BATCHES)
+    policy.begin(replay)
+    assert policy.choose(Load(1)) == 2 and policy.choose(Load(8)) == 0
+    assert set(policy.choices) <= {0, 1, 2}
+
+
+@pytest.mark.parametrize("is_online", [False, True])
+def test_only_an_online_profile_learns_rates_after_its_warm_up(is_online):
+    profile = Profile(PROFILE.step_ms, PROFILE.rates, 2, is_online)
+    policy = profile_policy(profile, BATCHES)
+    policy.begin(replay)
+    failed = Round(1, 2, 0, {Verdict(2, 0): 200}, 2.2)
+    for _ in range(WARM_UP_ROUNDS - 1):
+        policy.observe(failed)
+    assert policy.goodput(Load(1))[2] == pytest.approx(2 / 2.2)
+    for _ in range(100):
+        policy.observe(failed)
+    assert policy.goodput(Load(1))[2] == pytest.approx((1 if is_online else 2) / 2.2, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        *((name, "static:K, table, profile, adaptive") for name in ("", "static", "static:")),
+        *((name, "is none of") for name in ("static:-1", "static:1.5", "table:3", "Adaptive")),
+        ("static:3", "max_num_speculative_tokens=2"),
+    ],
+)
+def test_bad_names(name, words):
+    with pytest.raises(ValueError, match=words) as error:
+        make_policy(name, PROFILE, BATCHES)
+    assert str(error.value).startswith(name)
