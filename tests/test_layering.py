@@ -19,7 +19,8 @@ LAYERS = [
     ["specjax.engine", "specjax.precompile", "specjax.replay", "specjax.memory"],
     [
         *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts"),
-        *("specjax.outputs", "specjax.dynamic_k", "specjax.llm", "specjax.async_llm", "specjax.demo"),
+        *("specjax.outputs", "specjax.dynamic_k", "specjax.llm"),
+        *("specjax.async_llm", "specjax.demo"),
         "specjax.environment",
     ],
     ["specjax.arguments"],

@@ -21,7 +21,7 @@ MEMORY_DRAFTS, MEMORY_ROUNDS = 200, 20
 MOST_GROUPS = 64
 _FIRST_RATE, _STEP = 0.7, -0.2  # where nothing is known: c_1, and the log-odds lost per position
 _PRIOR_WEIGHT, _POOL_WEIGHT = 4.0, 20.0  # in drafts
-_OFFSET_GAIN = 0.02
+_OFFSET_WEIGHT = 20.0
 
 
 class Verdict(NamedTuple):
@@ -33,6 +33,11 @@ class Verdict(NamedTuple):
     num_drafts: int
     num_accepted: int
     group: Hashable = None
+
+    @property
+    def depth(self) -> int:
+        """How many drafts were looked at."""
+        return min(self.num_accepted + 1, self.num_drafts)
 
 
 class _Counts:
@@ -98,10 +103,14 @@ class Acceptance:
             self._groups[group] = counts  # the last to be forgotten
         while len(self._groups) > MOST_GROUPS:
             del self._groups[next(iter(self._groups))]
-        self._learn_offsets()
+        self._learn_offsets(verdicts)
 
     def discount(self, factor: float = 0.25) -> None:
-        """Believe what was counted less, as after a change of weights."""
+        """Believe what was counted less, as after a change of weights.
+
+        Rates stay as they are until there are new counts: they are where learning begins again.
+        """
+        self._first = self._pooled()[0] if self.most_drafts else self._first
         for counts in (self._all, *self._groups.values()):
             counts.forget(factor)
 
@@ -112,13 +121,13 @@ class Acceptance:
             rates.append(self._all.mean(i, prior, _PRIOR_WEIGHT))
         return rates
 
-    def _learn_offsets(self) -> None:
-        """Move each offset a little to what the counts of late say."""
+    def _learn_offsets(self, verdicts: Mapping[Verdict, int]) -> None:
+        """Move offsets to what the counts say, by how many drafts were just looked at there."""
         rates = self._pooled()
         for i in range(1, self.most_drafts):
-            seen = self._all.accepted[i] + self._all.rejected[i]
+            fresh = sum(count for verdict, count in verdicts.items() if verdict.depth > i)
+            gain = fresh / (fresh + _OFFSET_WEIGHT)
             difference = logit(rates[i]) - logit(rates[i - 1])
-            gain = _OFFSET_GAIN * seen / (seen + _POOL_WEIGHT)
             self._offsets[i] += gain * (difference - self._offsets[i])
 
 

@@ -241,12 +241,11 @@ class GoodputPolicy:
         return self._first_rates if self._warm_up_rounds > 0 else self.acceptance.rates(group)
 
     def _probe(self, best: int, goodput: Mapping[int, float], load: Load) -> int:
-        drafting = [k for k in self._choices if k > 0]
-        if best == 0 and drafting:
-            return self._try_drafting(drafting, goodput, load)
-        self._parked, self._patience, self._trial = 0, PARKED_FIRST, 0
         n = load.num_sequences
         self._credit += PROBE_BUDGET * self.cost.ms(n, best)
+        if best == 0:
+            return self._try_drafting(goodput, load)
+        self._parked, self._patience, self._trial = 0, PARKED_FIRST, 0
         self._since_probe += 1
         at = self._choices.index(best)
         near = self._choices[max(at - 1, 0) : at + 2]
@@ -255,21 +254,34 @@ class GoodputPolicy:
             return best
         k = min(tried, key=lambda k: tried[k])
         is_new = tried[k] < FIRST_PROBES
-        loss = (1 - goodput[k] / goodput[best]) * self.cost.ms(n, k)
-        if self._since_probe < (FIRST_EVERY if is_new else PROBE_EVERY) or loss > self._credit:
+        if self._since_probe < (FIRST_EVERY if is_new else PROBE_EVERY):
+            return best
+        if not self._can_afford((1 - goodput[k] / goodput[best]) * self.cost.ms(n, k)):
             return best
         self._since_probe = 0
-        self._credit -= max(loss, 0)
         return k
 
-    def _try_drafting(
-        self, drafting: Sequence[int], goodput: Mapping[int, float], load: Load
-    ) -> int:
+    def _try_drafting(self, goodput: Mapping[int, float], load: Load) -> int:
+        """0, or for some rounds in a row the best K above it, to see drafts stand or fail."""
+        drafting = {k: goodput[k] for k in self._choices if k > 0}
+        if not drafting or not any(limit for _, limit in load.members or {(None, 1): 1}):
+            return 0
+        k = max(drafting, key=lambda k: drafting[k])
         if not self._trial:
             self._parked += 1
-            if self._parked < self._patience:
+            num_rounds = -(-PARKED_VERDICTS // load.num_sequences)
+            loss = (1 - goodput[k] / goodput[0]) * self.cost.ms(load.num_sequences, k)
+            if self._parked < self._patience or not self._can_afford(num_rounds * loss):
                 return 0
             self._parked, self._patience = 0, min(2 * self._patience, PARKED_LAST)
-            self._trial = -(-PARKED_VERDICTS // load.num_sequences)
+            self._trial = num_rounds
+            self.acceptance.discount()  # what was seen before is of long ago
         self._trial -= 1
-        return max(drafting, key=lambda k: goodput[k])
+        return k
+
+    def _can_afford(self, milliseconds: float) -> bool:
+        """Whether so much may be lost now; if so it counts as spent."""
+        if milliseconds > self._credit:
+            return False
+        self._credit -= max(milliseconds, 0.0)
+        return True

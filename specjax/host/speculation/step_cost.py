@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 _DRIFT_GAIN, _OWN_GAIN = 0.05, 0.05
-_REPLAYS = 4  # rounds that a point is worth when it is corrected
+_REPLAYS, _MOST_SEEN = 4, 100  # rounds that a point is worth: what it began with, and since
 _CLIP = 0.25  # of a log ratio: a time further off moves estimates no more than this
 
 Points = Mapping[int, Mapping[int, float]]  # milliseconds by batch size and K
@@ -41,7 +41,7 @@ class StepCost:
         if batches:
             rows = {batch: _between(rows, batch) for batch in sorted(batches)}
         self.batches = list(rows)
-        self._points = _monotone(list(rows.values()))
+        self._points = _monotone(list(rows.values()), [[1] * len(self.ks)] * len(rows))
         self._own = [[0.0] * len(self.ks) for _ in rows]
         self._num_seen = [[0] * len(self.ks) for _ in rows]
         self._drift, self._num_all = 0.0, 0
@@ -70,8 +70,7 @@ class StepCost:
         row, column = self._row(batch_size), self.ks.index(k)
         expected = self._points[row][column] + self._ms_per_context_token * num_context
         surprise = math.log(ms / expected) - self._drift - self._own[row][column]
-        if self._num_all >= _REPLAYS:
-            surprise = min(max(surprise, -_CLIP), _CLIP)
+        surprise = min(max(surprise, -_CLIP), _CLIP)
         gain = max(1 / (1 + self._num_all), _DRIFT_GAIN)
         own_gain = max(1 / (1 + _REPLAYS + self._num_seen[row][column]), _OWN_GAIN)
         self._drift += gain * surprise
@@ -82,7 +81,8 @@ class StepCost:
             [point * math.exp(own) for point, own in zip(points, owns, strict=True)]
             for points, owns in zip(self._points, self._own, strict=True)
         ]
-        self._grid = dict(zip(self.batches, _monotone(corrected), strict=True))
+        weights = [[_REPLAYS + min(seen, _MOST_SEEN) for seen in seens] for seens in self._num_seen]
+        self._grid = dict(zip(self.batches, _monotone(corrected, weights), strict=True))
 
     def _row(self, batch_size: int) -> int:
         return min(bisect_left(self.batches, batch_size), len(self.batches) - 1)
@@ -116,22 +116,27 @@ def _line(points: Mapping[int, float], x: float) -> float:
     return points[xs[-1]]
 
 
-def _monotone(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The nearest rows that rise to the right and downwards.
+def _monotone(
+    rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]]
+) -> list[list[float]]:
+    """Rows near to those given, by weight, that rise to the right and downwards.
 
-    Isotonic regression keeps the order of its inputs, so doing one direction after the other
-    spoils neither.
+    Isotonic regression of equal weights keeps the order of its inputs: done last, in one direction
+    after the other, it spoils neither. What heavy points then are left to give up is little.
     """
-    columns = [_rising(column) for column in zip(*rows, strict=True)]
-    return [_rising(row) for row in zip(*columns, strict=True)]
+    for by_weight in (weights, [[1.0] * len(row) for row in rows]):
+        columns = zip(zip(*rows, strict=True), zip(*by_weight, strict=True), strict=True)
+        risen = zip(*(_rising(column, weight) for column, weight in columns), strict=True)
+        rows = [_rising(row, weight) for row, weight in zip(risen, by_weight, strict=True)]
+    return [list(row) for row in rows]
 
 
-def _rising(values: Sequence[float]) -> list[float]:
+def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
     """Isotonic regression: pool adjacent violators (Ayer et al. 1955)."""
-    pools: list[tuple[float, int]] = []
-    for value in values:
-        pools.append((value, 1))
+    pools: list[tuple[float, float, int]] = []  # mean, weight, count
+    for value, weight in zip(values, weights, strict=True):
+        pools.append((value, weight, 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (a, m), (b, n) = pools[-2:]
-            pools[-2:] = [((m * a + n * b) / (m + n), m + n)]
-    return [mean for mean, count in pools for _ in range(count)]
+            (a, v, m), (b, w, n) = pools[-2:]
+            pools[-2:] = [((v * a + w * b) / (v + w), v + w, m + n)]
+    return [mean for mean, _, count in pools for _ in range(count)]

@@ -1,12 +1,409 @@
-"""Choosing K."""
+"""Choosing K: what is best by exact figures, what holds a choice, and what trying others costs."""
 
+import importlib
+import random
+from collections import Counter
+from dataclasses import fields
+from itertools import pairwise
+from pathlib import Path
+from typing import get_type_hints
+
+import numpy as np
 import pytest
 
-from specjax.host.speculation.policy import StaticPolicy
+from specjax.host.speculation.acceptance import Acceptance, Verdict
+from specjax.host.speculation.policy import (
+    LONG_LED,
+    PARKED_FIRST,
+    PARKED_LAST,
+    PROBE_BUDGET,
+    GoodputPolicy,
+    Load,
+    Round,
+    StaticPolicy,
+    TablePolicy,
+)
+from specjax.host.speculation.step_cost import StepCost
+
+KS = range(6)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+# One K is better than its neighbours by 7 %: 2 where drafts are accepted so, 0 where none is.
+RATES = (0.80, 0.60, 0.10, 0.05, 0.02)
+ROW = {0: 10.0, 1: 11.5, 2: 13.0, 3: 14.5, 4: 16.0, 5: 17.5}
+
+
+def slow(*values):
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module")
+def baselines():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        yield importlib.import_module("baselines")
+
+
+def alike(row=ROW):
+    """Rounds of any batch size take the same."""
+    return StepCost({batch: row for batch in BATCHES}, batches=BATCHES)
+
+
+def frozen(cost, rates=RATES, ks=KS):
+    acceptance = Acceptance(len(rates), rates)
+    return GoodputPolicy(ks, cost, acceptance, learns_cost=False, learns_acceptance=False)
+
+
+def adaptive(cost=None, rates=(), ks=KS, **options):
+    return GoodputPolicy(ks, cost or alike(), Acceptance(5, rates), **options)
+
+
+def draw(rng, rates, k, batch):
+    """What becomes of k drafts of each request, by unconditional rates."""
+    verdicts, left, before = Counter(), batch, 1.0
+    for i, rate in enumerate(rates[:k]):
+        stood = int(rng.binomial(left, rate / before)) if left else 0
+        verdicts[Verdict(k, i)] = left - stood
+        left, before = stood, rate
+    verdicts[Verdict(k, k)] += left
+    return +verdicts
+
+
+def verdicts_of(rng, laws, k, count):
+    """Of so many requests of each group, by its law."""
+    drawn = {group: draw(rng, rates, k, count) for group, rates in laws.items()}
+    return {v._replace(group=g): n for g, verdicts in drawn.items() for v, n in verdicts.items()}
+
+
+def serve(policy, rates_at, num_rounds, *, batch, row=ROW, noise=0.03, seed=0):
+    """K of each round; what came of one is known after the next is chosen."""
+    rng, ks, late = np.random.default_rng(seed), [], None
+    for i in range(num_rounds):
+        k = policy.choose(Load(batch))
+        if late is not None:
+            policy.observe(late)
+        ms = row[k] * max(0.1, 1 + noise * rng.standard_normal())
+        late = Round(batch, k, 0, draw(rng, rates_at(i), k, batch), ms)
+        ks.append(k)
+    return ks
+
+
+def goodputs(rates, row):
+    return {k: (1 + sum(rates[:k])) / ms for k, ms in row.items()}
+
+
+# --- rules ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_static_policy_is_the_same_at_any_batch_size(k):
     policy = StaticPolicy(k)
-    assert policy.choices == (k,)
-    assert {policy.choose(batch_size) for batch_size in (1, 2, 7, 256)} == {k}
+    assert policy.choices == (k,) and not policy.is_learning
+    assert {policy.choose(Load(batch_size)) for batch_size in (0, 1, 2, 7, 256)} == {k}
+
+
+def test_table_policy_goes_by_the_number_of_sequences():
+    """Sizes in a gap have the K of the entry before; so have those beyond the last."""
+    policy = TablePolicy(((1, 4, 5), (5, 8, 3), (16, 32, 3), (33, 40, 0)))
+    expected = {5: (0, 1, 4), 3: (5, 8, 9, 15, 16, 32), 0: (33, 40, 41, 999)}
+    for k, sizes in expected.items():
+        assert {policy.choose(Load(size)) for size in sizes} == {k}
+    assert policy.choices == (0, 3, 5) and not policy.is_learning
+
+
+def test_an_entry_holds_only_from_where_it_begins():
+    policy = TablePolicy(((1, 1, 3), (10, 20, 1)))
+    assert [policy.choose(Load(size)) for size in (1, 2, 9, 10)] == [3, 3, 3, 1]
+
+
+# --- the best by exact figures --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("grid", ["seed", "untaxed", "moe"])
+@pytest.mark.parametrize("shift", [-1.0, 0.0, 1.0])
+def test_the_best_is_that_of_trying_all(baselines, grid, shift):
+    """Interpolated by numpy; where two are equal but for rounding, either will do."""
+    points, rates = baselines.GRIDS[grid], baselines.shifted(baselines.SEED_RATES, shift)
+    policy = frozen(StepCost(points), rates)
+    for batch in range(1, 300):
+        rows = [np.interp(KS, list(row), list(row.values())) for row in points.values()]
+        ms = [np.interp(batch, list(points), column) for column in zip(*rows, strict=True)]
+        expected = [batch * (1 + sum(rates[:k])) / ms[k] for k in KS]
+        found = policy.goodput(Load(batch))
+        np.testing.assert_allclose([found[k] for k in KS], expected, rtol=1e-9)
+        assert expected[policy.choose(Load(batch))] >= max(expected) * (1 - 1e-9)
+
+
+def test_the_seed_s_switches(baselines):
+    """As worked out from its file: 3 up to 17 requests, 2 up to 110, 1 up to 169, then none."""
+    policy = frozen(StepCost(baselines.SEED_MS), baselines.SEED_RATES)
+    ks = [policy.choose(Load(batch)) for batch in range(1, 257)]
+    switches = [(i + 2, a, b) for i, (a, b) in enumerate(pairwise(ks)) if a != b]
+    assert ks[0] == 3 and switches == [(18, 3, 2), (111, 2, 1), (170, 1, 0)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_every_request_counts_with_its_limit_and_its_group(seed):
+    rng = random.Random(seed)
+    policy, drafts = adaptive(rates=RATES), np.random.default_rng(seed)
+    laws = {"a": (0.95, 0.9, 0.85, 0.8, 0.8), "b": (0.3, 0.1, 0.05, 0.03, 0.01)}
+    for _ in range(100):
+        policy.observe(Round(2, 5, 0, verdicts_of(drafts, laws, 5, 1), None))
+    members = {
+        (group, limit): rng.randint(1, 9)
+        for group in ("a", "b", "new")
+        for limit in rng.sample(KS, 2)
+    }
+    load = Load(sum(members.values()), members=members)
+    learned = {group: policy.acceptance.rates(group) for group in ("a", "b", "new")}
+    for k, found in policy.goodput(load).items():
+        tokens = 0.0
+        for (group, limit), count in members.items():
+            tokens += count * (1 + sum(learned[group][i] for i in range(k) if i < limit))
+        assert found == pytest.approx(tokens / ROW[k])
+
+
+@pytest.mark.parametrize("limit", KS)
+def test_no_more_is_drafted_than_anybody_may_use(limit):
+    policy = frozen(alike(), (0.99, 0.98, 0.97, 0.96, 0.95))
+    load = Load(8, members={("a", limit): 5, ("b", min(limit, 1)): 3})
+    assert policy.choose(Load(8)) == 5
+    assert policy.choose(load) <= limit
+
+
+def test_one_who_may_use_many_does_not_decide_for_all():
+    policy = frozen(alike(), (0.99, 0.98, 0.97, 0.96, 0.95))
+    assert policy.choose(Load(8, members={(None, 5): 8})) == 5
+    assert policy.choose(Load(8, members={(None, 1): 7, (None, 5): 1})) == 1
+
+
+def test_groups_pull_towards_their_best():
+    policy, rng = adaptive(), np.random.default_rng(0)
+    laws = {"easy": (0.95, 0.90, 0.85, 0.80, 0.75), "hard": (0.05, 0.01, 0.0, 0.0, 0.0)}
+    for _ in range(100):
+        policy.observe(Round(8, 5, 0, verdicts_of(rng, laws, 5, 4), None))
+    best = []
+    for num_easy in range(17):
+        load = Load(16, members={("easy", 5): num_easy, ("hard", 5): 16 - num_easy})
+        found = policy.goodput(load)
+        best.append(max(found, key=found.__getitem__))
+    assert best == sorted(best) and best[0] == 0 and best[-1] == 5
+
+
+def test_sequences_that_a_large_k_leaves_out_are_missed():
+    """A budget of 16 tokens: 4 sequences at K = 3, 8 at K = 1."""
+    policy = frozen(alike({k: 10.0 + 0.1 * k for k in KS}), (0.9, 0.8, 0.7, 0.6, 0.5))
+    assert policy.choose(Load(8)) == 5
+    assert policy.choose(Load(8, most_tokens=48)) == 5
+    assert policy.choose(Load(8, most_tokens=16)) == 1
+    assert policy.choose(Load(2, most_tokens=16)) == 5
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_budget_by_counting(seed):
+    rng = random.Random(seed)
+    rates = sorted((rng.random() for _ in KS[1:]), reverse=True)
+    cost = StepCost({b: {k: 5 + 0.02 * b * (k + 1) + k for k in KS} for b in (1, 100)})
+    n, budget, context = rng.randint(1, 100), rng.randint(6, 300), rng.randint(0, 10**5)
+    for k, found in frozen(cost, rates).goodput(Load(n, context, budget)).items():
+        num_run = min(n, budget // (k + 1))
+        expected = num_run * (1 + sum(rates[:k])) / cost.ms(num_run, k)
+        assert found == pytest.approx(expected)
+
+
+def test_long_texts_are_part_of_the_cost():
+    """Where reading them takes most of the time, drafts are nearly free."""
+    points = {1: {0: 10.0, 1: 20.0}}
+    policy = frozen(StepCost(points, ms_per_context_token=1e-3), (0.5,), (0, 1))
+    assert policy.choose(Load(1)) == 0
+    assert policy.choose(Load(1, num_context=100_000)) == 1
+
+
+# --- what holds a choice --------------------------------------------------------------------------
+
+
+def leading(lead):
+    """K = 2 leads by 10 % at batch size 64; K = 1 by so much at 1. No tries for a while."""
+    rates = (0.5, 0.25)
+    at_1 = {1: 15.0, 2: 17.5 * (1 + lead)}
+    at_64 = {1: 45.0, 2: 52.5 / 1.1}
+    policy = GoodputPolicy(
+        (1, 2),
+        StepCost({1: at_1, 64: at_64}, batches=(1, 64)),
+        Acceptance(2, rates),
+        learns_cost=False,
+    )
+    for _ in range(3):
+        for batch in (1, 64):
+            for k in (1, 2):
+                policy.observe(Round(batch, k, 0, {Verdict(0, 0): 1}, None))
+    assert policy.choose(Load(64)) == 2
+    return policy
+
+
+def test_a_clear_lead_counts_at_once():
+    assert leading(0.03).choose(Load(1)) == 1
+
+
+def test_a_small_lead_has_to_last():
+    policy = leading(0.01)
+    ks = [policy.choose(Load(1)) for _ in range(LONG_LED + 20)]
+    assert ks == [2] * (LONG_LED - 1) + [1] * 21
+
+
+def test_a_small_lead_that_comes_and_goes_changes_nothing():
+    policy = leading(0.01)
+    ks = [policy.choose(Load(64 if i % 40 == 39 else 1)) for i in range(120)]
+    assert set(ks) == {2}
+
+
+def test_no_lead_changes_nothing():
+    policy = leading(0.0)
+    assert {policy.choose(Load(1)) for _ in range(3 * LONG_LED)} == {2}
+
+
+# --- what trying others costs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch", [slow(1), 16, slow(256)])
+@pytest.mark.parametrize("best, rates", [(2, RATES), (5, (0.95, 0.9, 0.86, 0.82, 0.78))])
+def test_tries_are_few_and_cheap(batch, best, rates):
+    ks = serve(adaptive(), lambda i: rates, 10_000, batch=batch)
+    goodput = goodputs(rates, ROW)
+    assert max(goodput, key=goodput.__getitem__) == best
+    counts = Counter(ks)
+    assert 10 <= len(ks) - counts[best] <= 0.015 * len(ks)
+    times = {k: n * ROW[k] for k, n in counts.items()}
+    lost = sum(ms * (1 - goodput[k] / goodput[best]) for k, ms in times.items())
+    assert lost <= PROBE_BUDGET * sum(times.values()) + 20 * ROW[5]
+
+
+def test_neighbours_are_tried_and_no_others():
+    ks = serve(adaptive(rates=RATES), lambda i: RATES, 10_000, batch=16)
+    assert Counter(ks).keys() == {1, 2, 3}
+    tries = [i for i, k in enumerate(ks) if k != 2]
+    assert min(np.diff(tries)) >= 10
+    assert abs(ks.count(1) - ks.count(3)) <= 5
+
+
+def test_tries_find_what_replays_got_wrong():
+    """Replays made K = 3 look dear, though it is best."""
+    row = {k: 1.3 * ms if k >= 3 else ms for k, ms in ROW.items()}
+    rates = (0.8, 0.7, 0.62, 0.1, 0.05)
+    ks = serve(adaptive(alike(row)), lambda i: rates, 8_000, batch=16)
+    assert Counter(ks[:200]).most_common(1)[0][0] == 2
+    assert Counter(ks[-2000:]).most_common(1)[0][0] == 3
+
+
+def test_where_replays_were_right_nothing_is_found():
+    policy = frozen(alike(), RATES)
+    assert set(serve(policy, lambda i: (0.0,) * 5, 5000, batch=16)) == {2}
+    assert not policy.is_learning
+
+
+def distances(ks):
+    """Rounds from one with drafts to the next."""
+    return np.diff([i for i, k in enumerate(ks) if k > 0]).tolist()
+
+
+def test_tries_to_draft_come_less_and_less_often():
+    """One round each of 16 requests; the first of them all is before anything is known."""
+    ks = serve(adaptive(), lambda i: (0.0,) * 5, 16_000, batch=16)
+    longer = [gap for gap in distances(ks) if gap > 1]
+    doubling = [PARKED_FIRST * 2**i for i in range(len(longer))]
+    assert longer == [min(gap, PARKED_LAST) for gap in doubling]
+    assert len(longer) >= 12 and longer[-1] == PARKED_LAST
+
+
+def test_a_lone_request_tries_as_many_drafts():
+    ks = serve(adaptive(), lambda i: (0.0,) * 5, 5_000, batch=1)
+    runs = "".join("x" if k else "." for k in ks[1000:]).split(".")
+    assert {len(run) for run in runs if run} == {16}
+
+
+@pytest.mark.parametrize("batch", [1, slow(16), 256])
+@pytest.mark.parametrize("num_dead", [500, slow(8_000)])
+def test_better_drafts_are_found_again(batch, num_dead):
+    """By the second of the tries that are furthest apart."""
+    found = 2 * PARKED_LAST + 100
+    good = (0.8, 0.64, 0.51, 0.41, 0.33)
+    ks = serve(
+        adaptive(),
+        lambda i: (0.0,) * 5 if i < num_dead else good,
+        num_dead + found + 200,
+        batch=batch,
+    )
+    assert ks[num_dead - 100 : num_dead].count(0) >= 80
+    assert np.mean(np.array(ks[num_dead + found :]) > 0) > 0.95
+
+
+# --- what it may depend on ------------------------------------------------------------------------
+
+
+def test_a_profile_s_rates_hold_until_it_is_warm():
+    policy = adaptive(rates=(0.9, 0.8, 0.7, 0.6, 0.5), warm_up_rounds=10, learns_cost=False)
+    ks = serve(policy, lambda i: (0.0,) * 5, 60, batch=64)
+    # A round is known after the next is chosen; one is a try.
+    assert ks[:11].count(5) >= 10 and ks[11] == 0 and ks[11:].count(0) >= 45
+
+
+def test_a_policy_that_learns_needs_no_replays_if_it_has_costs():
+    def replay():
+        raise AssertionError("not asked for")
+
+    adaptive().begin(replay)
+    policy = GoodputPolicy(KS, None, Acceptance(5))
+    policy.begin(alike)
+    assert policy.cost.ms(1, 2) == ROW[2]
+
+
+def test_times_that_mean_nothing_are_left_out():
+    policy = adaptive()
+    before = [policy.cost.ms(16, k) for k in KS]
+    for _ in range(50):
+        policy.observe(Round(16, 2, 0, {Verdict(2, 2): 16}, None))
+    assert [policy.cost.ms(16, k) for k in KS] == before
+
+
+def random_log(seed, num_rounds=2000):
+    """Loads that come and go, and what comes of rounds whatever K is."""
+    rng = random.Random(seed)
+    for _ in range(num_rounds):
+        n = rng.choice([1, 3, 16, 60, 200])
+        members = {(group, rng.randint(0, 5)): n for group in rng.sample("abcd", 2)}
+        load = Load(n, rng.randint(0, 10**5), rng.choice([None, 300]), members)
+        yield load, rng.random(), rng.uniform(5, 30)
+
+
+def replay_log(log, *, with_pauses=False):
+    policy, ks = adaptive(), []
+    for load, u, ms in log:
+        if with_pauses and u < 0.5:
+            assert policy.choose(Load(0)) == 0
+        k = policy.choose(load)
+        ks.append(k)
+        verdicts = {Verdict(k, int(u * (k + 1)), "a"): 3, Verdict(k, 0, "b"): 1}
+        policy.observe(Round(policy.cost.padded(load.num_sequences), k, 0, verdicts, ms))
+    return ks
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_same_log_gives_the_same_ks(seed):
+    ks = replay_log(random_log(seed))
+    assert ks == replay_log(random_log(seed))
+    assert len(set(ks)) > 2 and ks != replay_log(random_log(seed + 100))
+
+
+def test_steps_in_which_nobody_decodes_change_nothing():
+    assert replay_log(random_log(5)) == replay_log(random_log(5), with_pauses=True)
+
+
+def test_a_policy_cannot_see_a_draft():
+    """Counts and times alone: K must not depend on the values of what it lets be verified."""
+    assert [f.name for f in fields(Load)] == [
+        "num_sequences", "num_context", "most_tokens", "members",
+    ]  # fmt: skip
+    assert [f.name for f in fields(Round)] == ["batch", "k", "num_context", "verdicts", "ms"]
+    assert Verdict._fields == ("num_drafts", "num_accepted", "group")
+    for kind in (Load, Round, Verdict):
+        for name, hint in get_type_hints(kind).items():
+            assert "Array" not in str(hint) and "list" not in str(hint), (kind, name)

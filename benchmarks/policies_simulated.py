@@ -1,0 +1,240 @@
+"""Ways to choose K against each other and an oracle, in a simulator; no device is involved.
+
+    python benchmarks/policies_simulated.py
+    python benchmarks/policies_simulated.py --seeds 2 --requests 48
+
+Rollouts of 256 requests that start together and end one by one, on three grids of step times
+(tests/host/speculation/baselines.py), in which acceptance stays as it was profiled, falls or rises
+half-way, or is nothing at all. Every policy has the same requests, seed by seed.
+"""
+
+import argparse
+import multiprocessing
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import accumulate, product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from report import RESULTS, provenance, summary, write_result
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "tests" / "host" / "speculation"))
+
+from baselines import (  # noqa: E402
+    BATCHES,
+    GRIDS,
+    KS,
+    MAKERS,
+    SEED_RATES,
+    SHIFTS,
+    Scenario,
+    run,
+    shifted,
+)
+
+from specjax.bench.simulate import pool_regret  # noqa: E402
+from specjax.host.speculation.policy import Load, Policy, Round  # noqa: E402
+from specjax.host.speculation.simulator import Outcome, Workload, simulate  # noqa: E402
+from specjax.host.speculation.step_cost import StepCost  # noqa: E402
+
+CHANGES = {"as profiled": 0.0, "-1 logit": -1.0, "+1 logit": 1.0, "nothing accepted": None}
+POLICIES = [name for name in MAKERS if name not in ("oracle", "misled")]
+LEARNING = ("adaptive", "profile, online", "thresholds")
+STEADY_BATCHES, STEADY_LENGTH = (1, 16, 64, 256), 2000
+COLD_ROUNDS, WINDOW, RECOVERED = 200, 50, 0.02
+
+
+def main() -> None:
+    """Run what was asked for, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=int, default=8, help="default: %(default)s")
+    parser.add_argument("--requests", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--processes", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--json", type=Path, help="default: results/policies_simulated.json")
+    settings = parser.parse_args()
+    source = provenance()
+    is_default = (settings.seeds, settings.requests) == (8, 256)
+    if settings.json is None and is_default:
+        settings.json = RESULTS / "policies_simulated.json"
+    context = multiprocessing.get_context("spawn")  # JAX has threads, which a fork would not
+    with ProcessPoolExecutor(settings.processes, context) as pool:
+        tables = compare(pool, settings.seeds, settings.requests)
+        tables.append(follow(pool, settings.seeds))
+    for table in tables:
+        print(table["title"])
+        for row in [table["columns"], *table["rows"]]:
+            print(*map(show, row), sep="\t")
+    if settings.json is not None:
+        result = {
+            "title": "Choosing K, simulated",
+            "description": f"Rollouts of {settings.requests} requests by policy: lengths lognormal "
+            "(median 900), log-odds of acceptance spread by 0.8 between requests, 3 % of noise in "
+            f"times; {settings.seeds} paired seeds. Regret is the part of the oracle's goodput "
+            "that is lost, weighted by time; the oracle knows times and acceptance, and takes the "
+            "best K of every round.",
+            "provenance": source,
+            "settings": {name: x for name, x in vars(settings).items() if name != "json"},
+            "tables": tables,
+        }
+        write_result(settings.json, result)
+
+
+def show(cell: Any) -> str:
+    """A cell for the terminal; of a summary the median."""
+    value = cell[0] if isinstance(cell, list) else cell
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+# --- rollouts -------------------------------------------------------------------------------------
+
+
+def compare(pool: ProcessPoolExecutor, seeds: int, num_requests: int) -> list[dict[str, Any]]:
+    """Regret, worst batch size and makespan of every policy."""
+    cases = list(product(GRIDS, CHANGES.values(), ["oracle", *POLICIES]))
+    jobs = [(*case, seed, num_requests) for case in cases for seed in range(seeds)]
+    outcomes = list(pool.map(roll_out, *zip(*jobs, strict=True), chunksize=4))
+    runs = {case: outcomes[i * seeds : (i + 1) * seeds] for i, case in enumerate(cases)}
+
+    def makespans(case: tuple[str, float | None, str]) -> list[float]:
+        oracle = runs[case[0], case[1], "oracle"]
+        return [a.makespan_ms / b.makespan_ms for a, b in zip(runs[case], oracle, strict=True)]
+
+    def worst(case: tuple[str, float | None, str]) -> str:
+        by_batch = pool_regret(runs[case])
+        batch = max(by_batch, key=by_batch.__getitem__)
+        return f"{100 * by_batch[batch]:.1f} at {batch}"
+
+    def table(title: str, cell: Callable[[Any], Any], note: str) -> dict[str, Any]:
+        rows = [
+            [grid, name, *(cell((grid, change, name)) for change in CHANGES.values())]
+            for grid, name in product(GRIDS, POLICIES)
+        ]
+        return {
+            "title": title,
+            "columns": ["grid", "policy", *CHANGES],
+            "rows": rows,
+            "notes": [note],
+        }
+
+    return [
+        table(
+            "Regret, %",
+            lambda case: summary([100 * outcome.regret for outcome in runs[case]]),
+            "Grids: the seed's (Llama-3.1-8B with EAGLE on an H100, vLLM #32374); the same without "
+            "what drafting at all adds to a step; one of experts, of which more tokens read more "
+            "until all are read. Tables and the online profile know the grid's times; the seed's "
+            "table knows those of the seed. The adaptive policy starts from noisy replays, without "
+            "rates. Thresholds are SGLang 0.5.23's.",
+        ),
+        table(
+            "Regret of the worst batch size, %",
+            worst,
+            "Over all seeds, by the batch size that rounds are padded to.",
+        ),
+        table(
+            "Makespan / the oracle's",
+            lambda case: summary(makespans(case)),
+            "Which requests come last is chance: about 2 % of noise between seeds.",
+        ),
+    ]
+
+
+def roll_out(grid: str, change: float | None, name: str, seed: int, num_requests: int) -> Outcome:
+    """One rollout, without its trace."""
+    return replace(run(Scenario(grid, change), name, seed, num_requests), trace=[])
+
+
+# --- steady loads ---------------------------------------------------------------------------------
+
+
+class Watched:
+    """A policy whose rounds' tokens are counted."""
+
+    is_learning = True
+
+    def __init__(self, policy: Policy):
+        self.policy = policy
+        self.choices = policy.choices
+        self.num_tokens: list[int] = []
+
+    def begin(self, replay: Callable[[], StepCost]) -> None:
+        """See `Policy`."""
+        self.policy.begin(replay)
+
+    def choose(self, load: Load) -> int:
+        """See `Policy`."""
+        return self.policy.choose(load)
+
+    def observe(self, outcome: Round) -> None:
+        """See `Policy`."""
+        counts = outcome.verdicts.items()
+        self.num_tokens.append(sum((v.num_accepted + 1) * count for v, count in counts))
+        self.policy.observe(outcome)
+
+
+def follow(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
+    """How soon policies know what they did not, at loads that do not change."""
+    shifts = [shift for shift in SHIFTS if shift]
+    cases = list(product(STEADY_BATCHES, shifts, LEARNING))
+    jobs = [(*case, seed) for case in cases for seed in range(seeds)]
+    found = list(pool.map(hold, *zip(*jobs, strict=True), chunksize=4))
+    rows = []
+    for i, (batch, shift, name) in enumerate(cases):
+        cold, rounds = zip(*found[i * seeds : (i + 1) * seeds], strict=True)
+        rows.append([batch, f"{shift:+.0f} logit", name, summary(cold), summary(rounds)])
+    return {
+        "title": "Cold starts and shifts",
+        "columns": [
+            "requests", "shift", "policy", f"regret of {COLD_ROUNDS} rounds, %",
+            "rounds to recover",
+        ],
+        "rows": rows,
+        "notes": [
+            f"The seed's grid; requests that are all alike, {STEADY_LENGTH} tokens each, so the "
+            "load stays as it is. Regret of the first rounds, and rounds from the shift half-way "
+            f"to the first of {WINDOW} that together regret at most {RECOVERED:.0%}; if there are "
+            "none, all that are left."
+        ],
+    }  # fmt: skip
+
+
+def hold(batch: int, shift: float, name: str, seed: int) -> tuple[float, float]:
+    """Per cent that the first rounds regret, and rounds from the shift to recovery."""
+    scenario = Scenario("seed", shift)
+    policy = MAKERS[name](scenario)
+    assert policy is not None
+    watched = Watched(policy)
+    workload = Workload([STEADY_LENGTH] * batch, [0.0] * batch, [0.0] * batch)
+    outcome = simulate(scenario.world(), workload, watched, seed)
+    came = np.array(list(accumulate(watched.num_tokens, initial=0)))
+    at = int(np.searchsorted(came, batch * STEADY_LENGTH / 2))
+    steady = [(i, k) for i, (_, n, k) in enumerate(outcome.trace) if n == batch]
+    rates = (SEED_RATES, shifted(SEED_RATES, shift))
+    cost, padded = scenario.cost(), min(b for b in BATCHES if b >= batch)
+    ms = np.array([cost.ms(padded, k) for k in KS])
+    losses = [loss_of(law, ms) for law in rates]
+    lost = np.array([ms[k] * losses[i >= at][k] for i, k in steady])
+    times = np.array([ms[k] for _, k in steady])
+    cold = lost[:COLD_ROUNDS].sum() / times[:COLD_ROUNDS].sum()
+    return 100 * float(cold), float(recovery(lost[at:], times[at:]))
+
+
+def loss_of(rates: Sequence[float], ms: np.ndarray) -> np.ndarray:
+    """The part of the best goodput that each K loses."""
+    goodput = np.cumsum([1.0, *rates]) / ms
+    return 1 - goodput / goodput.max()
+
+
+def recovery(lost: np.ndarray, times: np.ndarray) -> int:
+    """Rounds to the first window that loses little."""
+    window = np.ones(min(WINDOW, len(lost)))
+    regret = np.convolve(lost, window, "valid") / np.convolve(times, window, "valid")
+    return int(np.argmax(regret <= RECOVERED)) if (regret <= RECOVERED).any() else len(lost)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,246 @@
+"""Acceptance rates against counts kept at length, and against the law that draws the drafts."""
+
+import random
+from collections import Counter
+from itertools import accumulate, pairwise
+from operator import mul
+
+import numpy as np
+import pytest
+
+from specjax.host.speculation.acceptance import (
+    MEMORY_DRAFTS,
+    MEMORY_ROUNDS,
+    MOST_GROUPS,
+    Acceptance,
+    Verdict,
+    expected_tokens,
+)
+
+MOST = 5
+# Conditional: of drafts all before which stood.
+LAWS = {
+    "eagle": (0.68, 0.57, 0.52, 0.50, 0.51),
+    "good": (0.95, 0.93, 0.92, 0.92, 0.90),
+    "bad": (0.15, 0.10, 0.10, 0.08, 0.05),
+    "a cliff": (0.90, 0.85, 0.20, 0.60, 0.60),
+}
+SCHEDULES = {
+    "5": lambda i: 5,
+    "1 and 5": lambda i: (1, 5)[i % 2],
+    "all": lambda i: (0, 4, 1, 5, 2, 3)[i % 6],
+}
+
+
+def unconditional(law):
+    return list(accumulate(law, mul))
+
+
+def moved(law, shift):
+    odds = [p / (1 - p) * np.exp(shift) for p in law]
+    return [float(x / (1 + x)) for x in odds]
+
+
+def draw(rng, law, k, group=None):
+    """What becomes of k drafts of one request."""
+    num_accepted = 0
+    while num_accepted < k and rng.random() < law[num_accepted]:
+        num_accepted += 1
+    return Verdict(k, num_accepted, group)
+
+
+def feed(acceptance, rng, law, k, *, batch, rounds, group=None):
+    """Rounds of k drafts; returns the tokens of each request in each round."""
+    tokens = []
+    for _ in range(rounds):
+        verdicts = [draw(rng, law, k, group) for _ in range(batch)]
+        acceptance.observe(Counter(verdicts))
+        tokens += [verdict.num_accepted + 1 for verdict in verdicts]
+    return tokens
+
+
+# --- what is counted ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_counts_are_those_of_drafts_that_were_looked_at(law, schedule):
+    """A position counts where all before it stood and K reached it; later rounds count more."""
+    rng, acceptance, rounds = random.Random(0), Acceptance(MOST), 1200
+    seen, stood = np.zeros((rounds, MOST)), np.zeros((rounds, MOST))
+    drafted = np.zeros(rounds)
+    for i in range(rounds):
+        verdict = draw(rng, law, schedule(i))
+        acceptance.observe({verdict: 1})
+        for position in range(verdict.num_drafts):
+            if position <= verdict.num_accepted:
+                seen[i, position] = 1
+                stood[i, position] = position < verdict.num_accepted
+        drafted[i] = verdict.num_drafts > 0
+    after = drafted[::-1].cumsum()[::-1] - drafted  # rounds that made each be forgotten
+    weight = (1 - 1 / MEMORY_DRAFTS) ** after
+    seen, stood = weight @ seen, weight @ stood
+    rates = acceptance.rates("nobody's")
+    conditional = np.divide(rates, [1.0, *rates[:-1]])
+    prior = 4.0  # drafts that a position is given in advance
+    assert np.all(conditional >= stood / (seen + prior) - 1e-9)
+    assert np.all(conditional <= (stood + prior) / (seen + prior) + 1e-9)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
+def test_tokens_of_a_round_do_not_depend_on_which_ks_were_drafted(law, schedule):
+    rng, acceptance, batch = random.Random(1), Acceptance(MOST), 64
+    for i in range(200):
+        feed(acceptance, rng, law, schedule(i), batch=batch, rounds=1)
+    tokens = [draw(rng, law, MOST).num_accepted + 1 for _ in range(20000)]
+    for k in range(MOST + 1):
+        found = np.minimum(tokens, k + 1)  # what k of the drafts would have given
+        # Both sides are samples; the memory is of about 40 rounds' worth, of one draft in three.
+        error = np.std(found) * np.sqrt(3 / (40 * batch) + 1 / len(tokens)) + 0.01
+        tokens_at_k = expected_tokens(acceptance.rates(), k)
+        assert tokens_at_k == pytest.approx(np.mean(found), abs=4 * error)
+
+
+def test_rates_per_round_would_depend_on_it():
+    """What the test above is for: accepted at a position over rounds that drafted at all."""
+    rng, law = random.Random(2), LAWS["good"]
+    verdicts = [draw(rng, law, (1, 5)[i % 2]) for i in range(4000)]
+    naive = [np.mean([v.num_accepted > i for v in verdicts]) for i in range(MOST)]
+    acceptance = Acceptance(MOST)
+    for i in range(0, len(verdicts), 40):
+        acceptance.observe(Counter(verdicts[i : i + 40]))
+    truth = unconditional(law)
+    assert truth[1] - naive[1] > 0.3
+    assert acceptance.rates()[1] == pytest.approx(truth[1], abs=0.05)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_rates_are_probabilities_that_never_rise(seed):
+    rng = random.Random(seed)
+    prior = sorted((rng.choice([0.0, rng.random(), 1.0]) for _ in range(MOST)), reverse=True)
+    acceptance = Acceptance(MOST, prior)
+    for _ in range(300):
+        k = rng.randint(0, MOST)
+        accepted = [rng.choice([0, k, rng.randint(0, k)]) for _ in range(3)]
+        verdicts = [Verdict(k, n, rng.randint(0, 3)) for n in accepted]
+        acceptance.observe({verdict: rng.choice([1, 500]) for verdict in verdicts})
+        if rng.random() < 0.05:
+            acceptance.discount()
+        for group in (*range(4), "nobody's"):
+            rates = [1.0, *acceptance.rates(group), 0.0]
+            assert all(a >= b for a, b in pairwise(rates))
+
+
+def test_a_round_without_drafts_teaches_nothing():
+    acceptance = Acceptance(MOST)
+    feed(acceptance, random.Random(3), LAWS["eagle"], 3, batch=4, rounds=20, group="a")
+    before = [acceptance.rates(group) for group in ("a", "b")]
+    for _ in range(1000):
+        acceptance.observe({Verdict(0, 0, "a"): 200, Verdict(0, 0, "b"): 1})
+    assert [acceptance.rates(group) for group in ("a", "b")] == before
+
+
+# --- what is believed before ----------------------------------------------------------------------
+
+
+def test_a_profile_is_believed_as_it_is():
+    profile = [0.6812, 0.3914, 0.2035, 0.1014, 0.0514]
+    assert Acceptance(MOST, profile).rates() == pytest.approx(profile, abs=1e-9)
+    assert Acceptance(3, profile).rates("any") == pytest.approx(profile[:3], abs=1e-9)
+
+
+def test_what_a_profile_leaves_open_goes_on_from_it():
+    rates = Acceptance(MOST, [0.9, 0.8]).rates()
+    assert rates[:2] == pytest.approx([0.9, 0.8])
+    assert all(0.5 * a < b < a for a, b in pairwise(rates))
+
+
+def test_a_profile_gives_way_to_what_is_seen():
+    acceptance = Acceptance(MOST, unconditional(LAWS["good"]))
+    feed(acceptance, random.Random(4), LAWS["bad"], MOST, batch=1, rounds=60)
+    assert acceptance.rates()[0] == pytest.approx(LAWS["bad"][0], abs=0.15)
+
+
+# --- what changes ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "batch, rounds, error", [(1, 3 * MEMORY_DRAFTS, 0.12), (256, 3 * MEMORY_ROUNDS, 0.06)]
+)
+@pytest.mark.parametrize("before, after", [("good", "bad"), ("bad", "good")])
+def test_a_change_is_followed(batch, rounds, error, before, after):
+    """Within three times the memory, however long it has been otherwise."""
+    rng, acceptance = random.Random(5), Acceptance(MOST)
+    feed(acceptance, rng, LAWS[before], MOST, batch=batch, rounds=2000 if batch == 1 else 200)
+    feed(acceptance, rng, LAWS[after], MOST, batch=batch, rounds=rounds)
+    expected = unconditional(LAWS[after])
+    np.testing.assert_allclose(acceptance.rates(), expected, atol=error)
+
+
+@pytest.mark.parametrize("shift", [-1.0, 1.0])
+def test_deeper_drafts_follow_without_being_tried(shift):
+    rng, acceptance, law = random.Random(6), Acceptance(MOST), LAWS["eagle"]
+    feed(acceptance, rng, law, MOST, batch=64, rounds=300)
+    before = acceptance.rates()
+    feed(acceptance, rng, moved(law, shift), 1, batch=64, rounds=300)
+    expected = unconditional(moved(law, shift))
+    np.testing.assert_allclose(acceptance.rates(), expected, atol=0.06)
+    assert abs(before[2] - expected[2]) > 0.12
+
+
+def test_a_discount_lets_what_is_new_win_sooner():
+    rng = random.Random(7)
+    both = [Acceptance(MOST), Acceptance(MOST)]
+    for acceptance in both:
+        feed(acceptance, random.Random(8), LAWS["good"], MOST, batch=8, rounds=200, group="a")
+    before = both[0].rates("a")
+    both[0].discount()
+    np.testing.assert_allclose(both[0].rates("a"), before, atol=0.1)  # fewer, not others
+    verdicts = [draw(rng, LAWS["bad"], MOST, "a") for _ in range(60)]
+    for acceptance in both:
+        for verdict in verdicts:
+            acceptance.observe({verdict: 1})
+    truth = LAWS["bad"][0]
+    errors = [acceptance.rates("a")[0] - truth for acceptance in both]
+    assert 0 < errors[0] < 0.75 * errors[1]
+
+
+# --- groups ---------------------------------------------------------------------------------------
+
+
+def test_groups_are_told_apart():
+    rng, acceptance = random.Random(9), Acceptance(MOST)
+    laws = {"easy": LAWS["good"], "hard": LAWS["bad"]}
+    for _ in range(200):
+        verdicts = [draw(rng, law, MOST, group) for group, law in laws.items() for _ in range(16)]
+        acceptance.observe(Counter(verdicts))
+    for group, law in laws.items():
+        assert acceptance.rates(group)[0] == pytest.approx(law[0], abs=0.06)
+    mean = np.mean([law[0] for law in laws.values()])
+    assert acceptance.rates("new")[0] == pytest.approx(mean, abs=0.06)
+    easy, hard = (expected_tokens(acceptance.rates(group), MOST) for group in laws)
+    assert easy > hard + 2
+
+
+def test_few_verdicts_of_a_group_do_not_weigh_much():
+    acceptance = Acceptance(MOST)
+    feed(acceptance, random.Random(10), LAWS["good"], MOST, batch=64, rounds=100, group="a")
+    acceptance.observe({Verdict(1, 0, "b"): 1})
+    assert acceptance.rates("b")[0] == pytest.approx(LAWS["good"][0], abs=0.1)
+    acceptance.observe({Verdict(1, 0, "b"): 200})
+    assert acceptance.rates("b")[0] < 0.2
+
+
+@pytest.mark.parametrize("at_once", [1, 7, 200])
+def test_groups_of_long_ago_are_forgotten(at_once):
+    """The rates of a forgotten one are those of nobody."""
+    acceptance, groups = Acceptance(2), [f"group {i}" for i in range(600)]
+    for i in range(0, len(groups), at_once):
+        new = {Verdict(2, 0, group): 1 for group in groups[i : i + at_once]}
+        acceptance.observe({Verdict(2, 2, "always"): 100, **new})
+    kept = [g for g in groups if acceptance.rates(g) != acceptance.rates("nobody's")]
+    assert 0 < len(kept) <= MOST_GROUPS
+    if at_once < MOST_GROUPS:
+        assert groups[-1] in kept and groups[0] not in kept
+        assert acceptance.rates("always") != acceptance.rates("nobody's")

@@ -1,0 +1,232 @@
+"""Times of rounds against numpy's interpolation, and what is learned of them against the truth."""
+
+import random
+from itertools import pairwise, product
+
+import numpy as np
+import pytest
+
+from specjax.host.speculation.step_cost import StepCost, _monotone, _rising
+
+# Llama-3.1-8B with an EAGLE drafter on an H100 (vLLM #32374).
+GRID = {
+    1: {0: 6.520590, 1: 7.367628, 3: 8.840665, 5: 10.326491},
+    4: {0: 6.601515, 1: 7.472813, 3: 8.981170, 5: 10.400272},
+    16: {0: 6.898819, 1: 7.852344, 3: 9.518282, 5: 11.196403},
+    64: {0: 7.774091, 1: 9.656430, 3: 13.497877, 5: 16.831180},
+    256: {0: 14.491416, 1: 27.138127, 3: 41.848431, 5: 57.404211},
+}
+KS = range(6)
+BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+def bilinear(batch, k):
+    """Of the grid, by numpy, which is flat beyond it."""
+    rows = [np.interp(k, list(row), list(row.values())) for row in GRID.values()]
+    return np.interp(batch, list(GRID), rows)
+
+
+def factor(rng, noise=0.03):
+    return max(0.1, 1 + noise * rng.gauss(0, 1))
+
+
+# --- between points -------------------------------------------------------------------------------
+
+
+def test_linear_in_both_directions():
+    cost = StepCost(GRID)
+    for batch, k in product(range(1, 300), KS):
+        assert cost.ms(batch, k) == pytest.approx(bilinear(batch, k), rel=1e-12)
+
+
+def test_points_are_what_they_are():
+    cost = StepCost(GRID, ks=KS, batches=BATCHES)
+    for batch, row in GRID.items():
+        for k, ms in row.items():
+            assert cost.ms(batch, k) == pytest.approx(ms, rel=1e-12)
+
+
+def test_a_padded_round_costs_what_the_larger_one_does():
+    cost = StepCost(GRID, ks=KS, batches=BATCHES)
+    for batch, k in product(range(1, 257), KS):
+        larger = min(b for b in BATCHES if b >= batch)
+        assert cost.padded(batch) == larger
+        assert cost.ms(batch, k) == pytest.approx(bilinear(larger, k), rel=1e-12)
+    assert cost.ms(17, 3) > cost.ms(16, 3) == cost.ms(9, 3)
+
+
+def test_beyond_the_points():
+    """Flat in the batch size and below the Ks, and a line above them."""
+    cost = StepCost({4: {1: 10.0, 3: 14.0}, 8: {1: 12.0, 3: 20.0}})
+    assert [cost.ms(batch, 1) for batch in (1, 3, 4, 8, 9, 10**6)] == [10, 10, 10, 12, 12, 12]
+    assert cost.ms(4, 0) == 10.0
+    assert [cost.ms(4, k) for k in (4, 5, 9)] == [16, 18, 26]
+    assert cost.ms(6, 5) == pytest.approx((18 + 28) / 2)
+    padded = StepCost({4: {1: 10.0}, 8: {1: 12.0}}, batches=(2, 6))
+    assert (padded.ms(1, 1), padded.ms(100, 1), padded.padded(100)) == (10, 11, 6)
+
+
+@pytest.mark.parametrize(
+    "points, expected",
+    [
+        ({8: {3: 10.0}}, {(1, 0): 10, (8, 3): 10, (64, 7): 10}),
+        ({8: {0: 6.0, 2: 10.0}}, {(1, 1): 8, (64, 1): 8, (8, 3): 12}),
+        ({1: {2: 6.0}, 3: {2: 10.0}}, {(2, 0): 8, (2, 5): 8, (9, 2): 10}),
+        ({1: {0: 5.0, 4: 5.0}, 9: {0: 5.0, 4: 5.0}}, {(5, 2): 5, (1, 4): 5, (20, 9): 5}),
+        ({1: {0: 6.0, 4: 10.0}, 3: {0: 8.0, 2: 11.0, 4: 12.0}}, {(1, 2): 8, (2, 2): 9.5}),
+    ],
+    ids=["one point", "one batch size", "one K", "all alike", "rows of different Ks"],
+)
+@pytest.mark.parametrize("is_learned", [False, True])
+def test_few_points(points, expected, is_learned):
+    cost = StepCost(points)
+    if is_learned:  # what is as expected changes nothing
+        for batch, row in points.items():
+            for k, ms in row.items():
+                cost.observe(batch, k, 0, ms)
+    for (batch, k), ms in expected.items():
+        assert cost.ms(batch, k) == pytest.approx(ms)
+
+
+def test_what_falls_is_taken_for_noise():
+    cost = StepCost({1: {0: 6.0, 1: 9.0, 2: 8.0}, 4: {0: 5.0, 1: 10.0, 2: 12.0}})
+    assert [cost.ms(1, k) for k in range(3)] == [5.5, 8.5, 8.5]
+    assert [cost.ms(4, k) for k in range(3)] == [5.5, 10.0, 12.0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rising_is_the_nearest_by_least_squares(seed):
+    """Such a fit has blocks of equal values, means of what they replace: all ways are tried."""
+    rng = random.Random(seed)
+    values = [float(rng.randint(0, 9)) for _ in range(rng.randint(1, 7))]
+    fits = []
+    for cuts in product((False, True), repeat=len(values) - 1):
+        borders = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(values)]
+        fit = [np.mean(values[a:b]) for a, b in pairwise(borders) for _ in range(a, b)]
+        if all(a <= b for a, b in pairwise(fit)):
+            fits.append(fit)
+    errors = [np.sum(np.square(np.subtract(fit, values))) for fit in fits]
+    np.testing.assert_allclose(_rising(values, [1] * len(values)), fits[int(np.argmin(errors))])
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_both_directions_rise(seed):
+    rows = np.random.default_rng(seed).integers(0, 20, (5, 4)).astype(float)
+    weights = np.random.default_rng(seed + 100).integers(1, 50, rows.shape)
+    found = np.array(_monotone(rows.tolist(), weights.tolist()))
+    assert (np.diff(found, axis=0) >= 0).all() and (np.diff(found, axis=1) >= 0).all()
+    np.testing.assert_allclose(_monotone(found.tolist(), weights.tolist()), found)
+    even = np.ones(rows.shape, int).tolist()
+    assert np.mean(_monotone(rows.tolist(), even)) == pytest.approx(rows.mean())
+
+
+# --- learning -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_padded", [False, True])
+@pytest.mark.parametrize("seed", range(5))
+def test_never_less_for_more_tokens_whatever_was_observed(seed, is_padded):
+    rng = random.Random(seed)
+    points = {b: {k: rng.uniform(1, 50) for k in (0, 1, 3)} for b in (1, 4, 32)}
+    cost = StepCost(points, ks=range(5), batches=(1, 4, 16, 32) if is_padded else ())
+    for _ in range(100):
+        ms = 10 ** rng.uniform(-1, 4)
+        cost.observe(rng.randint(1, 40), rng.randint(0, 4), rng.choice([0, 1000]), ms)
+        grid = np.array([[cost.ms(b, k) for k in KS[:-1]] for b in (1, 2, 4, 5, 16, 20, 32, 40)])
+        assert (grid > 0).all()
+        assert (np.diff(grid, axis=0) >= -1e-9).all() and (np.diff(grid, axis=1) >= -1e-9).all()
+
+
+def wrong_cell(batch, k):
+    return 1.3 if (batch, k) == (16, 2) else 1.0
+
+
+def wrong_cell_below(batch, k):
+    return 0.7 if (batch, k) == (16, 4) else 1.0
+
+
+def drafts_too_dear(batch, k):
+    return 1.25 if k else 1.0
+
+
+def drafts_too_cheap(batch, k):
+    return 0.75 if k else 1.0
+
+
+def all_twice(batch, k):
+    return 2.0
+
+
+def all_half(batch, k):
+    return 0.5
+
+
+@pytest.mark.parametrize(
+    "error",
+    [wrong_cell, wrong_cell_below, drafts_too_dear, drafts_too_cheap, all_twice, all_half],
+)
+@pytest.mark.parametrize("batch", [1, 16, 256])
+def test_a_wrong_start_is_corrected(error, batch):
+    """Within 80 rounds of each K; so it is judged against the others rightly."""
+    rng = random.Random(0)
+    points = {b: {k: error(b, k) * bilinear(b, k) for k in KS} for b in BATCHES}
+    cost = StepCost(points, batches=BATCHES)
+    for _ in range(80):
+        for k in rng.sample(KS, len(KS)):
+            cost.observe(batch, k, 0, bilinear(batch, k) * factor(rng))
+    found = [cost.ms(batch, k) / bilinear(batch, k) for k in KS]
+    np.testing.assert_allclose(found, 1, atol=0.05)
+    np.testing.assert_allclose(found / found[0], 1, atol=0.05)
+
+
+def test_what_slows_all_is_learned_from_one():
+    """A K that has not run since is judged like those that have."""
+    rng, cost = random.Random(1), StepCost(GRID, ks=KS, batches=BATCHES)
+    for _ in range(200):
+        cost.observe(64, 2, 0, bilinear(64, 2) * factor(rng))
+    for _ in range(400):
+        cost.observe(64, 2, 0, 1.5 * bilinear(64, 2) * factor(rng))
+    for k in KS:
+        assert cost.ms(64, k) / bilinear(64, k) == pytest.approx(1.5, rel=0.25)
+        assert cost.ms(1, k) / bilinear(1, k) == pytest.approx(1.5, rel=0.25)
+    assert cost.ms(64, 2) / bilinear(64, 2) == pytest.approx(1.5, rel=0.05)
+
+
+@pytest.mark.parametrize("num_before", [20, 200])
+@pytest.mark.parametrize("times", [100, 0.01])
+def test_an_outlier_moves_nothing_much(num_before, times):
+    rng, cost = random.Random(2), StepCost(GRID, ks=KS, batches=BATCHES)
+    for i in range(num_before):
+        cost.observe(16, i % 6, 0, bilinear(16, i % 6) * factor(rng))
+    before = {(b, k): cost.ms(b, k) for b in BATCHES for k in KS}
+    cost.observe(16, 3, 0, times * bilinear(16, 3))
+    for (b, k), ms in before.items():
+        assert cost.ms(b, k) == pytest.approx(ms, rel=0.06 if (b, k) == (16, 3) else 0.03)
+
+
+@pytest.mark.parametrize("num_before", range(5))
+def test_an_outlier_is_forgotten_even_if_it_comes_first(num_before):
+    rng, cost = random.Random(3), StepCost(GRID, ks=KS, batches=BATCHES)
+    for i in range(400):
+        ms = bilinear(16, i % 6) * (100 if i == num_before else factor(rng))
+        cost.observe(16, i % 6, 0, ms)
+    for k in KS:
+        assert cost.ms(16, k) == pytest.approx(bilinear(16, k), rel=0.1)
+
+
+def test_context_costs_the_same_at_any_k():
+    cost = StepCost(GRID, ks=KS, ms_per_context_token=1e-4)
+    for k in KS:
+        assert cost.ms(16, k, 30000) - cost.ms(16, k) == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_context_is_not_mistaken_for_drift(is_known):
+    rng = random.Random(4)
+    cost = StepCost(GRID, ks=KS, ms_per_context_token=1e-4 if is_known else 0.0)
+    for i in range(300):
+        num_context = rng.choice([1000, 60000])
+        ms = bilinear(16, i % 6) + 1e-4 * num_context
+        cost.observe(16, i % 6, num_context, ms)
+    close = [cost.ms(16, k) == pytest.approx(bilinear(16, k), rel=1e-9) for k in KS]
+    assert all(close) if is_known else not any(close)
