@@ -18,7 +18,7 @@ LONG_LED = 50  # or rounds in a row that it must be better at all
 PROBE_BUDGET = 0.005  # of the time: what trying a K that seems worse may cost
 PROBE_EVERY = 200  # rounds between two tries, if both have been tried before
 FIRST_PROBES, FIRST_EVERY = 3, 10  # times of a new K, and rounds between them
-PARKED_FIRST, PARKED_LAST = 32, 2048  # rounds at K = 0 between tries, doubling
+PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries, doubling
 PARKED_VERDICTS = 16  # that a try is to give
 
 
