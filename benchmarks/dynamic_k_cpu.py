@@ -31,7 +31,7 @@ from specjax.metrics import Metrics
 from specjax.request import Request
 
 PLOTS = FOLDER / "plots"
-KS, BATCHES, MAX_MODEL_LEN = (0, 1, 2, 3, 5), (1, 4, 16, 64), 256
+KS, WRONG_KS, BATCHES, MAX_MODEL_LEN = (0, 1, 2, 3, 5), (0, 1, 3), (1, 4, 16, 64), 320
 SWITCH_STEPS, SWITCH_BATCH = 2000, 4
 TAIL_REQUESTS, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LONGEST = 64, 24, 0.9, 160
 
@@ -40,14 +40,16 @@ def main() -> None:
     """Measure what was asked for, and write the result if that was everything."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
-    parser.add_argument("--max-tokens", type=int, default=48, help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=128, help="default: %(default)s")
     parser.add_argument("--only", choices=("sweep", "wrong", "switch", "tail"))
     settings = parser.parse_args()
     source = provenance(["matplotlib"])
     PLOTS.mkdir(exist_ok=True)
     parts = {
-        "sweep": lambda: measure_sweep(settings, None),
-        "wrong": lambda: measure_sweep(settings, (0.0,) * max(KS)),
+        "sweep": lambda: measure_sweep(make_setup(settings)),
+        "wrong": lambda: measure_sweep(
+            make_setup(settings, ks=WRONG_KS, synthetic_rates=(0.0,) * max(WRONG_KS))
+        ),
         "switch": lambda: measure_switch(settings),
         "tail": lambda: measure_tail(settings),
     }
@@ -89,30 +91,31 @@ def make_setup(settings: argparse.Namespace, **others: Any) -> Setup:
     return Setup(**fields | others)
 
 
-def measure_sweep(
-    settings: argparse.Namespace, rates: tuple[float, ...] | None
-) -> list[dict[str, Any]]:
+def measure_sweep(setup: Setup) -> list[dict[str, Any]]:
     """Tokens per second of every policy at every batch size, and what K = 0 costs."""
-    report = bench(make_setup(settings, synthetic_rates=rates), None, show_progress=False)
+    report, rates = bench(setup, None, show_progress=False), setup.synthetic_rates
+    statics = [f"K={k}" for k in setup.ks]
     name = "nothing accepted" if rates else "the drafter's own acceptance"
     plot_sweep(report, PLOTS / f"sweep_{'wrong' if rates else 'demo'}.png")
     rows, zero = [], []
     for batch, at_size in report["batches"].items():
         policies, best = at_size["policies"], at_size["best_static"]
-        speeds = [policies[n]["tokens_per_second"]["median"] for n in (OFF, *_statics(), ADAPTIVE)]
+        speeds = [policies[n]["tokens_per_second"]["median"] for n in (OFF, *statics, ADAPTIVE)]
         ratios = [_cell(policies[ADAPTIVE][to]) for to in ("to_best_static", "to_off")]
-        rows.append([int(batch), *speeds, best, *ratios])
+        ks = policies[ADAPTIVE]["k_histogram"]
+        chosen = ", ".join(f"{k}: {n}" for k, n in ks.items())
+        rows.append([int(batch), *speeds, best, *ratios, chosen])
         zero.append([int(batch), _cell(policies["K=0"]["to_off"])])
     note = (
-        f"{settings.rounds} rounds of {settings.max_tokens} tokens for each request; ratios are of "
+        f"{setup.rounds} rounds of {setup.max_tokens} tokens for each request; ratios are of "
         "runs in the same round, median (tenth to ninetieth percentile)."
     )
     tables = [
         {
             "title": f"Tokens per second, {name}",
             "columns": [
-                "requests", OFF, *_statics(), ADAPTIVE, "best static K",
-                "adaptive / best static", "adaptive / off",
+                "requests", OFF, *statics, ADAPTIVE, "best static K",
+                "adaptive / best static", "adaptive / off", "rounds of adaptive by K",
             ],
             "rows": rows,
             "notes": [note],

@@ -379,11 +379,11 @@ class Engine:
     def _teach(self, plan: DecodePlan, num_kept: list[int], milliseconds: float | None) -> None:
         """Let the policy see what came of a round."""
         policy, k = self.scheduler.policy, plan.num_drafts
-        if not policy.is_learning:
+        if not policy.is_learning or k not in policy.choices:  # of the policy before
             return
         pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
         verdicts = Counter(sequence.verdict(k, n) for sequence, n in pairs)
-        num_context = sum(len(sequence.token_ids) for sequence, _ in pairs)
+        num_context = sum(len(sequence.token_ids) - n for sequence, n in pairs)
         policy.observe(Round(plan.batch, k, num_context, verdicts, milliseconds))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:

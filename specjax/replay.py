@@ -17,7 +17,7 @@ from specjax.batch import Layout
 from specjax.device.state import EngineState
 from specjax.host.speculation.step_cost import StepCost
 
-LEAST_ROUNDS, MOST_ROUNDS, ENOUGH_SECONDS = 3, 9, 0.05
+LEAST_PASSES, MOST_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
 
 # Runs a round, packed i32[B, ...], of so many drafts: (state, packed, k) -> (state, outputs).
 RunRound = Callable[[EngineState, np.ndarray, int], tuple[EngineState, jax.Array]]
@@ -33,37 +33,42 @@ def measure_rounds(
 ) -> StepCost:
     """Costs of rounds by batch size, K and context. Consumes the state.
 
-    Context adds time in proportion to its tokens, whatever K is: each is read once. How much, two
-    lengths tell at the largest batch.
+    All shapes are run in turn, several times, so that whatever else the machine does for a while
+    falls on all of them alike; the median counts. Context adds time in proportion to its tokens,
+    whatever K is: each is read once. How much, two lengths tell at the largest batch.
     """
-    room = (MOST_ROUNDS + 1) * (max(ks) + 1)
+    room = (MOST_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
     state = _filled(state, layout.vocab_size)
 
-    def time_rounds(batch: int, k: int, context: int) -> float:
+    def run_once(batch: int, k: int, context: int) -> float:
+        """Milliseconds."""
         nonlocal state
         packed = _pack(batch, k, layout, num_pages)
         state = replace(state, lengths=_like(state.lengths, context))
-        times: list[float] = []
-        for i in range(MOST_ROUNDS + 1):
-            start = time.perf_counter()
-            state, outputs = run(state, packed, k)
-            outputs.block_until_ready()
-            if i:  # the first touches memory for the first time
-                times.append(time.perf_counter() - start)
-            if len(times) >= LEAST_ROUNDS and sum(times) >= ENOUGH_SECONDS:
-                break
-        return 1e3 * median(times)
+        start = time.perf_counter()
+        state, outputs = run(state, packed, k)
+        outputs.block_until_ready()
+        return 1e3 * (time.perf_counter() - start)
 
-    points = {batch: {k: time_rounds(batch, k, short) for k in ks} for batch in batches}
+    most, ends = batches[-1], {min(ks), max(ks)}
+    shapes = [(batch, k, short) for batch in batches for k in ks]
+    shapes += [(most, k, long) for k in ends if long > 2 * short]
+    for shape in shapes:  # the first touches memory for the first time
+        run_once(*shape)
+    times: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes}
+    start = time.perf_counter()
+    for i in range(MOST_PASSES):
+        for shape in shapes:
+            times[shape].append(run_once(*shape))
+        if i + 1 >= LEAST_PASSES and time.perf_counter() - start > ENOUGH_SECONDS:
+            break
+    middle = {shape: median(found) for shape, found in times.items()}
     per_token = 0.0
     if long > 2 * short:
-        most = batches[-1]
-        slopes = [
-            (time_rounds(most, k, long) - points[most][k]) / (most * (long - short))
-            for k in {min(ks), max(ks)}
-        ]
-        per_token = max(0.0, min(slopes))
+        added = [(middle[most, k, long] - middle[most, k, short]) for k in ends]
+        per_token = max(0.0, min(added) / (most * (long - short)))
+    points = {batch: {k: middle[batch, k, short] for k in ks} for batch in batches}
     return StepCost(
         _without_context(points, short, per_token),
         batches=batches,

@@ -405,6 +405,21 @@ def test_a_policy_that_measures_does_not_disturb_requests(llm, work):
     assert generate(llm, prompts, params) == expected
 
 
+def test_a_round_of_the_policy_before_teaches_nothing(llm):
+    """K = 3 is on its way when a policy comes that knows of 0 and 1."""
+    engine = llm.engine
+    engine.set_policy(StaticPolicy(MOST))
+    (request,) = requests_of(30, 1, first=200)
+    (sample,) = engine.add(request)
+    for _ in range(3):
+        engine.step()
+    cost = StepCost({1: {0: 1.0, 1: 1.1}}, batches=engine.config.decode_batches)
+    engine.set_policy(GoodputPolicy((0, 1), cost, Acceptance(1)))
+    while engine.has_work:
+        engine.step()
+    assert sample.finish_reason == "length" and sample.error is None
+
+
 # --- switching ------------------------------------------------------------------------------------
 
 

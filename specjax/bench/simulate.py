@@ -68,7 +68,8 @@ def bench(settings: Settings, profile: Profile) -> dict[str, Any]:
     )
     seeds, ran, ideal = range(settings.seeds), [], []
     for seed in seeds:
-        workload = Workload.rollout(random.Random(seed), settings.requests)
+        # Its own stream: the run draws from `seed`.
+        workload = Workload.rollout(random.Random(f"workload {seed}"), settings.requests)
         policy = make_policy(settings.policy, profile, batches)  # one that has learned nothing
         ran.append(simulate(world, workload, policy, seed))
         ideal.append(simulate(world, workload, None, seed))

@@ -215,7 +215,7 @@ class GoodputPolicy:
     def goodput(self, load: Load) -> dict[int, float]:
         """Tokens per millisecond of each K."""
         members = load.members or {(None, self._choices[-1]): load.num_sequences}
-        rates = {group: self._rates(group) for group, _ in members}
+        rates = {group: self._rates(group) for group in {group for group, _ in members}}
         result = {}
         for k in self._choices:
             share = load.share(k)
