@@ -107,8 +107,9 @@ def measure_sweep(setup: Setup) -> list[dict[str, Any]]:
         rows.append([int(batch), *speeds, best, *ratios, chosen])
         zero.append([int(batch), _cell(policies["K=0"]["to_off"])])
     note = (
-        f"{setup.rounds} rounds of {setup.max_tokens} tokens for each request; ratios are of "
-        "runs in the same round, median (tenth to ninetieth percentile)."
+        f"{setup.rounds} rounds, at 1 request 8 and at 4 twice as many, of {setup.max_tokens} "
+        "tokens for each request; ratios are of runs in the same round, median (tenth to ninetieth "
+        "percentile)."
     )
     tables = [
         {

@@ -60,7 +60,7 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
     ):
         policies = make_policies(setup, profile, engines)
         names = [OFF, *policies]
-        total = setup.rounds * len(setup.batch_sizes) * len(names)
+        total = sum(num_rounds(setup, size) for size in setup.batch_sizes) * len(names)
         task = progress.add_task("", total=total)
         for batch_size in setup.batch_sizes:
             requests = setup.make_requests(batch_size)
@@ -69,7 +69,7 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
                 engines.drafting.engine.set_policy(StaticPolicy(k))
                 warm_up(engines.drafting.engine, requests)
             at_size = runs[batch_size] = {name: [] for name in names}
-            for i in range(setup.rounds):
+            for i in range(num_rounds(setup, batch_size)):
                 first = i % len(names)
                 for name in [*names[first:], *names[:first]]:
                     engine = (engines.plain if name == OFF else engines.drafting).engine
@@ -96,6 +96,11 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
         "num_compiles_while_measuring": num_late,
         "batches": {str(b): summarise(at_size) for b, at_size in runs.items()},
     }
+
+
+def num_rounds(setup: Setup, batch_size: int) -> int:
+    """Runs of each policy: small batches are over soon, and times of theirs the noisier."""
+    return setup.rounds * max(1, 8 // batch_size)
 
 
 def make_policies(
@@ -192,7 +197,7 @@ def describe(report: dict[str, Any]) -> str:
             f"outputs that differ from decoding without speculation: {differing}",
             f"{settings['model']} with {settings['method']}, {settings['dtype']}, temperature "
             f"{settings['temperature']:g}, {settings['max_tokens']} tokens each; medians over "
-            f"{settings['rounds']} rounds; {machine}",
+            f"{settings['rounds']} runs or more; {machine}",
             "off: an engine without a drafter; adaptive begins each run knowing only the times "
             "that the engine measured at its start",
         ]

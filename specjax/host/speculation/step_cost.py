@@ -12,6 +12,7 @@ from itertools import pairwise
 
 _DRIFT_GAIN, _OWN_GAIN = 0.05, 0.05
 _REPLAYS, _MOST_SEEN = 4, 100  # rounds that a point is worth: what it began with, and since
+_NOTICEABLE = 0.005  # of a log ratio
 _CLIP = 0.25  # of a log ratio: a time further off moves estimates no more than this
 
 Points = Mapping[int, Mapping[int, float]]  # milliseconds by batch size and K
@@ -43,6 +44,7 @@ class StepCost:
         self.batches = list(rows)
         self._points = _monotone(list(rows.values()), [[1] * len(self.ks)] * len(rows))
         self._own = [[0.0] * len(self.ks) for _ in rows]
+        self._drawn = [list(owns) for owns in self._own]  # as the grid has them
         self._num_seen = [[0] * len(self.ks) for _ in rows]
         self._drift, self._num_all = 0.0, 0
         self._ms_per_context_token = ms_per_context_token
@@ -76,7 +78,15 @@ class StepCost:
         self._drift += gain * surprise
         self._own[row][column] += own_gain * (1 - gain) * surprise
         self._num_all += 1
-        self._num_seen[row][column] += 1
+        seen = self._num_seen[row][column] = self._num_seen[row][column] + 1
+        # The grid follows when it would change: by a point's value, or by a weight that doubled.
+        has_moved = abs(self._own[row][column] - self._drawn[row][column]) > _NOTICEABLE
+        if has_moved or seen.bit_count() == 1:
+            self._draw_grid()
+
+    def _draw_grid(self) -> None:
+        """Points with their corrections, made monotone."""
+        self._drawn = [list(owns) for owns in self._own]
         corrected = [
             [point * math.exp(own) for point, own in zip(points, owns, strict=True)]
             for points, owns in zip(self._points, self._own, strict=True)
