@@ -31,7 +31,8 @@ from specjax.metrics import Metrics
 from specjax.request import Request
 
 PLOTS = FOLDER / "plots"
-KS, WRONG_KS, BATCHES, MAX_MODEL_LEN = (0, 1, 2, 3, 5), (0, 1, 3), (1, 4, 16, 64), 320
+KS, BATCHES, MAX_MODEL_LEN = (0, 1, 2, 3, 5), (1, 4, 16, 64), 320
+WRONG_KS, WRONG_BATCHES = (0, 1, 3), (1, 16)
 SWITCH_STEPS, SWITCH_BATCH = 2000, 4
 TAIL_REQUESTS, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LONGEST = 64, 24, 0.9, 160
 
@@ -48,7 +49,12 @@ def main() -> None:
     parts = {
         "sweep": lambda: measure_sweep(make_setup(settings)),
         "wrong": lambda: measure_sweep(
-            make_setup(settings, ks=WRONG_KS, synthetic_rates=(0.0,) * max(WRONG_KS))
+            make_setup(
+                settings,
+                ks=WRONG_KS,
+                batch_sizes=WRONG_BATCHES,
+                synthetic_rates=(0.0,) * max(WRONG_KS),
+            )
         ),
         "switch": lambda: measure_switch(settings),
         "tail": lambda: measure_tail(settings),

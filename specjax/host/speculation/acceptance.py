@@ -19,7 +19,9 @@ from typing import NamedTuple
 # next round is of the same texts.
 MEMORY_DRAFTS, MEMORY_ROUNDS = 200, 20
 MOST_GROUPS = 64
-_FIRST_RATE, _STEP = 0.7, -0.2  # where nothing is known: c_1, and the log-odds lost per position
+# Where nothing is known all positions have this rate, which is hopeful: few requests learn slowly,
+# but for few a draft more costs little, and many learn in a round.
+_FIRST_RATE = 0.8
 _PRIOR_WEIGHT, _POOL_WEIGHT = 4.0, 20.0  # in drafts
 _OFFSET_WEIGHT = 20.0
 
@@ -77,7 +79,7 @@ class Acceptance:
         logits = [logit(rate) for rate in conditional(prior)[:most_drafts]]
         self._first = sigmoid(logits[0]) if logits else _FIRST_RATE
         known = [b - a for a, b in zip(logits, logits[1:], strict=False)]
-        self._offsets = [0.0, *known, *[_STEP] * most_drafts][:most_drafts]
+        self._offsets = [0.0, *known, *[0.0] * most_drafts][:most_drafts]
         self._all = _Counts(most_drafts)
         self._groups: dict[Hashable, _Counts] = {}
 
