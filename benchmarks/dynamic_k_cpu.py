@@ -9,6 +9,8 @@ started, and nothing of acceptance.
 """
 
 import argparse
+import subprocess
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Sequence
@@ -38,45 +40,32 @@ TAIL_REQUESTS, TAIL_MEDIAN, TAIL_SIGMA, TAIL_LONGEST = 64, 24, 0.9, 160
 
 
 def main() -> None:
-    """Measure what was asked for, and write the result if that was everything."""
+    """Measure a part and write its result; without one named, all, each in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=128, help="default: %(default)s")
-    parser.add_argument("--only", choices=("sweep", "wrong", "switch", "tail"))
+    parser.add_argument("--only", choices=PARTS)
     settings = parser.parse_args()
+    if settings.only is None:
+        for part in PARTS:  # a process may hold the programs of one, but not of all
+            subprocess.run([sys.executable, *sys.argv, "--only", part], check=True)
+        return
     source = provenance(["matplotlib"])
     PLOTS.mkdir(exist_ok=True)
-    parts = {
-        "sweep": lambda: measure_sweep(make_setup(settings)),
-        "wrong": lambda: measure_sweep(
-            make_setup(
-                settings,
-                ks=WRONG_KS,
-                batch_sizes=WRONG_BATCHES,
-                synthetic_rates=(0.0,) * max(WRONG_KS),
-            )
-        ),
-        "switch": lambda: measure_switch(settings),
-        "tail": lambda: measure_tail(settings),
-    }
-    tables = []
-    for name, measure in parts.items():
-        if settings.only in (None, name):
-            tables += (made := measure())
-            for table in made:
-                print(f"\n{table['title']}")
-                for row in [table["columns"], *table["rows"]]:
-                    print(*row, sep="\t", flush=True)
+    tables = PARTS[settings.only](settings)
+    for table in tables:
+        print(f"\n{table['title']}")
+        for row in [table["columns"], *table["rows"]]:
+            print(*row, sep="\t", flush=True)
     result = {
-        "title": "Dynamic K on a CPU",
+        "title": f"Dynamic K on a CPU: {settings.only}",
         "description": "demo-llama with its EAGLE-3 drafter, greedy: adaptive K against every "
         f"static K and against an engine without a drafter. Plots: {PLOTS.name}/.",
         "provenance": source,
         "settings": vars(settings),
         "tables": tables,
     }
-    if settings.only is None:
-        write_result(RESULTS / "dynamic_k_cpu.json", result)
+    write_result(RESULTS / f"dynamic_k_{settings.only}_cpu.json", result)
 
 
 def make_setup(settings: argparse.Namespace, **others: Any) -> Setup:
@@ -356,6 +345,21 @@ def plot_tail(trace: Sequence[tuple[float, int, int]], lengths: Sequence[int]) -
     right.set_ylim(-0.2, max(KS) + 0.2)
     figure.suptitle(f"demo-llama, {len(lengths)} requests of lognormal length, adaptive K")
     figure.savefig(PLOTS / "tail.png", dpi=120)
+
+
+PARTS = {
+    "sweep": lambda settings: measure_sweep(make_setup(settings)),
+    "wrong": lambda settings: measure_sweep(
+        make_setup(
+            settings,
+            ks=WRONG_KS,
+            batch_sizes=WRONG_BATCHES,
+            synthetic_rates=(0.0,) * max(WRONG_KS),
+        )
+    ),
+    "switch": measure_switch,
+    "tail": measure_tail,
+}
 
 
 if __name__ == "__main__":

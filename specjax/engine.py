@@ -47,7 +47,7 @@ from specjax.sampling_params import LogitsProcessor
 DRAFT_SLOTS = 0  # rows that drafting adds to a request's: ours draft one token after another
 
 
-@dataclass(frozen=True)
+@dataclass
 class _InFlight:
     """A part of a step whose outputs are on their way."""
 
@@ -55,7 +55,13 @@ class _InFlight:
     variant: Variant
     outputs: jax.Array
     start: float  # seconds, when the step began to be planned
-    done: float | None  # and when its outputs were there, if that was at once
+    done: float | None = None  # and when its outputs were seen to be there
+
+    def look(self) -> None:
+        """Note the time if the outputs are there."""
+        is_ready = self.outputs.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        if self.done is None and is_ready:
+            self.done = time.perf_counter()
 
 
 @dataclass(frozen=True)
@@ -216,6 +222,8 @@ class Engine:
         self._num_steps += 1
         self._start_time = time.perf_counter()
         previous, self._in_flight = self._in_flight, []
+        for step in previous:
+            step.look()
         launched: list[_InFlight | _Extended] = []
         touched: list[Sequence] = []
         parts = [step.plan for step in previous]
@@ -381,6 +389,8 @@ class Engine:
         policy, k = self.scheduler.policy, plan.num_drafts
         if not policy.is_learning or k not in policy.choices:  # of the policy before
             return
+        if self.scheduler.fixed_k is not None:
+            milliseconds = None  # they are the same whatever K is
         pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
         verdicts = Counter(sequence.verdict(k, n) for sequence, n in pairs)
         num_context = sum(len(sequence.token_ids) - n for sequence, n in pairs)
@@ -419,10 +429,9 @@ class Engine:
 
     def _in(self, plan: Part, variant: Variant, outputs: jax.Array) -> _InFlight:
         outputs.copy_to_host_async()
-        # A backend may run a program as it is launched.
-        is_ready = outputs.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
-        done = time.perf_counter() if is_ready else None
-        return _InFlight(plan, variant, outputs, self._start_time, done)
+        launched = _InFlight(plan, variant, outputs, self._start_time)
+        launched.look()  # a backend may run a program as it is launched
+        return launched
 
     def _put(self, array: np.ndarray) -> jax.Array:
         return jax.device_put(array, self._device)

@@ -213,7 +213,7 @@ def test_exact_mode_may_be_adaptive(target, head, work):
     with make_llm(target, head, adaptive=True, num_speculative_tokens=2, exact=True) as llm:
         assert generate(llm, prompts[:3], params[:3]) == expected[:3]
         histogram = llm.metrics().k_histogram
-    assert set(histogram) <= {0, 1, 2} and histogram[2] > 0.8 * sum(histogram.values())
+    assert set(histogram) <= {0, 1, 2} and histogram[2] > 0.5 * sum(histogram.values())
 
 
 def test_rounds_without_the_host_teach_too(target, head, work):
