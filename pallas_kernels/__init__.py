@@ -3,3 +3,5 @@
 Every folder holds the equation and the argument checks (`__init__.py`), a plain JAX reference
 (`reference.py`) that runs anywhere, and the hardware implementations beside it.
 """
+
+KERNELS = ("auto", "reference", "triton", "mosaic", "interpret")  # see `dispatch`

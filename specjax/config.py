@@ -7,7 +7,7 @@ from numbers import Integral, Real
 from os import PathLike
 from typing import Any
 
-from pallas_kernels.dispatch import KERNELS
+from pallas_kernels import KERNELS
 
 DTYPES = ("float32", "bfloat16")
 METHODS = ("eagle", "eagle3", "mtp", "ngram")

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 import jax
 
-from pallas_kernels.dispatch import select
+from pallas_kernels.dispatch import run
 from pallas_kernels.gated_delta_rule.reference import Heads as Heads
 from pallas_kernels.gated_delta_rule.reference import gated_delta_rule_reference
 
@@ -68,7 +68,7 @@ def gated_delta_rule(
         folds: fold the new tokens in as well, as for a prompt, which nothing can reject. They leave
             nothing pending; columns that no call should look at any more are filled with NaN. Large
             T runs in chunks of matrix products (the WY form). Without it, T real rows fit the ring.
-        kernels: implementation to use, see `dispatch.select`.
+        kernels: implementation to use, see `dispatch.run`.
 
     Everything is f32 within. What a slot holds before position 0 counts as zero.
 
@@ -110,8 +110,18 @@ def gated_delta_rule(
             f"slots and pending must be [B={positions.shape[0]}]; got {slots.shape}, "
             f"{pending.shape}"
         )
-    implementation = select("gated_delta_rule", kernels, IMPLEMENTATIONS)
-    out, state, ring, ring_gates = implementation(
-        x, gates, conv, *cache, layer, slots, positions, pending, folds=folds
+    out, state, ring, ring_gates = run(
+        "gated_delta_rule",
+        kernels,
+        IMPLEMENTATIONS,
+        x,
+        gates,
+        conv,
+        *cache,
+        layer,
+        slots,
+        positions,
+        pending,
+        folds=folds,
     )
     return out, DeltaRuleCache(state, ring, ring_gates)

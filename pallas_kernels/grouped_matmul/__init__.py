@@ -7,7 +7,7 @@ where the rows lie sorted by group: the first group_sizes[0] rows are of group 0
 
 import jax
 
-from pallas_kernels.dispatch import select
+from pallas_kernels.dispatch import run
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
 
 IMPLEMENTATIONS = {"reference": grouped_matmul_reference}
@@ -22,7 +22,7 @@ def grouped_matmul(
         x: [N, D] rows sorted by group.
         weights: [G, D, F] a matrix per group.
         group_sizes: i32[G], summing to N.
-        kernels: implementation to use, see `dispatch.select`.
+        kernels: implementation to use, see `dispatch.run`.
 
     Raises:
         ValueError: shapes that do not fit each other, naming the argument.
@@ -33,4 +33,4 @@ def grouped_matmul(
         )
     if group_sizes.shape != weights.shape[:1]:
         raise ValueError(f"group_sizes must be [G={weights.shape[0]}]; got {group_sizes.shape}")
-    return select("grouped_matmul", kernels, IMPLEMENTATIONS)(x, weights, group_sizes)
+    return run("grouped_matmul", kernels, IMPLEMENTATIONS, x, weights, group_sizes)

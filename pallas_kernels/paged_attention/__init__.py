@@ -11,7 +11,7 @@ Prefill is T = chunk, verification T = K + 1, plain decoding T = 1.
 
 import jax
 
-from pallas_kernels.dispatch import select
+from pallas_kernels.dispatch import run
 from pallas_kernels.paged_attention.reference import paged_attention_reference
 
 IMPLEMENTATIONS = {"reference": paged_attention_reference}
@@ -34,7 +34,7 @@ def paged_attention(
         layer: i32[] layer of the pool to read.
         page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
         positions: i32[B, T] absolute position of each row; a row at -1 is padding and returns 0.
-        kernels: implementation to use, see `dispatch.select`.
+        kernels: implementation to use, see `dispatch.run`.
 
     No page past a request's last position is read into the result: it may hold NaN.
 
@@ -52,5 +52,4 @@ def paged_attention(
         )
     if page_table.ndim != 2 or page_table.shape[0] != q.shape[0]:
         raise ValueError(f"page_table must be [B={q.shape[0]}, P]; got {page_table.shape}")
-    implementation = select("paged_attention", kernels, IMPLEMENTATIONS)
-    return implementation(q, kv, layer, page_table, positions)
+    return run("paged_attention", kernels, IMPLEMENTATIONS, q, kv, layer, page_table, positions)

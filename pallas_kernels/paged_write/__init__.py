@@ -9,7 +9,7 @@ Rows at position -1, past the page table, or on a page that is not assigned (-1)
 
 import jax
 
-from pallas_kernels.dispatch import select
+from pallas_kernels.dispatch import run
 from pallas_kernels.paged_write.reference import paged_write_reference
 
 IMPLEMENTATIONS = {"reference": paged_write_reference}
@@ -34,7 +34,7 @@ def paged_write(
         positions: i32[B, T] absolute position of each row.
         k: [B, T, H_kv, D] keys, already rotated.
         v: [B, T, H_kv, D] values.
-        kernels: implementation to use, see `dispatch.select`.
+        kernels: implementation to use, see `dispatch.run`.
 
     Raises:
         ValueError: shapes that do not fit each other, naming the argument.
@@ -50,5 +50,4 @@ def paged_write(
             f"k and v must be [B, T, H_kv, D] = {(*positions.shape, *kv.shape[4:])}; "
             f"got {k.shape}, {v.shape}"
         )
-    implementation = select("paged_write", kernels, IMPLEMENTATIONS)
-    return implementation(kv, layer, page_table, positions, k, v)
+    return run("paged_write", kernels, IMPLEMENTATIONS, kv, layer, page_table, positions, k, v)
