@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from pallas_kernels.dispatch import compute_capability
 from specjax.batch import (
     Layout,
     Part,
@@ -27,6 +28,10 @@ from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.state import EngineState
 from specjax.device.step import StepModel
 from specjax.host.scheduler import PrefillPlan
+
+# A matmul's depth is split where the parts are summed for nothing, see `layers.projection`. XLA
+# would split more of them, by their shape alone, and launch a kernel for each to sum the parts.
+GPU_OPTIONS = {"xla_gpu_experimental_force_split_k": 1}
 
 
 def keep_compilations(folder: Path) -> None:
@@ -74,7 +79,7 @@ class Executables:
         for variant in variants:
             for plan in plans:
                 programs |= self._programs(plan, variant)
-        missing = {key: make for key, make in programs.items() if key not in self._compiled}
+        missing = {key: lower for key, lower in programs.items() if key not in self._compiled}
         start = time.perf_counter()
         columns = (
             TextColumn("compiling steps"),
@@ -87,7 +92,7 @@ class Executables:
             ThreadPoolExecutor(max_workers=4) as pool,
         ):
             task = progress.add_task("", total=len(missing))
-            futures = {pool.submit(make): key for key, make in missing.items()}
+            futures = {pool.submit(_compile, lower): key for key, lower in missing.items()}
             for future in as_completed(futures):
                 self._compiled[futures[future]] = future.result()
                 progress.advance(task)
@@ -101,12 +106,12 @@ class Executables:
         key = next(key for key in programs if key[0] == program)
         if key not in self._compiled:
             start = time.perf_counter()
-            self._compiled[key] = programs[key]()
+            self._compiled[key] = _compile(programs[key])
             self.compile_seconds += time.perf_counter() - start
         return self._compiled[key]
 
     def _programs(self, plan: Part, variant: Variant) -> dict[Any, Callable[[], Any]]:
-        """How to compile each program of a plan, by what makes it different from others."""
+        """How to lower each program of a plan, by what makes it different from others."""
         layout, model, batch = self._layout, self._model, plan.batch
         params, state = self._params, self._state
         packed = jax.ShapeDtypeStruct(layout.packed_shape(plan), jnp.int32)
@@ -120,10 +125,8 @@ class Executables:
 
             admissions = jax.ShapeDtypeStruct(layout.admit_shape(batch), jnp.int32)
             programs = {
-                ("admit", batch): lambda: run_admit.lower(
-                    state, admissions, layout=layout
-                ).compile(),
-                ("prefill", batch, plan.width): lambda: prefill().compile(),
+                ("admit", batch): lambda: run_admit.lower(state, admissions, layout=layout),
+                ("prefill", batch, plan.width): prefill,
                 ("begin", batch, plan.width, variant): lambda: run_begin.lower(
                     params,
                     state,
@@ -132,13 +135,13 @@ class Executables:
                     masks,
                     model=model,
                     variant=variant,
-                ).compile(),
+                ),
             }
             if state.snapshots is not None:
                 moved = jax.ShapeDtypeStruct((batch, 3), jnp.int32)
                 programs |= {
-                    ("restore", batch): lambda: run_restore.lower(state, moved).compile(),
-                    ("take", batch): lambda: run_take.lower(state, moved).compile(),
+                    ("restore", batch): lambda: run_restore.lower(state, moved),
+                    ("take", batch): lambda: run_take.lower(state, moved),
                 }
             return programs
         variant, k = variant._replace(num_prompt_logprobs=None), plan.k
@@ -146,7 +149,7 @@ class Executables:
             return {
                 ("decode", batch, k, variant): lambda: run_decode.lower(
                     params, state, packed, model=model, variant=variant, k=k
-                ).compile()
+                )
             }
 
         drafting = variant._replace(masks=False, num_logprobs=None)
@@ -170,10 +173,15 @@ class Executables:
             )
 
         return {
-            ("propose", batch, k, drafting): lambda: propose().compile(),
-            ("extend", batch, k): lambda: extend().compile(),
-            ("settle", batch, k, variant): lambda: settle().compile(),
+            ("propose", batch, k, drafting): propose,
+            ("extend", batch, k): extend,
+            ("settle", batch, k, variant): settle,
         }
+
+
+def _compile(lower: Callable[[], Any]) -> Any:
+    options = GPU_OPTIONS if compute_capability() else {}
+    return lower().compile(compiler_options=options)
 
 
 def covers(variant: Variant, needed: Variant) -> bool:

@@ -45,7 +45,7 @@ def measure_rounds(
         """Milliseconds."""
         nonlocal state
         packed = _pack(batch, k, layout, num_pages)
-        state = replace(state, lengths=_like(state.lengths, context))
+        state = replace(state, progress=_progress(state, context))
         start = time.perf_counter()
         state, outputs = run(state, packed, k)
         outputs.block_until_ready()
@@ -92,9 +92,15 @@ def _filled(state: EngineState, vocab_size: int) -> EngineState:
     return replace(
         state,
         tokens=jax.device_put(tokens.astype(np.int32), state.tokens.sharding),
-        is_active=_like(state.is_active, True),
+        progress=_progress(state, 0),
         requests=replace(state.requests, limits=_like(state.requests.limits, 2**30)),
     )
+
+
+def _progress(state: EngineState, length: int) -> jax.Array:
+    """All requests at `length`, going on."""
+    values = np.tile(np.array([length, 0, 1], np.int32), (state.progress.shape[0], 1))
+    return jax.device_put(values, state.progress.sharding)
 
 
 def _like(x: jax.Array, value: Any) -> jax.Array:

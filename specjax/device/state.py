@@ -1,6 +1,6 @@
 """The engine's state on the device: one donated pytree, keyed by slot."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -23,10 +23,30 @@ class EngineState:
     snapshots: Any  # `recurrent.Snapshots` of prompts; None without recurrent states
     drafter: Any  # the drafter's own state
     tokens: jax.Array  # i32[S, max_model_len], prompt and output
-    lengths: jax.Array  # i32[S]
-    pending: jax.Array  # i32[S], of those tokens, the last that recurrent states lack
-    is_active: jax.Array  # bool[S], has a last token and may go on
+    progress: jax.Array  # i32[S, 3], the three below; one array, so that one kernel writes them
     requests: Requests  # [S]
+
+    @property
+    def lengths(self) -> jax.Array:
+        """Tokens in the caches, i32[S]."""
+        return self.progress[:, 0]
+
+    @property
+    def pending(self) -> jax.Array:
+        """Of those tokens, the last that recurrent states lack, i32[S]."""
+        return self.progress[:, 1]
+
+    @property
+    def is_active(self) -> jax.Array:
+        """Has a last token and may go on, bool[S]."""
+        return self.progress[:, 2] > 0
+
+    def with_progress(
+        self, slots: jax.Array, lengths: jax.Array, pending: jax.Array, is_active: jax.Array
+    ) -> "EngineState":
+        """With those of `slots` i32[B] set, all [B]; slots past the last are dropped."""
+        new = jnp.stack([lengths, pending, is_active.astype(jnp.int32)], axis=1)
+        return replace(self, progress=self.progress.at[slots].set(new, mode="drop"))
 
 
 def init_state(
@@ -43,8 +63,6 @@ def init_state(
         snapshots=snapshots,
         drafter=drafter,
         tokens=jnp.zeros((num_slots, max_model_len), jnp.int32),
-        lengths=jnp.zeros(num_slots, jnp.int32),
-        pending=jnp.zeros(num_slots, jnp.int32),
-        is_active=jnp.zeros(num_slots, bool),
+        progress=jnp.zeros((num_slots, 3), jnp.int32),
         requests=init_requests(num_slots, vocab_size),
     )

@@ -113,8 +113,7 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
     return replace(
         state,
         tokens=state.tokens.at[inputs.slots].set(inputs.tokens, mode="drop"),
-        pending=state.pending.at[inputs.slots].set(0, mode="drop"),
-        is_active=state.is_active.at[inputs.slots].set(False, mode="drop"),
+        progress=state.progress.at[inputs.slots].set(0, mode="drop"),
         requests=state.requests.put(inputs.slots, inputs.requests),
     )
 
@@ -151,8 +150,8 @@ def prefill(
     hidden = features.hidden.reshape(batch, width, -1)[jnp.arange(batch), inputs.counts - 1]
     logits = model.target.logits(params.target, hidden)[:, None]
     # A prompt's tokens are certain, so they are in the states already.
-    pending = state.pending.at[inputs.slots].set(0, mode="drop")
-    return replace(state, cache=cache, pending=pending), Extension(features, logits)
+    progress = state.progress.at[inputs.slots, 1].set(0, mode="drop")
+    return replace(state, cache=cache, progress=progress), Extension(features, logits)
 
 
 def begin(
@@ -198,16 +197,10 @@ def begin(
     if (num_top := variant.num_prompt_logprobs) is not None:
         prompt_logprobs = _prompt_logprobs(params, extension.features, following, model, num_top)
 
-    def put(values, new):
-        return values.at[slots].set(new, mode="drop")
-
-    state = replace(
-        state,
-        drafter=drafter,
-        tokens=put(state.tokens, known),
-        lengths=put(state.lengths, ends),
-        is_active=put(state.is_active, is_last & (is_resumed | ~emitted.is_finished)),
-    )
+    tokens = state.tokens.at[slots].set(known, mode="drop")
+    goes_on = is_last & (is_resumed | ~emitted.is_finished)
+    state = replace(state, drafter=drafter, tokens=tokens)
+    state = state.with_progress(slots, ends, jnp.zeros_like(ends), goes_on)
     num_tokens = samples.astype(jnp.int32)
     return state, StepOutputs(
         sampled[:, None], num_tokens, jnp.zeros_like(num_tokens), logprobs, prompt_logprobs
@@ -367,16 +360,14 @@ def settle(
     stands = is_active[:, None] & (column <= verdict.num_accepted[:, None])
     places = jnp.where(stands, starts[:, None] + 1 + column, state.tokens.shape[1])
 
-    def put(values, new):
-        return values.at[slots].set(jnp.where(is_active, new, values[slots]), mode="drop")
-
-    state = replace(
-        state,
-        drafter=drafter,
-        tokens=state.tokens.at[slots[:, None], places].set(verdict.tokens, mode="drop"),
-        lengths=put(state.lengths, starts + verdict.num_accepted + 1),
-        pending=put(state.pending, verdict.num_accepted + 1),
-        is_active=put(state.is_active, ~emitted.is_finished),
+    tokens = state.tokens.at[slots[:, None], places].set(verdict.tokens, mode="drop")
+    state = replace(state, drafter=drafter, tokens=tokens)
+    num_stands = verdict.num_accepted + 1
+    state = state.with_progress(
+        jnp.where(is_active, slots, state.tokens.shape[0]),
+        starts + num_stands,
+        num_stands,
+        ~emitted.is_finished,
     )
     return state, StepOutputs(verdict.tokens, num_tokens, num_drafts, logprobs, None)
 
@@ -388,13 +379,17 @@ class _Emitted(NamedTuple):
 
 def _emit(verdict: Verdict, remaining: jax.Array, stop_ids: jax.Array) -> _Emitted:
     """How many of the verdict's tokens are output: none past a stop id (kept) or the limit."""
-    column = jnp.arange(verdict.tokens.shape[1])
     num_tokens = jnp.minimum(verdict.num_accepted + 1, remaining)
-    is_stop = (verdict.tokens[:, :, None] == stop_ids[:, None, :]).any(-1)
-    is_stop &= column < num_tokens[:, None]
-    has_stop = is_stop.any(axis=1)
-    num_tokens = jnp.where(has_stop, jnp.argmax(is_stop, axis=1) + 1, num_tokens)
-    return _Emitted(num_tokens, has_stop | (num_tokens >= remaining))
+    is_finished = num_tokens >= remaining
+    # Column by column, since XLA launches a kernel for every reduction, however small.
+    for column in reversed(range(verdict.tokens.shape[1])):
+        token, is_stop = verdict.tokens[:, column], jnp.zeros_like(is_finished)
+        for i in range(stop_ids.shape[1]):
+            is_stop |= token == stop_ids[:, i]
+        is_stop &= column < num_tokens
+        num_tokens = jnp.where(is_stop, column + 1, num_tokens)
+        is_finished |= is_stop
+    return _Emitted(num_tokens, is_finished)
 
 
 def _is_active(state: EngineState, slots: jax.Array) -> jax.Array:

@@ -272,8 +272,12 @@ def _coins(target: Target, count: int) -> jax.Array:
 
 def _leading(accepted: jax.Array, num_drafts: jax.Array) -> jax.Array:
     """How many drafts stand before the first that does not."""
-    accepted &= jnp.arange(accepted.shape[1]) < num_drafts[:, None]
-    return jnp.cumprod(accepted.astype(jnp.int32), axis=1).sum(axis=1, dtype=jnp.int32)
+    # Column by column, since XLA launches a kernel for every reduction, however small.
+    count, stands = jnp.zeros_like(num_drafts), num_drafts > 0
+    for column in range(accepted.shape[1]):
+        stands &= accepted[:, column] & (column < num_drafts)
+        count += stands
+    return count
 
 
 def _verdict(draft: Draft, num_accepted: jax.Array, token: jax.Array) -> Verdict:

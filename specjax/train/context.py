@@ -6,8 +6,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta_rule import Heads
+from pallas_kernels.gated_delta_rule import Heads as DeltaHeads
 from pallas_kernels.gated_delta_rule.reference import convolve, recur_chunks, split_tokens
+from pallas_kernels.rope_write import split_heads
+from specjax.device.models.layers.rows import AttentionShape, Heads
 
 
 @jax.tree_util.register_dataclass
@@ -17,7 +19,7 @@ class CausalRows:
 
     positions: jax.Array  # i32[B T]
     length: int = field(metadata={"static": True})
-    kernels: str = field(default="auto", metadata={"static": True})
+    kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
 
     @classmethod
     def of(cls, batch: int, length: int) -> "CausalRows":
@@ -25,9 +27,10 @@ class CausalRows:
         return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32), batch), length)
 
     def attend(
-        self, kv: Any, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+        self, kv: Any, layer: jax.Array, heads: Heads, shape: AttentionShape
     ) -> tuple[jax.Array, Any]:
         """Causal attention within each sequence; there is no context to keep."""
+        q, k, v = split(heads, shape)
         scores = causal_scores(q, k, self.length)
         return weighted_values(jax.nn.softmax(scores, axis=-1), v, q.shape), kv
 
@@ -38,7 +41,7 @@ class CausalRows:
         x: jax.Array,
         gates: jax.Array,
         conv: jax.Array,
-        heads: Heads,
+        heads: DeltaHeads,
     ) -> tuple[jax.Array, Any]:
         """The gated delta rule from an empty state; there is none to keep."""
         x, gates = (y.reshape(-1, self.length, *y.shape[1:]) for y in (x, gates))
@@ -47,6 +50,20 @@ class CausalRows:
         shape = x.shape[0], heads.num_values, heads.value_dim, heads.key_dim
         _, out = recur_chunks(jnp.zeros(shape), tokens)
         return out.reshape(-1, *out.shape[2:]).astype(x.dtype), cache
+
+
+def split(heads: Heads, shape: AttentionShape) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Rotated queries [B T, H, D], keys and values [B T, H_kv, D]."""
+    return split_heads(
+        heads.qkv,
+        *heads.weights,
+        *heads.angles,
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        eps=shape.rms_norm_eps,
+        is_centred=shape.has_centred_norms,
+    )
 
 
 def heads_first(x: jax.Array, length: int) -> jax.Array:
@@ -86,7 +103,7 @@ class UnrolledRows:
 
     positions: jax.Array  # i32[B T], shifted by `step`
     length: int = field(metadata={"static": True})
-    kernels: str = field(default="auto", metadata={"static": True})
+    kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
 
     @classmethod
     def of(cls, batch: int, length: int, step: int) -> "UnrolledRows":
@@ -94,9 +111,10 @@ class UnrolledRows:
         return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32) + step, batch), length)
 
     def attend(
-        self, kv: Any, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+        self, kv: Any, layer: jax.Array, heads: Heads, shape: AttentionShape
     ) -> tuple[jax.Array, Any]:
         """Attention over step 0's rows and the row's own drafts, one softmax over both."""
+        q, k, v = split(heads, shape)
         kv = (*kv, (k, v))
         (k0, v0), drafted = kv[0], kv[1:]
         queries = grouped(q, k.shape[1], self.length) * (q.shape[-1] ** -0.5)
@@ -119,7 +137,7 @@ class UnrolledRows:
         x: jax.Array,
         gates: jax.Array,
         conv: jax.Array,
-        heads: Heads,
+        heads: DeltaHeads,
     ) -> tuple[jax.Array, Any]:
         """Drafters have no recurrent layers."""
         raise NotImplementedError("a chain of drafts runs attention layers only")

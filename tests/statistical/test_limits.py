@@ -270,9 +270,11 @@ def settle(method, rows, may_stand, draft, logits):
     state = replace(
         state,
         tokens=rows.tokens,
-        lengths=rows.ends - 1,
-        is_active=rows.ends < rows.limits,
         requests=replace(state.requests, limits=rows.limits, sampling=sampling),
+    )
+    goes_on = rows.ends < rows.limits
+    state = state.with_progress(
+        jnp.arange(batch), rows.ends - 1, jnp.zeros(batch, jnp.int32), goes_on
     )
     slots, once = jnp.arange(batch), jnp.ones(batch, jnp.int32)
     inputs = step.DecodeInputs(slots, may_stand, once, jnp.zeros((batch, 0), jnp.int32))

@@ -5,9 +5,11 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta_rule import DeltaRuleCache, Heads, gated_delta_rule
+from pallas_kernels.gated_delta_rule import DeltaRuleCache, gated_delta_rule
+from pallas_kernels.gated_delta_rule import Heads as DeltaHeads
 from pallas_kernels.paged_attention import paged_attention
-from pallas_kernels.paged_write import paged_write
+from pallas_kernels.rope_write import rope_write
+from specjax.device.models.layers.rows import AttentionShape, Heads
 
 
 @jax.tree_util.register_dataclass
@@ -45,16 +47,28 @@ class CachedRows:
         return self.positions.shape[0] // self.page_table.shape[0]
 
     def attend(
-        self, kv: jax.Array, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+        self, kv: jax.Array, layer: jax.Array, heads: Heads, shape: AttentionShape
     ) -> tuple[jax.Array, jax.Array]:
-        """Write k and v [B T, H_kv, D] to the pages, then attend q [B T, H, D] over them."""
-        positions, q_rows, k_rows, v_rows = map(self._by_request, (self.positions, q, k, v))
-        if self.writes:
-            kv = paged_write(
-                kv, layer, self.page_table, positions, k_rows, v_rows, kernels=self.kernels
-            )
-        out = paged_attention(q_rows, kv, layer, self.page_table, positions, kernels=self.kernels)
-        return out.reshape(q.shape), kv
+        """Write keys and values to the pages, then attend the queries over them: [B T, H, D]."""
+        positions = self._by_request(self.positions)
+        qkv = heads.qkv.reshape(*heads.qkv.shape[:-2], *positions.shape, -1)
+        cos, sin = map(self._by_request, heads.angles)
+        q, kv = rope_write(
+            qkv,
+            heads.weights,
+            (cos, sin),
+            kv,
+            layer,
+            self.page_table,
+            positions,
+            num_heads=shape.num_heads,
+            eps=shape.rms_norm_eps,
+            is_centred=shape.has_centred_norms,
+            writes=self.writes,
+            kernels=self.kernels,
+        )
+        out = paged_attention(q, kv, layer, self.page_table, positions, kernels=self.kernels)
+        return out.reshape(-1, *out.shape[2:]), kv
 
     def recur(
         self,
@@ -63,7 +77,7 @@ class CachedRows:
         x: jax.Array,
         gates: jax.Array,
         conv: jax.Array,
-        heads: Heads,
+        heads: DeltaHeads,
     ) -> tuple[jax.Array, DeltaRuleCache]:
         """Bring the states up to date, then run the rows x [B T, C] on from them."""
         positions, x, gates = map(self._by_request, (self.positions, x, gates))

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import linear, stored
 from specjax.config import SpeculativeConfig
@@ -25,8 +26,8 @@ from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.mlp import MLP, mlp
-from specjax.device.models.layers.norm import rms_norm
 from specjax.device.models.layers.rows import Rows
+from specjax.device.models.layers.stream import Stream
 from specjax.device.models.llama import Llama, attention_specs, mlp_specs
 from specjax.device.models.model import Features, Model
 
@@ -143,9 +144,12 @@ def _layer(
     x = jnp.concatenate([rms_norm(embedded, params.embedding_norm, eps), normed], axis=-1)
     angles = shape.rope.angles(rows.positions)
     mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape)
-    residual = (normed if head.norm_before_residual else hidden) + mixed
-    y = residual + mlp(params.mlp, rms_norm(residual, params.mlp_norm, eps))
-    return (rms_norm(y, params.norm, eps) if head.recycle_normed else y), kv
+    residual = Stream(normed if head.norm_before_residual else hidden, mixed)
+    residual, normed = residual.normed(params.mlp_norm, shape, rows.kernels)
+    stream = Stream(residual, mlp(params.mlp, normed, rows.kernels))
+    if not head.recycle_normed:
+        return stream.sum(), kv
+    return stream.normed(params.norm, shape, rows.kernels)[1], kv
 
 
 def load(

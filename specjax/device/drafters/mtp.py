@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_file
 from specjax.checkpoint.load import load_params
@@ -24,6 +25,7 @@ from specjax.device.cache.recurrent import HybridCache
 from specjax.device.drafters.checkpoint import DrafterFiles
 from specjax.device.drafters.drafter import Params
 from specjax.device.models.layers.rows import Rows
+from specjax.device.models.layers.stream import Stream
 from specjax.device.models.model import Features, Model
 from specjax.device.models.qwen3_5 import (
     ATTENTION,
@@ -102,12 +104,18 @@ def _layer(
     params: MTPParams, embedded: jax.Array, hidden: jax.Array, rows: Rows, kv: Any, head: MTPHead
 ) -> tuple[jax.Array, Any]:
     shape = head.shape
-    normed = shape.norm(embedded, params.embedding_norm), shape.norm(hidden, params.hidden_norm)
+    eps, is_centred = shape.rms_norm_eps, shape.has_centred_norms
+    normed = (
+        rms_norm(embedded, params.embedding_norm, eps, is_centred),
+        rms_norm(hidden, params.hidden_norm, eps, is_centred),
+    )
     x = jnp.concatenate(normed, axis=-1) @ params.fc
     angles = shape.rope.angles(rows.positions)
     cache = HybridCache(kv, None)
-    x, cache = decoder_layer(params.layer, x, rows, angles, cache, jnp.int32(0), shape)
-    return shape.norm(x, params.norm), cache.kv
+    stream = Stream(x, jnp.zeros_like(x))
+    stream, cache = decoder_layer(params.layer, stream, rows, angles, cache, jnp.int32(0), shape)
+    _, hidden = stream.normed(params.norm, shape, rows.kernels)
+    return hidden, cache.kv
 
 
 def load(

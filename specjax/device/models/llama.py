@@ -18,9 +18,9 @@ from specjax.device.cache.paged import init_pool
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.mlp import MLP, mlp
-from specjax.device.models.layers.norm import rms_norm
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
+from specjax.device.models.layers.stream import Stream
 from specjax.device.models.model import Features
 
 
@@ -66,6 +66,11 @@ class Llama:
     qk_norm: bool = False
 
     @property
+    def has_centred_norms(self) -> bool:
+        """Norms are stored as they are."""
+        return False
+
+    @property
     def is_recurrent(self) -> bool:
         """All layers are attention."""
         return False
@@ -95,10 +100,6 @@ class Llama:
             self.num_layers, num_pages, page_size, self.num_kv_heads, self.head_dim, dtype
         )
 
-    def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """RMSNorm over the last axis of x."""
-        return rms_norm(x, weight, self.rms_norm_eps)
-
     def extend(
         self,
         params: Params,
@@ -109,18 +110,15 @@ class Llama:
     ) -> tuple[Features, Any]:
         """See `Model.extend`."""
         x = self.embed(params, tokens)
+        stream = Stream(x, jnp.zeros_like(x))
         angles = self.rope.angles(rows.positions)
         entering = []
         for i, layer in enumerate(params.layers):
-            entering.append(x)
-            x, cache = decoder_layer(layer, x, rows, angles, cache, jnp.int32(i), self)
-        entering.append(x)
-        auxiliary = [entering[i] for i in aux_layers]
-        features = Features(
-            self.norm(x, params.norm),
-            jnp.concatenate(auxiliary, axis=-1) if auxiliary else None,
-        )
-        return features, cache
+            entering.append(stream)
+            stream, cache = decoder_layer(layer, stream, rows, angles, cache, jnp.int32(i), self)
+        entering.append(stream)
+        _, hidden = stream.normed(params.norm, self, rows.kernels)
+        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), cache
 
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Input embeddings [N, D] of tokens i32[N]."""
@@ -136,25 +134,18 @@ class Llama:
 @partial(jax.jit, static_argnames="model")
 def decoder_layer(
     params: Layer,
-    x: jax.Array,
+    stream: Stream,
     rows: Rows,
     angles: tuple[jax.Array, jax.Array],
     kv: Any,
     layer: jax.Array,
     model: Llama,
-) -> tuple[jax.Array, Any]:
-    """One pre-norm decoder layer on x [N, D]."""
-    mixed, kv = attention(
-        params.attention,
-        model.norm(x, params.attention_norm),
-        rows,
-        angles,
-        kv,
-        layer,
-        model,
-    )
-    x = x + mixed
-    return x + mlp(params.mlp, model.norm(x, params.mlp_norm)), kv
+) -> tuple[Stream, Any]:
+    """One pre-norm decoder layer."""
+    x, normed = stream.normed(params.attention_norm, model, rows.kernels)
+    mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, model)
+    x, normed = Stream(x, mixed).normed(params.mlp_norm, model, rows.kernels)
+    return Stream(x, mlp(params.mlp, normed, rows.kernels)), kv
 
 
 def layer_specs(model: Llama, prefix: str) -> Layer:

@@ -1,10 +1,11 @@
 """What the engine asks of a model. Any hashable value with these methods will do."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 
 from specjax.device.models.layers.rows import Rows
 
@@ -16,6 +17,11 @@ class Features:
 
     hidden: jax.Array  # [N, D], after the final norm
     auxiliary: jax.Array | None  # [N, len(aux_layers) D], residual stream entering those layers
+
+    @classmethod
+    def of(cls, hidden: jax.Array, auxiliary: Sequence[jax.Array]) -> "Features":
+        """With the states [N, D] of auxiliary layers side by side, if there are any."""
+        return cls(hidden, jnp.concatenate(auxiliary, axis=-1) if auxiliary else None)
 
 
 class Model(Protocol):

@@ -30,9 +30,9 @@ from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.gated_delta_net import GatedDeltaNet, gated_delta_net
 from specjax.device.models.layers.mlp import MLP, mlp
 from specjax.device.models.layers.moe import Experts, MoE, moe
-from specjax.device.models.layers.norm import centred_rms_norm
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
+from specjax.device.models.layers.stream import Stream
 from specjax.device.models.model import Features
 
 ATTENTION, DELTA = "full_attention", "linear_attention"
@@ -125,9 +125,10 @@ class Qwen35:
             init_delta(num_delta, num_slots, self.delta_heads, self.conv_width, most_rows, dtype),
         )
 
-    def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """RMSNorm over the last axis of x."""
-        return centred_rms_norm(x, weight, self.rms_norm_eps)
+    @property
+    def has_centred_norms(self) -> bool:
+        """Norms are stored as their distance from one."""
+        return True
 
     def extend(
         self,
@@ -139,19 +140,17 @@ class Qwen35:
     ) -> tuple[Features, HybridCache]:
         """See `Model.extend`."""
         x = self.embed(params, tokens)
+        stream = Stream(x, jnp.zeros_like(x))
         angles = self.rope.angles(rows.positions)
         held = HybridCache(None, None) if cache is None else cache
         entering = []
         for i, layer in enumerate(params.layers):
-            entering.append(x)
+            entering.append(stream)
             index = jnp.int32(self.layer_types[:i].count(self.layer_types[i]))
-            x, held = decoder_layer(layer, x, rows, angles, held, index, self)
-        entering.append(x)
-        auxiliary = [entering[i] for i in aux_layers]
-        features = Features(
-            self.norm(x, params.norm), jnp.concatenate(auxiliary, axis=-1) if auxiliary else None
-        )
-        return features, held
+            stream, held = decoder_layer(layer, stream, rows, angles, held, index, self)
+        entering.append(stream)
+        _, hidden = stream.normed(params.norm, self, rows.kernels)
+        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), held
 
     def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
         """Input embeddings [N, D] of tokens i32[N]."""
@@ -170,15 +169,16 @@ class Qwen35:
 @partial(jax.jit, static_argnames="model")
 def decoder_layer(
     params: Layer,
-    x: jax.Array,
+    stream: Stream,
     rows: Rows,
     angles: tuple[jax.Array, jax.Array],
     cache: HybridCache,
     layer: jax.Array,
     model: Qwen35,
-) -> tuple[jax.Array, HybridCache]:
-    """One pre-norm decoder layer on x [N, D]."""
-    mixer, normed = params.mixer, model.norm(x, params.mixer_norm)
+) -> tuple[Stream, HybridCache]:
+    """One pre-norm decoder layer."""
+    mixer = params.mixer
+    x, normed = stream.normed(params.mixer_norm, model, rows.kernels)
     if isinstance(mixer, Attention):
         mixed, kv = attention(mixer, normed, rows, angles, cache.kv, layer, model)
         cache = cache._replace(kv=kv)
@@ -186,12 +186,11 @@ def decoder_layer(
         heads, eps = model.delta_heads, model.rms_norm_eps
         mixed, delta = gated_delta_net(mixer, normed, rows, cache.delta, layer, heads, eps)
         cache = cache._replace(delta=delta)
-    x = x + mixed
-    normed = model.norm(x, params.mlp_norm)
+    x, normed = Stream(x, mixed).normed(params.mlp_norm, model, rows.kernels)
     if isinstance(params.mlp, MLP):
-        return x + mlp(params.mlp, normed), cache
+        return Stream(x, mlp(params.mlp, normed, rows.kernels)), cache
     assert model.experts is not None
-    return x + moe(params.mlp, normed, model.experts, rows.kernels), cache
+    return Stream(x, moe(params.mlp, normed, model.experts, rows.kernels)), cache
 
 
 def layer_specs(

@@ -1,28 +1,13 @@
 """Softmax attention with grouped keys, over whatever the rows' context is."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from specjax.device.models.layers.rope import rotate
-from specjax.device.models.layers.rows import Rows
-
-
-class AttentionShape(Protocol):
-    """The static geometry of an attention layer; a model has these fields."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-
-    def norm(self, x: jax.Array, weight: jax.Array) -> jax.Array:
-        """The model's RMSNorm over the last axis."""
-        ...
+from pallas_kernels.rope_write import HeadWeights, sum_splits
+from specjax.device.models.layers.projection import project
+from specjax.device.models.layers.rows import AttentionShape, Heads, Rows
 
 
 @jax.tree_util.register_dataclass
@@ -47,18 +32,19 @@ def attention(
     layer: jax.Array,
     shape: AttentionShape,
 ) -> tuple[jax.Array, Any]:
-    """Project x [N, D_in], rotate, attend and project back: ([N, D], kv)."""
-    qkv = x @ params.qkv
-    if params.qkv_bias is not None:
-        qkv = qkv + params.qkv_bias
-    qkv = qkv.reshape(x.shape[0], -1, shape.head_dim)
-    v_at = qkv.shape[1] - shape.num_kv_heads
-    ends = shape.num_heads, v_at - shape.num_kv_heads, v_at
-    q, gate, k, v = jnp.split(qkv, ends, axis=1)
-    if params.q_norm is not None and params.k_norm is not None:
-        q, k = shape.norm(q, params.q_norm), shape.norm(k, params.k_norm)
-    mixed, kv = rows.attend(kv, layer, rotate(q, angles), rotate(k, angles), v)
-    if gate.shape[1]:
+    """Project x [N, D_in], rotate, attend and project back: [N, D] or parts of it, and kv.
+
+    See `project` for the parts.
+    """
+    qkv = project(x, params.qkv, rows.kernels)
+    weights = HeadWeights(params.qkv_bias, params.q_norm, params.k_norm)
+    mixed, kv = rows.attend(kv, layer, Heads(qkv, weights, angles), shape)
+    gate_at = shape.num_heads * shape.head_dim
+    gate_end = qkv.shape[-1] - 2 * shape.num_kv_heads * shape.head_dim
+    mixed = mixed.reshape(x.shape[0], -1)
+    if gate_at < gate_end:
+        gate = sum_splits(qkv[..., gate_at:gate_end], 3, x.dtype)
         mixed = mixed * jax.nn.sigmoid(gate)
-    y = mixed.reshape(x.shape[0], -1) @ params.out
-    return (y if params.out_bias is None else y + params.out_bias), kv
+    if params.out_bias is None:
+        return project(mixed, params.out, rows.kernels), kv
+    return mixed @ params.out + params.out_bias, kv

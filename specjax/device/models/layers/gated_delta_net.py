@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_rule import Heads
-from specjax.device.models.layers.norm import rms_norm
+from pallas_kernels.rms_norm import rms_norm
 from specjax.device.models.layers.rows import Rows
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import grouped_matmul
-from specjax.device.models.layers.mlp import MLP, mlp, swiglu
+from specjax.device.models.layers.mlp import MLP, swiglu
 
 
 class Experts(NamedTuple):
@@ -49,4 +49,5 @@ def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
     outputs = grouped_matmul(swiglu(hidden), params.down, sizes, kernels=kernels)
     outputs = outputs[jnp.argsort(order)].reshape(num_rows, num_chosen, -1)
     mixed = jnp.einsum("nc,ncd->nd", weights.astype(x.dtype), outputs)
-    return mixed + jax.nn.sigmoid(x @ params.shared_gate) * mlp(params.shared, x)
+    shared = swiglu(x @ params.shared.gate_up) @ params.shared.down
+    return mixed + jax.nn.sigmoid(x @ params.shared_gate) * shared

@@ -43,15 +43,3 @@ class Rope:
         """cos and sin, each f32[N, head_dim / 2], of the rotation at positions i32[N]."""
         angle = positions.astype(jnp.float32)[:, None] * self.inverse_frequencies()[None, :]
         return jnp.cos(angle), jnp.sin(angle)
-
-
-def rotate(x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Rotate x [N, heads, head_dim] by the angles [N, n] of its first 2 n dimensions.
-
-    Dimension i is paired with i + n (the HF layout); dimensions past 2 n stay as they are.
-    """
-    cos, sin = (a[:, None, :].astype(x.dtype) for a in angles)
-    half = cos.shape[-1]
-    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
-    rotated = first * cos - second * sin, second * cos + first * sin
-    return jnp.concatenate([*rotated, rest], axis=-1)

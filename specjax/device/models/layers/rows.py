@@ -1,10 +1,36 @@
 """What a layer asks of the rows it runs on."""
 
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
-from pallas_kernels.gated_delta_rule import Heads
+from pallas_kernels.gated_delta_rule import Heads as DeltaHeads
+from pallas_kernels.rope_write import HeadWeights
+
+
+class AttentionShape(Protocol):
+    """The static geometry of an attention layer; a model has these fields."""
+
+    @property
+    def num_heads(self) -> int: ...
+    @property
+    def num_kv_heads(self) -> int: ...
+    @property
+    def head_dim(self) -> int: ...
+    @property
+    def rms_norm_eps(self) -> float: ...
+    @property
+    def has_centred_norms(self) -> bool:
+        """Whether a norm's weight is stored as its distance from one."""
+        ...
+
+
+class Heads(NamedTuple):
+    """Queries, gates, keys and values of N rows as their projection left them."""
+
+    qkv: jax.Array  # [N, F], or f32[S, N, F] partial sums
+    weights: HeadWeights  # what each goes through
+    angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, n]
 
 
 class Rows(Protocol):
@@ -16,10 +42,10 @@ class Rows(Protocol):
     def kernels(self) -> str: ...
 
     def attend(
-        self, kv: Any, layer: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array
+        self, kv: Any, layer: jax.Array, heads: Heads, shape: AttentionShape
     ) -> tuple[jax.Array, Any]:
-        """Make k and v [N, H_kv, D] part of the context `kv`, then attend q [N, H, D] over it:
-        the output [N, H, D], and the context that holds them."""
+        """Make keys and values part of the context `kv`, then attend the queries over it: the
+        output [N, H, D], and the context that holds them."""
         ...
 
     def recur(
@@ -29,7 +55,7 @@ class Rows(Protocol):
         x: jax.Array,
         gates: jax.Array,
         conv: jax.Array,
-        heads: Heads,
+        heads: DeltaHeads,
     ) -> tuple[jax.Array, Any]:
         """Run the gated delta rule on raw inputs x [N, C] with gates f32[N, 2, H_v] and the
         convolution [W, C]: outputs [N, H_v, D_v], and the cache that the rows left."""

@@ -1,0 +1,31 @@
+"""RMSNorm in plain JAX."""
+
+import jax
+import jax.numpy as jnp
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, is_centred: bool = False) -> jax.Array:
+    """RMSNorm over the last axis of x [..., D], statistics in f32.
+
+    A weight is applied in x's dtype; one that is stored as its distance from one, in f32.
+    """
+    y = x.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    if is_centred:
+        return (y * (1 + weight.astype(jnp.float32))).astype(x.dtype)
+    return weight * y.astype(x.dtype)
+
+
+def add_rms_norm_reference(
+    x: jax.Array, delta: jax.Array, weight: jax.Array, eps: float, is_centred: bool
+) -> tuple[jax.Array, jax.Array]:
+    """See `add_rms_norm`."""
+    y = add_splits(x, delta)
+    return y, rms_norm(y, weight, eps, is_centred)
+
+
+def add_splits(x: jax.Array, delta: jax.Array) -> jax.Array:
+    """x [N, D] + delta [N, D], or the partial sums f32[S, N, D] of it."""
+    if delta.ndim == x.ndim:
+        return x + delta
+    return (x.astype(jnp.float32) + delta.sum(axis=0)).astype(x.dtype)

@@ -1,0 +1,79 @@
+"""The residual sum and the norm of a row in one program."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.triton_call import load, store, triton_call
+
+MOST_DIM = 16384  # a row lives in the registers of one program
+ELEMENTS_PER_WARP = 1024
+
+
+def add_rms_norm_triton(
+    x: jax.Array,
+    delta: jax.Array,
+    weight: jax.Array,
+    eps: float,
+    is_centred: bool,
+    *,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `add_rms_norm`."""
+    num_rows, dim = x.shape
+    if dim > MOST_DIM:
+        raise UnsupportedError(f"x has rows of D={dim}; at most {MOST_DIM} are supported")
+    block = pl.next_power_of_2(dim)
+    kernel = functools.partial(
+        _kernel,
+        dim=dim,
+        block=block,
+        num_splits=delta.shape[0] if delta.ndim == 3 else None,
+        eps=eps,
+        is_centred=is_centred,
+    )
+    like = jax.ShapeDtypeStruct(x.shape, x.dtype)
+    num_warps = min(16, max(1, block // ELEMENTS_PER_WARP))
+    y, normed = triton_call(
+        kernel,
+        [x, delta, weight],
+        [like, like],
+        name="add_rms_norm",
+        grid=(num_rows,),
+        num_warps=num_warps,
+        interpret=interpret,
+    )
+    return y, normed
+
+
+def _kernel(
+    x_ref, delta_ref, weight_ref, y_ref, out_ref, *, dim, block, num_splits, eps, is_centred
+):
+    row, i = pl.program_id(0), jnp.arange(block, dtype=jnp.int32)
+    mask = i < dim
+
+    def read(ref, *index):
+        return load(ref.at[(*index, i)], mask=mask, other=0.0).astype(jnp.float32)
+
+    y = read(x_ref, row)
+    if num_splits is None:
+        y += read(delta_ref, row)
+    else:
+        # The same order as a sum over the splits, and then x.
+        delta = read(delta_ref, jnp.int32(0), row)
+        for s in range(1, num_splits):
+            delta += read(delta_ref, jnp.int32(s), row)
+        y += delta
+    rounded = y.astype(y_ref.dtype)
+    store(y_ref.at[row, i], rounded, mask=mask)
+    y = rounded.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.sum(y * y) / dim + eps)
+    weight = read(weight_ref)
+    if is_centred:
+        out = y * (1.0 + weight)
+    else:
+        out = y.astype(out_ref.dtype).astype(jnp.float32) * weight
+    store(out_ref.at[row, i], out.astype(out_ref.dtype), mask=mask)

@@ -1,0 +1,113 @@
+"""Queries, keys and values out of one projection: normed, rotated, and the keys and values paged.
+
+Of a row's projection, heads q | gate | k | v side by side in that order, with position p:
+
+    q' = rotate(norm(q), p)      k' = rotate(norm(k), p)
+    kv[layer, page_table[b, p // page_size], p % page_size] = (k', v)
+
+where rotate turns dimensions i and i + n of a head by the row's i-th angle, for i < n, and leaves
+those past 2 n (Su et al. 2021; partial rotation, HF's pairing), and the norm is there if its weight
+is. Gates, if there are any, stay where they are.
+
+Rows at position -1, past the page table, or on a page that is not assigned (-1) write nothing.
+"""
+
+from typing import NamedTuple
+
+import jax
+
+from pallas_kernels.dispatch import run
+from pallas_kernels.rope_write.reference import rope_write_reference
+from pallas_kernels.rope_write.reference import split_heads as split_heads
+from pallas_kernels.rope_write.reference import sum_splits as sum_splits
+from pallas_kernels.rope_write.triton import rope_write_triton
+
+IMPLEMENTATIONS = {"triton": rope_write_triton, "reference": rope_write_reference}
+
+
+class HeadWeights(NamedTuple):
+    """What a projection's heads go through; None where a model does without."""
+
+    bias: jax.Array | None = None  # [F]
+    q_norm: jax.Array | None = None  # [D], RMSNorm over a head
+    k_norm: jax.Array | None = None  # [D]
+
+
+def rope_write(
+    qkv: jax.Array,
+    weights: HeadWeights,
+    angles: tuple[jax.Array, jax.Array],
+    kv: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    num_heads: int,
+    eps: float = 0.0,
+    is_centred: bool = False,
+    writes: bool = True,
+    kernels: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Queries [B, T, H, D] in the pool's dtype, and the pool; use only the pool returned.
+
+    Args:
+        qkv: [B, T, F], or f32[S, B, T, F] partial sums of it, as a matmul split over its depth
+            leaves them; F = (H + gates + 2 H_kv) D.
+        weights: bias and norms.
+        angles: cos and sin, f32[B, T, n] each, n <= D / 2.
+        kv: the pool [L, pages, page_size, 2, H_kv, D], updated in place where the caller donated
+            it.
+        layer: i32[] layer of the pool to write.
+        page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
+        positions: i32[B, T] absolute position of each row.
+        num_heads: H, query heads.
+        eps, is_centred: of the norms, see `rms_norm`.
+        writes: without it the pool stays as it is, and only queries are made.
+        kernels: implementation to use, see `dispatch`.
+
+    Raises:
+        ValueError: shapes that do not fit each other, naming the argument.
+    """
+    if kv.ndim != 6 or kv.shape[3] != 2:
+        raise ValueError(f"kv must be [L, pages, page_size, 2, H_kv, D]; got {kv.shape}")
+    if positions.ndim != 2:
+        raise ValueError(f"positions must be [B, T]; got {positions.shape}")
+    if page_table.ndim != 2 or page_table.shape[0] != positions.shape[0]:
+        raise ValueError(f"page_table must be [B={positions.shape[0]}, P]; got {page_table.shape}")
+    num_kv_heads, dim = kv.shape[4:]
+    width = qkv.shape[-1]
+    if qkv.ndim not in (3, 4) or qkv.shape[-3:-1] != positions.shape:
+        raise ValueError(
+            f"qkv must be [B, T, F] or [S, B, T, F] with positions [B, T]={positions.shape}; "
+            f"got {qkv.shape}"
+        )
+    if width % dim or width < (num_heads + 2 * num_kv_heads) * dim:
+        raise ValueError(
+            f"qkv must hold at least H={num_heads} + 2 H_kv={2 * num_kv_heads} heads of D={dim}; "
+            f"got F={width}"
+        )
+    if any(x.shape[:2] != positions.shape or 2 * x.shape[2] > dim for x in angles):
+        raise ValueError(
+            f"angles must be cos and sin [B, T, n <= D / 2 = {dim // 2}]; "
+            f"got {[x.shape for x in angles]}"
+        )
+    for name, wanted in ("bias", width), ("q_norm", dim), ("k_norm", dim):
+        given = getattr(weights, name)
+        if given is not None and given.shape != (wanted,):
+            raise ValueError(f"weights.{name} must be [{wanted}]; got {given.shape}")
+    return run(
+        "rope_write",
+        kernels,
+        IMPLEMENTATIONS,
+        qkv,
+        *weights,
+        *angles,
+        kv,
+        layer,
+        page_table,
+        positions,
+        num_heads=num_heads,
+        eps=eps,
+        is_centred=is_centred,
+        writes=writes,
+    )

@@ -1,0 +1,104 @@
+"""Splitting, norming, rotating and writing in plain JAX: one scatter of whole rows."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rms_norm.reference import rms_norm
+
+
+def rope_write_reference(
+    qkv: jax.Array,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    num_heads: int,
+    eps: float,
+    is_centred: bool,
+    writes: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """See `rope_write`."""
+    num_kv_heads, dim = kv.shape[4:]
+    q, k, v = split_heads(
+        sum_splits(qkv, 4, kv.dtype),
+        bias,
+        q_norm,
+        k_norm,
+        cos,
+        sin,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=dim,
+        eps=eps,
+        is_centred=is_centred,
+    )
+    return q, write_pages(kv, layer, page_table, positions, k, v) if writes else kv
+
+
+def sum_splits(x: jax.Array, ndim_of_splits: int, dtype: jnp.dtype) -> jax.Array:
+    """x, or the sum of its partial sums [S, ...] in `dtype` if it has so many dimensions."""
+    return x.sum(axis=0).astype(dtype) if x.ndim == ndim_of_splits else x
+
+
+def split_heads(
+    qkv: jax.Array,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    *,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    eps: float,
+    is_centred: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """q [..., H, D], k and v [..., H_kv, D] of projections [..., F], normed and rotated."""
+    if bias is not None:
+        qkv = qkv + bias
+    heads = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
+    v_at = heads.shape[-2] - num_kv_heads
+    ends = num_heads, v_at - num_kv_heads, v_at
+    q, _, k, v = jnp.split(heads, ends, axis=-2)
+    if q_norm is not None:
+        q = rms_norm(q, q_norm, eps, is_centred)
+    if k_norm is not None:
+        k = rms_norm(k, k_norm, eps, is_centred)
+    return rotate(q, cos, sin), rotate(k, cos, sin), v
+
+
+def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
+    """Rotate x [..., heads, head_dim] by the angles [..., n] of its first 2 n dimensions.
+
+    Dimension i is paired with i + n (the HF layout); dimensions past 2 n stay as they are.
+    """
+    cos, sin = (a[..., None, :].astype(x.dtype) for a in (cos, sin))
+    half = cos.shape[-1]
+    first, second, rest = jnp.split(x, [half, 2 * half], axis=-1)
+    rotated = first * cos - second * sin, second * cos + first * sin
+    return jnp.concatenate([*rotated, rest], axis=-1)
+
+
+def write_pages(
+    kv: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+) -> jax.Array:
+    """The pool with k and v [B, T, H_kv, D] in the pages of their positions i32[B, T]."""
+    num_pages, page_size = kv.shape[1:3]
+    index = positions // page_size
+    page = jnp.take_along_axis(page_table, index, axis=1, mode="fill", fill_value=-1)
+    # An id past the pool is dropped by the scatter; a negative one would wrap around.
+    page = jnp.where((positions >= 0) & (page >= 0), page, num_pages)
+    rows = jnp.stack([k, v], axis=2).astype(kv.dtype)  # [B, T, 2, H_kv, D]
+    return kv.at[layer, page, positions % page_size].set(rows, mode="drop")

@@ -1,0 +1,188 @@
+"""One kernel for all that happens between the projection of q, k and v and attention."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.triton_call import load, store, triton_call
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """A program takes `block_heads` heads of one row; heads are small, so one warp has several."""
+
+    block_heads: int = 8
+    num_warps: int = 4
+
+
+DEFAULT = TuningConfig()
+
+
+def rope_write_triton(
+    qkv: jax.Array,
+    bias: jax.Array | None,
+    q_norm: jax.Array | None,
+    k_norm: jax.Array | None,
+    cos: jax.Array,
+    sin: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    num_heads: int,
+    eps: float,
+    is_centred: bool,
+    writes: bool,
+    config: TuningConfig = DEFAULT,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array]:
+    """See `rope_write`."""
+    page_size, _, num_kv_heads, dim = kv.shape[2:]
+    half = cos.shape[-1]
+    if dim & (dim - 1) or dim < 16:
+        raise UnsupportedError(f"kv has heads of D={dim}; a power of two of at least 16 is needed")
+    if kv.dtype.itemsize < 2:
+        raise UnsupportedError(f"kv is {kv.dtype}; bfloat16, float16 or float32 is needed")
+    batch, num_rows = positions.shape
+    num_splits = qkv.shape[0] if qkv.ndim == 4 else None
+    present = [x for x in (bias, q_norm, k_norm) if x is not None]
+    kernel = functools.partial(
+        _kernel,
+        has=(bias is not None, q_norm is not None, k_norm is not None),
+        num_rows=num_rows,
+        num_splits=num_splits,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        k_at=qkv.shape[-1] // dim - 2 * num_kv_heads,
+        dim=dim,
+        half=half,
+        page_size=page_size,
+        table_width=page_table.shape[1],
+        eps=eps,
+        is_centred=is_centred,
+        writes=writes,
+        block_heads=config.block_heads,
+        dtype=kv.dtype,
+    )
+    num_made = num_heads + 2 * num_kv_heads if writes else num_heads
+    call = functools.partial(
+        triton_call,
+        kernel,
+        name="rope_write",
+        grid=(batch * num_rows, pl.cdiv(num_made, config.block_heads)),
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )
+    queries = jax.ShapeDtypeStruct((batch, num_rows, num_heads, dim), kv.dtype)
+    operands = [qkv, cos, sin, page_table, positions, layer.reshape(1), *present]
+    if not writes:
+        (q,) = call(operands, [queries])
+        return q, kv
+    pool = jax.ShapeDtypeStruct(kv.shape, kv.dtype)
+    q, kv = call([*operands, kv], [queries, pool], aliases={len(operands): 1})
+    return q, kv
+
+
+def _kernel(
+    qkv_ref,
+    cos_ref,
+    sin_ref,
+    table_ref,
+    positions_ref,
+    layer_ref,
+    *refs,
+    has,
+    num_rows,
+    num_splits,
+    num_heads,
+    num_kv_heads,
+    k_at,
+    dim,
+    half,
+    page_size,
+    table_width,
+    eps,
+    is_centred,
+    writes,
+    block_heads,
+    dtype,
+):
+    weights = iter(refs[: sum(has)])
+    bias_ref, q_norm_ref, k_norm_ref = (next(weights) if one else None for one in has)
+    b, t = pl.program_id(0) // num_rows, pl.program_id(0) % num_rows
+    head = pl.program_id(1) * block_heads + jnp.arange(block_heads, dtype=jnp.int32)
+    is_q = head < num_heads
+    is_v = head >= num_heads + num_kv_heads
+    is_made = head < num_heads + (2 * num_kv_heads if writes else 0)
+    # Heads of the projection, past the gates that may lie after the queries.
+    source = (jnp.where(is_q, head, head - num_heads + k_at) * dim)[:, None]
+    i = jnp.arange(dim, dtype=jnp.int32)[None, :]
+    partner = jnp.where(i < half, i + half, jnp.where(i < 2 * half, i - half, i))
+    mask = jnp.broadcast_to(is_made[:, None], (block_heads, dim))
+
+    def project(column):  # [block_heads, dim], as the matmul would have rounded it
+        if num_splits is None:
+            x = load(qkv_ref.at[b, t, source + column], mask=mask, other=0.0)
+            x = x.astype(jnp.float32)
+        else:
+            x = jnp.zeros((block_heads, dim), jnp.float32)
+            for s in range(num_splits):
+                x += load(qkv_ref.at[jnp.int32(s), b, t, source + column], mask=mask, other=0.0)
+            x = x.astype(dtype).astype(jnp.float32)
+        if bias_ref is not None:
+            bias = load(bias_ref.at[source + column], mask=mask, other=0.0)
+            x = (x + bias.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
+        return x
+
+    def weight(column):  # of the norm; of queries and keys without one, and of values, 1
+        w = jnp.ones((block_heads, dim), jnp.float32)
+        for ref, of in (q_norm_ref, is_q), (k_norm_ref, ~(is_q | is_v)):
+            if ref is not None:
+                given = ref[jnp.broadcast_to(column, (block_heads, dim))].astype(jnp.float32)
+                w = jnp.where(of[:, None], given + 1.0 if is_centred else given, w)
+        return w
+
+    x, other = project(i), project(partner)
+    if q_norm_ref is not None or k_norm_ref is not None:
+        is_normed = jnp.zeros_like(is_q)
+        if q_norm_ref is not None:
+            is_normed |= is_q
+        if k_norm_ref is not None:
+            is_normed |= ~(is_q | is_v)
+        scale = jax.lax.rsqrt(jnp.sum(x * x, axis=1) / dim + eps)
+        scale = jnp.where(is_normed, scale, 1.0)[:, None]
+        x, other = x * scale * weight(i), other * scale * weight(partner)
+    angle = jnp.broadcast_to(jnp.where(i < half, i, i - half), (block_heads, dim))
+    turns = (i < 2 * half) & ~is_v[:, None]
+    cos = load(cos_ref.at[b, t, angle], mask=turns, other=1.0)
+    sin = load(sin_ref.at[b, t, angle], mask=turns, other=0.0)
+    y = (x * cos + jnp.where(i < half, -other, other) * sin).astype(dtype)
+
+    if not writes:
+        (q_ref,) = refs[sum(has) :]
+    else:
+        _, q_ref, kv_ref = refs[sum(has) :]
+        position = positions_ref[b, t]
+        index = jnp.maximum(position, 0) // page_size
+        page = table_ref[b, jnp.minimum(index, table_width - 1)]
+        stands = (position >= 0) & (index < table_width) & (page >= 0)
+        kept = jnp.where(is_q, head + 2 * num_kv_heads, head - num_heads)[:, None]
+        store(
+            kv_ref.at[
+                layer_ref[0],
+                jnp.maximum(page, 0),
+                jnp.maximum(position, 0) % page_size,
+                kept // num_kv_heads,
+                kept % num_kv_heads,
+                i,
+            ],
+            y,
+            mask=mask & ~is_q[:, None] & stands,
+        )
+    # Masked lanes keep indices of their own: interpreted, they write back what they have read.
+    store(q_ref.at[b, t, head[:, None], i], y, mask=mask & is_q[:, None])

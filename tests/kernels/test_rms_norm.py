@@ -1,0 +1,79 @@
+"""Every implementation of the residual sum with its norm against its equation in f64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.rms_norm import add_rms_norm, rms_norm
+
+IMPLEMENTATIONS = "reference", "interpret"
+EPS = 1e-6
+
+
+def arguments(num_rows, dim, num_splits, dtype, seed=0):
+    rng = np.random.default_rng(seed)
+    x, weight = rng.normal(size=(num_rows, dim)), rng.normal(size=dim)
+    if num_splits is None:
+        delta = jnp.asarray(rng.normal(size=(num_rows, dim)), dtype)
+    else:
+        delta = jnp.asarray(rng.normal(size=(num_splits, num_rows, dim)), jnp.float32)
+    return jnp.asarray(x, dtype), delta, jnp.asarray(weight, dtype)
+
+
+def by_definition(x, delta, weight, is_centred):
+    dtype = x.dtype
+    x, delta, weight = (np.asarray(a, np.float64) for a in (x, delta, weight))
+    y = x + (delta if delta.ndim == 2 else delta.sum(0))
+    y = np.asarray(jnp.asarray(y, dtype), np.float64)  # the stream is kept in its dtype
+    return y, y / np.sqrt((y * y).mean(-1, keepdims=True) + EPS) * (weight + is_centred)
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+@pytest.mark.parametrize("is_centred", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("num_splits", [None, 1, 8])
+@pytest.mark.parametrize("num_rows, dim", [(1, 16), (3, 320), (8, 1000)])
+def test_matches_the_equation(num_rows, dim, num_splits, dtype, is_centred, kernels):
+    inputs = arguments(num_rows, dim, num_splits, dtype)
+    y, out = jax.jit(lambda *a: add_rms_norm(*a, EPS, is_centred, kernels=kernels))(*inputs)
+    wanted_y, wanted = by_definition(*inputs, is_centred)
+    assert y.dtype == out.dtype == inputs[0].dtype
+    # XLA may keep the sum in f32 between the two, and the weight may be applied in bf16.
+    tolerance = 2e-5 if dtype == "float32" else 1.5 * 2**-7
+    np.testing.assert_allclose(np.asarray(y, np.float64), wanted_y, rtol=tolerance, atol=1e-6)
+    np.testing.assert_allclose(np.asarray(out, np.float64), wanted, rtol=tolerance, atol=1e-6)
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_a_row_does_not_depend_on_the_others(kernels):
+    x, delta, weight = arguments(5, 96, 2, "float32")
+    _, all_rows = add_rms_norm(x, delta, weight, EPS, kernels=kernels)
+    _, one = add_rms_norm(x[2:3], delta[:, 2:3], weight, EPS, kernels=kernels)
+    np.testing.assert_array_equal(np.asarray(all_rows[2]), np.asarray(one[0]))
+
+
+def test_the_norm_alone_is_the_same():
+    x, _, weight = arguments(4, 64, None, "bfloat16")
+    _, out = add_rms_norm(x, jnp.zeros_like(x), weight, EPS, kernels="reference")
+    np.testing.assert_array_equal(np.asarray(out), np.asarray(rms_norm(x, weight, EPS)))
+
+
+@pytest.mark.parametrize(
+    "name, x, delta, weight",
+    [
+        ("x", (4, 8, 2), (4, 8), (8,)),
+        ("x", (4, 8), (4, 8), (4,)),
+        ("delta", (4, 8), (8,), (8,)),
+        ("delta", (4, 8), (2, 8, 4), (8,)),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(name, x, delta, weight):
+    with pytest.raises(ValueError, match=f"^{name} must be"):
+        add_rms_norm(jnp.zeros(x), jnp.zeros(delta), jnp.zeros(weight), EPS)
+
+
+def test_a_row_too_long_for_the_kernel_is_named():
+    x = jnp.zeros((1, 32768))
+    with pytest.raises(ValueError, match="D=32768; at most"):
+        add_rms_norm(x, x, x[0], EPS, kernels="interpret")

@@ -1,0 +1,271 @@
+"""Every implementation of the rotation and page write against a loop over rows and heads in f64."""
+
+from dataclasses import dataclass, field
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.rope_write import HeadWeights, rope_write
+
+NUM_LAYERS, NUM_PAGES, NUM_COLUMNS, EPS = 2, 24, 5, 1e-5
+IMPLEMENTATIONS = "reference", "interpret"
+# Of the values written, which are sums of two products: bf16 rounds angles and norms on the way.
+TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True)
+class Case:
+    """Requests' rows, and what the heads of a model are like."""
+
+    starts: tuple[int, ...] = (0, 15, 31, 17)
+    counts: tuple[int, ...] = (3, 2, 1, 3)
+    num_rows: int = 3
+    num_heads: int = 4
+    num_gates: int = 0
+    num_kv_heads: int = 2
+    dim: int = 64
+    half: int = 32
+    page_size: int = 16
+    dtype: str = "float32"
+    num_splits: int | None = None
+    has_bias: bool = False
+    has_norms: bool = False
+    is_centred: bool = False
+    unassigned: tuple[tuple[int, int], ...] = field(default=())
+
+    def arguments(self, seed=0):
+        """What rope_write takes, by position; the pool is full of numbers."""
+        rng = np.random.default_rng(seed)
+        batch, dtype = len(self.starts), self.dtype
+        kv = rng.normal(
+            size=(NUM_LAYERS, NUM_PAGES, self.page_size, 2, self.num_kv_heads, self.dim)
+        )
+        table = rng.permutation(NUM_PAGES)[: batch * NUM_COLUMNS].reshape(batch, NUM_COLUMNS)
+        for place in self.unassigned:
+            table[place] = -1
+        row = np.arange(self.num_rows)[None]
+        positions = np.where(
+            row < np.array(self.counts)[:, None], np.array(self.starts)[:, None] + row, -1
+        )
+        width = (self.num_heads + self.num_gates + 2 * self.num_kv_heads) * self.dim
+        shape = (batch, self.num_rows, width)
+        if self.num_splits is None:
+            qkv = jnp.asarray(rng.normal(size=shape), dtype)
+        else:
+            qkv = jnp.asarray(rng.normal(size=(self.num_splits, *shape)), jnp.float32)
+        weights = HeadWeights(
+            jnp.asarray(rng.normal(size=width), dtype) if self.has_bias else None,
+            *(
+                jnp.asarray(rng.normal(size=self.dim), dtype) if self.has_norms else None
+                for _ in "qk"
+            ),
+        )
+        frequency = 100.0 ** -(np.arange(self.half) / self.half)
+        angle = np.maximum(positions, 0)[..., None] * frequency
+        angles = tuple(jnp.asarray(turn(angle), jnp.float32) for turn in (np.cos, np.sin))
+        return (
+            qkv,
+            weights,
+            angles,
+            jnp.asarray(kv, dtype),
+            jnp.int32(1),
+            jnp.asarray(table, jnp.int32),
+            jnp.asarray(positions, jnp.int32),
+        )
+
+    def run(self, kernels, arguments, **options):
+        """One implementation, compiled."""
+
+        def call(*arguments):
+            return rope_write(
+                *arguments,
+                num_heads=self.num_heads,
+                eps=EPS,
+                is_centred=self.is_centred,
+                kernels=kernels,
+                **options,
+            )
+
+        return jax.jit(call)(*arguments)
+
+    def by_definition(self, qkv, weights, angles, kv, layer, table, positions):
+        """The equation, head by head: q [B, T, H, D], and keys and values by place in the pool."""
+        dim = self.dim
+        x = np.asarray(qkv, np.float64)
+        if self.num_splits is not None:
+            x = np.asarray(jnp.asarray(x.sum(0), self.dtype), np.float64)
+        cos, sin = (np.asarray(a, np.float64) for a in angles)
+        bias, q_norm, k_norm = (None if w is None else np.asarray(w, np.float64) for w in weights)
+        first_k = self.num_heads + self.num_gates
+        first_v = first_k + self.num_kv_heads
+
+        def head_of(b, t, head, norm, turns=True):
+            part = slice(head * dim, (head + 1) * dim)
+            y = x[b, t, part] + (0 if bias is None else bias[part])
+            if norm is not None:
+                y = y / np.sqrt((y * y).mean() + EPS) * (norm + self.is_centred)
+            if turns:
+                first, second = y[: self.half], y[self.half : 2 * self.half]
+                c, s = cos[b, t], sin[b, t]
+                y = np.concatenate(
+                    [first * c - second * s, second * c + first * s, y[2 * self.half :]]
+                )
+            return y
+
+        q = np.zeros((*positions.shape, self.num_heads, dim))
+        written = {}
+        for b, t in np.ndindex(*positions.shape):
+            q[b, t] = [head_of(b, t, head, q_norm) for head in range(self.num_heads)]
+            position = int(positions[b, t])
+            column, offset = divmod(position, self.page_size)
+            page = table[b, column] if 0 <= column < NUM_COLUMNS else -1
+            if position < 0 or page < 0:
+                continue
+            for h in range(self.num_kv_heads):
+                place = int(layer), int(page), offset
+                written[(*place, 0, h)] = head_of(b, t, first_k + h, k_norm)
+                written[(*place, 1, h)] = head_of(b, t, first_v + h, None, turns=False)
+        return q, written
+
+
+def check(case, kernels):
+    arguments = case.arguments()
+    q, kv = case.run(kernels, arguments)
+    wanted_q, written = case.by_definition(*arguments)
+    before, positions = np.asarray(arguments[3], np.float64), np.asarray(arguments[6])
+    assert q.dtype == kv.dtype == arguments[3].dtype
+    tolerance = TOLERANCE[case.dtype]
+    scale = np.abs(wanted_q).max()
+    q, kv = np.asarray(q, np.float64), np.asarray(kv, np.float64)
+    real = positions >= 0
+    np.testing.assert_allclose(q[real], wanted_q[real], atol=tolerance * scale, rtol=0)
+    untouched = np.ones(kv.shape[:5], bool)
+    for place, value in written.items():
+        np.testing.assert_allclose(kv[place], value, atol=tolerance * scale, rtol=0)
+        untouched[place] = False
+    np.testing.assert_array_equal(kv[untouched], before[untouched])
+    return len(written)
+
+
+CASES = [
+    Case(),
+    Case(dtype="bfloat16"),
+    Case(num_splits=4),
+    Case(num_splits=2, dtype="bfloat16", has_bias=True),
+    Case(has_bias=True, num_heads=6, num_kv_heads=3, dim=32, half=16),
+    Case(has_norms=True, num_heads=8, num_kv_heads=1, dim=128, half=64),
+    Case(has_norms=True, num_splits=2, num_heads=16, num_kv_heads=8, dim=16, half=8),
+    # Half as many gates as queries do not exist, but nothing depends on their number.
+    Case(has_norms=True, is_centred=True, num_gates=4, half=8),
+    Case(has_norms=True, is_centred=True, num_gates=2, half=8, num_splits=3, dtype="bfloat16"),
+    Case(starts=(3,), counts=(1,), num_rows=1, page_size=32, dim=256, half=32),
+    Case(starts=(0, 30), counts=(40, 11), num_rows=40, num_heads=2, num_kv_heads=2, dim=16, half=8),
+]
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+def test_matches_the_equation(case, kernels):
+    assert check(case, kernels)
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_pages_that_are_not_assigned_and_positions_past_the_table_write_nothing(kernels):
+    case = Case(
+        starts=(14, 78, 200), counts=(4, 4, 4), num_rows=4, num_kv_heads=1, unassigned=((0, 1),)
+    )
+    assert check(case, kernels) == 2 * 4  # positions 14, 15 of the first, 78, 79 of the second
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_a_step_without_rows_writes_nothing(kernels):
+    assert check(Case(counts=(0, 0, 0, 0)), kernels) == 0
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_values_without_a_norm_or_a_bias_are_copied_to_the_bit(kernels):
+    case = Case(has_norms=True, dtype="bfloat16")
+    arguments = case.arguments()
+    _, kv = case.run(kernels, arguments)
+    qkv, table, positions = arguments[0], np.asarray(arguments[5]), np.asarray(arguments[6])
+    for b, t in np.argwhere(positions >= 0):
+        page, offset = table[b, positions[b, t] // 16], positions[b, t] % 16
+        v = qkv[b, t, -case.num_kv_heads * case.dim :].reshape(case.num_kv_heads, case.dim)
+        np.testing.assert_array_equal(np.asarray(kv[1, page, offset, 1]), np.asarray(v))
+
+
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_without_writes_the_queries_are_the_same_and_the_pool_stays(kernels):
+    case = Case(has_norms=True)
+    arguments = case.arguments()
+    q, _ = case.run(kernels, arguments)
+    same, kv = case.run(kernels, arguments, writes=False)
+    np.testing.assert_array_equal(np.asarray(kv), np.asarray(arguments[3]))
+    np.testing.assert_array_equal(np.asarray(same), np.asarray(q))
+
+
+def test_a_donated_pool_is_updated_in_place():
+    case = Case()
+    qkv, weights, angles, kv, *rest = case.arguments()
+    address = kv.unsafe_buffer_pointer()
+
+    def call(kv):
+        return rope_write(
+            qkv, weights, angles, kv, *rest, num_heads=4, eps=EPS, kernels="reference"
+        )
+
+    _, out = jax.jit(call, donate_argnums=0)(kv)
+    assert kv.is_deleted() and out.unsafe_buffer_pointer() == address
+
+
+@pytest.mark.parametrize(
+    "name, change",
+    [
+        ("kv", {"kv": (8, 16, 2, 2, 64)}),
+        ("kv", {"kv": (2, 8, 16, 3, 2, 64)}),
+        ("page_table", {"page_table": (1, 5)}),
+        ("page_table", {"page_table": (2,)}),
+        ("positions", {"positions": (3,)}),
+        ("qkv", {"qkv": (2, 4, 512)}),
+        ("qkv", {"qkv": (2, 3, 500)}),
+        ("qkv", {"qkv": (2, 3, 448)}),
+        ("angles", {"cos": (2, 3, 33)}),
+        ("angles", {"cos": (2, 4, 32)}),
+        ("weights.bias", {"bias": (64,)}),
+        ("weights.k_norm", {"k_norm": (512,)}),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(name, change):
+    shapes = {
+        "qkv": (2, 3, 512),
+        "bias": (512,),
+        "q_norm": (64,),
+        "k_norm": (64,),
+        "cos": (2, 3, 32),
+        "kv": (2, 8, 16, 2, 2, 64),
+        "page_table": (2, 5),
+        "positions": (2, 3),
+    } | change
+    zeros = {key: jnp.zeros(shape) for key, shape in shapes.items()}
+    with pytest.raises(ValueError, match=f"^{name} must"):
+        rope_write(
+            zeros["qkv"],
+            HeadWeights(zeros["bias"], zeros["q_norm"], zeros["k_norm"]),
+            (zeros["cos"], zeros["cos"]),
+            zeros["kv"],
+            jnp.int32(0),
+            zeros["page_table"],
+            zeros["positions"],
+            num_heads=4,
+        )
+
+
+@pytest.mark.parametrize(
+    "change, says", [({"dim": 48, "half": 8}, "D=48"), ({"dim": 8, "half": 4}, "D=8")]
+)
+def test_what_the_kernel_does_not_take_is_named(change, says):
+    case = Case(**change)
+    with pytest.raises(ValueError, match=says):
+        case.run("interpret", case.arguments())
