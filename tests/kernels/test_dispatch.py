@@ -1,0 +1,106 @@
+"""Which implementation runs where, and what is said when it is not the one asked for."""
+
+import logging
+import warnings
+
+import jax
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import UnsupportedError, choose, run
+
+BOTH = "triton", "reference"
+
+
+@pytest.fixture
+def gpu(monkeypatch):
+    """A function that gives this process an NVIDIA GPU of some compute capability, or none."""
+
+    def set_capability(capability):
+        monkeypatch.setattr(dispatch, "compute_capability", lambda: capability)
+
+    dispatch._log_once.cache_clear()
+    dispatch._warn_once.cache_clear()
+    return set_capability
+
+
+def even_only(x, interpret=False):
+    if x % 2:
+        raise UnsupportedError(f"x={x}; even numbers are supported")
+    return "interpret" if interpret else "triton"
+
+
+OPERATION = {"triton": even_only, "reference": lambda x: "reference"}
+
+
+def test_without_a_gpu_auto_is_the_reference_and_says_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose("op", "auto", BOTH) == "reference"
+
+
+def test_with_a_gpu_auto_is_the_first_kernel(gpu):
+    gpu((9, 0))
+    assert choose("op", "auto", BOTH) == "triton"
+    assert choose("op", "auto", ("mosaic", "triton", "reference")) == "mosaic"
+    assert choose("op", "auto", ("reference",)) == "reference"
+
+
+def test_an_older_gpu_gets_what_it_can_run(gpu):
+    gpu((8, 0))
+    assert choose("op", "auto", ("mosaic", "triton", "reference")) == "triton"
+    gpu((7, 5))
+    assert choose("op", "auto", ("mosaic", "triton", "reference")) == "reference"
+
+
+def test_a_kernel_that_this_device_cannot_run_is_replaced_with_one_warning(gpu):
+    gpu(None)
+    with pytest.warns(UserWarning, match="kernels='triton': needs an NVIDIA GPU.*plain JAX"):
+        assert choose("op", "triton", BOTH) == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose("op", "triton", BOTH) == "reference"
+
+
+def test_a_jax_without_the_backend_is_said(gpu, monkeypatch):
+    gpu((9, 0))
+    monkeypatch.setattr(dispatch, "has_backend", lambda name: name != "triton")
+    with pytest.warns(UserWarning, match=f"jax {jax.__version__} has no Pallas backend for triton"):
+        assert choose("op", "triton", BOTH) == "reference"
+    assert choose("op", "auto", BOTH) == "reference"
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference", "triton", "interpret"])
+def test_what_is_asked_for_runs(gpu, kernels):
+    gpu((9, 0))
+    wanted = {"auto": "triton"}.get(kernels, kernels)
+    assert run("op", kernels, OPERATION, 2) == wanted
+
+
+def test_what_the_kernel_does_not_take_goes_to_the_reference_only_under_auto(gpu, caplog):
+    gpu((9, 0))
+    with caplog.at_level(logging.WARNING, logger="pallas_kernels"):
+        assert run("op", "auto", OPERATION, 3) == run("op", "auto", OPERATION, 3) == "reference"
+    assert [record.message for record in caplog.records] == [
+        "op runs as plain JAX: x=3; even numbers are supported"
+    ]
+    for kernels in "triton", "interpret":
+        with pytest.raises(ValueError, match="x=3; even numbers are supported"):
+            run("op", kernels, OPERATION, 3)
+
+
+def test_unknown_names_and_missing_implementations_are_named():
+    with pytest.raises(ValueError, match="kernels='cuda' is unknown; choose one of auto, ref"):
+        choose("op", "cuda", BOTH)
+    for kernels in "mosaic", "triton", "interpret":
+        with pytest.raises(ValueError, match="op has no such implementation; it has reference"):
+            choose("op", kernels, ("reference",))
+
+
+def test_a_compilation_for_a_gpu_that_is_not_here_gets_its_kernels():
+    device = AbstractDevice(device_kind="NVIDIA H200", num_cores=None, platform="gpu")
+    mesh = AbstractMesh((1,), ("x",), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        assert choose("op", "auto", BOTH) == "triton"
+    assert choose("op", "auto", BOTH) == "reference"
