@@ -148,7 +148,9 @@ def prefill(
         params.target, tokens.reshape(-1), rows, state.cache, model.drafter.aux_layers
     )
     hidden = features.hidden.reshape(batch, width, -1)[jnp.arange(batch), inputs.counts - 1]
-    logits = model.target.logits(params.target, hidden)[:, None]
+    padding = -batch % model.row_multiple
+    padded = jnp.pad(hidden, ((0, padding), (0, 0)))
+    logits = model.target.logits(params.target, padded)[:batch, None]
     # A prompt's tokens are certain, so they are in the states already.
     progress = state.progress.at[inputs.slots, 1].set(0, mode="drop")
     return replace(state, cache=cache, progress=progress), Extension(features, logits)

@@ -100,8 +100,9 @@ class ChainDrafter:
         for i in range(k):
             # The first row is the last verified one, whose keys and values are written.
             rows = context.rows_at(context.starts - 1 + i, writes=i > 0)
-            hidden, kv = self._advance(target, params, token, hidden, rows, kv)
-            logits = self.head.logits(target, params, hidden)
+            padded, kv = self._advance(target, params, token, hidden, rows, kv)
+            logits = self.head.logits(target, params, padded)[:: rows.width]
+            hidden = padded[:: rows.width]
             token, q = context.draw(
                 logits, ids, target.vocab_size, drafts, is_greedy=self.is_greedy
             )
@@ -115,14 +116,14 @@ class ChainDrafter:
         return draft, ChainState(kv, state.hidden)
 
     def _advance(self, target, params, tokens, hidden, rows, kv):
+        """The head's next hidden states [B width, D], the real row of each request first."""
         width = rows.width
 
         def pad(x):  # [B, ...] -> [B width, ...], the real row first
             filled = jnp.zeros((x.shape[0], width - 1, *x.shape[1:]), x.dtype)
             return jnp.concatenate([x[:, None], filled], axis=1).reshape(-1, *x.shape[1:])
 
-        hidden, kv = self.head.extend(target, params, pad(tokens), pad(hidden), rows, kv)
-        return hidden[::width], kv
+        return self.head.extend(target, params, pad(tokens), pad(hidden), rows, kv)
 
     def observe(
         self,

@@ -1,0 +1,108 @@
+"""The draw in two kernels: the best of every tile of a row, then, by XLA, the best of those."""
+
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.draw_tokens.reference import MIN_TEMPERATURE, as_gumbel
+from pallas_kernels.triton_call import load, triton_call
+
+ROTATIONS = (13, 15, 26, 6), (17, 29, 16, 24)  # Salmon et al. 2011, threefry 2x32
+PARITY = 0x1BD11BDA
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Tokens of a tile. A row of 128k makes 32: a few rows fill the GPU, and many keep it full."""
+
+    block_tokens: int = 4096
+    num_warps: int = 8
+
+
+DEFAULT = TuningConfig()
+
+
+def draw_tokens_triton(
+    logits: jax.Array,
+    temperature: jax.Array,
+    seeds: jax.Array,
+    stream: int,
+    counters: tuple[jax.Array, ...],
+    token_ids: jax.Array | None,
+    vocab_size: int | None,
+    *,
+    config: TuningConfig = DEFAULT,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `draw_tokens`."""
+    if logits.dtype != jnp.float32:
+        raise UnsupportedError(f"logits are {logits.dtype}; float32 is supported")
+    num_rows, num_tokens = logits.shape
+    num_tiles = pl.cdiv(num_tokens, config.block_tokens)
+    kernel = functools.partial(
+        _kernel,
+        stream=stream,
+        num_counters=len(counters),
+        num_tokens=num_tokens,
+        block=config.block_tokens,
+        has_ids=token_ids is not None,
+    )
+    best, token = triton_call(
+        kernel,
+        [logits, temperature, seeds, *counters, *([] if token_ids is None else [token_ids])],
+        [
+            jax.ShapeDtypeStruct((num_rows, num_tiles), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, num_tiles), jnp.int32),
+        ],
+        name="draw_tokens",
+        grid=(num_rows, num_tiles),
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )
+    return jnp.take_along_axis(token, jnp.argmax(best, axis=1)[:, None], axis=1)[:, 0]
+
+
+def _kernel(
+    logits_ref, temperature_ref, seeds_ref, *refs, stream, num_counters, num_tokens, block, has_ids
+):
+    row, tile = pl.program_id(0), pl.program_id(1)
+    column = tile * block + jnp.arange(block, dtype=jnp.int32)
+    mask = column < num_tokens
+    logits = load(logits_ref.at[row, column], mask=mask, other=-jnp.inf)
+    name = load(refs[num_counters].at[column], mask=mask, other=0) if has_ids else column
+    temperature = temperature_ref[row]
+
+    def perturbed():
+        zero = jnp.uint32(0)
+        key = threefry((zero, seeds_ref[row]), (zero, jnp.uint32(stream)))
+        for counter in refs[:num_counters]:
+            key = threefry(key, (zero, counter[row].astype(jnp.uint32)))
+        first, second = threefry(key, (jnp.zeros_like(name, jnp.uint32), name.astype(jnp.uint32)))
+        return logits / jnp.maximum(temperature, MIN_TEMPERATURE) + as_gumbel(first ^ second)
+
+    scores = jax.lax.cond(temperature == 0, lambda: logits, perturbed)
+    best = jnp.max(scores)
+    # The last column of a tile stands for one that is not a number.
+    place = jnp.min(jnp.where(scores == best, column, num_tokens - 1))
+    best_ref, token_ref = refs[-2:]
+    best_ref[row, tile] = best
+    token_ref[row, tile] = refs[num_counters][place] if has_ids else place
+
+
+def threefry(
+    key: tuple[jax.Array, jax.Array], count: tuple[jax.Array, jax.Array]
+) -> tuple[jax.Array, jax.Array]:
+    """Two words u32 of a key and two of a counter, mixed in 20 rounds, as `jax.random` does."""
+    schedule = *key, key[0] ^ key[1] ^ jnp.uint32(PARITY)
+    x, y = count[0] + schedule[0], count[1] + schedule[1]
+    for i in range(5):
+        for rotation in ROTATIONS[i % 2]:
+            x = x + y
+            y = ((y << jnp.uint32(rotation)) | (y >> jnp.uint32(32 - rotation))) ^ x
+        x = x + schedule[(i + 1) % 3]
+        y = y + schedule[(i + 2) % 3] + jnp.uint32(i + 1)
+    return x, y
