@@ -9,8 +9,9 @@ import jax
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
+from pallas_kernels.grouped_matmul.triton import grouped_matmul_triton
 
-IMPLEMENTATIONS = {"reference": grouped_matmul_reference}
+IMPLEMENTATIONS = {"triton": grouped_matmul_triton, "reference": grouped_matmul_reference}
 
 
 def grouped_matmul(
