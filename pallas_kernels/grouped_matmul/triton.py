@@ -52,6 +52,8 @@ def grouped_matmul_triton(
     x: jax.Array,
     weights: jax.Array,
     group_sizes: jax.Array,
+    sources: jax.Array | None = None,
+    targets: jax.Array | None = None,
     *,
     config: TuningConfig | None = None,
     interpret: bool = False,
@@ -61,7 +63,8 @@ def grouped_matmul_triton(
     Raises:
         UnsupportedError: dtypes differ or are none of DTYPES, or an array is too large.
     """
-    (num_rows, depth), (num_groups, _, num_columns) = x.shape, weights.shape
+    num_groups, depth, num_columns = weights.shape
+    num_rows = x.shape[0] if sources is None else sources.shape[0]
     if x.dtype not in DTYPES or weights.dtype != x.dtype:
         raise UnsupportedError(
             f"x and weights must share a dtype of {', '.join(DTYPES)}; "
@@ -75,10 +78,14 @@ def grouped_matmul_triton(
     if num_rows == 0:
         return jnp.zeros((0, num_columns), x.dtype)
     config = config or choose_config(num_rows, num_groups, x.dtype)
-    kernel = partial(_kernel, config=config, depth=depth, num_columns=num_columns)
+    places = {"sources": sources, "targets": targets}
+    given = {name: rows.astype(jnp.int32) for name, rows in places.items() if rows is not None}
+    kernel = partial(
+        _kernel, given=tuple(given), config=config, depth=depth, num_columns=num_columns
+    )
     (out,) = triton_call(
         kernel,
-        (x, weights, group_sizes.astype(jnp.int32)),
+        (x, weights, group_sizes.astype(jnp.int32), *given.values()),
         [jax.ShapeDtypeStruct((num_rows, num_columns), x.dtype)],
         name="grouped_matmul",
         # Blocks of one group are neighbours, so that its matrix is in the L2 cache for the second.
@@ -100,8 +107,17 @@ def most_blocks(num_rows: int, num_groups: int, block_rows: int) -> int:
 
 
 def _kernel(
-    x_ref, weights_ref, sizes_ref, out_ref, *, config: TuningConfig, depth: int, num_columns: int
+    x_ref,
+    weights_ref,
+    sizes_ref,
+    *refs,
+    given: tuple[str, ...],
+    config: TuningConfig,
+    depth: int,
+    num_columns: int,
 ):
+    *place_refs, out_ref = refs
+    places = dict(zip(given, place_refs, strict=True))
     column_block, row_block = pl.program_id(0), pl.program_id(1)
     num_groups = sizes_ref.shape[0]
     # Groups by number, padded as Triton's blocks are.
@@ -118,18 +134,24 @@ def _kernel(
         block = row_block - jnp.sum(jnp.where(is_before, num_blocks, 0))
         rows = first + block * config.block_rows + jnp.arange(config.block_rows)
         columns = column_block * config.block_columns + jnp.arange(config.block_columns)
-        is_row = (rows < end)[:, None]
+        is_mine = rows < end
+
+        def placed(name):
+            return load(places[name].at[rows], mask=is_mine, other=0) if name in places else rows
+
+        sources, targets = placed("sources")[:, None], placed("targets")[:, None]
+        is_row = is_mine[:, None]
         is_column = (columns < num_columns)[None]
 
         def accumulate(i, total):
             k = i * config.block_depth + jnp.arange(config.block_depth)
             is_inside = k < depth
-            x = load(x_ref.at[rows[:, None], k[None]], mask=is_row & is_inside[None], other=0.0)
+            x = load(x_ref.at[sources, k[None]], mask=is_row & is_inside[None], other=0.0)
             tile = weights_ref.at[mine, k[:, None], columns[None]]
             weights = load(tile, mask=is_inside[:, None] & is_column, other=0.0)
             return total + dot(x, weights, allow_tf32=False)
 
         total = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
         total = jax.lax.fori_loop(0, pl.cdiv(depth, config.block_depth), accumulate, total)
-        at = out_ref.at[rows[:, None], columns[None]]
+        at = out_ref.at[targets, columns[None]]
         store(at, total.astype(out_ref.dtype), mask=is_row & is_column)
