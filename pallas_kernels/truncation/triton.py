@@ -21,7 +21,7 @@ from pallas_kernels.truncation.order import INFINITE, NUM_BITS, ordered
 
 MOST_ELEMENTS = 2**31  # offsets into an array are i32
 ROUGH_BITS = 16  # of the bound below the candidates: all of a logit that was bf16
-STEP_BITS = 3  # found by one reading of a row
+STEP_BITS = 2  # found by one reading of a row
 LOG2_E = 1.4426950408889634
 
 
@@ -29,9 +29,20 @@ LOG2_E = 1.4426950408889634
 class TuningConfig:
     """Sizes are powers of two."""
 
-    block: int = 8192  # columns at a time
-    most_candidates: int = 4096
-    num_warps: int = 16
+    block: int  # columns at a time
+    most_candidates: int
+    num_warps: int
+
+
+# Two programs share a multiprocessor, or one has it for itself and must keep it busy alone.
+MANY_ROWS = TuningConfig(block=4096, most_candidates=4096, num_warps=8)
+FEW_ROWS = TuningConfig(block=8192, most_candidates=4096, num_warps=16)
+MOST_FEW_ROWS = 132  # multiprocessors of an H200
+
+
+def choose_config(num_rows: int) -> TuningConfig:
+    """The blocks for N rows."""
+    return FEW_ROWS if num_rows <= MOST_FEW_ROWS else MANY_ROWS
 
 
 def least_kept_triton(
@@ -54,7 +65,7 @@ def least_kept_triton(
         raise UnsupportedError(f"logits must be float32; got {logits.dtype}")
     if logits.size >= MOST_ELEMENTS:
         raise UnsupportedError(f"logits must have less than 2^31 elements; got {logits.size}")
-    config = config or TuningConfig()
+    config = config or choose_config(num_rows)
     whole = max(pl.next_power_of_2(vocab_size), 16)
     block, most = min(config.block, whole), min(config.most_candidates, whole)
     kernel = partial(
@@ -197,14 +208,13 @@ def _kernel(
 
             def find(counts, wanted, is_asked):
                 def refine(i, key):
-                    # The last step is of two bits: more than three more have been tried before.
-                    shift = jnp.maximum(NUM_BITS - STEP_BITS * (i + 1), 0).astype(jnp.uint32)
-                    trials = [key + (jnp.uint32(j) << shift) for j in range(1, 2**STEP_BITS)]
+                    shift = (NUM_BITS - STEP_BITS * (i + 1)).astype(jnp.uint32)
+                    trials = [key | (jnp.uint32(j) << shift) for j in range(1, 2**STEP_BITS)]
                     for trial, sum_through in zip(trials, through(counts, trials), strict=True):
-                        key = jnp.where(sum_through >= wanted, jnp.maximum(key, trial), key)
+                        key = jnp.where(sum_through >= wanted, trial, key)
                     return key
 
-                return _repeat(pl.cdiv(NUM_BITS, STEP_BITS), refine, zero, is_asked)
+                return _repeat(NUM_BITS // STEP_BITS, refine, zero, is_asked)
 
             return finish(find, lambda key: through(False, [key])[0])
 

@@ -53,7 +53,11 @@ def read_resources(dump: Path, before: set[Path]) -> dict[str, Resources]:
                 return sum(map(int, re.findall(pattern, text)))
 
             launches = [re.search(rf"{name}\b.*", plan) for plan in plans]
-            dynamic = [re.search(r"shmem_bytes=(\d+)|shared_memory[^\d]*(\d+)", x[0]) for x in launches if x]
+            dynamic = [
+                re.search(r"shmem_bytes=(\d+)|shared_memory[^\d]*(\d+)", x[0])
+                for x in launches
+                if x
+            ]
             shared = max((int(next(filter(None, x.groups()))) for x in dynamic if x), default=0)
             found[name] = Resources(
                 number(r"Used (\d+) registers"),

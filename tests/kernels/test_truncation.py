@@ -7,17 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.truncation import truncate
 from pallas_kernels.truncation.order import ordered
 from pallas_kernels.truncation.triton import TuningConfig, least_kept_triton
-
 
 SHAPE = 240, 200  # what smaller problems are padded to: every shape is a compilation
 
 
 def in_small_blocks(logits, *params):
     """The kernel with blocks and candidates that rows of 200 do not fit in."""
-    config = TuningConfig(block=64, most_candidates=32)
+    config = TuningConfig(block=64, most_candidates=32, num_warps=4)
     least = least_kept_triton(logits, *params, config=config, interpret=True)
     return jnp.where(ordered(logits) >= least[:, None], logits, -np.inf)
 
@@ -171,3 +171,39 @@ def test_rows_do_not_depend_on_each_other(run):
     order = np.array([3, 0, 5, 1, 4, 2])
     shuffled = run(rows[order], *(x[order] for x in params), min_p[order])
     np.testing.assert_array_equal(shuffled, together[order])
+
+
+def test_probabilities_are_of_the_temperature(run):
+    """What is kept at T is what is kept at 1 of logits over T; the logits stay as they were."""
+    rng = np.random.default_rng(5)
+    rows = rng.normal(size=(40, 200)).astype(np.float32) * 3
+    temperature = rng.choice(np.float32([0.25, 0.5, 2, 8]), 40)
+    top_k, top_p = rng.choice([0, 0, 9], 40), rng.choice([0.3, 0.8, 1], 40)
+    min_p = rng.choice([0, 0, 0.05], 40)
+    out = run(rows, top_k, top_p, min_p, temperature)
+    kept = out > -np.inf
+    np.testing.assert_array_equal(out[kept], rows[kept])
+    scaled = run(rows / temperature[:, None], top_k, top_p, min_p)
+    np.testing.assert_array_equal(kept, scaled > -np.inf)
+
+
+def test_ties_fill_the_room_for_candidates(run):
+    """More equal logits than fit, at the threshold of each kind."""
+    rows = np.float32([[5.0] + [1.0] * 150 + [0.0] * 49] * 3)
+    out = check(run, rows, [2, 0, 160], [1, 0.9, 0.99], [0, 0, 0], slack=1e-5)
+    assert (out > -np.inf).sum(axis=1).tolist() == [151, 151, 200]
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
+def test_shapes_that_do_not_fit_are_named(name):
+    params = {other: jnp.ones(3) for other in ("temperature", "top_k", "top_p", "min_p")}
+    with pytest.raises(ValueError, match=f"^{name} must be .N=3."):
+        truncate(jnp.zeros((3, 8)), **params | {name: jnp.ones(4)})
+    with pytest.raises(ValueError, match="^logits must be .N, V."):
+        truncate(jnp.zeros(8), **params)
+
+
+def test_what_the_kernel_does_not_take_is_named():
+    params = [jnp.ones(3)] * 4
+    with pytest.raises(UnsupportedError, match="logits must be float32; got bfloat16"):
+        truncate(jnp.zeros((3, 8), jnp.bfloat16), *params, kernels="interpret")
