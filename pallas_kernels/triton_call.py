@@ -15,7 +15,7 @@ from jax.experimental.pallas import triton as plt
 # Known since jax 0.11: one file per operation has to move, to Mosaic, when the backend goes.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
-load, store, dot = plt.load, plt.store, plt.dot
+load, store, dot, barrier = plt.load, plt.store, plt.dot, plt.debug_barrier
 
 
 def triton_call(

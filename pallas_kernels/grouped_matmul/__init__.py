@@ -1,27 +1,37 @@
 """Rows times the matrix of their group, as a mixture of experts wants it.
 
-    out[n] = x[n] @ weights[g(n)]
+    out[targets[n]] = x[sources[n]] @ weights[g(n)]
 
-where the rows lie sorted by group: the first group_sizes[0] rows are of group 0, and so on.
+where n runs over rows sorted by group: the first group_sizes[0] are of group 0, and so on. Without
+`sources` the rows of x are sorted, without `targets` those of the result.
 """
 
 import jax
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.grouped_matmul.reference import grouped_matmul_reference
+from pallas_kernels.grouped_matmul.triton import grouped_matmul_triton
 
-IMPLEMENTATIONS = {"reference": grouped_matmul_reference}
+IMPLEMENTATIONS = {"triton": grouped_matmul_triton, "reference": grouped_matmul_reference}
 
 
 def grouped_matmul(
-    x: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, kernels: str = "auto"
+    x: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    sources: jax.Array | None = None,
+    targets: jax.Array | None = None,
+    *,
+    kernels: str = "auto",
 ) -> jax.Array:
     """The products [N, F] in x's dtype, accumulated in f32.
 
     Args:
-        x: [N, D] rows sorted by group.
+        x: [N, D] rows; [M, D] with sources.
         weights: [G, D, F] a matrix per group.
         group_sizes: i32[G], summing to N.
+        sources: i32[N] rows of x, of which one may be wanted more than once.
+        targets: i32[N] rows of the result, a permutation.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:
@@ -33,4 +43,10 @@ def grouped_matmul(
         )
     if group_sizes.shape != weights.shape[:1]:
         raise ValueError(f"group_sizes must be [G={weights.shape[0]}]; got {group_sizes.shape}")
-    return run("grouped_matmul", kernels, IMPLEMENTATIONS, x, weights, group_sizes)
+    num_rows = x.shape[0] if sources is None else sources.size
+    for name, rows in ("sources", sources), ("targets", targets):
+        if rows is not None and rows.shape != (num_rows,):
+            raise ValueError(f"{name} must be [N={num_rows}]; got {rows.shape}")
+    return run(
+        "grouped_matmul", kernels, IMPLEMENTATIONS, x, weights, group_sizes, sources, targets
+    )

@@ -6,12 +6,19 @@ import jax.numpy as jnp
 BLOCK_ROWS = 8
 
 
-def grouped_matmul_reference(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+def grouped_matmul_reference(
+    x: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    sources: jax.Array | None = None,
+    targets: jax.Array | None = None,
+) -> jax.Array:
     """See `grouped_matmul`. Reads each used matrix once per block, and no other.
 
     A block runs on past the end of its group; what it writes there, the next group's first block
     writes again.
     """
+    x = x if sources is None else x[sources]
     num_rows = x.shape[0]
     ends = jnp.cumsum(group_sizes)
     num_blocks = -(-group_sizes // BLOCK_ROWS)
@@ -27,4 +34,7 @@ def grouped_matmul_reference(x: jax.Array, weights: jax.Array, group_sizes: jax.
         return jax.lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), start, 0)
 
     out = jnp.zeros((x.shape[0], weights.shape[2]), x.dtype)
-    return jax.lax.fori_loop(0, block_ends[-1], block, out)[:num_rows]
+    out = jax.lax.fori_loop(0, block_ends[-1], block, out)[:num_rows]
+    if targets is None:
+        return out
+    return jnp.zeros_like(out).at[targets].set(out, unique_indices=True)

@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.truncation import truncate
 from specjax.device.edits import History, Processors, edit
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.requests import Requests, Sampling
-from specjax.device.truncation import truncate
 
 MIN_TEMPERATURE = 1e-5  # of those above 0; draws as good as greedily
 
@@ -17,6 +17,8 @@ def process(
     history: History,
     processors: Processors = (),
     masks: jax.Array | None = None,
+    *,
+    kernels: str = "auto",
 ) -> jax.Array:
     """Logits f32[B, T, V] edited, and truncated for requests above temperature 0.
 
@@ -24,24 +26,22 @@ def process(
     not yet divided by temperature, so that raw logits may stand for it where nothing is edited.
     """
     edited = edit(logits, requests, history, processors, masks)
-    num_rows, vocab_size = logits.shape[1:]
-    sampling = requests.sampling.repeat(num_rows)
-
-    def truncated(edited):
-        rows = edited.reshape(-1, vocab_size)
-        kept = truncate(scale(rows, sampling), sampling.top_k, sampling.top_p, sampling.min_p)
-        is_kept = (kept > -jnp.inf) | (sampling.temperature == 0)[:, None]
-        return jnp.where(is_kept, rows, -jnp.inf).reshape(edited.shape)
-
-    cuts = (sampling.top_k > 0) | (sampling.top_p < 1) | (sampling.min_p > 0)
-    return jax.lax.cond((cuts & (sampling.temperature > 0)).any(), truncated, lambda x: x, edited)
+    sampling = requests.sampling.repeat(logits.shape[1])
+    draws = sampling.temperature > 0
+    truncated = truncate(
+        edited.reshape(-1, logits.shape[2]),
+        _divisor(sampling),
+        jnp.where(draws, sampling.top_k, 0),
+        jnp.where(draws, sampling.top_p, 1.0),
+        jnp.where(draws, sampling.min_p, 0.0),
+        kernels=kernels,
+    )
+    return truncated.reshape(logits.shape)
 
 
 def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
     """Logits f32[N, V] over the temperature; greedy rows as they are."""
-    temperature = sampling.temperature[:, None]
-    # Below the least one the quotients, or their rounding errors, would overflow.
-    return logits / jnp.where(temperature == 0, 1.0, jnp.maximum(temperature, MIN_TEMPERATURE))
+    return logits / _divisor(sampling)[:, None]
 
 
 def choose(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
@@ -110,6 +110,12 @@ def perturbed_argmax(logits: jax.Array, sampling: Sampling, noise: jax.Array) ->
     """argmax(logits / T + noise) of each row; at temperature 0 without the noise."""
     greedy = (sampling.temperature == 0)[:, None]
     return argmax(jnp.where(greedy, logits, scale(logits, sampling) + noise))
+
+
+def _divisor(sampling: Sampling) -> jax.Array:
+    # Below the least one the quotients, or their rounding errors, would overflow.
+    temperature = jnp.maximum(sampling.temperature, MIN_TEMPERATURE)
+    return jnp.where(sampling.temperature == 0, 1.0, temperature)
 
 
 def argmax(logits: jax.Array) -> jax.Array:

@@ -182,7 +182,9 @@ def begin(
     processed = extension.logits
     if variant.edits or variant.masks:
         history = History(known, ends)
-        processed = process(processed, requests, history, variant.processors, masks)
+        processed = process(
+            processed, requests, history, variant.processors, masks, kernels=model.kernels
+        )
     sampled = choose(processed[:, 0], requests.sampling, ends)
     put_at = jnp.where(samples, ends, known.shape[1])
     known = known.at[jnp.arange(batch), put_at].set(sampled, mode="drop")
@@ -332,7 +334,9 @@ def settle(
     processed = extension.logits
     if variant.edits or variant.masks:
         history = History(state.tokens[slots], starts + 1).then(draft.tokens)
-        processed = process(processed, requests, history, variant.processors, masks)
+        processed = process(
+            processed, requests, history, variant.processors, masks, kernels=model.kernels
+        )
     remaining = requests.limits - (starts + 1)
     # Of what is left to generate, the last token is never a draft.
     num_drafts = jnp.clip(remaining - 1, 0, jnp.minimum(inputs.num_drafts, k))

@@ -24,11 +24,21 @@ def has_cuda_plugin() -> bool:
 @pytest.fixture(scope="session")
 def compile_for_h200() -> Callable[..., list[dict[str, Any]]]:
     """(file, requests) -> reports, both as compile.py has them; skips without the plugin."""
+    return _tool("compile.py")
+
+
+@pytest.fixture(scope="session")
+def resources_on_h200() -> Callable[..., list[dict[str, Any]]]:
+    """(file, requests) -> kernels, as resources.py has them; skips without the plugin."""
+    return _tool("resources.py")
+
+
+def _tool(name: str) -> Callable[..., list[dict[str, Any]]]:
     if not has_cuda_plugin():
         pytest.skip("needs jax's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt)")
 
     def run(file: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        tool = Path(__file__).with_name("compile.py")
+        tool = Path(__file__).with_name(name)
         environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
         done = subprocess.run(
             [sys.executable, str(tool), file, json.dumps(requests)],

@@ -7,7 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.grouped_matmul import IMPLEMENTATIONS, grouped_matmul
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul.triton import most_blocks
 
 CASES = {
     "one-row": (1,),
@@ -23,7 +25,7 @@ CASES = {
 }
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=["reference", "interpret"])
 def multiply(request):
     """One implementation, compiled."""
     return jax.jit(functools.partial(grouped_matmul, kernels=request.param))
@@ -82,6 +84,20 @@ def test_bits_do_not_depend_on_the_neighbours(multiply):
     assert not np.isclose(fewer[5:], first[5:]).all(axis=1).any()
 
 
+def test_rows_come_from_and_go_to_where_they_are_told(multiply):
+    """Sources repeat; what no source names is NaN."""
+    x, weights, sizes = arguments((0, 5, 17, 0, 2))
+    rng = np.random.default_rng(2)
+    sources, targets = rng.integers(0, 9, size=24), rng.permutation(24)
+    expected = np.zeros((24, weights.shape[2]))
+    expected[targets] = product_by_definition(x[sources], weights, sizes)
+    x = x.at[9:].set(jnp.nan)
+    out = multiply(x, weights, sizes, jnp.asarray(sources), jnp.asarray(targets))
+    np.testing.assert_allclose(out, expected, rtol=1e-6, atol=2e-6)
+    out = multiply(x, weights, sizes, sources=jnp.asarray(sources))
+    np.testing.assert_allclose(out, expected[targets], rtol=1e-6, atol=2e-6)
+
+
 def test_nan_in_a_row_stays_there(multiply):
     x, weights, sizes = arguments((3, 0, 9))
     expected = np.array(product_by_definition(x, weights, sizes))
@@ -101,18 +117,40 @@ def test_nan_in_a_row_stays_there(multiply):
         ("group_sizes", {"group_sizes": (2,)}),
         ("group_sizes", {"group_sizes": (3, 1)}),
         ("group_sizes", {"group_sizes": ()}),
+        ("sources", {"sources": (5, 1)}),
+        ("targets", {"targets": (4,)}),
+        ("targets", {"sources": (4,), "targets": (5,)}),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(name, shapes):
     shapes = {"x": (5, 24), "weights": (3, 24, 40), "group_sizes": (3,)} | shapes
-    x, weights = jnp.zeros(shapes["x"]), jnp.zeros(shapes["weights"])
+    x, weights = jnp.zeros(shapes.pop("x")), jnp.zeros(shapes.pop("weights"))
+    rows = {name: jnp.zeros(shape, int) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=f"^{name} must be"):
-        grouped_matmul(x, weights, jnp.zeros(shapes["group_sizes"], int))
+        grouped_matmul(x, weights, **rows)
 
 
 def test_kernels_that_do_not_exist_are_named():
     inputs = arguments((2, 1))
     with pytest.raises(ValueError, match="kernels='cuda' is unknown; choose one of auto"):
         grouped_matmul(*inputs, kernels="cuda")
-    with pytest.raises(ValueError, match="grouped_matmul has no such implementation; it has ref"):
+    with pytest.raises(ValueError, match="grouped_matmul has no such implementation; it has tri"):
         grouped_matmul(*inputs, kernels="mosaic")
+
+
+def test_what_the_kernel_does_not_take_is_named():
+    x, weights, sizes = arguments((2, 1))
+    with pytest.raises(UnsupportedError, match="share a dtype of bfloat16, float16, float32; got"):
+        grouped_matmul(x.astype(jnp.bfloat16), weights, sizes, kernels="interpret")
+    many = jnp.zeros(5000, int).at[0].set(3)
+    with pytest.raises(UnsupportedError, match="group_sizes must be 4096 at most; got 5000"):
+        grouped_matmul(x, jnp.zeros((5000, 24, 1)), many, kernels="interpret")
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("block_rows", [16, 64])
+def test_the_grid_is_large_enough(name, block_rows):
+    sizes = np.array(CASES[name])
+    needed = (-(-sizes // block_rows)).sum()
+    if sizes.sum():
+        assert needed <= most_blocks(sizes.sum(), len(sizes), block_rows)

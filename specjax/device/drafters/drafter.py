@@ -77,7 +77,9 @@ class DraftContext:
                 logits, token_ids = spread(logits, token_ids, vocab_size), None
             history = self.history.extended(before)
             processors = self.variant.processors
-            logits = process(logits[:, None], requests, history, processors)[:, 0]
+            logits = process(logits[:, None], requests, history, processors, kernels=self.kernels)[
+                :, 0
+            ]
         if is_greedy:
             best = argmax(logits)
             return (best if token_ids is None else token_ids[best]), None

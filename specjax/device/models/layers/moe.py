@@ -38,16 +38,23 @@ def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
     w is the softmax over all experts (in f32), of which the largest are chosen.
     """
     num_rows, num_chosen = x.shape[0], experts.num_chosen
-    probs = jax.nn.softmax((x @ params.router).astype(jnp.float32))
-    weights, chosen = jax.lax.top_k(probs, num_chosen)  # [N, num_chosen]
+    logits = x @ params.router
+    best, chosen = jax.lax.top_k(logits, num_chosen)  # [N, num_chosen]
+    best = best.astype(jnp.float32)
     if experts.normalises:
-        weights = weights / weights.sum(-1, keepdims=True)
+        weights = jax.nn.softmax(best)
+    else:
+        total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
+        weights = jnp.exp(best - total)
 
-    order = jnp.argsort(chosen.reshape(-1), stable=True)
-    sizes = jnp.bincount(chosen.reshape(-1), length=experts.num_experts)
-    hidden = grouped_matmul(x[order // num_chosen], params.gate_up, sizes, kernels=kernels)
-    outputs = grouped_matmul(swiglu(hidden), params.down, sizes, kernels=kernels)
-    outputs = outputs[jnp.argsort(order)].reshape(num_rows, num_chosen, -1)
+    chosen = chosen.reshape(-1)
+    # One array is sorted, as the indices beside another would be copied first.
+    order = jnp.sort(chosen * chosen.size + jnp.arange(chosen.size)) % chosen.size
+    # Counted by comparisons, in one kernel; a scatter would clear its result in another.
+    sizes = jnp.sum(chosen[:, None] == jnp.arange(experts.num_experts), axis=0, dtype=jnp.int32)
+    hidden = grouped_matmul(x, params.gate_up, sizes, order // num_chosen, kernels=kernels)
+    outputs = grouped_matmul(swiglu(hidden), params.down, sizes, targets=order, kernels=kernels)
+    outputs = outputs.reshape(num_rows, num_chosen, -1)
     mixed = jnp.einsum("nc,ncd->nd", weights.astype(x.dtype), outputs)
     shared = swiglu(x @ params.shared.gate_up) @ params.shared.down
     return mixed + jax.nn.sigmoid(x @ params.shared_gate) * shared

@@ -1,0 +1,157 @@
+"""The grouped product on tensor cores: a program per block of rows that share a group.
+
+How many blocks there are is known on the device only, so the grid is as large as they can become.
+A program finds its group by the sums of the sizes before it, and has nothing to do past the last.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.triton_call import dot, load, store, triton_call
+
+DTYPES = "bfloat16", "float16", "float32"
+MOST_GROUPS = 4096  # whose sizes every program sums
+MOST_ELEMENTS = 2**31  # offsets into an array are i32
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Tiles and how they are run; the tiles' sizes are powers of two of 16 or more."""
+
+    block_rows: int
+    block_columns: int
+    block_depth: int
+    num_warps: int
+    num_stages: int
+
+
+# By the rows that a group has on average, up to so many; few rows are bound by reading weights.
+BFLOAT16 = {
+    16: TuningConfig(16, 64, 128, 4, 4),
+    64: TuningConfig(64, 128, 64, 4, 4),
+    None: TuningConfig(128, 128, 64, 8, 4),
+}
+FLOAT32 = {16: TuningConfig(16, 64, 32, 4, 3), None: TuningConfig(64, 64, 32, 8, 3)}
+
+
+def choose_config(num_rows: int, num_groups: int, dtype: Any) -> TuningConfig:
+    """The tiles for N rows of G groups."""
+    configs = FLOAT32 if jnp.dtype(dtype) == jnp.float32 else BFLOAT16
+    # Twice the average: the rows of an expert that many tokens choose fit its block.
+    fits = [most for most in configs if most is None or 2 * num_rows <= most * num_groups]
+    return configs[fits[0]]
+
+
+def grouped_matmul_triton(
+    x: jax.Array,
+    weights: jax.Array,
+    group_sizes: jax.Array,
+    sources: jax.Array | None = None,
+    targets: jax.Array | None = None,
+    *,
+    config: TuningConfig | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `grouped_matmul`. Reads a used matrix once per block of its rows, and no other.
+
+    Raises:
+        UnsupportedError: dtypes differ or are none of DTYPES, or an array is too large.
+    """
+    num_groups, depth, num_columns = weights.shape
+    num_rows = x.shape[0] if sources is None else sources.shape[0]
+    if x.dtype not in DTYPES or weights.dtype != x.dtype:
+        raise UnsupportedError(
+            f"x and weights must share a dtype of {', '.join(DTYPES)}; "
+            f"got {x.dtype} and {weights.dtype}"
+        )
+    if num_groups > MOST_GROUPS:
+        raise UnsupportedError(f"group_sizes must be {MOST_GROUPS} at most; got {num_groups}")
+    for name, elements in ("weights", weights.size), ("x", x.size), ("out", num_rows * num_columns):
+        if elements >= MOST_ELEMENTS:
+            raise UnsupportedError(f"{name} must have less than 2^31 elements; got {elements}")
+    if num_rows == 0:
+        return jnp.zeros((0, num_columns), x.dtype)
+    config = config or choose_config(num_rows, num_groups, x.dtype)
+    places = {"sources": sources, "targets": targets}
+    given = {name: rows.astype(jnp.int32) for name, rows in places.items() if rows is not None}
+    kernel = partial(
+        _kernel, given=tuple(given), config=config, depth=depth, num_columns=num_columns
+    )
+    (out,) = triton_call(
+        kernel,
+        (x, weights, group_sizes.astype(jnp.int32), *given.values()),
+        [jax.ShapeDtypeStruct((num_rows, num_columns), x.dtype)],
+        name="grouped_matmul",
+        # Blocks of one group are neighbours, so that its matrix is in the L2 cache for the second.
+        grid=(
+            pl.cdiv(num_columns, config.block_columns),
+            most_blocks(num_rows, num_groups, config.block_rows),
+        ),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
+    return out
+
+
+def most_blocks(num_rows: int, num_groups: int, block_rows: int) -> int:
+    """How many blocks N > 0 rows can come to, no block being of two groups."""
+    most_used = min(num_rows, num_groups)
+    return most_used + (num_rows - most_used) // block_rows
+
+
+def _kernel(
+    x_ref,
+    weights_ref,
+    sizes_ref,
+    *refs,
+    given: tuple[str, ...],
+    config: TuningConfig,
+    depth: int,
+    num_columns: int,
+):
+    *place_refs, out_ref = refs
+    places = dict(zip(given, place_refs, strict=True))
+    column_block, row_block = pl.program_id(0), pl.program_id(1)
+    num_groups = sizes_ref.shape[0]
+    # Groups by number, padded as Triton's blocks are.
+    group = jnp.arange(pl.next_power_of_2(num_groups))
+    sizes = load(sizes_ref.at[group], mask=group < num_groups, other=0)
+    num_blocks = (sizes + config.block_rows - 1) // config.block_rows
+    is_before = jnp.cumsum(num_blocks) <= row_block
+    mine = jnp.sum(is_before.astype(jnp.int32))
+
+    @pl.when(mine < num_groups)
+    def _():
+        first = jnp.sum(jnp.where(is_before, sizes, 0))
+        end = first + jnp.sum(jnp.where(group == mine, sizes, 0))
+        block = row_block - jnp.sum(jnp.where(is_before, num_blocks, 0))
+        rows = first + block * config.block_rows + jnp.arange(config.block_rows)
+        columns = column_block * config.block_columns + jnp.arange(config.block_columns)
+        is_mine = rows < end
+
+        def placed(name):
+            return load(places[name].at[rows], mask=is_mine, other=0) if name in places else rows
+
+        sources, targets = placed("sources")[:, None], placed("targets")[:, None]
+        is_row = is_mine[:, None]
+        is_column = (columns < num_columns)[None]
+
+        def accumulate(i, total):
+            k = i * config.block_depth + jnp.arange(config.block_depth)
+            is_inside = k < depth
+            x = load(x_ref.at[sources, k[None]], mask=is_row & is_inside[None], other=0.0)
+            tile = weights_ref.at[mine, k[:, None], columns[None]]
+            weights = load(tile, mask=is_inside[:, None] & is_column, other=0.0)
+            return total + dot(x, weights, allow_tf32=False)
+
+        total = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
+        total = jax.lax.fori_loop(0, pl.cdiv(depth, config.block_depth), accumulate, total)
+        at = out_ref.at[targets, columns[None]]
+        store(at, total.astype(out_ref.dtype), mask=is_row & is_column)

@@ -1,0 +1,53 @@
+"""Top-k, top-p and min-p: which logits of a row a token may be drawn from.
+
+With p = softmax(logits / temperature), each works on what the ones before it left:
+
+    min_p keeps p >= min_p max(p)
+    top_k keeps the k largest; 0 keeps all
+    top_p keeps the fewest largest that sum to at least top_p of what is left; 1 keeps all
+
+Logits that tie with the last one kept stay, so that the outcome does not depend on an order among
+equals, and is one threshold for each row.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import run
+from pallas_kernels.truncation.order import ordered
+from pallas_kernels.truncation.reference import least_kept_reference
+from pallas_kernels.truncation.triton import least_kept_triton
+
+IMPLEMENTATIONS = {"triton": least_kept_triton, "reference": least_kept_reference}
+
+
+def truncate(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    *,
+    kernels: str = "auto",
+) -> jax.Array:
+    """Logits f32[N, V] with those outside of min_p, top_k and top_p at -inf.
+
+    Args:
+        logits: f32[N, V].
+        temperature: f32[N] above 0, of the probabilities.
+        top_k: i32[N].
+        top_p: f32[N].
+        min_p: f32[N].
+        kernels: implementation to use, see `dispatch.run`.
+
+    Raises:
+        ValueError: shapes that do not fit each other, naming the argument.
+    """
+    if logits.ndim != 2:
+        raise ValueError(f"logits must be [N, V]; got {logits.shape}")
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for name, values in given.items():
+        if values.shape != logits.shape[:1]:
+            raise ValueError(f"{name} must be [N={logits.shape[0]}]; got {values.shape}")
+    least = run("truncation", kernels, IMPLEMENTATIONS, logits, *given.values())
+    return jnp.where(ordered(logits) >= least[:, None], logits, -jnp.inf)

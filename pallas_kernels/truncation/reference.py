@@ -1,0 +1,56 @@
+"""The thresholds without a sort: bisection over the floats' bits, a pass over the logits each."""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.truncation.order import NUM_BITS, ordered
+
+
+def least_kept_reference(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+) -> jax.Array:
+    """The key u32[N] of the least logit that `truncate` keeps of each row; 0 where it keeps all."""
+    keys = ordered(logits)
+
+    def cut_min_p(least):
+        floor = jnp.max(logits, axis=-1) + temperature * jnp.log(min_p)
+        return jnp.where(min_p > 0, ordered(floor), least)
+
+    def cut_top_k(least):
+        wanted = jnp.where(top_k > 0, top_k, logits.shape[-1]).astype(jnp.float32)
+        # Those that min_p took away are no fewer to count: below its floor nothing is kept.
+        return jnp.maximum(least, _least_of(keys, jnp.ones_like(logits), wanted))
+
+    def cut_top_p(least):
+        left = jnp.where(keys < least[:, None], -jnp.inf, logits)
+        probs = jax.nn.softmax(left / temperature[:, None], axis=-1)
+        # A row that keeps all must not lose what rounding leaves of its sum, and one whose top_p
+        # rounds to 0 keeps the best.
+        wanted = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
+        wanted = jnp.where(top_p < 1, wanted, jnp.inf)
+        return jnp.maximum(least, _least_of(keys, probs, wanted))
+
+    least = jnp.zeros(logits.shape[0], jnp.uint32)
+    least = jax.lax.cond((min_p > 0).any(), cut_min_p, lambda x: x, least)
+    least = jax.lax.cond((top_k > 0).any(), cut_top_k, lambda x: x, least)
+    return jax.lax.cond((top_p < 1).any(), cut_top_p, lambda x: x, least)
+
+
+def _least_of(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+    """The least of the fewest largest keys of each row whose weights sum to `wanted` [N].
+
+    Rows whose weights do not come to it keep everything.
+    """
+
+    def refine(bit, threshold):
+        # The highest threshold that still lets enough through, one bit at a time.
+        trial = threshold | (jnp.uint32(1) << (NUM_BITS - 1 - bit).astype(jnp.uint32))
+        through = jnp.where(keys >= trial[:, None], weights, 0).sum(axis=-1)
+        return jnp.where(through >= wanted, trial, threshold)
+
+    start = jnp.zeros(keys.shape[0], jnp.uint32)
+    return jax.lax.fori_loop(0, NUM_BITS, refine, start)

@@ -1,0 +1,241 @@
+"""The thresholds in one kernel, a program per row, which mostly reads it twice.
+
+The first time it takes the largest of each of a few thousand columns of the row, and the sum of
+all probabilities. The k-th largest of those maxima has k logits at or above it, and not many more;
+likewise for top_p, where the maxima alone come to the mass that is wanted. The second time it
+gathers the logits from there on, the candidates, which then fit in registers. Rows with too many
+of them (a flat distribution, a large k) are read again for every few bits of the threshold.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.triton_call import barrier, load, store, triton_call
+from pallas_kernels.truncation.order import INFINITE, NUM_BITS, ordered
+
+MOST_ELEMENTS = 2**31  # offsets into an array are i32
+ROUGH_BITS = 16  # of the bound below the candidates: all of a logit that was bf16
+STEP_BITS = 2  # found by one reading of a row
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """Sizes are powers of two."""
+
+    block: int  # columns at a time
+    most_candidates: int
+    num_warps: int
+
+
+# Two programs share a multiprocessor, or one has it for itself and must keep it busy alone.
+MANY_ROWS = TuningConfig(block=4096, most_candidates=4096, num_warps=8)
+FEW_ROWS = TuningConfig(block=8192, most_candidates=4096, num_warps=16)
+MOST_FEW_ROWS = 132  # multiprocessors of an H200
+
+
+def choose_config(num_rows: int) -> TuningConfig:
+    """The blocks for N rows."""
+    return FEW_ROWS if num_rows <= MOST_FEW_ROWS else MANY_ROWS
+
+
+def least_kept_triton(
+    logits: jax.Array,
+    temperature: jax.Array,
+    top_k: jax.Array,
+    top_p: jax.Array,
+    min_p: jax.Array,
+    *,
+    config: TuningConfig | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """The key u32[N] of the least logit that `truncate` keeps of each row; 0 where it keeps all.
+
+    Raises:
+        UnsupportedError: logits are not float32, or too many.
+    """
+    num_rows, vocab_size = logits.shape
+    if logits.dtype != jnp.float32:
+        raise UnsupportedError(f"logits must be float32; got {logits.dtype}")
+    if logits.size >= MOST_ELEMENTS:
+        raise UnsupportedError(f"logits must have less than 2^31 elements; got {logits.size}")
+    config = config or choose_config(num_rows)
+    whole = max(pl.next_power_of_2(vocab_size), 16)
+    block, most = min(config.block, whole), min(config.most_candidates, whole)
+    kernel = partial(
+        _kernel,
+        vocab_size=vocab_size,
+        block=block,
+        most_candidates=most,
+        has_threads=not interpret,
+    )
+    least, _ = triton_call(
+        kernel,
+        (logits, temperature, top_k.astype(jnp.int32), top_p, min_p),
+        [
+            jax.ShapeDtypeStruct((num_rows,), jnp.uint32),
+            jax.ShapeDtypeStruct((num_rows, most + block), jnp.float32),  # candidates
+        ],
+        name="truncation",
+        grid=(num_rows,),
+        num_warps=config.num_warps,
+        interpret=interpret,
+    )
+    return least
+
+
+def _kernel(
+    logits_ref,
+    temperature_ref,
+    top_k_ref,
+    top_p_ref,
+    min_p_ref,
+    least_ref,
+    candidates_ref,
+    *,
+    vocab_size: int,
+    block: int,
+    most_candidates: int,
+    has_threads: bool,
+):
+    row = pl.program_id(0)
+    top_k, top_p, min_p = top_k_ref[row], top_p_ref[row], min_p_ref[row]
+    cuts_k, cuts_p, cuts_min = (top_k > 0) & (top_k < vocab_size), top_p < 1, min_p > 0
+    zero = (0 * row).astype(jnp.uint32)  # no literal, which a branch may not return
+    column = jnp.arange(block)
+    num_blocks = pl.cdiv(vocab_size, block)
+
+    def read(i):
+        at = i * block + column
+        return load(logits_ref.at[row, at], mask=at < vocab_size, other=-jnp.inf)
+
+    @pl.when(~(cuts_k | cuts_p | cuts_min))
+    def _():
+        least_ref[row] = jnp.uint32(0)
+
+    @pl.when(cuts_k | cuts_p | cuts_min)
+    def _():
+        rate = LOG2_E / temperature_ref[row]
+
+        def summarise(i, carry):
+            largest, mass = carry
+            x = read(i)
+            larger = jnp.maximum(largest, x)
+            shrunk = mass * jnp.exp2((largest - larger) * rate)
+            return larger, shrunk + jnp.exp2((x - larger) * rate)
+
+        lowest = jnp.finfo(jnp.float32).min  # where -inf would make differences NaN
+        start = jnp.full(block, lowest), jnp.zeros(block, jnp.float32)
+        largest, mass = jax.lax.fori_loop(0, num_blocks, summarise, start)
+        best = jnp.max(largest)
+        mass = jnp.sum(mass * jnp.exp2((largest - best) * rate))
+        floor = jnp.where(cuts_min, best + jnp.log(min_p) * temperature_ref[row], -jnp.inf)
+
+        def weigh(x, counts):
+            return jnp.where(counts, 1.0, jnp.exp2((x - best) * rate))
+
+        # What is wanted at or above the bound, except where top_p is of what min_p leaves.
+        wanted_p = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
+        wanted = jnp.where(cuts_k, top_k.astype(jnp.float32), wanted_p * mass)
+        keys, weights = ordered(largest), weigh(largest, cuts_k)
+        is_bounded = cuts_k | (cuts_p & ~cuts_min)
+        rough = _search(
+            lambda trial: jnp.sum(jnp.where(keys >= trial, weights, 0.0)),
+            wanted,
+            zero,
+            ROUGH_BITS,
+            is_bounded,
+        )
+        bound = jnp.maximum(jnp.maximum(rough, ordered(floor)), jnp.uint32(INFINITE + 1))
+
+        def gather(i, count):
+            x = read(i)
+            is_candidate = ordered(x) >= bound
+            number = jnp.sum(is_candidate.astype(jnp.int32))
+
+            @pl.when(number > 0)
+            def _():
+                place = count + jnp.cumsum(is_candidate.astype(jnp.int32)) - 1
+                fits = is_candidate & (place < most_candidates)
+                # In interpret mode what is masked is written, too: as it was, to its own place.
+                place = jnp.where(fits, place, most_candidates + column)
+                store(candidates_ref.at[row, place], x, mask=fits)
+
+            return count + number
+
+        count = _repeat(num_blocks, gather, zero.astype(jnp.int32), cuts_k | cuts_p)
+        if has_threads:
+            barrier()  # others stored what this one loads
+
+        def finish(find: Callable, total: Callable):
+            """By `find`, the highest key that lets enough through, and `total` of a threshold."""
+            left = find(True, top_k.astype(jnp.float32), cuts_k)
+            left = jnp.maximum(left, ordered(floor))
+            all_left = jnp.where(cuts_k | cuts_min, total(left), mass)
+            return jnp.maximum(left, find(False, wanted_p * all_left, cuts_p))
+
+        def in_registers():
+            place = jnp.arange(most_candidates)
+            x = load(candidates_ref.at[row, place], mask=place < count, other=-jnp.inf)
+            keys = ordered(x)
+
+            def through(counts):
+                weights = weigh(x, counts)
+                return lambda trial: jnp.sum(jnp.where(keys >= trial, weights, 0.0))
+
+            def find(counts, wanted, is_asked):
+                key = _search(through(counts), wanted, zero, NUM_BITS, is_asked)
+                return jnp.where(is_asked, jnp.maximum(key, bound), jnp.uint32(0))
+
+            return finish(find, through(False))
+
+        def in_memory():
+            def through(counts, trials):
+                def add(i, sums):
+                    x = read(i)
+                    keys, weights = ordered(x), weigh(x, counts)
+                    parts = [jnp.where(keys >= trial, weights, 0.0) for trial in trials]
+                    return tuple(a + b for a, b in zip(sums, parts, strict=True))
+
+                zero = tuple(jnp.zeros(block, jnp.float32) for _ in trials)
+                return [jnp.sum(x) for x in jax.lax.fori_loop(0, num_blocks, add, zero)]
+
+            def find(counts, wanted, is_asked):
+                def refine(i, key):
+                    shift = (NUM_BITS - STEP_BITS * (i + 1)).astype(jnp.uint32)
+                    trials = [key | (jnp.uint32(j) << shift) for j in range(1, 2**STEP_BITS)]
+                    for trial, sum_through in zip(trials, through(counts, trials), strict=True):
+                        key = jnp.where(sum_through >= wanted, trial, key)
+                    return key
+
+                return _repeat(NUM_BITS // STEP_BITS, refine, zero, is_asked)
+
+            return finish(find, lambda key: through(False, [key])[0])
+
+        key = jax.lax.cond(count <= most_candidates, in_registers, in_memory)
+        least_ref[row] = key
+
+
+def _search(
+    through: Callable, wanted: jax.Array, zero: jax.Array, num_bits: int, is_asked: jax.Array
+) -> jax.Array:
+    """The highest key, of that many leading bits, that lets as much through as is wanted."""
+
+    def refine(bit, key):
+        trial = key | (jnp.uint32(1) << (NUM_BITS - 1 - bit).astype(jnp.uint32))
+        return jnp.where(through(trial) >= wanted, trial, key)
+
+    return _repeat(num_bits, refine, zero, is_asked)
+
+
+def _repeat(times: int, refine: Callable, start: jax.Array, is_asked: jax.Array) -> jax.Array:
+    """What `refine` makes of `start` in so many times; `start` where it is not asked."""
+    return jax.lax.cond(
+        is_asked, lambda x: jax.lax.fori_loop(0, times, refine, x), lambda x: x, start
+    )
