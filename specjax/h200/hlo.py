@@ -267,7 +267,7 @@ def launches(
                 traffic["write"],
                 kernel.branches,
                 kernel.times,
-                layers.get(kernel.outermost) if is_inside(source) else None,
+                None if source and not is_inside(source) else layers.get(kernel.outermost),
                 pallas,
                 ", ".join(instruction.leaves),
             )
