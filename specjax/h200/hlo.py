@@ -68,6 +68,7 @@ class Launch:
     layer: int | None  # see `launches`
     pallas: str | None = None  # the name that the Pallas kernel was given
     shape: str = ""  # of its outputs
+    parameters: tuple[str, ...] = ()  # of the module that it takes, by JAX's names
 
     @property
     def num_bytes(self) -> int:
@@ -123,7 +124,7 @@ class Instruction:
     @property
     def source(self) -> str:
         found = re.search(r'op_name="([^"]*)"', self.attributes)
-        return found[1] if found else ""
+        return found[1].replace("\\'", "'") if found else ""
 
     @property
     def target(self) -> str:
@@ -244,12 +245,19 @@ def launches(
     computations, entry = parse(hlo)
     buffers = _Buffers(computations)
     layers = _layers(computations[entry], layer_of, is_inside)
+    given = {
+        buffers.of(Leaf(entry, parameter.name, 0)): parameter.source
+        for parameter in computations[entry].parameters
+    }
     found = []
     for kernel in _kernels(computations, entry):
         instruction, traffic = kernel.instruction, {"read": 0, "write": 0}
+        taken: dict[str, None] = {}
         for access, parts in _accesses(computations, kernel.computation, instruction):
             largest: dict[Leaf, int] = {}
             for leaf, amount, shape in parts:
+                if (parameter := given.get(buffers.of(leaf))) and access == "read":
+                    taken[parameter] = None
                 buffer, size = buffers.of(leaf), amount * element_bytes_of(shape)
                 largest[buffer] = max(largest.get(buffer, 0), size)
             traffic[access] = sum(largest.values())
@@ -270,6 +278,7 @@ def launches(
                 None if source and not is_inside(source) else layers.get(kernel.outermost),
                 pallas,
                 ", ".join(instruction.leaves),
+                tuple(taken),
             )
         )
     return found

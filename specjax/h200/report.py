@@ -318,7 +318,7 @@ def _by_kind(launches: Sequence[Launch], parts: step.Parts) -> dict[str, Layers]
 
 def _launch(fields: Mapping[str, Any]) -> Launch:
     branches = tuple((name, number) for name, number in fields["branches"])
-    return Launch(**{**fields, "branches": branches})
+    return Launch(**{**fields, "branches": branches, "parameters": tuple(fields["parameters"])})
 
 
 def _resources(fields: Mapping[str, Any]) -> Resources:
@@ -327,6 +327,8 @@ def _resources(fields: Mapping[str, Any]) -> Resources:
 
 
 def describe(launch: Launch) -> str:
-    """What a kernel is, in few words: its name, or kind, and the operation it comes from."""
+    """A kernel in a line: what and which it is, the operation it comes from, weights it reads."""
     source = re.sub(r"^.*?/(?:jit\([^)]*\)/)*", "", launch.source.removeprefix("jit(run_decode)/"))
-    return f"{launch.pallas or launch.kind:20} {launch.name:36} {source or '-'}"
+    weights = [name.partition(".")[2] for name in launch.parameters if name.startswith("params.")]
+    names = f"{launch.pallas or launch.kind:16} {launch.name:32} {source or '-'}"
+    return f"{names}  {' '.join(weights)}".rstrip()
