@@ -51,7 +51,10 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `specjax info`."""
+    """Carry out `specjax info`, all but --compile."""
+    for name in "batch_size", "context", "gemm", "layers", "resources":
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} goes with --compile, which is missing")
     speculation = read_speculation(args, takes_shapes=True)
     report = describe(
         read_model(args),
@@ -169,9 +172,7 @@ def open_drafter(
 
 
 def _shapes(specs: Any, dtype: str) -> Any:
-    return jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), specs
-    )
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), specs)
 
 
 def configure(

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from specjax.arguments import OWN_SHAPE, read_speculation
-from specjax.environment import describe_environment
+from specjax.environment import describe_versions
 from specjax.h200.report import PARTS, StepReport, StepRequest, compile_steps, describe
 from specjax.info import as_size, read_model
 from specjax.info import as_text as value_text
@@ -20,7 +20,8 @@ def run(args: argparse.Namespace) -> int:
     request = read_request(args)
     (report,) = compile_steps([request], resources=args.resources)
     if args.json:
-        print(json.dumps({**as_json(report), "environment": describe_environment()}, indent=2))
+        # Not the devices here: nothing runs on them.
+        print(json.dumps({**as_json(report), "versions": describe_versions()}, indent=2))
     else:
         print("\n".join(as_lines(report)))
     return 0

@@ -60,7 +60,10 @@ class Launch:
 
     name: str
     kind: str  # "pallas", "gemm", or what the instruction is: "loop fusion", "copy", ...
-    source: str  # the JAX operation that it comes from, or the deepest of those it is made of
+    source: str  # the JAX operation that it comes from
+    # And where that stands: of a loop or a conditional, its own, as what is in it may be shared
+    # with another and be named after that.
+    scope: str
     num_read: int
     num_written: int
     branches: tuple[tuple[str, int], ...]
@@ -202,9 +205,9 @@ def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
     wide = {buffers.of(leaf) for leaf, shape in buffers.shapes() if columns in dimensions_of(shape)}
     found = []
     for kernel in _kernels(computations, entry):
-        for access, touched in _accesses(computations, kernel.computation, kernel.instruction):
+        for access, parts in _accesses(computations, kernel.computation, kernel.instruction):
             largest: dict[Leaf, tuple[int, str]] = {}
-            for leaf, amount, shape in touched:
+            for leaf, amount, shape in parts:
                 buffer = buffers.of(leaf)
                 if buffer in wide - given and amount >= num_elements:
                     largest[buffer] = max(largest.get(buffer, (0, "")), (amount, shape))
@@ -240,7 +243,7 @@ def launches(
         load: what Pallas kernels find in the pools that they are given.
         layer_of: of the name of one of the module's parameters, as JAX has it, the layer that reads
             it. A kernel is of the last layer that any of its inputs comes from.
-        is_inside: whether an operation, by its source, is part of what has these layers.
+        is_inside: whether an operation, by its scope, is part of what has these layers.
     """
     computations, entry = parse(hlo)
     buffers = _Buffers(computations)
@@ -266,16 +269,18 @@ def launches(
             call = _call(computations[kernel.computation], instruction)
             traffic["read"], traffic["write"] = touched(pallas, call, load)
         source = _source(computations, instruction)
+        scope = computations[entry][kernel.outermost].source or source
         found.append(
             Launch(
                 instruction.name,
                 "pallas" if pallas is not None else _kind(computations, instruction),
                 source,
+                scope,
                 traffic["read"],
                 traffic["write"],
                 kernel.branches,
                 kernel.times,
-                None if source and not is_inside(source) else layers.get(kernel.outermost),
+                None if scope and not is_inside(scope) else layers.get(kernel.outermost),
                 pallas,
                 ", ".join(instruction.leaves),
                 tuple(taken),

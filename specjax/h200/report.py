@@ -243,7 +243,7 @@ def kernel_resources(
 
 def part_of(launch: Launch) -> str:
     """The part of a step that a kernel belongs to, by the named scopes that it was traced in."""
-    scopes = launch.source.split("/")
+    scopes = launch.scope.split("/")
     found = next((scope for scope in scopes if scope in PARTS), None)
     if found == "settle" and "observe" in scopes:
         return "observe"
@@ -274,7 +274,7 @@ def _report(request: StepRequest, parts: step.Parts, made: Mapping[str, Any]) ->
         request=request,
         num_layers=parts.num_layers,
         is_one_command_buffer=made["is_one_command_buffer"],
-        top_level=Counter(made["top_level"]),
+        top_level=dict(Counter(made["top_level"])),
         unknown_loops=tuple(made["unknown_loops"]),
         uncaptured_conditionals=tuple(made["uncaptured_conditionals"]),
         state_bytes=step.state_bytes(parts, _fit(request, parts), request.k),

@@ -54,11 +54,15 @@ def decode_step(
     layout = Layout(batch, config.max_model_len, config.pages_per_seq, parts.target.vocab_size)
     packed = jax.ShapeDtypeStruct(layout.packed_shape(DecodePlan((), batch, k, k)), jnp.int32)
     state = jax.eval_shape(lambda: empty_state(config, static, k))
-    return run_decode, (parts.params, state, packed), {
-        "model": static,
-        "variant": Variant(),
-        "k": k,
-    }
+    return (
+        run_decode,
+        (parts.params, state, packed),
+        {
+            "model": static,
+            "variant": Variant(),
+            "k": k,
+        },
+    )
 
 
 def open_parts(

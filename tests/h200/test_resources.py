@@ -85,7 +85,7 @@ def test_a_small_kernel_does_not_spill(resources):
 def test_a_kernel_that_spills_is_found(resources):
     (crowd,) = resources["crowd"].values()
     assert crowd.spills and crowd.spill_store_bytes > 0 and crowd.spill_load_bytes > 0
-    assert crowd.registers == 255 and crowd.threads == (32, 1, 1)
+    assert crowd.registers >= 64 and crowd.threads == (32, 1, 1)
 
 
 def test_mosaic_tells_of_its_kernels(resources):

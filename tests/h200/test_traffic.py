@@ -113,6 +113,7 @@ PALLAS = {
     "something_else": ((shape(ROWS, DIM),), (), (0,), ROWS * DIM * 2, ROWS * DIM * 2),
 }
 
+
 def pallas(name):
     """For compile.py: one kernel; twice, if it updates what it then reads."""
     operands, outputs, aliases, *_ = PALLAS[name]
@@ -164,6 +165,20 @@ def stack(params, x, pool):
     return x @ params["head"], pool * 2
 
 
+@jax.jit
+def repeated(x):
+    return jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x @ x), x)
+
+
+@jax.jit
+def twice(x):
+    """One loop in two scopes: within it, both are named after the first."""
+    with jax.named_scope("first"):
+        x = repeated(x)
+    with jax.named_scope("second"):
+        return repeated(x + 1)
+
+
 def program(name):
     """For compile.py: a function of this file by its name."""
     x = shape(ROWS, DIM)
@@ -176,6 +191,7 @@ def program(name):
         "copied": (pool, shape(8, 8192), shape(8, dtype=jnp.int32)),
         "either": (shape(DIM, DIM), shape(dtype=jnp.bool_)),
         "stack": (layers, shape(ROWS, WIDE), pool),
+        "twice": (shape(DIM, DIM),),
     }
     return globals()[name], args[name], {}
 
@@ -194,7 +210,7 @@ def reports(compile_for_h200):
     of_pallas = [
         {"function": "pallas", "arguments": {"name": name}, "traffic": traffic} for name in PALLAS
     ]
-    names = "mlp", "put_rows", "copied", "either", "stack"
+    names = "mlp", "put_rows", "copied", "either", "stack", "twice"
     others = [
         {"function": "program", "arguments": {"name": name}, "traffic": traffic, "options": options}
         for name in names
@@ -254,6 +270,12 @@ def test_kernels_are_of_the_last_layer_that_they_depend_on(reports):
     assert [layers.count(i) for i in range(4)] == [layers.count(0)] * 4
     outside = [one for one in launches if one["layer"] is None]
     assert {"before" in one["source"] for one in outside} == {True, False}
+
+
+def test_a_loop_stands_where_it_is_called(reports):
+    gemms = [one for one in reports["twice"]["launches"] if one["kind"] == "gemm"]
+    assert [one["scope"].split("/")[1] for one in gemms] == ["first", "second"]
+    assert {one["times"] for one in gemms} == {3} and not reports["twice"]["unknown_loops"]
 
 
 def test_every_kernel_is_a_thunk(reports):
