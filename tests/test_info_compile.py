@@ -35,7 +35,7 @@ def nothing_runs(monkeypatch):
     def run(*_, **__):
         raise AssertionError("compiled")
 
-    monkeypatch.setattr(compiler, "has_cuda_plugin", lambda: True)
+    monkeypatch.setattr(compiler, "check_tools", lambda: None)
     monkeypatch.setattr(compiler.subprocess, "run", run)
 
 
@@ -87,7 +87,7 @@ def test_missing_tools_are_named(capsys, monkeypatch):
     monkeypatch.setattr(resources, "PTXAS", ())
     monkeypatch.setattr(resources.shutil, "which", lambda _: None)
     monkeypatch.setattr(resources.sysconfig, "get_paths", lambda: {"purelib": "/nowhere"})
-    message = fail(capsys, LLAMA, *COMPILE, "--resources")
+    message = fail(capsys, LLAMA, *COMPILE)
     assert "ptxas was not found" in message and "nvidia-cuda-nvcc" in message
 
 

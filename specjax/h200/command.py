@@ -147,13 +147,14 @@ def _launches(report: StepReport) -> Iterator[str]:
 
 
 def _bytes(report: StepReport) -> Iterator[str]:
+    least = "at least " if report.unknown_loops else ""
     for title, moved in ("target's forward pass", report.verify), ("whole step", report.step):
         yield f"bytes of the {title}"
         yield _line("moved", as_size(moved.moved))
         yield _line("minimum", as_size(moved.minimum))
-        yield _line("ratio", f"{moved.ratio:.4f} to weights, keys and values, and states")
-        with_activations = f"{moved.ratio_with_activations:.4f} with activations in it once"
-        yield _line("ratio", with_activations)
+        yield _line("ratio", f"{least}{moved.ratio:.4f} to weights, keys and values, and states")
+        with_activations = f"{moved.ratio_with_activations:.4f}, with embedded rows"
+        yield _line("ratio", f"{least}{with_activations} and new keys and values once more")
 
 
 def _resources(report: StepReport) -> Iterator[str]:

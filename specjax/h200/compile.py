@@ -67,7 +67,7 @@ def has_cuda_plugin() -> bool:
     return any(importlib.util.find_spec(f"jax_plugins.{plugin}") for plugin in PLUGINS)
 
 
-def check_tools(*, resources: bool = False) -> None:
+def check_tools() -> None:
     """Refuse to begin without what compiling takes.
 
     Raises:
@@ -80,8 +80,7 @@ def check_tools(*, resources: bool = False) -> None:
             f"not); pip install 'jax[cuda13]=={version}', or without CUDA's libraries "
             f"jax-cuda13-plugin=={version} and jax-cuda13-pjrt=={version}"
         )
-    if resources:
-        find_ptxas()
+    find_ptxas()
 
 
 def compile_functions(
@@ -101,7 +100,7 @@ def compile_functions(
         ValueError: see `check_tools`.
         RuntimeError: the process failed, with the end of what it said.
     """
-    check_tools(resources=resources)
+    check_tools()
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
     path = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     environment["PYTHONPATH"] = os.pathsep.join(path)

@@ -71,8 +71,8 @@ def find_ptxas() -> str:
         if place.exists() and os.access(place, os.X_OK):
             return str(place)
     raise ValueError(
-        "ptxas was not found, which reports the resources of kernels; pip install "
-        "nvidia-cuda-nvcc, or put a CUDA toolkit's bin folder on PATH"
+        "ptxas was not found, which compiling for an H200 takes; pip install nvidia-cuda-nvcc "
+        "nvidia-nvvm, or install a CUDA toolkit in /usr/local/cuda"
     )
 
 
