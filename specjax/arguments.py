@@ -7,6 +7,8 @@ from typing import Any
 from specjax.config import DTYPES, METHODS, OWN_METHODS
 from specjax.demo import TARGET, locate
 
+# A drafter of which `info` asks no more than what it takes.
+OWN_SHAPE = "a head of the model's own shape, without weights"
 MODEL_HELP = f"a checkpoint in Hugging Face layout (folder or hub id), or a demo like {TARGET}"
 
 
@@ -39,26 +41,32 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--page-size", type=int, default=16, help="default: %(default)s")
 
 
-def read_speculation(args: argparse.Namespace) -> dict[str, Any] | None:
-    """The `speculative_config` of an LLM, demo names resolved; None for plain decoding."""
+def read_speculation(
+    args: argparse.Namespace, *, takes_shapes: bool = False
+) -> dict[str, Any] | None:
+    """The `speculative_config` of an LLM, demo names resolved; None for plain decoding.
+
+    With `takes_shapes`, the drafter of method "eagle" is OWN_SHAPE where none is named.
+    """
     flags = {"--drafter": args.drafter, "--method": args.method, "--k": args.k}
     given = [name for name, value in flags.items() if value is not None]
     given += ["--adaptive"] if args.adaptive else []
     if args.speculative_config is None:
         is_own = args.method in OWN_METHODS
-        if args.drafter is None and given and not is_own:
+        is_shape = takes_shapes and args.drafter is None and args.method == "eagle"
+        if args.drafter is None and given and not is_own and not is_shape:
             raise ValueError(f"{given[0]} goes with --drafter, which is missing")
         if not given:
             return None
         config = {
             "method": args.method or "eagle3",
-            "model": args.drafter,
+            "model": OWN_SHAPE if is_shape else args.drafter,
         } | _read_k(args)
     else:
         if given:
             raise ValueError(f"--speculative-config says it all; leave out {given[0]}")
         config = read_object("--speculative-config", args.speculative_config)
-    if isinstance(config.get("model"), str):
+    if isinstance(config.get("model"), str) and config["model"] != OWN_SHAPE:
         config["model"] = str(locate(config["model"]))
     return config
 

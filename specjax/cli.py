@@ -11,6 +11,7 @@ from importlib import import_module
 from specjax import arguments
 from specjax.bench import command as bench
 from specjax.demo import TARGET
+from specjax.h200 import arguments as h200
 from specjax.train import command as train
 
 # The module whose `run(args)` carries a command out.
@@ -23,6 +24,7 @@ _MODULES = {
     "profile show": "specjax.bench.profile_show",
     "train": "specjax.train.recipes",
     "info": "specjax.info",
+    "info --compile": "specjax.h200.command",
 }
 _NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
 
@@ -37,6 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[1] != subcommand:
             return _fail(f"{argv[1]} stands before {subcommand}; its options go after it")
         command = f"{command} {subcommand}"
+    if command == "info" and args.compile is not None:
+        command = "info --compile"
     try:
         return import_module(_MODULES[command]).run(args)
     except ModuleNotFoundError as error:
@@ -114,6 +118,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments.add_speculation(parser)
     arguments.add_engine(parser)
+    h200.add_arguments(parser)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,43 @@ from specjax.sampling_params import LogitsProcessor
 DRAFT_SLOTS = 0  # rows that drafting adds to a request's: ours draft one token after another
 
 
+def step_model(
+    config: EngineConfig, target: Model, drafter: Drafter, verification: Verification, platform: str
+) -> StepModel:
+    """What an engine on a device of `platform` compiles into its steps."""
+    return StepModel(
+        target,
+        drafter,
+        verification,
+        config.kernels,
+        # Rows are free where a matmul waits for its weights, and matrix units want eights.
+        row_multiple=8 if platform == "gpu" else 1,
+        width_multiple=EXACT_WIDTH if config.exact else 1,
+        raw_logprobs=config.logprobs_mode == "raw",
+        most_rounds=config.steps_per_dispatch,
+    )
+
+
+def empty_state(config: EngineConfig, model: StepModel, most_drafts: int) -> EngineState:
+    """The state of an engine without requests, whose steps have up to `most_drafts` drafts."""
+    dtype, target = np.dtype(config.dtype), model.target
+    sizes = config.max_num_seqs, config.num_pages, config.page_size
+    most_rows = model.width(most_drafts)
+    cache = target.init_cache(*sizes, most_rows, dtype)
+    snapshots = None
+    if target.is_recurrent:
+        conv_width = cache.delta.ring.shape[2] - most_rows + 1
+        snapshots = init_snapshots(cache.delta, config.num_snapshots, conv_width)
+    return init_state(
+        config.max_num_seqs,
+        config.max_model_len,
+        target.vocab_size,
+        cache,
+        model.drafter.init_state(*sizes, dtype),
+        snapshots,
+    )
+
+
 @dataclass
 class _InFlight:
     """A part of a step whose outputs are on their way."""
@@ -95,17 +132,8 @@ class Engine:
         self._device = jax.devices()[0]
         self.drafter = drafter
         self._most_drafts = max(policy.choices)
-        self._model = StepModel(
-            target,
-            drafter,
-            verification or SeedExact(),
-            config.kernels,
-            # Rows are free where a matmul waits for its weights, and matrix units want eights.
-            row_multiple=8 if self._device.platform == "gpu" else 1,
-            width_multiple=EXACT_WIDTH if config.exact else 1,
-            raw_logprobs=config.logprobs_mode == "raw",
-            most_rounds=config.steps_per_dispatch,
-        )
+        verification = verification or SeedExact()
+        self._model = step_model(config, target, drafter, verification, self._device.platform)
         config.check_budgets(self._most_drafts, DRAFT_SLOTS)
         self.scheduler = Scheduler(
             config,
@@ -130,23 +158,7 @@ class Engine:
         self.set_policy(policy, show_progress=show_progress)
 
     def _init_state(self) -> EngineState:
-        config, model = self.config, self._model
-        dtype = np.dtype(config.dtype)
-        sizes = config.max_num_seqs, config.num_pages, config.page_size
-        most_rows = model.width(self._most_drafts)
-        cache = self.target.init_cache(*sizes, most_rows, dtype)
-        snapshots = None
-        if self.target.is_recurrent:
-            conv_width = cache.delta.ring.shape[2] - most_rows + 1
-            snapshots = init_snapshots(cache.delta, config.num_snapshots, conv_width)
-        state = init_state(
-            config.max_num_seqs,
-            config.max_model_len,
-            self.target.vocab_size,
-            cache,
-            self.drafter.init_state(*sizes, dtype),
-            snapshots,
-        )
+        state = empty_state(self.config, self._model, self._most_drafts)
         return jax.device_put(state, self._device)
 
     def set_policy(self, policy: Policy, *, show_progress: bool = False) -> None:

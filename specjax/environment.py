@@ -12,18 +12,23 @@ import jax
 def describe_environment() -> dict[str, Any]:
     """Versions, devices and processor, as plain types."""
     devices = jax.devices()
-    packages = ("specjax", "jax", "jaxlib", "numpy")
     return {
-        "versions": {
-            "python": platform.python_version(),
-            **{name: package_version(name) for name in packages},
-        },
+        "versions": describe_versions(),
         "platform": devices[0].platform,
         "device_kind": devices[0].device_kind,
         "num_devices": len(devices),
         "cpu_model": cpu_model(),
         "num_cpus": num_cpus(),
         "system": platform.platform(),
+    }
+
+
+def describe_versions() -> dict[str, str]:
+    """Versions of Python and of the packages that results depend on."""
+    packages = ("specjax", "jax", "jaxlib", "numpy")
+    return {
+        "python": platform.python_version(),
+        **{name: package_version(name) for name in packages},
     }
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.arguments import read_speculation
+from specjax.arguments import OWN_SHAPE, read_speculation
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
@@ -23,9 +23,11 @@ from specjax.demo import locate
 from specjax.device.cache.recurrent import HybridCache
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Drafter, NoDrafter
+from specjax.device.drafters.eagle import EagleHead
 from specjax.device.drafters.mtp import MTPHead
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
 from specjax.device.models.qwen3_5 import Qwen35
 from specjax.device.models.registry import describe_model, read_config
@@ -49,8 +51,11 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `specjax info`."""
-    speculation = read_speculation(args)
+    """Carry out `specjax info`, all but --compile."""
+    for name in "batch_size", "context", "gemm", "layers", "resources":
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} goes with --compile, which is missing")
+    speculation = read_speculation(args, takes_shapes=True)
     report = describe(
         read_model(args),
         speculation=None if speculation is None else SpeculativeConfig.of(speculation),
@@ -139,8 +144,18 @@ def open_drafter(
 ) -> tuple[Drafter, Any]:
     """The drafter and its parameters, after checking that it fits the target.
 
-    Of a target's own module, the parameters are shapes where the target has no weights.
+    Of a target's own module, the parameters are shapes where the target has no weights; so are
+    those of a head of the target's own shape.
     """
+    if config.model == OWN_SHAPE:
+        if not isinstance(target, Llama):
+            raise CheckpointError(
+                f"{source.hf.origin}: method 'eagle' without a --drafter stands for a layer of the "
+                "target's own shape, which is known of llama, qwen2 and qwen3; name a --drafter, "
+                "or use --method mtp"
+            )
+        head = EagleHead(shape=replace(target, num_layers=1))
+        return ChainDrafter(head), _shapes(head.specs(), dtype)
     if config.method == "ngram":
         return load_drafter(None, config, target, np.dtype(dtype))
     if config.model is not None:
@@ -153,10 +168,11 @@ def open_drafter(
             "layer (qwen3_next, qwen3_5, qwen3_5_moe); name a --drafter and its --method instead"
         )
     head = MTPHead(target)
-    shapes = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), head.specs()
-    )
-    return ChainDrafter(head), shapes
+    return ChainDrafter(head), _shapes(head.specs(), dtype)
+
+
+def _shapes(specs: Any, dtype: str) -> Any:
+    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), specs)
 
 
 def configure(

@@ -24,7 +24,10 @@ LAYERS = [
         "specjax.environment",
     ],
     ["specjax.arguments"],
-    ["specjax.train", "specjax.rl", "specjax.bench", "specjax.info", "specjax.generate"],
+    [
+        *("specjax.train", "specjax.rl", "specjax.bench", "specjax.info", "specjax.generate"),
+        "specjax.h200",
+    ],
     ["specjax.cli", "specjax.__main__", "specjax"],
 ]
 RANKS = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}

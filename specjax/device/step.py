@@ -347,16 +347,17 @@ def settle(
 
     rows = _rows(state, inputs, k, model)
     following = jnp.pad(verdict.tokens, ((0, 0), (0, rows.width - (k + 1))))
-    drafter = model.drafter.observe(
-        model.target,
-        params,
-        state.drafter,
-        slots,
-        rows,
-        following,
-        extension.features,
-        verdict.num_accepted,
-    )
+    with jax.named_scope("observe"):
+        drafter = model.drafter.observe(
+            model.target,
+            params,
+            state.drafter,
+            slots,
+            rows,
+            following,
+            extension.features,
+            verdict.num_accepted,
+        )
     emitted = _emit(verdict, remaining, requests.stop_ids)
     num_tokens = jnp.where(is_active, emitted.num_tokens, 0)
     num_drafts = jnp.where(is_active, num_drafts, 0)

@@ -1,53 +1,16 @@
 """Compilation for an H200 in a process of its own, so that this one's JAX stays on the CPU."""
 
-import importlib.util
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-PLUGINS = "xla_cuda13", "xla_cuda12"
-
-
-def has_cuda_plugin() -> bool:
-    """Whether jax's CUDA plugin is installed; it need not find a GPU."""
-    if importlib.util.find_spec("jax_plugins") is None:
-        return False
-    return any(importlib.util.find_spec(f"jax_plugins.{plugin}") for plugin in PLUGINS)
+from specjax.h200.compile import compile_functions, has_cuda_plugin
 
 
 @pytest.fixture(scope="session")
 def compile_for_h200() -> Callable[..., list[dict[str, Any]]]:
-    """(file, requests) -> reports, both as compile.py has them; skips without the plugin."""
-    return _tool("compile.py")
-
-
-@pytest.fixture(scope="session")
-def resources_on_h200() -> Callable[..., list[dict[str, Any]]]:
-    """(file, requests) -> kernels, as resources.py has them; skips without the plugin."""
-    return _tool("resources.py")
-
-
-def _tool(name: str) -> Callable[..., list[dict[str, Any]]]:
+    """`compile_functions`: (file, requests) -> reports; skips without the plugin."""
     if not has_cuda_plugin():
         pytest.skip("needs jax's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt)")
-
-    def run(file: str, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        tool = Path(__file__).with_name(name)
-        environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-        done = subprocess.run(
-            [sys.executable, str(tool), file, json.dumps(requests)],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env=environment,
-        )
-        assert done.returncode == 0, done.stderr[-4000:]
-        return json.loads(done.stdout)
-
-    return run
+    return compile_functions

@@ -9,6 +9,8 @@ is another; a copy is two. What counts:
   body mentions it, and writes each of its outputs once.
 - Of an operand that a fusion only slices or gathers from, it reads what it takes; an update in
   place writes the update alone. A custom call takes its operands whole.
+- A cuBLAS call's scratch is not an output; a Pallas call of `pallas_bytes.TOUCHED` takes what that
+  table says where traffic is counted, as whole pools pass through it.
 - Buffers keep their identity through bitcasts, tuples, calls, loops and conditionals. One that is
   a parameter of the module (a weight, the state) is no pass; a copy or a conversion of it is.
 - A kernel inside a conditional carries the branch it is in, numbered as `jax.lax.cond` numbers
@@ -18,13 +20,21 @@ is another; a copy is two. What counts:
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from specjax.h200.pallas_bytes import Array, Call, Load, touched
+
+PALLAS_TARGETS = "__gpu$xla.gpu.triton", "mosaic_gpu"
 NAMING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 NAMING |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "copy-done", "async-done"}
 CONTROL = {"while", "conditional", "call", "async-start"}
+
+# Of a first operand these read what they take; of theirs, these write the operand with the number.
+SELECTING = {"slice", "dynamic-slice", "gather"}
+UPDATING = {"dynamic-update-slice": 1, "scatter": 2}
+LARGE_COPY = 30_000_000  # bytes written by a kernel that is no GEMM: a pool, a state, a weight
 
 HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
@@ -42,6 +52,36 @@ class Pass:
     num_bytes: int
     branches: tuple[tuple[str, int], ...]  # conditionals around it, outermost first, and which one
     times: int
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A kernel as XLA launches it, and its traffic in bytes."""
+
+    name: str
+    kind: str  # "pallas", "gemm", or what the instruction is: "loop fusion", "copy", ...
+    source: str  # the JAX operation that it comes from
+    # And where that stands: of a loop or a conditional, its own, as what is in it may be shared
+    # with another and be named after that.
+    scope: str
+    num_read: int
+    num_written: int
+    branches: tuple[tuple[str, int], ...]
+    times: int
+    layer: int | None  # see `launches`
+    pallas: str | None = None  # the name that the Pallas kernel was given
+    shape: str = ""  # of its outputs
+    parameters: tuple[str, ...] = ()  # of the module that it takes, by JAX's names
+
+    @property
+    def num_bytes(self) -> int:
+        """Read and written, over all of its runs."""
+        return self.times * (self.num_read + self.num_written)
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether it runs when every conditional takes its branch 0."""
+        return all(branch == 0 for _, branch in self.branches)
 
 
 class Leaf(NamedTuple):
@@ -87,7 +127,27 @@ class Instruction:
     @property
     def source(self) -> str:
         found = re.search(r'op_name="([^"]*)"', self.attributes)
+        return found[1].replace("\\'", "'") if found else ""
+
+    @property
+    def target(self) -> str:
+        """What a custom call calls."""
+        found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found[1] if found else ""
+
+    @property
+    def pallas_name(self) -> str | None:
+        """The name of a Pallas kernel, which stands before the primitive in its operation."""
+        if not self.target.startswith(PALLAS_TARGETS):
+            return None
+        return (["", *self.source.split("/")])[-2]
+
+    @property
+    def aliases(self) -> list[tuple[int, int]]:
+        """Outputs that take an operand's place, with that operand's number."""
+        found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.attributes)
+        pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", found[1] if found else "")
+        return [(int(output or 0), int(operand)) for output, operand in pairs]
 
 
 class Computation(dict[str, Instruction]):
@@ -144,10 +204,10 @@ def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
     }
     wide = {buffers.of(leaf) for leaf, shape in buffers.shapes() if columns in dimensions_of(shape)}
     found = []
-    for kernel in _kernels(computations, entry, (), 1):
-        for access, touched in _accesses(computations, kernel.computation, kernel.instruction):
+    for kernel in _kernels(computations, entry):
+        for access, parts in _accesses(computations, kernel.computation, kernel.instruction):
             largest: dict[Leaf, tuple[int, str]] = {}
-            for leaf, amount, shape in touched:
+            for leaf, amount, shape in parts:
                 buffer = buffers.of(leaf)
                 if buffer in wide - given and amount >= num_elements:
                     largest[buffer] = max(largest.get(buffer, (0, "")), (amount, shape))
@@ -169,6 +229,146 @@ def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
 def num_passes(passes: list[Pass], branch: int = 0) -> int:
     """Passes of a run in which every conditional takes its branch of that number."""
     return sum(p.times for p in passes if all(taken == branch for _, taken in p.branches))
+
+
+def launches(
+    hlo: str,
+    load: Load,
+    layer_of: Callable[[str], int | None] = lambda _: None,
+    is_inside: Callable[[str], bool] = lambda _: True,
+) -> list[Launch]:
+    """Every kernel with its traffic, in the order in which they are launched.
+
+    Args:
+        load: what Pallas kernels find in the pools that they are given.
+        layer_of: of the name of one of the module's parameters, as JAX has it, the layer that reads
+            it. A kernel is of the last layer that any of its inputs comes from.
+        is_inside: whether an operation, by its scope, is part of what has these layers.
+    """
+    computations, entry = parse(hlo)
+    buffers = _Buffers(computations)
+    layers = _layers(computations[entry], layer_of, is_inside)
+    given = {
+        buffers.of(Leaf(entry, parameter.name, 0)): parameter.source
+        for parameter in computations[entry].parameters
+    }
+    found = []
+    for kernel in _kernels(computations, entry):
+        instruction, traffic = kernel.instruction, {"read": 0, "write": 0}
+        taken: dict[str, None] = {}
+        for access, parts in _accesses(computations, kernel.computation, instruction):
+            largest: dict[Leaf, int] = {}
+            for leaf, amount, shape in parts:
+                if (parameter := given.get(buffers.of(leaf))) and access == "read":
+                    taken[parameter] = None
+                buffer, size = buffers.of(leaf), amount * element_bytes_of(shape)
+                largest[buffer] = max(largest.get(buffer, 0), size)
+            traffic[access] = sum(largest.values())
+        pallas = instruction.pallas_name
+        if pallas is not None:
+            call = _call(computations[kernel.computation], instruction)
+            traffic["read"], traffic["write"] = touched(pallas, call, load)
+        source = _source(computations, instruction)
+        scope = computations[entry][kernel.outermost].source or source
+        found.append(
+            Launch(
+                instruction.name,
+                "pallas" if pallas is not None else _kind(computations, instruction),
+                source,
+                scope,
+                traffic["read"],
+                traffic["write"],
+                kernel.branches,
+                kernel.times,
+                None if scope and not is_inside(scope) else layers.get(kernel.outermost),
+                pallas,
+                ", ".join(instruction.leaves),
+                tuple(taken),
+            )
+        )
+    return found
+
+
+def large_copies(found: list[Launch]) -> list[Launch]:
+    """Kernels that write so much without being GEMMs that it must be a whole pool, or a weight."""
+    return [
+        one
+        for one in found
+        if one.num_written > LARGE_COPY and one.kind not in ("gemm", "pallas") and one.is_taken
+    ]
+
+
+def unknown_loops(hlo: str) -> list[str]:
+    """Loops whose number of trips XLA does not know, so that what is in them counts once."""
+    computations, _ = parse(hlo)
+    return [
+        instruction.name
+        for computation in computations.values()
+        for instruction in computation.values()
+        if instruction.op == "while" and "known_trip_count" not in instruction.attributes
+    ]
+
+
+def _layers(
+    computation: Computation,
+    layer_of: Callable[[str], int | None],
+    is_inside: Callable[[str], bool],
+) -> dict[str, int]:
+    """The layer of each instruction that has one."""
+    layers: dict[str, int] = {}
+    for instruction in computation.values():
+        if instruction.op == "parameter":
+            layer = layer_of(instruction.source)
+        elif instruction.source and not is_inside(instruction.source):
+            continue
+        else:
+            layer = max((layers[x] for x in instruction.operands if x in layers), default=None)
+        if layer is not None:
+            layers[instruction.name] = layer
+    return layers
+
+
+def _call(computation: Computation, kernel: Instruction) -> Call:
+    operands = [_array(computation[name].leaves[0]) for name in kernel.operands]
+    aliases = kernel.aliases
+    outputs = [
+        _array(shape)
+        for i, shape in enumerate(kernel.leaves)
+        if i not in {output for output, _ in aliases}
+    ]
+    return Call(tuple(operands), tuple(outputs), frozenset(operand for _, operand in aliases))
+
+
+def _array(shape: str) -> Array:
+    is_float = shape.startswith(("f", "bf"))
+    return Array(tuple(dimensions_of(shape)), element_bytes_of(shape), is_float)
+
+
+def _source(computations: dict[str, Computation], kernel: Instruction) -> str:
+    """A fusion that XLA made of parts without giving it a source has that of its root."""
+    body = kernel.called("calls")
+    while not kernel.source and body in computations:
+        kernel = computations[str(body)].root
+        body = kernel.called("calls")
+    return kernel.source
+
+
+def _kind(computations: dict[str, Computation], kernel: Instruction) -> str:
+    if "cublas" in kernel.target or _has_dot(computations, kernel):
+        return "gemm"
+    if kernel.op == "custom-call":
+        return kernel.target
+    if kernel.op == "fusion":
+        kind = re.search(r"kind=k(\w+)", kernel.attributes)
+        return f"{kind[1].lower() if kind else ''} fusion".strip()
+    return kernel.op
+
+
+def _has_dot(computations: dict[str, Computation], kernel: Instruction) -> bool:
+    body = kernel.called("calls")
+    if kernel.op == "dot" or kernel.op != "fusion" or body not in computations:
+        return kernel.op == "dot"
+    return any(_has_dot(computations, one) for one in computations[str(body)].values())
 
 
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:
@@ -276,11 +476,8 @@ class _Buffers:
                     instruction.branches, instruction.branch_operands, strict=True
                 ):
                     yield from call(branch, self._leaves(name, operand), results)
-        aliasing = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", instruction.attributes)
-        for output, operand in re.findall(
-            r"\{(\d*)\}: \((\d+), \{\}", aliasing[1] if aliasing else ""
-        ):
-            yield results[int(output or 0)], inputs[int(operand)][0]
+        for output, operand in instruction.aliases:
+            yield results[output], inputs[operand][0]
 
 
 class _Kernel(NamedTuple):
@@ -288,30 +485,34 @@ class _Kernel(NamedTuple):
     instruction: Instruction
     branches: tuple[tuple[str, int], ...]
     times: int
+    outermost: str  # the entry's instruction that it is in, or is
 
 
 def _kernels(
     computations: dict[str, Computation],
     name: str,
-    branches: tuple[tuple[str, int], ...],
-    times: int,
+    branches: tuple[tuple[str, int], ...] = (),
+    times: int = 1,
+    outermost: str | None = None,
 ) -> Iterator[_Kernel]:
     """What a computation launches, that of the computations it calls included."""
     for instruction in computations[name].values():
+        top = outermost or instruction.name
         if instruction.op == "conditional":
             for i, branch in enumerate(instruction.branches):
                 inner = (*branches, (instruction.name, i))
-                yield from _kernels(computations, branch, inner, times)
+                yield from _kernels(computations, branch, inner, times, top)
         elif instruction.op == "while":
             known = re.search(r'"known_trip_count":\{"n":"(\d+)"', instruction.attributes)
             trips = times * (int(known[1]) if known else 1)
             for part in "condition", "body":
-                yield from _kernels(computations, str(instruction.called(part)), branches, trips)
+                body = str(instruction.called(part))
+                yield from _kernels(computations, body, branches, trips, top)
         elif instruction.op in CONTROL:
             callee = instruction.called("to_apply") or instruction.called("calls")
-            yield from _kernels(computations, str(callee), branches, times)
+            yield from _kernels(computations, str(callee), branches, times, top)
         elif instruction.op not in NAMING:
-            yield _Kernel(name, instruction, branches, times)
+            yield _Kernel(name, instruction, branches, times, top)
 
 
 def _accesses(
@@ -326,6 +527,13 @@ def _accesses(
         whole = [[amount] for amount in reads]  # an operand of a fusion is one array
     elif kernel.op == "copy-start":
         written = [written[0], 0, 0]
+    elif kernel.op in SELECTING:
+        whole[0] = [min(whole[0][0], written[0])]
+    elif kernel.op in UPDATING:
+        written = whole[UPDATING[kernel.op]]
+        whole[0] = [0]
+    elif "cublas" in kernel.target:
+        written = [0 if shape.startswith("s8[") else n for shape, n in _with(kernel, written)]
     yield (
         "read",
         [
@@ -343,6 +551,10 @@ def _accesses(
     )
 
 
+def _with(kernel: Instruction, amounts: list[int]) -> list[tuple[str, int]]:
+    return list(zip(kernel.leaves, amounts, strict=True))
+
+
 def _touched_by_fusion(body: Computation) -> tuple[list[int], list[int]]:
     """How many elements a fusion reads of each parameter, and writes of each output."""
     needed = dict.fromkeys(body, 0)
@@ -353,9 +565,9 @@ def _touched_by_fusion(body: Computation) -> tuple[list[int], list[int]]:
         while instruction.op == "bitcast":
             instruction = body[instruction.operands[0]]
         amounts = [num_elements_of(shape) for shape in body[output].leaves]
-        if instruction.op in ("dynamic-update-slice", "scatter"):
+        if instruction.op in UPDATING:
             in_place.add(instruction.name)
-            update = body[instruction.operands[1 if instruction.op[0] == "d" else 2]]
+            update = body[instruction.operands[UPDATING[instruction.op]]]
             amounts = [num_elements_of(update.leaves[0])]
         written += amounts
         needed[output] = num_elements_of(body[output].leaves[0])

@@ -1,0 +1,131 @@
+"""What ptxas says of the kernels of a module: registers, spills, shared memory."""
+
+import os
+import re
+import shutil
+import subprocess
+import sysconfig
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+ARCHITECTURE = "sm_90a"
+PTXAS = Path("/usr/local/cuda/bin/ptxas"), Path("/usr/local/bin/ptxas")
+MOSAIC_SUFFIX = "_mosaic_gpu_kernel"
+
+ENTRY = re.compile(r"Compiling entry function '([^']+)'")
+SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
+USED = re.compile(r"Used (\d+) registers")
+STATIC = re.compile(r"(\d+) bytes smem")
+LAUNCH = re.compile(
+    r"kCustomKernel +\[[^\]]*\] *(\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\] +"
+    r"shared_memory: (\d+)"
+)
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What one kernel takes, and how it is launched."""
+
+    name: str  # of a Pallas kernel, the name that it was given; XLA numbers those of one name
+    registers: int  # per thread
+    stack_bytes: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    static_shared_bytes: int
+    # None of Mosaic kernels, whose launch XLA does not know.
+    dynamic_shared_bytes: int | None = None
+    grid: tuple[int, ...] | None = None
+    threads: tuple[int, ...] | None = None
+    is_mosaic: bool = False
+
+    @property
+    def kernel(self) -> str:
+        """The name without XLA's number."""
+        return re.sub(r"_+\d+$", "", self.name)
+
+    @property
+    def spills(self) -> bool:
+        """Whether registers did not suffice."""
+        return self.spill_store_bytes + self.spill_load_bytes > 0
+
+
+class _Launched(NamedTuple):
+    grid: tuple[int, ...]
+    threads: tuple[int, ...]
+    shared_bytes: int
+
+
+def find_ptxas() -> str:
+    """The assembler's path.
+
+    Raises:
+        ValueError: there is none, with what to install.
+    """
+    packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
+    found = shutil.which("ptxas")
+    places = [*packages.glob("*/bin/ptxas"), *PTXAS, *([Path(found)] if found else [])]
+    for place in places:
+        if place.exists() and os.access(place, os.X_OK):
+            return str(place)
+    raise ValueError(
+        "ptxas was not found, which compiling for an H200 takes; pip install nvidia-cuda-nvcc "
+        "nvidia-nvvm, or install a CUDA toolkit in /usr/local/cuda"
+    )
+
+
+def read_resources(ptx: Sequence[Path], thunks: str, mosaic: str) -> Iterator[Resources]:
+    """The kernels of a module.
+
+    Args:
+        ptx: its dumped PTX.
+        thunks: its dumped thunk sequence.
+        mosaic: what was printed while it was compiled, with MOSAIC_GPU_DUMP_PTXAS.
+    """
+    launched = dict(_launches(thunks))
+    with ThreadPoolExecutor() as pool:
+        said = "\n".join(pool.map(assemble, ptx))
+    for found in parse_ptxas(said):
+        if launch := launched.get(found.name):
+            yield _replace(found, launch)
+    for found in parse_ptxas(mosaic):
+        name = found.name.removesuffix(MOSAIC_SUFFIX)
+        yield Resources(**{**vars(found), "name": name, "is_mosaic": True})
+
+
+def assemble(ptx: Path) -> str:
+    """What ptxas -v says of a file."""
+    command = [find_ptxas(), "-v", f"-arch={ARCHITECTURE}", str(ptx), "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
+    return done.stdout + done.stderr
+
+
+def parse_ptxas(text: str) -> Iterator[Resources]:
+    """The entry functions that `ptxas -v` speaks of."""
+    names = ENTRY.split(text)[1:]
+    for name, said in zip(names[::2], names[1::2], strict=True):
+        spills, used = SPILLS.search(said), USED.search(said)
+        if spills and used:
+            stack, stores, loads = map(int, spills.groups())
+            static = STATIC.search(said)
+            yield Resources(
+                name, int(used[1]), stack, stores, loads, int(static[1]) if static else 0
+            )
+
+
+def _launches(thunks: str) -> Iterator[tuple[str, _Launched]]:
+    for name, grid, threads, shared in LAUNCH.findall(thunks):
+        yield name, _Launched(_numbers(grid), _numbers(threads), int(shared))
+
+
+def _replace(found: Resources, launch: _Launched) -> Resources:
+    fields = {**vars(found), "grid": launch.grid, "threads": launch.threads}
+    return Resources(**{**fields, "dynamic_shared_bytes": launch.shared_bytes})
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(","))

@@ -1,0 +1,286 @@
+"""Kernels, their bytes and their layers, as hlo.py counts them, where the answers are known.
+
+What our Pallas kernels touch of whole pools is counted on kernels of their names that do less.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from pallas_kernels.triton_call import triton_call
+
+BATCH, WIDTH, CONTEXT = 8, 2, 100
+ROWS = BATCH * WIDTH
+DIM, WIDE = 256, 1024
+POOL = (3, 64, 16, 2, 4, 64)  # layers, pages, page size, 2, heads, head dim: 1 KiB a token
+STATE, RING, GATES = (2, 32, 4, 64, 64), (2, 32, 5, 512), (2, 32, 5, 2, 4)
+HEADS = 8
+EXPERTS = 16
+TOKEN = 2 * 4 * 64 * 2
+
+pytestmark = pytest.mark.h200
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def call(name, operands, outputs, aliases=None):
+    """A Pallas kernel of that name, which does next to nothing with operands that pass through."""
+
+    def kernel(*refs):
+        refs[-1][(pl.program_id(0), *(0,) * (len(refs[-1].shape) - 1))] = jnp.zeros(
+            (), refs[-1].dtype
+        )
+
+    aliased = [jax.ShapeDtypeStruct(operands[i].shape, operands[i].dtype) for i in aliases or {}]
+    return triton_call(
+        kernel,
+        operands,
+        [*outputs, *aliased],
+        name=name,
+        grid=(2,),
+        num_warps=4,
+        aliases={i: len(outputs) + n for n, i in enumerate(aliases or {})},
+    )
+
+
+INTS = {"layer": shape(1, dtype=jnp.int32), "table": shape(BATCH, 7, dtype=jnp.int32)}
+INT_BYTES = 4 * (1 + BATCH * 7)
+QUERY = ROWS * HEADS * 64 * 2  # bytes of q
+KV = ROWS * TOKEN  # and of new keys and values
+STATES = BATCH * 4 * 64 * 64 * 4
+COLUMN = 512 * 2 + 2 * 4 * 4
+
+# Operands, outputs, operands updated in place; then the bytes read and written.
+PALLAS = {
+    "paged_attention": (
+        (*INTS.values(), shape(BATCH, WIDTH, HEADS, 64), shape(*POOL)),
+        (shape(BATCH, WIDTH, HEADS, 64, dtype=jnp.float32),),
+        (),
+        INT_BYTES + QUERY + BATCH * CONTEXT * TOKEN,
+        2 * QUERY,
+    ),
+    "paged_attention_combine": (
+        (shape(4, ROWS, 64),),
+        (shape(ROWS, 64),),
+        (),
+        4 * ROWS * 64 * 2,
+        ROWS * 64 * 2,
+    ),
+    "paged_write": (
+        (*INTS.values(), shape(ROWS, 4, 64), shape(ROWS, 4, 64), shape(*POOL)),
+        (),
+        (4,),
+        INT_BYTES + KV,
+        KV,
+    ),
+    "rope_write": (
+        (*INTS.values(), shape(ROWS, (HEADS + 2 * 4) * 64), shape(*POOL)),
+        (shape(ROWS, HEADS, 64),),
+        (3,),
+        INT_BYTES + QUERY + KV,
+        QUERY + KV,
+    ),
+    "add_norm": (
+        (shape(ROWS, DIM), shape(ROWS, DIM), shape(DIM)),
+        (shape(ROWS, DIM), shape(ROWS, DIM)),
+        (),
+        2 * ROWS * DIM * 2 + 2 * DIM,
+        2 * ROWS * DIM * 2,
+    ),
+    "gated_delta_rule": (
+        (
+            shape(BATCH, WIDTH, 512),
+            shape(4, 512),
+            *(shape(*STATE, dtype=jnp.float32), shape(*RING), shape(*GATES, dtype=jnp.float32)),
+        ),
+        (shape(BATCH, WIDTH, 4, 64),),
+        (2, 3, 4),
+        ROWS * 1024 + 4 * 1024 + STATES + BATCH * 5 * COLUMN,
+        ROWS * 512 + STATES + ROWS * COLUMN,
+    ),
+    "grouped_matmul_decode": (
+        (shape(4, DIM), shape(EXPERTS, DIM, 512), shape(EXPERTS, dtype=jnp.int32)),
+        (shape(4, 512),),
+        (),
+        4 * DIM * 2 + 4 * DIM * 512 * 2 + EXPERTS * 4,
+        4 * 512 * 2,
+    ),
+    "something_else": ((shape(ROWS, DIM),), (), (0,), ROWS * DIM * 2, ROWS * DIM * 2),
+}
+
+
+def pallas(name):
+    """For compile.py: one kernel; twice, if it updates what it then reads."""
+    operands, outputs, aliases, *_ = PALLAS[name]
+
+    def run(*operands):
+        first = call(name, operands, outputs, aliases)
+        if not aliases:
+            return first
+        updated = list(operands)
+        for i, value in zip(aliases, first[len(outputs) :], strict=True):
+            updated[i] = value
+        return first[: len(outputs)], call(name, updated, outputs, aliases)
+
+    return jax.jit(run, donate_argnums=aliases), operands, {}
+
+
+@jax.jit
+def mlp(params, x):
+    """Two GEMMs; what stands between is a kernel of its own."""
+    hidden = jax.lax.optimization_barrier(x @ params["up"])
+    return jax.lax.optimization_barrier(jax.nn.silu(hidden)) @ params["down"]
+
+
+@partial(jax.jit, donate_argnums=0)
+def put_rows(pool, rows, at):
+    return pool.at[at].set(rows)
+
+
+@jax.jit
+def copied(pool, rows, at):
+    """The pool is not donated, and so is copied."""
+    return pool.at[at].set(rows)
+
+
+@jax.jit
+def either(x, which):
+    heavy, light = (lambda x: jnp.flip(x, 0) @ x.T @ x), (lambda x: x)
+    return jax.lax.cond(which, heavy, light, x)
+
+
+@jax.jit
+def stack(params, x, pool):
+    """Four layers alike, then a head; `before` and `beside` stand outside of them."""
+    with jax.named_scope("before"):
+        x = jax.lax.optimization_barrier(x @ params["head"].T)
+    for layer in params["layers"]:
+        with jax.named_scope("layer"):
+            x = jax.lax.optimization_barrier(x + jax.lax.optimization_barrier(x @ layer["up"]))
+    return x @ params["head"], pool * 2
+
+
+@jax.jit
+def repeated(x):
+    return jax.lax.fori_loop(0, 3, lambda _, x: jnp.sin(x @ x), x)
+
+
+@jax.jit
+def twice(x):
+    """One loop in two scopes: within it, both are named after the first."""
+    with jax.named_scope("first"):
+        x = repeated(x)
+    with jax.named_scope("second"):
+        return repeated(x + 1)
+
+
+def program(name):
+    """For compile.py: a function of this file by its name."""
+    x = shape(ROWS, DIM)
+    params = {"up": shape(DIM, WIDE), "down": shape(WIDE, DIM)}
+    pool = shape(4096, 8192)
+    layers = {"layers": [{"up": shape(DIM, DIM)}] * 4, "head": shape(DIM, WIDE)}
+    args = {
+        "mlp": (params, x),
+        "put_rows": (pool, shape(8, 8192), shape(8, dtype=jnp.int32)),
+        "copied": (pool, shape(8, 8192), shape(8, dtype=jnp.int32)),
+        "either": (shape(DIM, DIM), shape(dtype=jnp.bool_)),
+        "stack": (layers, shape(ROWS, WIDE), pool),
+        "twice": (shape(DIM, DIM),),
+    }
+    return globals()[name], args[name], {}
+
+
+@pytest.fixture(scope="module")
+def reports(compile_for_h200):
+    """Reports by name, with cuBLAS."""
+    traffic = {
+        "batch": BATCH,
+        "context": CONTEXT,
+        "layers": r"params\['layers'\]\[(\d+)\]",
+        "after": r"params\['head'\]",
+        "inside": "layer|^jit.stack./dot_general",
+    }
+    options = {"xla_gpu_enable_triton_gemm": False}
+    of_pallas = [
+        {"function": "pallas", "arguments": {"name": name}, "traffic": traffic} for name in PALLAS
+    ]
+    names = "mlp", "put_rows", "copied", "either", "stack", "twice"
+    others = [
+        {"function": "program", "arguments": {"name": name}, "traffic": traffic, "options": options}
+        for name in names
+    ]
+    made = compile_for_h200(__file__, [*of_pallas, *others])
+    return dict(zip([*PALLAS, *names], made, strict=True))
+
+
+@pytest.mark.parametrize("name", PALLAS)
+def test_a_pallas_call_counts_what_it_touches(reports, name):
+    *_, read, written = PALLAS[name]
+    found = [one for one in reports[name]["launches"] if one["pallas"] == name]
+    assert {(one["num_read"], one["num_written"]) for one in found} == {(read, written)}
+    assert {one["kind"] for one in found} == {"pallas"}
+
+
+@pytest.mark.parametrize("name", PALLAS)
+def test_what_they_update_in_place_is_not_copied(reports, name):
+    found = [one["pallas"] for one in reports[name]["launches"]]
+    num_calls = 2 if PALLAS[name][2] else 1
+    assert found[:num_calls] == [name] * num_calls and name not in found[num_calls:]
+    assert not reports[name]["large_copies"]
+
+
+def test_a_gemm_reads_its_operands_and_writes_its_result(reports):
+    up, silu, down = reports["mlp"]["launches"]
+    weight, x, hidden = 2 * DIM * WIDE, 2 * ROWS * DIM, 2 * ROWS * WIDE
+    assert (up["kind"], up["num_read"], up["num_written"]) == ("gemm", x + weight, hidden)
+    assert (silu["num_read"], silu["num_written"]) == (hidden, hidden)
+    assert (down["kind"], down["num_read"], down["num_written"]) == ("gemm", hidden + weight, x)
+    assert set(up["parameters"]) == {"params['up']", "x"}
+
+
+def test_rows_put_into_a_donated_pool_are_all_that_moves(reports):
+    (put,) = reports["put_rows"]["launches"]
+    rows = 8 * 8192 * 2
+    assert put["num_written"] == rows and rows <= put["num_read"] <= rows + 64
+    assert not reports["put_rows"]["large_copies"]
+
+
+def test_a_copy_of_a_pool_is_found(reports):
+    (copy,) = reports["copied"]["large_copies"]
+    assert copy["num_written"] == copy["num_read"] == 4096 * 8192 * 2
+
+
+def test_a_kernel_knows_its_branch(reports):
+    branches = {tuple(n for _, n in one["branches"]) for one in reports["either"]["launches"]}
+    assert (1,) in branches
+    heavy = [one for one in reports["either"]["launches"] if one["kind"] == "gemm"]
+    assert len(heavy) == 2 and all(one["branches"][0][1] == 1 for one in heavy)
+
+
+def test_kernels_are_of_the_last_layer_that_they_depend_on(reports):
+    launches = reports["stack"]["launches"]
+    layers = [one["layer"] for one in launches if one["layer"] is not None]
+    assert layers == sorted(layers) and set(layers) == {0, 1, 2, 3, 1_000_000}
+    assert [layers.count(i) for i in range(4)] == [layers.count(0)] * 4
+    outside = [one for one in launches if one["layer"] is None]
+    assert {"before" in one["source"] for one in outside} == {True, False}
+
+
+def test_a_loop_stands_where_it_is_called(reports):
+    gemms = [one for one in reports["twice"]["launches"] if one["kind"] == "gemm"]
+    assert [one["scope"].split("/")[1] for one in gemms] == ["first", "second"]
+    assert {one["times"] for one in gemms} == {3} and not reports["twice"]["unknown_loops"]
+
+
+def test_every_kernel_is_a_thunk(reports):
+    """Kernels counted are those that XLA launches, in every branch."""
+    for name, report in reports.items():
+        around = ("kCommandBuffer", "kConditional", "kWhile", "kSequential")
+        thunks = [one for one in report["thunks"] if one["kind"] not in around]
+        assert len(thunks) == len(report["launches"]), name
