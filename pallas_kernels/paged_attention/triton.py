@@ -142,7 +142,7 @@ def _attention_kernel(
     exists = row < num_rows * group
     element = jnp.arange(dim, dtype=jnp.int32)[None]
     mask = jnp.broadcast_to(exists[:, None], (config.block_rows, dim))
-    q = load(q_ref.at[request, t[:, None], head[:, None], element], mask=mask, other=0)
+    q = load(q_ref.at[request, t[:, None], head[:, None], element], mask=mask, other=0.0)
     last = load(positions_ref.at[request, t], mask=exists, other=-1)  # that a row sees; [R]
 
     # Columns that some row of this block sees, and none of them is a page of nobody's.
@@ -168,7 +168,7 @@ def _attention_kernel(
 
         def load_tokens(which):
             at = (layer, page[:, None], offset, jnp.int32(which), kv_head, element)
-            return load(kv_ref.at[at], mask=mask, other=0).astype(q.dtype)  # [C, D]
+            return load(kv_ref.at[at], mask=mask, other=0.0).astype(q.dtype)  # [C, D]
 
         # Without a precision, f32 would be multiplied as tf32.
         scores = dot(q, load_tokens(0), trans_b=True, precision="highest") * scale  # [R, C]
@@ -224,10 +224,10 @@ def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int)
     where = (request, t, head, split)
     exists = split < num_splits
     maximum = load(maximum_ref.at[where], mask=exists, other=UNSEEN)
-    total = load(total_ref.at[where], mask=exists, other=0)
+    total = load(total_ref.at[where], mask=exists, other=0.0)
     mask = jnp.broadcast_to((total > 0)[:, None], (width, dim))
     where = (request, t, head, split[:, None], element[None])
-    partial = load(partial_ref.at[where], mask=mask, other=0)
+    partial = load(partial_ref.at[where], mask=mask, other=0.0)
     weights = jnp.exp2(maximum - jnp.max(maximum))
     total = jnp.sum(total * weights)
     out = jnp.sum(partial * weights[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
