@@ -96,16 +96,18 @@ def paged_attention_triton(
 
 
 def _check_supported(q: jax.Array, kv: jax.Array) -> None:
+    # Conversion to f32 would spill registers, as f32 tiles hold whole rows of D already.
+    stored = (q.dtype.name, FP8) if q.dtype == jnp.bfloat16 else (q.dtype.name,)
     supported = {
         "head dimension D": (q.shape[3], DIMS),
         "page_size": (kv.shape[2], PAGE_SIZES),
         "dtype of q": (q.dtype.name, DTYPES),
-        "dtype of kv": (kv.dtype.name, (q.dtype.name, FP8)),
+        "dtype of kv": (kv.dtype.name, stored),
     }
     for name, (value, values) in supported.items():
         if value not in values:
             raise UnsupportedError(
-                f"{name} {value}: the Triton kernel takes {', '.join(map(str, values))}"
+                f"{name} {value}: the Triton kernel takes {', '.join(map(str, values))} here"
             )
     # Pallas counts elements in 32 bits up to 4 GiB, which are signed for Triton.
     if kv.dtype.itemsize == 1 and 2**31 < kv.size <= 2**32:

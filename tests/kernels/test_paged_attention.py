@@ -65,9 +65,8 @@ CASES = {
     "window-chunk": Case((64, 0), (150, 90), 150, window=50),
     "soft-cap": Case((70, 3), (4, 2), 4, soft_cap=0.5),
     "soft-cap-window": Case((70, 3), (4, 2), 4, soft_cap=2.0, window=33),
-    "fp8": Case((70, 129), (4, 2), 4, is_fp8=True),
-    "fp8-soft-cap-window": Case((70, 129), (4, 2), 4, is_fp8=True, soft_cap=2.0, window=33),
 }
+FP8 = Case((70, 129), (4, 2), 4, is_fp8=True)
 # Tiles of many sizes, for any case: splits without a block, blocks of rows without a row.
 CONFIGS = {
     "one-split": TuningConfig(64, 64, 1, 4, 1),
@@ -187,7 +186,7 @@ def test_matches_the_equation(attend, name):
 
 
 @pytest.mark.parametrize("config", CONFIGS)
-@pytest.mark.parametrize("name", ["borders-k3", "group8", "window-chunk", "fp8-soft-cap-window"])
+@pytest.mark.parametrize("name", ["borders-k3", "group8", "window-chunk"])
 def test_any_tiles_match_the_equation(name, config):
     inputs, chosen = arguments(CASES[name]), options(CASES[name])
     attend = jax.jit(
@@ -208,16 +207,24 @@ def test_padding_rows_are_exactly_zero(attend, name, dtype):
     np.testing.assert_array_equal(np.asarray(out.astype(jnp.float32))[padding], 0)
 
 
-@pytest.mark.parametrize("name", ["rows4", "group8", "page32-dim128", "borders"])
+def test_float8_matches_the_equation():
+    inputs, chosen = arguments(FP8), options(FP8)
+    assert_matches_the_equation(paged_attention(*inputs, **chosen), inputs, chosen)
+
+
+@pytest.mark.parametrize("name", ["rows4", "group8", "page32-dim128", "borders", "fp8"])
 def test_bf16_is_no_worse_than_plain_bf16(attend, name):
-    inputs = arguments(replace(CASES[name], dtype="bfloat16"))
-    expected = attention_by_definition(inputs[0].astype(jnp.float32), *inputs[1:])
-    real = np.asarray(inputs[-1]) >= 0
+    case = replace(CASES.get(name, FP8), dtype="bfloat16")
+    (q, kv, *rest), chosen = arguments(case), options(case)
+    expected = attention_by_definition(q.astype(jnp.float32), kv, *rest, **chosen)
+    scale = chosen.get("kv_scale", jnp.ones((2, 1)))[:, :, None]
+    plain = attention_in_storage_dtype(q, (kv.astype(jnp.float32) * scale).astype(q.dtype), *rest)
+    real = np.asarray(rest[-1]) >= 0
 
     def error(out):
         return np.sqrt(np.mean((np.asarray(out.astype(jnp.float32)) - expected)[real] ** 2))
 
-    assert 0 < error(attend(*inputs)) <= 1.5 * error(attention_in_storage_dtype(*inputs))
+    assert 0 < error(attend(q, kv, *rest, **chosen)) <= 1.5 * error(plain)
 
 
 def test_rows_past_the_assigned_pages_see_only_what_exists(attend):
@@ -339,6 +346,7 @@ def test_a_pool_of_float8_needs_its_scales():
         ("page_size 48: ", (4, 64, "float32"), (48, 64, "float32")),
         ("dtype of q float16: .* takes bf", (4, 64, "float16"), (16, 64, "float16")),
         ("dtype of kv float32: .* takes bf", (4, 64, "bfloat16"), (16, 64, "float32")),
+        ("dtype of kv bfloat16: .* takes float32 here", (4, 64, "float32"), (16, 64, "bfloat16")),
     ],
 )
 def test_what_the_kernel_does_not_take_is_named(message, q, kv):
