@@ -102,12 +102,12 @@ def _check_supported(q: jax.Array, kv: jax.Array) -> None:
         "head dimension D": (q.shape[3], DIMS),
         "page_size": (kv.shape[2], PAGE_SIZES),
         "dtype of q": (q.dtype.name, DTYPES),
-        "dtype of kv": (kv.dtype.name, stored),
+        f"dtype of kv with q in {q.dtype.name}:": (kv.dtype.name, stored),
     }
     for name, (value, values) in supported.items():
         if value not in values:
             raise UnsupportedError(
-                f"{name} {value}: the Triton kernel takes {', '.join(map(str, values))} here"
+                f"{name} {value}: the Triton kernel takes {', '.join(map(str, values))}"
             )
     # Pallas counts elements in 32 bits up to 4 GiB, which are signed for Triton.
     if kv.dtype.itemsize == 1 and 2**31 < kv.size <= 2**32:
@@ -154,7 +154,7 @@ def _attention_kernel(
         oldest = jnp.min(jnp.where(last >= 0, last, NOWHERE))
         first = jnp.maximum(oldest - window + 1, 0)
     scale = LOG2_E / math.sqrt(dim)  # for exp2, which is what the hardware has
-    if is_scaled:
+    if scale_ref is not None:
         scale = scale * scale_ref[0, kv_head]
 
     def block(i, carry):
@@ -201,7 +201,7 @@ def _attention_kernel(
         for number in (first_block, end_block)
     )
     out, maximum, total = jax.lax.fori_loop(start, stop, block, carry)
-    if is_scaled:
+    if scale_ref is not None:
         out = out * scale_ref[1, kv_head]
 
     where = (request, t[:, None], head[:, None])

@@ -75,7 +75,9 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(params=["reference", "interpret"])
+@pytest.fixture(
+    params=["reference", "interpret", pytest.param("triton", marks=pytest.mark.gpu)],
+)
 def attend(request):
     """One implementation, compiled."""
 
@@ -345,8 +347,16 @@ def test_a_pool_of_float8_needs_its_scales():
         ("page_size 8: .* takes 16, 32, 64, 128", (4, 64, "float32"), (8, 64, "float32")),
         ("page_size 48: ", (4, 64, "float32"), (48, 64, "float32")),
         ("dtype of q float16: .* takes bf", (4, 64, "float16"), (16, 64, "float16")),
-        ("dtype of kv float32: .* takes bf", (4, 64, "bfloat16"), (16, 64, "float32")),
-        ("dtype of kv bfloat16: .* takes float32 here", (4, 64, "float32"), (16, 64, "bfloat16")),
+        (
+            "dtype of kv with q in bfloat16: float32: .* takes bfloat16, float8_e4m3fn",
+            (4, 64, "bfloat16"),
+            (16, 64, "float32"),
+        ),
+        (
+            "dtype of kv with q in float32: bfloat16: .* takes float32$",
+            (4, 64, "float32"),
+            (16, 64, "bfloat16"),
+        ),
     ],
 )
 def test_what_the_kernel_does_not_take_is_named(message, q, kv):
