@@ -37,15 +37,16 @@ TILES = {
         256: {  # an accumulator of D columns takes twice the registers: half the tokens
             16: (32, 4, 5),
             32: (32, 4, 5),  # 64 tokens would spill
-            64: (32, 4, 3),  # 244 registers; 64 tokens would spill; 5 stages: one program to an SM
+            64: (32, 8, 3),  # two warpgroups share the D columns: one would spill
             128: (32, 8, 3),
         },
     },
-    # No tensor core multiplies f32 exactly: every thread holds whole rows of D, so tiles are small.
+    # No tensor core multiplies f32 exactly: every thread holds whole rows of D, so tiles are small
+    # and warps many. Multiplying takes longer than reading: one block in flight is enough.
     4: {
-        64: {16: (32, 4, 5), 32: (32, 8, 5), 64: (32, 8, 3)},
-        128: {16: (32, 4, 5), 32: (32, 8, 5), 64: (16, 8, 3)},
-        256: {16: (16, 4, 5), 32: (16, 8, 5), 64: (16, 8, 3)},
+        64: {16: (32, 8, 3), 32: (32, 8, 3), 64: (32, 8, 3)},
+        128: {16: (32, 8, 3), 32: (32, 8, 3), 64: (16, 8, 3)},
+        256: {16: (16, 8, 3), 32: (16, 8, 3), 64: (16, 8, 3)},
     },
 }
 

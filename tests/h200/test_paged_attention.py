@@ -14,7 +14,7 @@ import pytest
 from pallas_kernels.paged_attention import paged_attention
 
 CAPACITY = 8192  # tokens of a request
-NUM_PAGES, NUM_LAYERS = 4096, 32
+NUM_PAGES, NUM_LAYERS = 8192, 32
 SHARED_MEMORY = 227 * 1024  # that one program may have
 
 pytestmark = pytest.mark.h200
