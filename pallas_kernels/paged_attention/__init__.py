@@ -2,19 +2,23 @@
 
 For query row t of request b at absolute position p = positions[b, t]:
 
-    out[b, t, h] = sum_{j <= p} softmax_j(q[b, t, h] . K_j[h'] / sqrt(D)) V_j[h'],   h' = h // G
+    out[b, t, h] = sum_j softmax_j(f(q[b, t, h] . K_j[h'] / sqrt(D))) V_j[h'],   h' = h // G
 
-where token j of request b lies in page `page_table[b, j // page_size]` at offset `j % page_size`,
-and G = H / H_kv query heads share a key head. The new tokens' own keys are already in the pool.
-Prefill is T = chunk, verification T = K + 1, plain decoding T = 1.
+over p - window < j <= p, where token j of request b lies in page `page_table[b, j // page_size]` at
+offset `j % page_size`, and G = H / H_kv query heads share a key head. f(x) = x, or with a soft cap
+c, f(x) = c tanh(x / c). K and V are what the pool stores, times `kv_scale[0, h']` and
+`kv_scale[1, h']` where it stores float8. The new tokens' own keys are already in the pool. Prefill
+is T = chunk, verification T = K + 1, plain decoding T = 1.
 """
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.paged_attention.reference import paged_attention_reference
+from pallas_kernels.paged_attention.triton import paged_attention_triton
 
-IMPLEMENTATIONS = {"reference": paged_attention_reference}
+IMPLEMENTATIONS = {"triton": paged_attention_triton, "reference": paged_attention_reference}
 
 
 def paged_attention(
@@ -24,6 +28,9 @@ def paged_attention(
     page_table: jax.Array,
     positions: jax.Array,
     *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    kv_scale: jax.Array | None = None,
     kernels: str = "auto",
 ) -> jax.Array:
     """Attention output [B, T, H, D] in q's dtype; softmax statistics are f32.
@@ -34,12 +41,17 @@ def paged_attention(
         layer: i32[] layer of the pool to read.
         page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
         positions: i32[B, T] absolute position of each row; a row at -1 is padding and returns 0.
+        window: how many tokens a row sees, itself among them; all if None.
+        soft_cap: the bound that scores are squashed into; none if None.
+        kv_scale: f32[2, H_kv] of keys and of values, with a pool of float8_e4m3fn and only then.
         kernels: implementation to use, see `dispatch.run`.
 
-    No page past a request's last position is read into the result: it may hold NaN.
+    No page past a request's last position, and none before its first row's window, is read into
+    the result: it may hold NaN.
 
     Raises:
-        ValueError: shapes that do not fit each other, naming the argument.
+        ValueError: arguments that do not fit each other, or a scale that is missing; names them.
+        UnsupportedError: the kernel that `kernels` names does not take the arguments.
     """
     if q.ndim != 4 or q.shape[:2] != positions.shape:
         raise ValueError(
@@ -52,4 +64,35 @@ def paged_attention(
         )
     if page_table.ndim != 2 or page_table.shape[0] != q.shape[0]:
         raise ValueError(f"page_table must be [B={q.shape[0]}, P]; got {page_table.shape}")
-    return run("paged_attention", kernels, IMPLEMENTATIONS, q, kv, layer, page_table, positions)
+    if window is not None and window < 1:
+        raise ValueError(f"window must be at least 1, or None for no window; got {window}")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap must be positive, or None for no cap; got {soft_cap}")
+    _check_scale(kv, kv_scale)
+    return run(
+        "paged_attention",
+        kernels,
+        IMPLEMENTATIONS,
+        q,
+        kv,
+        layer,
+        page_table,
+        positions,
+        window=window,
+        soft_cap=soft_cap,
+        kv_scale=kv_scale,
+    )
+
+
+def _check_scale(kv: jax.Array, kv_scale: jax.Array | None) -> None:
+    needed = (2, kv.shape[4])
+    if kv.dtype != jnp.float8_e4m3fn:
+        if kv_scale is not None:
+            raise ValueError(f"kv_scale is for a pool of float8_e4m3fn; this one has {kv.dtype}")
+    elif kv_scale is None:
+        raise ValueError(
+            f"kv_scale is missing: a pool of float8_e4m3fn needs f32{list(needed)}, the scales of "
+            "keys and of values per head; all 1 if they were stored as they are"
+        )
+    elif kv_scale.shape != needed:
+        raise ValueError(f"kv_scale must be [2, H_kv={needed[1]}]; got {kv_scale.shape}")

@@ -7,13 +7,21 @@ BLOCK_TOKENS = 128
 
 
 def paged_attention_reference(
-    q: jax.Array, kv: jax.Array, layer: jax.Array, page_table: jax.Array, positions: jax.Array
+    q: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    kv_scale: jax.Array | None = None,
 ) -> jax.Array:
     """See `paged_attention`.
 
-    Context is read in blocks of a fixed size, as many as the longest request of the batch needs. A
-    block that lies past a request's end adds exactly nothing to it, so a row's bits do not
-    depend on how long its neighbours are.
+    Context is read in blocks of a fixed size, as many as the longest request of the batch needs,
+    from the first one that any row's window holds. A block that a row does not see adds exactly
+    nothing to it, so a row's bits do not depend on how long its neighbours are.
     """
     batch, num_rows, num_heads, dim = q.shape
     num_pages, page_size, _, num_kv_heads = kv.shape[1:5]
@@ -30,6 +38,11 @@ def paged_attention_reference(
     # The first position that a page does not serve: 0 for one that is not assigned.
     ends = jnp.where(page_table >= 0, positions.max(axis=1, keepdims=True) + 1, 0)
     page_table = jnp.clip(page_table, 0, num_pages - 1)
+    no_row = page_table.shape[1] * page_size
+    starts = jnp.zeros((batch, 1), jnp.int32)  # the first position that a request's rows see
+    if window is not None:
+        oldest = jnp.where(positions >= 0, positions, no_row).min(axis=1, keepdims=True)
+        starts = jnp.maximum(oldest - window + 1, 0)
 
     def block(i, carry):
         maximum, total, out = carry
@@ -37,18 +50,25 @@ def paged_attention_reference(
             jax.lax.dynamic_slice_in_dim(x, i * pages, pages, axis=1) for x in (page_table, ends)
         )
         column = i * pages * page_size + jnp.arange(pages * page_size)
-        used = (column < jnp.repeat(block_ends, page_size, axis=1))[:, None]  # [B, 1, C]
+        used = (column >= starts) & (column < jnp.repeat(block_ends, page_size, axis=1))
+        used = used[:, None]  # [B, 1, C]
 
         def load(which):
             # Gathered with the heads in front, where the products want them: no transpose.
             tokens = kv.at[layer, ids[:, None], :, which, heads].get(mode="promise_in_bounds")
-            return tokens.reshape(batch, num_kv_heads, pages * page_size, dim)
+            return tokens.reshape(batch, num_kv_heads, pages * page_size, dim).astype(q.dtype)
 
         keys = load(0)
         # A weight of zero would still turn a NaN of an unused page into NaN.
         values = jnp.where(used[..., None], load(1), 0)
         visible = (column <= row_positions) & used[:, :, None]
+        if window is not None:
+            visible &= column > row_positions - window
         scores = jnp.einsum("bhrd,bhcd->bhrc", queries, keys, preferred_element_type=jnp.float32)
+        if kv_scale is not None:
+            scores *= kv_scale[0][:, None, None]
+        if soft_cap is not None:
+            scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(visible, scores, -jnp.inf)
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1, keepdims=True))
         finite = jnp.where(jnp.isfinite(new_maximum), new_maximum, 0.0)
@@ -75,7 +95,11 @@ def paged_attention_reference(
     num_blocks = jnp.minimum(
         positions.max() // (pages * page_size) + 1, page_table.shape[1] // pages
     )
-    _, total, out = jax.lax.fori_loop(0, num_blocks, block, carry)
-    out = (out / jnp.where(total > 0, total, 1.0)).astype(q.dtype)
+    first_block = jnp.minimum(starts.min() // (pages * page_size), num_blocks)
+    _, total, out = jax.lax.fori_loop(first_block, num_blocks, block, carry)
+    out = out / jnp.where(total > 0, total, 1.0)
+    if kv_scale is not None:
+        out *= kv_scale[1][:, None, None]
+    out = out.astype(q.dtype)
     out = out.reshape(batch, num_kv_heads, num_rows, group, dim).transpose(0, 2, 1, 3, 4)
     return out.reshape(q.shape)

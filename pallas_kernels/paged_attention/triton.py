@@ -1,0 +1,236 @@
+"""Paged attention as Pallas Triton kernels: a flash kernel split over the context, and a combine.
+
+A program takes up to `block_rows` of the T G rows of one request that share a key head, and every
+`num_splits`-th block of `block_tokens` of its context. Which program adds a block, and when, is
+thus fixed by the block's number alone, and blocks that a row does not see add exactly nothing:
+a row's bits depend on neither the neighbours nor the other rows of its request.
+"""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.paged_attention.tuning import TuningConfig, choose_config
+from pallas_kernels.triton_call import dot, load, store, triton_call
+
+DIMS = (64, 128, 256)
+PAGE_SIZES = (16, 32, 64, 128)
+DTYPES = ("bfloat16", "float32")
+FP8 = "float8_e4m3fn"
+
+LOG2_E = math.log2(math.e)
+UNSEEN = -1e30  # a finite maximum of no scores: differences with it are never NaN
+NOWHERE = 2**30  # a column that no row sees
+
+
+def paged_attention_triton(
+    q: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    kv_scale: jax.Array | None = None,
+    config: TuningConfig | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `paged_attention`. `config` overrides what `choose_config` says.
+
+    Raises:
+        UnsupportedError: an argument is outside of what the kernel was written for.
+    """
+    _check_supported(q, kv)
+    batch, num_rows, num_heads, dim = q.shape
+    page_size, _, num_kv_heads = kv.shape[2:5]
+    if config is None:
+        capacity = page_table.shape[1] * page_size
+        seen = capacity if window is None else min(capacity, window + num_rows)
+        config = choose_config(batch, num_rows, num_heads, num_kv_heads, dim, seen, q.dtype)
+    operands = [q, kv, jnp.asarray(layer, jnp.int32).reshape(1), page_table, positions]
+    if kv_scale is not None:
+        operands.append(kv_scale)
+    attended = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    if config.num_splits > 1:
+        partials = (batch, num_rows, num_heads, config.num_splits)
+        statistic = jax.ShapeDtypeStruct(partials, jnp.float32)
+        attended = [jax.ShapeDtypeStruct((*partials, dim), jnp.float32), statistic, statistic]
+    num_blocks = pl.cdiv(num_rows * num_heads // num_kv_heads, config.block_rows)
+    attended = triton_call(
+        functools.partial(
+            _attention_kernel,
+            window=window,
+            soft_cap=soft_cap,
+            is_scaled=kv_scale is not None,
+            config=config,
+        ),
+        operands,
+        attended,
+        name="paged_attention",
+        # Neighbours in the grid run together: blocks of rows that read the same keys, then heads
+        # whose keys lie side by side.
+        grid=(num_blocks * num_kv_heads, batch, config.num_splits),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
+    if config.num_splits == 1:
+        return attended[0]
+    width = pl.next_power_of_2(config.num_splits)
+    (out,) = triton_call(
+        functools.partial(_combine_kernel, width=width),
+        attended,
+        [jax.ShapeDtypeStruct(q.shape, q.dtype)],
+        name="paged_attention_combine",
+        grid=(num_heads, num_rows, batch),
+        # 32 numbers of the partials to a thread: enough loads in flight, no spills.
+        num_warps=min(8, max(1, width * dim // 1024)),
+        interpret=interpret,
+    )
+    return out
+
+
+def _check_supported(q: jax.Array, kv: jax.Array) -> None:
+    # Conversion to f32 would spill registers, as f32 tiles hold whole rows of D already.
+    stored = (q.dtype.name, FP8) if q.dtype == jnp.bfloat16 else (q.dtype.name,)
+    supported = {
+        "head dimension D": (q.shape[3], DIMS),
+        "page_size": (kv.shape[2], PAGE_SIZES),
+        "dtype of q": (q.dtype.name, DTYPES),
+        f"dtype of kv with q in {q.dtype.name}:": (kv.dtype.name, stored),
+    }
+    for name, (value, values) in supported.items():
+        if value not in values:
+            raise UnsupportedError(
+                f"{name} {value}: the Triton kernel takes {', '.join(map(str, values))}"
+            )
+    # Pallas counts elements in 32 bits up to 4 GiB, which are signed for Triton.
+    if kv.dtype.itemsize == 1 and 2**31 < kv.size <= 2**32:
+        raise UnsupportedError(
+            f"kv of {kv.size / 2**30:.1f} GiB in {kv.dtype}: the Triton kernel takes up to 2 GiB "
+            "or more than 4 GiB of one-byte numbers"
+        )
+
+
+def _attention_kernel(
+    q_ref,  # [B, T, H, D]
+    kv_ref,  # [L, pages, page_size, 2, H_kv, D]
+    layer_ref,  # [1]
+    page_table_ref,  # [B, P]
+    positions_ref,  # [B, T]
+    *refs,  # f32[2, H_kv] scales if is_scaled, then the outputs
+    window: int | None,
+    soft_cap: float | None,
+    is_scaled: bool,
+    config: TuningConfig,
+):
+    scale_ref, *out_refs = refs if is_scaled else (None, *refs)
+    num_rows, num_heads, dim = q_ref.shape[1:]
+    page_size, _, num_kv_heads = kv_ref.shape[2:5]
+    group = num_heads // num_kv_heads
+    num_blocks = pl.cdiv(num_rows * group, config.block_rows)
+    kv_head = jax.lax.div(pl.program_id(0), num_blocks)
+    row_block = jax.lax.rem(pl.program_id(0), num_blocks)
+    request, split = pl.program_id(1), pl.program_id(2)
+    layer = layer_ref[0]
+
+    row = row_block * config.block_rows + jnp.arange(config.block_rows, dtype=jnp.int32)
+    t, head = jax.lax.div(row, group), kv_head * group + jax.lax.rem(row, group)
+    exists = row < num_rows * group
+    element = jnp.arange(dim, dtype=jnp.int32)[None]
+    mask = jnp.broadcast_to(exists[:, None], (config.block_rows, dim))
+    q = load(q_ref.at[request, t[:, None], head[:, None], element], mask=mask, other=0.0)
+    last = load(positions_ref.at[request, t], mask=exists, other=-1)  # that a row sees; [R]
+
+    # Columns that some row of this block sees, and none of them is a page of nobody's.
+    end = jnp.minimum(jnp.max(last) + 1, page_table_ref.shape[1] * page_size)
+    first = jnp.int32(0)
+    if window is not None:
+        oldest = jnp.min(jnp.where(last >= 0, last, NOWHERE))
+        first = jnp.maximum(oldest - window + 1, 0)
+    scale = LOG2_E / math.sqrt(dim)  # for exp2, which is what the hardware has
+    if scale_ref is not None:
+        scale = scale * scale_ref[0, kv_head]
+
+    def block(i, carry):
+        out, maximum, total = carry
+        column = (i * config.num_splits + split) * config.block_tokens
+        column += jnp.arange(config.block_tokens, dtype=jnp.int32)  # [C]
+        needed = (column >= first) & (column < end)
+        page_index = jax.lax.div(column, page_size)
+        page = load(page_table_ref.at[request, page_index], mask=needed, other=-1)
+        used = page >= 0
+        mask = jnp.broadcast_to(used[:, None], (config.block_tokens, dim))
+        offset = jax.lax.rem(column, page_size)[:, None]
+
+        def load_tokens(which):
+            at = (layer, page[:, None], offset, jnp.int32(which), kv_head, element)
+            return load(kv_ref.at[at], mask=mask, other=0.0).astype(q.dtype)  # [C, D]
+
+        # Without a precision, f32 would be multiplied as tf32.
+        scores = dot(q, load_tokens(0), trans_b=True, precision="highest") * scale  # [R, C]
+        if soft_cap is not None:
+            scores = jnp.tanh(scores * (1 / (LOG2_E * soft_cap))) * (LOG2_E * soft_cap)
+        column = jnp.where(used, column, NOWHERE)[None]
+        visible = column <= last[:, None]
+        if window is not None:
+            visible &= column > last[:, None] - window
+        scores = jnp.where(visible, scores, -jnp.inf)
+        new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - new_maximum[:, None])
+        decay = jnp.exp2(maximum - new_maximum)
+        values = load_tokens(1)
+        out = out * decay[:, None] + dot(weights.astype(q.dtype), values, precision="highest")
+        return out, new_maximum, total * decay + jnp.sum(weights, axis=1)
+
+    carry = (
+        jnp.zeros((config.block_rows, dim), jnp.float32),
+        jnp.full((config.block_rows,), UNSEEN, jnp.float32),
+        jnp.zeros((config.block_rows,), jnp.float32),
+    )
+    # Blocks split, split + num_splits, ...: from the one that holds `first` to that of `end` - 1.
+    first_block = jax.lax.div(first, config.block_tokens)
+    end_block = pl.cdiv(end, config.block_tokens)
+    start, stop = (
+        pl.cdiv(jnp.maximum(number - split, 0), config.num_splits)
+        for number in (first_block, end_block)
+    )
+    out, maximum, total = jax.lax.fori_loop(start, stop, block, carry)
+    if scale_ref is not None:
+        out = out * scale_ref[1, kv_head]
+
+    where = (request, t[:, None], head[:, None])
+    if config.num_splits == 1:
+        out = out / jnp.where(total > 0, total, 1.0)[:, None]
+        mask = jnp.broadcast_to(exists[:, None], out.shape)
+        store(out_refs[0].at[*where, element], out.astype(q.dtype), mask=mask)
+        return
+    # Of a split that saw nothing, the combine kernel reads nothing but the statistics.
+    mask = jnp.broadcast_to((exists & (total > 0))[:, None], out.shape)
+    store(out_refs[0].at[*where, split, element], out, mask=mask)
+    for ref, statistic in zip(out_refs[1:], (maximum, total), strict=True):
+        store(ref.at[request, t, head, split], statistic, mask=exists)
+
+
+def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
+    """One row: the sum of its splits [splits, D], each with the weight of its maximum."""
+    head, t, request = (pl.program_id(axis) for axis in range(3))
+    num_splits, dim = partial_ref.shape[3:]
+    split = jnp.arange(width, dtype=jnp.int32)
+    element = jnp.arange(dim, dtype=jnp.int32)
+    where = (request, t, head, split)
+    exists = split < num_splits
+    maximum = load(maximum_ref.at[where], mask=exists, other=UNSEEN)
+    total = load(total_ref.at[where], mask=exists, other=0.0)
+    mask = jnp.broadcast_to((total > 0)[:, None], (width, dim))
+    where = (request, t, head, split[:, None], element[None])
+    partial = load(partial_ref.at[where], mask=mask, other=0.0)
+    weights = jnp.exp2(maximum - jnp.max(maximum))
+    total = jnp.sum(total * weights)
+    out = jnp.sum(partial * weights[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
+    out_ref[request, t, head] = out.astype(out_ref.dtype)
