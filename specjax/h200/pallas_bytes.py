@@ -89,19 +89,9 @@ def _paged_attention(call: Call, load: Load) -> tuple[int, int]:
     return _total(call.others) + context, _total(call.outputs)
 
 
-def _paged_write(call: Call, load: Load) -> tuple[int, int]:
-    """New keys and values, read and written."""
-    return _total(call.others), _total([one for one in call.others if one.is_float])
-
-
 def _rope_write(call: Call, load: Load) -> tuple[int, int]:
-    """q | k | v in; q out, and a row of keys and values for each row of it."""
-    q, qkv = call.outputs[0], max(call.others, key=lambda one: one.is_float * one.size)
-    num_rows = 1
-    for mine, other in zip(qkv.shape, q.shape, strict=False):
-        if mine != other:
-            break
-        num_rows *= mine
+    """q | k | v in; q [B, T, H, D] out, and a row of keys and values for each row of it."""
+    num_rows = math.prod(call.outputs[0].shape[:2])
     return _total(call.others), _total(call.outputs) + num_rows * call.pool.per(3)
 
 
@@ -140,7 +130,6 @@ def _grouped_matmul(call: Call, load: Load) -> tuple[int, int]:
 
 TOUCHED: dict[str, Callable[[Call, Load], tuple[int, int]]] = {
     "paged_attention": _paged_attention,
-    "paged_write": _paged_write,
     "rope_write": _rope_write,
     "gated_delta_rule": _gated_delta_rule,
 }

@@ -218,7 +218,7 @@ def compile_steps(
         {
             "function": "decode_step",
             "arguments": request.arguments,
-            "options": GEMMS[request.gemm],
+            "options": GPU_OPTIONS | GEMMS[request.gemm],
             "traffic": {
                 "batch": request.batch,
                 "context": request.context,

@@ -19,6 +19,7 @@ ENTRY = re.compile(r"Compiling entry function '([^']+)'")
 SPILLS = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 USED = re.compile(r"Used (\d+) registers")
 STATIC = re.compile(r"(\d+) bytes smem")
+PRODUCT = re.compile(r"\b(wgmma\.mma_async|mma\.sync)\S*?\.(tf32|bf16|f16|e4m3)\b")
 LAUNCH = re.compile(
     r"kCustomKernel +\[[^\]]*\] *(\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\] +"
     r"shared_memory: (\d+)"
@@ -40,6 +41,12 @@ class Resources:
     grid: tuple[int, ...] | None = None
     threads: tuple[int, ...] | None = None
     is_mosaic: bool = False
+    products: tuple[str, ...] = ()  # of matrices, as PTX names them: "mma.sync bf16"
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory of a program."""
+        return self.static_shared_bytes + (self.dynamic_shared_bytes or 0)
 
     @property
     def kernel(self) -> str:
@@ -87,9 +94,10 @@ def read_resources(ptx: Sequence[Path], thunks: str, mosaic: str) -> Iterator[Re
     launched = dict(_launches(thunks))
     with ThreadPoolExecutor() as pool:
         said = "\n".join(pool.map(assemble, ptx))
+    bodies = dict(_bodies(ptx))
     for found in parse_ptxas(said):
         if launch := launched.get(found.name):
-            yield _replace(found, launch)
+            yield _replace(found, launch, bodies[found.name])
     for found in parse_ptxas(mosaic):
         name = found.name.removesuffix(MOSAIC_SUFFIX)
         yield Resources(**{**vars(found), "name": name, "is_mosaic": True})
@@ -122,9 +130,17 @@ def _launches(thunks: str) -> Iterator[tuple[str, _Launched]]:
         yield name, _Launched(_numbers(grid), _numbers(threads), int(shared))
 
 
-def _replace(found: Resources, launch: _Launched) -> Resources:
+def _bodies(ptx: Sequence[Path]) -> Iterator[tuple[str, str]]:
+    for path in ptx:
+        for body in path.read_text().split(".entry ")[1:]:
+            yield body.partition("(")[0].strip(), body
+
+
+def _replace(found: Resources, launch: _Launched, body: str) -> Resources:
+    products = {f"{kind} {dtype}" for kind, dtype in PRODUCT.findall(body)}
     fields = {**vars(found), "grid": launch.grid, "threads": launch.threads}
-    return Resources(**{**fields, "dynamic_shared_bytes": launch.shared_bytes})
+    fields |= {"dynamic_shared_bytes": launch.shared_bytes, "products": tuple(sorted(products))}
+    return Resources(**fields)
 
 
 def _numbers(text: str) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import pytest
 from pallas_kernels.grouped_matmul.triton import grouped_matmul_triton
 from specjax.device.models.layers.mlp import MLP
 from specjax.device.models.layers.moe import Experts, MoE, moe
+from specjax.h200.resources import Resources
 
 MOST_SHARED = 227 * 1024
 # Rows, groups, depth, columns: Qwen3.5-35B-A3B's experts, of 64 tokens and of prompts' chunks,
@@ -19,7 +20,7 @@ pytestmark = pytest.mark.h200
 
 
 def product(rows, groups, depth, columns, dtype="bfloat16"):
-    """For resources.py: a product whose rows come from others."""
+    """For the compiler: a product whose rows come from others."""
     shapes = (rows, depth), (groups, depth, columns)
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     args += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (groups, rows)]
@@ -46,7 +47,7 @@ def mixture(rows, num_experts=256, num_chosen=8):
 
 
 @pytest.fixture(scope="module")
-def kernels(resources_on_h200):
+def kernels(compile_for_h200):
     """Resources by shape and dtype."""
     names = "rows", "groups", "depth", "columns", "dtype"
     cases = [(*shape, "bfloat16") for shape in SHAPES]
@@ -54,20 +55,21 @@ def kernels(resources_on_h200):
     requests = [
         {"function": "product", "arguments": dict(zip(names, case, strict=True))} for case in cases
     ]
-    found = resources_on_h200(__file__, requests)
-    return {case: one["grouped_matmul"] for case, one in zip(cases, found, strict=True)}
+    made = compile_for_h200(__file__, requests, resources=True)
+    (found,) = zip(*(report["resources"] for report in made), strict=True)
+    return {case: Resources(**fields) for case, fields in zip(cases, found, strict=True)}
 
 
 def test_nothing_spills_and_everything_fits(kernels):
     for case, kernel in kernels.items():
-        assert kernel["spilled"] == 0, (case, kernel)
-        assert kernel["shared"] <= MOST_SHARED, (case, kernel)
-        assert kernel["registers"] <= 128, (case, kernel)
+        assert not kernel.spills, (case, kernel)
+        assert kernel.shared_bytes <= MOST_SHARED, (case, kernel)
+        assert kernel.registers <= 128, (case, kernel)
 
 
 def test_bf16_runs_on_tensor_cores_and_fp32_is_exact(kernels):
     for (*shape, dtype), kernel in kernels.items():
-        assert (kernel["tensor_cores"] > 0) == (dtype == "bfloat16"), (shape, dtype, kernel)
+        assert bool(kernel.products) == (dtype == "bfloat16"), (shape, dtype, kernel)
 
 
 @pytest.fixture(scope="module")

@@ -1,17 +1,13 @@
 """Paged attention at the shapes of real models, as compiled for an H200: what its kernels take."""
 
-import json
-import os
-import subprocess
-import sys
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.paged_attention import paged_attention
+from specjax.h200.resources import Resources
 
 CAPACITY = 8192  # tokens of a request
 NUM_PAGES, NUM_LAYERS = 8192, 32
@@ -38,7 +34,7 @@ class Case:
 
 
 def program(**case):
-    """For resources.py: the jitted function, its shapes, and nothing static."""
+    """For the compiler: the jitted function, its shapes, and nothing static."""
     case = Case(**case)
     kv_dtype = jnp.dtype(case.kv_dtype or case.dtype)
     pool = (NUM_LAYERS, NUM_PAGES, case.page_size, 2, case.num_kv_heads, case.dim)
@@ -102,42 +98,37 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
-    """Reports by case. The other fixture skips where jax's CUDA plugin is missing."""
-    tool = Path(__file__).with_name("resources.py")
-    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
-    done = subprocess.run(
-        [sys.executable, str(tool), __file__, json.dumps([asdict(case) for case in CASES])],
-        capture_output=True,
-        text=True,
-        timeout=1200,
-        env=environment,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(CASES, map(json.loads, done.stdout.splitlines()), strict=True))
+    """Reports by case."""
+    requests = [{"function": "program", "arguments": asdict(case)} for case in CASES]
+    made = compile_for_h200(__file__, requests, resources=True, timeout=1200)
+    return dict(zip(CASES, made, strict=True))
+
+
+def kernels_of(report):
+    """Resources by name."""
+    return {one.name: one for one in (Resources(**fields) for fields in report["resources"])}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_kernels_fit_the_device(reports, case):
     """One kernel or two, in which nothing spills."""
-    kernels = {kernel["name"]: kernel for kernel in reports[case]["kernels"]}
+    kernels = kernels_of(reports[case])
     assert kernels.keys() <= {"paged_attention", "paged_attention_combine"}
-    assert reports[case]["kinds"] == ["kCustomKernel"] * len(kernels)
+    assert reports[case]["top_level"] == ["kCustomKernel"] * len(kernels)
     for kernel in kernels.values():
-        assert kernel["spills"] == 0, kernel
-        assert kernel["shared_memory"] <= SHARED_MEMORY, kernel
+        assert not kernel.spills, kernel
+        assert kernel.shared_bytes <= SHARED_MEMORY, kernel
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products_are_of_the_dtype(reports, case):
     """bf16 on tensor cores, those of Hopper where there are rows for them; f32 as it is."""
-    kernels = {kernel["name"]: kernel for kernel in reports[case]["kernels"]}
-    products = kernels["paged_attention"]["products"]
-    assert not kernels["paged_attention"]["has_tf32"]
+    products = kernels_of(reports[case])["paged_attention"].products
     if case.dtype == "float32":
         assert not products
     else:
         rows = case.num_rows * case.num_heads // case.num_kv_heads
-        assert products == ["wgmma.mma_async" if rows > 32 else "mma.sync"]
+        assert list(products) == [f"{'wgmma.mma_async' if rows > 32 else 'mma.sync'} bf16"]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -10,6 +10,7 @@ from specjax.device.edits import History
 from specjax.device.requests import init_requests
 from specjax.device.sampling import process
 from specjax.device.verification import Draft, Target, make_verification
+from specjax.h200.resources import Resources
 
 BATCH, K, VOCAB, DIM = 64, 3, 151_936, 1024
 ROWS = BATCH * (K + 1)
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.h200
 
 
 def thresholds(rows):
-    """For resources.py: the kernel alone."""
+    """For the compiler: the kernel alone."""
     dtypes = jnp.float32, jnp.int32, jnp.float32, jnp.float32
     logits = jax.ShapeDtypeStruct((rows, VOCAB), jnp.float32)
     return (
@@ -60,12 +61,14 @@ def settle(verification, kernels="auto"):
 
 
 @pytest.mark.parametrize("rows, most_registers", [(ROWS, 128), (K + 1, 128)])
-def test_nothing_spills_and_programs_share_multiprocessors(resources_on_h200, rows, most_registers):
+def test_nothing_spills_and_programs_share_multiprocessors(compile_for_h200, rows, most_registers):
     request = {"function": "thresholds", "arguments": {"rows": rows}}
-    kernel = resources_on_h200(__file__, [request])[0]["truncation"]
-    assert kernel["spilled"] == 0, kernel
-    assert kernel["registers"] <= most_registers, kernel
-    assert kernel["shared"] <= 227 * 1024 // 2, kernel
+    (report,) = compile_for_h200(__file__, [request], resources=True)
+    made = [Resources(**fields) for fields in report["resources"]]
+    (kernel,) = (one for one in made if one.kernel == "truncation")
+    assert not kernel.spills, kernel
+    assert kernel.registers <= most_registers, kernel
+    assert kernel.shared_bytes <= 227 * 1024 // 2, kernel
 
 
 @pytest.fixture(scope="module", params=["seed_exact", "rejection"])
