@@ -137,7 +137,7 @@ class Engine:
         cache = self.target.init_cache(*sizes, most_rows, dtype)
         snapshots = None
         if self.target.is_recurrent:
-            conv_width = cache.delta.ring.shape[2] - most_rows + 1
+            conv_width = cache.delta.ring.shape[2] - 2 * most_rows + 1
             snapshots = init_snapshots(cache.delta, config.num_snapshots, conv_width)
         state = init_state(
             config.max_num_seqs,

@@ -6,8 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta_rule import Heads
-from pallas_kernels.gated_delta_rule.reference import convolve, recur_chunks, split_tokens
+from pallas_kernels.gated_delta_rule import DeltaRuleWeights, Heads
+from pallas_kernels.gated_delta_rule.reference import (
+    convolve,
+    gated_norm,
+    recur_chunks,
+    split_inputs,
+    split_tokens,
+)
 
 
 @jax.tree_util.register_dataclass
@@ -36,17 +42,21 @@ class CausalRows:
         cache: Any,
         layer: jax.Array,
         x: jax.Array,
-        gates: jax.Array,
-        conv: jax.Array,
+        weights: DeltaRuleWeights,
         heads: Heads,
+        eps: float,
     ) -> tuple[jax.Array, Any]:
         """The gated delta rule from an empty state; there is none to keep."""
-        x, gates = (y.reshape(-1, self.length, *y.shape[1:]) for y in (x, gates))
-        padded = jnp.pad(x, ((0, 0), (conv.shape[0] - 1, 0), (0, 0)))
-        tokens = split_tokens(convolve(padded, conv), gates, heads)
+        x = x.reshape(-1, self.length, x.shape[-1])
+        raw, z, gates = split_inputs(x, weights, heads)
+        padded = jnp.pad(raw, ((0, 0), (weights.conv.shape[0] - 1, 0), (0, 0)))
+        tokens = split_tokens(convolve(padded, weights.conv), gates, heads)
         shape = x.shape[0], heads.num_values, heads.value_dim, heads.key_dim
         _, out = recur_chunks(jnp.zeros(shape), tokens)
-        return out.reshape(-1, *out.shape[2:]).astype(x.dtype), cache
+        out = out.astype(x.dtype)
+        if weights.norm is not None:
+            out = gated_norm(out, z, weights.norm, eps)
+        return out.reshape(-1, *out.shape[2:]), cache
 
 
 def heads_first(x: jax.Array, length: int) -> jax.Array:
@@ -117,9 +127,9 @@ class UnrolledRows:
         cache: Any,
         layer: jax.Array,
         x: jax.Array,
-        gates: jax.Array,
-        conv: jax.Array,
+        weights: DeltaRuleWeights,
         heads: Heads,
+        eps: float,
     ) -> tuple[jax.Array, Any]:
         """Drafters have no recurrent layers."""
         raise NotImplementedError("a chain of drafts runs attention layers only")

@@ -4,7 +4,7 @@ from typing import Any, Protocol
 
 import jax
 
-from pallas_kernels.gated_delta_rule import Heads
+from pallas_kernels.gated_delta_rule import DeltaRuleWeights, Heads
 
 
 class Rows(Protocol):
@@ -27,10 +27,10 @@ class Rows(Protocol):
         cache: Any,
         layer: jax.Array,
         x: jax.Array,
-        gates: jax.Array,
-        conv: jax.Array,
+        weights: DeltaRuleWeights,
         heads: Heads,
+        eps: float,
     ) -> tuple[jax.Array, Any]:
-        """Run the gated delta rule on raw inputs x [N, C] with gates f32[N, 2, H_v] and the
-        convolution [W, C]: outputs [N, H_v, D_v], and the cache that the rows left."""
+        """Run the gated delta rule on projected inputs x [N, C + H_v D_v + 2 H_v]: outputs
+        [N, H_v, D_v], and the cache that the rows left. See `pallas_kernels.gated_delta_rule`."""
         ...
