@@ -20,12 +20,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.gated_delta_rule.reference import EPSILON
+from pallas_kernels.gated_delta_rule.reference import EPSILON, gated_norm
 from pallas_kernels.gated_delta_rule.types import DeltaRuleCache, DeltaRuleWeights
-from pallas_kernels.triton_call import load, store, triton_call
+from pallas_kernels.triton_call import dot, load, store, triton_call
 
 DIMS = 16, 32, 64, 128
 DTYPES = "bfloat16", "float32"
+HIGHEST = jax.lax.Precision.HIGHEST  # f32 and no less: the state sees it
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ class TuningConfig:
     # thread on its own: lanes lie across the keys of one piece only, and exchange that much less.
     piece: int = 32
     num_warps: int = 8
+    chunk: int = 64  # tokens that a prompt's program takes at a time
+    chunk_values: int = 64  # and rows of the state that are its own
+    chunk_warps: int = 8
+    keep_channels: int = 1024  # of the ring, for a program that writes what a prompt leaves there
 
 
 def gated_delta_rule_triton(
@@ -66,28 +71,65 @@ def gated_delta_rule_triton(
     for name, dtype in ("x", x.dtype), ("cache.ring", cache.ring.dtype):
         if dtype.name not in DTYPES:
             raise UnsupportedError(f"{name} is {dtype}; the kernel takes {', '.join(DTYPES)}")
-    if folds:
-        raise UnsupportedError("folds=True; the kernel takes folds=False")
     config = config or TuningConfig()
-    conv, log_decay, decay_bias, norm = weights
-    batch, length, _ = x.shape
-    out = jax.ShapeDtypeStruct((batch, length, heads.num_values, heads.value_dim), x.dtype)
-    operands = [
-        *cache,
-        *(x, jnp.asarray(layer, jnp.int32).reshape(1), slots, positions, pending),
-        *(conv, log_decay, decay_bias, *(() if norm is None else (norm,))),
-    ]
-    state, ring, gates, out = triton_call(
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    run = _fold if folds else _step
+    out, cache = run(x, weights, cache, (layer, slots, positions, pending), eps, config, interpret)
+    return out, cache
+
+
+def _step(x, weights, cache, where, eps, config, interpret):
+    heads, norm = cache.heads, weights.norm
+    *cache, out = triton_call(
         partial(_step_kernel, eps=eps, piece=min(config.piece, heads.key_dim)),
-        operands,
-        [*(jax.ShapeDtypeStruct(z.shape, z.dtype) for z in cache), out],
+        [*cache, x, *where, *weights[:3], *(() if norm is None else (norm,))],
+        [*_shapes(cache), _out_shape(x, heads)],
         name="gated_delta_rule",
-        grid=(heads.num_values, batch),
+        grid=(heads.num_values, x.shape[0]),
         num_warps=config.num_warps,
         aliases={0: 0, 1: 1, 2: 2},
         interpret=interpret,
     )
-    return out, DeltaRuleCache(state, ring, gates)
+    return out, DeltaRuleCache(*cache)
+
+
+def _fold(x, weights, cache, where, eps, config, interpret):
+    heads, (batch, length, _) = cache.heads, x.shape
+    chunk = max(16, min(config.chunk, pl.next_power_of_2(length)))
+    tile = min(config.chunk_values, heads.value_dim)
+    *cache, out = triton_call(
+        partial(_chunk_kernel, chunk=chunk, tile=tile),
+        [*cache, x, *where, *weights[:3]],
+        [*_shapes(cache), _out_shape(x, heads)],
+        name="gated_delta_rule_chunks",
+        grid=(heads.value_dim // tile, heads.num_values, batch),
+        num_warps=config.chunk_warps,
+        aliases={0: 0, 1: 1, 2: 2},
+        interpret=interpret,
+    )
+    # Only when every program has read the ring is it written.
+    ring, gates = triton_call(
+        partial(_keep_kernel, num_taps=weights.conv.shape[0], tile=config.keep_channels),
+        [*cache[1:], x, *where[:3]],
+        _shapes(cache[1:]),
+        name="gated_delta_rule_keep",
+        grid=(pl.cdiv(heads.channels, config.keep_channels), cache[1].shape[2], batch),
+        num_warps=4,
+        aliases={0: 0, 1: 1},
+        interpret=interpret,
+    )
+    if weights.norm is not None:
+        z = x[..., heads.channels :][..., : heads.num_values * heads.value_dim]
+        out = gated_norm(out, z.reshape(out.shape), weights.norm, eps)
+    return out, DeltaRuleCache(cache[0], ring, gates)
+
+
+def _shapes(arrays):
+    return [jax.ShapeDtypeStruct(z.shape, z.dtype) for z in arrays]
+
+
+def _out_shape(x, heads):
+    return jax.ShapeDtypeStruct((*x.shape[:2], heads.num_values, heads.value_dim), x.dtype)
 
 
 def _step_kernel(*refs, eps, piece):
@@ -105,9 +147,7 @@ def _step_kernel(*refs, eps, piece):
 
     head, row = pl.program_id(0), pl.program_id(1)
     layer, slot = layer_ref[0], slots_ref[row]
-    t = jnp.arange(pl.next_power_of_2(length), dtype=jnp.int32)
-    positions = load(positions_ref.at[row, t], mask=t < length, other=-1)
-    count, start = jnp.sum((positions >= 0).astype(jnp.int32)), positions_ref[row, 0]
+    count, start = _count(positions_ref, row), positions_ref[row, 0]
     is_live = (count > 0) & (slot >= 0) & (slot < num_slots)
 
     # q and k lie as [2, D_k / piece, piece], states as [D_k / piece, D_v, piece].
@@ -201,6 +241,183 @@ def _step_kernel(*refs, eps, piece):
         out_ref[row, t, head, values] = jnp.zeros((value_dim,), out_ref.dtype)
 
     jax.lax.fori_loop(jnp.where(is_live, count, 0), length, clear, None)
+
+
+def _chunk_kernel(*refs, chunk, tile):
+    """See `reference.recur_chunks`. Pending tokens are the first of the first chunk. A row of the
+    state needs no other, so a program may own a tile of them."""
+    _, _, _, x_ref, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
+    conv_ref, log_decay_ref, decay_bias_ref, state_ref, ring_ref, gates_ref, out_ref = refs
+    _, num_slots, num_heads, value_dim, key_dim = state_ref.shape
+    num_columns, channels = ring_ref.shape[2:]
+    num_taps, length = conv_ref.shape[0], x_ref.shape[1]
+    most_pending = (num_columns - num_taps + 1) // 2
+    key_channels = (channels - num_heads * value_dim) // 2
+    heads_per_key = num_heads * key_dim // key_channels
+    gate_channels = channels + num_heads * value_dim
+
+    head, row = pl.program_id(1), pl.program_id(2)
+    layer, slot = layer_ref[0], slots_ref[row]
+    count, start = _count(positions_ref, row), positions_ref[row, 0]
+    is_live = (count > 0) & (slot >= 0) & (slot < num_slots)
+
+    keys = jnp.arange(key_dim, dtype=jnp.int32)
+    values = pl.program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
+    q_channels = head // heads_per_key * key_dim + keys
+    kinds = q_channels, key_channels + q_channels, 2 * key_channels + head * value_dim + values
+    i = jnp.arange(chunk, dtype=jnp.int32)
+    is_before, is_before_strictly = i[None] <= i[:, None], i[None] < i[:, None]
+    own = values[:, None], keys[None]
+
+    def write_rows(is_written, t, o):
+        # The interpreter stores what was there where the mask is false: then not to a real row.
+        at = row, jnp.where(is_written, t, length)[:, None], head, values[None]
+        mask = jnp.broadcast_to(is_written[:, None], (chunk, tile))
+        store(out_ref.at[at], o.astype(out_ref.dtype), mask=mask)
+
+    @pl.when(is_live)
+    def _():
+        rate, bias = -jnp.exp(log_decay_ref[head]), decay_bias_ref[head]
+        num_pending = jnp.clip(pending_ref[row], 0, jnp.minimum(start, most_pending))
+        first, end = start - num_pending, start + count
+
+        def column_of(place):
+            return jax.lax.rem(place + num_columns, num_columns)
+
+        def convolved(kind, places):
+            y = jnp.zeros((chunk, kind.shape[0]), jnp.float32)
+            for tap in range(num_taps):
+                place = (places - (num_taps - 1 - tap))[:, None]
+                in_x = jnp.broadcast_to((place >= start) & (place < end), y.shape)
+                in_ring = jnp.broadcast_to((place >= 0) & (place < start), y.shape)
+                t = jnp.clip(place - start, 0, length - 1)
+                new = load(x_ref.at[row, t, kind[None]], mask=in_x, other=0.0)
+                at = layer, slot, column_of(place), kind[None]
+                old = load(ring_ref.at[at], mask=in_ring, other=0.0)
+                raw = jnp.where(in_x, new.astype(old.dtype), old).astype(jnp.float32)
+                y = y + raw * conv_ref[tap, kind].astype(jnp.float32)[None]
+            return jnp.where(places[:, None] < end, _silu(y), 0.0)
+
+        def gates_of(places):
+            in_x, in_ring = (places >= start) & (places < end), places < start
+            t = jnp.clip(places - start, 0, length - 1)
+            b, a = (
+                load(
+                    x_ref.at[row, t, gate_channels + n * num_heads + head], mask=in_x, other=0.0
+                ).astype(jnp.float32)
+                for n in range(2)
+            )
+            g, beta = (
+                load(
+                    gates_ref.at[layer, slot, column_of(places), jnp.int32(n), head],
+                    mask=in_ring,
+                    other=0.0,
+                )
+                for n in range(2)
+            )
+            g = jnp.where(in_x, rate * _softplus(a + bias), g)
+            return g, jnp.where(in_x, _sigmoid(b), beta)
+
+        def fold(n, s):
+            places = first + n * chunk + i
+            g, beta = gates_of(places)
+            q, k, v = (convolved(kind, places) for kind in kinds)
+            q, k = (
+                z * jax.lax.rsqrt(jnp.sum(z * z, axis=1, keepdims=True) + EPSILON) for z in (q, k)
+            )
+            total = jnp.sum(jnp.where(is_before, g[None], 0.0), axis=1)
+            last = jnp.sum(g, axis=0)
+            # Above the diagonal the difference is positive, and may be too large for exp.
+            difference = jnp.where(is_before, total[:, None] - total[None], 0.0)
+            decay = jnp.where(is_before, jnp.exp(difference), 0.0)
+            grown = jnp.exp(total)[:, None]
+            lower = jnp.where(is_before_strictly, decay * _dot_t(k, k), 0.0) * beta[:, None]
+            right = beta[:, None] * (v - grown * _dot_t(k, s))
+            u = _dot(_invert_unit_lower(lower, i), right)
+            inner = decay * _dot_t(q, k)
+            o = (grown * _dot_t(q, s) + _dot(inner, u)) * key_dim**-0.5
+            t = places - start
+            write_rows((t >= 0) & (t < count), t, o)
+            left = jnp.exp(last - total)[:, None] * k
+            return jnp.exp(last) * s + dot(u, left, trans_a=True, precision=HIGHEST)
+
+        known = jnp.broadcast_to(first > 0, (tile, key_dim))
+        s = load(state_ref.at[layer, slot, head, *own], mask=known, other=0.0)
+        s = jax.lax.fori_loop(0, (end - first + chunk - 1) // chunk, fold, s)
+        state_ref[layer, slot, head, *own] = s
+
+    num_done = jnp.where(is_live, count, 0)
+
+    def clear(n, _):
+        t = n * chunk + i
+        write_rows((t >= num_done) & (t < length), t, jnp.zeros((chunk, tile)))
+
+    jax.lax.fori_loop(num_done // chunk, (length + chunk - 1) // chunk, clear, None)
+
+
+def _keep_kernel(*refs, num_taps, tile):
+    """Of what a prompt leaves in the ring, one column: NaN, unless it holds one of the last W - 1
+    tokens. Those older than the prompt are there already."""
+    _, _, x_ref, layer_ref, slots_ref, positions_ref, ring_ref, gates_ref = refs
+    num_slots, num_columns, channels = ring_ref.shape[1:]
+    num_heads, length = gates_ref.shape[4], x_ref.shape[1]
+    part, column, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    layer, slot = layer_ref[0], slots_ref[row]
+    count, start = _count(positions_ref, row), positions_ref[row, 0]
+
+    @pl.when((count > 0) & (slot >= 0) & (slot < num_slots))
+    def _():
+        end = start + count
+        # The last place before the end that has this column.
+        place = end - 1 - jax.lax.rem(end - 1 - column + num_columns, num_columns)
+        is_kept = place >= end - (num_taps - 1)
+        channel = part * tile + jnp.arange(tile, dtype=jnp.int32)
+        t = jnp.clip(place - start, 0, length - 1)
+        from_x = jnp.broadcast_to(is_kept & (place >= start), (tile,)) & (channel < channels)
+        new = load(x_ref.at[row, t, channel], mask=from_x, other=0.0).astype(ring_ref.dtype)
+        new = jnp.where(is_kept, new, jnp.full((tile,), jnp.nan, ring_ref.dtype))
+        is_there = is_kept & (place >= 0) & (place < start)
+        is_written = jnp.broadcast_to(~is_there, (tile,)) & (channel < channels)
+        store(ring_ref.at[layer, slot, column, channel], new, mask=is_written)
+
+        @pl.when(part == 0)
+        def _():
+            gate = jnp.arange(pl.next_power_of_2(2 * num_heads), dtype=jnp.int32)
+            at = layer, slot, column, gate // num_heads, jax.lax.rem(gate, num_heads)
+            nan = jnp.full(gate.shape, jnp.nan, jnp.float32)
+            store(gates_ref.at[at], nan, mask=gate < 2 * num_heads)
+
+
+def _count(positions_ref, row):
+    """Real rows of a request."""
+    length = positions_ref.shape[1]
+    t = jnp.arange(pl.next_power_of_2(length), dtype=jnp.int32)
+    positions = load(positions_ref.at[row, t], mask=t < length, other=-1)
+    return jnp.sum((positions >= 0).astype(jnp.int32))
+
+
+def _invert_unit_lower(lower, i):
+    """See `reference.invert_unit_lower`: blocks merge where they lie, in products of all of them,
+    X - X C X with the corners C of the pairs."""
+    i, j = i[:, None], i[None]
+
+    def merge(level, inverse):
+        size = jnp.left_shift(jnp.int32(1), level)
+        block_i, block_j = i // size, j // size
+        is_corner = (block_i // 2 == block_j // 2) & (block_i > block_j)
+        corner = jnp.where(is_corner, lower, 0.0)
+        return inverse - _dot(_dot(inverse, corner), inverse)
+
+    num_levels = lower.shape[0].bit_length() - 1
+    return jax.lax.fori_loop(0, num_levels, merge, jnp.where(i == j, 1.0, 0.0))
+
+
+def _dot(a, b):
+    return dot(a, b, precision=HIGHEST)
+
+
+def _dot_t(a, b):
+    return dot(a, b, trans_b=True, precision=HIGHEST)
 
 
 def _over_keys(s, k):

@@ -225,7 +225,7 @@ class Serving:
             laid_out(positions, -1, np.int32),
             laid_out(pending, self.sizes.most_rows, np.int32),
             folds=folds,
-            kernels="reference" if folds and self.kernels == "interpret" else self.kernels,
+            kernels=self.kernels,
         )
         assert out.dtype == self.sizes.dtype
         out = np.asarray(out.astype(jnp.float32))[np.argsort(order)][: len(counts)]
