@@ -26,7 +26,6 @@ from pallas_kernels.triton_call import dot, load, store, triton_call
 
 DIMS = 16, 32, 64, 128
 DTYPES = "bfloat16", "float32"
-HIGHEST = jax.lax.Precision.HIGHEST  # f32 and no less: the state sees it
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,9 @@ def _step_kernel(*refs, eps, piece):
                 x_ref[row, t, gate_channels + i * num_heads + head].astype(jnp.float32)
                 for i in range(2)
             )
-            g = jnp.where(is_new, rate * _softplus(a + bias), gates_ref[layer, slot, column, 0, head])
+            g = jnp.where(
+                is_new, rate * _softplus(a + bias), gates_ref[layer, slot, column, 0, head]
+            )
             beta = jnp.where(is_new, _sigmoid(b), gates_ref[layer, slot, column, 1, head])
 
             qk = convolved(0, windows[0])
@@ -339,7 +340,7 @@ def _chunk_kernel(*refs, chunk, tile):
             t = places - start
             write_rows((t >= 0) & (t < count), t, o)
             left = jnp.exp(last - total)[:, None] * k
-            return jnp.exp(last) * s + dot(u, left, trans_a=True, precision=HIGHEST)
+            return jnp.exp(last) * s + _dot(u, left, trans_a=True)
 
         known = jnp.broadcast_to(first > 0, (tile, key_dim))
         s = load(state_ref.at[layer, slot, head, *own], mask=known, other=0.0)
@@ -412,12 +413,28 @@ def _invert_unit_lower(lower, i):
     return jax.lax.fori_loop(0, num_levels, merge, jnp.where(i == j, 1.0, 0.0))
 
 
-def _dot(a, b):
-    return dot(a, b, precision=HIGHEST)
+def _dot(a, b, **transposed):
+    """a b in f32 on tensor cores, which take tf32: of both operands halves that it holds, without
+    the product of the lower two, 2^-24 of the whole."""
+    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+    small = dot(a_high, b_low, allow_tf32=True, **transposed)
+    small = small + dot(a_low, b_high, allow_tf32=True, **transposed)
+    return small + dot(a_high, b_high, allow_tf32=True, **transposed)
+
+
+def _halves(a):
+    high = _rounded(a)
+    return high, _rounded(a - high)
+
+
+def _rounded(a):
+    """To tf32, which has ten bits after the first; the product itself would cut the others off."""
+    bits = jax.lax.bitcast_convert_type(a, jnp.int32) + 0x1000
+    return jax.lax.bitcast_convert_type(bits & ~0x1FFF, jnp.float32)
 
 
 def _dot_t(a, b):
-    return dot(a, b, trans_b=True, precision=HIGHEST)
+    return _dot(a, b, trans_b=True)
 
 
 def _over_keys(s, k):

@@ -131,6 +131,11 @@ class Implementation:
 
     kernels: str
 
+    @property
+    def num_rows(self):
+        """Requests at a time, of random schedules; the interpreter runs one program at a time."""
+        return 4 if self.kernels == "interpret" else 125
+
     def serve(self, streams, sizes=None, **others):
         return Serving(self.kernels, streams, sizes or Sizes(), **others)
 
@@ -332,7 +337,7 @@ def test_no_other_slot_or_layer_is_read_or_written(implementation):
         assert (others == 7.0).all()
 
 
-NUM_SCHEDULES, ROWS, LENGTH = 250, 125, 40
+LENGTH = 40
 SCHEDULES = {
     **{f"k{k}": (k, Sizes()) for k in (1, 3, 5)},
     "k2-taps2-bf16": (2, Sizes(Heads(1, 2, 16, 16), taps=2, most_rows=3, dtype="bfloat16")),
@@ -343,12 +348,13 @@ def decode_token_by_token(implementation, streams, sizes, chunks):
     """Outputs of all streams, and states f32[N, n, H_v, D_v, D_k] of the tokens before each."""
     out = np.zeros((*streams.x.shape[:2], *streams.truth[0].shape[2:]))
     states = np.zeros_like(streams.truth[1][:, 1:])
-    for first in range(0, NUM_SCHEDULES, ROWS):
-        some = np.arange(first, first + ROWS)
+    num_rows = implementation.num_rows
+    for first in range(0, len(streams.x), num_rows):
+        some = np.arange(first, first + num_rows)
         serving = implementation.serve(
-            streams, sizes, slots=range(ROWS), num_slots=ROWS + 5, batch=ROWS + 3
+            streams, sizes, slots=range(num_rows), num_slots=num_rows + 5, batch=num_rows + 3
         )
-        serving.begin(np.arange(ROWS), some)
+        serving.begin(np.arange(num_rows), some)
         for counts in chunks[some].T:
             serving.prompt(*counts, width=sizes.most_rows + 1)
         while (goes_on := serving.length < LENGTH).any():
@@ -364,27 +370,29 @@ def test_random_schedules_have_the_bits_of_decoding_token_by_token(implementatio
     """Slots change hands, rows are idle, prompts and steps are of any length."""
     k, sizes = SCHEDULES[name]
     rng = np.random.default_rng(k)
-    streams = Streams.random(sizes, NUM_SCHEDULES, LENGTH, seed=k)
-    prompts = rng.integers(1, k + 3, NUM_SCHEDULES)
+    rows = implementation.num_rows
+    num_schedules = 2 * rows
+    streams = Streams.random(sizes, num_schedules, LENGTH, seed=k)
+    prompts = rng.integers(1, k + 3, num_schedules)
     prompts[::3] = k + 1
     chunks = np.stack([rng.integers(1, prompts + 1), prompts], axis=1)
     chunks[:, 1] -= chunks[:, 0]
     plain_out, plain_states = decode_token_by_token(implementation, streams, sizes, chunks)
 
-    slots = rng.permutation(ROWS + 5)[:ROWS]
-    serving = implementation.serve(streams, sizes, slots=slots, num_slots=ROWS + 5, batch=ROWS + 3)
+    slots = rng.permutation(rows + 5)[:rows]
+    serving = implementation.serve(streams, sizes, slots=slots, num_slots=rows + 5, batch=rows + 3)
     num_mismatches, num_steps = 0, 0
     while (goes_on := serving.length < LENGTH).any():
-        goes_on &= rng.random(ROWS) < 0.9
+        goes_on &= rng.random(rows) < 0.9
         mine, starts = serving.stream.copy(), serving.length.copy()
         is_prompt = starts < prompts[mine]
         idle_slots = rng.choice([serving.num_slots, 2**30])
-        idle_slots = np.where(rng.random(ROWS) < 0.5, serving.slots, idle_slots)
+        idle_slots = np.where(rng.random(rows) < 0.5, serving.slots, idle_slots)
         if rng.random() < 0.2:
             counts = chunks[mine, np.minimum(starts, 1)] * (is_prompt & goes_on)
             serving.prompt(*counts, width=sizes.most_rows + 1, idle_slots=idle_slots)
         else:
-            counts = np.minimum(rng.integers(1, k + 2, ROWS), LENGTH - starts)
+            counts = np.minimum(rng.integers(1, k + 2, rows), LENGTH - starts)
             counts *= ~is_prompt & goes_on
             stands = rng.integers(1, np.maximum(counts, 1) + 1) * (counts > 0)
             serving.step(counts, stands, width=k + 1, idle_slots=idle_slots)
@@ -392,9 +400,9 @@ def test_random_schedules_have_the_bits_of_decoding_token_by_token(implementatio
             same = serving.states[ran] == plain_states[mine[ran], starts[ran]]
             num_mismatches += (~same.all(axis=(1, 2, 3))).sum()
             num_steps += ran.sum()
-        done = np.flatnonzero((serving.length == LENGTH) & (serving.stream < ROWS))
-        serving.begin(done, done + ROWS)
-    assert num_steps > NUM_SCHEDULES * (LENGTH - k - 2) / (k + 1)
+        done = np.flatnonzero((serving.length == LENGTH) & (serving.stream < rows))
+        serving.begin(done, done + rows)
+    assert num_steps > num_schedules * (LENGTH - k - 2) / (k + 1)
     assert num_mismatches == 0
     np.testing.assert_array_equal(serving.out, plain_out)
     rounding = 2**-7 if sizes.dtype == "bfloat16" else TOLERANCE
@@ -404,7 +412,8 @@ def test_random_schedules_have_the_bits_of_decoding_token_by_token(implementatio
 
 def test_a_forced_rejection_leaves_the_bits_of_plain_decoding(implementation):
     """Over 2,000 tokens; and so does accepting everything, or another k every step."""
-    length, sizes = 2000, Sizes(Heads(2, 2, 128, 16))
+    length = 200 if implementation.kernels == "interpret" else 2000
+    sizes = Sizes(Heads(2, 2, 128, 16))
     streams = Streams.random(sizes, 1, length + 13)
 
     def decode(*steps):
@@ -428,6 +437,45 @@ def test_a_forced_rejection_leaves_the_bits_of_plain_decoding(implementation):
         other = decode(*steps)
         np.testing.assert_array_equal(other.out, plain.out)
         np.testing.assert_array_equal(other.states, plain.states)
+
+
+@pytest.mark.parametrize("taps", [1, 4])
+def test_a_step_writes_no_column_that_it_reads(implementation, taps):
+    """On a GPU the programs of heads that share a key head run in any order: one may have written
+    the new tokens' columns before another reads. So whatever a call writes, it must not look at.
+
+    Filling a column with NaN shows whether it is read. Steps are of all lengths, the ring comes
+    round several times, and the most that may be pending is.
+    """
+    sizes = Sizes(Heads(1, 2, 16, 16), taps=taps, most_rows=3)
+    serving = implementation.serve(Streams.random(sizes, 1, 60), sizes, num_slots=1, batch=1)
+    serving.prompt(2)
+    rng, num_columns, seen = np.random.default_rng(taps), sizes.columns, set()
+    while serving.length[0] < 4 * num_columns:
+        count = rng.choice([3, 3, 2, 1])
+        pending, start = serving.pending[0], serving.length[0]
+        read = set()
+        for column in range(num_columns):
+            fork = serving.fork()
+            fork.out[:] = 0.0
+            ring = fork.cache.ring.at[LAYER, 0, column].set(np.nan)
+            gates = fork.cache.gates.at[LAYER, 0, column].set(np.nan)
+            fork.cache = fork.cache._replace(ring=ring, gates=gates)
+            fork.step([count], [count], width=3)
+            if np.isnan(fork.out).any() or np.isnan(fork.states).any():
+                read.add(column)
+        fork = serving.fork()
+        fork.step([count], [count], width=3)
+        rings = (np.asarray(x.cache.ring)[LAYER, 0] for x in (serving, fork))
+        same = [np.array_equal(x, y, equal_nan=True) for x, y in zip(*rings, strict=True)]
+        written = set(np.flatnonzero(~np.array(same)))
+        serving.step([count], [rng.choice([1, count])], width=3)
+        window = range(max(0, start - pending - (taps - 1)), start)
+        assert read == {place % num_columns for place in window}
+        assert written == {place % num_columns for place in range(start, start + count)}
+        assert not read & written
+        seen.add((pending, count))
+    assert (3, 3) in seen
 
 
 # What has gone wrong in other engines. Where a count is at fault, it must show when it is.
@@ -724,5 +772,7 @@ def test_kernels_that_do_not_exist_are_named():
     with pytest.raises(ValueError, match="kernels='cuda' is unknown; choose one of auto"):
         serving.prompt(9)
     serving.kernels = "mosaic"
-    with pytest.raises(ValueError, match="gated_delta_rule has no such implementation; it has triton"):
+    with pytest.raises(
+        ValueError, match="gated_delta_rule has no such implementation; it has triton"
+    ):
         serving.prompt(9)

@@ -1,0 +1,117 @@
+"""The gated delta rule's kernels as compiled for an H200: no spills, and nothing moved but once.
+
+python -m pytest -m h200 tests/h200/test_gated_delta_rule.py
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from conftest import has_cuda_plugin
+
+from pallas_kernels.gated_delta_rule import (
+    DeltaRuleCache,
+    DeltaRuleWeights,
+    Heads,
+    gated_delta_rule,
+    num_ring_columns,
+)
+
+MODELS = {"Qwen3.5-4B": Heads(16, 32, 128, 128), "Qwen3.5-27B": Heads(16, 48, 128, 128)}
+STEPS = [(1, 8), (8, 4), (32, 4), (32, 1), (64, 4)]
+PROMPTS = [(1, 512), (4, 512)]
+CASES = [(name, *shape, False) for name in MODELS for shape in STEPS]
+CASES += [(name, *shape, True) for name in MODELS for shape in PROMPTS]
+TAPS, MOST_ROWS, LAYERS, SLOTS = 4, 8, 3, 64
+MOST_SHARED = 227 * 1024
+
+pytestmark = pytest.mark.h200
+
+
+def call(model, batch, length, folds):
+    """For resources.py: the operation at a shape, with a donated cache."""
+    heads = MODELS[model]
+    columns = num_ring_columns(TAPS, MOST_ROWS)
+
+    def shape(*sizes, dtype=jnp.bfloat16):
+        return jax.ShapeDtypeStruct(sizes, dtype)
+
+    f32, i32 = jnp.float32, jnp.int32
+    weights = DeltaRuleWeights(
+        shape(TAPS, heads.channels),
+        shape(heads.num_values, dtype=f32),
+        shape(heads.num_values, dtype=f32),
+        shape(heads.value_dim),
+    )
+    state = LAYERS, SLOTS, heads.num_values, heads.value_dim, heads.key_dim
+    cache = DeltaRuleCache(
+        shape(*state, dtype=f32),
+        shape(LAYERS, SLOTS, columns, heads.channels),
+        shape(LAYERS, SLOTS, columns, 2, heads.num_values, dtype=f32),
+    )
+    x = shape(batch, length, heads.inputs)
+    slots, positions = shape(batch, dtype=i32), shape(batch, length, dtype=i32)
+
+    def run(x, weights, cache, layer, slots, positions, pending):
+        return gated_delta_rule(
+            *(x, weights, cache, layer, slots, positions, pending),
+            folds=folds, eps=1e-6, kernels="triton",
+        )  # fmt: skip
+
+    args = x, weights, cache, shape(dtype=i32), slots, positions, slots
+    return jax.jit(run, donate_argnums=2), args, {}
+
+
+def num_bytes(arrays):
+    return sum(x.size * x.dtype.itemsize for x in arrays)
+
+
+@pytest.fixture(scope="module")
+def reports():
+    if not has_cuda_plugin():
+        pytest.skip("needs jax's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt)")
+    names = "model", "batch", "length", "folds"
+    requests = [
+        {"function": "call", "arguments": dict(zip(names, case, strict=True))} for case in CASES
+    ]
+    tool = Path(__file__).with_name("resources.py")
+    command = [sys.executable, str(tool), __file__, json.dumps(requests)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_fit(reports, case):
+    kernels = reports[case]["kernels"]
+    assert kernels
+    for name, kernel in kernels.items():
+        print(case, name, kernel)
+        assert kernel["spills"] == 0, (name, kernel)
+        assert kernel["registers"] <= 255 and kernel["shared"] <= MOST_SHARED, (name, kernel)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_cache_stays_where_it_is(reports, case):
+    """All of it is aliased, and there is no room for a second copy of any layer's states: a state
+    is read by the one kernel that owns it, and written by it."""
+    _, (x, _, cache, *_), _ = call(*case)
+    report = reports[case]
+    heads, (batch, length, _) = MODELS[case[0]], x.shape
+    out = batch * length * heads.num_values * heads.value_dim * x.dtype.itemsize
+    assert report["memory"]["alias"] == num_bytes(cache)
+    assert report["memory"]["temp"] <= (2 * out if case[3] else 0) + 4096
+    assert " copy(" not in report["hlo"]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_step_is_one_kernel(reports, case):
+    names = [thunk["name"] for thunk in reports[case]["thunks"]]
+    if case[3]:
+        assert len(names) == 3 and {"gated_delta_rule_chunks", "gated_delta_rule_keep"} < {*names}
+    else:
+        assert names == ["gated_delta_rule"]
