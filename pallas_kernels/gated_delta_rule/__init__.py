@@ -5,9 +5,9 @@ For every value head, with state S [D_v, D_k], decay first, then read, write and
     S <- e^g S      u = beta (v - S k)      S <- S + u k^T      o = S q
 
 with g = -exp(log_decay) softplus(a + decay_bias) and beta = sigmoid(b). What comes out is o, or,
-with weights for it, w rmsnorm(o) silu(z). q, k and v are a causal depthwise convolution of raw inputs x over the last W tokens, through silu;
-q and k are then l2-normalised per head and q scaled by D_k^-1/2. Value head j reads key head
-j // (H_v / H_k).
+with weights for it, w rmsnorm(o) silu(z). q, k and v are a causal depthwise convolution of raw
+inputs over the last W tokens, through silu; q and k are then l2-normalised per head and q scaled by
+D_k^-1/2. Value head j reads key head j // (H_v / H_k).
 
 A request's cache is one state, and a ring of the raw inputs and gates of its last tokens, where the
 token at position p lies in column p mod R. The state lags behind: it holds all tokens but the last

@@ -2,8 +2,8 @@
 
     python tests/h200/resources.py FILE '[{"function": NAME, "arguments": {...}}, ...]'
 
-As compile.py, with each report's "kernels" added: {name: {"registers", "spills", "shared"}}. Dumping
-the PTX takes most of the time, seconds per kernel.
+As compile.py, with "kernels" added to each report: {name: {"registers", "spills", "shared"}}.
+Dumping the PTX takes most of the time, seconds per kernel.
 """
 
 import json
@@ -19,7 +19,6 @@ from compile import _load, compile_for_h200, configure, report
 
 DUMPS_PTX = "--xla_gpu_dump_llvmir=true --xla_dump_emitter_re=.*"  # both, from jax 0.11 on
 PTXAS = os.environ.get("PTXAS", "ptxas")
-SHARED = re.compile(r"kernel: (\w+).*?shared_memory: (\d+) bytes", re.S)
 
 
 def resources(dump: Path) -> dict[str, dict[str, int]]:
