@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gated_delta_rule import (
     DeltaRuleCache,
     DeltaRuleWeights,
@@ -23,6 +24,7 @@ from pallas_kernels.gated_delta_rule.reference import (
     invert_unit_lower,
     recur_chunks,
 )
+from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
 
 LAYER, NUM_LAYERS = 1, 3
 PROMPT_WIDTH = 9
@@ -776,3 +778,23 @@ def test_kernels_that_do_not_exist_are_named():
         ValueError, match="gated_delta_rule has no such implementation; it has triton"
     ):
         serving.prompt(9)
+
+
+@pytest.mark.parametrize(
+    "sizes, folds, message",
+    [
+        (Sizes(Heads(2, 2, 8, 16)), False, "D_k=8; the kernel takes 16, 32, 64, 128"),
+        (Sizes(Heads(2, 2, 16, 48)), False, "D_v=48; the kernel takes 16, 32, 64, 128"),
+        (Sizes(dtype="float16"), False, "x is float16; the kernel takes bfloat16, float32"),
+        (Sizes(), True, "folds=True; the compiled kernel takes folds=False"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_named(sizes, folds, message):
+    serving = Serving("reference", Streams.random(sizes, 1, 9), sizes)
+    arguments = (
+        *(jnp.zeros((1, 1, sizes.heads.inputs), sizes.dtype), serving.weights, serving.cache),
+        *(jnp.int32(0), jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), jnp.int32)),
+        jnp.zeros(1, jnp.int32),
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        gated_delta_rule_triton(*arguments, folds=folds, eps=EPS)
