@@ -480,6 +480,27 @@ def test_a_step_writes_no_column_that_it_reads(implementation, taps):
     assert (3, 3) in seen
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_round_no_worse_than_the_reference(dtype):
+    """Of the sizes of published models."""
+    sizes = Sizes(Heads(1, 2, 128, 128), dtype=dtype)
+    streams = Streams.random(sizes, 1, 100)
+
+    def errors(kernels):
+        serving = Serving(kernels, streams, sizes, num_slots=1, batch=1)
+        serving.prompt(60, width=64)
+        for count, stands in [(4, 1), (1, 1), (4, 4), (4, 2), (2, 2), (4, 4)]:
+            serving.step([count], [stands])
+        length, folded = serving.length[0], serving.length[0] - serving.pending[0]
+        truth = streams.truth[0][:, :length], streams.truth[1][:, folded]
+        found = serving.out[:, :length], serving.states
+        pairs = zip(found, truth, strict=True)
+        return [np.sqrt(((x - y) ** 2).mean() / (y**2).mean()) for x, y in pairs]
+
+    for ours, theirs in zip(errors("interpret"), errors("reference"), strict=True):
+        assert ours < max(1.5 * theirs, 5e-7), (ours, theirs)
+
+
 # What has gone wrong in other engines. Where a count is at fault, it must show when it is.
 CLEARLY = 100 * TOLERANCE
 
