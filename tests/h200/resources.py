@@ -18,14 +18,13 @@ from pathlib import Path
 from compile import _load, compile_for_h200, configure, report
 
 DUMPS_PTX = "--xla_gpu_dump_llvmir=true --xla_dump_emitter_re=.*"  # both, from jax 0.11 on
-PTXAS = os.environ.get("PTXAS", "ptxas")
 
 
 def resources(dump: Path) -> dict[str, dict[str, int]]:
     """Of every kernel in a folder of dumps; shared memory is what the launch asks for."""
     found: dict[str, dict[str, int]] = {}
     for ptx in dump.glob("*.ptx"):
-        command = [PTXAS, "-v", "-arch=sm_90a", str(ptx), "-o", os.devnull]
+        command = ["ptxas", "-v", "-arch=sm_90a", str(ptx), "-o", os.devnull]
         said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
         for part in said.split("Compiling entry function")[1:]:
             name = re.search(r"'(\w+)'", part)

@@ -3,15 +3,9 @@
 python -m pytest -m h200 tests/h200/test_gated_delta_rule.py
 """
 
-import json
-import subprocess
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import pytest
-from conftest import has_cuda_plugin
 
 from pallas_kernels.gated_delta_rule import (
     DeltaRuleCache,
@@ -72,18 +66,12 @@ def num_bytes(arrays):
 
 
 @pytest.fixture(scope="module")
-def reports():
-    if not has_cuda_plugin():
-        pytest.skip("needs jax's CUDA plugin (jax-cuda13-plugin, jax-cuda13-pjrt)")
+def reports(resources_for_h200):
     names = "model", "batch", "length", "folds"
     requests = [
         {"function": "call", "arguments": dict(zip(names, case, strict=True))} for case in CASES
     ]
-    tool = Path(__file__).with_name("resources.py")
-    command = [sys.executable, str(tool), __file__, json.dumps(requests)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return dict(zip(CASES, json.loads(done.stdout), strict=True))
+    return dict(zip(CASES, resources_for_h200(__file__, requests), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
