@@ -9,6 +9,9 @@ The programs of the value heads that share a key head are not synchronised, and 
 the raw q and k of the new tokens to the ring. No other reads them there: a call takes new tokens
 from x, and the ring has so many columns that those written are none of those read, which are of the
 last W - 1 + M tokens (`num_ring_columns`). All else that a program writes is its own head's.
+
+A prompt runs in chunks, in a kernel that reads the ring and leaves it alone, and a second one then
+writes what stays: without the first done, NaN would fill columns that a program has yet to read.
 """
 
 import math
