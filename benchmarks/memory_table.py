@@ -62,8 +62,9 @@ def tables(k: int, page_size: int) -> dict[str, Any]:
                 ],
                 "rows": [slot_row(name, report) for name, report in reports.items()],
                 "notes": [
-                    "A lazy slot is one state, the raw inputs and gates of the last K + W tokens "
-                    "(W taps of the convolution), and nothing else. Snapshots are K + 1 states, "
+                    "A lazy slot is one state, and the raw inputs and gates of the W - 1 tokens "
+                    "that the convolution (of W taps) looks back to, of K + 1 pending ones and of "
+                    "K + 1 new ones. Snapshots are K + 1 states, "
                     "their convolution windows not counted."
                 ],
             },

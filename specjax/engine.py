@@ -72,7 +72,7 @@ def empty_state(config: EngineConfig, model: StepModel, most_drafts: int) -> Eng
     cache = target.init_cache(*sizes, most_rows, dtype)
     snapshots = None
     if target.is_recurrent:
-        conv_width = cache.delta.ring.shape[2] - most_rows + 1
+        conv_width = cache.delta.ring.shape[2] - 2 * most_rows + 1
         snapshots = init_snapshots(cache.delta, config.num_snapshots, conv_width)
     return init_state(
         config.max_num_seqs,

@@ -4,9 +4,10 @@ For every value head, with state S [D_v, D_k], decay first, then read, write and
 
     S <- e^g S      u = beta (v - S k)      S <- S + u k^T      o = S q
 
-q, k and v are a causal depthwise convolution of raw inputs x over the last W tokens, through silu;
-q and k are then l2-normalised per head and q scaled by D_k^-1/2. Value head j reads key head
-j // (H_v / H_k).
+with g = -exp(log_decay) softplus(a + decay_bias) and beta = sigmoid(b). What comes out is o, or,
+with weights for it, w rmsnorm(o) silu(z). q, k and v are a causal depthwise convolution of raw
+inputs over the last W tokens, through silu; q and k are then l2-normalised per head and q scaled by
+D_k^-1/2. Value head j reads key head j // (H_v / H_k).
 
 A request's cache is one state, and a ring of the raw inputs and gates of its last tokens, where the
 token at position p lies in column p mod R. The state lags behind: it holds all tokens but the last
@@ -17,33 +18,29 @@ tokens are verified, one state is read and one is written, and a rejected token 
 its column is written again. Raw inputs are kept, and not what follows from them, so that folding a
 token in is the very computation that its own step made.
 
-With R = W - 1 + M columns, up to M tokens may be pending: the window of a call, W - 1 tokens before
-the pending ones and those, is the whole ring.
+With up to M tokens pending and up to M new ones, R = W - 1 + 2 M columns are so many that a call
+writes none that it reads: the window of a call, the W - 1 tokens before the pending ones, those,
+and the new ones, is at most the whole ring. That is M columns more than a sequential program needs,
+and it is what lets a kernel's programs run in any order: those of all value heads that share a key
+head read its channels, and one of them writes the new ones, while another has yet to read.
 """
-
-from typing import NamedTuple
 
 import jax
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.gated_delta_rule.reference import Heads as Heads
 from pallas_kernels.gated_delta_rule.reference import gated_delta_rule_reference
+from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
+from pallas_kernels.gated_delta_rule.types import DeltaRuleCache as DeltaRuleCache
+from pallas_kernels.gated_delta_rule.types import DeltaRuleWeights as DeltaRuleWeights
+from pallas_kernels.gated_delta_rule.types import Heads as Heads
+from pallas_kernels.gated_delta_rule.types import num_ring_columns as num_ring_columns
 
-IMPLEMENTATIONS = {"reference": gated_delta_rule_reference}
-
-
-class DeltaRuleCache(NamedTuple):
-    """States and rings of S slots in L layers."""
-
-    state: jax.Array  # f32[L, S, H_v, D_v, D_k]
-    ring: jax.Array  # [L, S, R, C], raw inputs q | k | v, C = 2 H_k D_k + H_v D_v
-    gates: jax.Array  # f32[L, S, R, 2, H_v], g and beta
+IMPLEMENTATIONS = {"triton": gated_delta_rule_triton, "reference": gated_delta_rule_reference}
 
 
 def gated_delta_rule(
     x: jax.Array,
-    gates: jax.Array,
-    conv: jax.Array,
+    weights: DeltaRuleWeights,
     cache: DeltaRuleCache,
     layer: jax.Array,
     slots: jax.Array,
@@ -51,29 +48,33 @@ def gated_delta_rule(
     pending: jax.Array,
     *,
     folds: bool,
+    eps: float,
     kernels: str = "auto",
 ) -> tuple[jax.Array, DeltaRuleCache]:
     """Outputs [B, T, H_v, D_v] in x's dtype and the cache; use only the cache returned.
 
     Args:
-        x: [B, T, C] raw inputs of the new tokens, before the convolution.
-        gates: f32[B, T, 2, H_v], g <= 0 (log decay) and beta of the new tokens.
-        conv: [W, C] weights of the convolution, the oldest token first.
+        x: [B, T, C + H_v D_v + 2 H_v], q | k | v before the convolution, output gate z, write gate
+            b and decay a of the new tokens: the input projection's output, as it is.
+        weights: see `DeltaRuleWeights`.
         cache: updated in place where the caller donated it.
         layer: i32[] layer of the cache.
         slots: i32[B], distinct; past the last slot for a padding row.
         positions: i32[B, T], absolute and consecutive in each request; -1 for padding, which
             follows the real rows. A request without real rows is left as it is.
-        pending: i32[B], tokens before the new ones that stand but are not in the state.
+        pending: i32[B], tokens before the new ones that stand but are not in the state; at most M.
         folds: fold the new tokens in as well, as for a prompt, which nothing can reject. They leave
             nothing pending; columns that no call should look at any more are filled with NaN. Large
-            T runs in chunks of matrix products (the WY form). Without it, T real rows fit the ring.
+            T runs in chunks of matrix products (the WY form). Without it, at most M rows are real.
+        eps: of the output's norm.
         kernels: implementation to use, see `dispatch.run`.
 
-    Everything is f32 within. What a slot holds before position 0 counts as zero.
+    Everything is f32 within, but for what `gated_norm` rounds. What a slot holds before position 0
+    counts as zero.
 
     Raises:
         ValueError: shapes that do not fit each other, naming the argument.
+        UnsupportedError: see `dispatch.run`.
     """
     if cache.state.ndim != 5 or cache.ring.ndim != 4:
         raise ValueError(
@@ -82,20 +83,17 @@ def gated_delta_rule(
         )
     num_layers, num_slots, num_heads, value_dim, key_dim = cache.state.shape
     columns, channels = cache.ring.shape[2:]
-    if x.ndim != 3 or x.shape[:2] != positions.shape or x.shape[2] != channels:
-        raise ValueError(
-            f"x must be [B, T, C={channels}] with positions [B, T]; got {x.shape}, "
-            f"{positions.shape}"
-        )
     key_channels = channels - num_heads * value_dim
     if key_channels <= 0 or key_channels % (2 * key_dim) or num_heads * 2 * key_dim % key_channels:
         raise ValueError(
             f"cache.ring has C={channels} channels, which are not q, k and v for states "
             f"{cache.state.shape}"
         )
-    if gates.shape != (*positions.shape, 2, num_heads):
+    inputs = cache.heads.inputs
+    if x.ndim != 3 or x.shape[:2] != positions.shape or x.shape[2] != inputs:
         raise ValueError(
-            f"gates must be {(*positions.shape, 2, num_heads)} [B, T, 2, H_v]; got {gates.shape}"
+            f"x must be [B, T, C + H_v D_v + 2 H_v = {inputs}] with positions [B, T]; got "
+            f"{x.shape}, {positions.shape}"
         )
     expected = (num_layers, num_slots, columns)
     if cache.ring.shape[:3] != expected or cache.gates.shape != (*expected, 2, num_heads):
@@ -103,25 +101,35 @@ def gated_delta_rule(
             f"cache.ring and cache.gates must start with {expected} [L, S, R], gates end with "
             f"{(2, num_heads)}; got {cache.ring.shape}, {cache.gates.shape}"
         )
-    if conv.ndim != 2 or conv.shape[1] != channels or conv.shape[0] > columns:
-        raise ValueError(f"conv must be [W <= R={columns}, C={channels}]; got {conv.shape}")
+    conv, log_decay, decay_bias, norm = weights
+    if conv.ndim != 2 or conv.shape[1] != channels or conv.shape[0] + 1 > columns:
+        raise ValueError(
+            f"weights.conv must be [W < R={columns}, C={channels}], R = W - 1 + 2 M; got "
+            f"{conv.shape}"
+        )
+    if log_decay.shape != (num_heads,) or decay_bias.shape != log_decay.shape:
+        raise ValueError(
+            f"weights.log_decay and weights.decay_bias must be [H_v={num_heads}]; got "
+            f"{log_decay.shape}, {decay_bias.shape}"
+        )
+    if norm is not None and norm.shape != (value_dim,):
+        raise ValueError(f"weights.norm must be [D_v={value_dim}] or None; got {norm.shape}")
     if slots.shape != positions.shape[:1] or pending.shape != slots.shape:
         raise ValueError(
             f"slots and pending must be [B={positions.shape[0]}]; got {slots.shape}, "
             f"{pending.shape}"
         )
-    out, state, ring, ring_gates = run(
+    return run(
         "gated_delta_rule",
         kernels,
         IMPLEMENTATIONS,
         x,
-        gates,
-        conv,
-        *cache,
+        weights,
+        cache,
         layer,
         slots,
         positions,
         pending,
         folds=folds,
+        eps=eps,
     )
-    return out, DeltaRuleCache(state, ring, ring_gates)

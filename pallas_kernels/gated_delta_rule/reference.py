@@ -5,22 +5,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gated_delta_rule.types import DeltaRuleCache, DeltaRuleWeights, Heads
+
 CHUNK = 64
 EPSILON = 1e-6  # of the l2 norm
-
-
-class Heads(NamedTuple):
-    """Sizes of the rule in one layer."""
-
-    num_keys: int  # H_k, which divides H_v
-    num_values: int  # H_v
-    key_dim: int  # D_k
-    value_dim: int  # D_v
-
-    @property
-    def channels(self) -> int:
-        """C, of q, k and v side by side."""
-        return 2 * self.num_keys * self.key_dim + self.num_values * self.value_dim
 
 
 class Tokens(NamedTuple):
@@ -43,40 +31,37 @@ class Tokens(NamedTuple):
 
 def gated_delta_rule_reference(
     x: jax.Array,
-    gates: jax.Array,
-    conv: jax.Array,
-    state: jax.Array,
-    ring: jax.Array,
-    ring_gates: jax.Array,
+    weights: DeltaRuleWeights,
+    cache: DeltaRuleCache,
     layer: jax.Array,
     slots: jax.Array,
     positions: jax.Array,
     pending: jax.Array,
     *,
     folds: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """See `gated_delta_rule`: (outputs, state, ring, ring_gates)."""
-    num_slots, num_heads, value_dim, key_dim = state.shape[1:]
-    num_columns, num_taps = ring.shape[2], conv.shape[0]
-    most_pending = num_columns - (num_taps - 1)
-    num_keys = (ring.shape[3] - num_heads * value_dim) // (2 * key_dim)
-    heads = Heads(num_keys, num_heads, key_dim, value_dim)
+    eps: float,
+) -> tuple[jax.Array, DeltaRuleCache]:
+    """See `gated_delta_rule`."""
+    state, ring, ring_gates = cache
+    heads, conv = cache.heads, weights.conv
+    num_slots, num_columns, num_taps = state.shape[1], ring.shape[2], conv.shape[0]
+    most_pending = cache.most_pending(num_taps)
     counts = (positions >= 0).sum(axis=1)
     starts = positions[:, 0]
-    # Steps of any width are computed in one shape, that of the ring: XLA rounds by the shape.
+    # Steps of any width are computed in one shape, the widest: XLA rounds by the shape.
     width = positions.shape[1]
     num_new = width if folds else most_pending
-    new_x, new_gates = _resize(x.astype(ring.dtype), num_new), _resize(gates, num_new)
+    raw, z, new_gates = split_inputs(_resize(x, num_new), weights, heads)
     is_new = _resize(positions >= 0, num_new)
     first = (starts - pending)[:, None]  # tokens in the state
 
-    # All that this call looks at: the ring in the order of its tokens, then the new ones.
-    places = starts[:, None] - num_columns + jnp.arange(num_columns)
+    # All that this call looks at: tokens of the ring in their order, then the new ones.
+    places = starts[:, None] + jnp.arange(-(num_taps - 1 + most_pending), 0)
     columns = places % num_columns
     read = jnp.minimum(slots, num_slots - 1)[:, None]  # a padding row reads, and drops, another's
     is_known = (places >= 0) & (places >= first - (num_taps - 1))
     known = jnp.where(is_known[..., None], ring[layer, read, columns], 0)
-    inputs = jnp.concatenate([known, new_x], axis=1)
+    inputs = jnp.concatenate([known, raw.astype(ring.dtype)], axis=1)
     columns, places = columns[:, num_taps - 1 :], places[:, num_taps - 1 :]
     all_gates = jnp.concatenate([ring_gates[layer, read, columns], new_gates], axis=1)
     is_real = jnp.concatenate([(places >= 0) & (places >= first), is_new], axis=1)
@@ -90,7 +75,7 @@ def gated_delta_rule_reference(
         return s, jax.lax.dynamic_update_index_in_dim(out, o, t - most_pending, 1)
 
     s = jnp.where(first[..., None, None] > 0, state[layer, read[:, 0]], 0.0)
-    out = jnp.zeros((len(slots), num_new, num_heads, value_dim), jnp.float32)
+    out = jnp.zeros((len(slots), num_new, heads.num_values, heads.value_dim), jnp.float32)
     # One body for both loops, and bounds that XLA cannot unroll: a token is the same machine code
     # and has the same bits whichever call runs it.
     most = jnp.max(jnp.where(counts > 0, pending, 0))
@@ -112,9 +97,38 @@ def gated_delta_rule_reference(
         ring_gates = ring_gates.at[layer, write].set(jnp.nan, mode="drop")
     else:
         column = jnp.where(positions >= 0, positions % num_columns, num_columns)
-        ring = ring.at[layer, write[:, None], column].set(x.astype(ring.dtype), mode="drop")
-        ring_gates = ring_gates.at[layer, write[:, None], column].set(gates, mode="drop")
-    return _resize(out, width).astype(x.dtype), state, ring, ring_gates
+        ring = ring.at[layer, write[:, None], column].set(
+            x[..., : heads.channels].astype(ring.dtype), mode="drop"
+        )
+        ring_gates = ring_gates.at[layer, write[:, None], column].set(
+            _resize(new_gates, width), mode="drop"
+        )
+    out = out.astype(x.dtype)
+    if weights.norm is not None:
+        out = gated_norm(out, z, weights.norm, eps)
+    return _resize(out, width), DeltaRuleCache(state, ring, ring_gates)
+
+
+def split_inputs(
+    x: jax.Array, weights: DeltaRuleWeights, heads: Heads
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Of the projected x [B, T, C + H_v D_v + 2 H_v]: q | k | v [B, T, C], the output gate
+    [B, T, H_v, D_v], and g and beta f32[B, T, 2, H_v]."""
+    inner = heads.num_values * heads.value_dim
+    ends = heads.channels, heads.channels + inner, heads.channels + inner + heads.num_values
+    raw, z, b, a = jnp.split(x, ends, axis=-1)
+    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+    g = -jnp.exp(weights.log_decay) * jax.nn.softplus(a + weights.decay_bias)
+    z = z.reshape(*z.shape[:2], heads.num_values, heads.value_dim)
+    return raw, z, jnp.stack([g, jax.nn.sigmoid(b)], axis=2)
+
+
+def gated_norm(o: jax.Array, z: jax.Array, norm: jax.Array, eps: float) -> jax.Array:
+    """w rmsnorm(o) silu(z) of o and z [..., D_v], statistics and gate in f32, in o's dtype."""
+    y = o.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    y = (norm * y.astype(o.dtype)).astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
+    return y.astype(o.dtype)
 
 
 def _resize(x: jax.Array, length: int) -> jax.Array:

@@ -22,6 +22,7 @@ from specjax.h200.compile import AFTER_LAYERS, compile_functions
 from specjax.h200.hlo import Launch
 from specjax.h200.minimum import Minimum, minimum_bytes
 from specjax.h200.resources import Resources
+from specjax.precompile import GPU_OPTIONS
 
 TARGETS = ("h200",)
 GEMMS = {"triton": {}, "cublas": {"xla_gpu_enable_triton_gemm": False}}  # XLA's options

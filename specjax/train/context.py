@@ -6,8 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.gated_delta_rule import DeltaRuleWeights
 from pallas_kernels.gated_delta_rule import Heads as DeltaHeads
-from pallas_kernels.gated_delta_rule.reference import convolve, recur_chunks, split_tokens
+from pallas_kernels.gated_delta_rule.reference import (
+    convolve,
+    gated_norm,
+    recur_chunks,
+    split_inputs,
+    split_tokens,
+)
 from pallas_kernels.rope_write import split_heads
 from specjax.device.models.layers.rows import AttentionShape, Heads
 
@@ -39,17 +46,21 @@ class CausalRows:
         cache: Any,
         layer: jax.Array,
         x: jax.Array,
-        gates: jax.Array,
-        conv: jax.Array,
+        weights: DeltaRuleWeights,
         heads: DeltaHeads,
+        eps: float,
     ) -> tuple[jax.Array, Any]:
         """The gated delta rule from an empty state; there is none to keep."""
-        x, gates = (y.reshape(-1, self.length, *y.shape[1:]) for y in (x, gates))
-        padded = jnp.pad(x, ((0, 0), (conv.shape[0] - 1, 0), (0, 0)))
-        tokens = split_tokens(convolve(padded, conv), gates, heads)
+        x = x.reshape(-1, self.length, x.shape[-1])
+        raw, z, gates = split_inputs(x, weights, heads)
+        padded = jnp.pad(raw, ((0, 0), (weights.conv.shape[0] - 1, 0), (0, 0)))
+        tokens = split_tokens(convolve(padded, weights.conv), gates, heads)
         shape = x.shape[0], heads.num_values, heads.value_dim, heads.key_dim
         _, out = recur_chunks(jnp.zeros(shape), tokens)
-        return out.reshape(-1, *out.shape[2:]).astype(x.dtype), cache
+        out = out.astype(x.dtype)
+        if weights.norm is not None:
+            out = gated_norm(out, z, weights.norm, eps)
+        return out.reshape(-1, *out.shape[2:]), cache
 
 
 def split(heads: Heads, shape: AttentionShape) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -135,9 +146,9 @@ class UnrolledRows:
         cache: Any,
         layer: jax.Array,
         x: jax.Array,
-        gates: jax.Array,
-        conv: jax.Array,
+        weights: DeltaRuleWeights,
         heads: DeltaHeads,
+        eps: float,
     ) -> tuple[jax.Array, Any]:
         """Drafters have no recurrent layers."""
         raise NotImplementedError("a chain of drafts runs attention layers only")

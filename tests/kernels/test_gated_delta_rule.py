@@ -10,53 +10,68 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.gated_delta_rule import IMPLEMENTATIONS, DeltaRuleCache, Heads, gated_delta_rule
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.gated_delta_rule import (
+    DeltaRuleCache,
+    DeltaRuleWeights,
+    Heads,
+    gated_delta_rule,
+    num_ring_columns,
+)
 from pallas_kernels.gated_delta_rule.reference import (
     Tokens,
     advance,
     invert_unit_lower,
     recur_chunks,
 )
+from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
 
 LAYER, NUM_LAYERS = 1, 3
 PROMPT_WIDTH = 9
 TOLERANCE = 2e-5
+EPS = 1e-3  # of the norm: so large that it shows
 
 
 @dataclass(frozen=True)
 class Sizes:
     """Of the rule, and of a cache in which most_rows tokens may be pending."""
 
-    heads: Heads = Heads(2, 4, 8, 16)
+    heads: Heads = Heads(2, 4, 16, 32)
     taps: int = 4
     most_rows: int = 6
     dtype: str = "float32"
+    is_normed: bool = True
 
     @property
     def columns(self):
-        return self.taps - 1 + self.most_rows
+        return num_ring_columns(self.taps, self.most_rows)
 
 
 @dataclass(frozen=True)
 class Streams:
     """The tokens that stand, of N requests with n tokens each, and what should come of them."""
 
-    x: np.ndarray  # f32[N, n, C], of values that the sizes' dtype has
-    gates: np.ndarray  # f32[N, n, 2, H_v]
-    conv: np.ndarray  # f32[W, C], likewise
+    x: np.ndarray  # f32[N, n, C + H_v D_v + 2 H_v], of values that the sizes' dtype has
+    weights: DeltaRuleWeights  # f32 arrays, likewise
     heads: Heads
 
     @classmethod
     def random(cls, sizes, num_streams, length, seed=0):
         """Some heads forget within a token, others within hundreds."""
         rng = np.random.default_rng(seed)
-        shape = num_streams, length, sizes.heads.num_values
-        rates = np.logspace(-3, 0.5, sizes.heads.num_values)
-        gates = np.stack([-rates * rng.exponential(size=shape), rng.uniform(size=shape)], axis=2)
-        x = rng.normal(size=(num_streams, length, sizes.heads.channels))
-        conv = rng.normal(size=(sizes.taps, sizes.heads.channels)) / 2
-        x, conv = (np.asarray(jnp.asarray(z, sizes.dtype).astype(jnp.float32)) for z in (x, conv))
-        return cls(x, gates.astype(np.float32), conv, sizes.heads)
+        heads = sizes.heads
+
+        def held(z):
+            return np.asarray(jnp.asarray(z, sizes.dtype).astype(jnp.float32))
+
+        x = rng.normal(size=(num_streams, length, heads.inputs))
+        weights = DeltaRuleWeights(
+            held(rng.normal(size=(sizes.taps, heads.channels)) / 2),
+            np.linspace(-7.0, 1.0, heads.num_values, dtype=np.float32),
+            rng.normal(size=heads.num_values).astype(np.float32),
+            held(rng.uniform(0.5, 2.0, heads.value_dim)) if sizes.is_normed else None,
+        )
+        return cls(held(x), weights, heads)
 
     @functools.cached_property
     def truth(self):
@@ -65,9 +80,15 @@ class Streams:
 
 def rule_by_definition(streams, *, reads_before_decay=False):
     """Outputs [N, n, H_v, D_v], and states [N, n + 1, H_v, D_v, D_k] after 0, 1, ... tokens."""
-    x, gates, conv = (z.astype(np.float64) for z in (streams.x, streams.gates, streams.conv))
+    x = streams.x.astype(np.float64)
+    conv, log_decay, decay_bias, norm = (
+        None if z is None else z.astype(np.float64) for z in streams.weights
+    )
     num_streams, length, _ = x.shape
     num_keys, num_values, key_dim, value_dim = streams.heads
+    channels, inner = streams.heads.channels, num_values * value_dim
+    x, z, b, a = np.split(x, np.cumsum([channels, inner, num_values]), axis=2)
+    gs, betas = -np.exp(log_decay) * np.log1p(np.exp(a + decay_bias)), 1 / (1 + np.exp(-b))
     out = np.zeros((num_streams, length, num_values, value_dim))
     states = np.zeros((num_streams, length + 1, num_values, value_dim, key_dim))
     for t in range(length):
@@ -79,12 +100,15 @@ def rule_by_definition(streams, *, reads_before_decay=False):
             k = y[:, (num_keys + key_head) * key_dim :][:, :key_dim]
             v = y[:, 2 * num_keys * key_dim + j * value_dim :][:, :value_dim]
             q, k = (z / np.sqrt((z**2).sum(1, keepdims=True) + 1e-6) for z in (q, k))
-            g, beta = gates[:, t, :, j].T[..., None, None]
+            g, beta = gs[:, t, j, None, None], betas[:, t, j, None, None]
             decayed = np.exp(g) * states[:, t, j]
             read = states[:, t, j] if reads_before_decay else decayed
             u = beta * (v[..., None] - read @ k[..., None])
             states[:, t + 1, j] = decayed + u * k[:, None]
             out[:, t, j] = (states[:, t + 1, j] @ q[..., None])[..., 0] / np.sqrt(key_dim)
+    if norm is not None:
+        gate = (z / (1 + np.exp(-z))).reshape(out.shape)
+        out = norm * out / np.sqrt((out**2).mean(-1, keepdims=True) + EPS) * gate
     return out, states
 
 
@@ -97,9 +121,9 @@ def error(actual, expected):
 
 
 @functools.partial(jax.jit, static_argnames=("folds", "kernels"), donate_argnames="cache")
-def rule(x, gates, conv, cache, layer, slots, positions, pending, *, folds, kernels):
+def rule(x, weights, cache, layer, slots, positions, pending, *, folds, kernels):
     return gated_delta_rule(
-        x, gates, conv, cache, layer, slots, positions, pending, folds=folds, kernels=kernels
+        x, weights, cache, layer, slots, positions, pending, folds=folds, eps=EPS, kernels=kernels
     )
 
 
@@ -109,11 +133,16 @@ class Implementation:
 
     kernels: str
 
+    @property
+    def num_rows(self):
+        """Requests at a time, of random schedules; the interpreter runs one program at a time."""
+        return 4 if self.kernels == "interpret" else 125
+
     def serve(self, streams, sizes=None, **others):
         return Serving(self.kernels, streams, sizes or Sizes(), **others)
 
 
-@pytest.fixture(params=IMPLEMENTATIONS)
+@pytest.fixture(params=["reference", "interpret"])
 def implementation(request):
     return Implementation(request.param)
 
@@ -149,6 +178,13 @@ class Serving:
             jnp.full((*places, sizes.columns, heads.channels), fill, sizes.dtype),
             jnp.full((*places, sizes.columns, 2, heads.num_values), fill),
         )
+        conv, log_decay, decay_bias, norm = streams.weights
+        self.weights = DeltaRuleWeights(
+            jnp.asarray(conv, sizes.dtype),
+            jnp.asarray(log_decay),
+            jnp.asarray(decay_bias),
+            None if norm is None else jnp.asarray(norm, sizes.dtype),
+        )
         self.out = np.full((*streams.x.shape[:2], heads.num_values, heads.value_dim), np.nan)
 
     def begin(self, rows, streams):
@@ -174,12 +210,9 @@ class Serving:
         at = self.length[:, None] + row
         is_real, is_right = row < counts[:, None], row < stands[:, None]
         taken = self.stream[:, None], np.minimum(at, self.streams.x.shape[1] - 1)
-        kinds = self.rng.choice([np.nan, np.inf, -np.inf, 1e30, 3.0], (2, *is_right.shape))
+        kinds = self.rng.choice([np.nan, np.inf, -np.inf, 1e30, 3.0], is_right.shape)
         garbage = np.where(is_real, kinds, np.nan)
-        x = np.where(is_right[..., None], self.streams.x[taken], garbage[0, ..., None])
-        gates = np.where(
-            is_right[..., None, None], self.streams.gates[taken], garbage[1, ..., None, None]
-        )
+        x = np.where(is_right[..., None], self.streams.x[taken], garbage[..., None])
         positions = np.where(is_real, at, -1)
         slots = self.slots if idle_slots is None else np.where(counts > 0, self.slots, idle_slots)
         pending = self.pending if pending is None else np.array(pending)
@@ -192,8 +225,7 @@ class Serving:
 
         out, self.cache = rule(
             jnp.asarray(laid_out(x, np.nan, np.float32), self.sizes.dtype),
-            laid_out(gates, np.nan, np.float32),
-            jnp.asarray(self.streams.conv, self.sizes.dtype),
+            self.weights,
             self.cache,
             np.int32(LAYER),
             laid_out(slots, self.num_slots, np.int32),
@@ -215,7 +247,7 @@ class Serving:
 
     def check(self):
         """Outputs and states are those of the definition."""
-        rounding = 2**-8 if self.sizes.dtype == "bfloat16" else TOLERANCE
+        rounding = 2**-7 if self.sizes.dtype == "bfloat16" else TOLERANCE
         for r, (i, n) in enumerate(zip(self.stream, self.length, strict=True)):
             out, states = (z[i] for z in self.streams.truth)
             assert not n or error(self.out[i, :n], out[:n]) < rounding
@@ -229,13 +261,14 @@ class Serving:
 
 
 SIZES = {
-    "ratio1": Sizes(Heads(2, 2, 8, 16)),
+    "ratio1": Sizes(Heads(2, 2, 16, 32)),
     "ratio2": Sizes(),
-    "ratio3": Sizes(Heads(2, 6, 16, 8)),
+    "ratio3": Sizes(Heads(2, 6, 32, 16)),
     "taps2": Sizes(taps=2, most_rows=3),
     "taps1": Sizes(taps=1, most_rows=2),
     "most-rows1": Sizes(most_rows=1),
     "bf16": Sizes(dtype="bfloat16"),
+    "plain": Sizes(is_normed=False),
 }
 
 
@@ -265,7 +298,8 @@ def test_a_prompt_leaves_nothing_but_the_history_of_the_convolution(implementati
     for row, (slot, length) in enumerate(zip(serving.slots, serving.length, strict=True)):
         expected = np.full_like(ring[slot], np.nan)
         for at in range(length - 3, length):
-            expected[at % len(expected)] = serving.streams.x[row, at] if at >= 0 else 0
+            x = serving.streams.x[row, at, : expected.shape[1]]
+            expected[at % len(expected)] = x if at >= 0 else 0
         np.testing.assert_array_equal(ring[slot], expected)
         assert np.isnan(gates[slot]).all()
 
@@ -305,10 +339,10 @@ def test_no_other_slot_or_layer_is_read_or_written(implementation):
         assert (others == 7.0).all()
 
 
-NUM_SCHEDULES, ROWS, LENGTH = 250, 125, 40
+LENGTH = 40
 SCHEDULES = {
     **{f"k{k}": (k, Sizes()) for k in (1, 3, 5)},
-    "k2-taps2-bf16": (2, Sizes(Heads(1, 2, 8, 8), taps=2, most_rows=3, dtype="bfloat16")),
+    "k2-taps2-bf16": (2, Sizes(Heads(1, 2, 16, 16), taps=2, most_rows=3, dtype="bfloat16")),
 }
 
 
@@ -316,12 +350,13 @@ def decode_token_by_token(implementation, streams, sizes, chunks):
     """Outputs of all streams, and states f32[N, n, H_v, D_v, D_k] of the tokens before each."""
     out = np.zeros((*streams.x.shape[:2], *streams.truth[0].shape[2:]))
     states = np.zeros_like(streams.truth[1][:, 1:])
-    for first in range(0, NUM_SCHEDULES, ROWS):
-        some = np.arange(first, first + ROWS)
+    num_rows = implementation.num_rows
+    for first in range(0, len(streams.x), num_rows):
+        some = np.arange(first, first + num_rows)
         serving = implementation.serve(
-            streams, sizes, slots=range(ROWS), num_slots=ROWS + 5, batch=ROWS + 3
+            streams, sizes, slots=range(num_rows), num_slots=num_rows + 5, batch=num_rows + 3
         )
-        serving.begin(np.arange(ROWS), some)
+        serving.begin(np.arange(num_rows), some)
         for counts in chunks[some].T:
             serving.prompt(*counts, width=sizes.most_rows + 1)
         while (goes_on := serving.length < LENGTH).any():
@@ -337,27 +372,29 @@ def test_random_schedules_have_the_bits_of_decoding_token_by_token(implementatio
     """Slots change hands, rows are idle, prompts and steps are of any length."""
     k, sizes = SCHEDULES[name]
     rng = np.random.default_rng(k)
-    streams = Streams.random(sizes, NUM_SCHEDULES, LENGTH, seed=k)
-    prompts = rng.integers(1, k + 3, NUM_SCHEDULES)
+    rows = implementation.num_rows
+    num_schedules = 2 * rows
+    streams = Streams.random(sizes, num_schedules, LENGTH, seed=k)
+    prompts = rng.integers(1, k + 3, num_schedules)
     prompts[::3] = k + 1
     chunks = np.stack([rng.integers(1, prompts + 1), prompts], axis=1)
     chunks[:, 1] -= chunks[:, 0]
     plain_out, plain_states = decode_token_by_token(implementation, streams, sizes, chunks)
 
-    slots = rng.permutation(ROWS + 5)[:ROWS]
-    serving = implementation.serve(streams, sizes, slots=slots, num_slots=ROWS + 5, batch=ROWS + 3)
+    slots = rng.permutation(rows + 5)[:rows]
+    serving = implementation.serve(streams, sizes, slots=slots, num_slots=rows + 5, batch=rows + 3)
     num_mismatches, num_steps = 0, 0
     while (goes_on := serving.length < LENGTH).any():
-        goes_on &= rng.random(ROWS) < 0.9
+        goes_on &= rng.random(rows) < 0.9
         mine, starts = serving.stream.copy(), serving.length.copy()
         is_prompt = starts < prompts[mine]
         idle_slots = rng.choice([serving.num_slots, 2**30])
-        idle_slots = np.where(rng.random(ROWS) < 0.5, serving.slots, idle_slots)
+        idle_slots = np.where(rng.random(rows) < 0.5, serving.slots, idle_slots)
         if rng.random() < 0.2:
             counts = chunks[mine, np.minimum(starts, 1)] * (is_prompt & goes_on)
             serving.prompt(*counts, width=sizes.most_rows + 1, idle_slots=idle_slots)
         else:
-            counts = np.minimum(rng.integers(1, k + 2, ROWS), LENGTH - starts)
+            counts = np.minimum(rng.integers(1, k + 2, rows), LENGTH - starts)
             counts *= ~is_prompt & goes_on
             stands = rng.integers(1, np.maximum(counts, 1) + 1) * (counts > 0)
             serving.step(counts, stands, width=k + 1, idle_slots=idle_slots)
@@ -365,19 +402,20 @@ def test_random_schedules_have_the_bits_of_decoding_token_by_token(implementatio
             same = serving.states[ran] == plain_states[mine[ran], starts[ran]]
             num_mismatches += (~same.all(axis=(1, 2, 3))).sum()
             num_steps += ran.sum()
-        done = np.flatnonzero((serving.length == LENGTH) & (serving.stream < ROWS))
-        serving.begin(done, done + ROWS)
-    assert num_steps > NUM_SCHEDULES * (LENGTH - k - 2) / (k + 1)
+        done = np.flatnonzero((serving.length == LENGTH) & (serving.stream < rows))
+        serving.begin(done, done + rows)
+    assert num_steps > num_schedules * (LENGTH - k - 2) / (k + 1)
     assert num_mismatches == 0
     np.testing.assert_array_equal(serving.out, plain_out)
-    rounding = 2**-8 if sizes.dtype == "bfloat16" else TOLERANCE
+    rounding = 2**-7 if sizes.dtype == "bfloat16" else TOLERANCE
     assert max(map(error, serving.out, streams.truth[0])) < rounding
     assert max(map(error, plain_states[:, -1], streams.truth[1][:, -2])) < TOLERANCE
 
 
 def test_a_forced_rejection_leaves_the_bits_of_plain_decoding(implementation):
     """Over 2,000 tokens; and so does accepting everything, or another k every step."""
-    length, sizes = 2000, Sizes(Heads(2, 2, 128, 8))
+    length = 200 if implementation.kernels == "interpret" else 2000
+    sizes = Sizes(Heads(2, 2, 128, 16))
     streams = Streams.random(sizes, 1, length + 13)
 
     def decode(*steps):
@@ -401,6 +439,66 @@ def test_a_forced_rejection_leaves_the_bits_of_plain_decoding(implementation):
         other = decode(*steps)
         np.testing.assert_array_equal(other.out, plain.out)
         np.testing.assert_array_equal(other.states, plain.states)
+
+
+@pytest.mark.parametrize("taps", [1, 4])
+def test_a_step_writes_no_column_that_it_reads(implementation, taps):
+    """On a GPU the programs of heads that share a key head run in any order: one may have written
+    the new tokens' columns before another reads. So whatever a call writes, it must not look at.
+
+    Filling a column with NaN shows whether it is read. Steps are of all lengths, the ring comes
+    round several times, and the most that may be pending is.
+    """
+    sizes = Sizes(Heads(1, 2, 16, 16), taps=taps, most_rows=3)
+    serving = implementation.serve(Streams.random(sizes, 1, 60), sizes, num_slots=1, batch=1)
+    serving.prompt(2)
+    rng, num_columns, seen = np.random.default_rng(taps), sizes.columns, set()
+    while serving.length[0] < 4 * num_columns:
+        count = rng.choice([3, 3, 2, 1])
+        pending, start = serving.pending[0], serving.length[0]
+        read = set()
+        for column in range(num_columns):
+            fork = serving.fork()
+            fork.out[:] = 0.0
+            ring = fork.cache.ring.at[LAYER, 0, column].set(np.nan)
+            gates = fork.cache.gates.at[LAYER, 0, column].set(np.nan)
+            fork.cache = fork.cache._replace(ring=ring, gates=gates)
+            fork.step([count], [count], width=3)
+            if np.isnan(fork.out).any() or np.isnan(fork.states).any():
+                read.add(column)
+        fork = serving.fork()
+        fork.step([count], [count], width=3)
+        rings = (np.asarray(x.cache.ring)[LAYER, 0] for x in (serving, fork))
+        same = [np.array_equal(x, y, equal_nan=True) for x, y in zip(*rings, strict=True)]
+        written = set(np.flatnonzero(~np.array(same)))
+        serving.step([count], [rng.choice([1, count])], width=3)
+        window = range(max(0, start - pending - (taps - 1)), start)
+        assert read == {place % num_columns for place in window}
+        assert written == {place % num_columns for place in range(start, start + count)}
+        assert not read & written
+        seen.add((pending, count))
+    assert (3, 3) in seen
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_kernels_round_no_worse_than_the_reference(dtype):
+    """Of the sizes of published models."""
+    sizes = Sizes(Heads(1, 2, 128, 128), dtype=dtype)
+    streams = Streams.random(sizes, 1, 100)
+
+    def errors(kernels):
+        serving = Serving(kernels, streams, sizes, num_slots=1, batch=1)
+        serving.prompt(60, width=64)
+        for count, stands in [(4, 1), (1, 1), (4, 4), (4, 2), (2, 2), (4, 4)]:
+            serving.step([count], [stands])
+        length, folded = serving.length[0], serving.length[0] - serving.pending[0]
+        truth = streams.truth[0][:, :length], streams.truth[1][:, folded]
+        found = serving.out[:, :length], serving.states
+        pairs = zip(found, truth, strict=True)
+        return [np.sqrt(((x - y) ** 2).mean() / (y**2).mean()) for x, y in pairs]
+
+    for ours, theirs in zip(errors("interpret"), errors("reference"), strict=True):
+        assert ours < max(1.5 * theirs, 5e-7), (ours, theirs)
 
 
 # What has gone wrong in other engines. Where a count is at fault, it must show when it is.
@@ -637,26 +735,28 @@ def test_the_inverse_is_one(size):
 @pytest.mark.parametrize(
     "name, shapes",
     [
-        ("x", {"x": (2, 96)}),
-        ("x", {"x": (2, 4, 96)}),
-        ("x", {"x": (2, 3, 95)}),
+        ("x", {"x": (2, 168)}),
+        ("x", {"x": (2, 4, 168)}),
+        ("x", {"x": (2, 3, 167)}),
+        ("x", {"x": (2, 3, 96)}),
         ("x", {"positions": (2, 4)}),
         ("x", {"positions": (6,)}),
-        ("gates", {"gates": (2, 3, 4, 2)}),
-        ("gates", {"gates": (2, 3, 2, 2)}),
-        ("gates", {"gates": (2, 2, 4)}),
-        ("conv", {"conv": (96, 4)}),
-        ("conv", {"conv": (4, 1, 96)}),
-        ("conv", {"conv": (10, 96)}),
+        ("weights.conv", {"conv": (96, 4)}),
+        ("weights.conv", {"conv": (4, 1, 96)}),
+        ("weights.conv", {"conv": (9, 96)}),
+        ("weights.log_decay and weights.decay_bias", {"log_decay": (2,)}),
+        ("weights.log_decay and weights.decay_bias", {"decay_bias": (4, 1)}),
+        ("weights.norm", {"norm": (4,)}),
+        ("weights.norm", {"norm": (4, 16)}),
         ("slots and pending", {"slots": (3,)}),
         ("slots and pending", {"slots": (2, 1)}),
         ("slots and pending", {"pending": (3,)}),
         ("slots and pending", {"pending": ()}),
         ("cache.state", {"state": (5, 4, 16, 8)}),
         ("cache.state", {"ring": (5, 9, 96)}),
-        ("cache.ring", {"ring": (2, 5, 9, 64), "x": (2, 3, 64)}),  # no keys
-        ("cache.ring", {"ring": (2, 5, 9, 104), "x": (2, 3, 104)}),  # half a key head
-        ("cache.ring", {"ring": (2, 5, 9, 112), "x": (2, 3, 112)}),  # 3 key heads of 4
+        ("cache.ring", {"ring": (2, 5, 9, 64)}),  # no keys
+        ("cache.ring", {"ring": (2, 5, 9, 104)}),  # half a key head
+        ("cache.ring", {"ring": (2, 5, 9, 112)}),  # 3 key heads of 4
         ("cache.ring and cache.gates", {"ring": (3, 5, 9, 96)}),
         ("cache.ring and cache.gates", {"ring": (2, 6, 9, 96)}),
         ("cache.ring and cache.gates", {"cache_gates": (2, 5, 8, 2, 4)}),
@@ -666,9 +766,11 @@ def test_the_inverse_is_one(size):
 )
 def test_shapes_that_do_not_fit_are_named(name, shapes):
     fitting = {
-        "x": (2, 3, 96),
-        "gates": (2, 3, 2, 4),
+        "x": (2, 3, 168),
         "conv": (4, 96),
+        "log_decay": (4,),
+        "decay_bias": (4,),
+        "norm": (16,),
         "state": (2, 5, 4, 16, 8),
         "ring": (2, 5, 9, 96),
         "cache_gates": (2, 5, 9, 2, 4),
@@ -680,11 +782,11 @@ def test_shapes_that_do_not_fit_are_named(name, shapes):
         key: np.zeros(shape, np.int32 if key in ("slots", "positions", "pending") else np.float32)
         for key, shape in (fitting | shapes).items()
     }
-    x, gates, conv, *cache, slots, positions, pending = arrays.values()
+    x, *others, slots, positions, pending = arrays.values()
+    weights, cache = DeltaRuleWeights(*others[:4]), DeltaRuleCache(*others[4:])
     with pytest.raises(ValueError, match=f"^{name} (must|has)"):
         gated_delta_rule(
-            *(x, gates, conv, DeltaRuleCache(*cache), jnp.int32(0), slots, positions, pending),
-            folds=False,
+            *(x, weights, cache, jnp.int32(0), slots, positions, pending), folds=False, eps=EPS
         )
 
 
@@ -693,5 +795,27 @@ def test_kernels_that_do_not_exist_are_named():
     with pytest.raises(ValueError, match="kernels='cuda' is unknown; choose one of auto"):
         serving.prompt(9)
     serving.kernels = "mosaic"
-    with pytest.raises(ValueError, match="gated_delta_rule has no such implementation; it has ref"):
+    with pytest.raises(
+        ValueError, match="gated_delta_rule has no such implementation; it has triton"
+    ):
         serving.prompt(9)
+
+
+@pytest.mark.parametrize(
+    "sizes, folds, message",
+    [
+        (Sizes(Heads(2, 2, 8, 16)), False, "D_k=8; the kernel takes 16, 32, 64, 128"),
+        (Sizes(Heads(2, 2, 16, 48)), False, "D_v=48; the kernel takes 16, 32, 64, 128"),
+        (Sizes(dtype="float16"), False, "x is float16; the kernel takes bfloat16, float32"),
+        (Sizes(), True, "folds=True; the compiled kernel takes folds=False"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_named(sizes, folds, message):
+    serving = Serving("reference", Streams.random(sizes, 1, 9), sizes)
+    arguments = (
+        *(jnp.zeros((1, 1, sizes.heads.inputs), sizes.dtype), serving.weights, serving.cache),
+        *(jnp.int32(0), jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), jnp.int32)),
+        jnp.zeros(1, jnp.int32),
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        gated_delta_rule_triton(*arguments, folds=folds, eps=EPS)

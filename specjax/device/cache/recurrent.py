@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta_rule import DeltaRuleCache, Heads
+from pallas_kernels.gated_delta_rule import DeltaRuleCache, Heads, num_ring_columns
 
 
 class HybridCache(NamedTuple):
@@ -20,9 +20,10 @@ def init_delta(
 ) -> DeltaRuleCache:
     """Empty states f32 and rings for steps of up to `most_rows` tokens that may be rejected.
 
-    The ring's columns are the fewest that do: those tokens, and the conv_width - 1 before them.
+    The ring has columns for them, for as many that the next step runs, and for the conv_width - 1
+    before: no step writes a column that it reads (see `pallas_kernels.gated_delta_rule`).
     """
-    num_columns = conv_width - 1 + most_rows
+    num_columns = num_ring_columns(conv_width, most_rows)
     shape = (num_layers, num_slots)
     return DeltaRuleCache(
         state=jnp.zeros((*shape, heads.num_values, heads.value_dim, heads.key_dim), jnp.float32),

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta_rule import DeltaRuleCache, gated_delta_rule
+from pallas_kernels.gated_delta_rule import DeltaRuleCache, DeltaRuleWeights, gated_delta_rule
 from pallas_kernels.gated_delta_rule import Heads as DeltaHeads
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope_write import rope_write
@@ -75,23 +75,23 @@ class CachedRows:
         cache: DeltaRuleCache,
         layer: jax.Array,
         x: jax.Array,
-        gates: jax.Array,
-        conv: jax.Array,
+        weights: DeltaRuleWeights,
         heads: DeltaHeads,
+        eps: float,
     ) -> tuple[jax.Array, DeltaRuleCache]:
-        """Bring the states up to date, then run the rows x [B T, C] on from them."""
-        positions, x, gates = map(self._by_request, (self.positions, x, gates))
+        """Bring the states up to date, then run the rows x [B T, ...] on from them."""
+        positions, x = map(self._by_request, (self.positions, x))
         assert self.slots is not None and self.pending is not None, "rows without slots"
         out, cache = gated_delta_rule(
             x,
-            gates,
-            conv,
+            weights,
             cache,
             layer,
             self.slots,
             positions,
             self.pending,
             folds=self.folds,
+            eps=eps,
             kernels=self.kernels,
         )
         return out.reshape(-1, *out.shape[2:]), cache

@@ -4,10 +4,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from pallas_kernels.gated_delta_rule import Heads
-from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.gated_delta_rule import DeltaRuleWeights, Heads
 from specjax.device.models.layers.rows import Rows
 
 
@@ -33,18 +31,8 @@ def gated_delta_net(
     heads: Heads,
     eps: float,
 ) -> tuple[jax.Array, Any]:
-    """Project x [N, D], run the gated delta rule, norm and gate its output: ([N, D], cache).
-
-    beta = sigmoid(b), g = -exp(log_decay) softplus(a + decay_bias),
-    out = w norm(o) silu(z).
-    """
-    inner = heads.num_values * heads.value_dim
-    ends = heads.channels, heads.channels + inner, heads.channels + inner + heads.num_values
-    raw, z, b, a = jnp.split(x @ params.in_proj, ends, axis=-1)
-    a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    g = -jnp.exp(params.log_decay) * jax.nn.softplus(a + params.decay_bias)
-    gates = jnp.stack([g, jax.nn.sigmoid(b)], axis=1)
-    o, cache = rows.recur(cache, layer, raw, gates, params.conv, heads)
-    gate = jax.nn.silu(z.astype(jnp.float32))
-    y = rms_norm(o, params.norm, eps).astype(jnp.float32) * gate.reshape(o.shape)
-    return y.astype(x.dtype).reshape(x.shape[0], -1) @ params.out, cache
+    """Project x [N, D], run the gated delta rule with its gates and norm, project its output back:
+    ([N, D], cache)."""
+    weights = DeltaRuleWeights(params.conv, params.log_decay, params.decay_bias, params.norm)
+    y, cache = rows.recur(cache, layer, x @ params.in_proj, weights, heads, eps)
+    return y.reshape(x.shape[0], -1) @ params.out, cache

@@ -4,6 +4,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 
+from pallas_kernels.gated_delta_rule import DeltaRuleWeights
 from pallas_kernels.gated_delta_rule import Heads as DeltaHeads
 from pallas_kernels.rope_write import HeadWeights
 
@@ -53,10 +54,10 @@ class Rows(Protocol):
         cache: Any,
         layer: jax.Array,
         x: jax.Array,
-        gates: jax.Array,
-        conv: jax.Array,
+        weights: DeltaRuleWeights,
         heads: DeltaHeads,
+        eps: float,
     ) -> tuple[jax.Array, Any]:
-        """Run the gated delta rule on raw inputs x [N, C] with gates f32[N, 2, H_v] and the
-        convolution [W, C]: outputs [N, H_v, D_v], and the cache that the rows left."""
+        """Run the gated delta rule on projected inputs x [N, C + H_v D_v + 2 H_v]: outputs
+        [N, H_v, D_v], and the cache that the rows left. See `pallas_kernels.gated_delta_rule`."""
         ...

@@ -1,0 +1,471 @@
+"""The gated delta rule on Pallas' Triton backend: one kernel from one projection to the next.
+
+A program owns the state of one value head of one request: it reads it once, folds the pending
+tokens in, writes it once, and runs the new tokens on in registers. Every token goes through one
+loop body, whether it is folded in or verified and however many there are: a token is the same
+machine code, and has the same bits, in every step.
+
+The programs of the value heads that share a key head are not synchronised, and one of them writes
+the raw q and k of the new tokens to the ring. No other reads them there: a call takes new tokens
+from x, and the ring has so many columns that those written are none of those read, which are of the
+last W - 1 + M tokens (`num_ring_columns`). All else that a program writes is its own head's.
+
+A prompt runs in chunks, in a kernel that reads the ring and leaves it alone, and a second one then
+writes what stays: without the first done, NaN would fill columns that a program has yet to read.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.gated_delta_rule.reference import EPSILON, gated_norm
+from pallas_kernels.gated_delta_rule.types import DeltaRuleCache, DeltaRuleWeights
+from pallas_kernels.triton_call import dot, load, store, triton_call
+
+DIMS = 16, 32, 64, 128
+DTYPES = "bfloat16", "float32"
+# The kernel for prompts is right where it is interpreted, and spills registers where it is compiled
+# for an H200: until it does not, prompts run as plain JAX there.
+COMPILES_PROMPTS = False
+
+
+@dataclass(frozen=True)
+class TuningConfig:
+    """How a program's state [D_v, D_k] lies across its threads."""
+
+    # Keys are taken apart into pieces so wide, and sums over them run over the pieces first, each
+    # thread on its own: lanes lie across the keys of one piece only, and exchange that much less.
+    piece: int = 32
+    num_warps: int = 8
+    chunk: int = 64  # tokens that a prompt's program takes at a time
+    chunk_values: int = 64  # and rows of the state that are its own
+    chunk_warps: int = 8
+    keep_channels: int = 1024  # of the ring, for a program that writes what a prompt leaves there
+
+
+def gated_delta_rule_triton(
+    x: jax.Array,
+    weights: DeltaRuleWeights,
+    cache: DeltaRuleCache,
+    layer: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    pending: jax.Array,
+    *,
+    folds: bool,
+    eps: float,
+    config: TuningConfig | None = None,
+    interpret: bool = False,
+) -> tuple[jax.Array, DeltaRuleCache]:
+    """See `gated_delta_rule`. Outputs of padding rows are zero.
+
+    Raises:
+        UnsupportedError: sizes or types that the kernels do not take.
+    """
+    heads = cache.heads
+    for name, dim in ("D_k", heads.key_dim), ("D_v", heads.value_dim):
+        if dim not in DIMS:
+            raise UnsupportedError(
+                f"cache.state has {name}={dim}; the kernel takes {', '.join(map(str, DIMS))}"
+            )
+    for name, dtype in ("x", x.dtype), ("cache.ring", cache.ring.dtype):
+        if dtype.name not in DTYPES:
+            raise UnsupportedError(f"{name} is {dtype}; the kernel takes {', '.join(DTYPES)}")
+    if folds and not (interpret or COMPILES_PROMPTS):
+        raise UnsupportedError("folds=True; the compiled kernel takes folds=False, steps")
+    config = config or TuningConfig()
+    layer = jnp.asarray(layer, jnp.int32).reshape(1)
+    run = _fold if folds else _step
+    out, cache = run(x, weights, cache, (layer, slots, positions, pending), eps, config, interpret)
+    return out, cache
+
+
+def _step(x, weights, cache, where, eps, config, interpret):
+    heads, norm = cache.heads, weights.norm
+    *cache, out = triton_call(
+        partial(_step_kernel, eps=eps, piece=min(config.piece, heads.key_dim)),
+        [*cache, x, *where, *weights[:3], *(() if norm is None else (norm,))],
+        [*_shapes(cache), _out_shape(x, heads)],
+        name="gated_delta_rule",
+        grid=(heads.num_values, x.shape[0]),
+        num_warps=config.num_warps,
+        aliases={0: 0, 1: 1, 2: 2},
+        interpret=interpret,
+    )
+    return out, DeltaRuleCache(*cache)
+
+
+def _fold(x, weights, cache, where, eps, config, interpret):
+    heads, (batch, length, _) = cache.heads, x.shape
+    chunk = max(16, min(config.chunk, pl.next_power_of_2(length)))
+    tile = min(config.chunk_values, heads.value_dim)
+    *cache, out = triton_call(
+        partial(_chunk_kernel, chunk=chunk, tile=tile),
+        [*cache, x, *where, *weights[:3]],
+        [*_shapes(cache), _out_shape(x, heads)],
+        name="gated_delta_rule_chunks",
+        grid=(heads.value_dim // tile, heads.num_values, batch),
+        num_warps=config.chunk_warps,
+        aliases={0: 0, 1: 1, 2: 2},
+        interpret=interpret,
+    )
+    # Only when every program has read the ring is it written.
+    ring, gates = triton_call(
+        partial(_keep_kernel, num_taps=weights.conv.shape[0], tile=config.keep_channels),
+        [*cache[1:], x, *where[:3]],
+        _shapes(cache[1:]),
+        name="gated_delta_rule_keep",
+        grid=(pl.cdiv(heads.channels, config.keep_channels), cache[1].shape[2], batch),
+        num_warps=4,
+        aliases={0: 0, 1: 1},
+        interpret=interpret,
+    )
+    if weights.norm is not None:
+        z = x[..., heads.channels :][..., : heads.num_values * heads.value_dim]
+        out = gated_norm(out, z.reshape(out.shape), weights.norm, eps)
+    return out, DeltaRuleCache(cache[0], ring, gates)
+
+
+def _shapes(arrays):
+    return [jax.ShapeDtypeStruct(z.shape, z.dtype) for z in arrays]
+
+
+def _out_shape(x, heads):
+    return jax.ShapeDtypeStruct((*x.shape[:2], heads.num_values, heads.value_dim), x.dtype)
+
+
+def _step_kernel(*refs, eps, piece):
+    _, _, _, x_ref, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
+    conv_ref, log_decay_ref, decay_bias_ref, *norm_ref, state_ref, ring_ref, gates_ref, out_ref = (
+        refs
+    )
+    _, num_slots, num_heads, value_dim, key_dim = state_ref.shape
+    num_columns, channels = ring_ref.shape[2:]
+    num_taps, length = conv_ref.shape[0], x_ref.shape[1]
+    most_pending = (num_columns - num_taps + 1) // 2
+    key_channels = (channels - num_heads * value_dim) // 2
+    heads_per_key = num_heads * key_dim // key_channels
+    gate_channels = channels + num_heads * value_dim
+
+    head, row = pl.program_id(0), pl.program_id(1)
+    layer, slot = layer_ref[0], slots_ref[row]
+    count, start = _count(positions_ref, row), positions_ref[row, 0]
+    is_live = (count > 0) & (slot >= 0) & (slot < num_slots)
+
+    # q and k lie as [2, D_k / piece, piece], states as [D_k / piece, D_v, piece].
+    parts = jnp.arange(key_dim // piece, dtype=jnp.int32) * piece
+    lanes = jnp.arange(piece, dtype=jnp.int32)
+    values = jnp.arange(value_dim, dtype=jnp.int32)
+    either = jnp.arange(2, dtype=jnp.int32)[:, None, None]
+    keys = parts[:, None] + lanes[None, :]
+    qk_channels = either * key_channels + head // heads_per_key * key_dim + keys[None]
+    kinds = qk_channels, 2 * key_channels + head * value_dim + values
+    own = values[None, :, None], parts[:, None, None] + lanes[None, None, :]
+
+    @pl.when(is_live)
+    def _():
+        taps = [[conv_ref[i, kind].astype(jnp.float32) for i in range(num_taps)] for kind in kinds]
+        rate, bias = -jnp.exp(log_decay_ref[head]), decay_bias_ref[head]
+        num_pending = jnp.clip(pending_ref[row], 0, jnp.minimum(start, most_pending))
+        first, end = start - num_pending, start + count
+
+        def column_of(place):
+            return jax.lax.rem(place + num_columns, num_columns)
+
+        def row_of(place):
+            return jnp.clip(place - start, 0, length - 1)
+
+        def read(place):
+            """Raw q | k and v of a token: of a new one from x, of one before it from the ring."""
+            is_new, column, t = place >= start, column_of(place), row_of(place)
+
+            def one(kind):
+                in_x = jnp.broadcast_to(is_new & (place < end), kind.shape)
+                in_ring = jnp.broadcast_to(~is_new & (place >= 0), kind.shape)
+                new = load(x_ref.at[row, t, kind], mask=in_x, other=0.0)
+                old = load(ring_ref.at[layer, slot, column, kind], mask=in_ring, other=0.0)
+                return jnp.where(in_x, new.astype(old.dtype), old)
+
+            return tuple(one(kind) for kind in kinds)
+
+        def convolved(kind, window):
+            y = sum(z.astype(jnp.float32) * w for z, w in zip(window, taps[kind], strict=True))
+            return _silu(y)
+
+        def advance(place, carry):
+            s, history, raw = carry
+            following = read(place + 1)  # on its way while this token is computed
+            windows = [(*past, z) for past, z in zip(history, raw, strict=True)]
+            is_new, column, t = place >= start, column_of(place), row_of(place)
+
+            @pl.when(place == start)
+            def _():
+                state_ref[layer, slot, head, *own] = s
+
+            b, a = (
+                x_ref[row, t, gate_channels + i * num_heads + head].astype(jnp.float32)
+                for i in range(2)
+            )
+            g = jnp.where(
+                is_new, rate * _softplus(a + bias), gates_ref[layer, slot, column, 0, head]
+            )
+            beta = jnp.where(is_new, _sigmoid(b), gates_ref[layer, slot, column, 1, head])
+
+            qk = convolved(0, windows[0])
+            norms = jnp.sum(jnp.sum(qk * qk, axis=2), axis=1)[:, None, None]
+            qk = qk * jax.lax.rsqrt(norms + EPSILON)
+            k = jnp.sum(jnp.where(either == 1, qk, 0.0), axis=0)[:, None, :]
+            s = s * jnp.exp(g)
+            u = beta * (convolved(1, windows[1]) - _over_keys(s, k))
+            s = s + u[None, :, None] * k
+
+            @pl.when(is_new)
+            def _():
+                q = jnp.sum(jnp.where(either == 0, qk, 0.0), axis=0) * key_dim**-0.5
+                o = _over_keys(s, q[:, None, :]).astype(out_ref.dtype)
+                if norm_ref:
+                    z = x_ref[row, t, channels + head * value_dim + values]
+                    o = _gated_norm(o, z, norm_ref[0][values], eps)
+                out_ref[row, t, head, values] = o
+                gates_ref[layer, slot, column, 0, head] = g
+                gates_ref[layer, slot, column, 1, head] = beta
+                ring_ref[layer, slot, column, kinds[1]] = raw[1]
+                is_first = jnp.broadcast_to(head % heads_per_key == 0, qk_channels.shape)
+                store(ring_ref.at[layer, slot, column, qk_channels], raw[0], mask=is_first)
+
+            return s, tuple(window[1:] for window in windows), following
+
+        known = jnp.broadcast_to(first > 0, (key_dim // piece, value_dim, piece))
+        s = load(state_ref.at[layer, slot, head, *own], mask=known, other=0.0)
+        past = [read(first - i) for i in range(num_taps - 1, 0, -1)]
+        history = tuple(tuple(raw[kind] for raw in past) for kind in range(2))
+        jax.lax.fori_loop(first, end, advance, (s, history, read(first)))
+
+    def clear(t, _):
+        out_ref[row, t, head, values] = jnp.zeros((value_dim,), out_ref.dtype)
+
+    jax.lax.fori_loop(jnp.where(is_live, count, 0), length, clear, None)
+
+
+def _chunk_kernel(*refs, chunk, tile):
+    """See `reference.recur_chunks`. Pending tokens are the first of the first chunk. A row of the
+    state needs no other, so a program may own a tile of them."""
+    _, _, _, x_ref, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
+    conv_ref, log_decay_ref, decay_bias_ref, state_ref, ring_ref, gates_ref, out_ref = refs
+    _, num_slots, num_heads, value_dim, key_dim = state_ref.shape
+    num_columns, channels = ring_ref.shape[2:]
+    num_taps, length = conv_ref.shape[0], x_ref.shape[1]
+    most_pending = (num_columns - num_taps + 1) // 2
+    key_channels = (channels - num_heads * value_dim) // 2
+    heads_per_key = num_heads * key_dim // key_channels
+    gate_channels = channels + num_heads * value_dim
+
+    head, row = pl.program_id(1), pl.program_id(2)
+    layer, slot = layer_ref[0], slots_ref[row]
+    count, start = _count(positions_ref, row), positions_ref[row, 0]
+    is_live = (count > 0) & (slot >= 0) & (slot < num_slots)
+
+    keys = jnp.arange(key_dim, dtype=jnp.int32)
+    values = pl.program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
+    q_channels = head // heads_per_key * key_dim + keys
+    kinds = q_channels, key_channels + q_channels, 2 * key_channels + head * value_dim + values
+    i = jnp.arange(chunk, dtype=jnp.int32)
+    is_before, is_before_strictly = i[None] <= i[:, None], i[None] < i[:, None]
+    own = values[:, None], keys[None]
+
+    def write_rows(is_written, t, o):
+        # The interpreter stores what was there where the mask is false: then not to a real row.
+        at = row, jnp.where(is_written, t, length)[:, None], head, values[None]
+        mask = jnp.broadcast_to(is_written[:, None], (chunk, tile))
+        store(out_ref.at[at], o.astype(out_ref.dtype), mask=mask)
+
+    @pl.when(is_live)
+    def _():
+        rate, bias = -jnp.exp(log_decay_ref[head]), decay_bias_ref[head]
+        num_pending = jnp.clip(pending_ref[row], 0, jnp.minimum(start, most_pending))
+        first, end = start - num_pending, start + count
+
+        def column_of(place):
+            return jax.lax.rem(place + num_columns, num_columns)
+
+        def convolved(kind, places):
+            y = jnp.zeros((chunk, kind.shape[0]), jnp.float32)
+            for tap in range(num_taps):
+                place = (places - (num_taps - 1 - tap))[:, None]
+                in_x = jnp.broadcast_to((place >= start) & (place < end), y.shape)
+                in_ring = jnp.broadcast_to((place >= 0) & (place < start), y.shape)
+                t = jnp.clip(place - start, 0, length - 1)
+                new = load(x_ref.at[row, t, kind[None]], mask=in_x, other=0.0)
+                at = layer, slot, column_of(place), kind[None]
+                old = load(ring_ref.at[at], mask=in_ring, other=0.0)
+                raw = jnp.where(in_x, new.astype(old.dtype), old).astype(jnp.float32)
+                y = y + raw * conv_ref[tap, kind].astype(jnp.float32)[None]
+            return jnp.where(places[:, None] < end, _silu(y), 0.0)
+
+        def gates_of(places):
+            in_x, in_ring = (places >= start) & (places < end), places < start
+            t = jnp.clip(places - start, 0, length - 1)
+            b, a = (
+                load(
+                    x_ref.at[row, t, gate_channels + n * num_heads + head], mask=in_x, other=0.0
+                ).astype(jnp.float32)
+                for n in range(2)
+            )
+            g, beta = (
+                load(
+                    gates_ref.at[layer, slot, column_of(places), jnp.int32(n), head],
+                    mask=in_ring,
+                    other=0.0,
+                )
+                for n in range(2)
+            )
+            g = jnp.where(in_x, rate * _softplus(a + bias), g)
+            return g, jnp.where(in_x, _sigmoid(b), beta)
+
+        def fold(n, s):
+            places = first + n * chunk + i
+            g, beta = gates_of(places)
+            q, k, v = (convolved(kind, places) for kind in kinds)
+            q, k = (
+                z * jax.lax.rsqrt(jnp.sum(z * z, axis=1, keepdims=True) + EPSILON) for z in (q, k)
+            )
+            total = jnp.sum(jnp.where(is_before, g[None], 0.0), axis=1)
+            last = jnp.sum(g, axis=0)
+            # Above the diagonal the difference is positive, and may be too large for exp.
+            difference = jnp.where(is_before, total[:, None] - total[None], 0.0)
+            decay = jnp.where(is_before, jnp.exp(difference), 0.0)
+            grown = jnp.exp(total)[:, None]
+            lower = jnp.where(is_before_strictly, decay * _dot_t(k, k), 0.0) * beta[:, None]
+            right = beta[:, None] * (v - grown * _dot_t(k, s))
+            u = _dot(_invert_unit_lower(lower, i), right)
+            inner = decay * _dot_t(q, k)
+            o = (grown * _dot_t(q, s) + _dot(inner, u)) * key_dim**-0.5
+            t = places - start
+            write_rows((t >= 0) & (t < count), t, o)
+            left = jnp.exp(last - total)[:, None] * k
+            return jnp.exp(last) * s + _dot(u, left, trans_a=True)
+
+        known = jnp.broadcast_to(first > 0, (tile, key_dim))
+        s = load(state_ref.at[layer, slot, head, *own], mask=known, other=0.0)
+        s = jax.lax.fori_loop(0, (end - first + chunk - 1) // chunk, fold, s)
+        state_ref[layer, slot, head, *own] = s
+
+    num_done = jnp.where(is_live, count, 0)
+
+    def clear(n, _):
+        t = n * chunk + i
+        write_rows((t >= num_done) & (t < length), t, jnp.zeros((chunk, tile)))
+
+    jax.lax.fori_loop(num_done // chunk, (length + chunk - 1) // chunk, clear, None)
+
+
+def _keep_kernel(*refs, num_taps, tile):
+    """Of what a prompt leaves in the ring, one column: NaN, unless it holds one of the last W - 1
+    tokens. Those older than the prompt are there already."""
+    _, _, x_ref, layer_ref, slots_ref, positions_ref, ring_ref, gates_ref = refs
+    num_slots, num_columns, channels = ring_ref.shape[1:]
+    num_heads, length = gates_ref.shape[4], x_ref.shape[1]
+    part, column, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    layer, slot = layer_ref[0], slots_ref[row]
+    count, start = _count(positions_ref, row), positions_ref[row, 0]
+
+    @pl.when((count > 0) & (slot >= 0) & (slot < num_slots))
+    def _():
+        end = start + count
+        # The last place before the end that has this column.
+        place = end - 1 - jax.lax.rem(end - 1 - column + num_columns, num_columns)
+        is_kept = place >= end - (num_taps - 1)
+        channel = part * tile + jnp.arange(tile, dtype=jnp.int32)
+        t = jnp.clip(place - start, 0, length - 1)
+        from_x = jnp.broadcast_to(is_kept & (place >= start), (tile,)) & (channel < channels)
+        new = load(x_ref.at[row, t, channel], mask=from_x, other=0.0).astype(ring_ref.dtype)
+        new = jnp.where(is_kept, new, jnp.full((tile,), jnp.nan, ring_ref.dtype))
+        is_there = is_kept & (place >= 0) & (place < start)
+        is_written = jnp.broadcast_to(~is_there, (tile,)) & (channel < channels)
+        store(ring_ref.at[layer, slot, column, channel], new, mask=is_written)
+
+        @pl.when(part == 0)
+        def _():
+            gate = jnp.arange(pl.next_power_of_2(2 * num_heads), dtype=jnp.int32)
+            at = layer, slot, column, gate // num_heads, jax.lax.rem(gate, num_heads)
+            nan = jnp.full(gate.shape, jnp.nan, jnp.float32)
+            store(gates_ref.at[at], nan, mask=gate < 2 * num_heads)
+
+
+def _count(positions_ref, row):
+    """Real rows of a request."""
+    length = positions_ref.shape[1]
+    t = jnp.arange(pl.next_power_of_2(length), dtype=jnp.int32)
+    positions = load(positions_ref.at[row, t], mask=t < length, other=-1)
+    return jnp.sum((positions >= 0).astype(jnp.int32))
+
+
+def _invert_unit_lower(lower, i):
+    """See `reference.invert_unit_lower`: blocks merge where they lie, in products of all of them,
+    X - X C X with the corners C of the pairs."""
+    i, j = i[:, None], i[None]
+
+    def merge(level, inverse):
+        size = jnp.left_shift(jnp.int32(1), level)
+        block_i, block_j = i // size, j // size
+        is_corner = (block_i // 2 == block_j // 2) & (block_i > block_j)
+        corner = jnp.where(is_corner, lower, 0.0)
+        return inverse - _dot(_dot(inverse, corner), inverse)
+
+    num_levels = lower.shape[0].bit_length() - 1
+    return jax.lax.fori_loop(0, num_levels, merge, jnp.where(i == j, 1.0, 0.0))
+
+
+def _dot(a, b, **transposed):
+    """a b in f32 on tensor cores, which take tf32: of both operands halves that it holds, without
+    the product of the lower two, 2^-24 of the whole."""
+    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+    small = dot(a_high, b_low, allow_tf32=True, **transposed)
+    small = small + dot(a_low, b_high, allow_tf32=True, **transposed)
+    return small + dot(a_high, b_high, allow_tf32=True, **transposed)
+
+
+def _halves(a):
+    high = _rounded(a)
+    return high, _rounded(a - high)
+
+
+def _rounded(a):
+    """To tf32, which has ten bits after the first; the product itself would cut the others off."""
+    bits = jax.lax.bitcast_convert_type(a, jnp.int32) + 0x1000
+    return jax.lax.bitcast_convert_type(bits & ~0x1FFF, jnp.float32)
+
+
+def _dot_t(a, b):
+    return _dot(a, b, trans_b=True)
+
+
+def _over_keys(s, k):
+    """Sums [D_v] over the keys of s [D_k / piece, D_v, piece] times k [D_k / piece, 1, piece]."""
+    return jnp.sum(jnp.sum(s * k, axis=0), axis=1)
+
+
+def _gated_norm(o, z, norm, eps):
+    """See `reference.gated_norm`; rounds where that does."""
+    y = o.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.sum(y * y, axis=0) / math.prod(y.shape) + eps)
+    y = y.astype(o.dtype).astype(jnp.float32) * norm.astype(jnp.float32)
+    y = y.astype(jnp.promote_types(o.dtype, norm.dtype)).astype(jnp.float32)
+    return (y * _silu(z.astype(jnp.float32))).astype(o.dtype)
+
+
+def _sigmoid(z):
+    return 1 / (1 + jnp.exp(-z))
+
+
+def _silu(z):
+    return z / (1 + jnp.exp(-z))
+
+
+def _softplus(z):
+    return jnp.maximum(z, 0.0) + jnp.log1p(jnp.exp(-jnp.abs(z)))
