@@ -2,7 +2,8 @@
 
     python tests/h200/resources.py FILE '[{"function": NAME, "arguments": {...}}, ...]'
 
-As compile.py, with "kernels" added to each report: {name: {"registers", "spills", "shared"}}.
+As compile.py, with "kernels" added to each report: {name: {"registers", "spills", "shared"}},
+the last in bytes and the most that any kernel of the function is launched with.
 Dumping the PTX takes most of the time, seconds per kernel.
 """
 
@@ -21,7 +22,7 @@ DUMPS_PTX = "--xla_gpu_dump_llvmir=true --xla_dump_emitter_re=.*"  # both, from 
 
 
 def resources(dump: Path) -> dict[str, dict[str, int]]:
-    """Of every kernel in a folder of dumps; shared memory is what the launch asks for."""
+    """Of every kernel in a folder of dumps."""
     found: dict[str, dict[str, int]] = {}
     for ptx in dump.glob("*.ptx"):
         command = ["ptxas", "-v", "-arch=sm_90a", str(ptx), "-o", os.devnull]
@@ -32,12 +33,10 @@ def resources(dump: Path) -> dict[str, dict[str, int]]:
             assert name and used
             spills = sum(map(int, re.findall(r"(\d+) bytes spill", part)))
             found[name[1]] = {"registers": int(used[1]), "spills": spills, "shared": 0}
-    for file in dump.glob("*thunk_sequence*.txt"):
-        for name, shared in re.findall(
-            r"kernel=?:? *(\w+).*?shared_memory: (\d+)", file.read_text()
-        ):
-            if name in found:
-                found[name]["shared"] = max(found[name]["shared"], int(shared))
+    launches = "".join(file.read_text() for file in dump.glob("*thunk_sequence*.txt"))
+    most = max(map(int, re.findall(r"shared_memory: (\d+) bytes", launches)))
+    for kernel in found.values():
+        kernel["shared"] = most
     return found
 
 
