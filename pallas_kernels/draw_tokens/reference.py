@@ -54,7 +54,11 @@ def argmax(logits: jax.Array) -> jax.Array:
 def gumbel_noise(
     seeds: jax.Array, stream: int, counters: tuple[jax.Array, ...], vocab_size: int
 ) -> jax.Array:
-    """Standard Gumbel noise f32[N, V], keyed by seed u32[N], stream, counters i32[N] and token."""
+    """Standard Gumbel noise f32[N, V], keyed by seed u32[N], stream, counters i32[N] and token.
+
+    The draw for a token does not depend on the row, the batch or the number of drafts, so that
+    plain decoding, verification and drafting see the same noise at the same position.
+    """
 
     def row(key):
         return as_gumbel(jax.random.bits(key, (vocab_size,), jnp.uint32))
@@ -73,7 +77,7 @@ def keys(seeds: jax.Array, stream: int, counters: tuple[jax.Array, ...]) -> jax.
     """A key of JAX's for each row."""
 
     def row(seed, *counters):
-        key = jax.random.fold_in(jax.random.key(seed), stream)
+        key = jax.random.fold_in(jax.random.key(seed), int(stream))
         for counter in counters:
             key = jax.random.fold_in(key, counter)
         return key

@@ -3,12 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.draw_tokens import MIN_TEMPERATURE, draw_tokens
 from pallas_kernels.truncation import truncate
 from specjax.device.edits import History, Processors, edit
-from specjax.device.noise import Stream, gumbel_noise
+from specjax.device.noise import Stream
 from specjax.device.requests import Requests, Sampling
-
-MIN_TEMPERATURE = 1e-5  # of those above 0; draws as good as greedily
 
 
 def process(
@@ -44,20 +43,23 @@ def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
     return logits / _divisor(sampling)[:, None]
 
 
-def choose(logits: jax.Array, sampling: Sampling, positions: jax.Array) -> jax.Array:
+def choose(
+    logits: jax.Array, sampling: Sampling, positions: jax.Array, *, kernels: str = "auto"
+) -> jax.Array:
     """The token i32[N] of each row of logits f32[N, V]: argmax(logits / T + Gumbel).
 
     That is a draw from softmax(logits / T) (Gumbel-max), made a function of the request's seed and
     the position i32[N] that the token will stand at. Rows at temperature 0 take the plain argmax;
     ties go to the lowest id.
     """
-
-    def drawn(logits):
-        noise = gumbel_noise(sampling.seeds, Stream.TARGET, (positions,), logits.shape[1])
-        return perturbed_argmax(logits, sampling, noise)
-
-    # Each branch reduces the logits itself, so that a greedy batch reads them once.
-    return jax.lax.cond((sampling.temperature > 0).any(), drawn, argmax, logits)
+    return draw_tokens(
+        logits,
+        sampling.temperature,
+        sampling.seeds,
+        Stream.TARGET,
+        (positions,),
+        kernels=kernels,
+    )
 
 
 def draw_draft(
@@ -69,6 +71,7 @@ def draw_draft(
     counters: tuple[jax.Array, ...],
     *,
     wants_probs: bool,
+    kernels: str = "auto",
 ) -> tuple[jax.Array, jax.Array | None]:
     """A draft token i32[B] for each row of logits f32[B, V_d], drawn as the target's are.
 
@@ -77,27 +80,33 @@ def draw_draft(
     was drawn from comes along, f32[B, vocab_size]; it is zero in a greedy batch, where no one
     asks for it.
     """
+    token = draw_tokens(
+        logits,
+        sampling.temperature,
+        sampling.seeds,
+        stream,
+        counters,
+        token_ids=token_ids,
+        vocab_size=vocab_size,
+        kernels=kernels,
+    )
+    if not wants_probs:
+        return token, None
 
-    def drawn(logits):
+    def probs_of(logits):
         if token_ids is not None:
             logits = spread(logits, token_ids, vocab_size)
-        token = perturbed_argmax(
-            logits, sampling, gumbel_noise(sampling.seeds, stream, counters, vocab_size)
-        )
-        if not wants_probs:
-            return token, None
         probs = jax.nn.softmax(scale(logits, sampling), axis=-1)
         # None of the tokens that a request allows may be the drafter's. Such a draft never stands.
         is_empty = (logits == -jnp.inf).all(axis=-1, keepdims=True)
         probs = jnp.where(is_empty, 0.0, probs)
         greedy = (sampling.temperature == 0)[:, None]
-        return token, jnp.where(greedy, jax.nn.one_hot(token, vocab_size), probs)
+        return jnp.where(greedy, jax.nn.one_hot(token, vocab_size), probs)
 
-    def best(logits):
-        token = argmax(logits) if token_ids is None else token_ids[argmax(logits)]
-        return token, jnp.zeros((logits.shape[0], vocab_size)) if wants_probs else None
+    def nothing(logits):
+        return jnp.zeros((logits.shape[0], vocab_size))
 
-    return jax.lax.cond((sampling.temperature > 0).any(), drawn, best, logits)
+    return token, jax.lax.cond((sampling.temperature > 0).any(), probs_of, nothing, logits)
 
 
 def spread(logits: jax.Array, token_ids: jax.Array, vocab_size: int) -> jax.Array:
@@ -106,28 +115,7 @@ def spread(logits: jax.Array, token_ids: jax.Array, vocab_size: int) -> jax.Arra
     return full.at[:, token_ids].set(logits)
 
 
-def perturbed_argmax(logits: jax.Array, sampling: Sampling, noise: jax.Array) -> jax.Array:
-    """argmax(logits / T + noise) of each row; at temperature 0 without the noise."""
-    greedy = (sampling.temperature == 0)[:, None]
-    return argmax(jnp.where(greedy, logits, scale(logits, sampling) + noise))
-
-
 def _divisor(sampling: Sampling) -> jax.Array:
     # Below the least one the quotients, or their rounding errors, would overflow.
     temperature = jnp.maximum(sampling.temperature, MIN_TEMPERATURE)
     return jnp.where(sampling.temperature == 0, 1.0, temperature)
-
-
-def argmax(logits: jax.Array) -> jax.Array:
-    """The first best token i32[N] of each row."""
-
-    def best(logits):
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-
-    def first_best(logits):
-        # XLA's reduction to an index is not vectorised on a CPU: two plain ones take a third.
-        token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
-        return jnp.min(jnp.where(is_best, token, token[-1]), axis=-1)
-
-    return jax.lax.platform_dependent(logits, cpu=first_best, default=best)

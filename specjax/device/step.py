@@ -185,7 +185,7 @@ def begin(
         processed = process(
             processed, requests, history, variant.processors, masks, kernels=model.kernels
         )
-    sampled = choose(processed[:, 0], requests.sampling, ends)
+    sampled = choose(processed[:, 0], requests.sampling, ends, kernels=model.kernels)
     put_at = jnp.where(samples, ends, known.shape[1])
     known = known.at[jnp.arange(batch), put_at].set(sampled, mode="drop")
 
@@ -342,7 +342,7 @@ def settle(
     num_drafts = jnp.clip(remaining - 1, 0, jnp.minimum(inputs.num_drafts, k))
     if draft.counts is not None:
         num_drafts = jnp.minimum(num_drafts, draft.counts)
-    target = Target(processed, requests.sampling, starts + 1, num_drafts)
+    target = Target(processed, requests.sampling, starts + 1, num_drafts, model.kernels)
     verdict = model.verification.verify(draft, target)
 
     rows = _rows(state, inputs, k, model)

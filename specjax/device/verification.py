@@ -14,16 +14,17 @@ The first three emit tokens distributed as the target's own; at temperature 0 th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.draw_tokens import argmax
 from specjax.config import SpeculativeConfig
 from specjax.device.noise import Stream, gumbel_noise, uniform_noise
 from specjax.device.requests import Sampling
-from specjax.device.sampling import argmax, choose, scale
+from specjax.device.sampling import choose, scale
 
 
 class Draft(NamedTuple):
@@ -34,13 +35,16 @@ class Draft(NamedTuple):
     counts: jax.Array | None = None  # i32[B], how many were found; None when it is always K
 
 
-class Target(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Target:
     """The target's word on K + 1 positions, and where they are."""
 
     logits: jax.Array  # f32[B, K+1, V], processed
     sampling: Sampling  # [B]
     lengths: jax.Array  # i32[B], committed tokens: the position of row 0's token
     num_drafts: jax.Array  # i32[B], of the K drafts, those that may stand
+    kernels: str = field(default="auto", metadata={"static": True})
 
     def at(self, row: jax.Array) -> jax.Array:
         """The logits [B, V] of one row i32[B] of each request."""
@@ -83,6 +87,7 @@ class SeedExact:
             target.logits.reshape(-1, vocab_size),
             target.sampling.repeat(num_rows),
             positions.reshape(-1),
+            kernels=target.kernels,
         ).reshape(batch, num_rows)
         return Verdict(tokens, _leading(draft.tokens == tokens[:, :-1], target.num_drafts))
 
@@ -152,7 +157,8 @@ class Synthetic:
         accepted = (_coins(target, k) < chances) & (at_draft[..., 0] > -jnp.inf)
         num_accepted = _leading(accepted, target.num_drafts)
         positions = target.lengths + num_accepted
-        token = choose(target.at(num_accepted), target.sampling, positions)
+        row = target.at(num_accepted)
+        token = choose(row, target.sampling, positions, kernels=target.kernels)
         return _verdict(draft, num_accepted, token)
 
 

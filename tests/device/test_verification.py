@@ -112,8 +112,8 @@ def cut(draft, target, k):
     """What a step of k drafts would have had."""
     probs = None if draft.probs is None else draft.probs[:, :k]
     logits, num_drafts = target.logits[:, : k + 1], np.full(ROWS, k, np.int32)
-    return draft_of(draft.tokens[:, :k], probs), target._replace(
-        logits=logits, num_drafts=num_drafts
+    return draft_of(draft.tokens[:, :k], probs), replace(
+        target, logits=logits, num_drafts=num_drafts
     )
 
 
@@ -168,7 +168,7 @@ class TestEveryLosslessMethod:
         assert {len(tokens) for tokens in expected} == set(range(1, K + 2))
         zeros = None if certain else np.zeros_like(draft.probs)
         assert emitted(run(method, draft._replace(probs=zeros), target)) == expected
-        mixed = target._replace(sampling=sampling_of(np.resize([1.0, 0.0], ROWS)))
+        mixed = replace(target, sampling=sampling_of(np.resize([1.0, 0.0], ROWS)))
         assert emitted(run(method, draft, mixed))[1::2] == expected[1::2]
 
     def test_certain_drafts_of_a_certain_target_all_stand(self, method, certain):
@@ -187,7 +187,7 @@ class TestEveryLosslessMethod:
             logits = target.logits.copy()
             logits[np.arange(ROWS), i, (draft.tokens[:, i] + 1) % V] = 1.0
             logits[np.arange(ROWS), i, draft.tokens[:, i]] = -np.inf
-            verdict = run(method, draft, target._replace(logits=logits))
+            verdict = run(method, draft, replace(target, logits=logits))
             assert verdict.num_accepted.max() == i
             for b, tokens in enumerate(emitted(verdict)):
                 assert all(np.isfinite(logits[b, t, token]) for t, token in enumerate(tokens))
@@ -231,7 +231,7 @@ class TestDrawnMethods:
         tokens, probs = draft.tokens.copy(), draft.probs.copy()
         tokens[:, 1], probs[:, 1] = 0, 0
         verdict = run(method, draft_of(tokens, probs), target)
-        alone = run(method, draft, target._replace(num_drafts=np.ones(ROWS, np.int32)))
+        alone = run(method, draft, replace(target, num_drafts=np.ones(ROWS, np.int32)))
         assert emitted(verdict) == emitted(alone)
         assert verdict.num_accepted.max() == 1
 
@@ -252,7 +252,8 @@ def test_seed_exact_emits_the_targets_draws():
 def test_the_coins_of_one_round_are_not_those_of_another():
     """Though their positions overlap; they come from a stream of their own."""
     target = target_of(np.zeros((30, K + 1, V)))
-    rounds = target._replace(
+    rounds = replace(
+        target,
         lengths=np.arange(30, dtype=np.int32),
         sampling=replace(target.sampling, seeds=np.zeros(30, np.uint32)),
     )

@@ -7,7 +7,7 @@ the probability that p gives it. The rules that others shipped by mistake fail t
 """
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -341,7 +341,7 @@ def test_seed_exact_emits_one_chain_whatever_the_drafts():
             return np.tile(x, (num_seeds, *[1] * (x.ndim - 1)))
 
         target = jax.tree.map(tile, one.target)
-        target = target._replace(sampling=jax.tree.map(lambda x: np.repeat(x, len(ROWS)), sampling))
+        target = replace(target, sampling=jax.tree.map(lambda x: np.repeat(x, len(ROWS)), sampling))
         verdict = verify(Draft(tile(DRAFTS), None), target)
         stands = np.arange(K + 1) <= np.asarray(verdict.num_accepted)[:, None]
         chains = np.repeat(plain, len(ROWS), axis=0)

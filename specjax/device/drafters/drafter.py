@@ -6,12 +6,13 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.draw_tokens import argmax
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.edits import History, Processors
 from specjax.device.models.model import Features, Model
 from specjax.device.noise import Stream
 from specjax.device.requests import Requests
-from specjax.device.sampling import argmax, draw_draft, process, spread
+from specjax.device.sampling import draw_draft, process, spread
 from specjax.device.verification import Draft
 
 
@@ -77,9 +78,8 @@ class DraftContext:
                 logits, token_ids = spread(logits, token_ids, vocab_size), None
             history = self.history.extended(before)
             processors = self.variant.processors
-            logits = process(logits[:, None], requests, history, processors, kernels=self.kernels)[
-                :, 0
-            ]
+            rows = logits[:, None]
+            logits = process(rows, requests, history, processors, kernels=self.kernels)[:, 0]
         if is_greedy:
             best = argmax(logits)
             return (best if token_ids is None else token_ids[best]), None
@@ -98,6 +98,7 @@ class DraftContext:
             stream,
             counters,
             wants_probs=not self.shares_noise,
+            kernels=self.kernels,
         )
 
 
