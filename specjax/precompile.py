@@ -29,8 +29,8 @@ from specjax.device.state import EngineState
 from specjax.device.step import StepModel
 from specjax.host.scheduler import PrefillPlan
 
-# A matmul's depth is split where the parts are summed for nothing, see `layers.projection`. XLA
-# would split more of them, by their shape alone, and launch a kernel for each to sum the parts.
+# XLA's own matmuls are not split over their depth, which by the shape alone it would do to most of
+# a step's: a kernel more for each, to sum the parts. cuBLAS, which XLA tries as well, still may.
 GPU_OPTIONS = {"xla_gpu_experimental_force_split_k": 1}
 
 

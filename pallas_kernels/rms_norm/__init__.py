@@ -3,15 +3,13 @@
     y = x + delta      out = w y / sqrt(mean(y^2) + eps)
 
 with 1 + w for w where a checkpoint stores a weight as its distance from one. The norm alone is
-left to XLA, which makes one kernel of it, but none of the sum, the norm and the partial sums that a
-matmul split over its depth leaves behind.
+left to XLA, which makes one kernel of it; of the sum and the norm it makes two, or recomputes.
 """
 
 import jax
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.rms_norm.reference import add_rms_norm_reference
-from pallas_kernels.rms_norm.reference import add_splits as add_splits
 from pallas_kernels.rms_norm.reference import rms_norm as rms_norm
 from pallas_kernels.rms_norm.triton import add_rms_norm_triton
 
@@ -31,7 +29,7 @@ def add_rms_norm(
 
     Args:
         x: [N, D].
-        delta: [N, D], or f32[S, N, D] partial sums of it.
+        delta: [N, D].
         weight: [D].
         eps: added to the mean square.
         is_centred: the weight is stored as its distance from one.
@@ -42,6 +40,6 @@ def add_rms_norm(
     """
     if x.ndim != 2 or weight.shape != x.shape[1:]:
         raise ValueError(f"x must be [N, D] and weight [D]; got {x.shape} and {weight.shape}")
-    if delta.ndim not in (2, 3) or delta.shape[-2:] != x.shape:
-        raise ValueError(f"delta must be [N, D] or [S, N, D] = {x.shape}; got {delta.shape}")
+    if delta.shape != x.shape:
+        raise ValueError(f"delta must be [N, D] = {x.shape}; got {delta.shape}")
     return run("add_rms_norm", kernels, IMPLEMENTATIONS, x, delta, weight, eps, is_centred)

@@ -20,12 +20,5 @@ def add_rms_norm_reference(
     x: jax.Array, delta: jax.Array, weight: jax.Array, eps: float, is_centred: bool
 ) -> tuple[jax.Array, jax.Array]:
     """See `add_rms_norm`."""
-    y = add_splits(x, delta)
+    y = x + delta
     return y, rms_norm(y, weight, eps, is_centred)
-
-
-def add_splits(x: jax.Array, delta: jax.Array) -> jax.Array:
-    """x [N, D] + delta [N, D], or the partial sums f32[S, N, D] of it."""
-    if delta.ndim == x.ndim:
-        return x + delta
-    return (x.astype(jnp.float32) + delta.sum(axis=0)).astype(x.dtype)

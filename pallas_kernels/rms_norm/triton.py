@@ -31,7 +31,6 @@ def add_rms_norm_triton(
         _kernel,
         dim=dim,
         block=block,
-        num_splits=delta.shape[0] if delta.ndim == 3 else None,
         eps=eps,
         is_centred=is_centred,
     )
@@ -49,25 +48,14 @@ def add_rms_norm_triton(
     return y, normed
 
 
-def _kernel(
-    x_ref, delta_ref, weight_ref, y_ref, out_ref, *, dim, block, num_splits, eps, is_centred
-):
+def _kernel(x_ref, delta_ref, weight_ref, y_ref, out_ref, *, dim, block, eps, is_centred):
     row, i = pl.program_id(0), jnp.arange(block, dtype=jnp.int32)
     mask = i < dim
 
     def read(ref, *index):
         return load(ref.at[(*index, i)], mask=mask, other=0.0).astype(jnp.float32)
 
-    y = read(x_ref, row)
-    if num_splits is None:
-        y += read(delta_ref, row)
-    else:
-        # The same order as a sum over the splits, and then x.
-        delta = read(delta_ref, jnp.int32(0), row)
-        for s in range(1, num_splits):
-            delta += read(delta_ref, jnp.int32(s), row)
-        y += delta
-    rounded = y.astype(y_ref.dtype)
+    rounded = (read(x_ref, row) + read(delta_ref, row)).astype(y_ref.dtype)
     store(y_ref.at[row, i], rounded, mask=mask)
     y = rounded.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.sum(y * y) / dim + eps)

@@ -19,7 +19,6 @@ import jax
 from pallas_kernels.dispatch import run
 from pallas_kernels.rope_write.reference import rope_write_reference
 from pallas_kernels.rope_write.reference import split_heads as split_heads
-from pallas_kernels.rope_write.reference import sum_splits as sum_splits
 from pallas_kernels.rope_write.triton import rope_write_triton
 
 IMPLEMENTATIONS = {"triton": rope_write_triton, "reference": rope_write_reference}
@@ -51,8 +50,7 @@ def rope_write(
     """Queries [B, T, H, D] in the pool's dtype, and the pool; use only the pool returned.
 
     Args:
-        qkv: [B, T, F], or f32[S, B, T, F] partial sums of it, as a matmul split over its depth
-            leaves them; F = (H + gates + 2 H_kv) D.
+        qkv: [B, T, F], F = (H + gates + 2 H_kv) D.
         weights: bias and norms.
         angles: cos and sin, f32[B, T, n] each, n <= D / 2.
         kv: the pool [L, pages, page_size, 2, H_kv, D], updated in place where the caller donated
@@ -76,10 +74,9 @@ def rope_write(
         raise ValueError(f"page_table must be [B={positions.shape[0]}, P]; got {page_table.shape}")
     num_kv_heads, dim = kv.shape[4:]
     width = qkv.shape[-1]
-    if qkv.ndim not in (3, 4) or qkv.shape[-3:-1] != positions.shape:
+    if qkv.ndim != 3 or qkv.shape[:2] != positions.shape:
         raise ValueError(
-            f"qkv must be [B, T, F] or [S, B, T, F] with positions [B, T]={positions.shape}; "
-            f"got {qkv.shape}"
+            f"qkv must be [B, T, F] with positions [B, T]={positions.shape}; got {qkv.shape}"
         )
     if width % dim or width < (num_heads + 2 * num_kv_heads) * dim:
         raise ValueError(

@@ -26,7 +26,7 @@ def rope_write_reference(
     """See `rope_write`."""
     num_kv_heads, dim = kv.shape[4:]
     q, k, v = split_heads(
-        sum_splits(qkv, 4, kv.dtype),
+        qkv,
         bias,
         q_norm,
         k_norm,
@@ -39,11 +39,6 @@ def rope_write_reference(
         is_centred=is_centred,
     )
     return q, write_pages(kv, layer, page_table, positions, k, v) if writes else kv
-
-
-def sum_splits(x: jax.Array, ndim_of_splits: int, dtype: jnp.dtype) -> jax.Array:
-    """x, or the sum of its partial sums [S, ...] in `dtype` if it has so many dimensions."""
-    return x.sum(axis=0).astype(dtype) if x.ndim == ndim_of_splits else x
 
 
 def split_heads(

@@ -49,13 +49,11 @@ def rope_write_triton(
     if kv.dtype.itemsize < 2:
         raise UnsupportedError(f"kv is {kv.dtype}; bfloat16, float16 or float32 is needed")
     batch, num_rows = positions.shape
-    num_splits = qkv.shape[0] if qkv.ndim == 4 else None
     present = [x for x in (bias, q_norm, k_norm) if x is not None]
     kernel = functools.partial(
         _kernel,
         has=(bias is not None, q_norm is not None, k_norm is not None),
         num_rows=num_rows,
-        num_splits=num_splits,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         k_at=qkv.shape[-1] // dim - 2 * num_kv_heads,
@@ -98,7 +96,6 @@ def _kernel(
     *refs,
     has,
     num_rows,
-    num_splits,
     num_heads,
     num_kv_heads,
     k_at,
@@ -125,15 +122,8 @@ def _kernel(
     partner = jnp.where(i < half, i + half, jnp.where(i < 2 * half, i - half, i))
     mask = jnp.broadcast_to(is_made[:, None], (block_heads, dim))
 
-    def project(column):  # [block_heads, dim], as the matmul would have rounded it
-        if num_splits is None:
-            x = load(qkv_ref.at[b, t, source + column], mask=mask, other=0.0)
-            x = x.astype(jnp.float32)
-        else:
-            x = jnp.zeros((block_heads, dim), jnp.float32)
-            for s in range(num_splits):
-                x += load(qkv_ref.at[jnp.int32(s), b, t, source + column], mask=mask, other=0.0)
-            x = x.astype(dtype).astype(jnp.float32)
+    def projected(column):  # [block_heads, dim]
+        x = load(qkv_ref.at[b, t, source + column], mask=mask, other=0.0).astype(jnp.float32)
         if bias_ref is not None:
             bias = load(bias_ref.at[source + column], mask=mask, other=0.0)
             x = (x + bias.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
@@ -147,7 +137,7 @@ def _kernel(
                 w = jnp.where(of[:, None], given + 1.0 if is_centred else given, w)
         return w
 
-    x, other = project(i), project(partner)
+    x, other = projected(i), projected(partner)
     if q_norm_ref is not None or k_norm_ref is not None:
         is_normed = jnp.zeros_like(is_q)
         if q_norm_ref is not None:

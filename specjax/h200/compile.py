@@ -233,10 +233,10 @@ def report(
     `num_passes` is for runs in which every conditional takes its branch 0, and its branch 1.
 
     Args:
-        traffic: "batch" and "context", a `Load`; "launches" are then all kernels, with their
-            bytes. "layers", a pattern with a group for the number, and "after", one of what follows
-            them all, say of parameters' names which layer reads them; "inside" is a pattern of the
-            operations that count as a layer's.
+        traffic: "batch", "context" and "rows", a `Load`; "launches" are then all kernels, with
+            their bytes. "layers", a pattern with a group for the number, and "after", one of what
+            follows them all, say of parameters' names which layer reads them; "inside" is a pattern
+            of the operations that count as a layer's.
     """
     made = asdict(compiled)
     made["top_level"] = [thunk.kind for thunk in compiled.thunks if not thunk.within]
@@ -251,7 +251,7 @@ def report(
         made["passes"] = [asdict(one) for one in passes]
         made["num_passes"] = [num_passes(passes, branch) for branch in (0, 1)]
     if traffic:
-        load = Load(traffic["batch"], traffic["context"])
+        load = Load(traffic["batch"], traffic["context"], traffic.get("rows"))
         layers, after = traffic.get("layers", "$^"), traffic.get("after", "$^")
         inside = re.compile(traffic.get("inside", ""))
 

@@ -19,6 +19,7 @@ class Load(NamedTuple):
 
     batch: int
     context: int  # keys that each attends over
+    rows: int | None = None  # of each, at most so many are no padding; all if None
 
 
 class Array(NamedTuple):
@@ -84,9 +85,23 @@ def _whole(call: Call) -> tuple[int, int]:
 
 
 def _paged_attention(call: Call, load: Load) -> tuple[int, int]:
-    """The keys and values of every request's context, once; queries and partial results whole."""
+    """The keys and values of every request's context, once; queries, and partial results."""
     context = load.batch * load.context * call.pool.per(3)
-    return _total(call.others) + context, _total(call.outputs)
+    return _total(call.others) + context, sum(_of_real_rows(one, load) for one in call.outputs)
+
+
+def _paged_attention_combine(call: Call, load: Load) -> tuple[int, int]:
+    """Partial results in, and the output out."""
+    return sum(_of_real_rows(one, load) for one in call.operands), _total(call.outputs)
+
+
+def _of_real_rows(one: Array, load: Load) -> int:
+    """Bytes of partial results [B, T, H, splits, ...], which padding rows do not have; of outputs
+    [B, T, H, D], all."""
+    is_partial = one.element_bytes == 4 and len(one.shape) >= 4
+    if not is_partial or load.rows is None:
+        return one.size
+    return one.size * min(load.rows, one.shape[1]) // one.shape[1]
 
 
 def _rope_write(call: Call, load: Load) -> tuple[int, int]:
@@ -130,6 +145,7 @@ def _grouped_matmul(call: Call, load: Load) -> tuple[int, int]:
 
 TOUCHED: dict[str, Callable[[Call, Load], tuple[int, int]]] = {
     "paged_attention": _paged_attention,
+    "paged_attention_combine": _paged_attention_combine,
     "rope_write": _rope_write,
     "gated_delta_rule": _gated_delta_rule,
 }

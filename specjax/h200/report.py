@@ -223,6 +223,7 @@ def compile_steps(
             "traffic": {
                 "batch": request.batch,
                 "context": request.context,
+                "rows": request.k + 1,
                 "layers": step.LAYERS,
                 "after": step.AFTER_LAYERS,
                 "inside": "/verify/",

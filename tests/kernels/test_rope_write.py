@@ -29,7 +29,6 @@ class Case:
     half: int = 32
     page_size: int = 16
     dtype: str = "float32"
-    num_splits: int | None = None
     has_bias: bool = False
     has_norms: bool = False
     is_centred: bool = False
@@ -50,11 +49,7 @@ class Case:
             row < np.array(self.counts)[:, None], np.array(self.starts)[:, None] + row, -1
         )
         width = (self.num_heads + self.num_gates + 2 * self.num_kv_heads) * self.dim
-        shape = (batch, self.num_rows, width)
-        if self.num_splits is None:
-            qkv = jnp.asarray(rng.normal(size=shape), dtype)
-        else:
-            qkv = jnp.asarray(rng.normal(size=(self.num_splits, *shape)), jnp.float32)
+        qkv = jnp.asarray(rng.normal(size=(batch, self.num_rows, width)), dtype)
         weights = HeadWeights(
             jnp.asarray(rng.normal(size=width), dtype) if self.has_bias else None,
             *(
@@ -94,8 +89,6 @@ class Case:
         """The equation, head by head: q [B, T, H, D], and keys and values by place in the pool."""
         dim = self.dim
         x = np.asarray(qkv, np.float64)
-        if self.num_splits is not None:
-            x = np.asarray(jnp.asarray(x.sum(0), self.dtype), np.float64)
         cos, sin = (np.asarray(a, np.float64) for a in angles)
         bias, q_norm, k_norm = (None if w is None else np.asarray(w, np.float64) for w in weights)
         first_k = self.num_heads + self.num_gates
@@ -152,14 +145,13 @@ def check(case, kernels):
 CASES = [
     Case(),
     Case(dtype="bfloat16"),
-    Case(num_splits=4),
-    Case(num_splits=2, dtype="bfloat16", has_bias=True),
+    Case(dtype="bfloat16", has_bias=True),
     Case(has_bias=True, num_heads=6, num_kv_heads=3, dim=32, half=16),
     Case(has_norms=True, num_heads=8, num_kv_heads=1, dim=128, half=64),
-    Case(has_norms=True, num_splits=2, num_heads=16, num_kv_heads=8, dim=16, half=8),
+    Case(has_norms=True, num_heads=16, num_kv_heads=8, dim=16, half=8),
     # Half as many gates as queries do not exist, but nothing depends on their number.
     Case(has_norms=True, is_centred=True, num_gates=4, half=8),
-    Case(has_norms=True, is_centred=True, num_gates=2, half=8, num_splits=3, dtype="bfloat16"),
+    Case(has_norms=True, is_centred=True, num_gates=2, half=8, dtype="bfloat16"),
     Case(starts=(3,), counts=(1,), num_rows=1, page_size=32, dim=256, half=32),
     Case(starts=(0, 30), counts=(40, 11), num_rows=40, num_heads=2, num_kv_heads=2, dim=16, half=8),
 ]

@@ -50,9 +50,7 @@ class CachedRows:
         self, kv: jax.Array, layer: jax.Array, heads: Heads, shape: AttentionShape
     ) -> tuple[jax.Array, jax.Array]:
         """Write keys and values to the pages, then attend the queries over them: [B T, H, D]."""
-        positions = self._by_request(self.positions)
-        qkv = heads.qkv.reshape(*heads.qkv.shape[:-2], *positions.shape, -1)
-        cos, sin = map(self._by_request, heads.angles)
+        positions, qkv, cos, sin = map(self._by_request, (self.positions, heads.qkv, *heads.angles))
         q, kv = rope_write(
             qkv,
             heads.weights,

@@ -22,8 +22,8 @@ from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.mlp import MLP, mlp
+from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
-from specjax.device.models.layers.stream import Stream
 from specjax.device.models.llama import Llama, attention_specs, mlp_specs
 from specjax.device.models.model import Features, Model
 
@@ -108,8 +108,8 @@ def _layer(
         x = x + params.fc_bias
     angles = shape.rope.angles(rows.positions)
     mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape)
-    x, normed = Stream(x, mixed).normed(params.mlp_norm, shape, rows.kernels)
-    return Stream(x, mlp(params.mlp, normed, rows.kernels)).sum(), kv
+    x, normed = Residual(x, mixed).normed(params.mlp_norm, shape, rows.kernels)
+    return Residual(x, mlp(params.mlp, normed)).sum(), kv
 
 
 def load(

@@ -26,8 +26,8 @@ from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.mlp import MLP, mlp
+from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
-from specjax.device.models.layers.stream import Stream
 from specjax.device.models.llama import Llama, attention_specs, mlp_specs
 from specjax.device.models.model import Features, Model
 
@@ -144,9 +144,9 @@ def _layer(
     x = jnp.concatenate([rms_norm(embedded, params.embedding_norm, eps), normed], axis=-1)
     angles = shape.rope.angles(rows.positions)
     mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape)
-    residual = Stream(normed if head.norm_before_residual else hidden, mixed)
+    residual = Residual(normed if head.norm_before_residual else hidden, mixed)
     residual, normed = residual.normed(params.mlp_norm, shape, rows.kernels)
-    stream = Stream(residual, mlp(params.mlp, normed, rows.kernels))
+    stream = Residual(residual, mlp(params.mlp, normed))
     if not head.recycle_normed:
         return stream.sum(), kv
     return stream.normed(params.norm, shape, rows.kernels)[1], kv

@@ -24,8 +24,8 @@ from specjax.config import SpeculativeConfig
 from specjax.device.cache.recurrent import HybridCache
 from specjax.device.drafters.checkpoint import DrafterFiles
 from specjax.device.drafters.drafter import Params
+from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
-from specjax.device.models.layers.stream import Stream
 from specjax.device.models.model import Features, Model
 from specjax.device.models.qwen3_5 import (
     ATTENTION,
@@ -112,7 +112,7 @@ def _layer(
     x = jnp.concatenate(normed, axis=-1) @ params.fc
     angles = shape.rope.angles(rows.positions)
     cache = HybridCache(kv, None)
-    stream = Stream(x, jnp.zeros_like(x))
+    stream = Residual(x, jnp.zeros_like(x))
     stream, cache = decoder_layer(params.layer, stream, rows, angles, cache, jnp.int32(0), shape)
     _, hidden = stream.normed(params.norm, shape, rows.kernels)
     return hidden, cache.kv

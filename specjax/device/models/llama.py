@@ -18,9 +18,9 @@ from specjax.device.cache.paged import init_pool
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.mlp import MLP, mlp
+from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
-from specjax.device.models.layers.stream import Stream
 from specjax.device.models.model import Features
 
 
@@ -110,7 +110,7 @@ class Llama:
     ) -> tuple[Features, Any]:
         """See `Model.extend`."""
         x = self.embed(params, tokens)
-        stream = Stream(x, jnp.zeros_like(x))
+        stream = Residual(x, jnp.zeros_like(x))
         angles = self.rope.angles(rows.positions)
         entering = []
         for i, layer in enumerate(params.layers):
@@ -134,18 +134,18 @@ class Llama:
 @partial(jax.jit, static_argnames="model")
 def decoder_layer(
     params: Layer,
-    stream: Stream,
+    stream: Residual,
     rows: Rows,
     angles: tuple[jax.Array, jax.Array],
     kv: Any,
     layer: jax.Array,
     model: Llama,
-) -> tuple[Stream, Any]:
+) -> tuple[Residual, Any]:
     """One pre-norm decoder layer."""
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, model)
-    x, normed = Stream(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    return Stream(x, mlp(params.mlp, normed, rows.kernels)), kv
+    x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
+    return Residual(x, mlp(params.mlp, normed)), kv
 
 
 def layer_specs(model: Llama, prefix: str) -> Layer:

@@ -30,9 +30,9 @@ from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.gated_delta_net import GatedDeltaNet, gated_delta_net
 from specjax.device.models.layers.mlp import MLP, mlp
 from specjax.device.models.layers.moe import Experts, MoE, moe
+from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
-from specjax.device.models.layers.stream import Stream
 from specjax.device.models.model import Features
 
 ATTENTION, DELTA = "full_attention", "linear_attention"
@@ -140,7 +140,7 @@ class Qwen35:
     ) -> tuple[Features, HybridCache]:
         """See `Model.extend`."""
         x = self.embed(params, tokens)
-        stream = Stream(x, jnp.zeros_like(x))
+        stream = Residual(x, jnp.zeros_like(x))
         angles = self.rope.angles(rows.positions)
         held = HybridCache(None, None) if cache is None else cache
         entering = []
@@ -169,13 +169,13 @@ class Qwen35:
 @partial(jax.jit, static_argnames="model")
 def decoder_layer(
     params: Layer,
-    stream: Stream,
+    stream: Residual,
     rows: Rows,
     angles: tuple[jax.Array, jax.Array],
     cache: HybridCache,
     layer: jax.Array,
     model: Qwen35,
-) -> tuple[Stream, HybridCache]:
+) -> tuple[Residual, HybridCache]:
     """One pre-norm decoder layer."""
     mixer = params.mixer
     x, normed = stream.normed(params.mixer_norm, model, rows.kernels)
@@ -186,11 +186,11 @@ def decoder_layer(
         heads, eps = model.delta_heads, model.rms_norm_eps
         mixed, delta = gated_delta_net(mixer, normed, rows, cache.delta, layer, heads, eps)
         cache = cache._replace(delta=delta)
-    x, normed = Stream(x, mixed).normed(params.mlp_norm, model, rows.kernels)
+    x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
     if isinstance(params.mlp, MLP):
-        return Stream(x, mlp(params.mlp, normed, rows.kernels)), cache
+        return Residual(x, mlp(params.mlp, normed)), cache
     assert model.experts is not None
-    return Stream(x, moe(params.mlp, normed, model.experts, rows.kernels)), cache
+    return Residual(x, moe(params.mlp, normed, model.experts, rows.kernels)), cache
 
 
 def layer_specs(

@@ -5,8 +5,7 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.rope_write import HeadWeights, sum_splits
-from specjax.device.models.layers.projection import project
+from pallas_kernels.rope_write import HeadWeights
 from specjax.device.models.layers.rows import AttentionShape, Heads, Rows
 
 
@@ -32,19 +31,14 @@ def attention(
     layer: jax.Array,
     shape: AttentionShape,
 ) -> tuple[jax.Array, Any]:
-    """Project x [N, D_in], rotate, attend and project back: [N, D] or parts of it, and kv.
-
-    See `project` for the parts.
-    """
-    qkv = project(x, params.qkv, rows.kernels)
+    """Project x [N, D_in], rotate, attend and project back: ([N, D], kv)."""
+    qkv = x @ params.qkv
     weights = HeadWeights(params.qkv_bias, params.q_norm, params.k_norm)
     mixed, kv = rows.attend(kv, layer, Heads(qkv, weights, angles), shape)
     gate_at = shape.num_heads * shape.head_dim
-    gate_end = qkv.shape[-1] - 2 * shape.num_kv_heads * shape.head_dim
+    gate_end = qkv.shape[1] - 2 * shape.num_kv_heads * shape.head_dim
     mixed = mixed.reshape(x.shape[0], -1)
     if gate_at < gate_end:
-        gate = sum_splits(qkv[..., gate_at:gate_end], 3, x.dtype)
-        mixed = mixed * jax.nn.sigmoid(gate)
-    if params.out_bias is None:
-        return project(mixed, params.out, rows.kernels), kv
-    return mixed @ params.out + params.out_bias, kv
+        mixed = mixed * jax.nn.sigmoid(qkv[:, gate_at:gate_end])
+    y = mixed @ params.out
+    return (y if params.out_bias is None else y + params.out_bias), kv

@@ -5,8 +5,6 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from specjax.device.models.layers.projection import project
-
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -17,9 +15,9 @@ class MLP:
     down: jax.Array  # [F, D]
 
 
-def mlp(params: MLP, x: jax.Array, kernels: str) -> jax.Array:
-    """down(swiglu(gate_up x)) for x [N, D]: [N, D] or parts of it, see `project`."""
-    return project(swiglu(x @ params.gate_up), params.down, kernels)
+def mlp(params: MLP, x: jax.Array) -> jax.Array:
+    """down(swiglu(gate_up x)) for x [N, D]."""
+    return swiglu(x @ params.gate_up) @ params.down
 
 
 def swiglu(x: jax.Array) -> jax.Array:

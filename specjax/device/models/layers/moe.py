@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import grouped_matmul
-from specjax.device.models.layers.mlp import MLP, swiglu
+from specjax.device.models.layers.mlp import MLP, mlp, swiglu
 
 
 class Experts(NamedTuple):
@@ -56,5 +56,4 @@ def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
     outputs = grouped_matmul(swiglu(hidden), params.down, sizes, targets=order, kernels=kernels)
     outputs = outputs.reshape(num_rows, num_chosen, -1)
     mixed = jnp.einsum("nc,ncd->nd", weights.astype(x.dtype), outputs)
-    shared = swiglu(x @ params.shared.gate_up) @ params.shared.down
-    return mixed + jax.nn.sigmoid(x @ params.shared_gate) * shared
+    return mixed + jax.nn.sigmoid(x @ params.shared_gate) * mlp(params.shared, x)

@@ -29,7 +29,7 @@ class AttentionShape(Protocol):
 class Heads(NamedTuple):
     """Queries, gates, keys and values of N rows as their projection left them."""
 
-    qkv: jax.Array  # [N, F], or f32[S, N, F] partial sums
+    qkv: jax.Array  # [N, F]
     weights: HeadWeights  # what each goes through
     angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, n]
 

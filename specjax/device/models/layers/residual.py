@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 import jax
 
-from pallas_kernels.rms_norm import add_rms_norm, add_splits
+from pallas_kernels.rms_norm import add_rms_norm
 
 
 class Normed(Protocol):
@@ -16,15 +16,15 @@ class Normed(Protocol):
     def has_centred_norms(self) -> bool: ...
 
 
-class Stream(NamedTuple):
+class Residual(NamedTuple):
     """Rows [N, D], and what the last layer adds to them, which the next norm does in one go."""
 
     x: jax.Array  # [N, D]
-    delta: jax.Array  # [N, D], or f32[S, N, D] parts of it, see `project`
+    delta: jax.Array  # [N, D]
 
     def sum(self) -> jax.Array:
         """The rows [N, D] with what is to be added."""
-        return add_splits(self.x, self.delta)
+        return self.x + self.delta
 
     def normed(self, weight: jax.Array, model: Normed, kernels: str) -> tuple[jax.Array, jax.Array]:
         """The sum, and its RMSNorm."""
