@@ -34,14 +34,15 @@ def draw_tokens(
     vocab_size: int | None = None,
     kernels: str = "auto",
 ) -> jax.Array:
-    """A token i32[N] for each row of logits.
+    """A token i32[N] for each row of logits, N = B T: T rows for each of B requests, end to end.
 
     Args:
         logits: f32[N, V], of which -inf is never drawn where anything else is there.
-        temperature: f32[N], 0 for the argmax; others are at least MIN_TEMPERATURE.
-        seeds: u32[N].
+        temperature: f32[B], 0 for the argmax; others are at least MIN_TEMPERATURE.
+        seeds: u32[B].
         stream: which of the independent sources of noise under a seed.
-        counters: i32[N] each, what else keys the noise, such as the token's position.
+        counters: i32[B] each, what else keys the noise. The first is that of a request's first row
+            and grows by one with every row, as a token's position does.
         token_ids: i32[V], distinct: what the columns are called, in the noise and in the result, if
             not by their number.
         vocab_size: how many tokens there are, with `token_ids`.
@@ -52,15 +53,18 @@ def draw_tokens(
     """
     if logits.ndim != 2:
         raise ValueError(f"logits must be [N, V]; got {logits.shape}")
-    num_rows = logits.shape[:1]
-    if temperature.shape != num_rows or seeds.shape != num_rows:
+    if temperature.ndim != 1 or seeds.shape != temperature.shape:
         raise ValueError(
-            f"temperature and seeds must be [N={num_rows[0]}]; "
-            f"got {temperature.shape} and {seeds.shape}"
+            f"temperature and seeds must be [B]; got {temperature.shape} and {seeds.shape}"
         )
-    if any(counter.shape != num_rows for counter in counters):
+    if logits.shape[0] % temperature.shape[0]:
         raise ValueError(
-            f"counters must be [N={num_rows[0]}] each; got {[x.shape for x in counters]}"
+            f"temperature must be [B], B a divisor of the N={logits.shape[0]} rows of logits; "
+            f"got {temperature.shape}"
+        )
+    if any(counter.shape != seeds.shape for counter in counters):
+        raise ValueError(
+            f"counters must be [B={seeds.shape[0]}] each; got {[x.shape for x in counters]}"
         )
     if token_ids is not None and (token_ids.shape != logits.shape[1:] or vocab_size is None):
         raise ValueError(

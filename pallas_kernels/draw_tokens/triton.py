@@ -1,4 +1,4 @@
-"""The draw in two kernels: the best of every tile of a row, then, by XLA, the best of those."""
+"""The draw in two kernels: the best of every tile of a row, then the best of those."""
 
 import functools
 from dataclasses import dataclass
@@ -47,6 +47,7 @@ def draw_tokens_triton(
         _kernel,
         stream=stream,
         num_counters=len(counters),
+        rows_per_request=num_rows // len(seeds),
         num_tokens=num_tokens,
         block=config.block_tokens,
         has_ids=token_ids is not None,
@@ -63,24 +64,44 @@ def draw_tokens_triton(
         num_warps=config.num_warps,
         interpret=interpret,
     )
-    return jnp.take_along_axis(token, jnp.argmax(best, axis=1)[:, None], axis=1)[:, 0]
+    (tokens,) = triton_call(
+        functools.partial(_combine_kernel, num_tiles=num_tiles),
+        [best, token],
+        [jax.ShapeDtypeStruct((num_rows,), jnp.int32)],
+        name="draw_tokens_combine",
+        grid=(num_rows,),
+        num_warps=1,
+        interpret=interpret,
+    )
+    return tokens
 
 
 def _kernel(
-    logits_ref, temperature_ref, seeds_ref, *refs, stream, num_counters, num_tokens, block, has_ids
+    logits_ref,
+    temperature_ref,
+    seeds_ref,
+    *refs,
+    stream,
+    num_counters,
+    rows_per_request,
+    num_tokens,
+    block,
+    has_ids,
 ):
     row, tile = pl.program_id(0), pl.program_id(1)
     column = tile * block + jnp.arange(block, dtype=jnp.int32)
     mask = column < num_tokens
     logits = load(logits_ref.at[row, column], mask=mask, other=-jnp.inf)
     name = load(refs[num_counters].at[column], mask=mask, other=0) if has_ids else column
-    temperature = temperature_ref[row]
+    request, t = row // rows_per_request, row % rows_per_request
+    temperature = temperature_ref[request]
 
     def perturbed():
         zero = jnp.uint32(0)
-        key = threefry((zero, seeds_ref[row]), (zero, jnp.uint32(stream)))
-        for counter in refs[:num_counters]:
-            key = threefry(key, (zero, counter[row].astype(jnp.uint32)))
+        key = threefry((zero, seeds_ref[request]), (zero, jnp.uint32(stream)))
+        for i in range(num_counters):
+            counter = refs[i][request] + (t if i == 0 else 0)
+            key = threefry(key, (zero, counter.astype(jnp.uint32)))
         first, second = threefry(key, (jnp.zeros_like(name, jnp.uint32), name.astype(jnp.uint32)))
         return logits / jnp.maximum(temperature, MIN_TEMPERATURE) + as_gumbel(first ^ second)
 
@@ -91,6 +112,13 @@ def _kernel(
     best_ref, token_ref = refs[-2:]
     best_ref[row, tile] = best
     token_ref[row, tile] = refs[num_counters][place] if has_ids else place
+
+
+def _combine_kernel(best_ref, token_ref, out_ref, *, num_tiles):
+    row, tile = pl.program_id(0), jnp.arange(pl.next_power_of_2(num_tiles), dtype=jnp.int32)
+    best = load(best_ref.at[row, tile], mask=tile < num_tiles, other=-jnp.inf)
+    first = jnp.min(jnp.where(best == jnp.max(best), tile, num_tiles - 1))
+    out_ref[row] = token_ref[row, first]
 
 
 def threefry(

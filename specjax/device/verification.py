@@ -82,13 +82,9 @@ class SeedExact:
     def verify(self, draft: Draft, target: Target) -> Verdict:
         """See `Verification.verify`."""
         batch, num_rows, vocab_size = target.logits.shape
-        positions = target.lengths[:, None] + jnp.arange(num_rows)
-        tokens = choose(
-            target.logits.reshape(-1, vocab_size),
-            target.sampling.repeat(num_rows),
-            positions.reshape(-1),
-            kernels=target.kernels,
-        ).reshape(batch, num_rows)
+        rows = target.logits.reshape(-1, vocab_size)
+        tokens = choose(rows, target.sampling, target.lengths, kernels=target.kernels)
+        tokens = tokens.reshape(batch, num_rows)
         return Verdict(tokens, _leading(draft.tokens == tokens[:, :-1], target.num_drafts))
 
 

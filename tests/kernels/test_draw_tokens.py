@@ -80,6 +80,18 @@ def test_draws_follow_the_distribution(kernels):
     assert ((found - count * probs) ** 2 / (count * probs)).sum() < 23.5
 
 
+@pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
+def test_rows_of_a_request_follow_each_other(kernels):
+    logits, temperature, seeds, stream, (places, others) = arguments(4, 100)
+    rows = jnp.asarray(np.random.default_rng(5).normal(size=(12, 100)), jnp.float32)
+    tokens = draw_tokens(rows, temperature, seeds, stream, (places, others), kernels=kernels)
+    for t in range(3):
+        alone = draw_tokens(
+            rows[t::3], temperature, seeds, stream, (places + t, others), kernels=kernels
+        )
+        np.testing.assert_array_equal(np.asarray(tokens)[t::3], np.asarray(alone))
+
+
 def test_tiles_do_not_change_a_token():
     logits, *others = arguments(6, 5000)
     tokens = [
@@ -102,7 +114,8 @@ def test_the_bits_are_those_of_jax_random():
     "name, change",
     [
         ("logits", {"logits": (4, 8, 2)}),
-        ("temperature and seeds", {"temperature": (3,)}),
+        ("temperature and seeds", {"temperature": (4, 1), "seeds": (4, 1)}),
+        ("temperature", {"temperature": (3,), "seeds": (3,)}),
         ("temperature and seeds", {"seeds": (8,)}),
         ("counters", {"counter": (1,)}),
         ("token_ids", {"token_ids": (9,)}),
