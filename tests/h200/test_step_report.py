@@ -55,7 +55,7 @@ def test_parts_add_up(reports):
         counts = dict(report.num_launches)
         assert counts.pop("step") == sum(counts.values()) == sum(x.times for x in report.taken)
         assert (counts["draft"] > 20) == (counts["observe"] > 2) == (k > 0)
-        assert 4 < counts["settle"] < 20 and counts["other"] < 15
+        assert 3 < counts["settle"] < 8 and counts["other"] < 10
         assert report.num_layers == CONFIG["num_hidden_layers"]
 
 
