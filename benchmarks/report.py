@@ -1,4 +1,4 @@
-"""The format of `results/*.json`, and RESULTS.md made from all of them.
+"""The format of `results/*.json`, and RESULTS.md made from all of them and from `h200.jsonl`.
 
     python benchmarks/report.py
 
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from h200.section import read_lines, render_section
 
 from specjax.environment import describe_environment, package_version
 
@@ -84,7 +85,12 @@ def main() -> None:
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     head = "# Results\n\nMade by `python benchmarks/report.py` from `benchmarks/results/`."
     spread = "Cells with a range are median (lower to upper quartile)."
-    text = "\n\n".join([head, spread, *map(render, results)])
+    lines = read_lines(RESULTS / "h200.jsonl")
+    if lines:
+        from h200.plot import plot  # the other benchmarks do without matplotlib
+
+        plot(lines, FOLDER / "plots" / "h200.png")
+    text = "\n\n".join([head, spread, render_section(lines), *map(render, results)])
     (FOLDER / "RESULTS.md").write_text(text + "\n")
 
 

@@ -1,0 +1,46 @@
+"""What this very card can do: the ceilings that all else is a part of."""
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from problems import normal
+from timing import Setting, launch_times, spread
+
+GIB = 2**30
+
+
+def measure_card(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Copy and read bandwidth, and bf16 products."""
+    num_bytes = setting.pick(4 * GIB, 2**20)
+    device = {"device_kind": jax.devices()[0].device_kind, "jax": jax.__version__}
+
+    @jax.jit
+    def copy(x):  # which XLA may not do without
+        return x ^ jnp.uint32(1)
+
+    @jax.jit
+    def read(x):
+        return jnp.sum(x, dtype=jnp.uint32)
+
+    x = jax.random.bits(jax.random.key(0, impl="rbg"), (num_bytes // 4,), jnp.uint32)
+    for what, program, moved in ("copy", copy, 2 * num_bytes), ("read", read, num_bytes):
+        times = spread(launch_times(partial(program, x), setting))
+        yield device | {
+            "what": what,
+            "ms": {k: v * 1e3 if k != "count" else v for k, v in times.items()},
+            "bytes": moved,
+            "gbps": moved / times["median"] / 1e9,
+        }
+    for size in setting.pick((4096, 8192), (64,)):
+        a, b = (normal(i, (size, size), jnp.bfloat16) for i in range(2))
+        product = jax.jit(jnp.matmul)
+        times = spread(launch_times(partial(product, a, b), setting))
+        yield device | {
+            "what": "bf16 product",
+            "size": size,
+            "ms": {k: v * 1e3 if k != "count" else v for k, v in times.items()},
+            "tflops": 2 * size**3 / times["median"] / 1e12,
+        }

@@ -1,0 +1,174 @@
+"""What there is to measure on the card, cheapest and most telling first.
+
+A case is a generator in a module of this folder, run in a process of its own: what it yields are
+results, written as they come. `seconds` is when it is killed; `least` is what it needs to give its
+first results, below which it is not begun.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+NO_GRAPHS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}  # so that CUPTI sees every kernel
+GRAPHS_OF_LOOPS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+WHILE"}
+SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # beside another framework
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One process."""
+
+    name: str
+    function: str  # "module:function", called with a `timing.Setting` and the arguments
+    about: str
+    seconds: float
+    least: float = 20.0
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    on_cpu: bool = True  # whether the smoke test runs it; one of each kind is enough
+
+    @property
+    def group(self) -> str:
+        """The part of the name that `--only` takes for all cases that share it."""
+        return self.name.partition("/")[0]
+
+
+def _correct(dtype: str) -> Case:
+    return Case(
+        name=f"correct/{dtype}",
+        function="correct:check_kernels",
+        about=f"every kernel in {dtype} against its reference in float32, and against itself",
+        seconds=80,
+        arguments={"dtype": dtype},
+        environment=NO_GRAPHS,
+        on_cpu=dtype == "float32",
+    )
+
+
+def _kernels(name: str, seconds: float, about: str) -> Case:
+    return Case(
+        name=f"kernels/{name}",
+        function=f"kernels:time_{name}",
+        about=about,
+        seconds=seconds,
+        environment=NO_GRAPHS,
+    )
+
+
+def _grid(batch: int, seconds: float) -> Case:
+    return Case(
+        name=f"grid/{batch}",
+        function="grid:measure_grid",
+        about=f"Llama-3.1-8B + EAGLE-1, {batch} requests, K 0, 3, 1, 5, synthetic acceptance",
+        seconds=seconds,
+        least=40,
+        arguments={"batch": batch},
+        on_cpu=batch == 1,
+    )
+
+
+def _model(name: str, seconds: float) -> Case:
+    return Case(
+        name=f"models/{name}",
+        function="grid:measure_hybrid",
+        about=f"{name} + MTP, K 0 and 3, 1, 16 and 64 requests",
+        seconds=seconds,
+        least=50,
+        arguments={"name": name},
+        on_cpu=name == "Qwen3.5-4B",
+    )
+
+
+def _command_buffers(name: str, environment: Mapping[str, str]) -> Case:
+    return Case(
+        name=f"graphs/{name}",
+        function="host:measure_step",
+        about=f"a Llama-3.1-8B step, K 0 and 3, 1 request, command buffers {name}",
+        seconds=50,
+        arguments={"label": name},
+        environment=environment,
+        on_cpu=name == "off",
+    )
+
+
+CASES = (
+    Case(
+        name="card",
+        function="card:measure_card",
+        about="copy and read bandwidth, bf16 products: what all else is measured against",
+        seconds=40,
+        least=10,
+    ),
+    _correct("bfloat16"),
+    _grid(1, 110),
+    _grid(64, 110),
+    _kernels("attention", 80, "paged attention by batch, rows and context, and other tiles"),
+    _kernels("delta_rule", 60, "the gated delta rule, other tiles, and K + 1 snapshots instead"),
+    _grid(256, 80),
+    _correct("float32"),
+    _kernels("others", 60, "rope_write, add_rms_norm, grouped products, truncation"),
+    _grid(16, 60),
+    _model("Qwen3.5-4B", 100),
+    _model("Qwen3.5-27B", 130),
+    *(
+        Case(
+            name=f"host/{batch}",
+            function="host:measure_host",
+            about=f"gaps between steps at {batch} requests: sync, async, 4 rounds a dispatch",
+            seconds=90,
+            least=30,
+            arguments={"batch": batch},
+            on_cpu=batch == 1,
+        )
+        for batch in (1, 64)
+    ),
+    _command_buffers("off", NO_GRAPHS),
+    _command_buffers("on", {}),
+    _command_buffers("while", GRAPHS_OF_LOOPS),
+    _grid(4, 60),
+    _grid(128, 60),
+    Case(
+        name="projections",
+        function="kernels:time_projections",
+        about="o, qkv and down with their consumers, 1 to 8 splits against XLA's own",
+        seconds=70,
+        environment=NO_GRAPHS,
+    ),
+    Case(
+        name="peers/attention",
+        function="peers:time_attention",
+        about="torch SDPA and jax's own paged_attention",
+        seconds=50,
+        environment=SHARED_MEMORY | NO_GRAPHS,
+    ),
+    Case(
+        name="peers/delta_rule",
+        function="peers:time_delta_rule",
+        about="flash-linear-attention's recurrent kernel",
+        seconds=50,
+        environment=SHARED_MEMORY | NO_GRAPHS,
+        on_cpu=False,
+    ),
+    Case(
+        name="peers/decode",
+        function="peers:time_decode",
+        about="transformers' Llama-3.1-8B, static cache, eager and torch.compile, 1 request",
+        seconds=150,
+        least=60,
+        environment=SHARED_MEMORY,
+    ),
+)
+
+
+def select(names: list[str] | None) -> list[Case]:
+    """The cases of these names, which may be groups' or begin a case's, in the order of CASES.
+
+    Raises:
+        ValueError: a name that is nobody's.
+    """
+    if not names:
+        return list(CASES)
+    known = {case.name for case in CASES} | {case.group for case in CASES}
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"--only has no case {', '.join(unknown)}; there are {sorted(known)}")
+    return [case for case in CASES if case.name in names or case.group in names]

@@ -1,0 +1,236 @@
+"""Models of published shapes with random weights made on the device, and engines that run them."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from specjax.h200.minimum import minimum_bytes
+from timing import Setting, spread
+
+from specjax.bench.measure import Run, decode
+from specjax.config import EngineConfig
+from specjax.device.drafters.chain import ChainDrafter
+from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
+from specjax.device.drafters.eagle import EagleHead
+from specjax.device.drafters.mtp import MTPHead
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.model import Model
+from specjax.device.models.registry import describe_model
+from specjax.device.verification import Synthetic
+from specjax.engine import Engine
+from specjax.host.speculation.policy import Load, Round, Rule
+from specjax.metrics import Metrics
+from specjax.request import Request
+from specjax.sampling_params import SamplingParams
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+TINY = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+}
+TINY_LLAMA = {"num_hidden_layers": 1}
+TINY_HYBRID = {
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 1,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
+PROMPT, OUTPUT, CHUNK_TOKENS = 128, 112, 2048
+
+
+class OneShape(EngineConfig):
+    """Compiles its largest batch alone: every shape takes seconds of a short lease."""
+
+    @property
+    def decode_batches(self) -> tuple[int, ...]:
+        """The largest."""
+        return (self.max_num_seqs,)
+
+    @property
+    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
+        """As many prompts as the budget holds."""
+        width = self.prefill_widths[-1] if self.max_model_len < PROMPT else PROMPT
+        return ((max(1, min(self.max_num_seqs, CHUNK_TOKENS // width)), width),)
+
+
+@dataclass
+class Chosen(Rule):
+    """K as it is set, among those compiled; keeps the milliseconds of rounds."""
+
+    choices: tuple[int, ...]
+    k: int = 0
+    is_learning: bool = True
+    ms: list[float] = field(default_factory=list)
+
+    def choose(self, load: Load) -> int:
+        """As set."""
+        return self.k
+
+    def observe(self, outcome: Round) -> None:
+        """Keep the time."""
+        if outcome.ms is not None and outcome.k == self.k:
+            self.ms.append(outcome.ms)
+
+
+@dataclass(frozen=True)
+class Models:
+    """A target and its drafter with weights."""
+
+    target: Model
+    drafter: Drafter
+    params: Params
+    plain_params: Params  # the target's alone
+
+
+def make_models(name: str, setting: Setting) -> Models:
+    """Llama gets an EAGLE-1 head, Qwen3.5 its MTP module."""
+    config = json.loads((CONFIGS / name / "config.json").read_text())
+    text = config.get("text_config", config)
+    if setting.is_cpu:
+        text |= TINY | (TINY_HYBRID if text is not config else TINY_LLAMA)
+    target = describe_model(HFConfig(config, name))
+    head = EagleHead(shape=target) if name.startswith("Llama") else MTPHead(target)
+    dtype = setting.pick("bfloat16", "float32")
+    weights = random_params(target.specs(), dtype, 0), random_params(head.specs(), dtype, 1)
+    return Models(target, ChainDrafter(head), Params(*weights), Params(weights[0], None))
+
+
+def random_params(specs: Any, dtype: str, seed: int) -> Any:
+    """Matrices that keep the scale of what they multiply, and norms that leave it."""
+    leaves, tree = jax.tree.flatten(specs)
+    keys = jax.random.split(jax.random.key(seed, impl="rbg"), len(leaves))
+    arrays = [
+        _random(key, tuple(spec.shape), jnp.dtype(spec.dtype or dtype).name)
+        if len(spec.shape) > 1
+        else jnp.full(spec.shape, 1.0 if spec.fill is None else spec.fill, spec.dtype or dtype)
+        for key, spec in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(tree, arrays)
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _random(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
+    return jax.random.normal(key, shape, dtype) * np.asarray(shape[-2] ** -0.5, dtype)
+
+
+def make_config(batch: int, setting: Setting, most_drafts: int, **options: Any) -> OneShape:
+    """Room for `batch` requests of a prompt and an output, and for nothing else."""
+    prompt, output = lengths(setting)
+    max_model_len = prompt + output + 2 * (most_drafts + 1) + options.pop("room", 0)
+    fields = {
+        "max_model_len": max_model_len,
+        "max_num_seqs": batch,
+        "max_num_batched_tokens": max(CHUNK_TOKENS, batch * (most_drafts + 1)),
+        "num_pages": batch * -(-max_model_len // 16),
+        "enable_prefix_caching": False,
+        "num_snapshots": 1,
+        "dtype": setting.pick("bfloat16", "float32"),
+        "kernels": "auto",
+        "max_logprobs": 1,
+    }
+    return OneShape(**fields | options)
+
+
+def lengths(setting: Setting) -> tuple[int, int]:
+    """Of prompts and outputs, in tokens."""
+    return setting.pick((PROMPT, OUTPUT), (8, 12))
+
+
+def make_engine(
+    models: Models,
+    batch: int,
+    policy: Chosen,
+    rates: Sequence[float],
+    setting: Setting,
+    *,
+    is_plain: bool = False,
+    **options: Any,
+) -> Engine:
+    """An engine for `batch` requests that accepts drafts at `rates`; plain ones have no drafter."""
+    config = make_config(batch, setting, max(policy.choices, default=0), **options)
+    if is_plain:
+        return Engine(config, models.target, NoDrafter(), models.plain_params, policy)
+    verification = Synthetic(tuple(rates))
+    return Engine(config, models.target, models.drafter, models.params, policy, verification)
+
+
+def make_requests(batch: int, vocab_size: int, output: int, setting: Setting) -> list[Request]:
+    """Random prompts, greedy, to the last token."""
+    rng = np.random.default_rng(0)
+    params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
+    prompts = rng.integers(0, vocab_size, (batch, lengths(setting)[0])).tolist()
+    return [Request(i, tuple(p), params, output, (i,)) for i, p in enumerate(prompts)]
+
+
+def measure_engine(engine: Engine, policy: Chosen, k: int, setting: Setting) -> dict[str, Any]:
+    """Milliseconds per step and per token of a full batch at K = k."""
+    policy.k, batch = k, engine.config.max_num_seqs
+    vocab_size = engine.target.vocab_size
+    decode(engine, make_requests(batch, vocab_size, 6, setting))  # touches memory
+    policy.ms.clear()
+    before = engine.metrics()
+    requests = make_requests(batch, vocab_size, lengths(setting)[1], setting)
+    runs = [decode(engine, requests) for _ in range(2)]
+    after = engine.metrics()
+    return {
+        "k": k,
+        "batch": batch,
+        "ms_per_step": min(run.ms_per_step for run in runs),
+        "ms_per_token": min(run.ms_per_token for run in runs),
+        "runs_ms_per_step": [run.ms_per_step for run in runs],
+        "rounds_ms": spread(policy.ms) if policy.ms else None,
+        "tokens_per_second": max(run.tokens_per_second for run in runs),
+        "accepted_per_pos": _accepted(runs),
+        **_per_step(before, after),
+        "late_compilations": after.num_compiles_after_warmup,
+    }
+
+
+def step_floor(models: Models, batch: int, k: int, setting: Setting) -> int:
+    """The fewest bytes of a step, in the middle of an output."""
+    prompt, output = lengths(setting)
+    return minimum_bytes(
+        models.target,
+        models.drafter,
+        models.params.target,
+        models.params.drafter if k else None,
+        batch=batch,
+        k=k,
+        context=prompt + output // 2,
+        dtype=setting.pick("bfloat16", "float32"),
+    ).step
+
+
+def free(engine: Engine) -> None:
+    """Give the memory of an engine's state back."""
+    for leaf in jax.tree.leaves(engine._state):
+        leaf.delete()
+
+
+def _accepted(runs: Sequence[Run]) -> list[float]:
+    most = max(len(run.num_accepted_per_pos) for run in runs)
+    steps = sum(run.num_request_steps for run in runs)
+    padded = [[*run.num_accepted_per_pos, *[0] * most][:most] for run in runs]
+    return [sum(accepted) / steps for accepted in zip(*padded, strict=True)]
+
+
+def _per_step(before: Metrics, after: Metrics) -> dict[str, float]:
+    """What the host did between two snapshots, in milliseconds per step."""
+    steps = max(1, after.num_steps - before.num_steps)
+    return {
+        name: (getattr(after, name) * after.num_steps - getattr(before, name) * before.num_steps)
+        / steps
+        for name in ("host_ms", "wait_ms")
+    }

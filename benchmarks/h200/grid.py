@@ -1,0 +1,107 @@
+"""Steps of whole models, by batch size and K, in the engine."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from engines import (
+    Chosen,
+    Models,
+    free,
+    make_config,
+    make_engine,
+    make_models,
+    measure_engine,
+    step_floor,
+)
+from seed import RATES, seed_figures
+from steps import Step
+from timing import Setting, attempt, launch_times, spread
+
+FIRST_KS, OTHER_KS = (0, 3), (1, 5)
+COMPARED = (1, 64)  # batch sizes at which more is measured than the grid
+TAX_ROUNDS = 3
+ROOM = 16  # tokens of a request beyond what K = 3 needs; the same for all, for the same programs
+
+
+def measure_grid(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
+    """The seed's cells of one batch size; the most telling K first."""
+    name = "Llama-3.1-8B"
+    models = make_models(name, setting)
+    row = {"what": "step", "model": name, "batch": batch}
+    policy = Chosen(FIRST_KS)
+    engine = make_engine(models, batch, policy, RATES, setting, room=ROOM)
+    yield from _cells(engine, policy, FIRST_KS, models, row, setting)
+    if batch in COMPARED:
+        yield attempt(
+            row | {"what": "K=0 tax"}, lambda: measure_tax(models, engine, policy, setting)
+        )
+    if not setting.is_cpu:
+        others = Chosen(OTHER_KS)
+        engine.set_policy(others)
+        yield from _cells(engine, others, OTHER_KS, models, row, setting)
+    if batch in COMPARED:
+        yield attempt(row | {"what": "drafts"}, lambda: measure_drafts(models, batch, setting))
+
+
+def measure_hybrid(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
+    """A recurrent model: each batch size is an engine of its own, all of the same weights."""
+    models = make_models(name, setting)
+    for batch in setting.pick((1, 64, 16), (2,)):
+        row = {"what": "step", "model": name, "batch": batch}
+        policy = Chosen(FIRST_KS, k=max(FIRST_KS))
+        engine = make_engine(models, batch, policy, RATES, setting)
+        yield from _cells(engine, policy, FIRST_KS, models, row, setting)
+        free(engine)
+
+
+def _cells(
+    engine: Any, policy: Chosen, ks: tuple[int, ...], models: Models, row: Any, setting: Setting
+) -> Iterator[dict[str, Any]]:
+    compile_seconds = engine.metrics().compile_seconds
+    for k in ks:
+
+        def one(k=k):
+            found = measure_engine(engine, policy, k, setting)
+            floor = step_floor(models, row["batch"], k, setting)
+            figures = seed_figures(row["batch"], k) if row["model"].startswith("Llama") else {}
+            gbps = floor / found["ms_per_step"] / 1e6
+            return found | {"bytes": floor, "gbps": gbps} | figures
+
+        yield attempt(row | {"k": k, "compile_seconds": compile_seconds}, one)
+
+
+def measure_tax(models: Models, engine: Any, policy: Chosen, setting: Setting) -> dict[str, Any]:
+    """K = 0 in an engine with a drafter against one without, in turn."""
+    batch = engine.config.max_num_seqs
+    plain_policy = Chosen((0,))
+    plain = make_engine(models, batch, plain_policy, (), setting, is_plain=True, room=ROOM)
+    pairs = [
+        [
+            measure_engine(one, its, 0, setting)["ms_per_step"]
+            for one, its in ((engine, policy), (plain, plain_policy))
+        ]
+        for _ in range(setting.pick(TAX_ROUNDS, 1))
+    ]
+    free(plain)
+    with_drafter, without = (min(ms) for ms in zip(*pairs, strict=True))
+    return {
+        "ms_with_drafter": with_drafter,
+        "ms_without": without,
+        "pairs": pairs,
+        "ratio": with_drafter / without,
+    }
+
+
+def measure_drafts(models: Models, batch: int, setting: Setting) -> dict[str, Any]:
+    """Milliseconds of three drafts, of a round of none and of one of three, back to back."""
+    config, ms = make_config(batch, setting, max(FIRST_KS), room=ROOM), {}
+    for name, k, only_drafts in ("target", 0, False), ("drafts", 3, True), ("round", 3, False):
+        step = Step(models, config, k, RATES, setting, only_drafts=only_drafts, most_drafts=3)
+        ms[name] = spread(launch_times(step.launch, setting), 1e3)
+        del step
+    middle = {name: times["median"] for name, times in ms.items()}
+    return {
+        "k": 3,
+        "ms": ms,
+        "ratio": middle["round"] / (middle["target"] + middle["drafts"]),
+    }

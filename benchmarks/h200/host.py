@@ -1,0 +1,70 @@
+"""What the host costs: gaps between steps, and how steps are launched."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from engines import Chosen, free, make_config, make_engine, make_models, measure_engine, step_floor
+from seed import RATES
+from steps import Step
+from timing import Setting, attempt, launch_times, spread
+
+MODEL, KS = "Llama-3.1-8B", (0, 3)
+CPU_KS = (1,)  # one compilation of each is enough to see that it runs
+WAYS = {
+    "async": {},
+    "sync": {"async_scheduling": False},
+    "4 rounds a dispatch": {"steps_per_dispatch": 4},
+}
+
+
+def measure_host(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
+    """The engine's time per step against that of steps launched back to back."""
+    models, ks = make_models(MODEL, setting), setting.pick(KS, CPU_KS)
+    row = {"what": "host gap", "model": MODEL, "batch": batch}
+    device_ms = {}
+    for k in ks:
+
+        def back_to_back(k=k):
+            step = Step(
+                models, make_config(batch, setting, 3), k, RATES[:3], setting, most_drafts=3
+            )
+            times = spread(launch_times(step.launch, setting), 1e3)
+            device_ms[k] = times["median"]
+            return {"ms_per_step": times["median"], "ms": times}
+
+        yield attempt(row | {"k": k, "way": "back to back"}, back_to_back)
+    for way, options in WAYS.items():
+        policy = Chosen(ks)
+        engine = make_engine(models, batch, policy, RATES[:3], setting, **options)
+        for k in ks:
+
+            def one(k=k, engine=engine, policy=policy):
+                found = measure_engine(engine, policy, k, setting)
+                if k in device_ms:
+                    found["gap_ms"] = found["ms_per_step"] - device_ms[k]
+                    found["gap"] = found["gap_ms"] / found["ms_per_step"]
+                return found
+
+            yield attempt(row | {"k": k, "way": way}, one)
+        free(engine)
+
+
+def measure_step(setting: Setting, label: str) -> Iterator[dict[str, Any]]:
+    """A step of one request under the flags of this process."""
+    models, ks = make_models(MODEL, setting), setting.pick(KS, CPU_KS)
+    for k in ks:
+        row = {"what": "command buffers", "model": MODEL, "batch": 1, "k": k, "buffers": label}
+
+        def one(k=k):
+            step = Step(models, make_config(1, setting, 3), k, RATES[:3], setting, most_drafts=3)
+            times = spread(launch_times(step.launch, setting), 1e3)
+            floor = step_floor(models, 1, k, setting)
+            return {
+                "ms_per_step": times["median"],
+                "ms": times,
+                "xla_flags": os.environ.get("XLA_FLAGS", ""),
+                "gbps": floor / times["median"] / 1e6,
+            }
+
+        yield attempt(row, one)

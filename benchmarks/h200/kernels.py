@@ -1,0 +1,217 @@
+"""Each kernel's time at the shapes of real models, and what other tiles would give."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from pallas_kernels.gated_delta_rule.triton import TuningConfig as DeltaConfig
+from pallas_kernels.paged_attention.tuning import choose_config
+from problems import (
+    ATTENTION_HEADS,
+    DELTA_HEADS,
+    TINY_ATTENTION,
+    TINY_HEADS,
+    Problem,
+    add_norm,
+    attention,
+    delta_rule,
+    experts,
+    normal,
+    pool,
+    rotation,
+    truncation,
+)
+from snapshots import snapshot_rule
+from timing import Setting, attempt, measure
+
+from pallas_kernels.rms_norm import add_rms_norm
+from specjax.device.models.layers.projection import splits_of
+from specjax.precompile import GPU_OPTIONS
+
+POOL_BYTES = 5 * 2**30  # more than 32 bits count, as in an engine
+DTYPE = "bfloat16"
+
+
+def time_problem(problem: Problem, setting: Setting, config: Any = None) -> dict[str, Any]:
+    """Times of one call; uses up the problem's state."""
+    launch = problem.launcher(setting.kernels, config)
+    calls = len(problem.items)
+    return measure(launch, setting, calls=calls, num_bytes=problem.num_bytes)
+
+
+def time_attention(setting: Setting) -> Iterator[dict[str, Any]]:
+    """The bar's shape first: 64 requests of 4k tokens."""
+    models = setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION})
+    pools = {name: pool(heads, setting.pick(POOL_BYTES, 2**18), DTYPE) for name, heads in
+             models.items()}  # fmt: skip
+    shapes = setting.pick(
+        [(64, 4096), (1, 4096), (16, 4096), (64, 512), (256, 512), (1, 16384), (256, 4096)]
+        + [(16, 16384), (1, 512), (16, 512), (64, 16384)],
+        [(2, 64)],
+    )
+
+    def make(model: str, batch: int, rows: int, context: int) -> Problem:
+        kv = jnp.copy(pools[model])  # the one that is used up
+        return attention(models[model], batch, rows, context, DTYPE, kv)
+
+    def timed(model: str, batch: int, rows: int, context: int) -> dict[str, Any]:
+        row = _row("paged_attention", model, batch, rows, context=context)
+        return attempt(row, lambda: time_problem(make(model, batch, rows, context), setting))
+
+    for model in models:
+        yield from (timed(model, *shapes[0][:1], rows, shapes[0][1]) for rows in (1, 4))
+    for model in setting.pick(list(models), []):
+        yield from tune_attention(setting, models[model], model, make, 64, 4, 4096)
+        yield from tune_attention(setting, models[model], model, make, 1, 4, 4096)
+    for batch, context in shapes[1:]:
+        for model in models:
+            yield from (timed(model, batch, rows, context) for rows in (1, 4))
+
+
+def tune_attention(
+    setting: Setting, heads: Any, model: str, make: Any, batch: int, rows: int, context: int
+) -> Iterator[dict[str, Any]]:
+    """Tiles around those that are chosen, one change at a time."""
+    base = choose_config(batch, rows, *heads, context, jnp.dtype(DTYPE))
+    others = [
+        replace(base, num_stages=max(1, base.num_stages - 2)),
+        replace(base, num_stages=base.num_stages + 2),
+        replace(base, block_tokens=max(16, base.block_tokens // 2)),
+        replace(base, block_tokens=2 * base.block_tokens),
+        replace(base, num_splits=max(1, base.num_splits // 2)),
+        replace(base, num_splits=min(64, 2 * base.num_splits)),
+    ]
+    row = _row("paged_attention", model, batch, rows, context=context)
+    yield from tune(row, lambda: make(model, batch, rows, context), base, others, setting)
+
+
+def time_delta_rule(setting: Setting) -> Iterator[dict[str, Any]]:
+    """And beside it the same recurrence with a state kept after every token."""
+    models = setting.pick(DELTA_HEADS, {"tiny": TINY_HEADS})
+    for batch in setting.pick((64, 1, 256, 32), (2,)):
+        for model, heads in models.items():
+            for rows in setting.pick((1, 4), (2,)):
+                row = _row("gated_delta_rule", model, batch, rows)
+                make = partial(delta_rule, heads, batch, rows, DTYPE, layers=setting.pick(0, 2))
+                yield attempt(row, lambda make=make: time_problem(make(), setting))
+                row = row | {"what": "snapshots"}
+                make = partial(snapshot_rule, heads, batch, rows)
+                if rows > 1:
+                    yield attempt(row, lambda make=make: time_problem(make(), setting))
+    base = DeltaConfig()
+    others = [
+        replace(base, piece=piece, num_warps=warps)
+        for piece in (16, 32, 64)
+        for warps in (4, 8)
+        if (piece, warps) != (base.piece, base.num_warps)
+    ]
+    for batch in setting.pick((64, 1), ()):
+        row, heads = _row("gated_delta_rule", "27B", batch, 4), DELTA_HEADS["27B"]
+        yield from tune(
+            row, partial(delta_rule, heads, batch, 4, DTYPE), base, others, setting
+        )  # fmt: skip
+
+
+def tune(
+    row: dict[str, Any], make: Any, base: Any, others: Iterable[Any], setting: Setting
+) -> Iterator[dict[str, Any]]:
+    """Times with each config, then the name of the best."""
+    times = {}
+    for config in (base, *dict.fromkeys(others)):
+        if config == base and times:
+            continue
+        found = attempt({}, lambda config=config: time_problem(make(), setting, config))
+        times[str(config)] = found.get("gbps", 0.0)
+        yield row | {"what": f"{row['what']} tiles", "config": str(config)} | found
+    best = max(times, key=lambda name: times[name])
+    yield row | {
+        "what": f"{row['what']} best tiles",
+        "config": best,
+        "default": str(base),
+        "speedup": times[best] / times[str(base)] if times[str(base)] else None,
+    }
+
+
+def time_others(setting: Setting) -> Iterator[dict[str, Any]]:
+    """What is launched between the large ones. Their data comes from the card's cache, as it does
+    in a step, so that GB/s may exceed the memory's."""
+    for model, heads in setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION}).items():
+        for batch, rows in setting.pick(((1, 4), (64, 1), (64, 4), (256, 4)), ((2, 2),)):
+            row = _row("rope_write", model, batch, rows)
+            make = partial(rotation, heads, batch, rows, DTYPE)
+            yield attempt(row, lambda make=make: time_problem(make(), setting))
+    for num_rows, dim, splits in setting.pick(
+        ((8, 4096, 8), (64, 4096, 4), (256, 4096, 1), (8, 5120, 8), (256, 5120, 1)), ((4, 64, 2),)
+    ):
+        row = {"what": "add_rms_norm", "rows": num_rows, "dim": dim, "splits": splits}
+        make = partial(add_norm, num_rows, dim, splits, DTYPE)
+        yield attempt(row, lambda make=make: time_problem(make(), setting))
+    for tokens in setting.pick((1, 8, 64, 256, 2048), (4,)):
+        for part, depth, width in setting.pick(
+            (("gate_up", 2048, 1024), ("down", 512, 2048)), (("tiny", 32, 32),)
+        ):
+            row = {"what": "grouped_matmul", "model": "Qwen3.5-35B-A3B", "part": part}
+            sizes = setting.pick((256, 8), (4, 2))
+            make = partial(experts, tokens, *sizes, depth, width, DTYPE)
+            yield attempt(row | {"tokens": tokens}, lambda make=make: time_problem(make(), setting))
+    for rows in setting.pick((1, 16, 64, 256), (2,)):
+        row = {"what": "truncation", "rows": rows}
+        make = partial(truncation, rows, setting.pick(151936, 300))
+        yield attempt(row, lambda make=make: time_problem(make(), setting))
+
+
+def time_projections(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Matmuls by how many parts their depth is split in, with the kernel that sums the parts.
+
+    After qkv that is `rope_write` in a step, which sums as `add_rms_norm` does, the kernel timed
+    here for all three. "xla" is a plain product, which XLA splits, and sums, as it likes.
+    """
+    shapes = setting.pick(
+        {"o": (4096, 4096), "qkv": (4096, 6144), "down": (14336, 4096)}, {"tiny": (512, 64)}
+    )
+    for num_rows in setting.pick((8, 64, 256), (8,)):
+        for part, (depth, width) in shapes.items():
+            for splits in setting.pick(("xla", 1, 2, 4, 8), ("xla", 2)):
+                row = {"what": "projection", "part": part, "rows": num_rows, "splits": splits}
+                row["chosen"] = splits_of(num_rows, depth, width)
+                yield attempt(
+                    row,
+                    partial(_time_projection, num_rows, depth, width, splits, setting),
+                )
+
+
+def _time_projection(
+    num_rows: int, depth: int, width: int, splits: int | str, setting: Setting
+) -> dict[str, Any]:
+    count = max(2, min(8, 2**28 // (2 * depth * width)))
+    weights = [normal(i, (depth, width), DTYPE) for i in range(count)]
+    x, stream = normal(9, (num_rows, depth), DTYPE), normal(10, (num_rows, width), DTYPE)
+    scale = jnp.ones(width, DTYPE)
+
+    def run(x, stream, weights):
+        for weight in weights:
+            if splits in ("xla", 1):
+                product = x @ weight
+            else:
+                product = jnp.einsum(
+                    "nsd,sdf->snf",
+                    x.reshape(num_rows, splits, -1),
+                    weight.reshape(splits, -1, width),
+                    preferred_element_type=jnp.float32,
+                )
+            stream, normed = add_rms_norm(stream, product, scale, 1e-5, kernels=setting.kernels)
+            # The next one waits for this one, as a layer does for the one before.
+            x = x + normed[:, :1]
+        return stream, x
+
+    options = {} if setting.is_cpu or splits == "xla" else GPU_OPTIONS
+    compiled = jax.jit(run).lower(x, stream, weights).compile(compiler_options=options)
+    moved = 2.0 * (depth * width + num_rows * (depth + 3 * width))
+    return measure(partial(compiled, x, stream, weights), setting, calls=count, num_bytes=moved)
+
+
+def _row(what: str, model: str, batch: int, rows: int, **others: Any) -> dict[str, Any]:
+    return {"what": what, "model": model, "batch": batch, "rows": rows} | others

@@ -1,0 +1,79 @@
+"""Where results come from, found out without touching the card: its memory is for the cases."""
+
+import csv
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).resolve().parent
+PACKAGES = (
+    "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "torch", "triton",
+    "transformers", "flash-linear-attention",
+)  # fmt: skip
+FIXED = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.mem")
+MOVING = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
+
+
+def describe(*, is_cpu: bool, commit: str | None = None) -> dict[str, Any]:
+    """Commit, unless it is given, versions and device."""
+    gpu = None if is_cpu else _query(FIXED)
+    return {
+        "command": " ".join(["python", "benchmarks/h200/run.py", *_arguments()]),
+        "commit": commit or _commit(),
+        "versions": {"python": platform.python_version(), **_versions()},
+        "device": gpu["name"] if gpu else platform.machine(),
+        "gpu": gpu,
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def gpu_state() -> dict[str, str] | None:
+    """Clocks, power and temperature now; None where nobody tells."""
+    return _query(MOVING)
+
+
+def now() -> str:
+    """The date of a line."""
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _query(fields: tuple[str, ...]) -> dict[str, str] | None:
+    command = ["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    rows = list(csv.reader(done.stdout.splitlines(), skipinitialspace=True))
+    if done.returncode or not rows or len(rows[0]) != len(fields):
+        return None
+    return dict(zip(fields, rows[0], strict=True))
+
+
+def _arguments() -> list[str]:
+    return [Path(a).name if a.startswith("/") else a for a in sys.argv[1:]]
+
+
+def _versions() -> dict[str, str]:
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _commit() -> str:
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(FOLDER), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    try:
+        changes = " with changes" if git("status", "--porcelain", "--", "../..") else ""
+        return git("rev-parse", "--short=12", "HEAD") + changes
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"

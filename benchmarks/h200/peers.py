@@ -1,0 +1,244 @@
+"""Others' programs for the same work on the same card, as far as they are installed."""
+
+import importlib
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from engines import CONFIGS, TINY, TINY_LLAMA
+from problems import (
+    ATTENTION_HEADS,
+    DELTA_HEADS,
+    PAGE_SIZE,
+    TINY_ATTENTION,
+    Problem,
+    attention,
+    delta_rule,
+    normal,
+    pool,
+)
+from timing import REPEATS, Setting, attempt, launch_times, measure, spread
+
+DTYPE = "bfloat16"
+
+
+def time_attention(setting: Setting) -> Iterator[dict[str, Any]]:
+    """One token for each of some requests of the same length. Torch's cache is contiguous."""
+    for model, heads in setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION}).items():
+        for batch, context in setting.pick(((64, 4096), (1, 4096)), ((2, 64),)):
+            row = {"what": "peer attention", "model": model, "batch": batch, "context": context}
+            moved = 2 * 2 * batch * context * heads[1] * heads[2]
+            for peer, function in PEERS_OF_ATTENTION.items():
+                timed = partial(function, heads, batch, context, setting, moved)
+                yield _try_peer(row | {"peer": peer}, timed)
+
+
+def _torch_attention(
+    heads: tuple[int, int, int], batch: int, context: int, setting: Setting, moved: int
+) -> dict[str, Any]:
+    torch = importlib.import_module("torch")
+    device = setting.pick("cuda", "cpu")
+    num_heads, num_kv_heads, dim = heads
+
+    def random(*shape):
+        return torch.randn(*shape, device=device, dtype=torch.bfloat16)
+
+    pairs = [[random(batch, num_kv_heads, context, dim) for _ in "kv"] for _ in range(4)]
+    q = random(batch, num_heads, 1, dim)
+    attend = partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
+    times = _torch_times(lambda: [attend(q, *pair) for pair in pairs], setting)
+    return _figures(times, len(pairs), moved) | {"peer_version": torch.__version__}
+
+
+def _jax_attention(
+    heads: tuple[int, int, int], batch: int, context: int, setting: Setting, moved: int
+) -> dict[str, Any]:
+    module = importlib.import_module("jax.experimental.pallas.ops.gpu.paged_attention")
+    num_heads, num_kv_heads, dim = heads
+    columns = context // PAGE_SIZE
+    pages = [
+        normal(i, (num_kv_heads, 2 * batch * columns, PAGE_SIZE, dim), DTYPE) for i in range(2)
+    ]
+    tables = np.random.default_rng(0).permutation(2 * batch * columns).astype(np.int32)
+    items = tuple(jnp.asarray(tables.reshape(2, batch, columns)))
+    q, lengths = normal(3, (batch, num_heads, dim), DTYPE), jnp.full(batch, context, jnp.int32)
+
+    # Its parts of a context are whole blocks of pages.
+    block = min(8, columns)
+    splits = min(16, columns // block)
+
+    @jax.jit
+    def run(q, pages, items, lengths):
+        return [
+            module.paged_attention(
+                q, *pages, table, lengths, pages_per_compute_block=block, k_splits=splits,
+                interpret=setting.is_cpu,
+            )
+            for table in items
+        ]  # fmt: skip
+
+    launch = partial(run, q, pages, items, lengths)
+    return measure(launch, setting, calls=len(items), num_bytes=moved)
+
+
+def _reference_attention(
+    heads: tuple[int, int, int], batch: int, context: int, setting: Setting, moved: int
+) -> dict[str, Any]:
+    kv = pool(heads, setting.pick(2**31, 2**18), DTYPE)
+    return _ours(attention(heads, batch, 1, context, DTYPE, kv), "reference", setting)
+
+
+def _our_attention(
+    heads: tuple[int, int, int], batch: int, context: int, setting: Setting, moved: int
+) -> dict[str, Any]:
+    kv = pool(heads, setting.pick(2**31, 2**18), DTYPE)
+    return _ours(attention(heads, batch, 1, context, DTYPE, kv), setting.kernels, setting)
+
+
+def _ours(problem: Problem, kernels: str, setting: Setting) -> dict[str, Any]:
+    launch, calls = problem.launcher(kernels), len(problem.items)
+    return measure(launch, setting, calls=calls, num_bytes=problem.num_bytes)
+
+
+PEERS_OF_ATTENTION = {
+    "specjax": _our_attention,
+    "torch SDPA, contiguous": _torch_attention,
+    "jax paged_attention": _jax_attention,
+    "plain jax (our reference)": _reference_attention,
+}
+
+
+def time_delta_rule(setting: Setting) -> Iterator[dict[str, Any]]:
+    """T tokens on a state; the peer's call has no convolution, no gates and no lazy advance."""
+    heads = DELTA_HEADS["27B"]
+    for batch, rows in (64, 1), (64, 4), (1, 4):
+        row = {"what": "peer delta rule", "model": "27B", "batch": batch, "rows": rows}
+        for peer, kernels in (
+            ("specjax", setting.kernels),
+            ("plain jax (our reference)", "reference"),
+        ):
+            problem = partial(delta_rule, heads, batch, rows, DTYPE)
+            yield _try_peer(
+                row | {"peer": peer}, lambda p=problem, k=kernels: _ours(p(), k, setting)
+            )
+        timed = partial(_fla_delta_rule, heads, batch, rows, setting)
+        yield _try_peer(row | {"peer": "flash-linear-attention"}, timed)
+
+
+def _fla_delta_rule(heads: Any, batch: int, rows: int, setting: Setting) -> dict[str, Any]:
+    fla = importlib.import_module("fla.ops.gated_delta_rule")
+    torch = importlib.import_module("torch")
+
+    def random(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    # Key heads repeated to the value heads', as its interface wants them.
+    tokens = (batch, rows, heads.num_values)
+    q, k = (random(*tokens, heads.key_dim) for _ in "qk")
+    v, beta = random(*tokens, heads.value_dim), random(*tokens).sigmoid()
+    g = -random(*tokens, dtype=torch.float32).abs()
+    size = (batch, heads.num_values, heads.key_dim, heads.value_dim)
+    states = [random(*size, dtype=torch.float32) for _ in range(4)]
+
+    def launch():
+        return [
+            fla.fused_recurrent_gated_delta_rule(
+                q, k, v, g, beta, initial_state=state, output_final_state=True,
+                use_qk_l2norm_in_kernel=True,
+            )
+            for state in states
+        ]  # fmt: skip
+
+    moved = 2 * 4 * int(np.prod(size))
+    return _figures(_torch_times(launch, setting), len(states), moved)
+
+
+def time_decode(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Milliseconds of one token of one request of about the grid's length."""
+    row = {"what": "peer decode", "model": "Llama-3.1-8B", "batch": 1}
+    step: dict[str, Callable[[], Any]] = {}
+
+    def eager() -> dict[str, Any]:
+        step["run"] = _transformers_step(setting)
+        return _decode_figures(step["run"], setting)
+
+    def compiled() -> dict[str, Any]:
+        torch = importlib.import_module("torch")
+        start = time.perf_counter()
+        run = torch.compile(step["run"], mode="reduce-overhead")
+        run()
+        found = {"compile_seconds": time.perf_counter() - start}
+        return found | _decode_figures(run, setting)
+
+    yield _try_peer(row | {"peer": "transformers, eager"}, eager)
+    if not setting.is_cpu:
+        yield _try_peer(row | {"peer": "transformers, torch.compile"}, compiled)
+
+
+def _transformers_step(setting: Setting) -> Callable[[], Any]:
+    torch = importlib.import_module("torch")
+    transformers = importlib.import_module("transformers")
+    sizes = setting.pick({}, TINY | TINY_LLAMA)
+    config = transformers.AutoConfig.from_pretrained(CONFIGS / "Llama-3.1-8B", **sizes)
+    device = setting.pick("cuda", "cpu")
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device(device):
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    cache = transformers.StaticCache(config=config, max_cache_len=640)
+    ids = torch.ones((1, 128), dtype=torch.long, device=device)
+
+    def run(ids, places):
+        with torch.no_grad():
+            arguments = {"past_key_values": cache, "cache_position": places}
+            return model(ids, **arguments).logits.argmax(-1)
+
+    run(ids, torch.arange(128, device=device))
+    # The same position each time, which costs what the next one does.
+    return partial(run, ids[:, :1], torch.tensor([128], device=device))
+
+
+def _decode_figures(run: Callable[[], Any], setting: Setting) -> dict[str, Any]:
+    times = spread(_torch_times(run, setting), 1e3)
+    return {"ms_per_step": times["median"], "ms": times}
+
+
+def _torch_times(launch: Callable[[], Any], setting: Setting) -> list[float]:
+    """As `launch_times`, for programs of torch."""
+    torch = importlib.import_module("torch")
+    if setting.is_cpu:
+        return launch_times(lambda: launch() and None, setting)
+
+    def seconds(count: int) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(count):
+            launch()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / count
+
+    for _ in range(3):
+        seconds(1)
+    count = max(1, int(0.02 / seconds(3)))
+    return [seconds(count) for _ in range(REPEATS)]
+
+
+def _figures(times: list[float], calls: int, moved: float) -> dict[str, Any]:
+    wall = spread(times, 1e6 / calls)
+    gbps = moved / wall["median"] / 1e3
+    return {"wall_us": wall, "timed_by": "wall", "bytes": moved, "gbps": gbps}
+
+
+def _try_peer(row: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """As `attempt`; a peer that is not installed is absent, which is no error."""
+
+    def run() -> dict[str, Any]:
+        try:
+            return function()
+        except ImportError as error:
+            return {"absent": str(error)[:200]}
+
+    return attempt(row, run)

@@ -1,0 +1,256 @@
+"""Inputs of the kernels at the shapes of real models, for tests of their results and of their time.
+
+A problem is a state, which a call takes and leaves, some items that calls take in turn, so that no
+call finds its data in the card's cache, and the fewest bytes that one call moves. Values are
+random: the card does zeros faster.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
+from pallas_kernels.paged_attention.triton import paged_attention_triton
+from pallas_kernels.truncation import truncate
+
+from pallas_kernels.gated_delta_rule import (
+    DeltaRuleCache,
+    DeltaRuleWeights,
+    Heads,
+    gated_delta_rule,
+    num_ring_columns,
+)
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rms_norm import add_rms_norm
+from pallas_kernels.rope_write import HeadWeights, rope_write
+
+CACHE_BYTES = 2**28  # several times the card's cache: what the items of a problem come to
+PAGE_SIZE, TAPS, MOST_ROWS, EPS = 16, 4, 4, 1e-6
+DELTA_HEADS = {"4B": Heads(16, 32, 128, 128), "27B": Heads(16, 48, 128, 128)}
+TINY_HEADS = Heads(1, 2, 16, 16)
+# Query heads, key heads and their dimension.
+ATTENTION_HEADS = {"Llama-8B": (32, 8, 128), "Qwen-27B": (24, 4, 256)}
+TINY_ATTENTION = (4, 2, 64)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """`call(state, item, kernels, config)` gives the state and an output."""
+
+    state: Any
+    items: tuple[Any, ...]
+    call: Callable[[Any, Any, str, Any], tuple[Any, Any]]
+    num_bytes: float
+
+    def program(self, kernels: str, config: Any = None) -> Callable[[Any, Any], tuple[Any, Any]]:
+        """One jitted program of all calls in turn; the state is donated."""
+
+        @partial(jax.jit, donate_argnums=0)
+        def run(state, items):
+            one = jax.jit(partial(self.call, kernels=kernels, config=config))  # a single trace
+            outputs = []
+            for item in items:
+                state, output = one(state, item)
+                outputs.append(output)
+            return state, outputs
+
+        return run
+
+    def launcher(self, kernels: str, config: Any = None) -> Callable[[], Any]:
+        """A function that launches the program on what its last launch left. Uses the state up."""
+        run, state = self.program(kernels, config), [self.state]
+
+        def launch():
+            state[0], outputs = run(state[0], self.items)
+            return outputs
+
+        return launch
+
+
+@partial(jax.jit, static_argnames=("shape", "dtype"))
+def _normal(seed, shape, dtype):
+    return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, dtype)
+
+
+def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
+    """Random numbers, made on the device."""
+    return _normal(seed, tuple(shape), jnp.dtype(dtype).name)
+
+
+def attention(
+    heads: tuple[int, int, int],
+    batch: int,
+    num_rows: int,
+    context: int,
+    dtype: Any,
+    kv: jax.Array,
+    num_items: int = 4,
+) -> Problem:
+    """Rows at the end of contexts of so many tokens, on pages anywhere in the pool `kv`."""
+    num_heads, num_kv_heads, dim = heads
+    columns = -(-context // PAGE_SIZE)
+    needed = batch * columns
+    pages = np.random.default_rng(0).permutation(kv.shape[1])
+    positions = np.tile(np.arange(context - num_rows, context, dtype=np.int32), (batch, 1))
+    items = []
+    for i in range(num_items):
+        table = np.take(pages, np.arange(i * needed, (i + 1) * needed), mode="wrap")
+        q = normal(i, (batch, num_rows, num_heads, dim), dtype)
+        items.append((q, table.reshape(batch, columns).astype(np.int32), positions))
+
+    def call(kv, item, kernels, config):
+        arguments = item[0], kv, jnp.int32(0), *item[1:]
+        if config is not None:
+            return kv, paged_attention_triton(*arguments, config=config)
+        return kv, paged_attention(*arguments, kernels=kernels)
+
+    width = jnp.dtype(dtype).itemsize
+    read = 2 * batch * context * num_kv_heads * dim
+    return Problem(kv, tuple(items), call, width * (read + 2 * batch * num_rows * num_heads * dim))
+
+
+def pool(heads: tuple[int, int, int], num_bytes: float, dtype: Any) -> jax.Array:
+    """Keys and values of one layer, for `attention`."""
+    page = (PAGE_SIZE, 2, *heads[1:])
+    num_pages = int(num_bytes // (np.prod(page) * jnp.dtype(dtype).itemsize))
+    return normal(7, (1, num_pages, *page), dtype)
+
+
+def delta_rule(
+    heads: Heads, batch: int, num_rows: int, dtype: Any, *, folds: bool = False, layers: int = 0
+) -> Problem:
+    """Steps whose last one left up to T tokens pending; each call is of another layer."""
+    state_bytes = 4 * batch * heads.num_values * heads.value_dim * heads.key_dim
+    layers = layers or int(min(max(4, CACHE_BYTES // state_bytes), 32))
+    columns, channels = num_ring_columns(TAPS, MOST_ROWS), heads.channels
+    cache = DeltaRuleCache(
+        0.1
+        * normal(1, (layers, batch, heads.num_values, heads.value_dim, heads.key_dim), "float32"),
+        normal(2, (layers, batch, columns, channels), dtype),
+        jnp.stack(
+            [
+                -jnp.abs(normal(3, (layers, batch, columns, heads.num_values), "float32")),
+                jax.nn.sigmoid(normal(4, (layers, batch, columns, heads.num_values), "float32")),
+            ],
+            axis=3,
+        ),
+    )
+    weights = DeltaRuleWeights(
+        normal(5, (TAPS, channels), dtype) / 2,
+        jnp.linspace(-7.0, 1.0, heads.num_values),
+        normal(6, (heads.num_values,), "float32"),
+        1 + normal(7, (heads.value_dim,), dtype) / 8,
+    )
+    rng = np.random.default_rng(0)
+    slots = rng.permutation(batch).astype(np.int32)
+    positions = (1000 + np.arange(batch)[:, None] + np.arange(num_rows)).astype(np.int32)
+    pending = rng.integers(1, min(num_rows, MOST_ROWS) + 1, batch).astype(np.int32)
+    items = tuple(
+        (normal(10 + i, (batch, num_rows, heads.inputs), dtype), jnp.int32(i), slots, positions)
+        + (pending,)
+        for i in range(layers)
+    )
+
+    def call(state, item, kernels, config):
+        weights, cache = state
+        x, *where = item
+        options = {"folds": folds, "eps": EPS}
+        if config is not None:
+            run = partial(gated_delta_rule_triton, config=config)
+        else:
+            run = partial(gated_delta_rule, kernels=kernels)
+        out, cache = run(x, weights, cache, *where, **options)
+        return (weights, cache), out
+
+    width = jnp.dtype(dtype).itemsize
+    tokens = batch * num_rows * (heads.inputs + heads.num_values * heads.value_dim + channels)
+    history = (batch * (TAPS - 1) + int(pending.sum())) * channels
+    return Problem((weights, cache), items, call, 2 * state_bytes + width * (tokens + history))
+
+
+def rotation(heads: tuple[int, int, int], batch: int, num_rows: int, dtype: Any) -> Problem:
+    """Projections of one step, each layer's to its own pages."""
+    num_heads, num_kv_heads, dim = heads
+    layers, columns = 8, 8
+    kv = normal(1, (layers, batch * columns, PAGE_SIZE, 2, num_kv_heads, dim), dtype)
+    pages = np.random.default_rng(0).permutation(batch * columns).astype(np.int32)
+    positions = np.tile(np.arange(40, 40 + num_rows, dtype=np.int32), (batch, 1))
+    angle = normal(2, (batch, num_rows, dim // 2), "float32")
+    width = (num_heads + 2 * num_kv_heads) * dim
+    items = tuple(
+        (normal(10 + i, (batch, num_rows, width), dtype), jnp.int32(i)) for i in range(layers)
+    )
+    table = pages.reshape(batch, columns)
+    state = kv, (jnp.cos(angle), jnp.sin(angle)), table, positions
+
+    def call(state, item, kernels, config):
+        kv, angles, table, positions = state
+        qkv, layer = item
+        q, kv = rope_write(
+            qkv, HeadWeights(), angles, kv, layer, table, positions,
+            num_heads=num_heads, kernels=kernels,
+        )  # fmt: skip
+        return (kv, angles, table, positions), q
+
+    moved = 2 * batch * num_rows * width * jnp.dtype(dtype).itemsize
+    return Problem(state, items, call, moved)
+
+
+def add_norm(num_rows: int, dim: int, num_splits: int, dtype: Any) -> Problem:
+    """A residual stream and what is added to it, whole or in partial sums."""
+    shape = (num_splits, num_rows, dim) if num_splits > 1 else (num_rows, dim)
+    summed = "float32" if num_splits > 1 else dtype
+    items = tuple(
+        (normal(i, (num_rows, dim), dtype), normal(20 + i, shape, summed)) for i in range(8)
+    )
+
+    def call(weight, item, kernels, config):
+        return weight, add_rms_norm(*item, weight, 1e-5, kernels=kernels)
+
+    width = jnp.dtype(dtype).itemsize
+    moved = num_rows * dim * (3 * width + num_splits * jnp.dtype(summed).itemsize)
+    return Problem(1 + normal(3, (dim,), dtype) / 8, items, call, moved)
+
+
+def experts(
+    num_tokens: int, num_experts: int, num_chosen: int, depth: int, width: int, dtype: Any
+) -> Problem:
+    """Tokens that each chose some experts at random, the same number each."""
+    rng, items, read = np.random.default_rng(0), [], 0
+    for i in range(2):
+        chosen = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_chosen]
+        order = np.argsort(chosen.reshape(-1), kind="stable")
+        sizes = np.bincount(chosen.reshape(-1), minlength=num_experts).astype(np.int32)
+        sources = (order // num_chosen).astype(np.int32)
+        items.append((normal(i, (num_tokens, depth), dtype), sizes, sources))
+        read = int((sizes > 0).sum())
+
+    def call(weights, item, kernels, config):
+        x, sizes, sources = item
+        return weights, grouped_matmul(x, weights, sizes, sources, kernels=kernels)
+
+    itemsize = jnp.dtype(dtype).itemsize
+    rows = num_tokens * depth + num_tokens * num_chosen * width
+    weights = normal(5, (num_experts, depth, width), dtype) / depth**0.5
+    return Problem(weights, tuple(items), call, itemsize * (read * depth * width + rows))
+
+
+def truncation(num_rows: int, vocab_size: int) -> Problem:
+    """Logits of a confident model, rows with top_k, top_p, both and neither."""
+    settings = (
+        np.full(num_rows, 0.8, np.float32),
+        np.resize([50, 0, 20, 0], num_rows).astype(np.int32),
+        np.resize([1.0, 0.9, 0.95, 1.0], num_rows).astype(np.float32),
+        np.zeros(num_rows, np.float32),
+    )
+    items = tuple(3 * normal(i, (num_rows, vocab_size), "float32") for i in range(4))
+
+    def call(settings, logits, kernels, config):
+        return settings, truncate(logits, *settings, kernels=kernels)
+
+    return Problem(settings, items, call, 2 * 4 * num_rows * vocab_size)

@@ -1,0 +1,203 @@
+"""Everything worth timing on an H200, within ten minutes.
+
+    python benchmarks/h200/run.py                  all that fits the budget, most telling first
+    python benchmarks/h200/run.py --only grid      cases by name or group; --list has them
+    python benchmarks/h200/run.py --cpu            tiny shapes, to see that it runs
+
+Every case is a process of its own, killed with all it started when its time is up. Each result is
+a line of JSON in --output as soon as it is there, with what it depends on; so is a failure, with
+the end of what the process said.
+"""
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cases import Case, select
+from machine import describe, gpu_state, now
+
+FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
+OUTPUT = FOLDER.parent / "results" / "h200.jsonl"
+BUDGET = 540.0
+MARK = "RESULT "  # begins a line of a case's output that is a result
+TAIL = 1500  # characters of what a failed case said last
+
+
+class Results:
+    """A file that lines are added to, and the copy bandwidth once one of them has it."""
+
+    def __init__(self, path: Path, provenance: Mapping[str, Any]):
+        self._path, self._provenance = path, provenance
+        self._lock = threading.Lock()
+        self._copy_gbps = _known_bandwidth(path, provenance)
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def append(self, case: Case, status: str, seconds: float, **fields: Any) -> None:
+        """Write a line; a figure in GB/s also as a part of the card's copy bandwidth."""
+        with self._lock:
+            if fields.get("what") == "copy" and "gbps" in fields:
+                self._copy_gbps = fields["gbps"]
+            if self._copy_gbps and fields.get("gbps"):
+                fields["of_copy"] = fields["gbps"] / self._copy_gbps
+            line = {
+                "case": case.name,
+                "status": status,
+                "seconds": round(seconds, 2),
+                "date": now(),
+                **fields,
+                "provenance": self._provenance,
+            }
+            with self._path.open("a") as file:
+                file.write(json.dumps(line, default=str) + "\n")
+        shown = {k: _short(v) for k, v in fields.items() if k not in ("gpu", "stderr")}
+        print(f"{seconds:7.1f} s  {case.name:20} {status:8}", shown, flush=True)
+        if "stderr" in fields:
+            print(fields["stderr"], flush=True)
+
+
+def run_cases(
+    cases: Sequence[Case], results: Results, *, budget: float, is_cpu: bool, cache: Path
+) -> None:
+    """Run cases in turn while the budget lasts, and record those that it does not."""
+    start = time.monotonic()
+    for case in cases:
+        left = budget - (time.monotonic() - start)
+        if left < min(case.least, case.seconds):
+            results.append(case, "skipped", 0.0, reason=f"{max(left, 0):.0f} s of budget left")
+            continue
+        run_case(case, results, limit=min(case.seconds, left), is_cpu=is_cpu, cache=cache)
+
+
+def run_case(case: Case, results: Results, *, limit: float, is_cpu: bool, cache: Path) -> None:
+    """One process: its results, then how it ended."""
+    setting = {"function": case.function, "is_cpu": is_cpu, "arguments": dict(case.arguments)}
+    start, before = time.monotonic(), gpu_state()
+    with tempfile.TemporaryFile("w+", errors="replace") as said:
+        process = subprocess.Popen(
+            [sys.executable, str(FOLDER / "one_case.py"), json.dumps(setting)],
+            stdout=subprocess.PIPE,
+            stderr=said,
+            text=True,
+            errors="replace",
+            env=_environment(case, is_cpu=is_cpu, cache=cache),
+            process_group=0,  # of its own, to be killed as one; who ends the session ends it, too
+        )
+
+        def read() -> None:
+            assert process.stdout
+            with process.stdout as lines:
+                for line in lines:
+                    if line.startswith(MARK) and line.endswith("\n"):  # whole, if it was killed
+                        row = json.loads(line.removeprefix(MARK))
+                        results.append(case, "result", time.monotonic() - start, **row)
+
+        reader = threading.Thread(target=read, daemon=True)
+        reader.start()
+        try:
+            code = process.wait(timeout=limit)
+            status = "done" if code == 0 else "failed"
+        except subprocess.TimeoutExpired:
+            code, status = None, "timeout"
+        finally:
+            _kill(process)
+        reader.join(timeout=10)
+        fields: dict[str, Any] = {"gpu": {"before": before, "after": gpu_state()}}
+        if status != "done":
+            said.seek(0)
+            tail = said.read()[-TAIL:].replace(str(ROOT), ".")
+            fields |= {"code": code, "limit": round(limit, 1), "stderr": tail}
+        results.append(case, status, time.monotonic() - start, **fields)
+
+
+def _kill(process: subprocess.Popen) -> None:
+    """End what is left of a process and of all it started."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        pass
+    try:
+        process.wait(timeout=10)
+    except subprocess.TimeoutExpired:  # the driver has it; the next case may do without
+        pass
+
+
+def _environment(case: Case, *, is_cpu: bool, cache: Path) -> dict[str, str]:
+    environment = os.environ | {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
+        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
+        "PYTHONUNBUFFERED": "1",
+        "HF_HUB_OFFLINE": "1",
+        **case.environment,
+    }
+    if is_cpu:
+        environment["JAX_PLATFORMS"] = "cpu"
+        environment["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "")  # not the GPU's
+    return environment
+
+
+def _known_bandwidth(path: Path, provenance: Mapping[str, Any]) -> float | None:
+    """What an earlier run into the same file measured on a card of the same name."""
+    try:
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+    except FileNotFoundError:
+        return None
+    device = provenance.get("device")
+    found = [
+        line["gbps"]
+        for line in lines
+        if line.get("what") == "copy" and line["provenance"].get("device") == device
+    ]
+    return found[-1] if found else None
+
+
+def _short(value: Any) -> Any:
+    return float(f"{value:.4g}") if isinstance(value, float) else value
+
+
+def main() -> int:
+    """Run the cases asked for."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases or groups of them")
+    parser.add_argument("--list", action="store_true", help="the cases, and do nothing")
+    parser.add_argument("--output", type=Path, help=f"default: results/{OUTPUT.name}")
+    parser.add_argument("--budget", type=float, default=BUDGET, help="seconds; %(default)s")
+    parser.add_argument("--commit", help="of the sources, where git cannot tell")
+    parser.add_argument(
+        "--cache", type=Path, metavar="FOLDER", help="for compiled programs; default: a new one"
+    )
+    parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU")
+    settings = parser.parse_args()
+    try:
+        cases = select(settings.only)
+    except ValueError as error:
+        parser.error(str(error))
+    if settings.cpu and not settings.only:
+        cases = [case for case in cases if case.on_cpu]
+    if settings.list:
+        for case in cases:
+            print(f"{case.name:20} {case.seconds:5.0f} s  {case.about}")
+        print(f"{'':20} {sum(case.seconds for case in cases):5.0f} s if all took their limits")
+        return 0
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the case that runs, too
+    with tempfile.TemporaryDirectory(prefix="h200-") as folder:
+        output = settings.output or (Path(folder) / "cpu.jsonl" if settings.cpu else OUTPUT)
+        results = Results(output, describe(is_cpu=settings.cpu, commit=settings.commit))
+        cache = (settings.cache or Path(folder) / "jax").resolve()
+        run_cases(cases, results, budget=settings.budget, is_cpu=settings.cpu, cache=cache)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""The section of RESULTS.md, and a plot, from the lines of a run on the card."""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from h200.seed import BAR, PEAK_TBPS, peak_gbps
+
+TITLE = "On an H200"
+PREPARED = (
+    "Prepared, not run: there are no results yet. `python benchmarks/h200/run.py` on a machine "
+    "with the card measures all that this section has tables for, within ten minutes."
+)
+LEAST_OF_COPY, LEAST_OF_FLOOR, MOST_STEP, MOST_TAX = 0.7, 0.75, 1.1, 1.01
+Line = Mapping[str, Any]
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The lines of a results file; none if there is no file."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+
+
+def render_section(lines: Sequence[Line]) -> str:
+    """Markdown."""
+    if not lines:
+        return f"## {TITLE}\n\n{PREPARED}"
+    results = latest(line for line in lines if line["status"] == "result")
+    logged = [x["message"] for x in pick(results, "log")]
+    results = [x for x in results if x["what"] != "log"]
+    device = lines[-1]["provenance"]["device"]
+    parts = [f"## {TITLE}", "", *_sources(lines), ""]
+    for title, make in TABLES.items():
+        columns, rows = make(results, device)
+        if rows:
+            parts += [f"### {title}", "", *_table(columns, rows), ""]
+    parts += [f"- Logged: {message}" for message in dict.fromkeys(logged)] + [""] * bool(logged)
+    columns, rows = _endings(lines)
+    return "\n".join([*parts, "### How the cases ended", "", *_table(columns, rows)])
+
+
+def latest(lines: Iterable[Line]) -> list[Line]:
+    """Of lines that measured the same thing, the last."""
+    names = ("what", "model", "shape", "dtype", "batch", "rows", "context", "k", "way", "buffers",
+             "config", "part", "tokens", "dim", "splits", "size", "peer", "message")  # fmt: skip
+    found = {(line["case"], *(str(line.get(name)) for name in names)): line for line in lines}
+    return list(found.values())
+
+
+def _sources(lines: Sequence[Line]) -> list[str]:
+    last = lines[-1]["provenance"]
+    gpu = last.get("gpu") or {}
+    versions = ", ".join(f"{name} {v}" for name, v in last["versions"].items())
+    commands = dict.fromkeys(line["provenance"]["command"] for line in lines)
+    commits = dict.fromkeys(line["provenance"]["commit"] for line in lines)
+    return [
+        "Weights are random, of the shapes named; times are medians of what was measured. Bytes "
+        "are the fewest that the work can do with, so that a part of the copy bandwidth is one of "
+        "what the card can do. Plot: plots/h200.png.",
+        "",
+        f"- Commands: {', '.join(f'`{c}`' for c in commands)}",
+        f"- Device: {last['device']}, driver {gpu.get('driver_version', 'unknown')}, power limit "
+        f"{gpu.get('power.limit', 'unknown')}",
+        f"- Versions: {versions}",
+        f"- Time and commit: {lines[0]['date']} to {lines[-1]['date']}, {', '.join(commits)}",
+    ]
+
+
+def _bars(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = []
+
+    def add(what: str, values: list[float], bar: float, is_least: bool) -> None:
+        for value in values:
+            meets = value >= bar if is_least else value <= bar
+            sign = ">=" if is_least else "<="
+            rows.append([what, value, f"{sign} {bar:g}", "yes" if meets else "no"])
+
+    for name in "paged_attention", "gated_delta_rule":
+        for x in pick(results, name):
+            of_copy = x.get("of_copy")
+            if of_copy and x["batch"] == 64 and x.get("context", 4096) == 4096:
+                add(f"{kernel_name(x)}, of copy", [of_copy], LEAST_OF_COPY, True)
+    for x in pick(results, "step"):
+        if x["case"] == "grid/1" and x["k"] == 0 and "gbps" in x:
+            add("Llama-8B, 1 request, K = 0, of copy", [x.get("of_copy", 0)], LEAST_OF_FLOOR, True)
+            if peak := peak_gbps(device):
+                add("the same, of the datasheet", [x["gbps"] / peak], LEAST_OF_FLOOR, True)
+    for x in pick(results, "drafts"):
+        if "ratio" in x:
+            what = f"step of K = 3 / (target + 3 drafts), {x['batch']} requests"
+            add(what, [x["ratio"]], MOST_STEP, False)
+    for x in pick(results, "K=0 tax"):
+        if "ratio" in x:
+            what = f"K = 0 with a drafter / without, {x['batch']} requests"
+            add(what, [x["ratio"]], MOST_TAX, False)
+    cells = [m for x in pick(results, "step") if (m := _to_seed(x, device, "ms_per_step"))]
+    if cells:
+        met = sum(ratio <= BAR for ratio in cells)
+        rows.append([
+            "cells of the seed's grid within its figure, scaled by memory bandwidth",
+            f"{met} of {len(cells)}", f"<= {BAR:g} each", "yes" if met == len(cells) else "no",
+        ])  # fmt: skip
+    return ["what", "measured", "bar", "met"], rows
+
+
+def _card(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [x["what"], x.get("size", ""), x["ms"]["median"], x.get("gbps", ""), x.get("tflops", "")]
+        for x in results
+        if x["case"] == "card"
+    ]
+    return ["what", "size", "ms", "GB/s", "TFLOP/s"], rows
+
+
+def _correct(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [x["what"], _words(x["shape"]), x["dtype"], *_or_error(x, "error", "tolerance", "passes",
+         "is_repeatable")]
+        for x in results
+        if x["case"].startswith("correct/")
+    ]  # fmt: skip
+    return ["kernel", "shape", "type", "error", "tolerance", "passes", "repeats bitwise"], rows
+
+
+def _kernels(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [kernel_name(x), x.get("device_us") or "", *_or_error(x, "wall_us", "gbps", "of_copy")]
+        for x in results
+        if x["case"].startswith("kernels/") and "tiles" not in x["what"]
+    ]
+    columns = ["kernel", "device us", "wall us", "GB/s", "of copy"]
+    return columns, rows
+
+
+def _tiles(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [kernel_name(x), f"`{x['config']}`", f"`{x['default']}`", x["speedup"] or ""]
+        for x in results
+        if x["what"].endswith("best tiles")
+    ]
+    return ["kernel", "best", "default", "best / default, GB/s"], rows
+
+
+def _projections(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [x["part"], x["rows"], x["splits"], x["chosen"], x.get("device_us") or "",
+         *_or_error(x, "wall_us", "gbps", "of_copy")]
+        for x in pick(results, "projection")
+    ]  # fmt: skip
+    return [
+        "projection", "rows", "splits", "ours", "device us", "wall us", "GB/s", "of copy",
+    ], rows  # fmt: skip
+
+
+def _steps(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = []
+    for x in sorted(pick(results, "step"), key=lambda x: (x["model"], x["batch"], x["k"])):
+        seeds = [x.get(f"h100_{name}", "") for name in ("ms_per_step", "ms_per_token")]
+        ratio = _to_seed(x, device, "ms_per_step")
+        cells = _or_error(x, "ms_per_step", "ms_per_token", "of_copy")
+        rows.append([x["model"], x["batch"], x["k"], *cells, *seeds, ratio or ""])
+    return [
+        "model", "requests", "K", "ms per step", "ms per token", "of copy", "H100, ms per step",
+        "H100, ms per token", "ms per step / H100's, scaled",
+    ], rows  # fmt: skip
+
+
+def _lazy(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    def us(x: Line) -> float:
+        return x.get("device_us") or x["wall_us"]["median"]
+
+    kept = {
+        (x["model"], x["batch"], x["rows"]): us(x)
+        for x in pick(results, "snapshots")
+        if "error" not in x
+    }
+    rows = []
+    for x in pick(results, "gated_delta_rule"):
+        key = x.get("model"), x.get("batch"), x.get("rows")
+        if key in kept and "error" not in x:
+            rows.append([*key, us(x), kept[key], kept[key] / us(x)])
+    return [
+        "model", "requests", "T", "lazy, us", "a state after every token, recurrence alone, us",
+        "ratio",
+    ], rows  # fmt: skip
+
+
+def _host(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [x["batch"], x["k"], x["way"], *_or_error(x, "ms_per_step", "gap_ms", "gap", "host_ms",
+         "wait_ms")]
+        for x in pick(results, "host gap")
+    ]  # fmt: skip
+    return [
+        "requests", "K", "how", "ms per step", "over back to back, ms", "of the step", "host ms",
+        "wait ms",
+    ], rows  # fmt: skip
+
+
+def _buffers(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [x["buffers"], x["k"], *_or_error(x, "ms", "of_copy")]
+        for x in pick(results, "command buffers")
+    ]
+    return ["command buffers", "K", "ms per step", "of copy"], rows
+
+
+def _peers(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = []
+    for x in results:
+        if x["case"].startswith("peers/"):
+            times = [x.get("absent", "")] if "absent" in x else _or_error(x, _time_field(x))
+            shape = _words(x.get(n, "") for n in ("model", "batch", "rows", "context"))
+            rows.append([x["what"], shape, x["peer"], *times, x.get("gbps", "")])
+    return ["what", "shape", "whose", "wall us, or ms of a step", "GB/s"], rows
+
+
+def _endings(lines: Sequence[Line]) -> tuple[list[str], list[list[Any]]]:
+    last = {line["case"]: line for line in lines if line["status"] != "result"}
+    rows = []
+    for case, line in last.items():
+        said = line.get("stderr", "").strip().splitlines()
+        why = line.get("reason") or (said[-1][:160] if said else "")
+        rows.append([case, line["status"], line["seconds"], why.replace("|", "\\|")])
+    return ["case", "ended", "seconds", "why"], rows
+
+
+TABLES: dict[str, Callable[[Sequence[Line], str], tuple[list[str], list[list[Any]]]]] = {
+    "Against the bars": _bars,
+    "The card": _card,
+    "Results of kernels": _correct,
+    "Times of kernels": _kernels,
+    "Other tiles": _tiles,
+    "Splits of projections": _projections,
+    "Steps": _steps,
+    "Lazy states": _lazy,
+    "The host": _host,
+    "Command buffers": _buffers,
+    "Others' programs": _peers,
+}
+
+
+def pick(results: Sequence[Line], what: str) -> list[Line]:
+    return [x for x in results if x["what"] == what]
+
+
+def _to_seed(x: Line, device: str, name: str) -> float | None:
+    """To the H100's figure as this card's bandwidth would scale it."""
+    peak, seed = peak_gbps(device), x.get(f"h100_{name}")
+    if not peak or not seed or name not in x:
+        return None
+    return x[name] / (seed * 1e3 * PEAK_TBPS["H100"] / peak)
+
+
+def kernel_name(x: Line) -> str:
+    shape = {"batch": "B", "rows": "T" if "batch" in x else "N", "context": "c", "tokens": "N"}
+    sizes = [f"{letter}={x[name]}" for name, letter in shape.items() if name in x]
+    others = [str(x[name]) for name in ("model", "part", "dim", "splits") if name in x]
+    return " ".join([x["what"], *others, *sizes])
+
+
+def _time_field(x: Line) -> str:
+    return "wall_us" if "wall_us" in x else "ms"
+
+
+def _or_error(x: Line, *names: str) -> list[Any]:
+    if "error" in x and isinstance(x["error"], str):
+        return [x["error"][:80].replace("|", "\\|").replace("\n", " "), *[""] * (len(names) - 1)]
+    return [x.get(name, "") for name in names]
+
+
+def _words(values: Iterable[Any]) -> str:
+    return " ".join(str(v) for v in values if v != "")
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> list[str]:
+    lines = [columns, ["---"] * len(columns), *([_cell(v) for v in row] for row in rows)]
+    return [f"| {' | '.join(line)} |" for line in lines]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, Mapping):  # a spread
+        return f"{_cell(value['median'])} ({_cell(value['p10'])} to {_cell(value['p90'])})"
+    if isinstance(value, bool):
+        return "yes" if value else "NO"
+    if isinstance(value, float):
+        return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "" if value is None else str(value)

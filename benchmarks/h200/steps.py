@@ -1,0 +1,66 @@
+"""A decode step without an engine: launched again and again, it is all that the device does."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from engines import Models, OneShape, lengths
+from timing import Setting
+
+from specjax.batch import Layout, run_decode, run_propose
+from specjax.device.drafters.drafter import Variant
+from specjax.device.verification import Synthetic
+from specjax.engine import empty_state, step_model
+from specjax.precompile import GPU_OPTIONS
+
+
+class Step:
+    """Rounds, or their drafts alone, of made-up requests that never end."""
+
+    def __init__(
+        self,
+        models: Models,
+        config: OneShape,
+        k: int,
+        rates: tuple[float, ...],
+        setting: Setting,
+        *,
+        only_drafts: bool = False,
+        most_drafts: int | None = None,
+    ):
+        platform = setting.pick("gpu", "cpu")
+        self._params, batch = models.params, config.max_num_seqs
+        model = step_model(config, models.target, models.drafter, Synthetic(rates), platform)
+        layout = Layout(batch, config.max_model_len, config.pages_per_seq, models.target.vocab_size)
+        table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1)
+        columns = np.arange(batch), np.full(batch, k), np.ones(batch), *table.T
+        self._packed = jnp.asarray(np.stack(columns, axis=1).astype(np.int32))
+        state = empty_state(config, model, max(k, most_drafts or 0))
+        tokens = np.random.default_rng(0).integers(0, layout.vocab_size, state.tokens.shape)
+        limits = jnp.full_like(state.requests.limits, 2**30)
+        state = replace(
+            state,
+            tokens=jnp.asarray(tokens, jnp.int32),
+            requests=replace(state.requests, limits=limits),
+        )
+        self._start = lengths(setting)[0]
+        self._state = jax.device_put(state, jax.devices()[0])
+        run = run_propose if only_drafts else run_decode
+        lowered = run.lower(
+            self._params, self._state, self._packed, model=model, variant=Variant(), k=k
+        )
+        self._compiled = lowered.compile(compiler_options={} if setting.is_cpu else GPU_OPTIONS)
+        self._most = max(1, (config.max_model_len - self._start) // (k + 1) - 1)
+        self._count = self._most
+
+    def launch(self) -> Any:
+        """One step; when the requests have no room left, they begin anew."""
+        if self._count >= self._most:
+            progress = np.tile(np.array([self._start, 0, 1], np.int32), (len(self._packed), 1))
+            self._state = replace(self._state, progress=jnp.asarray(progress))
+            self._count = 0
+        self._count += 1
+        self._state, outputs = self._compiled(self._params, self._state, self._packed)
+        return outputs

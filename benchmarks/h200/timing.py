@@ -1,0 +1,120 @@
+"""How long a program takes: many launches in a row, and kernel by kernel as the device tells."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any, TypeVar
+
+import jax
+import numpy as np
+from jax.stages import Wrapped
+
+T = TypeVar("T")
+REPEATS, REPEAT_SECONDS, MOST_LAUNCHES = 10, 0.015, 200
+CUPTI_RUNS = 10
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a case runs."""
+
+    is_cpu: bool
+
+    def pick(self, real: T, tiny: T) -> T:
+        """What is for the card, or what stands for it in the smoke test."""
+        return tiny if self.is_cpu else real
+
+    @property
+    def kernels(self) -> str:
+        """The implementation that is measured."""
+        return self.pick("triton", "interpret")
+
+
+def spread(samples: list[float], unit: float = 1.0) -> dict[str, float]:
+    """Median, tenth and ninetieth percentile, and how many they are of."""
+    p10, p50, p90 = (float(q) * unit for q in np.quantile(samples, (0.1, 0.5, 0.9)))
+    return {"median": p50, "p10": p10, "p90": p90, "count": len(samples)}
+
+
+def launch_times(launch: Callable[[], Any], setting: Setting) -> list[float]:
+    """Seconds of a launch, in each of several rows of launches that wait for the last alone."""
+
+    def seconds(count: int) -> float:
+        start, last = time.perf_counter(), None
+        for _ in range(count):
+            last = launch()
+        jax.block_until_ready(last)
+        return (time.perf_counter() - start) / count
+
+    seconds(1)  # compiles, and touches memory for the first time
+    one = seconds(setting.pick(3, 1))
+    count = setting.pick(min(max(int(REPEAT_SECONDS / one), 1), MOST_LAUNCHES), 1)
+    return [seconds(count) for _ in range(setting.pick(REPEATS, 2))]
+
+
+def kernel_times(launch: Callable[[], Any], setting: Setting) -> tuple[dict[str, float], str]:
+    """Seconds that a launch spends in the kernels of each name, and why not if nobody tells."""
+    if setting.is_cpu:
+        return {}, "no GPU"
+    try:
+        from jax.experimental.mosaic.gpu import profiler
+
+        launched = _Launched(launch)
+        _, runs = profiler.measure(launched, aggregate=False, iterations=CUPTI_RUNS)()
+    except Exception as error:  # the profiler is jax's own business: whatever it says is recorded
+        return {}, repr(error)[:300]
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for run in runs or []:
+        total: dict[str, float] = defaultdict(float)
+        for name, milliseconds in run:
+            total[name] += milliseconds / 1e3
+        for name, seconds in total.items():
+            by_name[name].append(seconds)
+    return {name: median(seconds) for name, seconds in by_name.items()}, ""
+
+
+class _Launched(Wrapped):
+    """A launch that the profiler takes as it is: it would jit a plain function, state and all."""
+
+    def __init__(self, launch: Callable[[], Any]):
+        self._launch = launch
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._launch()
+
+    def trace(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError
+
+
+def measure(
+    launch: Callable[[], Any], setting: Setting, *, calls: int, num_bytes: float
+) -> dict[str, Any]:
+    """Microseconds of each of the `calls` in a launch, and GB/s of the bytes that a call moves."""
+    walls = launch_times(launch, setting)
+    kernels, why_not = kernel_times(launch, setting)
+    wall = spread(walls, 1e6 / calls)
+    row: dict[str, Any] = {"wall_us": wall, "device_us": None}
+    best = wall["median"]
+    if kernels:
+        best = row["device_us"] = sum(kernels.values()) * 1e6 / calls
+        row["kernels_us"] = {name: s * 1e6 / calls for name, s in kernels.items()}
+    else:
+        row["no_device_time"] = why_not
+    return row | {
+        "timed_by": "device" if kernels else "wall",
+        "bytes": num_bytes,
+        "gbps": num_bytes / best / 1e3,
+    }
+
+
+def attempt(row: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The row with what the function finds, or with what it raises: the next one may do better."""
+    try:
+        return row | function()
+    except Exception as error:  # whatever it is, it is one figure of many
+        return row | {"error": f"{type(error).__name__}: {error}"[:600]}

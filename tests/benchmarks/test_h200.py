@@ -1,0 +1,255 @@
+"""The runner of benchmarks/h200: no case takes another one's results with it. None needs a GPU."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+FOLDER = BENCHMARKS / "h200"
+CASES = """
+import os
+import subprocess
+import sys
+import time
+
+
+def good(setting, value=1, **_):
+    yield {"what": "copy", "gbps": 100.0, "is_cpu": setting.is_cpu}
+    yield {"what": "other", "gbps": 50.0, "value": value, "flag": os.environ.get("FLAG")}
+
+
+def hangs(setting):
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield {"what": "before", "pid": child.pid}
+    time.sleep(600)
+
+
+def raises(setting):
+    yield {"what": "before"}
+    raise RuntimeError("the reason why")
+
+
+def dies(setting):
+    yield {"what": "before"}
+    os.abort()
+"""
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    """benchmarks/h200's run and cases, imported as its scripts import each other."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = "run", "cases", "machine"
+    modules = [importlib.import_module(name) for name in names]
+    yield modules
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+@pytest.fixture
+def results(runner, tmp_path, monkeypatch):
+    """Runs cases of the module above: (name, function, seconds, others), ... -> the lines."""
+    run, cases, machine = runner
+    (tmp_path / "made_up.py").write_text(CASES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+
+    def go(*given, budget=60.0):
+        made = [
+            cases.Case(
+                name=name,
+                function=f"made_up:{function}",
+                about="",
+                seconds=seconds,
+                **{"least": 1.0} | others,
+            )
+            for name, function, seconds, others in given
+        ]
+        output = tmp_path / "lines.jsonl"
+        file = run.Results(output, machine.describe(is_cpu=True))
+        run.run_cases(made, file, budget=budget, is_cpu=True, cache=tmp_path / "cache")
+        return [json.loads(line) for line in output.read_text().splitlines()]
+
+    return go
+
+
+def endings(lines):
+    return {line["case"]: line["status"] for line in lines if line["status"] != "result"}
+
+
+def test_cases_that_fail_lose_nothing(results):
+    lines = results(
+        ("hangs", "hangs", 6.0, {}),
+        ("raises", "raises", 30.0, {}),
+        ("dies", "dies", 30.0, {}),
+        ("absent", "nobody", 30.0, {}),
+        ("good", "good", 30.0, {"arguments": {"value": 7}, "environment": {"FLAG": "set"}}),
+    )
+    assert endings(lines) == {
+        "hangs": "timeout",
+        "raises": "failed",
+        "dies": "failed",
+        "absent": "failed",
+        "good": "done",
+    }
+    found = {(line["case"], line.get("what")): line for line in lines}
+    assert ("hangs", "before") in found and ("dies", "before") in found
+    by_case = {line["case"]: line for line in lines if line["status"] != "result"}
+    assert "the reason why" in by_case["raises"]["stderr"]
+    assert "nobody" in by_case["absent"]["stderr"]
+    assert by_case["hangs"]["seconds"] < 20
+    other = found["good", "other"]
+    assert (other["value"], other["flag"]) == (7, "set")
+    assert not is_running(found["hangs", "before"]["pid"])
+
+
+def is_running(pid):
+    for _ in range(50):
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except FileNotFoundError:
+            return False
+        if state == "Z":  # ended, and nobody asked how
+            return False
+        time.sleep(0.1)
+    return True
+
+
+def test_lines_say_where_they_come_from(results):
+    lines = results(("good", "good", 30.0, {}))
+    for line in lines:
+        assert {"case", "status", "seconds", "date"} <= line.keys()
+        source = line["provenance"]
+        assert {"command", "commit", "versions", "device", "gpu", "system"} <= source.keys()
+        assert {"python", "jax", "jaxlib"} <= source["versions"].keys()
+        assert str(BENCHMARKS.parent) not in json.dumps(line)
+
+
+def test_figures_are_also_parts_of_the_copy_bandwidth(results):
+    lines = results(("good", "good", 30.0, {}))
+    assert [line["of_copy"] for line in lines if "gbps" in line] == [1.0, 0.5]
+
+
+def test_what_does_not_fit_the_budget_is_skipped(results):
+    lines = results(("good", "good", 30.0, {}), ("late", "good", 30.0, {"least": 30.0}), budget=20)
+    assert endings(lines) == {"good": "done", "late": "skipped"}
+    assert "budget left" in lines[-1]["reason"]
+
+
+def test_cases_by_name_and_group(runner):
+    _, cases, _ = runner
+    assert [case.name for case in cases.select(["card", "grid/1"])] == ["card", "grid/1"]
+    assert {case.group for case in cases.select(["peers"])} == {"peers"}
+    assert cases.select(None) == list(cases.CASES)
+    with pytest.raises(ValueError, match="no case nothing"):
+        cases.select(["nothing"])
+    names = [case.name for case in cases.CASES]
+    assert names[0] == "card" and len(set(names)) == len(names)
+    assert all((FOLDER / f"{case.function.split(':')[0]}.py").exists() for case in cases.CASES)
+
+
+@pytest.fixture
+def section(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("h200.section"), importlib.import_module("h200.plot")
+    for name in [name for name in sys.modules if name == "h200" or name.startswith("h200.")]:
+        del sys.modules[name]
+
+
+def test_without_results_the_report_says_so(section, tmp_path):
+    made, _ = section
+    assert "Prepared, not run" in made.render_section(made.read_lines(tmp_path / "absent.jsonl"))
+
+
+def sample_lines(device="NVIDIA H200"):
+    source = {
+        "command": "python benchmarks/h200/run.py",
+        "commit": "abc",
+        "versions": {"jax": "0.0"},
+        "device": device,
+        "gpu": None,
+    }
+    ms = {"median": 2.0, "p10": 1.0, "p90": 3.0, "count": 10}
+    rows = [
+        ("card", {"what": "copy", "ms": ms, "gbps": 4000.0, "of_copy": 1.0}),
+        (
+            "kernels/attention",
+            {"what": "paged_attention", "model": "Llama-8B", "batch": 64, "rows": 1}
+            | {"context": 4096, "wall_us": ms, "gbps": 3000.0, "of_copy": 0.75},
+        ),
+        (
+            "kernels/attention",
+            {"what": "paged_attention", "model": "Llama-8B", "batch": 1, "rows": 1}
+            | {"context": 512, "error": "ValueError: a | b"},
+        ),
+        (
+            "grid/1",
+            {"what": "step", "model": "Llama-3.1-8B", "batch": 1, "k": 0, "ms_per_step": 5.0}
+            | {"ms_per_token": 5.0, "h100_ms_per_step": 6.5, "gbps": 3000.0, "of_copy": 0.75},
+        ),
+        ("peers/attention", {"what": "peer attention", "peer": "other", "absent": "no other"}),
+    ]
+    common = {"seconds": 1.0, "date": "2026-01-01", "provenance": source}
+    lines = [{"case": case, "status": "result", **row, **common} for case, row in rows]
+    failed = {"case": "grid/64", "status": "failed", "stderr": "first\nRuntimeError: why"}
+    return [*lines, failed | common]
+
+
+def test_the_report_of_a_run(section, tmp_path):
+    made, plotted = section
+    lines = sample_lines()
+    text = made.render_section(lines)
+    assert "| paged_attention Llama-8B B=64 T=1 c=4096, of copy | 0.75 | >= 0.7 | yes |" in text
+    # 5 ms against 6.5 of an H100 times 3.35 / 4.8
+    assert "0 of 1" in text and "1.1" in text
+    assert "| grid/64 | failed | 1 | RuntimeError: why |" in text
+    assert "ValueError: a \\| b" in text and "no other" in text
+    plotted.plot(lines, tmp_path / "plot.png")
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+
+
+def test_a_figure_measured_again_counts_once(section):
+    made, _ = section
+    lines = sample_lines()
+    again = lines[0] | {"gbps": 4321.0}
+    assert "4321" in made.render_section([*lines, again])
+    assert "4000" not in made.render_section([*lines, again])
+
+
+def test_other_cards_are_not_held_against_the_h200s_bandwidth(section):
+    made, _ = section
+    assert "cells of the seed" not in made.render_section(sample_lines("another card"))
+
+
+def test_the_profiler_is_given_what_it_does_not_jit(runner, monkeypatch):
+    from jax.experimental.mosaic.gpu import profiler
+    from jax.stages import Wrapped
+
+    timing = importlib.import_module("timing")
+    monkeypatch.setitem(sys.modules, "timing", timing)
+
+    def measure(f, *, aggregate, iterations):
+        assert isinstance(f, Wrapped) and not aggregate
+        kernels = [("one", 0.5), ("two", 0.25), ("one", 1.0)]
+        return lambda: (f(), [kernels] * iterations)
+
+    monkeypatch.setattr(profiler, "measure", measure)
+    row = timing.measure(lambda: 0, timing.Setting(is_cpu=False), calls=2, num_bytes=1.75e6)
+    assert row["kernels_us"] == {"one": 750, "two": 125} and row["device_us"] == 875
+    assert row["timed_by"] == "device" and row["gbps"] == pytest.approx(2)
+
+
+@pytest.mark.slow
+def test_every_case_runs_on_the_cpu(tmp_path):
+    output = tmp_path / "lines.jsonl"
+    command = [sys.executable, str(FOLDER / "run.py"), "--cpu", "--output", str(output)]
+    subprocess.run(command, check=True, timeout=600)
+    lines = [json.loads(line) for line in output.read_text().splitlines()]
+    assert set(endings(lines).values()) == {"done"}
+    assert not [line for line in lines if "error" in line and isinstance(line["error"], str)]
+    assert all(line["passes"] and line["is_repeatable"] for line in lines if "passes" in line)
