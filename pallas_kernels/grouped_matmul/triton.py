@@ -137,7 +137,11 @@ def _kernel(
         is_mine = rows < end
 
         def placed(name):
-            return load(places[name].at[rows], mask=is_mine, other=0) if name in places else rows
+            # A row that is not there is past the end: interpreted, a masked store writes back what
+            # it has read, and must not to a row that another lane has written.
+            if name not in places:
+                return rows
+            return load(places[name].at[rows], mask=is_mine, other=out_ref.shape[0])
 
         sources, targets = placed("sources")[:, None], placed("targets")[:, None]
         is_row = is_mine[:, None]

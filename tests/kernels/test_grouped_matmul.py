@@ -64,6 +64,17 @@ def test_nothing_but_the_result_is_rounded_to_bf16(multiply, name):
     np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=2**-8, atol=2e-6)
 
 
+@pytest.mark.parametrize("name", ["around-blocks", "gaps", "one-each", "all-in-the-last"])
+def test_rows_go_where_they_are_wanted(multiply, name):
+    """Wherever the first row of the result lies among its block's."""
+    x, weights, sizes = arguments(CASES[name])
+    for seed in range(3):
+        targets = np.random.default_rng(seed).permutation(len(x))
+        out = multiply(x, weights, sizes, None, jnp.asarray(targets))
+        expected = product_by_definition(x, weights, sizes)
+        np.testing.assert_allclose(out[targets], expected, rtol=1e-6, atol=2e-6)
+
+
 def test_sums_of_bf16_are_f32(multiply):
     """A term that bf16 sums would lose, 1 beside 512, is left where the large ones cancel."""
     x = jnp.array([[512.0, 1.0, -512.0]] * 3, jnp.bfloat16)
