@@ -130,7 +130,7 @@ CASES = (
     Case(
         name="projections",
         function="kernels:time_projections",
-        about="o, qkv and down with their consumers, 1 to 8 splits against XLA's own",
+        about="o, qkv and down with their consumers, whole and as XLA splits them",
         seconds=70,
         environment=NO_GRAPHS,
     ),

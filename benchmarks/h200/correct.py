@@ -19,6 +19,7 @@ from problems import (
     add_norm,
     attention,
     delta_rule,
+    draws,
     experts,
     pool,
     rotation,
@@ -35,7 +36,7 @@ Make = Callable[[Any], Problem]  # of a dtype
 def check_kernels(setting: Setting, dtype: str) -> Iterator[dict[str, Any]]:
     """Every kernel that takes the dtype."""
     for name, make in problems(setting):
-        if name[0] != "truncation" or dtype == "float32":
+        if name[0] not in ("truncation", "draw_tokens") or dtype == "float32":
             row = {"what": name[0], "shape": list(name[1:]), "dtype": dtype}
             yield attempt(row, lambda make=make: check(make, dtype, setting))
 
@@ -73,12 +74,12 @@ def problems(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
                 return rotation(heads, batch, rows, dtype)
 
             yield ("rope_write", model, batch, rows), make
-    for rows, dim, splits in setting.pick(((8, 4096, 8), (256, 5120, 1)), ((4, 64, 2),)):
+    for rows, dim in setting.pick(((8, 4096), (256, 5120)), ((4, 64),)):
 
-        def make(dtype, rows=rows, dim=dim, splits=splits):
-            return add_norm(rows, dim, splits, dtype)
+        def make(dtype, rows=rows, dim=dim):
+            return add_norm(rows, dim, dtype)
 
-        yield ("add_rms_norm", rows, dim, splits), make
+        yield ("add_rms_norm", rows, dim), make
     for tokens, sizes in setting.pick(
         ((8, (256, 8, 2048, 1024)), (256, (256, 8, 2048, 1024)), (2048, (256, 8, 2048, 1024))),
         ((4, (4, 2, 32, 32)),),
@@ -90,6 +91,7 @@ def problems(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
         yield ("grouped_matmul", tokens, *sizes), make
     for rows, vocab in setting.pick(((8, 151936), (64, 248320)), ((4, 300),)):
         yield ("truncation", rows, vocab), lambda dtype, n=rows, v=vocab: truncation(n, v)
+        yield ("draw_tokens", rows, vocab), lambda dtype, n=rows, v=vocab: draws(n, v)
 
 
 def check(make: Make, dtype: str, setting: Setting) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from specjax.h200.minimum import minimum_bytes
 from timing import Setting, spread
 
 from specjax.bench.measure import Run, decode
@@ -24,6 +23,7 @@ from specjax.device.models.model import Model
 from specjax.device.models.registry import describe_model
 from specjax.device.verification import Synthetic
 from specjax.engine import Engine
+from specjax.h200.minimum import minimum_bytes
 from specjax.host.speculation.policy import Load, Round, Rule
 from specjax.metrics import Metrics
 from specjax.request import Request

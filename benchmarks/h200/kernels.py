@@ -1,14 +1,12 @@
 """Each kernel's time at the shapes of real models, and what other tiles would give."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from pallas_kernels.gated_delta_rule.triton import TuningConfig as DeltaConfig
-from pallas_kernels.paged_attention.tuning import choose_config
 from problems import (
     ATTENTION_HEADS,
     DELTA_HEADS,
@@ -18,6 +16,7 @@ from problems import (
     add_norm,
     attention,
     delta_rule,
+    draws,
     experts,
     normal,
     pool,
@@ -27,8 +26,9 @@ from problems import (
 from snapshots import snapshot_rule
 from timing import Setting, attempt, measure
 
+from pallas_kernels.gated_delta_rule.triton import TuningConfig as DeltaConfig
+from pallas_kernels.paged_attention.tuning import choose_config
 from pallas_kernels.rms_norm import add_rms_norm
-from specjax.device.models.layers.projection import splits_of
 from specjax.precompile import GPU_OPTIONS
 
 POOL_BYTES = 5 * 2**30  # more than 32 bits count, as in an engine
@@ -143,11 +143,11 @@ def time_others(setting: Setting) -> Iterator[dict[str, Any]]:
             row = _row("rope_write", model, batch, rows)
             make = partial(rotation, heads, batch, rows, DTYPE)
             yield attempt(row, lambda make=make: time_problem(make(), setting))
-    for num_rows, dim, splits in setting.pick(
-        ((8, 4096, 8), (64, 4096, 4), (256, 4096, 1), (8, 5120, 8), (256, 5120, 1)), ((4, 64, 2),)
+    for num_rows, dim in setting.pick(
+        ((8, 4096), (64, 4096), (256, 4096), (8, 5120), (256, 5120)), ((4, 64),)
     ):
-        row = {"what": "add_rms_norm", "rows": num_rows, "dim": dim, "splits": splits}
-        make = partial(add_norm, num_rows, dim, splits, DTYPE)
+        row = {"what": "add_rms_norm", "rows": num_rows, "dim": dim}
+        make = partial(add_norm, num_rows, dim, DTYPE)
         yield attempt(row, lambda make=make: time_problem(make(), setting))
     for tokens in setting.pick((1, 8, 64, 256, 2048), (4,)):
         for part, depth, width in setting.pick(
@@ -158,33 +158,30 @@ def time_others(setting: Setting) -> Iterator[dict[str, Any]]:
             make = partial(experts, tokens, *sizes, depth, width, DTYPE)
             yield attempt(row | {"tokens": tokens}, lambda make=make: time_problem(make(), setting))
     for rows in setting.pick((1, 16, 64, 256), (2,)):
-        row = {"what": "truncation", "rows": rows}
-        make = partial(truncation, rows, setting.pick(151936, 300))
-        yield attempt(row, lambda make=make: time_problem(make(), setting))
+        for what, problem in ("truncation", truncation), ("draw_tokens", draws):
+            make = partial(problem, rows, setting.pick(151936, 300))
+            row = {"what": what, "rows": rows}
+            yield attempt(row, lambda make=make: time_problem(make(), setting))
 
 
 def time_projections(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Matmuls by how many parts their depth is split in, with the kernel that sums the parts.
+    """Matmuls with the kernel that reads them, left whole, and as XLA splits their depth.
 
-    After qkv that is `rope_write` in a step, which sums as `add_rms_norm` does, the kernel timed
-    here for all three. "xla" is a plain product, which XLA splits, and sums, as it likes.
+    Whole is what an engine compiles (`GPU_OPTIONS`); split, XLA sums the parts in a kernel more.
     """
     shapes = setting.pick(
         {"o": (4096, 4096), "qkv": (4096, 6144), "down": (14336, 4096)}, {"tiny": (512, 64)}
     )
     for num_rows in setting.pick((8, 64, 256), (8,)):
         for part, (depth, width) in shapes.items():
-            for splits in setting.pick(("xla", 1, 2, 4, 8), ("xla", 2)):
-                row = {"what": "projection", "part": part, "rows": num_rows, "splits": splits}
-                row["chosen"] = splits_of(num_rows, depth, width)
-                yield attempt(
-                    row,
-                    partial(_time_projection, num_rows, depth, width, splits, setting),
-                )
+            for way, options in ("whole", GPU_OPTIONS), ("split", {}):
+                row = {"what": "projection", "part": part, "rows": num_rows, "way": way}
+                sizes = num_rows, depth, width
+                yield attempt(row, partial(_time_projection, *sizes, options, setting))
 
 
 def _time_projection(
-    num_rows: int, depth: int, width: int, splits: int | str, setting: Setting
+    num_rows: int, depth: int, width: int, options: Mapping[str, Any], setting: Setting
 ) -> dict[str, Any]:
     count = max(2, min(8, 2**28 // (2 * depth * width)))
     weights = [normal(i, (depth, width), DTYPE) for i in range(count)]
@@ -193,21 +190,12 @@ def _time_projection(
 
     def run(x, stream, weights):
         for weight in weights:
-            if splits in ("xla", 1):
-                product = x @ weight
-            else:
-                product = jnp.einsum(
-                    "nsd,sdf->snf",
-                    x.reshape(num_rows, splits, -1),
-                    weight.reshape(splits, -1, width),
-                    preferred_element_type=jnp.float32,
-                )
-            stream, normed = add_rms_norm(stream, product, scale, 1e-5, kernels=setting.kernels)
+            stream, normed = add_rms_norm(stream, x @ weight, scale, 1e-5, kernels=setting.kernels)
             # The next one waits for this one, as a layer does for the one before.
             x = x + normed[:, :1]
         return stream, x
 
-    options = {} if setting.is_cpu or splits == "xla" else GPU_OPTIONS
+    options = {} if setting.is_cpu else dict(options)
     compiled = jax.jit(run).lower(x, stream, weights).compile(compiler_options=options)
     moved = 2.0 * (depth * width + num_rows * (depth + 3 * width))
     return measure(partial(compiled, x, stream, weights), setting, calls=count, num_bytes=moved)

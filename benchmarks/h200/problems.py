@@ -13,10 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
-from pallas_kernels.paged_attention.triton import paged_attention_triton
-from pallas_kernels.truncation import truncate
 
+from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.gated_delta_rule import (
     DeltaRuleCache,
     DeltaRuleWeights,
@@ -24,10 +22,13 @@ from pallas_kernels.gated_delta_rule import (
     gated_delta_rule,
     num_ring_columns,
 )
+from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.paged_attention.triton import paged_attention_triton
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
+from pallas_kernels.truncation import truncate
 
 CACHE_BYTES = 2**28  # several times the card's cache: what the items of a problem come to
 PAGE_SIZE, TAPS, MOST_ROWS, EPS = 16, 4, 4, 1e-6
@@ -201,19 +202,15 @@ def rotation(heads: tuple[int, int, int], batch: int, num_rows: int, dtype: Any)
     return Problem(state, items, call, moved)
 
 
-def add_norm(num_rows: int, dim: int, num_splits: int, dtype: Any) -> Problem:
-    """A residual stream and what is added to it, whole or in partial sums."""
-    shape = (num_splits, num_rows, dim) if num_splits > 1 else (num_rows, dim)
-    summed = "float32" if num_splits > 1 else dtype
-    items = tuple(
-        (normal(i, (num_rows, dim), dtype), normal(20 + i, shape, summed)) for i in range(8)
-    )
+def add_norm(num_rows: int, dim: int, dtype: Any) -> Problem:
+    """A residual stream and what is added to it."""
+    shape = num_rows, dim
+    items = tuple((normal(i, shape, dtype), normal(20 + i, shape, dtype)) for i in range(8))
 
     def call(weight, item, kernels, config):
         return weight, add_rms_norm(*item, weight, 1e-5, kernels=kernels)
 
-    width = jnp.dtype(dtype).itemsize
-    moved = num_rows * dim * (3 * width + num_splits * jnp.dtype(summed).itemsize)
+    moved = 4 * num_rows * dim * jnp.dtype(dtype).itemsize
     return Problem(1 + normal(3, (dim,), dtype) / 8, items, call, moved)
 
 
@@ -238,6 +235,22 @@ def experts(
     rows = num_tokens * depth + num_tokens * num_chosen * width
     weights = normal(5, (num_experts, depth, width), dtype) / depth**0.5
     return Problem(weights, tuple(items), call, itemsize * (read * depth * width + rows))
+
+
+def draws(num_rows: int, vocab_size: int) -> Problem:
+    """Tokens, half of them at a temperature."""
+    settings = (
+        np.resize([0.0, 0.8], num_rows).astype(np.float32),
+        np.arange(num_rows, dtype=np.uint32),
+        np.arange(num_rows, dtype=np.int32),
+    )
+    items = tuple(3 * normal(i, (num_rows, vocab_size), "float32") for i in range(4))
+
+    def call(settings, logits, kernels, config):
+        temperature, seeds, places = settings
+        return settings, draw_tokens(logits, temperature, seeds, 0, (places,), kernels=kernels)
+
+    return Problem(settings, items, call, 4 * num_rows * vocab_size)
 
 
 def truncation(num_rows: int, vocab_size: int) -> Problem:

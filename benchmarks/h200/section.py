@@ -44,7 +44,7 @@ def render_section(lines: Sequence[Line]) -> str:
 def latest(lines: Iterable[Line]) -> list[Line]:
     """Of lines that measured the same thing, the last."""
     names = ("what", "model", "shape", "dtype", "batch", "rows", "context", "k", "way", "buffers",
-             "config", "part", "tokens", "dim", "splits", "size", "peer", "message")  # fmt: skip
+             "config", "part", "tokens", "dim", "way", "size", "peer", "message")  # fmt: skip
     found = {(line["case"], *(str(line.get(name)) for name in names)): line for line in lines}
     return list(found.values())
 
@@ -145,12 +145,12 @@ def _tiles(results: Sequence[Line], device: str) -> tuple[list[str], list[list[A
 
 def _projections(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
     rows = [
-        [x["part"], x["rows"], x["splits"], x["chosen"], x.get("device_us") or "",
+        [x["part"], x["rows"], x["way"], x.get("device_us") or "",
          *_or_error(x, "wall_us", "gbps", "of_copy")]
         for x in pick(results, "projection")
     ]  # fmt: skip
     return [
-        "projection", "rows", "splits", "ours", "device us", "wall us", "GB/s", "of copy",
+        "projection", "rows", "depth", "device us", "wall us", "GB/s", "of copy",
     ], rows  # fmt: skip
 
 
@@ -233,7 +233,7 @@ TABLES: dict[str, Callable[[Sequence[Line], str], tuple[list[str], list[list[Any
     "Results of kernels": _correct,
     "Times of kernels": _kernels,
     "Other tiles": _tiles,
-    "Splits of projections": _projections,
+    "Projections, whole and split": _projections,
     "Steps": _steps,
     "Lazy states": _lazy,
     "The host": _host,
@@ -257,7 +257,7 @@ def _to_seed(x: Line, device: str, name: str) -> float | None:
 def kernel_name(x: Line) -> str:
     shape = {"batch": "B", "rows": "T" if "batch" in x else "N", "context": "c", "tokens": "N"}
     sizes = [f"{letter}={x[name]}" for name, letter in shape.items() if name in x]
-    others = [str(x[name]) for name in ("model", "part", "dim", "splits") if name in x]
+    others = [str(x[name]) for name in ("model", "part", "dim") if name in x]
     return " ".join([x["what"], *others, *sizes])
 
 
