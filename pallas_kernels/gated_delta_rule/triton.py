@@ -17,6 +17,7 @@ writes what stays: without the first done, NaN would fill columns that a program
 import math
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +30,6 @@ from pallas_kernels.triton_call import dot, load, store, triton_call
 
 DIMS = 16, 32, 64, 128
 DTYPES = "bfloat16", "float32"
-# The kernel for prompts is right where it is interpreted, and spills registers where it is compiled
-# for an H200: until it does not, prompts run as plain JAX there.
-COMPILES_PROMPTS = False
 
 
 @dataclass(frozen=True)
@@ -43,9 +41,23 @@ class TuningConfig:
     piece: int = 32
     num_warps: int = 8
     chunk: int = 64  # tokens that a prompt's program takes at a time
-    chunk_values: int = 64  # and rows of the state that are its own
-    chunk_warps: int = 8
+    chunk_piece: int = 32  # and channels
+    prepare_warps: int = 8
+    chunk_values: int = 32  # rows of the state that are a program's own
+    chunk_warps: int = 4
     keep_channels: int = 1024  # of the ring, for a program that writes what a prompt leaves there
+
+
+class Chunks(NamedTuple):
+    """What a prompt's chunks of C tokens are to the state, f32: with `reference.recur_chunks`'
+    names and T = (I + A)^-1, 4 (3 D_k + D_v + C) bytes for each token and value head."""
+
+    u: Any  # [B, H_v, N C, D_v], T beta V
+    w: Any  # [B, H_v, N C, D_k], T beta e^G K
+    q: Any  # [B, H_v, N C, D_k], e^G Q
+    k: Any  # [B, H_v, N C, D_k], e^(G_end - G) K
+    inner: Any  # [B, H_v, N C, C], tril(e^(G_i - G_j) Q K^T)
+    grown: Any  # [B, H_v, N], e^(G_end)
 
 
 def gated_delta_rule_triton(
@@ -76,8 +88,6 @@ def gated_delta_rule_triton(
     for name, dtype in ("x", x.dtype), ("cache.ring", cache.ring.dtype):
         if dtype.name not in DTYPES:
             raise UnsupportedError(f"{name} is {dtype}; the kernel takes {', '.join(DTYPES)}")
-    if folds and not (interpret or COMPILES_PROMPTS):
-        raise UnsupportedError("folds=True; the compiled kernel takes folds=False, steps")
     config = config or TuningConfig()
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     run = _fold if folds else _step
@@ -102,25 +112,43 @@ def _step(x, weights, cache, where, eps, config, interpret):
 
 def _fold(x, weights, cache, where, eps, config, interpret):
     heads, (batch, length, _) = cache.heads, x.shape
-    chunk = max(16, min(config.chunk, pl.next_power_of_2(length)))
+    num_taps = weights.conv.shape[0]
+    num_tokens = length + cache.most_pending(num_taps)
+    chunk = max(16, min(config.chunk, pl.next_power_of_2(num_tokens)))
+    num_chunks = pl.cdiv(num_tokens, chunk)
     tile = min(config.chunk_values, heads.value_dim)
-    *cache, out = triton_call(
-        partial(_chunk_kernel, chunk=chunk, tile=tile),
-        [*cache, x, *where, *weights[:3]],
-        [*_shapes(cache), _out_shape(x, heads)],
+    key_piece = min(config.chunk_piece, heads.key_dim)
+    columns = Chunks(heads.value_dim, *(heads.key_dim,) * 3, chunk, None)
+    wide = batch, heads.num_values, num_chunks * chunk
+    chunks = [jax.ShapeDtypeStruct((*wide, n), jnp.float32) for n in columns[:-1]]
+    chunks += [jax.ShapeDtypeStruct((*wide[:2], num_chunks), jnp.float32)]
+    # The ring goes through every kernel: only when all programs have read it is it written.
+    ring, gates, *chunks = triton_call(
+        partial(_prepare_kernel, chunk=chunk, piece=min(key_piece, heads.value_dim)),
+        [*cache[1:], x, *where, *weights[:3]],
+        [*_shapes(cache[1:]), *chunks],
+        name="gated_delta_rule_prepare",
+        grid=(num_chunks, heads.num_values, batch),
+        num_warps=config.prepare_warps,
+        aliases={0: 0, 1: 1},
+        interpret=interpret,
+    )
+    state, out = triton_call(
+        partial(_chunk_kernel, chunk=chunk, tile=tile, piece=key_piece),
+        [cache.state, *where, *chunks],
+        [*_shapes(cache[:1]), _out_shape(x, heads)],
         name="gated_delta_rule_chunks",
         grid=(heads.value_dim // tile, heads.num_values, batch),
         num_warps=config.chunk_warps,
-        aliases={0: 0, 1: 1, 2: 2},
+        aliases={0: 0},
         interpret=interpret,
     )
-    # Only when every program has read the ring is it written.
     ring, gates = triton_call(
-        partial(_keep_kernel, num_taps=weights.conv.shape[0], tile=config.keep_channels),
-        [*cache[1:], x, *where[:3]],
+        partial(_keep_kernel, num_taps=num_taps, tile=config.keep_channels),
+        [ring, gates, x, *where[:3]],
         _shapes(cache[1:]),
         name="gated_delta_rule_keep",
-        grid=(pl.cdiv(heads.channels, config.keep_channels), cache[1].shape[2], batch),
+        grid=(pl.cdiv(heads.channels, config.keep_channels), ring.shape[2], batch),
         num_warps=4,
         aliases={0: 0, 1: 1},
         interpret=interpret,
@@ -128,7 +156,7 @@ def _fold(x, weights, cache, where, eps, config, interpret):
     if weights.norm is not None:
         z = x[..., heads.channels :][..., : heads.num_values * heads.value_dim]
         out = gated_norm(out, z.reshape(out.shape), weights.norm, eps)
-    return out, DeltaRuleCache(cache[0], ring, gates)
+    return out, DeltaRuleCache(state, ring, gates)
 
 
 def _shapes(arrays):
@@ -252,31 +280,138 @@ def _step_kernel(*refs, eps, piece):
     jax.lax.fori_loop(jnp.where(is_live, count, 0), length, clear, None)
 
 
-def _chunk_kernel(*refs, chunk, tile):
-    """See `reference.recur_chunks`. Pending tokens are the first of the first chunk. A row of the
-    state needs no other, so a program may own a tile of them."""
-    _, _, _, x_ref, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
-    conv_ref, log_decay_ref, decay_bias_ref, state_ref, ring_ref, gates_ref, out_ref = refs
-    _, num_slots, num_heads, value_dim, key_dim = state_ref.shape
-    num_columns, channels = ring_ref.shape[2:]
+def _prepare_kernel(*refs, chunk, piece):
+    """Of a chunk in one value head, all that needs no state: see `Chunks`. Pending tokens are the
+    first of the first chunk. Channels are taken in pieces, twice over where they are normed: so
+    few registers hold a chunk."""
+    _, _, x_ref, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
+    conv_ref, log_decay_ref, decay_bias_ref, ring_ref, gates_ref, *chunks = refs
+    chunks = Chunks(*chunks)
+    num_slots, num_columns, channels = ring_ref.shape[1:]
+    num_heads, value_dim, key_dim = gates_ref.shape[4], chunks.u.shape[3], chunks.w.shape[3]
     num_taps, length = conv_ref.shape[0], x_ref.shape[1]
     most_pending = (num_columns - num_taps + 1) // 2
     key_channels = (channels - num_heads * value_dim) // 2
     heads_per_key = num_heads * key_dim // key_channels
     gate_channels = channels + num_heads * value_dim
 
+    n, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    layer, slot = layer_ref[0], slots_ref[row]
+    count, start = _count(positions_ref, row), positions_ref[row, 0]
+    num_pending = jnp.clip(pending_ref[row], 0, jnp.minimum(start, most_pending))
+    end = start + count
+    i = jnp.arange(chunk, dtype=jnp.int32)
+    places = start - num_pending + n * chunk + i
+    lanes = jnp.arange(piece, dtype=jnp.int32)
+    q_channels = head // heads_per_key * key_dim
+    k_channels = key_channels + q_channels
+    v_channels = 2 * key_channels + head * value_dim
+    is_live = (count > 0) & (slot >= 0) & (slot < num_slots)
+
+    def column_of(place):
+        return jax.lax.rem(place + num_columns, num_columns)
+
+    def convolved(channel):
+        """A piece of the channels from this one on."""
+        channel = channel + lanes
+        y = jnp.zeros((chunk, piece), jnp.float32)
+        for tap in range(num_taps):
+            place = (places - (num_taps - 1 - tap))[:, None]
+            in_x = jnp.broadcast_to((place >= start) & (place < end), y.shape)
+            in_ring = jnp.broadcast_to((place >= 0) & (place < start), y.shape)
+            t = jnp.clip(place - start, 0, length - 1)
+            new = load(x_ref.at[row, t, channel[None]], mask=in_x, other=0.0)
+            at = layer, slot, column_of(place), channel[None]
+            old = load(ring_ref.at[at], mask=in_ring, other=0.0)
+            raw = jnp.where(in_x, new.astype(old.dtype), old).astype(jnp.float32)
+            y = y + raw * conv_ref[tap, channel].astype(jnp.float32)[None]
+        return jnp.where(places[:, None] < end, _silu(y), 0.0)
+
+    def gates():
+        in_x, in_ring = (places >= start) & (places < end), places < start
+        t = jnp.clip(places - start, 0, length - 1)
+        b, a = (
+            load(
+                x_ref.at[row, t, gate_channels + n * num_heads + head], mask=in_x, other=0.0
+            ).astype(jnp.float32)
+            for n in range(2)
+        )
+        g, beta = (
+            load(
+                gates_ref.at[layer, slot, column_of(places), jnp.int32(n), head],
+                mask=in_ring,
+                other=0.0,
+            )
+            for n in range(2)
+        )
+        rate, bias = -jnp.exp(log_decay_ref[head]), decay_bias_ref[head]
+        g = jnp.where(in_x, rate * _softplus(a + bias), g)
+        return g, jnp.where(in_x, _sigmoid(b), beta)
+
+    def write(ref, columns, z):
+        ref[row, head, (n * chunk + i)[:, None], columns[None]] = z
+
+    @pl.when(is_live & (n * chunk < num_pending + count))
+    def _():
+        def over_keys(p, sums):
+            qk, kk, qq, norms = sums
+            q, k = convolved(q_channels + p * piece), convolved(k_channels + p * piece)
+            qq, norms = qq + jnp.sum(q * q, axis=1), norms + jnp.sum(k * k, axis=1)
+            return qk + _dot_t(q, k), kk + _dot_t(k, k), qq, norms
+
+        square, one = jnp.zeros((chunk, chunk), jnp.float32), jnp.zeros((chunk,), jnp.float32)
+        sums = jax.lax.fori_loop(0, key_dim // piece, over_keys, (square, square, one, one))
+        qk, kk, *norms = sums
+        q_norm, k_norm = (jax.lax.rsqrt(z + EPSILON) for z in norms)
+        q_norm = q_norm * key_dim**-0.5
+
+        g, beta = gates()
+        is_before, is_before_strictly = i[None] <= i[:, None], i[None] < i[:, None]
+        total, last = jnp.sum(jnp.where(is_before, g[None], 0.0), axis=1), jnp.sum(g, axis=0)
+        # Above the diagonal the difference is positive, and may be too large for exp.
+        difference = jnp.where(is_before, total[:, None] - total[None], 0.0)
+        decay = jnp.where(is_before, jnp.exp(difference), 0.0) * k_norm[None]
+        write(chunks.inner, i, decay * qk * q_norm[:, None])
+        lower = jnp.where(is_before_strictly, decay * kk, 0.0) * (beta * k_norm)[:, None]
+        inverse = _invert_unit_lower(lower, i)
+        grown = jnp.exp(total)
+        chunks.grown[row, head, n] = jnp.exp(last)
+
+        def values(p, _):
+            v = convolved(v_channels + p * piece)
+            write(chunks.u, p * piece + lanes, _dot(inverse, beta[:, None] * v))
+
+        def keys(p, _):
+            q, k = convolved(q_channels + p * piece), convolved(k_channels + p * piece)
+            columns = p * piece + lanes
+            write(chunks.q, columns, (grown * q_norm)[:, None] * q)
+            write(chunks.k, columns, (jnp.exp(last - total) * k_norm)[:, None] * k)
+            write(chunks.w, columns, _dot(inverse, (beta * grown * k_norm)[:, None] * k))
+
+        jax.lax.fori_loop(0, value_dim // piece, values, None)
+        jax.lax.fori_loop(0, key_dim // piece, keys, None)
+
+
+def _chunk_kernel(*refs, chunk, tile, piece):
+    """See `reference.recur_chunks`. A row of the state needs no other, so a program may own a tile
+    of them."""
+    _, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
+    *chunks, state_ref, out_ref = refs
+    chunks = Chunks(*chunks)
+    _, num_slots, _, _, key_dim = state_ref.shape
+    length = out_ref.shape[1]
+    pieces = range(key_dim // piece)
+
     head, row = pl.program_id(1), pl.program_id(2)
     layer, slot = layer_ref[0], slots_ref[row]
     count, start = _count(positions_ref, row), positions_ref[row, 0]
+    most_pending = chunks.u.shape[2] - length
+    num_pending = jnp.clip(pending_ref[row], 0, jnp.minimum(start, most_pending))
     is_live = (count > 0) & (slot >= 0) & (slot < num_slots)
 
-    keys = jnp.arange(key_dim, dtype=jnp.int32)
+    lanes = jnp.arange(piece, dtype=jnp.int32)
     values = pl.program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
-    q_channels = head // heads_per_key * key_dim + keys
-    kinds = q_channels, key_channels + q_channels, 2 * key_channels + head * value_dim + values
     i = jnp.arange(chunk, dtype=jnp.int32)
-    is_before, is_before_strictly = i[None] <= i[:, None], i[None] < i[:, None]
-    own = values[:, None], keys[None]
 
     def write_rows(is_written, t, o):
         # The interpreter stores what was there where the mask is false: then not to a real row.
@@ -286,74 +421,30 @@ def _chunk_kernel(*refs, chunk, tile):
 
     @pl.when(is_live)
     def _():
-        rate, bias = -jnp.exp(log_decay_ref[head]), decay_bias_ref[head]
-        num_pending = jnp.clip(pending_ref[row], 0, jnp.minimum(start, most_pending))
-        first, end = start - num_pending, start + count
+        def fold(n, states):
+            def read(ref, columns):
+                return ref[row, head, (n * chunk + i)[:, None], columns[None]]
 
-        def column_of(place):
-            return jax.lax.rem(place + num_columns, num_columns)
-
-        def convolved(kind, places):
-            y = jnp.zeros((chunk, kind.shape[0]), jnp.float32)
-            for tap in range(num_taps):
-                place = (places - (num_taps - 1 - tap))[:, None]
-                in_x = jnp.broadcast_to((place >= start) & (place < end), y.shape)
-                in_ring = jnp.broadcast_to((place >= 0) & (place < start), y.shape)
-                t = jnp.clip(place - start, 0, length - 1)
-                new = load(x_ref.at[row, t, kind[None]], mask=in_x, other=0.0)
-                at = layer, slot, column_of(place), kind[None]
-                old = load(ring_ref.at[at], mask=in_ring, other=0.0)
-                raw = jnp.where(in_x, new.astype(old.dtype), old).astype(jnp.float32)
-                y = y + raw * conv_ref[tap, kind].astype(jnp.float32)[None]
-            return jnp.where(places[:, None] < end, _silu(y), 0.0)
-
-        def gates_of(places):
-            in_x, in_ring = (places >= start) & (places < end), places < start
-            t = jnp.clip(places - start, 0, length - 1)
-            b, a = (
-                load(
-                    x_ref.at[row, t, gate_channels + n * num_heads + head], mask=in_x, other=0.0
-                ).astype(jnp.float32)
-                for n in range(2)
-            )
-            g, beta = (
-                load(
-                    gates_ref.at[layer, slot, column_of(places), jnp.int32(n), head],
-                    mask=in_ring,
-                    other=0.0,
-                )
-                for n in range(2)
-            )
-            g = jnp.where(in_x, rate * _softplus(a + bias), g)
-            return g, jnp.where(in_x, _sigmoid(b), beta)
-
-        def fold(n, s):
-            places = first + n * chunk + i
-            g, beta = gates_of(places)
-            q, k, v = (convolved(kind, places) for kind in kinds)
-            q, k = (
-                z * jax.lax.rsqrt(jnp.sum(z * z, axis=1, keepdims=True) + EPSILON) for z in (q, k)
-            )
-            total = jnp.sum(jnp.where(is_before, g[None], 0.0), axis=1)
-            last = jnp.sum(g, axis=0)
-            # Above the diagonal the difference is positive, and may be too large for exp.
-            difference = jnp.where(is_before, total[:, None] - total[None], 0.0)
-            decay = jnp.where(is_before, jnp.exp(difference), 0.0)
-            grown = jnp.exp(total)[:, None]
-            lower = jnp.where(is_before_strictly, decay * _dot_t(k, k), 0.0) * beta[:, None]
-            right = beta[:, None] * (v - grown * _dot_t(k, s))
-            u = _dot(_invert_unit_lower(lower, i), right)
-            inner = decay * _dot_t(q, k)
-            o = (grown * _dot_t(q, s) + _dot(inner, u)) * key_dim**-0.5
-            t = places - start
+            u, o = read(chunks.u, values), jnp.zeros((chunk, tile), jnp.float32)
+            for p, s in enumerate(states):
+                u = u - _dot_t(read(chunks.w, p * piece + lanes), s)
+                o = o + _dot_t(read(chunks.q, p * piece + lanes), s)
+            o = o + _dot(read(chunks.inner, i), u)
+            t = n * chunk + i - num_pending
             write_rows((t >= 0) & (t < count), t, o)
-            left = jnp.exp(last - total)[:, None] * k
-            return jnp.exp(last) * s + _dot(u, left, trans_a=True)
+            grown = chunks.grown[row, head, n]
+            return tuple(
+                grown * s + _dot(u, read(chunks.k, p * piece + lanes), trans_a=True)
+                for p, s in enumerate(states)
+            )
 
-        known = jnp.broadcast_to(first > 0, (tile, key_dim))
-        s = load(state_ref.at[layer, slot, head, *own], mask=known, other=0.0)
-        s = jax.lax.fori_loop(0, (end - first + chunk - 1) // chunk, fold, s)
-        state_ref[layer, slot, head, *own] = s
+        own = [(layer, slot, head, values[:, None], (p * piece + lanes)[None]) for p in pieces]
+        known = jnp.broadcast_to(start > num_pending, (tile, piece))
+        states = tuple(load(state_ref.at[at], mask=known, other=0.0) for at in own)
+        num_chunks = (num_pending + count + chunk - 1) // chunk
+        states = jax.lax.fori_loop(0, num_chunks, fold, states)
+        for at, s in zip(own, states, strict=True):
+            state_ref[at] = s
 
     num_done = jnp.where(is_live, count, 0)
 
