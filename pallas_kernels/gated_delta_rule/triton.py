@@ -40,10 +40,11 @@ class TuningConfig:
     # thread on its own: lanes lie across the keys of one piece only, and exchange that much less.
     piece: int = 32
     num_warps: int = 8
-    chunk: int = 64  # tokens that a prompt's program takes at a time
-    chunk_piece: int = 32  # and channels
-    prepare_warps: int = 8
-    chunk_values: int = 32  # rows of the state that are a program's own
+    chunk: int = 32  # tokens of a prompt that are taken at a time
+    prepare_piece: int = 16  # and channels, where a program prepares them
+    prepare_warps: int = 4
+    chunk_piece: int = 64  # and where it folds them into its state
+    chunk_values: int = 32  # rows of which are its own
     chunk_warps: int = 4
     keep_channels: int = 1024  # of the ring, for a program that writes what a prompt leaves there
 
@@ -113,18 +114,18 @@ def _step(x, weights, cache, where, eps, config, interpret):
 def _fold(x, weights, cache, where, eps, config, interpret):
     heads, (batch, length, _) = cache.heads, x.shape
     num_taps = weights.conv.shape[0]
-    num_tokens = length + cache.most_pending(num_taps)
-    chunk = max(16, min(config.chunk, pl.next_power_of_2(num_tokens)))
-    num_chunks = pl.cdiv(num_tokens, chunk)
+    most_pending = cache.most_pending(num_taps)
+    chunk = max(16, min(config.chunk, pl.next_power_of_2(most_pending + length)))
+    num_chunks = pl.cdiv(most_pending + length, chunk)
     tile = min(config.chunk_values, heads.value_dim)
-    key_piece = min(config.chunk_piece, heads.key_dim)
+    piece = min(config.prepare_piece, heads.key_dim, heads.value_dim)
     columns = Chunks(heads.value_dim, *(heads.key_dim,) * 3, chunk, None)
     wide = batch, heads.num_values, num_chunks * chunk
     chunks = [jax.ShapeDtypeStruct((*wide, n), jnp.float32) for n in columns[:-1]]
     chunks += [jax.ShapeDtypeStruct((*wide[:2], num_chunks), jnp.float32)]
     # The ring goes through every kernel: only when all programs have read it is it written.
     ring, gates, *chunks = triton_call(
-        partial(_prepare_kernel, chunk=chunk, piece=min(key_piece, heads.value_dim)),
+        partial(_prepare_kernel, chunk=chunk, piece=piece),
         [*cache[1:], x, *where, *weights[:3]],
         [*_shapes(cache[1:]), *chunks],
         name="gated_delta_rule_prepare",
@@ -134,7 +135,13 @@ def _fold(x, weights, cache, where, eps, config, interpret):
         interpret=interpret,
     )
     state, out = triton_call(
-        partial(_chunk_kernel, chunk=chunk, tile=tile, piece=key_piece),
+        partial(
+            _chunk_kernel,
+            chunk=chunk,
+            tile=tile,
+            piece=min(config.chunk_piece, heads.key_dim),
+            most_pending=most_pending,
+        ),
         [cache.state, *where, *chunks],
         [*_shapes(cache[:1]), _out_shape(x, heads)],
         name="gated_delta_rule_chunks",
@@ -392,7 +399,7 @@ def _prepare_kernel(*refs, chunk, piece):
         jax.lax.fori_loop(0, key_dim // piece, keys, None)
 
 
-def _chunk_kernel(*refs, chunk, tile, piece):
+def _chunk_kernel(*refs, chunk, tile, piece, most_pending):
     """See `reference.recur_chunks`. A row of the state needs no other, so a program may own a tile
     of them."""
     _, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
@@ -405,7 +412,6 @@ def _chunk_kernel(*refs, chunk, tile, piece):
     head, row = pl.program_id(1), pl.program_id(2)
     layer, slot = layer_ref[0], slots_ref[row]
     count, start = _count(positions_ref, row), positions_ref[row, 0]
-    most_pending = chunks.u.shape[2] - length
     num_pending = jnp.clip(pending_ref[row], 0, jnp.minimum(start, most_pending))
     is_live = (count > 0) & (slot >= 0) & (slot < num_slots)
 

@@ -802,15 +802,14 @@ def test_kernels_that_do_not_exist_are_named():
 
 
 @pytest.mark.parametrize(
-    "sizes, folds, message",
+    "sizes, message",
     [
-        (Sizes(Heads(2, 2, 8, 16)), False, "D_k=8; the kernel takes 16, 32, 64, 128"),
-        (Sizes(Heads(2, 2, 16, 48)), False, "D_v=48; the kernel takes 16, 32, 64, 128"),
-        (Sizes(dtype="float16"), False, "x is float16; the kernel takes bfloat16, float32"),
-        (Sizes(), True, "folds=True; the compiled kernel takes folds=False"),
+        (Sizes(Heads(2, 2, 8, 16)), "D_k=8; the kernel takes 16, 32, 64, 128"),
+        (Sizes(Heads(2, 2, 16, 48)), "D_v=48; the kernel takes 16, 32, 64, 128"),
+        (Sizes(dtype="float16"), "x is float16; the kernel takes bfloat16, float32"),
     ],
 )
-def test_what_the_kernel_does_not_take_is_named(sizes, folds, message):
+def test_what_the_kernel_does_not_take_is_named(sizes, message):
     serving = Serving("reference", Streams.random(sizes, 1, 9), sizes)
     arguments = (
         *(jnp.zeros((1, 1, sizes.heads.inputs), sizes.dtype), serving.weights, serving.cache),
@@ -818,4 +817,4 @@ def test_what_the_kernel_does_not_take_is_named(sizes, folds, message):
         jnp.zeros(1, jnp.int32),
     )
     with pytest.raises(UnsupportedError, match=message):
-        gated_delta_rule_triton(*arguments, folds=folds, eps=EPS)
+        gated_delta_rule_triton(*arguments, folds=False, eps=EPS)
