@@ -43,8 +43,8 @@ class TuningConfig:
     chunk: int = 32  # tokens of a prompt that are taken at a time
     prepare_piece: int = 16  # and channels, where a program prepares them
     prepare_warps: int = 4
-    chunk_piece: int = 64  # and where it folds them into its state
-    chunk_values: int = 32  # rows of which are its own
+    chunk_piece: int = 32  # and where it folds them into its state
+    chunk_values: int = 16  # rows of which are its own
     chunk_warps: int = 4
     keep_channels: int = 1024  # of the ring, for a program that writes what a prompt leaves there
 
@@ -421,8 +421,8 @@ def _chunk_kernel(*refs, chunk, tile, piece, most_pending):
 
     def write_rows(is_written, t, o):
         # The interpreter stores what was there where the mask is false: then not to a real row.
-        at = row, jnp.where(is_written, t, length)[:, None], head, values[None]
-        mask = jnp.broadcast_to(is_written[:, None], (chunk, tile))
+        at = row, jnp.where(is_written, t, length)[None], head, values[:, None]
+        mask = jnp.broadcast_to(is_written[None], (tile, chunk))
         store(out_ref.at[at], o.astype(out_ref.dtype), mask=mask)
 
     @pl.when(is_live)
@@ -431,16 +431,18 @@ def _chunk_kernel(*refs, chunk, tile, piece, most_pending):
             def read(ref, columns):
                 return ref[row, head, (n * chunk + i)[:, None], columns[None]]
 
-            u, o = read(chunks.u, values), jnp.zeros((chunk, tile), jnp.float32)
+            # Transposed, as the state is: both are then rows of products, which stay in registers.
+            u = chunks.u[row, head, (n * chunk + i)[None], values[:, None]]
+            o = jnp.zeros((tile, chunk), jnp.float32)
             for p, s in enumerate(states):
-                u = u - _dot_t(read(chunks.w, p * piece + lanes), s)
-                o = o + _dot_t(read(chunks.q, p * piece + lanes), s)
-            o = o + _dot(read(chunks.inner, i), u)
+                u = u - _dot_t(s, read(chunks.w, p * piece + lanes))
+                o = o + _dot_t(s, read(chunks.q, p * piece + lanes))
+            o = o + _dot_t(u, read(chunks.inner, i))
             t = n * chunk + i - num_pending
             write_rows((t >= 0) & (t < count), t, o)
             grown = chunks.grown[row, head, n]
             return tuple(
-                grown * s + _dot(u, read(chunks.k, p * piece + lanes), trans_a=True)
+                grown * s + _dot(u, read(chunks.k, p * piece + lanes))
                 for p, s in enumerate(states)
             )
 
@@ -456,7 +458,7 @@ def _chunk_kernel(*refs, chunk, tile, piece, most_pending):
 
     def clear(n, _):
         t = n * chunk + i
-        write_rows((t >= num_done) & (t < length), t, jnp.zeros((chunk, tile)))
+        write_rows((t >= num_done) & (t < length), t, jnp.zeros((tile, chunk)))
 
     jax.lax.fori_loop(num_done // chunk, (length + chunk - 1) // chunk, clear, None)
 
