@@ -14,7 +14,6 @@ A prompt runs in chunks, in a kernel that reads the ring and leaves it alone, an
 writes what stays: without the first done, NaN would fill columns that a program has yet to read.
 """
 
-import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,7 +23,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.gated_delta_rule.reference import EPSILON, gated_norm
+from pallas_kernels.gated_delta_rule.reference import EPSILON
 from pallas_kernels.gated_delta_rule.types import DeltaRuleCache, DeltaRuleWeights
 from pallas_kernels.triton_call import dot, load, store, triton_call
 
@@ -39,6 +38,9 @@ class TuningConfig:
     # Keys are taken apart into pieces so wide, and sums over them run over the pieces first, each
     # thread on its own: lanes lie across the keys of one piece only, and exchange that much less.
     piece: int = 32
+    # Rows of a state that are a program's own: so few that two programs run on a multiprocessor,
+    # one of which computes while the other loads.
+    values: int = 64
     num_warps: int = 8
     chunk: int = 32  # tokens of a prompt that are taken at a time
     prepare_piece: int = 16  # and channels, where a program prepares them
@@ -46,6 +48,7 @@ class TuningConfig:
     chunk_piece: int = 32  # and where it folds them into its state
     chunk_values: int = 16  # rows of which are its own
     chunk_warps: int = 4
+    norm_heads: int = 8  # of a token, for a program that norms them
     keep_channels: int = 1024  # of the ring, for a program that writes what a prompt leaves there
 
 
@@ -92,18 +95,21 @@ def gated_delta_rule_triton(
     config = config or TuningConfig()
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     run = _fold if folds else _step
-    out, cache = run(x, weights, cache, (layer, slots, positions, pending), eps, config, interpret)
+    out, cache = run(x, weights, cache, (layer, slots, positions, pending), config, interpret)
+    if weights.norm is not None:
+        out = _norm(out, x, weights.norm, heads, eps, config, interpret)
     return out, cache
 
 
-def _step(x, weights, cache, where, eps, config, interpret):
-    heads, norm = cache.heads, weights.norm
+def _step(x, weights, cache, where, config, interpret):
+    heads, batch = cache.heads, x.shape[0]
+    tile = min(config.values, heads.value_dim)
     *cache, out = triton_call(
-        partial(_step_kernel, eps=eps, piece=min(config.piece, heads.key_dim)),
-        [*cache, x, *where, *weights[:3], *(() if norm is None else (norm,))],
+        partial(_step_kernel, piece=min(config.piece, heads.key_dim), tile=tile),
+        [*cache, x, *where, *weights[:3]],
         [*_shapes(cache), _out_shape(x, heads)],
         name="gated_delta_rule",
-        grid=(heads.num_values, x.shape[0]),
+        grid=(heads.value_dim // tile, heads.num_values, batch),
         num_warps=config.num_warps,
         aliases={0: 0, 1: 1, 2: 2},
         interpret=interpret,
@@ -111,7 +117,7 @@ def _step(x, weights, cache, where, eps, config, interpret):
     return out, DeltaRuleCache(*cache)
 
 
-def _fold(x, weights, cache, where, eps, config, interpret):
+def _fold(x, weights, cache, where, config, interpret):
     heads, (batch, length, _) = cache.heads, x.shape
     num_taps = weights.conv.shape[0]
     most_pending = cache.most_pending(num_taps)
@@ -160,10 +166,21 @@ def _fold(x, weights, cache, where, eps, config, interpret):
         aliases={0: 0, 1: 1},
         interpret=interpret,
     )
-    if weights.norm is not None:
-        z = x[..., heads.channels :][..., : heads.num_values * heads.value_dim]
-        out = gated_norm(out, z.reshape(out.shape), weights.norm, eps)
     return out, DeltaRuleCache(state, ring, gates)
+
+
+def _norm(out, x, norm, heads, eps, config, interpret):
+    (out,) = triton_call(
+        partial(_norm_kernel, channels=heads.channels, tile=config.norm_heads, eps=eps),
+        [out, x, norm],
+        _shapes([out]),
+        name="gated_delta_rule_norm",
+        grid=(pl.cdiv(heads.num_values, config.norm_heads), *x.shape[:2]),
+        num_warps=4,
+        aliases={0: 0},
+        interpret=interpret,
+    )
+    return out
 
 
 def _shapes(arrays):
@@ -174,11 +191,9 @@ def _out_shape(x, heads):
     return jax.ShapeDtypeStruct((*x.shape[:2], heads.num_values, heads.value_dim), x.dtype)
 
 
-def _step_kernel(*refs, eps, piece):
+def _step_kernel(*refs, piece, tile):
     _, _, _, x_ref, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
-    conv_ref, log_decay_ref, decay_bias_ref, *norm_ref, state_ref, ring_ref, gates_ref, out_ref = (
-        refs
-    )
+    conv_ref, log_decay_ref, decay_bias_ref, state_ref, ring_ref, gates_ref, out_ref = refs
     _, num_slots, num_heads, value_dim, key_dim = state_ref.shape
     num_columns, channels = ring_ref.shape[2:]
     num_taps, length = conv_ref.shape[0], x_ref.shape[1]
@@ -187,7 +202,7 @@ def _step_kernel(*refs, eps, piece):
     heads_per_key = num_heads * key_dim // key_channels
     gate_channels = channels + num_heads * value_dim
 
-    head, row = pl.program_id(0), pl.program_id(1)
+    part, head, row = (pl.program_id(i) for i in range(3))
     layer, slot = layer_ref[0], slots_ref[row]
     count, start = _count(positions_ref, row), positions_ref[row, 0]
     is_live = (count > 0) & (slot >= 0) & (slot < num_slots)
@@ -195,7 +210,7 @@ def _step_kernel(*refs, eps, piece):
     # q and k lie as [2, D_k / piece, piece], states as [D_k / piece, D_v, piece].
     parts = jnp.arange(key_dim // piece, dtype=jnp.int32) * piece
     lanes = jnp.arange(piece, dtype=jnp.int32)
-    values = jnp.arange(value_dim, dtype=jnp.int32)
+    values = part * tile + jnp.arange(tile, dtype=jnp.int32)
     either = jnp.arange(2, dtype=jnp.int32)[:, None, None]
     keys = parts[:, None] + lanes[None, :]
     qk_channels = either * key_channels + head // heads_per_key * key_dim + keys[None]
@@ -238,9 +253,9 @@ def _step_kernel(*refs, eps, piece):
             windows = [(*past, z) for past, z in zip(history, raw, strict=True)]
             is_new, column, t = place >= start, column_of(place), row_of(place)
 
-            @pl.when(place == start)
+            @pl.when(is_new & (t == 0))
             def _():
-                state_ref[layer, slot, head, *own] = s
+                state_ref[layer, slot + place - start, head, *own] = s
 
             b, a = (
                 x_ref[row, t, gate_channels + i * num_heads + head].astype(jnp.float32)
@@ -263,26 +278,26 @@ def _step_kernel(*refs, eps, piece):
             def _():
                 q = jnp.sum(jnp.where(either == 0, qk, 0.0), axis=0) * key_dim**-0.5
                 o = _over_keys(s, q[:, None, :]).astype(out_ref.dtype)
-                if norm_ref:
-                    z = x_ref[row, t, channels + head * value_dim + values]
-                    o = _gated_norm(o, z, norm_ref[0][values], eps)
                 out_ref[row, t, head, values] = o
-                gates_ref[layer, slot, column, 0, head] = g
-                gates_ref[layer, slot, column, 1, head] = beta
                 ring_ref[layer, slot, column, kinds[1]] = raw[1]
-                is_first = jnp.broadcast_to(head % heads_per_key == 0, qk_channels.shape)
-                store(ring_ref.at[layer, slot, column, qk_channels], raw[0], mask=is_first)
+
+                @pl.when(part == 0)
+                def _():
+                    gates_ref[layer, slot, column, 0, head] = g
+                    gates_ref[layer, slot, column, 1, head] = beta
+                    is_first = jnp.broadcast_to(head % heads_per_key == 0, qk_channels.shape)
+                    store(ring_ref.at[layer, slot, column, qk_channels], raw[0], mask=is_first)
 
             return s, tuple(window[1:] for window in windows), following
 
-        known = jnp.broadcast_to(first > 0, (key_dim // piece, value_dim, piece))
+        known = jnp.broadcast_to(first > 0, (key_dim // piece, tile, piece))
         s = load(state_ref.at[layer, slot, head, *own], mask=known, other=0.0)
         past = [read(first - i) for i in range(num_taps - 1, 0, -1)]
         history = tuple(tuple(raw[kind] for raw in past) for kind in range(2))
         jax.lax.fori_loop(first, end, advance, (s, history, read(first)))
 
     def clear(t, _):
-        out_ref[row, t, head, values] = jnp.zeros((value_dim,), out_ref.dtype)
+        out_ref[row, t, head, values] = jnp.zeros((tile,), out_ref.dtype)
 
     jax.lax.fori_loop(jnp.where(is_live, count, 0), length, clear, None)
 
@@ -496,6 +511,26 @@ def _keep_kernel(*refs, num_taps, tile):
             store(gates_ref.at[at], nan, mask=gate < 2 * num_heads)
 
 
+def _norm_kernel(_, x_ref, norm_ref, out_ref, *, channels, tile, eps):
+    """See `reference.gated_norm`; rounds where that does. Being a kernel of its own, it rounds the
+    same in every shape."""
+    num_heads, value_dim = out_ref.shape[2:]
+    part, row, t = (pl.program_id(i) for i in range(3))
+    head = (part * tile + jnp.arange(tile, dtype=jnp.int32))[:, None]
+    value = jnp.arange(value_dim, dtype=jnp.int32)[None]
+    # The interpreter stores what was there where the mask is false: to no head, then.
+    at = out_ref.at[row, t, jnp.where(head < num_heads, head, num_heads), value]
+    mask = jnp.broadcast_to(head < num_heads, (tile, value_dim))
+    o = load(at, mask=mask, other=0.0)
+    z = load(x_ref.at[row, t, channels + head * value_dim + value], mask=mask, other=0.0)
+    norm = norm_ref[value]
+    y = o.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.sum(y * y, axis=1, keepdims=True) / value_dim + eps)
+    y = y.astype(o.dtype).astype(jnp.float32) * norm.astype(jnp.float32)
+    y = y.astype(jnp.promote_types(o.dtype, norm.dtype)).astype(jnp.float32)
+    store(at, (y * _silu(z.astype(jnp.float32))).astype(o.dtype), mask=mask)
+
+
 def _count(positions_ref, row):
     """Real rows of a request."""
     length = positions_ref.shape[1]
@@ -547,15 +582,6 @@ def _dot_t(a, b):
 def _over_keys(s, k):
     """Sums [D_v] over the keys of s [D_k / piece, D_v, piece] times k [D_k / piece, 1, piece]."""
     return jnp.sum(jnp.sum(s * k, axis=0), axis=1)
-
-
-def _gated_norm(o, z, norm, eps):
-    """See `reference.gated_norm`; rounds where that does."""
-    y = o.astype(jnp.float32)
-    y = y * jax.lax.rsqrt(jnp.sum(y * y, axis=0) / math.prod(y.shape) + eps)
-    y = y.astype(o.dtype).astype(jnp.float32) * norm.astype(jnp.float32)
-    y = y.astype(jnp.promote_types(o.dtype, norm.dtype)).astype(jnp.float32)
-    return (y * _silu(z.astype(jnp.float32))).astype(o.dtype)
 
 
 def _sigmoid(z):
