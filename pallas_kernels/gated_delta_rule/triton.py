@@ -1,17 +1,21 @@
-"""The gated delta rule on Pallas' Triton backend: one kernel from one projection to the next.
+"""The gated delta rule on Pallas' Triton backend: a step in two kernels, a prompt in four.
 
-A program owns the state of one value head of one request: it reads it once, folds the pending
-tokens in, writes it once, and runs the new tokens on in registers. Every token goes through one
-loop body, whether it is folded in or verified and however many there are: a token is the same
-machine code, and has the same bits, in every step.
+Of a step, a program owns some rows of the state of one value head of one request, which need no
+others: it reads them once, folds the pending tokens in, writes them once, and runs the new tokens
+on in registers. Every token goes through one loop body, whether it is folded in or verified and
+however many there are: a token is the same machine code, and has the same bits, in every step. The
+output's norm is over all rows of a head, so a second kernel takes it.
 
 The programs of the value heads that share a key head are not synchronised, and one of them writes
 the raw q and k of the new tokens to the ring. No other reads them there: a call takes new tokens
 from x, and the ring has so many columns that those written are none of those read, which are of the
-last W - 1 + M tokens (`num_ring_columns`). All else that a program writes is its own head's.
+last W - 1 + M tokens (`num_ring_columns`). So it is with the new tokens' gates, which one of a
+head's programs writes. All else that a program writes is its own.
 
-A prompt runs in chunks, in a kernel that reads the ring and leaves it alone, and a second one then
-writes what stays: without the first done, NaN would fill columns that a program has yet to read.
+A prompt runs in chunks. What they are to any state is prepared for all of them at once; then each
+program folds them into its rows of one, one by one; and a third kernel writes what stays in the
+ring: without the first done, NaN would fill columns that a program has yet to read. In one kernel
+the first two would take more registers than there are.
 """
 
 from dataclasses import dataclass
@@ -253,9 +257,9 @@ def _step_kernel(*refs, piece, tile):
             windows = [(*past, z) for past, z in zip(history, raw, strict=True)]
             is_new, column, t = place >= start, column_of(place), row_of(place)
 
-            @pl.when(is_new & (t == 0))
+            @pl.when(place == start)
             def _():
-                state_ref[layer, slot + place - start, head, *own] = s
+                state_ref[layer, slot, head, *own] = s
 
             b, a = (
                 x_ref[row, t, gate_channels + i * num_heads + head].astype(jnp.float32)
@@ -528,7 +532,9 @@ def _norm_kernel(_, x_ref, norm_ref, out_ref, *, channels, tile, eps):
     y = y * jax.lax.rsqrt(jnp.sum(y * y, axis=1, keepdims=True) / value_dim + eps)
     y = y.astype(o.dtype).astype(jnp.float32) * norm.astype(jnp.float32)
     y = y.astype(jnp.promote_types(o.dtype, norm.dtype)).astype(jnp.float32)
-    store(at, (y * _silu(z.astype(jnp.float32))).astype(o.dtype), mask=mask)
+    # A row of padding is zero whatever its gate.
+    y = jnp.where(o == 0, 0.0, y * _silu(z.astype(jnp.float32)))
+    store(at, y.astype(o.dtype), mask=mask)
 
 
 def _count(positions_ref, row):

@@ -24,7 +24,7 @@ CASES = [(name, *shape, False) for name in MODELS for shape in STEPS]
 CASES += [(name, *shape, True) for name in MODELS for shape in PROMPTS]
 TAPS, MOST_ROWS = 4, 8
 LAYERS, SLOTS = 24, 64  # states of more than 4 GiB, which take offsets of 64 bits, as served
-MOST_SHARED = 227 * 1024
+MOST_SHARED, REGISTERS = 227 * 1024, 64 * 1024  # of a multiprocessor
 
 pytestmark = pytest.mark.h200
 
@@ -107,10 +107,17 @@ def test_the_cache_stays_where_it_is(reports, case):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_step_is_one_kernel(reports, case):
-    names = [thunk["name"] for thunk in reports[case]["thunks"]]
-    if case[3]:
-        kernels = {f"gated_delta_rule_{name}" for name in ("prepare", "chunks", "keep")}
-        assert len(names) == 4 and kernels < {*names}
-    else:
-        assert names == ["gated_delta_rule"]
+def test_nothing_but_kernels_runs(reports, case):
+    names = {thunk["name"] for thunk in reports[case]["thunks"]}
+    kinds = ("_prepare", "_chunks", "_keep", "_norm") if case[3] else ("", "_norm")
+    assert names == {f"gated_delta_rule{kind}" for kind in kinds}
+    assert len(reports[case]["thunks"]) == len(kinds)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if not case[3]], ids=str)
+def test_two_programs_of_a_step_share_a_multiprocessor(reports, case):
+    """One computes while the other loads."""
+    (kernel,) = (
+        kernel for kernel in reports[case]["resources"] if kernel["name"] == "gated_delta_rule"
+    )
+    assert 2 * kernel["registers"] * kernel["threads"][0] <= REGISTERS
