@@ -223,7 +223,6 @@ def _step_kernel(*refs, piece, tile):
 
     @pl.when(is_live)
     def _():
-        taps = [[conv_ref[i, kind].astype(jnp.float32) for i in range(num_taps)] for kind in kinds]
         rate, bias = -jnp.exp(log_decay_ref[head]), decay_bias_ref[head]
         num_pending = jnp.clip(pending_ref[row], 0, jnp.minimum(start, most_pending))
         first, end = start - num_pending, start + count
@@ -232,7 +231,7 @@ def _step_kernel(*refs, piece, tile):
             return jax.lax.rem(place + num_columns, num_columns)
 
         def row_of(place):
-            return jnp.clip(place - start, 0, length - 1)
+            return jnp.clip(place, start, end - 1) - start
 
         def read(place):
             """Raw q | k and v of a token: of a new one from x, of one before it from the ring."""
@@ -248,12 +247,13 @@ def _step_kernel(*refs, piece, tile):
             return tuple(one(kind) for kind in kinds)
 
         def convolved(kind, window):
-            y = sum(z.astype(jnp.float32) * w for z, w in zip(window, taps[kind], strict=True))
+            taps = [conv_ref[i, kinds[kind]].astype(jnp.float32) for i in range(num_taps)]
+            y = sum(z.astype(jnp.float32) * w for z, w in zip(window, taps, strict=True))
             return _silu(y)
 
         def advance(place, carry):
-            s, history, raw = carry
-            following = read(place + 1)  # on its way while this token is computed
+            s, history = carry
+            raw = read(place)
             windows = [(*past, z) for past, z in zip(history, raw, strict=True)]
             is_new, column, t = place >= start, column_of(place), row_of(place)
 
@@ -292,13 +292,13 @@ def _step_kernel(*refs, piece, tile):
                     is_first = jnp.broadcast_to(head % heads_per_key == 0, qk_channels.shape)
                     store(ring_ref.at[layer, slot, column, qk_channels], raw[0], mask=is_first)
 
-            return s, tuple(window[1:] for window in windows), following
+            return s, tuple(window[1:] for window in windows)
 
         known = jnp.broadcast_to(first > 0, (key_dim // piece, tile, piece))
         s = load(state_ref.at[layer, slot, head, *own], mask=known, other=0.0)
         past = [read(first - i) for i in range(num_taps - 1, 0, -1)]
         history = tuple(tuple(raw[kind] for raw in past) for kind in range(2))
-        jax.lax.fori_loop(first, end, advance, (s, history, read(first)))
+        jax.lax.fori_loop(first, end, advance, (s, history))
 
     def clear(t, _):
         out_ref[row, t, head, values] = jnp.zeros((tile,), out_ref.dtype)
@@ -461,8 +461,7 @@ def _chunk_kernel(*refs, chunk, tile, piece, most_pending):
             write_rows((t >= 0) & (t < count), t, o)
             grown = chunks.grown[row, head, n]
             return tuple(
-                grown * s + _dot(u, read(chunks.k, p * piece + lanes))
-                for p, s in enumerate(states)
+                grown * s + _dot(u, read(chunks.k, p * piece + lanes)) for p, s in enumerate(states)
             )
 
         own = [(layer, slot, head, values[:, None], (p * piece + lanes)[None]) for p in pieces]
