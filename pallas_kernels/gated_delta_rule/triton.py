@@ -129,9 +129,9 @@ def _fold(x, weights, cache, where, config, interpret):
     num_chunks = pl.cdiv(most_pending + length, chunk)
     tile = min(config.chunk_values, heads.value_dim)
     piece = min(config.prepare_piece, heads.key_dim, heads.value_dim)
-    columns = Chunks(heads.value_dim, *(heads.key_dim,) * 3, chunk, None)
+    columns = heads.value_dim, *(heads.key_dim,) * 3, chunk
     wide = batch, heads.num_values, num_chunks * chunk
-    chunks = [jax.ShapeDtypeStruct((*wide, n), jnp.float32) for n in columns[:-1]]
+    chunks = [jax.ShapeDtypeStruct((*wide, n), jnp.float32) for n in columns]
     chunks += [jax.ShapeDtypeStruct((*wide[:2], num_chunks), jnp.float32)]
     # The ring goes through every kernel: only when all programs have read it is it written.
     ring, gates, *chunks = triton_call(
