@@ -1,5 +1,6 @@
 """The gated delta rule in plain JAX: token by token, or in chunks of matrix products."""
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -9,6 +10,9 @@ from pallas_kernels.gated_delta_rule.types import DeltaRuleCache, DeltaRuleWeigh
 
 CHUNK = 64
 EPSILON = 1e-6  # of the l2 norm
+
+# Without it, GPUs multiply f32 in tf32, whose error a state would keep.
+einsum, matmul = partial(jnp.einsum, precision="highest"), partial(jnp.matmul, precision="highest")
 
 
 class Tokens(NamedTuple):
@@ -173,9 +177,9 @@ def advance(
 ) -> tuple[jax.Array, jax.Array]:
     """One token of every head: states f32[B, H_v, D_v, D_k] and outputs f32[B, H_v, D_v]."""
     s = s * jnp.exp(g)[..., None, None]
-    u = beta[..., None] * (v - jnp.einsum("bhvk,bhk->bhv", s, k))
+    u = beta[..., None] * (v - einsum("bhvk,bhk->bhv", s, k))
     s = s + u[..., None] * k[..., None, :]
-    return s, jnp.einsum("bhvk,bhk->bhv", s, q)
+    return s, einsum("bhvk,bhk->bhv", s, q)
 
 
 def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
@@ -206,13 +210,13 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         decay = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
         grown = jnp.exp(total)[..., None]
         beta = beta[..., None]
-        lower = beta * decay * jnp.einsum("bhik,bhjk->bhij", k, k) * is_before_strictly
-        right = beta * (v - grown * jnp.einsum("bhik,bhvk->bhiv", k, s))
-        u = invert_unit_lower(lower) @ right
-        inner = decay * jnp.einsum("bhik,bhjk->bhij", q, k)
-        out = grown * jnp.einsum("bhik,bhvk->bhiv", q, s) + inner @ u
+        lower = beta * decay * einsum("bhik,bhjk->bhij", k, k) * is_before_strictly
+        right = beta * (v - grown * einsum("bhik,bhvk->bhiv", k, s))
+        u = matmul(invert_unit_lower(lower), right)
+        inner = decay * einsum("bhik,bhjk->bhij", q, k)
+        out = grown * einsum("bhik,bhvk->bhiv", q, s) + matmul(inner, u)
         left = jnp.exp(total[..., -1:] - total)[..., None] * k
-        s = grown[..., -1:, :] * s + jnp.einsum("bhiv,bhik->bhvk", u, left)
+        s = grown[..., -1:, :] * s + einsum("bhiv,bhik->bhvk", u, left)
         return s, out
 
     s, out = jax.lax.scan(step, s, jax.tree.map(chunks, tokens))
@@ -236,7 +240,7 @@ def invert_unit_lower(lower: jax.Array) -> jax.Array:
         pair = jnp.arange(num_pairs)
         corner = jnp.moveaxis(blocks, -2, -3)[..., pair, pair, size:, :size]
         first, second = inverse[..., 0::2, :, :], inverse[..., 1::2, :, :]
-        corner = -second @ corner @ first
+        corner = -matmul(matmul(second, corner), first)
         top = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         inverse = jnp.concatenate([top, jnp.concatenate([corner, second], axis=-1)], axis=-2)
         size *= 2

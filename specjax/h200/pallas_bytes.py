@@ -10,7 +10,7 @@ outputs. Operands are known by what they look like, as their order is the kernel
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 
@@ -75,7 +75,7 @@ def touched(name: str, call: Call, load: Load) -> tuple[int, int]:
         return _whole(call)
 
 
-def _total(arrays: list[Array] | tuple[Array, ...]) -> int:
+def _total(arrays: Iterable[Array]) -> int:
     return sum(one.size for one in arrays)
 
 
@@ -124,6 +124,13 @@ def _gated_delta_rule(call: Call, load: Load) -> tuple[int, int]:
     )
 
 
+def _gated_delta_rule_norm(call: Call, load: Load) -> tuple[int, int]:
+    """The outputs in and out; of x, as many gates; and the norm's weights."""
+    out = _total(call.operands[i] for i in call.aliased)
+    norm = min(one.size for one in call.others)
+    return 2 * out + norm, out
+
+
 def _recurrent(call: Call) -> tuple[Array, Array, Array]:
     aliased = [call.operands[i] for i in sorted(call.aliased)]
     ring = next(one for one in aliased if len(one.shape) == 4)
@@ -148,4 +155,5 @@ TOUCHED: dict[str, Callable[[Call, Load], tuple[int, int]]] = {
     "paged_attention_combine": _paged_attention_combine,
     "rope_write": _rope_write,
     "gated_delta_rule": _gated_delta_rule,
+    "gated_delta_rule_norm": _gated_delta_rule_norm,
 }

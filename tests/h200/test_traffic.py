@@ -96,6 +96,13 @@ PALLAS = {
         ROWS * 1024 + 4 * 1024 + STATES + BATCH * 5 * COLUMN,
         ROWS * 512 + STATES + ROWS * COLUMN,
     ),
+    "gated_delta_rule_norm": (
+        (shape(BATCH, WIDTH, 4, 64), shape(BATCH, WIDTH, 776), shape(64)),
+        (),
+        (0,),
+        2 * ROWS * 512 + 128,
+        ROWS * 512,
+    ),
     "grouped_matmul_decode": (
         (shape(4, DIM), shape(EXPERTS, DIM, 512), shape(EXPERTS, dtype=jnp.int32)),
         (shape(4, 512),),

@@ -29,6 +29,7 @@ from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
 LAYER, NUM_LAYERS = 1, 3
 PROMPT_WIDTH = 9
 TOLERANCE = 2e-5
+BF16_TOLERANCE = 5 * 2**-9  # four roundings of an output, the first of its norm as well
 EPS = 1e-3  # of the norm: so large that it shows
 
 
@@ -247,7 +248,7 @@ class Serving:
 
     def check(self):
         """Outputs and states are those of the definition."""
-        rounding = 2**-7 if self.sizes.dtype == "bfloat16" else TOLERANCE
+        rounding = BF16_TOLERANCE if self.sizes.dtype == "bfloat16" else TOLERANCE
         for r, (i, n) in enumerate(zip(self.stream, self.length, strict=True)):
             out, states = (z[i] for z in self.streams.truth)
             assert not n or error(self.out[i, :n], out[:n]) < rounding
@@ -407,7 +408,7 @@ def test_random_schedules_have_the_bits_of_decoding_token_by_token(implementatio
     assert num_steps > num_schedules * (LENGTH - k - 2) / (k + 1)
     assert num_mismatches == 0
     np.testing.assert_array_equal(serving.out, plain_out)
-    rounding = 2**-7 if sizes.dtype == "bfloat16" else TOLERANCE
+    rounding = BF16_TOLERANCE if sizes.dtype == "bfloat16" else TOLERANCE
     assert max(map(error, serving.out, streams.truth[0])) < rounding
     assert max(map(error, plain_states[:, -1], streams.truth[1][:, -2])) < TOLERANCE
 
@@ -802,15 +803,14 @@ def test_kernels_that_do_not_exist_are_named():
 
 
 @pytest.mark.parametrize(
-    "sizes, folds, message",
+    "sizes, message",
     [
-        (Sizes(Heads(2, 2, 8, 16)), False, "D_k=8; the kernel takes 16, 32, 64, 128"),
-        (Sizes(Heads(2, 2, 16, 48)), False, "D_v=48; the kernel takes 16, 32, 64, 128"),
-        (Sizes(dtype="float16"), False, "x is float16; the kernel takes bfloat16, float32"),
-        (Sizes(), True, "folds=True; the compiled kernel takes folds=False"),
+        (Sizes(Heads(2, 2, 8, 16)), "D_k=8; the kernel takes 16, 32, 64, 128"),
+        (Sizes(Heads(2, 2, 16, 48)), "D_v=48; the kernel takes 16, 32, 64, 128"),
+        (Sizes(dtype="float16"), "x is float16; the kernel takes bfloat16, float32"),
     ],
 )
-def test_what_the_kernel_does_not_take_is_named(sizes, folds, message):
+def test_what_the_kernel_does_not_take_is_named(sizes, message):
     serving = Serving("reference", Streams.random(sizes, 1, 9), sizes)
     arguments = (
         *(jnp.zeros((1, 1, sizes.heads.inputs), sizes.dtype), serving.weights, serving.cache),
@@ -818,4 +818,4 @@ def test_what_the_kernel_does_not_take_is_named(sizes, folds, message):
         jnp.zeros(1, jnp.int32),
     )
     with pytest.raises(UnsupportedError, match=message):
-        gated_delta_rule_triton(*arguments, folds=folds, eps=EPS)
+        gated_delta_rule_triton(*arguments, folds=False, eps=EPS)
