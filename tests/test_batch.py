@@ -183,10 +183,9 @@ def used_state():
     """A state whose every slot has something to lose."""
     requests = init_requests(NUM_SLOTS, VOCAB)
     state = init_state(NUM_SLOTS, MAX_LEN, VOCAB, jnp.zeros(0), jnp.ones(3))
-    marked = jax.tree.map(lambda x: jnp.full_like(x, 77), (requests, state.tokens, state.lengths))
-    requests, tokens, lengths = marked
-    active = jnp.ones(NUM_SLOTS, bool)
-    return replace(state, requests=requests, tokens=tokens, lengths=lengths, is_active=active)
+    marked = jax.tree.map(lambda x: jnp.full_like(x, 77), (requests, state.tokens, state.progress))
+    requests, tokens, progress = marked
+    return replace(state, requests=requests, tokens=tokens, progress=progress)
 
 
 @pytest.fixture(scope="module")

@@ -68,8 +68,10 @@ def counts(engine: Engine, wrong: Wrong, program: str) -> Iterator[None]:
             # A copy: the next step is given the state's own memory to write to.
             now = np.array(engine._state.pending)
             slots = [sequence.slot for sequence in plan.sequences]
-            pending = jax.device_put(wrong(slots, now, before).copy(), engine._device)
-            engine._state, before = replace(engine._state, pending=pending), now
+            progress = np.array(engine._state.progress)
+            progress[:, 1] = wrong(slots, now, before)
+            progress = jax.device_put(progress, engine._device)
+            engine._state, before = replace(engine._state, progress=progress), now
         return result
 
     with pytest.MonkeyPatch.context() as patch:

@@ -1,15 +1,28 @@
 """The cache-free rows of training against a direct rewrite in float64."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_kernels.rope_write import HeadWeights
+from specjax.device.models.layers.rows import Heads
 from specjax.train.context import CausalRows, UnrolledRows
 
 B, T, H, H_KV, D = 2, 7, 4, 2, 8
+SHAPE = SimpleNamespace(
+    num_heads=H, num_kv_heads=H_KV, head_dim=D, rms_norm_eps=1e-6, has_centred_norms=False
+)
 
 
 def _draw(rng, heads):
     return rng.standard_normal((B * T, heads, D)).astype(np.float32)
+
+
+def _heads(q, k, v):
+    """As a projection leaves them, with nothing to be done to them but a rotation by nothing."""
+    qkv = np.concatenate([q, k, v], axis=1).reshape(B * T, -1)
+    return Heads(qkv, HeadWeights(), (np.ones((B * T, D // 2)), np.zeros((B * T, D // 2))))
 
 
 def _attend(query, keys, values):
@@ -36,7 +49,7 @@ def _expected(q, steps):
 def test_causal_rows_see_their_own_sequence_up_to_themselves():
     rng = np.random.default_rng(0)
     q, k, v = _draw(rng, H), _draw(rng, H_KV), _draw(rng, H_KV)
-    out, kv = CausalRows.of(B, T).attend("kept", jnp.int32(0), q, k, v)
+    out, kv = CausalRows.of(B, T).attend("kept", jnp.int32(0), _heads(q, k, v), SHAPE)
     assert kv == "kept"
     np.testing.assert_allclose(out, _expected(q, [(k, v)]), atol=2e-6)
 
@@ -48,6 +61,6 @@ def test_unrolled_rows_see_the_verified_rows_and_their_own_drafts_only():
         q, k, v = _draw(rng, H), _draw(rng, H_KV), _draw(rng, H_KV)
         steps.append((k, v))
         rows = UnrolledRows.of(B, T, step)
-        out, kv = rows.attend(kv, jnp.int32(0), q, k, v)
+        out, kv = rows.attend(kv, jnp.int32(0), _heads(q, k, v), SHAPE)
         np.testing.assert_array_equal(rows.positions, np.tile(np.arange(T) + step, B))
         np.testing.assert_allclose(out, _expected(q, steps), atol=2e-6)
