@@ -237,13 +237,13 @@ def test_a_request_arrives_in_its_slot(admitted, sequence):
 def test_an_admission_leaves_all_other_slots_alone(admitted):
     before, slots = jax.device_get(used_state()), [s.slot for s in (PLAIN, FULL, SOME)]
     others = np.delete(np.arange(NUM_SLOTS), slots)
-    for name in "tokens", "is_active", "requests":
+    for name in "tokens", "progress", "requests":
         jax.tree.map(
             lambda x, y: np.testing.assert_array_equal(x[others], y[others]),
             getattr(admitted, name),
             getattr(before, name),
         )
-    np.testing.assert_array_equal(admitted.lengths, before.lengths)
+    assert not admitted.progress[slots].any()
     np.testing.assert_array_equal(admitted.drafter, before.drafter)
 
 
