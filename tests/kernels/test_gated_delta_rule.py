@@ -26,6 +26,8 @@ from pallas_kernels.gated_delta_rule.reference import (
 )
 from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
 
+# What takes the interpreter long; shorter tests run it every time.
+INTERPRETED_SLOWLY = ["reference", pytest.param("interpret", marks=pytest.mark.slow)]
 LAYER, NUM_LAYERS = 1, 3
 PROMPT_WIDTH = 9
 TOLERANCE = 2e-5
@@ -283,6 +285,7 @@ def test_ragged_prompts_match_the_definition(implementation, sizes):
     assert serving.length.tolist() == [18, 18, 25]
 
 
+@pytest.mark.parametrize("implementation", INTERPRETED_SLOWLY, indirect=True)
 @pytest.mark.parametrize("width", [1, 5, 64, 65, 200])
 def test_chunks_of_any_width_match_the_definition(implementation, width):
     serving = implementation.serve(Streams.random(Sizes(), 3, 2 * width + 1))
@@ -368,6 +371,7 @@ def decode_token_by_token(implementation, streams, sizes, chunks):
     return out, states
 
 
+@pytest.mark.parametrize("implementation", INTERPRETED_SLOWLY, indirect=True)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_random_schedules_have_the_bits_of_decoding_token_by_token(implementation, name):
     """Slots change hands, rows are idle, prompts and steps are of any length."""
@@ -413,6 +417,7 @@ def test_random_schedules_have_the_bits_of_decoding_token_by_token(implementatio
     assert max(map(error, plain_states[:, -1], streams.truth[1][:, -2])) < TOLERANCE
 
 
+@pytest.mark.parametrize("implementation", INTERPRETED_SLOWLY, indirect=True)
 def test_a_forced_rejection_leaves_the_bits_of_plain_decoding(implementation):
     """Over 2,000 tokens; and so does accepting everything, or another k every step."""
     length = 200 if implementation.kernels == "interpret" else 2000
