@@ -15,6 +15,7 @@ from problems import (
     DELTA_HEADS,
     PAGE_SIZE,
     TINY_ATTENTION,
+    TINY_HEADS,
     Problem,
     attention,
     delta_rule,
@@ -114,8 +115,8 @@ PEERS_OF_ATTENTION = {
 
 def time_delta_rule(setting: Setting) -> Iterator[dict[str, Any]]:
     """T tokens on a state; the peer's call has no convolution, no gates and no lazy advance."""
-    heads = DELTA_HEADS["27B"]
-    for batch, rows in (64, 1), (64, 4), (1, 4):
+    heads = setting.pick(DELTA_HEADS["27B"], TINY_HEADS)
+    for batch, rows in setting.pick(((64, 1), (64, 4), (1, 4)), ((2, 2),)):
         row = {"what": "peer delta rule", "model": "27B", "batch": batch, "rows": rows}
         for peer, kernels in (
             ("specjax", setting.kernels),
