@@ -18,18 +18,16 @@ def draw_tokens_reference(
 ) -> jax.Array:
     """See `draw_tokens`."""
     num_rows = logits.shape[0] // len(seeds)
-    temperature, seeds, *counters = (
-        jnp.repeat(x, num_rows) for x in (temperature, seeds, *counters)
-    )
-    if counters:
-        counters[0] += jnp.arange(len(seeds)) % num_rows
+    temperature, seeds, *keyed = (jnp.repeat(x, num_rows) for x in (temperature, seeds, *counters))
+    if keyed:
+        keyed[0] += jnp.arange(len(seeds)) % num_rows
 
     def drawn(logits):
         if token_ids is not None:
             # All columns of all tokens, so that the noise is made as for them.
             full = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
             logits = full.at[:, token_ids].set(logits)
-        noise = gumbel_noise(seeds, stream, tuple(counters), logits.shape[1])
+        noise = gumbel_noise(seeds, stream, tuple(keyed), logits.shape[1])
         is_greedy = (temperature == 0)[:, None]
         # Below the least one the quotients, or their rounding errors, would overflow.
         divisor = jnp.maximum(temperature, MIN_TEMPERATURE)[:, None]

@@ -98,10 +98,10 @@ def _paged_attention_combine(call: Call, load: Load) -> tuple[int, int]:
 def _of_real_rows(one: Array, load: Load) -> int:
     """Bytes of partial results [B, T, H, splits, ...], which padding rows do not have; of outputs
     [B, T, H, D], all."""
-    is_partial = one.element_bytes == 4 and len(one.shape) >= 4
-    if not is_partial or load.rows is None:
+    if one.element_bytes != 4 or len(one.shape) < 4 or load.rows is None:
         return one.size
-    return one.size * min(load.rows, one.shape[1]) // one.shape[1]
+    _, num_rows, *_ = one.shape
+    return one.size * min(load.rows, num_rows) // num_rows
 
 
 def _rope_write(call: Call, load: Load) -> tuple[int, int]:
