@@ -175,6 +175,14 @@ class Watched:
         self.num_tokens.append(sum((v.num_accepted + 1) * count for v, count in counts))
         self.policy.observe(outcome)
 
+    def target_changed(self) -> None:
+        """See `Policy`."""
+        self.policy.target_changed()
+
+    def drafter_changed(self) -> None:
+        """See `Policy`."""
+        self.policy.drafter_changed()
+
 
 def follow(pool: ProcessPoolExecutor, seeds: int) -> dict[str, Any]:
     """How soon policies know what they did not, at loads that do not change."""

@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.logprobs import Logprobs
+from specjax.device.models.model import Features
 from specjax.device.requests import Edits, Requests, Sampling
 from specjax.device.state import EngineState
 from specjax.device.step import (
@@ -175,35 +176,52 @@ def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndar
     return masks
 
 
-def unpack_outputs(packed: np.ndarray, plan: Part, variant: Variant) -> list[list[RowOutput]]:
-    """What each row of `plan` gave, in each of its rounds; chunks are one round."""
+def unpack_outputs(
+    packed: np.ndarray, plan: Part, variant: Variant, *, has_raw: bool = False
+) -> list[list[RowOutput]]:
+    """What each row of `plan` gave, in each of its rounds; chunks are one round.
+
+    `has_raw` says that raw log-probabilities come beside processed ones.
+    """
     if isinstance(plan, DecodePlan):
-        return [_unpack_round(one, plan, variant) for one in packed[: plan.num_rounds]]
-    return [_unpack_round(packed, plan, variant)]
+        return [_unpack_round(one, plan, variant, has_raw) for one in packed[: plan.num_rounds]]
+    return [_unpack_round(packed, plan, variant, has_raw)]
 
 
-def _unpack_round(packed: np.ndarray, plan: Part, variant: Variant) -> list[RowOutput]:
+def _unpack_round(
+    packed: np.ndarray, plan: Part, variant: Variant, has_raw: bool
+) -> list[RowOutput]:
     decoding = isinstance(plan, DecodePlan)
     num_rows = plan.k + 1 if decoding else 1
     reader = _Reader(packed)
     counts, drafts = reader.take(2).T.tolist()
     tokens = reader.take(num_rows).tolist()
-    logprobs = reader.take_logprobs(num_rows, variant.num_logprobs)
+    logprobs = reader.take_logprobs(num_rows, variant.num_logprobs, has_raw)
     width = 0 if decoding else plan.width
-    prompts = reader.take_logprobs(width, variant.num_prompt_logprobs)
+    prompts = reader.take_logprobs(width, variant.num_prompt_logprobs, has_raw)
     outputs = []
     for row, sequence in enumerate(plan.sequences):
         output = RowOutput(tokens[row][: counts[row]], drafts[row])
-        params = sequence.request.params
-        if logprobs is not None and params.logprobs is not None:
-            output.logprobs = _by_token(logprobs, row, output.tokens, params.logprobs)
-        if prompts is not None and params.prompt_logprobs is not None and not decoding:
+        _, _, _, wanted, wanted_of_prompt = sequence.request.demands
+        if logprobs is not None and wanted is not None:
+            output.logprobs = _by_token(logprobs, row, output.tokens, wanted)
+        if prompts is not None and wanted_of_prompt is not None and not decoding:
             chunk = plan.chunks[row]
-            following = sequence.request.prompt_token_ids[chunk.start + 1 :][: chunk.count]
-            output.prompt_logprobs = _by_token(prompts, row, following, params.prompt_logprobs)
+            following = sequence.reported[chunk.start + 1 :][: chunk.count]
+            output.prompt_logprobs = _by_token(prompts, row, following, wanted_of_prompt)
             output.start = chunk.start
         outputs.append(output)
     return outputs
+
+
+def export_features(plan: Part, features: Features) -> None:
+    """Give sequences that export them the features, on the host, of their rows of a chunk."""
+    assert isinstance(plan, PrefillPlan), "rounds export nothing"
+    for row, chunk in enumerate(plan.chunks):
+        if chunk.sequence.request.exports_features:
+            rows = row * plan.width + np.arange(chunk.count)
+            own = jax.tree.map(lambda x, rows=rows: x[rows], features)
+            chunk.sequence.features.append((chunk.start, own))
 
 
 @partial(jax.jit, static_argnames="layout", donate_argnames="state")
@@ -316,7 +334,7 @@ def pack_outputs(outputs: StepOutputs) -> jax.Array:
     parts = [outputs.num_tokens[:, None], outputs.num_drafts[:, None], outputs.tokens]
     for logprobs in outputs.logprobs, outputs.prompt_logprobs:
         if logprobs is not None:
-            parts += [_as_ints(x).reshape(batch, -1) for x in logprobs]
+            parts += [_as_ints(x).reshape(batch, -1) for x in logprobs if x is not None]
     return jnp.concatenate(parts, axis=1)
 
 
@@ -404,7 +422,7 @@ class _Reader:
         self._start += count
         return self._packed[:, self._start - count : self._start]
 
-    def take_logprobs(self, num_rows: int, num_top: int | None) -> Logprobs | None:
+    def take_logprobs(self, num_rows: int, num_top: int | None, has_raw: bool) -> Logprobs | None:
         if num_top is None or not num_rows:
             return None
         batch = self._packed.shape[0]
@@ -415,13 +433,16 @@ class _Reader:
         logprobs, ranks = floats(num_rows), self.take(num_rows)
         ids = self.take(num_rows * num_top).reshape(batch, num_rows, num_top)
         top = floats(num_rows * num_top).reshape(batch, num_rows, num_top)
-        return Logprobs(logprobs, ranks, ids, top)  # pyright: ignore[reportArgumentType]
+        raw = floats(num_rows) if has_raw else None
+        return Logprobs(logprobs, ranks, ids, top, raw)  # pyright: ignore[reportArgumentType]
 
 
 def _by_token(logprobs: Logprobs, row: int, tokens: Any, num_top: int) -> list[TokenLogprobs]:
     found = []
     for i, token in enumerate(tokens):
-        entry = {token: Logprob(float(logprobs.logprobs[row, i]), int(logprobs.ranks[row, i]))}
+        raw = None if logprobs.raw is None else float(logprobs.raw[row, i])
+        own = float(logprobs.logprobs[row, i]), int(logprobs.ranks[row, i])
+        entry = {token: Logprob(*own, raw_logprob=raw)}
         for rank in range(num_top):
             top_id = int(logprobs.top_ids[row, i, rank])
             entry.setdefault(top_id, Logprob(float(logprobs.top_logprobs[row, i, rank]), rank + 1))

@@ -15,7 +15,7 @@ OWN_METHODS = ("mtp", "ngram")  # which need no checkpoint of their own
 AUX_ID_CONVENTIONS = ("entering", "output")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
-LOGPROBS_MODES = ("raw", "processed")
+LOGPROBS_MODES = ("raw", "processed", "both")
 SCHEDULING_POLICIES = ("fcfs", "priority")
 # The one shape of exact mode, the same for engines of any smaller size: requests of a round, rows
 # of each, and tokens of a chunk.
@@ -300,7 +300,10 @@ class EngineConfig:
         steps_per_dispatch: rounds that the device may run before the host hears of them.
         exact: run every step in one shape, so that results depend on nothing but the request.
         max_logprobs: most likeliest tokens that a request may ask for.
-        logprobs_mode: "raw" reports the model's distribution, "processed" the one drawn from.
+        always_logprobs: compile no steps but such as report log-probabilities, for users who always
+            ask for them.
+        logprobs_mode: "raw" reports the model's distribution, "processed" the one drawn from,
+            "both" that and, of the token itself, the model's.
         seed: seed of the requests that bring none.
     """
 
@@ -319,6 +322,7 @@ class EngineConfig:
     steps_per_dispatch: int = 1
     exact: bool = False
     max_logprobs: int = 20
+    always_logprobs: bool = False
     logprobs_mode: str = "raw"
     seed: int = 0
 

@@ -21,6 +21,7 @@ import numpy as np
 from specjax.batch import (
     Layout,
     Part,
+    export_features,
     pack,
     pack_admissions,
     pack_masks,
@@ -30,7 +31,7 @@ from specjax.batch import (
 from specjax.config import EXACT_WIDTH, EngineConfig
 from specjax.device.cache.recurrent import init_snapshots
 from specjax.device.drafters.drafter import Drafter, Params, Variant
-from specjax.device.models.model import Model
+from specjax.device.models.model import Features, Model
 from specjax.device.state import EngineState, init_state
 from specjax.device.step import Extension, StepModel
 from specjax.device.verification import Draft, SeedExact, Verification
@@ -59,7 +60,7 @@ def step_model(
         # Rows are free where a matmul waits for its weights, and matrix units want eights.
         row_multiple=8 if platform == "gpu" else 1,
         width_multiple=EXACT_WIDTH if config.exact else 1,
-        raw_logprobs=config.logprobs_mode == "raw",
+        logprobs_mode=config.logprobs_mode,
         most_rounds=config.steps_per_dispatch,
     )
 
@@ -93,6 +94,7 @@ class _InFlight:
     outputs: jax.Array
     start: float  # seconds, when the step began to be planned
     done: float | None = None  # and when its outputs were seen to be there
+    features: Features | None = None  # of a chunk's rows, if one of its requests exports them
 
     def look(self) -> None:
         """Note the time if the outputs are there."""
@@ -129,11 +131,11 @@ class Engine:
         self.config = config
         self.params = params
         self.target = target
-        self._device = jax.devices()[0]
+        self.device = jax.devices()[0]
         self.drafter = drafter
         self._most_drafts = max(policy.choices)
         verification = verification or SeedExact()
-        self._model = step_model(config, target, drafter, verification, self._device.platform)
+        self._model = step_model(config, target, drafter, verification, self.device.platform)
         config.check_budgets(self._most_drafts, DRAFT_SLOTS)
         self.scheduler = Scheduler(
             config,
@@ -148,18 +150,22 @@ class Engine:
         self._executables = Executables(params, self._state, self._model, self.layout)
         self._processors: list[tuple[LogitsProcessor, ...]] = []
         self._max_logprobs = min(config.max_logprobs, target.vocab_size)
+        self._init_loop()
+        self.set_policy(policy, show_progress=show_progress)
+
+    def _init_loop(self) -> None:
         self._recorder = Recorder()
         self._in_flight: list[_InFlight] = []
         self._start_time = 0.0  # of the step, in seconds
         self._done_time = 0.0  # of the last results that were read
         self._read_time: float | None = None  # and when that was, unless more has been launched
         self._compile_seconds = 0.0  # as of then
+        self._other_ms = 0.0  # of chunks, since the last round that was read
         self._num_steps = 0
-        self.set_policy(policy, show_progress=show_progress)
 
     def _init_state(self) -> EngineState:
         state = empty_state(self.config, self._model, self._most_drafts)
-        return jax.device_put(state, self._device)
+        return jax.device_put(state, self.device)
 
     def set_policy(self, policy: Policy, *, show_progress: bool = False) -> None:
         """Choose K by `policy` from the next step on, after compiling what it may ask for.
@@ -268,6 +274,42 @@ class Engine:
             while self._in_flight:
                 self.step()
 
+    def land(self) -> list[Sequence]:
+        """Read what is in flight and launch nothing; the samples that gained tokens or ended."""
+        launched, self._in_flight = self._in_flight, []
+        try:
+            return [sequence for step in launched for sequence in self._read(step)]
+        except Exception as error:
+            return self._recover([step.plan for step in launched], error)
+
+    def use(self, params: Params, *, has_new_target: bool, has_new_drafter: bool) -> None:
+        """Run with other weights, of the same shapes, from the next step on.
+
+        Nothing may be in flight. What the caches hold is of the weights before, so that it is
+        forgotten: requests in residence run their tokens again.
+        """
+        assert not self._in_flight, "land first"
+        self.scheduler.restart()
+        self.params = params
+        if has_new_target:
+            self.scheduler.policy.target_changed()
+        if has_new_drafter:
+            self.scheduler.policy.drafter_changed()
+
+    def release(self) -> None:
+        """Give up the state's memory until `renew`; nothing may be in flight.
+
+        Requests in residence run their tokens again afterwards.
+        """
+        assert not self._in_flight, "land first"
+        self.scheduler.restart()
+        for leaf in jax.tree.leaves(self._state):
+            leaf.delete()
+
+    def renew(self) -> None:
+        """Begin with an empty state after `release`."""
+        self._state = self._init_state()
+
     def reset(self) -> None:
         """Drop all requests and begin anew, as after an interrupt."""
         self._in_flight = []
@@ -311,7 +353,10 @@ class Engine:
         extension = self._run("prefill", plan, variant, packed)
         self._move(plan, "take")
         outputs = self._run("begin", plan, variant, packed, extension, masks)
-        return self._in(plan, variant, outputs)
+        launched = self._in(plan, variant, outputs)
+        if any(chunk.sequence.request.exports_features for chunk in plan.chunks):
+            launched.features = extension.features
+        return launched
 
     def _admit(self, plan: PrefillPlan) -> None:
         new = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
@@ -344,9 +389,14 @@ class Engine:
         with self._recorder.time("wait"):
             packed = jax.device_get(step.outputs)
         milliseconds = self._time(step)
+        if isinstance(step.plan, PrefillPlan):
+            self._other_ms += milliseconds or 0.0
         touched: dict[Sequence, None] = {}
         with self._recorder.time("host"):
-            rounds = unpack_outputs(packed, step.plan, step.variant)
+            has_raw = self.config.logprobs_mode == "both"
+            rounds = unpack_outputs(packed, step.plan, step.variant, has_raw=has_raw)
+            if step.features is not None:
+                export_features(step.plan, jax.device_get(step.features))
             num_run = sum(any(row.tokens for row in rows) for rows in rounds)
             for rows in rounds:
                 num_kept, found = self.scheduler.commit(step.plan, rows)
@@ -406,7 +456,8 @@ class Engine:
         pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
         verdicts = Counter(sequence.verdict(k, n) for sequence, n in pairs)
         num_context = sum(len(sequence.token_ids) - n for sequence, n in pairs)
-        policy.observe(Round(plan.batch, k, num_context, verdicts, milliseconds))
+        other_ms, self._other_ms = self._other_ms, 0.0
+        policy.observe(Round(plan.batch, k, num_context, verdicts, milliseconds, other_ms))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """Go on without the requests that may have made the device fail, whose state is lost."""
@@ -431,7 +482,7 @@ class Engine:
         """Begin with a new state, for which the old one makes room."""
         for leaf in jax.tree.leaves(self._state):
             leaf.delete()
-        self._state = self._init_state()
+        self.renew()
 
     def _run(self, program: str, plan: Part, variant: Variant, *arguments: Any) -> Any:
         """Launch one of a step's programs, which takes the state and leaves the next one."""
@@ -446,7 +497,7 @@ class Engine:
         return launched
 
     def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, self._device)
+        return jax.device_put(array, self.device)
 
     def _needed(self, requests: Iterable[Request]) -> Variant:
         """What steps must do for all of `requests`."""
@@ -454,7 +505,8 @@ class Engine:
             return Variant(edits=True, masks=True, num_logprobs=self._max_logprobs)
         numbers: set[int] = set()
         edits = masks = False
-        num_logprobs = num_prompt_logprobs = None
+        num_logprobs = 0 if self.config.always_logprobs else None
+        num_prompt_logprobs = None
         for demands in {request.demands for request in requests}:
             wants_edits, wants_masks, processor, wanted, wanted_of_prompt = demands
             edits |= wants_edits

@@ -29,7 +29,7 @@ from specjax.memory import (
 from specjax.metrics import Metrics
 from specjax.outputs import Outputs
 from specjax.precompile import keep_compilations
-from specjax.prompts import Prompt, RequestMaker, as_prompt_list
+from specjax.prompts import Prompt, RequestMaker, as_prompt_list, one_each
 from specjax.request import Request, RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
@@ -63,8 +63,11 @@ class LLM:
         exact: bitwise equal tokens and logprobs under any schedule: every step runs in one shape,
             of all `max_num_seqs` requests and at least 8 tokens for each, and waits for nothing.
         max_logprobs: most likeliest tokens that a request may ask for.
+        always_logprobs: compile no steps but such as report log-probabilities, for users who always
+            ask for them.
         logprobs_mode: "raw" reports the model's distribution, "processed" the one that tokens are
-            drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same.
+            drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same. "both" is
+            "processed" with the model's own beside it (`Logprob.raw_logprob`).
         tensor_parallel_size: devices to split the model over; must be 1.
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder where compiled steps are kept between runs, unless JAX is already
@@ -98,6 +101,7 @@ class LLM:
         scheduling_policy: str = "fcfs",
         exact: bool = False,
         max_logprobs: int = 20,
+        always_logprobs: bool = False,
         logprobs_mode: str = "raw",
         tensor_parallel_size: int = 1,
         kernels: str = "auto",
@@ -155,6 +159,7 @@ class LLM:
             scheduling_policy=scheduling_policy,
             exact=exact,
             max_logprobs=max_logprobs,
+            always_logprobs=always_logprobs,
             logprobs_mode=LOGPROBS_ALIASES.get(logprobs_mode, logprobs_mode),
             seed=seed,
         )
@@ -371,10 +376,10 @@ class LLM:
         self._check_open()
         listed = as_prompt_list(prompts)
         given = SamplingParams() if sampling_params is None else sampling_params
-        all_params = _one_each("sampling_params", given, len(listed))
+        all_params = one_each("sampling_params", given, len(listed))
         if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
             raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
-        priorities = _one_each("priority", priority, len(listed))
+        priorities = one_each("priority", priority, len(listed))
         numbers = self._free_numbers(len(listed))
         requests = [
             self.request_maker.make(
@@ -424,14 +429,3 @@ def _drafter_folder(speculation: SpeculativeConfig, target_folder: Path | None) 
             "target's own checkpoint, but the target is a Model value; give the folder"
         )
     return target_folder
-
-
-def _one_each(name: str, given: Any, count: int) -> list[Any]:
-    """A list of `count` from one value for all, or one per prompt."""
-    if isinstance(given, str) or not isinstance(given, Sequence):
-        return [given] * count
-    if len(given) != count:
-        raise ValueError(
-            f"{name} has {len(given)} entries for {count} prompts; give one, or one per prompt"
-        )
-    return list(given)

@@ -54,6 +54,7 @@ class Metrics:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_accepted_tokens_per_pos: tuple[int, ...]
+    num_draft_tokens_per_pos: tuple[int, ...]
     acceptance_rate_per_pos: tuple[float, ...]
     mean_acceptance_length: float
     k_histogram: dict[int, int]
@@ -172,6 +173,7 @@ class Recorder:
             num_draft_tokens=counts["draft_tokens"],
             num_accepted_tokens=sum(self._accepted),
             num_accepted_tokens_per_pos=tuple(self._accepted),
+            num_draft_tokens_per_pos=tuple(self._drafted),
             acceptance_rate_per_pos=tuple(
                 stood / drafted if drafted else 0.0
                 for stood, drafted in zip(self._accepted, self._drafted, strict=True)

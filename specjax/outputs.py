@@ -33,12 +33,7 @@ class Completion:
         """All there is now."""
         sequence = self.sequence
         token_ids, params = sequence.output, sequence.request.params
-        text = None
-        if self.tokenizer is not None and params.detokenize and self._error is None:
-            try:
-                text = self._read(self.tokenizer, token_ids)
-            except Exception as error:  # the tokens are there all the same
-                self._error = error
+        text = self.text()
         self.num_shown, self.is_complete = len(token_ids), sequence.is_finished
         logprobs = total = None
         if params.logprobs is not None:
@@ -57,6 +52,17 @@ class Completion:
             stop_reason=sequence.stop_reason,
             error=sequence.error or self._error,
         )
+
+    def text(self) -> str | None:
+        """The text there is now; None without a tokenizer, or if nobody wants it."""
+        sequence = self.sequence
+        if self.tokenizer is None or not sequence.request.params.detokenize or self._error:
+            return None
+        try:
+            return self._read(self.tokenizer, sequence.output)
+        except Exception as error:  # the tokens are there all the same
+            self._error = error
+            return None
 
     def _read(self, tokenizer: ChatTokenizer, token_ids: list[int]) -> str:
         watch = self.sequence.watch

@@ -38,6 +38,17 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     return listed
 
 
+def one_each(name: str, given: Any, count: int) -> list[Any]:
+    """A list of `count` from one value for all, or one per prompt."""
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        return [given] * count
+    if len(given) != count:
+        raise ValueError(
+            f"{name} has {len(given)} entries for {count} prompts; give one, or one per prompt"
+        )
+    return list(given)
+
+
 @dataclass(frozen=True)
 class RequestMaker:
     """What requests are checked against and resolved with."""
@@ -65,10 +76,12 @@ class RequestMaker:
         *,
         request_id: Hashable | None = None,
         priority: int = 0,
+        output: Sequence[int] = (),
     ) -> Request:
         """The request of one prompt; `where` is what errors call it.
 
-        Its id is its number unless one is given; seeds depend on the number.
+        Its id is its number unless one is given; seeds depend on the number. With an `output` it
+        goes on after those tokens, which count as its own.
 
         Raises:
             ValueError: a prompt or parameters that cannot be served.
@@ -82,6 +95,7 @@ class RequestMaker:
             self._check_ids("", token_ids)
             self._check_priority(priority)
             request = self._make(tuple(token_ids), params, number)
+            request = self._after(request, _token_ids(output, None, "its output"))
             request_id = number if request_id is None else request_id
             return replace(request, request_id=request_id, priority=priority)
         except ValueError as error:
@@ -116,8 +130,8 @@ class RequestMaker:
         _check_some_allowed(params, stop_ids, bad_words)
         seed = params.seed
         if seed is None:
-            seed = _derived_seed(config.seed, number)
-        seeds = (seed, *(_derived_seed(seed, index) for index in range(1, params.n)))
+            seed = derived_seed(config.seed, number)
+        seeds = (seed, *(derived_seed(seed, index) for index in range(1, params.n)))
         return Request(
             number,
             token_ids,
@@ -130,6 +144,63 @@ class RequestMaker:
             self._watch(params),
             self._grammar(params),
         )
+
+    def make_scored(
+        self,
+        prompt: Prompt,
+        output: Sequence[int],
+        params: SamplingParams,
+        request_id: Hashable,
+        where: str,
+        *,
+        exports_features: bool,
+    ) -> Request:
+        """A request for what the target says of an output under `params`; it generates nothing.
+
+        Raises:
+            ValueError: as `make`.
+        """
+        if self.config.exact:
+            raise ValueError(
+                f"{where}: scores need a program of their own, and exact=True runs all requests in "
+                "one; build the engine with exact=False"
+            )
+        if params.structured_outputs is not None:
+            raise ValueError(f"{where}: structured_outputs: scores follow no grammar; leave it out")
+        params = replace(params, n=1, max_tokens=None, stop=(), prompt_logprobs=None)
+        request = self.make(prompt, params, 0, where, request_id=request_id)
+        tokens = _token_ids(output, None, f"{where}: its output")
+        try:
+            self._check_ids("its output: ", tokens)
+        except ValueError as error:
+            raise ValueError(f"{where}: {error}") from error
+        if not 0 < len(tokens) <= request.max_tokens:
+            raise ValueError(
+                f"{where}: its output has {len(tokens)} tokens; from 1 to the "
+                f"{request.max_tokens} that max_model_len={self.config.max_model_len} leaves "
+                "after the prompt can be scored"
+            )
+        return replace(
+            request,
+            output_token_ids=tuple(tokens),
+            max_tokens=len(tokens),
+            is_scored=True,
+            exports_features=exports_features,
+        )
+
+    def _after(self, request: Request, output: list[int]) -> Request:
+        """The request with the output that it has already."""
+        if not output:
+            return request
+        self._check_ids("its output: ", output)
+        if request.params.n > 1:
+            raise ValueError(f"n={request.params.n}: an output goes on as one sample; use n=1")
+        if len(output) >= request.max_tokens:
+            raise ValueError(
+                f"it has an output of {len(output)} tokens already, of max_tokens="
+                f"{request.max_tokens}; raise max_tokens or max_model_len"
+            )
+        return replace(request, output_token_ids=tuple(output))
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
@@ -250,7 +321,8 @@ def _check_some_allowed(
         )
 
 
-def _derived_seed(seed: int, number: int) -> int:
+def derived_seed(seed: int, number: int) -> int:
+    """The seed of the request of a number, or the sample of a number of a request."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 

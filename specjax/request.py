@@ -54,6 +54,9 @@ class Request:
     watch_text: Callable[[], TextWatch] | None = None  # one per sample
     follow_grammar: Callable[[], Matcher] | None = None
     priority: int = 0  # the least goes first
+    output_token_ids: tuple[int, ...] = ()  # which its one sample has already
+    is_scored: bool = False  # what the target says of them is wanted, and nothing more
+    exports_features: bool = False  # and the hidden states of all rows
 
     @cached_property
     def demands(self) -> tuple[bool, bool, int, int | None, int | None]:
@@ -63,7 +66,7 @@ class Request:
         """
         params = self.params
         masks = params.structured_outputs is not None
-        wanted = params.logprobs, params.prompt_logprobs
+        wanted = params.logprobs, 0 if self.is_scored else params.prompt_logprobs
         return params.edits_logits, masks, self.processor, *wanted
 
     @cached_property
@@ -84,6 +87,7 @@ class Logprob:
     logprob: float
     rank: int
     decoded_token: str | None = None
+    raw_logprob: float | None = None  # the model's own, beside a processed one, if asked for
 
 
 TokenLogprobs = dict[int, Logprob]  # by token id: the token itself first, then the likeliest

@@ -313,7 +313,7 @@ def test_rates_are_of_drafts_that_could_have_stood():
 
 # --- times ----------------------------------------------------------------------------------------
 
-SLEEP = 0.03
+SLEEP = 0.1  # far above what a busy machine takes for a tiny round
 
 
 @dataclass(frozen=True)
@@ -367,6 +367,21 @@ def test_a_time_belongs_to_its_own_round(slow_engine):
     times = {k: [r.ms for r in watched.rounds[2:] if r.k == k and r.ms] for k in (0, 2)}
     assert min(len(found) for found in times.values()) >= 5
     assert median(times[2]) >= 1e3 * SLEEP > 1.5 * median(times[0])
+
+
+def test_chunks_are_timed_beside_the_rounds(slow_engine):
+    """A round that came with chunks of another's prompt says what they took; others say nothing."""
+    watched = Recording((2,), lambda load: 2)
+    slow_engine.set_policy(watched)
+    first, second = requests_of(30, 2)
+    slow_engine.add(first)
+    for _ in range(8):
+        slow_engine.step()
+    alone = len(watched.rounds)
+    assert alone > 2 and not any(outcome.other_ms for outcome in watched.rounds[2:])
+    serve(slow_engine, [second])
+    others = [outcome.other_ms for outcome in watched.rounds[alone:]]
+    assert 1 <= sum(ms > 0 for ms in others) <= 3
 
 
 def test_times_with_a_compilation_in_them_mean_nothing(slow_engine):

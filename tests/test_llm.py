@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specjax import LLM, CheckpointError, SamplingParams, SpeculativeConfig
 from specjax.device.models.registry import load_model
-from specjax.prompts import _derived_seed
+from specjax.prompts import derived_seed
 from specjax.sampling_params import MAX_STOP_IDS
 
 VOCAB = 96
@@ -262,8 +262,8 @@ def test_samples_are_those_of_single_requests(request, ragged_prompts, which, se
         assert all(output.text is None for output in result.outputs)
     for result in results:
         # Without a seed, the engine's own and the number of the request make one.
-        first = _derived_seed(0, result.request_id) if seed is None else seed
-        seeds = [first, _derived_seed(first, 1), _derived_seed(first, 2)]
+        first = derived_seed(0, result.request_id) if seed is None else seed
+        seeds = [first, derived_seed(first, 1), derived_seed(first, 2)]
         single = [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
         alone = llm.generate([result.prompt_token_ids] * 3, single, use_tqdm=False)
         assert tokens(alone) == [output.token_ids for output in result.outputs]

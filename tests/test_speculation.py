@@ -20,7 +20,7 @@ from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.verification import Draft
 from specjax.engine import Engine
 from specjax.host.speculation.policy import Rule, StaticPolicy
-from specjax.prompts import _derived_seed
+from specjax.prompts import derived_seed
 from specjax.request import Request
 from specjax.train.context import CausalRows
 
@@ -151,7 +151,7 @@ def assert_same(llm, work, outputs):
 
 def sample_seeds(seed, count):
     """The seeds of a request's samples."""
-    return [seed, *(_derived_seed(seed, index) for index in range(1, count))]
+    return [seed, *(derived_seed(seed, index) for index in range(1, count))]
 
 
 def counts_of(metrics, before):

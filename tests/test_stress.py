@@ -70,7 +70,7 @@ def counts(engine: Engine, wrong: Wrong, program: str) -> Iterator[None]:
             slots = [sequence.slot for sequence in plan.sequences]
             progress = np.array(engine._state.progress)
             progress[:, 1] = wrong(slots, now, before)
-            progress = jax.device_put(progress, engine._device)
+            progress = jax.device_put(progress, engine.device)
             engine._state, before = replace(engine._state, progress=progress), now
         return result
 

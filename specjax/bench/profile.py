@@ -50,6 +50,12 @@ class Watched:
         if outcome.ms is not None and sum(outcome.verdicts.values()) == self._batch_size:
             self.milliseconds.append(outcome.ms)
 
+    def target_changed(self) -> None:
+        """Nothing is learnt."""
+
+    def drafter_changed(self) -> None:
+        """Nothing is learnt."""
+
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `specjax profile`."""

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 
@@ -57,6 +59,27 @@ class TensorSpec:
             place[...] = _regroup(part.reshape(place.shape), sizes)
         return array
 
+    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """What `assemble` makes of `parts`, for arrays on a device; names do not matter."""
+        pairs = zip(parts, self.file_shapes, self._interleaved, strict=True)
+        rows = [
+            _regroup(part.reshape(shape[0], *self._row_shape), sizes, jnp)
+            for part, shape, sizes in pairs
+        ]
+        per_run = len(rows) // max(1, self.num_stacked)
+        runs = [jnp.concatenate(rows[i : i + per_run]) for i in range(0, len(rows), per_run)]
+        array = jnp.stack(runs) if self.num_stacked else runs[0]
+        return (array.swapaxes(-1, -2) if self.transpose else array).astype(self.dtype or dtype)
+
+    @property
+    def is_stored(self) -> bool:
+        """Whether the array is the one tensor of the file, as it is."""
+        return (
+            len(self.names) == 1
+            and self.file_shapes[0] == self.shape
+            and not (self.transpose or any(self.interleaved))
+        )
+
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """The file tensors, by name, that `assemble` would turn into `array`."""
         parts = zip(
@@ -86,13 +109,13 @@ class TensorSpec:
         return [run[start:end] for run in runs for start, end in bounds]
 
 
-def _regroup(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
+def _regroup(x: Any, sizes: tuple[int, ...], xp: Any = np) -> Any:
     """Rows that lie as groups of parts of these sizes, with every part's rows together."""
     if not sizes:
         return x
     groups = x.reshape(-1, sum(sizes), *x.shape[1:])
-    parts = np.split(groups, np.cumsum(sizes)[:-1], axis=1)
-    return np.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
+    parts = xp.split(groups, np.cumsum(sizes)[:-1], axis=1)
+    return xp.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
 
 
 def _interleave(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:

@@ -108,14 +108,14 @@ def _penalise(
     in_prompt = empty.at[row, history.tokens].max(is_prompt.astype(jnp.int32))[:, None]
     committed = empty.at[row, history.tokens].add(is_output.astype(jnp.int32))
 
-    # Draft j counts for the rows after it.
-    drafts = jnp.take_along_axis(
-        history.tokens, history.lengths[:, None] + jnp.arange(num_rows - 1), axis=1, mode="clip"
-    )
+    # Draft j counts for the rows after it; a prompt that is being scored has none in it.
+    places = history.lengths[:, None] + jnp.arange(num_rows - 1)
+    drafts = jnp.take_along_axis(history.tokens, places, axis=1, mode="clip")
     counts = jnp.broadcast_to(committed[:, None], logits.shape)
     after = jnp.arange(num_rows)[:, None] > jnp.arange(num_rows - 1)
+    counted = after & (places >= requests.prompt_lengths[:, None])[:, None]
     b, t, _ = jnp.ogrid[:batch, :num_rows, : num_rows - 1]
-    counts = counts.at[b, t, drafts[:, None]].add(after.astype(jnp.int32))
+    counts = counts.at[b, t, drafts[:, None]].add(counted.astype(jnp.int32))
 
     is_seen = (counts > 0) | (in_prompt > 0)
     scaled = jnp.where(logits > 0, logits / edits.repetition, logits * edits.repetition)

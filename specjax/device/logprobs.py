@@ -13,6 +13,7 @@ class Logprobs(NamedTuple):
     ranks: jax.Array  # i32[N], 1 for the likeliest
     top_ids: jax.Array  # i32[N, n], likeliest first
     top_logprobs: jax.Array  # f32[N, n]
+    raw: jax.Array | None = None  # f32[N], of the model's own distribution, where both are wanted
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
@@ -22,3 +23,9 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logpro
     ranks = 1 + (all_logprobs > logprobs).sum(axis=1, dtype=jnp.int32)
     top_logprobs, top_ids = jax.lax.top_k(all_logprobs, num_top)
     return Logprobs(logprobs[:, 0], ranks, top_ids.astype(jnp.int32), top_logprobs)
+
+
+def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+    """Log-softmax f32[N] of logits f32[N, V] at tokens i32[N]."""
+    at_token = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return at_token - jax.nn.logsumexp(logits, axis=-1)

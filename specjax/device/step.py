@@ -28,7 +28,7 @@ from specjax.device.cache.recurrent import restore_snapshots, take_snapshots
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.drafter import DraftContext, Drafter, Params, Variant
 from specjax.device.edits import History
-from specjax.device.logprobs import Logprobs, token_logprobs
+from specjax.device.logprobs import Logprobs, logprobs_of, token_logprobs
 from specjax.device.models.model import Features, Model
 from specjax.device.requests import Requests
 from specjax.device.sampling import choose, process, scale
@@ -100,7 +100,7 @@ class StepModel(NamedTuple):
     kernels: str
     row_multiple: int  # rows of a matmul come in multiples of this
     width_multiple: int  # and rows per request of a round in multiples of this
-    raw_logprobs: bool  # report the model's distribution, or the one that is drawn from
+    logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
     most_rounds: int = 1  # that one program runs
 
     def width(self, k: int) -> int:
@@ -198,8 +198,10 @@ def begin(
     emitted = _emit(verdict, requests.limits - ends, requests.stop_ids)
     logprobs = _logprobs(extension.logits, processed, sampled[:, None], requests, model, variant)
     prompt_logprobs = None
-    if (num_top := variant.num_prompt_logprobs) is not None:
-        prompt_logprobs = _prompt_logprobs(params, extension.features, following, model, num_top)
+    if variant.num_prompt_logprobs is not None:
+        prompt_logprobs = _chunk_logprobs(
+            params, starts, extension.features.hidden, known, requests, model, variant
+        )
 
     tokens = state.tokens.at[slots].set(known, mode="drop")
     goes_on = is_last & (is_resumed | ~emitted.is_finished)
@@ -453,33 +455,69 @@ def _logprobs(
     """What the target says of tokens i32[B, T], by its logits f32[B, T, V], raw or processed."""
     if variant.num_logprobs is None:
         return None
-    num_rows, vocab_size = logits.shape[1:]
-    rows = logits.reshape(-1, vocab_size)
-    if not model.raw_logprobs:
-        sampling = requests.sampling.repeat(num_rows)
-        rows = scale(processed.reshape(-1, vocab_size), sampling)
-    return token_logprobs(rows, tokens.reshape(-1), variant.num_logprobs)
+    drawn = _scaled(processed, requests)
+    return _report(logits, drawn, tokens, variant.num_logprobs, model.logprobs_mode)
 
 
-def _prompt_logprobs(
+def _chunk_logprobs(
     params: Params,
-    features: Features,
-    following: jax.Array,
+    starts: jax.Array,
+    hidden: jax.Array,
+    known: jax.Array,
+    requests: Requests,
     model: StepModel,
-    num_top: int,
+    variant: Variant,
 ) -> Logprobs:
-    """What the target says of the token after each row of a chunk; raw, a prompt is not drawn."""
-    tokens = following.reshape(-1)
-    padding = -tokens.shape[0] % SCORED_ROWS
+    """What the target says of the token after each row of a chunk, rows that start at starts[b].
 
-    def blocks(x):
-        padded = jnp.pad(x, ((0, padding), *((0, 0),) * (x.ndim - 1)))
-        return padded.reshape(-1, SCORED_ROWS, *x.shape[1:])
+    Of an output's tokens that is as in `_logprobs`, the tokens of `known` i32[B, L] being followed
+    as drafts are. Of a prompt's it is the target's own: nothing was drawn.
+    """
+    batch, num_top = starts.shape[0], variant.num_prompt_logprobs
+    assert num_top is not None
+    hidden = hidden.reshape(batch, -1, hidden.shape[-1])
+    width, count = hidden.shape[1], max(1, SCORED_ROWS // batch)
+    hidden = jnp.pad(hidden, ((0, 0), (0, -width % count), (0, 0)))
+    blocks = hidden.reshape(batch, -1, count, hidden.shape[-1]).swapaxes(0, 1)
 
     def score(block):
-        hidden, tokens = block
-        logits = model.target.logits(params.target, hidden)
-        return token_logprobs(logits, tokens, num_top)
+        first, hidden = block
+        lengths = starts + first + 1
+        logits = model.target.logits(params.target, hidden.reshape(batch * count, -1))
+        logits = processed = logits.reshape(batch, count, -1)
+        places = lengths[:, None] + jnp.arange(count)
+        tokens = jnp.take_along_axis(known, places, axis=1, mode="clip")
+        if variant.edits and model.logprobs_mode != "raw":
+            history = History(known, lengths)
+            processed = process(
+                logits, requests, history, variant.processors, kernels=model.kernels
+            )
+        is_prompt = places < requests.prompt_lengths[:, None]
+        drawn = jnp.where(is_prompt[..., None], logits, _scaled(processed, requests))
+        found = _report(logits, drawn, tokens, num_top, model.logprobs_mode)
+        return jax.tree.map(lambda x: x.reshape(batch, count, *x.shape[1:]), found)
 
-    scored = jax.lax.map(score, (blocks(features.hidden), blocks(tokens)))
-    return jax.tree.map(lambda x: jax.lax.collapse(x, 0, 2)[: tokens.shape[0]], scored)
+    scored = jax.lax.map(score, (count * jnp.arange(len(blocks)), blocks))
+
+    def rows(x):  # [blocks, B, count, ...] -> [B T, ...]
+        x = x.swapaxes(0, 1).reshape(batch, count * len(blocks), *x.shape[3:])[:, :width]
+        return x.reshape(batch * width, *x.shape[2:])
+
+    return jax.tree.map(rows, scored)
+
+
+def _scaled(processed: jax.Array, requests: Requests) -> jax.Array:
+    """Processed logits [B, T, V] over each request's temperature: what tokens are drawn from."""
+    num_rows, vocab_size = processed.shape[1:]
+    rows = processed.reshape(-1, vocab_size)
+    return scale(rows, requests.sampling.repeat(num_rows)).reshape(processed.shape)
+
+
+def _report(
+    raw: jax.Array, drawn: jax.Array, tokens: jax.Array, num_top: int, mode: str
+) -> Logprobs:
+    """Log-probabilities of tokens i32[B, T], and the likeliest, as `EngineConfig.logprobs_mode`."""
+    vocab_size = raw.shape[-1]
+    raw, drawn, tokens = raw.reshape(-1, vocab_size), drawn.reshape(-1, vocab_size), tokens.ravel()
+    found = token_logprobs(raw if mode == "raw" else drawn, tokens, num_top)
+    return found._replace(raw=logprobs_of(raw, tokens)) if mode == "both" else found

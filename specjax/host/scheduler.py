@@ -431,9 +431,7 @@ class Scheduler:
         salt = b"" if self.config.enable_prefix_caching else str(sequence.arrival).encode()
         extend_keys(sequence.keys, tokens, page_size, salt)
         keys = sequence.keys[: (goal - 1) // page_size]  # a token is left to run
-        # Whoever wants the prompt's log-probabilities has to run all of it.
-        wants_all = sequence.request.params.prompt_logprobs is not None
-        prefix = self.prefixes.take([] if wants_all else keys)
+        prefix = self.prefixes.take(keys[: sequence.most_found // page_size])
         most = sequence.request.max_length - 1 if exact else goal
         needed = -(-most // page_size) - len(prefix.pages)
         # A page for each of those that run, lest they preempt the newcomer at once.

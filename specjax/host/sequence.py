@@ -3,6 +3,7 @@
 from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 from specjax.host.prefix_cache import Key
 from specjax.host.speculation.acceptance import Verdict
@@ -49,25 +50,23 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
+    features: list[Any] = field(default_factory=list)  # (start, those of a chunk), if exported
     watch: TextWatch | None = None
     matcher: Matcher | None = None
 
     @classmethod
     def of(cls, request: Request, index: int, arrival: int) -> "Sequence":
         """Sample `index` of a request, at its beginning."""
-        prompt = request.prompt_token_ids
+        known = [*request.prompt_token_ids, *request.output_token_ids]
         watch = request.watch_text and request.watch_text()
         matcher = request.follow_grammar and request.follow_grammar()
-        empty: list[TokenLogprobs | None] = [None] * len(prompt)
-        return cls(
-            request,
-            index,
-            arrival,
-            list(prompt),
-            prompt_logprobs=empty,
-            watch=watch,
-            matcher=matcher,
-        )
+        if watch is not None and request.output_token_ids:
+            watch.append(request.output_token_ids)
+        if matcher is not None and request.output_token_ids:
+            matcher.accept(request.output_token_ids)
+        sequence = cls(request, index, arrival, known, watch=watch, matcher=matcher)
+        sequence.prompt_logprobs = [None] * len(sequence.reported)
+        return sequence
 
     @cached_property
     def rank(self) -> tuple[int, int, int]:
@@ -93,6 +92,13 @@ class Sequence:
         return len(self.request.prompt_token_ids)
 
     @property
+    def reported(self) -> list[int]:
+        """The tokens that chunks report on: those of the prompt, or all of a scored output's."""
+        return (
+            self.token_ids if self.request.is_scored else self.token_ids[: self.num_prompt_tokens]
+        )
+
+    @property
     def is_resident(self) -> bool:
         """Whether it owns a slot."""
         return self.slot >= 0
@@ -101,6 +107,14 @@ class Sequence:
     def is_prefilled(self) -> bool:
         """Whether steps have been told to run all tokens but those that decoding runs."""
         return self.num_computed == self.goal
+
+    @property
+    def most_found(self) -> int:
+        """Tokens that need not be run if they are in the caches: none that is reported on."""
+        request = self.request
+        if request.params.prompt_logprobs is not None or request.exports_features:
+            return 0
+        return self.num_prompt_tokens - 1 if request.is_scored else len(self.token_ids)
 
     @property
     def may_go_on(self) -> bool:
@@ -165,6 +179,8 @@ class Sequence:
         if row.prompt_logprobs:
             end = row.start + 1 + len(row.prompt_logprobs)
             self.prompt_logprobs[row.start + 1 : end] = row.prompt_logprobs
+            if self.request.is_scored and end == len(self.token_ids):
+                self.finish_reason = "length"
         if not row.tokens:  # a chunk that does not end a prompt
             return 0
         tokens = row.tokens

@@ -140,6 +140,16 @@ def padded_rows(documents: Sequence[Document], length: int) -> tuple[np.ndarray,
     return tokens, is_answer
 
 
+def window(document: Document, length: int) -> slice:
+    """The part of a document to keep in a row of `length` tokens: as much of the answer as fits.
+
+    The front of the prompt goes first, all but its last token, and then the end of the answer.
+    """
+    excess = max(0, len(document.tokens) - length)
+    start = min(excess, max(0, document.num_prompt - 1))
+    return slice(start, min(start + length, len(document.tokens)))
+
+
 def shuffled_indices(count: int, step: int, batch: int, seed: int) -> np.ndarray:
     """Which of `count` rows make up step `step`: every epoch a new order, no row left out long."""
     steps_per_epoch = max(1, count // batch)

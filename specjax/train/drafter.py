@@ -20,9 +20,11 @@ from specjax.device.models.llama import Llama
 from specjax.device.models.model import Features, Model
 from specjax.device.models.qwen3_5 import Qwen35
 from specjax.train.context import CausalRows, UnrolledRows
-from specjax.train.data import Document, padded_rows, shuffled_indices
-from specjax.train.loop import Schedule, fit
+from specjax.train.data import Document, padded_rows, shuffled_indices, window
+from specjax.train.loop import Loss, Schedule, fit
 from specjax.train.target import init_params, matrix_labels
+
+UNTRAINED = ("embedding", "target_ids")  # fields of drafters' parameters
 
 
 class Batch(NamedTuple):
@@ -36,7 +38,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Features of all documents, computed once and kept in host memory as float16."""
+    """Features of all documents, computed once and kept in host memory."""
 
     rows: Batch
 
@@ -50,7 +52,7 @@ class FeatureSet:
         aux_layers: tuple[int, ...],
         batch: int = 16,
     ) -> "FeatureSet":
-        """Run the target over every document, cut or padded to `length`.
+        """Run the target over every document, cut or padded to `length`; float16 holds the most.
 
         Raises:
             ValueError: no document has an answer within `length`.
@@ -69,11 +71,7 @@ class FeatureSet:
             )
 
         tokens, is_answer = padded_rows(documents, length)
-        if not is_answer.any():
-            raise ValueError(
-                f"length={length} cuts every document before its answer, so there is nothing to "
-                "learn; raise it"
-            )
+        _check_answers(is_answer, length)
         hidden, auxiliary = [], []
         for start in range(0, len(tokens), batch):
             chunk = np.resize(tokens[start : start + batch], (batch, length))
@@ -89,6 +87,39 @@ class FeatureSet:
             )
         )
 
+    @classmethod
+    def exported(
+        cls,
+        documents: Sequence[Document],
+        hidden: Sequence[np.ndarray],
+        auxiliary: Sequence[np.ndarray] | None,
+        length: int,
+    ) -> "FeatureSet":
+        """Features [n - 1, D] that were computed elsewhere, of all but each document's last token.
+
+        What is longer than `length` is cut as `window` says; the features are of the whole.
+
+        Raises:
+            ValueError: no document has an answer within `length`.
+        """
+        windows = [window(document, length) for document in documents]
+        tokens, is_answer = padded_rows(
+            [
+                Document(d.tokens[w], max(0, d.num_prompt - w.start))
+                for d, w in zip(documents, windows, strict=True)
+            ],
+            length,
+        )
+        _check_answers(is_answer, length)
+
+        def padded(features: Sequence[np.ndarray]) -> np.ndarray:
+            rows = [one[w] for one, w in zip(features, windows, strict=True)]
+            return np.stack([np.pad(row, ((0, length - len(row)), (0, 0))) for row in rows])
+
+        nothing = np.zeros((*tokens.shape, 0), np.float32)
+        others = nothing if auxiliary is None else padded(auxiliary)
+        return cls(Batch(tokens, is_answer, padded(hidden), others))
+
     def batch_at(self, step: int, batch: int, seed: int) -> Batch:
         """The rows of a training step, a pure function of its arguments."""
         index = shuffled_indices(len(self.rows.tokens), step, batch, seed)
@@ -96,57 +127,72 @@ class FeatureSet:
         return Batch(tokens, is_answer, hidden.astype(jnp.float32), auxiliary.astype(jnp.float32))
 
 
+def _check_answers(is_answer: np.ndarray, length: int) -> None:
+    if not is_answer.any():
+        raise ValueError(
+            f"length={length} cuts every document before its answer, so there is nothing to "
+            "learn; raise it"
+        )
+
+
 def shift(x: jax.Array, count: int) -> jax.Array:
     """x [B, T, ...] moved `count` positions earlier, zeros at the end."""
     return jnp.pad(x[:, count:], ((0, 0), (0, count)) + ((0, 0),) * (x.ndim - 2))
 
 
-def eagle3_loss(
-    target: Model,
-    head: Eagle3Head,
-    trainable: Eagle3Params,
-    frozen: tuple[Any, jax.Array],
-    batch: Batch,
-    key: jax.Array,
-    *,
-    num_unrolled: int,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`unrolled_loss` over the draft vocabulary; `frozen` is the target's parameters and that."""
-    target_params, target_ids = frozen
-    params = Params(target_params, replace(trainable, target_ids=target_ids))
-    return unrolled_loss(target, head, params, target_ids, batch, num_unrolled)
+class Frozen(NamedTuple):
+    """What a drafter's loss reads and does not train."""
+
+    target: Any  # the target's parameters
+    drafter: dict[str, Any]  # of the drafter's own, by field
+
+    def join(self, trainable: Any) -> Params:
+        """The parameters of both, whole."""
+        return Params(self.target, replace(trainable, **self.drafter))
 
 
-def mtp_loss(
-    target: Model,
-    head: MTPHead,
-    trainable: MTPParams,
-    target_params: Any,
-    batch: Batch,
-    key: jax.Array,
-    *,
-    num_unrolled: int,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """`unrolled_loss` over the whole vocabulary."""
-    return unrolled_loss(target, head, Params(target_params, trainable), None, batch, num_unrolled)
+def split_frozen(params: Any) -> tuple[Any, dict[str, Any]]:
+    """A drafter's parameters without those that are not trained, and these by field.
+
+    A draft vocabulary is no weight. An embedding of the drafter's own stays what it is a copy of:
+    of its rows training would move those alone whose tokens it happens to meet.
+    """
+    frozen = {name: getattr(params, name) for name in UNTRAINED if hasattr(params, name)}
+    return replace(params, **dict.fromkeys(frozen)), frozen
+
+
+def drafter_loss(target: Model, head: Head, *, num_unrolled: int) -> Loss:
+    """What a head of this kind is trained by: the one place that tells them apart."""
+    if isinstance(head, EagleHead):
+        return partial(eagle1_loss, target, head)
+    return partial(unrolled_loss, target, head, num_unrolled=num_unrolled)
+
+
+def drafter_labels(params: Any) -> Any:
+    """The rule of each array for `muon_and_adamw`; heads over a vocabulary are AdamW's."""
+    labels = matrix_labels(params)
+    return replace(labels, lm_head="adamw") if isinstance(params, Eagle3Params) else labels
 
 
 def unrolled_loss(
     target: Model,
     head: Head,
-    params: Params,
-    target_ids: jax.Array | None,
+    trainable: Any,
+    frozen: Frozen,
     batch: Batch,
-    num_unrolled: int,
+    key: jax.Array,
     *,
+    num_unrolled: int,
     decay: float = 0.8,
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Cross-entropy to the target's distribution over the draft vocabulary, over an unrolled chain.
 
     Step j runs the head on its own previous output, as drafting does, and is weighted decay^j
     (Li et al. 2025, section 3.2, training-time test). Positions whose most likely token the draft
-    vocabulary `target_ids` lacks do not count; None drafts any token.
+    vocabulary lacks do not count.
     """
+    params = frozen.join(trainable)
+    target_ids = head.target_ids(params.drafter)
     size, length = batch.tokens.shape
     hidden = batch.hidden.reshape(size * length, -1)
     teacher = target.logits(params.target, hidden)
@@ -179,7 +225,7 @@ def eagle1_loss(
     target: Model,
     head: EagleHead,
     trainable: EagleParams,
-    target_params: Any,
+    frozen: Frozen,
     batch: Batch,
     key: jax.Array,
     *,
@@ -191,7 +237,7 @@ def eagle1_loss(
     when it drafts on from its output.
     """
     size, length = batch.tokens.shape
-    params = Params(target_params, trainable)
+    params = frozen.join(trainable)
     flat = batch.hidden.reshape(size * length, -1)
     noisy = flat + noise * jax.random.uniform(key, flat.shape, minval=-1.0)
     tokens = shift(batch.tokens, 1).reshape(-1)
@@ -202,7 +248,7 @@ def eagle1_loss(
     weight = counts / jnp.maximum(counts.sum(), 1)
     feature_loss = (optax.losses.huber_loss(predicted, expected).mean(-1) * weight).sum()
     logits = head.logits(target, params, predicted)
-    teacher = target.logits(target_params, expected)
+    teacher = target.logits(params.target, expected)
     token_loss = -(jax.nn.softmax(teacher) * jax.nn.log_softmax(logits)).sum(-1)
     token_loss = (token_loss * weight).sum()
     right = logits.argmax(-1) == teacher.argmax(-1)
@@ -238,18 +284,8 @@ def train_eagle3(
         aux_layers=aux_layers,
     )
     ids = jnp.array(draft_vocabulary(documents, target.vocab_size, draft_vocab_size))
-    features = FeatureSet.of(target, target_params, documents, schedule.length, aux_layers)
-    params = init_params(head.specs(), jax.random.key(schedule.seed))
-    labels = jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params)
-    params, log = fit(
-        params,
-        (target_params, ids),
-        replace(labels, lm_head="adamw"),
-        partial(eagle3_loss, target, head, num_unrolled=num_unrolled),
-        partial(features.batch_at, batch=schedule.batch_size, seed=schedule.seed),
-        directory,
-        schedule,
-    )
+    frozen = Frozen(target_params, {"target_ids": ids})
+    params, log = _train(target, head, frozen, documents, directory, schedule, num_unrolled)
     return head, replace(params, target_ids=ids), log
 
 
@@ -262,18 +298,7 @@ def train_eagle1(
 ) -> tuple[EagleHead, Any, list[dict[str, float]]]:
     """Train an EAGLE-1 head for `target`; checkpoints go to `directory`, from which it resumes."""
     head = EagleHead(shape=replace(target, num_layers=1))
-    features = FeatureSet.of(target, target_params, documents, schedule.length, ())
-    params = init_params(head.specs(), jax.random.key(schedule.seed))
-    labels = jax.tree.map(lambda p: "muon" if p.ndim == 2 else "adamw", params)
-    params, log = fit(
-        params,
-        target_params,
-        labels,
-        partial(eagle1_loss, target, head),
-        partial(features.batch_at, batch=schedule.batch_size, seed=schedule.seed),
-        directory,
-        schedule,
-    )
+    params, log = _train(target, head, Frozen(target_params, {}), documents, directory, schedule)
     return head, params, log
 
 
@@ -291,15 +316,28 @@ def train_mtp(
     Its drafts are recursive, so the one layer is unrolled (FastMTP, Cai et al. 2025).
     """
     head = MTPHead(target)
-    features = FeatureSet.of(target, target_params, documents, schedule.length, ())
+    frozen = Frozen(target_params, {})
+    params, log = _train(target, head, frozen, documents, directory, schedule, num_unrolled)
+    return head, params, log
+
+
+def _train(
+    target: Model,
+    head: Any,
+    frozen: Frozen,
+    documents: Sequence[Document],
+    directory: Path,
+    schedule: Schedule,
+    num_unrolled: int = 1,
+) -> tuple[Any, list[dict[str, float]]]:
+    features = FeatureSet.of(target, frozen.target, documents, schedule.length, head.aux_layers)
     params = init_params(head.specs(), jax.random.key(schedule.seed))
-    params, log = fit(
+    return fit(
         params,
-        target_params,
-        matrix_labels(params),
-        partial(mtp_loss, target, head, num_unrolled=num_unrolled),
+        frozen,
+        drafter_labels(params),
+        drafter_loss(target, head, num_unrolled=num_unrolled),
         partial(features.batch_at, batch=schedule.batch_size, seed=schedule.seed),
         directory,
         schedule,
     )
-    return head, params, log

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import optax
@@ -30,6 +30,40 @@ class Schedule:
     seed: int
 
 
+class TrainState(NamedTuple):
+    """What a step of training leaves for the next one."""
+
+    trainable: Any
+    opt_state: Any
+    step: jax.Array  # i32[], steps taken
+
+
+# (state, frozen, batch) -> (state, metrics)
+TrainStep = Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
+
+
+def begin(trainable: Any, optimizer: optax.GradientTransformation) -> TrainState:
+    """The state before the first step."""
+    return TrainState(trainable, optimizer.init(trainable), jax.numpy.int32(0))
+
+
+def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, seed: int) -> TrainStep:
+    """One step of minimising `loss`, compiled; its randomness depends on the step number alone."""
+
+    @jax.jit
+    def train_step(state: TrainState, frozen: Any, batch: Any):
+        trainable, opt_state, step = state
+        key = jax.random.fold_in(jax.random.key(seed), step)
+        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(
+            trainable, frozen, batch, key
+        )
+        updates, opt_state = optimizer.update(grads, opt_state, trainable)
+        metrics = {"loss": value, **metrics, "grad_norm": optax.tree.norm(grads)}
+        return TrainState(optax.apply_updates(trainable, updates), opt_state, step + 1), metrics
+
+    return train_step
+
+
 def fit(
     trainable: Any,
     frozen: Any,
@@ -51,21 +85,10 @@ def fit(
     a checkpoint there goes on from it: batches and randomness depend on the step number alone.
     """
     console = Console(stderr=True)
-    steps, seed = schedule.steps, schedule.seed
+    steps = schedule.steps
     optimizer = muon_and_adamw(labels, schedule.learning_rate, steps)
-
-    @jax.jit
-    def train_step(state, frozen, batch):
-        trainable, opt_state, step = state
-        key = jax.random.fold_in(jax.random.key(seed), step)
-        (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(
-            trainable, frozen, batch, key
-        )
-        updates, opt_state = optimizer.update(grads, opt_state, trainable)
-        metrics = {"loss": value, **metrics, "grad_norm": optax.tree.norm(grads)}
-        return (optax.apply_updates(trainable, updates), opt_state, step + 1), metrics
-
-    state = (trainable, optimizer.init(trainable), jax.numpy.int32(0))
+    train_step = make_train_step(loss, optimizer, schedule.seed)
+    state = begin(trainable, optimizer)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=save_every)
     log: list[dict[str, float]] = []
     with ocp.CheckpointManager(directory.absolute(), options=options) as checkpoints:
@@ -85,4 +108,4 @@ def fit(
                 console.print(f"{text}  {seconds:.2f} s/step", highlight=False, soft_wrap=True)
             checkpoints.save(step + 1, args=ocp.args.StandardSave(state), force=step + 1 == steps)
         checkpoints.wait_until_finished()
-    return state[0], log
+    return state.trainable, log

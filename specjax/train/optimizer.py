@@ -1,4 +1,4 @@
-"""The optimiser of every recipe: Muon for the layers' matrices, AdamW for the rest."""
+"""The optimisers: Muon and AdamW for a run from the beginning, AdamW for one that goes on."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -26,3 +26,13 @@ def muon_and_adamw(labels: Any, peak: float, steps: int) -> optax.GradientTransf
         "adamw": optax.adamw(schedule, b2=0.95, weight_decay=0.01),
     }
     return optax.chain(optax.clip_by_global_norm(1.0), optax.multi_transform(rules, labels))
+
+
+def steady_adamw(rate: float, warmup: int = 10) -> optax.GradientTransformation:
+    """AdamW whose rate rises over `warmup` steps and stays, for weights that are good already.
+
+    Muon moves every direction of a matrix alike, those that are right as they are included.
+    """
+    schedule = optax.linear_schedule(rate / warmup, rate, warmup - 1)
+    adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.01)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)

@@ -2,6 +2,7 @@
 
 from itertools import accumulate
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -41,8 +42,11 @@ def place_of(row, sizes, num_rows):
 
 
 def check(spec, expected):
-    """assemble gives `expected`, and split undoes it."""
+    """assemble and join give `expected`, and split undoes it."""
     parts = numbered(spec)
+    np.testing.assert_array_equal(spec.join([jnp.array(part) for part in parts], FLOAT32), expected)
+    if spec.is_stored:
+        np.testing.assert_array_equal(parts[0], expected)
     array = spec.assemble(iter(parts), FLOAT32)
     assert array.shape == spec.shape == expected.shape
     np.testing.assert_array_equal(array, expected)

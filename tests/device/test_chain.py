@@ -51,7 +51,7 @@ def num_flops(target, drafter, own, most_rounds):
     per_request = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     table = jax.ShapeDtypeStruct((BATCH, MAX_LEN // PAGE_SIZE), jnp.int32)
     inputs = DecodeInputs(per_request, per_request, per_request, table)
-    model = StepModel(target, drafter, SeedExact(), "auto", 1, 1, True, most_rounds)
+    model = StepModel(target, drafter, SeedExact(), "auto", 1, 1, "raw", most_rounds)
     run = jax.jit(partial(decode_rounds, model=model, variant=Variant(), k=0))
     params = Params(shapes(target.specs()), shapes(own))
     return run.lower(params, jax.eval_shape(state), inputs).compile().cost_analysis()["flops"]

@@ -18,7 +18,6 @@ from specjax.engine import Engine
 from specjax.host.prefix_cache import Key, SnapshotIndex
 from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler, StepPlan
 from specjax.host.sequence import RowOutput, Sequence
-from specjax.metrics import Recorder
 
 
 class CheckedScheduler(Scheduler):
@@ -156,11 +155,7 @@ class SimulatedEngine(Engine):
         )
         self._processors = [(unchanged,)]
         self._max_logprobs = 0
-        self._recorder = Recorder()
-        self._in_flight = []
-        self._read_time = None
-        self._done_time = self._start_time = self._compile_seconds = 0.0
-        self._num_steps = 0
+        self._init_loop()
 
     @property
     def device(self) -> SimulatedDevice:

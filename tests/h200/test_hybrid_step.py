@@ -59,7 +59,7 @@ def step(program):
 
     params = Params(shapes(target.specs()), shapes(drafter.head.specs()))
     most_rounds = 4 if program == "rounds" else 1
-    model = StepModel(target, drafter, SeedExact(), "auto", 8, 1, True, most_rounds)
+    model = StepModel(target, drafter, SeedExact(), "auto", 8, 1, "raw", most_rounds)
     if program != "prefill":
         plan = DecodePlan((), BATCH, K, K)
         run, static = run_decode, {"model": model, "variant": Variant(), "k": K}

@@ -59,7 +59,7 @@ def decode(dtype, verification="seed_exact", edits=False):
     params = Params(shapes(target.specs()), shapes(drafter.head.specs()))
     plan = DecodePlan((), BATCH, K, K)
     packed = jax.ShapeDtypeStruct(layout.packed_shape(plan), jnp.int32)
-    model = StepModel(target, drafter, make_verification(config), "auto", 8, 1, True)
+    model = StepModel(target, drafter, make_verification(config), "auto", 8, 1, "raw")
     static = {"model": model, "variant": Variant(edits=edits), "k": K}
     return run_decode, (params, jax.eval_shape(state), packed), static
 

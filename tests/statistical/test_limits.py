@@ -278,7 +278,7 @@ def settle(method, rows, may_stand, draft, logits):
     )
     slots, once = jnp.arange(batch), jnp.ones(batch, jnp.int32)
     inputs = step.DecodeInputs(slots, may_stand, once, jnp.zeros((batch, 0), jnp.int32))
-    model = step.StepModel(None, NoDrafter(), method, "auto", 1, 1, True)
+    model = step.StepModel(None, NoDrafter(), method, "auto", 1, 1, "raw")
     extension = step.Extension(None, logits)
     return step.settle(None, state, inputs, draft, extension, model=model, variant=Variant())
 

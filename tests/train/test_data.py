@@ -13,6 +13,7 @@ from specjax.train.data import (
     read_texts,
     shuffled_indices,
     train_tokenizer,
+    window,
 )
 
 
@@ -45,6 +46,20 @@ def test_padded_rows_mark_answers_and_cut_what_does_not_fit():
     tokens, is_answer = padded_rows(documents, 5)
     np.testing.assert_array_equal(tokens, [[7, 8, 9, 0, 0], [10, 11, 12, 13, 14]])
     np.testing.assert_array_equal(is_answer, [[0, 0, 1, 0, 0], [0, 1, 1, 1, 1]])
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "num_prompt", "kept"),
+    [
+        (6, 2, (0, 6)),  # all of it
+        (12, 6, (4, 12)),  # the front of the prompt goes
+        (12, 3, (2, 10)),  # all but its last token, and then the end of the answer
+        (12, 0, (0, 8)),
+    ],
+)
+def test_a_window_keeps_answers_before_prompts(num_tokens, num_prompt, kept):
+    document = Document(np.arange(num_tokens), num_prompt)
+    assert window(document, 8) == slice(*kept)
 
 
 def test_shuffled_indices_cover_every_row_once_an_epoch():

@@ -22,12 +22,13 @@ from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document
 from specjax.train.drafter import (
     FeatureSet,
+    Frozen,
     draft_vocabulary,
     eagle1_loss,
-    eagle3_loss,
     shift,
     train_eagle1,
     train_eagle3,
+    unrolled_loss,
 )
 from specjax.train.loop import Schedule
 from specjax.train.target import demo_llama, init_params
@@ -116,8 +117,9 @@ def test_eagle3_loss_is_the_cross_entropy_of_counted_positions(target_params, do
     features = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX, batch=4)
     batch = features.batch_at(0, 4, 0)
     own = init_params(head.specs(), jax.random.key(1))
-    losses_of = jax.jit(partial(eagle3_loss, TARGET, head, num_unrolled=1))
-    loss, metrics = losses_of(own, (target_params, jnp.array(ids)), batch, jax.random.key(0))
+    losses_of = jax.jit(partial(unrolled_loss, TARGET, head, num_unrolled=1))
+    frozen = Frozen(target_params, {"target_ids": jnp.array(ids)})
+    loss, metrics = losses_of(own, frozen, batch, jax.random.key(0))
     # The same, position by position.
     logits = np.asarray(TARGET.logits(target_params, batch.hidden.reshape(-1, 64)), np.float64)
     teacher = logits.reshape(4, LENGTH, 64)
@@ -146,6 +148,45 @@ def test_features_do_not_depend_on_the_padding_of_the_last_batch(target_params, 
         np.testing.assert_allclose(a, b, atol=2e-3)
 
 
+def test_exported_features_are_those_of_the_rows_that_are_kept(target_params, documents):
+    whole = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX).rows
+    exported = [list(part[:, :19]) for part in (whole.hidden, whole.auxiliary)]
+    for length in LENGTH, 18, 10:  # all fits; the front goes; the front and the end
+        rows = FeatureSet.exported(documents, *exported, length).rows
+        start = {LENGTH: 0, 18: 2, 10: 3}[length]
+        stop = min(start + length, 20)
+        count = stop - start
+        np.testing.assert_array_equal(rows.tokens[:, :count], whole.tokens[:, start:stop])
+        np.testing.assert_array_equal(rows.is_answer[:, :count], whole.is_answer[:, start:stop])
+        count = min(stop, 19) - start  # the last token has not been run
+        for mine, all_of_it in (
+            (rows.hidden, whole.hidden),
+            (rows.auxiliary, whole.auxiliary),
+        ):
+            assert mine.shape[:2] == (len(documents), length)
+            np.testing.assert_array_equal(mine[:, :count], all_of_it[:, start : start + count])
+            assert not mine[:, count:].any()
+
+
+def test_what_does_not_count_has_no_part_in_the_loss(target_params, documents):
+    head = _head()
+    ids = jnp.array(draft_vocabulary(documents, 64, 32))
+    batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX).batch_at(0, 4, 0)
+    last = 19  # whose features nobody exports
+    other = batch._replace(
+        hidden=batch.hidden.at[:, last:].set(0), auxiliary=batch.auxiliary.at[:, last:].set(0)
+    )
+    loss = jax.jit(
+        jax.value_and_grad(partial(unrolled_loss, TARGET, head, num_unrolled=3), has_aux=True)
+    )
+    own, key = init_params(head.specs(), jax.random.key(1)), jax.random.key(0)
+    frozen = Frozen(target_params, {"target_ids": ids})
+    (one, _), gradient = loss(own, frozen, batch, key)
+    (two, _), same = loss(own, frozen, other, key)
+    assert one == two
+    jax.tree.map(np.testing.assert_array_equal, gradient, same)
+
+
 def test_draft_vocabulary_holds_the_most_frequent_answer_tokens():
     documents = [Document(np.array([9, 9, 9, 3, 5, 5, 3, 3, 7]), 3)]
     np.testing.assert_array_equal(draft_vocabulary(documents, 10, 2), [3, 5])
@@ -160,15 +201,16 @@ def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
         train = partial(train_eagle1, TARGET, target_params, documents)
         head, params, _ = train(tmp_path / "run", schedule)
         loss = partial(eagle1_loss, TARGET, head)
-        frozen, config, extra = target_params, eagle.to_hf(head), {}
+        frozen, config, extra = Frozen(target_params, {}), eagle.to_hf(head), {}
         floats = params
     else:
         train = partial(train_eagle3, TARGET, target_params, documents)
         head, params, _ = train(
             tmp_path / "run", schedule, aux_layers=AUX, draft_vocab_size=32, num_unrolled=2
         )
-        loss = partial(eagle3_loss, TARGET, head, num_unrolled=2)
-        frozen, config = (target_params, params.target_ids), eagle3.to_hf(head)
+        loss = partial(unrolled_loss, TARGET, head, num_unrolled=2)
+        frozen = Frozen(target_params, {"target_ids": params.target_ids})
+        config = eagle3.to_hf(head)
         extra, floats = eagle3.vocabulary_tensors(head, params), eagle3.float_params(params)
     batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX).batch_at(0, 12, 0)
     before = loss(init_params(head.specs(), jax.random.key(0)), frozen, batch, jax.random.key(1))[0]

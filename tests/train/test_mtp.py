@@ -23,7 +23,7 @@ from specjax.device.models.registry import load_model
 from specjax.device.requests import init_requests
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document
-from specjax.train.drafter import FeatureSet, mtp_loss, shift, train_mtp
+from specjax.train.drafter import FeatureSet, Frozen, shift, train_mtp, unrolled_loss
 from specjax.train.loop import Schedule
 from specjax.train.target import demo_qwen3_5, init_params
 
@@ -102,8 +102,8 @@ def test_the_unrolled_chain_is_what_drafting_computes(target_params):
 def test_the_loss_is_the_cross_entropy_of_answers(target_params, documents):
     batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, (), batch=4).batch_at(0, 4, 0)
     own = noisy(HEAD.specs(), 5)
-    losses_of = jax.jit(partial(mtp_loss, TARGET, HEAD, num_unrolled=1))
-    loss, _ = losses_of(own, target_params, batch, jax.random.key(0))
+    losses_of = jax.jit(partial(unrolled_loss, TARGET, HEAD, num_unrolled=1))
+    loss, _ = losses_of(own, Frozen(target_params, {}), batch, jax.random.key(0))
     flat = batch.hidden.reshape(4 * LENGTH, -1)
     teacher = np.asarray(TARGET.logits(target_params, flat), np.float64).reshape(4, LENGTH, -1)
     params, rows = Params(target_params, own), CausalRows.of(4, LENGTH)
@@ -127,11 +127,11 @@ def test_training_lowers_the_loss_and_the_module_lies_in_the_targets_files(
     head, params, _ = train_mtp(
         TARGET, target_params, documents, tmp_path / "run", schedule, num_unrolled=2
     )
-    loss = jax.jit(partial(mtp_loss, TARGET, head, num_unrolled=2))
+    loss = jax.jit(partial(unrolled_loss, TARGET, head, num_unrolled=2))
     batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, ()).batch_at(0, 12, 0)
-    key = jax.random.key(1)
-    before = loss(init_params(head.specs(), jax.random.key(0)), target_params, batch, key)[0]
-    assert loss(params, target_params, batch, key)[0] < before
+    frozen, key = Frozen(target_params, {}), jax.random.key(1)
+    before = loss(init_params(head.specs(), jax.random.key(0)), frozen, batch, key)[0]
+    assert loss(params, frozen, batch, key)[0] < before
 
     folder = tmp_path / "both"
     specs, both = (TARGET.specs(), head.specs()), (target_params, params)

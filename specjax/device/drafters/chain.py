@@ -7,6 +7,7 @@ from the head's own output. Rows written while drafting are overwritten when the
 are verified, so the head's cache never needs undoing (Li et al. 2024, EAGLE, section 3).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -33,6 +34,10 @@ class Head(Protocol):
     def aux_layers(self) -> tuple[int, ...]: ...
     @property
     def has_embedding(self) -> bool: ...
+
+    def specs(self, names: Collection[str] = ()) -> Any:
+        """The float weights as a tree of `TensorSpec`; see `Model.specs`."""
+        ...
 
     def fuse(self, params: Any, features: Features) -> jax.Array:
         """The target's features as the head's hidden state [N, D]."""

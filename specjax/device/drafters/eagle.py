@@ -6,6 +6,7 @@ There is no input norm and no final norm. The feature f is the target's hidden s
 final norm; y is both what the target's own head reads and the next step's feature.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -55,8 +56,8 @@ class EagleHead:
         """Width of the features, which is the target's."""
         return self.shape.hidden_size
 
-    def specs(self) -> EagleParams:
-        """The weights as `TensorSpec`s under their published names."""
+    def specs(self, names: Collection[str] = ()) -> EagleParams:
+        """The weights as `TensorSpec`s under their published names, of which there is one set."""
         dim, layer = self.hidden_size, "layers.0"
         embedding = stored(["embed_tokens.weight"], (self.shape.vocab_size, dim))
         return EagleParams(

@@ -8,6 +8,7 @@
 The three are residual streams, un-normed. y is recycled as it is, or normed with `recycle_normed`.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -70,8 +71,10 @@ class Eagle3Head:
         """Width of the head's own hidden state."""
         return self.shape.hidden_size
 
-    def specs(self, layer: str = "midlayer") -> Eagle3Params:
-        """The float weights as `TensorSpec`s; `layer` is "midlayer" or "layers.0" by layout."""
+    def specs(self, names: Collection[str] = ()) -> Eagle3Params:
+        """The float weights as `TensorSpec`s, in the published layout unless `names` have the
+        layer as speculators do."""
+        layer = layer_name(names)
         dim, num_aux = self.hidden_size, len(self.aux_layers)
         wide = self.target_hidden_size
         embedding = stored(["embed_tokens.weight"], (self.shape.vocab_size, dim))
@@ -160,8 +163,8 @@ def load(
         files.hf,
         read_aux_layers(files.hf, target.num_layers, config.aux_id_convention),
     )
-    layer = "midlayer" if files.has("midlayer.hidden_norm.weight") else "layers.0"
-    shape = files.geometry(layer, target)
+    names = files.tensors.names()
+    shape = files.geometry(layer_name(names), target)
     head = Eagle3Head(
         shape=shape,
         target_hidden_size=target.hidden_size,
@@ -175,8 +178,14 @@ def load(
         has_embedding=files.has("embed_tokens.weight"),
     )
     # t2d is the mask that d2t spells out.
-    params = files.load(head.specs(layer), dtype, unused=("d2t", "t2d"))
+    params = files.load(head.specs(names), dtype, unused=("d2t", "t2d"))
     return head, replace(params, target_ids=read_target_ids(files, head, target))
+
+
+def layer_name(names: Collection[str]) -> str:
+    """What a file with tensors of these names calls the layer."""
+    is_numbered = any(name.endswith("layers.0.hidden_norm.weight") for name in names)
+    return "layers.0" if is_numbered else "midlayer"
 
 
 def is_speculators(hf: HFConfig) -> bool:

@@ -7,6 +7,7 @@ layer is one of its attention layers with a cache of its own. For further drafts
 again on h'.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -62,7 +63,7 @@ class MTPHead:
         """Width of the features, which is the target's."""
         return self.shape.hidden_size
 
-    def specs(self, names: frozenset[str] = frozenset()) -> MTPParams:
+    def specs(self, names: Collection[str] = ()) -> MTPParams:
         """The weights as `TensorSpec`s; `names` tell how a file has the experts."""
         shape, dim = self.shape, self.hidden_size
         is_sparse = shape.experts is not None

@@ -1,10 +1,10 @@
 """Models by the `model_type` of their config."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from specjax.checkpoint.config_json import read_json
@@ -46,11 +46,11 @@ def load_model(folder: Path, dtype: np.dtype) -> tuple[Model, Any]:
     """The model in a checkpoint folder and its parameters in `dtype`, on the default device."""
     model, files = describe_model(read_config(folder)), open_checkpoint(folder)
     specs = model.specs(files.names())
-    used = {name for spec in jax.tree.leaves(specs) for name in spec.names}
+    return model, load_params(files, specs, dtype, ignore=partial(is_unused, model))
 
-    def is_unused(name: str) -> bool:
-        # Old exports store the rotary frequencies; tied ones may store the head a second time.
-        is_derived = name.endswith("rotary_emb.inv_freq") or name in {"lm_head.weight"} - used
-        return is_derived or name.startswith(model.ignored_prefixes)
 
-    return model, load_params(files, specs, dtype, ignore=is_unused)
+def is_unused(model: Model, name: str) -> bool:
+    """Whether a tensor that none of a model's specs name may lie beside the others."""
+    # Old exports store the rotary frequencies; tied ones may store the head a second time.
+    is_derived = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
+    return is_derived or name.startswith(model.ignored_prefixes)

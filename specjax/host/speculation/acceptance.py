@@ -76,7 +76,13 @@ class Acceptance:
     def __init__(self, most_drafts: int, prior: Sequence[float] = ()):
         """`prior` has the unconditional rates of a profile, if there is one."""
         self.most_drafts = most_drafts
-        logits = [logit(rate) for rate in conditional(prior)[:most_drafts]]
+        self._prior = tuple(prior)
+        self.begin_anew()
+
+    def begin_anew(self) -> None:
+        """Forget all that was learnt, as when the drafter is another."""
+        most_drafts = self.most_drafts
+        logits = [logit(rate) for rate in conditional(self._prior)[:most_drafts]]
         self._first = sigmoid(logits[0]) if logits else _FIRST_RATE
         known = [b - a for a, b in zip(logits, logits[1:], strict=False)]
         self._offsets = [0.0, *known, *[0.0] * most_drafts][:most_drafts]

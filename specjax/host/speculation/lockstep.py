@@ -66,6 +66,14 @@ class LockstepPolicy:
         if self._replicas.is_leader:
             self._policy.observe(outcome)
 
+    def target_changed(self) -> None:
+        """Tell the policy; all replicas change their weights together."""
+        self._policy.target_changed()
+
+    def drafter_changed(self) -> None:
+        """Tell the policy."""
+        self._policy.drafter_changed()
+
 
 def _joined(loads: Sequence[Load]) -> Load:
     """The load of a step in which all run side by side."""

@@ -20,6 +20,7 @@ PROBE_EVERY = 200  # rounds between two tries, if both have been tried before
 FIRST_PROBES, FIRST_EVERY = 3, 10  # times of a new K, and rounds between them
 PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries, doubling
 PARKED_VERDICTS = 16  # that a try is to give
+OTHER_ROUNDS = 32  # over which the time of chunks is averaged
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Round:
         num_context: tokens before it, of all together.
         verdicts: how often each was given.
         ms: milliseconds it took; None where the time means nothing.
+        other_ms: milliseconds that chunks of prompts took since the round before.
     """
 
     batch: int
@@ -62,6 +64,7 @@ class Round:
     num_context: int
     verdicts: Mapping[Verdict, int]
     ms: float | None
+    other_ms: float = 0.0
 
 
 class Policy(Protocol):
@@ -89,6 +92,14 @@ class Policy(Protocol):
         """Learn from a round, a step or two after it was chosen."""
         ...
 
+    def target_changed(self) -> None:
+        """The target has other weights: what was learnt of drafts may not be true any more."""
+        ...
+
+    def drafter_changed(self) -> None:
+        """The drafter has other weights: what was learnt of drafts was of another's."""
+        ...
+
 
 class Rule:
     """What policies that learn nothing have in common."""
@@ -100,6 +111,12 @@ class Rule:
 
     def observe(self, outcome: Round) -> None:
         """There is nothing to learn."""
+
+    def target_changed(self) -> None:
+        """There is nothing to forget."""
+
+    def drafter_changed(self) -> None:
+        """There is nothing to forget."""
 
 
 @dataclass(frozen=True)
@@ -140,8 +157,10 @@ class TablePolicy(Rule):
 class GoodputPolicy:
     """The K that gives the most tokens per millisecond, as far as it is known.
 
-        goodput(k) = sum over requests of AL(min(k, its limit)) / ms(batch, k, context)
+        goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + other)
 
+    `other` is what chunks of prompts take beside a round, of late and on average. It is the same
+    for every K, so that more drafts pay where there is much of it.
     Where it learns, a better K must be better by `HYSTERESIS`, neighbours of the best are tried
     now and then, and so is drafting at all when K = 0 is best: without drafts nothing is learned
     about them. A try that changes nothing doubles the time to the next.
@@ -175,7 +194,9 @@ class GoodputPolicy:
         self._since_probe = 0
         self._parked, self._patience = 0, PARKED_FIRST
         self._trial = 0  # rounds left of a try at a K above 0
+        self._is_due = False  # whether one is worth its price, whatever that is
         self._credit = 0.0  # milliseconds that tries may cost
+        self._other = 0.0  # milliseconds of a step beside its round
 
     @property
     def choices(self) -> tuple[int, ...]:
@@ -225,7 +246,7 @@ class GoodputPolicy:
             )
             num_sequences = max(1, round(load.num_sequences * share))
             ms = self.cost.ms(num_sequences, k, share * load.num_context)
-            result[k] = share * tokens / ms
+            result[k] = share * tokens / (ms + self._other)
         return result
 
     def observe(self, outcome: Round) -> None:
@@ -236,13 +257,25 @@ class GoodputPolicy:
             self.acceptance.observe(outcome.verdicts)
         if self._learns_cost and outcome.ms is not None:
             self.cost.observe(outcome.batch, outcome.k, outcome.num_context, outcome.ms)
+            self._other += (outcome.other_ms - self._other) / OTHER_ROUNDS
+
+    def target_changed(self) -> None:
+        """Count what was seen of drafts less, and look again at once if drafting was given up."""
+        if self._learns_acceptance:
+            self.acceptance.discount()
+            self._is_due, self._patience = True, PARKED_FIRST
+
+    def drafter_changed(self) -> None:
+        """Begin anew, with hope."""
+        if self._learns_acceptance:
+            self.acceptance.begin_anew()
 
     def _rates(self, group: Hashable) -> list[float]:
         return self._first_rates if self._warm_up_rounds > 0 else self.acceptance.rates(group)
 
     def _probe(self, best: int, goodput: Mapping[int, float], load: Load) -> int:
         n = load.num_sequences
-        self._credit += PROBE_BUDGET * self.cost.ms(n, best)
+        self._credit += PROBE_BUDGET * self._ms(n, best)
         if best == 0:
             return self._try_drafting(goodput, load)
         self._parked, self._patience, self._trial = 0, PARKED_FIRST, 0
@@ -256,7 +289,7 @@ class GoodputPolicy:
         is_new = tried[k] < FIRST_PROBES
         if self._since_probe < (FIRST_EVERY if is_new else PROBE_EVERY):
             return best
-        if not self._can_afford((1 - goodput[k] / goodput[best]) * self.cost.ms(n, k)):
+        if not self._can_afford((1 - goodput[k] / goodput[best]) * self._ms(n, k)):
             return best
         self._since_probe = 0
         return k
@@ -270,14 +303,20 @@ class GoodputPolicy:
         if not self._trial:
             self._parked += 1
             num_rounds = -(-PARKED_VERDICTS // load.num_sequences)
-            loss = (1 - goodput[k] / goodput[0]) * self.cost.ms(load.num_sequences, k)
-            if self._parked < self._patience or not self._can_afford(num_rounds * loss):
+            loss = (1 - goodput[k] / goodput[0]) * self._ms(load.num_sequences, k)
+            is_time = self._parked >= self._patience and self._can_afford(num_rounds * loss)
+            if not self._is_due and not is_time:
                 return 0
+            self._is_due = False
             self._parked, self._patience = 0, min(2 * self._patience, PARKED_LAST)
             self._trial = num_rounds
             self.acceptance.discount()  # what was seen before is of long ago
         self._trial -= 1
         return k
+
+    def _ms(self, num_sequences: int, k: int) -> float:
+        """Milliseconds of a step with a round of k drafts."""
+        return self.cost.ms(num_sequences, k) + self._other
 
     def _can_afford(self, milliseconds: float) -> bool:
         """Whether so much may be lost now; if so it counts as spent."""

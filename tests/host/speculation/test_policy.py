@@ -337,6 +337,73 @@ def test_better_drafts_are_found_again(batch, num_dead):
     assert np.mean(np.array(ks[num_dead + found :]) > 0) > 0.95
 
 
+GOOD = (0.8, 0.64, 0.51, 0.41, 0.33)
+
+
+def given_up(batch):
+    """A policy that has long stopped drafting, since nothing was accepted."""
+    policy = adaptive()
+    assert set(serve(policy, lambda i: (0.0,) * 5, 2_000, batch=batch)[-20:]) == {0}
+    return policy
+
+
+@pytest.mark.parametrize("batch", [1, 16, 256])
+def test_a_new_drafter_is_met_with_hope(batch):
+    """Within a step; and given up again soon if it is no better."""
+    policy = given_up(batch)
+    policy.drafter_changed()
+    ks = serve(policy, lambda i: GOOD, 200, batch=batch, seed=1)
+    assert ks[0] > 0 and np.mean(np.array(ks) > 0) > 0.95
+    policy = given_up(batch)
+    policy.drafter_changed()
+    ks = serve(policy, lambda i: (0.0,) * 5, 400, batch=batch, seed=2)
+    assert ks[0] > 0 and np.mean(np.array(ks[100:]) == 0) > 0.9
+
+
+@pytest.mark.parametrize("batch", [1, 16, 256])
+def test_a_new_target_is_tried_at_once(batch):
+    """However long ago drafting was given up; a few such tries find that it pays again."""
+    policy = given_up(batch)
+    before = [policy.choose(Load(batch)) for _ in range(3)]
+    policy.target_changed()
+    tried = [policy.choose(Load(batch)) for _ in range(40)]
+    num_rounds = -(-16 // batch)
+    assert before == [0] * 3 and all(tried[:num_rounds]) and not any(tried[num_rounds:])
+    policy, ks = given_up(batch), []
+    for seed in range(6):  # updates, some rounds apart
+        policy.target_changed()
+        ks += serve(policy, lambda i: GOOD, 80, batch=batch, seed=seed)
+    assert np.mean(np.array(ks[-160:]) > 0) > 0.9
+
+
+def test_chunks_beside_rounds_make_drafts_cheaper():
+    """Of a step that takes long anyway, a longer round is a small part; then they are over."""
+    row = {0: 10.0, 1: 20.0, 2: 30.0, 3: 40.0, 4: 50.0, 5: 60.0}
+    rates = (0.7, 0.5, 0.35, 0.25, 0.17)
+    for other_ms in (0.0, 100.0):
+        expected = {k: (1 + sum(rates[:k])) / (ms + other_ms) for k, ms in row.items()}
+        best = max(expected, key=expected.get)
+        assert best == (0 if other_ms == 0 else 4)
+        policy, rng, ks = adaptive(alike(row), rates), np.random.default_rng(0), []
+        for _ in range(400):
+            ks.append(k := policy.choose(Load(16)))
+            policy.observe(Round(16, k, 0, draw(rng, rates, k, 16), row[k], other_ms))
+        assert np.mean([expected[k] for k in ks[200:]]) > 0.97 * expected[best]
+        if other_ms:
+            for _ in range(300):
+                ks.append(k := policy.choose(Load(16)))
+                policy.observe(Round(16, k, 0, draw(rng, rates, k, 16), row[k]))
+            assert np.mean(np.array(ks[-100:]) == 0) > 0.8
+
+
+def test_policies_that_learn_nothing_stay_as_they_are():
+    for policy in frozen(alike(), RATES), StaticPolicy(2), TablePolicy(((1, 1, 2),)):
+        before = policy.choose(Load(1))
+        policy.target_changed()
+        policy.drafter_changed()
+        assert policy.choose(Load(1)) == before == 2
+
+
 # --- what it may depend on ------------------------------------------------------------------------
 
 
@@ -403,7 +470,9 @@ def test_a_policy_cannot_see_a_draft():
     assert [f.name for f in fields(Load)] == [
         "num_sequences", "num_context", "most_tokens", "members",
     ]  # fmt: skip
-    assert [f.name for f in fields(Round)] == ["batch", "k", "num_context", "verdicts", "ms"]
+    assert [f.name for f in fields(Round)] == [
+        "batch", "k", "num_context", "verdicts", "ms", "other_ms",
+    ]  # fmt: skip
     assert Verdict._fields == ("num_drafts", "num_accepted", "group")
     for kind in (Load, Round, Verdict):
         for name, hint in get_type_hints(kind).items():

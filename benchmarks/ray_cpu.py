@@ -1,0 +1,101 @@
+"""Rollouts by two workers on two cores, against one.
+
+    python benchmarks/ray_cpu.py
+
+All workers are there from the start and take turns with the same prompts, so that whatever else
+the machine does falls on all alike. Ratios are of medians. One worker is measured twice: with one
+thread, as each of the two has, which shows how the work scales; and with both cores to itself,
+which is what two workers must beat to be worth anything on one machine.
+"""
+
+import argparse
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+
+os.environ.setdefault("RAY_worker_niceness", "0")  # else Ray's workers yield to all else
+
+import ray
+from report import RESULTS, provenance, summary, write_result
+
+from specjax.bench.workload import read_questions
+from specjax.demo import demo_folder
+from specjax.rl.ray_workers import RayRollouts
+from specjax.sampling_params import SamplingParams
+
+ROOT = Path(__file__).resolve().parents[1]
+OPTIONS = {"max_num_seqs": 8, "max_model_len": 512, "num_pages": 512}
+CONFIGURATIONS = (  # workers, and threads of each
+    ("1 worker, 1 thread", 1, 1),
+    ("1 worker, 2 threads", 1, 2),
+    ("2 workers, 1 thread each", 2, 1),
+)
+
+
+def main() -> None:
+    """Measure, check that all gave the same, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--prompts", type=int, default=48, help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=int, default=96, help="default: %(default)s")
+    settings = parser.parse_args()
+    source = provenance(["ray"])
+    prompts = read_questions()[: settings.prompts]
+    params = [SamplingParams(max_tokens=settings.max_tokens, seed=i) for i in range(len(prompts))]
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
+    seconds: dict[str, list[float]] = {name: [] for name, *_ in CONFIGURATIONS}
+    with ExitStack() as stack:
+        engines = {name: stack.enter_context(start(*rest)) for name, *rest in CONFIGURATIONS}
+        for engine in engines.values():
+            engine.generate(prompts[:4], params[:4])
+        for _ in range(settings.rounds):
+            outputs = []
+            for name, engine in engines.items():
+                begin = time.perf_counter()
+                rollouts = engine.generate(prompts, params)
+                seconds[name].append(time.perf_counter() - begin)
+                outputs.append([one.token_ids.tolist() for one in rollouts])
+                num_tokens = rollouts.num_tokens
+            assert all(output == outputs[0] for output in outputs)
+    medians = {name: summary(times)[0] for name, times in seconds.items()}
+    rows = [
+        [name, [num_tokens / t for t in summary(seconds[name])], base / medians[name]]
+        for base in [medians["1 worker, 1 thread"]]
+        for name in seconds
+    ]
+    table = {
+        "title": f"{settings.prompts} prompts, up to {settings.max_tokens} tokens, temperature 1",
+        "columns": ["configuration", "tokens/s", "times one worker of one thread"],
+        "rows": rows,
+        "notes": [f"All outputs were the same. {settings.rounds} rounds, each with all in turn."],
+    }
+    for row in [table["columns"], *rows]:
+        print(*row, sep="\t")
+    result = {
+        "title": "Ray workers on a CPU",
+        "description": "demo-llama with its EAGLE-3 drafter, K = 3; engines as Ray actors.",
+        "provenance": source,
+        "settings": vars(settings) | OPTIONS,
+        "tables": [table],
+        "samples": {"seconds": seconds},
+    }
+    write_result(RESULTS / "ray_cpu.json", result)
+    ray.shutdown()
+
+
+def start(num_workers: int, num_threads: int) -> RayRollouts:
+    """Workers whose computations have `num_threads` threads each."""
+    drafter = str(demo_folder("demo-llama-eagle3"))
+    environment = {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT), "NPROC": str(num_threads)}
+    return RayRollouts(
+        demo_folder("demo-llama"),
+        num_workers=num_workers,
+        ray_options={"runtime_env": {"env_vars": environment}},
+        speculative_config={"method": "eagle3", "model": drafter, "num_speculative_tokens": 3},
+        **OPTIONS,
+    )
+
+
+if __name__ == "__main__":
+    main()

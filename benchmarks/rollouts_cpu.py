@@ -1,0 +1,258 @@
+"""The long tail of rollouts: adaptive K against no speculation and a static K, side by side.
+
+    python benchmarks/rollouts_cpu.py
+    python benchmarks/rollouts_cpu.py --max-num-seqs 16 --repeats 5
+
+64 prompts are continued 8 times each, all at once, to lengths drawn from a lognormal distribution:
+a few are much longer than the rest, and at the end the engine has little to do at a time. Every
+policy has an engine of its own, as a trainer keeps it, and they take turns.
+"""
+
+import argparse
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from report import RESULTS, provenance, summary, write_result
+
+from specjax import SamplingParams
+from specjax.bench.workload import read_questions, tokenize
+from specjax.config import check_positive
+from specjax.demo import DRAFTERS, TARGET, demo_folder
+from specjax.rl import RolloutEngine
+
+OFF, STATIC, ADAPTIVE = "no speculation", "K=3", "adaptive K"
+NUM_PROMPTS, NUM_SAMPLES = 64, 8
+MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 4, 256
+MAX_MODEL_LEN, PAGE_SIZE = 448, 16
+TAIL = 0.25  # of max_num_seqs: fewer that run are the tail
+WARM_UP = 128  # samples
+
+
+@dataclass(frozen=True)
+class Run:
+    """One rollout of all samples.
+
+    Attributes:
+        outputs: tokens by sample.
+        ends: seconds from the start at which samples ended, ascending.
+        rounds: by K, up to each of the ends.
+        acceptance: tokens that a request gained per round.
+    """
+
+    outputs: dict[int, list[int]]
+    ends: list[float]
+    rounds: list[Counter[int]]
+    acceptance: float
+
+    @property
+    def makespan(self) -> float:
+        """Seconds until the last sample ended."""
+        return self.ends[-1]
+
+    def when(self, num_unfinished: int) -> float:
+        """Seconds until only so many samples were left."""
+        return self.ends[-1 - num_unfinished]
+
+    def rounds_between(self, more: int, fewer: int) -> Counter[int]:
+        """Rounds by K from when `more` samples were left until `fewer` were."""
+        return self.rounds[-1 - fewer] - self.rounds[-1 - more]
+
+
+def main() -> None:
+    """Measure, print the tables, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
+    parser.add_argument(
+        "--max-num-seqs", type=int, nargs="+", default=[64], help="default: %(default)s"
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
+    settings = parser.parse_args()
+    check_positive(**{"--repeats": settings.repeats})
+    source = provenance()
+    lengths = draw_lengths(NUM_PROMPTS * NUM_SAMPLES)
+    tables = []
+    for max_num_seqs in settings.max_num_seqs:
+        with open_engines(max_num_seqs) as engines:
+            runs = measure(engines, lengths, settings)
+        tables += tabulate(runs, max_num_seqs, lengths, settings)
+    for table in tables:
+        print(f"\n{table['title']}")
+        for row in [table["columns"], *table["rows"]]:
+            print(*row, sep="\t")
+        print(*table["notes"], flush=True)
+    result = {
+        "title": "Rollouts with a long tail on a CPU",
+        "description": "demo-llama with its EAGLE-3 drafter in a RolloutEngine: the time of "
+        f"{NUM_PROMPTS} prompts with {NUM_SAMPLES} samples each, of lognormal length.",
+        "provenance": source,
+        "settings": vars(settings),
+        "tables": tables,
+    }
+    write_result(RESULTS / "rollouts_cpu.json", result)
+
+
+def draw_lengths(count: int) -> list[int]:
+    """Tokens of each sample, the same in every run."""
+    drawn = np.random.default_rng(0).lognormal(np.log(MEDIAN), SIGMA, count)
+    return np.clip(drawn, SHORTEST, LONGEST).astype(int).tolist()
+
+
+@contextmanager
+def open_engines(max_num_seqs: int) -> Iterator[dict[str, RolloutEngine]]:
+    """An engine for each policy."""
+    drafter = {"method": "eagle3", "model": str(demo_folder(DRAFTERS[TARGET]["eagle3"]))}
+    policies = {
+        OFF: None,
+        STATIC: drafter | {"num_speculative_tokens": 3},
+        ADAPTIVE: drafter | {"adaptive": True},
+    }
+    with ExitStack() as stack:
+        yield {
+            name: stack.enter_context(
+                RolloutEngine(
+                    demo_folder(TARGET),
+                    speculative_config=config,
+                    max_model_len=MAX_MODEL_LEN,
+                    max_num_seqs=max_num_seqs,
+                    page_size=PAGE_SIZE,
+                    num_pages=max_num_seqs * MAX_MODEL_LEN // PAGE_SIZE,
+                )
+            )
+            for name, config in policies.items()
+        }
+
+
+def measure(
+    engines: dict[str, RolloutEngine], lengths: Sequence[int], settings: argparse.Namespace
+) -> dict[str, list[Run]]:
+    """Rounds of one run by each policy, every round beginning with another."""
+    tokenizer = engines[OFF].tokenizer
+    assert tokenizer is not None
+    questions = tokenize(read_questions(), tokenizer)
+    numbers = [i // NUM_SAMPLES % len(questions) for i in range(len(lengths))]
+    prompts = [{"prompt_token_ids": list(questions[number])} for number in numbers]
+
+    def params(repeat: int) -> list[SamplingParams]:
+        first = repeat * len(lengths)
+        return [
+            SamplingParams(
+                temperature=settings.temperature,
+                seed=first + i,
+                max_tokens=length,
+                ignore_eos=True,
+                detokenize=False,
+            )
+            for i, length in enumerate(lengths)
+        ]
+
+    names = list(engines)
+    runs: dict[str, list[Run]] = {name: [] for name in names}
+    for engine in engines.values():  # untimed: memory is touched, and adaptive K learns rates
+        roll_out(engine, prompts[:WARM_UP], params(settings.repeats)[:WARM_UP])
+    for repeat in range(settings.repeats):
+        first = repeat % len(names)
+        for name in [*names[first:], *names[:first]]:
+            runs[name].append(roll_out(engines[name], prompts, params(repeat)))
+            print(f"{name}: {runs[name][-1].makespan:.1f} s", flush=True)
+    return runs
+
+
+def roll_out(
+    engine: RolloutEngine, prompts: Sequence[Any], params: Sequence[SamplingParams]
+) -> Run:
+    """One run."""
+    outputs, ends, rounds = {}, [], []
+    before, start = engine.metrics(), time.perf_counter()
+    for rollout in engine.stream(prompts, params):
+        ends.append(time.perf_counter() - start)
+        rounds.append(Counter(engine.metrics().k_histogram) - Counter(before.k_histogram))
+        outputs[rollout.prompt_index] = rollout.token_ids.tolist()
+    after = engine.metrics()
+    # The first token of each comes with its prompt.
+    num_tokens = sum(map(len, outputs.values())) - len(outputs)
+    num_accepted = after.num_accepted_tokens - before.num_accepted_tokens
+    return Run(outputs, ends, rounds, num_tokens / (num_tokens - num_accepted))
+
+
+def tabulate(
+    runs: dict[str, list[Run]],
+    max_num_seqs: int,
+    lengths: Sequence[int],
+    settings: argparse.Namespace,
+) -> list[dict[str, Any]]:
+    """Makespans, and what adaptive K chose as the engine emptied."""
+    num_tail = int(TAIL * max_num_seqs)
+    rows = []
+    for name, mine in runs.items():
+        tails = [1 - run.when(num_tail - 1) / run.makespan for run in mine]
+        ratios = [
+            summary([b.makespan / a.makespan for a, b in zip(mine, runs[other], strict=True)])
+            for other in (OFF, STATIC)
+        ]
+        spans = [run.makespan for run in mine]
+        acceptance = float(np.mean([run.acceptance for run in mine]))
+        rows.append([name, summary(spans), *ratios, summary(tails), acceptance])
+    num_differing = sum(
+        run.outputs[i] != plain.outputs[i]
+        for mine in runs.values()
+        for run, plain in zip(mine, runs[OFF], strict=True)
+        for i in run.outputs
+    )
+    num_compared = sum(len(run.outputs) for mine in runs.values() for run in mine)
+    num_compared -= sum(len(run.outputs) for run in runs[OFF])
+    return [
+        {
+            "title": f"Makespan, max_num_seqs={max_num_seqs}",
+            "columns": [
+                "policy", "makespan, s", f"x {OFF}", f"x {STATIC}", "tail's share",
+                "tokens per round of a request",
+            ],
+            "rows": rows,
+            "notes": [
+                f"{len(lengths)} samples at temperature {settings.temperature:g}, max_tokens drawn "
+                f"once from a lognormal distribution (median {MEDIAN}, sigma {SIGMA}, cut at "
+                f"{SHORTEST} and {LONGEST}; ignore_eos): median {np.median(lengths):.0f}, mean "
+                f"{np.mean(lengths):.0f}, longest {max(lengths)}, {sum(lengths)} in all. The "
+                f"{NUM_PROMPTS} prompts are the package's 24 questions, over and over; prompts are "
+                f"part of the time, and cached ones are not run again. {settings.repeats} repeats "
+                "in turn, each with seeds of its own; ratios are of runs in the same repeat. The "
+                f"tail is when fewer than {num_tail} samples are left. Adaptive K is not begun "
+                f"anew between repeats. Of {num_compared} samples with drafts, {num_differing} "
+                "differ from those without."
+            ],
+        },
+        {
+            "title": f"What adaptive K chose, max_num_seqs={max_num_seqs}",
+            "columns": ["samples left", "part of the time", "rounds", "mean K"],
+            "rows": list(stretches(runs[ADAPTIVE], len(lengths), max_num_seqs)),
+            "notes": ["All repeats together."],
+        },
+    ]  # fmt: skip
+
+
+def stretches(runs: Sequence[Run], count: int, max_num_seqs: int) -> Iterator[list[Any]]:
+    """Rows of time and K while the engine is full, and then as it empties by halves."""
+    marks = [count - 1, max_num_seqs]
+    while marks[-1] > 1:
+        marks.append(marks[-1] // 2)
+    total = sum(run.makespan for run in runs)
+    for more, fewer in pairwise([*marks, 0]):
+        seconds = sum(run.when(fewer) - run.when(more) for run in runs)
+        if more == count - 1:
+            seconds += sum(run.when(more) for run in runs)
+        ks: Counter[int] = Counter()
+        for run in runs:
+            ks += run.rounds_between(more, fewer)
+        mean = sum(k * n for k, n in ks.items()) / max(1, ks.total())
+        name = f"over {fewer}" if more == count - 1 else f"{more} to {fewer + 1}"
+        yield [name, seconds / total, ks.total(), mean]
+
+
+if __name__ == "__main__":
+    main()

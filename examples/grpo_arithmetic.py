@@ -1,0 +1,292 @@
+"""GRPO that learns to add, with rollouts by speculation: the same rollouts, in less time.
+
+    python examples/grpo_arithmetic.py --output runs/grpo
+
+Three engines run the same weights, which an optax trainer sends them after every step:
+
+- "speculative" drafts with EAGLE-3 and chooses K by itself; its rollouts train the policy;
+- "plain" has no drafter. It makes every rollout again, which must come out token for token the
+  same, with the same log-probabilities, and its time is the one to beat;
+- "probe" always drafts three tokens, so that acceptance can be compared between moments. It
+  answers the held-out questions.
+
+The demo model cannot add. First it imitates worked answers (`arithmetic.py`), every other of which
+has a slip, so that it gets some sums right. That shifts the policy far, and the drafter, which
+imitates the old policy, is left behind: its acceptance falls. Then GRPO raises the reward. Every
+`--refit-every` steps the drafter is refitted to the policy of the moment, on the last rollouts.
+
+The folder `--output` gets results.json and plot.png: reward, acceptance length and K by step.
+"""
+
+import argparse
+import json
+import random
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import optax
+from arithmetic import NUM_QUESTIONS, Question, split_questions
+from grpo import (
+    Learner,
+    Rows,
+    Update,
+    advantages,
+    begin,
+    grpo_loss,
+    imitation_loss,
+    make_update,
+    training_rows,
+)
+from grpo_engines import MAX_TOKENS, PROBE_K, Engines, Moment, rewards
+from grpo_plot import plot_steps
+from rich.console import Console
+
+from specjax.environment import describe_environment
+from specjax.rl import OnlineDistiller, Rollout, RolloutBatch, RolloutEngine
+
+REFIT_ROLLOUTS = 256  # that a refit learns from, the newest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """All that a run depends on, the machine aside."""
+
+    steps: int = 40
+    questions: int = 8  # per step
+    samples: int = 8  # per question
+    minibatches: int = 2  # per step
+    learning_rate: float = 1e-4
+    imitation_steps: int = 100
+    imitation_batch: int = 16
+    imitation_rate: float = 1e-3
+    slip_rate: float = 0.5  # of the answers that are imitated
+    refit_every: int = 10
+    refit_steps: int = 60
+    held_out: int = 64  # questions
+    seed: int = 0
+
+    def __post_init__(self):
+        for name, value in asdict(self).items():
+            if value < 0 or (value == 0 and name != "seed"):
+                raise ValueError(f"{name}={value} must be positive")
+        if self.samples < 2:
+            raise ValueError(f"samples={self.samples} leaves nothing to compare with; take 2")
+        if self.questions * self.samples % self.minibatches:
+            raise ValueError(
+                f"minibatches={self.minibatches} must divide the {self.questions} x {self.samples}"
+                " rollouts of a step, since every shape is compiled"
+            )
+        if self.held_out + self.questions > NUM_QUESTIONS:
+            raise ValueError(
+                f"held_out={self.held_out} leaves less than the {self.questions} questions of a "
+                f"step, of {NUM_QUESTIONS}; lower it"
+            )
+
+
+class Step(NamedTuple):
+    """What a step of GRPO was like."""
+
+    number: int
+    reward: float
+    acceptance_length: float  # tokens per round with drafts, whatever its K
+    mean_k: float
+    speculative_seconds: float  # for the rollouts
+    plain_seconds: float
+    update_seconds: float  # of the policy
+    sync_seconds: float  # of the speculative engine's weights
+    logprob_difference: float  # the largest between both engines
+
+
+HEADER = "step  reward  accepted  mean K  rollouts (s)  plain (s)  update (s)  sync (s)"
+LINE = "{:4}  {:6.3f}  {:8.2f}  {:6.2f}  {:12.2f}  {:9.2f}  {:10.2f}  {:8.3f}"
+
+
+def make_optimizer(rate: float) -> optax.GradientTransformation:
+    """AdamW that rises to its rate over five steps, and keeps it."""
+    schedule = optax.linear_schedule(rate / 5, rate, 5)
+    adamw = optax.adamw(schedule, b2=0.99, weight_decay=0.0)
+    return optax.chain(optax.clip_by_global_norm(1.0), adamw)
+
+
+def imitate(engine: RolloutEngine, questions: Sequence[Question], settings: Settings) -> Any:
+    """The policy's parameters after imitating worked answers."""
+    optimizer = make_optimizer(settings.imitation_rate)
+    update = make_update(engine.target, optimizer, imitation_loss)
+    learner, size = begin(engine.params.target, optimizer), settings.imitation_batch
+    rng = random.Random(settings.seed)
+    for step in range(settings.imitation_steps):
+        chosen = [questions[(step * size + i) % len(questions)] for i in range(size)]
+        learner, _ = update(learner, worked_rows(engine, chosen, settings.slip_rate, rng))
+    return learner.params
+
+
+def worked_rows(
+    engine: RolloutEngine, questions: Sequence[Question], slip_rate: float, rng: random.Random
+) -> Rows:
+    """Questions and their worked answers, a part of which has slips."""
+    assert engine.tokenizer is not None
+    prompts = [engine.tokenizer.encode(question.prompt) for question in questions]
+    slips = [rng.choice((-1, 1)) if rng.random() < slip_rate else 0 for _ in questions]
+    texts = [question.worked(slip) for question, slip in zip(questions, slips, strict=True)]
+    encoded = engine.tokenizer.tokenizer.encode_batch(texts, add_special_tokens=False)
+    answers = [[*answer.ids, engine.eos_ids[0]] for answer in encoded]
+    width = max(map(len, prompts)) + MAX_TOKENS
+    tokens = np.zeros((len(questions), width), np.int32)
+    mask = np.zeros((len(questions), width - 1), np.float32)
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        tokens[row, : len(prompt) + len(answer)] = [*prompt, *answer]
+        mask[row, len(prompt) - 1 : len(prompt) + len(answer) - 1] = 1
+    return Rows(tokens, mask, np.zeros_like(mask), np.ones(len(questions), np.float32))
+
+
+def improve(
+    update: Update,
+    learner: Learner,
+    answers: RolloutBatch,
+    judged: np.ndarray,
+    num_minibatches: int,
+    rng: np.random.Generator,
+) -> Learner:
+    """One epoch over the rollouts of a step, in random minibatches of the same shape."""
+    rows = training_rows(answers.padded(0, length=MAX_TOKENS), advantages(judged).reshape(-1))
+    for index in np.split(rng.permutation(len(rows.tokens)), num_minibatches):
+        learner, loss = update(learner, Rows(*(part[index] for part in rows)))
+        loss.block_until_ready()  # so that it is not the next rollouts that seem slow
+    return learner
+
+
+def run(settings: Settings, console: Console) -> dict[str, Any]:
+    """Imitate, then improve; what happened, as plain types."""
+    start = time.perf_counter()
+    train, held_out = split_questions(settings.seed, settings.held_out)
+    engines = Engines.build(settings.seed)
+    console.print(f"three engines built in {time.perf_counter() - start:.0f} s")
+    moments: list[Moment] = []
+
+    def look(when: str) -> None:
+        moments.append(moment := engines.look(when, held_out))
+        console.print(
+            f"  {when}: {moment.acceptance_length:.2f} tokens per round of {PROBE_K} drafts; "
+            f"right: {moment.sampled_accuracy:.2f} sampled, {moment.greedy_accuracy:.2f} greedy"
+        )
+
+    look("as shipped")
+    engines.update(imitate(engines.speculative, train, settings))
+    look("after imitation")
+    engines.roll_out(train[: settings.questions], settings.samples, 0)  # what is timed has run
+    steps = train_policy(engines, train, settings, console, look)
+    look("at the end")
+    engines.close()
+    return {
+        "settings": asdict(settings),
+        "environment": describe_environment(),
+        "seconds": time.perf_counter() - start,
+        "summary": summarize(steps, moments, settings.refit_every),
+        "moments": [moment._asdict() for moment in moments],
+        "steps": [step._asdict() for step in steps],
+    }
+
+
+def train_policy(
+    engines: Engines,
+    train: Sequence[Question],
+    settings: Settings,
+    console: Console,
+    look: Callable[[str], None],
+) -> list[Step]:
+    """The loop: roll out, judge, update, send the weights; and now and then refit the drafter."""
+    rng = np.random.default_rng(settings.seed)
+    engine = engines.speculative
+    optimizer = make_optimizer(settings.learning_rate)
+    update = make_update(engine.target, optimizer, grpo_loss)
+    learner = begin(engine.params.target, optimizer)
+    distiller = OnlineDistiller(engine, length=64, memory=REFIT_ROLLOUTS, seed=settings.seed)
+    recent: deque[Rollout] = deque(maxlen=REFIT_ROLLOUTS)
+    steps: list[Step] = []
+    console.print(HEADER)
+    for number in range(1, settings.steps + 1):
+        chosen = rng.choice(len(train), settings.questions, replace=False)
+        questions = [train[i] for i in chosen]
+        rollouts = engines.roll_out(questions, settings.samples, number)
+        acceptance = engine.acceptance()[-1]
+        judged = rewards(questions, rollouts.answers)
+        begun = time.perf_counter()
+        learner = improve(update, learner, rollouts.answers, judged, settings.minibatches, rng)
+        step = Step(
+            number,
+            float(judged.mean()),
+            acceptance.mean_acceptance_length,
+            acceptance.mean_k,
+            rollouts.speculative_seconds,
+            rollouts.plain_seconds,
+            time.perf_counter() - begun,
+            engines.update(learner.params),
+            rollouts.logprob_difference,
+        )
+        steps.append(step)
+        console.print(LINE.format(*step[:-1]))
+        recent.extend(rollouts.answers)
+        if number % settings.refit_every == 0 and number < settings.steps:
+            look(f"step {number}, before a refit")
+            report = distiller.refit([*recent], steps=settings.refit_steps)
+            look(f"step {number}, after a refit of {report.seconds:.0f} s")
+    return steps
+
+
+def summarize(steps: Sequence[Step], moments: Sequence[Moment], refit_every: int) -> dict[str, Any]:
+    """The figures to quote: a ratio of times is [median, lower quartile, upper quartile]."""
+    shipped, imitated, *refits, end = moments
+    fresh = [step for step in steps if step.number > refit_every]
+    summary: dict[str, Any] = {
+        "reward_first_five": float(np.mean([step.reward for step in steps[:5]])),
+        "reward_last_five": float(np.mean([step.reward for step in steps[-5:]])),
+        "greedy_accuracy": [m.greedy_accuracy for m in (shipped, imitated, end)],
+        "sampled_accuracy": [m.sampled_accuracy for m in (shipped, imitated, end)],
+        "times_as_fast_stale": speedup(steps[:refit_every]),
+        "times_as_fast_refitted": speedup(fresh) if fresh else None,
+        "logprob_difference": max(step.logprob_difference for step in steps),
+    }
+    if refits:
+        stale, refitted = (moment.acceptance_length for moment in refits[:2])
+        summary["acceptance_length"] = [shipped.acceptance_length, stale, refitted]
+        lost = shipped.acceptance_length - stale
+        summary["part_recovered"] = (refitted - stale) / lost if lost else None
+    return summary
+
+
+def speedup(steps: Sequence[Step]) -> list[float]:
+    """Time of plain rollouts over that of speculative ones, side by side."""
+    ratios = [step.plain_seconds / step.speculative_seconds for step in steps]
+    return [float(np.quantile(ratios, q)) for q in (0.5, 0.25, 0.75)]
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name, default in asdict(Settings()).items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(
+            option, type=type(default), default=default, help="default: %(default)s"
+        )
+    parser.add_argument("--output", type=Path, required=True, help="folder for what comes of it")
+    given = vars(parser.parse_args(arguments))
+    output: Path = given.pop("output")
+    try:
+        settings = Settings(**given)
+    except ValueError as error:
+        parser.error(str(error))
+    output.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False, soft_wrap=True)
+    results = run(settings, console)
+    (output / "results.json").write_text(json.dumps(results, indent=1) + "\n")
+    plot_steps(results, output / "plot.png")
+    console.print_json(data=results["summary"])
+
+
+if __name__ == "__main__":
+    main()

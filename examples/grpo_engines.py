@@ -1,0 +1,144 @@
+"""Three engines with the same weights, for `grpo_arithmetic.py`: rollouts, twice, and a probe."""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from arithmetic import Question, reward
+
+from specjax import SamplingParams
+from specjax.demo import locate
+from specjax.rl import RolloutBatch, RolloutEngine
+
+TARGET, DRAFTER = "demo-llama", "demo-llama-eagle3"
+MAX_TOKENS = 24  # of an answer; a right one has at most 21
+PROBE_K = 3
+# Few enough that a step on two cores waits for the weights, not for arithmetic, as a GPU's does.
+MAX_NUM_SEQS = 4
+PAGE_SIZE = 4  # small, so that samples share most of a prompt of 15 tokens
+TOLERANCE = 1e-4  # between log-probabilities of steps of different shapes, in float32
+
+
+class Moment(NamedTuple):
+    """What the probe saw in answers to the held-out questions."""
+
+    when: str
+    acceptance_length: float  # tokens per round of PROBE_K drafts, at temperature 1
+    sampled_accuracy: float  # at temperature 1
+    greedy_accuracy: float
+
+
+class Rollouts(NamedTuple):
+    """Answers that two engines agree on."""
+
+    answers: RolloutBatch
+    speculative_seconds: float
+    plain_seconds: float
+    logprob_difference: float  # the largest
+
+
+@dataclass(frozen=True)
+class Engines:
+    """One policy, served three times; see `grpo_arithmetic`."""
+
+    speculative: RolloutEngine
+    plain: RolloutEngine
+    probe: RolloutEngine
+
+    @classmethod
+    def build(cls, seed: int) -> "Engines":
+        """With the demo checkpoints."""
+        drafting = {"method": "eagle3", "model": str(locate(DRAFTER))}
+
+        def engine(speculation: Mapping[str, Any] | None) -> RolloutEngine:
+            return RolloutEngine(
+                str(locate(TARGET)),
+                speculative_config=speculation,
+                max_model_len=64,
+                max_num_seqs=MAX_NUM_SEQS,
+                page_size=PAGE_SIZE,
+                seed=seed,
+            )
+
+        return cls(
+            speculative=engine({**drafting, "adaptive": True}),
+            plain=engine(None),
+            probe=engine({**drafting, "num_speculative_tokens": PROBE_K}),
+        )
+
+    def update(self, params: Any) -> float:
+        """Give those that make rollouts new weights; the seconds that the speculative one took."""
+        self.plain.update_weights(params)
+        return self.speculative.update_weights(params).seconds
+
+    def roll_out(self, questions: Sequence[Question], samples: int, number: int) -> Rollouts:
+        """Answers of step `number`, made twice.
+
+        Raises:
+            RuntimeError: the engines did not make the same ones.
+        """
+        params = [
+            SamplingParams(n=samples, seed=1000 * number + i, max_tokens=MAX_TOKENS)
+            for i in range(len(questions))
+        ]
+        answers: dict[str, RolloutBatch] = {}
+        seconds: dict[str, float] = {}
+        order = ["speculative", "plain"]
+        for name in order if number % 2 else reversed(order):  # who goes first takes turns
+            start = time.perf_counter()
+            answers[name] = generate(getattr(self, name), questions, params)
+            seconds[name] = time.perf_counter() - start
+        return Rollouts(
+            answers["speculative"],
+            seconds["speculative"],
+            seconds["plain"],
+            compare(answers["speculative"], answers["plain"]),
+        )
+
+    def look(self, when: str, questions: Sequence[Question]) -> Moment:
+        """Answer held-out questions with the weights of the moment, target's and drafter's."""
+        probe, now = self.probe, self.speculative.params
+        probe.update_weights(now.target, drafter=now.drafter)
+        sampled = generate(probe, questions, SamplingParams(seed=0, max_tokens=MAX_TOKENS))
+        acceptance = probe.acceptance()[-1].acceptance_length(PROBE_K)
+        greedy = generate(probe, questions, SamplingParams(temperature=0, max_tokens=MAX_TOKENS))
+        accuracies = [float(rewards(questions, batch).mean()) for batch in (sampled, greedy)]
+        return Moment(when, acceptance, *accuracies)
+
+    def close(self) -> None:
+        """Free the memory of all."""
+        for engine in (self.speculative, self.plain, self.probe):
+            engine.close()
+
+
+def generate(
+    engine: RolloutEngine,
+    questions: Sequence[Question],
+    params: SamplingParams | Sequence[SamplingParams],
+) -> RolloutBatch:
+    """Answers to questions, ordered by question."""
+    return engine.generate([question.prompt for question in questions], params)
+
+
+def rewards(questions: Sequence[Question], answers: RolloutBatch) -> np.ndarray:
+    """f32[G, n], n answers to each of G questions."""
+    judged = [reward(questions[answer.prompt_index], answer.text or "") for answer in answers]
+    return np.array(judged, np.float32).reshape(len(questions), -1)
+
+
+def compare(ours: RolloutBatch, others: RolloutBatch) -> float:
+    """The largest difference between log-probabilities of rollouts that have the same tokens.
+
+    Raises:
+        RuntimeError: they do not, or the difference is above TOLERANCE.
+    """
+    largest = 0.0
+    for one, other in zip(ours, others, strict=True):
+        if not np.array_equal(one.token_ids, other.token_ids):
+            raise RuntimeError(f"speculation changed a rollout: {one.text!r}, not {other.text!r}")
+        largest = max(largest, float(np.abs(one.logprobs - other.logprobs).max()))
+    if largest > TOLERANCE:
+        raise RuntimeError(f"log-probabilities differ by {largest}, more than {TOLERANCE}")
+    return largest

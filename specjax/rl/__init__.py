@@ -1,0 +1,62 @@
+"""Rollouts for reinforcement learning: an engine whose weights a trainer changes as it goes.
+
+Names are imported when they are first used: each brings no more than what it needs itself.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specjax.rl.distill import OnlineDistiller, RefitReport
+    from specjax.rl.engine import RolloutEngine, RolloutError
+    from specjax.rl.freshness import VersionAcceptance
+    from specjax.rl.ray_workers import RayRollouts, WorkersDied
+    from specjax.rl.rollouts import PaddedRollouts, Rollout, RolloutBatch, Score, Span
+    from specjax.rl.tunix import TunixRollout
+    from specjax.rl.weights import WeightUpdate
+
+__all__ = [
+    "OnlineDistiller",
+    "PaddedRollouts",
+    "RayRollouts",
+    "RefitReport",
+    "Rollout",
+    "RolloutBatch",
+    "RolloutEngine",
+    "RolloutError",
+    "Score",
+    "Span",
+    "TunixRollout",
+    "VersionAcceptance",
+    "WeightUpdate",
+    "WorkersDied",
+]
+
+_MODULES = {
+    "OnlineDistiller": "specjax.rl.distill",
+    "RefitReport": "specjax.rl.distill",
+    "RolloutEngine": "specjax.rl.engine",
+    "RolloutError": "specjax.rl.engine",
+    "VersionAcceptance": "specjax.rl.freshness",
+    "RayRollouts": "specjax.rl.ray_workers",
+    "WorkersDied": "specjax.rl.ray_workers",
+    "PaddedRollouts": "specjax.rl.rollouts",
+    "Rollout": "specjax.rl.rollouts",
+    "RolloutBatch": "specjax.rl.rollouts",
+    "Score": "specjax.rl.rollouts",
+    "Span": "specjax.rl.rollouts",
+    "TunixRollout": "specjax.rl.tunix",
+    "WeightUpdate": "specjax.rl.weights",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

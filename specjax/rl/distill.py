@@ -1,0 +1,273 @@
+"""Keeping a drafter fresh while its target is trained: refits between rollouts.
+
+A drafter imitates one target. Every update of the target's weights leaves it a little further
+behind, and fewer of its drafts stand. What it needs to catch up is at hand: the rollouts, and what
+the target makes of them now. Outputs stay the target's, whatever the drafter has learnt.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import orbax.checkpoint as ocp
+
+from specjax.config import check_positive
+from specjax.device.drafters.chain import ChainDrafter
+from specjax.rl.engine import RolloutEngine
+from specjax.rl.rollouts import Rollout
+from specjax.train.data import Document
+from specjax.train.drafter import (
+    FeatureSet,
+    Frozen,
+    drafter_loss,
+    split_frozen,
+)
+from specjax.train.loop import begin, make_train_step
+from specjax.train.optimizer import steady_adamw
+
+KEPT_CHECKPOINTS = 2  # the newest, and the one before in case it is damaged
+
+
+class RefitReport(NamedTuple):
+    """What a refit did; `first` and `last` are the loss and the accuracies of those steps."""
+
+    first: dict[str, float]
+    last: dict[str, float]
+    num_rollouts: int  # that were learnt from, those of earlier refits included
+    num_tokens: int  # of their answers
+    seconds: float
+
+
+class OnlineDistiller:
+    """Owns a trainable copy of an engine's drafter, in float32, and its optimiser's state.
+
+    Args:
+        engine: its drafter is EAGLE-1, EAGLE-3 or MTP.
+        learning_rate: reached after ten steps, and kept: there is always a next refit.
+        batch_size: rollouts in a step.
+        length: tokens of a rollout that are learnt from. Of a longer one the front of the prompt is
+            left out first, then the end of the answer; the target has seen all of it.
+        num_unrolled: drafts in a row that are trained together; EAGLE-1 learns one at a time.
+        memory: rollouts that are kept, the newest first, so that a refit does not forget what the
+            one before has learnt.
+        seed: of the order of rollouts.
+
+    Raises:
+        ValueError: a drafter without weights, or numbers that cannot be.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        learning_rate: float = 5e-4,
+        batch_size: int = 16,
+        length: int = 256,
+        num_unrolled: int = 4,
+        memory: int = 256,
+        seed: int = 0,
+    ):
+        check_positive(
+            batch_size=batch_size, length=length, num_unrolled=num_unrolled, memory=memory
+        )
+        if not 0 < learning_rate < 1:
+            raise ValueError(f"learning_rate={learning_rate} must be in (0, 1)")
+        drafter = engine.drafter
+        if not isinstance(drafter, ChainDrafter):
+            raise ValueError(
+                f"the engine has a {type(drafter).__name__}, which has no weights to refit; build "
+                'it with speculative_config of method "eagle3", "mtp" or "eagle"'
+            )
+        self._engine = engine
+        self._batch_size, self._length, self._seed = batch_size, length, seed
+        self._memory = memory
+        self._documents: list[Document] = []
+        # Copies: the engine gives its arrays up for newer ones.
+        trainable, frozen = split_frozen(engine.params.drafter)
+        trainable = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trainable)
+        self._frozen = jax.tree.map(lambda x: jnp.array(x, copy=True), frozen)
+        optimizer = steady_adamw(learning_rate)
+        # What is bound to a device and what is not are different arguments to a compiled function.
+        self._place = jax.tree.leaves(trainable)[0].sharding
+        self._state = jax.device_put(begin(trainable, optimizer), self._place)
+        loss = drafter_loss(engine.target, drafter.head, num_unrolled=num_unrolled)
+        self._train_step = make_train_step(loss, optimizer, seed)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps taken, in all refits."""
+        return int(self._state.step)
+
+    def refit(self, rollouts: Sequence[Rollout], *, steps: int) -> RefitReport:
+        """Train on what the target makes of these rollouts now, and give the engine the result.
+
+        The rollouts join those in memory, whose features are computed anew as well: what an older
+        target made of them is what the drafter is to forget.
+
+        Raises:
+            ValueError: there is nothing to learn from, or `steps` is not positive.
+        """
+        check_positive(steps=steps)
+        start = time.perf_counter()
+        new = [
+            Document(
+                np.concatenate([one.prompt_token_ids, one.token_ids]), len(one.prompt_token_ids)
+            )
+            for one in rollouts
+            if len(one.token_ids) > 0
+        ]
+        documents = [*new, *self._documents][: self._memory]
+        if not documents:
+            raise ValueError("refit needs rollouts with tokens, and there are none in memory")
+        features = self._score(documents)
+        self._documents = documents
+        frozen = Frozen(self._engine.params.target, self._frozen)
+        frozen = jax.device_put(frozen, self._place)
+        log = []
+        for step in range(self.num_steps, self.num_steps + steps):
+            batch = features.batch_at(step, self._batch_size, self._seed)
+            self._state, metrics = self._train_step(self._state, frozen, batch)
+            log.append(metrics)
+        first, last = ({k: float(v) for k, v in log[i].items()} for i in (0, -1))
+        self._publish()
+        num_tokens = int(features.rows.is_answer.sum())
+        return RefitReport(first, last, len(documents), num_tokens, time.perf_counter() - start)
+
+    def save(self, directory: str | Path) -> None:
+        """Write a checkpoint: drafter, optimiser, rollouts in memory, and the target's weights.
+
+        It is written whole or not at all, beside the one before, which is kept.
+        """
+        arrays = self._arrays()
+        facts = {
+            "version": self._engine.version,
+            "shapes": _shapes(arrays),
+            "rollouts": [
+                {"tokens": one.tokens.tolist(), "num_prompt": one.num_prompt}
+                for one in self._documents
+            ],
+        }
+        _write(_absolute(directory), arrays, facts)
+
+    def restore(self, directory: str | Path) -> None:
+        """Go on from the newest checkpoint there, the engine with its target and drafter.
+
+        Refits then do what they would have done without the interruption, bit for bit, under the
+        same settings.
+
+        Raises:
+            ValueError: there is no checkpoint, it is of other models, or the engine's weights are
+                newer.
+        """
+        engine = self._engine
+        arrays, facts = _read(_absolute(directory), self._arrays())
+        version = facts["version"]
+        if not _are_equal(arrays["frozen"], self._frozen):
+            raise ValueError(
+                f"{directory} is of a drafter with another vocabulary or embedding; restore into "
+                "an engine of the drafter's checkpoint that training began with"
+            )
+        if version < engine.version:
+            raise ValueError(
+                f"{directory} has weights of version {version}, the engine is at {engine.version} "
+                "already; restore into a new engine"
+            )
+        if version > engine.version:
+            engine.update_weights(arrays["target"], version=version)
+        elif not _are_equal(arrays["target"], engine.params.target):
+            raise ValueError(
+                f"{directory} and the engine have different weights of version {version}; restore "
+                "into an engine of the checkpoint that training began with"
+            )
+        self._state = arrays["state"]
+        self._documents = [
+            Document(np.asarray(one["tokens"], np.int32), one["num_prompt"])
+            for one in facts["rollouts"]
+        ]
+        self._publish()
+
+    def _score(self, documents: Sequence[Document]) -> FeatureSet:
+        """What the target makes of them now."""
+        ids = [document.tokens.tolist() for document in documents]
+        pairs = [
+            (x[: d.num_prompt], x[d.num_prompt :]) for x, d in zip(ids, documents, strict=True)
+        ]
+        scores = self._engine.score(pairs, features=True)
+        hidden = [score.hidden for score in scores if score.hidden is not None]
+        auxiliary = [score.auxiliary for score in scores if score.auxiliary is not None]
+        return FeatureSet.exported(documents, hidden, auxiliary or None, self._length)
+
+    def _publish(self) -> None:
+        self._engine.update_drafter(replace(self._state.trainable, **self._frozen))
+
+    def _arrays(self) -> dict[str, Any]:
+        """What a checkpoint holds, rollouts aside."""
+        target = self._engine.params.target
+        return {"state": self._state, "frozen": self._frozen, "target": target}
+
+
+def _absolute(directory: str | Path) -> Path:
+    return Path(directory).expanduser().absolute()
+
+
+def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> None:
+    options = ocp.CheckpointManagerOptions(max_to_keep=KEPT_CHECKPOINTS)
+    with ocp.CheckpointManager(folder, options=options) as checkpoints:
+        newest = checkpoints.latest_step()
+        items = ocp.args.Composite(
+            arrays=ocp.args.StandardSave(dict(arrays)), facts=ocp.args.JsonSave(dict(facts))
+        )
+        checkpoints.save(0 if newest is None else newest + 1, args=items)
+        checkpoints.wait_until_finished()
+
+
+def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arrays like `own`, and facts, of the newest checkpoint.
+
+    Raises:
+        ValueError: there is none, or its arrays are not like `own`.
+    """
+    none = ValueError(f"{folder} has no checkpoint of a distiller; save() writes one")
+    if not folder.is_dir():
+        raise none
+    options = ocp.CheckpointManagerOptions(read_only=True)
+    with ocp.CheckpointManager(folder, options=options) as checkpoints:
+        newest = checkpoints.latest_step()
+        if newest is None:
+            raise none
+        items = ocp.args.Composite(facts=ocp.args.JsonRestore())
+        facts = checkpoints.restore(newest, args=items).facts
+        _check_shapes(folder, facts["shapes"], _shapes(own))
+        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, dict(own))
+        items = ocp.args.Composite(arrays=ocp.args.StandardRestore(abstract))
+        return checkpoints.restore(newest, args=items).arrays, facts
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    """The type and shape of every array by its place, like "float32[4, 3]"."""
+    leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
+    return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+
+
+def _check_shapes(
+    folder: Path, saved: Mapping[str, str], own: Mapping[str, str], most: int = 4
+) -> None:
+    """Refuse a checkpoint of other models, naming what differs."""
+    names = [name for name in sorted({*saved, *own}) if saved.get(name) != own.get(name)]
+    if names:
+        lines = [
+            f"{name} is {saved.get(name, 'missing')}, the engine's is {own.get(name, 'missing')}"
+            for name in names[:most]
+        ]
+        more = f"; and {len(names) - most} more" if len(names) > most else ""
+        raise ValueError(f"{folder} is of other models than the engine's: {'; '.join(lines)}{more}")
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return all(np.array_equal(a, b) for a, b in pairs)

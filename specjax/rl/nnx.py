@@ -1,0 +1,261 @@
+"""The bridge between flax nnx and the engine's weights, in both directions.
+
+`Policy` makes an nnx module of an engine's model, to train with nnx and optax; its state is what
+`RolloutEngine.update_weights` takes. `hf_named` translates the state of any other model, by rules,
+into the names and layouts of Hugging Face checkpoints, which `update_weights` takes as well. So no
+second model is ever built to move weights.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax.device.models.model import Model
+from specjax.train.context import CausalRows
+
+Names = Mapping[str, "str | Rule"]
+
+
+class Policy(nnx.Module):
+    """An engine's model as a trainable module.
+
+    Its parameters stand under the paths of the engine's tree (`layers.0.attention.qkv`), so
+    `nnx.state(policy, nnx.Param)` goes to `RolloutEngine.update_weights` as it is. It owns copies:
+    an optimiser may donate them, whatever the engine still holds.
+
+    Args:
+        target: the model, as `RolloutEngine.target`.
+        params: its parameters, as `RolloutEngine.params.target`.
+        dtype: what to keep floating-point parameters in; None for what they are in.
+    """
+
+    def __init__(self, target: Model, params: Any, dtype: Any = None):
+        self.target = target
+        self.structure = jax.tree.structure(params)
+        self.paths = tuple(_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
+        for name, child in _children(params):
+            setattr(self, name, _module(child, dtype))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """Logits f32[B, T, V] of sequences i32[B, T] that start at position 0.
+
+        Pad on the right: no token sees one after it.
+        """
+        params = self.params()
+        rows = CausalRows.of(*tokens.shape)
+        features, _ = self.target.extend(params, tokens.reshape(-1), rows, None)
+        return self.target.logits(params, features.hidden).reshape(*tokens.shape, -1)
+
+    def params(self) -> Any:
+        """The engine's tree of this module's arrays, which stay the module's own."""
+        return jax.tree.unflatten(self.structure, [_at(self, path)[...] for path in self.paths])
+
+
+class _Branch(nnx.Module):
+    """A node of the engine's tree: what is in it are attributes."""
+
+
+def _module(tree: Any, dtype: Any) -> Any:
+    if isinstance(tree, tuple | list):
+        return nnx.List([_module(child, dtype) for child in tree])
+    if children := _children(tree):
+        branch = _Branch()
+        for name, child in children:
+            setattr(branch, name, _module(child, dtype))
+        return branch
+    if tree is None:
+        return None
+    is_cast = dtype is not None and jnp.issubdtype(tree.dtype, jnp.floating)
+    return nnx.Param(jnp.array(tree, dtype if is_cast else None, copy=True))
+
+
+def _children(tree: Any) -> list[tuple[str, Any]]:
+    if is_dataclass(tree):
+        return [(field.name, getattr(tree, field.name)) for field in fields(tree)]
+    return list(tree.items()) if isinstance(tree, Mapping) else []
+
+
+def _keys(path: tuple[Any, ...]) -> tuple[str | int, ...]:
+    """Names of fields, keys of mappings and numbers of items on a path of `jax.tree_util`."""
+    return tuple(
+        next(getattr(key, kind) for kind in ("name", "key", "idx") if hasattr(key, kind))
+        for key in path
+    )
+
+
+def _at(node: Any, path: tuple[str | int, ...]) -> Any:
+    for key in path:
+        node = node[key] if isinstance(key, int) else getattr(node, key)
+    return node
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How one kind of array of a foreign model becomes a tensor of a checkpoint.
+
+    Attributes:
+        name: the tensor's name; its "*" stand for what those of the path's pattern matched, in that
+            order, its "#" for the index along each axis of `stacked`.
+        layout: makes an array what the file has; projections are [out, in] there.
+        stacked: axes along which tensors are stacked, as scanned layers or experts are.
+        is_optional: whether a state may lack it, as a tied head.
+    """
+
+    name: str
+    layout: Callable[[Any], Any] = lambda array: array
+    stacked: tuple[int, ...] = ()
+    is_optional: bool = False
+
+    def __post_init__(self):
+        if self.name.count("#") != len(self.stacked):
+            raise ValueError(
+                f"name={self.name!r} has {self.name.count('#')} '#' for the {len(self.stacked)} "
+                f"axes of stacked={self.stacked}; write one for each axis"
+            )
+
+    def tensors(self, matched: tuple[str, ...], array: Any) -> Iterator[tuple[str, Any]]:
+        """The tensors that an array holds, by name."""
+        name = _filled(self.name, "*", matched)
+        num_stacked = len(self.stacked)
+        rows = jnp.moveaxis(array, self.stacked, range(num_stacked)) if num_stacked else array
+        for index in np.ndindex(rows.shape[:num_stacked]):
+            yield _filled(name, "#", index), self.layout(rows[index])
+
+
+def transposed(array: Any) -> Any:
+    """A projection [in, out] as [out, in]."""
+    return array.T
+
+
+def from_heads(array: Any) -> Any:
+    """A projection [D, heads, size] onto heads, as [heads size, D]."""
+    dim, heads, size = array.shape
+    return array.reshape(dim, heads * size).T
+
+
+def to_heads(array: Any) -> Any:
+    """A projection [heads, size, D] from heads, as [D, heads size]."""
+    heads, size, dim = array.shape
+    return array.reshape(heads * size, dim).T
+
+
+def hf_named(
+    state: Any, names: Names, *, lora_scale: float | None = None
+) -> Iterator[tuple[str, Any]]:
+    """The parameters of any nnx model as (name, tensor) of a Hugging Face checkpoint, one by one.
+
+    Args:
+        state: `nnx.state(model, nnx.Param)`, or nested mappings of arrays.
+        names: by pattern of a path ("layers.*.attn.q_proj.w", a "*" being one part), its rule, or
+            only the name where the tensor is stored as it is.
+        lora_scale: alpha / rank of LoRA adapters in the state (`x_lora_a` and `x_lora_b` beside
+            `x`), which are merged into the weights.
+
+    Raises:
+        ValueError: paths without a rule or with several, rules without a path, tensors of one
+            name, or adapters without `lora_scale`; all there are, before the first tensor.
+    """
+    arrays = _merged(_flat(state), lora_scale)
+    rules = {
+        pattern: Rule(rule) if isinstance(rule, str) else rule for pattern, rule in names.items()
+    }
+    chosen = {path: [p for p in rules if _matched(p, path) is not None] for path in arrays}
+    _check(chosen, rules)
+    return _tensors(arrays, {path: found for path, (found,) in chosen.items()}, rules)
+
+
+def _tensors(
+    arrays: Mapping[str, Any], patterns: Mapping[str, str], rules: Mapping[str, Rule]
+) -> Iterator[tuple[str, Any]]:
+    for path, array in arrays.items():
+        rule, matched = rules[patterns[path]], _matched(patterns[path], path)
+        assert matched is not None
+        try:
+            yield from rule.tensors(matched, array)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, of shape {list(array.shape)}, cannot be laid out as {rule.name}: {error}"
+            ) from error
+
+
+def _flat(state: Any) -> dict[str, Any]:
+    """Arrays by path, whether the state holds them bare or in variables."""
+    leaves = jax.tree_util.tree_leaves_with_path(
+        state, is_leaf=lambda node: isinstance(node, nnx.Variable)
+    )
+    return {
+        ".".join(map(str, _keys(path))): leaf[...] if isinstance(leaf, nnx.Variable) else leaf
+        for path, leaf in leaves
+    }
+
+
+def _merged(arrays: dict[str, Any], lora_scale: float | None) -> dict[str, Any]:
+    """The arrays with LoRA adapters added to what they adapt: w + scale A B."""
+    firsts = [path for path in arrays if path.endswith("_lora_a")]
+    if firsts and lora_scale is None:
+        raise ValueError(
+            f"the state has LoRA adapters ({', '.join(firsts)}); pass lora_scale=alpha / rank to "
+            "merge them into the weights"
+        )
+    merged = dict(arrays)
+    for first in firsts:
+        base, second = first.removesuffix("_lora_a"), first.removesuffix("a") + "b"
+        if lacking := [path for path in (base, second) if path not in arrays]:
+            raise ValueError(
+                f"{first} is without {' and '.join(lacking)}; pass the state with the adapters and "
+                "the weights that they adapt, nnx.state(model, nnx.Param)"
+            )
+        a, b, weight = merged.pop(first), merged.pop(second), arrays[base]
+        rank = a.shape[-1]
+        delta = (a.reshape(-1, rank) @ b.reshape(rank, -1)).reshape(weight.shape)
+        merged[base] = (weight + lora_scale * delta).astype(weight.dtype)
+    return merged
+
+
+def _matched(pattern: str, path: str) -> tuple[str, ...] | None:
+    """What the pattern's "*" stand for in a path; None if it is not that of the path."""
+    found = re.fullmatch(re.escape(pattern).replace(r"\*", "([^.]+)"), path)
+    return found.groups() if found else None
+
+
+def _filled(name: str, mark: str, parts: Iterable[object]) -> str:
+    for part in parts:
+        name = name.replace(mark, str(part), 1)
+    return name
+
+
+def _check(chosen: Mapping[str, list[str]], rules: Mapping[str, Rule]) -> None:
+    """Refuse a table that does not name every array once, and nothing else."""
+    used = {pattern for found in chosen.values() for pattern in found}
+    named = {
+        path: (rules[pattern].name, _matched(pattern, path))
+        for path, found in chosen.items()
+        for pattern in found
+    }
+    times = Counter(named.values())
+    complaints = {
+        "paths without a rule": [path for path, found in chosen.items() if not found],
+        "paths with several rules": [
+            f"{path} ({' and '.join(found)})" for path, found in chosen.items() if len(found) > 1
+        ],
+        "rules without a path": [
+            pattern for pattern in rules if pattern not in used and not rules[pattern].is_optional
+        ],
+        "paths of one name": [path for path in named if times[named[path]] > 1],
+        "rules with another number of '*' in the name": [
+            pattern for pattern, rule in rules.items() if pattern.count("*") != rule.name.count("*")
+        ],
+    }
+    if any(complaints.values()):
+        listed = "; ".join(f"{what}: {', '.join(all)}" for what, all in complaints.items() if all)
+        raise ValueError(
+            f"names do not fit the state: {listed}. Give every path one rule, mark those that may "
+            "be absent is_optional, and leave out all but parameters (nnx.state(model, nnx.Param))"
+        )

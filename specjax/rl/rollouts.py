@@ -1,0 +1,145 @@
+"""What a trainer gets of a rollout, and batches of them as arrays."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, overload
+
+import numpy as np
+
+from specjax.sampling_params import SamplingParams
+
+
+class Span(NamedTuple):
+    """Tokens in a row that were drawn from the same weights."""
+
+    version: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, eq=False)
+class Rollout:
+    """One continuation of a prompt, and how it came about.
+
+    Attributes:
+        prompt_token_ids: i32[P].
+        token_ids: i32[T], an end of sequence included.
+        logprobs: f32[T], of each token in the distribution that it was drawn from: after
+            penalties, temperature, top-k and the rest. Whether a token was drafted makes no
+            difference to it.
+        raw_logprobs: f32[T], in the model's own distribution; None unless asked for.
+        versions: which weights drew which tokens, in order.
+        finish_reason: "stop", "length", "abort" (to be gone on with) or "error".
+        text: None without a tokenizer, or with detokenize=False.
+        params: what the prompt was continued under.
+        seed: of this sample.
+        prompt_index: number of the prompt in the call.
+        sample_index: number among the samples of the prompt.
+        error: what failed, of this rollout alone.
+    """
+
+    prompt_token_ids: np.ndarray
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+    raw_logprobs: np.ndarray | None
+    versions: tuple[Span, ...]
+    finish_reason: str
+    text: str | None
+    params: SamplingParams
+    seed: int
+    prompt_index: int
+    sample_index: int
+    error: Exception | None = None
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether there is more to come of it."""
+        return self.finish_reason == "abort"
+
+
+class PaddedRollouts(NamedTuple):
+    """N rollouts side by side: prompts that end, and outputs that begin, in the same column."""
+
+    prompt_tokens: np.ndarray  # i32[N, P], padded on the left
+    tokens: np.ndarray  # i32[N, T], padded on the right
+    mask: np.ndarray  # bool[N, T], true where a token was drawn
+    logprobs: np.ndarray  # f32[N, T], 0 at padding
+    raw_logprobs: np.ndarray | None  # likewise; None unless all rollouts have them
+    versions: np.ndarray  # i32[N, T], of the weights that drew each token; -1 at padding
+    prompt_lengths: np.ndarray  # i32[N]
+    lengths: np.ndarray  # i32[N]
+
+
+class RolloutBatch(Sequence[Rollout]):
+    """Rollouts in the order of their prompts, samples of a prompt next to each other."""
+
+    def __init__(self, rollouts: Iterable[Rollout]):
+        self._rollouts = tuple(rollouts)
+
+    def __len__(self) -> int:
+        return len(self._rollouts)
+
+    @overload
+    def __getitem__(self, index: int) -> Rollout: ...
+    @overload
+    def __getitem__(self, index: slice) -> "RolloutBatch": ...
+    def __getitem__(self, index: int | slice) -> "Rollout | RolloutBatch":
+        found = self._rollouts[index]
+        return RolloutBatch(found) if isinstance(found, tuple) else found
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all outputs."""
+        return sum(len(rollout.token_ids) for rollout in self)
+
+    def padded(
+        self, pad_id: int, *, prompt_length: int | None = None, length: int | None = None
+    ) -> PaddedRollouts:
+        """The rollouts as arrays, as wide as the longest or as given.
+
+        Raises:
+            ValueError: a rollout is longer than the given width.
+        """
+        prompts = [rollout.prompt_token_ids for rollout in self]
+        outputs = [rollout.token_ids for rollout in self]
+        width = _width("prompt_length", prompts, prompt_length)
+        rows = _width("length", outputs, length)
+        raw = [one.raw_logprobs for one in self if one.raw_logprobs is not None]
+        has_raw = len(raw) == len(self)
+        return PaddedRollouts(
+            np.flip(_padded([np.flip(p) for p in prompts], width, pad_id, np.int32), axis=1),
+            _padded(outputs, rows, pad_id, np.int32),
+            _padded([np.ones(len(output)) for output in outputs], rows, 0, np.bool_),
+            _padded([rollout.logprobs for rollout in self], rows, 0, np.float32),
+            _padded(raw, rows, 0, np.float32) if has_raw else None,
+            _padded([_versions(rollout) for rollout in self], rows, -1, np.int32),
+            np.array([len(prompt) for prompt in prompts], np.int32),
+            np.array([len(output) for output in outputs], np.int32),
+        )
+
+
+class Score(NamedTuple):
+    """What the target says of a prompt and a completion of T tokens, L = P + T - 1 rows."""
+
+    logprobs: np.ndarray  # f32[T], of the completion, as `Rollout.logprobs`
+    raw_logprobs: np.ndarray | None  # f32[T]
+    hidden: np.ndarray | None = None  # [L, D], after the final norm, if asked for
+    auxiliary: np.ndarray | None = None  # [L, A D], of the drafter's auxiliary layers, if any
+
+
+def _width(name: str, rows: list[np.ndarray], given: int | None) -> int:
+    longest = max((len(row) for row in rows), default=0)
+    if given is not None and given < longest:
+        raise ValueError(f"{name}={given} is less than the {longest} tokens of a rollout; raise it")
+    return longest if given is None else given
+
+
+def _padded(rows: list[np.ndarray], width: int, fill: float, dtype: type) -> np.ndarray:
+    padded = np.full((len(rows), width), fill, dtype)
+    for row, values in zip(padded, rows, strict=True):
+        row[: len(values)] = values
+    return padded
+
+
+def _versions(rollout: Rollout) -> np.ndarray:
+    versions, counts = zip(*rollout.versions, strict=True) if rollout.versions else ((), ())
+    return np.repeat(np.array(versions, np.int32), counts)

@@ -1,0 +1,110 @@
+"""Rollouts on their way, and whose turn it is to touch the engine."""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specjax.host.sequence import Sequence as Sample
+from specjax.outputs import Completion
+from specjax.request import TokenLogprobs
+from specjax.rl.rollouts import Rollout, Score, Span
+from specjax.sampling_params import SamplingParams
+
+
+@dataclass(eq=False)
+class Running:
+    """A rollout that has not been handed out."""
+
+    sequence: Sample
+    completion: Completion
+    params: SamplingParams  # as the user gave them
+    place: int  # among the rollouts of the call
+    prompt_index: int
+    sample_index: int
+    before: Rollout | None = None  # what there was when it was aborted
+    spans: list[Span] = field(default_factory=list)  # of weights that are not in use any more
+
+    def close_span(self, version: int) -> None:
+        """Note that what has come since the last span is of `version`."""
+        num_new = self.sequence.num_output - sum(span.num_tokens for span in self.spans)
+        if num_new and self.spans and self.spans[-1].version == version:
+            num_new += self.spans.pop().num_tokens
+        if num_new:
+            self.spans.append(Span(version, num_new))
+
+    def rollout(self, version: int, *, has_raw: bool) -> Rollout:
+        """All there is, the newest tokens being of `version`."""
+        self.close_span(version)
+        sequence, before = self.sequence, self.before
+        assert sequence.finish_reason is not None
+        logprobs, raw = read_logprobs(sequence.logprobs, has_raw=has_raw)
+        if before is not None:
+            logprobs = np.concatenate([before.logprobs, logprobs])
+            if raw is not None:
+                earlier = before.raw_logprobs
+                raw = None if earlier is None else np.concatenate([earlier, raw])
+        return Rollout(
+            prompt_token_ids=np.array(sequence.request.prompt_token_ids, np.int32),
+            token_ids=np.array(sequence.output, np.int32),
+            logprobs=logprobs,
+            raw_logprobs=raw,
+            versions=tuple(self.spans),
+            finish_reason=sequence.finish_reason,
+            text=self.completion.text(),
+            params=self.params,
+            seed=sequence.request.seeds[sequence.index],
+            prompt_index=self.prompt_index,
+            sample_index=self.sample_index,
+            error=sequence.error,
+        )
+
+
+def read_logprobs(
+    entries: Sequence[TokenLogprobs], *, has_raw: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Log-probabilities f32[n] of tokens, and the model's own, from an entry for each token."""
+    found = [next(iter(entry.values())) for entry in entries]  # the token itself is first
+    logprobs = np.array([one.logprob for one in found], np.float32)
+    if not has_raw:
+        return logprobs, None
+    return logprobs, np.array([one.raw_logprob for one in found], np.float32)
+
+
+def read_score(sequence: Sample, *, has_raw: bool) -> Score:
+    """What a scored sequence was told."""
+    entries = [entry for entry in sequence.prompt_logprobs[sequence.num_prompt_tokens :] if entry]
+    logprobs, raw = read_logprobs(entries, has_raw=has_raw)
+    if not sequence.features:
+        return Score(logprobs, raw)
+    num_rows = len(sequence.token_ids) - 1
+    _, first = sequence.features[0]
+    hidden = np.empty((num_rows, first.hidden.shape[1]), first.hidden.dtype)
+    auxiliary = None
+    if first.auxiliary is not None:
+        auxiliary = np.empty((num_rows, first.auxiliary.shape[1]), first.auxiliary.dtype)
+    # In the order in which they were run: what was run again, after a change of weights, counts.
+    for start, features in sequence.features:
+        rows = slice(start, start + len(features.hidden))
+        hidden[rows] = features.hidden
+        if auxiliary is not None:
+            auxiliary[rows] = features.auxiliary
+    return Score(logprobs, raw, hidden, auxiliary)
+
+
+class Turns:
+    """A lock that a loop cannot keep to itself by taking it again at once.
+
+    Who waits for it holds the gate, before which the loop has to wait then.
+    """
+
+    def __init__(self):
+        self._gate, self._lock = threading.Lock(), threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._gate:
+            self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()

@@ -1,0 +1,359 @@
+"""The engine as a rollout of Tunix (google-tunix), which trains with it as with its own.
+
+Plug it in as `ClusterConfig(rollout_engine=partial(TunixRollout, model=folder, ...))`. Nothing of
+Tunix is needed to import this module; where Tunix is installed, its cluster takes `TunixRollout`
+for a `BaseRollout`.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from specjax.prompts import derived_seed
+from specjax.rl.engine import RolloutEngine
+from specjax.rl.nnx import Names, hf_named
+from specjax.rl.rollouts import Rollout
+from specjax.rl.tunix_names import names_of
+from specjax.sampling_params import SamplingParams
+
+try:
+    _tunix: Any = importlib.import_module("tunix.rl.rollout.base_rollout")
+except ImportError:  # the adapter works by structure alone
+    _tunix = None
+
+
+@dataclass
+class RolloutOutput:
+    """What Tunix's class of this name has, for when Tunix is not installed."""
+
+    text: list[str]
+    logits: list[jax.Array] | None
+    tokens: list[np.ndarray]
+    left_padded_prompt_tokens: np.ndarray
+    logprobs: list[np.ndarray] | None
+
+
+class TunixRollout:
+    """Rollouts of Tunix's actor by a `RolloutEngine`, on one device.
+
+    Tunix asks for a group of samples by repeating a prompt: equal prompts of a call become samples
+    of one request, which share its pages. Every call may bring other lengths and parameters;
+    nothing compiles for it. A seed fixes what a call draws; without one, every call draws anew, as
+    it must where Tunix's micro batches split the samples of a prompt over calls.
+
+    Args:
+        rollout_actor: the model being trained, whose weights the engine starts with.
+        tokenizer: with Tunix's methods encode, decode, bos_id, eos_id and pad_id.
+        mesh: where Tunix wants the rollouts; one device.
+        rollout_config: Tunix's `RolloutConfig`, or one for each mode; the longest prompts and
+            outputs set `max_model_len`, `data_type` sets `dtype`, unless they are given.
+        model: the checkpoint that the actor was made from, a folder or hub id, for the engine.
+        speculative_config: as `RolloutEngine` takes it.
+        names: rules that give the actor's parameters their names in the checkpoint, see
+            `hf_named`; None for those of Tunix's Llama3, Qwen2 and Qwen3, and for a `Policy`,
+            which has the engine's own paths.
+        lora_scale: alpha / rank of the actor's LoRA adapters, which are merged at every update.
+        options: as `RolloutEngine` takes them.
+
+    Raises:
+        ValueError: settings that the engine does not have, or an actor whose parameters do not fit.
+    """
+
+    def __init__(
+        self,
+        rollout_actor: Any,
+        tokenizer: Any,
+        mesh: Any,
+        rollout_config: Any,
+        *,
+        model: Any,
+        speculative_config: Any = None,
+        names: Names | None = None,
+        lora_scale: float | None = None,
+        **options: Any,
+    ):
+        is_by_mode = isinstance(rollout_config, Mapping)
+        configs = list(rollout_config.values()) if is_by_mode else [rollout_config]
+        _check_tokenizer(tokenizer)
+        _check_mesh(mesh)
+        _check_on_device(rollout_actor)
+        self._actor = rollout_actor
+        self._tokenizer = tokenizer
+        self._names = names_of(rollout_actor) if names is None else names
+        self._lora_scale = lora_scale
+        for config in configs:
+            _check_config(config)
+            self._sampling_params(config, {})
+        options = _sized(configs, options)
+        self._max_model_len = options["max_model_len"]
+        self._root_seed = options.get("seed", 0)
+        self._num_calls = 0
+        self._temperature = configs[0].temperature
+        self.engine = RolloutEngine(model, speculative_config=speculative_config, **options)
+        try:
+            if rollout_actor is not None:
+                self.update_params(nnx.state(rollout_actor, nnx.Param))
+        except BaseException:
+            self.engine.close()
+            raise
+
+    def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
+        """Continue each prompt; Tunix's `RolloutOutput`, in the order of the prompts.
+
+        Prompts are padded to max_prompt_length, and never cut: as Tunix's samplers do, a longer
+        one widens all to the next power of two. An end of sequence is the last token of an output.
+
+        Args:
+            kwargs: more fields of `SamplingParams`.
+
+        Raises:
+            ValueError: a setting that the engine does not have, or a prompt that does not fit.
+        """
+        _check_config(rollout_config)
+        params = self._sampling_params(rollout_config, kwargs)
+        encoded = [self._encode(prompt) for prompt in prompts]
+        longest = max(map(len, encoded), default=0)
+        if longest + rollout_config.max_tokens_to_generate > self._max_model_len:
+            raise ValueError(
+                f"max_tokens_to_generate={rollout_config.max_tokens_to_generate} after a prompt of "
+                f"{longest} tokens exceeds max_model_len={self._max_model_len}; lower it, or give "
+                "TunixRollout a higher max_model_len"
+            )
+        samples: dict[tuple[int, ...], list[int]] = {}  # places in the call, by prompt
+        for place, tokens in enumerate(encoded):
+            samples.setdefault(tokens, []).append(place)
+        seed = self._seed(rollout_config.seed)
+        batch = self.engine.generate(
+            [list(tokens) for tokens in samples],
+            [
+                replace(params, n=len(places), seed=derived_seed(seed, number))
+                for number, places in enumerate(samples.values())
+            ],
+        )
+        _check_complete(batch)
+        order = [place for places in samples.values() for place in places]
+        by_place = dict(zip(order, batch, strict=True))
+        rollouts = [by_place[place] for place in range(len(encoded))]
+        self._temperature = rollout_config.temperature
+        make = RolloutOutput if _tunix is None else _tunix.RolloutOutput
+        return make(
+            text=[self._tokenizer.decode(rollout.token_ids.tolist()) for rollout in rollouts],
+            logits=None,
+            tokens=[rollout.token_ids for rollout in rollouts],
+            left_padded_prompt_tokens=_left_padded(
+                encoded, rollout_config.max_prompt_length, self.pad_id()
+            ),
+            logprobs=[rollout.logprobs for rollout in rollouts]
+            if rollout_config.return_logprobs
+            else None,
+        )
+
+    def get_per_token_logps(
+        self, prompt_tokens: jax.Array, completion_tokens: jax.Array
+    ) -> jax.Array:
+        """Log-probabilities f32[B, T] of completions under the engine's weights, 0 at padding.
+
+        They are of the logits over the temperature of the last call to `generate`, as Tunix's
+        trainers take theirs, and not truncated: recomputed, not remembered.
+
+        Args:
+            prompt_tokens: i32[B, P], padded on the left.
+            completion_tokens: i32[B, T], padded on the right.
+        """
+        prompts, completions = np.asarray(prompt_tokens), np.asarray(completion_tokens)
+        pad, logps = self.pad_id(), np.zeros(completions.shape, np.float32)
+        pairs = {}
+        for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+            start, end = _first(prompt, pad), len(completion) - _first(completion[::-1], pad)
+            if pad == self.eos_id() and end < len(completion):
+                end += 1  # the end of sequence that looks like padding
+            if end:
+                pairs[row] = prompt[start:].tolist(), completion[:end].tolist()
+        params = SamplingParams(temperature=self._temperature or 1.0)
+        scores = self.engine.score(list(pairs.values()), params)
+        for row, score in zip(pairs, scores, strict=True):
+            logps[row, : len(score.logprobs)] = score.logprobs
+        return jnp.asarray(logps)
+
+    def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
+        """Take over the actor's parameters, as a new version of the weights.
+
+        Args:
+            params: `nnx.state` of the actor, of its parameters, or of its LoRA adapters alone.
+            filter_types: what the state was filtered by.
+        """
+        if isinstance(params, nnx.State):
+            params = nnx.filter_state(params, nnx.Param)
+            if filter_types is not None and nnx.LoRAParam in filter_types:
+                params = nnx.merge_state(nnx.state(self._actor, nnx.Param), params)
+        # Tunix forbids transfers meanwhile, to find those that nobody meant; these are meant.
+        with jax.transfer_guard("allow"):
+            if self._names is not None:
+                params = hf_named(params, self._names, lora_scale=self._lora_scale)
+            self.engine.update_weights(params)
+
+    def pad_id(self) -> int:
+        """Id of the tokenizer's padding."""
+        return self._tokenizer.pad_id()
+
+    def eos_id(self) -> int:
+        """Id of the tokenizer's end of sequence."""
+        return self._tokenizer.eos_id()
+
+    def model(self) -> None:
+        """No model: Tunix would take the actor for shared with it, and not bring new weights."""
+
+    def close(self) -> None:
+        """Let go of the engine."""
+        self.engine.close()
+
+    def _sampling_params(self, config: Any, more: Mapping[str, Any]) -> SamplingParams:
+        given = {
+            "temperature": config.temperature,
+            "top_p": 1.0 if config.top_p is None else config.top_p,
+            "top_k": config.top_k or 0,
+            "max_tokens": config.max_tokens_to_generate,
+            "stop_token_ids": tuple(config.eos_tokens or [self.eos_id()]),
+            "ignore_eos": True,  # the model's own; Tunix says which ids end an output
+            "detokenize": False,
+        }
+        allowed = {field.name for field in fields(SamplingParams)} - given.keys() - {"n", "seed"}
+        if unknown := sorted(more.keys() - allowed):
+            raise ValueError(
+                f"generate takes no {', '.join(unknown)}; of SamplingParams, {sorted(allowed)} may "
+                "be given beside the rollout_config"
+            )
+        return SamplingParams(**given, **more)
+
+    def _encode(self, prompt: str) -> tuple[int, ...]:
+        """Token ids as Tunix's samplers have them: begun once, if the tokenizer has a beginning."""
+        tokens, bos = list(self._tokenizer.encode(prompt)), self._tokenizer.bos_id()
+        if bos:
+            start = next((i for i, token in enumerate(tokens) if token != bos), len(tokens))
+            tokens = [bos, *tokens[start:]]
+        return tuple(map(int, tokens))
+
+    def _seed(self, seed: Any) -> int:
+        """A seed for a call, from a key or a number; from the count of calls without one."""
+        if seed is None:
+            self._num_calls += 1
+            words = [self._root_seed, self._num_calls]
+        elif isinstance(seed, int | np.integer):
+            words = [int(seed) % 2**64]
+        else:
+            is_typed = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
+            words = np.asarray(jax.random.key_data(seed) if is_typed else seed).ravel().tolist()
+        return int(np.random.SeedSequence(words).generate_state(1)[0])
+
+
+def _sized(configs: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
+    """The engine's options, with lengths and dtype from Tunix's configs where none are given."""
+    if options.get("exact"):
+        raise ValueError("exact=True engines score no tokens, as Tunix asks for; leave it out")
+    longest = max(config.max_prompt_length + config.max_tokens_to_generate for config in configs)
+    sized: dict[str, Any] = {"max_model_len": longest, **options}
+    if sized["max_model_len"] < longest:
+        raise ValueError(
+            f"max_model_len={sized['max_model_len']} is less than max_prompt_length + "
+            f"max_tokens_to_generate={longest}; raise it, or leave it out"
+        )
+    types = {np.dtype(c.data_type).name for c in configs if c.data_type is not None}
+    types |= {options["dtype"]} if types and "dtype" in options else set()
+    if len(types) > 1:
+        raise ValueError(
+            f"data_type and dtype ask for {' and '.join(sorted(types))}; the engine keeps its "
+            "weights in one type, so give only one"
+        )
+    if types:
+        (sized["dtype"],) = types
+    return sized
+
+
+def _check_tokenizer(tokenizer: Any) -> None:
+    methods = "encode", "decode", "bos_id", "eos_id", "pad_id"
+    if lacking := [name for name in methods if not callable(getattr(tokenizer, name, None))]:
+        raise ValueError(
+            f"tokenizer={type(tokenizer).__name__} has no methods {', '.join(lacking)}; wrap it in "
+            "tunix's TokenizerAdapter"
+        )
+
+
+def _check_mesh(mesh: Any) -> None:
+    if mesh is None:
+        return
+    devices = list(np.ravel(mesh.devices))
+    if devices != jax.devices()[:1]:
+        raise ValueError(
+            f"mesh has the devices {devices}, and the engine runs on {jax.devices()[0]} alone; "
+            "give Role.ROLLOUT a mesh of that device"
+        )
+
+
+def _check_on_device(actor: Any) -> None:
+    arrays = [] if actor is None else jax.tree.leaves(nnx.state(actor, nnx.Param))
+    kinds = {x.sharding.memory_kind for x in arrays if isinstance(x, jax.Array)}
+    if "pinned_host" in kinds:
+        raise ValueError(
+            "rollout_actor lies in the host's memory, as offload_to_cpu=True has it; Tunix would "
+            "move the rollout's model as well, which this engine does not hand out: set "
+            "offload_to_cpu=False"
+        )
+
+
+def _check_config(config: Any) -> None:
+    """Refuse what a `RolloutConfig` asks for and the engine lacks."""
+    refused = {}
+    for name in "tensor_parallel_size", "data_parallel_size", "expert_parallel_size":
+        if getattr(config, name, 1) not in (-1, 1):
+            refused[name] = "leave it at -1 or 1, one device"
+    if getattr(config, "rollout_mapping_config", None) is not None:
+        refused["rollout_mapping_config"] = "give TunixRollout names, see hf_named"
+    defaults = type(config)()
+    for name in vars(config):
+        if name.startswith(("rollout_vllm_", "rollout_sglang_jax_")):
+            if getattr(config, name) != getattr(defaults, name):
+                refused[name] = "leave it out; TunixRollout takes the engine's own options"
+    if refused:
+        listed = "; ".join(f"{k}={getattr(config, k)!r}: {v}" for k, v in refused.items())
+        raise ValueError(f"rollout_config asks for what this engine does not have: {listed}")
+
+
+def _check_complete(batch: Sequence[Rollout]) -> None:
+    """Refuse to hand out what failed: Tunix's output has no place that says so."""
+    for rollout in batch:
+        if rollout.finish_reason not in ("stop", "length"):
+            raise RuntimeError(
+                f"a sample of prompt {rollout.prompt_index} ended with "
+                f"{rollout.finish_reason!r} after {len(rollout.token_ids)} tokens"
+            ) from rollout.error
+
+
+def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.ndarray:
+    """Prompts i32[B, P], P being `width` or, if one is longer, the next power of two."""
+    longest = max(map(len, prompts), default=0)
+    if longest > width:
+        width = 1 << (longest - 1).bit_length()
+    padded = np.full((len(prompts), width), pad, np.int32)
+    for row, prompt in zip(padded, prompts, strict=True):
+        row[width - len(prompt) :] = prompt
+    return padded
+
+
+def _first(tokens: np.ndarray, pad: int) -> int:
+    """Where the first token stands that is not padding."""
+    return next((i for i, token in enumerate(tokens.tolist()) if token != pad), len(tokens))
+
+
+def _register() -> None:
+    """Be a subclass of Tunix's BaseRollout to its cluster, which takes nothing else."""
+    if _tunix is not None:
+        _tunix.BaseRollout.register(TunixRollout)
+
+
+_register()

@@ -1,0 +1,250 @@
+"""Two workers on two cores give what one engine gives, whatever happens to them."""
+
+import os
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from specjax.device.models.registry import load_model
+from specjax.rl import ray_workers
+from specjax.rl.engine import RolloutEngine
+from specjax.rl.ray_workers import RayRollouts, WorkersDied
+from specjax.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[2]
+OPTIONS = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 4, "num_pages": 128, "seed": 5}
+PARAMS = SamplingParams(max_tokens=20)
+
+
+@pytest.fixture(scope="module")
+def ray():
+    found = pytest.importorskip("ray")
+    environment = {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")  # of Ray's own start
+        patch.setenv("RAY_worker_niceness", "0")  # else they wait for all else that runs
+        found.init(
+            num_cpus=2,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+            runtime_env={"env_vars": environment},
+        )
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints):
+    target = checkpoints.target()
+    return checkpoints.with_letters(target.folder)
+
+
+@pytest.fixture(scope="module")
+def speculation(checkpoints):
+    head = checkpoints.eagle3(checkpoints.target())
+    return {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 2}
+
+
+@pytest.fixture(scope="module")
+def original(folder):
+    return load_model(folder, np.dtype("float32"))[1]
+
+
+@pytest.fixture(scope="module")
+def engines(ray, folder, speculation):
+    with (
+        RolloutEngine(folder, speculative_config=speculation, **OPTIONS) as single,
+        RayRollouts(
+            folder, num_workers=2, group_size=2, speculative_config=speculation, **OPTIONS
+        ) as workers,
+    ):
+        yield single, workers
+
+
+@pytest.fixture
+def single(engines, original):
+    """One engine as if it were new, but for its version."""
+    engine, workers = engines
+    engine.update_weights(original, max(engine.version, workers.version) + 1)
+    engine._num_prompts = 0
+    return engine
+
+
+@pytest.fixture
+def workers(engines, single, original):
+    """Two workers as if they were new, with the version of `single`."""
+    workers = engines[1]
+    workers.update_weights(original, single.version)
+    workers._num_prompts = 0
+    return workers
+
+
+def facts(rollouts):
+    """All of rollouts but log-probabilities, whose last bits depend on what shares a step."""
+    return [
+        (
+            one.prompt_token_ids.tolist(),
+            one.token_ids.tolist(),
+            one.versions,
+            one.finish_reason,
+            one.text,
+            one.params,
+            one.seed,
+            one.prompt_index,
+            one.sample_index,
+        )
+        for one in rollouts
+    ]
+
+
+def assert_same(found, expected):
+    assert facts(found) == facts(expected)
+    for one, other in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+
+
+def test_outputs_are_those_of_one_engine(workers, single, ragged_prompts):
+    prompts = ragged_prompts(5, 9, 3, 7, 4, 6, 8)
+    params = [replace(PARAMS, n=1 + i % 3, max_tokens=5 + 5 * i) for i in range(7)]
+    params[2] = replace(params[2], seed=11)
+    for _ in range(2):  # the second call goes on with other seeds
+        assert_same(workers.generate(prompts, params), single.generate(prompts, params))
+    texts = ["Hello", "World"]
+    assert_same(workers.generate(texts, PARAMS), single.generate(texts, PARAMS))
+    assert sum(m.num_generation_tokens > 0 for m in workers.metrics()) == 2
+    assert all(by_version[-1].num_tokens for by_version in workers.acceptance())
+
+
+def test_scores_are_those_of_one_engine(workers, single, ragged_prompts):
+    rollouts = single.generate(ragged_prompts(5, 3, 6), PARAMS)
+    pairs = [(one.prompt_token_ids, one.token_ids) for one in rollouts]
+    for samples, params in (rollouts, None), (pairs, SamplingParams(temperature=0.5)):
+        found = workers.score(samples, params, features=True)
+        for one, other in zip(found, single.score(samples, params, features=True), strict=True):
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
+            np.testing.assert_allclose(one.hidden, other.hidden, atol=1e-4)
+
+
+def scaled(weights, factor, dtype="float32"):
+    return jax.tree.map(lambda x: (x * factor).astype(dtype), weights)
+
+
+def test_weights_reach_all_workers_and_those_that_replace_them(
+    ray, workers, single, original, ragged_prompts
+):
+    weights = scaled(original, 1.2)
+    single.update_weights(weights)
+    update = workers.update_weights(weights)
+    assert update.version == workers.version == single.version
+    assert workers.checksums() == [single.checksum()] * 2
+    workers.update_drafter(single.params.drafter)
+    ray.kill(workers._workers[1])
+    assert workers.checksums() == [single.checksum()] * 2
+    prompts = ragged_prompts(5, 6, 7, 8)
+    assert_same(workers.generate(prompts, PARAMS), single.generate(prompts, PARAMS))
+    with pytest.raises(ValueError, match="is not above"):
+        workers.update_weights(weights, single.version)
+    with pytest.raises(ValueError, match="missing"):
+        workers.update_weights({"lm_head": weights.lm_head})
+    assert workers.version == single.version
+    half = scaled(original, 1.0, "bfloat16")
+    single.update_weights(half)
+    workers.update_weights(half)
+    assert workers.checksums() == [single.checksum()] * 2
+
+
+def test_what_dead_workers_had_is_done_by_others(ray, workers, single, ragged_prompts):
+    prompts = ragged_prompts(*range(3, 15))
+    params = [replace(PARAMS, n=2, max_tokens=30)] * len(prompts)
+    expected = single.generate(prompts, params)
+    found = []
+    for rollout in workers.stream(prompts, params):
+        if not found:  # one of them is in the middle of its work, the other about to begin
+            for worker in list(workers._workers):
+                ray.kill(worker)
+        found.append(rollout)
+    keys = [(one.prompt_index, one.sample_index) for one in found]
+    assert len(set(keys)) == len(keys) == len(expected)
+    assert_same(sorted(found, key=lambda one: (one.prompt_index, one.sample_index)), expected)
+
+
+def test_a_deadly_prompt_is_named_and_nothing_is_lost(workers, single, ragged_prompts):
+    prompts = ragged_prompts(3, 4, 5, 6, 7)
+    params = [PARAMS] * 5
+    expected = single.generate(prompts, params)
+
+    def poison(tokens, length, logits):  # dies when it runs, not when it is traced
+        shape = jax.ShapeDtypeStruct(logits.shape, logits.dtype)
+        return jax.pure_callback(lambda _: os._exit(1), shape, logits, vmap_method="sequential")
+
+    params[2] = replace(PARAMS, logits_processors=(poison,))
+    with pytest.raises(
+        WorkersDied, match="3 workers died one after the other at prompt 2"
+    ) as raised:
+        workers.generate(prompts, params)
+    places = [one.prompt_index for one in raised.value.rollouts]
+    assert {0, 1} <= set(places) and 2 not in places and len(set(places)) == len(places)
+    assert_same(raised.value.rollouts, [expected[place] for place in places])
+    workers._num_prompts = 0
+    assert_same(workers.generate(prompts, PARAMS), expected)  # they live on
+
+
+def test_a_bad_prompt_is_told_of_as_by_one_engine(workers):
+    with pytest.raises(ValueError, match="prompt 2: token id 1000 is outside the vocabulary"):
+        workers.generate([[1], [2], [1000]], PARAMS)
+    with pytest.raises(ValueError, match="has 2 entries for 1 prompts"):
+        workers.generate([[1]], [PARAMS] * 2)
+    assert len(workers.generate([[1], [2]], PARAMS)) == 2
+
+
+def test_leaving_a_stream_ends_what_runs(workers, ragged_prompts):
+    for _ in workers.stream(ragged_prompts(3, 4, 5, 6, 7, 8, 9, 10), PARAMS):
+        break
+    assert all(m.num_requests_running == 0 for m in workers.metrics())
+    assert len(workers.generate([[1, 2]], PARAMS)[0].token_ids) == 20
+
+
+def test_workers_sleep_and_wake(ray, workers):
+    before = workers.checksums()
+    workers.sleep(2)
+    ray.kill(workers._workers[0])
+    with pytest.raises(RuntimeError, match="asleep; call wake_up"):
+        workers.generate([[1]], PARAMS)
+    workers.wake_up()
+    assert workers.checksums() == before
+    assert len(workers.generate([[1], [2], [3]], PARAMS)) == 3
+
+
+def test_bad_input_is_refused_at_construction(ray, folder, monkeypatch):
+    with pytest.raises(ValueError, match="num_workers=0 must be an integer of at least 1"):
+        RayRollouts(folder, num_workers=0)
+    with pytest.raises(ValueError, match="group_size=0"):
+        RayRollouts(folder, num_workers=1, group_size=0)
+    with pytest.raises(ValueError, match="model=int must be a folder or hub id"):
+        RayRollouts(3, num_workers=1)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ValueError, match="max_num_seqs=0"):
+        RayRollouts(folder, num_workers=1, ray_options={"num_cpus": 0}, max_num_seqs=0)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(ImportError, match=r"pip install 'specjax\[ray\]'"):
+        RayRollouts(folder, num_workers=1)
+
+
+def test_a_closed_one_says_so(ray, folder):
+    made = RayRollouts(folder, num_workers=1, ray_options={"num_cpus": 0}, **OPTIONS)
+    made.close()
+    made.close()
+    with pytest.raises(RuntimeError, match="is closed"):
+        made.generate([[1]])
+    assert ray_workers.MAX_DEATHS == 3

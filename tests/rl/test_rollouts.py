@@ -1,0 +1,68 @@
+"""Rollouts as arrays."""
+
+import numpy as np
+import pytest
+
+from specjax import SamplingParams
+from specjax.rl import Rollout, RolloutBatch, Span
+
+PAD = 7
+
+
+def rollout(prompt, output, versions=(), *, raw=True):
+    logprobs = -np.arange(1, len(output) + 1, dtype=np.float32)
+    return Rollout(
+        prompt_token_ids=np.array(prompt, np.int32),
+        token_ids=np.array(output, np.int32),
+        logprobs=logprobs,
+        raw_logprobs=2 * logprobs if raw else None,
+        versions=tuple(Span(*span) for span in versions),
+        finish_reason="stop",
+        text=None,
+        params=SamplingParams(),
+        seed=0,
+        prompt_index=0,
+        sample_index=0,
+    )
+
+
+def test_prompts_end_and_outputs_begin_in_one_column():
+    batch = RolloutBatch(
+        [
+            rollout([1, 2, 3], [4, 5], [(3, 1), (4, 1)]),
+            rollout([1], [], []),
+            rollout([8, 9], [1, 2, 3], [(4, 3)]),
+        ]
+    )
+    arrays = batch.padded(PAD)
+    assert arrays.prompt_tokens.tolist() == [[1, 2, 3], [PAD, PAD, 1], [PAD, 8, 9]]
+    assert arrays.tokens.tolist() == [[4, 5, PAD], [PAD] * 3, [1, 2, 3]]
+    assert arrays.mask.tolist() == [[True, True, False], [False] * 3, [True] * 3]
+    assert arrays.logprobs.tolist() == [[-1, -2, 0], [0, 0, 0], [-1, -2, -3]]
+    assert arrays.raw_logprobs.tolist() == [[-2, -4, 0], [0, 0, 0], [-2, -4, -6]]
+    assert arrays.versions.tolist() == [[3, 4, -1], [-1] * 3, [4, 4, 4]]
+    assert arrays.prompt_lengths.tolist() == [3, 1, 2] and arrays.lengths.tolist() == [2, 0, 3]
+    kinds = {name: array.dtype.name for name, array in arrays._asdict().items()}
+    assert kinds.pop("mask") == "bool"
+    assert {kinds.pop("logprobs"), kinds.pop("raw_logprobs")} == {"float32"}
+    assert set(kinds.values()) == {"int32"}
+
+
+def test_widths_may_be_given():
+    batch = RolloutBatch([rollout([1, 2], [3], [(0, 1)], raw=False)])
+    arrays = batch.padded(PAD, prompt_length=4, length=3)
+    assert arrays.prompt_tokens.tolist() == [[PAD, PAD, 1, 2]]
+    assert arrays.tokens.tolist() == [[3, PAD, PAD]] and arrays.raw_logprobs is None
+    with pytest.raises(ValueError, match="prompt_length=1 is less than the 2"):
+        batch.padded(PAD, prompt_length=1)
+    with pytest.raises(ValueError, match="length=0 is less than the 1"):
+        batch.padded(PAD, length=0)
+
+
+def test_a_batch_is_a_sequence():
+    one, other = rollout([1], [2]), rollout([3], [4, 5])
+    batch = RolloutBatch([one, other])
+    assert len(batch) == 2 and batch[1] is other and list(batch) == [one, other]
+    assert isinstance(batch[:1], RolloutBatch) and list(batch[:1]) == [one]
+    assert batch.num_tokens == 3
+    assert RolloutBatch([]).padded(PAD).tokens.shape == (0, 0)

@@ -1,0 +1,254 @@
+"""The examples: their parts against rewrites by brute force, and a small run of the whole."""
+
+import importlib
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from specjax import SamplingParams
+from specjax.rl import PaddedRollouts, Rollout, RolloutBatch
+from specjax.train.target import demo_llama, init_params
+
+EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+VOCAB = 96
+NAMES = "arithmetic", "grpo", "grpo_plot", "grpo_engines", "grpo_arithmetic"
+
+
+@pytest.fixture(scope="module")
+def examples() -> Iterator[dict[str, ModuleType]]:
+    """The examples' modules, which find each other as a script finds its neighbours."""
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        yield {name: importlib.import_module(name) for name in NAMES}
+    finally:
+        sys.path.remove(str(EXAMPLES))
+        for name in NAMES:
+            sys.modules.pop(name, None)
+
+
+@pytest.fixture(scope="module")
+def tiny() -> tuple[Any, Any]:
+    """A model of two layers, and random parameters."""
+    model = demo_llama(VOCAB, 2, 64)
+    return model, jax.jit(lambda key: init_params(model.specs(), key))(jax.random.key(0))
+
+
+def logprobs_of(examples, model, params, tokens):
+    compiled = jax.jit(examples["grpo"].token_logprobs, static_argnums=0)
+    return np.asarray(compiled(model, params, jnp.array(tokens)))
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        (" 7+5=12\n4+1=5\n#### 52", 1),
+        ("#### 52", 1),  # how it gets there is not judged
+        (" 7+5=12\n4+1=5\n#### 53", 0),
+        (" 7+5=12\n4+1=5\n#### 5", 0),
+        (" 7+5=12\n4+1=5\n#### 520", 0),
+        (" 7+5=12\n4+1=52", 0),
+        ("#### 52\n#### 53", 0),  # the last counts
+        ("#### -52", 0),
+        ("#### ", 0),
+        ("", 0),
+    ],
+)
+def test_only_the_last_result_is_judged(examples, text, expected):
+    arithmetic = examples["arithmetic"]
+    assert arithmetic.reward(arithmetic.Question(47, 5), text) == expected
+
+
+def test_worked_answers_are_right_and_no_question_is_on_both_sides(examples):
+    arithmetic = examples["arithmetic"]
+    train, held_out = arithmetic.split_questions(3, 64)
+    assert len(held_out) == 64 and len({*train, *held_out}) == arithmetic.NUM_QUESTIONS == 360
+    assert arithmetic.split_questions(3, 64) == (train, held_out)
+    for question in train:
+        first, second, _ = question.worked().split("\n")
+        assert arithmetic.reward(question, question.worked()) == 1
+        for sum_ in first, second:
+            left, right = sum_.split("=")
+            assert sum(map(int, left.split("+"))) == int(right)
+        for slip in -1, 1:
+            assert arithmetic.reward(question, question.worked(slip)) == 0
+
+
+def test_advantages_compare_answers_to_the_same_question(examples):
+    rewards = np.array([[1, 0, 0, 0], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 0, 0]], np.float32)
+    found = examples["grpo"].advantages(rewards)
+    for row, group in zip(found, rewards.tolist(), strict=True):
+        mean = sum(group) / 4
+        deviation = (sum((r - mean) ** 2 for r in group) / 4) ** 0.5
+        expected = [(r - mean) / deviation if deviation else 0 for r in group]
+        np.testing.assert_allclose(row, expected, rtol=1e-5)
+
+
+def test_rows_hold_each_prompt_and_its_output(examples):
+    prompts, outputs = [[5, 6, 7], [8], [9, 10]], [[1], [2, 3, 4], [5, 5]]
+    logprobs = [[-0.1], [-0.2, -0.3, -0.4], [-0.5, -0.6]]
+
+    def left(rows):
+        return np.array([[99] * (3 - len(row)) + row for row in rows], np.int32)
+
+    def right(rows, fill, dtype):
+        return np.array([row + [fill] * (4 - len(row)) for row in rows], dtype)
+
+    padded = PaddedRollouts(
+        left(prompts),
+        right(outputs, 99, np.int32),
+        right([[True] * len(row) for row in outputs], False, bool),
+        right(logprobs, 0, np.float32),
+        None,
+        right([[0] * len(row) for row in outputs], -1, np.int32),
+        np.array([3, 1, 2]),
+        np.array([1, 3, 2]),
+    )
+    rows = examples["grpo"].training_rows(padded, np.arange(3, dtype=np.float32))
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        start, stop = len(prompt), len(prompt) + len(output)
+        assert rows.tokens[i].tolist() == [*prompt, *output, *[99] * (7 - stop)]
+        # Column t of mask and behaviour belongs to token t + 1.
+        assert np.flatnonzero(rows.mask[i]).tolist() == list(range(start - 1, stop - 1))
+        np.testing.assert_allclose(rows.behaviour[i, start - 1 : stop - 1], logprobs[i])
+        assert rows.behaviour[i].sum() == pytest.approx(sum(logprobs[i]))
+
+
+def brute_force_loss(logprobs, rows, clip):
+    """Token by token: the worse of what the ratio and the clipped ratio promise."""
+    total = count = 0.0
+    for i, t in np.ndindex(*logprobs.shape):
+        if not rows.mask[i, t]:
+            continue
+        ratio = np.exp(float(logprobs[i, t]) - float(rows.behaviour[i, t]))
+        advantage = float(rows.advantages[i])
+        if advantage > 0:
+            total += min(ratio, 1 + clip) * advantage
+        else:
+            total += max(ratio, 1 - clip) * advantage
+        count += 1
+    return -total / count
+
+
+def random_rows(examples, seed):
+    rng = np.random.default_rng(seed)
+    mask = (rng.random((5, 9)) < 0.6).astype(np.float32)
+    behaviour = rng.normal(-1, 0.5, (5, 9)).astype(np.float32)
+    tokens = rng.integers(0, 50, (5, 10)).astype(np.int32)
+    rows = examples["grpo"].Rows(tokens, mask, behaviour * mask, rng.normal(size=5))
+    return rows, (behaviour + rng.normal(0, 0.3, (5, 9))).astype(np.float32)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_loss_is_the_clipped_surrogate(examples, seed):
+    rows, logprobs = random_rows(examples, seed)
+    found = examples["grpo"].grpo_loss(jnp.array(logprobs), rows, clip=0.2)
+    assert float(found) == pytest.approx(brute_force_loss(logprobs, rows, 0.2), rel=1e-5)
+
+
+def test_padding_has_no_say(examples):
+    rows, logprobs = random_rows(examples, 0)
+    for loss in examples["grpo"].grpo_loss, examples["grpo"].imitation_loss:
+        wild = np.where(rows.mask > 0, logprobs, -100.0)
+        assert float(loss(jnp.array(wild), rows)) == float(loss(jnp.array(logprobs), rows))
+
+
+def test_log_probabilities_are_the_model_s(examples, tiny):
+    model, params = tiny
+    tokens = np.array([[0, 23, 27, 80, 11], [0, 21, 24, 46, 22]], np.int32)
+    found = logprobs_of(examples, model, params, tokens)
+    np.testing.assert_allclose(found[1:], logprobs_of(examples, model, params, tokens[1:]), 1e-4)
+    np.testing.assert_allclose(
+        found[:, :2], logprobs_of(examples, model, params, tokens[:, :3]), 1e-4
+    )
+    every = np.array([[*tokens[0, :4], token] for token in range(VOCAB)], np.int32)
+    last = logprobs_of(examples, model, params, every)[:, -1]
+    assert np.exp(last).sum() == pytest.approx(1, rel=1e-4)  # of all that may come next
+
+
+def test_updates_raise_what_was_good_and_leave_the_given_arrays_alone(examples, tiny):
+    grpo, (model, params) = examples["grpo"], tiny
+    tokens = np.array([[0, 23, 27, 80, 11], [0, 23, 27, 24, 21]], np.int32)
+    mask = np.array([[0, 0, 1, 1]] * 2, np.float32)
+    before = logprobs_of(examples, model, params, tokens)
+    rows = grpo.Rows(tokens, mask, before * mask, np.array([1, -1], np.float32))
+    optimizer = optax.sgd(1e-2)
+    learner = grpo.begin(params, optimizer)
+    update = grpo.make_update(model, optimizer, grpo.grpo_loss)
+    learner, loss = update(learner, rows)
+    assert float(loss) == pytest.approx(0, abs=1e-4)  # ratios of 1, advantages that cancel
+    after = logprobs_of(examples, model, learner.params, tokens)
+    change = ((after - before) * mask).sum(axis=1)
+    assert change[0] > 0 > change[1]
+    again = logprobs_of(examples, model, params, tokens)  # not donated
+    np.testing.assert_array_equal(again, before)
+
+
+def rollouts_of(samples):
+    return RolloutBatch(
+        Rollout(
+            prompt_token_ids=np.array([1], np.int32),
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            raw_logprobs=None,
+            versions=(),
+            finish_reason="stop",
+            text=None,
+            params=SamplingParams(),
+            seed=0,
+            prompt_index=0,
+            sample_index=i,
+        )
+        for i, (tokens, logprobs) in enumerate(samples)
+    )
+
+
+def test_only_the_same_rollouts_pass(examples):
+    compare = examples["grpo_engines"].compare
+    plain = rollouts_of([([1, 2], [-0.5, -1]), ([3], [-2])])
+    assert compare(plain, plain) == 0
+    close = rollouts_of([([1, 2], [-0.5, -1.00005]), ([3], [-2])])
+    assert compare(close, plain) == pytest.approx(5e-5, rel=1e-2)
+    with pytest.raises(RuntimeError, match="log-probabilities differ"):
+        compare(rollouts_of([([1, 2], [-0.5, -1.001]), ([3], [-2])]), plain)
+    for tokens in [1, 3], [1], [1, 2, 2]:
+        with pytest.raises(RuntimeError, match="changed a rollout"):
+            compare(rollouts_of([(tokens, [-0.5] * len(tokens)), ([3], [-2])]), plain)
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ("--steps 0", "must be positive"),
+        ("--samples 1", "nothing to compare"),
+        ("--minibatches 3", "must divide"),
+        ("--held-out 355", "lower it"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(examples, tmp_path, capsys, options, reason):
+    with pytest.raises(SystemExit):
+        examples["grpo_arithmetic"].main([*options.split(), "--output", str(tmp_path)])
+    assert reason in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_small_run_of_grpo(examples, tmp_path, capsys):
+    options = "--steps 3 --questions 4 --samples 4 --imitation-steps 8 --refit-every 2"
+    options += " --refit-steps 4 --held-out 8 --output"
+    examples["grpo_arithmetic"].main([*options.split(), str(tmp_path)])
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert [step["number"] for step in results["steps"]] == [1, 2, 3]
+    assert all(0 <= step["reward"] <= 1 for step in results["steps"])
+    # The run raises where rollouts are not the same; this says that it has compared them.
+    assert all(0 <= step["logprob_difference"] <= 1e-4 for step in results["steps"])
+    assert len(results["moments"]) == 5
+    assert "after a refit" in capsys.readouterr().out
