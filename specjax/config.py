@@ -401,29 +401,33 @@ class EngineConfig:
         """Batch sizes that decode steps are compiled for: powers of two up to max_num_seqs."""
         if self.exact:
             return (max(self.max_num_seqs, EXACT_BATCH),)
-        return doubling(1, self.max_num_seqs)
+        return growing(1, self.max_num_seqs, 2)
 
     @property
     def prefill_widths(self) -> tuple[int, ...]:
         """Chunk lengths that prefill steps are compiled for, doubling up to the budget."""
         most = min(self.max_num_batched_tokens, self.max_model_len)
-        return doubling(min(32, most), most)
+        return growing(min(32, most), most, 2)
 
     @property
     def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(batch, width) of the prefill steps: one prompt, or as many as the budget holds."""
+        """(batch, width) of the prefill steps: one prompt, 4, 16, ... up to what the budget holds.
+
+        Padding costs as much as tokens do, and a few short chunks beside a round are what a full
+        engine runs all the time: at most three quarters of a batch are padding.
+        """
         if self.exact:
             return ((1, min(EXACT_CHUNK, self.prefill_widths[-1])),)
         shapes = []
         for width in self.prefill_widths:
             most = min(self.max_num_batched_tokens // width, self.max_num_seqs)
-            shapes += [(1, width)] + ([(most, width)] if most > 1 else [])
+            shapes += [(batch, width) for batch in growing(1, most, 4)]
         return tuple(shapes)
 
 
-def doubling(first: int, last: int) -> tuple[int, ...]:
-    """Sizes from `first` to `last`, each twice the one before, if not the last."""
+def growing(first: int, last: int, factor: int) -> tuple[int, ...]:
+    """Sizes from `first` to `last`, each `factor` times the one before, if not the last."""
     sizes = [first]
     while sizes[-1] < last:
-        sizes.append(min(2 * sizes[-1], last))
+        sizes.append(min(factor * sizes[-1], last))
     return tuple(sizes)

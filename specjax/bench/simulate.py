@@ -10,7 +10,7 @@ from statistics import fmean
 from typing import Any
 
 from specjax.bench.table import format_table
-from specjax.config import check_positive, doubling
+from specjax.config import check_positive, growing
 from specjax.host.speculation.methods import make_policy
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.simulator import Outcome, Workload, World, simulate
@@ -58,7 +58,7 @@ def bench(settings: Settings, profile: Profile) -> dict[str, Any]:
     Regrets are parts of the oracle's goodput, the mean and the spread of them over seeds; of a
     batch size, over the time that all seeds spent in it.
     """
-    batches = doubling(1, max(profile.step_ms))
+    batches = growing(1, max(profile.step_ms), 2)
     try:
         make_policy(settings.policy, profile, batches)
     except ValueError as error:

@@ -8,10 +8,17 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specjax.rl.distill import OnlineDistiller, RefitReport
-    from specjax.rl.engine import RolloutEngine, RolloutError
+    from specjax.rl.engine import RolloutEngine
     from specjax.rl.freshness import VersionAcceptance
     from specjax.rl.ray_workers import RayRollouts, WorkersDied
-    from specjax.rl.rollouts import PaddedRollouts, Rollout, RolloutBatch, Score, Span
+    from specjax.rl.rollouts import (
+        PaddedRollouts,
+        Rollout,
+        RolloutBatch,
+        RolloutError,
+        Score,
+        Span,
+    )
     from specjax.rl.tunix import TunixRollout
     from specjax.rl.weights import WeightUpdate
 
@@ -36,7 +43,7 @@ _MODULES = {
     "OnlineDistiller": "specjax.rl.distill",
     "RefitReport": "specjax.rl.distill",
     "RolloutEngine": "specjax.rl.engine",
-    "RolloutError": "specjax.rl.engine",
+    "RolloutError": "specjax.rl.rollouts",
     "VersionAcceptance": "specjax.rl.freshness",
     "RayRollouts": "specjax.rl.ray_workers",
     "WorkersDied": "specjax.rl.ray_workers",

@@ -1,18 +1,9 @@
-"""The engine in a training loop: rollouts out, new weights in, and nothing built twice.
+"""The engine in a training loop: rollouts out, new weights in, and nothing built twice."""
 
-Whoever generates steps the engine himself, one step at a time, so that any thread may change
-weights between two steps: there is no thread of the engine's own, and one thread is enough.
-"""
-
-import itertools
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,15 +11,14 @@ import numpy as np
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.models.model import Model
-from specjax.host.sequence import Sequence as Sample
 from specjax.llm import LLM
 from specjax.metrics import Metrics
-from specjax.outputs import Completion
-from specjax.prompts import Prompt, as_prompt_list, one_each
-from specjax.request import Request
+from specjax.prompts import Prompt
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
-from specjax.rl.rollouts import Rollout, RolloutBatch, Score
-from specjax.rl.running import Running, Turns, read_score
+from specjax.rl.loop import Loop
+from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
+from specjax.rl.running import read_score
+from specjax.rl.starts import StartMaker
 from specjax.rl.weights import (
     Source,
     Weights,
@@ -44,27 +34,7 @@ from specjax.sampling_params import SamplingParams
 from specjax.tokenizer import ChatTokenizer
 
 PAUSES = ("abort", "wait", "keep")
-T = TypeVar("T")
-
-
-class RolloutError(RuntimeError):
-    """The device failed in a step. `rollouts` has what there was; what is partial can go on."""
-
-    def __init__(self, message: str, rollouts: RolloutBatch):
-        super().__init__(message)
-        self.rollouts = rollouts
-
-    def __reduce__(self) -> Any:  # between processes, with its rollouts
-        return type(self), (str(self), self.rollouts)
-
-
-class _Start(NamedTuple):
-    """A checked request that has not been queued."""
-
-    request: Request
-    params: SamplingParams  # as the user gave them
-    prompt_index: int
-    before: Rollout | None = None
+PAUSED, ASLEEP = "paused", "asleep"
 
 
 class RolloutEngine:
@@ -82,7 +52,8 @@ class RolloutEngine:
         options: as for `LLM`.
 
     Raises:
-        ValueError: as `LLM`; or options that a rollout engine sets itself.
+        ValueError: as `LLM`; options that a rollout engine sets itself; or verification
+            "synthetic", whose tokens are not drawn from any distribution that could be told.
         CheckpointError: as `LLM`.
     """
 
@@ -104,6 +75,13 @@ class RolloutEngine:
                 )
         if not isinstance(raw_logprobs, bool):
             raise ValueError(f"raw_logprobs={raw_logprobs!r} must be True or False")
+        if speculative_config is not None:
+            speculative_config = SpeculativeConfig.of(speculative_config)
+            if speculative_config.verification == "synthetic":
+                raise ValueError(
+                    "verification='synthetic' does not emit what the model would, and is not for "
+                    "rollouts; leave it out"
+                )
         self._llm = LLM(
             model,
             params=params if params is None else copies(params),
@@ -114,18 +92,11 @@ class RolloutEngine:
         )
         self._engine = self._llm.engine
         self._has_raw = raw_logprobs
-        self._is_closed = False
-        self.version = 0
         self.drafter_version = 0
-        self._turns = Turns()
-        self._may_run = threading.Event()
-        self._may_run.set()
-        self._paused_by: int | None = None  # a thread
-        self._is_asleep = False
-        self._is_torn = False  # whether an update failed half-way
-        self._running: set[Running] = set()
-        self._num_prompts = 0
-        self._ids = itertools.count()
+        self._loop = Loop(self._engine, self._llm.tokenizer, has_raw=raw_logprobs)
+        self._turns = self._loop.turns
+        self._starts = StartMaker(self._llm.request_maker)
+        self._sleep_level = 0
         self._freshness = Freshness(self.metrics())
 
     @property
@@ -140,8 +111,15 @@ class RolloutEngine:
 
     @property
     def params(self) -> Params:
-        """The weights in use, the engine's own: to be read, not donated."""
-        return self._engine.params
+        """The weights in use, the engine's own: to be read, not donated, and not kept."""
+        with self._turns:
+            self._loop.check_open()
+            return self._engine.params
+
+    @property
+    def version(self) -> int:
+        """Of the target's weights; 0 are those that the engine was built with."""
+        return self._loop.version
 
     @property
     def tokenizer(self) -> ChatTokenizer | None:
@@ -157,36 +135,41 @@ class RolloutEngine:
         self,
         prompts: Prompt | Rollout | Sequence[Prompt | Rollout],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        label: Hashable = None,
     ) -> RolloutBatch:
         """Continue prompts, n samples each; samples of a prompt share its pages.
 
         Rollouts that were aborted go on from where they were, under their own parameters and
         seeds: what comes out is what would have come without the break, if the weights are the
-        same. Seeds of prompts depend on the engine's seed and on how many prompts came before.
+        same and the verification is seed_exact (under the others, the same distribution). Seeds of
+        prompts depend on the engine's seed and on how many prompts came before.
 
         Args:
             prompts: texts, lists of token ids, {"prompt_token_ids": [...]}; or rollouts.
             sampling_params: one for all prompts or one per prompt; None for the defaults, and for
                 rollouts.
+            label: of the call, for `abort`.
 
         Raises:
             ValueError: a prompt or parameter that cannot be served, before anything is generated.
             RolloutError: the device failed; it has what there was.
         """
-        starts = self._make(prompts, sampling_params)
-        rollouts: list[tuple[int, Rollout]] = []
+        placed: list[tuple[int, Rollout]] = []
         try:
-            for running, rollout in self._run(starts):
-                rollouts.append((running.place, rollout))
+            for running, rollout in self._loop.run(self._make(prompts, sampling_params), label):
+                placed.append((running.place, rollout))
         except RolloutError as error:
-            error.rollouts = _ordered(rollouts)
+            error.rollouts = _ordered(placed)
             raise
-        return _ordered(rollouts)
+        return _ordered(placed)
 
     def stream(
         self,
         prompts: Prompt | Rollout | Sequence[Prompt | Rollout],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        label: Hashable = None,
     ) -> Iterator[Rollout]:
         """As `generate`, each rollout as soon as it is complete.
 
@@ -194,7 +177,7 @@ class RolloutEngine:
         calls, `abort` and `update_weights` among them, may come between.
         """
         starts = self._make(prompts, sampling_params)
-        return (rollout for _, rollout in self._run(starts))
+        return (rollout for _, rollout in self._loop.run(starts, label))
 
     def check(
         self,
@@ -206,7 +189,8 @@ class RolloutEngine:
         Raises:
             ValueError: a prompt or parameter that cannot be served.
         """
-        self._make(prompts, sampling_params, counts=False)
+        self._loop.check_ready()
+        self._starts.make(prompts, sampling_params, counts=False)
 
     def score(
         self,
@@ -226,24 +210,21 @@ class RolloutEngine:
 
         Raises:
             ValueError: tokens that are not in the vocabulary, or too many; before any is scored.
+            RuntimeError: the device failed.
         """
-        self._check_ready()
+        self._loop.check_ready()
         if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
             raise ValueError(f"sampling_params={sampling_params!r} must be a SamplingParams")
         requests = [
-            self._make_scored(sample, sampling_params, f"sample {i}", features)
+            self._starts.make_scored(
+                sample, sampling_params, f"sample {i}", exports_features=features
+            )
             for i, sample in enumerate(samples)
         ]
-        queued = [request for request in requests if request is not None]
-        with self._adding(queued, list) as sequences:
-            while not all(sequence.is_finished for sequence in sequences):
-                self._step()
-        if failed := [one for one in sequences if one.finish_reason != "length"]:
-            raise RuntimeError(f"scoring ended early: {failed[0].finish_reason}")
-        found = iter(sequences)
+        scored = iter(self._loop.complete([request for request in requests if request]))
         empty = Score(np.zeros(0, np.float32), np.zeros(0, np.float32) if self._has_raw else None)
         return [
-            empty if request is None else read_score(next(found), has_raw=self._has_raw)
+            empty if request is None else read_score(next(scored), has_raw=self._has_raw)
             for request in requests
         ]
 
@@ -255,15 +236,16 @@ class RolloutEngine:
         pause: str = "keep",
         drafter: Weights | None = None,
     ) -> WeightUpdate:
-        """Run with other weights from the next step on. Nothing is compiled.
+        """Run with other weights from the next step on. No step is compiled for it.
 
         They are copied, array by array, each taking the place of the one before; the caller's are
         neither kept nor donated. What was cached is forgotten.
 
         Args:
             weights: the target's: a tree like `params.target`, nested mappings or an nnx.State
-                with the same paths, or pairs (or a mapping) of Hugging Face name and array. Floats
-                are cast. With an MTP drafter, tensors named mtp.* update it too.
+                with the same paths, or pairs (or a mapping) of Hugging Face name and array, whose
+                laying out is compiled at the first update. Floats are cast. With an MTP drafter,
+                tensors named mtp.* update it too.
             version: above the one before; None for the next.
             pause: what happens to rollouts on their way: "abort" ends them as they are, "wait"
                 lets them finish first, "keep" has them go on, under the new weights from their
@@ -276,18 +258,14 @@ class RolloutEngine:
         """
         _check_pause(pause)
         named = read_named(weights, self.params.target, "weights")
-        target = stage_target(named, self.target, self.params.target)
         if drafter is None and brings_module(named, self.drafter):
             drafter = named
-        own = None
-        if drafter is not None:
-            own = stage_drafter(drafter, self.drafter, self.params.drafter)
+        own = self._read_drafter(drafter) if drafter is not None else None
         with self._turns:
-            start = time.perf_counter()
+            self._loop.check_open()
             version = self._next_version(version)
-            self._replace(target, own, pause)
-            self.version = version
-            return WeightUpdate.of(version, target + (own or []), time.perf_counter() - start)
+            target = stage_target(named, self.target, self._engine.params.target)
+            return self._replace(target, self._stage_drafter(own), pause, version)
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
         """Draft with other weights from the next step on; outputs do not depend on them.
@@ -300,33 +278,34 @@ class RolloutEngine:
             ValueError: the drafter has no weights, or these do not fit; nothing has changed.
         """
         _check_pause(pause)
-        own = stage_drafter(weights, self.drafter, self.params.drafter)
+        own = self._read_drafter(weights)
         with self._turns:
-            start = time.perf_counter()
-            self._replace(None, own, pause)
-            return WeightUpdate.of(self.drafter_version, own, time.perf_counter() - start)
+            self._loop.check_open()
+            return self._replace(None, self._stage_drafter(own), pause, None)
 
     def pause(self, mode: str = "keep") -> None:
         """Generate nothing until `resume`; see `update_weights` for what `mode` says."""
         _check_pause(mode)
         with self._turns:
-            self._check_open()
-            self._hold(mode)
-            self._stop()
+            self._loop.check_open()
+            self._loop.hold(mode)
+            self._loop.stop(PAUSED)
 
     def resume(self) -> None:
         """Generate again after `pause`."""
         with self._turns:
-            if self._is_asleep:
+            if self._loop.is_stopped(ASLEEP):
                 raise RuntimeError("the engine is asleep; call wake_up")
-            self._paused_by = None
-            self._may_run.set()
+            self._loop.go(PAUSED)
 
-    def abort(self) -> None:
-        """End all rollouts as they are; whoever waits for them gets what there is."""
+    def abort(self, label: Hashable = None) -> None:
+        """End rollouts as they are, all or those of calls of one label.
+
+        Whoever waits for them gets what there is, even while the engine is paused or asleep.
+        """
         with self._turns:
-            self._check_open()
-            self._hold("abort")
+            self._loop.check_open()
+            self._loop.abort(label)
 
     def sleep(self, level: int = 1) -> None:
         """Free the device's memory for others until `wake_up`.
@@ -340,25 +319,27 @@ class RolloutEngine:
         if level not in (1, 2) or isinstance(level, bool):
             raise ValueError(f"level={level!r} must be 1, caches and states, or 2, weights as well")
         with self._turns:
-            self._check_open()
-            if not self._is_asleep:
-                self._hold("keep")
+            self._loop.check_open()
+            if not self._loop.is_stopped(ASLEEP):
+                self._loop.hold("keep")
                 self._engine.release()
-                self._stop()
-                self._is_asleep = True
+                self._loop.stop(ASLEEP)
             if level == 2:
-                self._change(lambda leaf: np.array(jax.device_get(leaf)))
+                self._change(lambda _, leaf: _on_host(leaf))
+            self._sleep_level = max(self._sleep_level, level)
 
     def wake_up(self) -> None:
-        """Take back what `sleep` freed: weights as they were, or as they were updated since."""
+        """Take back what `sleep` freed: weights as they were, or as they were updated since.
+
+        What was paused by `pause` stays so.
+        """
         with self._turns:
-            self._check_open()
-            if self._is_asleep:
-                self._change(lambda leaf: jax.device_put(leaf, self._engine.device))
+            self._loop.check_open()
+            if self._loop.is_stopped(ASLEEP):
+                self._change(lambda _, leaf: jax.device_put(leaf, self._engine.device))
                 self._engine.renew()
-                self._is_asleep = False
-            self._paused_by = None
-            self._may_run.set()
+                self._sleep_level = 0
+                self._loop.go(ASLEEP)
 
     def acceptance(self) -> list[VersionAcceptance]:
         """How drafts fared under each pair of weights, the last one still growing."""
@@ -367,7 +348,7 @@ class RolloutEngine:
     def checksum(self) -> str:
         """`weights.checksum` of the target's weights; a trainer's, in the same dtype, is equal."""
         with self._turns:
-            return checksum(self.params.target)
+            return checksum(self._engine.params.target)
 
     def metrics(self) -> Metrics:
         """Counters since the engine was built."""
@@ -376,11 +357,10 @@ class RolloutEngine:
     def close(self) -> None:
         """Free the device's memory; closing twice is harmless. Rollouts on their way are lost."""
         with self._turns:
-            if not self._is_closed:
-                self._is_closed = True
+            if not self._loop.is_closed:
+                self._loop.close()
                 self._llm.close()
                 del self._engine
-            self._may_run.set()
 
     def __enter__(self) -> "RolloutEngine":
         return self
@@ -388,200 +368,9 @@ class RolloutEngine:
     def __exit__(self, *_: Any) -> None:
         self.close()
 
-    def _check_open(self) -> None:
-        if self._is_closed:
-            raise RuntimeError("this RolloutEngine is closed; build a new one")
-
-    def _check_ready(self) -> None:
-        self._check_open()
-        if self._is_torn:
-            raise RuntimeError(
-                "an update of the weights failed half-way, so that they are of two versions; "
-                "call update_weights again"
-            )
-
-    def _make(self, prompts: Any, sampling_params: Any, *, counts: bool = True) -> list[_Start]:
-        """Checked requests for prompts, or for rollouts that go on."""
-        listed: list[Any] = [prompts] if isinstance(prompts, Rollout) else as_prompt_list(prompts)
-        are_rollouts = [isinstance(one, Rollout) for one in listed]
-        if not any(are_rollouts):
-            with self._turns:  # for no two calls may number their prompts alike
-                self._check_ready()
-                starts = self._make_new(listed, sampling_params)
-                self._num_prompts += len(starts) if counts else 0
-            return starts
-        self._check_ready()
-        if not all(are_rollouts):
-            raise ValueError("prompts and rollouts do not go together; make two calls")
-        if sampling_params is not None:
-            raise ValueError("sampling_params: rollouts go on under their own; leave it out")
-        return [self._make_resumed(rollout, f"rollout {i}") for i, rollout in enumerate(listed)]
-
-    def _make_new(self, prompts: list[Prompt], sampling_params: Any) -> list[_Start]:
-        given = SamplingParams() if sampling_params is None else sampling_params
-        listed = one_each("sampling_params", given, len(prompts))
-        starts = []
-        for i, (prompt, params) in enumerate(zip(prompts, listed, strict=True)):
-            request = self._llm.request_maker.make(
-                prompt,
-                _reporting(params, f"prompt {i}"),
-                self._num_prompts + i,
-                f"prompt {i}",
-                request_id=("rollout", next(self._ids)),
-            )
-            starts.append(_Start(request, params, i))
-        return starts
-
-    def _make_resumed(self, rollout: Rollout, where: str) -> _Start:
-        if not rollout.is_partial:
-            raise ValueError(
-                f"{where} has ended (finish_reason={rollout.finish_reason!r}); only those that "
-                "were aborted go on"
-            )
-        params = replace(rollout.params, n=1, seed=rollout.seed)
-        request = self._llm.request_maker.make(
-            rollout.prompt_token_ids.tolist(),
-            _reporting(params, where),
-            0,
-            where,
-            request_id=("rollout", next(self._ids)),
-            output=rollout.token_ids.tolist(),
-        )
-        return _Start(request, rollout.params, rollout.prompt_index, rollout)
-
-    def _make_scored(
-        self, sample: Any, params: SamplingParams | None, where: str, features: bool
-    ) -> Request | None:
-        """A request for scores; None if there are no tokens to score."""
-        if isinstance(sample, Rollout):
-            params = sample.params if params is None else params
-            sample = sample.prompt_token_ids, sample.token_ids
-        if not isinstance(sample, Sequence) or isinstance(sample, str) or len(sample) != 2:
-            raise ValueError(
-                f"{where} must be a Rollout, or token ids of a prompt and a completion"
-            )
-        prompt, output = sample
-        if not len(output):
-            return None
-        params = _reporting(SamplingParams() if params is None else params, where)
-        request_id = ("score", next(self._ids))
-        return self._llm.request_maker.make_scored(
-            prompt, output, params, request_id, where, exports_features=features
-        )
-
-    @contextmanager
-    def _adding(
-        self, requests: list[Request], track: Callable[[list[Sample]], list[T]]
-    ) -> Iterator[list[T]]:
-        """Queue requests, and abort those that have not ended when the block is left.
-
-        What `track` makes of their samples is there before anything can happen to them.
-        """
-        try:
-            with self._turns:
-                self._check_ready()
-                self._engine.prepare(requests)
-                tracked = track([sample for one in requests for sample in self._engine.add(one)])
-            yield tracked
-        except KeyboardInterrupt:  # anywhere in a step: nothing is sure to be whole
-            with self._turns:
-                if not self._is_closed:
-                    self._engine.reset()
-            raise
-        finally:
-            with self._turns:
-                if not self._is_closed:
-                    for request in requests:
-                        self._engine.abort(request.request_id)
-                    self._engine.drain()
-
-    def _run(self, starts: list[_Start]) -> Iterator[tuple[Running, Rollout]]:
-        """Rollouts as they end."""
-        failure: Exception | None = None
-        requests = [start.request for start in starts]
-        with self._adding(requests, partial(self._track, starts)) as remaining:
-            try:
-                while remaining:
-                    for running in [one for one in remaining if one.sequence.is_finished]:
-                        remaining.remove(running)
-                        yield running, self._hand_out(running)
-                    if remaining and not any(one.sequence.is_finished for one in remaining):
-                        try:
-                            self._step()
-                        except Exception as error:  # the device's, or it has been paused for good
-                            if self._is_closed:
-                                raise
-                            failure = error
-                            with self._turns:
-                                self._end(remaining)
-            finally:
-                self._running.difference_update(remaining)
-        if failure is not None:
-            raise RolloutError(f"{failure}", RolloutBatch(())) from failure
-
-    def _track(self, starts: list[_Start], samples: list[Sample]) -> list[Running]:
-        """Keep an account of the versions that draw these samples."""
-        owner = {start.request.request_id: start for start in starts}
-        tracked = []
-        for place, sequence in enumerate(samples):
-            start = owner[sequence.request.request_id]
-            before = start.before
-            tracked.append(
-                Running(
-                    sequence,
-                    Completion(sequence, self.tokenizer),
-                    start.params,
-                    place,
-                    start.prompt_index,
-                    sequence.index if before is None else before.sample_index,
-                    before,
-                    [] if before is None else list(before.versions),
-                )
-            )
-        self._running.update(tracked)
-        return tracked
-
-    def _hand_out(self, running: Running) -> Rollout:
-        with self._turns:
-            self._running.discard(running)
-            return running.rollout(self.version, has_raw=self._has_raw)
-
-    def _step(self) -> None:
-        """One step, as soon as nobody else has the turn and nothing is paused."""
-        if not self._may_run.is_set() and self._paused_by == threading.get_ident():
-            raise RuntimeError(
-                "the engine was paused, or sent to sleep, by the thread that generates; call "
-                "resume or wake_up before"
-            )
-        self._may_run.wait()
-        with self._turns:
-            self._check_ready()
-            if self._may_run.is_set():
-                self._engine.step()
-
-    def _hold(self, mode: str) -> None:
-        """Bring what runs to where weights may change."""
-        if mode == "wait":
-            if not self._may_run.is_set():
-                raise ValueError(
-                    "pause='wait': the engine is paused already, so that nothing would finish; "
-                    "use 'keep' or 'abort', or resume before"
-                )
-            while self._engine.has_work:
-                self._engine.step()
-        self._engine.land()
-        if mode == "abort":
-            self._end(self._running)
-
-    def _end(self, rollouts: Iterable[Running]) -> None:
-        """End rollouts as they are, with all that is on its way."""
-        self._engine.land()
-        for running in rollouts:
-            self._engine.abort(running.sequence.request.request_id)
-
-    def _stop(self) -> None:
-        self._may_run.clear()
-        self._paused_by = threading.get_ident()
+    def _make(self, prompts: Any, sampling_params: Any) -> list[Any]:
+        self._loop.check_ready()
+        return self._starts.make(prompts, sampling_params)
 
     def _next_version(self, version: int | None) -> int:
         if version is None:
@@ -594,40 +383,60 @@ class RolloutEngine:
             )
         return int(version)
 
-    def _replace(self, target: list[Source] | None, own: list[Source] | None, pause: str) -> None:
-        """Change weights between two steps, each array taking the place of the one before."""
-        self._check_open()
-        self._hold(pause)
-        mark = self._mark()
-        device = self._engine.device
-        sources = [
-            *(target or [None] * len(jax.tree.leaves(self.params.target))),
-            *(own or [None] * len(jax.tree.leaves(self.params.drafter))),
-        ]
-        queue = iter(sources)
-        was_torn, self._is_torn = self._is_torn, target is not None or self._is_torn
+    def _read_drafter(self, weights: Weights) -> dict[str, Any]:
+        return read_named(weights, self.params.drafter, "drafter's weights")
 
-        def change(leaf: Any) -> Any:
-            source = next(queue)
-            return leaf if source is None else source.copy(leaf.dtype, device)
+    def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[Source] | None:
+        if named is None:
+            return None
+        return stage_drafter(named, self.drafter, self._engine.params.drafter)
+
+    def _replace(
+        self,
+        target: list[Source] | None,
+        own: list[Source] | None,
+        pause: str,
+        version: int | None,
+    ) -> WeightUpdate:
+        """Change weights between two steps, each array taking the place of the one before.
+
+        A target comes with its version.
+        """
+        start, loop, engine = time.perf_counter(), self._loop, self._engine
+        loop.hold(pause)
+        loop.close_spans()
+        self._freshness.close(self._mark())
+        num_target = len(jax.tree.leaves(engine.params.target))
+        sources = [
+            *(target or [None] * num_target),
+            *(own or [None] * len(jax.tree.leaves(engine.params.drafter))),
+        ]
+
+        def change(i: int, leaf: Any) -> Any:
+            if (source := sources[i]) is None:
+                return leaf
+            new = source.copy(leaf.dtype, engine.device)
+            loop.is_torn |= i < num_target  # until the last of them is there
+            return _on_host(new) if self._sleep_level == 2 else new
 
         self._change(change)
-        self._is_torn = was_torn and target is None
-        self._engine.use(
-            self.params, has_new_target=target is not None, has_new_drafter=own is not None
-        )
-        self._freshness.close(mark)
-        for running in self._running:
-            running.close_span(self.version)
+        if version is not None:
+            loop.is_torn, loop.version = False, version
         self.drafter_version += own is not None
+        engine.use(
+            engine.params, has_new_target=target is not None, has_new_drafter=own is not None
+        )
+        number = self.drafter_version if version is None else version
+        sources = (target or []) + (own or [])
+        return WeightUpdate.of(number, sources, time.perf_counter() - start)
 
-    def _change(self, change: Callable[[Any], Any]) -> None:
+    def _change(self, change: Callable[[int, Any], Any]) -> None:
         """Replace the engine's arrays, of which no other reference is kept, one by one."""
         leaves, tree = jax.tree.flatten(self._engine.params)
         self._engine.params = Params(None, None)
         try:
             for i in range(len(leaves)):
-                leaves[i] = jax.block_until_ready(change(leaves[i]))
+                leaves[i] = jax.block_until_ready(change(i, leaves[i]))
         finally:
             self._engine.params = jax.tree.unflatten(tree, leaves)
 
@@ -639,17 +448,8 @@ def _ordered(rollouts: list[tuple[int, Rollout]]) -> RolloutBatch:
     return RolloutBatch(rollout for _, rollout in sorted(rollouts, key=lambda pair: pair[0]))
 
 
-def _reporting(params: Any, where: str) -> SamplingParams:
-    """Parameters under which every token's log-probability is reported."""
-    if not isinstance(params, SamplingParams):
-        raise ValueError(f"{where}: sampling_params={params!r} must be a SamplingParams")
-    for name in "logprobs", "prompt_logprobs":
-        if getattr(params, name) is not None:
-            raise ValueError(
-                f"{where}: {name}={getattr(params, name)} is not for rollouts, which always bring "
-                "the log-probability of every token; leave it out (score has those of given tokens)"
-            )
-    return replace(params, logprobs=0)
+def _on_host(leaf: Any) -> np.ndarray:
+    return np.array(jax.device_get(leaf))
 
 
 def _check_pause(mode: Any) -> None:

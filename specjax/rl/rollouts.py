@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, overload
 
 import numpy as np
 
@@ -67,6 +67,8 @@ class PaddedRollouts(NamedTuple):
     versions: np.ndarray  # i32[N, T], of the weights that drew each token; -1 at padding
     prompt_lengths: np.ndarray  # i32[N]
     lengths: np.ndarray  # i32[N]
+    prompt_indices: np.ndarray  # i32[N], equal for the samples of a prompt
+    is_complete: np.ndarray  # bool[N], false for what was aborted or failed
 
 
 class RolloutBatch(Sequence[Rollout]):
@@ -114,11 +116,28 @@ class RolloutBatch(Sequence[Rollout]):
             _padded([_versions(rollout) for rollout in self], rows, -1, np.int32),
             np.array([len(prompt) for prompt in prompts], np.int32),
             np.array([len(output) for output in outputs], np.int32),
+            np.array([rollout.prompt_index for rollout in self], np.int32),
+            np.array([rollout.finish_reason in ("stop", "length") for rollout in self], np.bool_),
         )
 
 
+class RolloutError(RuntimeError):
+    """Generating ended early. `rollouts` has what there was; what is partial can go on."""
+
+    def __init__(self, message: str, rollouts: RolloutBatch):
+        super().__init__(message)
+        self.rollouts = rollouts
+
+    def __reduce__(self) -> Any:  # between processes, with its rollouts
+        return type(self), (str(self), self.rollouts)
+
+
 class Score(NamedTuple):
-    """What the target says of a prompt and a completion of T tokens, L = P + T - 1 rows."""
+    """What the target says of a prompt and a completion of T tokens, L = P + T - 1 rows.
+
+    Where top-k, top-p or min-p cut the distribution, a token that was drawn at the very edge may be
+    outside by the rounding of another program, and is -inf then.
+    """
 
     logprobs: np.ndarray  # f32[T], of the completion, as `Rollout.logprobs`
     raw_logprobs: np.ndarray | None  # f32[T]

@@ -1,7 +1,6 @@
-"""Rollouts on their way, and whose turn it is to touch the engine."""
+"""Rollouts and scores on their way, and what becomes of them."""
 
-import threading
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,8 +22,14 @@ class Running:
     place: int  # among the rollouts of the call
     prompt_index: int
     sample_index: int
+    label: Hashable = None  # of the call
     before: Rollout | None = None  # what there was when it was aborted
     spans: list[Span] = field(default_factory=list)  # of weights that are not in use any more
+
+    @property
+    def request_id(self) -> Hashable:
+        """Of the request that it is a sample of."""
+        return self.sequence.request.request_id
 
     def close_span(self, version: int) -> None:
         """Note that what has come since the last span is of `version`."""
@@ -91,20 +96,3 @@ def read_score(sequence: Sample, *, has_raw: bool) -> Score:
         if auxiliary is not None:
             auxiliary[rows] = features.auxiliary
     return Score(logprobs, raw, hidden, auxiliary)
-
-
-class Turns:
-    """A lock that a loop cannot keep to itself by taking it again at once.
-
-    Who waits for it holds the gate, before which the loop has to wait then.
-    """
-
-    def __init__(self):
-        self._gate, self._lock = threading.Lock(), threading.Lock()
-
-    def __enter__(self) -> None:
-        with self._gate:
-            self._lock.acquire()
-
-    def __exit__(self, *_: object) -> None:
-        self._lock.release()

@@ -94,8 +94,9 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Sour
     given = read_named(weights, current, name)
     if "fc.weight" not in given and "model.fc.weight" in given:  # a re-export's prefix
         given = {tensor.removeprefix("model."): array for tensor, array in given.items()}
+    sources = stage(given, current, head.specs, name, partial(_is_beside, head))
     _check_vocabulary(given, head.target_ids(current))
-    return stage(given, current, head.specs, name, partial(_is_beside, head))
+    return sources
 
 
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
@@ -135,7 +136,8 @@ def stage(
             needed |= {tensor: (shape, leaf.dtype) for tensor, shape in shapes}
         else:
             needed[path] = leaf.shape, leaf.dtype
-    _check(given, needed, name, lambda tensor: tensor in places or is_unused(tensor))
+    fixed = {path: leaf for path, leaf in places.items() if path not in floats and path in given}
+    _check(given, needed, fixed, name, is_unused)
 
     def source(path: str, leaf: jax.Array) -> Source:
         spec = specs.get(path)
@@ -149,11 +151,14 @@ def stage(
 def _check(
     given: Mapping[str, Any],
     needed: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    fixed: Mapping[str, Any],
     name: str,
     is_unused: Callable[[str], bool],
 ) -> None:
+    lost = [tensor for tensor in given if _is_deleted(given[tensor])]
     both = {tensor: (given[tensor], *needed[tensor]) for tensor in needed if tensor in given}
     faults = {
+        "deleted, or donated to a computation": lost,
         "missing": [tensor for tensor in needed if tensor not in given],
         "wrong shape": [
             f"{tensor} (expected {list(shape)}, found {list(array.shape)})"
@@ -166,7 +171,14 @@ def _check(
             if not _is_float(array.dtype)
         ],
         "unexpected": [
-            tensor for tensor in given if tensor not in needed and not is_unused(tensor)
+            tensor
+            for tensor in given
+            if tensor not in needed and tensor not in fixed and not is_unused(tensor)
+        ],
+        "not to be changed, as it is compiled in": [
+            tensor
+            for tensor, leaf in fixed.items()
+            if tensor not in lost and not np.array_equal(given[tensor], leaf)
         ],
     }
     if any(faults.values()):
@@ -177,6 +189,10 @@ def _check(
             f"the {name} do not fit the engine's, and nothing was changed:\n{lists}\n"
             "bring every array once, in its shape; floats of 16 bits or more are cast"
         )
+
+
+def _is_deleted(array: Any) -> bool:
+    return isinstance(array, jax.Array) and array.is_deleted()
 
 
 def copies(params: Any) -> Any:
@@ -244,7 +260,8 @@ def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
         tensor, array = pair
         if tensor in named:
             raise ValueError(f"the {name} have {tensor} twice")
-        if not hasattr(array, "shape") or not hasattr(array, "dtype"):
+        is_array = hasattr(array, "shape") and hasattr(array, "dtype")
+        if not is_array or isinstance(array, jax.ShapeDtypeStruct):
             raise ValueError(f"the {name} have {tensor}={array!r}, which is not an array")
         named[tensor] = _as_array(array)
     return named
@@ -257,7 +274,7 @@ def _is_variable(node: Any) -> bool:
 
 def _as_array(array: Any) -> Any:
     """A JAX or NumPy array, without a copy."""
-    if isinstance(array, jax.Array | np.ndarray | jax.ShapeDtypeStruct):
+    if isinstance(array, jax.Array | np.ndarray):
         return array
     return jnp.from_dlpack(array)  # of another library
 
@@ -282,8 +299,8 @@ def _is_beside(head: Any, tensor: str) -> bool:
 def _check_vocabulary(given: Mapping[str, Any], target_ids: jax.Array | None) -> None:
     """Refuse another draft vocabulary than the one that is compiled in."""
     if "d2t" in given and target_ids is not None:
-        ids = np.arange(len(target_ids)) + np.asarray(given["d2t"])
-        if not np.array_equal(ids, np.asarray(target_ids)):
+        own = np.asarray(target_ids) - np.arange(len(target_ids))
+        if not np.array_equal(given["d2t"], own):
             raise ValueError(
                 "the drafter's weights have another draft vocabulary (d2t) than the engine's; "
                 "build a new engine for them"

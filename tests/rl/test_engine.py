@@ -6,6 +6,7 @@ that drew it, shaped by `conftest.Asked`.
 
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,7 @@ def engine(shared_engine, original):
     shared_engine.update_weights(original)
     yield shared_engine
     shared_engine.wake_up()
+    shared_engine.resume()
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +126,20 @@ def assert_same(some, others):
     for one, other in zip(some, others, strict=True):
         assert one.token_ids.tolist() == other.token_ids.tolist()
         assert one.finish_reason == other.finish_reason
-        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=TOLERANCE)
+    assert_close([one.logprobs for one in some], [one.logprobs for one in others], some[0].params)
+
+
+def assert_close(some, others, params):
+    """The same log-probabilities, rollout by rollout.
+
+    Where a distribution is cut, a candidate at the very edge is in or out by the rounding of a
+    program: the others then share a little more or less, once in thousands of tokens.
+    """
+    found, expected = np.concatenate(list(some)), np.concatenate(list(others))
+    differences = np.abs(found - expected)
+    is_cut = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+    far = differences[differences > TOLERANCE]
+    assert len(far) <= (len(found) // 300 + 1 if is_cut else 0) and (far < 0.1).all()
 
 
 def log_softmax(logits):
@@ -186,6 +201,7 @@ def test_log_probabilities_are_those_of_the_trainers_own_forward(
     batch = engine.generate(PROMPTS, params)
     scores = engine.score(batch)
     again = engine.score([(one.prompt_token_ids, one.token_ids) for one in batch], params)
+    expected = []
     for one, score, same in zip(batch, scores, again, strict=True):
         logits, tokens = logits_of(hf, one), one.token_ids.tolist()
         request = asked(
@@ -196,9 +212,11 @@ def test_log_probabilities_are_those_of_the_trainers_own_forward(
             for i, token in enumerate(tokens)
         ]
         raw = log_softmax(logits)[np.arange(len(tokens)), tokens]
+        expected.append(drawn)
         for found in one, score, same:
-            np.testing.assert_allclose(found.logprobs, drawn, atol=TOLERANCE)
             np.testing.assert_allclose(found.raw_logprobs, raw, atol=TOLERANCE)
+    for found in batch, scores, again:
+        assert_close([one.logprobs for one in found], expected, params)
 
 
 def test_raw_ones_only_if_asked_for(build):
@@ -537,6 +555,155 @@ def test_a_device_that_fails_loses_nothing(engine, monkeypatch):
     assert [len(one.token_ids) for one in finished] == [40] * 3
 
 
+def test_a_device_that_fails_is_told_of_to_every_caller(engine, monkeypatch):
+    """Not only to the one whose turn it was; whoever has all of its own hears nothing."""
+    lengths = [replace(long(), max_tokens=n) for n in (2, 40, 40, 40)]
+    done = engine.stream([PROMPTS[0]], replace(long(), max_tokens=2))
+    mine, other = engine.stream(PROMPTS[:2], lengths[:2]), engine.stream(PROMPTS[2:], lengths[2:])
+    rollouts, others = [next(mine)], []
+    last = next(done)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    def read(stream, into):
+        with pytest.raises(RolloutError, match="out of memory"):
+            for one in stream:
+                into.append(one)
+
+    thread = threading.Thread(target=lambda: others.append(next(other)))
+    monkeypatch.setattr(engine._engine, "_launch", fail)
+    thread.start()
+    thread.join()
+    monkeypatch.undo()
+    read(mine, rollouts)
+    read(other, others)
+    assert len(rollouts) == 2 and len(others) == 2
+    assert sum(one.is_partial for one in [*rollouts, *others]) == 3
+    assert list(done) == [] and not last.is_partial
+    assert len(engine.generate(PROMPTS, SAMPLED)) == 2 * len(PROMPTS)
+
+
+@pytest.mark.parametrize("how", ["pause and abort", "sleep and abort", "update"])
+def test_an_abort_wakes_whoever_waits(engine, original, how):
+    batches = []
+    thread = threading.Thread(target=lambda: batches.append(engine.generate(PROMPTS, long(4))))
+    thread.start()
+    while not engine.metrics().num_requests_running:
+        pass
+    if how == "sleep and abort":
+        engine.sleep()
+    else:
+        engine.pause()
+    if how == "update":
+        engine.update_weights(original, pause="abort")
+    else:
+        engine.abort()
+    thread.join(30)
+    assert not thread.is_alive() and len(batches[0]) == 16
+    assert any(one.is_partial for one in batches[0])
+    engine.wake_up()
+    engine.resume()
+
+
+def test_labels_say_which_calls_end(engine):
+    params = [replace(long(), max_tokens=n) for n in (2, 40)]
+    mine = engine.stream(PROMPTS[:2], params, label="mine")
+    other = engine.stream(PROMPTS[:2], params, label=("other", 1))
+    rollouts, others = [next(mine)], [next(other)]
+    engine.abort("mine")
+    engine.abort("nobody's")
+    rollouts += mine
+    others += other
+    assert [one.is_partial for one in rollouts] == [False, True]
+    assert [one.is_partial for one in others] == [False, False]
+
+
+def test_waking_up_is_not_going_on_after_a_pause(engine):
+    engine.pause()
+    engine.sleep()
+    engine.wake_up()
+    with pytest.raises(RolloutError, match="resume"):
+        engine.generate(PROMPTS, SAMPLED)
+    engine.wake_up()
+    with pytest.raises(RolloutError, match="resume"):
+        engine.generate(PROMPTS, SAMPLED)
+    engine.resume()
+    assert len(engine.generate(PROMPTS, SAMPLED)) == 2 * len(PROMPTS)
+
+
+def test_a_stream_that_is_thrown_away_in_a_step(engine, monkeypatch):
+    """As the garbage collector may, in the thread that has the turn."""
+    streams = [engine.stream(PROMPTS, [replace(long(), max_tokens=n) for n in (1, 40, 40, 40)])]
+    next(streams[0])
+    step = engine._engine.step
+
+    def collect():
+        streams.clear()
+        return step()
+
+    monkeypatch.setattr(engine._engine, "step", collect)
+    batch = engine.generate(PROMPTS, SAMPLED)
+    assert len(batch) == 2 * len(PROMPTS) and not any(one.is_partial for one in batch)
+    assert not engine._engine.has_work
+
+
+def test_updates_of_many_threads(engine, hf):
+    """Each sees whole weights, whatever others do at the time."""
+    weights = {name: tensor.numpy() for name, tensor in hf.state_dict().items()}
+    first, faults = engine.version, []
+
+    def update():
+        try:
+            for _ in range(5):
+                engine.update_weights(weights)
+                assert engine.params.target is not None
+        except Exception as error:
+            faults.append(error)
+
+    threads = [threading.Thread(target=update) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not faults and engine.version == first + 15
+
+
+def test_an_update_that_fails_half_way(engine, original, monkeypatch):
+    """Nothing is generated by weights of two versions, and another update mends them."""
+    from specjax.rl.weights import Source
+
+    stream = engine.stream(PROMPTS, [replace(long(), max_tokens=n) for n in (2, 40, 40, 40)])
+    rollouts, version = [next(stream)], engine.version
+    copy, seen = Source.copy, []
+
+    def fail(self, *args):
+        seen.append(self)
+        if len(seen) == fails_at:
+            raise MemoryError("no room")
+        return copy(self, *args)
+
+    monkeypatch.setattr(Source, "copy", fail)
+    for fails_at in 1, 3:
+        seen.clear()
+        with pytest.raises(MemoryError):
+            engine.update_weights(noisy(original, 1))
+        assert engine.version == version
+        if fails_at == 1:  # nothing has changed, and rollouts go on
+            engine.score([([1], [2])])
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="half-way"):
+        engine.generate(PROMPTS, SAMPLED)
+    with pytest.raises(RuntimeError, match="half-way"):
+        engine.score([([1], [2])])
+    with pytest.raises(ValueError, match="half-way"):
+        engine.update_weights(original, pause="wait")
+    engine.update_weights(original)
+    rollouts += stream
+    assert [one.is_partial for one in rollouts] == [False] * 4
+    assert {one.versions[-1].version for one in rollouts[1:]} == {version + 1}
+
+
 # --- partial rollouts -----------------------------------------------------------------------------
 
 
@@ -633,6 +800,7 @@ def test_asleep_in_the_middle(engine, original):
     engine.sleep(2)
     weights = noisy(original, 6)
     engine.update_weights(weights)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(engine.params))
     engine.wake_up()
     jax.tree.map(np.testing.assert_array_equal, engine.params.target, weights)
     assert len(engine.generate(PROMPTS, params)) == 4
@@ -670,6 +838,39 @@ def test_weights_that_do_not_fit_change_nothing(engine, original):
     with pytest.raises(ValueError, match="fc"):
         engine.update_weights(original, drafter={"fc.weight": np.zeros(2, np.float32)})
     assert engine.checksum() == before and engine.version == version
+
+
+def test_weights_that_are_no_more(engine, original):
+    """Donated to the trainer's own step, most often."""
+    weights = noisy(original, 1)
+    before, leaves = engine.checksum(), jax.tree.leaves(weights)
+    leaves[2].delete()
+    with pytest.raises(ValueError, match="deleted, or donated"):
+        engine.update_weights(weights)
+    shapes = jax.eval_shape(lambda x: x, original)
+    with pytest.raises(ValueError, match="not an array"):
+        engine.update_weights(shapes)
+    assert engine.checksum() == before
+    assert len(engine.generate(PROMPTS, SAMPLED)) == 2 * len(PROMPTS)
+
+
+def test_a_draft_vocabulary_is_compiled_in(engine, speculation):
+    from safetensors.numpy import load_file
+
+    drafter = jax.tree.map(np.array, engine.params.drafter)
+    version = engine.drafter_version
+    with pytest.raises(ValueError, match="target_ids"):
+        engine.update_drafter(replace(drafter, target_ids=drafter.target_ids[::-1]))
+    with pytest.raises(ValueError, match="target_ids"):
+        engine.update_drafter(replace(drafter, target_ids=drafter.target_ids[:-1]))
+    (file,) = Path(speculation["model"]).glob("*.safetensors")
+    tensors = load_file(file)
+    for other in (tensors["d2t"][::-1].copy(), tensors["d2t"][:-1]):
+        with pytest.raises(ValueError, match="draft vocabulary"):
+            engine.update_drafter(tensors | {"d2t": other})
+    assert engine.drafter_version == version
+    engine.update_drafter(tensors)
+    assert engine.drafter_version == version + 1
 
 
 def test_names_of_hugging_face_that_do_not_fit(engine, hf):
@@ -739,6 +940,14 @@ def test_settings_that_a_rollout_engine_makes_itself(target):
             RolloutEngine(target.folder, **{name: value}, **SETTINGS)
     with pytest.raises(ValueError, match="raw_logprobs"):
         RolloutEngine(target.folder, raw_logprobs="yes", **SETTINGS)
+    synthetic = {
+        "method": "ngram",
+        "num_speculative_tokens": 2,
+        "verification": "synthetic",
+        "synthetic_acceptance_length": 2,
+    }
+    with pytest.raises(ValueError, match="synthetic"):
+        RolloutEngine(target.folder, speculative_config=synthetic, **SETTINGS)
     with pytest.raises(TypeError, match="speed"):
         RolloutEngine(target.folder, speed="high", **SETTINGS)
 
@@ -762,6 +971,8 @@ def test_closed(target):
         lambda: engine.score([([1], [2])]),
         lambda: engine.sleep(),
         lambda: engine.abort(),
+        lambda: engine.params,
+        lambda: engine.update_weights({}),
     ):
         with pytest.raises(RuntimeError, match="closed"):
             call()

@@ -1,5 +1,7 @@
 """Rollouts as arrays."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -34,7 +36,13 @@ def test_prompts_end_and_outputs_begin_in_one_column():
             rollout([8, 9], [1, 2, 3], [(4, 3)]),
         ]
     )
+    batch = RolloutBatch(
+        replace(one, prompt_index=i // 2, finish_reason=reason)
+        for i, (one, reason) in enumerate(zip(batch, ("stop", "abort", "length"), strict=True))
+    )
     arrays = batch.padded(PAD)
+    assert arrays.prompt_indices.tolist() == [0, 0, 1]
+    assert arrays.is_complete.tolist() == [True, False, True]
     assert arrays.prompt_tokens.tolist() == [[1, 2, 3], [PAD, PAD, 1], [PAD, 8, 9]]
     assert arrays.tokens.tolist() == [[4, 5, PAD], [PAD] * 3, [1, 2, 3]]
     assert arrays.mask.tolist() == [[True, True, False], [False] * 3, [True] * 3]
@@ -43,7 +51,7 @@ def test_prompts_end_and_outputs_begin_in_one_column():
     assert arrays.versions.tolist() == [[3, 4, -1], [-1] * 3, [4, 4, 4]]
     assert arrays.prompt_lengths.tolist() == [3, 1, 2] and arrays.lengths.tolist() == [2, 0, 3]
     kinds = {name: array.dtype.name for name, array in arrays._asdict().items()}
-    assert kinds.pop("mask") == "bool"
+    assert {kinds.pop("mask"), kinds.pop("is_complete")} == {"bool"}
     assert {kinds.pop("logprobs"), kinds.pop("raw_logprobs")} == {"float32"}
     assert set(kinds.values()) == {"int32"}
 

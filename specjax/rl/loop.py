@@ -1,0 +1,272 @@
+"""The loop around an engine, a turn for every step: other callers come between two of them.
+
+Whoever generates steps the engine himself. There is no thread of the engine's own, and one thread
+is enough; with several, each steps for all.
+"""
+
+import threading
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from specjax.engine import Engine
+from specjax.host.sequence import Sequence as Sample
+from specjax.outputs import Completion
+from specjax.request import Request
+from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError
+from specjax.rl.running import Running
+from specjax.rl.starts import Start
+from specjax.rl.turns import Turns
+from specjax.tokenizer import ChatTokenizer
+
+T = TypeVar("T")
+
+
+class Loop:
+    """Rollouts and scores on their way, and what stops them.
+
+    Attributes:
+        turns: to be taken by whoever touches the engine; what says "within a turn" does not.
+        version: of the weights that the engine has.
+        is_torn: whether these are of two versions, an update having failed half-way.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, *, has_raw: bool):
+        self.engine = engine
+        self.turns = Turns()
+        self.version = 0
+        self.is_torn = False
+        self._tokenizer = tokenizer
+        self._has_raw = has_raw
+        self._is_closed = False
+        self._stops: dict[str, threading.Thread] = {}  # why nothing runs, and who said so
+        self._running: set[Running] = set()
+        self._failures: dict[Hashable, Exception] = {}  # by request, until its caller has heard
+        self._left: list[Request] = []  # by callers who could not take a turn to leave
+
+    def run(self, starts: list[Start], label: Hashable = None) -> Iterator[tuple[Running, Rollout]]:
+        """Rollouts as they end.
+
+        Raises:
+            RolloutError: after all of them, if some ended because the device failed, or because
+                nothing will ever run again.
+        """
+        failure: Exception | None = None
+        requests = [start.request for start in starts]
+        with self._queued(requests, partial(self._track, starts, label)) as remaining:
+            while remaining:
+                try:
+                    self._step_until(lambda: any(one.sequence.is_finished for one in remaining))
+                except Exception as error:
+                    if self._is_closed:
+                        raise
+                    failure = error
+                    with self.turns:
+                        self._end(remaining)
+                for running in [one for one in remaining if one.sequence.is_finished]:
+                    remaining.remove(running)
+                    rollout = self._hand_out(running)
+                    failure = failure or self._failure_of([running.sequence])
+                    yield running, rollout
+        if failure is not None:
+            raise RolloutError(f"{failure}", RolloutBatch(())) from failure
+
+    def complete(self, requests: list[Request]) -> list[Sample]:
+        """The samples of requests that nobody aborts, run to their ends.
+
+        Raises:
+            RuntimeError: the device failed, or nothing will ever run again.
+        """
+        with self._queued(requests, list) as samples:
+            while not all(sample.is_finished for sample in samples):
+                self._step_until(lambda: all(sample.is_finished for sample in samples))
+            with self.turns:  # so that who dropped one of them has said so
+                failure = self._failure_of(samples)
+        failure = failure or next((sample.error for sample in samples if sample.error), None)
+        if failure is not None:
+            raise RuntimeError(f"ended early: {failure}") from failure
+        return samples
+
+    def stop(self, why: str) -> None:
+        """Within a turn: let nothing run until `go`, which must give the same reason."""
+        self._stops[why] = threading.current_thread()
+
+    def go(self, why: str) -> None:
+        """Within a turn: take a `stop` back."""
+        self._stops.pop(why, None)
+
+    def is_stopped(self, why: str) -> bool:
+        """Whether there was a `stop` for this reason."""
+        return why in self._stops
+
+    def hold(self, pause: str) -> None:
+        """Within a turn: bring what runs to where weights may change.
+
+        Raises:
+            ValueError: all is to be waited for, but will not run.
+            Exception: the device failed.
+        """
+        if pause == "wait":
+            self._check_may_wait()
+            while self.engine.has_work:
+                self._advance(self.engine.step)
+        self._advance(self.engine.land)
+        if pause == "abort":
+            self._end(self._running)
+
+    def abort(self, label: Hashable = None) -> None:
+        """Within a turn: end rollouts as they are; those of calls with a label, or all."""
+        self._advance(self.engine.land)
+        self._end(one for one in self._running if label is None or one.label == label)
+
+    def close_spans(self) -> None:
+        """Within a turn: note that what has come is of the weights as they are."""
+        for running in self._running:
+            running.close_span(self.version)
+
+    def close(self) -> None:
+        """Within a turn: let go of the engine; whoever waits hears of it."""
+        self._is_closed = True
+        del self.engine
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether there is an engine no more."""
+        return self._is_closed
+
+    def check_open(self) -> None:
+        """Refuse to touch an engine that is no more."""
+        if self._is_closed:
+            raise RuntimeError("this RolloutEngine is closed; build a new one")
+
+    def check_ready(self) -> None:
+        """Refuse to generate what nobody could use."""
+        self.check_open()
+        if self.is_torn:
+            raise RuntimeError(
+                "an update of the weights failed half-way, so that they are of two versions; "
+                "call update_weights again"
+            )
+
+    @contextmanager
+    def _queued(
+        self, requests: list[Request], track: Callable[[list[Sample]], list[T]]
+    ) -> Iterator[list[T]]:
+        """Queue requests, and abort those that have not ended when the block is left.
+
+        What `track` makes of their samples is there before anything can happen to them.
+        """
+        try:
+            with self.turns:
+                self.check_ready()
+                self.engine.prepare(requests)
+                tracked = track([sample for one in requests for sample in self.engine.add(one)])
+            yield tracked
+        finally:
+            if self.turns.is_mine:  # thrown away in the midst of a step, by the garbage collector
+                self._left += requests
+            else:
+                with self.turns:
+                    self._leave(requests)
+
+    def _leave(self, requests: Collection[Request]) -> None:
+        ids = {request.request_id for request in requests}
+        self._running = {one for one in self._running if one.request_id not in ids}
+        for request_id in ids:
+            self._failures.pop(request_id, None)
+            if not self._is_closed:
+                self.engine.abort(request_id)
+        if not self._is_closed:
+            with suppress(Exception):  # nobody waits for what is read there
+                self._advance(self.engine.drain)
+
+    def _track(self, starts: list[Start], label: Hashable, samples: list[Sample]) -> list[Running]:
+        """Keep an account of the versions that draw these samples."""
+        owner = {start.request.request_id: start for start in starts}
+        tracked = []
+        for place, sequence in enumerate(samples):
+            start = owner[sequence.request.request_id]
+            before = start.before
+            tracked.append(
+                Running(
+                    sequence,
+                    Completion(sequence, self._tokenizer),
+                    start.params,
+                    place,
+                    start.prompt_index,
+                    sequence.index if before is None else before.sample_index,
+                    label,
+                    before,
+                    [] if before is None else list(before.versions),
+                )
+            )
+        self._running.update(tracked)
+        return tracked
+
+    def _hand_out(self, running: Running) -> Rollout:
+        with self.turns:
+            self._running.discard(running)
+            return running.rollout(self.version, has_raw=self._has_raw)
+
+    def _step_until(self, is_done: Callable[[], bool]) -> None:
+        """One step, as soon as nobody else has the turn and nothing stops it; none if it is done.
+
+        What fails in it is told to every call that had something on its way, this one included.
+        """
+        me = threading.current_thread()
+        with self.turns:
+            self.turns.wait_for(
+                lambda: is_done()
+                or self._is_closed
+                or not self._stops
+                or me in self._stops.values()
+            )
+            if is_done():
+                return
+            self.check_ready()
+            if self._stops:
+                raise RuntimeError(
+                    "the engine was paused, or sent to sleep, by the thread that generates; call "
+                    "resume or wake_up before"
+                )
+            if self._left:
+                left, self._left = self._left, []
+                self._leave(left)
+            with suppress(Exception):
+                self._advance(self.engine.step)
+
+    def _advance(self, move: Callable[[], Any]) -> None:
+        """Have the engine do something in which the device may fail."""
+        before = list(self.engine.unfinished_ids)
+        try:
+            move()
+        except BaseException as error:
+            # It has dropped everything by itself, unless it was interrupted: who knows where.
+            if not isinstance(error, Exception) or self.engine.has_work:
+                self.engine.reset()
+            cause = error if isinstance(error, Exception) else RuntimeError("it was interrupted")
+            self._failures |= dict.fromkeys(before, cause)
+            raise
+
+    def _failure_of(self, samples: Iterable[Sample]) -> Exception | None:
+        """What made the device drop one of these samples."""
+        found = (self._failures.get(one.request.request_id) for one in samples)
+        return next((failure for failure in found if failure is not None), None)
+
+    def _end(self, rollouts: Iterable[Running]) -> None:
+        """End rollouts as they are; nothing of them is on its way."""
+        for running in list(rollouts):
+            self.engine.abort(running.request_id)
+
+    def _check_may_wait(self) -> None:
+        if self._stops:
+            raise ValueError(
+                "pause='wait': the engine is paused already, so that nothing would finish; use "
+                "'keep' or 'abort', or resume before"
+            )
+        if self.is_torn:
+            raise ValueError(
+                "pause='wait': an update failed half-way, and nothing may be generated by weights "
+                "of two versions; use 'keep' or 'abort'"
+            )

@@ -1,0 +1,129 @@
+"""What a user asks of a rollout engine, checked, as requests that have not been queued."""
+
+import itertools
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from specjax.prompts import RequestMaker, as_prompt_list, one_each
+from specjax.request import Request
+from specjax.rl.rollouts import Rollout
+from specjax.sampling_params import SamplingParams
+
+
+class Start(NamedTuple):
+    """A request for the samples of a prompt, or for one that goes on."""
+
+    request: Request
+    params: SamplingParams  # as the user gave them
+    prompt_index: int
+    before: Rollout | None = None
+
+
+class StartMaker:
+    """Makes requests. Prompts are numbered through all calls, and have seeds by their number."""
+
+    def __init__(self, request_maker: RequestMaker):
+        self._request_maker = request_maker
+        self._ids = itertools.count()
+        self._lock = threading.Lock()  # no two calls may number their prompts alike
+        self.num_prompts = 0
+
+    def make(self, prompts: Any, sampling_params: Any, *, counts: bool = True) -> list[Start]:
+        """Requests for prompts, or for rollouts that go on.
+
+        Args:
+            counts: whether prompts take their numbers, which the next call then begins after.
+
+        Raises:
+            ValueError: one of them cannot be served.
+        """
+        listed: list[Any] = [prompts] if isinstance(prompts, Rollout) else as_prompt_list(prompts)
+        are_rollouts = [isinstance(one, Rollout) for one in listed]
+        with self._lock:
+            if not any(are_rollouts):
+                starts = self._make_new(listed, sampling_params)
+                self.num_prompts += len(starts) if counts else 0
+                return starts
+            if not all(are_rollouts):
+                raise ValueError("prompts and rollouts do not go together; make two calls")
+            if sampling_params is not None:
+                raise ValueError("sampling_params: rollouts go on under their own; leave it out")
+            return [self._make_resumed(one, f"rollout {i}") for i, one in enumerate(listed)]
+
+    def make_scored(
+        self, sample: Any, params: SamplingParams | None, where: str, *, exports_features: bool
+    ) -> Request | None:
+        """A request for the scores of a rollout, or of a prompt and a completion.
+
+        None if there is nothing to score.
+
+        Raises:
+            ValueError: it is neither, or has tokens that cannot be scored.
+        """
+        if isinstance(sample, Rollout):
+            params = sample.params if params is None else params
+            sample = sample.prompt_token_ids, sample.token_ids
+        if not isinstance(sample, Sequence) or isinstance(sample, str) or len(sample) != 2:
+            raise ValueError(
+                f"{where} must be a Rollout, or token ids of a prompt and a completion"
+            )
+        prompt, output = sample
+        if not len(output):
+            return None
+        params = _reporting(SamplingParams() if params is None else params, where)
+        with self._lock:
+            return self._request_maker.make_scored(
+                prompt,
+                output,
+                params,
+                ("score", next(self._ids)),
+                where,
+                exports_features=exports_features,
+            )
+
+    def _make_new(self, prompts: list[Any], sampling_params: Any) -> list[Start]:
+        given = SamplingParams() if sampling_params is None else sampling_params
+        listed = one_each("sampling_params", given, len(prompts))
+        starts = []
+        for i, (prompt, params) in enumerate(zip(prompts, listed, strict=True)):
+            request = self._request_maker.make(
+                prompt,
+                _reporting(params, f"prompt {i}"),
+                self.num_prompts + i,
+                f"prompt {i}",
+                request_id=("rollout", next(self._ids)),
+            )
+            starts.append(Start(request, params, i))
+        return starts
+
+    def _make_resumed(self, rollout: Rollout, where: str) -> Start:
+        if not rollout.is_partial:
+            raise ValueError(
+                f"{where} has ended (finish_reason={rollout.finish_reason!r}); only those that "
+                "were aborted go on"
+            )
+        params = replace(rollout.params, n=1, seed=rollout.seed)
+        request = self._request_maker.make(
+            rollout.prompt_token_ids.tolist(),
+            _reporting(params, where),
+            0,
+            where,
+            request_id=("rollout", next(self._ids)),
+            output=rollout.token_ids.tolist(),
+        )
+        return Start(request, rollout.params, rollout.prompt_index, rollout)
+
+
+def _reporting(params: Any, where: str) -> SamplingParams:
+    """Parameters under which every token's log-probability is reported."""
+    if not isinstance(params, SamplingParams):
+        raise ValueError(f"{where}: sampling_params={params!r} must be a SamplingParams")
+    for name in "logprobs", "prompt_logprobs":
+        if getattr(params, name) is not None:
+            raise ValueError(
+                f"{where}: {name}={getattr(params, name)} is not for rollouts, which always bring "
+                "the log-probability of every token; leave it out (score has those of given tokens)"
+            )
+    return replace(params, logprobs=0)
