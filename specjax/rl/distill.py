@@ -6,7 +6,7 @@ the target makes of them now. Outputs stay the target's, whatever the drafter ha
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,15 +19,16 @@ import orbax.checkpoint as ocp
 from specjax.config import check_positive
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.rl.engine import RolloutEngine
-from specjax.rl.rollouts import Rollout
+from specjax.rl.rollouts import Rollout, Score
 from specjax.train.data import Document
 from specjax.train.drafter import (
+    Exported,
     FeatureSet,
     Frozen,
     drafter_loss,
     split_frozen,
 )
-from specjax.train.loop import begin, make_train_step
+from specjax.train.loop import TrainState, begin, make_train_step
 from specjax.train.optimizer import steady_adamw
 
 KEPT_CHECKPOINTS = 2  # the newest, and the one before in case it is damaged
@@ -45,6 +46,9 @@ class RefitReport(NamedTuple):
 
 class OnlineDistiller:
     """Owns a trainable copy of an engine's drafter, in float32, and its optimiser's state.
+
+    Where somebody else has given the engine another drafter since, `refit` and `save` take that
+    one over: its weights count, the optimiser begins anew, and steps are counted on.
 
     Args:
         engine: its drafter is EAGLE-1, EAGLE-3 or MTP.
@@ -87,16 +91,10 @@ class OnlineDistiller:
         self._batch_size, self._length, self._seed = batch_size, length, seed
         self._memory = memory
         self._documents: list[Document] = []
-        # Copies: the engine gives its arrays up for newer ones.
-        trainable, frozen = split_frozen(engine.params.drafter)
-        trainable = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trainable)
-        self._frozen = jax.tree.map(lambda x: jnp.array(x, copy=True), frozen)
-        optimizer = steady_adamw(learning_rate)
-        # What is bound to a device and what is not are different arguments to a compiled function.
-        self._place = jax.tree.leaves(trainable)[0].sharding
-        self._state = jax.device_put(begin(trainable, optimizer), self._place)
+        self._optimizer = steady_adamw(learning_rate)
         loss = drafter_loss(engine.target, drafter.head, num_unrolled=num_unrolled)
-        self._train_step = make_train_step(loss, optimizer, seed)
+        self._train_step = make_train_step(loss, self._optimizer, seed)
+        self._version, self._state = engine.drafter_version, self._begin()
 
     @property
     def num_steps(self) -> int:
@@ -111,6 +109,7 @@ class OnlineDistiller:
 
         Raises:
             ValueError: there is nothing to learn from, or `steps` is not positive.
+            RuntimeError: the engine got another drafter during the refit, and keeps it.
         """
         check_positive(steps=steps)
         start = time.perf_counter()
@@ -124,7 +123,8 @@ class OnlineDistiller:
         documents = [*new, *self._documents][: self._memory]
         if not documents:
             raise ValueError("refit needs rollouts with tokens, and there are none in memory")
-        features = self._score(documents)
+        self._take_over()
+        features = FeatureSet.exported(documents, self._scored(documents), self._length)
         self._documents = documents
         frozen = Frozen(self._engine.params.target, self._frozen)
         frozen = jax.device_put(frozen, self._place)
@@ -134,7 +134,12 @@ class OnlineDistiller:
             self._state, metrics = self._train_step(self._state, frozen, batch)
             log.append(metrics)
         first, last = ({k: float(v) for k, v in log[i].items()} for i in (0, -1))
-        self._publish()
+        if self._engine.drafter_version != self._version:
+            raise RuntimeError(
+                "the engine got another drafter while this one was trained, and keeps it; refit "
+                "again, which goes on from the engine's"
+            )
+        self._publish(self._frozen)
         num_tokens = int(features.rows.is_answer.sum())
         return RefitReport(first, last, len(documents), num_tokens, time.perf_counter() - start)
 
@@ -143,6 +148,7 @@ class OnlineDistiller:
 
         It is written whole or not at all, beside the one before, which is kept.
         """
+        self._take_over()
         arrays = self._arrays()
         facts = {
             "version": self._engine.version,
@@ -167,10 +173,11 @@ class OnlineDistiller:
         engine = self._engine
         arrays, facts = _read(_absolute(directory), self._arrays())
         version = facts["version"]
-        if not _are_equal(arrays["frozen"], self._frozen):
+        vocabularies = (part.get("target_ids") for part in (arrays["frozen"], self._frozen))
+        if not _are_equal(*vocabularies):
             raise ValueError(
-                f"{directory} is of a drafter with another vocabulary or embedding; restore into "
-                "an engine of the drafter's checkpoint that training began with"
+                f"{directory} is of a drafter with another vocabulary; restore into an engine of "
+                "the drafter's checkpoint that training began with"
             )
         if version < engine.version:
             raise ValueError(
@@ -189,26 +196,62 @@ class OnlineDistiller:
             Document(np.asarray(one["tokens"], np.int32), one["num_prompt"])
             for one in facts["rollouts"]
         ]
-        self._publish()
+        self._publish(arrays["frozen"])
 
-    def _score(self, documents: Sequence[Document]) -> FeatureSet:
-        """What the target makes of them now."""
-        ids = [document.tokens.tolist() for document in documents]
-        pairs = [
-            (x[: d.num_prompt], x[d.num_prompt :]) for x, d in zip(ids, documents, strict=True)
-        ]
-        scores = self._engine.score(pairs, features=True)
-        hidden = [score.hidden for score in scores if score.hidden is not None]
-        auxiliary = [score.auxiliary for score in scores if score.auxiliary is not None]
-        return FeatureSet.exported(documents, hidden, auxiliary or None, self._length)
+    @property
+    def _frozen(self) -> dict[str, Any]:
+        """What is not trained of the drafter: the engine's own, whoever changed it last."""
+        return split_frozen(self._engine.params.drafter)[1]
 
-    def _publish(self) -> None:
-        self._engine.update_drafter(replace(self._state.trainable, **self._frozen))
+    @property
+    def _place(self) -> jax.sharding.Sharding:
+        return jax.tree.leaves(self._state.trainable)[0].sharding
+
+    def _begin(self) -> TrainState:
+        """The state before the first step from the engine's drafter."""
+        trainable, _ = split_frozen(self._engine.params.drafter)
+        # Copies: the engine gives its arrays up for newer ones.
+        trainable = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trainable)
+        # What is bound to a device and what is not are different arguments to a compiled function.
+        place = jax.tree.leaves(trainable)[0].sharding
+        return jax.device_put(begin(trainable, self._optimizer), place)
+
+    def _take_over(self) -> None:
+        """Go on from the engine's drafter, if it is not the one that was published last."""
+        version = self._engine.drafter_version  # before the weights, lest newer ones pass for it
+        if version != self._version:
+            # What the optimiser knows is of other weights.
+            self._state = self._begin()._replace(step=self._state.step)
+            self._version = version
+
+    def _scored(self, documents: Sequence[Document]) -> Iterator[Exported]:
+        """What the target makes of them now.
+
+        They come in batches: of documents much longer than `length` all would take many times the
+        memory of what is learnt from.
+        """
+        for start in range(0, len(documents), self._batch_size):
+            pairs = [
+                (tokens[:num_prompt].tolist(), tokens[num_prompt:].tolist())
+                for tokens, num_prompt in documents[start : start + self._batch_size]
+            ]
+            scores = self._engine.score(pairs, features=True)
+            while scores:  # none is held on to while the next batch is scored
+                yield _features(scores.pop(0))
+
+    def _publish(self, frozen: Mapping[str, Any]) -> None:
+        update = self._engine.update_drafter(replace(self._state.trainable, **frozen))
+        self._version = update.version
 
     def _arrays(self) -> dict[str, Any]:
         """What a checkpoint holds, rollouts aside."""
         target = self._engine.params.target
         return {"state": self._state, "frozen": self._frozen, "target": target}
+
+
+def _features(score: Score) -> Exported:
+    assert score.hidden is not None
+    return score.hidden, score.auxiliary
 
 
 def _absolute(directory: str | Path) -> Path:

@@ -18,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from specjax.device.models.model import Model
+from specjax.rl.weights import paths
 from specjax.train.context import CausalRows
 
 Names = Mapping[str, "str | Rule"]
@@ -39,7 +40,7 @@ class Policy(nnx.Module):
     def __init__(self, target: Model, params: Any, dtype: Any = None):
         self.target = target
         self.structure = jax.tree.structure(params)
-        self.paths = tuple(_keys(path) for path, _ in jax.tree_util.tree_leaves_with_path(params))
+        self.paths = tuple(paths(params))
         for name, child in _children(params):
             setattr(self, name, _module(child, dtype))
 
@@ -82,17 +83,9 @@ def _children(tree: Any) -> list[tuple[str, Any]]:
     return list(tree.items()) if isinstance(tree, Mapping) else []
 
 
-def _keys(path: tuple[Any, ...]) -> tuple[str | int, ...]:
-    """Names of fields, keys of mappings and numbers of items on a path of `jax.tree_util`."""
-    return tuple(
-        next(getattr(key, kind) for kind in ("name", "key", "idx") if hasattr(key, kind))
-        for key in path
-    )
-
-
-def _at(node: Any, path: tuple[str | int, ...]) -> Any:
-    for key in path:
-        node = node[key] if isinstance(key, int) else getattr(node, key)
+def _at(node: Any, path: str) -> Any:
+    for key in path.split("."):
+        node = node[int(key)] if key.isdigit() else getattr(node, key)
     return node
 
 
@@ -187,13 +180,12 @@ def _tensors(
 
 def _flat(state: Any) -> dict[str, Any]:
     """Arrays by path, whether the state holds them bare or in variables."""
-    leaves = jax.tree_util.tree_leaves_with_path(
-        state, is_leaf=lambda node: isinstance(node, nnx.Variable)
-    )
-    return {
-        ".".join(map(str, _keys(path))): leaf[...] if isinstance(leaf, nnx.Variable) else leaf
-        for path, leaf in leaves
-    }
+
+    def is_variable(node: Any) -> bool:
+        return isinstance(node, nnx.Variable)
+
+    bare = jax.tree.map(lambda x: x[...] if is_variable(x) else x, state, is_leaf=is_variable)
+    return paths(bare)
 
 
 def _merged(arrays: dict[str, Any], lora_scale: float | None) -> dict[str, Any]:

@@ -7,7 +7,7 @@ for a `BaseRollout`.
 
 import importlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import MISSING, dataclass, fields, replace
 from typing import Any
 
 import jax
@@ -44,15 +44,19 @@ class TunixRollout:
 
     Tunix asks for a group of samples by repeating a prompt: equal prompts of a call become samples
     of one request, which share its pages. Every call may bring other lengths and parameters;
-    nothing compiles for it. A seed fixes what a call draws; without one, every call draws anew, as
-    it must where Tunix's micro batches split the samples of a prompt over calls.
+    nothing compiles for it.
+
+    Every call draws anew, as it must where Tunix's micro batches split the samples of a prompt over
+    calls. The seed of a config (the engine's, without one) and the number of the call since
+    construction fix what a call draws: a run of the same calls draws the same.
 
     Args:
         rollout_actor: the model being trained, whose weights the engine starts with.
         tokenizer: with Tunix's methods encode, decode, bos_id, eos_id and pad_id.
         mesh: where Tunix wants the rollouts; one device.
-        rollout_config: Tunix's `RolloutConfig`, or one for each mode; the longest prompts and
-            outputs set `max_model_len`, `data_type` sets `dtype`, unless they are given.
+        rollout_config: Tunix's `RolloutConfig` for training, or one for each mode; the longest
+            prompts and outputs set `max_model_len`, `data_type` sets `dtype`, unless they are
+            given.
         model: the checkpoint that the actor was made from, a folder or hub id, for the engine.
         speculative_config: as `RolloutEngine` takes it.
         names: rules that give the actor's parameters their names in the checkpoint, see
@@ -78,8 +82,8 @@ class TunixRollout:
         lora_scale: float | None = None,
         **options: Any,
     ):
-        is_by_mode = isinstance(rollout_config, Mapping)
-        configs = list(rollout_config.values()) if is_by_mode else [rollout_config]
+        by_mode = _by_mode(rollout_config)
+        configs = list(by_mode.values())
         _check_tokenizer(tokenizer)
         _check_mesh(mesh)
         _check_on_device(rollout_actor)
@@ -87,6 +91,11 @@ class TunixRollout:
         self._tokenizer = tokenizer
         self._names = names_of(rollout_actor) if names is None else names
         self._lora_scale = lora_scale
+        if self._is_masked(self._encode("")):
+            raise ValueError(
+                f"tokenizer begins every prompt with its padding, token {self.pad_id()}, which "
+                "Tunix masks wherever it trains; give the tokenizer another token for padding"
+            )
         for config in configs:
             _check_config(config)
             self._sampling_params(config, {})
@@ -94,7 +103,7 @@ class TunixRollout:
         self._max_model_len = options["max_model_len"]
         self._root_seed = options.get("seed", 0)
         self._num_calls = 0
-        self._temperature = configs[0].temperature
+        self._temperature = _training(by_mode).temperature
         self.engine = RolloutEngine(model, speculative_config=speculative_config, **options)
         try:
             if rollout_actor is not None:
@@ -118,6 +127,11 @@ class TunixRollout:
         _check_config(rollout_config)
         params = self._sampling_params(rollout_config, kwargs)
         encoded = [self._encode(prompt) for prompt in prompts]
+        if any(map(self._is_masked, encoded)):
+            raise ValueError(
+                f"a prompt begins with the padding, token {self.pad_id()}, which Tunix masks "
+                "wherever it trains; leave it out"
+            )
         longest = max(map(len, encoded), default=0)
         if longest + rollout_config.max_tokens_to_generate > self._max_model_len:
             raise ValueError(
@@ -140,7 +154,6 @@ class TunixRollout:
         order = [place for places in samples.values() for place in places]
         by_place = dict(zip(order, batch, strict=True))
         rollouts = [by_place[place] for place in range(len(encoded))]
-        self._temperature = rollout_config.temperature
         make = RolloutOutput if _tunix is None else _tunix.RolloutOutput
         return make(
             text=[self._tokenizer.decode(rollout.token_ids.tolist()) for rollout in rollouts],
@@ -159,8 +172,8 @@ class TunixRollout:
     ) -> jax.Array:
         """Log-probabilities f32[B, T] of completions under the engine's weights, 0 at padding.
 
-        They are of the logits over the temperature of the last call to `generate`, as Tunix's
-        trainers take theirs, and not truncated: recomputed, not remembered.
+        They are of the logits over the temperature of training, and not truncated: recomputed, not
+        remembered.
 
         Args:
             prompt_tokens: i32[B, P], padded on the left.
@@ -175,6 +188,8 @@ class TunixRollout:
                 end += 1  # the end of sequence that looks like padding
             if end:
                 pairs[row] = prompt[start:].tolist(), completion[:end].tolist()
+        # Tunix asks when it trains, and takes the actor's and the reference's by its config of that
+        # mode, whatever was generated meanwhile to evaluate. Over 0 it divides nothing.
         params = SamplingParams(temperature=self._temperature or 1.0)
         scores = self.engine.score(list(pairs.values()), params)
         for row, score in zip(pairs, scores, strict=True):
@@ -239,17 +254,36 @@ class TunixRollout:
             tokens = [bos, *tokens[start:]]
         return tuple(map(int, tokens))
 
+    def _is_masked(self, tokens: tuple[int, ...]) -> bool:
+        """Whether a prompt begins with what nothing tells from the padding before it."""
+        return tokens[:1] == (self.pad_id(),)
+
     def _seed(self, seed: Any) -> int:
-        """A seed for a call, from a key or a number; from the count of calls without one."""
+        """A seed for the next call, from a key or a number, or the engine's without one."""
         if seed is None:
-            self._num_calls += 1
-            words = [self._root_seed, self._num_calls]
+            words = [self._root_seed]
         elif isinstance(seed, int | np.integer):
             words = [int(seed) % 2**64]
         else:
             is_typed = jnp.issubdtype(seed.dtype, jax.dtypes.prng_key)
             words = np.asarray(jax.random.key_data(seed) if is_typed else seed).ravel().tolist()
-        return int(np.random.SeedSequence(words).generate_state(1)[0])
+        self._num_calls += 1
+        return int(np.random.SeedSequence([*words, self._num_calls]).generate_state(1)[0])
+
+
+def _by_mode(config: Any) -> Mapping[Any, Any]:
+    return config if isinstance(config, Mapping) else {"train": config}
+
+
+def _training(by_mode: Mapping[Any, Any]) -> Any:
+    """The config of Tunix's Mode.TRAIN, or of its value."""
+    found = [config for mode, config in by_mode.items() if getattr(mode, "value", mode) == "train"]
+    if not found:
+        raise ValueError(
+            f"rollout_config has the modes {', '.join(map(str, by_mode))}; add Mode.TRAIN, whose "
+            "temperature get_per_token_logps goes by"
+        )
+    return found[0]
 
 
 def _sized(configs: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -314,11 +348,12 @@ def _check_config(config: Any) -> None:
             refused[name] = "leave it at -1 or 1, one device"
     if getattr(config, "rollout_mapping_config", None) is not None:
         refused["rollout_mapping_config"] = "give TunixRollout names, see hf_named"
-    defaults = type(config)()
-    for name in vars(config):
-        if name.startswith(("rollout_vllm_", "rollout_sglang_jax_")):
-            if getattr(config, name) != getattr(defaults, name):
-                refused[name] = "leave it out; TunixRollout takes the engine's own options"
+    for option in fields(config):
+        if option.name.startswith(("rollout_vllm_", "rollout_sglang_jax_")):
+            make = option.default_factory
+            default = option.default if make is MISSING else make()
+            if getattr(config, option.name) != default:
+                refused[option.name] = "leave it out; TunixRollout takes the engine's own options"
     if refused:
         listed = "; ".join(f"{k}={getattr(config, k)!r}: {v}" for k, v in refused.items())
         raise ValueError(f"rollout_config asks for what this engine does not have: {listed}")

@@ -1,10 +1,10 @@
 """Training drafters (EAGLE-1, EAGLE-3, MTP) against a frozen target, by the engine's forward."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document, padded_rows, shuffled_indices, window
 from specjax.train.loop import Loss, Schedule, fit
 from specjax.train.target import init_params, matrix_labels
+
+# The target's features of a document: hidden [n - 1, D], and auxiliary [n - 1, A D] if it has any.
+Exported: TypeAlias = tuple[np.ndarray, np.ndarray | None]
 
 UNTRAINED = ("embedding", "target_ids")  # fields of drafters' parameters
 
@@ -91,13 +94,13 @@ class FeatureSet:
     def exported(
         cls,
         documents: Sequence[Document],
-        hidden: Sequence[np.ndarray],
-        auxiliary: Sequence[np.ndarray] | None,
+        features: Iterable[Exported],
         length: int,
     ) -> "FeatureSet":
-        """Features [n - 1, D] that were computed elsewhere, of all but each document's last token.
+        """Features that were computed elsewhere, of all but each document's last token.
 
-        What is longer than `length` is cut as `window` says; the features are of the whole.
+        What is longer than `length` is cut as `window` says; the features are of the whole, and
+        none are kept while the next are made, if `features` makes them one by one.
 
         Raises:
             ValueError: no document has an answer within `length`.
@@ -111,20 +114,29 @@ class FeatureSet:
             length,
         )
         _check_answers(is_answer, length)
-
-        def padded(features: Sequence[np.ndarray]) -> np.ndarray:
-            rows = [one[w] for one, w in zip(features, windows, strict=True)]
-            return np.stack([np.pad(row, ((0, length - len(row)), (0, 0))) for row in rows])
-
-        nothing = np.zeros((*tokens.shape, 0), np.float32)
-        others = nothing if auxiliary is None else padded(auxiliary)
-        return cls(Batch(tokens, is_answer, padded(hidden), others))
+        # Not a loop, whose variables would outlive their turn.
+        rows = list(map(partial(_window_row, length=length), features, windows))
+        hidden, auxiliary = (np.stack(part) for part in zip(*rows, strict=True))
+        return cls(Batch(tokens, is_answer, hidden, auxiliary))
 
     def batch_at(self, step: int, batch: int, seed: int) -> Batch:
         """The rows of a training step, a pure function of its arguments."""
         index = shuffled_indices(len(self.rows.tokens), step, batch, seed)
         tokens, is_answer, hidden, auxiliary = (jnp.array(part[index]) for part in self.rows)
         return Batch(tokens, is_answer, hidden.astype(jnp.float32), auxiliary.astype(jnp.float32))
+
+
+def _window_row(one: Exported, kept: slice, *, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """What is kept of a document's features, in arrays of their own [length, ...]."""
+    hidden, auxiliary = one
+    if auxiliary is None:
+        auxiliary = np.zeros((len(hidden), 0), np.float32)
+
+    def padded(features: np.ndarray) -> np.ndarray:
+        rows = features[kept]
+        return np.pad(rows, ((0, length - len(rows)), (0, 0)))
+
+    return padded(hidden), padded(auxiliary)
 
 
 def _check_answers(is_answer: np.ndarray, length: int) -> None:

@@ -1,5 +1,6 @@
 """Refits: the step is optax's on the current target's features, and a drafter catches up by it."""
 
+import weakref
 from dataclasses import replace
 from functools import partial
 
@@ -10,6 +11,7 @@ import optax
 import optax.contrib
 import pytest
 from jax.tree_util import keystr, tree_leaves_with_path
+from safetensors.numpy import load_file
 
 from specjax import SamplingParams
 from specjax.device.drafters.drafter import Params
@@ -17,6 +19,7 @@ from specjax.device.models.model import Features
 from specjax.rl.distill import OnlineDistiller
 from specjax.rl.engine import RolloutEngine
 from specjax.train.context import CausalRows, UnrolledRows
+from specjax.train.data import Document, shuffled_indices, window
 from specjax.train.drafter import shift
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -46,6 +49,7 @@ def open_engine(checkpoints):
             drafter = str(heads[method](files).folder) if method in heads else None
         config = {"method": method, "model": drafter, "num_speculative_tokens": 2}
         engine = RolloutEngine(made, speculative_config=config if method else None, **SIZES)
+        engine.folder = made
         opened.append(engine)
         return engine
 
@@ -65,13 +69,26 @@ def distiller(engine, **settings):
     )
 
 
-def shifted(engine, scale=0.05):
-    """The target's weights, a step of training further."""
-    leaves, tree = jax.tree.flatten(engine.params.target)
+def moved(params, scale=0.05):
+    """Weights, a step of training further."""
+    leaves, tree = jax.tree.flatten(params)
     keys = jax.random.split(jax.random.key(7), len(leaves))
     pairs = zip(leaves, keys, strict=True)
-    moved = [x + scale * x.std() * jax.random.normal(k, x.shape) for x, k in pairs]
-    return jax.tree.unflatten(tree, moved)
+
+    def move(x, key):
+        noise = jax.random.normal(key, x.shape)
+        return x + scale * x.std() * noise if x.dtype == jnp.float32 else x
+
+    return jax.tree.unflatten(tree, [move(x, key) for x, key in pairs])
+
+
+def shifted(engine):
+    """The target's weights, a step of training further."""
+    return moved(engine.params.target)
+
+
+def copied(tree):
+    return jax.tree.map(np.array, tree)
 
 
 def assert_equal(one, other):
@@ -88,7 +105,7 @@ def test_a_refit_learns_and_changes_no_output(open_engine, prompts, method):
     greedy = SamplingParams(temperature=0, max_tokens=12)
     rollouts = engine.generate(prompts, SAMPLED)
     before = [one.token_ids.tolist() for one in engine.generate(prompts, greedy)]
-    old = jax.tree.map(np.array, engine.params.drafter)
+    old = copied(engine.params.drafter)
     report = distiller(engine, learning_rate=3e-3).refit(rollouts, steps=30)
     assert report.last["loss"] < report.first["loss"] - 0.1
     assert report.num_rollouts == len(rollouts)
@@ -141,6 +158,7 @@ def test_a_step_is_optax_on_what_the_current_target_makes_of_the_rollouts(
     rollouts = engine.generate(prompts, SAMPLED)
     engine.update_weights(shifted(engine))
     start = jax.tree.map(jnp.array, engine.params.drafter)
+    assert getattr(start, "embedding", None) is None  # it is the target's, whose new one counts
     target_params = jax.tree.map(jnp.array, engine.params.target)
     target, head = engine.target, engine.drafter.head
     report = distiller(engine, learning_rate=rate).refit(rollouts, steps=1)
@@ -200,6 +218,128 @@ def test_a_restored_run_goes_on_bit_for_bit(open_engine, prompts, method, tmp_pa
     assert_equal(fresh.params, halves.params)
     second.refit([], steps=4)  # the rollouts are remembered
     assert_equal(fresh.params, whole.params)
+
+
+def give_drafter(engine):
+    """Another drafter by update_drafter, the embedding that is not trained included."""
+    engine.update_drafter(moved(engine.params.drafter))
+
+
+def give_both(engine):
+    """Another drafter beside new weights of the target."""
+    engine.update_weights(shifted(engine), drafter=moved(engine.params.drafter))
+
+
+def give_module(engine):
+    """Another drafter as part of the target's own checkpoint."""
+    found = sorted(engine.folder.glob("*.safetensors"))
+    tensors = {name: array for file in found for name, array in load_file(file).items()}
+    engine.update_weights(moved({name: jnp.array(array) for name, array in tensors.items()}))
+
+
+@pytest.mark.parametrize(
+    "method, give", [("eagle", give_drafter), ("eagle3", give_both), ("mtp", give_module)]
+)
+def test_a_refit_goes_on_from_the_drafter_that_others_gave_the_engine(
+    open_engine, prompts, method, give
+):
+    engine = open_engine(method)
+    rollouts = engine.generate(prompts, SAMPLED)
+    refits = distiller(engine)
+    old = copied(engine.params.drafter)
+    give(engine)
+    given = copied(engine.params.drafter)
+    assert (np.asarray(given.fc) != old.fc).all()
+    report, trained = refits.refit(rollouts, steps=3), copied(engine.params.drafter)
+    engine.update_drafter(given)
+    expected = distiller(engine).refit(rollouts, steps=3)
+    np.testing.assert_allclose(report.first["loss"], expected.first["loss"], rtol=1e-5)
+    np.testing.assert_allclose(report.last["loss"], expected.last["loss"], rtol=1e-4)
+    for (path, a), b in zip(
+        tree_leaves_with_path(trained), jax.tree.leaves(engine.params.drafter), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-5, err_msg=keystr(path))
+    for name in "embedding", "target_ids":
+        if getattr(given, name, None) is not None:
+            np.testing.assert_array_equal(getattr(trained, name), getattr(given, name))
+
+
+def test_a_drafter_that_others_gave_is_saved_and_steps_are_counted_on(
+    open_engine, prompts, tmp_path
+):
+    engine, fresh = open_engine("eagle"), open_engine("eagle")
+    refits = distiller(engine)
+    rollouts = engine.generate(prompts, SAMPLED)
+    refits.refit(rollouts, steps=2)
+    give_drafter(engine)
+    given = copied(engine.params.drafter)
+    refits.save(tmp_path)
+    assert_equal(engine.params.drafter, given)
+    assert refits.num_steps == 2
+    restored = distiller(fresh)
+    restored.restore(tmp_path)
+    assert_equal(fresh.params, engine.params)  # the embedding, which is not trained, included
+    refits.refit([], steps=2)
+    assert refits.num_steps == 4
+    restored.refit([], steps=2)
+    assert_equal(fresh.params, engine.params)
+
+
+def test_a_drafter_that_comes_during_a_refit_stays(open_engine, prompts, monkeypatch):
+    engine = open_engine("eagle3")
+    rollouts = engine.generate(prompts, SAMPLED)
+    refits, score = distiller(engine), engine.score
+
+    def late(*given, **options):
+        scores = score(*given, **options)
+        give_drafter(engine)
+        return scores
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "score", late)
+        with pytest.raises(RuntimeError, match="another drafter while .* refit again"):
+            refits.refit(rollouts, steps=1)
+    given = copied(engine.params.drafter)
+    assert engine.drafter_version == 1
+    refits.refit([], steps=1)
+    assert engine.drafter_version == 2
+    np.testing.assert_allclose(engine.params.drafter.fc, given.fc, atol=1e-3)
+
+
+def test_whole_features_of_a_batch_at_most_are_there_at_a_time(open_engine, prompts, monkeypatch):
+    engine = open_engine("eagle3")
+    rollouts = engine.generate(prompts, SAMPLED)
+    rollouts = [*rollouts, *rollouts[:4]]
+    score, arrays, alive, sizes, wholes = engine.score, [], [], [], []
+
+    def counted(samples, **options):
+        alive.append(sum(ref() is not None for ref in arrays))
+        scores = score(samples, **options)
+        sizes.append(len(scores))
+        arrays.extend(weakref.ref(part) for one in scores for part in (one.hidden, one.auxiliary))
+        wholes.extend((one.hidden.copy(), one.auxiliary.copy()) for one in scores)
+        return scores
+
+    monkeypatch.setattr(engine, "score", counted)
+    refits = distiller(engine, batch_size=4, length=8)
+    train_step = refits._train_step
+
+    def observed(state, frozen, batch):
+        alive.append(sum(ref() is not None for ref in arrays))
+        for row, number in enumerate(shuffled_indices(len(rollouts), 0, 4, 0)):
+            one = rollouts[number]
+            tokens = np.concatenate([one.prompt_token_ids, one.token_ids])
+            kept = window(Document(tokens, len(one.prompt_token_ids)), 8)
+            np.testing.assert_array_equal(batch.tokens[row], tokens[kept])
+            for part, whole in zip(batch[2:], wholes[number], strict=True):
+                expected = whole[kept]  # the last token's are not known
+                np.testing.assert_array_equal(part[row, : len(expected)], expected)
+        return train_step(state, frozen, batch)
+
+    monkeypatch.setattr(refits, "_train_step", observed)
+    refits.refit(rollouts, steps=1)
+    assert sizes == [4, 4, 2]
+    assert alive == [0, 0, 0, 0]  # before each batch, and in the step
 
 
 def test_a_checkpoint_that_does_not_fit_is_refused(open_engine, prompts, tmp_path):

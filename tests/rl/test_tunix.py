@@ -8,6 +8,7 @@ import importlib.util
 import sys
 import warnings
 from dataclasses import dataclass, field, fields, replace
+from enum import Enum
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -172,15 +173,27 @@ def drawn(rollout, seed, prompts=("seeded", "seeded", "other")):
     return [tokens.tolist() for tokens in output.tokens]
 
 
+def run(target, given, **options):
+    """What a new rollout draws for a prompt, two micro batches of a step and then another step."""
+    made = TunixRollout(None, Letters(), None, CONFIG, model=target.folder, **OPTIONS, **options)
+    with made.engine:
+        return [tokens for _ in range(3) for tokens in drawn(made, given, ["seeded", "seeded"])]
+
+
 @pytest.mark.parametrize(
     "make", [lambda i: i, lambda i: jax.random.key(i), lambda i: jax.random.PRNGKey(i)]
 )
-def test_a_seed_fixes_a_call(rollout, make):
-    assert drawn(rollout, make(7)) == drawn(rollout, make(7)) != drawn(rollout, make(8))
+def test_a_seed_fixes_a_run_whose_samples_all_differ(target, make):
+    samples = run(target, make(7))
+    assert len({tuple(tokens) for tokens in samples}) == 6
+    assert run(target, make(7)) == samples
+    assert not {*map(tuple, run(target, make(8)))} & {*map(tuple, samples)}
 
 
-def test_without_a_seed_every_call_draws_anew(rollout):
-    assert drawn(rollout, None) != drawn(rollout, None)
+def test_without_a_seed_the_engines_fixes_a_run(target):
+    samples = run(target, None, seed=3)
+    assert len({tuple(tokens) for tokens in samples}) == 6
+    assert run(target, None, seed=3) == samples != run(target, None)
 
 
 def test_calls_may_ask_for_anything_without_compiling(rollout, compilations):
@@ -195,8 +208,9 @@ def test_calls_may_ask_for_anything_without_compiling(rollout, compilations):
 
 
 def test_ends_of_sequence_end_an_output_as_its_last_token(rollout):
-    free = rollout.generate(["stop"], replace(CONFIG, seed=5)).tokens[0].tolist()
-    output = rollout.generate(["stop"], replace(CONFIG, seed=5, eos_tokens=[free[3], 95]))
+    greedy = replace(CONFIG, temperature=0.0)
+    free = rollout.generate(["stop"], greedy).tokens[0].tolist()
+    output = rollout.generate(["stop"], replace(greedy, eos_tokens=[free[3], 95]))
     first = free.index(free[3])
     assert output.tokens[0].tolist() == free[: first + 1]
 
@@ -231,19 +245,25 @@ def test_more_of_sampling_params_may_be_given(rollout):
         rollout.generate(["x"], CONFIG, beam_size=2, seed=1)
 
 
+def test_prompts_that_begin_with_the_padding_are_refused(target, rollout):
+    with pytest.raises(ValueError, match="begins every prompt with its padding, token 1, which"):
+        TunixRollout(None, Letters(bos=1, pad=1), None, CONFIG, model=target.folder)
+    with pytest.raises(ValueError, match="a prompt begins with the padding, token 94"):
+        rollout.generate(["x", "~x"], CONFIG)  # "~" is the padding
+
+
 @pytest.mark.parametrize("pad", [94, 95])
-def test_logps_are_recomputed_at_the_rollouts_temperature(target, rollout, monkeypatch, pad):
+def test_logps_are_recomputed_at_the_temperature_of_training(target, rollout, monkeypatch, pad):
     monkeypatch.setattr(rollout._tokenizer, "pad", pad)
-    config = replace(CONFIG, temperature=0.7, top_k=5)
-    rollout.generate(["x"], config)
-    prompts = [[3, 4, 5], [7], [9, 8, 7, 6, 5]]
+    rollout.generate(["x"], replace(CONFIG, temperature=0.3, top_k=5))  # to evaluate
+    prompts = [[3, pad, 5], [7], [9, 8, 7, 6, 5]]
     completions = [[10, 11, 95], [12, 13, 14, 15], [95]]
     padded = np.array([[pad] * (6 - len(p)) + p for p in prompts])
     tokens = np.array([c + [pad] * (5 - len(c)) for c in completions])
     found = rollout.get_per_token_logps(jnp.asarray(padded), jnp.asarray(tokens))
     assert found.shape == (3, 5) and found.dtype == jnp.float32
     for row, prompt, completion in zip(found, prompts, completions, strict=True):
-        expected = reference_logps(target, prompt, completion, 0.7)
+        expected = reference_logps(target, prompt, completion, 0.9)
         np.testing.assert_allclose(row[: len(completion)], expected, atol=1e-4)
         if pad != 95:
             assert not np.any(row[len(completion) :])
@@ -260,12 +280,16 @@ def scaled(state, factor):
 def test_every_update_is_a_new_version(rollout, policy, compilations):
     state = nnx.state(policy, nnx.Param)
     version = rollout.engine.version
-    before = drawn(rollout, 1)
+
+    def logprobs():
+        return rollout.engine.score([([1, 2, 3], [4, 5, 6])])[0].logprobs.tolist()
+
+    before = logprobs()
     rollout.update_params(scaled(state, 1.3), (nnx.Param,))
-    changed = drawn(rollout, 1)
+    changed = logprobs()
     with compilations.none_expected():
         rollout.update_params(state, (nnx.Param,))
-        assert drawn(rollout, 1) == before != changed
+        assert logprobs() == before != changed
     assert rollout.engine.version == version + 2
 
 
@@ -441,12 +465,33 @@ def test_an_actor_that_does_not_fit_is_refused_at_construction(checkpoints, targ
         TunixRollout(actor, Letters(), None, CONFIG, model=target.folder, **OPTIONS)
 
 
-def test_the_longest_lengths_of_all_modes_count(target):
-    config = {"train": CONFIG, "eval": replace(CONFIG, max_tokens_to_generate=40)}
+class Mode(Enum):
+    """Tunix's modes."""
+
+    TRAIN = "train"
+    EVAL = "eval"
+
+
+def test_all_modes_count_for_lengths_and_training_for_its_temperature(target):
+    longer = replace(CONFIG, max_tokens_to_generate=40, temperature=0.3)
+    config = {Mode.EVAL: longer, Mode.TRAIN: CONFIG}
     made = TunixRollout(None, Letters(), None, config, model=target.folder, **OPTIONS)
     with made.engine:
-        assert made._max_model_len == 56
-        made.generate(["x" * 16], config["eval"])
+        made.generate(["x" * 16], longer)
+        found = made.get_per_token_logps(np.array([[94, 3]]), np.array([[4, 5]]))
+        np.testing.assert_allclose(found[0], reference_logps(target, [3], [4, 5], 0.9), atol=1e-4)
+    with pytest.raises(ValueError, match="has the modes Mode.EVAL; add Mode.TRAIN"):
+        TunixRollout(None, Letters(), None, {Mode.EVAL: longer}, model=target.folder)
+
+
+def test_a_config_needs_no_defaults(target):
+    @dataclass(frozen=True, kw_only=True)
+    class Strict(Config):
+        name: str
+
+    config = Strict(name="mine", rollout_vllm_hbm_utilization=0.5)
+    with pytest.raises(ValueError, match="rollout_vllm_hbm_utilization=0.5: leave it out"):
+        TunixRollout(None, Letters(), None, config, model=target.folder)
 
 
 KINDS = [("llama3", "Llama3", "llama"), ("qwen2", "Qwen2", "qwen2"), ("qwen3", "Qwen3", "qwen3")]

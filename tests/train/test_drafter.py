@@ -150,9 +150,9 @@ def test_features_do_not_depend_on_the_padding_of_the_last_batch(target_params, 
 
 def test_exported_features_are_those_of_the_rows_that_are_kept(target_params, documents):
     whole = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX).rows
-    exported = [list(part[:, :19]) for part in (whole.hidden, whole.auxiliary)]
+    exported = list(zip(whole.hidden[:, :19], whole.auxiliary[:, :19], strict=True))
     for length in LENGTH, 18, 10:  # all fits; the front goes; the front and the end
-        rows = FeatureSet.exported(documents, *exported, length).rows
+        rows = FeatureSet.exported(documents, exported, length).rows
         start = {LENGTH: 0, 18: 2, 10: 3}[length]
         stop = min(start + length, 20)
         count = stop - start
