@@ -111,6 +111,8 @@ def test_rows_hold_each_prompt_and_its_output(examples):
         right([[0] * len(row) for row in outputs], -1, np.int32),
         np.array([3, 1, 2]),
         np.array([1, 3, 2]),
+        np.arange(3),
+        np.ones(3, bool),
     )
     rows = examples["grpo"].training_rows(padded, np.arange(3, dtype=np.float32))
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
