@@ -3,8 +3,7 @@
     python benchmarks/grpo_arithmetic.py --seeds 0 1
 
 Each seed is a run of the example with its default settings, in a process of its own, that leaves
-runs/grpo/SEED behind; of the first one the picture is kept. `--from FOLDER ...` makes the tables of
-runs that there are already.
+runs/grpo/SEED behind; of the first one the picture is kept.
 """
 
 import argparse
@@ -107,10 +106,9 @@ def main() -> None:
     """Run, and write results/grpo_arithmetic.json and its picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1])
-    parser.add_argument("--from", dest="folders", type=Path, nargs="+", metavar="FOLDER")
     args = parser.parse_args()
     source = provenance(("optax",))
-    folders = args.folders or [run_seed(seed) for seed in args.seeds]
+    folders = [run_seed(seed) for seed in args.seeds]
     runs = [json.loads((folder / "results.json").read_text()) for folder in folders]
     shutil.copyfile(folders[0] / "plot.png", PLOT)
     result = {
@@ -120,6 +118,7 @@ def main() -> None:
             "without a drafter, make the same rollouts with the same seeds."
         ),
         "provenance": source,
+        "settings": runs[0]["settings"],
         "tables": tables(runs),
         "samples": [{name: run[name] for name in ("settings", "moments", "steps")} for run in runs],
     }

@@ -2,10 +2,10 @@
 
     python benchmarks/ray_cpu.py
 
-All workers are there from the start and take turns with the same prompts, so that whatever else
-the machine does falls on all alike. Ratios are of medians. One worker is measured twice: with one
-thread, as each of the two has, which shows how the work scales; and with both cores to itself,
-which is what two workers must beat to be worth anything on one machine.
+All workers are there from the start and take turns with the same prompts, every round beginning
+with another, so that whatever else the machine does falls on all alike. One worker is measured
+twice: with one thread, as each of the two has, which shows how the work scales; and with both cores
+to itself, which is what two workers must beat to be worth anything on one machine.
 """
 
 import argparse
@@ -41,34 +41,45 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96, help="default: %(default)s")
     settings = parser.parse_args()
     source = provenance(["ray"])
-    prompts = read_questions()[: settings.prompts]
-    params = [SamplingParams(max_tokens=settings.max_tokens, seed=i) for i in range(len(prompts))]
+    questions = read_questions()
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, configure_logging=False)
     seconds: dict[str, list[float]] = {name: [] for name, *_ in CONFIGURATIONS}
     with ExitStack() as stack:
         engines = {name: stack.enter_context(start(*rest)) for name, *rest in CONFIGURATIONS}
         for engine in engines.values():
-            engine.generate(prompts[:4], params[:4])
-        for _ in range(settings.rounds):
-            outputs = []
-            for name, engine in engines.items():
+            engine.generate(questions[:4], SamplingParams(max_tokens=8))
+        names, num_tokens = list(engines), []
+        for number in range(settings.rounds):
+            # Numbered, so that no round finds the pages of another.
+            asked = [
+                f"{number}.{i} {questions[i % len(questions)]}" for i in range(settings.prompts)
+            ]
+            params = SamplingParams(max_tokens=settings.max_tokens)
+            outputs, first = [], number % len(names)
+            for name in [*names[first:], *names[:first]]:
                 begin = time.perf_counter()
-                rollouts = engine.generate(prompts, params)
+                rollouts = engines[name].generate(asked, params)
                 seconds[name].append(time.perf_counter() - begin)
                 outputs.append([one.token_ids.tolist() for one in rollouts])
-                num_tokens = rollouts.num_tokens
+            num_tokens.append(rollouts.num_tokens)
             assert all(output == outputs[0] for output in outputs)
-    medians = {name: summary(times)[0] for name, times in seconds.items()}
-    rows = [
-        [name, [num_tokens / t for t in summary(seconds[name])], base / medians[name]]
-        for base in [medians["1 worker, 1 thread"]]
-        for name in seconds
-    ]
+
+    def times(name: str, base: str) -> list[float]:
+        pairs = zip(seconds[base], seconds[name], strict=True)
+        return summary([before / after for before, after in pairs])
+
+    rows = []
+    for name in names:
+        speeds = [n / s for n, s in zip(num_tokens, seconds[name], strict=True)]
+        rows.append([name, summary(speeds), times(name, names[0]), times(name, names[1])])
     table = {
         "title": f"{settings.prompts} prompts, up to {settings.max_tokens} tokens, temperature 1",
-        "columns": ["configuration", "tokens/s", "times one worker of one thread"],
+        "columns": ["configuration", "tokens/s", f"x {names[0]}", f"x {names[1]}"],
         "rows": rows,
-        "notes": [f"All outputs were the same. {settings.rounds} rounds, each with all in turn."],
+        "notes": [
+            f"All outputs were the same. {settings.rounds} rounds, each with all in turn and with "
+            "other prompts (the package's questions, numbered); ratios are of the same round."
+        ],
     }
     for row in [table["columns"], *rows]:
         print(*row, sep="\t")

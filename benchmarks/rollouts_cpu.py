@@ -1,11 +1,13 @@
 """The long tail of rollouts: adaptive K against no speculation and a static K, side by side.
 
     python benchmarks/rollouts_cpu.py
-    python benchmarks/rollouts_cpu.py --max-num-seqs 16 --repeats 5
+    python benchmarks/rollouts_cpu.py --max-num-seqs 16 --repeats 5 --num-prompts 24
 
 64 prompts are continued 8 times each, all at once, to lengths drawn from a lognormal distribution:
 a few are much longer than the rest, and at the end the engine has little to do at a time. Every
-policy has an engine of its own, as a trainer keeps it, and they take turns.
+policy has an engine of its own, as a trainer keeps it, whose weights are updated before every run,
+to what they are: caches are forgotten, and adaptive K no longer trusts what it knows. They take
+turns.
 """
 
 import argparse
@@ -27,7 +29,7 @@ from specjax.demo import DRAFTERS, TARGET, demo_folder
 from specjax.rl import RolloutEngine
 
 OFF, STATIC, ADAPTIVE = "no speculation", "K=3", "adaptive K"
-NUM_PROMPTS, NUM_SAMPLES = 64, 8
+NUM_SAMPLES = 8
 MEDIAN, SIGMA, SHORTEST, LONGEST = 48, 0.8, 4, 256
 MAX_MODEL_LEN, PAGE_SIZE = 448, 16
 TAIL = 0.25  # of max_num_seqs: fewer that run are the tail
@@ -40,8 +42,8 @@ class Run:
 
     Attributes:
         outputs: tokens by sample.
-        ends: seconds from the start at which samples ended, ascending.
-        rounds: by K, up to each of the ends.
+        ends: 0, and seconds from the start at which samples ended, ascending.
+        rounds: by K, up to each of these.
         acceptance: tokens that a request gained per round.
     """
 
@@ -69,13 +71,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--repeats", type=int, default=3, help="default: %(default)s")
     parser.add_argument(
-        "--max-num-seqs", type=int, nargs="+", default=[64], help="default: %(default)s"
+        "--max-num-seqs", type=int, nargs="+", default=[16, 64], help="default: %(default)s"
     )
+    parser.add_argument("--num-prompts", type=int, default=64, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=1.0, help="default: %(default)s")
     settings = parser.parse_args()
-    check_positive(**{"--repeats": settings.repeats})
+    check_positive(**{"--repeats": settings.repeats, "--num-prompts": settings.num_prompts})
     source = provenance()
-    lengths = draw_lengths(NUM_PROMPTS * NUM_SAMPLES)
+    lengths = draw_lengths(settings.num_prompts * NUM_SAMPLES)
     tables = []
     for max_num_seqs in settings.max_num_seqs:
         with open_engines(max_num_seqs) as engines:
@@ -89,7 +92,7 @@ def main() -> None:
     result = {
         "title": "Rollouts with a long tail on a CPU",
         "description": "demo-llama with its EAGLE-3 drafter in a RolloutEngine: the time of "
-        f"{NUM_PROMPTS} prompts with {NUM_SAMPLES} samples each, of lognormal length.",
+        f"prompts with {NUM_SAMPLES} samples each, of lognormal length.",
         "provenance": source,
         "settings": vars(settings),
         "tables": tables,
@@ -134,9 +137,13 @@ def measure(
     """Rounds of one run by each policy, every round beginning with another."""
     tokenizer = engines[OFF].tokenizer
     assert tokenizer is not None
-    questions = tokenize(read_questions(), tokenizer)
-    numbers = [i // NUM_SAMPLES % len(questions) for i in range(len(lengths))]
-    prompts = [{"prompt_token_ids": list(questions[number])} for number in numbers]
+    questions = read_questions()
+    asked = [f"{i} {questions[i % len(questions)]}" for i in range(settings.num_prompts)]
+    prompts = [
+        {"prompt_token_ids": list(tokens)}
+        for tokens in tokenize(asked, tokenizer)
+        for _ in range(NUM_SAMPLES)
+    ]
 
     def params(repeat: int) -> list[SamplingParams]:
         first = repeat * len(lengths)
@@ -167,7 +174,8 @@ def roll_out(
     engine: RolloutEngine, prompts: Sequence[Any], params: Sequence[SamplingParams]
 ) -> Run:
     """One run."""
-    outputs, ends, rounds = {}, [], []
+    outputs, ends, rounds = {}, [0.0], [Counter()]
+    engine.update_weights(engine.params.target)
     before, start = engine.metrics(), time.perf_counter()
     for rollout in engine.stream(prompts, params):
         ends.append(time.perf_counter() - start)
@@ -219,12 +227,12 @@ def tabulate(
                 f"once from a lognormal distribution (median {MEDIAN}, sigma {SIGMA}, cut at "
                 f"{SHORTEST} and {LONGEST}; ignore_eos): median {np.median(lengths):.0f}, mean "
                 f"{np.mean(lengths):.0f}, longest {max(lengths)}, {sum(lengths)} in all. The "
-                f"{NUM_PROMPTS} prompts are the package's 24 questions, over and over; prompts are "
-                f"part of the time, and cached ones are not run again. {settings.repeats} repeats "
-                "in turn, each with seeds of its own; ratios are of runs in the same repeat. The "
-                f"tail is when fewer than {num_tail} samples are left. Adaptive K is not begun "
-                f"anew between repeats. Of {num_compared} samples with drafts, {num_differing} "
-                "differ from those without."
+                f"{settings.num_prompts} prompts are the package's 24 questions, numbered; they "
+                "are part of the time, and the samples of one share its pages. "
+                f"{settings.repeats} repeats in turn, each with seeds of its own; ratios are of "
+                f"runs in the same repeat. The tail is when fewer than {num_tail} samples are "
+                f"left. Of {num_compared} samples with drafts, {num_differing} differ from those "
+                "without."
             ],
         },
         {
@@ -238,19 +246,17 @@ def tabulate(
 
 def stretches(runs: Sequence[Run], count: int, max_num_seqs: int) -> Iterator[list[Any]]:
     """Rows of time and K while the engine is full, and then as it empties by halves."""
-    marks = [count - 1, max_num_seqs]
+    marks = [count, max_num_seqs]
     while marks[-1] > 1:
         marks.append(marks[-1] // 2)
     total = sum(run.makespan for run in runs)
     for more, fewer in pairwise([*marks, 0]):
         seconds = sum(run.when(fewer) - run.when(more) for run in runs)
-        if more == count - 1:
-            seconds += sum(run.when(more) for run in runs)
         ks: Counter[int] = Counter()
         for run in runs:
             ks += run.rounds_between(more, fewer)
         mean = sum(k * n for k, n in ks.items()) / max(1, ks.total())
-        name = f"over {fewer}" if more == count - 1 else f"{more} to {fewer + 1}"
+        name = f"over {fewer}" if more == count else f"{more} to {fewer + 1}"
         yield [name, seconds / total, ks.total(), mean]
 
 

@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.device.drafters.drafter import Params, Variant
-from specjax.device.logprobs import Logprobs
 from specjax.device.models.model import Features
 from specjax.device.requests import Edits, Requests, Sampling
 from specjax.device.state import EngineState
@@ -422,7 +421,10 @@ class _Reader:
         self._start += count
         return self._packed[:, self._start - count : self._start]
 
-    def take_logprobs(self, num_rows: int, num_top: int | None, has_raw: bool) -> Logprobs | None:
+    def take_logprobs(
+        self, num_rows: int, num_top: int | None, has_raw: bool
+    ) -> tuple[Any, ...] | None:
+        """The fields of `Logprobs` as lists."""
         if num_top is None or not num_rows:
             return None
         batch = self._packed.shape[0]
@@ -434,17 +436,20 @@ class _Reader:
         ids = self.take(num_rows * num_top).reshape(batch, num_rows, num_top)
         top = floats(num_rows * num_top).reshape(batch, num_rows, num_top)
         raw = floats(num_rows) if has_raw else None
-        return Logprobs(logprobs, ranks, ids, top, raw)  # pyright: ignore[reportArgumentType]
+        # As lists, at once: to take numbers out of an array one by one costs several times as much.
+        parts = [None if x is None else x.tolist() for x in (logprobs, ranks, ids, top, raw)]
+        return tuple(parts)
 
 
-def _by_token(logprobs: Logprobs, row: int, tokens: Any, num_top: int) -> list[TokenLogprobs]:
+def _by_token(
+    logprobs: tuple[Any, ...], row: int, tokens: Any, num_top: int
+) -> list[TokenLogprobs]:
+    own, ranks, top_ids, top_logprobs = (field[row] for field in logprobs[:4])
+    raw = None if logprobs[4] is None else logprobs[4][row]
     found = []
     for i, token in enumerate(tokens):
-        raw = None if logprobs.raw is None else float(logprobs.raw[row, i])
-        own = float(logprobs.logprobs[row, i]), int(logprobs.ranks[row, i])
-        entry = {token: Logprob(*own, raw_logprob=raw)}
+        entry = {token: Logprob(own[i], ranks[i], None, None if raw is None else raw[i])}
         for rank in range(num_top):
-            top_id = int(logprobs.top_ids[row, i, rank])
-            entry.setdefault(top_id, Logprob(float(logprobs.top_logprobs[row, i, rank]), rank + 1))
+            entry.setdefault(top_ids[i][rank], Logprob(top_logprobs[i][rank], rank + 1))
         found.append(entry)
     return found

@@ -1,7 +1,7 @@
 """What users get of sequences: finished, or while they grow."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from specjax.detokenizer import StopStrings
 from specjax.host.sequence import Sequence
@@ -129,6 +129,6 @@ def with_text(entry: TokenLogprobs, tokenizer: ChatTokenizer | None) -> TokenLog
     if tokenizer is None:
         return entry
     return {
-        token: replace(logprob, decoded_token=tokenizer.decode_token(token))
+        token: logprob._replace(decoded_token=tokenizer.decode_token(token))
         for token, logprob in entry.items()
     }

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from specjax.sampling_params import SamplingParams
 
@@ -80,8 +80,7 @@ class Request:
         return len(self.prompt_token_ids) + self.max_tokens
 
 
-@dataclass(frozen=True)
-class Logprob:
+class Logprob(NamedTuple):
     """A token's log-probability under the target, and its rank (1 is the likeliest)."""
 
     logprob: float

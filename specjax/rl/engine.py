@@ -14,6 +14,7 @@ from specjax.device.models.model import Model
 from specjax.llm import LLM
 from specjax.metrics import Metrics
 from specjax.prompts import Prompt
+from specjax.request import Request
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
 from specjax.rl.loop import Loop
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
@@ -212,21 +213,27 @@ class RolloutEngine:
             ValueError: tokens that are not in the vocabulary, or too many; before any is scored.
             RuntimeError: the device failed.
         """
-        self._loop.check_ready()
-        if sampling_params is not None and not isinstance(sampling_params, SamplingParams):
-            raise ValueError(f"sampling_params={sampling_params!r} must be a SamplingParams")
-        requests = [
-            self._starts.make_scored(
-                sample, sampling_params, f"sample {i}", exports_features=features
-            )
-            for i, sample in enumerate(samples)
-        ]
+        requests = self._make_scored(samples, sampling_params, features)
         scored = iter(self._loop.complete([request for request in requests if request]))
         empty = Score(np.zeros(0, np.float32), np.zeros(0, np.float32) if self._has_raw else None)
         return [
             empty if request is None else read_score(next(scored), has_raw=self._has_raw)
             for request in requests
         ]
+
+    def check_score(
+        self,
+        samples: Sequence[Rollout | tuple[Sequence[int], Sequence[int]]],
+        sampling_params: SamplingParams | None = None,
+        *,
+        features: bool = False,
+    ) -> None:
+        """Refuse what `score` would refuse, and do nothing else.
+
+        Raises:
+            ValueError: tokens that cannot be scored.
+        """
+        self._make_scored(samples, sampling_params, features)
 
     def update_weights(
         self,
@@ -371,6 +378,18 @@ class RolloutEngine:
     def _make(self, prompts: Any, sampling_params: Any) -> list[Any]:
         self._loop.check_ready()
         return self._starts.make(prompts, sampling_params)
+
+    def _make_scored(
+        self, samples: Sequence[Any], params: SamplingParams | None, features: bool
+    ) -> list[Request | None]:
+        """A request for each sample that has tokens to score."""
+        self._loop.check_ready()
+        if params is not None and not isinstance(params, SamplingParams):
+            raise ValueError(f"sampling_params={params!r} must be a SamplingParams")
+        return [
+            self._starts.make_scored(sample, params, f"sample {i}", exports_features=features)
+            for i, sample in enumerate(samples)
+        ]
 
     def _next_version(self, version: int | None) -> int:
         if version is None:
