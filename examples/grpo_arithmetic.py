@@ -1,8 +1,8 @@
-"""GRPO that learns to add, with rollouts by speculation: the same rollouts, in less time.
+"""GRPO that learns to add, with rollouts by speculation, checked to be the same as without.
 
     python examples/grpo_arithmetic.py --output runs/grpo
 
-Three engines run the same weights, which an optax trainer sends them after every step:
+Three engines run the weights of an optax trainer, the first two new ones after every step:
 
 - "speculative" drafts with EAGLE-3 and chooses K by itself; its rollouts train the policy;
 - "plain" has no drafter. It makes every rollout again, which must come out token for token the
