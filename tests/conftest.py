@@ -33,6 +33,7 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 VOCAB = 96
 COMPILED = "/jax/core/compile/backend_compile_duration"
+PLAIN_OPTIONS = compiler.get_compile_options
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -179,10 +180,9 @@ def quick_compilation() -> Iterator[None]:
     Until JAX 0.11, XLA may also do without its fusion emitters, which make most of the code. JAX's
     config does not have the option, and XLA_FLAGS would set it for the other modules as well.
     """
-    plain_options = compiler.get_compile_options
 
     def quick_options(*args: Any, **kwargs: Any) -> Any:
-        options = plain_options(*args, **kwargs)
+        options = PLAIN_OPTIONS(*args, **kwargs)
         options.env_option_overrides += [("xla_cpu_use_fusion_emitters", False)]
         return options
 
@@ -192,6 +192,17 @@ def quick_compilation() -> Iterator[None]:
         jax.config.update("jax_disable_most_optimizations", True)
         yield
         jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture
+def full_compilation(quick_compilation: None) -> Iterator[None]:
+    """For a test of bits in a module that compiles quickly: its programs are those of users."""
+    jax.clear_caches()  # of what was compiled quickly
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiler, "get_compile_options", PLAIN_OPTIONS)
+        jax.config.update("jax_disable_most_optimizations", False)
+        yield
+        jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture

@@ -10,6 +10,8 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pallas_kernels import dispatch
 from pallas_kernels.dispatch import UnsupportedError, choose, run
 
+pytestmark = pytest.mark.every_jax
+
 BOTH = "triton", "reference"
 
 

@@ -8,6 +8,8 @@ import pytest
 from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.draw_tokens.triton import TuningConfig, draw_tokens_triton, threefry
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 IMPLEMENTATIONS = "reference", "interpret"
 
 
@@ -51,6 +53,7 @@ def test_matches_the_equation(num_rows, vocab_size, kernels):
     np.testing.assert_array_equal(np.asarray(tokens)[clear], wanted[clear])
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_columns_go_by_their_names(kernels):
     inputs = arguments(16, 50)
@@ -59,6 +62,7 @@ def test_columns_go_by_their_names(kernels):
     np.testing.assert_array_equal(np.asarray(tokens), by_definition(*inputs, ids)[0])
 
 
+@pytest.mark.every_jax
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_the_first_of_equals_and_rows_of_nothing(kernels):
     logits = jnp.full((4, 5000), -jnp.inf).at[1, [4100, 70, 4999]].set(2.0).at[2, 4999].set(0.0)
@@ -101,6 +105,7 @@ def test_tiles_do_not_change_a_token():
     np.testing.assert_array_equal(*map(np.asarray, tokens))
 
 
+@pytest.mark.every_jax
 def test_the_bits_are_those_of_jax_random():
     key = jax.random.fold_in(jax.random.key(11), 5)
     words = jax.random.key_data(key)

@@ -11,6 +11,8 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.triton import most_blocks
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 CASES = {
     "one-row": (1,),
     "one-row-of-many-groups": (0,) * 20 + (1,) + (0,) * 11,
@@ -75,6 +77,7 @@ def test_rows_go_where_they_are_wanted(multiply, name):
         np.testing.assert_allclose(out[targets], expected, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.every_jax
 def test_sums_of_bf16_are_f32(multiply):
     """A term that bf16 sums would lose, 1 beside 512, is left where the large ones cancel."""
     x = jnp.array([[512.0, 1.0, -512.0]] * 3, jnp.bfloat16)
@@ -83,6 +86,7 @@ def test_sums_of_bf16_are_f32(multiply):
     np.testing.assert_array_equal(out.astype(jnp.float32), 1.0)
 
 
+@pytest.mark.usefixtures("full_compilation")
 def test_bits_do_not_depend_on_the_neighbours(multiply):
     """A row's product is the same wherever it lies in its group, and whatever the others are."""
     x, weights, _ = arguments((24, 0, 0), seed=1)
@@ -95,6 +99,7 @@ def test_bits_do_not_depend_on_the_neighbours(multiply):
     assert not np.isclose(fewer[5:], first[5:]).all(axis=1).any()
 
 
+@pytest.mark.every_jax
 def test_rows_come_from_and_go_to_where_they_are_told(multiply):
     """Sources repeat; what no source names is NaN."""
     x, weights, sizes = arguments((0, 5, 17, 0, 2))

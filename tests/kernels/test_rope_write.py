@@ -1,6 +1,7 @@
 """Every implementation of the rotation and page write against a loop over rows and heads in f64."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.rope_write import HeadWeights, rope_write
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 NUM_LAYERS, NUM_PAGES, NUM_COLUMNS, EPS = 2, 24, 5, 1e-5
 IMPLEMENTATIONS = "reference", "interpret"
@@ -142,15 +145,16 @@ def check(case, kernels):
     return len(written)
 
 
+EVERY_JAX = partial(pytest.param, marks=pytest.mark.every_jax)
 CASES = [
     Case(),
     Case(dtype="bfloat16"),
-    Case(dtype="bfloat16", has_bias=True),
+    EVERY_JAX(Case(dtype="bfloat16", has_bias=True)),
     Case(has_bias=True, num_heads=6, num_kv_heads=3, dim=32, half=16),
     Case(has_norms=True, num_heads=8, num_kv_heads=1, dim=128, half=64),
     Case(has_norms=True, num_heads=16, num_kv_heads=8, dim=16, half=8),
     # Half as many gates as queries do not exist, but nothing depends on their number.
-    Case(has_norms=True, is_centred=True, num_gates=4, half=8),
+    EVERY_JAX(Case(has_norms=True, is_centred=True, num_gates=4, half=8)),
     Case(has_norms=True, is_centred=True, num_gates=2, half=8, dtype="bfloat16"),
     Case(starts=(3,), counts=(1,), num_rows=1, page_size=32, dim=256, half=32),
     Case(starts=(0, 30), counts=(40, 11), num_rows=40, num_heads=2, num_kv_heads=2, dim=16, half=8),
@@ -188,6 +192,7 @@ def test_values_without_a_norm_or_a_bias_are_copied_to_the_bit(kernels):
         np.testing.assert_array_equal(np.asarray(kv[1, page, offset, 1]), np.asarray(v))
 
 
+@pytest.mark.usefixtures("full_compilation")
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_without_writes_the_queries_are_the_same_and_the_pool_stays(kernels):
     case = Case(has_norms=True)

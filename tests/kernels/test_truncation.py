@@ -12,6 +12,8 @@ from pallas_kernels.truncation import truncate
 from pallas_kernels.truncation.order import ordered
 from pallas_kernels.truncation.triton import TuningConfig, least_kept_triton
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 SHAPE = 240, 200  # what smaller problems are padded to: every shape is a compilation
 
 
@@ -131,6 +133,7 @@ def test_nothing_asked_changes_nothing(run):
     np.testing.assert_array_equal(beside[::2], rows[::2])
 
 
+@pytest.mark.every_jax
 def test_each_works_on_what_the_ones_before_left(run):
     """Probabilities .4 .3 .2 .1, where every other order keeps another set."""
     logits = np.log(np.float32([[0.1, 0.4, 0.2, 0.3]] * 5))
@@ -187,6 +190,7 @@ def test_probabilities_are_of_the_temperature(run):
     np.testing.assert_array_equal(kept, scaled > -np.inf)
 
 
+@pytest.mark.every_jax
 def test_ties_fill_the_room_for_candidates(run):
     """More equal logits than fit, at the threshold of each kind."""
     rows = np.float32([[5.0] + [1.0] * 150 + [0.0] * 49] * 3)

@@ -6,7 +6,13 @@ The oracle is written from the published description; conftest.py has how it is 
 from dataclasses import dataclass, replace
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
+
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.registry import load_drafter
+from specjax.device.models.registry import load_model
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -14,6 +20,7 @@ torch = pytest.importorskip("torch")
 
 VOCAB = 24  # small, so that an untrained head is right now and then
 TORCH_FILE = "pytorch_model.bin"
+FLOAT32 = np.dtype(np.float32)
 
 
 # --- the oracle -----------------------------------------------------------------------------------
@@ -113,12 +120,12 @@ class OracleHead:
         return self.norm(y, "norm") if self.recycle_normed else y
 
 
-def oracle_of(target, files, *, aux_layers=(), decoder=None, **options):
+def oracle_of(target, files, *, aux_layers=(), **options):
     embedding = target.hf.get_input_embeddings().weight
     own_head = files.tensors.get("lm_head.weight")
     return OracleHead(
         files.tensors,
-        decoder or files.config,
+        files.config,
         files.tensors.get("embed_tokens.weight", embedding).detach(),
         (target.hf.get_output_embeddings().weight if own_head is None else own_head).detach(),
         aux_layers,
@@ -154,16 +161,24 @@ def test_eagle1_drafts(checkpoints, check_drafts, target, options, keeps_embeddi
 # --- EAGLE-3 --------------------------------------------------------------------------------------
 
 
-def test_eagle3_default_layers(checkpoints, check_drafts):
+def loaded(target, files, **speculative):
+    """The drafter and parameters of a head's files."""
+    model, _ = load_model(target.folder, FLOAT32)
+    config = SpeculativeConfig(
+        method="eagle3", model=str(files.folder), num_speculative_tokens=3, **speculative
+    )
+    return load_drafter(files.folder, config, model, FLOAT32)
+
+
+def test_eagle3_default_layers(checkpoints):
     deep = checkpoints.target("llama", vocab_size=VOCAB, num_hidden_layers=7)
-    files = checkpoints.eagle3(deep, draft_vocab=15)
-    check_drafts(deep, files, "eagle3", oracle_of(deep, files, aux_layers=(2, 3, 4)))
+    drafter, _ = loaded(deep, checkpoints.eagle3(deep))
+    assert drafter.aux_layers == (2, 3, 4)
 
 
 @pytest.mark.parametrize(
     "options, oracle_options",
     [
-        ({}, {}),
         (
             {"norm_before_residual": True, "draft_vocab": 15, "file": TORCH_FILE},
             {"norm_before_residual": True},
@@ -190,7 +205,6 @@ def test_eagle3_default_layers(checkpoints, check_drafts):
         ),
     ],
     ids=[
-        "plain",
         "norm-before-residual-d2t",
         "recycled-norm-input-norm",
         "specforge-fc-norm-explicit-layers",
@@ -206,25 +220,28 @@ def test_eagle3_drafts_in_the_raw_layout(
 
 
 @pytest.mark.parametrize("norm_before_residual", [None, False])
-def test_eagle3_drafts_in_the_layout_of_speculators(
-    checkpoints, check_drafts, target, norm_before_residual
-):
+def test_speculators_layout_gives_the_same_head(checkpoints, target, norm_before_residual):
+    """As the raw one, whose drafts are checked above; it norms before the residual by default."""
+    options = {"draft_vocab": 15, "rope_theta": 5e2, "rms_norm_eps": 0.1, "num_attention_heads": 2}
     says = {} if norm_before_residual is None else {"norm_before_residual": norm_before_residual}
-    files = checkpoints.eagle3(target, layout="speculators", draft_vocab=15, **says)
-    oracle = oracle_of(
-        target,
-        files,
-        aux_layers=(2, 1, 0),
-        decoder=files.config["transformer_layer_config"],
-        norm_before_residual=norm_before_residual is None,
+    drafter, params = loaded(
+        target, checkpoints.eagle3(target, layout="speculators", **options, **says)
     )
-    check_drafts(target, files, "eagle3", oracle)
+    raw = checkpoints.eagle3(target, **options, norm_before_residual=norm_before_residual is None)
+    expected, its_params = loaded(target, raw)
+    assert expected.head.norm_before_residual == (norm_before_residual is None)
+    assert drafter == expected
+    jax.tree.map(np.testing.assert_array_equal, params, its_params)
 
 
-def test_eagle3_layers_numbered_by_output(checkpoints, check_drafts, target):
-    files = checkpoints.eagle3(target, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
-    oracle = oracle_of(target, files, aux_layers=(1, 2, 3))
-    check_drafts(target, files, "eagle3", oracle, aux_id_convention="output")
+def test_eagle3_layers_numbered_by_output(checkpoints, target):
+    """An output i enters layer i + 1; nothing else of the head knows of it."""
+    by_output = checkpoints.eagle3(target, eagle_aux_hidden_state_layer_ids=[0, 1, 2])
+    drafter, params = loaded(target, by_output, aux_id_convention="output")
+    entering = checkpoints.eagle3(target, eagle_aux_hidden_state_layer_ids=[1, 2, 3])
+    expected, its_params = loaded(target, entering)
+    assert drafter.aux_layers == (1, 2, 3) and drafter == expected
+    jax.tree.map(np.testing.assert_array_equal, params, its_params)
 
 
 def test_greedy_drafting_ignores_the_temperature(checkpoints, check_drafts, target):
@@ -264,7 +281,10 @@ def test_drafts_are_edited_as_the_target_will_be(checkpoints, check_drafts, targ
 def test_drafts_stay_true_when_k_changes_and_slots_change_hands(
     checkpoints, check_drafts, target, method
 ):
-    """Steps without drafts must still keep the head's cache true, in whatever slot it is."""
+    """Steps without drafts must still keep the head's cache true, in whatever slot it is.
+
+    The heads are those of a config that says nothing more.
+    """
     files = getattr(checkpoints, method)(target)
     oracle = oracle_of(target, files)
     if method == "eagle3":
