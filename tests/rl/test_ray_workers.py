@@ -458,7 +458,6 @@ class FailingEngine:
     """Knows no more than its versions, and fails as planned."""
 
     plan = defaultdict(list)  # for each method what its next calls raise, or None
-    _starts = SimpleNamespace(make_scored=lambda *_, **__: None)
 
     def __init__(self, model, speculative_config=None):
         self.version = self.drafter_version = self.sleep_level = 0
@@ -502,6 +501,9 @@ class FailingEngine:
             Rollout(empty, empty, empty, None, (), "length", None, PARAMS, 0, i, 0)
             for i in range(len(prompts))
         )
+
+    def check_score(self, samples, sampling_params, features):
+        pass
 
     def score(self, samples, sampling_params, features):
         self._fail("score")
