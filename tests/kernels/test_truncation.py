@@ -12,8 +12,6 @@ from pallas_kernels.truncation import truncate
 from pallas_kernels.truncation.order import ordered
 from pallas_kernels.truncation.triton import TuningConfig, least_kept_triton
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SHAPE = 240, 200  # what smaller problems are padded to: every shape is a compilation
 
 
