@@ -363,7 +363,7 @@ def test_a_time_belongs_to_its_own_round(slow_engine):
     ks = iter([0, 2] * 100)
     watched = Recording((0, 2), lambda load: next(ks))
     slow_engine.set_policy(watched)
-    serve(slow_engine, requests_of(20))
+    serve(slow_engine, requests_of(40))
     times = {k: [r.ms for r in watched.rounds[2:] if r.k == k and r.ms] for k in (0, 2)}
     assert min(len(found) for found in times.values()) >= 5
     assert median(times[2]) >= 1e3 * SLEEP > 1.5 * median(times[0])
