@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shutil
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,6 +25,7 @@ import jax
 import numpy as np
 import pytest
 from jax._src import compiler
+from jax._src.lru_cache import LRUCache
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS, SamplingParams
@@ -34,6 +36,16 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 VOCAB = 96
 COMPILED = "/jax/core/compile/backend_compile_duration"
 PLAIN_OPTIONS = compiler.get_compile_options
+
+
+def put_whole(cache: LRUCache, key: str, program: bytes) -> None:
+    """What JAX's cache of compiled programs does, but other processes see an entry whole or not."""
+    part = cache.path / f"{key}-{os.getpid()}-{threading.get_ident()}"
+    part.write_bytes(program)
+    part.rename(cache.path / f"{key}-cache")
+
+
+LRUCache.put = put_whole
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -187,12 +187,15 @@ def alone(engines):
     return get
 
 
+EAGLE_FIRST = [
+    pytest.param(name, marks=() if name == "eagle3" else pytest.mark.slow) for name in DRAFTERS
+]
 SOME = [Schedule(), Schedule(preempts=True, cuts_chunks=True, caches=True)]
 EVERY = [pytest.param(s, id=name(s), marks=() if s in SOME else pytest.mark.slow) for s in ALL]
 
 
 @pytest.mark.parametrize("schedule", EVERY)
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", EAGLE_FIRST)
 def test_a_step_in_flight_changes_nothing(engines, alone, drafter, schedule):
     llm, expected = engines(drafter), alone(drafter)
     check = partial(assert_same, llm.engine, llm=llm)
@@ -212,10 +215,7 @@ def test_a_step_in_flight_changes_nothing(engines, alone, drafter, schedule):
 
 
 @pytest.mark.parametrize("schedule", SOME, ids=name)
-@pytest.mark.parametrize(
-    "drafter",
-    ["eagle3", *(pytest.param(name, marks=pytest.mark.slow) for name in ("none", "ngram", "mtp"))],
-)
+@pytest.mark.parametrize("drafter", EAGLE_FIRST)
 def test_rounds_without_the_host_change_nothing(engines, alone, drafter, schedule):
     llm = engines(drafter, 4)
     served, expected = serve(llm, schedule), alone(drafter)
@@ -225,14 +225,19 @@ def test_rounds_without_the_host_change_nothing(engines, alone, drafter, schedul
 
 
 @pytest.mark.parametrize(
-    "drafter, plain", [("ngram", "none"), ("eagle3", "none"), ("mtp", "none, hybrid")]
+    "drafter, plain",
+    [
+        ("eagle3", "none"),
+        pytest.param("ngram", "none", marks=pytest.mark.slow),
+        pytest.param("mtp", "none, hybrid", marks=pytest.mark.slow),
+    ],
 )
 def test_drafts_change_nothing(engines, alone, drafter, plain):
     llm = engines(drafter)
     assert_same(llm.engine, alone(drafter), alone(plain), llm)
 
 
-@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("drafter", EAGLE_FIRST)
 def test_log_probabilities_do_not_depend_on_the_schedule(engines, alone, drafter):
     served, expected = serve(engines(drafter), ALL[-1]), alone(drafter)
     num_compared = 0

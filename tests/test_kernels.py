@@ -4,6 +4,8 @@ import pytest
 
 from specjax import LLM, SamplingParams
 
+pytestmark = pytest.mark.slow
+
 SIZES = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 48}
 DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
 DRAWN = {"temperature": 0.8, "top_p": 0.9, "top_k": 12, "min_p": 0.02}

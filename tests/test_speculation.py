@@ -61,7 +61,7 @@ def plain(target):
         yield llm
 
 
-@pytest.fixture(scope="module", params=["eagle", "eagle3"])
+@pytest.fixture(scope="module", params=[pytest.param("eagle", marks=pytest.mark.slow), "eagle3"])
 def head(request, checkpoints, target):
     return request.param, head_files(checkpoints, target, request.param).folder
 

@@ -190,8 +190,7 @@ def test_a_text_that_ends_inside_an_accepted_run(llm, plain, longs):
     assert_stopped(plain, outputs, params[few], stopped[few])
 
 
-@pytest.mark.parametrize("include", [False, True])
-@pytest.mark.parametrize("min_tokens", [0, 20])
+@pytest.mark.parametrize("min_tokens, include", [(0, True), (20, False)])
 def test_any_texts(llm, longs, include, min_tokens):
     """Several texts, some of which overlap or show before `min_tokens`; 16 requests in 2 slots."""
     rng = np.random.default_rng(min_tokens + include)
@@ -253,9 +252,9 @@ def test_samples_stop_each_by_itself(llm, longs):
 
 
 def test_what_a_stopped_request_leaves_is_used_again(llm, longs):
-    """Forty requests in two slots and nine pages, many stopped in flight: each as if alone."""
+    """Two dozen requests in two slots and nine pages, many stopped in flight: each as if alone."""
     rng = np.random.default_rng(7)
-    which = rng.integers(0, len(longs), 40)
+    which = rng.integers(0, len(longs), 24)
     chosen = [longs[i] for i in which]
     params = [
         replace(long.params, stop=some_stops(llm, long, rng), max_tokens=int(rng.integers(2, 49)))
@@ -276,7 +275,7 @@ def test_what_a_stopped_request_leaves_is_used_again(llm, longs):
     assert sum(in_flight) >= 10
     assert_stopped(llm, outputs, params, chosen)
     assert_idle(llm)
-    for i in 3, 17, 31:
+    for i in 3, 17:
         (alone,) = generate(llm, chosen[i].prompt, params[i])
         assert alone.outputs == outputs[i].outputs
 

@@ -117,7 +117,7 @@ def served(request, stress, tmp_path_factory) -> Iterator[Served]:
 
 def test_every_generation_is_that_of_the_request_alone(served, capsys):
     exact = served.settings.exact
-    prompts, rounds = (8, 2) if exact else (16, 4)
+    prompts, rounds = (8, 2) if exact else (16, 2)
     samples = 4 if exact else 8
     code, result = served.run(prompts=prompts, samples=samples, rounds=rounds)
     assert code == 0

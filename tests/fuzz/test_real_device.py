@@ -30,7 +30,7 @@ def real_schedules() -> Iterator[Any]:
         yield importlib.import_module("real_schedules")
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def served(request, checkpoints) -> Iterator[tuple[LLM, LLM]]:
     """An engine with few pages and drafts, and one that runs one request at a time without."""
     if request.param == "eagle3":

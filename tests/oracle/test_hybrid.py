@@ -66,9 +66,16 @@ CASES = {
     "qwen3_5-vision-tied": ("qwen3_5", {"tie_word_embeddings": True}),
     "qwen3_5_moe-vision": ("qwen3_5_moe", {"num_hidden_layers": 2}),
 }
+FEW = ("qwen3_next", "qwen3_5-vision-tied", "qwen3_5_moe")  # one of each family
 
 
-@pytest.fixture(scope="module", params=CASES.values(), ids=CASES.keys())
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(case, id=name, marks=() if name in FEW else pytest.mark.slow)
+        for name, case in CASES.items()
+    ],
+)
 def target(request, checkpoints):
     kind, config = request.param
     return checkpoints.target(kind, **config)

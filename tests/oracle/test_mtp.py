@@ -163,7 +163,7 @@ def transformers_chain(folder, kind, tokens, num_drafts):
     params=[
         "qwen3_next",
         "qwen3_5-tied",
-        "qwen3_5_moe",
+        pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
         pytest.param("qwen3_5-vision", marks=pytest.mark.slow),
     ],
 )

@@ -24,7 +24,7 @@ from specjax.train.drafter import shift
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-METHODS = "eagle", "eagle3", "mtp"
+METHODS = pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "mtp"
 SIZES = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12)
 NUM_UNROLLED = 2
