@@ -30,6 +30,7 @@ class Loop:
         turns: to be taken by whoever touches the engine; what says "within a turn" does not.
         version: of the weights that the engine has.
         is_torn: whether these are of two versions, an update having failed half-way.
+        is_closed: whether there is an engine no more.
     """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, *, has_raw: bool):
@@ -37,9 +38,9 @@ class Loop:
         self.turns = Turns()
         self.version = 0
         self.is_torn = False
+        self.is_closed = False
         self._tokenizer = tokenizer
         self._has_raw = has_raw
-        self._is_closed = False
         self._stops: dict[str, threading.Thread] = {}  # why nothing runs, and who said so
         self._running: set[Running] = set()
         self._failures: dict[Hashable, Exception] = {}  # by request, until its caller has heard
@@ -59,7 +60,7 @@ class Loop:
                 try:
                     self._step_until(lambda: any(one.sequence.is_finished for one in remaining))
                 except Exception as error:
-                    if self._is_closed:
+                    if self.is_closed:
                         raise
                     failure = error
                     with self.turns:
@@ -127,17 +128,12 @@ class Loop:
 
     def close(self) -> None:
         """Within a turn: let go of the engine; whoever waits hears of it."""
-        self._is_closed = True
+        self.is_closed = True
         del self.engine
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether there is an engine no more."""
-        return self._is_closed
 
     def check_open(self) -> None:
         """Refuse to touch an engine that is no more."""
-        if self._is_closed:
+        if self.is_closed:
             raise RuntimeError("this RolloutEngine is closed; build a new one")
 
     def check_ready(self) -> None:
@@ -175,9 +171,9 @@ class Loop:
         self._running = {one for one in self._running if one.request_id not in ids}
         for request_id in ids:
             self._failures.pop(request_id, None)
-            if not self._is_closed:
+            if not self.is_closed:
                 self.engine.abort(request_id)
-        if not self._is_closed:
+        if not self.is_closed:
             with suppress(Exception):  # nobody waits for what is read there
                 self._advance(self.engine.drain)
 
@@ -218,7 +214,7 @@ class Loop:
         with self.turns:
             self.turns.wait_for(
                 lambda: is_done()
-                or self._is_closed
+                or self.is_closed
                 or not self._stops
                 or me in self._stops.values()
             )

@@ -35,7 +35,7 @@ def ray():
     environment = {
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
-        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "jax"),
+        "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "ray"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
