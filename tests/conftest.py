@@ -42,7 +42,7 @@ def put_whole(cache: LRUCache, key: str, program: bytes) -> None:
     """What JAX's cache of compiled programs does, but other processes see an entry whole or not."""
     part = cache.path / f"{key}-{os.getpid()}-{threading.get_ident()}"
     part.write_bytes(program)
-    part.rename(cache.path / f"{key}-cache")
+    os.replace(part, cache.path / f"{key}-cache")
 
 
 LRUCache.put = put_whole
