@@ -243,7 +243,7 @@ def test_settings_that_cannot_be_are_refused(examples, tmp_path, capsys, options
 
 @pytest.mark.slow
 def test_a_small_run_of_grpo(examples, tmp_path, capsys):
-    options = "--steps 3 --questions 4 --samples 4 --imitation-steps 8 --refit-every 2"
+    options = "--steps 3 --questions 2 --samples 4 --imitation-steps 8 --refit-every 2"
     options += " --refit-steps 4 --held-out 8 --output"
     examples["grpo_arithmetic"].main([*options.split(), str(tmp_path)])
     results = json.loads((tmp_path / "results.json").read_text())

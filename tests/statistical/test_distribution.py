@@ -176,7 +176,7 @@ CASES = [
     (4096, 200, Rejection(), False),
 ]
 SLOW = [
-    *((8, 200_000, method, False) for method in (SeedExact(), Rejection(), Block())),
+    *((8, 80_000, method, False) for method in (SeedExact(), Rejection(), Block())),
     *((64, 50_000, method, True) for method in (Rejection(), Block())),
     (4096, 3_000, SeedExact(), False),
 ]
