@@ -213,10 +213,7 @@ class Loop:
         me = threading.current_thread()
         with self.turns:
             self.turns.wait_for(
-                lambda: is_done()
-                or self.is_closed
-                or not self._stops
-                or me in self._stops.values()
+                lambda: is_done() or self.is_closed or not self._stops or me in self._stops.values()
             )
             if is_done():
                 return
