@@ -22,8 +22,6 @@ from specjax.metrics import Metrics
 from specjax.request import Request
 
 pytest.importorskip("llguidance")
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB, K = 96, 2
 SIZES = {
     "max_model_len": 64,

@@ -35,8 +35,6 @@ SETTINGS = {
 }
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def target(checkpoints):

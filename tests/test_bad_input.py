@@ -22,8 +22,6 @@ from specjax.sampling_params import (
 )
 from specjax.tokenizer import load_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB = 96
 MAX_LEN = 64
 EOS = 5

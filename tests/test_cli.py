@@ -13,8 +13,6 @@ from specjax.arguments import read_speculation
 from specjax.cli import main
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB = 300
 SMALL = [
     *("--max-model-len", "64", "--max-num-batched-tokens", "32", "--max-num-seqs", "1"),

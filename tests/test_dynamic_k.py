@@ -27,8 +27,6 @@ from specjax.host.speculation.step_cost import StepCost
 from specjax.metrics import Recorder
 from specjax.request import Request
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB, MAX_LEN, MOST = 32, 128, 3
 
 

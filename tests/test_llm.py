@@ -18,8 +18,6 @@ EOS = 5
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SETTINGS = {"max_model_len": MAX_LEN, "max_num_seqs": 2, "max_num_batched_tokens": 32}
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def target(checkpoints):

@@ -14,8 +14,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from specjax import LLM, SamplingParams
 from specjax.host.speculation.policy import StaticPolicy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB = 32
 CHUNK = 16
 K = 3

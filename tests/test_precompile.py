@@ -25,8 +25,6 @@ VOCAB = 31
 PLAIN = Variant()
 ONE_BY_ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 32}  # a step has one shape
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def make_engine(**settings):
     target = Llama(

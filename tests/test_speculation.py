@@ -24,8 +24,6 @@ from specjax.prompts import derived_seed
 from specjax.request import Request
 from specjax.train.context import CausalRows
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB = 32
 MAX_LEN = 128
 CHUNK = 32  # the most prompt tokens of a step

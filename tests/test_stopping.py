@@ -15,8 +15,6 @@ from specjax.demo import demo_folder
 from specjax.host.scheduler import DecodePlan
 from specjax.host.speculation.policy import StaticPolicy
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 EOS = 1
 K = 3
 NUM_PAGES = 9  # of 16 tokens: one request at its longest, or two that are short

@@ -29,8 +29,6 @@ SETTINGS = {
     "show_progress": False,
 }
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module")
 def target(checkpoints):

@@ -19,8 +19,6 @@ import pytest
 from specjax import LLM
 from specjax.engine import Engine
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 K = 3
 SIZES = ["--k", str(K), "--slots", "4", "--max-tokens", "12"]

@@ -15,8 +15,6 @@ from specjax import LLM, SamplingParams
 from specjax.bench.workload import read_questions
 from specjax.demo import demo_folder
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 pytest.importorskip("llguidance")
 
 VOCAB = 96

@@ -13,8 +13,6 @@ from specjax.cli import build_parser, main
 from specjax.demo import DRAFTERS
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB, NUM_PROMPTS, MAX_TOKENS = 300, 2, 6
 
 

@@ -14,8 +14,6 @@ from specjax.host.speculation.acceptance import Verdict
 from specjax.host.speculation.profile import Profile
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB = 300
 
 

@@ -19,8 +19,6 @@ from specjax.device.step import DecodeInputs, StepModel, decode_rounds
 from specjax.device.verification import SeedExact
 from specjax.train.target import demo_llama, demo_qwen3_5
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BATCH, VOCAB, MAX_LEN, PAGES, PAGE_SIZE = 8, 64, 32, 16, 16
 LLAMA = demo_llama(VOCAB, 2, 192)
 DENSE = replace(demo_qwen3_5(VOCAB, 2, 192), layer_types=(ATTENTION,) * 2)

@@ -10,8 +10,6 @@ import pytest
 from specjax.device.edits import History, edit, unpack_bits
 from specjax.sampling_params import MAX_BAD_WORDS, SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LENGTH = 18  # the most tokens of a request
 
 

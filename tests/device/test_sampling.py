@@ -15,8 +15,6 @@ from specjax.device.requests import Requests, Sampling, init_requests
 from specjax.device.sampling import choose, draw_draft, process, scale, spread
 from specjax.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 run_process, compiled_choose = jax.jit(process), jax.jit(choose)
 compiled_draw = jax.jit(draw_draft, static_argnames=("vocab_size", "stream", "wants_probs"))
 noise_of = jax.jit(gumbel_noise, static_argnums=(1, 3))

@@ -16,8 +16,6 @@ from specjax.device.cache.recurrent import (
 from specjax.device.cache.rows import CachedRows
 from specjax.train.target import demo_qwen3_5, init_params
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PAGE, NUM_PAGES, CHUNK, MOST_ROWS = 8, 12, 16, 4
 LENGTH = 56
 

@@ -26,8 +26,6 @@ VOCAB, MAX_LEN, K = 24, 64, 2
 TEMPERATURES = (0.0, 0.7, 0.0)
 GRAMMAR = {"structured_outputs": {"regex": "any"}}
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @dataclass
 class Matcher:

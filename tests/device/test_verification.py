@@ -28,8 +28,6 @@ from specjax.device.verification import (
     target_probs,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 V, K, ROWS = 6, 3, 96
 # With the drafts' distribution, and with drafts that are certain.
 DRAWN = [(Rejection(), False), (Rejection(), True), (Block(), False), (Block(), True)]

@@ -9,8 +9,6 @@ import pytest
 
 from specjax import LLM
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 SCHEDULES = 15  # of each engine
 K = 3
 SIZES = {

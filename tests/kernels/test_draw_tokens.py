@@ -8,8 +8,6 @@ import pytest
 from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.draw_tokens.triton import TuningConfig, draw_tokens_triton, threefry
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 IMPLEMENTATIONS = "reference", "interpret"
 
 

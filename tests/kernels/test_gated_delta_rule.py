@@ -26,8 +26,6 @@ from pallas_kernels.gated_delta_rule.reference import (
 )
 from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # What takes the interpreter long; shorter tests run it every time.
 INTERPRETED_SLOWLY = ["reference", pytest.param("interpret", marks=pytest.mark.slow)]
 LAYER, NUM_LAYERS = 1, 3
@@ -390,7 +388,7 @@ def decode_token_by_token(implementation, streams, sizes, chunks):
     return out, states
 
 
-@pytest.mark.usefixtures("full_compilation")
+@pytest.mark.optimized
 @pytest.mark.parametrize("implementation", INTERPRETED_SLOWLY, indirect=True)
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_random_schedules_have_the_bits_of_decoding_token_by_token(implementation, name):
@@ -437,7 +435,7 @@ def test_random_schedules_have_the_bits_of_decoding_token_by_token(implementatio
     assert max(map(error, plain_states[:, -1], streams.truth[1][:, -2])) < TOLERANCE
 
 
-@pytest.mark.usefixtures("full_compilation")
+@pytest.mark.optimized
 @pytest.mark.parametrize("implementation", INTERPRETED_SLOWLY, indirect=True)
 def test_a_forced_rejection_leaves_the_bits_of_plain_decoding(implementation):
     """Over many turns of the ring; and so does accepting everything, or another k every step."""

@@ -11,8 +11,6 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.triton import most_blocks
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 CASES = {
     "one-row": (1,),
     "one-row-of-many-groups": (0,) * 20 + (1,) + (0,) * 11,
@@ -86,7 +84,7 @@ def test_sums_of_bf16_are_f32(multiply):
     np.testing.assert_array_equal(out.astype(jnp.float32), 1.0)
 
 
-@pytest.mark.usefixtures("full_compilation")
+@pytest.mark.optimized
 def test_bits_do_not_depend_on_the_neighbours(multiply):
     """A row's product is the same wherever it lies in its group, and whatever the others are."""
     x, weights, _ = arguments((24, 0, 0), seed=1)

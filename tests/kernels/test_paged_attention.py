@@ -18,8 +18,6 @@ from pallas_kernels.paged_attention.tuning import (
     choose_config,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LAYER, NUM_LAYERS = 1, 2
 
 
@@ -268,7 +266,7 @@ def test_requests_may_share_pages(attend):
     np.testing.assert_allclose(attend(*inputs), attention_by_definition(*inputs), atol=2e-5)
 
 
-@pytest.mark.usefixtures("full_compilation")
+@pytest.mark.optimized
 @pytest.mark.parametrize("num_rows, dtype", [(1, "bfloat16"), (7, "float32"), (7, "bfloat16")])
 def test_bits_do_not_depend_on_the_neighbours(attend, num_rows, dtype):
     """The same request beside short, long and idle ones, in any place of the batch."""
@@ -285,7 +283,7 @@ def test_bits_do_not_depend_on_the_neighbours(attend, num_rows, dtype):
     np.testing.assert_array_equal(out.astype(jnp.float32), expected[order])
 
 
-@pytest.mark.usefixtures("full_compilation")
+@pytest.mark.optimized
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_bits_of_a_row_do_not_depend_on_the_other_rows(attend, dtype):
     """A token gets the same wherever it stands in its rows, and whatever stands behind it."""

@@ -7,8 +7,6 @@ import pytest
 
 from pallas_kernels.rms_norm import add_rms_norm, rms_norm
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 IMPLEMENTATIONS = "reference", "interpret"
 EPS = 1e-6
 
@@ -45,7 +43,7 @@ def test_matches_the_equation(num_rows, dim, dtype, is_centred, kernels):
     np.testing.assert_allclose(np.asarray(out, np.float64), wanted, rtol=tolerance, atol=1e-6)
 
 
-@pytest.mark.usefixtures("full_compilation")
+@pytest.mark.optimized
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_a_row_does_not_depend_on_the_others(kernels):
     x, delta, weight = arguments(5, 96, "float32")

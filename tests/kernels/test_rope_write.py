@@ -10,8 +10,6 @@ import pytest
 
 from pallas_kernels.rope_write import HeadWeights, rope_write
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 NUM_LAYERS, NUM_PAGES, NUM_COLUMNS, EPS = 2, 24, 5, 1e-5
 IMPLEMENTATIONS = "reference", "interpret"
 # Of the values written, which are sums of two products: bf16 rounds angles and norms on the way.
@@ -192,7 +190,7 @@ def test_values_without_a_norm_or_a_bias_are_copied_to_the_bit(kernels):
         np.testing.assert_array_equal(np.asarray(kv[1, page, offset, 1]), np.asarray(v))
 
 
-@pytest.mark.usefixtures("full_compilation")
+@pytest.mark.optimized
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_without_writes_the_queries_are_the_same_and_the_pool_stays(kernels):
     case = Case(has_norms=True)

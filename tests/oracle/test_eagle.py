@@ -14,8 +14,6 @@ from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 torch = pytest.importorskip("torch")
 
 VOCAB = 24  # small, so that an untrained head is right now and then

@@ -21,8 +21,6 @@ from specjax.train.context import CausalRows
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 FLOAT32 = np.dtype(np.float32)
 BATCH, LENGTH, PAGE_SIZE, K = 2, 168, 8, 3
 # Prompt tokens of each request in each step, then rows that stand of the K+1 of each round.

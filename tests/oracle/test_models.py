@@ -15,8 +15,6 @@ from specjax.train.context import CausalRows
 
 torch = pytest.importorskip("torch")
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BATCH, LENGTH, CHUNK = 2, 72, 24
 PAGE_SIZE = 8
 LLAMA3_ROPE = {

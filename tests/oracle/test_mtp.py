@@ -23,8 +23,6 @@ VOCAB = 24  # small, so that an untrained module is right now and then
 K = 3
 FLOAT32 = np.dtype(np.float32)
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 # The module of transformers takes after the target's last layer, which must be one of attention.
 CASES = {
     "qwen3_next": ("qwen3_next", {"norm_topk_prob": False, "head_dim": 24}, {"layout": "single"}),

@@ -22,8 +22,6 @@ from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document, shuffled_indices, window
 from specjax.train.drafter import shift
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 METHODS = pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "mtp"
 SIZES = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64}
 SAMPLED = SamplingParams(temperature=1.0, max_tokens=12)

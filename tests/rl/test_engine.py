@@ -19,8 +19,6 @@ from specjax.host.speculation.policy import StaticPolicy
 from specjax.rl import RolloutEngine, Span
 from specjax.rl.engine import RolloutError
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 VOCAB = 32
 K = 3
 TOLERANCE = 1e-4

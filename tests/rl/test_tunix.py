@@ -26,8 +26,6 @@ from specjax.rl.nnx import Policy
 from specjax.rl.tunix import RolloutOutput, TunixRollout
 from specjax.sampling_params import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @dataclass(frozen=True)
 class Config:

@@ -46,8 +46,6 @@ NUM_TABLES = 3
 TOLERANCE = 1e-6  # chances are float32
 METHODS = [Rejection(), Block()]
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @dataclass(frozen=True)
 class Tables:

@@ -33,8 +33,6 @@ from specjax.train.drafter import (
 from specjax.train.loop import Schedule
 from specjax.train.target import demo_llama, init_params
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LENGTH = 24
 TARGET = demo_llama(64, 4, 64)
 AUX = (1, 2, 3)

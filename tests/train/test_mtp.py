@@ -27,8 +27,6 @@ from specjax.train.drafter import FeatureSet, Frozen, shift, train_mtp, unrolled
 from specjax.train.loop import Schedule
 from specjax.train.target import demo_qwen3_5, init_params
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 LENGTH, K = 24, 3
 TARGET = replace(demo_qwen3_5(48, 2, 64), layer_types=(DELTA, ATTENTION))
 HEAD = MTPHead(TARGET)

@@ -12,8 +12,6 @@ from specjax.train.data import Document
 from specjax.train.loop import Schedule
 from specjax.train.target import DEMOS, evaluate, init_params, next_token_loss, train_target
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module", params=DEMOS)
 def model(request):

@@ -1,0 +1,61 @@
+"""How the tests' programs are compiled, and what was compiled."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import jax
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+MOST_MAPS = 50_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
+CACHE_BYTES = 16 * 2**30
+
+
+def share_compilations(folder: Path) -> None:
+    """Keep programs for the other processes of a run, and for later ones.
+
+    A limit of size, which is not to be met, makes JAX lock the folder: no process reads an entry
+    that another has half written.
+    """
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+
+
+def compile_quickly() -> None:
+    """Compile in less than half the time programs that run slowly, and may round otherwise.
+
+    Until JAX 0.11, XLA may also do without its fusion emitters, which make most of the code.
+    """
+    jax.config.update("jax_disable_most_optimizations", True)
+    if jax.__version_info__ < (0, 11):
+        flags = os.environ.get("XLA_FLAGS", "")
+        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false".strip()
+
+
+def count_maps() -> int:
+    """Memory maps of this process; 0 where they cannot be counted."""
+    maps = Path("/proc/self/maps")
+    return len(maps.read_bytes().splitlines()) if maps.exists() else 0
+
+
+@dataclass
+class CompilationLog:
+    """Every compilation of this process, those that a cache answered included."""
+
+    names: list[str] = field(default_factory=list)
+
+    def listen(self, event: str, _: float, **details: Any) -> None:
+        """Note a compilation; for `jax.monitoring`."""
+        if event == COMPILED:
+            self.names.append(str(details.get("fun_name")))
+
+    @contextmanager
+    def none_expected(self) -> Iterator[None]:
+        """Fail if anything compiles inside the block."""
+        before = len(self.names)
+        yield
+        assert not self.names[before:]

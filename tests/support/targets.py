@@ -1,0 +1,171 @@
+"""Tiny targets as transformers saves them, and their MTP modules as they are published."""
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from support.weights import HeadFiles, TargetFiles, randomise, rewrite
+
+VOCAB = 96
+
+HYBRID_SIZES = {
+    "full_attention_interval": 2,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.25,
+    },
+}
+MOE_SIZES = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 20,
+}
+VISION_SIZES = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "num_position_embeddings": 16,
+    "patch_size": 4,
+}
+
+
+def _hf_config(kind: str, given: Mapping[str, Any]) -> Any:
+    import transformers
+
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 512,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+        "tie_word_embeddings": False,
+    }
+    if _is_hybrid(kind):
+        sizes |= HYBRID_SIZES
+    if "moe" in kind or kind == "qwen3_next":
+        sizes |= MOE_SIZES
+    config = sizes | given
+    if not _has_vision(kind):
+        return transformers.AutoConfig.for_model(kind, **config)
+    return transformers.AutoConfig.for_model(
+        kind,
+        text_config=config,
+        vision_config=VISION_SIZES | {"out_hidden_size": config["hidden_size"]},
+        tie_word_embeddings=config["tie_word_embeddings"],
+    )
+
+
+def _is_hybrid(kind: str) -> bool:
+    return kind == "qwen3_next" or kind.startswith("qwen3_5")
+
+
+def _has_vision(kind: str) -> bool:
+    return kind in ("qwen3_5", "qwen3_5_moe")
+
+
+def write_target(
+    folder: Path, kind: str, seed: int, max_shard_size: str, config: Mapping[str, Any]
+) -> TargetFiles:
+    import torch
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    hf_config = _hf_config(kind, config)
+    hf_config._attn_implementation = "eager"
+    auto = (
+        transformers.AutoModelForImageTextToText
+        if _has_vision(kind)
+        else transformers.AutoModelForCausalLM
+    )
+    model = auto.from_config(hf_config, dtype=torch.float32).eval()
+    # The norm of a recurrent layer's output is a plain one.
+    plain_norms = "linear_attn.norm" if _is_hybrid(kind) else "norm"
+    randomise(dict(model.named_parameters()), seed, plain_norms)
+    model.generation_config.eos_token_id = hf_config.get_text_config().eos_token_id
+    model.save_pretrained(folder, max_shard_size=max_shard_size)
+    return TargetFiles(folder, model)
+
+
+def write_fused(folder: Path, target: TargetFiles) -> TargetFiles:
+    import torch
+
+    def fuse(tensors):
+        fused, found = {}, {}
+        for name, tensor in tensors.items():
+            match = re.fullmatch(r"(.*\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", name)
+            if match:
+                found.setdefault(match[1], {})[int(match[2]), match[3]] = tensor
+            else:
+                fused[name] = tensor
+        for prefix, one in found.items():
+            numbers = sorted({number for number, _ in one})
+            pairs = [torch.cat([one[i, "gate"], one[i, "up"]]) for i in numbers]
+            fused[f"{prefix}.gate_up_proj"] = torch.stack(pairs)
+            fused[f"{prefix}.down_proj"] = torch.stack([one[i, "down"] for i in numbers])
+        return fused
+
+    shutil.copytree(target.folder, folder)
+    rewrite(folder / "model.safetensors", fuse)
+    return TargetFiles(folder, target.hf)
+
+
+def write_mtp(
+    folder: Path, target: TargetFiles, seed: int, layout: str, is_beside: bool
+) -> HeadFiles:
+    import safetensors.torch
+    import torch
+
+    assert layout in ("fused", "single")
+    hf, dim = target.hf.config.get_text_config(), target.hf.config.get_text_config().hidden_size
+    attention = max(i for i, kind in enumerate(hf.layer_types) if kind == "full_attention")
+    layer = target.hf.get_decoder().layers[attention]
+    tensors = {f"mtp.layers.0.{n}": torch.empty_like(x) for n, x in layer.state_dict().items()}
+    tensors["mtp.fc.weight"] = torch.empty(dim, 2 * dim)
+    for norm in "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden":
+        tensors[f"mtp.{norm}.weight"] = torch.empty(dim)
+    randomise(tensors, seed, plain_norms="none")
+
+    shutil.copytree(target.folder, folder)
+    written = _unfused(tensors) if layout == "single" else tensors
+    if is_beside:
+        safetensors.torch.save_file(written, folder / "mtp.safetensors")
+    else:
+        rewrite(folder / "model.safetensors", lambda old: old | written)
+    config = json.loads((folder / "config.json").read_text())
+    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    (folder / "config.json").write_text(json.dumps(config))
+    return HeadFiles(folder, tensors, config.get("text_config", config))
+
+
+def _unfused(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Tensors with a name for each expert's own."""
+    single = {}
+    for name, tensor in tensors.items():
+        prefix, _, last = name.rpartition(".")
+        if not prefix.endswith(".experts"):
+            single[name] = tensor
+            continue
+        for i, one in enumerate(tensor):
+            parts = (one,) if last == "down_proj" else one.chunk(2)
+            names = ("down",) if last == "down_proj" else ("gate", "up")
+            for part, of in zip(parts, names, strict=True):
+                single[f"{prefix}.{i}.{of}_proj.weight"] = part.clone()
+    return single
