@@ -25,11 +25,11 @@ from typing import Any
 from report import RESULTS, provenance, write_result
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT / "tests" / "fuzz"))
+sys.path.append(str(ROOT / "tests"))
 
-from real_schedules import Found, run_real_schedule  # noqa: E402
-from schedule_runs import check_schedule  # noqa: E402
 from stress_accepted_counts import write_random  # noqa: E402
+from support.real_schedules import Found, run_real_schedule  # noqa: E402
+from support.schedule_runs import check_schedule  # noqa: E402
 
 from specjax import LLM  # noqa: E402
 from specjax.bench.identity import NEAR_TIE  # noqa: E402
@@ -44,7 +44,7 @@ SIZES: dict[str, Any] = {
 COUNTS = [
     "schedules", "requests", "steps", "tokens", "finished", "aborted", "preemptions",
     "preemptions in flight", "mixed steps", "chunks side by side",
-    "rounds in one dispatch", "steps launched over another",
+    "steps launched over another",
     "prompt tokens run", "prefix hits", "snapshots taken", "snapshots restored", "masks",
     "preempt", "fail", "reset", "clear", "cells read",
 ]  # fmt: skip
@@ -156,11 +156,11 @@ def run_real(settings: argparse.Namespace, failures: list[str]) -> dict[str, Fou
         if settings.real:
             write_random(Path(folder))
         engines = {
-            "Llama and EAGLE-3": ("eagle3", ROOT / "checkpoints" / "demo-llama", 3),
-            "hybrid and MTP, random": ("mtp", folder, 1),
+            "Llama and EAGLE-3": ("eagle3", ROOT / "checkpoints" / "demo-llama"),
+            "hybrid and MTP, random": ("mtp", folder),
         }
-        for name, (method, target, rounds) in engines.items() if settings.real else ():
-            llm, alone = make_llms(stack, method, target, rounds)
+        for name, (method, target) in engines.items() if settings.real else ():
+            llm, alone = make_llms(stack, method, target)
             found = Found()
             for seed in range(settings.seed, settings.seed + settings.real):
                 try:
@@ -175,7 +175,7 @@ def run_real(settings: argparse.Namespace, failures: list[str]) -> dict[str, Fou
     return real
 
 
-def make_llms(stack: ExitStack, method: str, target: str | Path, rounds: int) -> tuple[LLM, LLM]:
+def make_llms(stack: ExitStack, method: str, target: str | Path) -> tuple[LLM, LLM]:
     """An engine with few pages and drafts, and one that runs one request at a time without."""
     head = f"{target}-eagle3" if method == "eagle3" else str(target)
     drafter = {"method": method, "model": head, "num_speculative_tokens": K}
@@ -185,7 +185,6 @@ def make_llms(stack: ExitStack, method: str, target: str | Path, rounds: int) ->
         max_num_seqs=4,
         num_pages=MOST_PAGES,
         num_snapshots=2,
-        steps_per_dispatch=rounds,
         **SIZES,
     )
     alone = LLM(target, max_num_seqs=1, enable_prefix_caching=False, **SIZES)

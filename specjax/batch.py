@@ -28,7 +28,7 @@ from specjax.device.step import (
     StepOutputs,
     admit,
     begin,
-    decode_rounds,
+    decode_step,
     extend,
     prefill,
     propose,
@@ -91,9 +91,13 @@ class Layout:
             "tokens": (self.max_model_len, np.int32),
         }
 
-    def packed_shape(self, plan: Part) -> tuple[int, int]:
-        """Shape of the array that `pack` makes of a plan."""
-        return plan.batch, num_scalars(plan) + self.pages_per_seq
+    def prefill_shape(self, batch: int) -> tuple[int, int]:
+        """Shape of the array that `pack` makes of a plan of chunks."""
+        return batch, len(PrefillInputs._fields) - 1 + self.pages_per_seq
+
+    def decode_shape(self, batch: int) -> tuple[int, int]:
+        """Shape of the array that `pack` makes of a plan of a round."""
+        return batch, len(DecodeInputs._fields) - 1 + self.pages_per_seq
 
     def admit_shape(self, batch: int) -> tuple[int, int]:
         """Shape of the array that `pack_admissions` makes."""
@@ -105,19 +109,18 @@ class Layout:
         return plan.batch, num_rows, self.mask_words
 
 
-def num_scalars(plan: Part) -> int:
-    """Columns of a packed plan before its page tables: the fields of its inputs."""
-    inputs = DecodeInputs if isinstance(plan, DecodePlan) else PrefillInputs
-    return len(inputs._fields) - 1
-
-
 def pack(plan: Part, layout: Layout) -> np.ndarray:
-    """A plan as i32[packed_shape]; rows past its own are padding, at slot `num_slots`."""
-    packed = np.full(layout.packed_shape(plan), -1, np.int32)
+    """A plan as i32[B, ...], a column for each input; rows past its own are padding.
+
+    Padding is at slot `num_slots`, past the last.
+    """
+    is_round = isinstance(plan, DecodePlan)
+    shape = layout.decode_shape(plan.batch) if is_round else layout.prefill_shape(plan.batch)
+    packed = np.full(shape, -1, np.int32)
     packed[:, 0] = layout.num_slots
     table = packed[:, -layout.pages_per_seq :]
-    if isinstance(plan, DecodePlan):
-        packed[:, 1:3] = plan.num_drafts, plan.num_rounds
+    if is_round:
+        packed[:, 1] = plan.num_drafts
         for row, sequence in enumerate(plan.sequences):
             most = sequence.request.params.num_speculative_tokens
             if most is not None:
@@ -177,19 +180,11 @@ def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndar
 
 def unpack_outputs(
     packed: np.ndarray, plan: Part, variant: Variant, *, has_raw: bool = False
-) -> list[list[RowOutput]]:
-    """What each row of `plan` gave, in each of its rounds; chunks are one round.
+) -> list[RowOutput]:
+    """What each row of `plan` gave.
 
     `has_raw` says that raw log-probabilities come beside processed ones.
     """
-    if isinstance(plan, DecodePlan):
-        return [_unpack_round(one, plan, variant, has_raw) for one in packed[: plan.num_rounds]]
-    return [_unpack_round(packed, plan, variant, has_raw)]
-
-
-def _unpack_round(
-    packed: np.ndarray, plan: Part, variant: Variant, has_raw: bool
-) -> list[RowOutput]:
     decoding = isinstance(plan, DecodePlan)
     num_rows = plan.k + 1 if decoding else 1
     reader = _Reader(packed)
@@ -223,22 +218,27 @@ def export_features(plan: Part, features: Features) -> None:
             chunk.sequence.features.append((chunk.start, own))
 
 
+# Programs take the parameters and the state, and give the next state and a result.
+
+
 @partial(jax.jit, static_argnames="layout", donate_argnames="state")
-def run_admit(state: EngineState, packed: jax.Array, *, layout: Layout) -> EngineState:
+def run_admit(
+    params: Params, state: EngineState, packed: jax.Array, *, layout: Layout
+) -> tuple[EngineState, None]:
     """`admit` from a packed array."""
-    return admit(state, _unpack_admissions(packed, layout))
+    return admit(state, _unpack_admissions(packed, layout)), None
 
 
 @partial(jax.jit, donate_argnames="state")
-def run_restore(state: EngineState, packed: jax.Array) -> EngineState:
+def run_restore(params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, None]:
     """`restore` from a packed array."""
-    return restore(state, SnapshotInputs(*packed.T))
+    return restore(state, SnapshotInputs(*packed.T)), None
 
 
 @partial(jax.jit, donate_argnames="state")
-def run_take(state: EngineState, packed: jax.Array) -> EngineState:
+def run_take(params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, None]:
     """`take` from a packed array."""
-    return take(state, SnapshotInputs(*packed.T))
+    return take(state, SnapshotInputs(*packed.T)), None
 
 
 @partial(jax.jit, static_argnames=("model", "width"), donate_argnames="state")
@@ -277,10 +277,10 @@ def run_decode(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, jax.Array]:
-    """`decode_rounds` between packed arrays."""
+    """`decode_step` between packed arrays."""
     inputs = DecodeInputs(*_columns(packed, DecodeInputs))
-    state, outputs = decode_rounds(params, state, inputs, model=model, variant=variant, k=k)
-    return state, jax.vmap(pack_outputs)(outputs)
+    state, outputs = decode_step(params, state, inputs, model=model, variant=variant, k=k)
+    return state, pack_outputs(outputs)
 
 
 @partial(jax.jit, static_argnames=("model", "variant", "k"), donate_argnames="state")
@@ -324,7 +324,7 @@ def run_settle(
     state, outputs = settle(
         params, state, inputs, draft, extension, masks, model=model, variant=variant
     )
-    return state, pack_outputs(outputs)[None]
+    return state, pack_outputs(outputs)
 
 
 def pack_outputs(outputs: StepOutputs) -> jax.Array:

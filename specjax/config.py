@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from difflib import get_close_matches
 from itertools import pairwise
 from numbers import Integral, Real
 from os import PathLike
@@ -21,6 +22,10 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 # of each, and tokens of a chunk.
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
 ADAPTIVE_DRAFTS = 5  # the most that adaptive K may be, unless told
+REMOVED_OPTIONS = {
+    "steps_per_dispatch": "it gained nothing on a GPU; async_scheduling=True, the default, hides "
+    "the host's time",
+}
 
 
 def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -33,6 +38,22 @@ def check_positive(**values: int) -> None:
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse options that there are not.
+
+    Raises:
+        ValueError: an option that was removed; what to use instead.
+        TypeError: any other; the nearest that there is.
+    """
+    for name, value in given.items():
+        if name in REMOVED_OPTIONS:
+            raise ValueError(f"{name}={value!r} was removed: {REMOVED_OPTIONS[name]}; leave it out")
+        near = get_close_matches(name, list(known), 1)
+        raise TypeError(
+            f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )
 
 
 def check_count(**values: int) -> None:
@@ -289,6 +310,11 @@ class EngineConfig:
         max_num_seqs: requests that run at the same time.
         max_num_batched_tokens: most tokens of one step, with the rows that drafting adds to them.
         max_num_scheduled_tokens: most tokens of one step, prompts' and rounds'; None for as many.
+        decode_batches: batch sizes that rounds are compiled for; None for powers of two up to
+            max_num_seqs. The largest must hold max_num_seqs.
+        prefill_shapes: (batch, width) of the steps that chunks of prompts are compiled for; None
+            for widths that double up to the budget, of 1, 4, 16, ... prompts. The largest must hold
+            max_num_batched_tokens.
         page_size: tokens per page of the key-value pool.
         num_pages: pages of the pool.
         enable_prefix_caching: keep pages of finished requests for others that begin alike.
@@ -297,7 +323,6 @@ class EngineConfig:
         dtype: of weights and caches.
         kernels: implementation of the GPU operations.
         async_scheduling: plan and launch a step before reading the one before it.
-        steps_per_dispatch: rounds that the device may run before the host hears of them.
         exact: run every step in one shape, so that results depend on nothing but the request.
         max_logprobs: most likeliest tokens that a request may ask for.
         always_logprobs: compile no steps but such as report log-probabilities, for users who always
@@ -311,6 +336,8 @@ class EngineConfig:
     max_num_seqs: int = 16
     max_num_batched_tokens: int = 512
     max_num_scheduled_tokens: int = None  # pyright: ignore[reportAssignmentType]  # resolved below
+    decode_batches: tuple[int, ...] = None  # pyright: ignore[reportAssignmentType]  # likewise
+    prefill_shapes: tuple[tuple[int, int], ...] = None  # pyright: ignore[reportAssignmentType]
     page_size: int = 16
     num_pages: int
     enable_prefix_caching: bool = True
@@ -319,7 +346,6 @@ class EngineConfig:
     dtype: str = "float32"
     kernels: str = "auto"
     async_scheduling: bool = True
-    steps_per_dispatch: int = 1
     exact: bool = False
     max_logprobs: int = 20
     always_logprobs: bool = False
@@ -336,7 +362,6 @@ class EngineConfig:
             max_num_scheduled_tokens=self.max_num_scheduled_tokens,
             page_size=self.page_size,
             num_pages=self.num_pages,
-            steps_per_dispatch=self.steps_per_dispatch,
         )
         if self.max_num_scheduled_tokens > self.max_num_batched_tokens:
             raise ValueError(
@@ -348,11 +373,6 @@ class EngineConfig:
         if self.num_snapshots is None:
             object.__setattr__(self, "num_snapshots", max(1, self.max_num_seqs // 4))
         check_count(num_snapshots=self.num_snapshots)
-        if self.exact and self.steps_per_dispatch > 1:
-            raise ValueError(
-                f"steps_per_dispatch={self.steps_per_dispatch} needs a program of its own, and "
-                "exact=True runs all rounds in one; use 1"
-            )
         _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
@@ -366,6 +386,20 @@ class EngineConfig:
                 f"max_model_len={self.max_model_len} ({self.pages_per_seq} pages of "
                 f"{self.page_size} tokens); raise num_pages or lower max_model_len"
             )
+        self._set_shapes()
+
+    def _set_shapes(self) -> None:
+        """Take the given shapes, in order, or the usual ones."""
+        usual = self._usual_batches(), self._usual_shapes()
+        batches = usual[0] if self.decode_batches is None else self._checked_batches()
+        shapes = usual[1] if self.prefill_shapes is None else self._checked_shapes()
+        if self.exact and (batches, shapes) != usual:
+            raise ValueError(
+                f"decode_batches={batches} and prefill_shapes={shapes}: exact=True runs every step "
+                "in one shape of its own; leave them out"
+            )
+        object.__setattr__(self, "decode_batches", batches)
+        object.__setattr__(self, "prefill_shapes", shapes)
 
     def check_budgets(self, most_drafts: int, draft_slots: int) -> None:
         """Refuse budgets in which a round of one request, or a chunk, cannot be scheduled.
@@ -396,33 +430,61 @@ class EngineConfig:
         """Width of the page table."""
         return -(-self.max_model_len // self.page_size)
 
-    @property
-    def decode_batches(self) -> tuple[int, ...]:
-        """Batch sizes that decode steps are compiled for: powers of two up to max_num_seqs."""
+    def _usual_batches(self) -> tuple[int, ...]:
+        """Powers of two up to max_num_seqs."""
         if self.exact:
             return (max(self.max_num_seqs, EXACT_BATCH),)
         return growing(1, self.max_num_seqs, 2)
 
-    @property
-    def prefill_widths(self) -> tuple[int, ...]:
-        """Chunk lengths that prefill steps are compiled for, doubling up to the budget."""
-        most = min(self.max_num_batched_tokens, self.max_model_len)
-        return growing(min(32, most), most, 2)
-
-    @property
-    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """(batch, width) of the prefill steps: one prompt, 4, 16, ... up to what the budget holds.
+    def _usual_shapes(self) -> tuple[tuple[int, int], ...]:
+        """Widths that double up to the budget, each of one prompt, 4, 16, ... as the budget holds.
 
         Padding costs as much as tokens do, and a few short chunks beside a round are what a full
         engine runs all the time: at most three quarters of a batch are padding.
         """
+        widest = min(self.max_num_batched_tokens, self.max_model_len)
+        widths = growing(min(32, widest), widest, 2)
         if self.exact:
-            return ((1, min(EXACT_CHUNK, self.prefill_widths[-1])),)
+            return ((1, min(EXACT_CHUNK, widths[-1])),)
         shapes = []
-        for width in self.prefill_widths:
+        for width in widths:
             most = min(self.max_num_batched_tokens // width, self.max_num_seqs)
             shapes += [(batch, width) for batch in growing(1, most, 4)]
         return tuple(shapes)
+
+    def _checked_batches(self) -> tuple[int, ...]:
+        given = self.decode_batches
+        if not isinstance(given, Iterable) or not (sizes := list(given)):
+            raise ValueError(f"decode_batches={given!r} must be batch sizes, as (1, 4, 16)")
+        check_positive(**{f"decode_batches[{i}]": size for i, size in enumerate(sizes)})
+        if max(sizes) < self.max_num_seqs:
+            raise ValueError(
+                f"decode_batches={given!r} holds no round of max_num_seqs={self.max_num_seqs} "
+                f"requests; add {self.max_num_seqs}, or lower max_num_seqs to {max(sizes)}"
+            )
+        return tuple(sorted(set(sizes)))
+
+    def _checked_shapes(self) -> tuple[tuple[int, int], ...]:
+        given = self.prefill_shapes
+        shapes = list(given) if isinstance(given, Iterable) else []
+        if not shapes or not all(isinstance(s, Sequence) and len(s) == 2 for s in shapes):
+            raise ValueError(
+                f"prefill_shapes={given!r} must be pairs (batch, width), as ((1, 512), (4, 128))"
+            )
+        for i, (batch, width) in enumerate(shapes):
+            check_positive(**{f"prefill_shapes[{i}][0]": batch, f"prefill_shapes[{i}][1]": width})
+        ordered = tuple(sorted({(batch, width) for batch, width in shapes}, key=lambda s: s[::-1]))
+        # No step has more tokens of prompts than the budget, or than all its requests.
+        most = min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
+        largest = max(batch * width for batch, width in ordered)
+        if largest < most and ordered != self._usual_shapes():
+            width = ordered[-1][1]
+            raise ValueError(
+                f"prefill_shapes={given!r} hold {largest} tokens of the {most} that a step may "
+                f"have by max_num_batched_tokens={self.max_num_batched_tokens}; add "
+                f"({-(-most // width)}, {width}), or lower max_num_batched_tokens to {largest}"
+            )
+        return ordered
 
 
 def growing(first: int, last: int, factor: int) -> tuple[int, ...]:

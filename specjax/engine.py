@@ -10,7 +10,7 @@ is launched in pieces, for the masks of its drafts are made while the target run
 
 import time
 from collections import Counter
-from collections.abc import Collection, Hashable, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -28,61 +28,37 @@ from specjax.batch import (
     pack_snapshots,
     unpack_outputs,
 )
-from specjax.config import EXACT_WIDTH, EngineConfig
-from specjax.device.cache.recurrent import init_snapshots
+from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter, Params, Variant
 from specjax.device.models.model import Features, Model
-from specjax.device.state import EngineState, init_state
-from specjax.device.step import Extension, StepModel
+from specjax.device.step import Extension
 from specjax.device.verification import Draft, SeedExact, Verification
-from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler
+from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan, Scheduler
 from specjax.host.sequence import Sequence
 from specjax.host.speculation.policy import Policy, Round
 from specjax.host.speculation.step_cost import StepCost
 from specjax.metrics import Metrics, Recorder
-from specjax.precompile import Executables, covers
-from specjax.replay import measure_rounds
+from specjax.precompile import CompiledPrograms
+from specjax.programs import (
+    Admit,
+    Begin,
+    Decode,
+    Extend,
+    Prefill,
+    Programs,
+    Propose,
+    Restore,
+    Settle,
+    Take,
+    covers,
+    keys_of,
+    of_drafts,
+    of_rounds,
+)
 from specjax.request import Request
 from specjax.sampling_params import LogitsProcessor
 
 DRAFT_SLOTS = 0  # rows that drafting adds to a request's: ours draft one token after another
-
-
-def step_model(
-    config: EngineConfig, target: Model, drafter: Drafter, verification: Verification, platform: str
-) -> StepModel:
-    """What an engine on a device of `platform` compiles into its steps."""
-    return StepModel(
-        target,
-        drafter,
-        verification,
-        config.kernels,
-        # Rows are free where a matmul waits for its weights, and matrix units want eights.
-        row_multiple=8 if platform == "gpu" else 1,
-        width_multiple=EXACT_WIDTH if config.exact else 1,
-        logprobs_mode=config.logprobs_mode,
-        most_rounds=config.steps_per_dispatch,
-    )
-
-
-def empty_state(config: EngineConfig, model: StepModel, most_drafts: int) -> EngineState:
-    """The state of an engine without requests, whose steps have up to `most_drafts` drafts."""
-    dtype, target = np.dtype(config.dtype), model.target
-    sizes = config.max_num_seqs, config.num_pages, config.page_size
-    most_rows = model.width(most_drafts)
-    cache = target.init_cache(*sizes, most_rows, dtype)
-    snapshots = None
-    if target.is_recurrent:
-        conv_width = cache.delta.ring.shape[2] - 2 * most_rows + 1
-        snapshots = init_snapshots(cache.delta, config.num_snapshots, conv_width)
-    return init_state(
-        config.max_num_seqs,
-        config.max_model_len,
-        target.vocab_size,
-        cache,
-        model.drafter.init_state(*sizes, dtype),
-        snapshots,
-    )
 
 
 @dataclass
@@ -115,7 +91,11 @@ class _Extended:
 
 
 class Engine:
-    """Owns the device state and runs requests, given as token ids, to completion."""
+    """Runs requests, given as token ids, to completion on a device, by its programs.
+
+    `make_programs` is what makes the device's side of it: `CompiledPrograms`, or what takes the
+    same arguments.
+    """
 
     def __init__(
         self,
@@ -126,34 +106,35 @@ class Engine:
         policy: Policy,
         verification: Verification | None = None,
         *,
+        make_programs: Callable[..., Programs] = CompiledPrograms,
         show_progress: bool = False,
     ):
         self.config = config
-        self.params = params
         self.target = target
-        self.device = jax.devices()[0]
         self.drafter = drafter
-        self._most_drafts = max(policy.choices)
-        verification = verification or SeedExact()
-        self._model = step_model(config, target, drafter, verification, self.device.platform)
-        config.check_budgets(self._most_drafts, DRAFT_SLOTS)
+        self._max_drafts = max(policy.choices)
+        config.check_budgets(self._max_drafts, DRAFT_SLOTS)
         self.scheduler = Scheduler(
             config,
             policy,
             draft_slots=DRAFT_SLOTS,
             num_snapshots=config.num_snapshots if target.is_recurrent else None,
         )
-        self._state = self._init_state()
         self.layout = Layout(
             config.max_num_seqs, config.max_model_len, config.pages_per_seq, target.vocab_size
         )
-        self._executables = Executables(params, self._state, self._model, self.layout)
+        self.programs = make_programs(
+            config,
+            target,
+            drafter,
+            verification or SeedExact(),
+            params,
+            self.layout,
+            self._max_drafts,
+        )
+        self._variants: list[Variant] = []  # that all shapes are compiled in
         self._processors: list[tuple[LogitsProcessor, ...]] = []
         self._max_logprobs = min(config.max_logprobs, target.vocab_size)
-        self._init_loop()
-        self.set_policy(policy, show_progress=show_progress)
-
-    def _init_loop(self) -> None:
         self._recorder = Recorder()
         self._in_flight: list[_InFlight] = []
         self._start_time = 0.0  # of the step, in seconds
@@ -162,10 +143,21 @@ class Engine:
         self._compile_seconds = 0.0  # as of then
         self._other_ms = 0.0  # of chunks, since the last round that was read
         self._num_steps = 0
+        self.set_policy(policy, show_progress=show_progress)
 
-    def _init_state(self) -> EngineState:
-        state = empty_state(self.config, self._model, self._most_drafts)
-        return jax.device_put(state, self.device)
+    @property
+    def params(self) -> Params:
+        """The weights in use."""
+        return self.programs.params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        self.programs.params = params
+
+    @property
+    def device(self) -> Any:
+        """Where the weights are."""
+        return self.programs.device
 
     def set_policy(self, policy: Policy, *, show_progress: bool = False) -> None:
         """Choose K by `policy` from the next step on, after compiling what it may ask for.
@@ -175,13 +167,13 @@ class Engine:
                 states were sized for.
         """
         self.config.check_budgets(max(policy.choices), DRAFT_SLOTS)
-        if self.target.is_recurrent and max(policy.choices) > self._most_drafts:
+        if self.target.is_recurrent and max(policy.choices) > self._max_drafts:
             raise ValueError(
                 f"policy: K={max(policy.choices)} does not fit the recurrent cache, whose ring was "
-                f"sized for the {self._most_drafts} drafts of num_speculative_tokens when the "
+                f"sized for the {self._max_drafts} drafts of num_speculative_tokens when the "
                 "engine was built; build it with a larger one"
             )
-        variants = self._executables.variants or [self._needed([])]
+        variants = self._variants or [self._needed([])]
         self._compile_ahead(policy, variants, show_progress=show_progress)
         policy.begin(partial(self._replay, policy.choices))
         self.scheduler.policy = policy
@@ -191,9 +183,8 @@ class Engine:
         requests = list(requests)
         # Without those with a grammar, the others go on without its masks.
         others = [r for r in requests if r.params.structured_outputs is None]
-        have = self._executables.variants
         wanted = {self._needed(group) for group in (requests, others) if group}
-        missing = [new for new in wanted if not any(covers(old, new) for old in have)]
+        missing = [new for new in wanted if not any(covers(old, new) for old in self._variants)]
         self._compile_ahead(self.scheduler.policy, missing, show_progress=show_progress)
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
@@ -290,7 +281,7 @@ class Engine:
         """
         assert not self._in_flight, "land first"
         self.scheduler.restart()
-        self.params = params
+        self.programs.params = params
         if has_new_target:
             self.scheduler.policy.target_changed()
         if has_new_drafter:
@@ -303,12 +294,11 @@ class Engine:
         """
         assert not self._in_flight, "land first"
         self.scheduler.restart()
-        for leaf in jax.tree.leaves(self._state):
-            leaf.delete()
+        self.programs.release()
 
     def renew(self) -> None:
         """Begin with an empty state after `release`."""
-        self._state = self._init_state()
+        self.programs.renew()
 
     def reset(self) -> None:
         """Drop all requests and begin anew, as after an interrupt."""
@@ -318,41 +308,36 @@ class Engine:
 
     def metrics(self) -> Metrics:
         """The counters now."""
-        executables = self._executables
-        return self._recorder.snapshot(
-            self.scheduler,
-            num_compilations=executables.num_compilations,
-            num_late=executables.num_late,
-            compile_seconds=executables.compile_seconds,
-        )
+        return self._recorder.snapshot(self.scheduler, self.programs.compilations)
 
     def _launch(self, plan: Part) -> "_InFlight | _Extended":
         if self._read_time is not None:
             self._recorder.record_gap(time.perf_counter() - self._read_time)
             self._read_time = None
-        needed = self._needed(sequence.request for sequence in plan.sequences)
-        variant = self._executables.variant_for(needed)
-        packed = self._put(pack(plan, self.layout))
+        variant = self._variant_for(plan)
+        packed = self.programs.put(pack(plan, self.layout))
         if isinstance(plan, PrefillPlan):
             return self._prefill(plan, variant, packed)
+        run, batch, k = self.programs.run, plan.batch, plan.k
         if not variant.masks:
-            return self._in(plan, variant, self._run("decode", plan, variant, packed))
-        draft = self._run("propose", plan, variant, packed)
+            return self._in(plan, variant, run(Decode(batch, k, variant), packed))
+        draft = run(Propose(batch, k, of_drafts(variant)), packed)
         draft.tokens.copy_to_host_async()
-        extension = self._run("extend", plan, variant, packed, draft)
+        extension = run(Extend(batch, k), packed, draft)
         extended = _Extended(plan, variant, packed, draft, extension)
         if any(sequence.matcher for sequence in plan.sequences):
             return extended
         return self._settle(extended)
 
     def _prefill(self, plan: PrefillPlan, variant: Variant, packed: jax.Array) -> _InFlight:
+        run, batch, width = self.programs.run, plan.batch, plan.width
         self._admit(plan)
-        self._move(plan, "restore")
+        self._move(plan, [c for c in plan.chunks if c.restored is not None], Restore(batch))
         # What stands before a first token is known: nothing.
-        masks = self._put(pack_masks(plan, None, self.layout)) if variant.masks else None
-        extension = self._run("prefill", plan, variant, packed)
-        self._move(plan, "take")
-        outputs = self._run("begin", plan, variant, packed, extension, masks)
+        masks = self._masks(plan, None) if variant.masks else None
+        extension = run(Prefill(batch, width), packed)
+        self._move(plan, [c for c in plan.chunks if c.taken is not None], Take(batch))
+        outputs = run(Begin(batch, width, variant), packed, extension, masks)
         launched = self._in(plan, variant, outputs)
         if any(chunk.sequence.request.exports_features for chunk in plan.chunks):
             launched.features = extension.features
@@ -361,29 +346,29 @@ class Engine:
     def _admit(self, plan: PrefillPlan) -> None:
         new = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
         if new:
-            packed = self._put(pack_admissions(new, plan.batch, self.layout))
-            run = self._executables.get("admit", plan, Variant())
-            self._state = run(self._state, packed)
+            packed = pack_admissions(new, plan.batch, self.layout)
+            self.programs.run(Admit(plan.batch), self.programs.put(packed))
 
-    def _move(self, plan: PrefillPlan, program: str) -> None:
-        """Copy recurrent states from snapshots, or to them."""
-        is_taken = program == "take"
-        chunks = [c for c in plan.chunks if (c.taken if is_taken else c.restored) is not None]
+    def _move(self, plan: PrefillPlan, chunks: list[Chunk], key: Restore | Take) -> None:
+        """Copy the recurrent states of chunks from snapshots, or to them."""
         if chunks:
+            is_taken = isinstance(key, Take)
+            num_snapshots = self.config.num_snapshots
             packed = pack_snapshots(
-                chunks, plan.batch, self.config.num_snapshots, self.layout, is_taken=is_taken
+                chunks, plan.batch, num_snapshots, self.layout, is_taken=is_taken
             )
-            run = self._executables.get(program, plan, Variant())
-            self._state = run(self._state, self._put(packed))
+            self.programs.run(key, self.programs.put(packed))
 
     def _settle(self, step: _Extended) -> _InFlight:
-        drafts = None
-        if any(sequence.matcher for sequence in step.plan.sequences):
+        plan, variant, drafts = step.plan, step.variant, None
+        if any(sequence.matcher for sequence in plan.sequences):
             drafts = np.asarray(step.draft.tokens)
-        masks = self._put(pack_masks(step.plan, drafts, self.layout))
-        arguments = step.packed, step.draft, step.extension, masks
-        outputs = self._run("settle", step.plan, step.variant, *arguments)
-        return self._in(step.plan, step.variant, outputs)
+        arguments = step.packed, step.draft, step.extension, self._masks(plan, drafts)
+        outputs = self.programs.run(Settle(plan.batch, plan.k, variant), *arguments)
+        return self._in(plan, variant, outputs)
+
+    def _masks(self, plan: Part, drafts: np.ndarray | None) -> Any:
+        return self.programs.put(pack_masks(plan, drafts, self.layout))
 
     def _read(self, step: _InFlight) -> list[Sequence]:
         with self._recorder.time("wait"):
@@ -391,21 +376,17 @@ class Engine:
         milliseconds = self._time(step)
         if isinstance(step.plan, PrefillPlan):
             self._other_ms += milliseconds or 0.0
-        touched: dict[Sequence, None] = {}
         with self._recorder.time("host"):
             has_raw = self.config.logprobs_mode == "both"
-            rounds = unpack_outputs(packed, step.plan, step.variant, has_raw=has_raw)
+            rows = unpack_outputs(packed, step.plan, step.variant, has_raw=has_raw)
             if step.features is not None:
                 export_features(step.plan, jax.device_get(step.features))
-            num_run = sum(any(row.tokens for row in rows) for rows in rounds)
-            for rows in rounds:
-                num_kept, found = self.scheduler.commit(step.plan, rows)
-                self._recorder.record_part(step.plan, rows, num_kept)
-                if isinstance(step.plan, DecodePlan) and any(num_kept):
-                    self._teach(step.plan, num_kept, milliseconds and milliseconds / num_run)
-                touched |= dict.fromkeys(found)
+            num_kept, touched = self.scheduler.commit(step.plan, rows)
+            self._recorder.record_part(step.plan, rows, num_kept)
+            if isinstance(step.plan, DecodePlan) and any(num_kept):
+                self._teach(step.plan, num_kept, milliseconds)
         self._recorder.record_finished(touched)
-        return list(touched)
+        return touched
 
     def _replay(self, ks: tuple[int, ...]) -> StepCost:
         """What rounds of every shape cost, by running them. Forgets all cached prefixes."""
@@ -417,19 +398,8 @@ class Engine:
                 "policy: it has rounds timed before it begins, but requests are running; let them "
                 "finish, or abort them, before set_policy"
             )
-        variant = self._executables.variant_for(self._needed([]))
-
-        def run(state: EngineState, packed: np.ndarray, k: int) -> tuple[EngineState, jax.Array]:
-            plan = DecodePlan((), len(packed), k, k)
-            executable = self._executables.get("decode", plan, variant)
-            return executable(self.params, state, self._put(packed))
-
-        try:
-            num_pages = self.config.num_pages
-            return measure_rounds(run, self._state, self.layout, num_pages, ks, batches)
-        finally:
-            self._state = self._init_state()
-            self.scheduler.prefixes.clear()
+        self.scheduler.prefixes.clear()
+        return self.programs.time_rounds(of_rounds(self._needed([])), ks, batches)
 
     def _time(self, step: _InFlight) -> float | None:
         """Milliseconds of a part of a step that has just been read; None if they mean nothing.
@@ -441,7 +411,7 @@ class Engine:
         done = self._read_time if step.done is None else step.done
         milliseconds = 1e3 * (done - max(self._done_time, step.start))
         self._done_time = done
-        before, self._compile_seconds = self._compile_seconds, self._executables.compile_seconds
+        before, self._compile_seconds = self._compile_seconds, self.programs.compilations.seconds
         has_compiled = self._compile_seconds != before
         # A tiny program may be done at once, before the one it came after has been read.
         return None if has_compiled or milliseconds <= 0 else milliseconds
@@ -480,15 +450,8 @@ class Engine:
 
     def _forget_state(self) -> None:
         """Begin with a new state, for which the old one makes room."""
-        for leaf in jax.tree.leaves(self._state):
-            leaf.delete()
-        self.renew()
-
-    def _run(self, program: str, plan: Part, variant: Variant, *arguments: Any) -> Any:
-        """Launch one of a step's programs, which takes the state and leaves the next one."""
-        run = self._executables.get(program, plan, variant)
-        self._state, result = run(self.params, self._state, *arguments)
-        return result
+        self.programs.release()
+        self.programs.renew()
 
     def _in(self, plan: Part, variant: Variant, outputs: jax.Array) -> _InFlight:
         outputs.copy_to_host_async()
@@ -496,8 +459,11 @@ class Engine:
         launched.look()  # a backend may run a program as it is launched
         return launched
 
-    def _put(self, array: np.ndarray) -> jax.Array:
-        return jax.device_put(array, self.device)
+    def _variant_for(self, plan: Part) -> Variant:
+        """The first variant in hand that does what a plan's requests need."""
+        needed = self._needed(sequence.request for sequence in plan.sequences)
+        variant = next((v for v in self._variants if covers(v, needed)), needed)
+        return of_rounds(variant) if isinstance(plan, DecodePlan) else variant
 
     def _needed(self, requests: Iterable[Request]) -> Variant:
         """What steps must do for all of `requests`."""
@@ -530,5 +496,11 @@ class Engine:
         ks = policy.choices if fixed_k is None else (fixed_k,)
         prefills = [PrefillPlan((), batch, width) for batch, width in config.prefill_shapes]
         decodes = [DecodePlan((), b, k, k) for k in ks for b in config.decode_batches]
-        plans = [*prefills, *decodes]
-        self._executables.compile_ahead(plans, variants, show_progress=show_progress)
+        keys = [
+            key
+            for variant in variants
+            for plan in (*prefills, *decodes)
+            for key in keys_of(plan, variant, is_recurrent=self.target.is_recurrent)
+        ]
+        self.programs.compile_ahead(keys, show_progress=show_progress)
+        self._variants += [variant for variant in variants if variant not in self._variants]

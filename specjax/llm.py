@@ -1,5 +1,6 @@
 """The public door: prompts in, continuations out."""
 
+import inspect
 import itertools
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +12,13 @@ import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specjax.checkpoint.hub import resolve
-from specjax.config import DTYPES, EngineConfig, SpeculativeConfig, check_positive
+from specjax.config import (
+    DTYPES,
+    EngineConfig,
+    SpeculativeConfig,
+    check_positive,
+    refuse_unknown,
+)
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
 from specjax.device.drafters.registry import load_drafter, share_embedding
@@ -50,6 +57,10 @@ class LLM:
         max_num_seqs: requests that run at the same time.
         max_num_batched_tokens: most tokens of one step, with the rows that drafting adds to them.
         max_num_scheduled_tokens: most tokens of one step, prompts' and rounds'; None for as many.
+        decode_batches: batch sizes that rounds are compiled for, as (1, 8, 64); None for powers of
+            two up to max_num_seqs. Fewer are compiled sooner, and waste rows.
+        prefill_shapes: (batch, width) of the steps that chunks of prompts are compiled for; None
+            for widths that double up to the budget, of 1, 4, 16, ... prompts.
         num_pages: pages of the key-value pool; None for what the device's memory holds.
         page_size: tokens per page.
         gpu_memory_utilization: part of the GPU's memory for weights and the pool.
@@ -57,8 +68,6 @@ class LLM:
             Recurrent models need a snapshot of their states, too, so less of a prefix is found.
         num_snapshots: how many of those are kept; None for a quarter of max_num_seqs.
         async_scheduling: plan and launch a step before reading the one before it.
-        steps_per_dispatch: rounds that the device may run before the host hears of them, when
-            nobody waits: for batches and rollouts, not for streaming.
         scheduling_policy: "fcfs", first come, first served, or "priority".
         exact: bitwise equal tokens and logprobs under any schedule: every step runs in one shape,
             of all `max_num_seqs` requests and at least 8 tokens for each, and waits for nothing.
@@ -91,13 +100,14 @@ class LLM:
         max_num_seqs: int = 16,
         max_num_batched_tokens: int = 512,
         max_num_scheduled_tokens: int | None = None,
+        decode_batches: Sequence[int] | None = None,
+        prefill_shapes: Sequence[tuple[int, int]] | None = None,
         num_pages: int | None = None,
         page_size: int = 16,
         gpu_memory_utilization: float = 0.9,
         enable_prefix_caching: bool = True,
         num_snapshots: int | None = None,
         async_scheduling: bool = True,
-        steps_per_dispatch: int = 1,
         scheduling_policy: str = "fcfs",
         exact: bool = False,
         max_logprobs: int = 20,
@@ -108,7 +118,9 @@ class LLM:
         compilation_cache: str | Path | None = "~/.cache/specjax",
         seed: int = 0,
         show_progress: bool = True,
+        **unknown: Any,
     ):
+        refuse_unknown(unknown, inspect.signature(LLM).parameters)
         if tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size={tensor_parallel_size} is not supported; use 1, one device"
@@ -148,6 +160,8 @@ class LLM:
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             max_num_scheduled_tokens=max_num_scheduled_tokens,  # pyright: ignore[reportArgumentType]
+            decode_batches=decode_batches,  # pyright: ignore[reportArgumentType]
+            prefill_shapes=prefill_shapes,  # pyright: ignore[reportArgumentType]
             page_size=page_size,
             num_pages=-(-max_model_len // page_size) if num_pages is None else num_pages,
             dtype=dtype,
@@ -155,7 +169,6 @@ class LLM:
             enable_prefix_caching=enable_prefix_caching,
             num_snapshots=num_snapshots,  # pyright: ignore[reportArgumentType]
             async_scheduling=async_scheduling,
-            steps_per_dispatch=steps_per_dispatch,
             scheduling_policy=scheduling_policy,
             exact=exact,
             max_logprobs=max_logprobs,

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler, StepPlan
 from specjax.host.sequence import RowOutput, Sequence
@@ -84,6 +84,14 @@ class Metrics:
         return "\n".join(lines) + "\n"
 
 
+class Compilations(NamedTuple):
+    """What a device has compiled."""
+
+    num_programs: int
+    num_late: int  # of those, that a request had to wait for
+    seconds: float
+
+
 class Recorder:
     """Counts what steps did."""
 
@@ -126,8 +134,6 @@ class Recorder:
             self._counts["prefill_steps"] += 1
             self._counts["prompt"] += sum(chunk.count for chunk in plan.chunks)
             return
-        if plan.num_rounds > 1 and not any(row.tokens for row in rows):
-            return  # all had ended before
         self._counts["decode_steps"] += 1
         self._k[plan.num_drafts] += 1
         more = [0] * (plan.num_drafts - len(self._accepted))
@@ -146,10 +152,7 @@ class Recorder:
     def snapshot(
         self,
         scheduler: Scheduler,
-        *,
-        num_compilations: int,
-        num_late: int,
-        compile_seconds: float,
+        compilations: Compilations,
     ) -> Metrics:
         """The counters now."""
         counts, drafts = self._counts, self._counts["drafts"]
@@ -187,9 +190,9 @@ class Recorder:
             kv_cache_usage=1 - pages.num_free / pages.num_pages,
             budget_use=per_step(counts["scheduled"] / scheduler.config.max_num_scheduled_tokens),
             in_flight_depth=per_step(counts["depth"]),
-            num_compilations=num_compilations,
-            num_compiles_after_warmup=num_late,
-            compile_seconds=compile_seconds,
+            num_compilations=compilations.num_programs,
+            num_compiles_after_warmup=compilations.num_late,
+            compile_seconds=compilations.seconds,
             host_ms=per_step(1e3 * self._seconds["host"]),
             wait_ms=per_step(1e3 * self._seconds["wait"]),
             host_gap_ms=1e3 * self._seconds["gap"] / max(1, counts["gaps"]),

@@ -1,19 +1,19 @@
-"""Executables, one per step shape, compiled before the first request."""
+"""The programs of an engine's steps, one per shape and variant, compiled before they are needed."""
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from pallas_kernels.dispatch import compute_capability
 from specjax.batch import (
     Layout,
-    Part,
     run_admit,
     run_begin,
     run_decode,
@@ -24,10 +24,29 @@ from specjax.batch import (
     run_settle,
     run_take,
 )
-from specjax.device.drafters.drafter import Params, Variant
-from specjax.device.state import EngineState
+from specjax.config import EXACT_WIDTH, EngineConfig
+from specjax.device.cache.recurrent import init_snapshots
+from specjax.device.drafters.drafter import Drafter, Params, Variant
+from specjax.device.models.model import Model
+from specjax.device.state import EngineState, init_state
 from specjax.device.step import StepModel
-from specjax.host.scheduler import PrefillPlan
+from specjax.device.verification import Verification
+from specjax.host.speculation.step_cost import StepCost
+from specjax.metrics import Compilations
+from specjax.programs import (
+    Admit,
+    Begin,
+    Decode,
+    Extend,
+    Key,
+    Prefill,
+    Propose,
+    Restore,
+    Settle,
+    Take,
+    of_drafts,
+)
+from specjax.replay import measure_rounds
 
 # XLA's own matmuls are not split over their depth, which by the shape alone it would do to most of
 # a step's: a kernel more for each, to sum the parts. cuBLAS, which XLA tries as well, still may.
@@ -41,45 +60,85 @@ def keep_compilations(folder: Path) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-class Executables:
-    """Compiled steps by shape and variant. One not compiled ahead is compiled late, and counted.
+def step_model(
+    config: EngineConfig, target: Model, drafter: Drafter, verification: Verification, platform: str
+) -> StepModel:
+    """What an engine on a device of `platform` compiles into its steps."""
+    return StepModel(
+        target,
+        drafter,
+        verification,
+        config.kernels,
+        # Rows are free where a matmul waits for its weights, and matrix units want eights.
+        row_multiple=8 if platform == "gpu" else 1,
+        width_multiple=EXACT_WIDTH if config.exact else 1,
+        logprobs_mode=config.logprobs_mode,
+    )
 
-    Every variant that was asked for is compiled for every shape, so that requests wait for none;
-    a step runs the first variant asked for that does all it needs.
-    """
 
-    def __init__(self, params: Params, state: EngineState, model: StepModel, layout: Layout):
-        self._params, self._state = jax.tree.map(_shape, (params, state))
-        self._model = model
-        self._layout = layout
-        self._compiled: dict[Any, Any] = {}
+def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> EngineState:
+    """The state of an engine without requests, whose steps have up to `max_drafts` drafts."""
+    dtype, target = np.dtype(config.dtype), model.target
+    sizes = config.max_num_seqs, config.num_pages, config.page_size
+    max_rows = model.width(max_drafts)
+    cache = target.init_cache(*sizes, max_rows, dtype)
+    snapshots = None
+    if target.is_recurrent:
+        conv_width = cache.delta.ring.shape[2] - 2 * max_rows + 1
+        snapshots = init_snapshots(cache.delta, config.num_snapshots, conv_width)
+    return init_state(
+        config.max_num_seqs,
+        config.max_model_len,
+        target.vocab_size,
+        cache,
+        model.drafter.init_state(*sizes, dtype),
+        snapshots,
+    )
+
+
+class CompiledPrograms:
+    """`Programs` on JAX's first device. One not compiled ahead is compiled late, and counted."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: Model,
+        drafter: Drafter,
+        verification: Verification,
+        params: Params,
+        layout: Layout,
+        max_drafts: int,
+    ):
+        self.params = params
+        self.device = jax.devices()[0]
+        self.model = step_model(config, target, drafter, verification, self.device.platform)
+        self._config, self._layout, self._max_drafts = config, layout, max_drafts
+        self.renew()
+        self._shapes = jax.tree.map(_shape, (params, self.state))
+        self._compiled: dict[Key, Any] = {}
         self._num_ahead = 0
-        self.variants: list[Variant] = []
-        self.compile_seconds = 0.0
+        self._seconds = 0.0
+        self._calls: dict[type, Callable[[Any], tuple]] = {
+            Admit: self._admit,
+            Restore: lambda key: (run_restore, (_ints(key.batch, 3),), {}),
+            Take: lambda key: (run_take, (_ints(key.batch, 3),), {}),
+            Prefill: self._prefill,
+            Begin: self._begin,
+            Decode: self._decode,
+            Propose: self._propose,
+            Extend: self._extend,
+            Settle: self._settle,
+        }
 
     @property
-    def num_compilations(self) -> int:
-        """Executables in hand."""
-        return len(self._compiled)
+    def compilations(self) -> Compilations:
+        """See `Programs`."""
+        num_programs = len(self._compiled)
+        return Compilations(num_programs, num_programs - self._num_ahead, self._seconds)
 
-    @property
-    def num_late(self) -> int:
-        """Executables that a request had to wait for."""
-        return self.num_compilations - self._num_ahead
-
-    def variant_for(self, needed: Variant) -> Variant:
-        """The first of the variants that does what is needed."""
-        return next((v for v in self.variants if covers(v, needed)), needed)
-
-    def compile_ahead(
-        self, plans: Iterable[Part], variants: Collection[Variant], *, show_progress: bool
-    ) -> None:
-        """Compile `plans` in every variant, in parallel, as far as they are not in hand."""
-        programs: dict[Any, Callable[[], Any]] = {}
-        for variant in variants:
-            for plan in plans:
-                programs |= self._programs(plan, variant)
-        missing = {key: lower for key, lower in programs.items() if key not in self._compiled}
+    def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
+        """Compile, in parallel, what is not in hand."""
+        missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
         start = time.perf_counter()
         columns = (
             TextColumn("compiling steps"),
@@ -92,111 +151,98 @@ class Executables:
             ThreadPoolExecutor(max_workers=4) as pool,
         ):
             task = progress.add_task("", total=len(missing))
-            futures = {pool.submit(_compile, lower): key for key, lower in missing.items()}
+            futures = {pool.submit(self._compile, key): key for key in missing}
             for future in as_completed(futures):
                 self._compiled[futures[future]] = future.result()
                 progress.advance(task)
-        self.variants += [variant for variant in variants if variant not in self.variants]
         self._num_ahead += len(missing)
-        self.compile_seconds += time.perf_counter() - start
+        self._seconds += time.perf_counter() - start
 
-    def get(self, program: str, plan: Part, variant: Variant) -> Any:
-        """The executable of one of a plan's programs; `state` is donated to it."""
-        programs = self._programs(plan, variant)
-        key = next(key for key in programs if key[0] == program)
-        if key not in self._compiled:
+    def put(self, array: np.ndarray) -> jax.Array:
+        """See `Programs`."""
+        return jax.device_put(array, self.device)
+
+    def run(self, key: Key, *arguments: Any) -> Any:
+        """See `Programs`."""
+        program = self._compiled.get(key)
+        if program is None:
             start = time.perf_counter()
-            self._compiled[key] = _compile(programs[key])
-            self.compile_seconds += time.perf_counter() - start
-        return self._compiled[key]
+            program = self._compiled[key] = self._compile(key)
+            self._seconds += time.perf_counter() - start
+        self.state, result = program(self.params, self.state, *arguments)
+        return result
 
-    def _programs(self, plan: Part, variant: Variant) -> dict[Any, Callable[[], Any]]:
-        """How to lower each program of a plan, by what makes it different from others."""
-        layout, model, batch = self._layout, self._model, plan.batch
-        params, state = self._params, self._state
-        packed = jax.ShapeDtypeStruct(layout.packed_shape(plan), jnp.int32)
-        masks = None
-        if variant.masks:
-            masks = jax.ShapeDtypeStruct(layout.mask_shape(plan), jnp.int32)
-        if isinstance(plan, PrefillPlan):
+    def time_rounds(
+        self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
+    ) -> StepCost:
+        """See `Programs`."""
+        try:
+            return measure_rounds(self, variant, self._layout, self._config.num_pages, ks, batches)
+        finally:
+            self.renew()
 
-            def prefill():
-                return run_prefill.lower(params, state, packed, model=model, width=plan.width)
+    def release(self) -> None:
+        """See `Programs`."""
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
 
-            admissions = jax.ShapeDtypeStruct(layout.admit_shape(batch), jnp.int32)
-            programs = {
-                ("admit", batch): lambda: run_admit.lower(state, admissions, layout=layout),
-                ("prefill", batch, plan.width): prefill,
-                ("begin", batch, plan.width, variant): lambda: run_begin.lower(
-                    params,
-                    state,
-                    packed,
-                    prefill().out_info[1],
-                    masks,
-                    model=model,
-                    variant=variant,
-                ),
-            }
-            if state.snapshots is not None:
-                moved = jax.ShapeDtypeStruct((batch, 3), jnp.int32)
-                programs |= {
-                    ("restore", batch): lambda: run_restore.lower(state, moved),
-                    ("take", batch): lambda: run_take.lower(state, moved),
-                }
-            return programs
-        variant, k = variant._replace(num_prompt_logprobs=None), plan.k
-        if masks is None:
-            return {
-                ("decode", batch, k, variant): lambda: run_decode.lower(
-                    params, state, packed, model=model, variant=variant, k=k
-                )
-            }
+    def renew(self) -> None:
+        """See `Programs`."""
+        state = empty_state(self._config, self.model, self._max_drafts)
+        self.state = jax.device_put(state, self.device)
 
-        drafting = variant._replace(masks=False, num_logprobs=None)
+    def _compile(self, key: Key) -> Any:
+        options = GPU_OPTIONS if compute_capability() else {}
+        return self._trace(key).lower().compile(compiler_options=options)
 
-        def propose():
-            return run_propose.lower(params, state, packed, model=model, variant=drafting, k=k)
+    def _trace(self, key: Key) -> Any:
+        function, arguments, static = self._calls[type(key)](key)
+        return function.trace(*self._shapes, *arguments, **static)
 
-        def extend():
-            return run_extend.lower(params, state, packed, propose().out_info[1], model=model)
+    def _result(self, key: Key) -> Any:
+        """Shapes of what a program gives to those after it."""
+        return self._trace(key).out_info[1]
 
-        def settle():
-            return run_settle.lower(
-                params,
-                state,
-                packed,
-                propose().out_info[1],
-                extend().out_info[1],
-                masks,
-                model=model,
-                variant=variant,
-            )
+    def _admit(self, key: Admit) -> tuple:
+        return run_admit, (_ints(*self._layout.admit_shape(key.batch)),), {"layout": self._layout}
 
-        return {
-            ("propose", batch, k, drafting): propose,
-            ("extend", batch, k): extend,
-            ("settle", batch, k, variant): settle,
-        }
+    def _prefill(self, key: Prefill) -> tuple:
+        packed = _ints(*self._layout.prefill_shape(key.batch))
+        return run_prefill, (packed,), {"model": self.model, "width": key.width}
 
+    def _begin(self, key: Begin) -> tuple:
+        packed = _ints(*self._layout.prefill_shape(key.batch))
+        extension = self._result(Prefill(key.batch, key.width))
+        arguments = packed, extension, self._masks(key.batch, 1, key.variant)
+        return run_begin, arguments, {"model": self.model, "variant": key.variant}
 
-def _compile(lower: Callable[[], Any]) -> Any:
-    options = GPU_OPTIONS if compute_capability() else {}
-    return lower().compile(compiler_options=options)
+    def _decode(self, key: Decode) -> tuple:
+        packed = _ints(*self._layout.decode_shape(key.batch))
+        return run_decode, (packed,), {"model": self.model, "variant": key.variant, "k": key.k}
+
+    def _propose(self, key: Propose) -> tuple:
+        packed = _ints(*self._layout.decode_shape(key.batch))
+        return run_propose, (packed,), {"model": self.model, "variant": key.variant, "k": key.k}
+
+    def _extend(self, key: Extend) -> tuple:
+        packed = _ints(*self._layout.decode_shape(key.batch))
+        draft = self._result(Propose(key.batch, key.k, Variant()))
+        return run_extend, (packed, draft), {"model": self.model}
+
+    def _settle(self, key: Settle) -> tuple:
+        packed = _ints(*self._layout.decode_shape(key.batch))
+        draft = self._result(Propose(key.batch, key.k, of_drafts(key.variant)))
+        extension = self._result(Extend(key.batch, key.k))
+        masks = self._masks(key.batch, key.k + 1, key.variant)
+        arguments = packed, draft, extension, masks
+        return run_settle, arguments, {"model": self.model, "variant": key.variant}
+
+    def _masks(self, batch: int, num_rows: int, variant: Variant) -> Any:
+        return _ints(batch, num_rows, self._layout.mask_words) if variant.masks else None
 
 
-def covers(variant: Variant, needed: Variant) -> bool:
-    """Whether a step in `variant` does all that is `needed`. Masks cost a wait, so are exact."""
-    return (
-        variant.edits >= needed.edits
-        and set(variant.processors) >= set(needed.processors)
-        and variant.masks == needed.masks
-        and _at_least(variant.num_logprobs, needed.num_logprobs)
-        and _at_least(variant.num_prompt_logprobs, needed.num_prompt_logprobs)
-    )
-
-
-def _at_least(given: int | None, needed: int | None) -> bool:
-    return needed is None or (given is not None and given >= needed)
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:

@@ -5,33 +5,42 @@ random tokens, as much context as asked for, pages shared if the pool does not h
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from specjax.batch import Layout
+from specjax.device.drafters.drafter import Variant
 from specjax.device.state import EngineState
 from specjax.host.speculation.step_cost import StepCost
+from specjax.programs import Decode, Key
 
 LEAST_PASSES, MOST_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
 
-# Runs a round, packed i32[B, ...], of so many drafts: (state, packed, k) -> (state, outputs).
-RunRound = Callable[[EngineState, np.ndarray, int], tuple[EngineState, jax.Array]]
+
+class TimedPrograms(Protocol):
+    """What is timed: see `specjax.programs.Programs`; the state is in reach."""
+
+    state: EngineState
+
+    def put(self, array: np.ndarray) -> Any: ...
+
+    def run(self, key: Key, *arguments: Any) -> Any: ...
 
 
 def measure_rounds(
-    run: RunRound,
-    state: EngineState,
+    programs: TimedPrograms,
+    variant: Variant,
     layout: Layout,
     num_pages: int,
     ks: tuple[int, ...],
     batches: tuple[int, ...],
 ) -> StepCost:
-    """Costs of rounds by batch size, K and context. Consumes the state.
+    """Costs of rounds by batch size, K and context. Leaves a state of made-up requests.
 
     All shapes are run in turn, several times, so that whatever else the machine does for a while
     falls on all of them alike; the median counts. Context adds time in proportion to its tokens,
@@ -39,16 +48,14 @@ def measure_rounds(
     """
     room = (MOST_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
-    state = _filled(state, layout.vocab_size)
+    programs.state = _filled(programs.state, layout.vocab_size)
 
     def run_once(batch: int, k: int, context: int) -> float:
         """Milliseconds."""
-        nonlocal state
         packed = _pack(batch, k, layout, num_pages)
-        state = replace(state, progress=_progress(state, context))
+        programs.state = replace(programs.state, progress=_progress(programs.state, context))
         start = time.perf_counter()
-        state, outputs = run(state, packed, k)
-        outputs.block_until_ready()
+        programs.run(Decode(batch, k, variant), programs.put(packed)).block_until_ready()
         return 1e3 * (time.perf_counter() - start)
 
     most, ends = batches[-1], {min(ks), max(ks)}
@@ -110,5 +117,5 @@ def _like(x: jax.Array, value: Any) -> jax.Array:
 def _pack(batch: int, k: int, layout: Layout, num_pages: int) -> np.ndarray:
     """A packed round (see `batch.pack`) of the first slots, each with pages in a row."""
     table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1) % num_pages
-    columns = np.arange(batch), np.full(batch, k), np.ones(batch), *table.T
+    columns = np.arange(batch), np.full(batch, k), *table.T
     return np.stack(columns, axis=1).astype(np.int32)

@@ -16,7 +16,7 @@ import pytest
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
 from specjax.engine import Engine
-from specjax.host.scheduler import DecodePlan, Scheduler
+from specjax.host.scheduler import Scheduler
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.metrics import Metrics
 from specjax.request import Request
@@ -53,7 +53,6 @@ class Schedule:
     cuts_chunks: bool = False
     caches: bool = False
     is_async: bool = True
-    num_rounds: int = 1
 
 
 ALL = [Schedule(*flags) for flags in product([False, True], repeat=3)]
@@ -73,15 +72,14 @@ class Served:
     outputs: Sequence[Sequence[int]]
     logprobs: Sequence[Sequence[Mapping]]
     metrics: Metrics
-    num_several: int  # steps of more than one round
 
 
 @pytest.fixture(scope="module")
 def engines(checkpoints):
-    """LLMs by drafter and rounds per dispatch, made when first asked for."""
+    """LLMs by drafter, made when first asked for."""
     made = {}
 
-    def make(drafter, num_rounds):
+    def make(drafter):
         kind = "qwen3_5_text" if drafter in ("mtp", "none, hybrid") else "llama"
         target = checkpoints.target(kind, vocab_size=VOCAB, eos_token_id=VOCAB - 1)
         folder = target.folder
@@ -93,15 +91,13 @@ def engines(checkpoints):
         return LLM(
             checkpoints.with_letters(folder),
             speculative_config=None if drafter.startswith("none") else speculation,
-            steps_per_dispatch=num_rounds,
             **SIZES,
         )
 
-    def get(drafter, num_rounds=1):
-        key = drafter, num_rounds
-        if key not in made:
-            made[key] = make(*key)
-        return made[key]
+    def get(drafter):
+        if drafter not in made:
+            made[drafter] = make(drafter)
+        return made[drafter]
 
     yield get
     for llm in made.values():
@@ -140,11 +136,9 @@ def serve(llm: LLM, schedule: Schedule) -> Served:
     requests = make_requests(llm)
     engine.prepare(requests)
     samples = [engine.add(request)[0] for request in requests]
-    before, num_several = engine.metrics(), 0
+    before = engine.metrics()
     while engine.has_work:
         engine.step()
-        plans = (step.plan for step in engine._in_flight)
-        num_several += any(isinstance(p, DecodePlan) and p.num_rounds > 1 for p in plans)
     after = engine.metrics()
     names = "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_prefill_steps"
     counts = {name: getattr(after, name) - getattr(before, name) for name in names}
@@ -154,7 +148,6 @@ def serve(llm: LLM, schedule: Schedule) -> Served:
         [sample.output for sample in samples],
         [sample.logprobs for sample in samples],
         replace(after, **counts),
-        num_several,
     )
 
 
@@ -210,16 +203,6 @@ def test_a_step_in_flight_changes_nothing(engines, alone, drafter, schedule):
         assert 0 < expected.metrics.num_accepted_tokens < expected.metrics.num_draft_tokens
     assert check(with_one, without), "not even a near-tie"
     assert with_one.metrics.in_flight_depth > 0 or not schedule.is_async
-
-
-@pytest.mark.parametrize("schedule", SOME, ids=name)
-@pytest.mark.parametrize("drafter", EAGLE_FIRST)
-def test_rounds_without_the_host_change_nothing(engines, alone, drafter, schedule):
-    llm = engines(drafter, 4)
-    served, expected = serve(llm, schedule), alone(drafter)
-    if assert_same(llm.engine, served, expected, llm):
-        assert drafted(served) == drafted(expected)
-    assert served.num_several > 0 or schedule.preempts  # when pages are short, one round at a time
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,7 @@ CHUNKS = (
     Chunk(make_sequence(8, 3, num_pages=0, logprobs=0), 2, 1, is_last=True, is_resumed=True),
 )
 PREFILL = PrefillPlan(CHUNKS, 5, WIDTH)
-DECODE = DecodePlan(PREFILL.sequences, 4, 2, 1, num_rounds=1)
+DECODE = DecodePlan(PREFILL.sequences, 4, 2, 1)
 PLANS = pytest.mark.parametrize("plan", [PREFILL, DECODE], ids=["prefill", "decode"])
 
 
@@ -89,7 +89,7 @@ def padded(values, length):
 
 def test_prefill_rows_are_slot_chunk_and_pages():
     packed = pack(PREFILL, LAYOUT)
-    assert packed.dtype == np.int32 and packed.shape == LAYOUT.packed_shape(PREFILL)
+    assert packed.dtype == np.int32 and packed.shape == LAYOUT.prefill_shape(5)
     for row, chunk in zip(packed[:3].tolist(), CHUNKS, strict=True):
         pages = padded(chunk.sequence.pages, PAGES_PER_SEQ)
         told = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
@@ -104,11 +104,9 @@ def test_prefill_padding_does_nothing():
 
 def test_decode_rows_are_slot_drafts_and_pages():
     packed = pack(DECODE, LAYOUT)
-    assert packed.dtype == np.int32 and packed.shape == LAYOUT.packed_shape(DECODE)
-    expected = [[s.slot, 1, 1, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
-    np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, 1, *[-1] * PAGES_PER_SEQ]])
-    several = pack(replace(DECODE, num_rounds=3), LAYOUT)
-    assert several[:, 2].tolist() == [3] * DECODE.batch
+    assert packed.dtype == np.int32 and packed.shape == LAYOUT.decode_shape(4)
+    expected = [[s.slot, 1, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
+    np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, *[-1] * PAGES_PER_SEQ]])
 
 
 def test_a_step_is_told_nothing_that_the_device_decides():
@@ -117,7 +115,7 @@ def test_a_step_is_told_nothing_that_the_device_decides():
     assert SnapshotInputs._fields == ("slots", "ids", "ends")
     chunk = "slots", "starts", "counts", "is_last", "is_resumed", "page_table"
     assert PrefillInputs._fields == chunk
-    assert DecodeInputs._fields == ("slots", "num_drafts", "num_rounds", "page_table")
+    assert DecodeInputs._fields == ("slots", "num_drafts", "page_table")
     before = pack(DECODE, LAYOUT)
     sequence = make_sequence(4, 8)
     sequence.token_ids += [1, 2, 3]
@@ -139,7 +137,7 @@ def test_a_preempted_request_comes_back_with_its_output():
     sequence = make_sequence(3, 4)
     sequence.token_ids += [50, 51, 52]
     packed = pack_admissions([sequence], 1, LAYOUT)
-    state = jax.device_get(run_admit(used_state(), packed, layout=LAYOUT))
+    state = jax.device_get(run_admit(None, used_state(), packed, layout=LAYOUT)[0])
     assert state.tokens[3][:7].tolist() == [3, 4, 5, 6, 50, 51, 52]
     assert state.requests.prompt_lengths[3] == 4 and state.requests.limits[3] == 9
 
@@ -193,7 +191,7 @@ def admitted():
     """The state after the admission of three requests in a batch of five."""
     packed = pack_admissions([PLAIN, FULL, SOME], 5, LAYOUT)
     assert packed.dtype == np.int32 and packed.shape == LAYOUT.admit_shape(5)
-    return jax.device_get(run_admit(used_state(), packed, layout=LAYOUT))
+    return jax.device_get(run_admit(None, used_state(), packed, layout=LAYOUT)[0])
 
 
 @pytest.mark.parametrize("sequence", [PLAIN, FULL, SOME], ids=["plain", "full", "some"])
@@ -325,13 +323,9 @@ DRAFTS = jnp.array([2, 1, 0, 1])
 
 
 def unpack_round(outputs, plan, variant):
-    """The rows of a plan of one round, or of chunks."""
     packed = np.asarray(pack_outputs(outputs))
     assert packed.dtype == np.int32
-    (rows,) = unpack_outputs(
-        packed[None] if isinstance(plan, DecodePlan) else packed, plan, variant
-    )
-    return rows
+    return unpack_outputs(packed, plan, variant)
 
 
 def test_outputs_round_trip():
@@ -343,16 +337,6 @@ def test_outputs_round_trip():
     rows = unpack_round(first, PREFILL, Variant())
     assert [row.tokens for row in rows] == [[5], [8], []]
     assert all(row.logprobs is None and row.prompt_logprobs is None for row in rows)
-
-
-def test_rounds_come_one_by_one():
-    """A program has room for as many as it may ever run; the plan says how many were asked for."""
-    counts = jnp.array([[3, 1, 0, 2], [0, 2, 1, 0], [9, 9, 9, 9]])
-    rounds = StepOutputs(jnp.stack([TOKENS, TOKENS + 1, TOKENS]), counts, 0 * counts, None, None)
-    packed = np.asarray(jax.vmap(pack_outputs)(rounds))
-    found = unpack_outputs(packed, replace(DECODE, num_rounds=2), Variant())
-    tokens = [[row.tokens for row in rows] for rows in found]
-    assert tokens == [[[5, 6, 7], [8], []], [[], [9, 10], [5]]]
 
 
 def make_logprobs(tokens, num_top, seed):

@@ -42,9 +42,7 @@ def head(checkpoints, target):
 
 def make_llm(target, head, **speculation):
     settings = {
-        name: speculation.pop(name)
-        for name in ("max_num_seqs", "exact", "steps_per_dispatch")
-        if name in speculation
+        name: speculation.pop(name) for name in ("max_num_seqs", "exact") if name in speculation
     }
     return LLM(
         target.folder,
@@ -212,19 +210,6 @@ def test_exact_mode_may_be_adaptive(target, head, work):
         assert generate(llm, prompts[:3], params[:3]) == expected[:3]
         histogram = llm.metrics().k_histogram
     assert set(histogram) <= {0, 1, 2} and histogram[2] > 0.5 * sum(histogram.values())
-
-
-def test_rounds_without_the_host_teach_too(target, head, work):
-    prompts, params, expected = work
-    with make_llm(target, head, num_speculative_tokens=2, steps_per_dispatch=4) as llm:
-        watched = Recording((2,), lambda load: 2)
-        llm.engine.set_policy(watched)
-        before = llm.metrics()
-        assert generate(llm, prompts, params) == expected
-        after = llm.metrics()
-    assert len(watched.rounds) == after.num_decode_steps - before.num_decode_steps
-    tokens = sum(n * (v.num_accepted + 1) for r in watched.rounds for v, n in r.verdicts.items())
-    assert tokens == sum(map(len, expected)) - len(prompts)
 
 
 # --- limits of requests ---------------------------------------------------------------------------

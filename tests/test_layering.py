@@ -16,7 +16,8 @@ LAYERS = [
     ["specjax.config", "specjax.sampling_params", "specjax.request"],
     ["specjax.host", "specjax.host.grammar", "specjax.device"],
     ["specjax.batch", "specjax.metrics"],
-    ["specjax.engine", "specjax.precompile", "specjax.replay", "specjax.memory"],
+    ["specjax.programs", "specjax.replay", "specjax.memory"],
+    ["specjax.engine", "specjax.precompile"],
     [
         *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts"),
         *("specjax.outputs", "specjax.dynamic_k", "specjax.llm"),

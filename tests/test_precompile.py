@@ -14,10 +14,24 @@ from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
+from specjax.device.verification import SeedExact
 from specjax.engine import Engine
 from specjax.host.scheduler import DecodePlan, PrefillPlan
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.precompile import Executables, covers, keep_compilations
+from specjax.precompile import CompiledPrograms, keep_compilations
+from specjax.programs import (
+    Admit,
+    Begin,
+    Decode,
+    Extend,
+    Prefill,
+    Propose,
+    Restore,
+    Settle,
+    Take,
+    covers,
+    keys_of,
+)
 from specjax.request import Request
 from specjax.sampling_params import SamplingParams
 
@@ -167,7 +181,7 @@ def test_what_requests_ask_for_is_compiled_before_they_run(compilations, params,
         # Those that ask for nothing run as if nobody ever had.
         run_all(engine, make_requests(engine, {}))
         run_all(engine, make_requests(engine, params, {}))
-    assert engine._executables.variant_for(PLAIN) == PLAIN
+    assert engine._variant_for(PrefillPlan((), 1, 32)) == PLAIN
     assert engine.metrics().num_compiles_after_warmup == 0
 
 
@@ -218,10 +232,12 @@ def test_what_is_in_hand_is_not_compiled_again(engine, compilations):
 def test_a_new_policy_is_compiled_in_every_variant():
     """Requests that came before it may still ask for what they asked for."""
     engine = make_engine(**ONE_BY_ONE)
-    engine.prepare(make_requests(engine, {"logprobs": 2}))
-    compiled, engine._executables._compiled = engine._executables._compiled, {}
+    requests = make_requests(engine, {"logprobs": 2})
+    engine.prepare(requests)
     engine.set_policy(StaticPolicy(0))
-    assert engine._executables._compiled.keys() == compiled.keys()
+    before = engine.metrics().num_compilations
+    engine.prepare(requests)
+    assert engine.metrics().num_compilations == before
 
 
 # --- variants -------------------------------------------------------------------------------------
@@ -260,20 +276,21 @@ def test_a_variant_covers_what_it_does_and_less():
         assert covers(variant, needed) == expected
 
 
-def test_a_step_runs_the_first_variant_that_does(engine):
-    made = engine._executables
-    executables = Executables(engine.params, engine._state, made._model, engine.layout)
+def test_a_step_runs_the_first_variant_that_does(engine, monkeypatch):
     needed = Variant(num_logprobs=0)
-    assert executables.variant_for(needed) == needed, "there is none yet"
-    executables.compile_ahead(
-        [], [PLAIN, Variant(True), Variant(True, num_logprobs=20), needed], show_progress=False
-    )
-    assert executables.variants == [PLAIN, Variant(True), Variant(True, num_logprobs=20), needed]
-    assert executables.variant_for(PLAIN) == PLAIN
-    assert executables.variant_for(needed) == Variant(True, num_logprobs=20)
-    assert executables.variant_for(Variant(True)) == Variant(True)
-    assert executables.variant_for(Variant(masks=True)) == Variant(masks=True)
-    assert executables.num_compilations == 0
+    plan = PrefillPlan((), 1, 32)
+
+    def chosen(needed, *variants):
+        monkeypatch.setattr(engine, "_variants", list(variants))
+        monkeypatch.setattr(engine, "_needed", lambda requests: needed)
+        return engine._variant_for(plan)
+
+    some = PLAIN, Variant(True), Variant(True, num_logprobs=20), needed
+    assert chosen(needed) == needed, "there is none yet"
+    assert chosen(PLAIN, *some) == PLAIN
+    assert chosen(needed, *some) == Variant(True, num_logprobs=20)
+    assert chosen(Variant(True), *some) == Variant(True)
+    assert chosen(Variant(masks=True), *some) == Variant(masks=True)
 
 
 def test_a_step_does_what_any_of_its_requests_needs(engine):
@@ -296,82 +313,70 @@ def test_a_step_does_what_any_of_its_requests_needs(engine):
 
 
 @pytest.fixture
-def executables(single):
-    """Executables of the engine's model that are its own, with nothing compiled."""
-    made = single._executables
-    return Executables(single.params, single._state, made._model, single.layout)
+def programs(single):
+    """Programs of the engine's model that are its own, with nothing compiled."""
+    return make_programs(single)
 
 
-def decode_plan(batch):
-    return DecodePlan((), batch, 0, 0)
+def make_programs(engine):
+    parts = engine.target, engine.drafter, SeedExact()
+    return CompiledPrograms(engine.config, *parts, engine.params, engine.layout, 0)
 
 
-def launch(executables, engine, batch):
-    """Run a decode step in which every row is padding, on a state of its own."""
-    state, plan = jax.tree.map(jnp.copy, engine._state), decode_plan(batch)
-    packed = jax.device_put(pack(plan, engine.layout))
-    _, outputs = executables.get("decode", plan, PLAIN)(engine.params, state, packed)
-    return np.asarray(outputs)
+def compile_ahead(programs, *keys):
+    """Compile these; how many there are then, and how many of them are late."""
+    programs.compile_ahead(keys, show_progress=False)
+    return programs.compilations[:2]
 
 
-def test_each_shape_is_compiled_once(executables, compilations):
-    prefill = PrefillPlan((), 1, 32)
-    plans = [prefill, prefill, decode_plan(1)]
+def launch(programs, engine, batch):
+    """Run a round in which every row is padding."""
+    packed = programs.put(pack(DecodePlan((), batch, 0, 0), engine.layout))
+    return np.asarray(programs.run(Decode(batch, 0, PLAIN), packed))
 
-    def compile_ahead(plans):
-        executables.compile_ahead(plans, [PLAIN], show_progress=False)
-        return executables.num_compilations, executables.num_late
 
-    assert compile_ahead(plans) == (4, 0)  # admit, prefill, begin, decode
+def test_each_program_is_compiled_once(programs, compilations):
+    keys = Admit(1), Prefill(1, 32), Begin(1, 32, PLAIN), Decode(1, 0, PLAIN)
+    assert compile_ahead(programs, *keys, *keys) == (4, 0)
     with compilations.none_expected():
-        assert compile_ahead(plans) == (4, 0)
-    assert compile_ahead([*plans, decode_plan(2)]) == (5, 0)
-    # Requests are admitted in the same way into chunks of any width.
-    assert compile_ahead([PrefillPlan((), 1, 64)]) == (7, 0)
+        assert compile_ahead(programs, *keys) == (4, 0)
+    assert compile_ahead(programs, *keys, Decode(2, 0, PLAIN)) == (5, 0)
 
 
-def test_variants_share_the_programs_that_run_the_target(executables, compilations):
-    plans = [PrefillPlan((), 1, 32), decode_plan(1)]
-    executables.compile_ahead(plans, [Variant(masks=True)], show_progress=False)
-    assert executables.num_compilations == 6  # admit, prefill, begin, propose, extend, settle
-    targets = {name: executables.get(name, plans[0], PLAIN) for name in ("admit", "prefill")}
-    targets["extend"] = executables.get("extend", plans[1], Variant(masks=True))
-    drafting = executables.get("propose", plans[1], Variant(masks=True))
+def test_a_plan_names_its_programs():
+    """Requests are admitted in the same way into chunks of any width."""
+    variant = Variant(edits=True, num_prompt_logprobs=3)
+    chunks, decode = PrefillPlan((), 2, 32), DecodePlan((), 4, 3, 2)
+    keys = [Admit(2), Prefill(2, 32), Begin(2, 32, variant)]
+    assert keys_of(chunks, variant, is_recurrent=False) == keys
+    assert keys_of(chunks, variant, is_recurrent=True) == [*keys, Restore(2), Take(2)]
+    # Prompts are not a round's business.
+    assert keys_of(decode, variant, is_recurrent=True) == [Decode(4, 3, Variant(edits=True))]
 
-    other = Variant(masks=True, num_logprobs=0, num_prompt_logprobs=3)
-    executables.compile_ahead(plans, [other], show_progress=False)
-    assert executables.num_compilations == 6 + 2  # begin and settle report what they did not
+
+def test_variants_share_the_programs_that_run_the_target():
+    """Drafting edits logits as verifying does, but reports nothing, and its masks come later."""
+    decode, masked = DecodePlan((), 4, 3, 3), Variant(masks=True, num_logprobs=0)
+    parts = Propose(4, 3, PLAIN), Extend(4, 3), Settle(4, 3, masked)
+    assert keys_of(decode, masked, is_recurrent=False) == list(parts)
+    edited = masked._replace(edits=True)
+    shared = set(parts) & set(keys_of(decode, edited, is_recurrent=False))
+    assert shared == {Extend(4, 3)}
+
+
+def test_a_late_compilation_is_counted_once(programs, single, compilations):
+    assert compile_ahead(programs, Decode(1, 0, PLAIN)) == (1, 0)
+    seconds = programs.compilations.seconds
+    outputs = launch(programs, single, 2)
+    assert outputs.shape == (2, 3) and not outputs[:, :2].any()  # a round in which nobody was
+    assert programs.compilations[:2] == (2, 1)
+    assert programs.compilations.seconds > seconds
     with compilations.none_expected():
-        for name, program in targets.items():
-            assert executables.get(name, plans[name == "extend"], other) is program
-        assert executables.get("propose", plans[1], other) is drafting
-    assert executables.num_late == 0
-    # Edits are applied to drafts as well.
-    programs = executables._programs(plans[1], other._replace(edits=True))
-    assert {key[0]: key in executables._compiled for key in programs} == {
-        "propose": False,
-        "extend": True,
-        "settle": False,
-    }
-
-
-def test_a_late_compilation_is_counted_once(executables, single, compilations):
-    def ahead(batch):
-        executables.compile_ahead([decode_plan(batch)], [PLAIN], show_progress=False)
-
-    ahead(1)
-    seconds = executables.compile_seconds
-    outputs = launch(executables, single, 2)
-    assert outputs.shape == (1, 2, 3) and not outputs[..., :2].any()  # a round in which nobody was
-    assert (executables.num_compilations, executables.num_late) == (2, 1)
-    assert executables.compile_seconds > seconds
-    with compilations.none_expected():
-        launch(executables, single, 2)
-        launch(executables, single, 1)
-    assert (executables.num_compilations, executables.num_late) == (2, 1)
+        launch(programs, single, 2)
+        launch(programs, single, 1)
+    assert programs.compilations[:2] == (2, 1)
     # Compiling it ahead afterwards does not make up for it.
-    ahead(2)
-    assert (executables.num_compilations, executables.num_late) == (2, 1)
+    assert compile_ahead(programs, Decode(2, 0, PLAIN)) == (2, 1)
 
 
 def test_a_request_that_nobody_prepared_for_still_runs():

@@ -18,6 +18,7 @@ import pytest
 
 from specjax import LLM
 from specjax.engine import Engine
+from specjax.programs import Begin, Decode
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 K = 3
@@ -55,25 +56,31 @@ def put(values, slots, new):
 
 
 @contextmanager
-def counts(engine: Engine, wrong: Wrong, program: str) -> Iterator[None]:
+def counts(engine: Engine, wrong: Wrong, program: type) -> Iterator[None]:
     """Overwrite the counts of accepted tokens after every run of one of a step's programs."""
-    run, before = engine._run, np.asarray(engine._state.pending)
+    programs, launch = engine.programs, engine._launch
+    run, before = programs.run, np.asarray(programs.state.pending)
+    slots: list[int] = []
 
-    def run_wrongly(name: str, plan: Any, *arguments: Any) -> Any:
+    def launch_known(plan: Any) -> Any:
+        slots[:] = [sequence.slot for sequence in plan.sequences]
+        return launch(plan)
+
+    def run_wrongly(key: Any, *arguments: Any) -> Any:
         nonlocal before
-        result = run(name, plan, *arguments)
-        if name == program:
+        result = run(key, *arguments)
+        if isinstance(key, program):
             # A copy: the next step is given the state's own memory to write to.
-            now = np.array(engine._state.pending)
-            slots = [sequence.slot for sequence in plan.sequences]
-            progress = np.array(engine._state.progress)
+            now = np.array(programs.state.pending)
+            progress = np.array(programs.state.progress)
             progress[:, 1] = wrong(slots, now, before)
             progress = jax.device_put(progress, engine.device)
-            engine._state, before = replace(engine._state, progress=progress), now
+            programs.state, before = replace(programs.state, progress=progress), now
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_run", run_wrongly)
+        patch.setattr(engine, "_launch", launch_known)
+        patch.setattr(programs, "run", run_wrongly)
         yield
 
 
@@ -139,11 +146,11 @@ def test_every_generation_is_that_of_the_request_alone(served, capsys):
 @pytest.mark.parametrize(
     "wrong, program",
     [
-        (late, "decode"),
-        (of_the_request_beside, "decode"),
-        (without_drafts, "decode"),
-        (with_rejected_drafts, "decode"),
-        (one_after_a_prompt, "begin"),
+        (late, Decode),
+        (of_the_request_beside, Decode),
+        (without_drafts, Decode),
+        (with_rejected_drafts, Decode),
+        (one_after_a_prompt, Begin),
     ],
 )
 def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, wrong, program):
@@ -162,7 +169,7 @@ def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, wrong, program
 
 @pytest.mark.parametrize("served", [False], indirect=True)
 def test_a_run_with_a_mismatch_fails(served, capsys):
-    with counts(served.llm.engine, late, "decode"):
+    with counts(served.llm.engine, late, Decode):
         code, result = served.run(prompts=4, samples=2, rounds=1)
     assert code == 1 and result["samples"]["mismatches"]
     assert result["samples"]["mismatches"][0] in capsys.readouterr().out

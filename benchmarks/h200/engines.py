@@ -50,21 +50,6 @@ TINY_HYBRID = {
 PROMPT, OUTPUT, CHUNK_TOKENS = 128, 112, 2048
 
 
-class OneShape(EngineConfig):
-    """Compiles its largest batch alone: every shape takes seconds of a short lease."""
-
-    @property
-    def decode_batches(self) -> tuple[int, ...]:
-        """The largest."""
-        return (self.max_num_seqs,)
-
-    @property
-    def prefill_shapes(self) -> tuple[tuple[int, int], ...]:
-        """As many prompts as the budget holds."""
-        width = self.prefill_widths[-1] if self.max_model_len < PROMPT else PROMPT
-        return ((max(1, min(self.max_num_seqs, CHUNK_TOKENS // width)), width),)
-
-
 @dataclass
 class Chosen(Rule):
     """K as it is set, among those compiled; keeps the milliseconds of rounds."""
@@ -125,14 +110,22 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jax.random.normal(key, shape, dtype) * np.asarray(shape[-2] ** -0.5, dtype)
 
 
-def make_config(batch: int, setting: Setting, most_drafts: int, **options: Any) -> OneShape:
-    """Room for `batch` requests of a prompt and an output, and for nothing else."""
+def make_config(batch: int, setting: Setting, most_drafts: int, **options: Any) -> EngineConfig:
+    """Room for `batch` requests of a prompt and an output, and for nothing else.
+
+    Chunks and rounds have one shape each: every shape takes seconds of a short lease to compile.
+    """
     prompt, output = lengths(setting)
     max_model_len = prompt + output + 2 * (most_drafts + 1) + options.pop("room", 0)
+    budget = max(min(CHUNK_TOKENS, batch * PROMPT), batch * (most_drafts + 1))
+    width = min(budget, PROMPT, max_model_len)
+    most = min(budget, batch * max_model_len)  # tokens of prompts in a step
     fields = {
         "max_model_len": max_model_len,
         "max_num_seqs": batch,
-        "max_num_batched_tokens": max(CHUNK_TOKENS, batch * (most_drafts + 1)),
+        "max_num_batched_tokens": budget,
+        "decode_batches": (batch,),
+        "prefill_shapes": ((-(-most // width), width),),
         "num_pages": batch * -(-max_model_len // 16),
         "enable_prefix_caching": False,
         "num_snapshots": 1,
@@ -140,7 +133,7 @@ def make_config(batch: int, setting: Setting, most_drafts: int, **options: Any) 
         "kernels": "auto",
         "max_logprobs": 1,
     }
-    return OneShape(**fields | options)
+    return EngineConfig(**fields | options)
 
 
 def lengths(setting: Setting) -> tuple[int, int]:
@@ -215,7 +208,7 @@ def step_floor(models: Models, batch: int, k: int, setting: Setting) -> int:
 
 def free(engine: Engine) -> None:
     """Give the memory of an engine's state back."""
-    for leaf in jax.tree.leaves(engine._state):
+    for leaf in jax.tree.leaves(engine.programs.state):
         leaf.delete()
 
 

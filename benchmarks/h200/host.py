@@ -14,7 +14,6 @@ CPU_KS = (1,)  # one compilation of each is enough to see that it runs
 WAYS = {
     "async": {},
     "sync": {"async_scheduling": False},
-    "4 rounds a dispatch": {"steps_per_dispatch": 4},
 }
 
 

@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from engines import Models, OneShape, lengths
+from engines import Models, lengths
 from timing import Setting
 
 from specjax.batch import Layout, run_decode, run_propose
+from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
 from specjax.device.verification import Synthetic
-from specjax.engine import empty_state, step_model
-from specjax.precompile import GPU_OPTIONS
+from specjax.precompile import GPU_OPTIONS, empty_state, step_model
 
 
 class Step:
@@ -22,7 +22,7 @@ class Step:
     def __init__(
         self,
         models: Models,
-        config: OneShape,
+        config: EngineConfig,
         k: int,
         rates: tuple[float, ...],
         setting: Setting,
@@ -35,7 +35,7 @@ class Step:
         model = step_model(config, models.target, models.drafter, Synthetic(rates), platform)
         layout = Layout(batch, config.max_model_len, config.pages_per_seq, models.target.vocab_size)
         table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1)
-        columns = np.arange(batch), np.full(batch, k), np.ones(batch), *table.T
+        columns = np.arange(batch), np.full(batch, k), *table.T
         self._packed = jnp.asarray(np.stack(columns, axis=1).astype(np.int32))
         state = empty_state(config, model, max(k, most_drafts or 0))
         tokens = np.random.default_rng(0).integers(0, layout.vocab_size, state.tokens.shape)

@@ -10,9 +10,8 @@ drafts, extends the target by the drafts, and settles what stands:
 
     propose -> extend -> settle
 
-in one program, which may run several rounds, or in three where the host has a word to say before
-settling (the masks of a grammar). The parts that run the target are the same whatever requests ask
-of their logits.
+in one program, or in three where the host has a word to say before settling (the masks of a
+grammar). The parts that run the target are the same whatever requests ask of their logits.
 
 Nothing that a step takes from the host says how many tokens were accepted, or how long a request
 is: the host plans with bounds, and the device goes by its own state.
@@ -66,11 +65,10 @@ class PrefillInputs(NamedTuple):
 
 
 class DecodeInputs(NamedTuple):
-    """Who takes part in rounds of speculation."""
+    """Who takes part in a round of speculation."""
 
     slots: jax.Array  # i32[B]; past the last slot for a padding row
     num_drafts: jax.Array  # i32[B], of the K drafts, those that may stand
-    num_rounds: jax.Array  # i32[B], the same for all
     page_table: jax.Array  # i32[B, P]
 
 
@@ -101,7 +99,6 @@ class StepModel(NamedTuple):
     row_multiple: int  # rows of a matmul come in multiples of this
     width_multiple: int  # and rows per request of a round in multiples of this
     logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
-    most_rounds: int = 1  # that one program runs
 
     def width(self, k: int) -> int:
         """Rows per request of a round of k drafts."""
@@ -211,43 +208,6 @@ def begin(
     return state, StepOutputs(
         sampled[:, None], num_tokens, jnp.zeros_like(num_tokens), logprobs, prompt_logprobs
     )
-
-
-def decode_rounds(
-    params: Params,
-    state: EngineState,
-    inputs: DecodeInputs,
-    *,
-    model: StepModel,
-    variant: Variant,
-    k: int,
-) -> tuple[EngineState, StepOutputs]:
-    """`decode_step` inputs.num_rounds times, or until no request goes on.
-
-    Outputs have an axis more, [model.most_rounds, B, ...]; rounds that were not run gave nothing.
-    """
-
-    def run(state):
-        return decode_step(params, state, inputs, model=model, variant=variant, k=k)
-
-    if model.most_rounds == 1:
-        state, outputs = run(state)
-        return state, jax.tree.map(lambda x: x[None], outputs)
-
-    def goes_on(carry):
-        num_run, state, _ = carry
-        return (num_run < inputs.num_rounds[0]) & _is_active(state, inputs.slots).any()
-
-    def another(carry):
-        num_run, state, rounds = carry
-        state, outputs = run(state)
-        rounds = jax.tree.map(lambda all, one: all.at[num_run].set(one), rounds, outputs)
-        return num_run + 1, state, rounds
-
-    _, shapes = jax.eval_shape(run, state)
-    nothing = jax.tree.map(lambda x: jnp.zeros((model.most_rounds, *x.shape), x.dtype), shapes)
-    _, state, rounds = jax.lax.while_loop(goes_on, another, (jnp.int32(0), state, nothing))
-    return state, rounds
 
 
 def decode_step(

@@ -15,9 +15,8 @@ from specjax.device.models.model import Model
 from specjax.device.models.qwen3_5 import Qwen35
 from specjax.device.models.registry import describe_model
 from specjax.device.verification import SeedExact, Verification, make_verification
-from specjax.engine import empty_state, step_model
-from specjax.host.scheduler import DecodePlan
 from specjax.info import open_drafter, open_source
+from specjax.precompile import empty_state, step_model
 
 LAYERS = r"^params\.target\.layers\[(\d+)\]"  # names of the step's parameters
 AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
@@ -52,7 +51,7 @@ def decode_step(
     config = fit_engine(parts.target, batch, k, context, page_size, dtype)
     static = step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
     layout = Layout(batch, config.max_model_len, config.pages_per_seq, parts.target.vocab_size)
-    packed = jax.ShapeDtypeStruct(layout.packed_shape(DecodePlan((), batch, k, k)), jnp.int32)
+    packed = jax.ShapeDtypeStruct(layout.decode_shape(batch), jnp.int32)
     state = jax.eval_shape(lambda: empty_state(config, static, k))
     return (
         run_decode,

@@ -56,13 +56,12 @@ class PrefillPlan:
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """Rounds of speculation, each run in a shape of `batch` rows and `k` drafts."""
+    """A round of speculation, run in a shape of `batch` rows and `k` drafts."""
 
     sequences: tuple[Sequence, ...]
     batch: int
     k: int
     num_drafts: int  # of the k, those that may stand
-    num_rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -245,14 +244,13 @@ class Scheduler:
         width = self._choose_width(prefilling)
         step = _Step(budget, width, self._prefill_batches(width)[-1])
         k, num_drafts = self._choose_k(ready)
-        num_rounds = self._choose_rounds(ready, num_drafts)
         for sequence in sorted(prefilling + ready, key=_turn):
             if not sequence.is_resident:  # preempted by one before it
                 continue
             if not sequence.is_prefilled:
                 self._plan_chunk(step, sequence)
             elif budget.most(k + 1) == k + 1:
-                self._plan_round(step, sequence, k, num_drafts, num_rounds)
+                self._plan_round(step, sequence, k, num_drafts)
         self._admit(step)
         self._publish(step.chunks)
         prefill = decode = None
@@ -261,7 +259,7 @@ class Scheduler:
             prefill = PrefillPlan(tuple(step.chunks), batch, step.width)
         if step.decoding:
             batch = _at_least(config.decode_batches, len(step.decoding))
-            decode = DecodePlan(tuple(step.decoding), batch, k, num_drafts, num_rounds)
+            decode = DecodePlan(tuple(step.decoding), batch, k, num_drafts)
         return StepPlan(prefill, decode, step.budget.num_spent) if prefill or decode else None
 
     def commit(
@@ -313,16 +311,6 @@ class Scheduler:
         k = num_drafts if self.fixed_k is None else self.fixed_k
         return k, min(num_drafts, k)
 
-    def _choose_rounds(self, ready: list[Sequence], num_drafts: int) -> int:
-        """One, unless more can run without anybody waiting for the host or for pages."""
-        most = self.config.steps_per_dispatch
-        if most == 1 or any(s.matcher for s in ready):
-            return 1
-        if len(ready) < len(self._running) or (self._free_slots and self._head()):
-            return 1
-        num_pages = -(-most * (num_drafts + 1) // self.config.page_size) + 1
-        return most if len(ready) * num_pages <= self.pages.num_free else 1
-
     def _choose_width(self, prefilling: list[Sequence]) -> int:
         """The width of shape in which chunks get furthest: the wider, the fewer at a time."""
         remaining = [s.goal - s.num_computed for s in prefilling]
@@ -339,17 +327,14 @@ class Scheduler:
 
         return max(self._widths, key=lambda width: (progress(width), -width))
 
-    def _plan_round(
-        self, step: _Step, sequence: Sequence, k: int, num_drafts: int, num_rounds: int
-    ) -> None:
-        most = num_rounds * (num_drafts + 1)
-        if not self._grow(sequence, sequence.most_computed + most):
+    def _plan_round(self, step: _Step, sequence: Sequence, k: int, num_drafts: int) -> None:
+        if not self._grow(sequence, sequence.most_computed + num_drafts + 1):
             return
         step.budget.spend(k + 1)
         step.decoding.append(sequence)
         sequence.last_step = self._num_steps
-        sequence.num_in_flight += num_rounds
-        sequence.most_in_flight += most
+        sequence.num_in_flight += 1
+        sequence.most_in_flight += num_drafts + 1
 
     def _plan_chunk(self, step: _Step, sequence: Sequence, restored: int | None = None) -> None:
         """Plan as much of what a sequence has to run as there is room for in the step."""

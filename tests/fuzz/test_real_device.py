@@ -1,11 +1,9 @@
 """Random schedules on real engines with tiny models: the tokens are those of each request alone."""
 
-import importlib
 from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
+from support.real_schedules import Found, run_real_schedule
 
 from specjax import LLM
 
@@ -20,25 +18,15 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module")
-def real_schedules() -> Iterator[Any]:
-    """The generator of schedules as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        yield importlib.import_module("real_schedules")
-
-
 @pytest.fixture(scope="module", params=["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def served(request, checkpoints) -> Iterator[tuple[LLM, LLM]]:
     """An engine with few pages and drafts, and one that runs one request at a time without."""
     if request.param == "eagle3":
         target = checkpoints.target("llama")
         folder, head = target.folder, checkpoints.eagle3(target).folder
-        rounds = 3
     else:
         target = checkpoints.target("qwen3_5_text", num_hidden_layers=2)
         folder = head = checkpoints.mtp(target).folder
-        rounds = 1
     drafter = {"method": request.param, "model": str(head), "num_speculative_tokens": K}
     with (
         LLM(
@@ -47,7 +35,6 @@ def served(request, checkpoints) -> Iterator[tuple[LLM, LLM]]:
             max_num_seqs=4,
             num_pages=10,
             num_snapshots=2,
-            steps_per_dispatch=rounds,
             **SIZES,
         ) as llm,
         LLM(folder, max_num_seqs=1, enable_prefix_caching=False, **SIZES) as alone,
@@ -55,10 +42,10 @@ def served(request, checkpoints) -> Iterator[tuple[LLM, LLM]]:
         yield llm, alone
 
 
-def test_tokens_are_those_of_each_request_alone(served, real_schedules):
-    found = real_schedules.Found()
+def test_tokens_are_those_of_each_request_alone(served):
+    found = Found()
     for seed in range(SCHEDULES):
-        found += real_schedules.run_real_schedule(*served, seed)
+        found += run_real_schedule(*served, seed)
     assert not found.identity.mismatches
     assert len(found.identity.near_ties) < 0.02 * found.identity.num_outputs
     rare = "preemptions", "aborted", "prefix hits", "accepted"

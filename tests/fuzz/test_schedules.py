@@ -1,15 +1,11 @@
 """Random schedules on a simulated device; the benchmark runs thousands of them.
 
-What each of them checks is in `simulated_engine.py` and `schedule_runs.py`.
+What each of them checks is in `support/checked_engine.py` and `support/schedule_runs.py`.
 """
 
-import importlib
 from collections import Counter
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
-import pytest
+from support.schedule_runs import check_schedule
 
 SCHEDULES = 300
 OFTEN = {  # at least so many times in all of them
@@ -17,7 +13,6 @@ OFTEN = {  # at least so many times in all of them
     "preemptions in flight": 100,
     "mixed steps": 500,
     "chunks side by side": 50,
-    "rounds in one dispatch": 100,
     "steps launched over another": 3000,
     "prefix hits": 3000,
     "snapshots restored": 30,
@@ -27,18 +22,10 @@ OFTEN = {  # at least so many times in all of them
 }
 
 
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Any]:
-    """What runs schedules, as a module."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        yield importlib.import_module("schedule_runs")
-
-
-def test_schedules(runs):
+def test_schedules():
     """Nothing goes wrong in any, and they come to all there is."""
     counted: Counter = Counter()
     for seed in range(SCHEDULES):
-        counted.update(runs.check_schedule(seed))
+        counted.update(check_schedule(seed))
     rare = {name: counted[name] for name, least in OFTEN.items() if counted[name] < least}
     assert not rare

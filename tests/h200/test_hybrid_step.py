@@ -17,7 +17,6 @@ from specjax.device.models.qwen3_5 import ATTENTION, DELTA, Qwen35
 from specjax.device.state import init_state
 from specjax.device.step import StepModel
 from specjax.device.verification import SeedExact
-from specjax.host.scheduler import DecodePlan, PrefillPlan
 
 BATCH, K, PAGES, MAX_LEN, CHUNK = 16, 3, 256, 2048, 512
 HEADS = Heads(16, 48, 128, 128)
@@ -58,32 +57,30 @@ def step(program):
         )
 
     params = Params(shapes(target.specs()), shapes(drafter.head.specs()))
-    most_rounds = 4 if program == "rounds" else 1
-    model = StepModel(target, drafter, SeedExact(), "auto", 8, 1, "raw", most_rounds)
+    model = StepModel(target, drafter, SeedExact(), "auto", 8, 1, "raw")
     if program != "prefill":
-        plan = DecodePlan((), BATCH, K, K)
+        shape = layout.decode_shape(BATCH)
         run, static = run_decode, {"model": model, "variant": Variant(), "k": K}
     else:
-        plan = PrefillPlan((), 1, CHUNK)
+        shape = layout.prefill_shape(1)
         run, static = run_prefill, {"model": model, "width": CHUNK}
-    packed = jax.ShapeDtypeStruct(layout.packed_shape(plan), jnp.int32)
+    packed = jax.ShapeDtypeStruct(shape, jnp.int32)
     return run, (params, jax.eval_shape(state), packed), static
 
 
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
-    programs = "decode", "rounds", "prefill"
+    programs = "decode", "prefill"
     requests = [{"function": "step", "arguments": {"program": name}} for name in programs]
     return dict(zip(programs, compile_for_h200(__file__, requests), strict=True))
 
 
-@pytest.mark.parametrize("program", ["decode", "rounds"])
-def test_the_state_is_updated_in_place(reports, program):
-    memory = reports[program]["memory"]
+def test_the_state_is_updated_in_place(reports):
+    memory = reports["decode"]["memory"]
     assert memory["output"] - memory["alias"] < 2**20, memory  # all but the tokens
 
 
-@pytest.mark.parametrize("program", ["decode", "rounds", "prefill"])
+@pytest.mark.parametrize("program", ["decode", "prefill"])
 def test_no_second_copy_of_all_states_is_kept(reports, program):
     """A layer's own states are gathered; those of all layers together never are."""
     whole = [

@@ -19,7 +19,6 @@ from specjax.device.models.llama import Llama
 from specjax.device.state import init_state
 from specjax.device.step import StepModel
 from specjax.device.verification import make_verification
-from specjax.host.scheduler import DecodePlan
 
 BATCH, K, VOCAB, PAGES, MAX_LEN = 64, 3, 151_936, 1024, 2048
 
@@ -57,8 +56,7 @@ def decode(dtype, verification="seed_exact", edits=False):
         return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
 
     params = Params(shapes(target.specs()), shapes(drafter.head.specs()))
-    plan = DecodePlan((), BATCH, K, K)
-    packed = jax.ShapeDtypeStruct(layout.packed_shape(plan), jnp.int32)
+    packed = jax.ShapeDtypeStruct(layout.decode_shape(BATCH), jnp.int32)
     model = StepModel(target, drafter, make_verification(config), "auto", 8, 1, "raw")
     static = {"model": model, "variant": Variant(edits=edits), "k": K}
     return run_decode, (params, jax.eval_shape(state), packed), static

@@ -69,9 +69,10 @@ class Config(EngineConfig):
 
     shapes: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def prefill_shapes(self):
-        return self.shapes or super().prefill_shapes
+    def __post_init__(self):
+        super().__post_init__()
+        if self.shapes:
+            object.__setattr__(self, "prefill_shapes", self.shapes)
 
 
 def make_config(**changes):
@@ -134,10 +135,9 @@ def give(scheduler, step, num_tokens=1):
             rows = [[9] if chunk.samples else [] for chunk in part.chunks]
             touched += commit(scheduler, part, *rows)[1]
             continue
-        for _ in range(part.num_rounds):
-            left = [s.request.max_tokens - s.num_output for s in part.sequences]
-            rows = [[9] * min(num_tokens, most) for most in left]
-            touched += commit(scheduler, part, *rows)[1]
+        left = [s.request.max_tokens - s.num_output for s in part.sequences]
+        rows = [[9] * min(num_tokens, most) for most in left]
+        touched += commit(scheduler, part, *rows)[1]
     return touched
 
 
@@ -384,7 +384,20 @@ def test_an_exact_chunk_needs_its_whole_width():
             {"max_num_scheduled_tokens": 30, "max_num_batched_tokens": 20},
             ["max_num_scheduled_tokens=30", "max_num_batched_tokens=20", "by 10"],
         ),
-        ({"exact": True, "steps_per_dispatch": 4}, ["steps_per_dispatch=4", "exact=True", "use 1"]),
+        (
+            {"decode_batches": (1, 2)},
+            ["decode_batches=(1, 2)", "max_num_seqs=4", "add 4", "lower max_num_seqs to 2"],
+        ),
+        ({"decode_batches": ()}, ["decode_batches=()", "(1, 4, 16)"]),
+        ({"decode_batches": 4}, ["decode_batches=4", "(1, 4, 16)"]),
+        ({"decode_batches": (4, 0)}, ["decode_batches[1]=0", "at least 1"]),
+        (
+            {"prefill_shapes": ((1, 16), (2, 8)), "max_num_batched_tokens": 60},
+            ["hold 16 tokens of the 60", "add (4, 16)", "lower max_num_batched_tokens to 16"],
+        ),
+        ({"prefill_shapes": ((16,),)}, ["prefill_shapes=((16,),)", "(batch, width)"]),
+        ({"prefill_shapes": ((1, 0),)}, ["prefill_shapes[0][1]=0", "at least 1"]),
+        ({"exact": True, "decode_batches": (4,)}, ["decode_batches=(4,)", "exact=True"]),
         (
             {"num_pages": 7},
             ["num_pages=7", "max_model_len=64", "8 pages of 8 tokens", "raise num_pages"],
@@ -412,7 +425,6 @@ def test_sizes_that_do_not_go_together_are_refused(changes, parts):
         "max_num_scheduled_tokens",
         "page_size",
         "num_pages",
-        "steps_per_dispatch",
     ],
 )
 def test_sizes_are_positive_integers(name, value):
@@ -1407,115 +1419,6 @@ def test_restart_brings_back_the_preempted_too():
     assert scheduler.num_waiting == 2 and [i for i, _, _ in chunks(scheduler.schedule())] == [0]
     scheduler.abort(0)
     assert chunks(scheduler.schedule()) == [(1, 0, 12)]
-
-
-# --- rounds per dispatch --------------------------------------------------------------------------
-
-
-def dispatching(num_requests=1, **changes):
-    config = make_config(**({"steps_per_dispatch": 4, "shapes": ((4, 16),)} | changes))
-    return decoding(num_requests, config, 3)
-
-
-def test_several_rounds_are_dispatched_when_nobody_waits():
-    scheduler, (sequence,) = dispatching()
-    step = scheduler.schedule()
-    assert (step.decode.num_rounds, step.num_tokens) == (4, 4)
-    assert (sequence.num_in_flight, sequence.most_in_flight) == (4, 16)
-    assert sequence.most_computed == 3 - 1 + 16 and len(sequence.pages) == 3
-
-
-def test_each_round_of_a_dispatch_is_committed_by_itself():
-    scheduler, (sequence,) = dispatching()
-    plan = scheduler.schedule().decode
-    seen = []
-    for tokens in [10], [11, 12], [13], [14, 15, 16, 17]:
-        assert commit(scheduler, plan, tokens) == ([len(tokens)], [sequence])
-        seen.append((sequence.num_in_flight, sequence.most_in_flight, len(sequence.pages)))
-    assert seen == [(3, 12, 2), (2, 8, 2), (1, 4, 2), (0, 0, 2)]  # 15, 13, 10, 10 tokens
-    assert sequence.output == [9, *range(10, 18)]
-
-
-def test_rounds_after_an_end_give_nothing():
-    scheduler, (sequence,) = dispatching()
-    plan = scheduler.schedule().decode
-    assert commit(scheduler, plan, [10, STOP]) == ([2], [sequence])
-    assert sequence.is_finished and scheduler.pages.num_free == 32
-    for _ in range(3):
-        assert commit(scheduler, plan, []) == ([0], [])
-    assert sequence.num_in_flight == 0 and not scheduler.has_work
-
-
-def test_no_round_more_is_dispatched_than_may_give_something():
-    """4 in flight and 1 there of 5 tokens: nothing is left for another dispatch."""
-    config = make_config(steps_per_dispatch=4)
-    scheduler = make_scheduler(config, 0)
-    add(scheduler, 0, 2, 5)
-    give(scheduler, scheduler.schedule())
-    assert scheduler.schedule().decode.num_rounds == 4
-    assert scheduler.schedule() is None
-
-
-def test_one_round_is_dispatched_while_somebody_is_prefilled():
-    scheduler, _ = dispatching(max_num_batched_tokens=16)
-    add(scheduler, 1, 30)
-    numbers = [scheduler.schedule() for _ in range(5)]
-    assert [chunks(s) for s in numbers] == [[(1, 0, 12)], [(1, 12, 12)], [(1, 24, 6)], [], []]
-    assert [s.decode.num_rounds for s in numbers] == [1, 1, 1, 4, 4]
-
-
-def test_one_round_is_dispatched_while_somebody_could_come_in():
-    """A request that waits for pages, with a slot that is free."""
-    scheduler, (sequence,) = dispatching(num_pages=8)
-    add(scheduler, 1, 60, 2)
-    step = scheduler.schedule()
-    assert chunks(step) == [] and step.decode.num_rounds == 1
-
-
-def test_without_a_slot_those_that_wait_change_nothing():
-    scheduler, _ = dispatching(max_num_seqs=1)
-    add(scheduler, 1, 4)
-    assert scheduler.schedule().decode.num_rounds == 4
-
-
-def test_one_round_is_dispatched_for_a_grammar():
-    """Its masks are made on the host between rounds; nor for those that run beside it."""
-    config = make_config(steps_per_dispatch=4, shapes=((4, 16),))
-    scheduler = make_scheduler(config, 3)
-    add(scheduler, 0, 2, 30)
-    add(scheduler, 1, 2, 30, follow_grammar=lambda: StrictMatcher(99))
-    give(scheduler, scheduler.schedule())
-    step = scheduler.schedule()
-    assert rounds(step) == [0, 1] and step.decode.num_rounds == 1
-    scheduler.abort(1)
-    assert scheduler.schedule().decode.num_rounds == 4
-
-
-@pytest.mark.parametrize("num_pages, num_rounds", [(8, 4), (5, 4), (4, 4), (3, 1)])
-def test_several_rounds_are_dispatched_only_if_pages_need_not_be_taken(num_pages, num_rounds):
-    """4 rounds of K 3 are 16 tokens, 2 pages and a begun one; a request has 1 of 2, so 2 tokens."""
-    config = make_config(
-        max_model_len=24, num_pages=num_pages, steps_per_dispatch=4, shapes=((4, 16),)
-    )
-    scheduler = make_scheduler(config, 3)
-    add(scheduler, 0, 2, 20)
-    give(scheduler, scheduler.schedule())
-    assert scheduler.pages.num_free == num_pages - 1
-    assert scheduler.schedule().decode.num_rounds == num_rounds
-
-
-@pytest.mark.parametrize("num_tokens", [1, 3])
-def test_dispatches_give_what_single_rounds_give(num_tokens):
-    def outputs(steps_per_dispatch):
-        config = make_config(num_pages=12, steps_per_dispatch=steps_per_dispatch)
-        scheduler = make_scheduler(config, 3)
-        samples = [add(scheduler, i, 3 + 9 * i, 20 + i)[0] for i in range(4)]
-        steps = run_to_the_end(scheduler, num_tokens=num_tokens)
-        assert scheduler.pages.num_free == 12
-        assert all(s.finish_reason == "length" for s in samples)
-        return max(s.decode.num_rounds for s in steps if s.decode)
-
-    assert (outputs(1), outputs(4)) == (1, 4)
 
 
 # --- what happens to be counted -------------------------------------------------------------------

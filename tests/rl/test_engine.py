@@ -801,7 +801,7 @@ def test_sleeping_changes_nothing_and_frees_memory(target, speculation, level):
         for one in engine, awake:
             one.generate(PROMPTS, SAMPLED)  # leaves pages, which are gone after sleep
         weights = sum(x.nbytes for x in jax.tree.leaves(engine.params))
-        state = sum(x.nbytes for x in jax.tree.leaves(engine._engine._state))
+        state = sum(x.nbytes for x in jax.tree.leaves(engine._engine.programs.state))
         checksum = engine.checksum()
         before = live_bytes()
         engine.sleep(level)

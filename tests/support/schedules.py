@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from simulated_device import EMPTY, fold, mask_of, next_token
+from support.scripts import EMPTY, fold, mask_of, next_token
 
 from specjax.config import EXACT_CHUNK, EngineConfig
 from specjax.host.speculation.policy import Load, Rule
@@ -210,7 +210,6 @@ def make_config(rng: Rng, least: int, draft_slots: int, is_recurrent: bool) -> E
         num_snapshots=int(rng.integers(0, 4)) if is_recurrent else None,
         scheduling_policy="priority" if chance(rng, 0.3) else "fcfs",
         async_scheduling=chance(rng, 0.75),
-        steps_per_dispatch=int(rng.integers(1, 5)) if chance(rng, 0.5) and not exact else 1,
         exact=exact,
         max_logprobs=0,
     )

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-from schedules import Rng, Watch, chance
+from support.schedules import Rng, Watch, chance
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import Identity, compare
@@ -83,7 +83,6 @@ def begin_anew(engine: Engine, rng: Rng) -> None:
         max_num_scheduled_tokens=int(rng.integers(most_drafts + 1, config.max_num_batched_tokens)),
         num_pages=int(rng.integers(config.pages_per_seq, config.num_pages + 1)),
         enable_prefix_caching=chance(rng, 0.8),
-        steps_per_dispatch=int(rng.integers(1, config.steps_per_dispatch + 1)),
         scheduling_policy="priority" if chance(rng, 0.3) else "fcfs",
     )
     engine.reset()

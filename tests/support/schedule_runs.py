@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
-from schedules import Arrival, Expected, Rng, Schedule, chance, make_schedule
-from simulated_engine import SimulatedEngine
+from support.checked_engine import CheckedEngine
+from support.schedules import Arrival, Expected, Rng, Schedule, chance, make_schedule
 
 from specjax.host.sequence import Sequence
 from specjax.request import Logprob
@@ -20,7 +20,7 @@ class Run:
     """A schedule on its way: who has come, what has been delivered, and what is still expected."""
 
     schedule: Schedule
-    engine: SimulatedEngine
+    engine: CheckedEngine
     tally: Counter
     rng: Rng
     samples: dict[Sequence, Expected] = field(default_factory=dict)
@@ -60,7 +60,7 @@ class Run:
             elif name == "clear":
                 engine.scheduler.prefixes.clear()
             elif name == "fail":
-                engine.device.failures.append(str(self.rng.choice(PROGRAMS)))
+                engine.programs.failures.append(str(self.rng.choice(PROGRAMS)))
             elif name == "reset":
                 live = [s for samples in engine.scheduler._live.values() for s in samples]
                 engine.reset()
@@ -162,7 +162,7 @@ def run_schedule(schedule: Schedule) -> Run:
         AssertionError: something is not as it should be.
     """
     tally: Counter = Counter()
-    engine = SimulatedEngine(schedule, tally)
+    engine = CheckedEngine(schedule, tally)
     run = Run(schedule, engine, tally, np.random.default_rng([schedule.seed, 3]))
     coming = deque(schedule.arrivals)
     most = coming[-1].step + 50 + 4 * schedule.num_tokens

@@ -6,14 +6,16 @@ what pages and snapshots hold, and who may write where. Some of that is read fro
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from schedules import AnyPolicy, Schedule, unchanged
-from simulated_device import EMPTY, SimulatedDevice, fold
+from support.schedules import AnyPolicy, Schedule, unchanged
+from support.scripts import EMPTY, HashScript, fold
+from support.simulated_device import SimulatedPrograms
 
-from specjax.batch import Layout, Part
+from specjax.batch import Part
 from specjax.engine import Engine
 from specjax.host.prefix_cache import Key, SnapshotIndex
 from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler, StepPlan
@@ -33,7 +35,6 @@ class CheckedScheduler(Scheduler):
 
     def schedule(self) -> StepPlan | None:
         """See `Scheduler.schedule`."""
-        num_preemptions = self.num_preemptions
         plan = super().schedule()
         config, self.last_plan = self.config, plan
         if plan is None:
@@ -47,9 +48,6 @@ class CheckedScheduler(Scheduler):
         if plan.decode:
             num_tokens += len(plan.decode.sequences) * (plan.decode.k + 1)
             self._check_decode(plan.decode)
-            if plan.decode.num_rounds > 1:
-                is_alone = not plan.prefill and num_preemptions == self.num_preemptions
-                assert is_alone, "rounds at the cost of others"
         assert plan.num_tokens == num_tokens <= config.max_num_scheduled_tokens
         assert num_tokens + len(sequences) * self._draft_slots <= config.max_num_batched_tokens
         self._check_turns(plan, sequences)
@@ -70,14 +68,9 @@ class CheckedScheduler(Scheduler):
         assert 0 < len(decode.sequences) <= decode.batch
         assert decode.num_drafts in self.policy.choices and decode.num_drafts <= decode.k
         assert decode.k == (max(self.policy.choices) if self.config.exact else decode.num_drafts)
-        assert 1 <= decode.num_rounds <= self.config.steps_per_dispatch
         for sequence in decode.sequences:
-            certain = sequence.num_output + sequence.num_in_flight - decode.num_rounds
+            certain = sequence.num_output + sequence.num_in_flight - 1
             assert certain < sequence.request.max_tokens, "a round that gives nothing"
-        if decode.num_rounds > 1:
-            assert not any(sequence.matcher for sequence in decode.sequences)
-            assert not (self._free_slots and any(not s.is_finished for s in self._waiting))
-            self.tally["rounds in one dispatch"] += 1
 
     def _check_turns(self, plan: StepPlan, sequences: list[Sequence]) -> None:
         """Among equals, nobody who needs nothing but a part of the budget is left out for long."""
@@ -122,45 +115,42 @@ class CheckedScheduler(Scheduler):
         super()._preempt(sequence)
 
 
-class SimulatedEngine(Engine):
+class CheckedEngine(Engine):
     """The engine's own loop around a simulated device."""
+
+    programs: SimulatedPrograms
 
     def __init__(self, schedule: Schedule, tally: Counter):
         config = schedule.config
-        self.config = config
-        self.params: Any = None
-        self._schedule = schedule
-        self._tally = tally
-        self._rng = np.random.default_rng([schedule.seed, 1])
-        self._num_snapshots = config.num_snapshots if schedule.is_recurrent else None
         config.check_budgets(max(schedule.choices), schedule.draft_slots)
+        policy = AnyPolicy(schedule.choices, np.random.default_rng([schedule.seed, 2]))
+        target: Any = SimpleNamespace(
+            vocab_size=schedule.vocab_size, is_recurrent=schedule.is_recurrent
+        )
+        nothing: Any = None
+        super().__init__(
+            config,
+            target,
+            nothing,
+            nothing,
+            policy,
+            make_programs=partial(
+                SimulatedPrograms,
+                script=HashScript(schedule.vocab_size, schedule.drafts_fewer),
+                tally=tally,
+                rng=np.random.default_rng([schedule.seed, 1]),
+            ),
+        )
+        self.programs.masked_slots = self._masked_slots
+        self.number_of((unchanged,))
+        self._tally = tally
         self.scheduler = CheckedScheduler(
             config,
-            AnyPolicy(schedule.choices, np.random.default_rng([schedule.seed, 2])),
+            policy,
             draft_slots=schedule.draft_slots,
-            num_snapshots=self._num_snapshots,
+            num_snapshots=config.num_snapshots if schedule.is_recurrent else None,
             tally=tally,
         )
-        self.layout = Layout(
-            config.max_num_seqs, config.max_model_len, config.pages_per_seq, schedule.vocab_size
-        )
-        self._state: Any = self._init_state()
-        self._executables: Any = SimpleNamespace(
-            variants=[],
-            variant_for=lambda needed: needed,
-            get=lambda *arguments: self._state.program(*arguments),
-            num_compilations=0,
-            num_late=0,
-            compile_seconds=0.0,
-        )
-        self._processors = [(unchanged,)]
-        self._max_logprobs = 0
-        self._init_loop()
-
-    @property
-    def device(self) -> SimulatedDevice:
-        """The device as it is now."""
-        return self._state
 
     def step(self) -> list[Sequence]:
         """See `Engine.step`; then everything is checked."""
@@ -204,7 +194,7 @@ class SimulatedEngine(Engine):
             self._check_snapshots(snapshots)
 
     def _check_resident(self, sequence: Sequence) -> None:
-        slot = self.device.slots[sequence.slot]
+        slot = self.programs.slots[sequence.slot]
         assert len(set(sequence.pages)) == len(sequence.pages) <= self.config.pages_per_seq
         if not sequence.was_told:
             return
@@ -222,7 +212,7 @@ class SimulatedEngine(Engine):
 
     def _check_names(self) -> None:
         """What can be found is what it is called; other cells are looked at when they are read."""
-        device, named = self.device, self.scheduler.named
+        device, named = self.programs, self.scheduler.named
         for page, key in self.scheduler.pages._names.items():
             last = (page + 1) * self.config.page_size - 1
             held = int(device.target[last]), int(device.drafter[last])
@@ -230,24 +220,18 @@ class SimulatedEngine(Engine):
 
     def _check_snapshots(self, snapshots: SnapshotIndex) -> None:
         for key, snapshot in snapshots._by_key.items():
-            state = self.device.snapshots[snapshot]
+            state = self.programs.snapshots[snapshot]
             assert state == self.scheduler.named[key][0], "a snapshot is not what it is called"
         ids = [*snapshots._free, *snapshots._by_key.values()]
         assert sorted(ids) == list(range(self.config.num_snapshots)), f"snapshots {ids}"
 
-    def _init_state(self) -> Any:
-        schedule = self._schedule
-        return SimulatedDevice(
-            self.config,
-            self.layout,
-            self._num_snapshots,
-            schedule.drafts_fewer,
-            self._tally,
-            self._rng,
-        )
-
-    def _put(self, array: np.ndarray) -> Any:
-        return array.copy()
+    def _masked_slots(self) -> set[int]:
+        """Of the requests that have a grammar to follow."""
+        return {
+            sequence.slot
+            for sequence in self.scheduler._running
+            if sequence.matcher and not sequence.error and not sequence.is_finished
+        }
 
     def _launch(self, plan: Part) -> Any:
         self._check_writable(plan)
@@ -261,6 +245,6 @@ class SimulatedEngine(Engine):
             if isinstance(plan, PrefillPlan):
                 start = plan.chunks[row].start
             else:
-                start = self.device.slots[sequence.slot].length or 0
+                start = self.programs.slots[sequence.slot].length or 0
             for page in sequence.pages[start // self.config.page_size :]:
                 assert owners[page] == 1, f"page {page} is written to, and has other owners"

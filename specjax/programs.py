@@ -1,0 +1,179 @@
+"""What an engine asks of a device: the programs of its steps, by typed keys.
+
+A device holds the weights and the state between steps. `precompile.py` has the real one, which
+compiles; whatever runs the same keys on the same packed arrays may stand in for it.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from specjax.batch import Part
+from specjax.device.drafters.drafter import Params, Variant
+from specjax.host.scheduler import PrefillPlan
+from specjax.host.speculation.step_cost import StepCost
+from specjax.metrics import Compilations
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Requests take their slots: (admissions) -> None."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Slots go on from snapshots of recurrent states: (moves) -> None."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Snapshots are taken of the recurrent states of slots: (moves) -> None."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The target runs a chunk of each prompt: (packed) -> Extension."""
+
+    batch: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The drafter sees the chunk; first tokens are drawn: (packed, extension, masks) -> outputs.
+
+    `masks` is None unless the variant has masks.
+    """
+
+    batch: int
+    width: int
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A whole round: (packed) -> outputs."""
+
+    batch: int
+    k: int
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """The first part of a round that waits for masks: (packed) -> Draft."""
+
+    batch: int
+    k: int
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """The second part, which runs while the host makes the masks: (packed, draft) -> Extension."""
+
+    batch: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """The third part: (packed, draft, extension, masks) -> outputs."""
+
+    batch: int
+    k: int
+    variant: Variant
+
+
+Key: TypeAlias = Admit | Restore | Take | Prefill | Begin | Decode | Propose | Extend | Settle
+
+
+class Programs(Protocol):
+    """A device with an engine's weights and state, which its programs change in place."""
+
+    params: Params
+    device: Any  # where arrays for it belong
+
+    @property
+    def compilations(self) -> Compilations:
+        """What has been compiled so far."""
+        ...
+
+    def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
+        """Make ready what is not ready yet."""
+        ...
+
+    def put(self, array: np.ndarray) -> Any:
+        """A fresh array as an argument of `run`."""
+        ...
+
+    def run(self, key: Key, *arguments: Any) -> Any:
+        """Launch a program on the state; its result, which is there later.
+
+        Outputs have `copy_to_host_async` and `is_ready`, and are read as NumPy arrays.
+        """
+        ...
+
+    def time_rounds(
+        self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
+    ) -> StepCost:
+        """What rounds of every shape cost, by running them; the state is empty afterwards."""
+        ...
+
+    def release(self) -> None:
+        """Free the memory of the state; nothing runs until `renew`."""
+        ...
+
+    def renew(self) -> None:
+        """Begin with an empty state."""
+        ...
+
+
+def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
+    """Every program that a plan may run."""
+    batch = plan.batch
+    if isinstance(plan, PrefillPlan):
+        keys: list[Key] = [Admit(batch), Prefill(batch, plan.width)]
+        keys.append(Begin(batch, plan.width, variant))
+        return [*keys, Restore(batch), Take(batch)] if is_recurrent else keys
+    variant = of_rounds(variant)
+    if not variant.masks:
+        return [Decode(batch, plan.k, variant)]
+    return [
+        Propose(batch, plan.k, of_drafts(variant)),
+        Extend(batch, plan.k),
+        Settle(batch, plan.k, variant),
+    ]
+
+
+def of_rounds(variant: Variant) -> Variant:
+    """What a round does of a variant: prompts are not its business."""
+    return variant._replace(num_prompt_logprobs=None)
+
+
+def of_drafts(variant: Variant) -> Variant:
+    """What drafting does of a round's variant: it reports nothing, and masks come later."""
+    return variant._replace(masks=False, num_logprobs=None)
+
+
+def covers(variant: Variant, needed: Variant) -> bool:
+    """Whether a step in `variant` does all that is `needed`. Masks cost a wait, so are exact."""
+    return (
+        variant.edits >= needed.edits
+        and set(variant.processors) >= set(needed.processors)
+        and variant.masks == needed.masks
+        and _at_least(variant.num_logprobs, needed.num_logprobs)
+        and _at_least(variant.num_prompt_logprobs, needed.num_prompt_logprobs)
+    )
+
+
+def _at_least(given: int | None, needed: int | None) -> bool:
+    return needed is None or (given is not None and given >= needed)

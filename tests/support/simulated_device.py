@@ -1,0 +1,512 @@
+"""A device in plain NumPy that plays a script and checks all that it reads.
+
+It stands in for `CompiledPrograms`: takes the packed arrays that the programs of a step take, and
+gives what they give. In place of keys and values, a cell of its pool holds the digest of the tokens
+that they would depend on: up to its position for the target, and one further for the drafter. A
+round, or a chunk, looks at every cell below its start through its own page table, so that a page
+that is shared wrongly, stale, or overwritten is found when it is read. Which token follows a
+history, and what is drafted, a `Script` says.
+"""
+
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from support.scripts import EMPTY, HashScript, Script, fold
+
+from specjax.batch import Layout
+from specjax.config import EngineConfig
+from specjax.device.drafters.drafter import Variant
+from specjax.host.speculation.step_cost import StepCost
+from specjax.metrics import Compilations
+from specjax.programs import (
+    Admit,
+    Begin,
+    Decode,
+    Extend,
+    Key,
+    Prefill,
+    Propose,
+    Restore,
+    Settle,
+    Take,
+)
+
+
+class Draft(NamedTuple):
+    """What a round proposes, as `specjax.device.verification.Draft` has it."""
+
+    tokens: Any  # i32[B, K]
+
+
+class HostArray(np.ndarray):
+    """An array that looks as if it came from the device; reading it may fail."""
+
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, array: np.ndarray, error: Exception | None = None) -> "HostArray":
+        """`array`, or the error that reading it meets."""
+        made = array.view(cls)
+        made.error = error
+        return made
+
+    def copy_to_host_async(self) -> None:
+        """Nothing is to be done."""
+
+    def is_ready(self) -> bool:
+        """Not until it is read."""
+        return False
+
+    def __array__(self, *arguments: Any, **options: Any) -> np.ndarray:
+        if self.error is not None:
+            raise self.error
+        return self.view(np.ndarray)
+
+
+@dataclass
+class Slot:
+    """What the device knows of the request in a slot."""
+
+    number: int
+    tokens: list[int] = field(default_factory=list)
+    digests: Any = None  # i64[...], of the first n tokens
+    seed: int = 0
+    prompt_length: int = 0
+    limit: int = 0
+    min_tokens: int = 0
+    stop_ids: frozenset[int] = frozenset()
+    length: int | None = None  # None before the first chunk
+    is_active: bool = False
+    # Of recurrent models:
+    state: int = EMPTY  # the digest of the tokens that have been folded in
+    ring: list[int] = field(default_factory=list)  # tokens of the last round
+    pending: int = 0  # of those, how many stand and are still to be folded in
+
+    def append(self, token: int) -> None:
+        """Know one token more."""
+        self.tokens.append(token)
+        self.digests[len(self.tokens)] = fold(int(self.digests[len(self.tokens) - 1]), [token])
+
+
+@dataclass(frozen=True)
+class Row:
+    """A row of a round between its parts."""
+
+    slot: Slot
+    start: int
+    table: np.ndarray
+    num_drafts: int
+    tokens: list[int]  # that stand: accepted drafts, and the one after them
+    drafts: list[int]
+
+
+class SimulatedPrograms:
+    """`Programs` on a device that is not there; as `make_programs` of an engine.
+
+    Args:
+        script: which tokens follow, and which are drafted.
+        tally: counts what happened.
+        rng: fills what is undefined on a device.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: Any,
+        drafter: Any,
+        verification: Any,
+        params: Any,
+        layout: Layout,
+        max_drafts: int,
+        *,
+        script: Script | None = None,
+        tally: Counter | None = None,
+        rng: np.random.Generator | None = None,
+    ):
+        self.config, self.layout = config, layout
+        self.script = script or HashScript(layout.vocab_size)
+        self.tally = Counter() if tally is None else tally
+        self.failures: list[str] = []  # programs that are to fail, once each
+        self.masked_slots: Callable[[], Collection[int]] = tuple  # must have a grammar's masks
+        self._rng = rng or np.random.default_rng(0)
+        self._num_snapshots = config.num_snapshots if target.is_recurrent else None
+        self._compiled: set[Key] = set()
+        self._num_late = 0
+        self._error: Exception | None = None  # of a program whose results have not been read yet
+        self.params = params
+        self._programs: dict[type, Callable[..., Any]] = {
+            Admit: self._admit,
+            Restore: self._restore,
+            Take: self._take,
+            Prefill: self._prefill,
+            Begin: self._begin,
+            Decode: self._decode,
+            Propose: self._propose,
+            Extend: self._extend,
+            Settle: self._settle,
+        }
+        self.renew()
+
+    # --- the port ---------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> Any:
+        """Where weights are put that are never looked at."""
+        return jax.devices()[0]
+
+    @property
+    def params(self) -> Any:
+        """The weights; others make other tokens follow."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Any) -> None:
+        self._params, self._empty = params, EMPTY
+        for leaf in jax.tree.leaves(params):
+            self._empty = fold(self._empty, [zlib.crc32(np.asarray(leaf).tobytes())])
+
+    @property
+    def compilations(self) -> Compilations:
+        """Programs asked for."""
+        return Compilations(len(self._compiled), self._num_late, 0.0)
+
+    def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
+        """Remember what was asked for."""
+        self._compiled |= set(keys)
+
+    def put(self, array: np.ndarray) -> np.ndarray:
+        """A copy, since the caller's array may change before a real device reads it."""
+        return array.copy()
+
+    def run(self, key: Key, *arguments: Any) -> Any:
+        """Run a program at once."""
+        name = type(key).__name__.lower()
+        if name in self.failures:
+            self.failures.remove(name)
+            self.release()
+            raise jax.errors.JaxRuntimeError(f"{name} was to fail")
+        if key not in self._compiled:
+            self._compiled.add(key)
+            self._num_late += 1
+        return self._programs[type(key)](key, *arguments)
+
+    def time_rounds(
+        self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
+    ) -> StepCost:
+        """As if rows cost a tenth of what a round costs without any."""
+        self.renew()
+        return StepCost({b: {k: 1 + 0.1 * b * (k + 1) for k in ks} for b in batches})
+
+    def release(self) -> None:
+        """Nothing can be run until `renew`."""
+        self.slots: list[Slot] = []
+
+    def renew(self) -> None:
+        """Begin with empty slots, and pools that hold anything."""
+        num_cells = self.config.num_pages * self.config.page_size
+        self.slots = [Slot(number) for number in range(self.config.max_num_seqs)]
+        self.target, self.drafter = self._garbage(num_cells), self._garbage(num_cells)
+        self.snapshots = self._garbage(self._num_snapshots or 0).tolist()
+        self._error = None
+
+    # --- programs ---------------------------------------------------------------------------------
+
+    def _admit(self, key: Admit, packed: np.ndarray) -> None:
+        starts, start = {}, 0
+        for name, (width, _) in self.layout.admit_fields.items():
+            starts[name] = slice(start, start + width)
+            start += width
+        for row, slot in self._known(packed[:, 0]):
+            fields = {name: packed[row, place].tolist() for name, place in starts.items()}
+            tokens = fields["tokens"]
+            tokens = tokens[: tokens.index(-1)] if -1 in tokens else tokens
+            slot.digests = np.zeros(self.config.max_model_len + 64, np.int64)
+            slot.digests[0] = self._empty
+            slot.tokens = []
+            for token in tokens:
+                slot.append(token)
+            is_greedy = fields["temperature"] == [0]
+            slot.seed = 0 if is_greedy else fields["seed"][0] % 2**32
+            slot.prompt_length, slot.limit = fields["prompt_length"][0], fields["limit"][0]
+            slot.min_tokens = fields["min_tokens"][0]
+            assert slot.prompt_length <= len(slot.tokens) < slot.limit <= self.config.max_model_len
+            slot.stop_ids = frozenset(fields["stop_ids"]) - {-1}
+            slot.length, slot.is_active, slot.pending = None, False, 0
+
+    def _restore(self, key: Restore, packed: np.ndarray) -> None:
+        for row, slot in self._known(packed[:, 0]):
+            _, snapshot, end = packed[row].tolist()
+            slot.state = self.snapshots[snapshot]
+            assert slot.state == slot.digests[end], f"snapshot {snapshot} is not of these {end}"
+            self.tally["snapshots restored"] += 1
+
+    def _take(self, key: Take, packed: np.ndarray) -> None:
+        taken = [packed[row, 1] for row, _ in self._known(packed[:, 0])]
+        assert len(set(taken)) == len(taken), f"a snapshot is twice in {taken}"
+        for row, slot in self._known(packed[:, 0]):
+            _, snapshot, end = packed[row].tolist()
+            assert not slot.pending and slot.state == slot.digests[end]
+            assert 0 <= snapshot < len(self.snapshots)
+            self.snapshots[snapshot] = slot.state
+            self.tally["snapshots taken"] += 1
+
+    def _prefill(self, key: Prefill, packed: np.ndarray) -> "_Extension":
+        known = self._known(packed[:, 0])
+        for row, slot in known:  # what a step writes is there for later ones only
+            self._check_chunk(slot, packed[row].tolist(), key.width)
+            self._check_reads(slot, packed[row, 1], packed[row, -self.layout.pages_per_seq :])
+        for row, slot in known:
+            _, start, count, *_ = packed[row].tolist()
+            self._fold_pending(slot, start)
+            slot.state = fold(slot.state, slot.tokens[start : start + count])
+            cells = self._cells(packed[row, -self.layout.pages_per_seq :], start, start + count)
+            assert cells.min() >= 0, "a chunk without pages"
+            self._write(self.target, cells, slot.digests[start + 1 : start + count + 1])
+            self.tally["prompt tokens run"] += count
+        return _Extension()
+
+    def _begin(
+        self, key: Begin, packed: np.ndarray, extension: Any, masks: np.ndarray | None
+    ) -> HostArray:
+        outputs = _Outputs(key.batch, 1, key.width, key.variant, self)
+        for row, slot in self._known(packed[:, 0]):
+            _, start, count, is_last, is_resumed, *_ = packed[row].tolist()
+            table, end = packed[row, -self.layout.pages_per_seq :], start + count
+            if is_last and not is_resumed:
+                self._check_mask(masks, row, 0, slot)
+                slot.append(self._next(slot, []))
+                outputs.put(row, end, [slot.tokens[end]], 0)
+            following = slot.digests[start + 2 : end + 2].copy()
+            if key.variant.num_prompt_logprobs is not None:
+                outputs.put_prompt(row, slot, start, count)
+            self._write(self.drafter, self._cells(table, start, end), following)
+            slot.length = end
+            is_finished = slot.tokens[-1] in slot.stop_ids or slot.limit - end <= 1
+            slot.is_active = bool(is_last and (is_resumed or not is_finished))
+        return self._out(outputs.packed)
+
+    def _decode(self, key: Decode, packed: np.ndarray) -> HostArray:
+        assert packed.shape == self.layout.decode_shape(key.batch)
+        rows = self._rows(key.k, packed)
+        self._extend_rows(key.k, rows)
+        return self._out(self._settle_rows(key, rows, None))
+
+    def _propose(self, key: Propose, packed: np.ndarray) -> Draft:
+        self._proposed = self._rows(key.k, packed)
+        drafts = np.zeros((key.batch, key.k), np.int32)
+        for number, row in self._proposed.items():
+            drafts[number] = row.drafts
+        return Draft(drafts.view(HostArray))
+
+    def _extend(self, key: Extend, packed: np.ndarray, draft: Draft) -> None:
+        self._extend_rows(key.k, self._proposed)
+
+    def _settle(
+        self, key: Settle, packed: np.ndarray, draft: Draft, extension: Any, masks: np.ndarray
+    ) -> HostArray:
+        return self._out(self._settle_rows(key, self._proposed, masks))
+
+    # --- rounds -----------------------------------------------------------------------------------
+
+    def _rows(self, k: int, packed: np.ndarray) -> dict[int, Row]:
+        """Every row of a round that goes on, with its drafts and what will come of them."""
+        rows = {}
+        for number, slot in self._known(packed[:, 0]):
+            if not slot.is_active:
+                continue
+            start, table = slot.length, packed[number, -self.layout.pages_per_seq :]
+            assert start is not None and len(slot.tokens) == start + 1
+            most = max(min(slot.limit - start - 2, int(packed[number, 1]), k), 0)
+            drafts, num_drafts = self.script.draft(slot, self._next, k, most)
+            tokens = [self._next(slot, [])]
+            while len(tokens) <= num_drafts and drafts[len(tokens) - 1] == tokens[-1]:
+                tokens.append(self._next(slot, tokens))
+            rows[number] = Row(slot, start, table, num_drafts, tokens, drafts)
+        return rows
+
+    def _extend_rows(self, k: int, rows: dict[int, Row]) -> None:
+        for row in rows.values():
+            self._check_reads(row.slot, row.start, row.table)
+        for row in rows.values():
+            slot, start = row.slot, row.start
+            self._fold_pending(slot, start)
+            slot.ring = [slot.tokens[start], *row.drafts]
+            for token in row.tokens:
+                slot.append(token)
+            values = self._garbage(k + 1)
+            stands = len(row.tokens)
+            values[:stands] = slot.digests[start + 1 : start + 1 + stands]
+            self._write(self.target, self._cells(row.table, start, start + k + 1), values)
+
+    def _settle_rows(
+        self, key: Decode | Settle, rows: dict[int, Row], masks: np.ndarray | None
+    ) -> np.ndarray:
+        outputs = _Outputs(key.batch, key.k + 1, 0, key.variant, self)
+        for number, row in rows.items():
+            slot, start, stands = row.slot, row.start, len(row.tokens)
+            for place in range(stands):
+                self._check_mask(masks, number, place, slot, start + 1 + place)
+            cells = self._cells(row.table, start, start + key.k + 1)
+            values = self._garbage(key.k + 1)
+            values[:stands] = slot.digests[start + 2 : start + 2 + stands]
+            self._write(self.drafter, cells, values)
+            remaining = slot.limit - start - 1
+            tokens = row.tokens[:remaining]
+            has_stop = [token in slot.stop_ids for token in tokens]
+            if any(has_stop):
+                tokens = tokens[: has_stop.index(True) + 1]
+            assert cells[: len(tokens)].min() >= 0, f"no page for what stands from {start} on"
+            outputs.put(number, start + 1, tokens, row.num_drafts)
+            slot.length, slot.pending = start + stands, stands
+            slot.is_active = not any(has_stop) and len(tokens) < remaining
+            self.tally["rounds"] += 1
+        return outputs.packed
+
+    def _next(self, slot: Slot, more: list[int]) -> int:
+        """The token that follows the slot's, and `more` of which nothing is kept."""
+        digest = fold(int(slot.digests[len(slot.tokens)]), more)
+        tokens = [*slot.tokens, *more]
+        token = self.script.following(tokens, digest, slot.seed)
+        if len(tokens) - slot.prompt_length < slot.min_tokens:
+            others = ((token + i) % self.layout.vocab_size for i in range(self.layout.vocab_size))
+            token = next(other for other in others if other not in slot.stop_ids)
+        return token
+
+    # --- what is read and written -----------------------------------------------------------------
+
+    def _garbage(self, count: int) -> np.ndarray:
+        return self._rng.integers(-(2**62), 2**62, count)
+
+    def _known(self, slots: np.ndarray) -> list[tuple[int, Slot]]:
+        """The rows that are no padding, with their slots."""
+        real = [(row, int(slot)) for row, slot in enumerate(slots) if slot != len(self.slots)]
+        assert all(0 <= slot < len(self.slots) for _, slot in real), f"slots {slots}"
+        assert len({slot for _, slot in real}) == len(real), f"a slot is twice in {slots}"
+        assert [row for row, _ in real] == list(range(len(real))), f"padding first in {slots}"
+        return [(row, self.slots[slot]) for row, slot in real]
+
+    def _cells(self, table: np.ndarray, start: int, end: int) -> np.ndarray:
+        """The cells of positions [start, end); -1 where no page is assigned."""
+        size = self.config.page_size
+        positions = np.arange(start, end)
+        places = positions // size
+        pages = np.where(places < len(table), table[np.minimum(places, len(table) - 1)], -1)
+        assert (pages < self.config.num_pages).all(), f"no such page in {table}"
+        return np.where(pages >= 0, pages * size + positions % size, -1)
+
+    def _check_reads(self, slot: Slot, start: int, table: np.ndarray) -> None:
+        cells = self._cells(table, 0, start)
+        if not len(cells):
+            return
+        assert cells.min() >= 0, f"position {cells.argmin()} of {start} has no page"
+        for name, pool, ahead in ("target", self.target, 1), ("drafter", self.drafter, 2):
+            is_wrong = pool[cells] != slot.digests[ahead : start + ahead]
+            if is_wrong.any():
+                place = int(is_wrong.argmax())
+                raise AssertionError(
+                    f"position {place} of {start} is not what the {name} left there: page "
+                    f"{cells[place] // self.config.page_size}, {int(is_wrong.sum())} wrong"
+                )
+        self.tally["cells read"] += len(cells)
+
+    def _write(self, pool: np.ndarray, cells: np.ndarray, values: np.ndarray) -> None:
+        is_mapped = cells >= 0
+        pool[cells[is_mapped]] = values[is_mapped]
+
+    def _fold_pending(self, slot: Slot, start: int) -> None:
+        if self._num_snapshots is None:
+            return
+        slot.state = fold(slot.state, slot.ring[: slot.pending])
+        slot.pending = 0
+        if start == 0:
+            slot.state = self._empty
+        assert slot.state == slot.digests[start], f"the state is not of the first {start} tokens"
+
+    def _check_chunk(self, slot: Slot, packed: list[int], width: int) -> None:
+        _, start, count, is_last, is_resumed, *_ = packed
+        assert 0 < count <= width
+        assert slot.length in (None, start) and not slot.is_active, "chunks in disorder"
+        goal = len(slot.tokens) - is_resumed
+        assert start + count <= goal and is_last == (start + count == goal)
+        assert is_resumed == (len(slot.tokens) > slot.prompt_length)
+
+    def _check_mask(
+        self,
+        masks: np.ndarray | None,
+        row: int,
+        place: int,
+        slot: Slot,
+        length: int | None = None,
+    ) -> None:
+        """The grammar's mask must be that after the first `length` tokens."""
+        if slot.number not in self.masked_slots():
+            assert masks is None or (masks[row] == -1).all()
+            return
+        assert masks is not None, "a grammar without masks"
+        known = slot.tokens[slot.prompt_length : length]
+        assert masks[row, place, 0] == self.script.mask(known), "the mask is of other tokens"
+        self.tally["masks"] += 1
+
+    def _out(self, packed: np.ndarray) -> HostArray:
+        if "read" in self.failures:
+            self.failures.remove("read")
+            self._error = jax.errors.JaxRuntimeError("reading was to fail")
+        return HostArray.of(packed, self._error)  # what comes after a failure fails as well
+
+
+class _Extension(NamedTuple):
+    features: Any = None
+
+
+class _Outputs:
+    """What a program gives, as `pack_outputs` has it; log-probabilities tell where they are of.
+
+    Of the token at a position they are minus the position, its rank is its id, and the n likeliest
+    are the n ids that follow it.
+    """
+
+    def __init__(
+        self, batch: int, num_rows: int, width: int, variant: Variant, device: SimulatedPrograms
+    ):
+        self._num_rows, self._width, self._variant = num_rows, width, variant
+        self._vocab_size = device.layout.vocab_size
+        self._has_raw = device.config.logprobs_mode == "both"
+        self._prompt = 2 + num_rows + self._size(num_rows, variant.num_logprobs)
+        total = self._prompt + self._size(width, variant.num_prompt_logprobs if width else None)
+        self.packed = np.zeros((batch, total), np.int32)
+
+    def put(self, row: int, start: int, tokens: list[int], num_drafts: int) -> None:
+        """The tokens of a row, which go to positions from `start` on."""
+        self.packed[row, :2] = len(tokens), num_drafts
+        self.packed[row, 2 : 2 + len(tokens)] = tokens
+        num_top = self._variant.num_logprobs
+        if num_top is not None:
+            self._put(row, 2 + self._num_rows, self._num_rows, num_top, start, tokens)
+
+    def put_prompt(self, row: int, slot: Slot, start: int, count: int) -> None:
+        """What follows each token of a chunk."""
+        num_top = self._variant.num_prompt_logprobs
+        assert num_top is not None
+        following = slot.tokens[start + 1 : start + 1 + count]
+        self._put(row, self._prompt, self._width, num_top, start + 1, following)
+
+    def _size(self, num_rows: int, num_top: int | None) -> int:
+        return 0 if num_top is None else num_rows * (2 + 2 * num_top + self._has_raw)
+
+    def _put(
+        self, row: int, at: int, num_rows: int, num_top: int, start: int, tokens: list[int]
+    ) -> None:
+        count, out = len(tokens), self.packed[row]
+        own = -np.arange(start, start + count, dtype=np.float32)
+        ids = (np.array(tokens, np.int32)[:, None] + 1 + np.arange(num_top)) % self._vocab_size
+        top = own[:, None] - 1 - np.arange(num_top, dtype=np.float32)
+        fields = [own, np.array(tokens, np.int32), ids, top, *([own - 0.5] * self._has_raw)]
+        for field_, per_row in zip(fields, (1, 1, num_top, num_top, 1), strict=False):
+            values = np.ascontiguousarray(field_).reshape(-1)
+            out[at : at + count * per_row] = values.astype(values.dtype).view(np.int32)
+            at += num_rows * per_row
