@@ -163,7 +163,8 @@ def sampler(llm: LLM, case: dict[str, Any], batch_size: int) -> Callable[[], Any
         sequence.settle_in(slot, [], 3, 0)
     state = init_state(batch_size, MAX_LEN, vocab_size, jnp.zeros(1), None)
     packed = pack_admissions(sequences, batch_size, layout)
-    requests = run_admit(state, jax.device_put(packed), layout=layout).requests
+    admitted, _ = run_admit(None, state, jax.device_put(packed), layout=layout)
+    requests = admitted.requests
     history = History(
         jnp.zeros((batch_size, MAX_LEN), jnp.int32), jnp.full(batch_size, 40, jnp.int32)
     )

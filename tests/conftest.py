@@ -1,6 +1,7 @@
 """What the tests share: JAX on the CPU, programs that compile quickly, and tiny checkpoints."""
 
 import os
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from support.compilations import (
     count_maps,
     share_compilations,
 )
+from support.engines import simulated_engines
 from support.targets import VOCAB
 from support.weights import rewrite
 
@@ -52,6 +54,13 @@ def compilations() -> CompilationLog:
     log = CompilationLog()
     jax.monitoring.register_event_duration_secs_listener(log.listen)
     return log
+
+
+@pytest.fixture(scope="module")
+def simulated_device() -> Iterator[Counter]:
+    """LLMs that a module makes hereafter run on a simulated device; see `simulated_engines`."""
+    with simulated_engines() as tally:
+        yield tally
 
 
 @pytest.fixture

@@ -107,7 +107,9 @@ def _requests(request: Request, index: int, layout: Layout) -> Requests:
     sample = Sample.of(request, index, 0)
     sample.settle_in(0, [], len(request.prompt_token_ids), 0)
     state = init_state(1, one.max_model_len, one.vocab_size, jnp.zeros(1), None)
-    return run_admit(state, jnp.array(pack_admissions([sample], 1, one)), layout=one).requests
+    packed = jnp.array(pack_admissions([sample], 1, one))
+    admitted, _ = run_admit(None, state, packed, layout=one)
+    return admitted.requests
 
 
 @partial(jax.jit, static_argnames=("model", "processors"))

@@ -12,11 +12,12 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from support.scripts import EMPTY, HashScript, Script, fold
+from support.simulated_outputs import Draft, Extension, HostArray, Outputs
 
 from specjax.batch import Layout
 from specjax.config import EngineConfig
@@ -35,37 +36,6 @@ from specjax.programs import (
     Settle,
     Take,
 )
-
-
-class Draft(NamedTuple):
-    """What a round proposes, as `specjax.device.verification.Draft` has it."""
-
-    tokens: Any  # i32[B, K]
-
-
-class HostArray(np.ndarray):
-    """An array that looks as if it came from the device; reading it may fail."""
-
-    error: Exception | None = None
-
-    @classmethod
-    def of(cls, array: np.ndarray, error: Exception | None = None) -> "HostArray":
-        """`array`, or the error that reading it meets."""
-        made = array.view(cls)
-        made.error = error
-        return made
-
-    def copy_to_host_async(self) -> None:
-        """Nothing is to be done."""
-
-    def is_ready(self) -> bool:
-        """Not until it is read."""
-        return False
-
-    def __array__(self, *arguments: Any, **options: Any) -> np.ndarray:
-        if self.error is not None:
-            raise self.error
-        return self.view(np.ndarray)
 
 
 @dataclass
@@ -132,7 +102,9 @@ class SimulatedPrograms:
         self.script = script or HashScript(layout.vocab_size)
         self.tally = Counter() if tally is None else tally
         self.failures: list[str] = []  # programs that are to fail, once each
-        self.masked_slots: Callable[[], Collection[int]] = tuple  # must have a grammar's masks
+        # Those that must have a grammar's masks; None: masks are not looked at.
+        self.masked_slots: Callable[[], Collection[int]] | None = None
+        self._reported = layout.vocab_size, config.logprobs_mode == "both"
         self._rng = rng or np.random.default_rng(0)
         self._num_snapshots = config.num_snapshots if target.is_recurrent else None
         self._compiled: set[Key] = set()
@@ -255,7 +227,7 @@ class SimulatedPrograms:
             self.snapshots[snapshot] = slot.state
             self.tally["snapshots taken"] += 1
 
-    def _prefill(self, key: Prefill, packed: np.ndarray) -> "_Extension":
+    def _prefill(self, key: Prefill, packed: np.ndarray) -> Extension:
         known = self._known(packed[:, 0])
         for row, slot in known:  # what a step writes is there for later ones only
             self._check_chunk(slot, packed[row].tolist(), key.width)
@@ -268,12 +240,12 @@ class SimulatedPrograms:
             assert cells.min() >= 0, "a chunk without pages"
             self._write(self.target, cells, slot.digests[start + 1 : start + count + 1])
             self.tally["prompt tokens run"] += count
-        return _Extension()
+        return Extension()
 
     def _begin(
         self, key: Begin, packed: np.ndarray, extension: Any, masks: np.ndarray | None
     ) -> HostArray:
-        outputs = _Outputs(key.batch, 1, key.width, key.variant, self)
+        outputs = Outputs(key.batch, 1, key.width, key.variant, *self._reported)
         for row, slot in self._known(packed[:, 0]):
             _, start, count, is_last, is_resumed, *_ = packed[row].tolist()
             table, end = packed[row, -self.layout.pages_per_seq :], start + count
@@ -283,7 +255,7 @@ class SimulatedPrograms:
                 outputs.put(row, end, [slot.tokens[end]], 0)
             following = slot.digests[start + 2 : end + 2].copy()
             if key.variant.num_prompt_logprobs is not None:
-                outputs.put_prompt(row, slot, start, count)
+                outputs.put_prompt(row, start + 1, slot.tokens[start + 1 : end + 1])
             self._write(self.drafter, self._cells(table, start, end), following)
             slot.length = end
             is_finished = slot.tokens[-1] in slot.stop_ids or slot.limit - end <= 1
@@ -346,7 +318,7 @@ class SimulatedPrograms:
     def _settle_rows(
         self, key: Decode | Settle, rows: dict[int, Row], masks: np.ndarray | None
     ) -> np.ndarray:
-        outputs = _Outputs(key.batch, key.k + 1, 0, key.variant, self)
+        outputs = Outputs(key.batch, key.k + 1, 0, key.variant, *self._reported)
         for number, row in rows.items():
             slot, start, stands = row.slot, row.start, len(row.tokens)
             for place in range(stands):
@@ -444,6 +416,8 @@ class SimulatedPrograms:
         length: int | None = None,
     ) -> None:
         """The grammar's mask must be that after the first `length` tokens."""
+        if self.masked_slots is None:
+            return
         if slot.number not in self.masked_slots():
             assert masks is None or (masks[row] == -1).all()
             return
@@ -457,56 +431,3 @@ class SimulatedPrograms:
             self.failures.remove("read")
             self._error = jax.errors.JaxRuntimeError("reading was to fail")
         return HostArray.of(packed, self._error)  # what comes after a failure fails as well
-
-
-class _Extension(NamedTuple):
-    features: Any = None
-
-
-class _Outputs:
-    """What a program gives, as `pack_outputs` has it; log-probabilities tell where they are of.
-
-    Of the token at a position they are minus the position, its rank is its id, and the n likeliest
-    are the n ids that follow it.
-    """
-
-    def __init__(
-        self, batch: int, num_rows: int, width: int, variant: Variant, device: SimulatedPrograms
-    ):
-        self._num_rows, self._width, self._variant = num_rows, width, variant
-        self._vocab_size = device.layout.vocab_size
-        self._has_raw = device.config.logprobs_mode == "both"
-        self._prompt = 2 + num_rows + self._size(num_rows, variant.num_logprobs)
-        total = self._prompt + self._size(width, variant.num_prompt_logprobs if width else None)
-        self.packed = np.zeros((batch, total), np.int32)
-
-    def put(self, row: int, start: int, tokens: list[int], num_drafts: int) -> None:
-        """The tokens of a row, which go to positions from `start` on."""
-        self.packed[row, :2] = len(tokens), num_drafts
-        self.packed[row, 2 : 2 + len(tokens)] = tokens
-        num_top = self._variant.num_logprobs
-        if num_top is not None:
-            self._put(row, 2 + self._num_rows, self._num_rows, num_top, start, tokens)
-
-    def put_prompt(self, row: int, slot: Slot, start: int, count: int) -> None:
-        """What follows each token of a chunk."""
-        num_top = self._variant.num_prompt_logprobs
-        assert num_top is not None
-        following = slot.tokens[start + 1 : start + 1 + count]
-        self._put(row, self._prompt, self._width, num_top, start + 1, following)
-
-    def _size(self, num_rows: int, num_top: int | None) -> int:
-        return 0 if num_top is None else num_rows * (2 + 2 * num_top + self._has_raw)
-
-    def _put(
-        self, row: int, at: int, num_rows: int, num_top: int, start: int, tokens: list[int]
-    ) -> None:
-        count, out = len(tokens), self.packed[row]
-        own = -np.arange(start, start + count, dtype=np.float32)
-        ids = (np.array(tokens, np.int32)[:, None] + 1 + np.arange(num_top)) % self._vocab_size
-        top = own[:, None] - 1 - np.arange(num_top, dtype=np.float32)
-        fields = [own, np.array(tokens, np.int32), ids, top, *([own - 0.5] * self._has_raw)]
-        for field_, per_row in zip(fields, (1, 1, num_top, num_top, 1), strict=False):
-            values = np.ascontiguousarray(field_).reshape(-1)
-            out[at : at + count * per_row] = values.astype(values.dtype).view(np.int32)
-            at += num_rows * per_row

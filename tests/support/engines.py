@@ -1,0 +1,82 @@
+"""One set of sizes for the engines of all tests, on the device or on a simulated one.
+
+A second engine of the same model and sizes is built in a tenth of a second, since JAX keeps what
+it compiled for the first; one that differs in a size, pages included, compiles for seconds. So
+tests build engines as they like, of these sizes; those that want few pages take the others away.
+"""
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.simulated_device import SimulatedPrograms
+
+from specjax import LLM
+from specjax.engine import Engine
+
+VOCAB = 32  # small, so that drafts of untrained heads are right now and then
+K = 3
+SIZES: Mapping[str, Any] = {
+    "max_model_len": 128,
+    "max_num_seqs": 4,
+    "max_num_batched_tokens": 64,
+    "page_size": 8,
+    "decode_batches": (4,),
+    "prefill_shapes": ((2, 32),),
+    "show_progress": False,
+}
+
+
+def make_llm(
+    folder: str | Path,
+    method: str | None = None,
+    model: str | Path | None = None,
+    *,
+    k: int = K,
+    speculation: Mapping[str, Any] | None = None,
+    **options: Any,
+) -> LLM:
+    """An LLM of these sizes.
+
+    Args:
+        method: of drafting; None decodes plainly. Its other settings are in `speculation`.
+        model: the drafter's folder, for the methods that have one.
+        options: of the LLM, over `SIZES`.
+    """
+    config = None
+    if method is not None:
+        config = {"method": method, "num_speculative_tokens": k, **(speculation or {})}
+        if model is not None:
+            config["model"] = str(model)
+    return LLM(folder, speculative_config=config, **{**SIZES, **options})
+
+
+def hold_pages(llm: LLM, num_left: int) -> list[int]:
+    """Take all but `num_left` free pages away, until `give_pages`."""
+    pages = llm.engine.scheduler.pages
+    taken = pages.allocate(pages.num_free - num_left)
+    assert taken is not None
+    return taken
+
+
+def give_pages(llm: LLM, taken: list[int]) -> None:
+    """Give back what `hold_pages` took."""
+    llm.engine.scheduler.pages.release(taken)
+
+
+@contextmanager
+def simulated_engines() -> Iterator[Counter]:
+    """LLMs made inside the block run on a simulated device; what their devices do is counted.
+
+    Tokens hang on weights, history and, above temperature 0, on the seed; drafts are accepted as if
+    by chance. Of what requests ask of their logits, `min_tokens` alone is obeyed.
+    """
+    tally: Counter = Counter()
+    make = partial(SimulatedPrograms, tally=tally)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("specjax.llm.Engine", partial(Engine, make_programs=make))
+        yield tally

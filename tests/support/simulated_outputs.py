@@ -1,0 +1,96 @@
+"""What the programs of a simulated device give."""
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.device.drafters.drafter import Variant
+
+
+class Draft(NamedTuple):
+    """What a round proposes, as `specjax.device.verification.Draft` has it."""
+
+    tokens: Any  # i32[B, K]
+
+
+class HostArray(np.ndarray):
+    """An array that looks as if it came from the device; reading it may fail."""
+
+    error: Exception | None = None
+
+    @classmethod
+    def of(cls, array: np.ndarray, error: Exception | None = None) -> "HostArray":
+        """`array`, or the error that reading it meets."""
+        made = array.view(cls)
+        made.error = error
+        return made
+
+    def copy_to_host_async(self) -> None:
+        """Nothing is to be done."""
+
+    def is_ready(self) -> bool:
+        """Not until it is read."""
+        return False
+
+    def __array__(self, *arguments: Any, **options: Any) -> np.ndarray:
+        if self.error is not None:
+            raise self.error
+        return self.view(np.ndarray)
+
+
+class Extension(NamedTuple):
+    features: Any = None
+
+
+class Outputs:
+    """What a program gives, as `pack_outputs` has it; log-probabilities tell where they are of.
+
+    Of the token at a position they are minus the position, its rank is its id, and the n likeliest
+    are the n ids that follow it.
+    """
+
+    def __init__(
+        self,
+        batch: int,
+        num_rows: int,
+        width: int,
+        variant: Variant,
+        vocab_size: int,
+        has_raw: bool,
+    ):
+        self._num_rows, self._width, self._variant = num_rows, width, variant
+        self._vocab_size, self._has_raw = vocab_size, has_raw
+        self._prompt = 2 + num_rows + self._size(num_rows, variant.num_logprobs)
+        total = self._prompt + self._size(width, variant.num_prompt_logprobs if width else None)
+        self.packed = np.zeros((batch, total), np.int32)
+
+    def put(self, row: int, start: int, tokens: list[int], num_drafts: int) -> None:
+        """The tokens of a row, which go to positions from `start` on."""
+        self.packed[row, :2] = len(tokens), num_drafts
+        self.packed[row, 2 : 2 + len(tokens)] = tokens
+        num_top = self._variant.num_logprobs
+        if num_top is not None:
+            self._put(row, 2 + self._num_rows, self._num_rows, num_top, start, tokens)
+
+    def put_prompt(self, row: int, start: int, following: list[int]) -> None:
+        """What follows each token of a chunk; the first goes to position `start`."""
+        num_top = self._variant.num_prompt_logprobs
+        assert num_top is not None
+        self._put(row, self._prompt, self._width, num_top, start, following)
+
+    def _size(self, num_rows: int, num_top: int | None) -> int:
+        return 0 if num_top is None else num_rows * (2 + 2 * num_top + self._has_raw)
+
+    def _put(
+        self, row: int, at: int, num_rows: int, num_top: int, start: int, tokens: list[int]
+    ) -> None:
+        count, out = len(tokens), self.packed[row]
+        own = -np.arange(start, start + count, dtype=np.float32)
+        ids = (np.array(tokens, np.int32)[:, None] + 1 + np.arange(num_top)) % self._vocab_size
+        top = own[:, None] - 1 - np.arange(num_top, dtype=np.float32)
+        fields = [own, np.array(tokens, np.int32), ids, top, *([own - 0.5] * self._has_raw)]
+        for field_, per_row in zip(fields, (1, 1, num_top, num_top, 1), strict=False):
+            values = np.ascontiguousarray(field_).reshape(-1)
+            is_float = values.dtype == np.float32
+            out[at : at + count * per_row] = values.view(np.int32) if is_float else values
+            at += num_rows * per_row
