@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.scripts import Script
 from support.simulated_device import SimulatedPrograms
 
 from specjax import LLM
@@ -69,14 +70,14 @@ def give_pages(llm: LLM, taken: list[int]) -> None:
 
 
 @contextmanager
-def simulated_engines() -> Iterator[Counter]:
+def simulated_engines(script: Script | None = None) -> Iterator[Counter]:
     """LLMs made inside the block run on a simulated device; what their devices do is counted.
 
-    Tokens hang on weights, history and, above temperature 0, on the seed; drafts are accepted as if
-    by chance. Of what requests ask of their logits, `min_tokens` alone is obeyed.
+    Without a script tokens hang on weights, history and, above temperature 0, on the seed; drafts
+    are accepted as if by chance. Of what requests ask of logits, `min_tokens` alone is obeyed.
     """
     tally: Counter = Counter()
-    make = partial(SimulatedPrograms, tally=tally)
+    make = partial(SimulatedPrograms, tally=tally, script=script)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("specjax.llm.Engine", partial(Engine, make_programs=make))
         yield tally
