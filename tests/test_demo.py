@@ -20,7 +20,7 @@ from specjax.llm import LLM
 from specjax.sampling_params import SamplingParams
 from specjax.train.target import init_params
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.optimized
 
 
 def _settings(*options):
