@@ -33,7 +33,7 @@ from specjax.device.drafters.drafter import Drafter, Params, Variant
 from specjax.device.models.model import Features, Model
 from specjax.device.step import Extension
 from specjax.device.verification import Draft, SeedExact, Verification
-from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan, Scheduler
+from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler
 from specjax.host.sequence import Sequence
 from specjax.host.speculation.policy import Policy, Round
 from specjax.host.speculation.step_cost import StepCost
@@ -332,11 +332,11 @@ class Engine:
     def _prefill(self, plan: PrefillPlan, variant: Variant, packed: jax.Array) -> _InFlight:
         run, batch, width = self.programs.run, plan.batch, plan.width
         self._admit(plan)
-        self._move(plan, [c for c in plan.chunks if c.restored is not None], Restore(batch))
+        self._move(Restore(batch), plan, is_taken=False)
         # What stands before a first token is known: nothing.
         masks = self._masks(plan, None) if variant.masks else None
         extension = run(Prefill(batch, width), packed)
-        self._move(plan, [c for c in plan.chunks if c.taken is not None], Take(batch))
+        self._move(Take(batch), plan, is_taken=True)
         outputs = run(Begin(batch, width, variant), packed, extension, masks)
         launched = self._in(plan, variant, outputs)
         if any(chunk.sequence.request.exports_features for chunk in plan.chunks):
@@ -349,14 +349,12 @@ class Engine:
             packed = pack_admissions(new, plan.batch, self.layout)
             self.programs.run(Admit(plan.batch), self.programs.put(packed))
 
-    def _move(self, plan: PrefillPlan, chunks: list[Chunk], key: Restore | Take) -> None:
-        """Copy the recurrent states of chunks from snapshots, or to them."""
+    def _move(self, key: Restore | Take, plan: PrefillPlan, *, is_taken: bool) -> None:
+        """Copy recurrent states to snapshots that are taken, or from those to go on from."""
+        chunks = [c for c in plan.chunks if (c.taken if is_taken else c.restored) is not None]
         if chunks:
-            is_taken = isinstance(key, Take)
-            num_snapshots = self.config.num_snapshots
-            packed = pack_snapshots(
-                chunks, plan.batch, num_snapshots, self.layout, is_taken=is_taken
-            )
+            sizes = plan.batch, self.config.num_snapshots, self.layout
+            packed = pack_snapshots(chunks, *sizes, is_taken=is_taken)
             self.programs.run(key, self.programs.put(packed))
 
     def _settle(self, step: _Extended) -> _InFlight:
