@@ -63,10 +63,14 @@ SLOW_CASES = {
     "soft-cap-window": Case((70, 3), (4, 2), 4, soft_cap=2.0, window=33),
 }
 FP8 = "float8_e4m3fn"
+# In bf16 a CPU takes long for large pools.
+VERIFY_FEW = replace(
+    VERIFY, starts=(0, 12, 37, 60, 125, 10), counts=(4, 4, 3, 1, 4, 0), table_columns=9
+)
 BF16_CASES = {
-    "verify": VERIFY,
+    "verify": VERIFY_FEW,
     "page32-dim128": Case((200, 3, 131), (3, 4, 1), 4, dim=128, page_size=32),
-    "fp8": replace(VERIFY, pool=FP8),
+    "fp8": replace(VERIFY_FEW, pool=FP8),
 }
 SLOW_BF16_CASES = {
     "decode": CASES["decode"],
@@ -141,10 +145,12 @@ def test_any_tiles_match_the_equation(name, case, config):
     assert_matches_the_equation(attend(*inputs, **chosen), inputs, chosen)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_padding_rows_are_exactly_zero(attend, dtype):
+@pytest.mark.parametrize(
+    "case", [VERIFY, replace(VERIFY_FEW, dtype="bfloat16")], ids=["float32", "bfloat16"]
+)
+def test_padding_rows_are_exactly_zero(attend, case):
     """Of requests with rows, of idle ones, and where all are."""
-    *inputs, positions = arguments(replace(VERIFY, dtype=dtype))
+    *inputs, positions = arguments(case)
     for at in positions, np.full_like(positions, -1):
         out = np.asarray(attend(*inputs, at))
         assert out.dtype == inputs[0].dtype
