@@ -128,15 +128,15 @@ def test_matches_the_equation(attend, name):
 
 # A window that only the longest requests outgrow: of others, every block is added.
 @pytest.mark.parametrize(
-    "name, case",
+    "case",
     [
-        ("verify", replace(VERIFY, window=200)),
-        pytest.param("group8", VERIFY, marks=pytest.mark.slow),
-        pytest.param("window-chunk", SLOW_CASES["window-chunk"], marks=pytest.mark.slow),
+        pytest.param(replace(VERIFY, window=200), id="verify-window"),
+        pytest.param(VERIFY, id="verify", marks=pytest.mark.slow),
+        pytest.param(SLOW_CASES["window-chunk"], id="window-chunk", marks=pytest.mark.slow),
     ],
 )
 @pytest.mark.parametrize("config", CONFIGS)
-def test_any_tiles_match_the_equation(name, case, config):
+def test_any_tiles_match_the_equation(case, config):
     inputs, chosen = arguments(case), options(case)
     attend = jax.jit(
         partial(paged_attention_triton, config=CONFIGS[config], interpret=True),
