@@ -15,16 +15,11 @@ SIZES = {
     "ratio3-taps1-plain": (Sizes(Heads(2, 6, 32, 16), taps=1, most_rows=2, is_normed=False), 9),
     "published-bf16": (Sizes(PUBLISHED, dtype="bfloat16"), 30),  # two of the kernels' chunks
 }
-# One thing at a time.
 SLOW_SIZES = {
     "published": (Sizes(PUBLISHED), 30),
-    "ratio1": (Sizes(Heads(2, 2, 16, 32)), 9),
-    "ratio3": (Sizes(Heads(2, 6, 32, 16)), 9),
-    "taps2": (Sizes(taps=2, most_rows=3), 9),
-    "taps1": (Sizes(taps=1, most_rows=2), 9),
+    "ratio1-taps2": (Sizes(Heads(2, 2, 16, 32), taps=2, most_rows=3), 9),
     "most-rows1": (Sizes(most_rows=1), 9),
-    "bf16": (Sizes(dtype="bfloat16"), 9),
-    "plain": (Sizes(is_normed=False), 9),
+    "plain-bf16": (Sizes(is_normed=False, dtype="bfloat16"), 9),
 }
 
 
@@ -46,9 +41,8 @@ WIDTHS = {
     1: Sizes(),
     65: Sizes(),
     200: Sizes(Heads(2, 2, 16, 32), taps=2, most_rows=1),
-    5: Sizes(),
 }
-SLOW_WIDTHS = {"reference": [65, 5], "interpret": [1, 65, 200, 5]}
+SLOW_WIDTHS = {"reference": [65], "interpret": [1, 65, 200]}
 
 
 @pytest.mark.parametrize(
