@@ -1,7 +1,6 @@
 """Every implementation of the rotation and page write against a loop over rows and heads in f64."""
 
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +13,11 @@ NUM_LAYERS, NUM_PAGES, NUM_COLUMNS, EPS = 2, 24, 5, 1e-5
 IMPLEMENTATIONS = "reference", "interpret"
 # Of the values written, which are sums of two products: bf16 rounds angles and norms on the way.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
+
+
+compiled = jax.jit(
+    rope_write, static_argnames=("num_heads", "eps", "is_centred", "writes", "kernels")
+)
 
 
 @dataclass(frozen=True)
@@ -38,7 +42,7 @@ class Case:
     def arguments(self, seed=0):
         """What rope_write takes, by position; the pool is full of numbers."""
         rng = np.random.default_rng(seed)
-        batch, dtype = len(self.starts), self.dtype
+        batch, dtype = len(self.starts), jnp.dtype(self.dtype)
         kv = rng.normal(
             size=(NUM_LAYERS, NUM_PAGES, self.page_size, 2, self.num_kv_heads, self.dim)
         )
@@ -50,41 +54,34 @@ class Case:
             row < np.array(self.counts)[:, None], np.array(self.starts)[:, None] + row, -1
         )
         width = (self.num_heads + self.num_gates + 2 * self.num_kv_heads) * self.dim
-        qkv = jnp.asarray(rng.normal(size=(batch, self.num_rows, width)), dtype)
+        qkv = rng.normal(size=(batch, self.num_rows, width)).astype(dtype)
         weights = HeadWeights(
-            jnp.asarray(rng.normal(size=width), dtype) if self.has_bias else None,
-            *(
-                jnp.asarray(rng.normal(size=self.dim), dtype) if self.has_norms else None
-                for _ in "qk"
-            ),
+            rng.normal(size=width).astype(dtype) if self.has_bias else None,
+            *(rng.normal(size=self.dim).astype(dtype) if self.has_norms else None for _ in "qk"),
         )
         frequency = 100.0 ** -(np.arange(self.half) / self.half)
         angle = np.maximum(positions, 0)[..., None] * frequency
-        angles = tuple(jnp.asarray(turn(angle), jnp.float32) for turn in (np.cos, np.sin))
+        angles = tuple(turn(angle).astype(np.float32) for turn in (np.cos, np.sin))
         return (
             qkv,
             weights,
             angles,
-            jnp.asarray(kv, dtype),
-            jnp.int32(1),
-            jnp.asarray(table, jnp.int32),
-            jnp.asarray(positions, jnp.int32),
+            kv.astype(dtype),
+            np.int32(1),
+            table.astype(np.int32),
+            positions.astype(np.int32),
         )
 
     def run(self, kernels, arguments, **options):
         """One implementation, compiled."""
-
-        def call(*arguments):
-            return rope_write(
-                *arguments,
-                num_heads=self.num_heads,
-                eps=EPS,
-                is_centred=self.is_centred,
-                kernels=kernels,
-                **options,
-            )
-
-        return jax.jit(call)(*arguments)
+        return compiled(
+            *arguments,
+            num_heads=self.num_heads,
+            eps=EPS,
+            is_centred=self.is_centred,
+            kernels=kernels,
+            **options,
+        )
 
     def by_definition(self, qkv, weights, angles, kv, layer, table, positions):
         """The equation, head by head: q [B, T, H, D], and keys and values by place in the pool."""
@@ -143,51 +140,81 @@ def check(case, kernels):
     return len(written)
 
 
-EVERY_JAX = partial(pytest.param, marks=pytest.mark.every_jax)
+PLAIN = Case()
+NORMED = Case(has_norms=True, num_heads=16, num_kv_heads=8, dim=16, half=8, dtype="bfloat16")
+EVERY_JAX = pytest.mark.every_jax
 CASES = [
-    Case(),
+    PLAIN,
+    NORMED,  # four blocks of heads
+    pytest.param(  # a block and a half of heads
+        Case(has_bias=True, num_heads=6, num_kv_heads=3, dim=32, half=16, dtype="bfloat16"),
+        marks=EVERY_JAX,
+    ),
+    # Half as many gates as queries do not exist, but nothing depends on their number.
+    pytest.param(
+        Case(has_norms=True, is_centred=True, num_gates=4, half=8, has_bias=True), marks=EVERY_JAX
+    ),
+    Case(
+        starts=(3,),
+        counts=(1,),
+        num_rows=1,
+        page_size=32,
+        has_norms=True,
+        num_heads=8,
+        num_kv_heads=1,
+        dim=256,
+        half=32,
+    ),
+    Case(
+        starts=(0, 30),
+        counts=(40, 11),
+        num_rows=40,
+        num_heads=2,
+        num_gates=2,
+        has_norms=True,
+        is_centred=True,
+        dim=16,
+        half=4,
+        dtype="bfloat16",
+    ),
+]
+SLOW_CASES = [
     Case(dtype="bfloat16"),
-    EVERY_JAX(Case(dtype="bfloat16", has_bias=True)),
     Case(has_bias=True, num_heads=6, num_kv_heads=3, dim=32, half=16),
     Case(has_norms=True, num_heads=8, num_kv_heads=1, dim=128, half=64),
-    Case(has_norms=True, num_heads=16, num_kv_heads=8, dim=16, half=8),
-    # Half as many gates as queries do not exist, but nothing depends on their number.
-    EVERY_JAX(Case(has_norms=True, is_centred=True, num_gates=4, half=8)),
-    Case(has_norms=True, is_centred=True, num_gates=2, half=8, dtype="bfloat16"),
-    Case(starts=(3,), counts=(1,), num_rows=1, page_size=32, dim=256, half=32),
-    Case(starts=(0, 30), counts=(40, 11), num_rows=40, num_heads=2, num_kv_heads=2, dim=16, half=8),
+    Case(has_norms=True, is_centred=True, num_gates=4, half=8),
 ]
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-@pytest.mark.parametrize("case", CASES, ids=range(len(CASES)))
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in SLOW_CASES)]
+)
 def test_matches_the_equation(case, kernels):
     assert check(case, kernels)
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_pages_that_are_not_assigned_and_positions_past_the_table_write_nothing(kernels):
-    case = Case(
-        starts=(14, 78, 200), counts=(4, 4, 4), num_rows=4, num_kv_heads=1, unassigned=((0, 1),)
-    )
-    assert check(case, kernels) == 2 * 4  # positions 14, 15 of the first, 78, 79 of the second
+    case = replace(PLAIN, starts=(14, 78, 200, 8), counts=(3, 3, 3, 0), unassigned=((0, 1),))
+    # Keys and values, of two heads, of positions 14, 15 of the first and 78, 79 of the second.
+    assert check(case, kernels) == 2 * 2 * 4
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_a_step_without_rows_writes_nothing(kernels):
-    assert check(Case(counts=(0, 0, 0, 0)), kernels) == 0
+    assert check(replace(PLAIN, counts=(0, 0, 0, 0)), kernels) == 0
 
 
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
 def test_values_without_a_norm_or_a_bias_are_copied_to_the_bit(kernels):
-    case = Case(has_norms=True, dtype="bfloat16")
-    arguments = case.arguments()
-    _, kv = case.run(kernels, arguments)
-    qkv, table, positions = arguments[0], np.asarray(arguments[5]), np.asarray(arguments[6])
+    arguments = NORMED.arguments()
+    kv = np.asarray(NORMED.run(kernels, arguments)[1])
+    qkv, table, positions = arguments[0], arguments[5], arguments[6]
     for b, t in np.argwhere(positions >= 0):
         page, offset = table[b, positions[b, t] // 16], positions[b, t] % 16
-        v = qkv[b, t, -case.num_kv_heads * case.dim :].reshape(case.num_kv_heads, case.dim)
-        np.testing.assert_array_equal(np.asarray(kv[1, page, offset, 1]), np.asarray(v))
+        v = qkv[b, t, -NORMED.num_kv_heads * NORMED.dim :].reshape(NORMED.num_kv_heads, NORMED.dim)
+        np.testing.assert_array_equal(kv[1, page, offset, 1], v)
 
 
 @pytest.mark.optimized
@@ -202,8 +229,8 @@ def test_without_writes_the_queries_are_the_same_and_the_pool_stays(kernels):
 
 
 def test_a_donated_pool_is_updated_in_place():
-    case = Case()
-    qkv, weights, angles, kv, *rest = case.arguments()
+    qkv, weights, angles, kv, *rest = PLAIN.arguments()
+    kv = jnp.array(kv)
     address = kv.unsafe_buffer_pointer()
 
     def call(kv):
@@ -243,14 +270,14 @@ def test_shapes_that_do_not_fit_are_named(name, change):
         "page_table": (2, 5),
         "positions": (2, 3),
     } | change
-    zeros = {key: jnp.zeros(shape) for key, shape in shapes.items()}
+    zeros = {key: np.zeros(shape) for key, shape in shapes.items()}
     with pytest.raises(ValueError, match=f"^{name} must"):
         rope_write(
             zeros["qkv"],
             HeadWeights(zeros["bias"], zeros["q_norm"], zeros["k_norm"]),
             (zeros["cos"], zeros["cos"]),
             zeros["kv"],
-            jnp.int32(0),
+            np.int32(0),
             zeros["page_table"],
             zeros["positions"],
             num_heads=4,

@@ -1,0 +1,104 @@
+"""What the gated delta rule says of arguments that it does not take."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+from support.kernels_delta_rule import EPS, Serving, Sizes, Streams
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.gated_delta_rule import (
+    DeltaRuleCache,
+    DeltaRuleWeights,
+    Heads,
+    gated_delta_rule,
+)
+from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
+
+
+@pytest.mark.parametrize(
+    "name, shapes",
+    [
+        ("x", {"x": (2, 168)}),
+        ("x", {"x": (2, 4, 168)}),
+        ("x", {"x": (2, 3, 167)}),
+        ("x", {"x": (2, 3, 96)}),
+        ("x", {"positions": (2, 4)}),
+        ("x", {"positions": (6,)}),
+        ("weights.conv", {"conv": (96, 4)}),
+        ("weights.conv", {"conv": (4, 1, 96)}),
+        ("weights.conv", {"conv": (9, 96)}),
+        ("weights.log_decay and weights.decay_bias", {"log_decay": (2,)}),
+        ("weights.log_decay and weights.decay_bias", {"decay_bias": (4, 1)}),
+        ("weights.norm", {"norm": (4,)}),
+        ("weights.norm", {"norm": (4, 16)}),
+        ("slots and pending", {"slots": (3,)}),
+        ("slots and pending", {"slots": (2, 1)}),
+        ("slots and pending", {"pending": (3,)}),
+        ("slots and pending", {"pending": ()}),
+        ("cache.state", {"state": (5, 4, 16, 8)}),
+        ("cache.state", {"ring": (5, 9, 96)}),
+        ("cache.ring", {"ring": (2, 5, 9, 64)}),  # no keys
+        ("cache.ring", {"ring": (2, 5, 9, 104)}),  # half a key head
+        ("cache.ring", {"ring": (2, 5, 9, 112)}),  # 3 key heads of 4
+        ("cache.ring and cache.gates", {"ring": (3, 5, 9, 96)}),
+        ("cache.ring and cache.gates", {"ring": (2, 6, 9, 96)}),
+        ("cache.ring and cache.gates", {"cache_gates": (2, 5, 8, 2, 4)}),
+        ("cache.ring and cache.gates", {"cache_gates": (2, 5, 9, 4, 2)}),
+        ("cache.ring and cache.gates", {"cache_gates": (2, 5, 9, 8)}),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named(name, shapes):
+    fitting = {
+        "x": (2, 3, 168),
+        "conv": (4, 96),
+        "log_decay": (4,),
+        "decay_bias": (4,),
+        "norm": (16,),
+        "state": (2, 5, 4, 16, 8),
+        "ring": (2, 5, 9, 96),
+        "cache_gates": (2, 5, 9, 2, 4),
+        "slots": (2,),
+        "positions": (2, 3),
+        "pending": (2,),
+    }
+    arrays: dict[str, Any] = {
+        key: np.zeros(shape, np.int32 if key in ("slots", "positions", "pending") else np.float32)
+        for key, shape in (fitting | shapes).items()
+    }
+    x, *others, slots, positions, pending = arrays.values()
+    weights, cache = DeltaRuleWeights(*others[:4]), DeltaRuleCache(*others[4:])
+    with pytest.raises(ValueError, match=f"^{name} (must|has)"):
+        gated_delta_rule(
+            *(x, weights, cache, np.int32(0), slots, positions, pending), folds=False, eps=EPS
+        )
+
+
+def test_kernels_that_do_not_exist_are_named():
+    serving = Serving("cuda", Streams.random(Sizes(), 1, 9), Sizes())
+    with pytest.raises(ValueError, match="kernels='cuda' is unknown; choose one of auto"):
+        serving.prompt(9)
+    serving.kernels = "mosaic"
+    with pytest.raises(
+        ValueError, match="gated_delta_rule has no such implementation; it has triton"
+    ):
+        serving.prompt(9)
+
+
+@pytest.mark.parametrize(
+    "sizes, message",
+    [
+        (Sizes(Heads(2, 2, 8, 16)), "D_k=8; the kernel takes 16, 32, 64, 128"),
+        (Sizes(Heads(2, 2, 16, 48)), "D_v=48; the kernel takes 16, 32, 64, 128"),
+        (Sizes(dtype="float16"), "x is float16; the kernel takes bfloat16, float32"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_named(sizes, message):
+    serving = Serving("reference", Streams.random(sizes, 1, 9), sizes)
+    arguments = (
+        *(np.zeros((1, 1, sizes.heads.inputs), sizes.dtype), serving.weights, serving.cache),
+        *(np.int32(0), np.zeros(1, np.int32), np.zeros((1, 1), np.int32)),
+        np.zeros(1, np.int32),
+    )
+    with pytest.raises(UnsupportedError, match=message):
+        gated_delta_rule_triton(*arguments, folds=False, eps=EPS)

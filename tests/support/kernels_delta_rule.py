@@ -1,0 +1,270 @@
+"""Requests that an implementation of the gated delta rule serves, and its equations in f64."""
+
+import copy
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.gated_delta_rule import (
+    DeltaRuleCache,
+    DeltaRuleWeights,
+    Heads,
+    gated_delta_rule,
+    num_ring_columns,
+)
+
+LAYER, NUM_LAYERS = 1, 3
+# Unless told, calls are so wide, with the sizes, slots and rows that are the defaults: each
+# implementation is then two programs, of prompts and of steps.
+PROMPT_WIDTH, STEP_WIDTH = 64, 6
+TOLERANCE = 2e-5
+BF16_TOLERANCE = 5 * 2**-9  # four roundings of an output, the first of its norm as well
+EPS = 1e-3  # of the norm: so large that it shows
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the rule, and of a cache in which most_rows tokens may be pending."""
+
+    heads: Heads = Heads(2, 4, 16, 32)
+    taps: int = 4
+    most_rows: int = STEP_WIDTH
+    dtype: str = "float32"
+    is_normed: bool = True
+
+    @property
+    def columns(self) -> int:
+        return num_ring_columns(self.taps, self.most_rows)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """The tokens that stand, of N requests with n tokens each, and what should come of them."""
+
+    x: np.ndarray  # f32[N, n, C + H_v D_v + 2 H_v], of values that the sizes' dtype has
+    weights: DeltaRuleWeights  # f32 arrays, likewise
+    heads: Heads
+
+    @classmethod
+    def random(cls, sizes: Sizes, num_streams: int, length: int, seed: int = 0) -> "Streams":
+        """Some heads forget within a token, others within hundreds."""
+        rng = np.random.default_rng(seed)
+        heads = sizes.heads
+
+        def held(z):
+            return z.astype(jnp.dtype(sizes.dtype)).astype(np.float32)
+
+        x = rng.normal(size=(num_streams, length, heads.inputs))
+        weights = DeltaRuleWeights(
+            held(rng.normal(size=(sizes.taps, heads.channels)) / 2),
+            np.linspace(-7.0, 1.0, heads.num_values, dtype=np.float32),
+            rng.normal(size=heads.num_values).astype(np.float32),
+            held(rng.uniform(0.5, 2.0, heads.value_dim)) if sizes.is_normed else None,
+        )
+        return cls(held(x), weights, heads)
+
+    @functools.cached_property
+    def truth(self) -> tuple[np.ndarray, np.ndarray]:
+        return rule_by_definition(self)
+
+
+def rule_by_definition(
+    streams: Streams, *, reads_before_decay: bool = False
+) -> tuple[np.ndarray, np.ndarray]:
+    """Outputs [N, n, H_v, D_v], and states [N, n + 1, H_v, D_v, D_k] after 0, 1, ... tokens."""
+    x = streams.x.astype(np.float64)
+    conv, log_decay, decay_bias, norm = (
+        None if z is None else z.astype(np.float64) for z in streams.weights
+    )
+    num_streams, length, _ = x.shape
+    num_keys, num_values, key_dim, value_dim = streams.heads
+    channels, inner = streams.heads.channels, num_values * value_dim
+    x, z, b, a = np.split(x, np.cumsum([channels, inner, num_values]), axis=2)
+    gs, betas = -np.exp(log_decay) * np.log1p(np.exp(a + decay_bias)), 1 / (1 + np.exp(-b))
+    out = np.zeros((num_streams, length, num_values, value_dim))
+    states = np.zeros((num_streams, length + 1, num_values, value_dim, key_dim))
+    for t in range(length):
+        y = sum(conv[-1 - i] * x[:, t - i] for i in range(min(len(conv), t + 1)))
+        y = y / (1 + np.exp(-y))
+        for j in range(num_values):
+            key_head = j // (num_values // num_keys)
+            q = y[:, key_head * key_dim :][:, :key_dim]
+            k = y[:, (num_keys + key_head) * key_dim :][:, :key_dim]
+            v = y[:, 2 * num_keys * key_dim + j * value_dim :][:, :value_dim]
+            q, k = (z / np.sqrt((z**2).sum(1, keepdims=True) + 1e-6) for z in (q, k))
+            g, beta = gs[:, t, j, None, None], betas[:, t, j, None, None]
+            decayed = np.exp(g) * states[:, t, j]
+            read = states[:, t, j] if reads_before_decay else decayed
+            u = beta * (v[..., None] - read @ k[..., None])
+            states[:, t + 1, j] = decayed + u * k[:, None]
+            out[:, t, j] = (states[:, t + 1, j] @ q[..., None])[..., 0] / np.sqrt(key_dim)
+    if norm is not None:
+        gate = (z / (1 + np.exp(-z))).reshape(out.shape)
+        out = norm * out / np.sqrt((out**2).mean(-1, keepdims=True) + EPS) * gate
+    return out, states
+
+
+def error(actual: Any, expected: np.ndarray) -> float:
+    """The largest difference, relative to the largest value; inf where anything is not finite."""
+    actual = np.asarray(actual, np.float64)
+    if not np.isfinite(actual).all():
+        return np.inf
+    return np.abs(actual - expected).max() / np.abs(expected).max()
+
+
+@functools.partial(jax.jit, static_argnames=("folds", "kernels"), donate_argnames="cache")
+def rule(x, weights, cache, layer, slots, positions, pending, *, folds, kernels):
+    return gated_delta_rule(
+        x, weights, cache, layer, slots, positions, pending, folds=folds, eps=EPS, kernels=kernels
+    )
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """Opens caches on which one implementation runs."""
+
+    kernels: str
+
+    @property
+    def num_rows(self) -> int:
+        """Requests at a time, of random schedules; the interpreter runs one program at a time."""
+        return 4 if self.kernels == "interpret" else 125
+
+    def serve(self, streams: Streams, sizes: Sizes | None = None, **others: Any) -> "Serving":
+        return Serving(self.kernels, streams, sizes or Sizes(), **others)
+
+
+class Serving:
+    """Requests that one cache serves: the one in row r has slot slots[r] and tokens of one stream.
+
+    Whatever the rule has no business with is NaN: other slots and layers, slots that are new to a
+    request, rows of padding. Rows come in random order, with padding rows between them.
+    """
+
+    def __init__(
+        self,
+        kernels: str,
+        streams: Streams,
+        sizes: Sizes,
+        *,
+        slots: Sequence[int] | None = None,
+        num_slots: int = 5,
+        batch: int = 4,
+        fill: float = np.nan,
+    ):
+        self.kernels, self.streams, self.sizes = kernels, streams, sizes
+        self.slots = np.arange(len(streams.x)) if slots is None else np.array(slots)
+        self.num_slots, self.padding = num_slots, batch - len(self.slots)
+        self.stream = np.arange(len(self.slots))
+        self.pending, self.length = np.zeros_like(self.stream), np.zeros_like(self.stream)
+        self.rng = np.random.default_rng(0)
+        heads, dtype = sizes.heads, jnp.dtype(sizes.dtype)
+        places = (NUM_LAYERS, self.num_slots)
+        self.cache = on_device(
+            DeltaRuleCache(
+                np.full((*places, heads.num_values, heads.value_dim, heads.key_dim), fill, "f4"),
+                np.full((*places, sizes.columns, heads.channels), fill, dtype),
+                np.full((*places, sizes.columns, 2, heads.num_values), fill, "f4"),
+            )
+        )
+        conv, log_decay, decay_bias, norm = streams.weights
+        norm = None if norm is None else norm.astype(dtype)
+        self.weights = DeltaRuleWeights(conv.astype(dtype), log_decay, decay_bias, norm)
+        self.out = np.full((*streams.x.shape[:2], heads.num_values, heads.value_dim), np.nan)
+
+    def begin(self, rows: np.ndarray, streams: Sequence[int] | np.ndarray) -> None:
+        """The requests in some rows end, and others begin in their slots."""
+        self.stream[rows], self.pending[rows], self.length[rows] = streams, 0, 0
+
+    def fork(self) -> "Serving":
+        """The same requests once more, to go another way."""
+        other = copy.copy(self)
+        for name in "stream", "pending", "length", "rng", "out":
+            setattr(other, name, copy.deepcopy(getattr(self, name)))
+        other.cache = on_device(self.cache)
+        return other
+
+    def prompt(self, *counts: int, width: int = PROMPT_WIDTH, **others: Any) -> None:
+        """Run the next counts[r] tokens of every request, which are certain."""
+        self.call(counts, counts, width, folds=True, **others)
+
+    def step(self, counts: Any, stands: Any, width: int = STEP_WIDTH, **others: Any) -> None:
+        """Run counts[r] tokens of which stands[r] turn out to be right; the others are garbage."""
+        self.call(counts, stands, width, folds=False, **others)
+
+    def call(
+        self,
+        counts: Any,
+        stands: Any,
+        width: int,
+        *,
+        folds: bool,
+        pending: Any = None,
+        idle_slots: Any = None,
+    ) -> None:
+        counts, stands, row = np.array(counts), np.array(stands), np.arange(width)
+        at = self.length[:, None] + row
+        is_real, is_right = row < counts[:, None], row < stands[:, None]
+        taken = self.stream[:, None], np.minimum(at, self.streams.x.shape[1] - 1)
+        kinds = self.rng.choice([np.nan, np.inf, -np.inf, 1e30, 3.0], is_right.shape)
+        garbage = np.where(is_real, kinds, np.nan)
+        x = np.where(is_right[..., None], self.streams.x[taken], garbage[..., None])
+        positions = np.where(is_real, at, -1)
+        slots = self.slots if idle_slots is None else np.where(counts > 0, self.slots, idle_slots)
+        pending = self.pending if pending is None else np.array(pending)
+
+        order = self.rng.permutation(len(counts) + self.padding)
+
+        def laid_out(z, fill, dtype):
+            rest = np.full((self.padding, *z.shape[1:]), fill, z.dtype)
+            return np.concatenate([z, rest])[order].astype(dtype)
+
+        out, self.cache = rule(
+            laid_out(x, np.nan, jnp.dtype(self.sizes.dtype)),
+            self.weights,
+            self.cache,
+            np.int32(LAYER),
+            laid_out(slots, self.num_slots, np.int32),
+            laid_out(positions, -1, np.int32),
+            laid_out(pending, self.sizes.most_rows, np.int32),
+            folds=folds,
+            kernels=self.kernels,
+        )
+        assert out.dtype == self.sizes.dtype
+        out = np.asarray(out, np.float32)[np.argsort(order)][: len(counts)]
+        self.out[np.broadcast_to(taken[0], at.shape)[is_right], at[is_right]] = out[is_right]
+        self.pending = np.where(counts > 0, 0 if folds else stands, self.pending)
+        self.length = self.length + stands
+
+    @property
+    def states(self) -> np.ndarray:
+        """f32[rows, H_v, D_v, D_k] of the requests, with all tokens but the pending ones."""
+        return np.asarray(self.cache.state)[LAYER, self.slots]
+
+    def of_requests(self) -> list[np.ndarray]:
+        """What the cache holds of them, in f32: states, rings and gates."""
+        return [np.asarray(x)[LAYER, self.slots].astype(np.float32) for x in self.cache]
+
+    def check(self) -> None:
+        """Outputs and states are those of the definition."""
+        rounding = BF16_TOLERANCE if self.sizes.dtype == "bfloat16" else TOLERANCE
+        for r, (i, n) in enumerate(zip(self.stream, self.length, strict=True)):
+            out, states = (z[i] for z in self.streams.truth)
+            assert not n or error(self.out[i, :n], out[:n]) < rounding
+            if (num_folded := n - self.pending[r]) > 0:
+                assert error(self.states[r], states[num_folded]) < TOLERANCE
+
+    def last_errors(self) -> list[float]:
+        """Of every request's last output."""
+        taken = self.stream, self.length - 1
+        return list(map(error, self.out[taken], self.streams.truth[0][taken]))
+
+
+def on_device(cache: DeltaRuleCache) -> DeltaRuleCache:
+    """A copy, which no program has to make."""
+    return DeltaRuleCache(*(jnp.array(np.asarray(x)) for x in cache))

@@ -1,0 +1,127 @@
+"""Requests whose attention a kernel computes, and its equation in numpy in f64."""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.paged_attention import paged_attention
+
+LAYER, NUM_LAYERS = 1, 2
+
+
+@dataclass(frozen=True)
+class Case:
+    """Request b has starts[b] tokens in the pool and counts[b] new ones; T rows for each.
+
+    What is compiled depends neither on starts nor on counts, where the table has given columns.
+    """
+
+    starts: tuple[int, ...]
+    counts: tuple[int, ...]
+    num_rows: int
+    group: int = 2
+    num_kv_heads: int = 2
+    dim: int = 64
+    page_size: int = 16
+    table_columns: int | None = None  # None: one more than the longest request has pages
+    dtype: str = "float32"
+    pool: str | None = None  # its dtype, if another
+    window: int | None = None
+    soft_cap: float | None = None
+    seed: int = 0
+
+    @property
+    def lengths(self) -> list[int]:
+        return [start + count for start, count in zip(self.starts, self.counts, strict=True)]
+
+    @property
+    def num_columns(self) -> int:
+        return self.table_columns or -(-max(self.lengths) // self.page_size) + 1
+
+
+@functools.cache
+def compiled(kernels: str) -> Callable[..., jax.Array]:
+    """One implementation, which keeps its programs from test to test."""
+    return jax.jit(
+        functools.partial(paged_attention, kernels=kernels),
+        static_argnames=("window", "soft_cap"),
+    )
+
+
+def arguments(case: Case) -> tuple[np.ndarray, ...]:
+    """q, kv, layer, page_table, positions; NaN in every key and value that no row may see."""
+    rng = np.random.default_rng(case.seed)
+    batch, pages_per_seq = len(case.starts), case.num_columns
+    kv = np.full(
+        (NUM_LAYERS, batch * pages_per_seq + 3, case.page_size, 2, case.num_kv_heads, case.dim),
+        np.nan,
+        np.float32,
+    )
+    page_table = np.full((batch, pages_per_seq), -1, np.int32)
+    free = rng.permutation(kv.shape[1]).tolist()
+    for b, (length, count) in enumerate(zip(case.lengths, case.counts, strict=True)):
+        oldest = max(0, case.starts[b] - case.window + 1) if case.window else 0
+        for column in range(-(-length // case.page_size)):
+            page_table[b, column] = page = free.pop()
+            start = column * case.page_size
+            seen = slice(max(0, oldest - start), length - start if count else 0)
+            kv[LAYER, page, seen] = rng.normal(size=kv[LAYER, page, seen].shape)
+    row = np.arange(case.num_rows)[None]
+    starts, counts = np.array(case.starts)[:, None], np.array(case.counts)[:, None]
+    positions = np.where(row < counts, starts + row, -1).astype(np.int32)
+    num_heads = case.num_kv_heads * case.group
+    q = rng.normal(size=(batch, case.num_rows, num_heads, case.dim))
+    return (
+        q.astype(jnp.dtype(case.dtype)),
+        kv.astype(jnp.dtype(case.pool or case.dtype)),
+        np.int32(LAYER),
+        page_table,
+        positions,
+    )
+
+
+def options(case: Case) -> dict[str, Any]:
+    """window, soft_cap and kv_scale, those that the case has."""
+    found = {"window": case.window, "soft_cap": case.soft_cap, "kv_scale": None}
+    if case.pool == "float8_e4m3fn":
+        scale = np.random.default_rng(case.seed).uniform(0.5, 2.0, (2, case.num_kv_heads))
+        found["kv_scale"] = scale.astype(np.float32)
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def context(pool: np.ndarray, page_table: np.ndarray, position: int, window: int) -> np.ndarray:
+    """Keys and values [n, H_kv, D] in f64 of the tokens that a row at `position` attends to."""
+    page_size = pool.shape[1]
+    tokens = [
+        pool[page_table[j // page_size], j % page_size]
+        for j in range(
+            max(0, position - window + 1), min(position + 1, len(page_table) * page_size)
+        )
+        if page_table[j // page_size] >= 0
+    ]
+    return np.stack(tokens).astype(np.float64).transpose(1, 0, 2, 3)
+
+
+def attention_by_definition(
+    q, kv, layer, page_table, positions, *, window=10**6, soft_cap=None, kv_scale=None
+):
+    """The equation, one row and head at a time."""
+    pool = kv[layer].astype(np.float64)
+    if kv_scale is not None:
+        pool = pool * kv_scale[:, :, None]
+    out = np.zeros(q.shape, np.float64)
+    group = q.shape[2] // pool.shape[3]
+    for b, t in np.argwhere(positions >= 0):
+        keys, values = context(pool, page_table[b], positions[b, t], window)
+        for h in range(q.shape[2]):
+            scores = keys[:, h // group] @ q[b, t, h].astype(np.float64) / np.sqrt(q.shape[3])
+            if soft_cap is not None:
+                scores = soft_cap * np.tanh(scores / soft_cap)
+            weights = np.exp(scores - scores.max())
+            out[b, t, h] = weights @ values[:, h // group] / weights.sum()
+    return out
