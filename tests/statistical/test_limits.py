@@ -14,14 +14,14 @@ chances of acceptance cut their space into. Certain drafts and shared noise allo
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
+from support.fits import FIXED_SEED, NEW_SEED, new_seed, pvalue
 
 from specjax.device import step, verification
 from specjax.device.drafters.drafter import NoDrafter, Variant
@@ -41,8 +41,8 @@ from specjax.host.speculation.step_cost import StepCost
 
 V, K, NUM_TOKENS = 3, 3, 3
 PROMPT = (0, 0)
+LENGTH = len(PROMPT) + NUM_TOKENS * (K + 1)
 UNLIMITED = 99
-NUM_TABLES = 3
 TOLERANCE = 1e-6  # chances are float32
 METHODS = [Rejection(), Block()]
 
@@ -236,6 +236,11 @@ WRONG = {
 }
 
 
+TABLES = pytest.mark.parametrize(
+    "seeds", [(0, 1), pytest.param(range(2, 8), marks=pytest.mark.slow)], ids=["", "more"]
+)
+
+
 def each(rules):
     return pytest.mark.parametrize("rule", [pytest.param(r, id=name) for name, r in rules.items()])
 
@@ -260,10 +265,16 @@ def logits_of(p, temperature):
     return logits.astype(np.float32)
 
 
-def settle(method, rows, may_stand, draft, logits):
+@cache
+def idle_state(batch):
+    """An engine's state without requests."""
+    one = jax.jit(init_state, static_argnums=range(5))(1, LENGTH, V, None, None)
+    return jax.tree.map(lambda x: np.repeat(np.asarray(x), batch, axis=0), one)
+
+
+def settle(method, state, rows, may_stand, draft, logits):
     """`step.settle` of an engine in which nothing else goes on."""
-    batch, length = rows.tokens.shape
-    state = init_state(batch, length, logits.shape[-1], None, None)
+    batch = len(rows.tokens)
     sampling = replace(state.requests.sampling, seeds=rows.seeds, temperature=rows.temperature)
     state = replace(
         state,
@@ -292,7 +303,7 @@ class Judged(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)
-def judge(method, rows, may_stand, draft, logits, wins):
+def judge(method, state, rows, may_stand, draft, logits, wins):
     """Settle with coins that are less than the chances where `wins` [B, K] says so."""
     found = []
 
@@ -314,7 +325,7 @@ def judge(method, rows, may_stand, draft, logits, wins):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verification, "_verify_drawn", verify_drawn)
-        _, outputs = settle(method, rows, may_stand, draft, logits)
+        _, outputs = settle(method, state, rows, may_stand, draft, logits)
     return Judged(*found[0], outputs.num_tokens, outputs.num_drafts)
 
 
@@ -350,7 +361,7 @@ def round_of(method, tables, rule, past, *, certain):
     wins = np.tile(cells, (len(drafts), 1))
     drafts, weights, q = map(per_cell, (drafts, weights, q))
     batch, ends = len(drafts), len(PROMPT) + len(past.tokens)
-    tokens = np.zeros((batch, len(PROMPT) + NUM_TOKENS + K), np.int32)
+    tokens = np.zeros((batch, LENGTH), np.int32)
     tokens[:, :ends] = [*PROMPT, *past.tokens]
     rows = Rows(
         tokens,
@@ -361,7 +372,8 @@ def round_of(method, tables, rule, past, *, certain):
     )
     logits = logits_of(rows_after(tables.p, tokens, rows.ends, drafts), rows.temperature)
     draft = Draft(drafts, None if certain else q.astype(np.float32), counts)
-    judged = jax.device_get(judge(method, rows, may_stand, draft, logits, wins))
+    state = idle_state(batch)
+    judged = jax.device_get(judge(method, state, rows, may_stand, draft, logits, wins))
     assert (judged.num_accepted <= np.minimum(may_stand, counts)).all()
     assert (judged.num_tokens == judged.num_accepted + 1).all()
     return k, weights * judged.volume.astype(float), drafts, judged
@@ -411,8 +423,9 @@ def bias(emitted, tables):
 
 @pytest.mark.parametrize("method", METHODS)
 @each(RIGHT)
-def test_rules_that_look_back_change_nothing(method, rule):
-    for seed in range(NUM_TABLES):
+@TABLES
+def test_rules_that_look_back_change_nothing(method, rule, seeds):
+    for seed in seeds:
         tables = tables_of(seed)
         assert bias(emitted_by(method, tables, rule), tables) < TOLERANCE
 
@@ -435,21 +448,22 @@ def test_rules_by_the_value_of_a_draft_are_found(method, rule):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_by_how_much_such_a_rule_is_wrong(method):
-    p, q = (np.broadcast_to(x, (3, 2, 2, 2)) for x in ([0.5, 0.5], [0.9, 0.1]))
-    tables = Tables(p, q, np.zeros((3, 2, 2), int))
+    p, q = (np.broadcast_to(x, (3, V, V, V)) for x in ([0.5, 0.5, 0], [0.9, 0.1, 0]))
+    tables = Tables(p, q, np.zeros((3, V, V), int))
     rule = Rule(lambda past: 1, by_value)
     first = emitted_by(method, tables, rule).joint.sum(axis=(1, 2))
-    np.testing.assert_allclose(first, [0.55, 0.45], atol=TOLERANCE)
+    np.testing.assert_allclose(first, [0.55, 0.45, 0], atol=TOLERANCE)
     first = emitted_by(method, tables, replace(rule, may_stand=by_largest)).joint.sum(axis=(1, 2))
-    np.testing.assert_allclose(first, [0.5, 0.5], atol=TOLERANCE)
+    np.testing.assert_allclose(first, [0.5, 0.5, 0], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @each(RIGHT | WRONG)
-def test_certain_drafts_allow_any_rule(method, rule):
+@TABLES
+def test_certain_drafts_allow_any_rule(method, rule, seeds):
     """Their values are known before they are made, so a rule by them looks back, too."""
     limits = set()
-    for seed in range(NUM_TABLES):
+    for seed in seeds:
         tables = tables_of(seed)
         emitted = emitted_by(method, tables, rule, certain=True)
         assert bias(emitted, tables) < TOLERANCE
@@ -460,30 +474,31 @@ def test_certain_drafts_allow_any_rule(method, rule):
 # Requests by the thousand, with the engine's own coins and draws.
 
 settle_all = jax.jit(settle, static_argnums=0)
+ROWS = 1000
 
 
-def serve(method, tables, temperature, ks, may_stand):
-    """The first three tokens [B, 3] after three rounds of ks drafts.
+def serve(method, tables, temperature, ks, may_stand, seed=0):
+    """The first three tokens [ROWS, 3] after three rounds of ks drafts.
 
     As its past, the rule `may_stand` is told how many drafts of each request stood in the last
-    round.
+    round. Requests have the seeds from `seed` on.
     """
-    rng, batch = np.random.default_rng(0), len(temperature)
-    tokens = np.zeros((batch, len(PROMPT) + NUM_TOKENS * (K + 1)), np.int32)
-    ends = np.full(batch, len(PROMPT), np.int32)
-    num_accepted = np.zeros(batch, np.int32)
+    rng = np.random.default_rng(seed)
+    tokens, ends = np.zeros((ROWS, LENGTH), np.int32), np.full(ROWS, len(PROMPT), np.int32)
+    num_accepted = np.zeros(ROWS, np.int32)
     for k in ks:
-        drafts = np.zeros((batch, 0), np.int32)
+        drafts = np.zeros((ROWS, 0), np.int32)
         for _ in range(k):
             q = rows_after(tables.q, tokens, ends, drafts)[:, -1]
-            drawn = (q.cumsum(axis=1) < rng.random((batch, 1))).sum(axis=1, dtype=np.int32)
+            drawn = (q.cumsum(axis=1) < rng.random((ROWS, 1))).sum(axis=1, dtype=np.int32)
             drafts = np.append(drafts, drawn[:, None], axis=1)
         q = rows_after(tables.q, tokens, ends, drafts)[:, :k].astype(np.float32)
-        limits = np.broadcast_to(may_stand(num_accepted, drafts, q), batch).astype(np.int32)
+        limits = np.broadcast_to(may_stand(num_accepted, drafts, q), ROWS).astype(np.int32)
         logits = logits_of(rows_after(tables.p, tokens, ends, drafts), temperature)
-        seeds, most = np.arange(batch, dtype=np.uint32), np.full(batch, UNLIMITED, np.int32)
-        rows = Rows(tokens, ends, most, seeds, temperature)
-        state, outputs = settle_all(method, rows, limits, Draft(drafts, q), logits)
+        seeds = (seed + np.arange(ROWS)).astype(np.uint32)
+        rows = Rows(tokens, ends, np.full(ROWS, UNLIMITED, np.int32), seeds, temperature)
+        draft = Draft(drafts, q)
+        state, outputs = settle_all(method, idle_state(ROWS), rows, limits, draft, logits)
         num_accepted = np.asarray(outputs.num_tokens) - 1
         assert (num_accepted <= limits).all()
         tokens, ends = np.asarray(state.tokens), np.asarray(state.lengths) + 1
@@ -495,19 +510,40 @@ def by_last_verdict(num_accepted, drafts, q):
     return np.minimum(1 + 2 * num_accepted, drafts.shape[1])
 
 
+def served_pvalue(method, rule, count, first_seed=0):
+    """Of the first three tokens of `count` requests."""
+    tables, temperature = tables_of(4), np.full(ROWS, 0.7, np.float32)
+    counts = np.zeros(V**NUM_TOKENS)
+    for start in range(0, count, ROWS):
+        tokens = serve(method, tables, temperature, (K, K, K), rule, first_seed + start)
+        counts += np.bincount(tokens @ [V * V, V, 1], minlength=V**NUM_TOKENS)
+    return pvalue(counts, tables.joint.ravel())
+
+
+@pytest.mark.parametrize("rule", [all_of_them, by_last_verdict, by_largest])
 @pytest.mark.parametrize("method", METHODS)
-def test_requests_served_by_a_rule_have_the_targets_distribution(method):
-    """And they are enough to tell, as a rule by value shows."""
-    tables, temperature = tables_of(4), np.full(12_000, 0.7, np.float32)
+def test_requests_served_by_a_rule_have_the_targets_distribution(method, rule):
+    assert served_pvalue(method, rule, 6_000) > FIXED_SEED
 
-    def pvalue(rule):
-        tokens = serve(method, tables, temperature, (K, K, K), rule)
-        counts = np.bincount(tokens @ [V * V, V, 1], minlength=V**NUM_TOKENS)
-        return stats.chisquare(counts, len(tokens) * tables.joint.ravel()).pvalue
 
-    for rule in all_of_them, by_last_verdict, by_largest:
-        assert pvalue(rule) > 1e-6
-    assert pvalue(by_value) < 1e-20
+@pytest.mark.parametrize("method", METHODS)
+def test_requests_served_by_a_wrong_rule_have_not(method):
+    """So that those of the test above are enough to tell."""
+    assert served_pvalue(method, by_value, 6_000) < 1e-20
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(30_000, marks=pytest.mark.slow),
+        pytest.param(1_000_000, marks=pytest.mark.nightly),
+    ],
+)
+@pytest.mark.parametrize("rule", [all_of_them, by_last_verdict, by_largest])
+@pytest.mark.parametrize("method", METHODS)
+def test_more_requests_of_new_seeds(record_property, method, rule, count):
+    """SPECJAX_TEST_SEED repeats a run whose seed was printed."""
+    assert served_pvalue(method, rule, count, new_seed(record_property)) > NEW_SEED
 
 
 def at_random(num_accepted, drafts, q):
@@ -515,17 +551,23 @@ def at_random(num_accepted, drafts, q):
 
 
 FIXED = [at_random, by_last_verdict, by_value, by_deeper_value, by_budget]
+TEMPERATURES = {"greedy": np.zeros(ROWS, np.float32)}
+TEMPERATURES["mixed"] = np.resize(np.float32([0, 0.7]), ROWS)
+
+
+@cache
+def served_plainly(seed, kind):
+    temperature = TEMPERATURES[kind]
+    return serve(SeedExact(), tables_of(seed), temperature, (0, 0, 0), all_of_them)
 
 
 @pytest.mark.parametrize("may_stand", FIXED)
 @pytest.mark.parametrize("method", [SeedExact(), *METHODS])
 def test_tokens_that_are_fixed_allow_any_rule(method, may_stand):
     """By shared noise, or at temperature 0: beside requests that draw, and among themselves."""
-    mixed = np.where(np.arange(400) % 2, 0.7, 0).astype(np.float32)
     for seed, ks in enumerate([(3, 1, 3), (1, 3, 3)]):
-        for temperature in mixed, 0 * mixed:
-            tables = tables_of(seed)
-            plain = serve(SeedExact(), tables, temperature, (0, 0, 0), all_of_them)
-            served = serve(method, tables, temperature, ks, may_stand)
+        for kind, temperature in TEMPERATURES.items():
+            served = serve(method, tables_of(seed), temperature, ks, may_stand)
             is_fixed = (temperature == 0) | (method == SeedExact())
+            plain = served_plainly(seed, kind)
             np.testing.assert_array_equal(served[is_fixed], plain[is_fixed])
