@@ -49,7 +49,7 @@ def ints(x):
 @pytest.fixture(scope="module")
 def extend(model):
     """Run a piece of one request: (hidden, cache)."""
-    params = random_params(model.specs(), 0)
+    params = jax.device_put(random_params(model.specs(), 0))
 
     @jax.jit
     def run_chunk(cache, tokens, slot, table, start, count):
