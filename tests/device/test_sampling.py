@@ -17,20 +17,26 @@ from specjax.sampling_params import SamplingParams
 compiled_process, compiled_choose = jax.jit(process), jax.jit(choose)
 compiled_draw = jax.jit(draw_draft, static_argnames=("vocab_size", "stream", "wants_probs"))
 noise_of = jax.jit(gumbel_noise, static_argnums=(1, 3))
-MANY, BATCH = 20_000, 100
+MANY, BATCH, ROWS = 20_000, 100, 1000
 
 
-def padded(rows, *trees):
+def padded(*trees):
     """Trees of arrays with greedy rows behind theirs, so that one compilation serves them all."""
 
     def pad(x):
-        return np.pad(x, ((0, rows - len(x)), *((0, 0),) * (np.ndim(x) - 1)))
+        return np.pad(x, ((0, ROWS - len(x)), *((0, 0),) * (np.ndim(x) - 1)))
 
     return jax.tree.map(pad, trees)
 
 
+def pieces(*trees):
+    """Trees of arrays, ROWS of each at a time."""
+    for start in range(0, len(jax.tree.leaves(trees)[0]), ROWS):
+        yield jax.tree.map(lambda x, start=start: x[start : start + ROWS], trees)
+
+
 def run_process(logits, requests, history):
-    """`process` of a few rows f32[N, V] without drafts, as the first of a batch of 200 tokens."""
+    """`process` of a few rows f32[N, V] without drafts, in a batch of rows of 200 tokens."""
     n, vocab_size = logits.shape
     logits = np.pad(logits, ((0, 0), (0, 200 - vocab_size)), constant_values=-np.inf)
     rows = np.resize(np.arange(n), BATCH)
@@ -42,17 +48,18 @@ def run_choose(logits, sampling, positions):
     """`choose` among 30 tokens, most of which may be out."""
     n, vocab_size = logits.shape
     logits = np.pad(logits, ((0, 0), (0, 30 - vocab_size)), constant_values=-np.inf)
-    rows = MANY if n > 99 else 99
-    return np.asarray(compiled_choose(*padded(rows, logits, sampling, positions)))[:n]
+    found = [compiled_choose(*padded(*piece)) for piece in pieces(logits, sampling, positions)]
+    return np.concatenate(found)[:n]
 
 
 def run_draw(logits, sampling, counters):
     """Drafts among five tokens, and what they were drawn from."""
-    inputs = padded(MANY, np.asarray(logits, np.float32), sampling, counters)
-    token, q = compiled_draw(
-        inputs[0], None, 5, inputs[1], Stream.DRAFT, inputs[2], wants_probs=True
-    )
-    return np.asarray(token)[: len(logits)], np.asarray(q)[: len(logits)]
+    found = []
+    for piece in pieces(np.asarray(logits, np.float32), sampling, counters):
+        rows, of, at = padded(*piece)
+        found.append(compiled_draw(rows, None, 5, of, Stream.DRAFT, at, wants_probs=True))
+    token, q = (np.concatenate(x)[: len(logits)] for x in zip(*found, strict=True))
+    return token, q
 
 
 def sampling_of(temperatures, seeds=None):
