@@ -1,6 +1,7 @@
 """The noise: a function of seed, stream, counters and token alone, and of the laws it claims."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -128,16 +129,17 @@ def test_every_word_of_random_bits_becomes_its_quantile(monkeypatch):
     assert noise[0, 0] > 22 and np.isfinite(noise).all()
 
 
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})  # it runs for long
+def num_above(end, seeds, position):
+    positions = jnp.full(len(seeds), position)
+    return (gumbel_noise(seeds, Stream.TARGET, (positions,), 2**12) > end).sum()
+
+
 @pytest.mark.slow
 def test_the_far_tail():
     """2.7e8 draws have sixteen above 16.6, where noise made from a rounded 1 - u would end."""
-    rows, end = np.arange(2**12), stats.gumbel_r.isf(2.0**-24)
-    above = sum(
-        int(
-            (gumbel(rows.astype(np.uint32), Stream.TARGET, (np.full(2**12, i),), 2**12) > end).sum()
-        )
-        for i in range(16)
-    )
+    seeds, end = np.arange(2**12, dtype=np.uint32), np.float32(stats.gumbel_r.isf(2.0**-24))
+    above = sum(int(num_above(end, seeds, position)) for position in range(16))
     assert 4 <= above <= 36
 
 
