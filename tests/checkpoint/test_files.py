@@ -244,7 +244,7 @@ def test_an_unsupported_dtype_names_the_tensor(tmp_path):
 @pytest.mark.parametrize("file_name", ["model.safetensors", "pytorch_model.bin"])
 def test_reading_holds_one_tensor_at_a_time(tmp_path, file_name):
     save = torch.save if file_name.endswith(".bin") else safetensors_torch.save_file
-    num, size = 20, 1 << 22
+    num, size = 20, 1 << 20
     save({f"t{i}": torch.full((size // 4,), float(i)) for i in range(num)}, tmp_path / file_name)
     tracemalloc.start()
     files = open_checkpoint(tmp_path)

@@ -126,7 +126,7 @@ def test_an_index_that_would_hide_the_file_is_refused(tmp_path):
 
 
 def test_host_memory_is_a_few_arrays(tmp_path):
-    num, side = 20, 1024
+    num, side = 20, 512
     specs = [linear([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
     params = [jnp.ones((side, side), jnp.float32) for _ in range(num)]
     tracemalloc.start()

@@ -15,13 +15,13 @@ from specjax.device.drafters.mtp import MTPHead
 from specjax.device.models.layers.moe import Experts
 from specjax.device.models.qwen3_5 import ATTENTION
 from specjax.device.state import init_state
-from specjax.device.step import DecodeInputs, StepModel, decode_rounds
+from specjax.device.step import DecodeInputs, StepModel, decode_step
 from specjax.device.verification import SeedExact
 from specjax.train.target import demo_llama, demo_qwen3_5
 
 BATCH, VOCAB, MAX_LEN, PAGES, PAGE_SIZE = 8, 64, 32, 16, 16
 LLAMA = demo_llama(VOCAB, 2, 192)
-DENSE = replace(demo_qwen3_5(VOCAB, 2, 192), layer_types=(ATTENTION,) * 2)
+DENSE = replace(demo_qwen3_5(VOCAB, 1, 192), layer_types=(ATTENTION,))
 SPARSE = replace(DENSE, experts=Experts(4, 2, 128, 128, True))
 ONE_LAYER = replace(LLAMA, num_layers=1)
 HEADS = {
@@ -37,8 +37,11 @@ HEADS = {
 }
 
 
-def num_flops(target, drafter, own, most_rounds):
-    """Of a compiled round of plain decoding beside `drafter`, whose weights are `own`."""
+def num_flops(target, drafter, own):
+    """Of a round of plain decoding beside `drafter`, whose weights are `own`.
+
+    As it is lowered, without what nothing reads.
+    """
 
     def state():
         cache = target.init_cache(BATCH, PAGES, PAGE_SIZE, 1, jnp.float32)
@@ -50,20 +53,20 @@ def num_flops(target, drafter, own, most_rounds):
 
     per_request = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     table = jax.ShapeDtypeStruct((BATCH, MAX_LEN // PAGE_SIZE), jnp.int32)
-    inputs = DecodeInputs(per_request, per_request, per_request, table)
-    model = StepModel(target, drafter, SeedExact(), "auto", 1, 1, "raw", most_rounds)
-    run = jax.jit(partial(decode_rounds, model=model, variant=Variant(), k=0))
+    inputs = DecodeInputs(per_request, per_request, table)
+    model = StepModel(target, drafter, SeedExact(), "auto", 1, 1, "raw")
+    run = jax.jit(partial(decode_step, model=model, variant=Variant(), k=0))
     params = Params(shapes(target.specs()), shapes(own))
-    return run.lower(params, jax.eval_shape(state), inputs).compile().cost_analysis()["flops"]
+    return run.lower(params, jax.eval_shape(state), inputs).cost_analysis()["flops"]
 
 
-@pytest.mark.parametrize("kind, most_rounds", [*((kind, 1) for kind in HEADS), ("eagle3", 2)])
-def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind, most_rounds):
+@pytest.mark.parametrize("kind", HEADS)
+def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind):
     """Neither its attention nor its feed-forward layer: nothing reads what they make."""
     target, head = HEADS[kind]
     own = head.specs()
-    plain = num_flops(target, NoDrafter(head.aux_layers), None, most_rounds)
-    speculating = num_flops(target, ChainDrafter(head), own, most_rounds)
+    plain = num_flops(target, NoDrafter(head.aux_layers), None)
+    speculating = num_flops(target, ChainDrafter(head), own)
     attention = own.layer.mixer if kind.startswith("mtp") else own.attention
     projections = sum(spec.shape[0] * spec.shape[1] for spec in (own.fc, attention.qkv))
-    assert speculating - plain < 1.1 * 2 * BATCH * projections
+    assert 1 < (speculating - plain) / (2 * BATCH * projections) < 1.1

@@ -43,8 +43,12 @@ def double_twin(tokens, logits):
 # Numbers 1 and 3 are of requests that are not in the step.
 PROCESSORS = ((0, (favour_next, double)), (2, (double, favour_next, forbid_sum)))
 TWINS = {0: (favour_next_twin, double_twin), 2: (double_twin, favour_next_twin, forbid_sum_twin)}
-run = jax.jit(edit, static_argnames="processors")
-then = jax.jit(History.then)
+compiled = jax.jit(edit, static_argnames="processors")
+then, unpack = jax.jit(History.then), jax.jit(unpack_bits, static_argnums=1)
+
+
+def run(*arguments):
+    return np.asarray(compiled(*arguments))
 
 
 def history_of(requests, rng, drafts):
@@ -67,7 +71,7 @@ def random_logits(rng, *shape):
 def packed_bits(is_set):
     padded = np.pad(is_set, ((0, 0),) * (is_set.ndim - 1) + ((0, -is_set.shape[-1] % 32),))
     words = np.packbits(padded, axis=-1, bitorder="little")
-    return jnp.array(words.view(np.int32))
+    return words.view(np.int32)
 
 
 @pytest.mark.parametrize("vocab_size, k, seed", [(7, 2, 0), (33, 3, 1), (96, 0, 2), (200, 1, 3)])
@@ -80,7 +84,7 @@ def test_random_requests_beside_each_other(asked, vocab_size, k, seed):
     allowed = rng.random(logits.shape) < 0.8
     allowed[..., 0] = allowed[::2] = True
     device = asked.on_device(requests, vocab_size)
-    edited = np.asarray(run(logits, device, history, PROCESSORS, packed_bits(allowed)))
+    edited = run(logits, device, history, PROCESSORS, packed_bits(allowed))
     for b, one in enumerate(requests):
         for t in range(k + 1):
             now = one.then(*drafts[b, :t].tolist())
@@ -105,7 +109,7 @@ def edit_one(asked):
         wide[0, : len(drafts) + 1, :num_tokens] = logits
         history = history_of([one], np.random.default_rng(0), padded)
         device = asked.on_device([one], 40)
-        return np.asarray(run(wide, device, history, PROCESSORS))[0, : len(drafts) + 1, :num_tokens]
+        return run(wide, device, history, PROCESSORS)[0, : len(drafts) + 1, :num_tokens]
 
     return edited
 
@@ -219,7 +223,8 @@ def test_extended_history_is_committed(asked):
     one = asked(prompt=[1, 2], output=[3])
     history = history_of([one, one], np.random.default_rng(0), np.zeros((2, 0), np.int32))
     assert history.extended([]) is history
-    longer = history.extended([jnp.array([4, 5]), jnp.array([6, 7])])
+    extended = jax.jit(History.extended)
+    longer = jax.device_get(extended(history, [np.array([4, 5]), np.array([6, 7])]))
     assert longer.lengths.tolist() == [5, 5]
     assert longer.tokens[:, :5].tolist() == [[1, 2, 3, 4, 6], [1, 2, 3, 5, 7]]
     np.testing.assert_array_equal(longer.tokens[:, 5:], history.tokens[:, 5:])
@@ -229,6 +234,6 @@ def test_extended_history_is_committed(asked):
 def test_bits_unpack_in_the_order_of_ids(count):
     is_set = np.random.default_rng(count).random((5, count)) < 0.5
     is_set[0], is_set[1] = True, False
-    unpacked = unpack_bits(packed_bits(is_set), count)
+    unpacked = unpack(packed_bits(is_set), count)
     assert unpacked.dtype == bool
     np.testing.assert_array_equal(unpacked, is_set)

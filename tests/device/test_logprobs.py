@@ -6,7 +6,11 @@ import pytest
 
 from specjax.device.logprobs import token_logprobs
 
-run = jax.jit(token_logprobs, static_argnums=2)
+compiled = jax.jit(token_logprobs, static_argnums=2)
+
+
+def run(*arguments):
+    return jax.device_get(compiled(*arguments))
 
 
 @pytest.mark.parametrize("vocab_size, num_top", [(7, 7), (200, 5), (200, 0), (5000, 20)])

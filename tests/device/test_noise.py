@@ -1,6 +1,7 @@
 """The noise: a function of seed, stream, counters and token alone, and of the laws it claims."""
 
 import itertools
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -22,19 +23,27 @@ def draw(noise, stream, *, seed=5, rounds=()):
     return np.asarray(noise(np.full(COUNT, seed, np.uint32), stream, counters, WIDTH))
 
 
-@pytest.mark.parametrize("noise, num_counters", [(gumbel, 2), (uniform, 1)])
-def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(noise, num_counters):
+def draw_of(noise, stream, seeds, counters):
+    """Draws [n, WIDTH] of n keys, by the program that makes COUNT of them."""
+    inputs = [np.pad(x, (0, COUNT - len(seeds))) for x in (seeds, *counters)]
+    return np.asarray(noise(inputs[0], stream, tuple(inputs[1:]), WIDTH))[: len(seeds)]
+
+
+@pytest.mark.parametrize(
+    "noise, stream, num_counters", [(gumbel, Stream.DRAFT, 2), (uniform, Stream.ACCEPT, 1)]
+)
+def test_a_draw_does_not_depend_on_what_is_drawn_beside_it(noise, stream, num_counters):
     """Neither on the row, nor the batch, nor how many tokens or drafts there are."""
     seeds = np.array([7, 7, 2**32 - 1, 7, 0], np.uint32)
     counters = (np.array([3, 4, 3, 3, 2**30]), np.array([1, 0, 1, 1, 0]))[:num_counters]
-    together = np.asarray(noise(seeds, Stream.DRAFT, counters, 50))
+    together = draw_of(noise, stream, seeds, counters)
     np.testing.assert_array_equal(together[0], together[3])
     for i in range(5):
-        alone = noise(seeds[i : i + 1], Stream.DRAFT, tuple(c[i : i + 1] for c in counters), 50)
-        np.testing.assert_array_equal(alone[0], together[i])
+        alone = noise(seeds[i : i + 1], stream, tuple(c[i : i + 1] for c in counters), WIDTH)
+        np.testing.assert_array_equal(np.asarray(alone)[0], together[i])
     for width in 3, 201:
-        other = np.asarray(noise(seeds, Stream.DRAFT, counters, width))
-        shared = min(width, 50)
+        other = np.asarray(noise(seeds, stream, counters, width))
+        shared = min(width, WIDTH)
         np.testing.assert_array_equal(other[:, :shared], together[:, :shared])
 
 
@@ -43,7 +52,7 @@ def test_no_key_is_used_twice():
     keys = np.array(list(itertools.product([0, 1, 2, 2**32 - 1], range(6), range(4))))
     seeds, positions, steps = keys[:, 0].astype(np.uint32), keys[:, 1], keys[:, 2]
     drawn = [
-        gumbel(seeds, stream, counters, 16)
+        draw_of(gumbel, stream, seeds, counters)[:, :16]
         for stream in Stream
         for counters in [(positions, steps), (positions,)]
     ]
@@ -112,23 +121,25 @@ def test_every_word_of_random_bits_becomes_its_quantile(monkeypatch):
     monkeypatch.setattr(
         specjax.device.noise.jax.random, "bits", lambda *_: jnp.array(words, jnp.uint32)
     )
-    noise = gumbel_noise(jnp.zeros(1, jnp.uint32), Stream.TARGET, (jnp.zeros(1, int),), len(words))
+    noise_of = jax.jit(lambda seeds, at: gumbel_noise(seeds, Stream.TARGET, (at,), len(words)))
+    noise = np.asarray(noise_of(np.zeros(1, np.uint32), np.zeros(1, int)))
     # The probability of a larger draw; at its other end the law is cut off at one in 2^24.
     above = np.minimum((words + 0.5) / 2**32, 1 - 2.0**-24)
     np.testing.assert_allclose(noise[0], stats.gumbel_r.isf(above), rtol=2e-5)
     assert noise[0, 0] > 22 and np.isfinite(noise).all()
 
 
+@partial(jax.jit, compiler_options={"xla_backend_optimization_level": 1})  # it runs for long
+def num_above(end, seeds, position):
+    positions = jnp.full(len(seeds), position)
+    return (gumbel_noise(seeds, Stream.TARGET, (positions,), 2**12) > end).sum()
+
+
 @pytest.mark.slow
 def test_the_far_tail():
     """2.7e8 draws have sixteen above 16.6, where noise made from a rounded 1 - u would end."""
-    rows, end = np.arange(2**12), stats.gumbel_r.isf(2.0**-24)
-    above = sum(
-        int(
-            (gumbel(rows.astype(np.uint32), Stream.TARGET, (np.full(2**12, i),), 2**12) > end).sum()
-        )
-        for i in range(16)
-    )
+    seeds, end = np.arange(2**12, dtype=np.uint32), np.float32(stats.gumbel_r.isf(2.0**-24))
+    above = sum(int(num_above(end, seeds, position)) for position in range(16))
     assert 4 <= above <= 36
 
 

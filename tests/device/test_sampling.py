@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.special
@@ -15,37 +14,52 @@ from specjax.device.requests import Requests, Sampling, init_requests
 from specjax.device.sampling import choose, draw_draft, process, scale, spread
 from specjax.sampling_params import SamplingParams
 
-run_process, compiled_choose = jax.jit(process), jax.jit(choose)
+compiled_process, compiled_choose = jax.jit(process), jax.jit(choose)
 compiled_draw = jax.jit(draw_draft, static_argnames=("vocab_size", "stream", "wants_probs"))
 noise_of = jax.jit(gumbel_noise, static_argnums=(1, 3))
-then = jax.jit(History.then)
-MANY = 20_000
+MANY, BATCH, ROWS = 20_000, 100, 1000
 
 
-def padded(rows, *trees):
+def padded(*trees):
     """Trees of arrays with greedy rows behind theirs, so that one compilation serves them all."""
 
     def pad(x):
-        return np.pad(x, ((0, rows - len(x)), *((0, 0),) * (np.ndim(x) - 1)))
+        return np.pad(x, ((0, ROWS - len(x)), *((0, 0),) * (np.ndim(x) - 1)))
 
     return jax.tree.map(pad, trees)
+
+
+def pieces(*trees):
+    """Trees of arrays, ROWS of each at a time."""
+    for start in range(0, len(jax.tree.leaves(trees)[0]), ROWS):
+        yield jax.tree.map(lambda x, start=start: x[start : start + ROWS], trees)
+
+
+def run_process(logits, requests, history):
+    """`process` of a few rows f32[N, V] without drafts, in a batch of rows of 200 tokens."""
+    n, vocab_size = logits.shape
+    logits = np.pad(logits, ((0, 0), (0, 200 - vocab_size)), constant_values=-np.inf)
+    rows = np.resize(np.arange(n), BATCH)
+    inputs = jax.tree.map(lambda x: np.asarray(x)[rows], (logits[:, None], requests, history))
+    return np.asarray(compiled_process(*inputs))[:n, 0, :vocab_size]
 
 
 def run_choose(logits, sampling, positions):
     """`choose` among 30 tokens, most of which may be out."""
     n, vocab_size = logits.shape
     logits = np.pad(logits, ((0, 0), (0, 30 - vocab_size)), constant_values=-np.inf)
-    rows = MANY if n > 99 else 99
-    return np.asarray(compiled_choose(*padded(rows, logits, sampling, positions)))[:n]
+    found = [compiled_choose(*padded(*piece)) for piece in pieces(logits, sampling, positions)]
+    return np.concatenate(found)[:n]
 
 
 def run_draw(logits, sampling, counters):
     """Drafts among five tokens, and what they were drawn from."""
-    inputs = padded(MANY, np.asarray(logits, np.float32), sampling, counters)
-    token, q = compiled_draw(
-        inputs[0], None, 5, inputs[1], Stream.DRAFT, inputs[2], wants_probs=True
-    )
-    return np.asarray(token)[: len(logits)], np.asarray(q)[: len(logits)]
+    found = []
+    for piece in pieces(np.asarray(logits, np.float32), sampling, counters):
+        rows, of, at = padded(*piece)
+        found.append(compiled_draw(rows, None, 5, of, Stream.DRAFT, at, wants_probs=True))
+    token, q = (np.concatenate(x)[: len(logits)] for x in zip(*found, strict=True))
+    return token, q
 
 
 def sampling_of(temperatures, seeds=None):
@@ -61,20 +75,23 @@ def sampling_of(temperatures, seeds=None):
 
 def history_of(requests, drafts, length=18):
     lengths = [len(one.prompt) + len(one.output) for one in requests]
-    rows = [[*one.prompt, *one.output, *[5] * length][:length] for one in requests]
-    return then(History(np.array(rows), np.array(lengths)), drafts)
+    rows = [
+        [*one.prompt, *one.output, *row, *[5] * length][:length]
+        for one, row in zip(requests, drafts.tolist(), strict=True)
+    ]
+    return History(np.array(rows, np.int32), np.array(lengths, np.int32))
 
 
 @pytest.mark.parametrize("vocab_size, k, seed", [(7, 1, 0), (33, 3, 1), (96, 2, 2), (200, 0, 3)])
 def test_processed_logits_of_random_requests(asked, vocab_size, k, seed):
     """Edited, then cut by min_p, top_k and top_p of the scaled; what stays is not scaled."""
-    rng, batch = np.random.default_rng(seed), 100
+    rng, batch = np.random.default_rng(seed), BATCH
     drafts = rng.integers(0, min(vocab_size, 9), (batch, k))
     requests = [asked.random(rng, vocab_size, row.tolist()) for row in drafts]
     requests = [replace(one, processor=-1) for one in requests]
     logits = (np.round(rng.normal(size=(batch, k + 1, vocab_size)) * 16) / 8).astype(np.float32)
     device = asked.on_device(requests, vocab_size)
-    processed = np.asarray(run_process(logits, device, history_of(requests, drafts)))
+    processed = np.asarray(compiled_process(logits, device, history_of(requests, drafts)))
     num_cut = 0
     for b, one in enumerate(requests):
         for t in range(k + 1):
@@ -92,20 +109,20 @@ def test_processed_logits_of_random_requests(asked, vocab_size, k, seed):
 def test_truncation_sees_the_temperature(asked):
     """Of p = .6 .3 .1, top_p of .7 keeps two tokens, but one at half the temperature, and all where
     it is 0."""
-    logits = np.log(np.float32([[[0.6, 0.3, 0.1]]] * 3))
+    logits = np.log(np.float32([[0.6, 0.3, 0.1]] * 3))
     requests = [
         asked(SamplingParams(temperature=temperature, top_p=0.7)) for temperature in (1.0, 0.5, 0.0)
     ]
-    device = asked.on_device(requests, 3)
-    processed = np.asarray(run_process(logits, device, history_of(requests, np.zeros((3, 0), int))))
-    assert np.isfinite(processed)[:, 0].sum(axis=1).tolist() == [2, 1, 3]
+    device = asked.on_device(requests, 200)
+    processed = run_process(logits, device, history_of(requests, np.zeros((3, 0), int)))
+    assert np.isfinite(processed).sum(axis=1).tolist() == [2, 1, 3]
     np.testing.assert_array_equal(processed[np.isfinite(processed)], logits[np.isfinite(processed)])
 
 
 def test_initial_requests_ask_for_nothing():
-    logits = np.random.default_rng(0).normal(size=(3, 2, 40)).astype(np.float32)
-    history = History(np.full((3, 9), -1), np.array([0, 4, 9]))
-    requests = jax.jit(init_requests, static_argnums=(0, 1))(3, 40)
+    logits = np.random.default_rng(0).normal(size=(3, 200)).astype(np.float32)
+    history = History(np.full((3, 18), -1, np.int32), np.array([0, 4, 18], np.int32))
+    requests = jax.jit(init_requests, static_argnums=(0, 1))(3, 200)
     np.testing.assert_array_equal(run_process(logits, requests, history), logits)
 
 
@@ -221,17 +238,18 @@ def test_a_draft_that_nothing_was_left_for_has_no_probability():
 
 
 def test_spread_logits_stand_at_their_ids():
-    full = spread(jnp.array([[1.0, 2.0], [3.0, 4.0]]), jnp.array([2, 0]), 4)
+    logits = np.float32([[1.0, 2.0], [3.0, 4.0]])
+    full = jax.jit(spread, static_argnums=2)(logits, np.array([2, 0]), 4)
     inf = np.inf
     np.testing.assert_array_equal(full, [[2, -inf, 1, -inf], [4, -inf, 3, -inf]])
 
 
 def test_repeat_keeps_the_rows_of_a_request_together():
-    repeated = sampling_of([0.5, 1.5], [1, 2]).repeat(3)
+    repeated = jax.jit(Sampling.repeat, static_argnums=1)(sampling_of([0.5, 1.5], [1, 2]), 3)
     assert repeated.temperature.tolist() == [0.5] * 3 + [1.5] * 3
     assert repeated.seeds.tolist() == [1] * 3 + [2] * 3
 
 
 def test_scaled_logits():
-    scaled = scale(jnp.array([[2.0, -jnp.inf], [2.0, 1.0]]), sampling_of([0.5, 0.0]))
+    scaled = jax.jit(scale)(np.float32([[2.0, -np.inf], [2.0, 1.0]]), sampling_of([0.5, 0.0]))
     np.testing.assert_array_equal(scaled, [[4, -np.inf], [2, 1]])

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.params import random_params
 
 from specjax.device.cache.recurrent import (
     HybridCache,
@@ -14,34 +15,45 @@ from specjax.device.cache.recurrent import (
     take_snapshots,
 )
 from specjax.device.cache.rows import CachedRows
-from specjax.train.target import demo_qwen3_5, init_params
+from specjax.device.models.qwen3_5 import ATTENTION, DELTA
+from specjax.train.target import demo_qwen3_5
 
-PAGE, NUM_PAGES, CHUNK, MOST_ROWS = 8, 12, 16, 4
-LENGTH = 56
+SLOTS, PAGE, NUM_PAGES, CHUNK, MOST_ROWS = 4, 8, 12, 16, 4
+LENGTH, NUM_SNAPSHOTS = 56, 3
+take, restore = jax.jit(take_snapshots), jax.jit(restore_snapshots)
 
 
 @pytest.fixture(scope="module")
 def model():
-    small = demo_qwen3_5(64, 4, 128)
-    return replace(small, head_dim=16, rope=replace(small.rope, head_dim=8))
+    small = demo_qwen3_5(64, 2, 128)
+    rope = replace(small.rope, head_dim=8)
+    return replace(small, layer_types=(DELTA, ATTENTION, DELTA), head_dim=16, rope=rope)
 
 
 @pytest.fixture(scope="module")
-def params(model):
-    noisy = init_params(model.specs(), jax.random.key(0))
-    leaves, tree = jax.tree.flatten(noisy)
-    keys = jax.random.split(jax.random.key(1), len(leaves))
-    pairs = zip(leaves, keys, strict=True)
-    return jax.tree.unflatten(tree, [x + 0.1 * jax.random.normal(key, x.shape) for x, key in pairs])
+def empty(model):
+    """Caches and snapshots of an engine without requests."""
+
+    @jax.jit
+    def init():
+        cache = model.init_cache(SLOTS, NUM_PAGES, PAGE, MOST_ROWS, jnp.float32)
+        return cache, init_snapshots(cache.delta, NUM_SNAPSHOTS, model.conv_width)
+
+    return jax.device_get(init())
+
+
+def ints(x):
+    return np.array(x, np.int32)
 
 
 @pytest.fixture(scope="module")
-def extend(model, params):
+def extend(model):
     """Run a piece of one request: (hidden, cache)."""
+    params = jax.device_put(random_params(model.specs(), 0))
 
     @jax.jit
     def run_chunk(cache, tokens, slot, table, start, count):
-        return run(cache, tokens, slot, table, start, count, 0, folds=True)
+        return run(cache, tokens, slot, table, start, count, jnp.int32(0), folds=True)
 
     @jax.jit
     def run_step(cache, tokens, slot, table, start, count, pending):
@@ -49,39 +61,36 @@ def extend(model, params):
 
     def run(cache, tokens, slot, table, start, count, pending, folds):
         rows = CachedRows.starting_at(
-            jnp.array([start]),
-            jnp.array([count]),
+            start[None],
+            count[None],
             tokens.shape[0],
             table[None],
-            slots=jnp.array([slot]),
-            pending=jnp.array([pending]),
+            slots=slot[None],
+            pending=pending[None],
             folds=folds,
         )
         features, cache = model.extend(params, tokens, rows, cache)
         return features.hidden, cache
 
     def extend(cache, tokens, slot, pages, start, pending=None):
-        table = jnp.array([*pages, *[-1] * (LENGTH // PAGE - len(pages))])
+        table = ints([*pages, *[-1] * (LENGTH // PAGE - len(pages))])
         count = len(tokens)
+        where = ints(slot), table, ints(start), ints(count)
         if pending is None:
-            padded = jnp.array([*tokens, *[0] * (CHUNK - count)])
-            hidden, cache = run_chunk(cache, padded, slot, table, start, count)
+            hidden, cache = run_chunk(cache, ints([*tokens, *[0] * (CHUNK - count)]), *where)
         else:
-            padded = jnp.array([*tokens, *[0] * (MOST_ROWS - count)])
-            hidden, cache = run_step(cache, padded, slot, table, start, count, pending)
+            padded = ints([*tokens, *[0] * (MOST_ROWS - count)])
+            hidden, cache = run_step(cache, padded, *where, ints(pending))
         return np.asarray(hidden)[:count], cache
 
     return extend
 
 
 @pytest.mark.parametrize("shared", [8, 16, 32])
-def test_going_on_from_a_snapshot(model, extend, shared):
+def test_going_on_from_a_snapshot(empty, extend, shared):
     tokens = np.random.default_rng(shared).integers(0, 64, LENGTH).tolist()
-    cache = jax.tree.map(
-        lambda x: jnp.full_like(x, jnp.nan),
-        model.init_cache(4, NUM_PAGES, PAGE, MOST_ROWS, jnp.float32),
-    )
-    snapshots = init_snapshots(cache.delta, 3, model.conv_width)
+    cache, snapshots = empty
+    cache = jax.tree.map(lambda x: np.full_like(x, np.nan), cache)
 
     def rest(cache, slot, pages):
         """What follows the shared prefix: the prompt's rest, then steps with rejected drafts."""
@@ -103,41 +112,38 @@ def test_going_on_from_a_snapshot(model, extend, shared):
     for start in range(0, shared, CHUNK):
         piece = tokens[start : min(start + CHUNK, shared)]
         _, cache = extend(cache, piece, 1, own, start)
-    ids, slots, ends = jnp.array([2]), jnp.array([1]), jnp.array([shared])
-    snapshots = take_snapshots(snapshots, ids, cache.delta, slots, ends)
+    ids, slots, ends = ints([2]), ints([1]), ints([shared])
+    snapshots = take(snapshots, ids, cache.delta, slots, ends)
     expected, cache = rest(cache, 1, own)
 
     # The slot that goes on held another request, in the middle of a step.
     _, cache = extend(cache, tokens[:5], 0, [11], 0)
     _, cache = extend(cache, [1, 2, 3, 4], 0, [11], 5, 0)
-    delta = restore_snapshots(cache.delta, jnp.array([0]), snapshots, ids, ends)
+    delta = restore(cache.delta, ints([0]), snapshots, ids, ends)
     pages = own[: shared // PAGE] + [10, 4, 6, 8, 11, 0][: 7 - shared // PAGE]
     found, _ = rest(HybridCache(cache.kv, delta), 0, pages)
     np.testing.assert_array_equal(found, expected)
     assert np.isfinite(expected).all()
 
 
-def test_ids_and_slots_past_the_end_are_dropped(model):
-    cache = model.init_cache(2, 1, PAGE, MOST_ROWS, jnp.float32).delta
-    cache = jax.tree.map(jnp.ones_like, cache)
-    snapshots = init_snapshots(cache, 2, model.conv_width)
-    none, slots, ends = jnp.array([2, 2]), jnp.array([0, 1]), jnp.array([8, 8])
-    kept = take_snapshots(snapshots, none, cache, slots, ends)
+def test_ids_and_slots_past_the_end_are_dropped(empty):
+    cache, snapshots = empty
+    delta = jax.tree.map(np.ones_like, cache.delta)
+    slots, ends = ints([0, 1]), ints([8, 8])
+    kept = take(snapshots, ints([NUM_SNAPSHOTS] * 2), delta, slots, ends)
     jax.tree.map(np.testing.assert_array_equal, kept, snapshots)
-    restored = restore_snapshots(cache, none, snapshots, slots, ends)
-    jax.tree.map(np.testing.assert_array_equal, restored, cache)
+    restored = restore(delta, ints([SLOTS] * 2), snapshots, slots, ends)
+    jax.tree.map(np.testing.assert_array_equal, restored, delta)
 
 
-def test_a_wrong_count_after_restoring_shows(model, extend):
+def test_a_wrong_count_after_restoring_shows(empty, extend):
     """A count of 1 where nothing is pending makes NaN, and not plausible text."""
-    cache = model.init_cache(2, NUM_PAGES, PAGE, MOST_ROWS, jnp.float32)
-    snapshots = init_snapshots(cache.delta, 1, model.conv_width)
+    cache, snapshots = empty
     pages = list(range(7))
     _, cache = extend(cache, list(range(8)), 0, pages, 0)
-    first, slots, ends = jnp.array([0]), jnp.array([0]), jnp.array([8])
-    snapshots = take_snapshots(snapshots, first, cache.delta, slots, ends)
-    delta = restore_snapshots(cache.delta, jnp.array([1]), snapshots, first, ends)
-    cache = HybridCache(cache.kv, delta)
+    first, slots, ends = ints([0]), ints([0]), ints([8])
+    snapshots = take(snapshots, first, cache.delta, slots, ends)
+    cache = HybridCache(cache.kv, restore(cache.delta, ints([1]), snapshots, first, ends))
     right, _ = extend(cache, [8, 9], 1, pages, 8, 0)
     wrong, _ = extend(cache, [8, 9], 1, pages, 8, 1)
     assert np.isfinite(right).all()

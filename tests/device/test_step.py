@@ -3,18 +3,16 @@
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import specjax.engine
+import specjax.precompile
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.cache.rows import padded_width
 from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
 from specjax.device.noise import Stream, gumbel_noise
-from specjax.device.step import StepModel
 from specjax.engine import Engine
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.request import Request
@@ -22,8 +20,10 @@ from specjax.sampling_params import SamplingParams
 from specjax.train.context import CausalRows
 
 FLOAT32 = np.dtype(np.float32)
+step_model = specjax.precompile.step_model
 VOCAB, MAX_LEN, K = 24, 64, 2
 TEMPERATURES = (0.0, 0.7, 0.0)
+gumbel = jax.jit(gumbel_noise, static_argnums=(1, 3))
 GRAMMAR = {"structured_outputs": {"regex": "any"}}
 
 
@@ -72,9 +72,9 @@ class Served:
 @pytest.fixture(scope="module")
 def loaded(checkpoints):
     """Target, drafter and their parameters."""
-    target = checkpoints.target("llama", vocab_size=VOCAB)
+    target = checkpoints.target("llama", vocab_size=VOCAB, num_hidden_layers=1)
     model, params = load_model(target.folder, FLOAT32)
-    folder = checkpoints.eagle3(target).folder
+    folder = checkpoints.eagle3(target, num_aux=2).folder
     config = SpeculativeConfig(method="eagle3", model=str(folder), num_speculative_tokens=K)
     drafter, head_params = load_drafter(folder, config, model, FLOAT32)
     return model, drafter, Params(params, head_params)
@@ -94,14 +94,19 @@ def run(loaded):
             matchers.append(Matcher(rule))
             return matchers[-1]
 
-        def make(*positional, **named):
-            return StepModel(*positional, **(named | {"row_multiple": row_multiple}))
+        def make(*arguments):
+            return step_model(*arguments)._replace(row_multiple=row_multiple)
 
         config = EngineConfig(
-            max_model_len=MAX_LEN, max_num_seqs=2, max_num_batched_tokens=32, num_pages=12
+            max_model_len=MAX_LEN,
+            max_num_seqs=2,
+            max_num_batched_tokens=32,
+            decode_batches=(2,),
+            prefill_shapes=((2, 16),),
+            num_pages=12,
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(specjax.engine, "StepModel", make)
+            patch.setattr(specjax.precompile, "step_model", make)
             engine = Engine(config, model, drafter, params, StaticPolicy(K))
         for i, prompt in enumerate(prompts):
             asked = SamplingParams(temperature=TEMPERATURES[i], **(GRAMMAR if rule else {}))
@@ -133,7 +138,7 @@ def logits_of(loaded):
 
     def run(sequence):
         tokens = [*sequence.request.prompt_token_ids, *sequence.output]
-        padded = jnp.pad(jnp.array(tokens), (0, MAX_LEN - len(tokens)))
+        padded = np.pad(np.array(tokens, np.int32), (0, MAX_LEN - len(tokens)))
         return np.asarray(causal(params.target, padded))[: len(tokens)]
 
     return run
@@ -160,10 +165,9 @@ def test_masks_are_obeyed_and_nothing_else_changes(run, plain, logits_of):
     for i, sequence in enumerate(served.sequences):
         start, scores = len(sequence.request.prompt_token_ids), logits_of(sequence)
         if temperature := TEMPERATURES[i]:
-            positions = jnp.arange(1, len(scores) + 1)  # of the tokens that they choose
-            seeds = jnp.full(len(scores), i, jnp.uint32)
-            noise = gumbel_noise(seeds, Stream.TARGET, (positions,), VOCAB)
-            scores = scores / temperature + np.asarray(noise)
+            positions = np.arange(1, MAX_LEN + 1)  # of the tokens that they choose
+            noise = gumbel(np.full(MAX_LEN, i, np.uint32), Stream.TARGET, (positions,), VOCAB)
+            scores = scores / temperature + np.asarray(noise)[: len(scores)]
         for j, token in enumerate(sequence.output):
             permitted = hopping(sequence.output[:j])
             assert token == max(permitted, key=lambda t, row=scores[start - 1 + j]: row[t])

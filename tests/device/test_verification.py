@@ -32,13 +32,18 @@ V, K, ROWS = 6, 3, 96
 # With the drafts' distribution, and with drafts that are certain.
 DRAWN = [(Rejection(), False), (Rejection(), True), (Block(), False), (Block(), True)]
 LOSSLESS = [(SeedExact(), True), *DRAWN]
-METHODS = [*LOSSLESS, (Synthetic((0.9, 0.6, 0.5)), True)]
+RATES = (0.9, 0.45, 0.4)
+METHODS = [*LOSSLESS, (Synthetic(RATES), True)]
 
 
 # To compile takes longer than to run.
 @partial(jax.jit, static_argnums=0, compiler_options={"xla_backend_optimization_level": 0})
-def run(method, draft, target):
+def verify(method, draft, target):
     return method.verify(draft, target)
+
+
+def run(method, draft, target):
+    return jax.device_get(verify(method, draft, target))
 
 
 def sampling_of(temperatures):
@@ -104,6 +109,9 @@ def plain_tokens(target, row):
 
 
 draw_plain, probs_of = jax.jit(choose), jax.jit(target_probs)
+acceptance_of, coins_of = jax.jit(acceptance), jax.jit(_coins, static_argnums=1)
+probs_drafted = jax.jit(draft_probs, static_argnums=1)
+gumbel, uniform = (jax.jit(noise, static_argnums=(1, 3)) for noise in (gumbel_noise, uniform_noise))
 
 
 def cut(draft, target, k):
@@ -137,10 +145,13 @@ class TestEveryMethod:
         verdict = run(method, draft_of(tokens, probs), target)
         assert (verdict.num_accepted <= num_drafts).all()
         assert (verdict.num_accepted == num_drafts)[num_drafts > 0].any()
-        for k in 0, 1, K:
+        tokens = emitted(verdict)
+        for k in 1, K:
             fewer = emitted(run(method, *cut(draft, target, k)))
             rows = np.flatnonzero(num_drafts == k)
-            assert [emitted(verdict)[b] for b in rows] == [fewer[b] for b in rows]
+            assert [tokens[b] for b in rows] == [fewer[b] for b in rows]
+        plain = plain_tokens(target, 0)
+        assert all(tokens[b] == [plain[b]] for b in np.flatnonzero(num_drafts == 0))
 
     def test_rows_do_not_depend_on_each_other(self, method, certain):
         draft, target = case(2, (1.0, 0.0, 0.3), certain=certain)
@@ -255,21 +266,30 @@ def test_the_coins_of_one_round_are_not_those_of_another():
         lengths=np.arange(30, dtype=np.int32),
         sampling=replace(target.sampling, seeds=np.zeros(30, np.uint32)),
     )
-    coins = np.asarray(_coins(rounds, K))
+    coins = np.asarray(coins_of(rounds, K))
     assert len(np.unique(coins)) == coins.size
     for stream in Stream:
-        drawn = uniform_noise(rounds.sampling.seeds, stream, (rounds.lengths,), K)
+        drawn = uniform(rounds.sampling.seeds, stream, (rounds.lengths,), K)
         assert np.isin(coins, drawn).all() == (stream == Stream.ACCEPT)
 
 
-N = 20_000  # rows of a measurement
+N = 200 * ROWS  # verdicts of a measurement
 
 
-def check_rates(verdict, rates, num_drafts=None):
-    for i, rate in enumerate(rates):
-        counted = slice(None) if num_drafts is None else np.asarray(num_drafts) > i
-        stands = np.asarray(verdict.num_accepted)[counted] > i
-        assert abs(stands.mean() - rate) <= 3 * np.sqrt(rate * (1 - rate) / len(stands))
+def measured(method, k, rates, temperatures=(1.0,), num_drafts=K):
+    """Checks how many of N verdicts on any drafts accept the first, the first two, ..."""
+    rng, accepted = np.random.default_rng(0), []
+    logits = np.broadcast_to(np.arange(V) == 0, (ROWS, k + 1, V)) * 3
+    target = target_of(logits, temperatures, np.minimum(np.resize(num_drafts, ROWS), k))
+    for start in range(0, N, ROWS):
+        seeds = np.arange(start, start + ROWS, dtype=np.uint32)
+        draft = draft_of(rng.integers(0, V, (ROWS, k)))
+        sampling = replace(target.sampling, seeds=seeds)
+        accepted.append(run(method, draft, replace(target, sampling=sampling)).num_accepted)
+    assert (accepted <= target.num_drafts).all()
+    for i, rate in enumerate(rates[:k]):
+        stands = np.array(accepted)[:, target.num_drafts > i] > i
+        assert abs(stands.mean() - rate) <= 3 * np.sqrt(rate * (1 - rate) / stands.size)
 
 
 @pytest.mark.parametrize(
@@ -277,7 +297,7 @@ def check_rates(verdict, rates, num_drafts=None):
     [
         ({"synthetic_acceptance_length": 2.6}, (1, 0.6, 0)),
         ({"synthetic_acceptance_length": 4}, (1, 1, 1)),
-        ({"synthetic_acceptance_rates": [0.9, 0.45, 0.4]}, (0.9, 0.45, 0.4)),
+        ({"synthetic_acceptance_rates": list(RATES)}, RATES),
     ],
 )
 def test_synthetic_rates(options, rates):
@@ -292,19 +312,11 @@ def test_synthetic_rates(options, rates):
     np.testing.assert_allclose(config.synthetic_rates, rates)
     method = make_verification(config)
     assert hash(method) == hash(make_verification(config))
-    logits = np.broadcast_to(np.float32([3, 0, 0]), (N, K + 1, 3))
-    tokens = np.random.default_rng(0).integers(0, 3, (N, K))
-    num_drafts = np.resize([3, 3, 2, 1], N)
-    target = target_of(logits, (1.0, 0.0), num_drafts)
-    verdict = run(method, draft_of(tokens), target)
-    check_rates(verdict, rates, num_drafts)
-    assert (verdict.num_accepted <= num_drafts).all()
+    measured(method, K, rates, temperatures=(1.0, 0.0), num_drafts=[3, 3, 2, 1])
 
 
 def test_synthetic_with_fewer_drafts_than_rates():
-    logits = np.zeros((N, 2, 3), np.float32)
-    verdict = run(Synthetic((0.7, 0.7, 0.1)), draft_of(np.zeros((N, 1))), target_of(logits))
-    check_rates(verdict, (0.7,))
+    measured(Synthetic(RATES), 1, RATES)
 
 
 def test_synthetic_never_accepts_what_the_target_cannot_produce():
@@ -344,10 +356,10 @@ def test_acceptance_by_hand():
     p = np.float32([[[0.2, 0.3, 0.5], [0.6, 0.4, 0.0], [0.1, 0.1, 0.8]]])
     q = np.float32([[[0.8, 0.1, 0.1], [0.2, 0.0, 0.8], [0.0, 1.0, 0.0]]])
     tokens = np.array([[0, 2, 0]])
-    np.testing.assert_allclose(acceptance(p, Draft(tokens, q)), [[0.25, 0, 0]], rtol=1e-6)
-    np.testing.assert_allclose(acceptance(p, Draft(tokens, None)), [[0.2, 0, 0.1]], rtol=1e-6)
-    np.testing.assert_array_equal(acceptance(p, Draft(tokens + 1, q))[0, :1], [1])
-    np.testing.assert_array_equal(draft_probs(Draft(tokens, None), 3)[0], np.eye(3)[[0, 2, 0]])
+    np.testing.assert_allclose(acceptance_of(p, Draft(tokens, q)), [[0.25, 0, 0]], rtol=1e-6)
+    np.testing.assert_allclose(acceptance_of(p, Draft(tokens, None)), [[0.2, 0, 0.1]], rtol=1e-6)
+    np.testing.assert_array_equal(acceptance_of(p, Draft(tokens + 1, q))[0, :1], [1])
+    np.testing.assert_array_equal(probs_drafted(Draft(tokens, None), 3)[0], np.eye(3)[[0, 2, 0]])
 
 
 @pytest.mark.parametrize("certain", [False, True])
@@ -356,7 +368,7 @@ def test_block_acceptance_is_the_papers(certain):
     draft, target = case(10, certain=certain, num_drafts=np.resize(range(K + 1), ROWS))
     p = np.asarray(probs_of(target))
     joint, chances = map(np.asarray, jax.jit(block_acceptance)(p, draft, target.num_drafts))
-    q_all = np.asarray(draft_probs(draft, V), np.float64)
+    q_all = np.asarray(probs_drafted(draft, V), np.float64)
     for b in range(ROWS):
         left = [1.0]
         for i, token in enumerate(draft.tokens[b].tolist()):
@@ -390,7 +402,7 @@ def test_a_rejection_draws_with_the_targets_stream():
     a = np.asarray(verdict.num_accepted)
     assert set(a.tolist()) == set(range(K + 1))
     q = np.pad(draft.probs, ((0, 0), (0, 1), (0, 0)))[rows, a]
-    noise = gumbel_noise(target.sampling.seeds, Stream.TARGET, (target.lengths + a,), V)
+    noise = gumbel(target.sampling.seeds, Stream.TARGET, (target.lengths + a,), V)
     with np.errstate(divide="ignore"):
         best = (np.log(np.maximum(p[rows, a] - q, 0)) + noise).argmax(-1)
     np.testing.assert_array_equal(np.asarray(verdict.tokens)[rows, a], best)

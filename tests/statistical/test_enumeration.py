@@ -12,6 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from scipy import stats
@@ -101,26 +102,27 @@ def sampling_of(count):
     return Sampling(TEMPERATURE * ones, seeds, np.zeros(count, np.int32), ones, 0 * ones)
 
 
-@partial(jax.jit, static_argnums=0)
-def chances_of(method, draft, target):
-    p = target_probs(target)
-    if method == Rejection():
-        return acceptance(p[:, :-1], draft)
-    return block_acceptance(p, draft, target.num_drafts)[1]
-
-
 probs_of = jax.jit(target_probs)
 
 
 @partial(jax.jit, static_argnums=0)
-def settle(method, draft, target, coins):
-    """How many drafts `method` accepts with such coins, and its weights of the next token."""
+def settle(method, draft, target, below):
+    """How many drafts `method` accepts, its weights of the next token, and bounds of the coins.
+
+    The coins lie below the chances of acceptance where `below` bool[K] says so, or else above.
+    """
+    p = target_probs(target)
+    if method == Rejection():
+        chances = acceptance(p[:, :-1], draft)
+    else:
+        chances = block_acceptance(p, draft, target.num_drafts)[1]
+    low, high = jnp.where(below, 0, chances), jnp.where(below, chances, 1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(verification, "_coins", lambda target, count: coins)
+        patch.setattr(verification, "_coins", lambda target, count: (low + high) / 2)
         patch.setattr(
             verification, "_verify_drawn", lambda draft, target, drawn: drawn(draft, target)
         )
-        return method.verify(draft, target)
+        return *method.verify(draft, target), low, high
 
 
 class Cell(NamedTuple):
@@ -137,13 +139,11 @@ class Cell(NamedTuple):
 
 
 def cells_of(method, draft, target):
-    chances = np.asarray(chances_of(method, draft, target), np.float64)
     p = np.asarray(probs_of(target), np.float64)
     for below in itertools.product([True, False], repeat=K):
-        low, high = np.where(below, 0, chances), np.where(below, chances, 1)
-        accepted, weights = settle(method, draft, target, ((low + high) / 2).astype(np.float32))
-        accepted = np.asarray(accepted)
-        weights = np.maximum(np.asarray(weights, np.float64), 0)
+        found = jax.device_get(settle(method, draft, target, np.array(below)))
+        accepted, weights, low, high = found[0], *(x.astype(np.float64) for x in found[1:])
+        weights = np.maximum(weights, 0)
         empty = weights.sum(axis=1, keepdims=True) == 0
         weights = np.where(empty, p[ROWS, accepted], weights)
         yield Cell(low, high, accepted, weights / weights.sum(axis=1, keepdims=True))

@@ -12,7 +12,6 @@ chances of acceptance cut their space into. Certain drafts and shared noise allo
 """
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
@@ -21,264 +20,41 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from scipy import stats
-
-from specjax.device import step, verification
-from specjax.device.drafters.drafter import NoDrafter, Variant
-from specjax.device.state import init_state
-from specjax.device.verification import (
-    Block,
-    Draft,
-    Rejection,
-    SeedExact,
-    acceptance,
-    block_acceptance,
-    target_probs,
+from support.draft_limits import (
+    ADAPTIVE,
+    LENGTH,
+    METHODS,
+    NUM_TOKENS,
+    PROMPT,
+    RIGHT,
+    WRONG,
+    Past,
+    Rows,
+    Rule,
+    Seen,
+    Tables,
+    V,
+    at_drafts,
+    by_largest,
+    by_value,
+    idle_state,
+    logits_of,
+    rows_after,
+    settle,
+    tables_of,
 )
-from specjax.host.speculation.acceptance import Acceptance, Verdict
-from specjax.host.speculation.policy import GoodputPolicy, Load, Policy, Round, TablePolicy
-from specjax.host.speculation.step_cost import StepCost
 
-V, K, NUM_TOKENS = 3, 3, 3
-PROMPT = (0, 0)
-UNLIMITED = 99
-NUM_TABLES = 3
+from specjax.device import verification
+from specjax.device.verification import Draft, Rejection, acceptance, block_acceptance, target_probs
+
 TOLERANCE = 1e-6  # chances are float32
-METHODS = [Rejection(), Block()]
-
-
-@dataclass(frozen=True)
-class Tables:
-    """By the number of tokens so far, two or more alike, and the last two of them."""
-
-    p: np.ndarray  # [3, V, V, V]
-    q: np.ndarray  # [3, V, V, V]
-    lookup: np.ndarray  # [3, V, V], certain drafts
-
-    @property
-    def joint(self) -> np.ndarray:
-        """Of the first three tokens, [V, V, V]."""
-        first, second, third = self.p[0][PROMPT], self.p[1][PROMPT[-1]], self.p[2]
-        return first[:, None, None] * second[:, :, None] * third
-
-
-def tables_of(seed):
-    """The odd ones have zeros."""
-    rng = np.random.default_rng(seed)
-    x = rng.dirichlet([1.0] * V, size=(2, 3, V, V)) + 0.03
-    if seed % 2:
-        x = np.where((x < 0.2) & (x < x.max(axis=-1, keepdims=True)), 0, x)
-    p, q = x / x.sum(axis=-1, keepdims=True)
-    return Tables(p, q, rng.integers(V, size=p.shape[:-1]))
-
-
-def after(table, tokens, ends):
-    """What a table says [B, ...] after the first ends[b] tokens, prompt included."""
-    rows = np.arange(len(tokens))
-    depths = np.minimum(ends - len(PROMPT), 2)
-    return table[depths, tokens[rows, ends - 2], tokens[rows, ends - 1]]
-
-
-def rows_after(table, tokens, ends, drafts):
-    """What a table says [B, K+1, ...] before the drafts i32[B, K], and after each of them."""
-    batch, k = drafts.shape
-    tokens = np.pad(tokens, ((0, 0), (0, k)))
-    tokens[np.arange(batch)[:, None], ends[:, None] + np.arange(k)] = drafts
-    return np.stack([after(table, tokens, ends + i) for i in range(k + 1)], axis=1)
-
-
-# The rules.
-
-
-class Seen(NamedTuple):
-    """What is known of a round that is over."""
-
-    k: int
-    num_drafts: int
-    num_accepted: int
-    note: int  # what else the rule wanted to keep
-
-
-@dataclass(frozen=True)
-class Past:
-    """What came before a round."""
-
-    tokens: tuple[int, ...] = ()
-    rounds: tuple[Seen, ...] = ()
-
-
-def all_of_them(past, drafts, q):
-    return drafts.shape[1]
-
-
-def nothing(drafts):
-    return 0
-
-
-@dataclass(frozen=True)
-class Rule:
-    """How many drafts a round makes, how many of them may stand, and by what words.
-
-    `may_stand` and `found` see the drafts i32[B, K] and what they are drawn from, f32[B, K, V].
-    """
-
-    k: Callable = lambda past: K
-    may_stand: Callable = all_of_them  # what the host says
-    found: Callable = all_of_them  # what the drafter says
-    max_tokens: int = UNLIMITED
-    note: Callable = nothing  # of a round's drafts, for later rounds
-
-
-def leading(flags):
-    """How many flags [B, K] are set before the first that is not."""
-    return np.cumprod(flags, axis=1).sum(axis=1)
-
-
-def at_drafts(q, drafts):
-    return np.take_along_axis(q, drafts[..., None], axis=2)[..., 0]
-
-
-def k_of(make: Callable[[], Policy], num_sequences, past):
-    """What a policy says that has seen the rounds of the past, among so many sequences."""
-    policy = make()
-    for i, seen in enumerate(past.rounds):
-        load = Load(num_sequences(past.rounds[:i]))
-        assert policy.choose(load) == seen.k
-        verdict = Verdict(seen.num_drafts, seen.num_accepted)
-        ms = 1 + 0.1 * seen.num_accepted
-        policy.observe(Round(load.num_sequences, seen.k, 0, {verdict: 1}, ms))
-    return policy.choose(Load(num_sequences(past.rounds)))
-
-
-def goodput_policy():
-    cost = StepCost({1: {0: 1.0, 1: 1.45, 2: 1.8, 3: 2.1}})
-    return GoodputPolicy(range(K + 1), cost, Acceptance(K))
-
-
-def table_policy():
-    return TablePolicy(((1, 1, 3), (2, 2, 2), (3, 3, 1), (4, 9, 0)))
-
-
-def alone(rounds):
-    return 1
-
-
-def with_others(rounds):
-    """As if another request came for each draft that fell."""
-    return 1 + sum(seen.num_drafts - seen.num_accepted for seen in rounds)
-
-
-def by_verdict(past):
-    """Most drafts once all have stood, or else fewer than before."""
-    if not past.rounds:
-        return 1
-    last = past.rounds[-1]
-    return K if last.num_accepted == last.num_drafts else last.k - 1
-
-
-def by_tokens(past, drafts, q):
-    return (1 + 2 * sum(past.tokens) + len(past.tokens)) % (K + 1)
-
-
-def by_note(past, drafts, q):
-    return past.rounds[-1].note if past.rounds else 1
-
-
-def by_largest(past, drafts, q):
-    """Where the drafter is unsure, stop: whatever it then drew."""
-    return leading(q.max(axis=2) >= 0.6)
-
-
-def by_drafts_before(past, drafts, q):
-    """Whether draft i may stand depends in some way on those before it."""
-    before = np.cumsum(drafts, axis=1) - drafts + np.arange(drafts.shape[1])
-    return leading((sum(past.tokens) + before) % 3 < 2)
-
-
-def by_value(past, drafts, q):
-    return leading(at_drafts(q, drafts) >= 0.5)
-
-
-def by_deeper_value(past, drafts, q):
-    """None may stand unless the last turned out to be likely."""
-    k = drafts.shape[1]
-    return np.where(at_drafts(q, drafts)[:, k - 1 :] >= 0.5, k, 0).sum(axis=1)
-
-
-def by_budget(past, drafts, q):
-    """As many as their own confidences add up to."""
-    return at_drafts(q, drafts).sum(axis=1).round()
-
-
-ADAPTIVE = {
-    "goodput": Rule(partial(k_of, goodput_policy, alone)),
-    "table": Rule(partial(k_of, table_policy, with_others)),
-    "by_verdict": Rule(by_verdict),
-}
-RIGHT = {
-    **{f"k={k}": Rule(lambda past, k=k: k) for k in range(K + 1)},
-    **{f"limit={n}": Rule(may_stand=lambda past, drafts, q, n=n: n) for n in range(K)},
-    **ADAPTIVE,
-    "max_tokens": Rule(max_tokens=NUM_TOKENS),
-    "limit_by_tokens": Rule(may_stand=by_tokens),
-    "found_by_tokens": Rule(found=by_tokens),
-    "limit_by_earlier_drafts": Rule(may_stand=by_note, note=lambda drafts: int(drafts[-1])),
-    "limit_by_largest": Rule(may_stand=by_largest),
-    "found_by_largest": Rule(found=by_largest),
-    "limit_by_drafts_before": Rule(may_stand=by_drafts_before),
-    "all_together": Rule(by_verdict, by_largest, by_tokens, max_tokens=NUM_TOKENS),
-}
-WRONG = {
-    "limit_by_value": Rule(may_stand=by_value),
-    "found_by_value": Rule(found=by_value),
-    "limit_by_deeper_value": Rule(may_stand=by_deeper_value),
-    "limit_by_budget": Rule(may_stand=by_budget),
-}
+TABLES = pytest.mark.parametrize(
+    "seeds", [(0, 1), pytest.param(range(2, 8), marks=pytest.mark.slow)], ids=["", "more"]
+)
 
 
 def each(rules):
     return pytest.mark.parametrize("rule", [pytest.param(r, id=name) for name, r in rules.items()])
-
-
-# A round of the engine.
-
-
-class Rows(NamedTuple):
-    """Requests, and where they stand."""
-
-    tokens: np.ndarray  # i32[B, T], prompt and output
-    ends: np.ndarray  # i32[B], how many of them there are
-    limits: np.ndarray  # i32[B], most that there may be
-    seeds: np.ndarray  # u32[B]
-    temperature: np.ndarray  # f32[B]
-
-
-def logits_of(p, temperature):
-    """What gives p [B, K+1, V] at a temperature, or at 0 its best tokens."""
-    with np.errstate(divide="ignore"):
-        logits = np.log(p) * np.where(temperature > 0, temperature, 1)[:, None, None]
-    return logits.astype(np.float32)
-
-
-def settle(method, rows, may_stand, draft, logits):
-    """`step.settle` of an engine in which nothing else goes on."""
-    batch, length = rows.tokens.shape
-    state = init_state(batch, length, logits.shape[-1], None, None)
-    sampling = replace(state.requests.sampling, seeds=rows.seeds, temperature=rows.temperature)
-    state = replace(
-        state,
-        tokens=rows.tokens,
-        requests=replace(state.requests, limits=rows.limits, sampling=sampling),
-    )
-    goes_on = rows.ends < rows.limits
-    state = state.with_progress(
-        jnp.arange(batch), rows.ends - 1, jnp.zeros(batch, jnp.int32), goes_on
-    )
-    slots, once = jnp.arange(batch), jnp.ones(batch, jnp.int32)
-    inputs = step.DecodeInputs(slots, may_stand, once, jnp.zeros((batch, 0), jnp.int32))
-    model = step.StepModel(None, NoDrafter(), method, "auto", 1, 1, "raw")
-    extension = step.Extension(None, logits)
-    return step.settle(None, state, inputs, draft, extension, model=model, variant=Variant())
 
 
 class Judged(NamedTuple):
@@ -292,7 +68,7 @@ class Judged(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=0)
-def judge(method, rows, may_stand, draft, logits, wins):
+def judge(method, state, rows, may_stand, draft, logits, wins):
     """Settle with coins that are less than the chances where `wins` [B, K] says so."""
     found = []
 
@@ -314,7 +90,7 @@ def judge(method, rows, may_stand, draft, logits, wins):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(verification, "_verify_drawn", verify_drawn)
-        _, outputs = settle(method, rows, may_stand, draft, logits)
+        _, outputs = settle(method, state, rows, may_stand, draft, logits)
     return Judged(*found[0], outputs.num_tokens, outputs.num_drafts)
 
 
@@ -350,7 +126,7 @@ def round_of(method, tables, rule, past, *, certain):
     wins = np.tile(cells, (len(drafts), 1))
     drafts, weights, q = map(per_cell, (drafts, weights, q))
     batch, ends = len(drafts), len(PROMPT) + len(past.tokens)
-    tokens = np.zeros((batch, len(PROMPT) + NUM_TOKENS + K), np.int32)
+    tokens = np.zeros((batch, LENGTH), np.int32)
     tokens[:, :ends] = [*PROMPT, *past.tokens]
     rows = Rows(
         tokens,
@@ -361,7 +137,8 @@ def round_of(method, tables, rule, past, *, certain):
     )
     logits = logits_of(rows_after(tables.p, tokens, rows.ends, drafts), rows.temperature)
     draft = Draft(drafts, None if certain else q.astype(np.float32), counts)
-    judged = jax.device_get(judge(method, rows, may_stand, draft, logits, wins))
+    state = idle_state(batch)
+    judged = jax.device_get(judge(method, state, rows, may_stand, draft, logits, wins))
     assert (judged.num_accepted <= np.minimum(may_stand, counts)).all()
     assert (judged.num_tokens == judged.num_accepted + 1).all()
     return k, weights * judged.volume.astype(float), drafts, judged
@@ -411,8 +188,9 @@ def bias(emitted, tables):
 
 @pytest.mark.parametrize("method", METHODS)
 @each(RIGHT)
-def test_rules_that_look_back_change_nothing(method, rule):
-    for seed in range(NUM_TABLES):
+@TABLES
+def test_rules_that_look_back_change_nothing(method, rule, seeds):
+    for seed in seeds:
         tables = tables_of(seed)
         assert bias(emitted_by(method, tables, rule), tables) < TOLERANCE
 
@@ -435,97 +213,24 @@ def test_rules_by_the_value_of_a_draft_are_found(method, rule):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_by_how_much_such_a_rule_is_wrong(method):
-    p, q = (np.broadcast_to(x, (3, 2, 2, 2)) for x in ([0.5, 0.5], [0.9, 0.1]))
-    tables = Tables(p, q, np.zeros((3, 2, 2), int))
+    p, q = (np.broadcast_to(x, (3, V, V, V)) for x in ([0.5, 0.5, 0], [0.9, 0.1, 0]))
+    tables = Tables(p, q, np.zeros((3, V, V), int))
     rule = Rule(lambda past: 1, by_value)
     first = emitted_by(method, tables, rule).joint.sum(axis=(1, 2))
-    np.testing.assert_allclose(first, [0.55, 0.45], atol=TOLERANCE)
+    np.testing.assert_allclose(first, [0.55, 0.45, 0], atol=TOLERANCE)
     first = emitted_by(method, tables, replace(rule, may_stand=by_largest)).joint.sum(axis=(1, 2))
-    np.testing.assert_allclose(first, [0.5, 0.5], atol=TOLERANCE)
+    np.testing.assert_allclose(first, [0.5, 0.5, 0], atol=TOLERANCE)
 
 
 @pytest.mark.parametrize("method", METHODS)
 @each(RIGHT | WRONG)
-def test_certain_drafts_allow_any_rule(method, rule):
+@TABLES
+def test_certain_drafts_allow_any_rule(method, rule, seeds):
     """Their values are known before they are made, so a rule by them looks back, too."""
     limits = set()
-    for seed in range(NUM_TABLES):
+    for seed in seeds:
         tables = tables_of(seed)
         emitted = emitted_by(method, tables, rule, certain=True)
         assert bias(emitted, tables) < TOLERANCE
         limits |= {num_drafts for _, _, num_drafts in emitted.rounds}
     assert len(limits) > 1 or rule not in WRONG.values()
-
-
-# Requests by the thousand, with the engine's own coins and draws.
-
-settle_all = jax.jit(settle, static_argnums=0)
-
-
-def serve(method, tables, temperature, ks, may_stand):
-    """The first three tokens [B, 3] after three rounds of ks drafts.
-
-    As its past, the rule `may_stand` is told how many drafts of each request stood in the last
-    round.
-    """
-    rng, batch = np.random.default_rng(0), len(temperature)
-    tokens = np.zeros((batch, len(PROMPT) + NUM_TOKENS * (K + 1)), np.int32)
-    ends = np.full(batch, len(PROMPT), np.int32)
-    num_accepted = np.zeros(batch, np.int32)
-    for k in ks:
-        drafts = np.zeros((batch, 0), np.int32)
-        for _ in range(k):
-            q = rows_after(tables.q, tokens, ends, drafts)[:, -1]
-            drawn = (q.cumsum(axis=1) < rng.random((batch, 1))).sum(axis=1, dtype=np.int32)
-            drafts = np.append(drafts, drawn[:, None], axis=1)
-        q = rows_after(tables.q, tokens, ends, drafts)[:, :k].astype(np.float32)
-        limits = np.broadcast_to(may_stand(num_accepted, drafts, q), batch).astype(np.int32)
-        logits = logits_of(rows_after(tables.p, tokens, ends, drafts), temperature)
-        seeds, most = np.arange(batch, dtype=np.uint32), np.full(batch, UNLIMITED, np.int32)
-        rows = Rows(tokens, ends, most, seeds, temperature)
-        state, outputs = settle_all(method, rows, limits, Draft(drafts, q), logits)
-        num_accepted = np.asarray(outputs.num_tokens) - 1
-        assert (num_accepted <= limits).all()
-        tokens, ends = np.asarray(state.tokens), np.asarray(state.lengths) + 1
-    return tokens[:, len(PROMPT) :][:, :NUM_TOKENS]
-
-
-def by_last_verdict(num_accepted, drafts, q):
-    """More for requests whose drafts stood."""
-    return np.minimum(1 + 2 * num_accepted, drafts.shape[1])
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_requests_served_by_a_rule_have_the_targets_distribution(method):
-    """And they are enough to tell, as a rule by value shows."""
-    tables, temperature = tables_of(4), np.full(12_000, 0.7, np.float32)
-
-    def pvalue(rule):
-        tokens = serve(method, tables, temperature, (K, K, K), rule)
-        counts = np.bincount(tokens @ [V * V, V, 1], minlength=V**NUM_TOKENS)
-        return stats.chisquare(counts, len(tokens) * tables.joint.ravel()).pvalue
-
-    for rule in all_of_them, by_last_verdict, by_largest:
-        assert pvalue(rule) > 1e-6
-    assert pvalue(by_value) < 1e-20
-
-
-def at_random(num_accepted, drafts, q):
-    return np.random.default_rng(drafts.sum()).integers(drafts.shape[1] + 1, size=len(drafts))
-
-
-FIXED = [at_random, by_last_verdict, by_value, by_deeper_value, by_budget]
-
-
-@pytest.mark.parametrize("may_stand", FIXED)
-@pytest.mark.parametrize("method", [SeedExact(), *METHODS])
-def test_tokens_that_are_fixed_allow_any_rule(method, may_stand):
-    """By shared noise, or at temperature 0: beside requests that draw, and among themselves."""
-    mixed = np.where(np.arange(400) % 2, 0.7, 0).astype(np.float32)
-    for seed, ks in enumerate([(3, 1, 3), (1, 3, 3)]):
-        for temperature in mixed, 0 * mixed:
-            tables = tables_of(seed)
-            plain = serve(SeedExact(), tables, temperature, (0, 0, 0), all_of_them)
-            served = serve(method, tables, temperature, ks, may_stand)
-            is_fixed = (temperature == 0) | (method == SeedExact())
-            np.testing.assert_array_equal(served[is_fixed], plain[is_fixed])

@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -19,9 +20,12 @@ def _draw(rng, heads):
     return rng.standard_normal((B * T, heads, D)).astype(np.float32)
 
 
-def _heads(q, k, v):
+def _joined(q, k, v):
+    return np.concatenate([q, k, v], axis=1).reshape(B * T, -1)
+
+
+def _heads(qkv):
     """As a projection leaves them, with nothing to be done to them but a rotation by nothing."""
-    qkv = np.concatenate([q, k, v], axis=1).reshape(B * T, -1)
     return Heads(qkv, HeadWeights(), (np.ones((B * T, D // 2)), np.zeros((B * T, D // 2))))
 
 
@@ -49,18 +53,31 @@ def _expected(q, steps):
 def test_causal_rows_see_their_own_sequence_up_to_themselves():
     rng = np.random.default_rng(0)
     q, k, v = _draw(rng, H), _draw(rng, H_KV), _draw(rng, H_KV)
-    out, kv = CausalRows.of(B, T).attend("kept", jnp.int32(0), _heads(q, k, v), SHAPE)
-    assert kv == "kept"
+    kept = np.zeros(3)
+
+    @jax.jit
+    def attend(kept, qkv):
+        return CausalRows.of(B, T).attend(kept, jnp.int32(0), _heads(qkv), SHAPE)
+
+    out, kv = attend(kept, _joined(q, k, v))
+    np.testing.assert_array_equal(kv, kept)
     np.testing.assert_allclose(out, _expected(q, [(k, v)]), atol=2e-6)
 
 
 def test_unrolled_rows_see_the_verified_rows_and_their_own_drafts_only():
     rng = np.random.default_rng(1)
-    kv, steps = (), []
-    for step in range(4):
-        q, k, v = _draw(rng, H), _draw(rng, H_KV), _draw(rng, H_KV)
-        steps.append((k, v))
-        rows = UnrolledRows.of(B, T, step)
-        out, kv = rows.attend(kv, jnp.int32(0), _heads(q, k, v), SHAPE)
-        np.testing.assert_array_equal(rows.positions, np.tile(np.arange(T) + step, B))
-        np.testing.assert_allclose(out, _expected(q, steps), atol=2e-6)
+    drawn = [(_draw(rng, H), _draw(rng, H_KV), _draw(rng, H_KV)) for _ in range(4)]
+
+    @jax.jit
+    def unroll(steps):
+        kv, found = (), []
+        for step, qkv in enumerate(steps):
+            rows = UnrolledRows.of(B, T, step)
+            out, kv = rows.attend(kv, jnp.int32(0), _heads(qkv), SHAPE)
+            found.append((rows.positions, out))
+        return found
+
+    for step, (positions, out) in enumerate(unroll([_joined(*qkv) for qkv in drawn])):
+        np.testing.assert_array_equal(positions, np.tile(np.arange(T) + step, B))
+        seen = [(k, v) for _, k, v in drawn[: step + 1]]
+        np.testing.assert_allclose(out, _expected(drawn[step][0], seen), atol=2e-6)

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.params import random_params
 
 from specjax.checkpoint.save import save_checkpoint
 from specjax.config import SpeculativeConfig
@@ -34,19 +35,24 @@ from specjax.train.loop import Schedule
 from specjax.train.target import demo_llama, init_params
 
 LENGTH = 24
-TARGET = demo_llama(64, 4, 64)
-AUX = (1, 2, 3)
+TARGET = demo_llama(64, 3, 64)
+AUX = (0, 1, 2)
 
 
 @pytest.fixture(scope="module")
 def target_params():
-    return init_params(TARGET.specs(), jax.random.key(0))
+    return jax.device_put(random_params(TARGET.specs(), 0))
 
 
 @pytest.fixture(scope="module")
 def documents():
     rng = np.random.default_rng(0)
     return [Document(rng.integers(0, 64, 20).astype(np.int32), 4) for _ in range(12)]
+
+
+@pytest.fixture(scope="module")
+def features(target_params, documents):
+    return FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX)
 
 
 def _head():
@@ -61,10 +67,10 @@ def _head():
 def test_unrolled_chain_is_what_drafting_computes(target_params):
     """Row i, step j of training equals the j-th draft after i + 1 verified tokens, paged."""
     head, k, last = _head(), 4, 10  # rows 0..last are verified; token last + 1 is the newest
-    ids = jnp.array(np.sort(np.random.default_rng(1).permutation(64)[:32]).astype(np.int32))
-    own = replace(init_params(head.specs(), jax.random.key(2)), target_ids=ids)
+    ids = np.sort(np.random.default_rng(1).permutation(64)[:32]).astype(np.int32)
+    own = replace(random_params(head.specs(), 2), target_ids=ids)
     params = Params(target_params, own)
-    tokens = jnp.array(np.random.default_rng(3).integers(0, 64, (1, LENGTH)).astype(np.int32))
+    tokens = np.random.default_rng(3).integers(0, 64, (1, LENGTH)).astype(np.int32)
 
     @jax.jit
     def draft(params, tokens):
@@ -99,34 +105,39 @@ def test_unrolled_chain_is_what_drafting_computes(target_params):
         for step in range(k):
             fed, rows = shift(chain, step + 1).reshape(-1), UnrolledRows.of(1, LENGTH, step)
             hidden, kv = head.extend(TARGET, params, fed, hidden, rows, kv)
-            found.append(ids[head.logits(TARGET, params, hidden)[last].argmax()])
+            best = head.logits(TARGET, params, hidden)[last].argmax()
+            found.append(params.drafter.target_ids[best])
         return jnp.stack(found)
 
     features, drafts = draft(params, tokens)
     # Training is fed the same tokens that drafting fed itself.
-    chain = jnp.concatenate([tokens[:, : last + 2], drafts], axis=1)
-    chain = jnp.pad(chain, ((0, 0), (0, LENGTH - chain.shape[1])))
+    chain = np.concatenate([tokens[:, : last + 2], drafts], axis=1)
+    chain = np.pad(chain, ((0, 0), (0, LENGTH - chain.shape[1])))
     assert unroll(params, features, chain).tolist() == drafts[0].tolist()
 
 
-def test_eagle3_loss_is_the_cross_entropy_of_counted_positions(target_params, documents):
+def test_eagle3_loss_is_the_cross_entropy_of_counted_positions(target_params, documents, features):
     head = _head()
     ids = draft_vocabulary(documents, 64, 32)
-    features = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX, batch=4)
     batch = features.batch_at(0, 4, 0)
-    own = init_params(head.specs(), jax.random.key(1))
+    own = random_params(head.specs(), 1)
     losses_of = jax.jit(partial(unrolled_loss, TARGET, head, num_unrolled=1))
     frozen = Frozen(target_params, {"target_ids": jnp.array(ids)})
     loss, metrics = losses_of(own, frozen, batch, jax.random.key(0))
+
     # The same, position by position.
-    logits = np.asarray(TARGET.logits(target_params, batch.hidden.reshape(-1, 64)), np.float64)
-    teacher = logits.reshape(4, LENGTH, 64)
-    full = Params(target_params, replace(own, target_ids=jnp.array(ids)))
-    fused = head.fuse(own, Features(batch.hidden, batch.auxiliary.reshape(4 * LENGTH, -1)))
-    hidden, _ = head.extend(
-        TARGET, full, shift(batch.tokens, 1).reshape(-1), fused, CausalRows.of(4, LENGTH), None
-    )
-    drafted = np.asarray(head.logits(TARGET, full, hidden), np.float64).reshape(4, LENGTH, 32)
+    @jax.jit
+    def logits_of(full, batch):
+        fused = head.fuse(
+            full.drafter, Features(batch.hidden, batch.auxiliary.reshape(4 * LENGTH, -1))
+        )
+        fed, rows = shift(batch.tokens, 1).reshape(-1), CausalRows.of(4, LENGTH)
+        hidden, _ = head.extend(TARGET, full, fed, fused, rows, None)
+        flat = batch.hidden.reshape(4 * LENGTH, -1)
+        return TARGET.logits(full.target, flat), head.logits(TARGET, full, hidden)
+
+    found = logits_of(Params(target_params, replace(own, target_ids=ids)), batch)
+    teacher, drafted = (np.asarray(x, np.float64).reshape(4, LENGTH, -1) for x in found)
     losses = []
     for b in range(4):
         for t in range(LENGTH - 2):
@@ -139,15 +150,16 @@ def test_eagle3_loss_is_the_cross_entropy_of_counted_positions(target_params, do
     assert 0 <= metrics["accuracy_1"] <= 1
 
 
-def test_features_do_not_depend_on_the_padding_of_the_last_batch(target_params, documents):
-    whole = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX, batch=12)
+def test_features_do_not_depend_on_the_padding_of_the_last_batch(
+    target_params, documents, features
+):
     split = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX, batch=5)
-    for a, b in zip(whole.rows, split.rows, strict=True):
+    for a, b in zip(features.rows, split.rows, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-3)
 
 
-def test_exported_features_are_those_of_the_rows_that_are_kept(target_params, documents):
-    whole = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX).rows
+def test_exported_features_are_those_of_the_rows_that_are_kept(documents, features):
+    whole = features.rows
     exported = list(zip(whole.hidden[:, :19], whole.auxiliary[:, :19], strict=True))
     for length in LENGTH, 18, 10:  # all fits; the front goes; the front and the end
         rows = FeatureSet.exported(documents, exported, length).rows
@@ -166,18 +178,18 @@ def test_exported_features_are_those_of_the_rows_that_are_kept(target_params, do
             assert not mine[:, count:].any()
 
 
-def test_what_does_not_count_has_no_part_in_the_loss(target_params, documents):
+def test_what_does_not_count_has_no_part_in_the_loss(target_params, documents, features):
     head = _head()
     ids = jnp.array(draft_vocabulary(documents, 64, 32))
-    batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX).batch_at(0, 4, 0)
+    batch = jax.device_get(features.batch_at(0, 4, 0))
     last = 19  # whose features nobody exports
-    other = batch._replace(
-        hidden=batch.hidden.at[:, last:].set(0), auxiliary=batch.auxiliary.at[:, last:].set(0)
-    )
+    hidden, auxiliary = batch.hidden.copy(), batch.auxiliary.copy()
+    hidden[:, last:] = auxiliary[:, last:] = 0
+    other = batch._replace(hidden=hidden, auxiliary=auxiliary)
     loss = jax.jit(
         jax.value_and_grad(partial(unrolled_loss, TARGET, head, num_unrolled=3), has_aux=True)
     )
-    own, key = init_params(head.specs(), jax.random.key(1)), jax.random.key(0)
+    own, key = random_params(head.specs(), 1), jax.random.key(0)
     frozen = Frozen(target_params, {"target_ids": ids})
     (one, _), gradient = loss(own, frozen, batch, key)
     (two, _), same = loss(own, frozen, other, key)
@@ -192,7 +204,7 @@ def test_draft_vocabulary_holds_the_most_frequent_answer_tokens():
 
 @pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
 def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
-    kind, target_params, documents, tmp_path
+    kind, target_params, documents, features, tmp_path
 ):
     schedule = Schedule(steps=12, batch_size=6, length=LENGTH, learning_rate=3e-3, seed=0)
     if kind == "eagle1":
@@ -210,7 +222,7 @@ def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
         frozen = Frozen(target_params, {"target_ids": params.target_ids})
         config = eagle3.to_hf(head)
         extra, floats = eagle3.vocabulary_tensors(head, params), eagle3.float_params(params)
-    batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX).batch_at(0, 12, 0)
+    loss, batch = jax.jit(loss), features.batch_at(0, 12, 0)
     before = loss(init_params(head.specs(), jax.random.key(0)), frozen, batch, jax.random.key(1))[0]
     after = loss(floats, frozen, batch, jax.random.key(1))[0]
     assert after < before

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.params import random_params
 
 from specjax.checkpoint.save import save_checkpoint
 from specjax.config import SpeculativeConfig
@@ -32,17 +33,9 @@ TARGET = replace(demo_qwen3_5(48, 2, 64), layer_types=(DELTA, ATTENTION))
 HEAD = MTPHead(TARGET)
 
 
-def noisy(specs, seed):
-    """Weights in which norms and gates matter, too."""
-    leaves, tree = jax.tree.flatten(init_params(specs, jax.random.key(seed)))
-    keys = jax.random.split(jax.random.key(seed + 1), len(leaves))
-    pairs = zip(leaves, keys, strict=True)
-    return jax.tree.unflatten(tree, [x + 0.1 * jax.random.normal(k, x.shape) for x, k in pairs])
-
-
 @pytest.fixture(scope="module")
 def target_params():
-    return noisy(TARGET.specs(), 0)
+    return jax.device_put(random_params(TARGET.specs(), 0))
 
 
 @pytest.fixture(scope="module")
@@ -51,11 +44,16 @@ def documents():
     return [Document(rng.integers(0, 48, 20).astype(np.int32), 4) for _ in range(12)]
 
 
+@pytest.fixture(scope="module")
+def features(target_params, documents):
+    return FeatureSet.of(TARGET, target_params, documents, LENGTH, ())
+
+
 def test_the_unrolled_chain_is_what_drafting_computes(target_params):
     """Row i, step j of training equals the j-th draft after i + 1 verified tokens, paged."""
     last = 10  # rows 0..last are verified; token last + 1 is the newest
-    params = Params(target_params, noisy(HEAD.specs(), 5))
-    tokens = jnp.array(np.random.default_rng(3).integers(0, 48, (1, LENGTH)).astype(np.int32))
+    params = Params(target_params, random_params(HEAD.specs(), 5))
+    tokens = np.random.default_rng(3).integers(0, 48, (1, LENGTH)).astype(np.int32)
 
     @jax.jit
     def draft(params, tokens):
@@ -92,21 +90,25 @@ def test_the_unrolled_chain_is_what_drafting_computes(target_params):
         return jnp.stack(found)
 
     hidden, drafts = draft(params, tokens)
-    chain = jnp.concatenate([tokens[:, : last + 2], drafts], axis=1)
-    chain = jnp.pad(chain, ((0, 0), (0, LENGTH - chain.shape[1])))
+    chain = np.concatenate([tokens[:, : last + 2], drafts], axis=1)
+    chain = np.pad(chain, ((0, 0), (0, LENGTH - chain.shape[1])))
     assert unroll(params, hidden, chain).tolist() == drafts[0].tolist()
 
 
-def test_the_loss_is_the_cross_entropy_of_answers(target_params, documents):
-    batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, (), batch=4).batch_at(0, 4, 0)
-    own = noisy(HEAD.specs(), 5)
+def test_the_loss_is_the_cross_entropy_of_answers(target_params, features):
+    batch, own = features.batch_at(0, 4, 0), random_params(HEAD.specs(), 5)
     losses_of = jax.jit(partial(unrolled_loss, TARGET, HEAD, num_unrolled=1))
     loss, _ = losses_of(own, Frozen(target_params, {}), batch, jax.random.key(0))
-    flat = batch.hidden.reshape(4 * LENGTH, -1)
-    teacher = np.asarray(TARGET.logits(target_params, flat), np.float64).reshape(4, LENGTH, -1)
-    params, rows = Params(target_params, own), CausalRows.of(4, LENGTH)
-    hidden, _ = HEAD.extend(TARGET, params, shift(batch.tokens, 1).reshape(-1), flat, rows, None)
-    drafted = np.asarray(HEAD.logits(TARGET, params, hidden), np.float64).reshape(teacher.shape)
+
+    @jax.jit
+    def logits_of(params, batch):
+        flat, rows = batch.hidden.reshape(4 * LENGTH, -1), CausalRows.of(4, LENGTH)
+        fed = shift(batch.tokens, 1).reshape(-1)
+        hidden, _ = HEAD.extend(TARGET, params, fed, flat, rows, None)
+        return TARGET.logits(params.target, flat), HEAD.logits(TARGET, params, hidden)
+
+    found = logits_of(Params(target_params, own), batch)
+    teacher, drafted = (np.asarray(x, np.float64).reshape(4, LENGTH, -1) for x in found)
     losses = []
     for b in range(4):
         for t in range(LENGTH - 2):
@@ -119,14 +121,14 @@ def test_the_loss_is_the_cross_entropy_of_answers(target_params, documents):
 
 
 def test_training_lowers_the_loss_and_the_module_lies_in_the_targets_files(
-    target_params, documents, tmp_path
+    target_params, documents, features, tmp_path
 ):
     schedule = Schedule(steps=12, batch_size=6, length=LENGTH, learning_rate=3e-3, seed=0)
     head, params, _ = train_mtp(
         TARGET, target_params, documents, tmp_path / "run", schedule, num_unrolled=2
     )
     loss = jax.jit(partial(unrolled_loss, TARGET, head, num_unrolled=2))
-    batch = FeatureSet.of(TARGET, target_params, documents, LENGTH, ()).batch_at(0, 12, 0)
+    batch = features.batch_at(0, 12, 0)
     frozen, key = Frozen(target_params, {}), jax.random.key(1)
     before = loss(init_params(head.specs(), jax.random.key(0)), frozen, batch, key)[0]
     assert loss(params, frozen, batch, key)[0] < before
