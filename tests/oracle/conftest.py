@@ -2,12 +2,16 @@
 
 The oracle has no cache: for each round it runs the head over all true rows, then over its own
 output, from the target's hidden states as transformers computes them. So a wrong shift of tokens,
-position, feature or cache entry shows as another draft.
+position, feature or cache entry shows as another draft. What is put out is compared as well, with
+what transformers' logits and the requests' noise come to.
+
+All engines have the same sizes and one shape of each kind of step: two requests at a time, in
+chunks of 16 tokens, and pages for less than two of full length.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Protocol
 
 import jax
@@ -30,7 +34,17 @@ torch = pytest.importorskip("torch")
 
 K = 3  # the most drafts of a step
 MAX_LEN = 64
-LENGTHS = (3, 21, 16, 37)  # of the prompts: 1 to 3 chunks, one of them exact
+# Of the prompts: 1 to 3 chunks, one of them exact; chunks of 1, K, K + 1, K + 2 tokens.
+LENGTHS = (3, 20, 16, 37, 1, 4)
+SEED = 7  # of the first request; the others' follow
+SIZES = {
+    "max_model_len": MAX_LEN,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 32,
+    "num_pages": 6,
+    "decode_batches": (2,),
+    "prefill_shapes": ((2, 16),),
+}
 FLOAT32 = np.dtype(np.float32)
 
 
@@ -72,6 +86,14 @@ def target_states(hf, tokens):
     return final, [embedded, *(out.reshape(final.shape) for out in outputs)]
 
 
+@cache
+def noise_of(seed, vocab_size):
+    """What is added to the logits at every position of a request: [MAX_LEN, V]."""
+    make = jax.jit(gumbel_noise, static_argnums=(1, 3))
+    seeds, positions = np.full(MAX_LEN, seed, np.uint32), np.arange(MAX_LEN, dtype=np.int32)
+    return torch.tensor(np.asarray(make(seeds, Stream.TARGET, (positions,), vocab_size)))
+
+
 def choose(request, asked, logits, tokens):
     """argmax(logits / T + Gumbel(seed, position)) of edited logits; the argmax at temperature 0."""
     position, prompt = len(tokens), request.prompt_token_ids
@@ -80,20 +102,18 @@ def choose(request, asked, logits, tokens):
         edited = oracle.edit(logits.tolist())
         logits = torch.tensor(edited).where(torch.tensor(oracle.kept(edited)), -torch.inf)
     if temperature := request.params.temperature:
-        seeds, positions = jnp.array(request.seeds, jnp.uint32), jnp.array([position])
-        noise = gumbel_noise(seeds, Stream.TARGET, (positions,), len(logits))[0]
-        logits = logits / temperature + torch.tensor(np.asarray(noise))
+        noise = noise_of(request.seeds[0], len(logits))[position]
+        logits = logits / temperature + noise
     return int(logits.argmax())
 
 
-def expected_chain(head, hf_states, tokens, length, num_drafts, choose):
+def expected_chain(head, fused, tokens, length, num_drafts, choose):
     """The head's input at n - 1, and its drafts for the positions after x_n, n = length.
 
     It runs over rows (f_p, x_{p+1}) at p = 0..n-1, then over its own output and drafts.
     """
-    final, entering = hf_states
     embedded = head.embedding[torch.tensor(tokens[1 : length + 1])]
-    hidden = head.fuse(final, entering)[:length]
+    hidden = fused[:length]
     first, y = hidden[-1], head.run(embedded, hidden)[-1]
     drafts = []
     committed = tokens[: length + 1]
@@ -110,7 +130,7 @@ def expected_chain(head, hf_states, tokens, length, num_drafts, choose):
 class RecordingDrafter:
     """Drafts with `inner`, and keeps by request and length what it drafted, and started from.
 
-    A request is told by its prompt's second token, which is its number.
+    A request is told by its seed.
     """
 
     inner: ChainDrafter
@@ -121,30 +141,33 @@ class RecordingDrafter:
 
     def init_state(self, num_slots, num_pages, page_size, dtype):
         inner = self.inner.init_state(num_slots, num_pages, page_size, dtype)
-        record = (
-            jnp.full((len(LENGTHS), MAX_LEN, K), -1),
-            jnp.full((len(LENGTHS), MAX_LEN, inner.hidden.shape[1]), jnp.nan),
+        shape = len(LENGTHS), MAX_LEN
+        return inner, (
+            jnp.full((*shape, K), -1),
+            jnp.full((*shape, inner.hidden.shape[1]), jnp.nan),
         )
-        return inner, jnp.zeros(num_slots, jnp.int32), record
 
     def draft(self, target, params, state, context, k):
-        inner, numbers, record = state
+        inner, record = state
         hidden = inner.hidden[context.slots]
         draft, inner = self.inner.draft(target, params, inner, context, k)
-        row = jnp.where(context.is_active, numbers[context.slots], len(LENGTHS))
+        number = context.requests.sampling.seeds.astype(jnp.int32) - SEED
+        row = jnp.where(context.is_active, number, len(LENGTHS))
         padded = jnp.pad(draft.tokens, ((0, 0), (0, K - k)), constant_values=-1)
         record = tuple(
             kept.at[row, context.starts].set(new, mode="drop")
             for kept, new in zip(record, (padded, hidden), strict=True)
         )
-        return draft, (inner, numbers, record)
+        return draft, (inner, record)
 
-    def observe(self, target, params, state, slots, rows, following, features, last):
-        inner, numbers, record = state
-        inner = self.inner.observe(target, params, inner, slots, rows, following, features, last)
-        is_first = rows.positions.reshape(len(slots), -1)[:, 0] == 0
-        changed = jnp.where(is_first, following[:, 0], numbers[slots])
-        return inner, numbers.at[slots].set(changed, mode="drop"), record
+    def observe(self, target, params, state, *shown):
+        inner, record = state
+        return self.inner.observe(target, params, inner, *shown), record
+
+
+def recorded(engine):
+    """By request and length: drafts, -1 for none, and the hidden state that they start from."""
+    return jax.device_get(engine.programs.state.drafter[1])
 
 
 @dataclass
@@ -159,84 +182,85 @@ class CyclicPolicy(Rule):
         return self.choices[self.num_steps % len(self.choices)]
 
 
-def check(
-    target,
-    files,
-    method,
-    oracle,
-    *,
-    make_prompts,
-    asked,
-    ks=(2,),
-    num_seqs=1,
-    edits=None,
-    least=40,
-    **speculative,
-):
-    """Run requests through an engine with the head in `files` and compare every draft.
-
-    The steps take their K from `ks` in turn; more than `least` rounds must have drafted.
-    """
+def recording_engine(target, files, policy, method, speculative):
+    """(drafter, engine) of a target and a head in `files`."""
     model, params = load_model(target.folder, FLOAT32)
     config = SpeculativeConfig(
         method=method, model=str(files.folder), num_speculative_tokens=K, **speculative
     )
     drafter, head_params = load_drafter(files.folder, config, model, FLOAT32)
     drafter, head_params = share_embedding(drafter, head_params, model, params)
+    weights = Params(params, head_params)
+    return drafter, Engine(EngineConfig(**SIZES), model, RecordingDrafter(drafter), weights, policy)
+
+
+def run(engine, requests):
+    """The tokens of every request, prompt included."""
+    for request in requests:
+        engine.add(request)
+    outputs = {}
+    while engine.has_work:
+        outputs |= {s.request.request_id: s.output for s in engine.step()}
+    return [[*r.prompt_token_ids, *outputs[r.request_id]] for r in requests]
+
+
+def check_rounds(oracle, fused, tokens, num_prompt, drafts, hidden, choose):
+    """Compare every round of one request; how many drafts each that drafted had accepted."""
+    num_accepted, length = [], num_prompt
+    while length < len(tokens) - 1:
+        # A draft past the request's end is never put out, and has no page to stand on.
+        remaining = len(tokens) - 1 - length
+        found = [d for d in drafts[length].tolist() if d >= 0][:remaining]
+        start, expected = expected_chain(oracle, fused, tokens, length, len(found), choose)
+        np.testing.assert_allclose(hidden[length], start, rtol=0, atol=1e-4, err_msg=str(length))
+        assert found == expected, length
+        truth = tokens[length + 1 : length + 1 + len(found)]
+        accepted = [a == b for a, b in zip(found, truth, strict=True)]
+        accepted = (accepted + [False]).index(False)
+        num_accepted += [min(accepted, remaining - 1)] if found else []
+        length += accepted + 1
+    return num_accepted
+
+
+def check(
+    target, files, method, oracle, *, make_prompts, asked, ks=(2,), edits=None, least=40, **others
+):
+    """Run requests through an engine with the head in `files`; compare every draft and token.
+
+    The steps take their K from `ks` in turn; more than `least` rounds must have drafted. `others`
+    are of the speculative config.
+    """
     policy = CyclicPolicy(ks)
-    engine = Engine(
-        EngineConfig(
-            max_model_len=MAX_LEN, max_num_seqs=num_seqs, max_num_batched_tokens=16, num_pages=16
-        ),
-        model,
-        RecordingDrafter(drafter),
-        Params(params, head_params),
-        policy,
-    )
+    drafter, engine = recording_engine(target, files, policy, method, others)
     requests = [
         Request(
             i,
             tuple(prompt),
             SamplingParams(temperature=float(i % 2), **(edits or {})),
             MAX_LEN - len(prompt) - 2 * i,
-            (7 + i,),
+            (SEED + i,),
         )
-        for i, prompt in enumerate(make_prompts(*LENGTHS, vocab_size=model.vocab_size))
+        for i, prompt in enumerate(make_prompts(*LENGTHS, vocab_size=engine.target.vocab_size))
     ]
-    for request in requests:
-        engine.add(request)
-    outputs = {}
-    while engine.has_work:
-        outputs |= {s.request.request_id: s.output for s in engine.step()}
-    all_drafts, all_hidden = jax.device_get(engine._state.drafter[2])
-
+    sequences = run(engine, requests)
     num_accepted = []
-    for request in requests:
-        tokens = [*request.prompt_token_ids, *outputs[request.request_id]]
+    for request, tokens, *rounds in zip(requests, sequences, *recorded(engine), strict=True):
         assert len(tokens) == request.max_length
+        num_prompt = len(request.prompt_token_ids)
+        draw = partial(choose, request, asked)
         with torch.no_grad():
-            states = target_states(target.hf, tokens)
-            length = len(request.prompt_token_ids)
-            while length < len(tokens) - 1:
-                at = request.request_id, length
-                drafts = [d for d in all_drafts[at].tolist() if d >= 0]
-                # A draft past the request's end is never put out, and has no page to stand on.
-                remaining = len(tokens) - 1 - length
-                drafts = drafts[:remaining]
-                hidden, expected = expected_chain(
-                    oracle, states, tokens, length, len(drafts), partial(choose, request, asked)
-                )
-                np.testing.assert_allclose(all_hidden[at], hidden, rtol=0, atol=1e-4, err_msg=at)
-                assert drafts == expected, at
-                truth = tokens[length + 1 : length + 1 + len(drafts)]
-                accepted = [a == b for a, b in zip(drafts, truth, strict=True)]
-                accepted = (accepted + [False]).index(False)
-                num_accepted += [min(accepted, remaining - 1)] if drafts else []
-                length += accepted + 1
+            final, entering = target_states(target.hf, tokens)
+            logits = target.hf.get_output_embeddings()(final)
+            expected = [draw(logits[i - 1], tokens[:i]) for i in range(num_prompt, len(tokens))]
+            assert tokens[num_prompt:] == expected
+            fused = oracle.fuse(final, entering)
+            num_accepted += check_rounds(oracle, fused, tokens, num_prompt, *rounds, draw)
     assert policy.num_steps > 20
     # The comparison means little if all or no drafts stood.
     assert {0, 1} <= set(num_accepted) and len(num_accepted) > least
-    assert engine.metrics().num_accepted_tokens == sum(num_accepted)
+    metrics = engine.metrics()
+    assert metrics.num_accepted_tokens == sum(num_accepted)
+    assert metrics.num_preemptions > 0
     return drafter, engine
 
 

@@ -3,7 +3,8 @@
 The oracle is written from the published description; conftest.py has how it is run.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 
 from specjax.config import SpeculativeConfig
+from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.registry import load_drafter
+from specjax.device.models.model import Features
 from specjax.device.models.registry import load_model
+from specjax.train.context import CausalRows
 
 torch = pytest.importorskip("torch")
 
@@ -133,27 +137,65 @@ def oracle_of(target, files, *, aux_layers=(), **options):
 
 @pytest.fixture(scope="module")
 def target(checkpoints):
-    return checkpoints.target("llama", vocab_size=VOCAB, num_hidden_layers=3)
+    """Of EAGLE-3, whose default layers need three."""
+    return checkpoints.target("qwen3", vocab_size=VOCAB, num_hidden_layers=3, head_dim=8)
+
+
+@pytest.fixture(scope="module")
+def shallow_target(checkpoints):
+    """Of EAGLE-1, which reads the end of a target alone."""
+    return checkpoints.target(
+        "qwen2", vocab_size=VOCAB, num_hidden_layers=1, tie_word_embeddings=True
+    )
 
 
 # --- EAGLE-1 --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "options, keeps_embedding",
+    "options, keeps_embedding, ks",
     [
-        ({"embedding": "same"}, False),
-        ({"embedding": "own", "fc_bias": True, "rope_theta": 5e2, "file": TORCH_FILE}, True),
-        # The bias is said by the config, but is not there.
-        ({"num_attention_heads": 2, "head_dim": 12, "rms_norm_eps": 0.1, "bias": True}, False),
+        # A config that says nothing more.
+        ({}, False, (3, 0)),
+        # What the config says of a bias is not there, and the embedding is the target's.
+        ({"embedding": "same", "bias": True}, False, (3,)),
     ],
-    ids=["plain", "fc-bias-own-embedding", "own-geometry-no-bias"],
+    ids=["plain-k-changes", "copied-embedding-no-bias"],
 )
-def test_eagle1_drafts(checkpoints, check_drafts, target, options, keeps_embedding):
-    files = checkpoints.eagle(target, **options)
-    drafter, engine = check_drafts(target, files, "eagle", oracle_of(target, files))
+def test_eagle1_drafts(checkpoints, check_drafts, shallow_target, options, keeps_embedding, ks):
+    files = checkpoints.eagle(shallow_target, **options)
+    oracle = oracle_of(shallow_target, files)
+    drafter, engine = check_drafts(shallow_target, files, "eagle", oracle, ks=ks)
     assert drafter.head.has_embedding == keeps_embedding
     assert (engine.params.drafter.embedding is not None) == keeps_embedding
+
+
+def test_greedy_drafting_ignores_the_temperature(checkpoints, check_drafts, shallow_target):
+    """Here by a head with all that EAGLE-1 may have of its own."""
+    files = checkpoints.eagle(
+        shallow_target,
+        seed=2,
+        embedding="own",
+        fc_bias=True,
+        rope_theta=5e2,
+        num_attention_heads=2,
+        head_dim=12,
+        rms_norm_eps=0.1,
+        file=TORCH_FILE,
+    )
+    greedy = GreedyOracle(**vars(oracle_of(shallow_target, files)))
+    drafter, engine = check_drafts(
+        shallow_target, files, "eagle", greedy, draft_sample_method="greedy"
+    )
+    assert drafter.head.has_embedding and engine.params.drafter.embedding is not None
+
+
+class GreedyOracle(OracleHead):
+    """The oracle under draft_sample_method="greedy": noise cannot outweigh its logits."""
+
+    def logits(self, y):
+        logits = super().logits(y)
+        return torch.where(logits == logits.max(), 1e9, logits)
 
 
 # --- EAGLE-3 --------------------------------------------------------------------------------------
@@ -174,47 +216,122 @@ def test_eagle3_default_layers(checkpoints):
     assert drafter.aux_layers == (2, 3, 4)
 
 
+# What an EAGLE-3 head may have, and what that means to the oracle.
+OPTIONS = {
+    "plain": ({}, {}),
+    "norm-before-residual-d2t": (
+        {"norm_before_residual": True, "draft_vocab": 15, "file": TORCH_FILE},
+        {"norm_before_residual": True},
+    ),
+    "recycled-norm-input-norm": (
+        {"norm_output": True, "input_norm": True, "rope_theta": 5e2},
+        {"recycle_normed": True},
+    ),
+    # SpecForge's norm_output is another.
+    "specforge-fc-norm-explicit-layers": (
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "norm_output": True,
+            "fc_norm": True,
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 0],
+        },
+        {"recycle_normed": False, "aux_layers": (1, 3, 0)},
+    ),
+    "specforge-norm": (
+        {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": True},
+        {"recycle_normed": False},
+    ),
+    "own-width-nested-layers": (
+        {
+            "embedding": "own",
+            "hidden_size": 24,
+            "head_dim": 10,
+            "num_aux": 2,
+            "eagle_config": {"layer_ids": [3, 1]},
+        },
+        {"aux_layers": (3, 1)},
+    ),
+    "all": (
+        {
+            "norm_before_residual": True,
+            "draft_vocab": 15,
+            "norm_output": True,
+            "input_norm": True,
+            "fc_norm": True,
+            "rope_theta": 5e2,
+            "embedding": "own",
+            "hidden_size": 24,
+            "head_dim": 10,
+            "num_aux": 2,
+            "eagle_config": {"layer_ids": [3, 1]},
+            "file": TORCH_FILE,
+        },
+        {"norm_before_residual": True, "recycle_normed": True, "aux_layers": (3, 1)},
+    ),
+}
+
+
+def eagle3_of(checkpoints, target, name):
+    """(files, oracle) of a head; one without explicit layers reads the default ones."""
+    options, oracle_options = OPTIONS[name]
+    files = checkpoints.eagle3(target, **options)
+    return files, oracle_of(target, files, **({"aux_layers": (2, 1, 0)} | oracle_options))
+
+
+@partial(jax.jit, static_argnums=(0, 1))
+def run_head(head, target, params, tokens, states):
+    """(what is recycled, logits) of a head's rows: no cache, whole sequences."""
+    hidden = head.fuse(params.drafter, Features(states[:, :1], states))
+    rows = CausalRows.of(1, len(tokens))
+    y, _ = head.extend(target, params, tokens, hidden, rows, None)
+    return y, head.logits(target, params, y)
+
+
 @pytest.mark.parametrize(
-    "options, oracle_options",
+    "name",
     [
-        (
-            {"norm_before_residual": True, "draft_vocab": 15, "file": TORCH_FILE},
-            {"norm_before_residual": True},
-        ),
-        ({"norm_output": True, "input_norm": True, "rope_theta": 5e2}, {"recycle_normed": True}),
-        (
-            {
-                "architectures": ["LlamaForCausalLMEagle3"],
-                "norm_output": True,
-                "fc_norm": True,
-                "eagle_aux_hidden_state_layer_ids": [1, 3, 0],
-            },
-            {"recycle_normed": False, "aux_layers": (1, 3, 0)},
-        ),
-        (
-            {
-                "embedding": "own",
-                "hidden_size": 24,
-                "head_dim": 10,
-                "num_aux": 2,
-                "eagle_config": {"layer_ids": [3, 1]},
-            },
-            {"aux_layers": (3, 1)},
-        ),
-    ],
-    ids=[
         "norm-before-residual-d2t",
         "recycled-norm-input-norm",
         "specforge-fc-norm-explicit-layers",
         "own-width-nested-layers",
     ],
 )
-def test_eagle3_drafts_in_the_raw_layout(
-    checkpoints, check_drafts, target, options, oracle_options
-):
-    files = checkpoints.eagle3(target, **options)
-    oracle = oracle_of(target, files, **({"aux_layers": (2, 1, 0)} | oracle_options))
+def test_every_part_of_eagle3_by_itself(checkpoints, target, name):
+    """Over all rows at once; the drafts below are of heads that have none of them, and all."""
+    files, oracle = eagle3_of(checkpoints, target, name)
+    drafter, head_params = loaded(target, files)
+    assert drafter.aux_layers == oracle.aux_layers
+    model, params = load_model(target.folder, FLOAT32)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, 20)
+    generator = torch.Generator().manual_seed(0)
+    entering = [torch.randn(20, model.hidden_size, generator=generator) for _ in range(4)]
+    y = oracle.run(oracle.embedding[tokens], oracle.fuse(None, entering))
+    states = torch.cat([entering[i] for i in oracle.aux_layers], -1).numpy()
+    found, logits = run_head(drafter.head, model, Params(params, head_params), tokens, states)
+    np.testing.assert_allclose(found, oracle.recycled(y), rtol=0, atol=1e-4)
+    ids = head_params.target_ids
+    expected = torch.stack([oracle.logits(row) for row in y])
+    expected = expected[:, slice(None) if ids is None else np.array(ids)]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+
+
+def test_eagle3_drafts(checkpoints, check_drafts, target):
+    files, oracle = eagle3_of(checkpoints, target, "all")
     check_drafts(target, files, "eagle3", oracle)
+
+
+def test_drafts_are_edited_as_the_target_will_be(checkpoints, check_drafts, target):
+    """By what stands and the drafts before; over ids of the target, though the head has fewer."""
+    files, oracle = eagle3_of(checkpoints, target, "all")
+    edits = {
+        "repetition_penalty": 1.4,
+        "frequency_penalty": 0.3,
+        "presence_penalty": -0.2,
+        "logit_bias": {3: 1.5, 8: -2.0},
+        "top_k": 6,
+        "top_p": 0.95,
+    }
+    check_drafts(target, files, "eagle3", oracle, edits=edits)
 
 
 @pytest.mark.parametrize("norm_before_residual", [None, False])
@@ -242,57 +359,21 @@ def test_eagle3_layers_numbered_by_output(checkpoints, target):
     jax.tree.map(np.testing.assert_array_equal, params, its_params)
 
 
-def test_greedy_drafting_ignores_the_temperature(checkpoints, check_drafts, target):
-    files = checkpoints.eagle3(target)
-    oracle = oracle_of(target, files, aux_layers=(2, 1, 0))
-    greedy = GreedyOracle(**vars(oracle))
-    check_drafts(target, files, "eagle3", greedy, draft_sample_method="greedy")
-
-
-class GreedyOracle(OracleHead):
-    """The oracle under draft_sample_method="greedy": noise cannot outweigh its logits."""
-
-    def logits(self, y):
-        logits = super().logits(y)
-        return torch.where(logits == logits.max(), 1e9, logits)
-
-
-def test_drafts_are_edited_as_the_target_will_be(checkpoints, check_drafts, target):
-    """By what stands and the drafts before; over ids of the target, though the head has fewer."""
-    files = checkpoints.eagle3(target, draft_vocab=15)
-    oracle = oracle_of(target, files, aux_layers=(2, 1, 0))
-    edits = {
-        "repetition_penalty": 1.4,
-        "frequency_penalty": 0.3,
-        "presence_penalty": -0.2,
-        "logit_bias": {3: 1.5, 8: -2.0},
-        "top_k": 6,
-        "top_p": 0.95,
-    }
-    check_drafts(target, files, "eagle3", oracle, edits=edits)
-
-
 # --- the cache of the head, kept in step ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["eagle", "eagle3"])
+@pytest.mark.parametrize(
+    "name, ks, least",
+    [
+        ("plain", (3, 0), 40),
+        # Those rounds never run the head through, but leave it all that it goes on from.
+        ("specforge-norm", (*[3] * 8, *[0] * 20), 20),
+    ],
+    ids=["every-step", "after-many-rounds-without"],
+)
 def test_drafts_stay_true_when_k_changes_and_slots_change_hands(
-    checkpoints, check_drafts, target, method
+    checkpoints, check_drafts, target, name, ks, least
 ):
-    """Steps without drafts must still keep the head's cache true, in whatever slot it is.
-
-    The heads are those of a config that says nothing more.
-    """
-    files = getattr(checkpoints, method)(target)
-    oracle = oracle_of(target, files)
-    if method == "eagle3":
-        oracle = replace(oracle, aux_layers=(2, 1, 0))
-    num_seqs = {"eagle": 1, "eagle3": 2}[method]
-    check_drafts(target, files, method, oracle, ks=(3, 0, 2), num_seqs=num_seqs)
-
-
-def test_drafts_are_true_after_many_rounds_without(checkpoints, check_drafts, target):
-    """Those rounds never run the head through, but leave it all that it goes on from."""
-    files = checkpoints.eagle3(target)
-    oracle = oracle_of(target, files, aux_layers=(2, 1, 0))
-    check_drafts(target, files, "eagle3", oracle, ks=(*[3] * 8, *[0] * 20), least=20)
+    """Steps without drafts must still keep the head's cache true, in whatever slot it is."""
+    files, oracle = eagle3_of(checkpoints, target, name)
+    check_drafts(target, files, "eagle3", oracle, ks=ks, least=least)

@@ -6,23 +6,25 @@ rows of a verification, of which some are rejected.
 
 import copy
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+from support.logits import causal_logits, hf_logits
 
 from specjax import LLM, SamplingParams
 from specjax.device.cache.rows import CachedRows
 from specjax.device.models.layers.attention import Attention
 from specjax.device.models.registry import load_model
-from specjax.train.context import CausalRows
 
 torch = pytest.importorskip("torch")
 
 FLOAT32 = np.dtype(np.float32)
 BATCH, LENGTH, PAGE_SIZE, K = 2, 168, 8, 3
+WIDEST = 72  # chunk: more than the delta rule takes at once
 # Prompt tokens of each request in each step, then rows that stand of the K+1 of each round.
 CHUNKS = ((3, 5), (64, 65), (5, 0), (1, 64), (65, 3), (0, 1))
 STANDING = ((4, 1), (2, 3), (1, 4), (3, 2)) * 3
@@ -64,16 +66,17 @@ CASES = {
     "qwen3_5-vision-tied": ("qwen3_5", {"tie_word_embeddings": True}),
     "qwen3_5_moe-vision": ("qwen3_5_moe", {"num_hidden_layers": 2}),
 }
-FEW = ("qwen3_next", "qwen3_5-vision-tied", "qwen3_5_moe")  # one of each family
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(case, id=name, marks=() if name in FEW else pytest.mark.slow)
+def cases(*fast):
+    """All cases, slow but for the `fast`."""
+    return [
+        pytest.param(case, id=name, marks=() if name in fast else pytest.mark.slow)
         for name, case in CASES.items()
-    ],
-)
+    ]
+
+
+@pytest.fixture(scope="module")
 def target(request, checkpoints):
     kind, config = request.param
     return checkpoints.target(kind, **config)
@@ -84,22 +87,20 @@ def tokens():
     return np.random.default_rng(0).integers(0, 96, (BATCH, LENGTH))
 
 
-def hf_logits(hf, tokens):
-    with torch.no_grad():
-        return hf(input_ids=torch.tensor(tokens)).logits.float().numpy()
-
-
-def causal_logits(folder, tokens, dtype=FLOAT32):
-    """Logits [B, T, V] of whole sequences, as in training."""
-    model, params = load_model(folder, np.dtype(dtype))
-    rows = CausalRows.of(*tokens.shape)
-
-    @jax.jit
-    def run(params, tokens):
-        features, _ = model.extend(params, tokens, rows, None)
-        return model.logits(params, features.hidden)
-
-    return np.asarray(run(params, jnp.array(tokens.reshape(-1)))).reshape(*tokens.shape, -1)
+@partial(jax.jit, static_argnames=("model", "folds"))
+def run(params, cache, table, tokens, starts, counts, pending, model, folds):
+    """Logits [B, T, V] of rows that go on from the cache, and the cache."""
+    rows = CachedRows.starting_at(
+        starts,
+        counts,
+        tokens.shape[1],
+        table,
+        slots=jnp.array([2, 0]),
+        pending=pending,
+        folds=folds,
+    )
+    features, cache = model.extend(params, tokens.reshape(-1), rows, cache)
+    return model.logits(params, features.hidden).reshape(*tokens.shape, -1), cache
 
 
 class Served:
@@ -109,38 +110,28 @@ class Served:
         self.model, self.params = load_model(folder, FLOAT32)
         num_pages = BATCH * LENGTH // PAGE_SIZE
         table = np.random.default_rng(1).permutation(num_pages + 3)[:num_pages]
-        self.table = jnp.array(table.reshape(BATCH, -1))
-        cache = self.model.init_cache(3, num_pages + 3, PAGE_SIZE, K + 1, "float32")
-        # What nothing was written to must not matter.
-        self.cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), cache)
-        self.run = jax.jit(self._run, static_argnames="folds")
-
-    def _run(self, params, cache, tokens, starts, counts, pending, *, folds):
-        rows = CachedRows.starting_at(
-            starts,
-            counts,
-            tokens.shape[1],
-            self.table,
-            slots=jnp.array([2, 0]),
-            pending=pending,
-            folds=folds,
+        self.table = table.reshape(BATCH, -1).astype(np.int32)
+        shapes = jax.eval_shape(
+            lambda: self.model.init_cache(3, num_pages + 3, PAGE_SIZE, K + 1, "float32")
         )
-        features, cache = self.model.extend(params, tokens.reshape(-1), rows, cache)
-        logits = self.model.logits(params, features.hidden)
-        return logits.reshape(*tokens.shape, -1), cache
+        # What nothing was written to must not matter.
+        self.cache = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), shapes)
 
     def extend(self, rows, starts, *, pending, folds):
-        """Logits of each request's rows; they come in one of three widths."""
-        counts = [len(row) for row in rows]
-        width = next(w for w in (K + 1, 8, 72) if max(counts) <= w and (w > K + 1) == folds)
-        padded = np.array([[*row, *[0] * (width - len(row))] for row in rows])
-        logits, self.cache = self.run(
+        """Logits of each request's rows, which are a round's, or those of chunks up to WIDEST."""
+        counts = np.array([len(row) for row in rows], np.int32)
+        width = WIDEST if folds else K + 1
+        padded = np.array([[*row, *[0] * (width - len(row))] for row in rows], np.int32)
+        starts, pending = np.array(starts, np.int32), np.array(pending, np.int32)
+        logits, self.cache = run(
             self.params,
             self.cache,
-            jnp.array(padded),
-            jnp.array(starts),
-            jnp.array(counts),
-            jnp.array(pending),
+            self.table,
+            padded,
+            starts,
+            counts,
+            pending,
+            model=self.model,
             folds=folds,
         )
         return [np.asarray(one)[:count] for one, count in zip(logits, counts, strict=True)]
@@ -167,11 +158,16 @@ def served_logits(folder, tokens, chunks=CHUNKS, standing=STANDING):
     return np.stack([np.concatenate(one) for one in logits])
 
 
+@pytest.mark.parametrize(
+    "target", cases("qwen3_next", "qwen3_5-vision-tied", "qwen3_5_moe"), indirect=True
+)
 def test_logits_of_whole_sequences(target, tokens):
     logits = causal_logits(target.folder, tokens)
     np.testing.assert_allclose(logits, hf_logits(target.hf, tokens), rtol=0, atol=1e-4)
 
 
+# In test_mtp.py the engine runs Qwen3-Next, which is Qwen3.5's experts under other names.
+@pytest.mark.parametrize("target", cases("qwen3_5-vision-tied", "qwen3_5_moe"), indirect=True)
 def test_logits_of_chunks_and_rounds(target, tokens):
     logits = served_logits(target.folder, tokens)
     expected = hf_logits(target.hf, tokens)[:, : logits.shape[1]]
@@ -182,10 +178,18 @@ def test_logits_of_chunks_and_rounds(target, tokens):
 # --- greedy output --------------------------------------------------------------------------------
 
 
+SIZES = {
+    "max_model_len": 136,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 48,
+    "decode_batches": (2,),
+    "prefill_shapes": ((2, 24),),
+}
+
+
 def check_greedy(folder, hf, prompts, *, max_tokens=64, **options):
     """Every token is the argmax of transformers' logits for what is before it."""
-    options = {"max_num_seqs": 2, "max_num_batched_tokens": 24, "show_progress": False} | options
-    with LLM(folder, max_model_len=136, **options) as llm:
+    with LLM(folder, **SIZES, show_progress=False, **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
         outputs = [o.outputs[0].token_ids for o in llm.generate(prompts, params, False)]
         metrics = llm.metrics()
@@ -202,17 +206,19 @@ def check_greedy(folder, hf, prompts, *, max_tokens=64, **options):
 PROMPTS = (1, K, K + 1, K + 2, 33, 65)
 
 
-def test_greedy_continuations(checkpoints, ragged_prompts):
-    target = checkpoints.target("qwen3_next")
-    check_greedy(target.folder, target.hf, ragged_prompts(*PROMPTS), max_num_seqs=1)
-
-
 @pytest.mark.parametrize(
-    "case",
-    ["qwen3_5-vision-tied", "qwen3_next", pytest.param("qwen3_5_moe", marks=pytest.mark.slow)],
+    "case", ["qwen3_5-vision-tied", pytest.param("qwen3_next", marks=pytest.mark.slow)]
 )
-def test_greedy_continuations_with_speculation(checkpoints, ragged_prompts, case):
+def test_greedy_continuations(checkpoints, ragged_prompts, case):
     kind, config = CASES[case]
+    target = checkpoints.target(kind, **config)
+    check_greedy(target.folder, target.hf, ragged_prompts(*PROMPTS))
+
+
+@pytest.mark.slow
+def test_greedy_continuations_with_speculation(checkpoints, ragged_prompts):
+    """As test_mtp.py does draft by draft, here by the public door."""
+    kind, config = CASES["qwen3_5_moe"]
     target = checkpoints.target(kind, **config)
     files = checkpoints.mtp(target)
     speculation = {"method": "mtp", "num_speculative_tokens": K}

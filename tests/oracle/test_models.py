@@ -2,16 +2,17 @@
 
 import copy
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.logits import causal_logits, hf_logits
 
 from specjax import LLM, SamplingParams
 from specjax.device.cache.rows import CachedRows
 from specjax.device.models.registry import load_model
-from specjax.train.context import CausalRows
 
 torch = pytest.importorskip("torch")
 
@@ -26,32 +27,57 @@ LLAMA3_ROPE = {
     "original_max_position_embeddings": 32,
 }
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
+# Together they have all three families, tied and not; query heads that share keys with none, some
+# and all; every rope; biases of either kind; and one that is saved in shards.
 CASES = {
     "llama": ("llama", {}),
-    "llama-mha-tied": ("llama", {"num_key_value_heads": 4, "tie_word_embeddings": True}),
-    "llama-bias-head-dim": (
+    "llama-mha-tied-linear-rope-eps": (
         "llama",
-        {"attention_bias": True, "num_key_value_heads": 1, "head_dim": 10, "seed": 3},
+        {
+            "num_key_value_heads": 4,
+            "tie_word_embeddings": True,
+            "rope_parameters": LINEAR_ROPE,
+            "rms_norm_eps": 0.05,
+        },
     ),
-    "llama3-rope": ("llama", {"rope_parameters": LLAMA3_ROPE, "head_dim": 16}),
-    "llama-linear-rope-eps": ("llama", {"rope_parameters": LINEAR_ROPE, "rms_norm_eps": 0.05}),
-    "qwen2": ("qwen2", {"num_key_value_heads": 1}),
-    "qwen2-tied-sharded": ("qwen2", {"tie_word_embeddings": True, "max_shard_size": "10KB"}),
+    "llama-bias-head-dim-llama3-rope": (
+        "llama",
+        {
+            "attention_bias": True,
+            "num_key_value_heads": 1,
+            "head_dim": 10,
+            "rope_parameters": LLAMA3_ROPE,
+            "seed": 3,
+        },
+    ),
+    "qwen2-tied-sharded": (
+        "qwen2",
+        {
+            "num_hidden_layers": 1,
+            "num_key_value_heads": 1,
+            "tie_word_embeddings": True,
+            "max_shard_size": "10KB",
+        },
+    ),
     "qwen3-head-dim": ("qwen3", {"head_dim": 12, "num_hidden_layers": 1}),
-    "qwen3-tied": (
-        "qwen3",
-        {"head_dim": 16, "num_key_value_heads": 4, "tie_word_embeddings": True, "seed": 4},
-    ),
 }
+# Those of the others are the targets of test_eagle.py, whose output is compared as well.
+FAMILIES = (
+    "llama",
+    pytest.param("qwen2-tied-sharded", marks=pytest.mark.slow),
+    pytest.param("qwen3-head-dim", marks=pytest.mark.slow),
+)
 
 
-FAMILIES = ("llama", "qwen2", "qwen3-tied")
+def made(checkpoints, name):
+    """The target of a case."""
+    kind, config = CASES[name]
+    return checkpoints.target(kind, **({"num_hidden_layers": 2} | config))
 
 
 @pytest.fixture(scope="module", params=CASES)
 def target(request, checkpoints):
-    kind, config = CASES[request.param]
-    return checkpoints.target(kind, **({"num_hidden_layers": 2} | config))
+    return made(checkpoints, request.param)
 
 
 @pytest.fixture(scope="module")
@@ -59,52 +85,35 @@ def tokens():
     return np.random.default_rng(0).integers(0, 96, (BATCH, LENGTH))
 
 
-def hf_logits(hf, tokens):
-    with torch.no_grad():
-        return hf(torch.tensor(tokens)).logits.float().numpy()
-
-
-def causal_logits(folder, tokens, dtype):
-    """Logits [B, T, V] of whole sequences, as in training."""
-    model, params = load_model(folder, np.dtype(dtype))
-    rows = CausalRows.of(*tokens.shape)
-
-    @jax.jit
-    def run(params, tokens):
-        features, _ = model.extend(params, tokens, rows, None)
-        return model.logits(params, features.hidden)
-
-    return np.asarray(run(params, jnp.array(tokens.reshape(-1)))).reshape(*tokens.shape, -1)
+@partial(jax.jit, static_argnames="model")
+def extend(params, kv, tokens, starts, table, model):
+    """Logits [B, CHUNK, V] of a chunk that starts at starts[b], and the pool."""
+    rows = CachedRows.starting_at(starts, jnp.full_like(starts, CHUNK), CHUNK, table)
+    features, kv = model.extend(params, tokens.reshape(-1), rows, kv)
+    return model.logits(params, features.hidden).reshape(*tokens.shape, -1), kv
 
 
 def paged_logits(folder, tokens):
     """Logits [B, T, V] from chunks over a pool whose pages lie in no order."""
     model, params = load_model(folder, np.dtype(np.float32))
-    batch, length = tokens.shape
-    num_pages = batch * length // PAGE_SIZE
+    num_pages = BATCH * LENGTH // PAGE_SIZE
     table = np.random.default_rng(1).permutation(num_pages + 3)[:num_pages]
-    table = jnp.array(table.reshape(batch, -1))
-    kv = model.init_cache(batch, num_pages + 3, PAGE_SIZE, CHUNK, "float32")
-
-    @jax.jit
-    def run(params, kv, tokens, starts):
-        counts = jnp.full(batch, CHUNK)
-        rows = CachedRows.starting_at(starts, counts, CHUNK, table)
-        features, kv = model.extend(params, tokens, rows, kv)
-        return model.logits(params, features.hidden), kv
-
+    table = table.reshape(BATCH, -1).astype(np.int32)
+    shape = jax.eval_shape(
+        lambda: model.init_cache(BATCH, num_pages + 3, PAGE_SIZE, CHUNK, "float32")
+    )
+    kv = np.full(shape.shape, np.nan, np.float32)  # what nothing was written to must not matter
     chunks = []
-    kv = jnp.full_like(kv, jnp.nan)  # what nothing was written to must not matter
-    for start in range(0, length, CHUNK):
-        chunk = jnp.array(tokens[:, start : start + CHUNK].reshape(-1))
-        logits, kv = run(params, kv, chunk, jnp.full(batch, start))
-        chunks.append(np.asarray(logits).reshape(batch, CHUNK, -1))
+    for start in range(0, LENGTH, CHUNK):
+        starts = np.full(BATCH, start, np.int32)
+        logits, kv = extend(params, kv, tokens[:, start : start + CHUNK], starts, table, model)
+        chunks.append(np.asarray(logits))
     return np.concatenate(chunks, axis=1)
 
 
 def test_logits_of_whole_sequences(target, tokens):
     expected = hf_logits(target.hf, tokens)
-    logits = causal_logits(target.folder, tokens, "float32")
+    logits = causal_logits(target.folder, tokens)
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
@@ -115,7 +124,13 @@ def test_logits_of_chunks_over_pages(target, tokens):
 
 def greedy(folder, prompts, max_tokens=64):
     with LLM(
-        folder, max_model_len=128, max_num_seqs=1, max_num_batched_tokens=32, show_progress=False
+        folder,
+        max_model_len=128,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        decode_batches=(2,),
+        prefill_shapes=((2, 32),),
+        show_progress=False,
     ) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), False)
     return [output.outputs[0].token_ids for output in outputs]
@@ -130,35 +145,38 @@ def test_greedy_continuations(target, ragged_prompts):
         assert len(output) == 64
 
 
-def test_rope_fields_of_older_configs(checkpoints, tokens):
-    for rope in LLAMA3_ROPE, LINEAR_ROPE:
-        target = checkpoints.target("llama", num_hidden_layers=1, rope_parameters=rope)
-        scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
-        if rope is LINEAR_ROPE:
-            scaling["type"] = scaling.pop("rope_type")
-        old = checkpoints.copy(
-            target.folder,
-            rope_parameters=None,
-            rope_theta=rope["rope_theta"],
-            rope_scaling=scaling,
-        )
-        assert "rope_parameters" in json.loads((target.folder / "config.json").read_text())
-        logits = causal_logits(old, tokens, "float32")
-        np.testing.assert_allclose(logits, hf_logits(target.hf, tokens), rtol=0, atol=1e-4)
+@pytest.mark.parametrize(
+    "name", ["llama-bias-head-dim-llama3-rope", "llama-mha-tied-linear-rope-eps"]
+)
+def test_rope_fields_of_older_configs(checkpoints, tokens, name):
+    target, rope = made(checkpoints, name), CASES[name][1]["rope_parameters"]
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"}
+    if rope is LINEAR_ROPE:
+        scaling["type"] = scaling.pop("rope_type")
+    old = checkpoints.copy(
+        target.folder,
+        rope_parameters=None,
+        rope_theta=rope["rope_theta"],
+        rope_scaling=scaling,
+    )
+    assert "rope_parameters" in json.loads((target.folder / "config.json").read_text())
+    np.testing.assert_allclose(
+        causal_logits(old, tokens), hf_logits(target.hf, tokens), rtol=0, atol=1e-4
+    )
 
 
 def test_torch_files(checkpoints, tokens):
-    target = checkpoints.target("qwen2", num_hidden_layers=1)
+    target = made(checkpoints, "llama-bias-head-dim-llama3-rope")
     folder = checkpoints.copy(target.folder)
     (folder / "model.safetensors").unlink()
     torch.save(target.hf.state_dict(), folder / "pytorch_model.bin")
-    logits = causal_logits(folder, tokens, "float32")
-    np.testing.assert_array_equal(logits, causal_logits(target.folder, tokens, "float32"))
+    np.testing.assert_array_equal(
+        causal_logits(folder, tokens), causal_logits(target.folder, tokens)
+    )
 
 
 def test_shards_are_really_there(checkpoints):
-    kind, config = CASES["qwen2-tied-sharded"]
-    folder = checkpoints.target(kind, **({"num_hidden_layers": 2} | config)).folder
+    folder = made(checkpoints, "qwen2-tied-sharded").folder
     assert len(list(folder.glob("model-*.safetensors"))) > 2
 
 
@@ -192,7 +210,5 @@ def test_more_shapes(checkpoints, tokens, kind, heads, kv_heads, head_dim, seed)
         tie_word_embeddings=bool(seed % 2),
     )
     expected = hf_logits(target.hf, tokens)
-    np.testing.assert_allclose(
-        causal_logits(target.folder, tokens, "float32"), expected, rtol=0, atol=1e-4
-    )
+    np.testing.assert_allclose(causal_logits(target.folder, tokens), expected, rtol=0, atol=1e-4)
     np.testing.assert_allclose(paged_logits(target.folder, tokens), expected, rtol=0, atol=1e-4)
