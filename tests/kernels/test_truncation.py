@@ -200,6 +200,14 @@ def test_ties_fill_the_room_for_candidates(run):
     assert (out > -np.inf).sum(axis=1).tolist() == [151, 151, 200]
 
 
+def test_candidates_fill_their_room(run):
+    """As many as fit, the largest of them the last."""
+    rows = np.full((1, 200), -20, np.float32)
+    rows[0, -32:] = np.linspace(0, 3, 32)
+    out = check(run, rows, [32], [0.3], [0])
+    assert 1 < (out > -np.inf).sum() < 8
+
+
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])
 def test_shapes_that_do_not_fit_are_named(name):
     params = {other: np.ones(3) for other in ("temperature", "top_k", "top_p", "min_p")}
