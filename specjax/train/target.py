@@ -82,7 +82,7 @@ def init_params(specs: Any, key: jax.Array) -> Any:
 
 def _init(spec: TensorSpec, key: jax.Array) -> jax.Array:
     if spec.fill is not None:
-        return jnp.full(spec.shape, spec.fill)
+        return jnp.full(spec.shape, spec.fill, jnp.float32)
     if spec.names[0].endswith("A_log"):
         return jnp.log(jnp.linspace(1.0, 16.0, spec.shape[0]))
     if spec.names[0].endswith("dt_bias"):  # softplus of it is 0.001 to 0.1

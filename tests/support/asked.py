@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import jax
 import numpy as np
 
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS, MAX_STOP_IDS, SamplingParams
@@ -140,7 +139,7 @@ class Asked:
         from specjax.device.requests import Edits, Requests, Sampling
 
         def column(values, dtype=np.float32):
-            return jax.numpy.array(np.array(list(values)).astype(dtype))
+            return np.array(list(values)).astype(dtype)
 
         def table(rows, width, fill, dtype=np.int32):
             return column([[*row, *[fill] * (width - len(row))] for row in rows], dtype)

@@ -42,7 +42,6 @@ def test_loss_is_the_mean_negative_log_probability(model):
     np.testing.assert_allclose(run(params, rows)[0], np.mean(losses), rtol=1e-4)
 
 
-@pytest.mark.xfail(strict=True, reason="weights with a fill are weakly typed")
 def test_initial_weights_have_the_types_of_trained_ones():
     """Or the second step of training compiles once more."""
     specs = DEMOS["qwen3_5"](16, 2, 64).specs()
