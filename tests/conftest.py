@@ -4,6 +4,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -21,6 +22,7 @@ from support.compilations import (
     share_compilations,
 )
 from support.engines import simulated_engines
+from support.seeds import VARIABLE
 from support.targets import VOCAB
 from support.weights import rewrite
 
@@ -31,6 +33,16 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("markexpr").replace("not optimized", "")
     if "optimized" not in wanted:
         compile_quickly()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Say which new seeds were drawn, so that a run can be repeated."""
+    reports = [r for name in ("passed", "failed") for r in terminalreporter.getreports(name)]
+    drawn = [
+        (r.nodeid, value) for r in reports for name, value in r.user_properties if name == VARIABLE
+    ]
+    for test, seed in drawn:
+        terminalreporter.write_line(f"{VARIABLE}={seed} {test}")
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -1,11 +1,13 @@
-"""Random schedules on a simulated device; the benchmark runs thousands of them.
+"""Random schedules on a simulated device: some that are always the same, and new ones.
 
 What each of them checks is in `support/checked_engine.py` and `support/schedule_runs.py`.
 """
 
 from collections import Counter
 
+import pytest
 from support.schedule_runs import check_schedule
+from support.seeds import new_seed
 
 SCHEDULES = 300
 OFTEN = {  # at least so many times in all of them
@@ -29,3 +31,14 @@ def test_schedules():
         counted.update(check_schedule(seed))
     rare = {name: counted[name] for name, least in OFTEN.items() if counted[name] < least}
     assert not rare
+
+
+@pytest.mark.parametrize(
+    "count",
+    [pytest.param(600, marks=pytest.mark.slow), pytest.param(10_000, marks=pytest.mark.nightly)],
+)
+def test_new_schedules(record_property, count):
+    """SPECJAX_TEST_SEED repeats a run; one that fails names its own seed."""
+    first = new_seed(record_property)
+    for seed in range(first, first + count):
+        check_schedule(seed)

@@ -78,7 +78,7 @@ CONFIGS = {
     "small-tiles": TuningConfig(16, 16, 3, 4, 1),
     "more-splits-than-blocks": TuningConfig(32, 128, 7, 4, 1),
 }
-ON_EVERY_JAX = "verify", "window-of-one"
+ON_EVERY_JAX = "verify", "window-of-one", "window-chunk-soft-cap"
 
 
 def named(cases, slow_cases):

@@ -17,7 +17,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.asked import Asked
-from support.fits import FIXED_SEED, LEAST, NEW_SEED, new_seed, pvalue
+from support.fits import FIXED_SEED, LEAST, NEW_SEED, pvalue
+from support.seeds import new_seed
 
 from specjax.device.drafters.drafter import DraftContext, Variant
 from specjax.device.edits import History

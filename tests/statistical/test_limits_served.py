@@ -29,7 +29,8 @@ from support.draft_limits import (
     settle,
     tables_of,
 )
-from support.fits import FIXED_SEED, NEW_SEED, new_seed, pvalue
+from support.fits import FIXED_SEED, NEW_SEED, pvalue
+from support.seeds import new_seed
 
 from specjax.device.verification import Draft, SeedExact
 

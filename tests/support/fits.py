@@ -1,7 +1,4 @@
-"""Counts of random draws against what they should be, and the seeds that they start from."""
-
-import os
-from collections.abc import Callable
+"""Counts of random draws against what they should be."""
 
 import numpy as np
 from scipy import stats
@@ -9,15 +6,6 @@ from scipy import stats
 LEAST = 20.0  # expected in a cell of its own; rarer ones are counted together
 FIXED_SEED = 1e-4  # least p-values: of runs that come to the same every time
 NEW_SEED = 1e-10  # and of those that do not: of a hundred a run, one in 1e8 runs is a false alarm
-
-
-def new_seed(record_property: Callable[[str, object], None]) -> int:
-    """A seed of 32 bits that no run had before, printed; SPECJAX_TEST_SEED repeats one."""
-    given = os.environ.get("SPECJAX_TEST_SEED")
-    seed = int(given) if given else int(np.random.SeedSequence().entropy) % 2**32
-    print(f"SPECJAX_TEST_SEED={seed}")
-    record_property("SPECJAX_TEST_SEED", seed)
-    return seed
 
 
 def pvalue(counts: np.ndarray, probs: np.ndarray) -> float:
