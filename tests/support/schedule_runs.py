@@ -173,7 +173,8 @@ def run_schedule(schedule: Schedule) -> Run:
         if not engine.has_work and chance(run.rng, 0.5):
             step = coming[0].step
             continue
-        run.disturb()
+        if step < most // 2:  # disturbed for ever, requests that are preempted get nowhere
+            run.disturb()
         run.step()
         step += 1
         assert step <= most, f"{most} steps were not enough"
