@@ -4,7 +4,6 @@ import copy
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.engines import K
