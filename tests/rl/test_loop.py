@@ -4,10 +4,8 @@ import threading
 import time
 from dataclasses import replace
 
-import jax
-import numpy as np
 import pytest
-from support.rollouts import PROMPTS, SAMPLED, assert_same, lasting, noisy
+from support.rollouts import PROMPTS, SAMPLED, lasting, noisy
 
 from specjax import SamplingParams
 from specjax.rl.rollouts import RolloutError
@@ -218,28 +216,6 @@ def test_updates_of_many_threads(engine, hf):
     for thread in threads:
         thread.join()
     assert not faults and engine.version == first + 15
-
-
-def test_asleep_in_the_middle(engine, original):
-    """Rollouts wait, and are those of an engine that did not; weights may change meanwhile."""
-    params = [replace(one, seed=one.max_tokens) for one in lasting(2, 40, 39, 38)]
-    expected = engine.generate(PROMPTS, params)
-    stream = engine.stream(PROMPTS, params)
-    rollouts = [next(stream)]
-    engine.sleep(1)
-    engine.sleep(2)
-    with pytest.raises(RuntimeError, match="asleep"):
-        engine.resume()
-    engine.wake_up()
-    rollouts += stream
-    assert_same(sorted(rollouts, key=lambda one: one.prompt_index), expected)
-    engine.sleep(2)
-    weights = noisy(original, 6)
-    engine.update_weights(weights)
-    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(engine.params))
-    engine.wake_up()
-    jax.tree.map(np.testing.assert_array_equal, engine.params.target, weights)
-    assert len(engine.generate(PROMPTS, params)) == 4
 
 
 def test_closed(build):
