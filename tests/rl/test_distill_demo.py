@@ -58,7 +58,13 @@ def test_a_drafter_catches_up_with_a_target_that_has_moved(method):
     model = "demo-qwen3.5" if method == "mtp" else "demo-llama"
     drafter = str(demo_folder(DRAFTERS[model][method]))
     config = {"method": method, "model": drafter, "num_speculative_tokens": 3}
-    sizes = {"max_model_len": 160, "max_num_seqs": 4, "max_num_batched_tokens": 128}
+    sizes = {
+        "max_model_len": 160,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
+        "decode_batches": (4,),
+        "prefill_shapes": ((2, 64),),
+    }
     with RolloutEngine(demo_folder(model), speculative_config=config, **sizes) as engine:
         unseen = [question for question, _ in problems(2, 24)]
         greedy = SamplingParams(temperature=0, max_tokens=48)

@@ -1,31 +1,22 @@
-"""Two workers on two cores give what one engine gives, whatever happens to them.
-
-What workers fail at is tried with a Ray of one thread, whose actors have engines that fail on call.
-"""
+"""Two workers on two cores give what one engine gives, whatever happens to them."""
 
 import os
-import sys
-import threading
 import warnings
-from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from support.engines import SIZES, K
 
 from specjax.device.models.registry import load_model
-from specjax.rl import ray_workers
 from specjax.rl.engine import RolloutEngine
 from specjax.rl.ray_workers import RayRollouts, WorkersDied
-from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError
-from specjax.rl.weights import WeightUpdate
 from specjax.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
-OPTIONS = {"max_num_seqs": 4, "max_model_len": 64, "page_size": 4, "num_pages": 128, "seed": 5}
+OPTIONS = {**SIZES, "seed": 5}
 PARAMS = SamplingParams(max_tokens=20)
 
 
@@ -37,6 +28,8 @@ def ray():
         "PYTHONPATH": str(ROOT),
         "JAX_COMPILATION_CACHE_DIR": str(ROOT / ".cache" / "ray"),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        # As the tests' own programs are compiled.
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": str(jax.config.values["jax_disable_most_optimizations"]),
     }
     with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
         warnings.simplefilter("ignore")  # of Ray's own start
@@ -61,7 +54,7 @@ def folder(checkpoints):
 @pytest.fixture(scope="module")
 def speculation(checkpoints):
     head = checkpoints.eagle3(checkpoints.target())
-    return {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 2}
+    return {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": K}
 
 
 @pytest.fixture(scope="module")
@@ -328,13 +321,7 @@ def test_workers_sleep_and_wake(ray, workers):
 
 
 @pytest.mark.slow
-def test_bad_input_is_refused_at_construction(ray, folder, monkeypatch):
-    with pytest.raises(ValueError, match="num_workers=0 must be an integer of at least 1"):
-        RayRollouts(folder, num_workers=0)
-    with pytest.raises(ValueError, match="group_size=0"):
-        RayRollouts(folder, num_workers=1, group_size=0)
-    with pytest.raises(ValueError, match="model=int must be a folder or hub id"):
-        RayRollouts(3, num_workers=1)  # pyright: ignore[reportArgumentType]
+def test_what_workers_or_the_cluster_refuse_is_refused_at_construction(ray, folder):
     with pytest.raises(ValueError, match="max_num_seqs=0"):
         RayRollouts(folder, num_workers=1, ray_options={"num_cpus": 0}, max_num_seqs=0)
     with pytest.raises(
@@ -346,371 +333,3 @@ def test_bad_input_is_refused_at_construction(ray, folder, monkeypatch):
         RayRollouts(folder, num_workers=1, ray_options={"num_gpus": 1})
     with pytest.raises(ValueError, match="'rack': 2"):
         RayRollouts(folder, num_workers=1, ray_options={"resources": {"rack": 2}})
-    monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ImportError, match=r"pip install 'specjax\[ray\]'"):
-        RayRollouts(folder, num_workers=1)
-
-
-@pytest.mark.slow
-def test_a_closed_one_says_so(ray, folder):
-    made = RayRollouts(folder, num_workers=1, ray_options={"num_cpus": 0}, **OPTIONS)
-    made.close()
-    made.close()
-    with pytest.raises(RuntimeError, match="is closed"):
-        made.generate([[1]])
-    assert ray_workers.MAX_DEATHS == 3
-
-
-class Reference:
-    """What an actor gave, or raised."""
-
-    def __init__(self, value=None, error=None):
-        self.value, self.error = value, error
-
-
-class OneThread:
-    """As much of Ray as workers need. Actors do what they are told before they are asked."""
-
-    class exceptions:  # noqa: N801
-        class RayActorError(Exception):
-            pass
-
-        class WorkerCrashedError(Exception):
-            pass
-
-        class ObjectLostError(Exception):
-            pass
-
-        class RayTaskError(Exception):
-            pass
-
-    def __init__(self):
-        self.cpus = 4.0
-        self.actors = []  # whether each that was ever started is alive
-
-    def is_initialized(self):
-        return True
-
-    def nodes(self):
-        return [{"Alive": True, "Resources": {"CPU": self.cpus}}, {"Alive": False, "Resources": {}}]
-
-    def remote(self, **_):
-        return lambda cls: SimpleNamespace(options=lambda **_: Actors(self, cls))
-
-    def put(self, value):
-        return Reference(value)
-
-    def get(self, reference):
-        if reference.error is not None:
-            raise reference.error
-        return reference.value
-
-    def wait(self, references, num_returns):
-        return references[:num_returns], references[num_returns:]
-
-    def kill(self, actor):
-        actor.is_alive = False
-
-
-class Actors:
-    def __init__(self, ray, cls):
-        self.ray, self.cls = ray, cls
-
-    def remote(self, *args):
-        actor = Actor(self.cls(*resolved(args)))
-        self.ray.actors.append(actor)
-        return actor
-
-
-def resolved(args):
-    return [one.value if isinstance(one, Reference) else one for one in args]
-
-
-class Actor:
-    def __init__(self, instance):
-        self.instance, self.is_alive = instance, True
-
-    def __getattr__(self, name):
-        def remote(*args, **kwargs):
-            kwargs = dict(zip(kwargs, resolved(kwargs.values()), strict=True))
-            if not self.is_alive:
-                return Reference(error=OneThread.exceptions.RayActorError("it was killed"))
-            try:
-                return Reference(getattr(self.instance, name)(*resolved(args), **kwargs))
-            except Death:
-                self.is_alive = False
-                return Reference(error=OneThread.exceptions.RayActorError("it died"))
-            except Exception as error:
-                failed = OneThread.exceptions.RayTaskError()
-                failed.cause = error
-                return Reference(error=failed)
-
-        method = SimpleNamespace(remote=remote)
-        method.options = lambda concurrency_group: method
-        return method
-
-
-class Death(BaseException):
-    """Of the process."""
-
-
-class FailingEngine:
-    """Knows no more than its versions, and fails as planned."""
-
-    plan = defaultdict(list)  # for each method what its next calls raise, or None
-
-    def __init__(self, model, speculative_config=None):
-        self.version = self.drafter_version = self.sleep_level = 0
-        self.weights = self.drafter = None
-        self.aborted = []
-        self._fail("build")
-
-    def _fail(self, method):
-        if self.plan[method] and (error := self.plan[method].pop(0)):
-            raise error
-
-    def update_weights(self, weights, version, *, pause="keep", drafter=None):
-        self._fail("update_weights")
-        if "mtp.fc" in weights and drafter is None:
-            drafter = weights
-        if drafter is not None:
-            self.update_drafter(drafter)
-        self.weights, self.version = weights["w"].item(), version
-        return WeightUpdate(version, 1, 4, 0.0)
-
-    def update_drafter(self, weights, *, pause="keep"):
-        self._fail("update_drafter")
-        self.drafter = weights["mtp.fc"].item()
-        self.drafter_version += 1
-        return WeightUpdate(self.drafter_version, 1, 4, 0.0)
-
-    def facts(self):
-        return self.version, self.drafter_version, self.weights, self.drafter, self.sleep_level
-
-    def metrics(self):
-        return 0
-
-    def check(self, prompts, sampling_params):
-        pass
-
-    def generate(self, prompts, sampling_params=None, *, label):
-        self._fail("generate")
-        assert not self.sleep_level
-        empty = np.zeros(0, np.int32)
-        return RolloutBatch(
-            Rollout(empty, empty, empty, None, (), "length", None, PARAMS, 0, i, 0)
-            for i in range(len(prompts))
-        )
-
-    def check_score(self, samples, sampling_params, features):
-        pass
-
-    def score(self, samples, sampling_params, features):
-        self._fail("score")
-        return [output for _, output in samples]
-
-    def abort(self, label):
-        self.aborted.append(label)
-
-    def sleep(self, level):
-        self._fail("sleep")
-        self.sleep_level = level
-
-    def wake_up(self):
-        self._fail("wake_up")
-        self.sleep_level = 0
-
-
-@pytest.fixture
-def one_thread(monkeypatch):
-    made = OneThread()
-    monkeypatch.setattr(ray_workers, "_import_ray", lambda: made)
-    monkeypatch.setattr(ray_workers, "RolloutEngine", FailingEngine)
-    monkeypatch.setattr(FailingEngine, "plan", defaultdict(list))
-    return made
-
-
-@pytest.fixture
-def failing(one_thread):
-    with RayRollouts("folder", num_workers=2, group_size=1) as made:
-        yield made
-
-
-def facts_of(workers):
-    """What all workers have, and every one that replaces them would have."""
-    found = workers._everywhere("call", "facts")
-    for worker in workers._workers:
-        workers._ray.kill(worker)
-    assert workers._everywhere("call", "facts") == found
-    assert found == [found[0]] * len(found)
-    return found[0]
-
-
-def weights_of(value, drafter=None):
-    own = {} if drafter is None else {"mtp.fc": np.full(1, drafter)}
-    return {"w": np.full(1, value)} | own
-
-
-@pytest.mark.parametrize(
-    "plan, raised",
-    [
-        ([None, MemoryError("full")], MemoryError),
-        ([MemoryError("full"), None], MemoryError),
-        ([ValueError("bad"), None], ValueError),
-        ([None, *[Death(), None] * 2, Death()], WorkersDied),  # two are built anew
-        ([ValueError("bad"), ValueError("bad")], ValueError),
-    ],
-)
-def test_workers_are_updated_all_or_none(failing, plan, raised):
-    failing.update_weights(weights_of(1), 3)
-    before = list(failing._workers)
-    FailingEngine.plan["update_weights"] = list(plan)
-    with pytest.raises(raised):
-        failing.update_weights(weights_of(2))
-    refused = all(isinstance(error, ValueError) for error in plan)
-    assert all(worker.is_alive for worker in before) == refused
-    assert failing.version == 3
-    assert facts_of(failing) == (3, 0, 1, None, 0)
-    assert failing.update_weights(weights_of(2)).version == 4
-    assert facts_of(failing) == (4, 0, 2, None, 0)
-
-
-def test_a_worker_that_dies_at_an_update_is_replaced_by_one_that_takes_it(failing):
-    FailingEngine.plan["update_weights"] = [None, Death(), Death()]
-    failing.update_weights(weights_of(1), 3)
-    assert facts_of(failing) == (3, 0, 1, None, 0)
-
-
-def test_target_and_drafter_are_updated_at_once(failing):
-    failing.update_weights(weights_of(1), drafter=weights_of(0, 5))
-    FailingEngine.plan["update_drafter"] = [ValueError("bad"), ValueError("bad")]
-    with pytest.raises(ValueError, match="bad"):
-        failing.update_weights(weights_of(2), drafter=weights_of(0, 6))
-    assert facts_of(failing) == (1, 1, 1, 5, 0)
-
-
-def test_the_newest_drafter_counts_however_it_came(failing):
-    failing.update_drafter(weights_of(0, 5))
-    assert facts_of(failing) == (0, 1, None, 5, 0)
-    failing.update_weights(weights_of(1, 6))
-    assert facts_of(failing) == (1, 2, 1, 6, 0)
-    failing.update_weights(weights_of(2))
-    assert facts_of(failing) == (2, 2, 2, 6, 0)
-    failing.update_drafter(weights_of(0, 7))
-    assert facts_of(failing) == (2, 3, 2, 7, 0)
-    failing.update_weights(weights_of(3, 8), drafter=weights_of(0, 9))
-    assert facts_of(failing) == (3, 4, 3, 9, 0)
-
-
-def test_workers_are_asleep_until_all_are_awake(failing):
-    FailingEngine.plan["sleep"] = [ValueError("bad"), ValueError("bad")]
-    with pytest.raises(ValueError):
-        failing.sleep(3)
-    assert len(failing.generate([[1]])) == 1
-    FailingEngine.plan["sleep"] = [None, MemoryError()]
-    with pytest.raises(MemoryError):
-        failing.sleep()
-    with pytest.raises(RuntimeError, match="asleep"):
-        failing.generate([[1]])
-    failing.sleep()
-    assert facts_of(failing)[-1] == 1
-    FailingEngine.plan["wake_up"] = [None, MemoryError()]
-    with pytest.raises(MemoryError):
-        failing.wake_up()
-    with pytest.raises(RuntimeError, match="asleep"):
-        failing.score([([1], [1])])
-    failing.wake_up()
-    assert facts_of(failing)[-1] == 0
-    assert len(failing.generate([[1], [2], [3]])) == 3
-
-
-def test_a_stream_goes_on_only_while_workers_are_awake_and_there(failing):
-    for rollout in (stream := failing.stream([[1]] * 5)):
-        failing.sleep()
-        failing.wake_up()
-        if rollout.prompt_index == 3:
-            break
-    failing.sleep()
-    with pytest.raises(RuntimeError, match="asleep"):
-        next(stream)
-    failing.wake_up()
-    stream = failing.stream([[1]] * 5)
-    next(stream)
-    failing.close()
-    with pytest.raises(RuntimeError, match="is closed"):
-        next(stream)
-
-
-def test_a_worker_that_could_not_be_built_is_built_again(failing):
-    failing._ray.kill(failing._workers[1])
-    FailingEngine.plan["build"] = [MemoryError("full")]
-    with pytest.raises(MemoryError, match="full"):
-        failing.metrics()
-    assert failing.metrics() == [0, 0]
-    FailingEngine.plan["build"] = [MemoryError("full")]
-    FailingEngine.plan["generate"] = [None, Death()]
-    with pytest.raises(RolloutError, match="could not be built again: full") as raised:
-        failing.generate([[1]] * 4)
-    assert [one.prompt_index for one in raised.value.rollouts] == [0, 2]
-    assert len(failing.generate([[1]] * 4)) == 4
-
-
-def test_a_deadly_sample_is_named_and_others_are_scored_in_order(failing):
-    samples = [([1], [i]) for i in range(5)]
-    FailingEngine.plan["score"] = [Death(), Death(), None, Death()]
-    assert failing.score(samples) == [[0], [1], [2], [3], [4]]
-    FailingEngine.plan["score"] = [Death(), None, Death(), None, Death()]
-    with pytest.raises(WorkersDied, match="3 workers died one after the other at sample 0"):
-        failing.score(samples)
-    assert failing.score([]) == []
-
-
-def test_workers_that_cannot_be_replaced_are_not_waited_for(failing, one_thread):
-    FailingEngine.plan["generate"] = [None, Death()]
-    one_thread.cpus = 1.0
-    with pytest.raises(WorkersDied, match="cannot be replaced: num_workers=2 .* for 1;") as raised:
-        failing.generate([[1]] * 4)
-    assert [one.prompt_index for one in raised.value.rollouts] == [0]
-    one_thread.cpus = 2.0
-    assert len(failing.generate([[1]] * 4)) == 4
-
-
-def test_workers_that_do_not_fit_are_refused(one_thread):
-    with pytest.raises(ValueError, match=r"'CPU': 1, 'GPU': 0.5\} each .* on 1 node\(s\).* for 0;"):
-        RayRollouts("folder", num_workers=2, ray_options={"num_gpus": 0.5})
-    assert not one_thread.actors
-
-
-def worker_of(monkeypatch):
-    monkeypatch.setattr(ray_workers, "RolloutEngine", FailingEngine)
-    return ray_workers._Worker("folder", {}, ray_workers._State(), None, None)
-
-
-def test_a_call_that_was_aborted_before_it_began_generates_nothing(monkeypatch):
-    worker = worker_of(monkeypatch)
-    worker.abort(3)
-    assert worker.generate(3, [[1]]) is None
-    assert len(worker.generate(4, [[1]])) == 1
-
-
-def test_an_abort_reaches_a_call_on_its_way_to_the_engine(monkeypatch):
-    worker = worker_of(monkeypatch)
-    begun, ended = threading.Event(), threading.Event()
-
-    def generate(*_, label):
-        begun.set()
-        ended.wait()
-
-    def abort(label):
-        worker.engine.aborted.append(label)
-        if len(worker.engine.aborted) == 2:  # the first came too early
-            ended.set()
-
-    worker.engine.generate, worker.engine.abort = generate, abort
-    thread = threading.Thread(target=worker.generate, args=(3, [[1]]))
-    thread.start()
-    begun.wait()
-    worker.abort(4)
-    worker.abort(3)
-    thread.join()
-    assert worker.engine.aborted == [3, 3]

@@ -1,0 +1,239 @@
+"""Distillers take over what others gave the engine, go on from checkpoints, and say what is wrong.
+
+Their engines run on a simulated device, and what they score is made up; steps are real ones.
+"""
+
+import weakref
+from functools import partial
+
+import jax
+import numpy as np
+import pytest
+from jax.tree_util import keystr, tree_leaves_with_path
+from safetensors.numpy import load_file
+from support.engines import VOCAB, K
+from support.refits import (
+    LENGTHS,
+    SAMPLED,
+    assert_equal,
+    distiller,
+    give_drafter,
+    made_up_scores,
+    moved,
+    shared_steps,
+)
+from support.rollouts import SETTINGS, copied
+
+from specjax.rl.distill import OnlineDistiller
+from specjax.rl.engine import RolloutEngine
+from specjax.train.data import Document, shuffled_indices, window
+
+pytestmark = pytest.mark.usefixtures("simulated_device")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_step():
+    with shared_steps():
+        yield
+
+
+@pytest.fixture
+def open_engine(checkpoints):
+    """Engines on tiny checkpoints, by method of drafting; what they score is made up."""
+    opened = []
+
+    def open_one(method, **config):
+        if method == "mtp":
+            target = checkpoints.target("qwen3_5", vocab_size=VOCAB, **config)
+            folder, model = checkpoints.mtp(target).folder, None
+        else:
+            target = checkpoints.target("llama", vocab_size=VOCAB, **config)
+            heads = {
+                "eagle": partial(checkpoints.eagle, embedding="own"),
+                "eagle3": partial(checkpoints.eagle3, draft_vocab=20),
+            }
+            folder = target.folder
+            model = str(heads[method](target).folder) if method in heads else None
+        config = {"method": method, "model": model, "num_speculative_tokens": K}
+        engine = RolloutEngine(folder, speculative_config=config if method else None, **SETTINGS)
+        engine.folder = folder
+        engine.score = made_up_scores(engine)
+        opened.append(engine)
+        return engine
+
+    yield open_one
+    for engine in opened:
+        engine.close()
+
+
+@pytest.fixture
+def prompts(ragged_prompts):
+    return ragged_prompts(*LENGTHS, vocab_size=VOCAB)
+
+
+def give_both(engine):
+    """Another drafter beside new weights of the target."""
+    engine.update_weights(moved(engine.params.target), drafter=moved(engine.params.drafter))
+
+
+def give_module(engine):
+    """Another drafter as part of the target's own checkpoint."""
+    found = sorted(engine.folder.glob("*.safetensors"))
+    tensors = {name: array for file in found for name, array in load_file(file).items()}
+    engine.update_weights(moved(tensors))
+
+
+@pytest.mark.parametrize(
+    "method, give", [("eagle", give_drafter), ("eagle3", give_both), ("mtp", give_module)]
+)
+def test_a_refit_goes_on_from_the_drafter_that_others_gave_the_engine(
+    open_engine, prompts, method, give
+):
+    engine = open_engine(method)
+    rollouts = engine.generate(prompts, SAMPLED)
+    refits = distiller(engine)
+    old = copied(engine.params.drafter)
+    give(engine)
+    given = copied(engine.params.drafter)
+    assert (np.asarray(given.fc) != old.fc).all()
+    report, trained = refits.refit(rollouts, steps=3), copied(engine.params.drafter)
+    engine.update_drafter(given)
+    expected = distiller(engine).refit(rollouts, steps=3)
+    np.testing.assert_allclose(report.first["loss"], expected.first["loss"], rtol=1e-5)
+    np.testing.assert_allclose(report.last["loss"], expected.last["loss"], rtol=1e-4)
+    for (path, a), b in zip(
+        tree_leaves_with_path(trained), jax.tree.leaves(engine.params.drafter), strict=True
+    ):
+        np.testing.assert_allclose(a, b, atol=1e-5, err_msg=keystr(path))
+    for name in "embedding", "target_ids":
+        if getattr(given, name, None) is not None:
+            np.testing.assert_array_equal(getattr(trained, name), getattr(given, name))
+
+
+def test_a_drafter_that_others_gave_is_saved_and_steps_are_counted_on(
+    open_engine, prompts, tmp_path
+):
+    engine, fresh = open_engine("eagle"), open_engine("eagle")
+    refits = distiller(engine)
+    rollouts = engine.generate(prompts, SAMPLED)
+    refits.refit(rollouts, steps=2)
+    give_drafter(engine)
+    given = copied(engine.params.drafter)
+    refits.save(tmp_path)
+    assert_equal(engine.params.drafter, given)
+    assert refits.num_steps == 2
+    restored = distiller(fresh)
+    restored.restore(tmp_path)
+    assert_equal(fresh.params, engine.params)  # the embedding, which is not trained, included
+    refits.refit([], steps=2)
+    assert refits.num_steps == 4
+    restored.refit([], steps=2)
+    assert_equal(fresh.params, engine.params)
+
+
+def test_a_drafter_that_comes_during_a_refit_stays(open_engine, prompts, monkeypatch):
+    engine = open_engine("eagle3")
+    rollouts = engine.generate(prompts, SAMPLED)
+    refits, score = distiller(engine), engine.score
+
+    def late(*given, **options):
+        scores = score(*given, **options)
+        give_drafter(engine)
+        return scores
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "score", late)
+        with pytest.raises(RuntimeError, match="another drafter while .* refit again"):
+            refits.refit(rollouts, steps=1)
+    given = copied(engine.params.drafter)
+    assert engine.drafter_version == 1
+    refits.refit([], steps=1)
+    assert engine.drafter_version == 2
+    np.testing.assert_allclose(engine.params.drafter.fc, given.fc, atol=1e-3)
+
+
+def test_whole_features_of_a_batch_at_most_are_there_at_a_time(open_engine, prompts, monkeypatch):
+    engine = open_engine("eagle3")
+    rollouts = engine.generate(prompts, SAMPLED)
+    rollouts = [*rollouts, *rollouts[:4]]
+    score, arrays, alive, sizes, wholes = engine.score, [], [], [], []
+
+    def counted(samples, **options):
+        alive.append(sum(ref() is not None for ref in arrays))
+        scores = score(samples, **options)
+        sizes.append(len(scores))
+        arrays.extend(weakref.ref(part) for one in scores for part in (one.hidden, one.auxiliary))
+        wholes.extend((one.hidden.copy(), one.auxiliary.copy()) for one in scores)
+        return scores
+
+    monkeypatch.setattr(engine, "score", counted)
+    refits = distiller(engine, batch_size=4, length=8)
+
+    def observed(state, frozen, batch):
+        alive.append(sum(ref() is not None for ref in arrays))
+        for row, number in enumerate(shuffled_indices(len(rollouts), 0, 4, 0)):
+            one = rollouts[number]
+            tokens = np.concatenate([one.prompt_token_ids, one.token_ids])
+            kept = window(Document(tokens, len(one.prompt_token_ids)), 8)
+            np.testing.assert_array_equal(batch.tokens[row], tokens[kept])
+            for part, whole in zip(batch[2:], wholes[number], strict=True):
+                expected = whole[kept]  # the last token's are not known
+                np.testing.assert_array_equal(part[row, : len(expected)], expected)
+        return state, {"loss": 0.0}
+
+    monkeypatch.setattr(refits, "_train_step", observed)
+    refits.refit(rollouts, steps=1)
+    assert sizes == [4, 4, 2]
+    assert alive == [0, 0, 0, 0]  # before each batch, and in the step
+
+
+def test_a_checkpoint_that_does_not_fit_is_refused(open_engine, prompts, tmp_path):
+    engine = open_engine("eagle3")
+    refits = distiller(engine)
+    with pytest.raises(ValueError, match="no checkpoint of a distiller"):
+        refits.restore(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no checkpoint of a distiller"):
+        refits.restore(tmp_path)
+    refits.save(tmp_path)
+    wider = distiller(open_engine("eagle3", intermediate_size=64))
+    with pytest.raises(ValueError, match=r"mlp.*float32\[.*the engine's is float32\["):
+        wider.restore(tmp_path)
+    with pytest.raises(ValueError, match="of other models"):
+        distiller(open_engine("mtp")).restore(tmp_path)
+    with pytest.raises(ValueError, match="different weights of version 0"):
+        distiller(open_engine("eagle3", seed=3)).restore(tmp_path)
+    engine.update_weights(engine.params.target)
+    with pytest.raises(ValueError, match="version 0, the engine is at 1"):
+        refits.restore(tmp_path)
+
+
+@pytest.mark.parametrize("method", ["ngram", None])
+def test_an_engine_without_weights_to_refit_is_refused(open_engine, method):
+    with pytest.raises(ValueError, match="no weights to refit; build it with .*eagle3"):
+        OnlineDistiller(open_engine(method))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": 0}, "batch_size=0 must be"),
+        ({"length": 1.5}, "length=1.5 must be"),
+        ({"num_unrolled": 0}, "num_unrolled=0 must be"),
+        ({"memory": -1}, "memory=-1 must be"),
+        ({"learning_rate": 0.0}, r"learning_rate=0.0 must be in \(0, 1\)"),
+    ],
+)
+def test_settings_that_cannot_be_are_named(open_engine, settings, message):
+    with pytest.raises(ValueError, match=message):
+        distiller(open_engine("eagle3"), **settings)
+
+
+def test_nothing_to_learn_from_is_said(open_engine, prompts):
+    engine = open_engine("eagle3")
+    refits = distiller(engine)
+    with pytest.raises(ValueError, match="none in memory"):
+        refits.refit([], steps=1)
+    rollouts = engine.generate(prompts, SAMPLED)
+    with pytest.raises(ValueError, match="steps=0 must be"):
+        refits.refit(rollouts, steps=0)
+    assert engine.drafter_version == 0

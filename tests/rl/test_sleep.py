@@ -1,0 +1,52 @@
+"""Sleep frees the device's memory, and rollouts are none the wiser."""
+
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+from support.rollouts import PROMPTS, SAMPLED, assert_same, lasting, noisy
+
+
+def live_bytes():
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleeping_changes_nothing_and_frees_memory(build, level):
+    with build() as engine, build() as awake:
+        for one in engine, awake:
+            one.generate(PROMPTS, SAMPLED)  # leaves pages, which are gone after sleep
+        weights = sum(x.nbytes for x in jax.tree.leaves(engine.params))
+        state = sum(x.nbytes for x in jax.tree.leaves(engine._engine.programs.state))
+        checksum = engine.checksum()
+        before = live_bytes()
+        engine.sleep(level)
+        freed = before - live_bytes()
+        assert freed == state + (weights if level == 2 else 0)
+        engine.wake_up()
+        assert live_bytes() == before
+        assert engine.checksum() == checksum
+        assert_same(engine.generate(PROMPTS, SAMPLED), awake.generate(PROMPTS, SAMPLED))
+
+
+def test_asleep_in_the_middle(engine, original):
+    """Rollouts wait, and are those of an engine that did not; weights may change meanwhile."""
+    params = [replace(one, seed=one.max_tokens) for one in lasting(2, 40, 39, 38)]
+    expected = engine.generate(PROMPTS, params)
+    stream = engine.stream(PROMPTS, params)
+    rollouts = [next(stream)]
+    engine.sleep(1)
+    engine.sleep(2)
+    with pytest.raises(RuntimeError, match="asleep"):
+        engine.resume()
+    engine.wake_up()
+    rollouts += stream
+    assert_same(sorted(rollouts, key=lambda one: one.prompt_index), expected)
+    engine.sleep(2)
+    weights = noisy(original, 6)
+    engine.update_weights(weights)
+    assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(engine.params))
+    engine.wake_up()
+    jax.tree.map(np.testing.assert_array_equal, engine.params.target, weights)
+    assert len(engine.generate(PROMPTS, params)) == 4

@@ -1,0 +1,170 @@
+"""A Ray of one thread, whose actors have engines that know little and fail on call."""
+
+from collections import defaultdict
+from types import SimpleNamespace
+
+import numpy as np
+
+from specjax.rl.rollouts import Rollout, RolloutBatch
+from specjax.rl.weights import WeightUpdate
+from specjax.sampling_params import SamplingParams
+
+
+class Reference:
+    """What an actor gave, or raised."""
+
+    def __init__(self, value=None, error=None):
+        self.value, self.error = value, error
+
+
+class OneThread:
+    """As much of Ray as workers need. Actors do what they are told before they are asked."""
+
+    class exceptions:  # noqa: N801
+        class RayActorError(Exception):
+            pass
+
+        class WorkerCrashedError(Exception):
+            pass
+
+        class ObjectLostError(Exception):
+            pass
+
+        class RayTaskError(Exception):
+            pass
+
+    def __init__(self):
+        self.cpus = 4.0
+        self.actors = []  # whether each that was ever started is alive
+
+    def is_initialized(self):
+        return True
+
+    def nodes(self):
+        return [{"Alive": True, "Resources": {"CPU": self.cpus}}, {"Alive": False, "Resources": {}}]
+
+    def remote(self, **_):
+        return lambda cls: SimpleNamespace(options=lambda **_: Actors(self, cls))
+
+    def put(self, value):
+        return Reference(value)
+
+    def get(self, reference):
+        if reference.error is not None:
+            raise reference.error
+        return reference.value
+
+    def wait(self, references, num_returns):
+        return references[:num_returns], references[num_returns:]
+
+    def kill(self, actor):
+        actor.is_alive = False
+
+
+class Actors:
+    def __init__(self, ray, cls):
+        self.ray, self.cls = ray, cls
+
+    def remote(self, *args):
+        actor = Actor(self.cls(*resolved(args)))
+        self.ray.actors.append(actor)
+        return actor
+
+
+def resolved(args):
+    return [one.value if isinstance(one, Reference) else one for one in args]
+
+
+class Actor:
+    def __init__(self, instance):
+        self.instance, self.is_alive = instance, True
+
+    def __getattr__(self, name):
+        def remote(*args, **kwargs):
+            kwargs = dict(zip(kwargs, resolved(kwargs.values()), strict=True))
+            if not self.is_alive:
+                return Reference(error=OneThread.exceptions.RayActorError("it was killed"))
+            try:
+                return Reference(getattr(self.instance, name)(*resolved(args), **kwargs))
+            except Death:
+                self.is_alive = False
+                return Reference(error=OneThread.exceptions.RayActorError("it died"))
+            except Exception as error:
+                failed = OneThread.exceptions.RayTaskError()
+                failed.cause = error
+                return Reference(error=failed)
+
+        method = SimpleNamespace(remote=remote)
+        method.options = lambda concurrency_group: method
+        return method
+
+
+class Death(BaseException):
+    """Of the process."""
+
+
+class FailingEngine:
+    """Knows no more than its versions, and fails as planned."""
+
+    plan = defaultdict(list)  # for each method what its next calls raise, or None
+
+    def __init__(self, model, speculative_config=None):
+        self.version = self.drafter_version = self.sleep_level = 0
+        self.weights = self.drafter = None
+        self.aborted = []
+        self._fail("build")
+
+    def _fail(self, method):
+        if self.plan[method] and (error := self.plan[method].pop(0)):
+            raise error
+
+    def update_weights(self, weights, version, *, pause="keep", drafter=None):
+        self._fail("update_weights")
+        if "mtp.fc" in weights and drafter is None:
+            drafter = weights
+        if drafter is not None:
+            self.update_drafter(drafter)
+        self.weights, self.version = weights["w"].item(), version
+        return WeightUpdate(version, 1, 4, 0.0)
+
+    def update_drafter(self, weights, *, pause="keep"):
+        self._fail("update_drafter")
+        self.drafter = weights["mtp.fc"].item()
+        self.drafter_version += 1
+        return WeightUpdate(self.drafter_version, 1, 4, 0.0)
+
+    def facts(self):
+        return self.version, self.drafter_version, self.weights, self.drafter, self.sleep_level
+
+    def metrics(self):
+        return 0
+
+    def check(self, prompts, sampling_params):
+        pass
+
+    def generate(self, prompts, sampling_params=None, *, label):
+        self._fail("generate")
+        assert not self.sleep_level
+        empty = np.zeros(0, np.int32)
+        return RolloutBatch(
+            Rollout(empty, empty, empty, None, (), "length", None, SamplingParams(), 0, i, 0)
+            for i in range(len(prompts))
+        )
+
+    def check_score(self, samples, sampling_params, features):
+        pass
+
+    def score(self, samples, sampling_params, features):
+        self._fail("score")
+        return [output for _, output in samples]
+
+    def abort(self, label):
+        self.aborted.append(label)
+
+    def sleep(self, level):
+        self._fail("sleep")
+        self.sleep_level = level
+
+    def wake_up(self):
+        self._fail("wake_up")
+        self.sleep_level = 0

@@ -1,0 +1,93 @@
+"""What the tests of rollouts share: one set of sizes, prompts, and what makes rollouts the same."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support.engines import SIZES
+
+from specjax import SamplingParams
+from specjax.rl import Rollout, RolloutEngine
+
+TOLERANCE = 1e-4
+SETTINGS: Mapping[str, Any] = {**SIZES, "seed": 3}
+PROMPTS = [[4, 9, 1], [7, 2, 2, 8, 11, 3, 5, 1, 6], [30], list(range(20))]
+SAMPLED = SamplingParams(n=2, temperature=1.2, top_p=0.9, max_tokens=20)
+
+# (folder, drafts=speculation or None, options) -> an engine, closed when the module ends
+Build = Callable[..., RolloutEngine]
+
+
+@contextmanager
+def engine_builder(folder: Path, speculation: Mapping[str, Any]) -> Iterator[Build]:
+    """Makes engines of `SETTINGS`; all are closed at the end.
+
+    Those that draft report raw log-probabilities as well, and others do not: to have both of each
+    would compile everything twice.
+    """
+    engines: list[RolloutEngine] = []
+
+    def build(folder: Path = folder, *, drafts: Any = True, **options: Any) -> RolloutEngine:
+        config = speculation if drafts is True else drafts or None
+        options = {**SETTINGS, "raw_logprobs": drafts is True, **options}
+        engines.append(RolloutEngine(folder, speculative_config=config, **options))
+        return engines[-1]
+
+    yield build
+    for engine in engines:
+        engine.close()
+
+
+def lasting(*lengths: int) -> list[SamplingParams]:
+    """Parameters for each prompt, whose outputs have exactly these lengths."""
+    return [SamplingParams(temperature=1.0, max_tokens=n, ignore_eos=True) for n in lengths]
+
+
+def noisy(params: Any, seed: int, scale: float = 0.05) -> Any:
+    """Other weights, as after a step of training."""
+    leaves, tree = jax.tree.flatten(params)
+    rng = np.random.default_rng(seed)
+
+    def move(x: Any) -> jax.Array:
+        x = np.asarray(x)
+        is_float = np.issubdtype(x.dtype, np.floating)
+        return jnp.array(x + scale * rng.normal(size=x.shape).astype(x.dtype) if is_float else x)
+
+    return tree.unflatten([move(x) for x in leaves])
+
+
+def copied(tree: Any) -> Any:
+    """The same arrays in the host's memory."""
+    return jax.tree.map(np.array, tree)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Log-probabilities over the last axis."""
+    shifted = logits - logits.max(axis=-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
+
+
+def assert_same(some: Sequence[Rollout], others: Sequence[Rollout]) -> None:
+    """The same tokens, ends and log-probabilities, rollout by rollout."""
+    assert len(some) == len(others) > 0
+    for one, other in zip(some, others, strict=True):
+        assert one.token_ids.tolist() == other.token_ids.tolist()
+        assert one.finish_reason == other.finish_reason
+    assert_close([one.logprobs for one in some], [one.logprobs for one in others], some[0].params)
+
+
+def assert_close(some: Sequence[Any], others: Sequence[Any], params: SamplingParams) -> None:
+    """The same log-probabilities, rollout by rollout.
+
+    Where a distribution is cut, a candidate at the very edge is in or out by the rounding of a
+    program: the others then share a little more or less, once in thousands of tokens.
+    """
+    found, expected = np.concatenate(list(some)), np.concatenate(list(others))
+    differences = np.abs(found - expected)
+    is_cut = params.top_p < 1 or params.top_k > 0 or params.min_p > 0
+    far = differences[differences > TOLERANCE]
+    assert len(far) <= (len(found) // 300 + 1 if is_cut else 0) and (far < 0.1).all()
