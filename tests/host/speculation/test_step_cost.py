@@ -214,6 +214,18 @@ def test_an_outlier_is_forgotten_even_if_it_comes_first(num_before):
         assert cost.ms(16, k) == pytest.approx(bilinear(16, k), rel=0.1)
 
 
+def test_the_grid_is_drawn_anew_only_when_it_would_change(monkeypatch):
+    """That costs more than all else that a round teaches."""
+    cost, draw, drawn = StepCost(GRID, ks=KS, batches=BATCHES), StepCost._draw_grid, []
+    monkeypatch.setattr(StepCost, "_draw_grid", lambda cost: drawn.append(draw(cost)))
+    for i in range(600):
+        k, factor = ((1, 0.9), (5, 1.2))[i % 2]
+        cost.observe(16, k, 0, factor * bilinear(16, k))
+    learned = [cost.ms(16, k) / bilinear(16, k) for k in (1, 5)]
+    assert learned == pytest.approx([0.9, 1.2], rel=0.02)
+    assert len(drawn) < 60
+
+
 def test_context_costs_the_same_at_any_k():
     cost = StepCost(GRID, ks=KS, ms_per_context_token=1e-4)
     for k in KS:
