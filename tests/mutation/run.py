@@ -29,6 +29,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, astuple, dataclass
 from itertools import groupby, islice
 from pathlib import Path
+from signal import SIGKILL, SIGXCPU
 from typing import Any
 
 import parso
@@ -96,8 +97,10 @@ class Mutant:
         return "\n".join([f"{self.module}:{self.line} {self.function} {self.operator}", *lines])
 
 
-def _is_annotation(node: Any) -> bool:
-    """Whether a node is part of a type, which changes nothing when it runs."""
+def _says_nothing(node: Any) -> bool:
+    """Whether a node is part of a type, or the star among parameters."""
+    if node.parent is not None and node.parent.type == "parameters":
+        return True
     while (parent := node.parent) is not None:
         if parent.type == "annassign" and node is parent.children[1]:
             return True
@@ -117,7 +120,7 @@ def find_places(source: str) -> dict[tuple[Any, Any], list[tuple[str, int, str]]
         occurrence = 0
         for node in nodes:
             for position in operator.mutation_positions(node):
-                if not _is_annotation(node):
+                if not _says_nothing(node):
                     around = parso.python.tree.search_ancestor(node, "funcdef", "classdef")
                     places[position].append((name, occurrence, around.name.value if around else ""))
                 occurrence += 1
@@ -182,7 +185,7 @@ def run_tests(copy: Path, tests: Sequence[str], seconds: float) -> tuple[str, fl
     if not done.returncode:
         return "survived", spent, ""
     failed = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    outcome = "timeout" if done.returncode < 0 and spent >= limit - 1 else "killed"
+    outcome = "timeout" if -done.returncode in (SIGKILL, SIGXCPU) else "killed"
     return outcome, spent, failed[1] if failed else done.stdout[-200:]
 
 
