@@ -395,7 +395,9 @@ def test_an_end_of_sequence_too_early_is_an_illegal_draft():
     assert EOS not in unpack(rows[0], texts.size) and (rows[1:] == -1).all()
 
 
-@pytest.mark.parametrize("eos_ids", [(), (9999,)], ids=["none", "past the vocabulary"])
+@pytest.mark.parametrize(
+    "eos_ids", [(), (9999,), (-1,)], ids=["none", "past the vocabulary", "before it"]
+)
 def test_without_ends_of_sequence_an_output_is_finished_when_nothing_can_follow(eos_ids):
     texts = texts_of("tiny")
     matcher = matcher_of("tiny", None, eos_ids, choice=["a", "ab"])

@@ -607,6 +607,12 @@ def test_chunks_take_the_shape_in_which_they_get_furthest():
         assert [chunk.count for chunk in plan.chunks] == counts
 
 
+def test_a_prompt_that_takes_every_page_has_its_shape():
+    scheduler = make_scheduler(make_config(num_pages=8, shapes=((1, 8), (1, 64))))
+    add(scheduler, 0, 64, 0)
+    assert chunks(scheduler.schedule()) == [(0, 0, 64)]
+
+
 def test_the_rest_of_a_prompt_goes_into_the_shape_that_holds_it():
     scheduler = make_scheduler(make_config(shapes=((1, 8), (1, 16))))
     add(scheduler, 0, 21)

@@ -106,6 +106,28 @@ def test_every_sample_is_watched_by_itself():
     assert first.token_ids == [*PROMPT, 9] and second.token_ids == [*PROMPT]
 
 
+def test_what_is_there_already_has_been_seen():
+    """Of an output that goes on; of one that has not begun there is nothing to see."""
+
+    @dataclass
+    class Heard:
+        calls: list = field(default_factory=list)
+
+        def append(self, tokens):
+            self.calls.append(tuple(tokens))
+
+        accept = append
+
+    def follow(output):
+        fields = {"output_token_ids": output, "watch_text": Heard, "follow_grammar": Heard}
+        return Sequence.of(Request(0, PROMPT, SamplingParams(), 8, (0,), **fields), 0, 0)
+
+    going_on, new = follow((4, 6)), follow(())
+    assert going_on.token_ids == [*PROMPT, 4, 6] and going_on.output == [4, 6]
+    assert going_on.watch.calls == going_on.matcher.calls == [(4, 6)]
+    assert new.watch.calls == new.matcher.calls == []
+
+
 # --- residence ------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,12 @@
 import pytest
 
 from specjax.host.speculation.acceptance import Verdict
-from specjax.host.speculation.methods import WARM_UP_ROUNDS, make_policy, profile_policy
+from specjax.host.speculation.methods import (
+    WARM_UP_ROUNDS,
+    make_policy,
+    profile_policy,
+    spread_ks,
+)
 from specjax.host.speculation.policy import Load, Round, StaticPolicy, TablePolicy
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
@@ -21,6 +26,12 @@ def test_static_and_table():
     assert make_policy("static:0", PROFILE, BATCHES) == StaticPolicy(0)
     assert make_policy("static:2", PROFILE, BATCHES) == StaticPolicy(2)
     assert make_policy("table", PROFILE, BATCHES) == TablePolicy(PROFILE.as_table())
+
+
+def test_ks_are_close_together_only_where_they_differ_much():
+    assert spread_ks(4) == (0, 1, 2, 3, 4)
+    assert spread_ks(11) == (0, 1, 2, 3, 4, 5, 7, 9, 11)
+    assert spread_ks(12) == (*spread_ks(11), 12)
 
 
 @pytest.mark.parametrize("name", ["table", "profile", "adaptive"])

@@ -256,6 +256,12 @@ def test_a_small_lead_that_comes_and_goes_changes_nothing():
     assert set(ks) == {2}
 
 
+def test_a_small_lead_that_is_interrupted_has_to_last_as_long_again():
+    policy = leading(0.01)
+    ks = [policy.choose(Load(64 if i == 10 else 1)) for i in range(11 + LONG_LED)]
+    assert ks == [2] * (10 + LONG_LED) + [1]
+
+
 def test_no_lead_changes_nothing():
     policy = leading(0.0)
     assert {policy.choose(Load(1)) for _ in range(3 * LONG_LED)} == {2}

@@ -6,6 +6,7 @@ from itertools import pairwise, product
 import numpy as np
 import pytest
 
+from specjax.host.speculation import step_cost
 from specjax.host.speculation.step_cost import StepCost, _monotone, _rising
 
 # Llama-3.1-8B with an EAGLE drafter on an H100 (vLLM #32374).
@@ -71,11 +72,19 @@ def test_beyond_the_points():
     [
         ({8: {3: 10.0}}, {(1, 0): 10, (8, 3): 10, (64, 7): 10}),
         ({8: {0: 6.0, 2: 10.0}}, {(1, 1): 8, (64, 1): 8, (8, 3): 12}),
+        ({2: {0: 6.0, 2: 7.0}}, {(2, 1): 6.5, (2, 3): 7.5, (2, 7): 9.5}),
         ({1: {2: 6.0}, 3: {2: 10.0}}, {(2, 0): 8, (2, 5): 8, (9, 2): 10}),
         ({1: {0: 5.0, 4: 5.0}, 9: {0: 5.0, 4: 5.0}}, {(5, 2): 5, (1, 4): 5, (20, 9): 5}),
         ({1: {0: 6.0, 4: 10.0}, 3: {0: 8.0, 2: 11.0, 4: 12.0}}, {(1, 2): 8, (2, 2): 9.5}),
     ],
-    ids=["one point", "one batch size", "one K", "all alike", "rows of different Ks"],
+    ids=[
+        "one point",
+        "one batch size",
+        "a flat line",
+        "one K",
+        "all alike",
+        "rows of different Ks",
+    ],
 )
 @pytest.mark.parametrize("is_learned", [False, True])
 def test_few_points(points, expected, is_learned):
@@ -212,6 +221,30 @@ def test_an_outlier_is_forgotten_even_if_it_comes_first(num_before):
         cost.observe(16, i % 6, 0, ms)
     for k in KS:
         assert cost.ms(16, k) == pytest.approx(bilinear(16, k), rel=0.1)
+
+
+def test_the_grid_is_drawn_anew_only_when_it_would_change(monkeypatch):
+    """That costs more than all else that a round teaches."""
+    cost, draw, drawn = StepCost(GRID, ks=KS, batches=BATCHES), StepCost._draw_grid, []
+    monkeypatch.setattr(StepCost, "_draw_grid", lambda cost: drawn.append(draw(cost)))
+    for i in range(600):
+        k, factor = ((1, 0.9), (5, 1.2))[i % 2]
+        cost.observe(16, k, 0, factor * bilinear(16, k))
+    learned = [cost.ms(16, k) / bilinear(16, k) for k in (1, 5)]
+    assert learned == pytest.approx([0.9, 1.2], rel=0.02)
+    assert len(drawn) < 60
+
+
+def test_a_point_weighs_what_it_began_with_and_the_rounds_it_has_shown(monkeypatch):
+    """As long as they are not very many."""
+    weights, last = [], []
+    monkeypatch.setattr(step_cost, "_monotone", lambda rows, by: weights.append(by) or rows)
+    cost = StepCost({1: {0: 10.0, 1: 11.0}})
+    for k, num_rounds in ((0, 2), (1, 8), (1, 1016)):
+        for _ in range(num_rounds):
+            cost.observe(1, k, 0, 10.0 + k)
+        last.append([weight - step_cost._REPLAYS for weight in weights[-1][0]])
+    assert last == [[2, 0], [2, 8], [2, step_cost._MOST_SEEN]]
 
 
 def test_context_costs_the_same_at_any_k():
