@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.engines import make_llm
+from support.texts import simulated_llm, with_bytes
 
 from specjax import LLM, SamplingParams, SpeculativeConfig, StructuredOutputs
 from specjax.config import EngineConfig, parse_table
@@ -35,36 +36,35 @@ def label(value):
 
 
 @pytest.fixture(scope="module")
-def text_folder(checkpoints):
-    """A tiny target with a tokenizer of single bytes."""
-    target = checkpoints.target("llama", num_hidden_layers=1, eos_token_id=EOS)
-    folder = checkpoints.copy(target.folder)
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    vocab = {letter: i for i, letter in enumerate(sorted(letters)[:VOCAB])}
-    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+def target(checkpoints):
+    return checkpoints.target("llama", tie_word_embeddings=True, eos_token_id=EOS)
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoints, text_folder):
-    target = checkpoints.target("llama", num_hidden_layers=1, eos_token_id=EOS)
-    head = checkpoints.eagle(target)
-    with LLM(
-        text_folder,
-        speculative_config={
-            "method": "eagle",
-            "model": str(head.folder),
-            "num_speculative_tokens": 2,
-        },
-        max_model_len=MAX_LEN,
-        max_num_seqs=2,
-        max_num_batched_tokens=16,
-        page_size=8,
-        show_progress=False,
-    ) as llm:
+def text_folder(checkpoints, target):
+    """A tiny target with a tokenizer of single bytes."""
+    return with_bytes(checkpoints, target.folder)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoints, target, text_folder):
+    """On a simulated device: whatever is refused is so before a device is asked."""
+    head = checkpoints.eagle(target).folder
+    sizes = {
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "decode_batches": None,
+        "prefill_shapes": None,
+    }
+    with simulated_llm(text_folder, "eagle", model=head, k=2, **sizes) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def real(text_folder):
+    """What requests ask of logits only a real device knows."""
+    with make_llm(text_folder, "ngram") as llm:
         yield llm
 
 
@@ -187,7 +187,7 @@ def test_structured_outputs_check_themselves(fields):
     refusal(lambda: StructuredOutputs(**fields), "structured_outputs")
 
 
-def test_numpy_numbers_are_numbers(llm):
+def test_numpy_numbers_are_numbers(real):
     plain = {
         "n": 2,
         "temperature": 0.75,
@@ -219,7 +219,7 @@ def test_numpy_numbers_are_numbers(llm):
         SamplingParams(**{name: as_numpy(value) for name, value in plain.items()}),
         SamplingParams(**plain | {"temperature": np.float64(0.75), "seed": np.uint32(2**32 - 1)}),
     ]
-    outputs = llm.generate([PROMPT] * 3, params, use_tqdm=False)
+    outputs = real.generate([PROMPT] * 3, params, use_tqdm=False)
     first, *others = [dataclasses.replace(output, request_id=0) for output in outputs]
     assert all(other == first for other in others)
     assert len(first.outputs) == 2
@@ -375,7 +375,7 @@ def test_a_conversation_of_another_form(llm, talk, monkeypatch):
     refusal(lambda: llm.chat(talk, SamplingParams(max_tokens=1), use_tqdm=False))
 
 
-def test_a_step_that_fails_to_compile_spoils_no_other_request(checkpoints):
+def test_a_step_that_fails_to_compile_spoils_no_other_request(real):
     """Whatever the check of a processor did not see, it is only its own request's fault."""
 
     def fickle(tokens, length, logits):
@@ -383,18 +383,16 @@ def test_a_step_that_fails_to_compile_spoils_no_other_request(checkpoints):
             raise RuntimeError("it broke later")
         return logits
 
-    target = checkpoints.target("llama", num_hidden_layers=1, eos_token_id=EOS)
-    sizes = {"max_model_len": 16, "max_num_seqs": 1, "show_progress": False}
-    with LLM(target.folder, **sizes) as llm:
-        is_broken = False
-        bad = SamplingParams(logits_processors=[fickle])
-        request = llm.request_maker.make(PROMPT, bad, 10**6, "prompt 0")
-        is_broken = True
-        with pytest.raises(RuntimeError, match="broke later"):
-            llm.engine.prepare([request])
-        good = SamplingParams(temperature=1.0, seed=1, top_k=5, max_tokens=4)
-        assert llm.generate(PROMPT, good, use_tqdm=False)[0].outputs[0].token_ids
-        assert llm.metrics().num_compiles_after_warmup == 0
+    before = real.metrics().num_compiles_after_warmup
+    is_broken = False
+    bad = SamplingParams(logits_processors=[fickle])
+    request = real.request_maker.make(PROMPT, bad, 10**6, "prompt 0")
+    is_broken = True
+    with pytest.raises(RuntimeError, match="broke later"):
+        real.engine.prepare([request])
+    good = SamplingParams(temperature=1.0, seed=1, top_k=5, max_tokens=4)
+    assert real.generate(PROMPT, good, use_tqdm=False)[0].outputs[0].token_ids
+    assert real.metrics().num_compiles_after_warmup == before
 
 
 def test_texts_without_a_tokenizer(text_folder):
@@ -428,13 +426,13 @@ def test_what_exact_mode_cannot_do(text_folder, fields):
     assert maker.make(PROMPT, SamplingParams(logprobs=3, top_k=2, stop="a"), 0, "it")
 
 
-def test_extremes_that_are_allowed(llm):
+def test_extremes_that_are_allowed(real):
     """The least and the most of each range leave numbers, not NaN: outputs have likely tokens."""
     base = {"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True}
 
     def tokens(**fields):
         params = SamplingParams(**base | fields)
-        return llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
+        return real.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
 
     plain, greedy = tokens(), tokens(temperature=0)
     for fields in (

@@ -5,7 +5,9 @@ import json
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.engines import simulated_engines
+from support.scripts import TextScript
+from support.texts import simulated_llm, with_bytes
 
 from specjax import LLM, CheckpointError, SamplingParams, SpeculativeConfig
 from specjax.device.models.registry import load_model
@@ -17,6 +19,12 @@ MAX_LEN = 64
 EOS = 5
 GREEDY = SamplingParams(temperature=0, max_tokens=6)
 SETTINGS = {"max_model_len": MAX_LEN, "max_num_seqs": 2, "max_num_batched_tokens": 32}
+SIMULATED = SETTINGS | {
+    "page_size": 16,
+    "decode_batches": None,
+    "prefill_shapes": None,
+    "script": TextScript(VOCAB),  # the same with drafts and without
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +35,7 @@ def target(checkpoints):
 @pytest.fixture(scope="module")
 def text_folder(checkpoints, target):
     """The target with a tokenizer of single bytes and a chat template."""
-    folder = checkpoints.copy(target.folder)
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    vocab = {letter: i for i, letter in enumerate(sorted(letters)[:VOCAB])}
-    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
+    folder = with_bytes(checkpoints, target.folder)
     template = (
         "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
         "{% endif %}{{ m.role }}:{{ m.content }};{% endfor %}"
@@ -50,16 +52,16 @@ def head(checkpoints, target):
 
 @pytest.fixture(scope="module")
 def llm(text_folder, head):
-    """With text and speculation."""
-    speculative = {"method": "eagle", "model": str(head.folder), "num_speculative_tokens": 2}
-    with LLM(text_folder, speculative_config=speculative, show_progress=False, **SETTINGS) as llm:
+    """With text and speculation, on a simulated device."""
+    options = SIMULATED | {"model": head.folder, "k": 2}
+    with simulated_llm(text_folder, "eagle", **options) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def ids_only(target):
-    """Without a tokenizer."""
-    with LLM(target.folder, show_progress=False, **SETTINGS) as llm:
+    """Without a tokenizer, on a simulated device."""
+    with simulated_llm(target.folder, **SIMULATED) as llm:
         yield llm
 
 
@@ -206,7 +208,7 @@ def test_metrics(llm):
 
 
 def test_a_closed_llm_says_so(target):
-    with LLM(target.folder, show_progress=False, **SETTINGS) as llm:
+    with simulated_llm(target.folder, **SIMULATED) as llm:
         assert llm.generate([1], GREEDY, use_tqdm=False)
     llm.close()
     for use in (lambda: llm.generate([1]), lambda: llm.chat([]), llm.metrics):
@@ -214,12 +216,15 @@ def test_a_closed_llm_says_so(target):
             use()
 
 
-def test_a_model_value_with_params(target, ids_only):
+def test_a_model_value_with_params(target):
+    """Tokens of the simulated device hang on the weights here."""
     model, params = load_model(target.folder, np.dtype(np.float32))
     plain = dataclasses.replace(GREEDY, ignore_eos=True)
-    with LLM(model, params=params, show_progress=False, **SETTINGS) as llm:
+    with simulated_engines(), LLM(model, params=params, show_progress=False, **SETTINGS) as llm:
         outputs = tokens(llm.generate([1, 2, 3], plain, use_tqdm=False))
-    assert outputs == tokens(ids_only.generate([1, 2, 3], plain, use_tqdm=False))
+    with simulated_llm(target.folder, **SIMULATED | {"script": None}) as llm:
+        assert outputs == tokens(llm.generate([1, 2, 3], plain, use_tqdm=False))
+        assert outputs != tokens(llm.generate([1, 2, 4], plain, use_tqdm=False))
 
 
 def test_an_interrupt_leaves_a_usable_llm(llm, monkeypatch, ragged_prompts):
@@ -558,7 +563,7 @@ def test_d2t_must_be_whole_and_within_the_vocabulary(checkpoints, target, change
 def test_prompt_budget_and_pages_of_exactly_one_request(target):
     """The smallest settings that hold one request work, and serve several in turn."""
     settings = {"max_model_len": 40, "page_size": 8, "num_pages": 5, "max_num_seqs": 2}
-    with LLM(target.folder, max_num_batched_tokens=32, show_progress=False, **settings) as llm:
+    with simulated_llm(target.folder, **SIMULATED | settings) as llm:
         params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
         outputs = llm.generate([[1, 2], [3, 4], [5, 6]], params, use_tqdm=False)
     assert [len(ids) for ids in tokens(outputs)] == [38, 38, 38]
