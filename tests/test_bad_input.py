@@ -187,42 +187,47 @@ def test_structured_outputs_check_themselves(fields):
     refusal(lambda: StructuredOutputs(**fields), "structured_outputs")
 
 
-def test_numpy_numbers_are_numbers(real):
-    plain = {
-        "n": 2,
-        "temperature": 0.75,
-        "top_p": 0.5,
-        "top_k": 20,
-        "min_p": 0.125,
-        "seed": 2**32 - 1,
-        "max_tokens": 9,
-        "min_tokens": 2,
-        "repetition_penalty": 1.25,
-        "presence_penalty": -2.0,
-        "frequency_penalty": 2.0,
-        "logit_bias": {7: 1.5, 9: -2.0},
-        "allowed_token_ids": list(range(6, 90)),
-        "stop_token_ids": [8, 11],
-        "logprobs": 2,
-        "prompt_logprobs": 1,
-    }
+NUMBERS = {
+    "n": 2,
+    "temperature": 0.75,
+    "top_p": 0.5,
+    "top_k": 20,
+    "min_p": 0.125,
+    "seed": 2**32 - 1,
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "repetition_penalty": 1.25,
+    "presence_penalty": -2.0,
+    "frequency_penalty": 2.0,
+    "logit_bias": {7: 1.5, 9: -2.0},
+    "allowed_token_ids": list(range(6, 90)),
+    "stop_token_ids": [8, 11],
+}
 
-    def as_numpy(value):
-        if isinstance(value, dict):
-            return {np.int64(key): np.float32(x) for key, x in value.items()}
-        if isinstance(value, list):
-            return np.array(value)
-        return np.float32(value) if isinstance(value, float) else np.int64(value)
 
+def as_numpy(value):
+    if isinstance(value, dict):
+        return {np.int64(key): np.float32(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return np.array(value)
+    return np.float32(value) if isinstance(value, float) else np.int64(value)
+
+
+@pytest.mark.parametrize(
+    "which, logprobs", [("real", {}), ("llm", {"logprobs": 2, "prompt_logprobs": 1})]
+)
+def test_numpy_numbers_are_numbers(request, which, logprobs):
+    llm, numbers = request.getfixturevalue(which), NUMBERS | logprobs
     params = [
-        SamplingParams(**plain),
-        SamplingParams(**{name: as_numpy(value) for name, value in plain.items()}),
-        SamplingParams(**plain | {"temperature": np.float64(0.75), "seed": np.uint32(2**32 - 1)}),
+        SamplingParams(**numbers),
+        SamplingParams(**{name: as_numpy(value) for name, value in numbers.items()}),
+        SamplingParams(**numbers | {"temperature": np.float64(0.75), "seed": np.uint32(2**32 - 1)}),
     ]
-    outputs = real.generate([PROMPT] * 3, params, use_tqdm=False)
+    outputs = llm.generate([PROMPT] * 3, params, use_tqdm=False)
     first, *others = [dataclasses.replace(output, request_id=0) for output in outputs]
     assert all(other == first for other in others)
     assert len(first.outputs) == 2
+    assert (first.outputs[0].logprobs is not None) == bool(logprobs)
 
 
 # --- parameters and the model ---------------------------------------------------------------------

@@ -48,7 +48,7 @@ def tokens(outputs):
 
 def is_idle(llm):
     scheduler = llm.engine.scheduler
-    return scheduler.pages.num_free == scheduler.pages.num_pages and not llm.engine.has_work
+    return scheduler.pages.num_free == scheduler.pages.num_pages and not scheduler.has_work
 
 
 def test_outputs_are_in_order_and_those_of_plain_decoding(llm, plain, ragged_prompts):
