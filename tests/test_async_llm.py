@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.scripts import TextScript
+from support.texts import simulated_llm, with_bytes
 
 from specjax import LLM, AsyncLLM, SamplingParams
 from specjax.tokenizer import ChatTokenizer
@@ -30,8 +31,9 @@ SETTINGS = {
     "max_model_len": 256,
     "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
-    "page_size": 8,
     "max_logprobs": 0,
+    "decode_batches": None,
+    "prefill_shapes": None,
 }
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
@@ -44,26 +46,15 @@ def target(checkpoints):
 @pytest.fixture(scope="module")
 def folder(checkpoints, target):
     """The target with a tokenizer of single bytes."""
-    folder = checkpoints.copy(target.folder)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return with_bytes(checkpoints, target.folder)
 
 
 @pytest.fixture(scope="module")
-def speculation(checkpoints, target):
-    head = checkpoints.eagle3(target)
-    return {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 2}
-
-
-@pytest.fixture(scope="module")
-def built(folder, speculation) -> Iterator[LLM]:
-    """The engine that every AsyncLLM of this module is given, so that it compiles once."""
-    options = SETTINGS | {"speculative_config": speculation, "show_progress": False}
-    with LLM(folder, **options) as llm:
+def built(checkpoints, target, folder) -> Iterator[LLM]:
+    """The engine that every AsyncLLM of this module is given, on a simulated device."""
+    head = checkpoints.eagle3(target).folder
+    script = TextScript(VOCAB)  # the same with drafts and without
+    with simulated_llm(folder, "eagle3", model=head, k=2, script=script, **SETTINGS) as llm:
         yield llm
 
 

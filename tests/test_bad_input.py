@@ -1,18 +1,18 @@
 """What cannot be served is refused by name, value and remedy, before anything runs."""
 
 import dataclasses
-import json
 import math
-import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.engines import make_llm
+from support.refusals import label, refusal
+from support.texts import simulated_llm, with_bytes
 
-from specjax import LLM, SamplingParams, SpeculativeConfig, StructuredOutputs
-from specjax.config import EngineConfig, parse_table
+from specjax import LLM, SamplingParams, StructuredOutputs
+from specjax.config import EngineConfig
 from specjax.prompts import RequestMaker
 from specjax.sampling_params import (
     MAX_BAD_WORD_TOKENS,
@@ -29,42 +29,36 @@ PROMPT = [1, 2, 3]
 nan, inf = math.nan, math.inf
 
 
-def label(value):
-    """The name of a case: the same in every process, so without addresses."""
-    return re.sub(r" at 0x\w+", "", str(value))[:60]
+@pytest.fixture(scope="module")
+def target(checkpoints):
+    return checkpoints.target("llama", tie_word_embeddings=True, eos_token_id=EOS)
 
 
 @pytest.fixture(scope="module")
-def text_folder(checkpoints):
+def text_folder(checkpoints, target):
     """A tiny target with a tokenizer of single bytes."""
-    target = checkpoints.target("llama", num_hidden_layers=1, eos_token_id=EOS)
-    folder = checkpoints.copy(target.folder)
-    letters = pre_tokenizers.ByteLevel.alphabet()
-    vocab = {letter: i for i, letter in enumerate(sorted(letters)[:VOCAB])}
-    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return with_bytes(checkpoints, target.folder)
 
 
 @pytest.fixture(scope="module")
-def llm(checkpoints, text_folder):
-    target = checkpoints.target("llama", num_hidden_layers=1, eos_token_id=EOS)
-    head = checkpoints.eagle(target)
-    with LLM(
-        text_folder,
-        speculative_config={
-            "method": "eagle",
-            "model": str(head.folder),
-            "num_speculative_tokens": 2,
-        },
-        max_model_len=MAX_LEN,
-        max_num_seqs=2,
-        max_num_batched_tokens=16,
-        page_size=8,
-        show_progress=False,
-    ) as llm:
+def llm(checkpoints, target, text_folder):
+    """On a simulated device: whatever is refused is so before a device is asked."""
+    head = checkpoints.eagle(target).folder
+    sizes = {
+        "max_model_len": MAX_LEN,
+        "max_num_seqs": 2,
+        "max_num_batched_tokens": 16,
+        "decode_batches": None,
+        "prefill_shapes": None,
+    }
+    with simulated_llm(text_folder, "eagle", model=head, k=2, **sizes) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def real(text_folder):
+    """What requests ask of logits only a real device knows."""
+    with make_llm(text_folder, "ngram") as llm:
         yield llm
 
 
@@ -84,15 +78,6 @@ def is_unharmed(llm):
     assert outputs() == expected
     assert llm.engine.scheduler.pages.num_free == llm.engine.scheduler.pages.num_pages
     assert llm.metrics().num_compiles_after_warmup == before.num_compiles_after_warmup
-
-
-def refusal(do, *words):
-    """The message of the ValueError that `do` must raise; it holds all `words`."""
-    with pytest.raises(ValueError) as error:
-        do()
-    text = str(error.value)
-    assert all(str(word) in text for word in words), text
-    return text
 
 
 # --- sampling parameters --------------------------------------------------------------------------
@@ -187,42 +172,47 @@ def test_structured_outputs_check_themselves(fields):
     refusal(lambda: StructuredOutputs(**fields), "structured_outputs")
 
 
-def test_numpy_numbers_are_numbers(llm):
-    plain = {
-        "n": 2,
-        "temperature": 0.75,
-        "top_p": 0.5,
-        "top_k": 20,
-        "min_p": 0.125,
-        "seed": 2**32 - 1,
-        "max_tokens": 9,
-        "min_tokens": 2,
-        "repetition_penalty": 1.25,
-        "presence_penalty": -2.0,
-        "frequency_penalty": 2.0,
-        "logit_bias": {7: 1.5, 9: -2.0},
-        "allowed_token_ids": list(range(6, 90)),
-        "stop_token_ids": [8, 11],
-        "logprobs": 2,
-        "prompt_logprobs": 1,
-    }
+NUMBERS = {
+    "n": 2,
+    "temperature": 0.75,
+    "top_p": 0.5,
+    "top_k": 20,
+    "min_p": 0.125,
+    "seed": 2**32 - 1,
+    "max_tokens": 9,
+    "min_tokens": 2,
+    "repetition_penalty": 1.25,
+    "presence_penalty": -2.0,
+    "frequency_penalty": 2.0,
+    "logit_bias": {7: 1.5, 9: -2.0},
+    "allowed_token_ids": list(range(6, 90)),
+    "stop_token_ids": [8, 11],
+}
 
-    def as_numpy(value):
-        if isinstance(value, dict):
-            return {np.int64(key): np.float32(x) for key, x in value.items()}
-        if isinstance(value, list):
-            return np.array(value)
-        return np.float32(value) if isinstance(value, float) else np.int64(value)
 
+def as_numpy(value):
+    if isinstance(value, dict):
+        return {np.int64(key): np.float32(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return np.array(value)
+    return np.float32(value) if isinstance(value, float) else np.int64(value)
+
+
+@pytest.mark.parametrize(
+    "which, logprobs", [("real", {}), ("llm", {"logprobs": 2, "prompt_logprobs": 1})]
+)
+def test_numpy_numbers_are_numbers(request, which, logprobs):
+    llm, numbers = request.getfixturevalue(which), NUMBERS | logprobs
     params = [
-        SamplingParams(**plain),
-        SamplingParams(**{name: as_numpy(value) for name, value in plain.items()}),
-        SamplingParams(**plain | {"temperature": np.float64(0.75), "seed": np.uint32(2**32 - 1)}),
+        SamplingParams(**numbers),
+        SamplingParams(**{name: as_numpy(value) for name, value in numbers.items()}),
+        SamplingParams(**numbers | {"temperature": np.float64(0.75), "seed": np.uint32(2**32 - 1)}),
     ]
     outputs = llm.generate([PROMPT] * 3, params, use_tqdm=False)
     first, *others = [dataclasses.replace(output, request_id=0) for output in outputs]
     assert all(other == first for other in others)
     assert len(first.outputs) == 2
+    assert (first.outputs[0].logprobs is not None) == bool(logprobs)
 
 
 # --- parameters and the model ---------------------------------------------------------------------
@@ -375,7 +365,7 @@ def test_a_conversation_of_another_form(llm, talk, monkeypatch):
     refusal(lambda: llm.chat(talk, SamplingParams(max_tokens=1), use_tqdm=False))
 
 
-def test_a_step_that_fails_to_compile_spoils_no_other_request(checkpoints):
+def test_a_step_that_fails_to_compile_spoils_no_other_request(real):
     """Whatever the check of a processor did not see, it is only its own request's fault."""
 
     def fickle(tokens, length, logits):
@@ -383,18 +373,16 @@ def test_a_step_that_fails_to_compile_spoils_no_other_request(checkpoints):
             raise RuntimeError("it broke later")
         return logits
 
-    target = checkpoints.target("llama", num_hidden_layers=1, eos_token_id=EOS)
-    sizes = {"max_model_len": 16, "max_num_seqs": 1, "show_progress": False}
-    with LLM(target.folder, **sizes) as llm:
-        is_broken = False
-        bad = SamplingParams(logits_processors=[fickle])
-        request = llm.request_maker.make(PROMPT, bad, 10**6, "prompt 0")
-        is_broken = True
-        with pytest.raises(RuntimeError, match="broke later"):
-            llm.engine.prepare([request])
-        good = SamplingParams(temperature=1.0, seed=1, top_k=5, max_tokens=4)
-        assert llm.generate(PROMPT, good, use_tqdm=False)[0].outputs[0].token_ids
-        assert llm.metrics().num_compiles_after_warmup == 0
+    before = real.metrics().num_compiles_after_warmup
+    is_broken = False
+    bad = SamplingParams(logits_processors=[fickle])
+    request = real.request_maker.make(PROMPT, bad, 10**6, "prompt 0")
+    is_broken = True
+    with pytest.raises(RuntimeError, match="broke later"):
+        real.engine.prepare([request])
+    good = SamplingParams(temperature=1.0, seed=1, top_k=5, max_tokens=4)
+    assert real.generate(PROMPT, good, use_tqdm=False)[0].outputs[0].token_ids
+    assert real.metrics().num_compiles_after_warmup == before
 
 
 def test_texts_without_a_tokenizer(text_folder):
@@ -428,13 +416,13 @@ def test_what_exact_mode_cannot_do(text_folder, fields):
     assert maker.make(PROMPT, SamplingParams(logprobs=3, top_k=2, stop="a"), 0, "it")
 
 
-def test_extremes_that_are_allowed(llm):
+def test_extremes_that_are_allowed(real):
     """The least and the most of each range leave numbers, not NaN: outputs have likely tokens."""
     base = {"temperature": 1.0, "seed": 5, "max_tokens": 12, "ignore_eos": True}
 
     def tokens(**fields):
         params = SamplingParams(**base | fields)
-        return llm.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
+        return real.generate(PROMPT, params, use_tqdm=False)[0].outputs[0].token_ids
 
     plain, greedy = tokens(), tokens(temperature=0)
     for fields in (
@@ -464,151 +452,6 @@ def test_extremes_that_are_allowed(llm):
     assert set(tokens(temperature=1e30)) <= set(range(VOCAB))
     assert len(set(tokens(repetition_penalty=1e30, temperature=0))) > 1
     assert len(set(tokens(repetition_penalty=1e-30, temperature=0))) >= 1
-
-
-# --- speculation ----------------------------------------------------------------------------------
-
-SYNTHETIC = {"verification": "synthetic"}
-RATES = "synthetic_acceptance_rates"
-LENGTH = "synthetic_acceptance_length"
-TABLE = "num_speculative_tokens_per_batch_size"
-PATH = {"dynamic_config_path": "profile.json"}
-
-
-@pytest.mark.parametrize(
-    "fields, words",
-    [
-        ({"verification": "typical"}, ["verification='typical'", "seed_exact, rejection, block"]),
-        ({"verification": None}, ["verification=None", "rejection"]),
-        ({"verification": ["block"]}, ["verification=['block']", "rejection"]),
-        (SYNTHETIC, [RATES, LENGTH, "needs"]),
-        (SYNTHETIC | {RATES: (0.5,) * 3, LENGTH: 2.0}, [RATES, LENGTH]),
-        ({RATES: (0.5,) * 3}, [RATES, "verification='synthetic'", "'seed_exact'"]),
-        (
-            {LENGTH: 2.0, "verification": "block"},
-            ["_length", "verification='synthetic'", "'block'"],
-        ),
-        (SYNTHETIC | {RATES: (0.5, 0.4)}, [RATES, "(0.5, 0.4)", "3 rates"]),
-        (SYNTHETIC | {RATES: ()}, [RATES, "3 rates"]),
-        (SYNTHETIC | {RATES: (0.5, 0.6, 0.1)}, [RATES, "none above"]),
-        (SYNTHETIC | {RATES: (1.1, 0.6, 0.1)}, [RATES, "[0, 1]"]),
-        (SYNTHETIC | {RATES: (0.5, 0.1, -0.1)}, [RATES, "[0, 1]"]),
-        (SYNTHETIC | {RATES: (0.5, nan, 0.1)}, [RATES, "[0, 1]"]),
-        (SYNTHETIC | {RATES: ("0.5", 0.2, 0.1)}, [RATES, "0.5", "[0, 1]"]),
-        (SYNTHETIC | {RATES: 0.5}, [RATES, "0.5", "3 rates"]),
-        (SYNTHETIC | {RATES: "abc"}, [RATES, "abc", "3 rates"]),
-        (SYNTHETIC | {LENGTH: 0.9}, [LENGTH, "0.9", "1..4"]),
-        (SYNTHETIC | {LENGTH: 4.1}, [LENGTH, "4.1", "1..4"]),
-        (SYNTHETIC | {LENGTH: nan}, [LENGTH, "nan", "1..4"]),
-        (SYNTHETIC | {LENGTH: "2"}, [LENGTH, "2", "1..4"]),
-        (SYNTHETIC | {LENGTH: True}, [LENGTH, "True", "1..4"]),
-        ({"num_speculative_tokens": 0}, ["num_speculative_tokens=0", "at least 1"]),
-        ({"num_speculative_tokens": 3.0}, ["num_speculative_tokens=3.0"]),
-        ({"num_speculative_tokens": "3"}, ["num_speculative_tokens='3'"]),
-        ({"num_speculative_tokens": True}, ["num_speculative_tokens=True"]),
-        ({"num_speculative_tokens": None}, ["num_speculative_tokens=None", "at least 1"]),
-        ({"adaptive": True, "num_speculative_tokens": 0}, ["num_speculative_tokens=0"]),
-        ({"adaptive": 1}, ["adaptive=1", "True or False"]),
-        ({"adaptive": None}, ["adaptive=None", "True or False"]),
-        (PATH | {"num_speculative_tokens": -1}, ["num_speculative_tokens=-1", "at least 1"]),
-        ({"dynamic_config_path": 5}, ["dynamic_config_path=5", "profile's path"]),
-        ({"dynamic_config_path": ""}, ["dynamic_config_path=''", "profile's path"]),
-        ({"dynamic_config_path": True}, ["dynamic_config_path=True", "profile's path"]),
-        (PATH | {"dynamic_config_force": 1}, ["dynamic_config_force=1", "True or False"]),
-        ({"dynamic_config_force": True}, ["dynamic_config_force=True", "name the profile"]),
-        ({TABLE: [[1, 4, 3]], "adaptive": True}, [TABLE, "adaptive", "keep one"]),
-        (PATH | {"adaptive": True}, ["dynamic_config_path and adaptive", "keep one"]),
-        (
-            PATH | {TABLE: [[1, 4, 3]], "adaptive": True},
-            [f"{TABLE} and dynamic_config_path and adaptive", "keep one"],
-        ),
-        (
-            SYNTHETIC | PATH | {"num_speculative_tokens": None, LENGTH: 2.0},
-            ["'synthetic'", "needs", "num_speculative_tokens", "dynamic_config_path"],
-        ),
-        (SYNTHETIC | {"adaptive": True, RATES: (0.5,) * 4}, [RATES, "3 rates"]),
-        ({"model": None}, ["speculative_config.model=None"]),
-        ({"model": 5}, ["speculative_config.model=5"]),
-        ({"method": 5}, ["method=5", "eagle3"]),
-    ],
-    ids=label,
-)
-def test_bad_speculative_config(fields, words):
-    good = {"method": "eagle3", "model": "folder", "num_speculative_tokens": 3}
-    refusal(lambda: SpeculativeConfig(**good | fields), *words)
-    refusal(lambda: SpeculativeConfig.of(good | fields), *words)
-
-
-@pytest.mark.parametrize(
-    "table, words",
-    [
-        ([], [f"{TABLE}=[]", "[lo, hi, K]"]),
-        ((), [f"{TABLE}=()", "[lo, hi, K]"]),
-        ("1-4:3", [f"{TABLE}='1-4:3'", "[lo, hi, K]"]),
-        ({1: 3}, [f"{TABLE}={{1: 3}}", "[lo, hi, K]"]),
-        (3, [f"{TABLE}=3", "[lo, hi, K]"]),
-        ([1, 4, 3], ["[0]=1", "three integers"]),
-        (["143"], ["[0]='143'", "three integers"]),
-        ([[1, 4]], ["[0]=[1, 4]", "three integers"]),
-        ([[1, 4, 3], [5, 8, 2, 1]], ["[1]=[5, 8, 2, 1]", "three integers"]),
-        ([[1, 4, 3.0]], ["[0]=[1, 4, 3.0]", "three integers"]),
-        ([[1, 4, "3"]], ["[0]=[1, 4, '3']", "three integers"]),
-        ([[1, 4, True]], ["[0]=[1, 4, True]", "three integers"]),
-        ([[1, nan, 3]], ["[0]=[1, nan, 3]", "three integers"]),
-        ([[0, 4, 3]], ["[0]=[0, 4, 3]", "1 <= lo <= hi"]),
-        ([[4, 1, 3]], ["[0]=[4, 1, 3]", "1 <= lo <= hi"]),
-        ([[1, 4, 3], [6, 5, 2]], ["[1]=[6, 5, 2]", "1 <= lo <= hi"]),
-        ([[2, 4, 3]], ["[0]=[2, 4, 3]", "begin at batch size 1"]),
-        ([[1, 4, 3], [4, 8, 2]], ["[1]=[4, 8, 2]", "above batch size 4", "overlaps"]),
-        ([[1, 4, 3], [9, 12, 1], [5, 8, 2]], ["[2]=[5, 8, 2]", "above batch size 12"]),
-        ([[1, 4, -1]], ["[0]=[1, 4, -1]", "0..3"]),
-        ([[1, 4, 3], [5, 8, 4]], ["[1]=[5, 8, 4]", "0..3", "num_speculative_tokens"]),
-    ],
-    ids=label,
-)
-def test_bad_tables(table, words):
-    good = {"method": "eagle3", "model": "folder", "num_speculative_tokens": 3}
-    refusal(lambda: parse_table(table, 3), *words)
-    refusal(lambda: SpeculativeConfig(**good, **{TABLE: table}), *words)
-
-
-def test_a_table_is_kept_as_tuples_of_integers():
-    good = {"method": "eagle3", "model": "folder", "num_speculative_tokens": 3}
-    expected = ((1, 4, 3), (5, 5, 2), (9, 64, 0))  # with a gap, 6 to 8
-    for table in [list(map(list, expected)), expected, np.array(expected)]:
-        config = SpeculativeConfig.of(good | {TABLE: table})
-        assert config.num_speculative_tokens_per_batch_size == expected == parse_table(table, 3)
-        assert json.dumps(config.num_speculative_tokens_per_batch_size)
-        assert hash(config) == hash(SpeculativeConfig.of(good | {TABLE: expected}))
-
-
-def test_how_many_drafts_dynamic_speculation_may_leave_out():
-    drafter = {"method": "eagle3", "model": "folder"}
-    assert SpeculativeConfig.of(drafter | {"adaptive": True}).num_speculative_tokens == 5
-    two = drafter | {"num_speculative_tokens": 2}
-    assert SpeculativeConfig.of(two | {"adaptive": True}).num_speculative_tokens == 2
-    # Until the profile is read.
-    assert SpeculativeConfig.of(drafter | PATH).num_speculative_tokens is None
-    assert SpeculativeConfig.of(two | PATH).num_speculative_tokens == 2
-    assert SpeculativeConfig.of(drafter | PATH | {"dynamic_config_force": True})
-    rates = SYNTHETIC | {RATES: (0.5,) * 5, "adaptive": True}
-    assert SpeculativeConfig.of(drafter | rates).synthetic_rates == (0.5,) * 5
-    for fields in {}, {"adaptive": False}, {"dynamic_config_path": None}, {TABLE: [[1, 4, 3]]}:
-        refusal(lambda f=fields: SpeculativeConfig.of(drafter | f), "lacks", "num_speculative")
-
-
-@pytest.mark.parametrize("config", [5, "eagle3", ["eagle3"]], ids=label)
-def test_speculative_config_of_another_type(config):
-    refusal(lambda: SpeculativeConfig.of(config), "speculative_config", repr(config))
-
-
-def test_numpy_numbers_in_a_speculative_config():
-    good = {"method": "eagle3", "model": "folder", "num_speculative_tokens": np.int64(3)}
-    rates = SpeculativeConfig(**good, **SYNTHETIC, synthetic_acceptance_rates=np.full(3, 0.5))
-    assert rates.synthetic_rates == (0.5, 0.5, 0.5)
-    length = SpeculativeConfig(**good, **SYNTHETIC, synthetic_acceptance_length=np.float32(2.5))
-    assert length.synthetic_rates == (1.0, 0.5, 0.0)
-    assert json.dumps(length.synthetic_rates)
 
 
 # --- what the engine can report -------------------------------------------------------------------

@@ -4,11 +4,15 @@ import json
 import subprocess
 import sys
 import types
+from functools import partial
 
 import pytest
+from support.engines import SIZES, K, simulated_engines
+from support.scripts import TextScript
+from support.texts import letters_folder
 
 import specjax
-from specjax import cli, demo
+from specjax import LLM, cli, demo
 from specjax.arguments import read_speculation
 from specjax.cli import main
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
@@ -18,6 +22,20 @@ SMALL = [
     *("--max-model-len", "64", "--max-num-batched-tokens", "32", "--max-num-seqs", "1"),
     *("--max-tokens", "4"),
 ]
+
+
+@pytest.fixture
+def simulated():
+    """Engines on a simulated device, which give the same with any drafter."""
+    with simulated_engines(TextScript(VOCAB)):
+        yield
+
+
+@pytest.fixture
+def same_sizes(monkeypatch):
+    """Engines on the real device, of the sizes that other tests have compiled."""
+    make = partial(LLM, **{name: SIZES[name] for name in ("decode_batches", "prefill_shapes")})
+    monkeypatch.setattr("specjax.generate.LLM", make)
 
 
 @pytest.fixture(scope="module")
@@ -273,31 +291,57 @@ def test_an_interrupt_is_not_a_traceback(capsys, monkeypatch):
     assert capsys.readouterr().err == "specjax: interrupted\n"
 
 
-def test_generate_is_the_same_with_a_drafter(capsys, tmp_path, speaking, drafter):
+@pytest.mark.usefixtures("simulated")
+def test_generate_with_a_drafter(capsys, tmp_path, speaking, drafter):
     file = tmp_path / "prompts.txt"
     file.write_text("What is two?\n\nIt is four.\n")
     argv = ["generate", "--model", speaking, "--prompts-file", str(file), *SMALL, "--json"]
-    assert main(argv) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert main([*argv, "--drafter", drafter, "--k", "2"]) == 0
-    drafted = json.loads(capsys.readouterr().out)
+    plain = generate(capsys, *argv)
+    drafted = generate(capsys, *argv, "--drafter", drafter, "--k", "2")
     assert drafted["outputs"] == plain["outputs"]
     assert [output["prompt"] for output in plain["outputs"]] == ["What is two?", "It is four."]
     assert all(len(output["token_ids"]) == 4 for output in plain["outputs"])
     assert plain["metrics"]["num_drafts"] == 0 < drafted["metrics"]["num_drafts"]
     text = {"method": "eagle3", "model": drafter, "num_speculative_tokens": 2}
-    assert main([*argv, "--speculative-config", json.dumps(text)]) == 0
-    assert json.loads(capsys.readouterr().out)["outputs"] == plain["outputs"]
+    config = generate(capsys, *argv, "--speculative-config", json.dumps(text))
+    assert config["outputs"] == plain["outputs"]
 
 
-def test_generate_takes_any_sampling_params(capsys, speaking):
+def generate(capsys, *argv):
+    """What a command prints as JSON."""
+    assert main(argv) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.usefixtures("same_sizes")
+def test_generate_is_the_same_with_a_drafter(capsys, tmp_path, checkpoints):
+    """On the real device."""
+    file = tmp_path / "prompts.txt"
+    file.write_text("What is two?\n\nIt is four.\n")
+    sizes = ["--max-model-len", "128", "--max-num-seqs", "4", "--max-num-batched-tokens", "64"]
+    argv = ["generate", "--model", str(letters_folder(checkpoints)), "--prompts-file", str(file)]
+    argv += [*sizes, "--page-size", str(SIZES["page_size"]), "--max-tokens", "24", "--json"]
+    plain = generate(capsys, *argv)
+    text = json.dumps({"method": "ngram", "num_speculative_tokens": K})
+    drafted = generate(capsys, *argv, "--speculative-config", text)
+    assert drafted["outputs"] == plain["outputs"]
+    assert plain["metrics"]["num_drafts"] == 0 < drafted["metrics"]["num_drafts"]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_generate_takes_any_sampling_params(capsys, speaking, monkeypatch):
     argv = ["generate", "--model", speaking, *SMALL, "--temperature", "1", "What is two?"]
     text = {"n": 2, "seed": 3, "top_p": 0.9, "logit_bias": {"5": 100.0}, "logprobs": 0}
-    assert main([*argv, "--sampling-params", json.dumps(text), "--json"]) == 0
-    first, second = json.loads(capsys.readouterr().out)["outputs"]
-    assert (first["index"], second["index"]) == (0, 1)
-    assert set(first["token_ids"]) == {5} and first["prompt"] == second["prompt"]
-    assert [list(one) for one in first["logprobs"]] == [["5"]] * len(first["token_ids"])
+    given, make = [], LLM.generate
+    monkeypatch.setattr(LLM, "generate", lambda *a, **b: given.append(a[2]) or make(*a, **b))
+    first, second = generate(capsys, *argv, "--sampling-params", json.dumps(text), "--json")[
+        "outputs"
+    ]
+    expected = {"temperature": 1.0, "max_tokens": 4} | text | {"logit_bias": {5: 100.0}}
+    assert {name: getattr(given[0], name) for name in expected} == expected
+    assert (first["index"], second["index"]) == (0, 1) and first["prompt"] == second["prompt"]
+    for one in first, second:
+        assert [list(entry) for entry in one["logprobs"]] == [[str(t)] for t in one["token_ids"]]
     assert main([*argv, "--sampling-params", json.dumps(text)]) == 0
     assert len(capsys.readouterr().out.split("\n--\n")) == 2
     for bad, message in ("{", "is not JSON"), ('{"top": 1}', "unknown keys ['top']"):
@@ -305,6 +349,19 @@ def test_generate_takes_any_sampling_params(capsys, speaking):
     assert "top_p=2" in fail(capsys, *argv, "--sampling-params", '{"top_p": 2}')
 
 
+@pytest.mark.slow
+def test_generate_obeys_sampling_params(capsys, speaking):
+    """On the real device."""
+    argv = ["generate", "--model", speaking, *SMALL, "--temperature", "1", "What is two?"]
+    text = {"n": 2, "seed": 3, "top_p": 0.9, "logit_bias": {"5": 100.0}, "logprobs": 0}
+    first, second = generate(capsys, *argv, "--sampling-params", json.dumps(text), "--json")[
+        "outputs"
+    ]
+    assert set(first["token_ids"]) == {5} and first["prompt"] == second["prompt"]
+    assert [list(one) for one in first["logprobs"]] == [["5"]] * len(first["token_ids"])
+
+
+@pytest.mark.usefixtures("simulated")
 def test_generate_prints_text(capsys, speaking):
     argv = ["generate", "--model", speaking, *SMALL, "--chat", "What is two?"]
     assert main([*argv, "--json"]) == 0
@@ -315,6 +372,7 @@ def test_generate_prints_text(capsys, speaking):
     assert "> What is two?\n" in (printed := capsys.readouterr().out) and "> And four?" in printed
 
 
+@pytest.mark.usefixtures("simulated")
 def test_generate_takes_token_ids_without_a_tokenizer(capsys, tmp_path, target):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt_token_ids": [5, 6, 7]}\n')
@@ -327,15 +385,28 @@ def test_generate_takes_token_ids_without_a_tokenizer(capsys, tmp_path, target):
     )
 
 
-def test_generate_drafts_with_the_models_own_module(capsys, tmp_path, checkpoints):
+def own_module_options(checkpoints, tmp_path):
     made = checkpoints.mtp(checkpoints.target("qwen3_5_text"))
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt_token_ids": [5, 6, 7]}\n')
-    argv = ["generate", "--model", str(made.folder), "--prompts-file", str(file), *SMALL, "--json"]
-    assert main(argv) == 0
-    plain = json.loads(capsys.readouterr().out)
-    assert main([*argv, "--method", "mtp", "--k", "2"]) == 0
-    drafted = json.loads(capsys.readouterr().out)
+    return ["generate", "--model", str(made.folder), "--prompts-file", str(file), *SMALL, "--json"]
+
+
+def assert_drafts(capsys, argv):
+    plain = generate(capsys, *argv)
+    drafted = generate(capsys, *argv, "--method", "mtp", "--k", "2")
     assert drafted["outputs"] == plain["outputs"]
     assert plain["metrics"]["num_drafts"] == 0 < drafted["metrics"]["num_drafts"]
+
+
+@pytest.mark.usefixtures("simulated")
+def test_generate_drafts_with_the_models_own_module(capsys, tmp_path, checkpoints):
+    argv = own_module_options(checkpoints, tmp_path)
+    assert_drafts(capsys, argv)
     assert "--method goes with --drafter" in fail(capsys, *argv, "--method", "eagle")
+
+
+@pytest.mark.slow
+def test_the_models_own_module_changes_nothing(capsys, tmp_path, checkpoints):
+    """On the real device."""
+    assert_drafts(capsys, own_module_options(checkpoints, tmp_path))

@@ -3,13 +3,12 @@
 import importlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -37,14 +36,33 @@ def examples() -> Iterator[dict[str, ModuleType]]:
 
 @pytest.fixture(scope="module")
 def tiny() -> tuple[Any, Any]:
-    """A model of two layers, and random parameters."""
-    model = demo_llama(VOCAB, 2, 64)
-    return model, jax.jit(lambda key: init_params(model.specs(), key))(jax.random.key(0))
+    """A model of two layers, and random parameters; norms are 1."""
+    model, rng = demo_llama(VOCAB, 2, 64), np.random.default_rng(0)
+
+    def fill(leaf):
+        if leaf.ndim == 1:
+            return np.ones(leaf.shape, leaf.dtype)
+        return (rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5).astype(leaf.dtype)
+
+    shapes = jax.eval_shape(lambda key: init_params(model.specs(), key), jax.random.key(0))
+    return model, jax.tree.map(fill, shapes)
 
 
-def logprobs_of(examples, model, params, tokens):
+NUM_ROWS, WIDTH = VOCAB, 5  # in one shape, so that one program does
+
+
+@pytest.fixture(scope="module")
+def logprobs_of(examples) -> Callable[..., np.ndarray]:
+    """`token_logprobs` of any rows, which may be fewer and shorter."""
     compiled = jax.jit(examples["grpo"].token_logprobs, static_argnums=0)
-    return np.asarray(compiled(model, params, jnp.array(tokens)))
+
+    def run(model, params, tokens):
+        count, width = tokens.shape
+        padded = np.zeros((NUM_ROWS, WIDTH), np.int32)
+        padded[:count, :width] = tokens
+        return np.asarray(compiled(model, params, padded))[:count, : width - 1]
+
+    return run
 
 
 @pytest.mark.parametrize(
@@ -149,48 +167,52 @@ def random_rows(examples, seed):
     return rows, (behaviour + rng.normal(0, 0.3, (5, 9))).astype(np.float32)
 
 
+def losses(examples):
+    """Of GRPO, and of imitation."""
+    grpo = examples["grpo"]
+    return jax.jit(grpo.grpo_loss, static_argnames="clip"), jax.jit(grpo.imitation_loss)
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_the_loss_is_the_clipped_surrogate(examples, seed):
     rows, logprobs = random_rows(examples, seed)
-    found = examples["grpo"].grpo_loss(jnp.array(logprobs), rows, clip=0.2)
+    found = losses(examples)[0](logprobs, rows)
     assert float(found) == pytest.approx(brute_force_loss(logprobs, rows, 0.2), rel=1e-5)
 
 
 def test_padding_has_no_say(examples):
     rows, logprobs = random_rows(examples, 0)
-    for loss in examples["grpo"].grpo_loss, examples["grpo"].imitation_loss:
-        wild = np.where(rows.mask > 0, logprobs, -100.0)
-        assert float(loss(jnp.array(wild), rows)) == float(loss(jnp.array(logprobs), rows))
+    for loss in losses(examples):
+        wild = np.where(rows.mask > 0, logprobs, np.float32(-100))
+        assert float(loss(wild, rows)) == float(loss(logprobs, rows))
 
 
-def test_log_probabilities_are_the_model_s(examples, tiny):
+def test_log_probabilities_are_the_model_s(logprobs_of, tiny):
     model, params = tiny
     tokens = np.array([[0, 23, 27, 80, 11], [0, 21, 24, 46, 22]], np.int32)
-    found = logprobs_of(examples, model, params, tokens)
-    np.testing.assert_allclose(found[1:], logprobs_of(examples, model, params, tokens[1:]), 1e-4)
-    np.testing.assert_allclose(
-        found[:, :2], logprobs_of(examples, model, params, tokens[:, :3]), 1e-4
-    )
+    found = logprobs_of(model, params, tokens)
+    np.testing.assert_allclose(found[1:], logprobs_of(model, params, tokens[1:]), 1e-4)
+    np.testing.assert_allclose(found[:, :2], logprobs_of(model, params, tokens[:, :3]), 1e-4)
     every = np.array([[*tokens[0, :4], token] for token in range(VOCAB)], np.int32)
-    last = logprobs_of(examples, model, params, every)[:, -1]
+    last = logprobs_of(model, params, every)[:, -1]
     assert np.exp(last).sum() == pytest.approx(1, rel=1e-4)  # of all that may come next
 
 
-def test_updates_raise_what_was_good_and_leave_the_given_arrays_alone(examples, tiny):
+def test_updates_raise_what_was_good_and_leave_the_given_arrays_alone(examples, tiny, logprobs_of):
     grpo, (model, params) = examples["grpo"], tiny
     tokens = np.array([[0, 23, 27, 80, 11], [0, 23, 27, 24, 21]], np.int32)
     mask = np.array([[0, 0, 1, 1]] * 2, np.float32)
-    before = logprobs_of(examples, model, params, tokens)
+    before = logprobs_of(model, params, tokens)
     rows = grpo.Rows(tokens, mask, before * mask, np.array([1, -1], np.float32))
     optimizer = optax.sgd(1e-2)
     learner = grpo.begin(params, optimizer)
     update = grpo.make_update(model, optimizer, grpo.grpo_loss)
     learner, loss = update(learner, rows)
     assert float(loss) == pytest.approx(0, abs=1e-4)  # ratios of 1, advantages that cancel
-    after = logprobs_of(examples, model, learner.params, tokens)
+    after = logprobs_of(model, learner.params, tokens)
     change = ((after - before) * mask).sum(axis=1)
     assert change[0] > 0 > change[1]
-    again = logprobs_of(examples, model, params, tokens)  # not donated
+    again = logprobs_of(model, params, tokens)  # not donated
     np.testing.assert_array_equal(again, before)
 
 

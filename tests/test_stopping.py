@@ -1,48 +1,72 @@
 """An output ends where its text, a stop id or its length says, wherever in a step that falls.
 
-The demo model's drafts are often right, so that ends lie inside accepted runs. The oracle decodes
-every prefix of the output that was not stopped, and cuts where a stop text first shows.
+On a simulated device, whose accepted runs have all lengths, so that ends lie inside them. The
+oracle decodes every prefix of the output that was not stopped, and cuts where a stop text first
+shows. What it says is then asked of the real device, too.
 """
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.scripts import TextScript
+from support.stopping import (
+    FREE,
+    assert_idle,
+    assert_stopped,
+    cut,
+    generate,
+    in_runs,
+    run_on,
+    some_stops,
+    text_between,
+)
+from support.texts import simulated_llm
 
-from specjax import LLM, SamplingParams
 from specjax.bench.workload import read_questions
 from specjax.demo import demo_folder
 from specjax.host.scheduler import DecodePlan
 from specjax.host.speculation.policy import StaticPolicy
+from specjax.tokenizer import load_tokenizer
 
 EOS = 1
+VOCAB = 2048
 K = 3
 NUM_PAGES = 9  # of 16 tokens: one request at its longest, or two that are short
 SETTINGS = {
-    "max_model_len": 128,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 32,
+    "decode_batches": None,
+    "prefill_shapes": None,
+    "page_size": 16,
     "num_pages": NUM_PAGES,
-    "show_progress": False,
 }
-FREE = SamplingParams(temperature=0, max_tokens=48, ignore_eos=True)
 
 
 @pytest.fixture(scope="module")
-def llm():
-    config = {
-        "method": "eagle3",
-        "model": str(demo_folder("demo-llama-eagle3")),
-        "num_speculative_tokens": K,
-    }
-    with LLM(demo_folder("demo-llama"), speculative_config=config, **SETTINGS) as llm:
+def script():
+    """Words that come again now and then, line ends, and ends of sequence."""
+    tokenizer = load_tokenizer(demo_folder("demo-llama"))
+    pieces = [tokenizer.decode([i]) for i in range(VOCAB)]
+    words = [i for i, piece in enumerate(pieces) if re.fullmatch(" ?[a-y]+", piece)]
+    ids = (*words[:: len(words) // 40], pieces.index("\n"), pieces.index("e"))
+    assert len(set(ids)) > 40 and EOS not in ids
+    return TextScript(VOCAB, ids=(*ids, EOS, EOS, EOS))
+
+
+@pytest.fixture(scope="module")
+def llm(script):
+    head = demo_folder("demo-llama-eagle3")
+    demo = demo_folder("demo-llama")
+    with simulated_llm(demo, "eagle3", model=head, k=K, script=script, **SETTINGS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
-def plain():
-    with LLM(demo_folder("demo-llama"), **SETTINGS | {"max_num_seqs": 1}) as llm:
-        yield llm
+def plain(script):
+    with simulated_llm(demo_folder("demo-llama"), script=script, **SETTINGS) as plain:
+        yield plain
 
 
 @pytest.fixture(scope="module")
@@ -52,108 +76,11 @@ def prompts(llm):
     return sorted((llm.tokenizer.encode(text)[-29:] for text in texts), key=sum)[:16]
 
 
-@dataclass(frozen=True)
-class Long:
-    """An output that nothing stopped."""
-
-    prompt: list
-    params: SamplingParams
-    token_ids: list
-    runs: list  # tokens per step
-
-
 @pytest.fixture(scope="module")
 def longs(llm, prompts):
-    """Eight greedy ones, then eight at temperature 1, each with the runs that it came in."""
+    """Eight greedy ones, then eight at temperature 1."""
     params = [replace(FREE, temperature=float(i >= 8), seed=i) for i in range(len(prompts))]
-    runs = watch_runs(llm.engine.scheduler)
-    outputs = generate(llm, prompts, params)
-    del llm.engine.scheduler.commit
-    longs = []
-    for output, one in zip(outputs, params, strict=True):
-        token_ids = output.outputs[0].token_ids
-        assert len(token_ids) == one.max_tokens
-        longs.append(Long(output.prompt_token_ids, one, token_ids, runs[output.request_id]))
-    assert all(sum(long.runs) == len(long.token_ids) for long in longs)
-    return longs
-
-
-def watch_runs(scheduler):
-    """Tokens that each step gives a request, by its id, until `scheduler.commit` is deleted."""
-    runs = {}
-    commit = scheduler.commit
-
-    def watched(plan, outputs):
-        for sequence, row in zip(plan.sequences, outputs, strict=True):
-            if row.tokens and not sequence.is_finished:
-                runs.setdefault(sequence.request.request_id, []).append(len(row.tokens))
-        return commit(plan, outputs)
-
-    scheduler.commit = watched
-    return runs
-
-
-def generate(llm, prompts, params):
-    return llm.generate(prompts, params, use_tqdm=False)
-
-
-def assert_idle(llm):
-    scheduler = llm.engine.scheduler
-    assert not llm.engine.has_work and scheduler.num_running == 0
-    assert scheduler.pages.num_free == NUM_PAGES
-    assert sorted(scheduler._free_slots) == list(range(llm.engine.config.max_num_seqs))
-
-
-def cut(tokenizer, token_ids, stop, *, min_tokens=0, include=False):
-    """(tokens, text, reason) of an output under stop texts, by brute force; reason None if none."""
-    before = ""
-    for count in range(1, len(token_ids) + 1):
-        text = tokenizer.decode(token_ids[:count]).removesuffix("\N{REPLACEMENT CHARACTER}")
-        ends = [
-            (start, -len(word), word)
-            for word in stop
-            for start in range(len(text))
-            if text.startswith(word, start) and start + len(word) > len(before)
-        ]
-        if ends and count >= min_tokens:
-            start, _, word = min(ends)
-            return token_ids[:count], text[: start + len(word) * include], word
-        before = text
-    return token_ids, tokenizer.decode(token_ids), None
-
-
-def in_runs(long):
-    """(start, length) of each run after the first token's."""
-    starts = np.cumsum(long.runs)[:-1].tolist()
-    return list(zip(starts, long.runs[1:], strict=True))
-
-
-def text_between(llm, long, start, end):
-    """The text that tokens start..end-1 add."""
-    decode = llm.tokenizer.decode
-    return decode(long.token_ids[:end])[len(decode(long.token_ids[:start])) :]
-
-
-def some_stops(llm, long, rng):
-    """A text of the middle of the output, which may have come before; sometimes with others."""
-    start = int(rng.integers(4, 40))
-    stops = [text_between(llm, long, start, start + int(rng.integers(1, 4)))]
-    stops += [["\n", "zzz"], [stops[0][:-1] or "a"], []][rng.integers(3)]
-    return tuple(stop for stop in stops if stop)
-
-
-def assert_stopped(llm, outputs, params, longs):
-    for output, one, long in zip(outputs, params, longs, strict=True):
-        sample = output.outputs[0]
-        token_ids, text, reason = cut(
-            llm.tokenizer,
-            long.token_ids[: one.max_tokens],
-            one.stop,
-            min_tokens=one.min_tokens,
-            include=one.include_stop_str_in_output,
-        )
-        assert (sample.token_ids, sample.text, sample.stop_reason) == (token_ids, text, reason)
-        assert sample.finish_reason == ("stop" if reason else "length")
+    return run_on(llm, prompts, params)
 
 
 # --- stop texts -----------------------------------------------------------------------------------
@@ -319,7 +246,7 @@ def ended(llm, longs):
     found = []
     for output in generate(llm, prompts, params):
         sample = output.outputs[0]
-        if sample.token_ids[-1] == EOS:
+        if sample.token_ids[-1] == EOS and len(sample.token_ids) < 35:
             assert (sample.finish_reason, sample.stop_reason) == ("stop", None)
             assert sample.text == llm.tokenizer.decode(sample.token_ids[:-1])
             found.append((output.prompt_token_ids, sample.token_ids))
@@ -368,7 +295,6 @@ def test_min_tokens_keep_the_end_away(llm, plain, ended):
 # --- at length ------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 def test_many_requests_and_more_drafts(llm, longs):
     rng = np.random.default_rng(5)
     chosen = [longs[i] for i in rng.integers(0, len(longs), 100)]

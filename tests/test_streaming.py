@@ -1,19 +1,17 @@
 """Outputs that grow: each goes on from the one before, and who fails, stops or leaves is alone."""
 
 import dataclasses
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.scripts import TextScript
+from support.texts import simulated_llm, with_bytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specjax import LLM, SamplingParams
 from specjax.detokenizer import StopStrings
-from specjax.metrics import Metrics
 from specjax.tokenizer import ChatTokenizer
 
 VOCAB = 96
@@ -25,9 +23,11 @@ SETTINGS = {
     "max_model_len": MAX_LEN,
     "max_num_seqs": 2,
     "max_num_batched_tokens": 32,
-    "page_size": 8,
-    "show_progress": False,
+    "decode_batches": None,
+    "prefill_shapes": None,
 }
+LETTERS = [i for i in range(26) if i != EOS]
+SCRIPT = TextScript(VOCAB, ids=(*LETTERS, *LETTERS, *range(VOCAB)))
 
 
 @pytest.fixture(scope="module")
@@ -38,29 +38,23 @@ def target(checkpoints):
 @pytest.fixture(scope="module")
 def folder(checkpoints, target):
     """The target with a tokenizer of single bytes, few of which are characters by themselves."""
-    folder = checkpoints.copy(target.folder)
     letters = [pre_tokenizers.ByteLevel().pre_tokenize_str(chr(b))[0][0] for b in range(0x61, 0x7B)]
     rest = [one for one in sorted(pre_tokenizers.ByteLevel.alphabet()) if one not in letters]
-    tokens = [*letters, *rest[-(VOCAB - len(letters)) :]]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+    return with_bytes(checkpoints, target.folder, [*letters, *rest[-(VOCAB - len(letters)) :]])
 
 
 @pytest.fixture(scope="module")
 def llm(checkpoints, target, folder):
-    head = checkpoints.eagle3(target)
-    speculation = {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 2}
-    with LLM(folder, speculative_config=speculation, **SETTINGS) as llm:
+    head = checkpoints.eagle3(target).folder
+    with simulated_llm(folder, "eagle3", model=head, k=2, script=SCRIPT, **SETTINGS) as llm:
         yield llm
 
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    """Without speculation, for what needs programs of its own; and by priority."""
-    with LLM(folder, scheduling_policy="priority", **SETTINGS) as plain:
+    """Without speculation, and by priority."""
+    options = SETTINGS | {"scheduling_policy": "priority"}
+    with simulated_llm(folder, script=SCRIPT, **options) as plain:
         yield plain
 
 
@@ -103,7 +97,7 @@ ASKED = {
     "seeded, with logprobs": dataclasses.replace(HOT, logprobs=1, prompt_logprobs=1),
     "two samples": dataclasses.replace(HOT, n=2, temperature=1.5),
     "without text": dataclasses.replace(GREEDY, detokenize=False),
-    "stop ids": dataclasses.replace(HOT, temperature=1.5, stop_token_ids=[*range(20, 28)][:7]),
+    "stop ids": dataclasses.replace(HOT, min_tokens=2, stop_token_ids=[*range(20, 28)][:7]),
 }
 
 
@@ -416,41 +410,6 @@ def test_a_text_that_cannot_be_had_fails_alone(llm, ragged_prompts):
     assert is_idle(llm)
 
 
-def test_a_logits_processor_that_raises_takes_nobody_along(plain, ragged_prompts):
-    """The device loses all it knew; the others run their tokens again, and the engine goes on."""
-
-    def check(length):
-        if length >= 14:
-            raise RuntimeError("no such length")
-        return np.float32(0)
-
-    def processor(tokens, length, logits):
-        shape = jax.ShapeDtypeStruct((), jnp.float32)
-        return logits + jax.pure_callback(check, shape, length, vmap_method="sequential")
-
-    prompts = ragged_prompts(3, 10, 20, 5)
-    params = [HOT, dataclasses.replace(HOT, logits_processors=[processor]), HOT, GREEDY]
-    expected = [
-        tokens(plain.generate(prompt, one, use_tqdm=False)[0])
-        for prompt, one in zip(prompts, [HOT, HOT, HOT, GREEDY], strict=True)
-    ]
-    before = plain.metrics()
-    for _ in range(2):
-        outputs = plain.generate(prompts, params, use_tqdm=False)
-        (failed,) = outputs[1].outputs
-        assert failed.finish_reason == "error" and "no such length" in str(failed.error)
-        assert failed.token_ids == expected[1][: len(failed.token_ids)]
-        assert [tokens(outputs[i]) for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
-        assert is_idle(plain)
-    after = plain.metrics()
-    assert after.requests_finished["error"] - before.requests_finished.get("error", 0) == 2
-    assert after.num_preemptions > before.num_preemptions
-    # Where it does not raise, the processor itself goes on working.
-    short = dataclasses.replace(params[1], max_tokens=4)
-    (output,) = plain.generate(prompts[0], short, use_tqdm=False)
-    assert tokens(output) == expected[0][:4]
-
-
 @pytest.mark.parametrize(
     "where", ["_launch", "_read", "_in", "scheduler.commit", "scheduler._vacate"]
 )
@@ -509,77 +468,3 @@ def test_a_closed_llm_says_so(llm):
                     use()
     finally:
         llm.engine.reset()
-
-
-# --- metrics --------------------------------------------------------------------------------------
-
-
-def test_metrics_are_of_all_that_ran(llm):
-    before = llm.metrics()
-    params = dataclasses.replace(GREEDY, max_tokens=9)
-    llm.generate([[1, 2, 3], [4] * 40], params, use_tqdm=False)
-    stream = llm.generate_stream([[7] * 3] * 6, params)
-    next(stream)
-    during = llm.metrics()
-    assert during.num_requests_running + during.num_requests_waiting == 6
-    assert 0 < during.kv_cache_usage <= 1
-    stream.close()
-    after = llm.metrics()
-    assert after.requests_finished["length"] - before.requests_finished["length"] == 2
-    aborted = after.requests_finished["abort"] - before.requests_finished.get("abort", 0)
-    assert aborted == 6
-    assert after.num_requests_running == after.num_requests_waiting == 0
-    assert after.kv_cache_usage == 0
-    assert set(after.requests_finished) <= {"stop", "length", "abort", "error"}
-    assert after.num_steps >= max(after.num_prefill_steps, after.num_decode_steps) > 0
-    assert after.num_steps <= after.num_prefill_steps + after.num_decode_steps + 1
-    assert sum(after.k_histogram.values()) == after.num_decode_steps
-    assert after.prefix_cache_hits <= after.prefix_cache_queries
-    assert after.prefix_cache_queries - before.prefix_cache_queries >= 43
-    assert 0 < after.budget_use <= 1 and 0 <= after.in_flight_depth <= 1
-    assert after.host_ms > 0 and after.wait_ms >= 0 and after.host_gap_ms > 0
-    assert 1 <= after.mean_acceptance_length <= 3
-    assert after.num_compiles_after_warmup == 0 < after.num_compilations
-    assert after.compile_seconds > 0
-    shrunk = [
-        name
-        for name, value in after.as_dict().items()
-        if name.startswith(("num_", "prefix_")) and value < before.as_dict()[name]
-    ]
-    assert shrunk == []
-
-
-def test_metrics_for_prometheus(llm):
-    llm.generate([[1, 2, 3], [4, 5]], HOT, use_tqdm=False)
-    metrics = llm.metrics()
-    text = metrics.as_prometheus()
-    kinds, values = {}, {}
-    for line in text.splitlines():
-        if line.startswith("#"):
-            name, kind = re.fullmatch(r"# TYPE (specjax:[a-z_]+) (counter|gauge)", line).groups()
-            assert name not in kinds
-            kinds[name] = kind
-        else:
-            match = re.fullmatch(r'(specjax:[a-z_]+)(\{[a-z_]+="[^"\\]+"\})? (-?[0-9.e+-]+)', line)
-            assert match, line
-            assert match[1] in kinds and (match[1], match[2]) not in values
-            assert match[1].endswith("_total") == (kinds[match[1]] == "counter")
-            values[match[1], match[2]] = float(match[3])
-    assert text.endswith("\n") and not text.endswith("\n\n")
-    for reason, count in metrics.requests_finished.items():
-        label = f'{{finished_reason="{reason}"}}'
-        assert values["specjax:request_success_total", label] == count
-    for position, count in enumerate(metrics.num_accepted_tokens_per_pos):
-        name = "specjax:spec_decode_num_accepted_tokens_per_pos_total"
-        assert values[name, f'{{position="{position}"}}'] == count
-    assert values["specjax:generation_tokens_total", None] == metrics.num_generation_tokens
-    assert values["specjax:num_requests_running", None] == 0
-
-
-def test_metrics_are_documented():
-    """Those whose names do not say it all."""
-    documented = set(re.findall(r"^ +(\w+): ", Metrics.__doc__, re.MULTILINE))
-    fields = {field.name for field in dataclasses.fields(Metrics)}
-    assert documented <= fields
-    obvious = r"num_\w+|mean_acceptance_length|compile_seconds"
-    assert {name for name in fields - documented if not re.fullmatch(obvious, name)} == set()

@@ -7,15 +7,13 @@ from specjax.bench.measure import PLAIN, Configuration, as_run, decode, measure
 from specjax.config import EngineConfig
 from specjax.host.scheduler import Scheduler
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.metrics import Metrics, Recorder
+from specjax.metrics import Compilations, Metrics, Recorder
 from specjax.request import Request
 from specjax.sampling_params import SamplingParams
 
 EMPTY = Recorder().snapshot(
     Scheduler(EngineConfig(max_model_len=16, num_pages=1), StaticPolicy(0)),
-    num_compilations=0,
-    num_late=0,
-    compile_seconds=0.0,
+    Compilations(num_programs=0, num_late=0, seconds=0.0),
 )
 
 

@@ -1,11 +1,14 @@
-"""`specjax bench` end to end on a tiny model, and the options it refuses."""
+"""`specjax bench` on a simulated device, at small on the real one, and the options it refuses."""
 
 import contextlib
 import io
 import json
+import time
 from dataclasses import replace
 
 import pytest
+from support.engines import simulated_engines
+from support.scripts import TextScript
 
 from specjax.bench import speculation
 from specjax.bench.workload import read_questions
@@ -14,6 +17,22 @@ from specjax.demo import DRAFTERS
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
 
 VOCAB, NUM_PROMPTS, MAX_TOKENS = 300, 2, 6
+
+
+class SlowScript(TextScript):
+    """Its rounds last long enough for times to compare, on a busy machine too."""
+
+    def draft(self, *arguments):
+        """See `Script`."""
+        time.sleep(0.003)
+        return super().draft(*arguments)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulated():
+    """Engines whose outputs are the same with any drafter, and go on to their length."""
+    with simulated_engines(SlowScript(VOCAB, ids=range(2, VOCAB))):
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +109,6 @@ def test_report_says_where_it_comes_from(result):
     assert report["setup_seconds"] > 0 and report["measuring_seconds"] > 0
 
 
-@pytest.mark.slow
 def test_a_batch_decodes_together_above_temperature_0(plain_options, drafters, capsys):
     batch = ["--batch-size", "2", "--temperature", "1", "--k", "1", "--json"]
     assert main([*plain_options, *drafters[:2], *batch]) == 0

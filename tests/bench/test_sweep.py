@@ -1,10 +1,12 @@
-"""`specjax bench sweep` and `specjax profile` end to end on a tiny model."""
+"""`specjax bench sweep` and `specjax profile` end to end on a simulated device."""
 
 import contextlib
 import io
 import json
 
 import pytest
+from support.engines import simulated_engines
+from support.scripts import TextScript
 
 from specjax import LLM
 from specjax.bench.profile import unconditional
@@ -15,6 +17,13 @@ from specjax.host.speculation.profile import Profile
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
 
 VOCAB = 300
+
+
+@pytest.fixture(scope="module", autouse=True)
+def simulated():
+    """Engines whose outputs are the same with any drafter."""
+    with simulated_engines(TextScript(VOCAB)):
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -120,23 +120,16 @@ def is_running(pid):
     return True
 
 
-def test_lines_say_where_they_come_from(results):
-    lines = results(("good", "good", 30.0, {}))
+def test_what_lines_say(results):
+    """Where they come from; what figures are of the copy bandwidth; what the budget left out."""
+    lines = results(("good", "good", 30.0, {}), ("late", "good", 30.0, {"least": 30.0}), budget=20)
     for line in lines:
         assert {"case", "status", "seconds", "date"} <= line.keys()
         source = line["provenance"]
         assert {"command", "commit", "versions", "device", "gpu", "system"} <= source.keys()
         assert {"python", "jax", "jaxlib"} <= source["versions"].keys()
         assert str(BENCHMARKS.parent) not in json.dumps(line)
-
-
-def test_figures_are_also_parts_of_the_copy_bandwidth(results):
-    lines = results(("good", "good", 30.0, {}))
     assert [line["of_copy"] for line in lines if "gbps" in line] == [1.0, 0.5]
-
-
-def test_what_does_not_fit_the_budget_is_skipped(results):
-    lines = results(("good", "good", 30.0, {}), ("late", "good", 30.0, {"least": 30.0}), budget=20)
     assert endings(lines) == {"good": "done", "late": "skipped"}
     assert "budget left" in lines[-1]["reason"]
 

@@ -76,3 +76,19 @@ class HashScript:
     def mask(self, tokens: Sequence[int]) -> int:
         """See `Script`."""
         return mask_of(fold(EMPTY, tokens))
+
+
+@dataclass(frozen=True)
+class TextScript(HashScript):
+    """Tokens hang on the last few of the history, whatever the weights: drafters change nothing.
+
+    Args:
+        ids: of the tokens that follow, those that are to come more often more than once.
+    """
+
+    ids: Sequence[int] = ()
+
+    def following(self, tokens: list[int], digest: int, seed: int) -> int:
+        """See `Script`."""
+        ids = self.ids or range(self.vocab_size)
+        return ids[draw(fold(EMPTY, tokens[-8:]), seed, NEXT, len(ids))]

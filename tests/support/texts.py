@@ -1,0 +1,44 @@
+"""Checkpoints with tokenizers, and LLMs of them: simulated, or of one size for all tests."""
+
+from pathlib import Path
+from typing import Any
+
+from support.checkpoints import Checkpoints
+from support.engines import make_llm, simulated_engines
+from support.scripts import Script
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from specjax import LLM
+
+VOCAB = 96
+LETTERS_EOS = VOCAB - 1
+
+
+def simulated_llm(
+    folder: str | Path, method: str | None = None, *, script: Script | None = None, **options: Any
+) -> LLM:
+    """`make_llm` on a simulated device; LLMs beside it may be on the real one."""
+    with simulated_engines(script):
+        return make_llm(folder, method, **options)
+
+
+def byte_letters() -> list[str]:
+    """The tokens of the first bytes, of which few are characters by themselves."""
+    return sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
+
+
+def with_bytes(checkpoints: Checkpoints, folder: Path, letters: list[str] | None = None) -> Path:
+    """A copy of a checkpoint of 96 tokens with a tokenizer whose tokens are single bytes."""
+    made = checkpoints.copy(folder)
+    vocab = {letter: i for i, letter in enumerate(letters or byte_letters())}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.save(str(made / "tokenizer.json"))
+    return made
+
+
+def letters_folder(checkpoints: Checkpoints) -> Path:
+    """What real engines of tests of texts run: its outputs repeat themselves, for prompt lookup."""
+    target = checkpoints.target("llama", tie_word_embeddings=True, eos_token_id=LETTERS_EOS)
+    return checkpoints.with_letters(target.folder)
