@@ -12,6 +12,15 @@ from itertools import product
 
 import numpy as np
 import pytest
+from support.engines import SIZES, hold_pages, make_llm
+from support.shared_models import (
+    EOS,
+    eagle3,
+    hybrid,
+    hybrid_with_mtp,
+    llama,
+    prepare_everything,
+)
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
@@ -22,17 +31,8 @@ from specjax.metrics import Metrics
 from specjax.request import Request
 
 pytest.importorskip("llguidance")
-VOCAB, K = 96, 2
-SIZES = {
-    "max_model_len": 64,
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 32,
-    "page_size": 4,
-    "num_pages": 64,
-    "show_progress": False,
-}
-SMALL_BUDGET = 10
-PAGES_UNDER_PRESSURE = 19  # three more than one request at its longest
+BUDGET, SMALL_BUDGET = SIZES["max_num_batched_tokens"], 10
+PAGES_UNDER_PRESSURE = 12  # three requests at their longest have 24
 SCHEMA = {"type": "array", "items": {"enum": [1, "a", True]}, "minItems": 1, "maxItems": 3}
 KINDS = {
     "greedy": {"temperature": 0.0},
@@ -80,19 +80,15 @@ def engines(checkpoints):
     made = {}
 
     def make(drafter):
-        kind = "qwen3_5_text" if drafter in ("mtp", "none, hybrid") else "llama"
-        target = checkpoints.target(kind, vocab_size=VOCAB, eos_token_id=VOCAB - 1)
-        folder = target.folder
-        speculation = {"method": drafter, "num_speculative_tokens": K}
-        if drafter == "eagle3":
-            speculation["model"] = str(checkpoints.eagle3(target).folder)
+        is_hybrid = drafter in ("mtp", "none, hybrid")
+        folder = (hybrid if is_hybrid else llama)(checkpoints).folder
+        head = eagle3(checkpoints).folder if drafter == "eagle3" else None
         if drafter == "mtp":
-            folder = checkpoints.mtp(target).folder
-        return LLM(
-            checkpoints.with_letters(folder),
-            speculative_config=None if drafter.startswith("none") else speculation,
-            **SIZES,
-        )
+            folder = hybrid_with_mtp(checkpoints)
+        method = None if drafter.startswith("none") else drafter
+        llm = make_llm(checkpoints.with_letters(folder), method, head)
+        prepare_everything(llm)
+        return llm
 
     def get(drafter):
         if drafter not in made:
@@ -107,10 +103,10 @@ def engines(checkpoints):
 def make_requests(llm: LLM) -> list[Request]:
     """Two of each kind; prompts of 3 to 31 tokens, some of which begin alike."""
     rng = np.random.default_rng(0)
-    common = rng.integers(0, VOCAB - 1, 28).tolist()
+    common = rng.integers(0, EOS, 28).tolist()
     requests = []
     for i, (name, length) in enumerate(product(KINDS, (9, 25))):
-        tail = rng.integers(0, VOCAB - 1, 3 + i % 4).tolist()
+        tail = rng.integers(0, EOS, 3 + i % 4).tolist()
         params = SamplingParams(max_tokens=28, seed=i, ignore_eos=name != "json", **KINDS[name])
         prompt = (common[:length] if i % 3 else []) + tail
         requests.append(llm.request_maker.make(prompt, params, i, f"prompt {i}"))
@@ -125,14 +121,12 @@ def serve(llm: LLM, schedule: Schedule) -> Served:
         engine.config,
         async_scheduling=schedule.is_async,
         enable_prefix_caching=schedule.caches,
-        max_num_scheduled_tokens=SMALL_BUDGET if schedule.cuts_chunks else 32,
-        num_snapshots=2,
+        max_num_scheduled_tokens=SMALL_BUDGET if schedule.cuts_chunks else BUDGET,
     )
     snapshots = 1 if engine.target.is_recurrent else None
     engine.scheduler = Scheduler(engine.config, StaticPolicy(num_drafts), num_snapshots=snapshots)
     if schedule.preempts:
-        pages = engine.scheduler.pages
-        pages.allocate(pages.num_free - PAGES_UNDER_PRESSURE)
+        hold_pages(llm, PAGES_UNDER_PRESSURE)
     requests = make_requests(llm)
     engine.prepare(requests)
     samples = [engine.add(request)[0] for request in requests]
@@ -178,8 +172,9 @@ def alone(engines):
     return get
 
 
+FAST = "eagle3", "mtp"
 EAGLE_FIRST = [
-    pytest.param(name, marks=() if name == "eagle3" else pytest.mark.slow) for name in DRAFTERS
+    pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in DRAFTERS
 ]
 SOME = [Schedule(), Schedule(preempts=True, cuts_chunks=True, caches=True)]
 EVERY = [pytest.param(s, id=name(s), marks=() if s in SOME else pytest.mark.slow) for s in ALL]
@@ -210,7 +205,7 @@ def test_a_step_in_flight_changes_nothing(engines, alone, drafter, schedule):
     [
         ("eagle3", "none"),
         pytest.param("ngram", "none", marks=pytest.mark.slow),
-        pytest.param("mtp", "none, hybrid", marks=pytest.mark.slow),
+        ("mtp", "none, hybrid"),
     ],
 )
 def test_drafts_change_nothing(engines, alone, drafter, plain):
