@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import K, SIZES, make_llm
+from support.engines import SIZES, K, make_llm
 from support.shared_models import VOCAB, llama
 
 from specjax import SamplingParams

@@ -1,8 +1,9 @@
 """Speculation changes nothing but the number of steps: same tokens with and without, always.
 
-Heads here are untrained: they are right now and then at temperature 0, for the models say little but
-eight tokens, and often above it, where drafts and target share their noise. Drafters that know the truth, or never tell it, are in
-test_known_drafts.py; a hybrid drafts with its own module, and has recurrent states to go on from.
+Heads here are untrained: they are right now and then at temperature 0, for the models say little
+but eight tokens, and often above it, where drafts and target share their noise. Drafters that know
+the truth, or never tell it, are in test_known_drafts.py. A hybrid drafts with its own module, and
+goes on from recurrent states.
 """
 
 from dataclasses import dataclass, replace
@@ -12,7 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.engines import K, make_llm
-from support.shared_models import VOCAB, eagle3, hybrid, hybrid_with_mtp, llama, of_few_words
+from support.shared_models import (
+    NUM_SNAPSHOTS,
+    VOCAB,
+    eagle3,
+    hybrid,
+    llama,
+    of_few_words,
+)
 
 import specjax.engine
 from specjax import LLM, SamplingParams
@@ -51,15 +59,14 @@ class Pair:
 )
 def pair(request, checkpoints):
     method, head = request.param, None
-    target = hybrid(checkpoints) if method == "mtp" else llama(checkpoints)
-    folder = of_few_words(checkpoints, target.folder)
-    if method == "mtp":
-        folder = of_few_words(checkpoints, hybrid_with_mtp(checkpoints))
-    elif method == "eagle3":
+    if method == "eagle3":
         head = of_few_words(checkpoints, eagle3(checkpoints).folder)
-    else:
-        head = checkpoints.eagle(target).folder
-    with make_llm(folder, method, head) as llm, make_llm(folder) as plain:
+    elif method == "eagle":
+        head = checkpoints.eagle(llama(checkpoints)).folder
+    target = hybrid(checkpoints) if method == "mtp" else llama(checkpoints).folder
+    folder = of_few_words(checkpoints, target)
+    snapshots = {"num_snapshots": NUM_SNAPSHOTS}
+    with make_llm(folder, method, head, **snapshots) as llm, make_llm(folder, **snapshots) as plain:
         yield Pair(llm, plain)
 
 
@@ -163,9 +170,9 @@ def test_any_k_gives_the_tokens_of_plain_decoding(llm, works, k, temperature):
 def test_any_batch_gives_the_tokens_of_plain_decoding(
     llm, works, compilations, num_prompts, temperature
 ):
-    """Any number of requests.
+    """Up to 4 run at once; requests end at different times, and the others wait for a slot.
 
-    Up to 4 run at once; requests end at different times, and the others wait for a slot. After warm-up, nothing compiles.
+    Nothing compiles for it.
     """
     work = works[temperature].part(num_prompts)
     with compilations.none_expected():

@@ -15,6 +15,7 @@ from specjax import LLM, SamplingParams
 VOCAB = 96  # printable ASCII and an end, as `Checkpoints.with_letters` has them
 EOS = VOCAB - 1
 NUM_LIKELY = 8
+NUM_SNAPSHOTS = 2  # of hybrids' states
 
 
 def llama(checkpoints: Checkpoints, *, seed: int = 0) -> TargetFiles:
@@ -27,14 +28,10 @@ def eagle3(checkpoints: Checkpoints) -> HeadFiles:
     return checkpoints.eagle3(llama(checkpoints), draft_vocab=40)
 
 
-def hybrid(checkpoints: Checkpoints) -> TargetFiles:
-    """A layer with a recurrent state, and one of attention."""
-    return checkpoints.target("qwen3_5_text", vocab_size=VOCAB, eos_token_id=EOS)
-
-
-def hybrid_with_mtp(checkpoints: Checkpoints) -> Path:
-    """The same with a module that drafts."""
-    return checkpoints.mtp(hybrid(checkpoints)).folder
+def hybrid(checkpoints: Checkpoints) -> Path:
+    """A layer with a recurrent state and one of attention, and a module that drafts."""
+    target = checkpoints.target("qwen3_5_text", vocab_size=VOCAB, eos_token_id=EOS)
+    return checkpoints.mtp(target).folder
 
 
 def of_few_words(checkpoints: Checkpoints, folder: Path) -> Path:
