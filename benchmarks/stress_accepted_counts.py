@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,9 @@ def write_random(folder: Path, model: Qwen35 = RANDOM) -> None:
     """
     head = MTPHead(model)
     specs = model.specs(), head.specs()
-    params = tuple(init_params(spec, jax.random.key(i)) for i, spec in enumerate(specs))
+    keys = map(jax.random.key, range(len(specs)))
+    init = [jax.jit(partial(init_params, spec)) for spec in specs]
+    params = tuple(make(key) for make, key in zip(init, keys, strict=True))
     config = qwen3_5.to_hf(model)
     save_checkpoint(folder, specs, params, config, dtype=np.dtype(np.float32))
 

@@ -40,12 +40,15 @@ def llm(folder, head):
 
 @pytest.fixture(scope="module")
 def work(folder):
-    """Prompts, parameters, and what an engine without a drafter makes of them."""
+    """Prompts, parameters, and what an engine without a drafter makes of them.
+
+    The last one runs on when all others have ended.
+    """
     rng = np.random.default_rng(0)
     lengths = (3, 20, 7, 40, 1, 12, 33, 9)
     prompts = [rng.integers(0, EOS, length).tolist() for length in lengths]
     params = [
-        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12 + 5 * i)
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12 + 5 * i + 40 * (i == 7))
         for i in range(len(prompts))
     ]
     with make_llm(folder) as plain:

@@ -9,7 +9,7 @@ from support.shared_models import NUM_SNAPSHOTS, eagle3, hybrid, llama
 
 from specjax import LLM
 
-SCHEDULES = 15  # of each engine
+SEEDS = [range(8), pytest.param(range(8, 16), marks=pytest.mark.slow)]
 
 
 @pytest.fixture(scope="module", params=["eagle3", "mtp"])
@@ -26,9 +26,10 @@ def served(request, checkpoints) -> Iterator[tuple[LLM, LLM]]:
         yield llm, alone
 
 
-def test_tokens_are_those_of_each_request_alone(served):
+@pytest.mark.parametrize("seeds", SEEDS, ids=["some", "more"])
+def test_tokens_are_those_of_each_request_alone(served, seeds):
     found = Found()
-    for seed in range(SCHEDULES):
+    for seed in seeds:
         found += run_real_schedule(*served, seed)
     assert not found.identity.mismatches
     assert len(found.identity.near_ties) < 0.02 * found.identity.num_outputs
