@@ -20,6 +20,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -150,17 +151,19 @@ def read_settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return settings
 
 
-def write_random(folder: Path) -> None:
+def write_random(folder: Path, model: Qwen35 = RANDOM) -> None:
     """A small hybrid and its MTP module, untrained.
 
     Drafts and target share their noise, and logits here are no larger than it, so that drafts
     stand now and then whatever the weights. The embedding is small beside what the layers add, so
     that tokens hang on the states.
     """
-    head = MTPHead(RANDOM)
-    specs = RANDOM.specs(), head.specs()
-    params = tuple(init_params(spec, jax.random.key(i)) for i, spec in enumerate(specs))
-    config = qwen3_5.to_hf(RANDOM)
+    head = MTPHead(model)
+    specs = model.specs(), head.specs()
+    keys = map(jax.random.key, range(len(specs)))
+    init = [jax.jit(partial(init_params, spec)) for spec in specs]
+    params = tuple(make(key) for make, key in zip(init, keys, strict=True))
+    config = qwen3_5.to_hf(model)
     save_checkpoint(folder, specs, params, config, dtype=np.dtype(np.float32))
 
 

@@ -12,27 +12,25 @@ from itertools import product
 
 import numpy as np
 import pytest
+from support.engines import SIZES, hold_pages, make_llm
+from support.shared_models import (
+    EOS,
+    NUM_SNAPSHOTS,
+    eagle3,
+    hybrid,
+    llama,
+)
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
-from specjax.engine import Engine
 from specjax.host.scheduler import Scheduler
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.metrics import Metrics
 from specjax.request import Request
 
 pytest.importorskip("llguidance")
-VOCAB, K = 96, 2
-SIZES = {
-    "max_model_len": 64,
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 32,
-    "page_size": 4,
-    "num_pages": 64,
-    "show_progress": False,
-}
-SMALL_BUDGET = 10
-PAGES_UNDER_PRESSURE = 19  # three more than one request at its longest
+BUDGET, SMALL_BUDGET = SIZES["max_num_batched_tokens"], 10
+PAGES_UNDER_PRESSURE = 12  # three requests at their longest have 24
 SCHEMA = {"type": "array", "items": {"enum": [1, "a", True]}, "minItems": 1, "maxItems": 3}
 KINDS = {
     "greedy": {"temperature": 0.0},
@@ -42,7 +40,10 @@ KINDS = {
     "stop": {"temperature": 0.0, "stop": ["~", "ab", "0"], "min_tokens": 6},
     "json": {"temperature": 0.8, "structured_outputs": {"json": SCHEMA}},
 }
-DRAFTERS = ("none", "ngram", "eagle3", "mtp")
+DRAFTERS = ("none", "ngram", "eagle3", "mtp", "mtp, grammars")
+FAST = "eagle3", "mtp"
+HYBRIDS = "none, hybrid", "mtp", "mtp, grammars"
+WITHOUT_GRAMMARS = "none, hybrid", "mtp"  # so that fewer programs are compiled
 
 
 @dataclass(frozen=True)
@@ -80,19 +81,11 @@ def engines(checkpoints):
     made = {}
 
     def make(drafter):
-        kind = "qwen3_5_text" if drafter in ("mtp", "none, hybrid") else "llama"
-        target = checkpoints.target(kind, vocab_size=VOCAB, eos_token_id=VOCAB - 1)
-        folder = target.folder
-        speculation = {"method": drafter, "num_speculative_tokens": K}
-        if drafter == "eagle3":
-            speculation["model"] = str(checkpoints.eagle3(target).folder)
-        if drafter == "mtp":
-            folder = checkpoints.mtp(target).folder
-        return LLM(
-            checkpoints.with_letters(folder),
-            speculative_config=None if drafter.startswith("none") else speculation,
-            **SIZES,
-        )
+        folder = hybrid(checkpoints) if drafter in HYBRIDS else llama(checkpoints).folder
+        head = eagle3(checkpoints).folder if drafter == "eagle3" else None
+        method = None if drafter.startswith("none") else drafter.split(",")[0]
+        folder = checkpoints.with_letters(folder)
+        return make_llm(folder, method, head, num_snapshots=NUM_SNAPSHOTS)
 
     def get(drafter):
         if drafter not in made:
@@ -104,20 +97,22 @@ def engines(checkpoints):
         llm.close()
 
 
-def make_requests(llm: LLM) -> list[Request]:
+def make_requests(llm: LLM, drafter: str) -> list[Request]:
     """Two of each kind; prompts of 3 to 31 tokens, some of which begin alike."""
     rng = np.random.default_rng(0)
-    common = rng.integers(0, VOCAB - 1, 28).tolist()
+    common = rng.integers(0, EOS, 28).tolist()
     requests = []
     for i, (name, length) in enumerate(product(KINDS, (9, 25))):
-        tail = rng.integers(0, VOCAB - 1, 3 + i % 4).tolist()
+        if name == "json" and drafter in WITHOUT_GRAMMARS:
+            continue
+        tail = rng.integers(0, EOS, 3 + i % 4).tolist()
         params = SamplingParams(max_tokens=28, seed=i, ignore_eos=name != "json", **KINDS[name])
         prompt = (common[:length] if i % 3 else []) + tail
         requests.append(llm.request_maker.make(prompt, params, i, f"prompt {i}"))
     return requests
 
 
-def serve(llm: LLM, schedule: Schedule) -> Served:
+def serve(llm: LLM, drafter: str, schedule: Schedule) -> Served:
     """Run the requests on an idle engine under a schedule."""
     engine = llm.engine
     num_drafts = max(engine.scheduler.policy.choices)
@@ -125,15 +120,13 @@ def serve(llm: LLM, schedule: Schedule) -> Served:
         engine.config,
         async_scheduling=schedule.is_async,
         enable_prefix_caching=schedule.caches,
-        max_num_scheduled_tokens=SMALL_BUDGET if schedule.cuts_chunks else 32,
-        num_snapshots=2,
+        max_num_scheduled_tokens=SMALL_BUDGET if schedule.cuts_chunks else BUDGET,
     )
     snapshots = 1 if engine.target.is_recurrent else None
     engine.scheduler = Scheduler(engine.config, StaticPolicy(num_drafts), num_snapshots=snapshots)
     if schedule.preempts:
-        pages = engine.scheduler.pages
-        pages.allocate(pages.num_free - PAGES_UNDER_PRESSURE)
-    requests = make_requests(llm)
+        hold_pages(llm, PAGES_UNDER_PRESSURE)
+    requests = make_requests(llm, drafter)
     engine.prepare(requests)
     samples = [engine.add(request)[0] for request in requests]
     before = engine.metrics()
@@ -151,10 +144,10 @@ def serve(llm: LLM, schedule: Schedule) -> Served:
     )
 
 
-def assert_same(engine: Engine, served: Served, expected: Served, llm: LLM) -> bool:
+def assert_same(served: Served, expected: Served, llm: LLM, drafter: str) -> bool:
     """The tokens are the same but for near-ties, which are looked into; whether there are none."""
-    pairs = [(request, 0) for request in make_requests(llm)]
-    found = compare(engine, pairs, expected.outputs, served.outputs)
+    pairs = [(request, 0) for request in make_requests(llm, drafter)]
+    found = compare(llm.engine, pairs, expected.outputs, served.outputs)
     assert not found.mismatches
     assert len(found.near_ties) <= 1, found.near_ties
     return not found.near_ties
@@ -172,14 +165,14 @@ def alone(engines):
 
     def get(drafter):
         if drafter not in found:
-            found[drafter] = serve(engines(drafter), Schedule(is_async=False))
+            found[drafter] = serve(engines(drafter), drafter, Schedule(is_async=False))
         return found[drafter]
 
     return get
 
 
 EAGLE_FIRST = [
-    pytest.param(name, marks=() if name == "eagle3" else pytest.mark.slow) for name in DRAFTERS
+    pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in DRAFTERS
 ]
 SOME = [Schedule(), Schedule(preempts=True, cuts_chunks=True, caches=True)]
 EVERY = [pytest.param(s, id=name(s), marks=() if s in SOME else pytest.mark.slow) for s in ALL]
@@ -189,8 +182,9 @@ EVERY = [pytest.param(s, id=name(s), marks=() if s in SOME else pytest.mark.slow
 @pytest.mark.parametrize("drafter", EAGLE_FIRST)
 def test_a_step_in_flight_changes_nothing(engines, alone, drafter, schedule):
     llm, expected = engines(drafter), alone(drafter)
-    check = partial(assert_same, llm.engine, llm=llm)
-    with_one, without = serve(llm, schedule), serve(llm, replace(schedule, is_async=False))
+    check = partial(assert_same, llm=llm, drafter=drafter)
+    with_one = serve(llm, drafter, schedule)
+    without = serve(llm, drafter, replace(schedule, is_async=False))
     for served in with_one, without:
         is_whole = check(served, expected)
         assert (served.metrics.num_preemptions > 0) == schedule.preempts
@@ -199,7 +193,7 @@ def test_a_step_in_flight_changes_nothing(engines, alone, drafter, schedule):
             assert drafted(served) == drafted(expected)
     if schedule.cuts_chunks:
         assert with_one.metrics.num_prefill_steps > expected.metrics.num_prefill_steps
-    if drafter in ("eagle3", "mtp"):
+    if drafter not in ("none", "ngram"):
         assert 0 < expected.metrics.num_accepted_tokens < expected.metrics.num_draft_tokens
     assert check(with_one, without), "not even a near-tie"
     assert with_one.metrics.in_flight_depth > 0 or not schedule.is_async
@@ -210,17 +204,16 @@ def test_a_step_in_flight_changes_nothing(engines, alone, drafter, schedule):
     [
         ("eagle3", "none"),
         pytest.param("ngram", "none", marks=pytest.mark.slow),
-        pytest.param("mtp", "none, hybrid", marks=pytest.mark.slow),
+        ("mtp", "none, hybrid"),
     ],
 )
 def test_drafts_change_nothing(engines, alone, drafter, plain):
-    llm = engines(drafter)
-    assert_same(llm.engine, alone(drafter), alone(plain), llm)
+    assert_same(alone(drafter), alone(plain), engines(drafter), drafter)
 
 
 @pytest.mark.parametrize("drafter", EAGLE_FIRST)
 def test_log_probabilities_do_not_depend_on_the_schedule(engines, alone, drafter):
-    served, expected = serve(engines(drafter), ALL[-1]), alone(drafter)
+    served, expected = serve(engines(drafter), drafter, ALL[-1]), alone(drafter)
     num_compared = 0
     for ours, theirs in zip(served.logprobs, expected.logprobs, strict=True):
         for entry, wanted in zip(ours, theirs, strict=False):

@@ -1,71 +1,57 @@
 """Log-probabilities are the model's own, whichever way a token came to be.
 
 The oracle is transformers' log_softmax over the finished text, one forward pass; for the processed
-ones, what `conftest.Asked` makes of its logits.
+ones, what `support.asked.Asked` makes of its logits.
 """
 
 import dataclasses
 import math
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from support.engines import SIZES, K, make_llm, simulated_engines
+from support.shared_models import EOS, VOCAB, eagle3, llama, of_few_words, prepare_everything
 
-from specjax import LLM, SamplingParams
+from specjax import SamplingParams
 from specjax.host.speculation.policy import StaticPolicy
 
-VOCAB = 32
-CHUNK = 16
-K = 3
+CHUNK = SIZES["prefill_shapes"][0][1]
 TOLERANCE = 1e-4
-LENGTHS = (5, 1, 17, 33, 2, 16)
-SETTINGS = {
-    "max_model_len": 64,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": CHUNK,
-    "page_size": 8,
-    "show_progress": False,
-}
+LENGTHS = (5, 1, 33, 70, 2, 32)
 
 
 @pytest.fixture(scope="module")
-def target(checkpoints):
-    return checkpoints.target("llama", vocab_size=VOCAB)
+def folder(checkpoints):
+    """A target with a tokenizer of single characters, and no end."""
+    folder = of_few_words(checkpoints, llama(checkpoints).folder)
+    folder = checkpoints.copy(folder, eos_token_id=None)
+    (folder / "generation_config.json").unlink()
+    return checkpoints.with_letters(folder)
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints, target):
-    """The target with a tokenizer of single characters."""
-    folder = checkpoints.copy(target.folder)
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[:VOCAB]
-    tokenizer = Tokenizer(models.BPE({letter: i for i, letter in enumerate(letters)}, merges=[]))
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    return folder
+def head(checkpoints):
+    return of_few_words(checkpoints, eagle3(checkpoints).folder)
 
 
 @pytest.fixture(scope="module")
-def speculation(checkpoints, target):
-    head = checkpoints.eagle3(target, draft_vocab=20)
-    return {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": K}
-
-
-@pytest.fixture(scope="module")
-def llm(folder, speculation):
-    with LLM(folder, speculative_config=speculation, **SETTINGS) as llm:
+def llm(folder, head):
+    with make_llm(folder, "eagle3", head) as llm:
+        prepare_everything(llm)
         yield llm
 
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    with LLM(folder, **SETTINGS) as llm:
+    with make_llm(folder) as llm:
+        prepare_everything(llm)
         yield llm
 
 
 @pytest.fixture(scope="module")
-def processed(folder, speculation):
-    config = {"speculative_config": speculation, "logprobs_mode": "processed_logprobs"}
-    with LLM(folder, **config, **SETTINGS) as llm:
+def processed(folder, head):
+    with make_llm(folder, "eagle3", head, logprobs_mode="processed_logprobs") as llm:
         yield llm
 
 
@@ -76,13 +62,16 @@ def prompts():
 
 
 @pytest.fixture(scope="module")
-def logits_after(target):
+def logits_after(folder):
     """transformers' logits f64[L, V] after each token of a text."""
     import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def score(tokens):
         with torch.no_grad():
-            return target.hf(torch.tensor([tokens])).logits[0].double().numpy()
+            return model(torch.tensor([tokens])).logits[0].double().numpy()
 
     return score
 
@@ -242,7 +231,9 @@ def test_a_stop_cuts_them_with_the_tokens(llm, logits_after, monkeypatch):
     prompts = [[4, 9, seed] for seed in range(16)]
     free = [SamplingParams(seed=i, max_tokens=16) for i in range(len(prompts))]
     texts = [output.outputs[0].token_ids for output in generate(llm, prompts, free)]
-    places = [tokens.index(tokens[2 + i % 9]) for i, tokens in enumerate(texts)]
+    # The end has no text.
+    stops = [next(t for t in tokens[2 + i % 9 :] if t != EOS) for i, tokens in enumerate(texts)]
+    places = [tokens.index(stop) for tokens, stop in zip(texts, stops, strict=True)]
     for kind in "stop_token_ids", "stop":
         params = []
         for one, tokens, place in zip(free, texts, places, strict=True):
@@ -266,10 +257,11 @@ def test_no_more_than_the_engine_was_built_for(llm):
     assert len(output.outputs[0].logprobs[0]) == 20
 
 
-def test_a_vocabulary_of_fewer_tokens_than_may_be_asked_for(checkpoints):
+@pytest.mark.parametrize("is_simulated", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_vocabulary_of_fewer_tokens_than_may_be_asked_for(checkpoints, is_simulated):
     """The default of max_logprobs is no obstacle to it."""
     small = checkpoints.target("llama", vocab_size=12)
-    with LLM(small.folder, max_model_len=16, max_num_seqs=1, show_progress=False) as llm:
+    with simulated_engines() if is_simulated else nullcontext(), make_llm(small.folder) as llm:
         params = SamplingParams(temperature=0, max_tokens=2, logprobs=12)
         (output,) = generate(llm, [1], params)
         assert [len(entry) for entry in output.outputs[0].logprobs] == [12, 12]
@@ -289,13 +281,12 @@ def test_another_number_of_drafts(llm, prompts, logits_after):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["rejection", "block", "synthetic"])
-def test_other_verifications_report_the_model_too(
-    folder, speculation, prompts, logits_after, method
-):
-    config = speculation | {"verification": method}
+def test_other_verifications_report_the_model_too(folder, head, prompts, logits_after, method):
+    """In steps that report them and do nothing else."""
+    speculation = {"verification": method}
     if method == "synthetic":
-        config["synthetic_acceptance_length"] = 2.6
-    with LLM(folder, speculative_config=config, **SETTINGS) as llm:
+        speculation["synthetic_acceptance_length"] = 2.6
+    with make_llm(folder, "eagle3", head, speculation=speculation) as llm:
         for temperature in 0, 1:
             params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, logprobs=3)
             for output in generate(llm, prompts, params):

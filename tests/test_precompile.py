@@ -2,12 +2,14 @@
 
 import itertools
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from support.simulated_device import SimulatedPrograms
 
 from specjax.batch import pack
 from specjax.config import EngineConfig
@@ -37,10 +39,19 @@ from specjax.sampling_params import SamplingParams
 
 VOCAB = 31
 PLAIN = Variant()
-ONE_BY_ONE = {"max_num_seqs": 1, "max_num_batched_tokens": 32}  # a step has one shape
+# A round and a chunk have one shape each.
+SIZES = {
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "max_num_batched_tokens": 64,
+    "num_pages": 8,
+    "decode_batches": (2,),
+    "prefill_shapes": ((2, 32),),
+}
+TWO_SHAPES = {"decode_batches": (1, 2), "prefill_shapes": ((1, 16), (2, 32))}
 
 
-def make_engine(**settings):
+def make_engine(*, make_programs=CompiledPrograms, **settings):
     target = Llama(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -54,20 +65,21 @@ def make_engine(**settings):
         max_position=64,
     )
     weights = jax.tree.map(lambda spec: jnp.full(spec.shape, 0.1), target.specs())
-    sizes = {"max_model_len": 64, "max_num_seqs": 2, "max_num_batched_tokens": 64, "num_pages": 8}
-    config = EngineConfig(**(sizes | settings))
-    return Engine(config, target, NoDrafter(), Params(weights, None), StaticPolicy(0))
+    config, params = EngineConfig(**(SIZES | settings)), Params(weights, None)
+    policy = StaticPolicy(0)
+    return Engine(config, target, NoDrafter(), params, policy, make_programs=make_programs)
 
 
 @pytest.fixture(scope="module")
 def engine():
-    return make_engine()
+    return make_engine(**TWO_SHAPES)
 
 
-@pytest.fixture(scope="module")
-def single():
-    """An engine for one request at a time."""
-    return make_engine(**ONE_BY_ONE)
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.slow)])
+def make_any_engine(request):
+    """Makes engines on a device that counts what it is asked for, or on one that compiles it."""
+    make = CompiledPrograms if request.param == "real" else SimulatedPrograms
+    return partial(make_engine, make_programs=make)
 
 
 SHAPES = [(1, 1), (30, 5), (33, 20), (20, 9), (63, 1), (2, 62)]  # of prompt and output
@@ -135,8 +147,8 @@ def count_new(engine, requests):
 def test_everything_a_request_needs_is_compiled_ahead(engine, compilations):
     config, metrics = engine.config, engine.metrics()
     assert config.decode_batches == (1, 2)
-    assert config.prefill_shapes == ((1, 32), (2, 32), (1, 64))
-    num_admit, num_prefill, num_begin, num_decode = 2, 3, 3, 2
+    assert config.prefill_shapes == ((1, 16), (2, 32))
+    num_admit, num_prefill, num_begin, num_decode = 2, 2, 2, 2
     assert metrics.num_compilations == num_admit + num_prefill + num_begin + num_decode
     assert metrics.num_compiles_after_warmup == 0
     assert metrics.compile_seconds > 0
@@ -146,6 +158,17 @@ def test_everything_a_request_needs_is_compiled_ahead(engine, compilations):
         outputs = run_all(engine, requests)
     assert [len(outputs[i]) for i in range(6)] == [max_tokens for _, max_tokens in SHAPES]
     assert engine.metrics().num_compilations == metrics.num_compilations
+
+
+def test_shapes_that_are_not_given_double_up_to_the_budget(make_any_engine):
+    """And every one of them is compiled."""
+    engine = make_any_engine(decode_batches=None, prefill_shapes=None)
+    assert engine.config.decode_batches == (1, 2)
+    assert engine.config.prefill_shapes == ((1, 32), (2, 32), (1, 64))
+    num_admit, num_prefill, num_begin, num_decode = 2, 3, 3, 2
+    run_all(engine, make_requests(engine, {}))
+    assert engine.metrics().num_compilations == num_admit + num_prefill + num_begin + num_decode
+    assert engine.metrics().num_compiles_after_warmup == 0
 
 
 def test_samples_and_ends_need_nothing_of_their_own(engine, compilations):
@@ -171,8 +194,10 @@ WANTED = {
 
 
 @pytest.mark.parametrize("params, programs", WANTED.values(), ids=WANTED.keys())
-def test_what_requests_ask_for_is_compiled_before_they_run(compilations, params, programs):
-    engine = make_engine(**ONE_BY_ONE)
+def test_what_requests_ask_for_is_compiled_before_they_run(
+    make_any_engine, compilations, params, programs
+):
+    engine = make_any_engine()
     asking = make_requests(engine, params)
     assert count_new(engine, asking) == len(programs)
     with compilations.none_expected():
@@ -187,7 +212,7 @@ def test_what_requests_ask_for_is_compiled_before_they_run(compilations, params,
 
 def test_mixed_requests_run_in_any_company(compilations):
     """A step is of any of the requests: with a grammar, without, with some of the rest."""
-    engine = make_engine(max_num_batched_tokens=32)
+    engine = make_engine()
     kinds = [
         {"logprobs": 2, "prompt_logprobs": 5},
         {"structured_outputs": {"regex": "a"}, "top_k": 3},
@@ -206,20 +231,6 @@ def test_mixed_requests_run_in_any_company(compilations):
     assert engine.metrics().num_compiles_after_warmup == 0
 
 
-def test_an_exact_engine_has_one_program_for_all(compilations):
-    engine = make_engine(exact=True)
-    num_programs = len({"admit", "prefill", "begin", "propose", "extend", "settle"})
-    assert engine.metrics().num_compilations == num_programs
-    kinds = [{}, {"top_k": 2}, {"logprobs": 20}, {"structured_outputs": {"regex": "a"}}]
-    requests = make_requests(engine, *kinds)
-    with compilations.none_expected():
-        engine.prepare(requests)
-        run_all(engine, requests)
-        for request in requests:
-            run_all(engine, [request])
-    assert engine.metrics().num_compilations == num_programs
-
-
 def test_what_is_in_hand_is_not_compiled_again(engine, compilations):
     before = engine.metrics()
     with compilations.none_expected():
@@ -229,9 +240,9 @@ def test_what_is_in_hand_is_not_compiled_again(engine, compilations):
     assert after.num_compiles_after_warmup == 0
 
 
-def test_a_new_policy_is_compiled_in_every_variant():
+def test_a_new_policy_is_compiled_in_every_variant(make_any_engine):
     """Requests that came before it may still ask for what they asked for."""
-    engine = make_engine(**ONE_BY_ONE)
+    engine = make_any_engine()
     requests = make_requests(engine, {"logprobs": 2})
     engine.prepare(requests)
     engine.set_policy(StaticPolicy(0))
@@ -313,12 +324,8 @@ def test_a_step_does_what_any_of_its_requests_needs(engine):
 
 
 @pytest.fixture
-def programs(single):
+def programs(engine):
     """Programs of the engine's model that are its own, with nothing compiled."""
-    return make_programs(single)
-
-
-def make_programs(engine):
     parts = engine.target, engine.drafter, SeedExact()
     return CompiledPrograms(engine.config, *parts, engine.params, engine.layout, 0)
 
@@ -336,7 +343,7 @@ def launch(programs, engine, batch):
 
 
 def test_each_program_is_compiled_once(programs, compilations):
-    keys = Admit(1), Prefill(1, 32), Begin(1, 32, PLAIN), Decode(1, 0, PLAIN)
+    keys = Admit(2), Prefill(2, 32), Begin(2, 32, PLAIN), Decode(1, 0, PLAIN)
     assert compile_ahead(programs, *keys, *keys) == (4, 0)
     with compilations.none_expected():
         assert compile_ahead(programs, *keys) == (4, 0)
@@ -364,23 +371,23 @@ def test_variants_share_the_programs_that_run_the_target():
     assert shared == {Extend(4, 3)}
 
 
-def test_a_late_compilation_is_counted_once(programs, single, compilations):
+def test_a_late_compilation_is_counted_once(programs, engine, compilations):
     assert compile_ahead(programs, Decode(1, 0, PLAIN)) == (1, 0)
     seconds = programs.compilations.seconds
-    outputs = launch(programs, single, 2)
+    outputs = launch(programs, engine, 2)
     assert outputs.shape == (2, 3) and not outputs[:, :2].any()  # a round in which nobody was
     assert programs.compilations[:2] == (2, 1)
     assert programs.compilations.seconds > seconds
     with compilations.none_expected():
-        launch(programs, single, 2)
-        launch(programs, single, 1)
+        launch(programs, engine, 2)
+        launch(programs, engine, 1)
     assert programs.compilations[:2] == (2, 1)
     # Compiling it ahead afterwards does not make up for it.
     assert compile_ahead(programs, Decode(2, 0, PLAIN)) == (2, 1)
 
 
 def test_a_request_that_nobody_prepared_for_still_runs():
-    engine = make_engine(**ONE_BY_ONE)
+    engine = make_engine()
     params, programs = WANTED["grammar"]
     plain = run_all(engine, make_requests(engine, {}))
     assert run_all(engine, make_requests(engine, params)) == plain

@@ -1,28 +1,36 @@
 """The stress of accepted counts finds nothing, and would: counts that go wrong show in the tokens.
 
-The benchmark runs it at length; this is 512 generations of it, and 64 in exact mode.
+The benchmark runs it at length; this is 256 generations of it, and 64 in exact mode, with its
+weights in a model of the tests' sizes.
 """
 
 import argparse
 import importlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from support.engines import K, make_llm
+from support.shared_models import NUM_SNAPSHOTS, hybrid
+from support.simulated_device import SimulatedPrograms
 
 from specjax import LLM
+from specjax.device.models.registry import describe_model, read_config
 from specjax.engine import Engine
+from specjax.host.scheduler import Scheduler
 from specjax.programs import Begin, Decode
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-K = 3
-SIZES = ["--k", str(K), "--slots", "4", "--max-tokens", "12"]
+OPTIONS = ["--k", str(K), "--slots", "4", "--max-tokens", "12"]
+EXACT = {"exact": True, "decode_batches": None, "prefill_shapes": None}
 
 # What the counter holds after a step, from the slots that took part, what is true, and what was
 # true after the step before.
@@ -109,21 +117,38 @@ def stress() -> Iterator[Any]:
         yield importlib.import_module("stress_accepted_counts")
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["", "exact"])
-def served(request, stress, tmp_path_factory) -> Iterator[Served]:
+@pytest.fixture(scope="module", params=["", pytest.param("exact", marks=pytest.mark.slow)])
+def served(request, stress, checkpoints, tmp_path_factory) -> Iterator[Served]:
+    """The benchmark's weights in a model of the tests' sizes."""
     folder = tmp_path_factory.mktemp("hybrid")
-    stress.write_random(folder)
-    options = [*SIZES, "--json", str(folder / "result.json")]
-    settings = stress.read_settings([*options, "--exact"] if request.param else options)
-    llm, alone = stress.make_llms(folder, settings)
-    with llm, alone:
-        yield Served(stress, llm, alone, settings)
+    stress.write_random(folder, describe_model(read_config(hybrid(checkpoints))))
+    settings = [*OPTIONS, "--json", str(folder / "result.json")]
+    options = {"num_snapshots": NUM_SNAPSHOTS}
+    if request.param:
+        options, settings = options | EXACT, [*settings, "--exact"]
+    with make_llm(folder, "mtp", **options) as llm, make_llm(folder, **options) as alone:
+        run_alone(alone.engine)
+        yield Served(stress, llm, alone, stress.read_settings(settings))
+
+
+def run_alone(engine: Engine) -> None:
+    """One request at a time from now on."""
+    config = replace(engine.config, max_num_seqs=1)
+    policy = engine.scheduler.policy
+    engine.scheduler = Scheduler(config, policy, num_snapshots=config.num_snapshots)
+
+
+@pytest.fixture(scope="module")
+def asked(served) -> tuple[Any, Any]:
+    """Requests of a few prompts, and what they come to alone."""
+    settings = argparse.Namespace(**vars(served.settings) | {"prompts": 8, "samples": 4})
+    requests = served.stress.make_requests(served.llm, settings, 0)
+    return requests, served.stress.serve(served.alone.engine, requests)[0]
 
 
 def test_every_generation_is_that_of_the_request_alone(served, capsys):
     exact = served.settings.exact
-    prompts, rounds = (8, 2) if exact else (16, 2)
-    samples = 4 if exact else 8
+    prompts, samples, rounds = (8, 4, 2) if exact else (16, 8, 2)
     code, result = served.run(prompts=prompts, samples=samples, rounds=rounds)
     assert code == 0
     generations, accepted = result["tables"]
@@ -142,7 +167,7 @@ def test_every_generation_is_that_of_the_request_alone(served, capsys):
     assert "mismatches: 0" in printed and "tokens/s" in printed
 
 
-@pytest.mark.parametrize("served", [False], indirect=True)
+@pytest.mark.parametrize("served", [""], indirect=True)
 @pytest.mark.parametrize(
     "wrong, program",
     [
@@ -153,11 +178,9 @@ def test_every_generation_is_that_of_the_request_alone(served, capsys):
         (one_after_a_prompt, Begin),
     ],
 )
-def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, wrong, program):
+def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, asked, wrong, program):
     stress, engine = served.stress, served.llm.engine
-    settings = argparse.Namespace(**vars(served.settings) | {"prompts": 8, "samples": 4})
-    requests = stress.make_requests(served.llm, settings, 0)
-    expected, _ = stress.serve(served.alone.engine, requests)
+    requests, expected = asked
     with counts(engine, wrong, program):
         outputs, _ = stress.serve(engine, requests)
     found = stress.compare_all(engine, requests, expected, outputs)
@@ -167,7 +190,7 @@ def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, wrong, program
     assert not stress.compare_all(engine, requests, expected, outputs).mismatches
 
 
-@pytest.mark.parametrize("served", [False], indirect=True)
+@pytest.mark.parametrize("served", [""], indirect=True)
 def test_a_run_with_a_mismatch_fails(served, capsys):
     with counts(served.llm.engine, late, Decode):
         code, result = served.run(prompts=4, samples=2, rounds=1)
@@ -187,3 +210,31 @@ def test_too_few_tokens_are_refused(stress, capsys):
     with pytest.raises(SystemExit):
         stress.read_settings(["--max-tokens", "3"])
     assert "--max-tokens 3 must be at least 4" in capsys.readouterr().err
+
+
+class SimulatedTarget(SimulatedPrograms):
+    """Its tokens hang on the target's weights alone, as those of a device do."""
+
+    @property
+    def params(self):
+        return self._known_params
+
+    @params.setter
+    def params(self, params):
+        SimulatedPrograms.params.fset(self, params.target)
+        self._known_params = params
+
+
+@pytest.mark.parametrize("mode", [[], ["--exact"]], ids=["", "exact"])
+def test_the_command_runs_its_own_model(stress, tmp_path, monkeypatch, capsys, mode):
+    """On a simulated device, whose drafts are accepted as if by chance."""
+    options = ["--prompts", "8", "--samples", "2", "--rounds", "2"]
+    tally: Counter = Counter()
+    make = partial(SimulatedTarget, tally=tally)
+    monkeypatch.setattr("specjax.llm.Engine", partial(Engine, make_programs=make))
+    code = stress.main([*OPTIONS, *options, "--json", str(tmp_path / "result.json"), *mode])
+    assert code == 0 and tally["rounds"] > 100
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert sum(row[2] for row in result["tables"][0]["rows"]) == 8 * 2 * 2
+    assert result["settings"]["exact"] == bool(mode)
+    assert "mismatches: 0" in capsys.readouterr().out

@@ -10,23 +10,15 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.engines import make_llm
+from support.shared_models import EOS, eagle3, llama, prepare_everything
 
-from specjax import LLM, SamplingParams
+from specjax import SamplingParams
 from specjax.bench.workload import read_questions
 from specjax.demo import demo_folder
 
 pytest.importorskip("llguidance")
 
-VOCAB = 96
-EOS = VOCAB - 1
-K = 3
-SETTINGS = {
-    "max_model_len": 128,
-    "max_num_seqs": 2,
-    "max_num_batched_tokens": 32,
-    "page_size": 8,
-    "show_progress": False,
-}
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -76,30 +68,26 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def target(checkpoints):
-    return checkpoints.target("llama", vocab_size=VOCAB, eos_token_id=EOS)
+def folder(checkpoints):
+    return checkpoints.with_letters(llama(checkpoints).folder)
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints, target):
-    return checkpoints.with_letters(target.folder)
+def head(checkpoints):
+    return eagle3(checkpoints).folder
 
 
 @pytest.fixture(scope="module")
-def speculation(checkpoints, target):
-    head = checkpoints.eagle3(target)
-    return {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": K}
-
-
-@pytest.fixture(scope="module")
-def llm(folder, speculation):
-    with LLM(folder, speculative_config=speculation, **SETTINGS) as llm:
+def llm(folder, head):
+    with make_llm(folder, "eagle3", head) as llm:
+        prepare_everything(llm)
         yield llm
 
 
 @pytest.fixture(scope="module")
 def plain(folder):
-    with LLM(folder, **SETTINGS) as llm:
+    with make_llm(folder) as llm:
+        prepare_everything(llm)
         yield llm
 
 
@@ -169,11 +157,12 @@ def test_greedy_too(llm, plain, prompts):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["rejection", "block", "synthetic"])
-def test_other_verifications(folder, speculation, prompts, method):
-    config = speculation | {"verification": method}
+def test_other_verifications(folder, head, prompts, method):
+    """In steps that do nothing but follow grammars."""
+    speculation = {"verification": method}
     if method == "synthetic":
-        config["synthetic_acceptance_length"] = 2.6
-    with LLM(folder, speculative_config=config, **SETTINGS) as llm:
+        speculation["synthetic_acceptance_length"] = 2.6
+    with make_llm(folder, "eagle3", head, speculation=speculation) as llm:
         for temperature in 1.0, 0.0:
             params = wishes(24, temperature=temperature, kinds=["json", "regex", "choice"])
             assert_all_parse(generate(llm, prompts, params), params)
@@ -241,11 +230,11 @@ def test_the_last_token_may_cut_it_short(llm, prompts, max_tokens):
 
 def test_an_end_comes_even_if_ends_are_ignored(llm, plain, prompts):
     """The grammar ends the output: what a step put out after it does not stand."""
-    params = wishes(24, kinds=["json", "regex", "choice"])
+    params = wishes(12, kinds=["json", "regex", "choice"])
     # Likely ends are drafted and accepted, and so is what comes after them.
-    params += [replace(one, logit_bias={EOS: 30.0}) for one in wishes(8, kinds=["regex", "json"])]
+    params += [replace(one, logit_bias={EOS: 30.0}) for one in wishes(6, kinds=["regex", "json"])]
     on = [replace(one, ignore_eos=True) for one in params]
-    prompts = prompts + prompts[:8]
+    prompts = prompts[: len(params)]
     expected = generate(plain, prompts, params)
     for one in llm, plain:
         outputs = generate(one, prompts, on)
@@ -254,18 +243,19 @@ def test_an_end_comes_even_if_ends_are_ignored(llm, plain, prompts):
         assert_idle(one)
 
 
-def test_a_model_without_an_end_of_sequence(checkpoints, folder, speculation, prompts):
+def test_a_model_without_an_end_of_sequence(checkpoints, folder, head, prompts):
     """An output is over when nothing can follow; one that might go on goes to its last token."""
     endless = checkpoints.copy(folder, eos_token_id=None)
     (endless / "generation_config.json").unlink(missing_ok=True)
-    with LLM(endless, speculative_config=speculation, **SETTINGS) as llm:
-        params = wishes(24, kinds=["json", "regex"])
+    with make_llm(endless, "eagle3", head) as llm:
+        prepare_everything(llm)
+        params = wishes(12, kinds=["json", "regex"])
         choice = {"choice": ["xxxxx", "xxxxxy"]}
         params[3::4] = [
             replace(one, structured_outputs=choice, logit_bias={llm.tokenizer.encode("x")[0]: 30.0})
             for one in params[3::4]
         ]
-        for output, one in zip(generate(llm, prompts, params), params, strict=True):
+        for output, one in zip(generate(llm, prompts[:12], params), params, strict=True):
             sample = output.outputs[0]
             if one.logit_bias:  # "y" may follow, and must then
                 assert sample.text == "xxxxxy"
@@ -321,10 +311,9 @@ def test_a_grammar_that_other_wishes_leave_no_way_out_of(llm):
 
 @pytest.mark.slow
 def test_the_demo_model():
-    drafter = str(demo_folder("demo-llama-eagle3"))
-    config = {"method": "eagle3", "model": drafter, "num_speculative_tokens": K}
+    head = demo_folder("demo-llama-eagle3")
     params = wishes(60)
-    with LLM(demo_folder("demo-llama"), speculative_config=config, **SETTINGS) as llm:
+    with make_llm(demo_folder("demo-llama"), "eagle3", head) as llm:
         questions = read_questions()
         texts = [f"Question: {questions[i % len(questions)]}"[: 40 + i] for i in range(60)]
         prompts = [llm.tokenizer.encode(text)[:30] for text in texts]
@@ -332,8 +321,10 @@ def test_the_demo_model():
         assert_all_parse(outputs, params, eos_id=1)
         assert llm.metrics().num_accepted_tokens > 0
         assert_idle(llm)
-    with LLM(demo_folder("demo-llama"), **SETTINGS | {"max_num_seqs": 1}) as plain:
-        assert tokens(outputs[:20]) == tokens(generate(plain, prompts[:20], params[:20]))
+    with make_llm(demo_folder("demo-llama")) as plain:
+        pairs = zip(prompts[:20], params[:20], strict=True)
+        alone = [output for prompt, one in pairs for output in generate(plain, [prompt], [one])]
+        assert tokens(outputs[:20]) == tokens(alone)
 
 
 @pytest.mark.slow

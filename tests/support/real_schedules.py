@@ -20,7 +20,8 @@ from specjax.host.sequence import Sequence
 from specjax.metrics import Recorder
 from specjax.request import Request
 
-MOST_OUTPUT = 32
+MOST_LENGTH, MOST_OUTPUT = 64, 32  # of a request, as far as the engine's sizes allow
+MOST_SPARE = 2  # pages, more than one request at its longest has
 NUM_FAMILIES = 2
 
 
@@ -77,11 +78,15 @@ def begin_anew(engine: Engine, rng: Rng) -> None:
     """Another scheduler, for an engine of other sizes and modes that runs the same programs."""
     config = engine.config
     most_drafts = max(engine.scheduler.policy.choices)
+    longest = min(config.max_model_len, MOST_LENGTH)
+    fewest_pages = -(-longest // config.page_size)
+    most_pages = min(fewest_pages + MOST_SPARE, config.num_pages)
     changed = replace(
         config,
-        max_num_seqs=int(rng.choice(config.decode_batches)),
+        max_model_len=longest,
+        max_num_seqs=int(rng.integers(1, config.max_num_seqs + 1)),
         max_num_scheduled_tokens=int(rng.integers(most_drafts + 1, config.max_num_batched_tokens)),
-        num_pages=int(rng.integers(config.pages_per_seq, config.num_pages + 1)),
+        num_pages=int(rng.integers(fewest_pages, most_pages + 1)),
         enable_prefix_caching=chance(rng, 0.8),
         scheduling_policy="priority" if chance(rng, 0.3) else "fcfs",
     )
@@ -145,12 +150,12 @@ def _serve_alone(engine: Engine, request: Request) -> list[Sequence]:
 
 def make_requests(llm: LLM, rng: Rng, seed: int) -> list[Request]:
     """Requests of which many begin alike; at temperature 0 and above it."""
-    config, vocab_size = llm.engine.config, llm.target.vocab_size
-    families = rng.integers(0, vocab_size, (NUM_FAMILIES, config.max_model_len)).tolist()
+    longest, vocab_size = min(llm.engine.config.max_model_len, MOST_LENGTH), llm.target.vocab_size
+    families = rng.integers(0, vocab_size, (NUM_FAMILIES, longest)).tolist()
     requests: list[Request] = []
     for i in range(int(rng.integers(4, 11))):
         # Short prompts get in side by side, and their outputs run out of pages.
-        most = (config.max_model_len - MOST_OUTPUT) // rng.choice([1, 4])
+        most = (longest - MOST_OUTPUT) // rng.choice([1, 4])
         length = int(rng.integers(1, most + 1))
         prompt = families[rng.integers(NUM_FAMILIES)][: rng.integers(0, length + 1)]
         prompt = [*prompt, *rng.integers(0, vocab_size, length).tolist()][:length]

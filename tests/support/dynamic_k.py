@@ -1,0 +1,53 @@
+"""What tests of dynamic K ask of an engine, and a rule that keeps what it saw."""
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specjax import LLM, SamplingParams
+from specjax.host.speculation.policy import Rule
+from specjax.request import Request
+
+PROFILE = {
+    "is_online": False,
+    "batch_stats": {"1": {"0": 1.0, "1": 1.1, "3": 1.3}, "4": {"0": 1.0, "1": 9.0, "3": 20.0}},
+    "max_num_speculative_tokens": 3,
+    "acceptance_rate_per_pos": [0.8, 0.6, 0.5],
+}
+
+
+def write_profile(folder: Path, **edits: Any) -> Path:
+    """A file of `PROFILE` with other values here and there."""
+    path = folder / "profile.json"
+    path.write_text(json.dumps(PROFILE | edits))
+    return path
+
+
+@dataclass
+class Recording(Rule):
+    """K by a function of the number of sequences; keeps what it saw."""
+
+    choices: tuple[int, ...]
+    choose_k: Any
+    is_learning = True
+    loads: list[Any] = field(default_factory=list)
+    rounds: list[Any] = field(default_factory=list)
+
+    def choose(self, load):
+        self.loads.append(load)
+        return self.choose_k(load)
+
+    def observe(self, outcome):
+        self.rounds.append(outcome)
+
+
+def generate(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
+    """The tokens of the first samples."""
+    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, False)]
+
+
+def requests_of(num_tokens: int, count: int = 2, first: int = 0) -> list[Request]:
+    """Requests of short prompts."""
+    params = SamplingParams(temperature=0)
+    return [Request(first + i, (1 + i, 2, 3), params, num_tokens, (i,)) for i in range(count)]

@@ -1,0 +1,68 @@
+"""The models of tests of whole engines: one config of each kind, so that programs are shared.
+
+A program depends on a model's config, the engine's sizes and what its steps do, not on weights. So
+these tests differ in data alone, and steps that do more than one thing do everything.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from support.checkpoints import Checkpoints
+from support.weights import HeadFiles, TargetFiles, rewrite
+
+from specjax import LLM, SamplingParams
+
+VOCAB = 96  # printable ASCII and an end, as `Checkpoints.with_letters` has them
+EOS = VOCAB - 1
+NUM_LIKELY = 8
+NUM_SNAPSHOTS = 2  # of hybrids' states
+
+
+def llama(checkpoints: Checkpoints, *, seed: int = 0) -> TargetFiles:
+    """Two layers of attention."""
+    return checkpoints.target("llama", seed=seed, vocab_size=VOCAB, eos_token_id=EOS)
+
+
+def eagle3(checkpoints: Checkpoints) -> HeadFiles:
+    """A head for `llama`, of fewer tokens than it has."""
+    return checkpoints.eagle3(llama(checkpoints), draft_vocab=40)
+
+
+def hybrid(checkpoints: Checkpoints) -> Path:
+    """A layer with a recurrent state and one of attention, and a module that drafts."""
+    target = checkpoints.target("qwen3_5_text", vocab_size=VOCAB, eos_token_id=EOS)
+    return checkpoints.mtp(target).folder
+
+
+def of_few_words(checkpoints: Checkpoints, folder: Path) -> Path:
+    """A copy of a target or head that says next to nothing but eight tokens of the head's.
+
+    An untrained drafter is right one time in eight then, and not one in a hundred.
+    """
+    import torch
+
+    offsets = eagle3(checkpoints).tensors["d2t"]
+    kept = torch.arange(len(offsets)) + offsets
+    likely = kept[:: len(kept) // NUM_LIKELY][:NUM_LIKELY]
+
+    def skew(tensors: dict[str, Any]) -> dict[str, Any]:
+        head = tensors["lm_head.weight"]
+        ids = kept if len(head) == len(kept) else torch.arange(len(head))
+        scales = torch.where(torch.isin(ids, likely), 1.0, 0.1)
+        return tensors | {"lm_head.weight": head * scales[:, None]}
+
+    made = checkpoints.copy(folder)
+    rewrite(made / "model.safetensors", skew)
+    return made
+
+
+def prepare_everything(llm: LLM) -> None:
+    """Compile steps that do whatever requests ask for but processors, with masks and without.
+
+    Requests that ask for nothing still run in steps that do nothing more.
+    """
+    everything = {"presence_penalty": 1.0, "logprobs": 1, "prompt_logprobs": 1}
+    kinds = everything, everything | {"structured_outputs": {"regex": "a"}}
+    params = [SamplingParams(**kind) for kind in kinds]
+    make = llm.request_maker.make
+    llm.engine.prepare([make([1], one, i, "a prompt") for i, one in enumerate(params)])

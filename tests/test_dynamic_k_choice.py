@@ -1,0 +1,295 @@
+"""Which K is chosen, and what a policy is taught: the host's part of dynamic K.
+
+The device is simulated, and takes the time that it is told to; rounds of real ones are timed in the
+slow suite.
+"""
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.dynamic_k import Recording, generate, requests_of, write_profile
+from support.engines import SIZES, K
+from support.shared_models import EOS, eagle3, llama
+from support.simulated_device import SimulatedPrograms
+from support.simulated_outputs import HostArray
+
+from specjax import LLM, SamplingParams
+from specjax.config import EngineConfig
+from specjax.device.drafters.drafter import NoDrafter, Params
+from specjax.device.verification import Draft
+from specjax.dynamic_k import fingerprint
+from specjax.engine import Engine
+from specjax.host.scheduler import DecodePlan, Scheduler
+from specjax.host.sequence import RowOutput
+from specjax.host.speculation.acceptance import Acceptance
+from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
+from specjax.host.speculation.step_cost import StepCost
+from specjax.metrics import Compilations, Recorder
+from specjax.programs import Begin, Decode, Key
+from specjax.request import Request
+
+pytestmark = pytest.mark.usefixtures("simulated_device")
+MOST = K
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints):
+    return llama(checkpoints).folder
+
+
+@pytest.fixture(scope="module")
+def head(checkpoints):
+    return eagle3(checkpoints).folder
+
+
+def make_llm(folder, head, **speculation):
+    """Rounds of one, two and four requests cost what a profile says of each."""
+    config = {"method": "eagle3", "model": str(head)} | speculation
+    return LLM(folder, speculative_config=config, **{**SIZES, "decode_batches": (1, 2, 4)})
+
+
+@pytest.fixture(scope="module")
+def llm(simulated_device, folder, head):
+    with make_llm(folder, head, adaptive=True, num_speculative_tokens=MOST) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def work(llm):
+    """Prompts, parameters, and what an engine with the same weights makes of them."""
+    rng = np.random.default_rng(0)
+    lengths = (3, 20, 7, 40, 1, 12, 33, 9)
+    prompts = [rng.integers(0, EOS, length).tolist() for length in lengths]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12 + 5 * i, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    return prompts, params, generate(llm, prompts, params)
+
+
+# --- profiles -------------------------------------------------------------------------------------
+
+
+def test_a_profile_is_followed(tmp_path, folder, head, work):
+    """Its K says the most, too: 3 for one request, and none for three and four, padded alike."""
+    prompts, params, expected = work
+    with make_llm(folder, head, dynamic_config_path=write_profile(tmp_path)) as llm:
+        policy = llm.engine.scheduler.policy
+        watched = Recording(policy.choices, policy.choose)
+        llm.engine.set_policy(watched)
+        assert generate(llm, prompts, params) == expected
+    loads = [load for load in watched.loads if load.num_sequences]
+    assert {policy.choose(load) for load in loads if load.num_sequences >= 3} == {0}
+    alone = [load for load in loads if load.num_sequences == 1]
+    # The last drafts of an output are of no use: then fewer are as good.
+    assert max(policy.choose(load) for load in alone) == 3
+    long = [load for load in alone if min(limit for _, limit in load.members) == MOST]
+    assert {policy.choose(load) for load in long} == {3}
+
+
+def test_a_profile_of_another_model_is_refused_unless_forced(tmp_path, folder, head):
+    path = write_profile(tmp_path, measured={"model": "feedfacefeedface"})
+    with pytest.raises(ValueError, match="measured on another model.*dynamic_config_force=True"):
+        make_llm(folder, head, dynamic_config_path=path)
+    make_llm(folder, head, dynamic_config_path=path, dynamic_config_force=True).close()
+
+
+def test_a_profile_of_this_model_is_taken(tmp_path, checkpoints, folder, head, llm):
+    own = fingerprint(llm.target, llm.engine.drafter, llm.engine.params)
+    path = write_profile(tmp_path, measured={"model": own})
+    make_llm(folder, head, dynamic_config_path=path).close()
+    other = llama(checkpoints, seed=5).folder
+    with pytest.raises(ValueError, match="measured on another model"):
+        make_llm(other, head, dynamic_config_path=path)
+
+
+def test_more_drafts_than_the_profile_has_are_refused(tmp_path, folder, head):
+    path = write_profile(tmp_path)
+    with pytest.raises(ValueError, match="num_speculative_tokens=4 exceeds.*=3 of .*profile.json"):
+        make_llm(folder, head, dynamic_config_path=path, num_speculative_tokens=4)
+
+
+def test_a_malformed_profile_is_refused_before_anything_is_loaded(tmp_path, folder):
+    path = write_profile(tmp_path, acceptance_rate_per_pos=[0.5, 0.8, 0.1])
+    with pytest.raises(ValueError, match="acceptance_rate_per_pos"):
+        make_llm(folder, "no/such/folder", dynamic_config_path=path)
+
+
+# --- what is chosen, and counted ------------------------------------------------------------------
+
+
+def test_k_rises_as_a_batch_drains(llm, work):
+    """A long tail: many together are better off without drafts, by this cost, and few with."""
+    prompts, _, _ = work
+    points = {1: {0: 1.0, 3: 1.0}, 2: {0: 1.0, 3: 1.2}, 4: {0: 1.0, 3: 9.0}}
+    cost = StepCost(points, ks=(0, 1, 3), batches=(1, 2, 4))
+    policy = GoodputPolicy(
+        (0, 1, 3),
+        cost,
+        Acceptance(MOST, [0.8, 0.7, 0.6]),
+        learns_cost=False,
+        learns_acceptance=False,
+    )
+    watched = Recording(policy.choices, policy.choose)
+    llm.engine.set_policy(watched)
+    params = [
+        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (10, 20, 40, 80)
+    ]
+    generate(llm, prompts[:4], params)
+    chosen = [
+        (load.num_sequences, policy.choose(load))
+        for load in watched.loads
+        if load.num_sequences and min(limit for _, limit in load.members) == MOST
+    ]
+    by_size = {n: {k for size, k in chosen if size == n} for n in (4, 3, 2, 1)}
+    assert by_size == {4: {0}, 3: {0}, 2: {3}, 1: {3}}
+
+
+def test_rates_are_of_drafts_that_could_have_stood():
+    """A third draft is not missed in a round of one."""
+    recorder = Recorder()
+    for k, kept in (3, 2), (1, 2), (1, 1), (3, 4):
+        rows = [RowOutput(list(range(kept)), k)]
+        recorder.record_part(DecodePlan((), 1, k, k), rows, [kept])
+    config = EngineConfig(max_model_len=16, num_pages=1)
+    metrics = recorder.snapshot(Scheduler(config, StaticPolicy(0)), Compilations(0, 0, 0.0))
+    assert metrics.num_accepted_tokens_per_pos == (3, 1, 1)
+    assert metrics.acceptance_rate_per_pos == (3 / 4, 1 / 2, 1 / 2)
+
+
+# --- times ----------------------------------------------------------------------------------------
+
+SLEEP = 0.1  # far above what a busy machine takes for a tiny round
+
+
+class LateArray(HostArray):
+    """Outputs that are there at a time."""
+
+    done: float = 0.0
+
+    def is_ready(self):
+        return time.perf_counter() >= self.done
+
+    def __array__(self, *arguments, **options):
+        time.sleep(max(0.0, self.done - time.perf_counter()))
+        return super().__array__(*arguments, **options)
+
+
+class TimedPrograms(SimulatedPrograms):
+    """A device that runs one program after another; rounds with drafts take long."""
+
+    free_at = 0.0
+
+    @property
+    def compilations(self):
+        found = super().compilations
+        return found._replace(seconds=float(found.num_late))
+
+    def run(self, key: Key, *arguments):
+        result = super().run(key, *arguments)
+        if not isinstance(key, Begin | Decode):
+            return result
+        seconds = SLEEP if isinstance(key, Decode) and key.k else 0.005
+        result = LateArray.of(result)
+        self.free_at = result.done = max(self.free_at, time.perf_counter()) + seconds
+        return result
+
+
+@dataclass(frozen=True)
+class SlowDrafter:
+    """Takes its time on the device to draft nonsense."""
+
+    aux_layers: tuple[int, ...] = ()
+
+    def init_state(self, num_slots, num_pages, page_size, dtype):
+        return None
+
+    def draft(self, target, params, state, context, k):
+        def nap(tokens):
+            time.sleep(SLEEP)
+            return tokens
+
+        tokens = jnp.zeros((context.slots.shape[0], k), jnp.int32)
+        if k:
+            tokens = jax.pure_callback(nap, tokens, tokens)
+        return Draft(tokens, None), state
+
+    def observe(self, target, params, state, slots, rows, following, features, last):
+        return state
+
+
+@pytest.fixture(scope="module", params=["simulated", pytest.param("real", marks=pytest.mark.slow)])
+def slow_engine(request, llm):
+    config = EngineConfig(
+        max_model_len=SIZES["max_model_len"],
+        num_pages=64,
+        max_num_seqs=2,
+        max_num_batched_tokens=64,
+        decode_batches=(2,),
+        prefill_shapes=((2, 32),),
+    )
+    params = Params(llm.engine.params.target, None)
+    if request.param == "real":
+        return Engine(config, llm.target, SlowDrafter(), params, StaticPolicy(2))
+    make = partial(TimedPrograms, tally=Counter())
+    return Engine(config, llm.target, NoDrafter(), params, StaticPolicy(2), make_programs=make)
+
+
+def serve(engine, requests):
+    samples = [sample for request in requests for sample in engine.add(request)]
+    while engine.has_work:
+        engine.step()
+    return [sample.output for sample in samples]
+
+
+def test_a_time_belongs_to_its_own_round(slow_engine):
+    """With a step in flight, results come while the next one runs; K changes every step."""
+    ks = iter([0, 2] * 100)
+    watched = Recording((0, 2), lambda load: next(ks))
+    slow_engine.set_policy(watched)
+    serve(slow_engine, requests_of(40))
+    times = {k: [r.ms for r in watched.rounds[2:] if r.k == k and r.ms] for k in (0, 2)}
+    assert min(len(found) for found in times.values()) >= 5
+    assert median(times[2]) >= 1e3 * SLEEP > 1.5 * median(times[0])
+
+
+def test_chunks_are_timed_beside_the_rounds(slow_engine):
+    """A round that came with chunks of another's prompt says what they took; others say nothing."""
+    watched = Recording((2,), lambda load: 2)
+    slow_engine.set_policy(watched)
+    first, second = requests_of(30, 2)
+    slow_engine.add(first)
+    for _ in range(8):
+        slow_engine.step()
+    alone = len(watched.rounds)
+    assert alone > 2 and not any(outcome.other_ms for outcome in watched.rounds[2:])
+    serve(slow_engine, [second])
+    others = [outcome.other_ms for outcome in watched.rounds[alone:]]
+    assert 1 <= sum(ms > 0 for ms in others) <= 3
+
+
+def test_times_with_a_compilation_in_them_mean_nothing(slow_engine):
+    """Sampling parameters that were not asked for before have their steps compiled late: with the
+    second request's, while a round of the first is on its way."""
+    watched = Recording((2,), lambda load: 2)
+    slow_engine.set_policy(watched)
+    serve(slow_engine, requests_of(12))
+    # The first come after a prompt's chunk, which the host may have read late.
+    assert all(outcome.ms for outcome in watched.rounds[2:])
+    watched.rounds.clear()
+    params = SamplingParams(temperature=0, repetition_penalty=1.2)
+    slow_engine.add(requests_of(12, 1)[0])
+    for _ in range(5):
+        slow_engine.step()
+    assert watched.rounds and watched.rounds[-1].ms
+    num_before = len(watched.rounds)
+    serve(slow_engine, [Request(9, (1, 2, 3), params, 12, (0,))])
+    times = [outcome.ms for outcome in watched.rounds[num_before:]]
+    assert 1 <= times.count(None) <= 3 and times[-1] is not None

@@ -1,0 +1,162 @@
+"""Drafters that know the truth, or never tell it: every count of accepted drafts comes up.
+
+What an untrained head drafts is right by chance. Here drafts are what a table says, so that how
+many are accepted, and where a run of them ends, is up to the test.
+"""
+
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.engines import SIZES, K, make_llm
+from support.shared_models import VOCAB, llama
+
+from specjax import SamplingParams
+from specjax.config import EngineConfig
+from specjax.device.drafters.drafter import Params
+from specjax.device.verification import Draft
+from specjax.engine import Engine
+from specjax.host.speculation.policy import StaticPolicy
+from specjax.request import Request
+
+MAX_LEN = SIZES["max_model_len"]
+
+
+COUNTS = "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_generation_tokens"
+
+
+@dataclass(frozen=True)
+class KnowingDrafter:
+    """Drafts what its parameters say: i32[R, L], the token of request r at position p.
+
+    A request is told by its prompt's second token, which is its number.
+    """
+
+    num_requests: int
+    aux_layers: tuple[int, ...] = ()
+
+    def init_state(self, num_slots, num_pages, page_size, dtype):
+        return jnp.zeros(num_slots, jnp.int32)
+
+    def draft(self, target, params, state, context, k):
+        positions = context.starts[:, None] + 1 + jnp.arange(k)
+        rows = state[context.slots][:, None]
+        return Draft(params.drafter.at[rows, positions].get(mode="clip"), None), state
+
+    def observe(self, target, params, state, slots, rows, following, features, last):
+        is_first = rows.positions.reshape(len(slots), -1)[:, 0] == 0
+        number = jnp.where(is_first, following[:, 0], state[slots])
+        return state.at[slots].set(number, mode="drop")
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """An engine whose drafter can be told the truth, lies, or both."""
+
+    engine: Engine
+    prompts: list
+    truth: np.ndarray  # i32[R, L], prompt and greedy continuation
+
+    def run(self, table, max_tokens, stop_ids=()):
+        """(outputs, counts) of all prompts with drafts from `table`."""
+        engine = self.engine
+        engine.params = Params(engine.params.target, jnp.array(table, jnp.int32))
+        before, greedy = engine.metrics(), SamplingParams(temperature=0)
+        for i, prompt in enumerate(self.prompts):
+            request = Request(i, tuple(prompt), greedy, max_tokens, (0,), tuple(stop_ids))
+            engine.add(request)
+        outputs = {}
+        for _ in range(1000):  # where a bug would go on forever
+            outputs |= {s.request.request_id: s.output for s in engine.step()}
+        assert not engine.has_work
+        after = engine.metrics()
+        counts = {name: getattr(after, name) - getattr(before, name) for name in COUNTS}
+        return [outputs[i] for i in range(len(self.prompts))], counts
+
+    def expected(self, i, max_tokens):
+        start = len(self.prompts[i])
+        return self.truth[i, start : start + max_tokens].tolist()
+
+
+@pytest.fixture(scope="module")
+def oracle(checkpoints):
+    rng = np.random.default_rng(1)
+    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (4, 33, 64, 2, 70, 32, 9)]
+    for i, prompt in enumerate(prompts):
+        prompt[1] = i
+    params = SamplingParams(temperature=0, max_tokens=MAX_LEN, ignore_eos=True)
+    sizes = {name: size for name, size in SIZES.items() if name != "show_progress"}
+    with make_llm(llama(checkpoints).folder) as plain:
+        outputs = [output.outputs[0].token_ids for output in plain.generate(prompts, params, False)]
+        truth = np.array([p + tokens for p, tokens in zip(prompts, outputs, strict=True)], np.int32)
+        engine = Engine(
+            # It learns who is who from the beginning of a prompt.
+            EngineConfig(num_pages=64, enable_prefix_caching=False, **sizes),
+            plain.target,
+            KnowingDrafter(len(prompts)),
+            Params(plain.engine.params.target, jnp.array(truth)),
+            StaticPolicy(K),
+        )
+        yield Oracle(engine, prompts, truth)
+
+
+def test_a_drafter_that_is_always_right(oracle):
+    max_tokens = 1 + 4 * 8  # one from the prompt, then eight full runs
+    outputs, counts = oracle.run(oracle.truth, max_tokens)
+    assert outputs == [oracle.expected(i, max_tokens) for i in range(len(outputs))]
+    assert counts["num_drafts"] == 8 * len(outputs)
+    assert counts["num_accepted_tokens"] == 3 * counts["num_drafts"]  # AL = K + 1
+
+
+def test_a_drafter_that_is_always_wrong(oracle):
+    outputs, counts = oracle.run((oracle.truth + 1) % VOCAB, 33)
+    assert outputs == [oracle.expected(i, 33) for i in range(len(outputs))]
+    assert counts["num_drafts"] == 31 * len(outputs)  # the last of 32 rounds has room for none
+    assert counts["num_accepted_tokens"] == 0  # AL = 1
+
+
+def test_a_drafter_that_is_right_at_random(oracle):
+    """Every accepted count comes up, from every place in a page; the counts are exact."""
+    is_right = np.random.default_rng(2).random(oracle.truth.shape) < 0.7
+    table = np.where(is_right, oracle.truth, (oracle.truth + 1) % VOCAB)
+    outputs, counts = oracle.run(table, 50)
+    num_drafts = num_accepted = 0
+    for i, (prompt, output) in enumerate(zip(oracle.prompts, outputs, strict=True)):
+        assert output == oracle.expected(i, 50)
+        length, end = len(prompt), len(prompt) + 50
+        while length < end - 1:
+            run = [*is_right[i, length + 1 : length + 4].tolist(), False].index(False)
+            room = end - 2 - length
+            accepted = min(run, room)
+            num_drafts, num_accepted = num_drafts + (room > 0), num_accepted + accepted
+            length += accepted + 1
+    assert (counts["num_drafts"], counts["num_accepted_tokens"]) == (num_drafts, num_accepted)
+
+
+@pytest.mark.parametrize("max_tokens", range(1, 10))
+def test_max_tokens_may_cut_an_accepted_run(oracle, max_tokens):
+    outputs, counts = oracle.run(oracle.truth, max_tokens)
+    assert outputs == [oracle.expected(i, max_tokens) for i in range(len(outputs))]
+    assert counts["num_generation_tokens"] == max_tokens * len(outputs)
+    rounds, rest = divmod(max_tokens - 1, 4)
+    assert counts["num_drafts"] == (rounds + (rest > 1)) * len(outputs)
+
+
+@pytest.mark.parametrize("place", range(10))
+def test_a_stop_id_may_stand_anywhere_in_an_accepted_run(oracle, place):
+    """It is kept, and nothing after it is put out."""
+    stop = oracle.expected(0, 20)[place]
+    outputs, counts = oracle.run(oracle.truth, 20, [VOCAB - 1, stop])
+    for i, output in enumerate(outputs):
+        expected = oracle.expected(i, 20)
+        ends = [j for j, token in enumerate(expected) if token in (stop, VOCAB - 1)]
+        assert output == (expected[: ends[0] + 1] if ends else expected)
+    assert counts["num_generation_tokens"] == sum(map(len, outputs))
+
+
+def test_slots_and_pages_come_back(oracle):
+    oracle.run(oracle.truth, 20)
+    scheduler = oracle.engine.scheduler
+    assert scheduler.num_running == 0
+    assert scheduler.pages.num_free == scheduler.pages.num_pages
