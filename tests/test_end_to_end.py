@@ -137,8 +137,16 @@ def test_many_callers(llm, monkeypatch, ragged_prompts):
     assert llm.metrics().compile_seconds > 0 == llm.metrics().num_compiles_after_warmup
 
 
+@pytest.fixture(scope="module")
+def small(folder):
+    """Rounds of as many rows as requests: processors are computed for every row of a round."""
+    sizes = {"max_num_seqs": 2, "decode_batches": (1, 2), "max_num_batched_tokens": 32}
+    with make_llm(folder, **sizes, prefill_shapes=((1, 32),)) as small:
+        yield small
+
+
 @pytest.mark.slow
-def test_a_logits_processor_that_raises_takes_nobody_along(plain, ragged_prompts):
+def test_a_logits_processor_that_raises_takes_nobody_along(small, ragged_prompts):
     """The device loses all it knew; the others run their tokens again, and the engine goes on."""
 
     def check(length):
@@ -153,20 +161,20 @@ def test_a_logits_processor_that_raises_takes_nobody_along(plain, ragged_prompts
     prompts = ragged_prompts(3, 10, 20, 5)
     params = [HOT, dataclasses.replace(HOT, logits_processors=[processor]), HOT, GREEDY]
     expected = [
-        tokens(generate(plain, prompt, one))[0]
+        tokens(generate(small, prompt, one))[0]
         for prompt, one in zip(prompts, [HOT, HOT, HOT, GREEDY], strict=True)
     ]
-    before = plain.metrics()
+    before = small.metrics()
     for _ in range(2):
-        outputs = generate(plain, prompts, params)
+        outputs = generate(small, prompts, params)
         (failed,) = outputs[1].outputs
         assert failed.finish_reason == "error" and "no such length" in str(failed.error)
         assert failed.token_ids == expected[1][: len(failed.token_ids)]
         assert [tokens(outputs)[i] for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
-        assert is_idle(plain)
-    after = plain.metrics()
+        assert is_idle(small)
+    after = small.metrics()
     assert after.requests_finished["error"] - before.requests_finished.get("error", 0) == 2
     assert after.num_preemptions > before.num_preemptions
     # Where it does not raise, the processor itself goes on working.
     short = dataclasses.replace(params[1], max_tokens=4)
-    assert tokens(generate(plain, prompts[0], short)) == [expected[0][:4]]
+    assert tokens(generate(small, prompts[0], short)) == [expected[0][:4]]

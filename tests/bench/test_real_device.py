@@ -35,6 +35,7 @@ def test_bench(capsys, tmp_path, model):
 
 def test_profile_and_sweep(capsys, tmp_path, model):
     sizes = ["--k", "0,2", "--batch-size", "2", "--max-tokens", "16", "--rounds", "1"]
+    sizes += ["--max-model-len", "384"]
     profile, plot = tmp_path / "profile.json", tmp_path / "plot.png"
     measured = run(capsys, profile, "profile", *model, *sizes)
     assert measured["measured"]["num_rounds_timed"]["2"]["0"] >= 5
