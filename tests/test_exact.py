@@ -114,6 +114,22 @@ def test_the_same_bits_under_any_schedule(llm, expected, prompts):
     assert metrics.num_compiles_after_warmup == 0
 
 
+@pytest.mark.slow
+def test_the_same_bits_with_a_drafter_and_without(checkpoints, prompts):
+    """In engines of other sizes, too. Of one layer: the programs differ, and so may deeper sums."""
+    target = checkpoints.target("llama", vocab_size=32, num_hidden_layers=1)
+    head = checkpoints.eagle3(target, draft_vocab=20, num_aux=2).folder
+    prompts = [[token % 32 for token in prompt] for prompt in prompts]
+    with make_llm(target.folder, max_num_seqs=1, max_num_batched_tokens=32, **EXACT) as alone:
+        expected = outcome(alone, prompts, FORWARDS)
+    sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 96}
+    with make_llm(target.folder, "eagle3", head, **sizes, **EXACT) as llm:
+        assert outcome(llm, prompts, FORWARDS[::-1]) == expected
+        llm.engine.set_policy(CyclicPolicy())
+        assert outcome(llm, prompts, FORWARDS) == expected
+        assert llm.metrics().num_accepted_tokens > 0
+
+
 def test_it_may_be_adaptive(folder, head, expected, prompts):
     """All rounds cost the same, so all drafts are worth a try."""
     speculation = {"adaptive": True}

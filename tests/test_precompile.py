@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import partial
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -64,7 +63,8 @@ def make_engine(*, make_programs=CompiledPrograms, **settings):
         rope=Rope(head_dim=8),
         max_position=64,
     )
-    weights = jax.tree.map(lambda spec: jnp.full(spec.shape, 0.1), target.specs())
+    weights = jax.tree.map(lambda spec: np.full(spec.shape, 0.1, np.float32), target.specs())
+    weights = jax.device_put(weights)
     config, params = EngineConfig(**(SIZES | settings)), Params(weights, None)
     policy = StaticPolicy(0)
     return Engine(config, target, NoDrafter(), params, policy, make_programs=make_programs)
