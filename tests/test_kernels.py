@@ -7,6 +7,7 @@ from specjax import LLM, SamplingParams
 pytestmark = pytest.mark.slow
 
 SIZES = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 48}
+LLAMA = {"num_hidden_layers": 1}
 DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
 DRAWN = {"temperature": 0.8, "top_p": 0.9, "top_k": 12, "min_p": 0.02}
 PROMPTS = [[5, 9, 2, 7, 7, 1, 3, 30, 11], [8, 8, 12]]
@@ -19,8 +20,8 @@ ASKED = [
 @pytest.fixture(scope="module")
 def models(checkpoints):
     """Folder and drafter by kind: attention, with EAGLE-3; a hybrid of experts, with its own."""
-    llama = checkpoints.target("llama", **SIZES)
-    eagle = checkpoints.eagle3(llama, draft_vocab=40, head_dim=64)
+    llama = checkpoints.target("llama", **SIZES, **LLAMA)
+    eagle = checkpoints.eagle3(llama, draft_vocab=40, head_dim=64, num_aux=2)
     qwen = checkpoints.mtp(checkpoints.target("qwen3_5_moe", **SIZES, **DELTA))
     return {
         "llama": (llama.folder, {"method": "eagle3", "model": str(eagle.folder)}),
@@ -38,8 +39,9 @@ def test_tokens_are_those_of_plain_jax(models, kind):
             speculative_config={**speculation, "num_speculative_tokens": 2},
             dtype="float32",
             max_model_len=64,
-            max_num_seqs=1,  # few shapes to compile
-            max_num_batched_tokens=32,
+            max_num_seqs=1,  # few shapes to compile, and one variant
+            max_num_batched_tokens=16,
+            always_logprobs=True,
             num_pages=10,
             enable_prefix_caching=False,
             kernels=kernels,
