@@ -139,8 +139,7 @@ def test_a_fault_of_either_device_is_found(devices, expected, fault):
     llm = devices[fault in SIMULATED]
     assert isinstance(llm.engine.programs, SimulatedPrograms) == (fault in SIMULATED)
     with planted(llm, fault):
-        found = [is_found(llm, seed, expected) for seed in SEEDS[:4]]
-    assert any(found)
+        assert any(is_found(llm, seed, expected) for seed in SEEDS)
 
 
 def is_found(llm: LLM, seed: int, expected: list[Report]) -> bool:

@@ -233,9 +233,12 @@ def makespan_ratio(outcomes, others):
 SMALL = {"num_seeds": 2, "num_requests": 48}
 SEEDS = 4  # of the slow ones
 RIVALS = ("table", "table of the seed", "thresholds")
+ONE_GRID = [
+    grid if grid == "seed" else pytest.param(grid, marks=pytest.mark.slow) for grid in GRIDS
+]
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", ONE_GRID)
 def test_the_oracle_regrets_nothing(runs, grid):
     """And nobody ends much before it, which takes the best round by round."""
     oracle = runs(grid, 0.0, "oracle", **SMALL)
@@ -252,7 +255,7 @@ def test_adaptive_regrets_little_on_few_requests(runs, grid, shift):
     assert regret(runs(grid, shift, "adaptive", **SMALL)) <= 0.03
 
 
-@pytest.mark.parametrize("grid", GRIDS)
+@pytest.mark.parametrize("grid", ONE_GRID)
 def test_adaptive_is_as_fast_as_no_drafts_if_none_is_accepted_on_few_requests(runs, grid):
     pair = [runs(grid, None, name, **SMALL) for name in ("adaptive", "K = 0")]
     assert makespan_ratio(*pair) <= 1.015
