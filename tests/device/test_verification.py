@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from specjax.config import SpeculativeConfig
+from specjax.device import verification
 from specjax.device.noise import Stream, gumbel_noise, uniform_noise
 from specjax.device.requests import Sampling
 from specjax.device.sampling import choose
@@ -329,6 +330,18 @@ def test_synthetic_never_accepts_what_the_target_cannot_produce():
     assert set(legal.tolist()) == set(range(K + 1))
     last = np.asarray(verdict.tokens)[np.arange(ROWS), legal]
     np.testing.assert_array_equal(last, plain_tokens(target, legal))
+
+
+@pytest.mark.parametrize("method", [Rejection(), Block()])
+def test_a_coin_of_zero_accepts_nothing_impossible(monkeypatch, method):
+    """Coins are in [0, 1): one of 0 wins at every chance but 0."""
+    monkeypatch.setattr(verification, "_coins", lambda target, k: jnp.zeros((ROWS, k)))
+    draft, target = case(9)
+    at_draft = np.take_along_axis(target.logits[:, :-1], draft.tokens[..., None], axis=2)[..., 0]
+    legal = np.cumprod(np.isfinite(at_draft), axis=1).sum(axis=1)
+    verdict = jax.jit(method.verify)(draft, target)
+    np.testing.assert_array_equal(verdict.num_accepted, legal)
+    assert set(legal.tolist()) == set(range(K + 1))
 
 
 @pytest.mark.parametrize("name", ["seed_exact", "rejection", "block"])
