@@ -166,7 +166,7 @@ def test_rates_are_of_drafts_that_could_have_stood():
 
 # --- times ----------------------------------------------------------------------------------------
 
-SLEEP = 0.1  # far above what a busy machine takes for a tiny round
+SLEEP = 0.2  # far above what a busy machine takes for a tiny round
 
 
 class LateArray(HostArray):

@@ -54,9 +54,11 @@ class Pair:
     plain: LLM
 
 
-@pytest.fixture(
-    scope="module", params=[pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "mtp"]
-)
+# The others are fast elsewhere: in tests/oracle, and MTP in the async, stress and random schedules.
+SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("eagle", "mtp")]
+
+
+@pytest.fixture(scope="module", params=["eagle3", *SLOW])
 def pair(request, checkpoints):
     method, head = request.param, None
     if method == "eagle3":

@@ -28,12 +28,14 @@ def share_compilations(folder: Path) -> None:
 def compile_quickly() -> None:
     """Compile in less than half the time programs that run slowly, and may round otherwise.
 
-    Until JAX 0.11, XLA may also do without its fusion emitters, which make most of the code.
+    Until JAX 0.11, XLA may also do without its fusion emitters, which make most of the code, and
+    leave a program in one piece, since all cores are busy with others.
     """
     jax.config.update("jax_disable_most_optimizations", True)
     if jax.__version_info__ < (0, 11):
         flags = os.environ.get("XLA_FLAGS", "")
-        os.environ["XLA_FLAGS"] = f"{flags} --xla_cpu_use_fusion_emitters=false".strip()
+        quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+        os.environ["XLA_FLAGS"] = f"{flags} {quick}".strip()
 
 
 def count_maps() -> int:
