@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-MOST_MAPS = 50_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
+MOST_MAPS = 40_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
 CACHE_BYTES = 16 * 2**30
 
 
