@@ -3,6 +3,7 @@
 Pages hold 4 tokens in the first part, 8 where the scheduler plans.
 """
 
+import gc
 import sys
 
 import numpy as np
@@ -785,11 +786,13 @@ def count_lines(function):
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # a collection runs lines of its own: JAX's callbacks
     sys.settrace(trace)
     try:
         function()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 

@@ -4,6 +4,7 @@ Pages hold 8 tokens. Where vLLM's tests have numbers (budgets of 20 and of 50), 
 What a device would find in its pages is not checked here.
 """
 
+import gc
 import sys
 from collections import Counter
 from dataclasses import dataclass, field
@@ -1460,11 +1461,13 @@ def count_lines(function):
         return trace
 
     before = sys.gettrace()
+    gc.disable()  # a collection runs lines of its own: JAX's callbacks
     sys.settrace(trace)
     try:
         function()
     finally:
         sys.settrace(before)
+        gc.enable()
     return count
 
 
