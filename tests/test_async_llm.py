@@ -116,6 +116,21 @@ def patched(target: object, name: str, value: object) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def held(built: LLM) -> Iterator[Callable[[int], None]]:
+    """Within, the engine makes no step but those let go; the thread that asks for them goes on.
+
+    A request of `LONG` takes more than 80 steps, so that it has not ended after a few.
+    """
+    step, allowed = built.engine.step, threading.Semaphore(0)
+
+    def step_if_allowed() -> list:
+        return step() if allowed.acquire(timeout=0.001) else []
+
+    with patched(built.engine, "step", step_if_allowed):
+        yield allowed.release
+
+
 # --- many callers ---------------------------------------------------------------------------------
 
 
@@ -139,10 +154,16 @@ def test_callers_get_what_generate_gives(serve, built, ragged_prompts):
 
 
 def test_outputs_go_on_from_those_before(serve, built):
-    expected = alone(built, [1, 2, 3], GREEDY)
+    expected = alone(built, [1, 2, 3], LONG)
 
     async def test(llm):
-        return [one async for one in llm.generate_stream([1, 2, 3], GREEDY, request_id="mine")]
+        outputs = []
+        with held(built) as let_go:
+            let_go(4)
+            async for output in llm.generate_stream([1, 2, 3], LONG, request_id="mine"):
+                outputs.append(output)
+                let_go(4 if len(outputs) < 3 else 1000)
+        return outputs
 
     outputs = serve(test)
     assert {one.request_id for one in outputs} == {"mine"}
@@ -162,15 +183,22 @@ def test_defaults_are_those_of_sampling_params(serve):
     assert len(serve(test).outputs[0].token_ids) <= SamplingParams().max_tokens
 
 
-def test_the_loop_goes_on_while_the_engine_works(serve):
-    async def test(llm):
-        task, num_turns = asyncio.create_task(llm.generate([1, 2], LONG)), 0
-        while not task.done():
-            await asyncio.sleep(0.001)
-            num_turns += 1
-        return num_turns
+def test_the_loop_goes_on_while_the_engine_works(serve, built):
+    step, has_turned = built.engine.step, threading.Event()
 
-    assert serve(test) > 10
+    def wait_and_step():
+        assert has_turned.wait(LIMIT), "the loop stood still during a step"
+        return step()
+
+    async def test(llm):
+        with patched(built.engine, "step", wait_and_step):
+            task = asyncio.create_task(llm.generate([1, 2], GREEDY))
+            for _ in range(10):
+                await asyncio.sleep(0.001)
+            has_turned.set()
+            return await task
+
+    assert serve(test).finished
 
 
 def test_no_more_are_in_the_engine_than_may_be(serve, built, ragged_prompts):
@@ -198,11 +226,14 @@ def test_a_slow_reader_misses_some_but_not_the_last(serve, built):
 
     async def test(llm):
         outputs = []
-        async for output in llm.generate_stream([1, 2, 3], LONG):
-            outputs.append(output)
-            if len(outputs) == 2:
-                await until(lambda: not llm._streams)  # all is there
-                kept = weakref.ref(output)
+        with held(built) as let_go:
+            let_go(4)
+            async for output in llm.generate_stream([1, 2, 3], LONG):
+                outputs.append(output)
+                let_go(4 if len(outputs) == 1 else 1000)
+                if len(outputs) == 2:
+                    await until(lambda: not llm._streams)  # all is there
+                    kept = weakref.ref(output)
         outputs.pop(1)
         del output
         gc.collect()
@@ -230,17 +261,19 @@ def test_cancelling_a_task_aborts(serve, built, moment):
 
     async def test(llm):
         started = asyncio.Event()
-        other = asyncio.create_task(llm.generate([7, 8], GREEDY))
-        tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
-        if moment == "before":
-            await asyncio.sleep(0)
-        elif moment == "started":
-            await limited(started.wait())
-        else:
-            await until(lambda: llm.metrics().num_requests_waiting)
-        for task in tasks:
-            task.cancel()
-        ends = await limited(asyncio.gather(*tasks, return_exceptions=True))
+        with held(built) as let_go:
+            other = asyncio.create_task(llm.generate([7, 8], GREEDY))
+            tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
+            if moment == "before":
+                await asyncio.sleep(0)
+            elif moment == "started":
+                let_go(8)
+                await limited(started.wait())
+            else:
+                await until(lambda: llm.metrics().num_requests_waiting)
+            for task in tasks:
+                task.cancel()
+            ends = await limited(asyncio.gather(*tasks, return_exceptions=True))
         assert all(isinstance(end, asyncio.CancelledError) for end in ends)
         return await other
 
@@ -265,7 +298,8 @@ def test_leaving_the_iteration_aborts(serve, built, way):
                 await stream.aclose()
 
     async def test(llm):
-        with suppress(LookupError, asyncio.CancelledError):
+        with held(built) as let_go, suppress(LookupError, asyncio.CancelledError):
+            let_go(8)
             await asyncio.create_task(leave(llm))
         await idle(llm)
         assert await llm.generate([1, 2, 3], GREEDY)
@@ -279,11 +313,13 @@ def test_aborting_by_name(serve, built):
 
     async def test(llm):
         started = asyncio.Event()
-        task = asyncio.create_task(read(llm, [1, 2, 3], LONG, started, request_id="mine"))
-        await limited(started.wait())
-        assert not await llm.abort("yours")
-        assert await llm.abort("mine")
-        assert not await llm.abort("mine")
+        with held(built) as let_go:
+            let_go(8)
+            task = asyncio.create_task(read(llm, [1, 2, 3], LONG, started, request_id="mine"))
+            await limited(started.wait())
+            assert not await llm.abort("yours")
+            assert await llm.abort("mine")
+            assert not await llm.abort("mine")
         output = await limited(task)
         assert not await llm.abort("mine")
         # The name is free again.
@@ -305,22 +341,28 @@ def test_a_name_is_that_of_one_request(serve, built):
 
     async def test(llm):
         started = asyncio.Event()
-        task = asyncio.create_task(read(llm, [1, 2, 3], LONG, started, request_id="mine"))
-        await limited(started.wait())
-        with pytest.raises(ValueError, match="'mine'.*not finished"):
-            await llm.generate([4], GREEDY, request_id="mine")
+        with held(built) as let_go:
+            let_go(8)
+            task = asyncio.create_task(read(llm, [1, 2, 3], LONG, started, request_id="mine"))
+            await limited(started.wait())
+            with pytest.raises(ValueError, match="'mine'.*not finished"):
+                await llm.generate([4], GREEDY, request_id="mine")
         return await limited(task)
 
     assert serve(test).outputs == [expected]
 
 
-def test_a_number_as_a_name_hurts_nobody(serve):
+def test_a_number_as_a_name_hurts_nobody(serve, built):
     async def test(llm):
         number = (await llm.generate([1], GREEDY)).request_id
         started = asyncio.Event()
-        task = asyncio.create_task(read(llm, [1], LONG, started, request_id=number + 3))
-        await limited(started.wait())
-        outputs = await asyncio.gather(*(llm.generate([i], GREEDY) for i in range(3)))
+        with held(built) as let_go:
+            let_go(8)
+            task = asyncio.create_task(read(llm, [1], LONG, started, request_id=number + 3))
+            await limited(started.wait())
+            others = [asyncio.create_task(llm.generate([i], GREEDY)) for i in range(3)]
+            await until(lambda: len(llm._streams) == 4)
+        outputs = await asyncio.gather(*others)
         return [(await limited(task)).request_id, *(one.request_id for one in outputs)]
 
     assert len(set(serve(test))) == 4
@@ -377,11 +419,12 @@ def test_outputs_that_cannot_be_made_are_their_callers_own(serve, built):
     expected = alone(built, [1, 2, 3], GREEDY)
 
     async def test(llm):
-        tasks = [asyncio.create_task(llm.generate([i, 2, 3], GREEDY)) for i in (1, 4)]
-        await until(lambda: len(llm._streams) == 2)
-        bad = list(llm._streams.values())[1].outputs
-        fail = {"output": property(lambda _: 1 / 0)}
-        object.__setattr__(bad, "__class__", type("Bad", (type(bad),), fail))
+        with held(built):
+            tasks = [asyncio.create_task(llm.generate([i, 2, 3], GREEDY)) for i in (1, 4)]
+            await until(lambda: len(llm._streams) == 2)
+            bad = list(llm._streams.values())[1].outputs
+            fail = {"output": property(lambda _: 1 / 0)}
+            object.__setattr__(bad, "__class__", type("Bad", (type(bad),), fail))
         return await limited(asyncio.gather(*tasks, return_exceptions=True))
 
     output, error = serve(test)
@@ -393,8 +436,9 @@ def test_a_step_that_fails_reaches_every_caller(serve, built):
 
     async def test(llm):
         calls = [llm.generate([i, 2, 3], LONG) for i in range(6)]
-        tasks = [asyncio.create_task(call) for call in calls]
-        await until(lambda: len(llm._streams) == 6)
+        with held(built):
+            tasks = [asyncio.create_task(call) for call in calls]
+            await until(lambda: len(llm._streams) == 6)
         with patched(built.engine, "step", lambda: step() and 1 / 0):
             ends = await limited(asyncio.gather(*tasks, return_exceptions=True))
         assert all(isinstance(end, ZeroDivisionError) for end in ends), ends
@@ -407,12 +451,14 @@ def test_a_step_that_fails_reaches_every_caller(serve, built):
 # --- closing --------------------------------------------------------------------------------------
 
 
-def test_a_closed_one_says_so(serve):
+def test_a_closed_one_says_so(serve, built):
     async def test(llm):
-        started = llm.generate_stream([1], GREEDY)
-        await anext(started)
+        started = llm.generate_stream([1], LONG)
         not_started = llm.generate_stream([1], GREEDY)
-        await limited(llm.close())
+        with held(built) as let_go:
+            let_go(8)
+            await limited(anext(started))
+            await limited(llm.close())
         await limited(llm.close())
         for use in (
             lambda: llm.generate([1]),
@@ -434,14 +480,16 @@ def test_a_closed_one_says_so(serve):
 
 
 @pytest.mark.parametrize("moment", ["at once", "started"])
-def test_closing_ends_every_stream(serve, moment):
+def test_closing_ends_every_stream(serve, built, moment):
     """Those under way with what they have, those that wait for their turn with an error."""
 
     async def test():
         llm, started = AsyncLLM("", max_num_requests=2), asyncio.Event()
-        tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
-        await (asyncio.sleep(0) if moment == "at once" else limited(started.wait()))
-        await limited(llm.close())
+        with held(built) as let_go:
+            let_go(8)
+            tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
+            await (asyncio.sleep(0) if moment == "at once" else limited(started.wait()))
+            await limited(llm.close())
         return await limited(asyncio.gather(*tasks, return_exceptions=True))
 
     ends = asyncio.run(test())
@@ -459,8 +507,10 @@ def test_a_loop_that_has_gone_takes_nothing_along(serve, built):
 
     loop = asyncio.new_event_loop()
     stream = llm.generate_stream([1], LONG)
-    loop.run_until_complete(limited(anext(stream)))
-    loop.close()
+    with held(built) as let_go:
+        let_go(8)
+        loop.run_until_complete(limited(anext(stream)))
+        loop.close()
 
     async def test():
         output = await limited(llm.generate([1, 2, 3], GREEDY))

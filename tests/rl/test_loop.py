@@ -21,7 +21,7 @@ def unhurried(engine, monkeypatch):
     step = engine._engine.step
 
     def slow():
-        time.sleep(0.001)
+        time.sleep(0.005)
         return step()
 
     monkeypatch.setattr(engine._engine, "step", slow)
