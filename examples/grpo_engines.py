@@ -18,6 +18,13 @@ PROBE_K = 3
 # Few enough that a step on two cores waits for the weights, not for arithmetic, as a GPU's does.
 MAX_NUM_SEQS = 4
 PAGE_SIZE = 4  # small, so that samples share most of a prompt of 15 tokens
+# Every shape is compiled for three engines, one of them with every K: prompts are short, and so one
+# of each kind does.
+SHAPES = {
+    "decode_batches": (MAX_NUM_SEQS,),
+    "prefill_shapes": ((MAX_NUM_SEQS, 16),),
+    "max_num_batched_tokens": MAX_NUM_SEQS * 16,
+}
 TOLERANCE = 1e-4  # between log-probabilities of steps of different shapes, in float32
 
 
@@ -60,6 +67,7 @@ class Engines:
                 max_num_seqs=MAX_NUM_SEQS,
                 page_size=PAGE_SIZE,
                 seed=seed,
+                **SHAPES,
             )
 
         return cls(
