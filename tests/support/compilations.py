@@ -32,7 +32,6 @@ def compile_quickly() -> None:
     leave a program in one piece, since all cores are busy with others.
     """
     jax.config.update("jax_disable_most_optimizations", True)
-    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"  # of processes that tests start
     if jax.__version_info__ < (0, 11):
         flags = os.environ.get("XLA_FLAGS", "")
         quick = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
