@@ -10,6 +10,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -373,7 +374,9 @@ class RayRollouts:
         except BaseException:
             for number, outcome in enumerate(outcomes):
                 if not isinstance(outcome, ValueError):  # by which it would have refused it
-                    self._ray.kill(self._workers[number])  # the next call replaces it
+                    # At once: one that is killed may still answer, by weights that others lack.
+                    with suppress(WorkersDied):  # the next call says so
+                        self._replace(number, self._workers[number])
             raise
 
     def _everywhere(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:

@@ -1,6 +1,7 @@
 """A Ray of one thread, whose actors have engines that know little and fail on call."""
 
 from collections import defaultdict
+from math import inf
 from types import SimpleNamespace
 
 import numpy as np
@@ -35,6 +36,7 @@ class OneThread:
 
     def __init__(self):
         self.cpus = 4.0
+        self.kills_late = False  # as Ray may: who is killed answers the next call
         self.actors = []  # whether each that was ever started is alive
 
     def is_initialized(self):
@@ -58,7 +60,7 @@ class OneThread:
         return references[:num_returns], references[num_returns:]
 
     def kill(self, actor):
-        actor.is_alive = False
+        actor.calls_left = int(self.kills_late)
 
 
 class Actors:
@@ -77,17 +79,18 @@ def resolved(args):
 
 class Actor:
     def __init__(self, instance):
-        self.instance, self.is_alive = instance, True
+        self.instance, self.calls_left = instance, inf
 
     def __getattr__(self, name):
         def remote(*args, **kwargs):
             kwargs = dict(zip(kwargs, resolved(kwargs.values()), strict=True))
-            if not self.is_alive:
+            if self.calls_left <= 0:
                 return Reference(error=OneThread.exceptions.RayActorError("it was killed"))
+            self.calls_left -= 1
             try:
                 return Reference(getattr(self.instance, name)(*resolved(args), **kwargs))
             except Death:
-                self.is_alive = False
+                self.calls_left = 0
                 return Reference(error=OneThread.exceptions.RayActorError("it died"))
             except Exception as error:
                 failed = OneThread.exceptions.RayTaskError()
