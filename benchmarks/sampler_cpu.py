@@ -6,7 +6,6 @@ python benchmarks/sampler_cpu.py
 import argparse
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -171,9 +170,10 @@ def sampler(llm: LLM, case: dict[str, Any], batch_size: int) -> Callable[[], Any
     keys = jax.random.split(jax.random.key(0))
     draft_logits = 3 * jax.random.normal(keys[0], (K, batch_size, vocab_size))
     logits = 3 * jax.random.normal(keys[1], (batch_size, K + 1, vocab_size))
-    variant = Variant(edits=params.edits_logits)
-    run = jax.jit(partial(sample_and_verify, variant=variant))
-    return lambda: jax.block_until_ready(run(draft_logits, logits, requests, history))
+    wants_edits = jnp.array(params.edits_logits)
+    arguments = draft_logits, logits, requests, history, wants_edits
+    run = jax.jit(sample_and_verify)
+    return lambda: jax.block_until_ready(run(*arguments))
 
 
 def sample_and_verify(
@@ -181,23 +181,29 @@ def sample_and_verify(
     logits: jax.Array,
     requests: Requests,
     history: History,
-    variant: Variant,
+    wants_edits: jax.Array,
 ) -> Verdict:
     """What a step does to logits: the drafts' [K, B, V] and the target's [B, K+1, V]."""
     batch = logits.shape[0]
     starts = history.lengths - 1
     rows = jnp.arange(batch)
+    table, variant = rows[:, None], Variant()
     context = DraftContext(
-        rows, starts, rows >= 0, rows[:, None], requests, history, "auto", 1, True, variant
+        rows, starts, rows >= 0, table, requests, history, wants_edits, "auto", 1, True, variant
     )
     drafts: list[jax.Array] = []
     for step in draft_logits:
         drafts.append(context.draw(step, None, step.shape[-1], drafts, is_greedy=False)[0])
     draft = Draft(jnp.stack(drafts, axis=1), None)
-    if variant.edits:
-        logits = process(logits, requests, history.then(draft.tokens), variant.processors)
     full = jnp.full(batch, K)
-    return SeedExact().verify(draft, Target(logits, requests.sampling, history.lengths, full))
+
+    def verify(logits):
+        return SeedExact().verify(draft, Target(logits, requests.sampling, history.lengths, full))
+
+    def verify_edited(logits):
+        return verify(process(logits, requests, history.then(draft.tokens)))
+
+    return jax.lax.cond(wants_edits, verify_edited, verify, logits)
 
 
 def median_seconds(run: Callable[[], Any], count: int = 20) -> float:

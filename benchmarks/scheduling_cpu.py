@@ -24,6 +24,7 @@ from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.config import EngineConfig
 from specjax.demo import demo_folder
 from specjax.device.drafters.drafter import Variant
+from specjax.device.step import Wants
 from specjax.engine import Engine
 from specjax.host.pages import PageAllocator
 from specjax.host.prefix_cache import Key, PrefixCache, extend_keys
@@ -173,7 +174,7 @@ def host_times(num_requests: int, seed: int) -> list[list[float]]:
         # What the engine asks of them before it launches.
         assert len({sequence.request.demands for sequence in plan.decode.sequences}) == 1
         marks.append(time.perf_counter())
-        pack(plan.decode, layout)
+        pack(plan.decode, layout, Wants(0))
         marks.append(time.perf_counter())
         (rows,) = unpack_outputs(packed, before.decode, Variant())
         marks.append(time.perf_counter())

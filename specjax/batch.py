@@ -26,6 +26,7 @@ from specjax.device.step import (
     SnapshotInputs,
     StepModel,
     StepOutputs,
+    Wants,
     admit,
     begin,
     decode_step,
@@ -109,15 +110,16 @@ class Layout:
         return plan.batch, num_rows, self.mask_words
 
 
-def pack(plan: Part, layout: Layout) -> np.ndarray:
+def pack(plan: Part, layout: Layout, wants: Wants) -> np.ndarray:
     """A plan as i32[B, ...], a column for each input; rows past its own are padding.
 
-    Padding is at slot `num_slots`, past the last.
+    Padding is at slot `num_slots`, past the last. `wants` is what the requests want together.
     """
     is_round = isinstance(plan, DecodePlan)
     shape = layout.decode_shape(plan.batch) if is_round else layout.prefill_shape(plan.batch)
     packed = np.full(shape, -1, np.int32)
     packed[:, 0] = layout.num_slots
+    packed[:, -layout.pages_per_seq - 1] = wants
     table = packed[:, -layout.pages_per_seq :]
     if is_round:
         packed[:, 1] = plan.num_drafts
@@ -190,16 +192,28 @@ def unpack_outputs(
     reader = _Reader(packed)
     counts, drafts = reader.take(2).T.tolist()
     tokens = reader.take(num_rows).tolist()
-    logprobs = reader.take_logprobs(num_rows, variant.num_logprobs, has_raw)
     width = 0 if decoding else plan.width
-    prompts = reader.take_logprobs(width, variant.num_prompt_logprobs, has_raw)
+    all_demands = [sequence.request.demands for sequence in plan.sequences]
+    logprobs = reader.logprobs(
+        num_rows,
+        variant.num_logprobs,
+        has_raw,
+        is_wanted=any(demands.logprobs is not None for demands in all_demands),
+    )
+    prompts = reader.logprobs(
+        width,
+        variant.num_prompt_logprobs,
+        has_raw,
+        is_wanted=any(demands.prompt_logprobs is not None for demands in all_demands),
+    )
     outputs = []
     for row, sequence in enumerate(plan.sequences):
         output = RowOutput(tokens[row][: counts[row]], drafts[row])
-        _, _, _, wanted, wanted_of_prompt = sequence.request.demands
+        wanted, wanted_of_prompt = all_demands[row][-2:]
         if logprobs is not None and wanted is not None:
             output.logprobs = _by_token(logprobs, row, output.tokens, wanted)
-        if prompts is not None and wanted_of_prompt is not None and not decoding:
+        if prompts is not None and wanted_of_prompt is not None:
+            assert isinstance(plan, PrefillPlan)
             chunk = plan.chunks[row]
             following = sequence.reported[chunk.start + 1 :][: chunk.count]
             output.prompt_logprobs = _by_token(prompts, row, following, wanted_of_prompt)
@@ -293,7 +307,7 @@ def run_propose(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, Draft]:
-    """The first part of `decode_step`, for steps that wait for masks."""
+    """The first part of `decode_step`."""
     inputs = DecodeInputs(*_columns(packed, DecodeInputs))
     return propose(params, state, inputs, model=model, variant=variant, k=k)
 
@@ -302,7 +316,7 @@ def run_propose(
 def run_extend(
     params: Params, state: EngineState, packed: jax.Array, draft: Draft, *, model: StepModel
 ) -> tuple[EngineState, Extension]:
-    """The second part, which runs while the host makes the masks."""
+    """The second part, which runs while the host makes masks."""
     inputs = DecodeInputs(*_columns(packed, DecodeInputs))
     return extend(params, state, inputs, draft, model=model)
 
@@ -314,12 +328,12 @@ def run_settle(
     packed: jax.Array,
     draft: Draft,
     extension: Extension,
-    masks: jax.Array,
+    masks: jax.Array | None = None,
     *,
     model: StepModel,
     variant: Variant,
 ) -> tuple[EngineState, jax.Array]:
-    """The third part, with the masks i32[B, K+1, ceil(V/32)]."""
+    """The third part, with the masks i32[B, K+1, ceil(V/32)] of a variant that has them."""
     inputs = DecodeInputs(*_columns(packed, DecodeInputs))
     state, outputs = settle(
         params, state, inputs, draft, extension, masks, model=model, variant=variant
@@ -421,11 +435,14 @@ class _Reader:
         self._start += count
         return self._packed[:, self._start - count : self._start]
 
-    def take_logprobs(
-        self, num_rows: int, num_top: int | None, has_raw: bool
+    def logprobs(
+        self, num_rows: int, num_top: int | None, has_raw: bool, *, is_wanted: bool
     ) -> tuple[Any, ...] | None:
-        """The fields of `Logprobs` as lists."""
+        """The fields of `Logprobs` as lists; None if they are not there, or not wanted."""
         if num_top is None or not num_rows:
+            return None
+        if not is_wanted:
+            self.take(num_rows * (2 + 2 * num_top + has_raw))
             return None
         batch = self._packed.shape[0]
 

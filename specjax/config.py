@@ -25,6 +25,7 @@ ADAPTIVE_DRAFTS = 5  # the most that adaptive K may be, unless told
 REMOVED_OPTIONS = {
     "steps_per_dispatch": "it gained nothing on a GPU; async_scheduling=True, the default, hides "
     "the host's time",
+    "always_logprobs": "every step can report log-probabilities",
 }
 
 
@@ -325,8 +326,6 @@ class EngineConfig:
         async_scheduling: plan and launch a step before reading the one before it.
         exact: run every step in one shape, so that results depend on nothing but the request.
         max_logprobs: most likeliest tokens that a request may ask for.
-        always_logprobs: compile no steps but such as report log-probabilities, for users who always
-            ask for them.
         logprobs_mode: "raw" reports the model's distribution, "processed" the one drawn from,
             "both" that and, of the token itself, the model's.
         seed: seed of the requests that bring none.
@@ -348,7 +347,6 @@ class EngineConfig:
     async_scheduling: bool = True
     exact: bool = False
     max_logprobs: int = 20
-    always_logprobs: bool = False
     logprobs_mode: str = "raw"
     seed: int = 0
 

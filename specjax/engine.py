@@ -31,7 +31,7 @@ from specjax.batch import (
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter, Params, Variant
 from specjax.device.models.model import Features, Model
-from specjax.device.step import Extension
+from specjax.device.step import Extension, Wants
 from specjax.device.verification import Draft, SeedExact, Verification
 from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler
 from specjax.host.sequence import Sequence
@@ -40,6 +40,7 @@ from specjax.host.speculation.step_cost import StepCost
 from specjax.metrics import Metrics, Recorder
 from specjax.precompile import CompiledPrograms
 from specjax.programs import (
+    FEW_LOGPROBS,
     Admit,
     Begin,
     Decode,
@@ -51,6 +52,7 @@ from specjax.programs import (
     Settle,
     Take,
     covers,
+    is_in_pieces,
     keys_of,
     of_drafts,
     of_rounds,
@@ -315,14 +317,15 @@ class Engine:
             self._recorder.record_gap(time.perf_counter() - self._read_time)
             self._read_time = None
         variant = self._variant_for(plan)
-        packed = self.programs.put(pack(plan, self.layout))
+        packed = self.programs.put(pack(plan, self.layout, self._wants(plan)))
         if isinstance(plan, PrefillPlan):
             return self._prefill(plan, variant, packed)
         run, batch, k = self.programs.run, plan.batch, plan.k
-        if not variant.masks:
+        if not is_in_pieces(variant):
             return self._in(plan, variant, run(Decode(batch, k, variant), packed))
         draft = run(Propose(batch, k, of_drafts(variant)), packed)
-        draft.tokens.copy_to_host_async()
+        if variant.masks:
+            draft.tokens.copy_to_host_async()
         extension = run(Extend(batch, k), packed, draft)
         extended = _Extended(plan, variant, packed, draft, extension)
         if any(sequence.matcher for sequence in plan.sequences):
@@ -358,10 +361,11 @@ class Engine:
             self.programs.run(key, self.programs.put(packed))
 
     def _settle(self, step: _Extended) -> _InFlight:
-        plan, variant, drafts = step.plan, step.variant, None
-        if any(sequence.matcher for sequence in plan.sequences):
-            drafts = np.asarray(step.draft.tokens)
-        arguments = step.packed, step.draft, step.extension, self._masks(plan, drafts)
+        plan, variant, masks = step.plan, step.variant, None
+        if variant.masks:
+            has_grammar = any(sequence.matcher for sequence in plan.sequences)
+            masks = self._masks(plan, np.asarray(step.draft.tokens) if has_grammar else None)
+        arguments = step.packed, step.draft, step.extension, masks
         outputs = self.programs.run(Settle(plan.batch, plan.k, variant), *arguments)
         return self._in(plan, variant, outputs)
 
@@ -465,27 +469,33 @@ class Engine:
 
     def _needed(self, requests: Iterable[Request]) -> Variant:
         """What steps must do for all of `requests`."""
+        most = self._max_logprobs
         if self.config.exact:  # the same for all, for another program rounds differently
-            return Variant(edits=True, masks=True, num_logprobs=self._max_logprobs)
-        numbers: set[int] = set()
-        edits = masks = False
-        num_logprobs = 0 if self.config.always_logprobs else None
-        num_prompt_logprobs = None
-        for demands in {request.demands for request in requests}:
-            wants_edits, wants_masks, processor, wanted, wanted_of_prompt = demands
-            edits |= wants_edits
-            masks |= wants_masks
-            numbers |= {processor}
-            num_logprobs = self._most(num_logprobs, wanted)
-            num_prompt_logprobs = self._most(num_prompt_logprobs, wanted_of_prompt)
-        processors = tuple((n, self._processors[n]) for n in sorted(numbers) if n >= 0)
-        return Variant(edits, processors, masks, num_logprobs, num_prompt_logprobs)
+            return Variant(masks=True, num_logprobs=most)
+        all_demands = {request.demands for request in requests}
+        numbers = sorted({demands.processor for demands in all_demands} - {-1})
+        # None, few or the most, so that variants are few, too.
+        few = min(FEW_LOGPROBS, most)
+        asks_many = any((demands.logprobs or 0) > few for demands in all_demands)
+        of_prompts = [d.prompt_logprobs for d in all_demands if d.prompt_logprobs is not None]
+        return Variant(
+            processors=tuple((number, self._processors[number]) for number in numbers),
+            masks=any(demands.masks for demands in all_demands),
+            num_logprobs=most if asks_many else few,
+            num_prompt_logprobs=(most if any(of_prompts) else 0) if of_prompts else None,
+        )
 
-    def _most(self, given: int | None, wanted: int | None) -> int | None:
-        """How many of the likeliest to report: none, or the most, to keep variants few."""
-        if wanted is None:
-            return given
-        return max(given or 0, self._max_logprobs if wanted else 0)
+    def _wants(self, plan: Part) -> Wants:
+        """What a step has to do for any of its requests; everything where all run the same."""
+        if self.config.exact:
+            return Wants.EDITS | Wants.LOGPROBS
+        all_demands = [sequence.request.demands for sequence in plan.sequences]
+        wants = Wants(0)
+        if any(demands.edits for demands in all_demands):
+            wants |= Wants.EDITS
+        if any(demands.logprobs is not None for demands in all_demands):
+            wants |= Wants.LOGPROBS
+        return wants
 
     def _compile_ahead(
         self, policy: Policy, variants: Collection[Variant], *, show_progress: bool

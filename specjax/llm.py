@@ -72,8 +72,6 @@ class LLM:
         exact: bitwise equal tokens and logprobs under any schedule: every step runs in one shape,
             of all `max_num_seqs` requests and at least 8 tokens for each, and waits for nothing.
         max_logprobs: most likeliest tokens that a request may ask for.
-        always_logprobs: compile no steps but such as report log-probabilities, for users who always
-            ask for them.
         logprobs_mode: "raw" reports the model's distribution, "processed" the one that tokens are
             drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same. "both" is
             "processed" with the model's own beside it (`Logprob.raw_logprob`).
@@ -111,7 +109,6 @@ class LLM:
         scheduling_policy: str = "fcfs",
         exact: bool = False,
         max_logprobs: int = 20,
-        always_logprobs: bool = False,
         logprobs_mode: str = "raw",
         tensor_parallel_size: int = 1,
         kernels: str = "auto",
@@ -172,7 +169,6 @@ class LLM:
             scheduling_policy=scheduling_policy,
             exact=exact,
             max_logprobs=max_logprobs,
-            always_logprobs=always_logprobs,
             logprobs_mode=LOGPROBS_ALIASES.get(logprobs_mode, logprobs_mode),
             seed=seed,
         )

@@ -16,6 +16,8 @@ from specjax.host.scheduler import PrefillPlan
 from specjax.host.speculation.step_cost import StepCost
 from specjax.metrics import Compilations
 
+FEW_LOGPROBS = 20  # likeliest tokens that every step can report
+
 
 @dataclass(frozen=True, slots=True)
 class Admit:
@@ -69,7 +71,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """The first part of a round that waits for masks: (packed) -> Draft."""
+    """The first piece of a round that not every engine has: (packed) -> Draft."""
 
     batch: int
     k: int
@@ -78,7 +80,7 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """The second part, which runs while the host makes the masks: (packed, draft) -> Extension."""
+    """The second, which runs while the host makes masks: (packed, draft) -> Extension."""
 
     batch: int
     k: int
@@ -86,7 +88,7 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """The third part: (packed, draft, extension, masks) -> outputs."""
+    """The third: (packed, draft, extension, masks) -> outputs."""
 
     batch: int
     k: int
@@ -145,13 +147,18 @@ def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
         keys.append(Begin(batch, plan.width, variant))
         return [*keys, Restore(batch), Take(batch)] if is_recurrent else keys
     variant = of_rounds(variant)
-    if not variant.masks:
+    if not is_in_pieces(variant):
         return [Decode(batch, plan.k, variant)]
     return [
         Propose(batch, plan.k, of_drafts(variant)),
         Extend(batch, plan.k),
         Settle(batch, plan.k, variant),
     ]
+
+
+def is_in_pieces(variant: Variant) -> bool:
+    """Whether rounds run in pieces, so that the target's is the same whatever follows it."""
+    return variant.masks or bool(variant.processors) or variant.num_logprobs > FEW_LOGPROBS
 
 
 def of_rounds(variant: Variant) -> Variant:
@@ -161,19 +168,18 @@ def of_rounds(variant: Variant) -> Variant:
 
 def of_drafts(variant: Variant) -> Variant:
     """What drafting does of a round's variant: it reports nothing, and masks come later."""
-    return variant._replace(masks=False, num_logprobs=None)
+    return Variant(variant.processors)
 
 
 def covers(variant: Variant, needed: Variant) -> bool:
     """Whether a step in `variant` does all that is `needed`. Masks cost a wait, so are exact."""
     return (
-        variant.edits >= needed.edits
-        and set(variant.processors) >= set(needed.processors)
+        set(variant.processors) >= set(needed.processors)
         and variant.masks == needed.masks
-        and _at_least(variant.num_logprobs, needed.num_logprobs)
-        and _at_least(variant.num_prompt_logprobs, needed.num_prompt_logprobs)
+        and variant.num_logprobs >= needed.num_logprobs
+        and _or_none(variant.num_prompt_logprobs) >= _or_none(needed.num_prompt_logprobs)
     )
 
 
-def _at_least(given: int | None, needed: int | None) -> bool:
-    return needed is None or (given is not None and given >= needed)
+def _or_none(count: int | None) -> int:
+    return -1 if count is None else count

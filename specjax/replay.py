@@ -117,5 +117,5 @@ def _like(x: jax.Array, value: Any) -> jax.Array:
 def _pack(batch: int, k: int, layout: Layout, num_pages: int) -> np.ndarray:
     """A packed round (see `batch.pack`) of the first slots, each with pages in a row."""
     table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1) % num_pages
-    columns = np.arange(batch), np.full(batch, k), *table.T
+    columns = np.arange(batch), np.full(batch, k), np.zeros(batch), *table.T
     return np.stack(columns, axis=1).astype(np.int32)

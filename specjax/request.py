@@ -39,6 +39,16 @@ class Matcher(Protocol):
         ...
 
 
+class Demands(NamedTuple):
+    """What a request asks of every step that it is in."""
+
+    edits: bool
+    masks: bool
+    processor: int  # the engine's number of its logits processors; -1 for none
+    logprobs: int | None  # likeliest tokens to report beside each; None for nothing
+    prompt_logprobs: int | None
+
+
 @dataclass(frozen=True)
 class Request:
     """A validated prompt with its parameters resolved: what the host needs to serve it."""
@@ -59,15 +69,12 @@ class Request:
     exports_features: bool = False  # and the hidden states of all rows
 
     @cached_property
-    def demands(self) -> tuple[bool, bool, int, int | None, int | None]:
-        """What a step must do for it besides drawing from logits: the same for most requests.
-
-        Edits, masks, the number of its processors, log-probabilities of tokens and of the prompt.
-        """
+    def demands(self) -> "Demands":
+        """What a step must do for it besides drawing from logits: the same for most requests."""
         params = self.params
         masks = params.structured_outputs is not None
         wanted = params.logprobs, 0 if self.is_scored else params.prompt_logprobs
-        return params.edits_logits, masks, self.processor, *wanted
+        return Demands(params.edits_logits, masks, self.processor, *wanted)
 
     @cached_property
     def group(self) -> Hashable:

@@ -27,6 +27,7 @@ from specjax.device.step import (
     PrefillInputs,
     SnapshotInputs,
     StepOutputs,
+    Wants,
 )
 from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan
 from specjax.host.sequence import Sequence
@@ -82,39 +83,41 @@ def padded(values, length):
 
 
 def test_prefill_rows_are_slot_chunk_and_pages():
-    packed = pack(PREFILL, LAYOUT)
+    packed = pack(PREFILL, LAYOUT, Wants.LOGPROBS)
     assert packed.dtype == np.int32 and packed.shape == LAYOUT.prefill_shape(5)
     for row, chunk in zip(packed[:3].tolist(), CHUNKS, strict=True):
         pages = padded(chunk.sequence.pages, PAGES_PER_SEQ)
         told = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
-        assert row == [chunk.sequence.slot, *told, *pages]
+        assert row == [chunk.sequence.slot, *told, 2, *pages]
 
 
 def test_prefill_padding_does_nothing():
-    slots, _, counts, is_last, is_resumed, *table = pack(PREFILL, LAYOUT)[len(CHUNKS) :].T
+    packed = pack(PREFILL, LAYOUT, Wants(0))[len(CHUNKS) :]
+    slots, _, counts, is_last, is_resumed, wants, *table = packed.T
+    assert not wants.any()
     assert (slots == NUM_SLOTS).all() and not (counts | is_last | is_resumed).any()
     assert len(table) == PAGES_PER_SEQ and (np.array(table) == -1).all()
 
 
 def test_decode_rows_are_slot_drafts_and_pages():
-    packed = pack(DECODE, LAYOUT)
+    packed = pack(DECODE, LAYOUT, Wants.EDITS)
     assert packed.dtype == np.int32 and packed.shape == LAYOUT.decode_shape(4)
-    expected = [[s.slot, 1, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
-    np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, *[-1] * PAGES_PER_SEQ]])
+    expected = [[s.slot, 1, 1, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
+    np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, 1, *[-1] * PAGES_PER_SEQ]])
 
 
 def test_a_step_is_told_nothing_that_the_device_decides():
     """Accepted counts, lengths and last tokens of decoding requests live on the device alone."""
     assert AdmitInputs._fields == ("slots", "requests", "tokens")
     assert SnapshotInputs._fields == ("slots", "ids", "ends")
-    chunk = "slots", "starts", "counts", "is_last", "is_resumed", "page_table"
+    chunk = "slots", "starts", "counts", "is_last", "is_resumed", "wants", "page_table"
     assert PrefillInputs._fields == chunk
-    assert DecodeInputs._fields == ("slots", "num_drafts", "page_table")
-    before = pack(DECODE, LAYOUT)
+    assert DecodeInputs._fields == ("slots", "num_drafts", "wants", "page_table")
+    before = pack(DECODE, LAYOUT, Wants(0))
     sequence = make_sequence(4, 8)
     sequence.token_ids += [1, 2, 3]
     sequence.num_in_flight, sequence.most_in_flight, sequence.num_computed = 2, 6, 8
-    after = pack(DecodePlan((sequence,), 1, 2, 1), LAYOUT)
+    after = pack(DecodePlan((sequence,), 1, 2, 1), LAYOUT, Wants(0))
     np.testing.assert_array_equal(after[0], before[0])
 
 
@@ -330,13 +333,23 @@ def unpack_round(outputs, plan, variant):
     return unpack_outputs(packed, plan, variant)
 
 
+def no_logprobs(tokens):
+    """What a step gives when nobody wants any."""
+    one, none = np.zeros(tokens.size, np.float32), np.zeros((tokens.size, 0), np.float32)
+    return Logprobs(one, one.astype(np.int32), none.astype(np.int32), none)
+
+
 def test_outputs_round_trip():
-    outputs = StepOutputs(TOKENS, int32s(3, 1, 0, 2), DRAFTS, None, None)
-    rows = unpack_round(outputs, DECODE, Variant())
+    outputs = StepOutputs(TOKENS, int32s(3, 1, 0, 2), DRAFTS, no_logprobs(TOKENS), None)
+    plan = replace(DECODE, sequences=tuple(map(make_sequence, range(3), (5, 6, 7))))
+    rows = unpack_round(outputs, plan, Variant())
     assert [row.tokens for row in rows] == [[5, 6, 7], [8], []]
     assert [row.num_drafts for row in rows] == [2, 1, 0]
-    first = StepOutputs(TOKENS[:, :1], int32s(1, 1, 0, 1), 0 * DRAFTS, None, None)
-    rows = unpack_round(first, PREFILL, Variant())
+    assert all(row.logprobs is None and row.prompt_logprobs is None for row in rows)
+    nothing = no_logprobs(TOKENS[:, :1])
+    first = StepOutputs(TOKENS[:, :1], int32s(1, 1, 0, 1), 0 * DRAFTS, nothing, None)
+    chunks = tuple(Chunk(sequence, 0, 5) for sequence in plan.sequences)
+    rows = unpack_round(first, PrefillPlan(chunks, 4, WIDTH), Variant())
     assert [row.tokens for row in rows] == [[5], [8], []]
     assert all(row.logprobs is None and row.prompt_logprobs is None for row in rows)
 
@@ -423,7 +436,7 @@ def test_every_packed_array_is_fresh(plan):
         drafts = np.zeros((4, 2), np.int32) if isinstance(plan, DecodePlan) else None
         new = pack_admissions([PLAIN, FULL], 3, LAYOUT)
         moved = pack_snapshots([replace(CHUNKS[0], taken=2)], 3, 4, LAYOUT, is_taken=True)
-        return pack(plan, LAYOUT), new, moved, pack_masks(plan, drafts, LAYOUT)
+        return pack(plan, LAYOUT, Wants(0)), new, moved, pack_masks(plan, drafts, LAYOUT)
 
     first, second = arrays(), arrays()
     expected = [array.copy() for array in second]

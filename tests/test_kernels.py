@@ -41,7 +41,6 @@ def test_tokens_are_those_of_plain_jax(models, kind):
             max_model_len=64,
             max_num_seqs=1,  # few shapes to compile, and one variant
             max_num_batched_tokens=16,
-            always_logprobs=True,
             num_pages=10,
             enable_prefix_caching=False,
             kernels=kernels,

@@ -1,7 +1,7 @@
 """Executables: compiled once per shape and variant, ahead of time, or counted."""
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
@@ -15,9 +15,11 @@ from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
+from specjax.device.step import Wants
 from specjax.device.verification import SeedExact
 from specjax.engine import Engine
 from specjax.host.scheduler import DecodePlan, PrefillPlan
+from specjax.host.sequence import Sequence
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.precompile import CompiledPrograms, keep_compilations
 from specjax.programs import (
@@ -38,6 +40,7 @@ from specjax.sampling_params import SamplingParams
 
 VOCAB = 31
 PLAIN = Variant()
+EVERY = Variant(num_logprobs=20)  # what every engine compiles
 # A round and a chunk have one shape each.
 SIZES = {
     "max_model_len": 64,
@@ -109,7 +112,7 @@ def make_requests(engine, *kinds):
     """Requests of all sizes; the parameters of `kinds` go round."""
     requests = []
     for i, (length, max_tokens) in enumerate(SHAPES):
-        params = SamplingParams(temperature=0, **kinds[i % len(kinds)])
+        params = SamplingParams(**{"temperature": 0} | kinds[i % len(kinds)])
         requests.append(
             Request(
                 i,
@@ -174,17 +177,17 @@ def test_shapes_that_are_not_given_double_up_to_the_budget(make_any_engine):
 def test_samples_and_ends_need_nothing_of_their_own(engine, compilations):
     """Nor do draws: temperature and seed are data."""
     for params in {"n": 3}, {"stop_token_ids": [3]}, {"ignore_eos": True}, {"seed": 5}:
-        assert engine._needed(make_requests(engine, params)) == PLAIN
+        assert engine._needed(make_requests(engine, params)) == EVERY
     with compilations.none_expected():
         engine.prepare(make_requests(engine, {"n": 3}))
         run_all(engine, make_requests(engine, {"n": 3}))
     hot = Request(0, (1, 2), SamplingParams(temperature=1.3), 3, (0,))
-    assert engine._needed([hot]) == PLAIN
+    assert engine._needed([hot]) == EVERY
 
 
 WANTED = {
-    "edits": ({"presence_penalty": 1.0}, {"begin", "decode"}),
-    "logprobs": ({"logprobs": 7}, {"begin", "decode"}),
+    "edits": ({"presence_penalty": 1.0}, set()),
+    "logprobs": ({"logprobs": 7}, set()),
     "prompt-logprobs": ({"prompt_logprobs": 0}, {"begin"}),
     "grammar": (
         {"structured_outputs": {"regex": "a"}},
@@ -206,7 +209,7 @@ def test_what_requests_ask_for_is_compiled_before_they_run(
         # Those that ask for nothing run as if nobody ever had.
         run_all(engine, make_requests(engine, {}))
         run_all(engine, make_requests(engine, params, {}))
-    assert engine._variant_for(PrefillPlan((), 1, 32)) == PLAIN
+    assert engine._variant_for(PrefillPlan((), 1, 32)) == EVERY
     assert engine.metrics().num_compiles_after_warmup == 0
 
 
@@ -261,22 +264,20 @@ def halve(tokens, length, logits):
 EVERY_VARIANT = [
     Variant(*fields)
     for fields in itertools.product(
-        (False, True),
         ((), ((0, (double,)),), ((1, (halve,)),), ((0, (double,)), (1, (halve,)))),
         (False, True),
-        (None, 0, 20),
-        (None, 0, 20),
+        (0, 20, 50),
+        (None, 0, 50),
     )
 ]
 
 
 def does(variant):
     """What a variant does besides masks, as a set."""
-    features = {"edits"} if variant.edits else set()
-    features |= set(variant.processors)
+    features = set(variant.processors)
     for name in "num_logprobs", "num_prompt_logprobs":
         count = getattr(variant, name)
-        features |= {(name, n) for n in (0, 20) if count is not None and n <= count}
+        features |= {(name, n) for n in (0, 20, 50) if count is not None and n <= count}
     return features
 
 
@@ -288,7 +289,7 @@ def test_a_variant_covers_what_it_does_and_less():
 
 
 def test_a_step_runs_the_first_variant_that_does(engine, monkeypatch):
-    needed = Variant(num_logprobs=0)
+    needed = Variant(num_logprobs=50)
     plan = PrefillPlan((), 1, 32)
 
     def chosen(needed, *variants):
@@ -296,11 +297,12 @@ def test_a_step_runs_the_first_variant_that_does(engine, monkeypatch):
         monkeypatch.setattr(engine, "_needed", lambda requests: needed)
         return engine._variant_for(plan)
 
-    some = PLAIN, Variant(True), Variant(True, num_logprobs=20), needed
+    halved = ((0, (halve,)),)
+    some = PLAIN, Variant(halved), Variant(halved, num_logprobs=50), needed
     assert chosen(needed) == needed, "there is none yet"
     assert chosen(PLAIN, *some) == PLAIN
-    assert chosen(needed, *some) == Variant(True, num_logprobs=20)
-    assert chosen(Variant(True), *some) == Variant(True)
+    assert chosen(needed, *some) == Variant(halved, num_logprobs=50)
+    assert chosen(Variant(halved), *some) == Variant(halved)
     assert chosen(Variant(masks=True), *some) == Variant(masks=True)
 
 
@@ -308,16 +310,41 @@ def test_a_step_does_what_any_of_its_requests_needs(engine):
     grammar = {"structured_outputs": {"regex": "a"}}
     number = engine.number_of((halve,))
     for kinds, needed in (
-        ([{}, {}], PLAIN),
-        ([{"min_tokens": 1}, {}], Variant(True)),
-        ([{"top_p": 0.5}], PLAIN),  # at temperature 0 there is nothing to cut
-        ([{"logprobs": 0}, {}], Variant(num_logprobs=0)),
-        ([{"logprobs": 0}, {"logprobs": 1}], Variant(num_logprobs=20)),
-        ([{"prompt_logprobs": 4}, {"logprobs": 0}], Variant(False, (), False, 0, 20)),
-        ([grammar, {"logit_bias": {1: 2.0}}], Variant(True, (), True)),
-        ([{"logits_processors": [halve]}, {}], Variant(True, ((number, (halve,)),))),
+        ([{}, {}], EVERY),
+        ([{"min_tokens": 1}, {"logprobs": 3}], EVERY),
+        ([{"prompt_logprobs": 4}, {"logprobs": 0}], Variant((), False, 20, 20)),
+        ([{"prompt_logprobs": 0}, {}], Variant((), False, 20, 0)),
+        ([grammar, {"logit_bias": {1: 2.0}}], Variant((), True, 20)),
+        ([{"logits_processors": [halve]}, {}], Variant(((number, (halve,)),), False, 20)),
     ):
         assert engine._needed(make_requests(engine, *kinds)) == needed
+
+
+def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch):
+    monkeypatch.setattr(engine, "_max_logprobs", 50)
+    for kind, needed in (
+        ({"logprobs": 20}, EVERY),
+        ({"logprobs": 21}, Variant(num_logprobs=50)),
+        ({"prompt_logprobs": 1}, Variant((), False, 20, 50)),
+    ):
+        request = replace(make_requests(engine, {})[0], params=SamplingParams(**kind))
+        assert engine._needed([request]) == needed
+
+
+@pytest.mark.parametrize(
+    "kinds, wants",
+    [
+        ([{}, {"temperature": 0.7}], Wants(0)),
+        ([{"top_p": 0.5}], Wants(0)),  # at temperature 0 there is nothing to cut
+        ([{}, {"temperature": 1.0, "top_p": 0.5}], Wants.EDITS),
+        ([{"logprobs": 0}, {}], Wants.LOGPROBS),
+        ([{"prompt_logprobs": 1}], Wants(0)),
+        ([{"logprobs": 2}, {"bad_words": ["a"]}], Wants.EDITS | Wants.LOGPROBS),
+    ],
+)
+def test_a_step_is_told_what_any_of_its_requests_wants(engine, kinds, wants):
+    sequences = [Sequence.of(request, 0, 0) for request in make_requests(engine, *kinds)]
+    assert engine._wants(DecodePlan(tuple(sequences), 4, 0, 0)) == wants
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -338,7 +365,7 @@ def compile_ahead(programs, *keys):
 
 def launch(programs, engine, batch):
     """Run a round in which every row is padding."""
-    packed = programs.put(pack(DecodePlan((), batch, 0, 0), engine.layout))
+    packed = programs.put(pack(DecodePlan((), batch, 0, 0), engine.layout, Wants(0)))
     return np.asarray(programs.run(Decode(batch, 0, PLAIN), packed))
 
 
@@ -352,23 +379,21 @@ def test_each_program_is_compiled_once(programs, compilations):
 
 def test_a_plan_names_its_programs():
     """Requests are admitted in the same way into chunks of any width."""
-    variant = Variant(edits=True, num_prompt_logprobs=3)
+    variant = Variant(num_logprobs=20, num_prompt_logprobs=3)
     chunks, decode = PrefillPlan((), 2, 32), DecodePlan((), 4, 3, 2)
     keys = [Admit(2), Prefill(2, 32), Begin(2, 32, variant)]
     assert keys_of(chunks, variant, is_recurrent=False) == keys
     assert keys_of(chunks, variant, is_recurrent=True) == [*keys, Restore(2), Take(2)]
     # Prompts are not a round's business.
-    assert keys_of(decode, variant, is_recurrent=True) == [Decode(4, 3, Variant(edits=True))]
+    assert keys_of(decode, variant, is_recurrent=True) == [Decode(4, 3, EVERY)]
 
 
 def test_variants_share_the_programs_that_run_the_target():
     """Drafting edits logits as verifying does, but reports nothing, and its masks come later."""
-    decode, masked = DecodePlan((), 4, 3, 3), Variant(masks=True, num_logprobs=0)
-    parts = Propose(4, 3, PLAIN), Extend(4, 3), Settle(4, 3, masked)
-    assert keys_of(decode, masked, is_recurrent=False) == list(parts)
-    edited = masked._replace(edits=True)
-    shared = set(parts) & set(keys_of(decode, edited, is_recurrent=False))
-    assert shared == {Extend(4, 3)}
+    decode, halved = DecodePlan((), 4, 3, 3), ((0, (halve,)),)
+    for variant in Variant((), True, 20), Variant(num_logprobs=50), Variant(halved, True, 20):
+        parts = Propose(4, 3, Variant(variant.processors)), Extend(4, 3), Settle(4, 3, variant)
+        assert keys_of(decode, variant, is_recurrent=False) == list(parts)
 
 
 def test_a_late_compilation_is_counted_once(programs, engine, compilations):

@@ -83,7 +83,7 @@ def a_page_of_another(programs: Any, run: Callable, key: Any, arguments: tuple) 
     """A chunk goes to the page beside its own."""
     if isinstance(key, Prefill):
         packed = np.array(arguments[0])
-        packed[:, 5] = np.where(packed[:, 5] >= 0, packed[:, 5] ^ 1, -1)
+        packed[:, 6] = np.where(packed[:, 6] >= 0, packed[:, 6] ^ 1, -1)
         arguments = (programs.put(packed),)
     return run(key, *arguments)
 

@@ -17,8 +17,11 @@ Nothing that a step takes from the host says how many tokens were accepted, or h
 is: the host plans with bounds, and the device goes by its own state.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from enum import IntFlag
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +38,13 @@ from specjax.device.state import EngineState
 from specjax.device.verification import Draft, Target, Verdict, Verification
 
 SCORED_ROWS = 64  # of a prompt at a time, since their logits are large
+
+
+class Wants(IntFlag):
+    """What a step does only when a request of it wants that."""
+
+    EDITS = 1  # logits changed before tokens are drawn: penalties, bias, truncation, ...
+    LOGPROBS = 2
 
 
 class AdmitInputs(NamedTuple):
@@ -61,6 +71,7 @@ class PrefillInputs(NamedTuple):
     counts: jax.Array  # i32[B], tokens of this chunk
     is_last: jax.Array  # i32[B], 1 where decoding comes next
     is_resumed: jax.Array  # i32[B], 1 where the token after the last chunk is known
+    wants: jax.Array  # i32[B], see `Wants`: of all requests together, the same in every row
     page_table: jax.Array  # i32[B, P]
 
 
@@ -69,6 +80,7 @@ class DecodeInputs(NamedTuple):
 
     slots: jax.Array  # i32[B]; past the last slot for a padding row
     num_drafts: jax.Array  # i32[B], of the K drafts, those that may stand
+    wants: jax.Array  # i32[B], as of a chunk
     page_table: jax.Array  # i32[B, P]
 
 
@@ -85,7 +97,7 @@ class StepOutputs(NamedTuple):
     tokens: jax.Array  # i32[B, K+1]
     num_tokens: jax.Array  # i32[B]
     num_drafts: jax.Array  # i32[B], drafts that could have stood
-    logprobs: Logprobs | None  # [B (K+1)]
+    logprobs: Logprobs  # [B (K+1)]; zeros where nobody wants them
     prompt_logprobs: Logprobs | None  # [B T], of the token after each row of a chunk
 
 
@@ -176,13 +188,11 @@ def begin(
     is_last, is_resumed = inputs.is_last > 0, inputs.is_resumed > 0
     samples = is_last & ~is_resumed
 
-    processed = extension.logits
-    if variant.edits or variant.masks:
-        history = History(known, ends)
-        processed = process(
-            processed, requests, history, variant.processors, masks, kernels=model.kernels
-        )
-    sampled = choose(processed[:, 0], requests.sampling, ends, kernels=model.kernels)
+    history = partial(History, known, ends)
+    logits = _Logits(extension.logits, requests, history, masks, inputs.wants[0], model, variant)
+    sampled = logits.after_edits(
+        lambda rows: choose(rows[:, 0], requests.sampling, ends, kernels=model.kernels)
+    )
     put_at = jnp.where(samples, ends, known.shape[1])
     known = known.at[jnp.arange(batch), put_at].set(sampled, mode="drop")
 
@@ -193,7 +203,7 @@ def begin(
     )
     verdict = Verdict(sampled[:, None], jnp.zeros(batch, jnp.int32))
     emitted = _emit(verdict, requests.limits - ends, requests.stop_ids)
-    logprobs = _logprobs(extension.logits, processed, sampled[:, None], requests, model, variant)
+    logprobs = logits.logprobs(sampled[:, None])
     prompt_logprobs = None
     if variant.num_prompt_logprobs is not None:
         prompt_logprobs = _chunk_logprobs(
@@ -249,6 +259,7 @@ def propose(
         inputs.page_table,
         state.requests.at(slots),
         History(state.tokens[slots], starts + 1),
+        inputs.wants[0] & Wants.EDITS > 0,
         model.kernels,
         model.row_multiple,
         model.verification.shares_noise,
@@ -293,19 +304,21 @@ def settle(
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     is_active, requests = _is_active(state, slots), state.requests.at(slots)
     k = draft.tokens.shape[1]
-    processed = extension.logits
-    if variant.edits or variant.masks:
-        history = History(state.tokens[slots], starts + 1).then(draft.tokens)
-        processed = process(
-            processed, requests, history, variant.processors, masks, kernels=model.kernels
-        )
     remaining = requests.limits - (starts + 1)
     # Of what is left to generate, the last token is never a draft.
     num_drafts = jnp.clip(remaining - 1, 0, jnp.minimum(inputs.num_drafts, k))
     if draft.counts is not None:
         num_drafts = jnp.minimum(num_drafts, draft.counts)
-    target = Target(processed, requests.sampling, starts + 1, num_drafts, model.kernels)
-    verdict = model.verification.verify(draft, target)
+
+    def history():
+        return History(state.tokens[slots], starts + 1).then(draft.tokens)
+
+    def verify(rows):
+        target = Target(rows, requests.sampling, starts + 1, num_drafts, model.kernels)
+        return model.verification.verify(draft, target)
+
+    logits = _Logits(extension.logits, requests, history, masks, inputs.wants[0], model, variant)
+    verdict = logits.after_edits(verify)
 
     rows = _rows(state, inputs, k, model)
     following = jnp.pad(verdict.tokens, ((0, 0), (0, rows.width - (k + 1))))
@@ -323,7 +336,6 @@ def settle(
     emitted = _emit(verdict, remaining, requests.stop_ids)
     num_tokens = jnp.where(is_active, emitted.num_tokens, 0)
     num_drafts = jnp.where(is_active, num_drafts, 0)
-    logprobs = _logprobs(extension.logits, processed, verdict.tokens, requests, model, variant)
 
     column = jnp.arange(k + 1)
     stands = is_active[:, None] & (column <= verdict.num_accepted[:, None])
@@ -338,6 +350,7 @@ def settle(
         num_stands,
         ~emitted.is_finished,
     )
+    logprobs = logits.logprobs(verdict.tokens)
     return state, StepOutputs(verdict.tokens, num_tokens, num_drafts, logprobs, None)
 
 
@@ -404,19 +417,55 @@ def _rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepModel) ->
     )
 
 
-def _logprobs(
-    logits: jax.Array,
-    processed: jax.Array,
-    tokens: jax.Array,
-    requests: Requests,
-    model: StepModel,
-    variant: Variant,
-) -> Logprobs | None:
-    """What the target says of tokens i32[B, T], by its logits f32[B, T, V], raw or processed."""
-    if variant.num_logprobs is None:
-        return None
-    drawn = _scaled(processed, requests)
-    return _report(logits, drawn, tokens, variant.num_logprobs, model.logprobs_mode)
+class _Logits(NamedTuple):
+    """The target's logits, and what requests want of them beyond a draw.
+
+    What nobody wants is skipped by a condition around all that would use it: nothing as large as
+    the logits comes out of one.
+    """
+
+    rows: jax.Array  # f32[B, T, V]
+    requests: Requests  # [B]
+    history: Callable[[], History]  # [B], made where it is needed
+    masks: jax.Array | None
+    wants: jax.Array  # i32[], bits of `Wants`
+    model: StepModel
+    variant: Variant
+
+    def processed(self) -> jax.Array:
+        """What tokens are drawn from, f32[B, T, V]; not yet over the temperature."""
+        return process(
+            self.rows,
+            self.requests,
+            self.history(),
+            self.variant.processors,
+            self.masks,
+            kernels=self.model.kernels,
+        )
+
+    def after_edits(self, use: Callable[[jax.Array], Any]) -> Any:
+        """`use` of the processed logits; of the target's own, if they are the same."""
+        if self.variant.processors or self.variant.masks:
+            return use(self.processed())
+        wants_edits = self.wants & Wants.EDITS > 0
+        return jax.lax.cond(wants_edits, lambda: use(self.processed()), lambda: use(self.rows))
+
+    def logprobs(self, tokens: jax.Array) -> Logprobs:
+        """What the target says of tokens i32[B, T], by its logits, raw or processed."""
+        mode, num_top = self.model.logprobs_mode, self.variant.num_logprobs
+
+        def report_drawn(rows):
+            return _report(self.rows, _scaled(rows, self.requests), tokens, num_top, mode)
+
+        def report():
+            if mode == "raw":
+                return _report(self.rows, self.rows, tokens, num_top, mode)
+            return self.after_edits(report_drawn)
+
+        def nothing():
+            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(report))
+
+        return jax.lax.cond(self.wants & Wants.LOGPROBS > 0, report, nothing)
 
 
 def _chunk_logprobs(
@@ -447,7 +496,7 @@ def _chunk_logprobs(
         logits = processed = logits.reshape(batch, count, -1)
         places = lengths[:, None] + jnp.arange(count)
         tokens = jnp.take_along_axis(known, places, axis=1, mode="clip")
-        if variant.edits and model.logprobs_mode != "raw":
+        if model.logprobs_mode != "raw":
             history = History(known, lengths)
             processed = process(
                 logits, requests, history, variant.processors, kernels=model.kernels

@@ -68,12 +68,11 @@ class RolloutEngine:
         **options: Any,
     ):
         options.setdefault("show_progress", False)
-        for name in "logprobs_mode", "always_logprobs":
-            if name in options:
-                raise ValueError(
-                    f"{name}={options[name]!r} is the rollout engine's own choice; leave it out "
-                    "(raw_logprobs=True adds the model's own log-probabilities)"
-                )
+        if "logprobs_mode" in options:
+            raise ValueError(
+                f"logprobs_mode={options['logprobs_mode']!r} is the rollout engine's own choice; "
+                "leave it out (raw_logprobs=True adds the model's own log-probabilities)"
+            )
         if not isinstance(raw_logprobs, bool):
             raise ValueError(f"raw_logprobs={raw_logprobs!r} must be True or False")
         if speculative_config is not None:
@@ -88,7 +87,6 @@ class RolloutEngine:
             params=params if params is None else copies(params),
             speculative_config=speculative_config,
             logprobs_mode="both" if raw_logprobs else "processed",
-            always_logprobs=True,
             **options,
         )
         self._engine = self._llm.engine

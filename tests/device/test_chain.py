@@ -53,7 +53,7 @@ def num_flops(target, drafter, own):
 
     per_request = jax.ShapeDtypeStruct((BATCH,), jnp.int32)
     table = jax.ShapeDtypeStruct((BATCH, MAX_LEN // PAGE_SIZE), jnp.int32)
-    inputs = DecodeInputs(per_request, per_request, table)
+    inputs = DecodeInputs(per_request, per_request, per_request, table)
     model = StepModel(target, drafter, SeedExact(), "auto", 1, 1, "raw")
     run = jax.jit(partial(decode_step, model=model, variant=Variant(), k=0))
     params = Params(shapes(target.specs()), shapes(own))

@@ -35,10 +35,11 @@ def context_of(tokens, lengths, is_active=None):
         page_table=None,
         requests=None,
         history=History(np.array(tokens, np.int32), np.array(lengths, np.int32)),
+        wants_edits=None,
         kernels="auto",
         row_multiple=1,
         shares_noise=True,
-        variant=Variant(edits=True, masks=True),  # which drafts do not pass through
+        variant=Variant(masks=True),  # which drafts do not pass through
     )
 
 

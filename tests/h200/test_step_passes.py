@@ -58,7 +58,7 @@ def decode(dtype, verification="seed_exact", edits=False):
     params = Params(shapes(target.specs()), shapes(drafter.head.specs()))
     packed = jax.ShapeDtypeStruct(layout.decode_shape(BATCH), jnp.int32)
     model = StepModel(target, drafter, make_verification(config), "auto", 8, 1, "raw")
-    static = {"model": model, "variant": Variant(edits=edits), "k": K}
+    static = {"model": model, "variant": Variant(), "k": K}
     return run_decode, (params, jax.eval_shape(state), packed), static
 
 

@@ -69,9 +69,10 @@ def test_parameters_that_are_not_for_rollouts(engine):
 
 
 def test_settings_that_a_rollout_engine_makes_itself(target):
-    for name, value in {"logprobs_mode": "raw", "always_logprobs": True}.items():
-        with pytest.raises(ValueError, match=name):
-            RolloutEngine(target.folder, **{name: value}, **SETTINGS)
+    with pytest.raises(ValueError, match="logprobs_mode='raw' is the rollout engine's own choice"):
+        RolloutEngine(target.folder, logprobs_mode="raw", **SETTINGS)
+    with pytest.raises(ValueError, match="always_logprobs=True was removed"):
+        RolloutEngine(target.folder, always_logprobs=True, **SETTINGS)
     with pytest.raises(ValueError, match="raw_logprobs"):
         RolloutEngine(target.folder, raw_logprobs="yes", **SETTINGS)
     synthetic = {

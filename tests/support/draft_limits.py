@@ -253,7 +253,8 @@ def settle(method, state, rows, may_stand, draft, logits):
     state = state.with_progress(
         jnp.arange(batch), rows.ends - 1, jnp.zeros(batch, jnp.int32), goes_on
     )
-    inputs = step.DecodeInputs(jnp.arange(batch), may_stand, jnp.zeros((batch, 0), jnp.int32))
+    nothing = jnp.zeros(batch, jnp.int32)
+    inputs = step.DecodeInputs(jnp.arange(batch), may_stand, nothing, nothing[:, None][:, :0])
     model = step.StepModel(None, NoDrafter(), method, "auto", 1, 1, "raw")
     extension = step.Extension(None, logits)
     return step.settle(None, state, inputs, draft, extension, model=model, variant=Variant())

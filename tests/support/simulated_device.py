@@ -245,7 +245,8 @@ class SimulatedPrograms:
     def _begin(
         self, key: Begin, packed: np.ndarray, extension: Any, masks: np.ndarray | None
     ) -> HostArray:
-        outputs = Outputs(key.batch, 1, key.width, key.variant, *self._reported)
+        wants = self._wants(packed)
+        outputs = Outputs(key.batch, 1, key.width, key.variant, *self._reported, wants=wants)
         for row, slot in self._known(packed[:, 0]):
             _, start, count, is_last, is_resumed, *_ = packed[row].tolist()
             table, end = packed[row, -self.layout.pages_per_seq :], start + count
@@ -266,7 +267,7 @@ class SimulatedPrograms:
         assert packed.shape == self.layout.decode_shape(key.batch)
         rows = self._rows(key.k, packed)
         self._extend_rows(key.k, rows)
-        return self._out(self._settle_rows(key, rows, None))
+        return self._out(self._settle_rows(key, rows, packed, None))
 
     def _propose(self, key: Propose, packed: np.ndarray) -> Draft:
         self._proposed = self._rows(key.k, packed)
@@ -281,7 +282,7 @@ class SimulatedPrograms:
     def _settle(
         self, key: Settle, packed: np.ndarray, draft: Draft, extension: Any, masks: np.ndarray
     ) -> HostArray:
-        return self._out(self._settle_rows(key, self._proposed, masks))
+        return self._out(self._settle_rows(key, self._proposed, packed, masks))
 
     # --- rounds -----------------------------------------------------------------------------------
 
@@ -316,9 +317,14 @@ class SimulatedPrograms:
             self._write(self.target, self._cells(row.table, start, start + k + 1), values)
 
     def _settle_rows(
-        self, key: Decode | Settle, rows: dict[int, Row], masks: np.ndarray | None
+        self,
+        key: Decode | Settle,
+        rows: dict[int, Row],
+        packed: np.ndarray,
+        masks: np.ndarray | None,
     ) -> np.ndarray:
-        outputs = Outputs(key.batch, key.k + 1, 0, key.variant, *self._reported)
+        wants = self._wants(packed)
+        outputs = Outputs(key.batch, key.k + 1, 0, key.variant, *self._reported, wants=wants)
         for number, row in rows.items():
             slot, start, stands = row.slot, row.start, len(row.tokens)
             for place in range(stands):
@@ -353,6 +359,12 @@ class SimulatedPrograms:
 
     def _garbage(self, count: int) -> np.ndarray:
         return self._rng.integers(-(2**62), 2**62, count)
+
+    def _wants(self, packed: np.ndarray) -> int:
+        """What all requests of a step want together."""
+        wants = packed[:, -self.layout.pages_per_seq - 1]
+        assert (wants == wants[0]).all()
+        return int(wants[0])
 
     def _known(self, slots: np.ndarray) -> list[tuple[int, Slot]]:
         """The rows that are no padding, with their slots."""

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.device.drafters.drafter import Variant
+from specjax.device.step import Wants
 
 
 class Draft(NamedTuple):
@@ -45,6 +46,8 @@ class Extension(NamedTuple):
 class Outputs:
     """What a program gives, as `pack_outputs` has it; log-probabilities tell where they are of.
 
+    Those of a round's tokens are zeros unless some request wants any.
+
     Of the token at a position they are minus the position, its rank is its id, and the n likeliest
     are the n ids that follow it.
     """
@@ -57,7 +60,10 @@ class Outputs:
         variant: Variant,
         vocab_size: int,
         has_raw: bool,
+        *,
+        wants: int,
     ):
+        self._wants_logprobs = wants & Wants.LOGPROBS > 0
         self._num_rows, self._width, self._variant = num_rows, width, variant
         self._vocab_size, self._has_raw = vocab_size, has_raw
         self._prompt = 2 + num_rows + self._size(num_rows, variant.num_logprobs)
@@ -68,8 +74,8 @@ class Outputs:
         """The tokens of a row, which go to positions from `start` on."""
         self.packed[row, :2] = len(tokens), num_drafts
         self.packed[row, 2 : 2 + len(tokens)] = tokens
-        num_top = self._variant.num_logprobs
-        if num_top is not None:
+        if self._wants_logprobs:
+            num_top = self._variant.num_logprobs
             self._put(row, 2 + self._num_rows, self._num_rows, num_top, start, tokens)
 
     def put_prompt(self, row: int, start: int, following: list[int]) -> None:

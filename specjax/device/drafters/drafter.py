@@ -24,13 +24,12 @@ class Params(NamedTuple):
 
 
 class Variant(NamedTuple):
-    """What a step does to logits besides drawing from them; compiled in, so used when needed."""
+    """What a step does that is compiled in. All else that requests may want waits in every step."""
 
-    edits: bool = False  # anything beyond temperature: penalties, bias, truncation, ...
     processors: Processors = ()
     masks: bool = False  # grammars, by masks that arrive after the drafts are known
-    num_logprobs: int | None = None  # likeliest tokens reported beside each; None reports nothing
-    num_prompt_logprobs: int | None = None
+    num_logprobs: int = 0  # likeliest tokens reported beside each, where they are wanted
+    num_prompt_logprobs: int | None = None  # None reports nothing
 
 
 @jax.tree_util.register_dataclass
@@ -44,6 +43,7 @@ class DraftContext:
     page_table: jax.Array  # i32[B, P]
     requests: Requests  # [B]
     history: History  # [B]
+    wants_edits: jax.Array  # bool[], whether any request has its logits edited
     kernels: str = field(metadata={"static": True})
     row_multiple: int = field(metadata={"static": True})
     shares_noise: bool = field(metadata={"static": True})
@@ -72,34 +72,40 @@ class DraftContext:
         drafts are likely to stand. The distribution f32[B, V] comes when the verification needs it:
         for drafts that are neither certain nor coupled to the target by shared noise.
         """
-        requests = self.requests
-        if self.variant.edits:
+
+        def choose(logits, token_ids=token_ids):
+            if is_greedy:
+                best = argmax(logits)
+                return (best if token_ids is None else token_ids[best]), None
+            step = len(before)
+            if self.shares_noise:
+                stream, counters = Stream.TARGET, (self.starts + 1 + step,)
+            else:
+                # Keyed by the round, too: see `verification._coins`.
+                stream = Stream.DRAFT
+                counters = (self.starts, jnp.full_like(self.starts, step))
+            return draw_draft(
+                logits,
+                token_ids,
+                vocab_size,
+                self.requests.sampling,
+                stream,
+                counters,
+                wants_probs=not self.shares_noise,
+                kernels=self.kernels,
+            )
+
+        def choose_edited(logits):
             if token_ids is not None:
-                logits, token_ids = spread(logits, token_ids, vocab_size), None
+                logits = spread(logits, token_ids, vocab_size)
             history = self.history.extended(before)
-            processors = self.variant.processors
-            rows = logits[:, None]
-            logits = process(rows, requests, history, processors, kernels=self.kernels)[:, 0]
-        if is_greedy:
-            best = argmax(logits)
-            return (best if token_ids is None else token_ids[best]), None
-        step = len(before)
-        if self.shares_noise:
-            stream, counters = Stream.TARGET, (self.starts + 1 + step,)
-        else:
-            # Keyed by the round, too: see `verification._coins`.
-            stream = Stream.DRAFT
-            counters = (self.starts, jnp.full_like(self.starts, step))
-        return draw_draft(
-            logits,
-            token_ids,
-            vocab_size,
-            requests.sampling,
-            stream,
-            counters,
-            wants_probs=not self.shares_noise,
-            kernels=self.kernels,
-        )
+            arguments = self.requests, history, self.variant.processors
+            edited = process(logits[:, None], *arguments, kernels=self.kernels)
+            return choose(edited[:, 0], None)
+
+        if self.variant.processors:
+            return choose_edited(logits)
+        return jax.lax.cond(self.wants_edits, choose_edited, choose, logits)
 
 
 class Drafter(Protocol):
