@@ -136,7 +136,8 @@ class Engine:
         )
         self._variants: list[Variant] = []  # that all shapes are compiled in
         self._processors: list[tuple[LogitsProcessor, ...]] = []
-        self._max_logprobs = min(config.max_logprobs, target.vocab_size)
+        # With none, XLA would turn their condition into a selection, which computes them always.
+        self._max_logprobs = max(1, min(config.max_logprobs, target.vocab_size))
         self._recorder = Recorder()
         self._in_flight: list[_InFlight] = []
         self._start_time = 0.0  # of the step, in seconds

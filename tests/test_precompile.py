@@ -400,7 +400,7 @@ def test_a_late_compilation_is_counted_once(programs, engine, compilations):
     assert compile_ahead(programs, Decode(1, 0, PLAIN)) == (1, 0)
     seconds = programs.compilations.seconds
     outputs = launch(programs, engine, 2)
-    assert outputs.shape == (2, 3) and not outputs[:, :2].any()  # a round in which nobody was
+    assert outputs.shape == (2, 5) and not outputs[:, :2].any()  # a round in which nobody was
     assert programs.compilations[:2] == (2, 1)
     assert programs.compilations.seconds > seconds
     with compilations.none_expected():

@@ -1,5 +1,8 @@
 """From logits to tokens: the one path of prefill, plain decoding, drafts and verification."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -36,6 +39,24 @@ def process(
         kernels=kernels,
     )
     return truncated.reshape(logits.shape)
+
+
+def through_edits(
+    use: Callable[[jax.Array], Any],
+    logits: jax.Array,
+    edit: Callable[[jax.Array], jax.Array] | None,
+    wants_edits: jax.Array | None,
+) -> Any:
+    """`use` of edited logits; of the logits as they are where `wants_edits` bool[] says no.
+
+    The condition is around all of `use`, so that nothing as large as the logits comes out of it.
+    Without `edit` there is nothing to be edited, and without `wants_edits` it is always done.
+    """
+    if edit is None:
+        return use(logits)
+    if wants_edits is None:
+        return use(edit(logits))
+    return jax.lax.cond(wants_edits, lambda: use(edit(logits)), lambda: use(logits))
 
 
 def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:

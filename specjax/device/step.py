@@ -21,7 +21,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from enum import IntFlag
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,7 @@ from specjax.device.edits import History
 from specjax.device.logprobs import Logprobs, logprobs_of, token_logprobs
 from specjax.device.models.model import Features, Model
 from specjax.device.requests import Requests
-from specjax.device.sampling import choose, process, scale
+from specjax.device.sampling import choose, process, scale, through_edits
 from specjax.device.state import EngineState
 from specjax.device.verification import Draft, Target, Verdict, Verification
 
@@ -189,9 +189,12 @@ def begin(
     samples = is_last & ~is_resumed
 
     history = partial(History, known, ends)
-    logits = _Logits(extension.logits, requests, history, masks, inputs.wants[0], model, variant)
-    sampled = logits.after_edits(
-        lambda rows: choose(rows[:, 0], requests.sampling, ends, kernels=model.kernels)
+    wanted = _Wanted(inputs.wants[0], requests, history, masks, model, variant)
+    sampled = through_edits(
+        lambda rows: choose(rows[:, 0], requests.sampling, ends, kernels=model.kernels),
+        extension.logits,
+        wanted.edit,
+        wanted.edits,
     )
     put_at = jnp.where(samples, ends, known.shape[1])
     known = known.at[jnp.arange(batch), put_at].set(sampled, mode="drop")
@@ -203,7 +206,7 @@ def begin(
     )
     verdict = Verdict(sampled[:, None], jnp.zeros(batch, jnp.int32))
     emitted = _emit(verdict, requests.limits - ends, requests.stop_ids)
-    logprobs = logits.logprobs(sampled[:, None])
+    logprobs = wanted.logprobs(extension.logits, sampled[:, None])
     prompt_logprobs = None
     if variant.num_prompt_logprobs is not None:
         prompt_logprobs = _chunk_logprobs(
@@ -313,12 +316,17 @@ def settle(
     def history():
         return History(state.tokens[slots], starts + 1).then(draft.tokens)
 
-    def verify(rows):
-        target = Target(rows, requests.sampling, starts + 1, num_drafts, model.kernels)
-        return model.verification.verify(draft, target)
-
-    logits = _Logits(extension.logits, requests, history, masks, inputs.wants[0], model, variant)
-    verdict = logits.after_edits(verify)
+    wanted = _Wanted(inputs.wants[0], requests, history, masks, model, variant)
+    target = Target(
+        extension.logits,
+        requests.sampling,
+        starts + 1,
+        num_drafts,
+        wanted.edits,
+        wanted.edit,
+        model.kernels,
+    )
+    verdict = model.verification.verify(draft, target)
 
     rows = _rows(state, inputs, k, model)
     following = jnp.pad(verdict.tokens, ((0, 0), (0, rows.width - (k + 1))))
@@ -350,7 +358,7 @@ def settle(
         num_stands,
         ~emitted.is_finished,
     )
-    logprobs = logits.logprobs(verdict.tokens)
+    logprobs = wanted.logprobs(extension.logits, verdict.tokens)
     return state, StepOutputs(verdict.tokens, num_tokens, num_drafts, logprobs, None)
 
 
@@ -417,25 +425,27 @@ def _rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepModel) ->
     )
 
 
-class _Logits(NamedTuple):
-    """The target's logits, and what requests want of them beyond a draw.
+class _Wanted(NamedTuple):
+    """What requests want of a step's logits f32[B, T, V] beyond a draw; else it is skipped."""
 
-    What nobody wants is skipped by a condition around all that would use it: nothing as large as
-    the logits comes out of one.
-    """
-
-    rows: jax.Array  # f32[B, T, V]
+    wants: jax.Array  # i32[], bits of `Wants`
     requests: Requests  # [B]
     history: Callable[[], History]  # [B], made where it is needed
     masks: jax.Array | None
-    wants: jax.Array  # i32[], bits of `Wants`
     model: StepModel
     variant: Variant
 
-    def processed(self) -> jax.Array:
-        """What tokens are drawn from, f32[B, T, V]; not yet over the temperature."""
+    @property
+    def edits(self) -> jax.Array | None:
+        """Whether any request wants its logits edited, bool[]; None where the variant says so."""
+        if self.variant.processors or self.variant.masks:
+            return None
+        return self.wants & Wants.EDITS > 0
+
+    def edit(self, logits: jax.Array) -> jax.Array:
+        """What tokens are drawn from; not yet over the temperature."""
         return process(
-            self.rows,
+            logits,
             self.requests,
             self.history(),
             self.variant.processors,
@@ -443,24 +453,18 @@ class _Logits(NamedTuple):
             kernels=self.model.kernels,
         )
 
-    def after_edits(self, use: Callable[[jax.Array], Any]) -> Any:
-        """`use` of the processed logits; of the target's own, if they are the same."""
-        if self.variant.processors or self.variant.masks:
-            return use(self.processed())
-        wants_edits = self.wants & Wants.EDITS > 0
-        return jax.lax.cond(wants_edits, lambda: use(self.processed()), lambda: use(self.rows))
-
-    def logprobs(self, tokens: jax.Array) -> Logprobs:
+    def logprobs(self, logits: jax.Array, tokens: jax.Array) -> Logprobs:
         """What the target says of tokens i32[B, T], by its logits, raw or processed."""
         mode, num_top = self.model.logprobs_mode, self.variant.num_logprobs
 
-        def report_drawn(rows):
-            return _report(self.rows, _scaled(rows, self.requests), tokens, num_top, mode)
+        def report_drawn(processed):
+            drawn = _scaled(processed, self.requests)
+            return _report(logits, drawn, tokens, num_top, mode)
 
         def report():
             if mode == "raw":
-                return _report(self.rows, self.rows, tokens, num_top, mode)
-            return self.after_edits(report_drawn)
+                return _report(logits, logits, tokens, num_top, mode)
+            return through_edits(report_drawn, logits, self.edit, self.edits)
 
         def nothing():
             return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(report))

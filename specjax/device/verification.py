@@ -14,8 +14,9 @@ The first three emit tokens distributed as the target's own; at temperature 0 th
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -24,7 +25,7 @@ from pallas_kernels.draw_tokens import argmax
 from specjax.config import SpeculativeConfig
 from specjax.device.noise import Stream, gumbel_noise, uniform_noise
 from specjax.device.requests import Sampling
-from specjax.device.sampling import choose, scale
+from specjax.device.sampling import choose, scale, through_edits
 
 
 class Draft(NamedTuple):
@@ -40,11 +41,23 @@ class Draft(NamedTuple):
 class Target:
     """The target's word on K + 1 positions, and where they are."""
 
-    logits: jax.Array  # f32[B, K+1, V], processed
+    logits: jax.Array  # f32[B, K+1, V], still to be processed by `edit` if there is one
     sampling: Sampling  # [B]
     lengths: jax.Array  # i32[B], committed tokens: the position of row 0's token
     num_drafts: jax.Array  # i32[B], of the K drafts, those that may stand
+    wants_edits: jax.Array | None = None  # bool[], see `sampling.through_edits`
+    edit: Callable[[jax.Array], jax.Array] | None = field(default=None, metadata={"static": True})
     kernels: str = field(default="auto", metadata={"static": True})
+
+    def through_edits(self, use: Callable[["Target"], Any]) -> Any:
+        """`use` of the target with its logits processed."""
+        done = replace(self, edit=None, wants_edits=None)
+        return through_edits(
+            lambda logits: use(replace(done, logits=logits)),
+            self.logits,
+            self.edit,
+            self.wants_edits,
+        )
 
     def at(self, row: jax.Array) -> jax.Array:
         """The logits [B, V] of one row i32[B] of each request."""
@@ -82,9 +95,12 @@ class SeedExact:
     def verify(self, draft: Draft, target: Target) -> Verdict:
         """See `Verification.verify`."""
         batch, num_rows, vocab_size = target.logits.shape
-        rows = target.logits.reshape(-1, vocab_size)
-        tokens = choose(rows, target.sampling, target.lengths, kernels=target.kernels)
-        tokens = tokens.reshape(batch, num_rows)
+
+        def draw(target):
+            rows = target.logits.reshape(-1, vocab_size)
+            return choose(rows, target.sampling, target.lengths, kernels=target.kernels)
+
+        tokens = target.through_edits(draw).reshape(batch, num_rows)
         return Verdict(tokens, _leading(draft.tokens == tokens[:, :-1], target.num_drafts))
 
 
@@ -146,6 +162,9 @@ class Synthetic:
 
     def verify(self, draft: Draft, target: Target) -> Verdict:
         """See `Verification.verify`."""
+        return target.through_edits(partial(self._verify, draft))
+
+    def _verify(self, draft: Draft, target: Target) -> Verdict:
         k = draft.tokens.shape[1]
         rates = jnp.array([1.0, *self.rates, *[0.0] * k][: k + 1])
         chances = rates[1:] / jnp.maximum(rates[:-1], jnp.finfo(jnp.float32).tiny)
@@ -260,7 +279,9 @@ def _verify_drawn(
         return Verdict(tokens, _leading(draft.tokens == tokens[:, :-1], target.num_drafts))
 
     is_drawn = (target.sampling.temperature > 0).any()
-    return jax.lax.cond(is_drawn, verify, verify_greedy, draft, target)
+    return target.through_edits(
+        lambda target: jax.lax.cond(is_drawn, verify, verify_greedy, draft, target)
+    )
 
 
 def _coins(target: Target, count: int) -> jax.Array:

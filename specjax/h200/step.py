@@ -17,6 +17,7 @@ from specjax.device.models.registry import describe_model
 from specjax.device.verification import SeedExact, Verification, make_verification
 from specjax.info import open_drafter, open_source
 from specjax.precompile import empty_state, step_model
+from specjax.programs import FEW_LOGPROBS
 
 LAYERS = r"^params\.target\.layers\[(\d+)\]"  # names of the step's parameters
 AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
@@ -58,7 +59,7 @@ def decode_step(
         (parts.params, state, packed),
         {
             "model": static,
-            "variant": Variant(),
+            "variant": Variant(num_logprobs=FEW_LOGPROBS),
             "k": k,
         },
     )

@@ -72,18 +72,17 @@ class DraftContext:
         drafts are likely to stand. The distribution f32[B, V] comes when the verification needs it:
         for drafts that are neither certain nor coupled to the target by shared noise.
         """
+        step = len(before)
+        if self.shares_noise:
+            stream, counters = Stream.TARGET, (self.starts + 1 + step,)
+        else:
+            # Keyed by the round, too: see `verification._coins`.
+            stream, counters = Stream.DRAFT, (self.starts, jnp.full_like(self.starts, step))
 
         def choose(logits, token_ids=token_ids):
             if is_greedy:
                 best = argmax(logits)
                 return (best if token_ids is None else token_ids[best]), None
-            step = len(before)
-            if self.shares_noise:
-                stream, counters = Stream.TARGET, (self.starts + 1 + step,)
-            else:
-                # Keyed by the round, too: see `verification._coins`.
-                stream = Stream.DRAFT
-                counters = (self.starts, jnp.full_like(self.starts, step))
             return draw_draft(
                 logits,
                 token_ids,
