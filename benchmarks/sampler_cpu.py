@@ -15,7 +15,7 @@ import numpy as np
 from report import RESULTS, provenance, summary, write_result
 
 from specjax import LLM, SamplingParams
-from specjax.batch import Layout, pack_admissions, run_admit
+from specjax.batch import Layout, jitted, pack_admissions, run_admit
 from specjax.device.drafters.drafter import DraftContext, Variant
 from specjax.device.edits import History
 from specjax.device.requests import Requests
@@ -162,7 +162,7 @@ def sampler(llm: LLM, case: dict[str, Any], batch_size: int) -> Callable[[], Any
         sequence.settle_in(slot, [], 3, 0)
     state = init_state(batch_size, MAX_LEN, vocab_size, jnp.zeros(1), None)
     packed = pack_admissions(sequences, batch_size, layout)
-    admitted, _ = run_admit(None, state, jax.device_put(packed), layout=layout)
+    admitted, _ = jitted(run_admit)(None, state, jax.device_put(packed), layout=layout)
     requests = admitted.requests
     history = History(
         jnp.zeros((batch_size, MAX_LEN), jnp.int32), jnp.full(batch_size, 40, jnp.int32)

@@ -5,9 +5,10 @@ one of their own, and grammars their masks. Every array handed over is freshly m
 buffers after the call returns.
 """
 
-from collections.abc import Iterable
+import inspect
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import wraps
 from typing import Any
 
 import jax
@@ -232,10 +233,22 @@ def export_features(plan: Part, features: Features) -> None:
             chunk.sequence.features.append((chunk.start, own))
 
 
-# Programs take the parameters and the state, and give the next state and a result.
+# Programs take the parameters and the state, and give the next state and a result. What is compiled
+# in comes by keyword.
 
 
-@partial(jax.jit, static_argnames="layout", donate_argnames="state")
+def jitted(run: Callable[..., Any]) -> Any:
+    """A program of these that compiles anew; what it compiles lives as long as it does."""
+
+    @wraps(run)
+    def own(*arguments: Any, **static: Any) -> Any:
+        return run(*arguments, **static)
+
+    parameters = inspect.signature(run).parameters.values()
+    static = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return jax.jit(own, static_argnames=static, donate_argnames="state")
+
+
 def run_admit(
     params: Params, state: EngineState, packed: jax.Array, *, layout: Layout
 ) -> tuple[EngineState, None]:
@@ -243,19 +256,16 @@ def run_admit(
     return admit(state, _unpack_admissions(packed, layout)), None
 
 
-@partial(jax.jit, donate_argnames="state")
 def run_restore(params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, None]:
     """`restore` from a packed array."""
     return restore(state, SnapshotInputs(*packed.T)), None
 
 
-@partial(jax.jit, donate_argnames="state")
 def run_take(params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, None]:
     """`take` from a packed array."""
     return take(state, SnapshotInputs(*packed.T)), None
 
 
-@partial(jax.jit, static_argnames=("model", "width"), donate_argnames="state")
 def run_prefill(
     params: Params, state: EngineState, packed: jax.Array, *, model: StepModel, width: int
 ) -> tuple[EngineState, Extension]:
@@ -264,7 +274,6 @@ def run_prefill(
     return prefill(params, state, inputs, model=model, width=width)
 
 
-@partial(jax.jit, static_argnames=("model", "variant"), donate_argnames="state")
 def run_begin(
     params: Params,
     state: EngineState,
@@ -281,7 +290,6 @@ def run_begin(
     return state, pack_outputs(outputs)
 
 
-@partial(jax.jit, static_argnames=("model", "variant", "k"), donate_argnames="state")
 def run_decode(
     params: Params,
     state: EngineState,
@@ -297,7 +305,6 @@ def run_decode(
     return state, pack_outputs(outputs)
 
 
-@partial(jax.jit, static_argnames=("model", "variant", "k"), donate_argnames="state")
 def run_propose(
     params: Params,
     state: EngineState,
@@ -312,7 +319,6 @@ def run_propose(
     return propose(params, state, inputs, model=model, variant=variant, k=k)
 
 
-@partial(jax.jit, static_argnames="model", donate_argnames="state")
 def run_extend(
     params: Params, state: EngineState, packed: jax.Array, draft: Draft, *, model: StepModel
 ) -> tuple[EngineState, Extension]:
@@ -321,7 +327,6 @@ def run_extend(
     return extend(params, state, inputs, draft, model=model)
 
 
-@partial(jax.jit, static_argnames=("model", "variant"), donate_argnames="state")
 def run_settle(
     params: Params,
     state: EngineState,
@@ -343,11 +348,10 @@ def run_settle(
 
 def pack_outputs(outputs: StepOutputs) -> jax.Array:
     """Results as i32[B, ...]: numbers of tokens and of drafts, tokens, then log-probabilities."""
-    batch = outputs.tokens.shape[0]
-    parts = [outputs.num_tokens[:, None], outputs.num_drafts[:, None], outputs.tokens]
-    for logprobs in outputs.logprobs, outputs.prompt_logprobs:
-        if logprobs is not None:
-            parts += [_as_ints(x).reshape(batch, -1) for x in logprobs if x is not None]
+    counts = outputs.num_tokens[:, None], outputs.num_drafts[:, None]
+    parts = [*counts, outputs.tokens, outputs.logprobs]
+    if outputs.prompt_logprobs is not None:
+        parts.append(outputs.prompt_logprobs)
     return jnp.concatenate(parts, axis=1)
 
 
@@ -418,10 +422,6 @@ def _unpack_admissions(packed: jax.Array, layout: Layout) -> AdmitInputs:
 def _columns(packed: jax.Array, inputs: Any) -> tuple[jax.Array, ...]:
     num_scalars = len(inputs._fields) - 1
     return (*packed[:, :num_scalars].T, packed[:, num_scalars:])
-
-
-def _as_ints(x: jax.Array) -> jax.Array:
-    return x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 class _Reader:

@@ -8,6 +8,7 @@ of prompts and a round of decoding; both are launched before either is read. A r
 is launched in pieces, for the masks of its drafts are made while the target runs over them.
 """
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable
@@ -146,6 +147,7 @@ class Engine:
         self._compile_seconds = 0.0  # as of then
         self._other_ms = 0.0  # of chunks, since the last round that was read
         self._num_steps = 0
+        self._is_stepping = threading.Lock()
         self.set_policy(policy, show_progress=show_progress)
 
     @property
@@ -230,7 +232,19 @@ class Engine:
 
         Raises:
             Exception: the step failed, and no request could have been the cause; all are dropped.
+            RuntimeError: another thread is in the middle of a step; nothing has changed.
         """
+        if not self._is_stepping.acquire(blocking=False):
+            raise RuntimeError(
+                "this engine runs a step for another thread; share its LLM or AsyncLLM, whose "
+                "methods take turns"
+            )
+        try:
+            return self._step()
+        finally:
+            self._is_stepping.release()
+
+    def _step(self) -> list[Sequence]:
         self._num_steps += 1
         self._start_time = time.perf_counter()
         previous, self._in_flight = self._in_flight, []
@@ -302,6 +316,11 @@ class Engine:
     def renew(self) -> None:
         """Begin with an empty state after `release`."""
         self.programs.renew()
+
+    def close(self) -> None:
+        """Free the device's memory and all programs; nothing runs afterwards."""
+        self._in_flight = []
+        self.programs.close()
 
     def reset(self) -> None:
         """Drop all requests and begin anew, as after an interrupt."""

@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import threading
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -27,6 +28,7 @@ from specjax.device.models.registry import describe_model, load_model, read_conf
 from specjax.device.verification import make_verification
 from specjax.dynamic_k import check_profile, fingerprint, make_policy, read_profile
 from specjax.engine import Engine
+from specjax.host.sequence import Sequence as Sample
 from specjax.memory import (
     default_num_pages,
     drafter_cache_bytes,
@@ -46,6 +48,8 @@ LOGPROBS_ALIASES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}  #
 
 class LLM:
     """A model ready to generate, with or without speculation.
+
+    Threads may share one: what they ask for at a time runs in the same steps.
 
     Args:
         model: a checkpoint in Hugging Face layout (folder or hub id), or a `Model` value.
@@ -202,6 +206,7 @@ class LLM:
         if compilation_cache is not None:
             keep_compilations(Path(compilation_cache).expanduser())
         self.target = target
+        self._lock = threading.RLock()  # of the engine: held for one step, not for a call
         self._next_id = 0
         self._is_closed = False
         self.engine = Engine(
@@ -259,12 +264,12 @@ class LLM:
             samples = [c.sequence for outputs in started for c in outputs.completions]
             task = progress.add_task("", total=len(samples), rate=0.0)
             while not all(sample.is_finished for sample in samples):
-                if any(sequence.is_finished for sequence in self.engine.step()):
+                if any(sequence.is_finished for sequence in self._step()):
                     num_tokens = sum(s.num_output for s in samples)
                     num_finished = sum(s.is_finished for s in samples)
                     rate = num_tokens / (progress.tasks[task].elapsed or 1e-9)
                     progress.update(task, completed=num_finished, rate=rate)
-            self.engine.drain()
+            self._drain()
         return [outputs.output() for outputs in started]
 
     def generate_stream(
@@ -288,15 +293,14 @@ class LLM:
     def _stream(self, requests: list[tuple[Request, str | None]]) -> Iterator[RequestOutput]:
         with self._running(requests) as growing:
             while growing:
-                self._check_open()
-                if not any(outputs.has_grown for outputs in growing):
-                    self.engine.step()
-                for outputs in growing:
-                    if outputs.has_grown:
-                        yield outputs.output()
-                growing = [one for one in growing if one.has_grown or not one.is_finished]
-            if not self._is_closed:
-                self.engine.drain()
+                with self._lock:  # what another thread steps may grow meanwhile
+                    self._check_open()
+                    if not any(outputs.has_grown for outputs in growing):
+                        self._step()
+                    grown = [outputs.output() for outputs in growing if outputs.has_grown]
+                    growing = [one for one in growing if not one.is_finished]
+                yield from grown
+            self._drain()
 
     def chat(
         self,
@@ -335,13 +339,14 @@ class LLM:
         Raises:
             ValueError: a prompt or parameters that cannot be served.
         """
-        self._check_open()
         where = "prompt" if request_id is None else f"request {request_id!r}"
-        (number,) = self._free_numbers(1)
-        request = self.request_maker.make(
-            prompt, sampling_params, number, where, request_id=request_id, priority=priority
-        )
-        self._next_id = number + 1
+        with self._lock:
+            self._check_open()
+            (number,) = self._free_numbers(1)
+            request = self.request_maker.make(
+                prompt, sampling_params, number, where, request_id=request_id, priority=priority
+            )
+            self._next_id = number + 1
         return request
 
     def start(self, request: Request, prompt: str | None = None) -> Outputs:
@@ -350,26 +355,42 @@ class LLM:
         Raises:
             ValueError: an unfinished request has the same id.
         """
-        self._check_open()
-        self.engine.prepare([request], show_progress=self._show_progress)
-        return Outputs.of(request, self.engine.add(request), prompt, self.tokenizer)
+        with self._lock:
+            self._check_open()
+            self.engine.prepare([request], show_progress=self._show_progress)
+            return Outputs.of(request, self.engine.add(request), prompt, self.tokenizer)
 
     def metrics(self) -> Metrics:
         """Counters since the engine was built."""
-        self._check_open()
-        return self.engine.metrics()
+        with self._lock:
+            self._check_open()
+            return self.engine.metrics()
 
     def close(self) -> None:
         """Free the device memory. The LLM cannot be used afterwards; closing twice is harmless."""
-        if not self._is_closed:
-            self._is_closed = True
-            del self.engine, self.request_maker
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self.engine.close()
+                del self.engine, self.request_maker
 
     def __enter__(self) -> "LLM":
         return self
 
     def __exit__(self, *_: Any) -> None:
         self.close()
+
+    def _step(self) -> list[Sample]:
+        """A step for whoever's requests there are; the samples that gained tokens or ended."""
+        with self._lock:
+            self._check_open()
+            return self.engine.step()
+
+    def _drain(self) -> None:
+        """Let nothing be in flight, if nobody else has work for the engine."""
+        with self._lock:
+            if not self._is_closed:
+                self.engine.drain()
 
     def _check_open(self) -> None:
         if self._is_closed:
@@ -382,21 +403,22 @@ class LLM:
         priority: int | Sequence[int],
     ) -> list[tuple[Request, str | None]]:
         """A checked request for every prompt, and its text if it is one."""
-        self._check_open()
         listed = as_prompt_list(prompts)
         given = SamplingParams() if sampling_params is None else sampling_params
         all_params = one_each("sampling_params", given, len(listed))
         if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
             raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
         priorities = one_each("priority", priority, len(listed))
-        numbers = self._free_numbers(len(listed))
-        requests = [
-            self.request_maker.make(
-                prompt, params, numbers[i], f"prompt {i}", priority=priorities[i]
-            )
-            for i, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
-        ]
-        self._next_id = max(numbers, default=self._next_id - 1) + 1
+        with self._lock:
+            self._check_open()
+            numbers = self._free_numbers(len(listed))
+            requests = [
+                self.request_maker.make(
+                    prompt, params, numbers[i], f"prompt {i}", priority=priorities[i]
+                )
+                for i, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
+            ]
+            self._next_id = max(numbers, default=self._next_id - 1) + 1
         texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
         return list(zip(requests, texts, strict=True))
 
@@ -409,22 +431,25 @@ class LLM:
     @contextmanager
     def _running(self, requests: list[tuple[Request, str | None]]) -> Iterator[list[Outputs]]:
         """Queue the requests, and abort those that have not finished when the block is left."""
-        self._check_open()
         started: list[Outputs] = []
         try:
-            self.engine.prepare([one for one, _ in requests], show_progress=self._show_progress)
-            for request, text in requests:
-                samples = self.engine.add(request)
-                started.append(Outputs.of(request, samples, text, self.tokenizer))
+            with self._lock:
+                self._check_open()
+                self.engine.prepare([one for one, _ in requests], show_progress=self._show_progress)
+                for request, text in requests:
+                    samples = self.engine.add(request)
+                    started.append(Outputs.of(request, samples, text, self.tokenizer))
             yield started
         except KeyboardInterrupt:  # anywhere in a step: nothing is sure to be whole
-            if not self._is_closed:
-                self.engine.reset()
+            with self._lock:
+                if not self._is_closed:
+                    self.engine.reset()
             raise
         finally:
-            if not self._is_closed:
-                for outputs in started:
-                    self.engine.abort(outputs.request.request_id)
+            with self._lock:
+                if not self._is_closed:
+                    for outputs in started:
+                        self.engine.abort(outputs.request.request_id)
 
 
 def _drafter_folder(speculation: SpeculativeConfig, target_folder: Path | None) -> Path | None:

@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from pallas_kernels.dispatch import compute_capability
 from specjax.batch import (
     Layout,
+    jitted,
     run_admit,
     run_begin,
     run_decode,
@@ -96,6 +98,19 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
     )
 
 
+class _Jits(dict):
+    """Jitted functions by what they run."""
+
+    def __missing__(self, run: Callable[..., Any]) -> Any:
+        self[run] = made = jitted(run)
+        return made
+
+
+# By `StepModel`: engines of the same trace it once. JAX keeps what it compiled for a function as
+# long as that, so that programs are let go with the last engine of their model.
+_JITS: WeakValueDictionary[StepModel, _Jits] = WeakValueDictionary()
+
+
 class CompiledPrograms:
     """`Programs` on JAX's first device. One not compiled ahead is compiled late, and counted."""
 
@@ -112,6 +127,7 @@ class CompiledPrograms:
         self.params = params
         self.device = jax.devices()[0]
         self.model = step_model(config, target, drafter, verification, self.device.platform)
+        self._jits = _JITS.setdefault(self.model, _Jits())
         self._config, self._layout, self._max_drafts = config, layout, max_drafts
         self.renew()
         self._shapes = jax.tree.map(_shape, (params, self.state))
@@ -191,13 +207,19 @@ class CompiledPrograms:
         state = empty_state(self._config, self.model, self._max_drafts)
         self.state = jax.device_put(state, self.device)
 
+    def close(self) -> None:
+        """See `Programs`."""
+        self.release()
+        self._compiled.clear()
+        del self._jits, self._calls, self.state, self.params
+
     def _compile(self, key: Key) -> Any:
         options = GPU_OPTIONS if compute_capability() else {}
         return self._trace(key).lower().compile(compiler_options=options)
 
     def _trace(self, key: Key) -> Any:
-        function, arguments, static = self._calls[type(key)](key)
-        return function.trace(*self._shapes, *arguments, **static)
+        run, arguments, static = self._calls[type(key)](key)
+        return self._jits[run].trace(*self._shapes, *arguments, **static)
 
     def _result(self, key: Key) -> Any:
         """Shapes of what a program gives to those after it."""

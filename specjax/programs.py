@@ -138,6 +138,10 @@ class Programs(Protocol):
         """Begin with an empty state."""
         ...
 
+    def close(self) -> None:
+        """Free everything, the programs' code included; nothing runs afterwards."""
+        ...
+
 
 def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
     """Every program that a plan may run."""

@@ -9,6 +9,7 @@ import pytest
 
 from specjax.batch import (
     Layout,
+    jitted,
     pack,
     pack_admissions,
     pack_masks,
@@ -18,7 +19,7 @@ from specjax.batch import (
     unpack_outputs,
 )
 from specjax.device.drafters.drafter import Variant
-from specjax.device.logprobs import Logprobs
+from specjax.device.logprobs import Logprobs, pack_logprobs
 from specjax.device.requests import init_requests
 from specjax.device.state import init_state
 from specjax.device.step import (
@@ -42,6 +43,7 @@ from specjax.sampling_params import (
 )
 
 NUM_SLOTS, PAGES_PER_SEQ, WIDTH, MAX_LEN, VOCAB = 9, 6, 8, 40, 70
+ADMIT = jitted(run_admit)
 LAYOUT = Layout(NUM_SLOTS, MAX_LEN, PAGES_PER_SEQ, VOCAB)
 
 
@@ -134,7 +136,7 @@ def test_a_preempted_request_comes_back_with_its_output():
     sequence = make_sequence(3, 4)
     sequence.token_ids += [50, 51, 52]
     packed = pack_admissions([sequence], 1, LAYOUT)
-    state = jax.device_get(run_admit(None, used_state(), packed, layout=LAYOUT)[0])
+    state = jax.device_get(ADMIT(None, used_state(), packed, layout=LAYOUT)[0])
     assert state.tokens[3][:7].tolist() == [3, 4, 5, 6, 50, 51, 52]
     assert state.requests.prompt_lengths[3] == 4 and state.requests.limits[3] == 9
 
@@ -194,7 +196,7 @@ def admitted():
     """The state after the admission of three requests in a batch of five."""
     packed = pack_admissions([PLAIN, FULL, SOME], 5, LAYOUT)
     assert packed.dtype == np.int32 and packed.shape == LAYOUT.admit_shape(5)
-    return jax.device_get(run_admit(None, used_state(), packed, layout=LAYOUT)[0])
+    return jax.device_get(ADMIT(None, used_state(), packed, layout=LAYOUT)[0])
 
 
 @pytest.mark.parametrize("sequence", [PLAIN, FULL, SOME], ids=["plain", "full", "some"])
@@ -328,6 +330,11 @@ def int32s(*values):
 
 
 def unpack_round(outputs, plan, variant):
+    batch, prompts = len(outputs.tokens), outputs.prompt_logprobs
+    outputs = outputs._replace(
+        logprobs=pack_logprobs(outputs.logprobs, batch),
+        prompt_logprobs=None if prompts is None else pack_logprobs(prompts, batch),
+    )
     packed = np.asarray(jax.jit(pack_outputs)(outputs))
     assert packed.dtype == np.int32
     return unpack_outputs(packed, plan, variant)

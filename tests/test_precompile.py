@@ -8,6 +8,7 @@ import jax
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
+from support.compilations import count_maps
 from support.simulated_device import SimulatedPrograms
 
 from specjax.batch import pack
@@ -53,11 +54,11 @@ SIZES = {
 TWO_SHAPES = {"decode_batches": (1, 2), "prefill_shapes": ((1, 16), (2, 32))}
 
 
-def make_engine(*, make_programs=CompiledPrograms, **settings):
+def make_engine(*, make_programs=CompiledPrograms, intermediate_size=24, **settings):
     target = Llama(
         vocab_size=VOCAB,
         hidden_size=16,
-        intermediate_size=24,
+        intermediate_size=intermediate_size,
         num_layers=1,
         num_heads=2,
         num_kv_heads=1,
@@ -458,3 +459,23 @@ def test_a_cache_that_jax_already_has_is_respected(cache_options, tmp_path):
     assert jax.config.jax_compilation_cache_dir == str(tmp_path / "theirs")
     assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
     assert not (tmp_path / "ours").exists()
+
+
+# --- what is given back ---------------------------------------------------------------------------
+
+
+def test_a_closed_engine_gives_its_memory_maps_back():
+    """One after the other: no more are held after the third than after the first."""
+    held, given_back = [], []
+    for _ in range(3):
+        engine = make_engine(intermediate_size=40)
+        run_all(engine, make_requests(engine, {}))
+        before = count_maps()
+        engine.close()
+        del engine
+        held.append(count_maps())
+        given_back.append(before - held[-1])
+    if not held[0]:
+        pytest.skip("memory maps cannot be counted here")
+    assert min(given_back) > 200, "eight programs have some dozens each"
+    assert max(held) - held[0] < 50, held

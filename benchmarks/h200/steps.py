@@ -9,7 +9,7 @@ import numpy as np
 from engines import Models, lengths
 from timing import Setting
 
-from specjax.batch import Layout, run_decode, run_propose
+from specjax.batch import Layout, jitted, run_decode, run_propose
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
 from specjax.device.verification import Synthetic
@@ -48,7 +48,7 @@ class Step:
         self._start = lengths(setting)[0]
         self._state = jax.device_put(state, jax.devices()[0])
         run = run_propose if only_drafts else run_decode
-        lowered = run.lower(
+        lowered = jitted(run).lower(
             self._params, self._state, self._packed, model=model, variant=Variant(), k=k
         )
         self._compiled = lowered.compile(compiler_options={} if setting.is_cpu else GPU_OPTIONS)

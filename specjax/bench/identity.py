@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.batch import Layout, pack_admissions, run_admit
+from specjax.batch import Layout, jitted, pack_admissions, run_admit
 from specjax.device.edits import History, Processors
 from specjax.device.models.model import Model
 from specjax.device.noise import Stream, gumbel_noise
@@ -102,13 +102,16 @@ def compare(
     return found
 
 
+_ADMIT = jitted(run_admit)
+
+
 def _requests(request: Request, index: int, layout: Layout) -> Requests:
     one = Layout(1, layout.max_model_len, 1, layout.vocab_size)
     sample = Sample.of(request, index, 0)
     sample.settle_in(0, [], len(request.prompt_token_ids), 0)
     state = init_state(1, one.max_model_len, one.vocab_size, jnp.zeros(1), None)
     packed = jnp.array(pack_admissions([sample], 1, one))
-    admitted, _ = run_admit(None, state, packed, layout=one)
+    admitted, _ = _ADMIT(None, state, packed, layout=one)
     return admitted.requests
 
 

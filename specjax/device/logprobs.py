@@ -29,3 +29,13 @@ def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
     """Log-softmax f32[N] of logits f32[N, V] at tokens i32[N]."""
     at_token = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     return at_token - jax.nn.logsumexp(logits, axis=-1)
+
+
+def pack_logprobs(found: Logprobs, batch: int) -> jax.Array:
+    """The fields of N rows, N / B for each of B requests, side by side as i32[B, ...]."""
+
+    def as_ints(x):
+        return x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)
+
+    fields = [as_ints(x).reshape(batch, -1) for x in found if x is not None]
+    return jnp.concatenate(fields, axis=1)

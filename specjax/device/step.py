@@ -30,7 +30,7 @@ from specjax.device.cache.recurrent import restore_snapshots, take_snapshots
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.drafter import DraftContext, Drafter, Params, Variant
 from specjax.device.edits import History
-from specjax.device.logprobs import Logprobs, logprobs_of, token_logprobs
+from specjax.device.logprobs import Logprobs, logprobs_of, pack_logprobs, token_logprobs
 from specjax.device.models.model import Features, Model
 from specjax.device.requests import Requests
 from specjax.device.sampling import choose, process, scale, through_edits
@@ -97,8 +97,9 @@ class StepOutputs(NamedTuple):
     tokens: jax.Array  # i32[B, K+1]
     num_tokens: jax.Array  # i32[B]
     num_drafts: jax.Array  # i32[B], drafts that could have stood
-    logprobs: Logprobs  # [B (K+1)]; zeros where nobody wants them
-    prompt_logprobs: Logprobs | None  # [B T], of the token after each row of a chunk
+    # Of [B (K+1)] rows, see `pack_logprobs`; zeros where nobody wants them.
+    logprobs: jax.Array  # i32[B, ...]
+    prompt_logprobs: jax.Array | None  # likewise of [B T]: the token after each row of a chunk
 
 
 class StepModel(NamedTuple):
@@ -189,7 +190,9 @@ def begin(
     samples = is_last & ~is_resumed
 
     history = partial(History, known, ends)
-    wanted = _Wanted(inputs.wants[0], requests, history, masks, model, variant)
+    wanted = _Wanted(
+        inputs.wants[0], partial(state.requests.at, slots), history, masks, model, variant
+    )
     sampled = through_edits(
         lambda rows: choose(rows[:, 0], requests.sampling, ends, kernels=model.kernels),
         extension.logits,
@@ -209,9 +212,9 @@ def begin(
     logprobs = wanted.logprobs(extension.logits, sampled[:, None])
     prompt_logprobs = None
     if variant.num_prompt_logprobs is not None:
-        prompt_logprobs = _chunk_logprobs(
-            params, starts, extension.features.hidden, known, requests, model, variant
-        )
+        hidden = extension.features.hidden
+        found = _chunk_logprobs(params, starts, hidden, known, requests, model, variant)
+        prompt_logprobs = pack_logprobs(found, batch)
 
     tokens = state.tokens.at[slots].set(known, mode="drop")
     goes_on = is_last & (is_resumed | ~emitted.is_finished)
@@ -260,7 +263,7 @@ def propose(
         starts,
         _is_active(state, slots),
         inputs.page_table,
-        state.requests.at(slots),
+        state.requests,
         History(state.tokens[slots], starts + 1),
         inputs.wants[0] & Wants.EDITS > 0,
         model.kernels,
@@ -316,7 +319,9 @@ def settle(
     def history():
         return History(state.tokens[slots], starts + 1).then(draft.tokens)
 
-    wanted = _Wanted(inputs.wants[0], requests, history, masks, model, variant)
+    wanted = _Wanted(
+        inputs.wants[0], partial(state.requests.at, slots), history, masks, model, variant
+    )
     target = Target(
         extension.logits,
         requests.sampling,
@@ -429,8 +434,8 @@ class _Wanted(NamedTuple):
     """What requests want of a step's logits f32[B, T, V] beyond a draw; else it is skipped."""
 
     wants: jax.Array  # i32[], bits of `Wants`
-    requests: Requests  # [B]
-    history: Callable[[], History]  # [B], made where it is needed
+    requests: Callable[[], Requests]  # [B], made where they are needed, as is the next
+    history: Callable[[], History]  # [B]
     masks: jax.Array | None
     model: StepModel
     variant: Variant
@@ -446,28 +451,29 @@ class _Wanted(NamedTuple):
         """What tokens are drawn from; not yet over the temperature."""
         return process(
             logits,
-            self.requests,
+            self.requests(),
             self.history(),
             self.variant.processors,
             self.masks,
             kernels=self.model.kernels,
         )
 
-    def logprobs(self, logits: jax.Array, tokens: jax.Array) -> Logprobs:
-        """What the target says of tokens i32[B, T], by its logits, raw or processed."""
+    def logprobs(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        """What the target says of tokens i32[B, T], by its logits, raw or processed; packed."""
         mode, num_top = self.model.logprobs_mode, self.variant.num_logprobs
 
         def report_drawn(processed):
-            drawn = _scaled(processed, self.requests)
-            return _report(logits, drawn, tokens, num_top, mode)
+            drawn = _scaled(processed, self.requests())
+            return pack_logprobs(_report(logits, drawn, tokens, num_top, mode), len(tokens))
 
         def report():
             if mode == "raw":
-                return _report(logits, logits, tokens, num_top, mode)
+                raw = _report(logits, logits, tokens, num_top, mode)
+                return pack_logprobs(raw, len(tokens))
             return through_edits(report_drawn, logits, self.edit, self.edits)
 
         def nothing():
-            return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(report))
+            return jnp.zeros(jax.eval_shape(report).shape, jnp.int32)
 
         return jax.lax.cond(self.wants & Wants.LOGPROBS > 0, report, nothing)
 

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.batch import Layout, run_decode
+from specjax.batch import Layout, jitted, run_decode
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params, Variant
 from specjax.device.models.llama import Llama
@@ -55,7 +55,7 @@ def decode_step(
     packed = jax.ShapeDtypeStruct(layout.decode_shape(batch), jnp.int32)
     state = jax.eval_shape(lambda: empty_state(config, static, k))
     return (
-        run_decode,
+        jitted(run_decode),
         (parts.params, state, packed),
         {
             "model": static,

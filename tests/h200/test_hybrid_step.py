@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.gated_delta_rule import Heads
-from specjax.batch import Layout, run_decode, run_prefill
+from specjax.batch import Layout, jitted, run_decode, run_prefill
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.drafters.mtp import MTPHead
@@ -65,7 +65,7 @@ def step(program):
         shape = layout.prefill_shape(1)
         run, static = run_prefill, {"model": model, "width": CHUNK}
     packed = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return run, (params, jax.eval_shape(state), packed), static
+    return jitted(run), (params, jax.eval_shape(state), packed), static
 
 
 @pytest.fixture(scope="module")

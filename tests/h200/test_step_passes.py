@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from specjax.batch import Layout, run_decode
+from specjax.batch import Layout, jitted, run_decode
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params, Variant
@@ -59,7 +59,7 @@ def decode(dtype, verification="seed_exact", edits=False):
     packed = jax.ShapeDtypeStruct(layout.decode_shape(BATCH), jnp.int32)
     model = StepModel(target, drafter, make_verification(config), "auto", 8, 1, "raw")
     static = {"model": model, "variant": Variant(), "k": K}
-    return run_decode, (params, jax.eval_shape(state), packed), static
+    return jitted(run_decode), (params, jax.eval_shape(state), packed), static
 
 
 @pytest.fixture(scope="module", params=["bfloat16", "float32"])

@@ -178,6 +178,10 @@ class SimulatedPrograms:
         """Nothing can be run until `renew`."""
         self.slots: list[Slot] = []
 
+    def close(self) -> None:
+        """Nothing is left to run."""
+        del self.slots
+
     def renew(self) -> None:
         """Begin with empty slots, and pools that hold anything."""
         num_cells = self.config.num_pages * self.config.page_size

@@ -41,7 +41,7 @@ class DraftContext:
     starts: jax.Array  # i32[B], the position of the last committed token
     is_active: jax.Array  # bool[B]
     page_table: jax.Array  # i32[B, P]
-    requests: Requests  # [B]
+    requests: Requests  # [S], by slot: what nobody wants of it is not even gathered
     history: History  # [B]
     wants_edits: jax.Array  # bool[], whether any request has its logits edited
     kernels: str = field(metadata={"static": True})
@@ -72,6 +72,7 @@ class DraftContext:
         drafts are likely to stand. The distribution f32[B, V] comes when the verification needs it:
         for drafts that are neither certain nor coupled to the target by shared noise.
         """
+        sampling = self.requests.at(self.slots).sampling
         step = len(before)
         if self.shares_noise:
             stream, counters = Stream.TARGET, (self.starts + 1 + step,)
@@ -87,7 +88,7 @@ class DraftContext:
                 logits,
                 token_ids,
                 vocab_size,
-                self.requests.sampling,
+                sampling,
                 stream,
                 counters,
                 wants_probs=not self.shares_noise,
@@ -98,7 +99,7 @@ class DraftContext:
             if token_ids is not None:
                 logits = spread(logits, token_ids, vocab_size)
             history = self.history.extended(before)
-            arguments = self.requests, history, self.variant.processors
+            arguments = self.requests.at(self.slots), history, self.variant.processors
             edited = process(logits[:, None], *arguments, kernels=self.kernels)
             return choose(edited[:, 0], None)
 

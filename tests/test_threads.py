@@ -1,0 +1,145 @@
+"""Threads that share an LLM: each gets what it would get alone."""
+
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from support.scripts import TextScript
+from support.texts import simulated_llm, with_bytes
+
+from specjax import SamplingParams
+
+VOCAB, THREADS, CALLS = 96, 8, 20
+OPTIONS = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_pages": 12}
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints):
+    return with_bytes(checkpoints, checkpoints.target("llama", num_hidden_layers=3).folder)
+
+
+@pytest.fixture
+def llm(folder):
+    options = OPTIONS | {"page_size": 16, "decode_batches": None, "prefill_shapes": None}
+    with simulated_llm(folder, None, script=TextScript(VOCAB), **options) as llm:
+        yield llm
+
+
+@pytest.fixture
+def hurry():
+    """Threads are interrupted everywhere."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def calls_of(thread):
+    """Prompts and parameters of a thread's calls; some are of several prompts, or of samples."""
+    rng = np.random.default_rng(thread)
+    for _ in range(CALLS):
+        prompts = [rng.integers(6, VOCAB, rng.integers(1, 20)).tolist() for _ in range(2)]
+        params = SamplingParams(
+            n=int(rng.integers(1, 3)),
+            max_tokens=int(rng.integers(1, 12)),
+            temperature=float(rng.integers(0, 2)),
+            seed=int(rng.integers(1000)),
+            logprobs=2,
+        )
+        yield prompts[: rng.integers(1, 3)], params
+
+
+def results_of(llm, thread, *, streams):
+    """What a thread gets; every other call of those that stream does."""
+    found = []
+    for number, (prompts, params) in enumerate(calls_of(thread)):
+        if streams and number % 2:
+            last = {output.prompt_token_ids[0]: output for output in stream(llm, prompts, params)}
+            outputs = [last[prompt[0]] for prompt in prompts]
+        else:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+        found += [
+            (one.token_ids, one.text, one.logprobs, one.finish_reason)
+            for output in outputs
+            for one in output.outputs
+        ]
+    return found
+
+
+def stream(llm, prompts, params):
+    yield from llm.generate_stream(prompts, params)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_every_thread_gets_what_it_would_get_alone(llm, hurry, streams):
+    alone = [results_of(llm, thread, streams=False) for thread in range(THREADS)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        together = pool.map(lambda thread: results_of(llm, thread, streams=streams), range(THREADS))
+        assert list(together) == alone
+    assert not llm.engine.has_work
+    assert all(reason == "length" for found in alone for *_, reason in found)
+
+
+def test_calls_of_several_threads_run_in_the_same_steps(llm, monkeypatch):
+    """Not one after the other: four requests take hardly more steps than one."""
+    everyone = threading.Barrier(4)
+    params = SamplingParams(max_tokens=40, temperature=0)
+
+    def generate(number):
+        everyone.wait()
+        return llm.generate([[7 + number]], params, use_tqdm=False)
+
+    generate_alone = llm.generate([[7]], params, use_tqdm=False)
+    alone = llm.metrics().num_decode_steps
+    step, have_come = llm.engine.step, []
+
+    def step_together():
+        """Nothing, until all have asked."""
+        if len(llm.engine.unfinished_ids) == 4:
+            have_come.append(True)
+        return step() if have_come else []
+
+    monkeypatch.setattr(llm.engine, "step", step_together)
+    with ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(generate, range(4)))
+    assert outputs[0][0].outputs == generate_alone[0].outputs
+    assert llm.metrics().num_decode_steps - alone <= alone + 4
+
+
+def test_leaving_a_stream_or_closing_leaves_others_alone(llm):
+    params = SamplingParams(max_tokens=40, temperature=0)
+    expected = llm.generate([[9]], params, use_tqdm=False)
+    left = llm.generate_stream([[8]], params)
+    next(left)
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(llm.generate, [[9]], params, False)
+        left.close()
+        assert other.result()[0].outputs == expected[0].outputs
+    open_stream = llm.generate_stream([[8]], params)
+    next(open_stream)
+    llm.close()
+    with pytest.raises(RuntimeError, match="this LLM is closed"):
+        for _ in open_stream:
+            pass
+
+
+def test_an_engine_in_the_middle_of_a_step_says_so(llm, monkeypatch):
+    """Whoever goes around the LLM, to its engine."""
+    begun, may_end = threading.Event(), threading.Event()
+    schedule = llm.engine.scheduler.schedule
+
+    def slow():
+        begun.set()
+        assert may_end.wait(10)
+        return schedule()
+
+    monkeypatch.setattr(llm.engine.scheduler, "schedule", slow)
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(llm.generate, [[9]], SamplingParams(max_tokens=3), False)
+        assert begun.wait(10)
+        with pytest.raises(RuntimeError, match="runs a step for another thread; share its LLM"):
+            llm.engine.step()
+        may_end.set()
+        assert len(running.result()[0].outputs[0].token_ids) == 3
