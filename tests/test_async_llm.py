@@ -354,11 +354,11 @@ def test_a_name_is_that_of_one_request(serve, built):
 
 def test_a_number_as_a_name_hurts_nobody(serve, built):
     async def test(llm):
-        number = (await llm.generate([1], GREEDY)).request_id
+        number = int((await llm.generate([1], GREEDY)).request_id)
         started = asyncio.Event()
         with held(built) as let_go:
             let_go(8)
-            task = asyncio.create_task(read(llm, [1], LONG, started, request_id=number + 3))
+            task = asyncio.create_task(read(llm, [1], LONG, started, request_id=str(number + 3)))
             await limited(started.wait())
             others = [asyncio.create_task(llm.generate([i], GREEDY)) for i in range(3)]
             await until(lambda: len(llm._streams) == 4)
