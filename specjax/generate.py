@@ -118,7 +118,8 @@ def as_conversations(prompts: list[Prompt]) -> list[list[dict[str, str]]]:
 
 def as_rows(output: RequestOutput) -> list[dict[str, Any]]:
     """An output as plain types, a row per sample."""
-    request = {key: value for key, value in asdict(output).items() if key != "outputs"}
+    apart = ("outputs", "metrics", "num_cached_tokens")
+    request = {key: value for key, value in asdict(output).items() if key not in apart}
     return [request | asdict(completion) for completion in output.outputs]
 
 

@@ -127,7 +127,7 @@ def test_many_callers(llm, monkeypatch, ragged_prompts):
     async def serve():
         async with AsyncLLM("") as served:
             calls = zip(prompts, params, strict=True)
-            given_up = asyncio.create_task(served.generate([1], GREEDY))
+            given_up = asyncio.ensure_future(served.generate([1], GREEDY))
             outputs = asyncio.gather(*(served.generate(*one) for one in calls))
             given_up.cancel()
             return await asyncio.wait_for(outputs, 60)
