@@ -96,12 +96,14 @@ def test_truncated_prompts(llm):
 def test_special_tokens_in_texts(llm, folder):
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     shown = dataclasses.replace(params, skip_special_tokens=False)
-    bare, full = (llm.generate([3], p, use_tqdm=False)[0].outputs[0] for p in (params, shown))
-    decode = llm.tokenizer.tokenizer.decode
-    assert bare.text == decode(bare.token_ids, skip_special_tokens=True)
-    assert full.text == decode(full.token_ids, skip_special_tokens=False)
-    *_, grown = llm.generate_stream([3], shown)
-    assert grown.outputs[0].text == full.text
+    prompts, decode = [[i] for i in range(32)], llm.tokenizer.tokenizer.decode
+    bare = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
+    full = [one.outputs[0] for one in llm.generate(prompts, shown, use_tqdm=False)]
+    assert [o.text for o in bare] == [decode(o.token_ids) for o in bare]
+    assert [o.text for o in full] == [decode(o.token_ids, skip_special_tokens=False) for o in full]
+    assert any("</s>" in o.text for o in full) and not any("</s>" in o.text for o in bare)
+    *_, grown = llm.generate_stream(prompts[:1], shown)
+    assert grown.outputs[0].text == full[0].text
     refusal(
         lambda: SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False),
         "spaces_between_special_tokens=False",
