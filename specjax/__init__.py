@@ -11,8 +11,14 @@ if TYPE_CHECKING:
     from specjax.checkpoint.errors import CheckpointError
     from specjax.config import SpeculativeConfig
     from specjax.llm import LLM
+    from specjax.prompts import TextPrompt, TokensPrompt
     from specjax.request import CompletionOutput, Logprob, RequestOutput
-    from specjax.sampling_params import SamplingParams, StructuredOutputs
+    from specjax.sampling_params import (
+        RequestOutputKind,
+        SamplingParams,
+        StructuredOutputs,
+        StructuredOutputsParams,
+    )
 
 __all__ = [
     "LLM",
@@ -21,9 +27,13 @@ __all__ = [
     "CompletionOutput",
     "Logprob",
     "RequestOutput",
+    "RequestOutputKind",
     "SamplingParams",
     "SpeculativeConfig",
     "StructuredOutputs",
+    "StructuredOutputsParams",
+    "TextPrompt",
+    "TokensPrompt",
 ]
 
 _MODULES = {
@@ -33,8 +43,12 @@ _MODULES = {
     "CompletionOutput": "specjax.request",
     "RequestOutput": "specjax.request",
     "Logprob": "specjax.request",
+    "RequestOutputKind": "specjax.sampling_params",
     "SamplingParams": "specjax.sampling_params",
     "StructuredOutputs": "specjax.sampling_params",
+    "StructuredOutputsParams": "specjax.sampling_params",
+    "TextPrompt": "specjax.prompts",
+    "TokensPrompt": "specjax.prompts",
     "SpeculativeConfig": "specjax.config",
 }
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable, Hashable
+from collections.abc import AsyncGenerator, Callable, Generator, Hashable
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -13,10 +14,10 @@ from specjax.config import check_positive
 from specjax.device.models.model import Model
 from specjax.llm import LLM
 from specjax.metrics import Metrics
-from specjax.outputs import Outputs
-from specjax.prompts import Prompt
+from specjax.outputs import Outputs, Shown
+from specjax.prompts import Prompt, prompt_text, refuse_lora
 from specjax.request import Request, RequestOutput
-from specjax.sampling_params import SamplingParams
+from specjax.sampling_params import RequestOutputKind, SamplingParams
 
 
 class AsyncLLM:
@@ -52,22 +53,24 @@ class AsyncLLM:
         self._thread = threading.Thread(target=self._serve, name="specjax-engine", daemon=True)
         self._thread.start()
 
-    async def generate_stream(
+    def generate_stream(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         request_id: Hashable | None = None,
         priority: int = 0,
-    ) -> AsyncIterator[RequestOutput]:
-        """Continue a prompt; an output comes whenever it has grown, all of it each time.
+    ) -> AsyncGenerator[RequestOutput, None]:
+        """Continue a prompt; an output comes whenever it has grown.
 
-        The last one is `finished`. Whoever is slow misses some in between, never the last, so that
-        nothing piles up. Leaving the iteration, or cancelling its task, aborts the request.
+        It holds what `SamplingParams.output_kind` says: by default all of it each time. The
+        last one is `finished`. Whoever is slow is given fewer, never less: the last one always
+        comes, and deltas together are the whole, so that nothing piles up. Leaving the iteration,
+        or cancelling its task, aborts the request.
 
         Args:
             prompt: as for `LLM.generate`, one.
-            sampling_params: None for the defaults.
+            sampling_params: None for `LLM.get_default_sampling_params`.
             request_id: a name for `abort`, unlike those of all unfinished requests.
             priority: with scheduling_policy="priority", the lowest goes first.
 
@@ -75,41 +78,57 @@ class AsyncLLM:
             ValueError: a prompt, parameters or an id that cannot be served.
             RuntimeError: the AsyncLLM is closed.
         """
+        return self._grow(prompt, sampling_params, request_id, priority, None)
+
+    async def _grow(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None,
+        request_id: Hashable | None,
+        priority: int,
+        kind: RequestOutputKind | None,  # None for the parameters' own
+    ) -> AsyncGenerator[RequestOutput, None]:
         self._check_open()
-        params = SamplingParams() if sampling_params is None else sampling_params
+        if params is None:
+            params = self._llm.get_default_sampling_params()
         made = self._call(
             lambda: self._llm.make_request(prompt, params, request_id=request_id, priority=priority)
         )
         request = await asyncio.wrap_future(made)
-        text = prompt if isinstance(prompt, str) else None
+        text, shown = prompt_text(prompt), Shown(kind or request.params.output_kind)
         async with self._turns:
             self._check_open()  # it may have closed meanwhile
             stream = _Stream(asyncio.get_running_loop())
             added = self._call(lambda: self._add(stream, request, text))
             try:
                 await asyncio.wrap_future(added)
-                while not (output := await stream.take()).finished:
-                    yield output
-                yield output
+                while not stream.is_finished:
+                    output = shown.of(await stream.take())
+                    if output is not None:
+                        yield output
             finally:
                 # After the end it is a no-op; before, the request may not even have been added.
                 if not stream.is_finished and not self._is_closing:
                     self._call(lambda: self._drop(stream))
 
-    async def generate(
+    def generate(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
-        *,
         request_id: Hashable | None = None,
+        *,
+        lora_request: None = None,
         priority: int = 0,
-    ) -> RequestOutput:
-        """Continue a prompt; its one output, when it has finished. See `generate_stream`."""
-        stream = self.generate_stream(
-            prompt, sampling_params, request_id=request_id, priority=priority
-        )
-        outputs = [output async for output in stream if output.finished]
-        return outputs[-1]
+    ) -> "Generation":
+        """Continue a prompt: `async for` gives it as it grows, `await` once it has finished.
+
+        See `generate_stream`.
+
+        Raises:
+            ValueError: a lora_request; the others come when it is iterated or awaited.
+        """
+        refuse_lora(lora_request)
+        return Generation(partial(self._grow, prompt, sampling_params, request_id, priority))
 
     async def abort(self, request_id: Hashable) -> bool:
         """End a request with what it has; False if there is no such request."""
@@ -218,6 +237,30 @@ class AsyncLLM:
         for stream in self._streams.values():
             _tell(stream.loop, stream.fail, error)
         self._streams.clear()
+
+
+class Generation:
+    """A request that begins when it is iterated, for its outputs, or awaited, for its last one."""
+
+    def __init__(
+        self, grow: Callable[[RequestOutputKind | None], AsyncGenerator[RequestOutput, None]]
+    ):
+        self._grow = grow
+        self._outputs = grow(None)
+
+    def __aiter__(self) -> AsyncGenerator[RequestOutput, None]:
+        return self._outputs
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        return self._last().__await__()
+
+    async def aclose(self) -> None:
+        """Abort the request if it has been iterated and has not finished."""
+        await self._outputs.aclose()
+
+    async def _last(self) -> RequestOutput:
+        (last,) = [one async for one in self._grow(RequestOutputKind.FINAL_ONLY)]
+        return last
 
 
 class _Stream:

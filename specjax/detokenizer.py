@@ -147,7 +147,8 @@ class _GrowingText:
         self.characters: list[str] = []
         self._tokenizer = tokenizer
         added = tokenizer.tokenizer.get_added_tokens_decoder().values()
-        self._special = {token.content for token in added if token.special}
+        is_passed_over = tokenizer.skips_special_tokens
+        self._special = {t.content for t in added if t.special and is_passed_over}
         decoder = tokenizer.tokenizer.decoder
         self._has_byte_tokens = decoder is not None and decoder.decode(["<0x41>"]) == "A"
         self._context: list[int] = []

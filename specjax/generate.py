@@ -62,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
 def read_sampling_params(args: argparse.Namespace) -> SamplingParams:
     """The options' parameters, and those of --sampling-params, which win."""
     given = read_object("--sampling-params", args.sampling_params)
-    known = {field.name for field in fields(SamplingParams)} - {"logits_processors"}
+    known = {field.name for field in fields(SamplingParams)} - {"logits_processors", "output_kind"}
     if unknown := sorted(set(given) - known):
         raise ValueError(f"--sampling-params has unknown keys {unknown}; known are {sorted(known)}")
     if "logit_bias" in given:  # JSON has no integer keys
@@ -118,7 +118,8 @@ def as_conversations(prompts: list[Prompt]) -> list[list[dict[str, str]]]:
 
 def as_rows(output: RequestOutput) -> list[dict[str, Any]]:
     """An output as plain types, a row per sample."""
-    request = {key: value for key, value in asdict(output).items() if key != "outputs"}
+    apart = ("outputs", "metrics", "num_cached_tokens")
+    request = {key: value for key, value in asdict(output).items() if key not in apart}
     return [request | asdict(completion) for completion in output.outputs]
 
 

@@ -3,15 +3,16 @@
 import inspect
 import itertools
 import threading
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specjax.chat import render_conversations
 from specjax.checkpoint.hub import resolve
 from specjax.config import (
     DTYPES,
@@ -28,6 +29,8 @@ from specjax.device.models.registry import describe_model, load_model, read_conf
 from specjax.device.verification import make_verification
 from specjax.dynamic_k import check_profile, fingerprint, make_policy, read_profile
 from specjax.engine import Engine
+from specjax.generation_bar import generation_bar
+from specjax.generation_config import read_default_params
 from specjax.host.sequence import Sequence as Sample
 from specjax.memory import (
     default_num_pages,
@@ -35,13 +38,24 @@ from specjax.memory import (
     target_cache_bytes,
     weight_bytes,
 )
+from specjax.metric_reader import Metric, list_metrics
 from specjax.metrics import Metrics
-from specjax.outputs import Outputs
+from specjax.outputs import Outputs, Shown
 from specjax.precompile import keep_compilations
-from specjax.prompts import Prompt, RequestMaker, as_prompt_list, one_each
+from specjax.prompts import (
+    Prompt,
+    RequestMaker,
+    as_prompt_list,
+    one_each,
+    prompt_text,
+    refuse_lora,
+    truncated,
+)
 from specjax.request import Request, RequestOutput
 from specjax.sampling_params import SamplingParams
+from specjax.sleep import Sleep, check_level
 from specjax.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
+from specjax.vllm_options import take_vllm_options
 
 LOGPROBS_ALIASES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}  # as vLLM has them
 
@@ -121,7 +135,7 @@ class LLM:
         show_progress: bool = True,
         **unknown: Any,
     ):
-        refuse_unknown(unknown, inspect.signature(LLM).parameters)
+        refuse_unknown(take_vllm_options(unknown), inspect.signature(LLM).parameters)
         if tensor_parallel_size != 1:
             raise ValueError(
                 f"tensor_parallel_size={tensor_parallel_size} is not supported; use 1, one device"
@@ -131,6 +145,7 @@ class LLM:
             speculation, profile = read_profile(SpeculativeConfig.of(speculative_config))
         self.tokenizer: ChatTokenizer | None = None
         self._eos_ids: tuple[int, ...] = ()
+        self._default_params = SamplingParams()
         folder = None
         if isinstance(model, str | Path):
             if params is not None:
@@ -139,6 +154,7 @@ class LLM:
             target = describe_model(read_config(folder))
             self.tokenizer = load_tokenizer(folder)
             self._eos_ids = read_eos_ids(folder)
+            self._default_params = read_default_params(folder)
         elif params is None:
             raise ValueError("a Model value needs params, its parameters")
         else:
@@ -218,6 +234,7 @@ class LLM:
             make_verification(speculation) if speculation else None,
             show_progress=show_progress,
         )
+        self._sleep = Sleep(self.engine)
         self._show_progress = show_progress
         self.request_maker = RequestMaker(
             config,
@@ -231,9 +248,11 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Continue each prompt; outputs come in the order of the prompts.
 
@@ -241,34 +260,30 @@ class LLM:
         "error", and the others go on.
 
         Args:
-            prompts: a text, a list of token ids, {"prompt_token_ids": [...]}, or a list of such.
-            sampling_params: one for all prompts or one per prompt; None for the defaults.
-            use_tqdm: show a progress bar.
+            prompts: a text, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or
+                a list of such.
+            sampling_params: one for all prompts or one per prompt; None for
+                `get_default_sampling_params`.
+            use_tqdm: show a progress bar, our own, or one of a class like tqdm's.
+            lora_request: None; there are no LoRA adapters.
             priority: with scheduling_policy="priority", the lowest goes first.
+            tokenization_kwargs: {"truncate_prompt_tokens": n}, as in `SamplingParams`.
 
         Raises:
             ValueError: a prompt or parameter that cannot be served, before anything is generated.
         """
+        refuse_lora(lora_request)
+        if tokenization_kwargs:
+            given = self._params_or_default(sampling_params)
+            sampling_params = truncated(given, tokenization_kwargs)
         requests = self._requests(prompts, sampling_params, priority)
-        columns = (
-            TextColumn("generating"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[rate]:.0f} tokens/s"),
-        )
-        with (
-            self._running(requests) as started,
-            Progress(*columns, disable=not use_tqdm, transient=True) as progress,
-        ):
+        total = sum(request.params.n for request, _ in requests)
+        with self._running(requests) as started, generation_bar(use_tqdm, total) as show:
             samples = [c.sequence for outputs in started for c in outputs.completions]
-            task = progress.add_task("", total=len(samples), rate=0.0)
             while not all(sample.is_finished for sample in samples):
                 if any(sequence.is_finished for sequence in self._step()):
                     num_tokens = sum(s.num_output for s in samples)
-                    num_finished = sum(s.is_finished for s in samples)
-                    rate = num_tokens / (progress.tasks[task].elapsed or 1e-9)
-                    progress.update(task, completed=num_finished, rate=rate)
+                    show(sum(s.is_finished for s in samples), num_tokens)
             self._drain()
         return [outputs.output() for outputs in started]
 
@@ -277,9 +292,11 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        priority: int | Sequence[int] = 0,
+        priority: int | Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Continue each prompt; an output comes whenever one has grown, all of it each time.
+        """Continue each prompt; an output comes whenever one has grown.
+
+        It holds what `SamplingParams.output_kind` says: by default all of it each time.
 
         The last one of a request is `finished`. Requests start when the first output is asked for;
         leaving the iteration aborts those that have not finished. Other calls may come between.
@@ -292,39 +309,65 @@ class LLM:
 
     def _stream(self, requests: list[tuple[Request, str | None]]) -> Iterator[RequestOutput]:
         with self._running(requests) as growing:
+            kinds = {id(one): Shown(one.request.params.output_kind) for one in growing}
             while growing:
                 with self._lock:  # what another thread steps may grow meanwhile
                     self._check_open()
                     if not any(outputs.has_grown for outputs in growing):
                         self._step()
-                    grown = [outputs.output() for outputs in growing if outputs.has_grown]
+                    grown = [one for one in growing if one.has_grown]
+                    shown = [kinds[id(one)].of(one.output()) for one in grown]
                     growing = [one for one in growing if not one.is_finished]
-                yield from grown
+                yield from filter(None, shown)
             self._drain()
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
+        lora_request: None = None,
+        chat_template: str | None = None,
+        chat_template_content_format: str = "auto",
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **options: Any,
     ) -> list[RequestOutput]:
-        """Answer one conversation (a list of {"role", "content"}) or a list of conversations."""
+        """Answer one conversation (a list of {"role", "content"}) or a list of conversations.
+
+        Args:
+            messages: their contents are texts, or lists of {"type": "text", "text": ...}.
+            chat_template: Jinja's text of it, in place of the checkpoint's.
+            chat_template_content_format: what templates are given: "openai" for lists of parts,
+                "string", or "auto", for texts, the parts of a list joined with line breaks.
+            add_generation_prompt: begin the assistant's turn.
+            continue_final_message: go on with the last message, without add_generation_prompt.
+            tools: functions that the model may call, as JSON schemas.
+            chat_template_kwargs: further variables of the template, like enable_thinking.
+            options: the others as for `generate`.
+
+        Raises:
+            ValueError: messages that cannot be rendered, or as `generate`.
+            CheckpointError: there is no chat template.
+        """
         self._check_open()
         if self.tokenizer is None:
             raise ValueError(
                 "chat needs a checkpoint with a tokenizer; use generate with token ids"
             )
-        if not isinstance(messages, Sequence) or isinstance(messages, str):
-            raise ValueError(
-                f"messages={messages!r} must be a conversation, a list of "
-                '{"role", "content"}, or a list of conversations'
-            )
-        conversations = [messages] if messages and isinstance(messages[0], Mapping) else messages
-        prompts = [
-            {"prompt_token_ids": self.tokenizer.apply_chat_template(conversation)}
-            for conversation in conversations
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        prompts = render_conversations(
+            self.tokenizer,
+            messages,
+            content_format=chat_template_content_format,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            variables=chat_template_kwargs or {},
+        )
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request, **options)
 
     def make_request(
         self,
@@ -341,7 +384,7 @@ class LLM:
         """
         where = "prompt" if request_id is None else f"request {request_id!r}"
         with self._lock:
-            self._check_open()
+            self._check_awake()
             (number,) = self._free_numbers(1)
             request = self.request_maker.make(
                 prompt, sampling_params, number, where, request_id=request_id, priority=priority
@@ -366,13 +409,72 @@ class LLM:
             self._check_open()
             return self.engine.metrics()
 
+    def get_metrics(self) -> list[Metric]:
+        """The counters that vLLM has as well, one by one, under its names; see `metrics`."""
+        return list_metrics(self.metrics())
+
+    def get_tokenizer(self) -> ChatTokenizer:
+        """The checkpoint's tokenizer: encode, decode, apply_chat_template.
+
+        Raises:
+            ValueError: it has none.
+        """
+        if self.tokenizer is None:
+            raise ValueError("the checkpoint has no tokenizer; pass token ids, and read token_ids")
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What is used where sampling_params are left out: generation_config.json's, if any."""
+        return self._default_params.clone()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the pages of earlier prompts; False, and nothing done, while requests run."""
+        with self._lock:
+            self._check_open()
+            if not self.engine.has_work:
+                self.engine.scheduler.prefixes.clear()
+            return not self.engine.has_work
+
+    def sleep(self, level: int = 1) -> None:
+        """Free the device's memory for others until `wake_up`.
+
+        Level 1 frees caches and states, level 2 the weights as well, which wait in the host's
+        memory: unlike vLLM's, none of them loses weights.
+
+        Raises:
+            ValueError: another level.
+            RuntimeError: requests have not finished.
+        """
+        check_level(level)
+        with self._lock:
+            self._check_open()
+            if self.engine.has_work:
+                raise RuntimeError(
+                    "requests have not finished; let them, or abort them, before sleep"
+                )
+            self._sleep.begin(level)
+
+    def wake_up(self) -> None:
+        """Take back what `sleep` freed."""
+        with self._lock:
+            self._check_open()
+            self._sleep.end()
+
+    def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
+        """Record what device and host do until `stop_profile`, into a folder, with jax.profiler."""
+        jax.profiler.start_trace(profile_prefix)
+
+    def stop_profile(self) -> None:
+        """Write what was recorded; TensorBoard and Perfetto read it."""
+        jax.profiler.stop_trace()
+
     def close(self) -> None:
         """Free the device memory. The LLM cannot be used afterwards; closing twice is harmless."""
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
                 self.engine.close()
-                del self.engine, self.request_maker
+                del self.engine, self.request_maker, self._sleep
 
     def __enter__(self) -> "LLM":
         return self
@@ -396,21 +498,26 @@ class LLM:
         if self._is_closed:
             raise RuntimeError("this LLM is closed; build a new one")
 
+    def _check_awake(self) -> None:
+        self._check_open()
+        if self._sleep.level:
+            raise RuntimeError("the LLM is asleep; call wake_up")
+
     def _requests(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
-        priority: int | Sequence[int],
+        priority: int | Sequence[int] | None,
     ) -> list[tuple[Request, str | None]]:
         """A checked request for every prompt, and its text if it is one."""
         listed = as_prompt_list(prompts)
-        given = SamplingParams() if sampling_params is None else sampling_params
+        given = self._params_or_default(sampling_params)
         all_params = one_each("sampling_params", given, len(listed))
         if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
             raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
-        priorities = one_each("priority", priority, len(listed))
+        priorities = one_each("priority", 0 if priority is None else priority, len(listed))
         with self._lock:
-            self._check_open()
+            self._check_awake()
             numbers = self._free_numbers(len(listed))
             requests = [
                 self.request_maker.make(
@@ -419,13 +526,16 @@ class LLM:
                 for i, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
             ]
             self._next_id = max(numbers, default=self._next_id - 1) + 1
-        texts = [prompt if isinstance(prompt, str) else None for prompt in listed]
+        texts = [prompt_text(prompt) for prompt in listed]
         return list(zip(requests, texts, strict=True))
+
+    def _params_or_default(self, given: Any) -> Any:
+        return self.get_default_sampling_params() if given is None else given
 
     def _free_numbers(self, count: int) -> list[int]:
         """The next numbers that users have not given to unfinished requests as ids."""
         numbers = itertools.count(self._next_id)
-        free = (number for number in numbers if number not in self.engine.unfinished_ids)
+        free = (number for number in numbers if str(number) not in self.engine.unfinished_ids)
         return list(itertools.islice(free, count))
 
     @contextmanager
@@ -434,7 +544,7 @@ class LLM:
         started: list[Outputs] = []
         try:
             with self._lock:
-                self._check_open()
+                self._check_awake()
                 self.engine.prepare([one for one, _ in requests], show_progress=self._show_progress)
                 for request, text in requests:
                     samples = self.engine.add(request)

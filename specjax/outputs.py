@@ -1,11 +1,19 @@
 """What users get of sequences: finished, or while they grow."""
 
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from specjax.detokenizer import StopStrings
 from specjax.host.sequence import Sequence
-from specjax.request import CompletionOutput, Request, RequestOutput, TextWatch, TokenLogprobs
+from specjax.request import (
+    CompletionOutput,
+    Request,
+    RequestMetrics,
+    RequestOutput,
+    TextWatch,
+    TokenLogprobs,
+)
+from specjax.sampling_params import RequestOutputKind
 from specjax.tokenizer import ChatTokenizer
 
 
@@ -95,6 +103,9 @@ class Outputs:
         tokenizer: ChatTokenizer | None,
     ) -> "Outputs":
         """The outputs of `samples`; `prompt` is the text that the user gave."""
+        if tokenizer is not None:
+            skips = request.params.skip_special_tokens
+            tokenizer = tokenizer.for_outputs(skip_special_tokens=skips)
         return cls(request, [Completion(s, tokenizer) for s in samples], prompt, tokenizer)
 
     @property
@@ -121,6 +132,53 @@ class Outputs:
             prompt_logprobs,
             [completion.output() for completion in self.completions],
             finished=self.is_finished,
+            metrics=self._metrics(),
+            num_cached_tokens=self.completions[0].sequence.num_cached,
+        )
+
+    def _metrics(self) -> RequestMetrics:
+        samples = [completion.sequence for completion in self.completions]
+        first = [s.first_token_ts for s in samples if s.first_token_ts is not None]
+        last = [s.last_token_ts for s in samples if s.last_token_ts is not None]
+        return RequestMetrics(
+            sum(sample.num_output for sample in samples),
+            samples[0].queued_ts,
+            samples[0].scheduled_ts,
+            min(first, default=None),
+            max(last, default=None),
+        )
+
+
+class Shown:
+    """What of a request's growing outputs its user is given, by `output_kind`."""
+
+    def __init__(self, kind: RequestOutputKind):
+        self._kind = kind
+        self._before: dict[int, CompletionOutput] = {}
+
+    def of(self, output: RequestOutput) -> RequestOutput | None:
+        """What to give of an output, all of which is known; None for nothing yet."""
+        if self._kind is RequestOutputKind.CUMULATIVE:
+            return output
+        if self._kind is RequestOutputKind.FINAL_ONLY:
+            return output if output.finished else None
+        parts = [self._added(one) for one in output.outputs]
+        return replace(output, outputs=[part for part in parts if part is not None])
+
+    def _added(self, now: CompletionOutput) -> CompletionOutput | None:
+        """The sample without what was given before; None if it is as it was."""
+        before = self._before.get(now.index)
+        self._before[now.index] = now
+        if before is None:
+            return now
+        num_tokens = len(before.token_ids)
+        if len(now.token_ids) == num_tokens and now.finish_reason == before.finish_reason:
+            return None
+        return replace(
+            now,
+            token_ids=now.token_ids[num_tokens:],
+            text=None if now.text is None else now.text[len(before.text or "") :],
+            logprobs=None if now.logprobs is None else now.logprobs[num_tokens:],
         )
 
 

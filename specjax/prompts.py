@@ -1,9 +1,10 @@
 """From what a user passes in to requests, with errors that name prompt, value and remedy."""
 
+import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 import jax
 import numpy as np
@@ -23,12 +24,28 @@ from specjax.sampling_params import (
 )
 from specjax.tokenizer import ChatTokenizer
 
-Prompt = str | Sequence[int] | Mapping[str, Any]
+PROMPT_KEYS = {"prompt", "prompt_token_ids"}
+
+
+class TextPrompt(TypedDict):
+    """A text as a prompt."""
+
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    """Token ids as a prompt, and the text that outputs show for it."""
+
+    prompt_token_ids: Sequence[int]
+    prompt: NotRequired[str]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list of prompts."""
-    if isinstance(prompts, str | Mapping):
+    if isinstance(prompts, str | Mapping | bytes | bytearray):
         return [prompts]
     if not isinstance(prompts, Iterable):
         raise ValueError(f"prompts={prompts!r} must be a text, token ids, or a list of such")
@@ -36,6 +53,37 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if listed and all(isinstance(token, int | np.integer) for token in listed):
         return [listed]
     return listed
+
+
+def prompt_text(prompt: Prompt) -> str | None:
+    """The text that a user gave, if there is one."""
+    text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
+    return text if isinstance(text, str) else None
+
+
+def refuse_lora(lora_request: object) -> None:
+    """Refuse vLLM's lora_request, unless it is None."""
+    if lora_request is not None:
+        raise ValueError(
+            f"lora_request={lora_request!r} is not supported; merge the adapter into the "
+            "checkpoint and leave it out"
+        )
+
+
+def truncated(params: Any, given: Mapping[str, Any]) -> Any:
+    """Parameters, or a list of such, with what vLLM's tokenization_kwargs say of prompts.
+
+    Raises:
+        ValueError: anything but truncate_prompt_tokens.
+    """
+    if unknown := sorted(map(str, set(given) - {"truncate_prompt_tokens"})):
+        raise ValueError(
+            f"tokenization_kwargs has {unknown[0]!r}, which is not supported; of its keys, "
+            "truncate_prompt_tokens is, or pass token ids"
+        )
+    if isinstance(params, SamplingParams):
+        return replace(params, **given)
+    return [truncated(one, given) for one in params] if isinstance(params, list) else params
 
 
 def one_each(name: str, given: Any, count: int) -> list[Any]:
@@ -92,20 +140,41 @@ class RequestMaker:
         if not token_ids:
             raise ValueError(f"{where} is empty; a prompt needs at least one token")
         try:
+            params = self._resolved(params)
+            token_ids = token_ids[-self._most_prompt_tokens(params) :]
             self._check_ids("", token_ids)
             self._check_priority(priority)
             request = self._make(tuple(token_ids), params, number)
             request = self._after(request, _token_ids(output, None, "its output"))
-            request_id = number if request_id is None else request_id
+            request_id = str(number) if request_id is None else request_id
             return replace(request, request_id=request_id, priority=priority)
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
 
+    def _resolved(self, params: SamplingParams) -> SamplingParams:
+        """The request's own copy, checked again: its fields may have been assigned."""
+        wanted = [n for n in ("logprobs", "prompt_logprobs") if getattr(params, n) == -1]
+        if wanted and self.config.max_logprobs < self.vocab_size:
+            raise ValueError(
+                f"{wanted[0]}=-1 asks for all {self.vocab_size} tokens of the vocabulary, and "
+                f"max_logprobs={self.config.max_logprobs}; ask for fewer, or build the LLM with "
+                f"max_logprobs={self.vocab_size}"
+            )
+        return replace(params, **dict.fromkeys(wanted, self.vocab_size))
+
+    def _most_prompt_tokens(self, params: SamplingParams) -> int:
+        most = params.truncate_prompt_tokens
+        if most is None:
+            return sys.maxsize
+        if most == -1:
+            return max(1, self.config.max_model_len - (params.max_tokens or 1))
+        return most
+
     def _make(self, token_ids: tuple[int, ...], params: SamplingParams, number: int) -> Request:
         config = self.config
-        self._check_ids("stop_token_ids: ", params.stop_token_ids)
+        self._check_ids("stop_token_ids: ", params.stop_token_ids or ())
         self._check_ids("allowed_token_ids: ", params.allowed_token_ids or ())
-        self._check_ids("logit_bias: ", params.logit_bias)
+        self._check_ids("logit_bias: ", params.logit_bias or ())
         room = config.max_model_len - len(token_ids)
         if room < 1:
             raise ValueError(
@@ -119,7 +188,7 @@ class RequestMaker:
                 "min_tokens or raise max_model_len"
             )
         self._check_supported(params)
-        stop_ids = (*(() if params.ignore_eos else self.eos_ids), *params.stop_token_ids)
+        stop_ids = (*(() if params.ignore_eos else self.eos_ids), *(params.stop_token_ids or ()))
         stop_ids = tuple(dict.fromkeys(stop_ids))
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(
@@ -140,7 +209,7 @@ class RequestMaker:
             seeds,
             stop_ids,
             bad_words,
-            self._register(tuple(params.logits_processors)),
+            self._register(tuple(params.logits_processors or ())),
             self._watch(params),
             self._grammar(params),
         )
@@ -289,7 +358,7 @@ class RequestMaker:
             )
         return partial(
             StopStrings,
-            self.tokenizer,
+            self.tokenizer.for_outputs(skip_special_tokens=params.skip_special_tokens),
             tuple(params.stop),
             min_tokens=params.min_tokens,
             include_in_output=params.include_stop_str_in_output,
@@ -327,6 +396,10 @@ def derived_seed(seed: int, number: int) -> int:
 
 
 def _token_ids(prompt: Prompt, tokenizer: ChatTokenizer | None, where: str) -> list[int]:
+    if isinstance(prompt, Mapping):
+        prompt = _of_mapping(prompt, where)
+    if isinstance(prompt, bytes | bytearray):
+        raise ValueError(f"{where} is bytes; decode them to text, as with .decode('utf-8')")
     if isinstance(prompt, str):
         if tokenizer is None:
             raise ValueError(
@@ -334,12 +407,25 @@ def _token_ids(prompt: Prompt, tokenizer: ChatTokenizer | None, where: str) -> l
             )
         check_text(where, prompt)
         return tokenizer.encode(prompt)
-    if isinstance(prompt, Mapping):
-        if set(prompt) != {"prompt_token_ids"}:
-            raise ValueError(f"{where}: expected the key prompt_token_ids, got {sorted(prompt)}")
-        prompt = prompt["prompt_token_ids"]
     if not isinstance(prompt, Sequence | np.ndarray):
         raise ValueError(f"{where} is {prompt!r}; expected a text or a list of token ids")
     if not all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in prompt):
         raise ValueError(f"{where}: token ids must be integers")
     return [int(token) for token in prompt]
+
+
+def _of_mapping(prompt: Mapping[str, Any], where: str) -> Any:
+    """The ids of a prompt, or else its text."""
+    if unknown := sorted(map(str, set(prompt) - PROMPT_KEYS)):
+        raise ValueError(
+            f"{where} has the key {unknown[0]!r}, which is not supported; prompts have the keys "
+            "prompt (a text) and prompt_token_ids"
+        )
+    if not prompt:
+        raise ValueError(f"{where} has no keys; give prompt (a text) or prompt_token_ids")
+    if not isinstance(prompt.get("prompt", ""), str):
+        raise ValueError(f"{where}: prompt={prompt['prompt']!r} must be a text")
+    found = prompt.get("prompt_token_ids", prompt.get("prompt"))
+    if "prompt_token_ids" in prompt and isinstance(found, str):
+        raise ValueError(f"{where}: prompt_token_ids={found!r} must be token ids")
+    return found

@@ -3,7 +3,8 @@
 import json as json_module
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
+from enum import Enum
 from typing import Any
 
 MAX_SEED = 2**32 - 1
@@ -17,6 +18,20 @@ LARGEST = 1e30  # of a number that scales or shifts logits, which must stay fini
 LogitsProcessor = Callable[[Any, Any, Any], Any]
 
 
+class RequestOutputKind(Enum):
+    """What each output of a stream holds; calls that return once always return everything.
+
+    Attributes:
+        CUMULATIVE: all tokens and text so far.
+        DELTA: what has been added since the output before.
+        FINAL_ONLY: everything, in one output at the end.
+    """
+
+    CUMULATIVE = 0
+    DELTA = 1
+    FINAL_ONLY = 2
+
+
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """What an output must parse as; exactly one field.
@@ -26,20 +41,30 @@ class StructuredOutputs:
         regex: a regular expression that the whole output matches.
         choice: texts of which the output is one.
         grammar: a context-free grammar in Lark's notation, as llguidance reads it.
+        json_object: True for any JSON object; read as the schema {"type": "object"}.
     """
 
     json: Mapping[str, Any] | str | None = None
     regex: str | None = None
     choice: Sequence[str] | None = None
     grammar: str | None = None
+    json_object: bool | None = None
 
     def __post_init__(self):
+        if self.json_object not in (True, None):
+            raise ValueError(
+                f"structured_outputs.json_object={self.json_object!r} must be True; leave it out"
+            )
         fields = {name: value for name, value in vars(self).items() if value is not None}
         if len(fields) != 1:
             raise ValueError(
-                "structured_outputs takes exactly one of json, regex, choice and grammar, not "
+                "structured_outputs takes exactly one of json, regex, choice, grammar and "
+                "json_object, not "
                 f"{sorted(fields) or 'none'}"
             )
+        if self.json_object:
+            object.__setattr__(self, "json", {"type": "object"})
+            object.__setattr__(self, "json_object", None)
         if isinstance(self.json, str):
             try:
                 json_module.loads(self.json)
@@ -63,9 +88,16 @@ class StructuredOutputs:
             object.__setattr__(self, "choice", choices)
 
 
-@dataclass(frozen=True, kw_only=True)
+StructuredOutputsParams = StructuredOutputs  # vLLM's name
+
+
+@dataclass(slots=True)
 class SamplingParams:
     """How the tokens of a request are chosen, and when it ends.
+
+    Fields may be assigned, as in `params.max_tokens = 10`. A request takes a copy when it is made,
+    which is checked as a new one would be; what is assigned later does not reach it. The fields
+    up to `prompt_logprobs` may be given by position, in vLLM's order.
 
     Logits pass, in this order: repetition, presence and frequency penalty, bad_words, logit_bias,
     allowed_token_ids, min_tokens, logits_processors, structured_outputs; then, above temperature
@@ -74,59 +106,70 @@ class SamplingParams:
 
     Attributes:
         n: samples per prompt; they share the prompt's pages.
+        presence_penalty: subtracted from the logits of tokens in the output.
+        frequency_penalty: subtracted once for each occurrence in the output.
+        repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019,
+            CTRL): positive logits are divided by it, negative ones multiplied.
         temperature: 0 is greedy; above it, tokens are drawn from softmax(logits / temperature).
         top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
         top_k: keep the k likeliest tokens; 0 or -1 keeps all.
         min_p: keep tokens at least this likely relative to the likeliest.
         seed: fixes the draws of a request, whatever else runs beside it and whether or not drafts
-            are used. None takes one from the engine's seed and the number of the request. Samples
-            after the first derive theirs from it.
-        max_tokens: most tokens to generate; None for as many as `max_model_len` allows.
-        min_tokens: tokens to generate before anything may stop the output.
+            are used. None, or -1, takes one from the engine's seed and the number of the request.
+            Samples after the first derive theirs from it.
         stop: texts that end the output, which is cut before them.
         stop_token_ids: further ids that end the output, besides the model's end of sequence.
-        include_stop_str_in_output: leave the stop text at the end of the output.
         ignore_eos: go on past the model's end of sequence.
-        repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019,
-            CTRL): positive logits are divided by it, negative ones multiplied.
-        presence_penalty: subtracted from the logits of tokens in the output.
-        frequency_penalty: subtracted once for each occurrence in the output.
+        max_tokens: most tokens to generate; None for as many as `max_model_len` allows.
+        min_tokens: tokens to generate before anything may stop the output.
+        logprobs: report the log-probability of each token and of this many likeliest; -1 for all
+            of the vocabulary, where `max_logprobs` allows it.
+        prompt_logprobs: the same for the tokens of the prompt.
+        detokenize: whether outputs carry text.
+        skip_special_tokens: leave special tokens out of the text.
+        spaces_between_special_tokens: False is refused where special tokens are in the text.
+        include_stop_str_in_output: leave the stop text at the end of the output.
+        output_kind: what each output of a stream holds.
+        truncate_prompt_tokens: keep only the last so many tokens of the prompt; -1 for as many as
+            leave room for `max_tokens`.
+        structured_outputs: what the output must parse as; needs the extra "structured".
         logit_bias: added to the logits of token ids.
         allowed_token_ids: the only ids that may be generated.
         bad_words: texts that must not be generated.
         logits_processors: pure JAX functions (tokens i32[L], length i32, logits f32[V]) ->
             f32[V], traced once; tokens past `length` are meaningless.
-        logprobs: report the log-probability of each token and of this many likeliest.
-        prompt_logprobs: the same for the tokens of the prompt.
-        structured_outputs: what the output must parse as; needs the extra "structured".
         num_speculative_tokens: most drafts in a step, where the engine's K is larger; None for K.
-        detokenize: whether outputs carry text.
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
     seed: int | None = None
+    stop: str | Sequence[str] | None = ()
+    stop_token_ids: Sequence[int] | None = ()
+    ignore_eos: bool = False
     max_tokens: int | None = 16
     min_tokens: int = 0
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
-    include_stop_str_in_output: bool = False
-    ignore_eos: bool = False
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    allowed_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str] = ()
-    logits_processors: Sequence[LogitsProcessor] = ()
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
-    num_speculative_tokens: int | None = None
+    _: KW_ONLY
     detokenize: bool = True
+    skip_special_tokens: bool = True
+    spaces_between_special_tokens: bool = True
+    include_stop_str_in_output: bool = False
+    output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
+    truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputs | Mapping[str, Any] | None = None
+    logit_bias: Mapping[int, float] | None = field(default_factory=dict)
+    allowed_token_ids: Sequence[int] | None = None
+    bad_words: Sequence[str] | None = ()
+    logits_processors: Sequence[LogitsProcessor] | None = ()
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self):
         _check_int("n", self.n, 1)
@@ -134,6 +177,8 @@ class SamplingParams:
         _check_number("top_p", self.top_p, 0, 1, "1 keeps all tokens", is_open=True)
         _check_int("top_k", self.top_k, -1, remedy="0 or -1 keeps all tokens")
         _check_number("min_p", self.min_p, 0, 1, "0 keeps all tokens")
+        if self.seed == -1:
+            self.seed = None
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED, remedy="None lets the engine choose")
         if self.max_tokens is not None:
@@ -152,11 +197,18 @@ class SamplingParams:
             _check_number(name, getattr(self, name), -2, 2, "0 is none")
         for name in "logprobs", "prompt_logprobs":
             if getattr(self, name) is not None:
-                _check_int(name, getattr(self, name), 0, remedy="None reports nothing")
-        for name in "include_stop_str_in_output", "ignore_eos", "detokenize":
-            if getattr(self, name) not in (True, False):
-                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+                remedy = "None reports nothing, -1 the whole vocabulary"
+                _check_int(name, getattr(self, name), -1, remedy=remedy)
+        self._check_output()
         self._check_collections()
+
+    def clone(self) -> "SamplingParams":
+        """A copy to change without changing this one.
+
+        Raises:
+            ValueError: a field was assigned what the constructor would refuse.
+        """
+        return replace(self)
 
     @property
     def edits_logits(self) -> bool:
@@ -173,13 +225,36 @@ class SamplingParams:
             or self.logits_processors
         )
 
+    def _check_output(self) -> None:
+        for name in (
+            *("include_stop_str_in_output", "ignore_eos", "detokenize"),
+            *("skip_special_tokens", "spaces_between_special_tokens"),
+        ):
+            if getattr(self, name) not in (True, False):
+                raise ValueError(f"{name}={getattr(self, name)!r} must be True or False")
+        if not (self.skip_special_tokens or self.spaces_between_special_tokens):
+            raise ValueError(
+                "spaces_between_special_tokens=False is not supported with "
+                "skip_special_tokens=False; leave it out"
+            )
+        if not isinstance(self.output_kind, RequestOutputKind):
+            raise ValueError(f"output_kind={self.output_kind!r} must be a RequestOutputKind")
+        if self.truncate_prompt_tokens not in (None, -1):
+            remedy = "-1 keeps what leaves room for max_tokens, None all"
+            _check_int("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, remedy=remedy)
+
     def _check_collections(self) -> None:
+        for name in "stop", "stop_token_ids", "bad_words", "logits_processors":
+            if getattr(self, name) is None:
+                setattr(self, name, ())
+        if self.logit_bias is None:
+            self.logit_bias = {}
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
-        object.__setattr__(self, "stop", _texts("stop", stop))
-        object.__setattr__(self, "bad_words", _texts("bad_words", self.bad_words))
+        self.stop = _texts("stop", stop)
+        self.bad_words = _texts("bad_words", self.bad_words)
         if self.stop and not self.detokenize:
             raise ValueError("stop needs detokenize=True: it looks for texts in the output")
-        object.__setattr__(self, "stop_token_ids", _ids("stop_token_ids", self.stop_token_ids))
+        self.stop_token_ids = _ids("stop_token_ids", self.stop_token_ids)
         if len(self.stop_token_ids) > MAX_STOP_IDS:
             raise ValueError(
                 f"stop_token_ids has {len(self.stop_token_ids)} ids; at most {MAX_STOP_IDS}"
@@ -188,7 +263,7 @@ class SamplingParams:
             allowed = _ids("allowed_token_ids", self.allowed_token_ids)
             if not allowed:
                 raise ValueError("allowed_token_ids is empty; None allows all tokens")
-            object.__setattr__(self, "allowed_token_ids", allowed)
+            self.allowed_token_ids = allowed
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(
                 f"logit_bias={self.logit_bias!r} must be a mapping of token ids to numbers"
@@ -200,7 +275,7 @@ class SamplingParams:
             _check_number(name, value, -LARGEST, LARGEST, "allowed_token_ids rules tokens out")
         if len(bias) > MAX_LOGIT_BIAS:
             raise ValueError(f"logit_bias has {len(bias)} ids; at most {MAX_LOGIT_BIAS}")
-        object.__setattr__(self, "logit_bias", bias)
+        self.logit_bias = bias
         if not isinstance(self.logits_processors, Sequence) or isinstance(
             self.logits_processors, str
         ):
@@ -210,7 +285,7 @@ class SamplingParams:
         processors = tuple(self.logits_processors)
         if bad := [p for p in processors if not callable(p)]:
             raise ValueError(f"logits_processors has {bad[0]!r}, which is not a function")
-        object.__setattr__(self, "logits_processors", processors)
+        self.logits_processors = processors
         wanted = self.structured_outputs
         if isinstance(wanted, Mapping):
             known = sorted(StructuredOutputs.__dataclass_fields__)
@@ -218,7 +293,7 @@ class SamplingParams:
                 raise ValueError(
                     f"structured_outputs has unknown keys {unknown}; known keys are {known}"
                 )
-            object.__setattr__(self, "structured_outputs", StructuredOutputs(**wanted))
+            self.structured_outputs = StructuredOutputs(**wanted)
         elif not isinstance(wanted, StructuredOutputs | None):
             raise ValueError(
                 f"structured_outputs={wanted!r} must be a StructuredOutputs or a mapping of its "

@@ -1,14 +1,14 @@
 """Text to token ids and back, for checkpoints that bring a tokenizer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jinja2
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer
 
+from specjax.chat_template import cut_after_last, render
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 
@@ -21,43 +21,75 @@ class ChatTokenizer:
     template: str | None
     special_tokens: Mapping[str, str]  # bos_token, eos_token, ...
     origin: str
+    skips_special_tokens: bool = True  # in the text of token ids, unless `decode` is told
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around it."""
-        return self.tokenizer.encode(text).ids
+        return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """Text of token ids, special tokens left out."""
-        return self.tokenizer.decode(list(token_ids), skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
+        """Text of token ids; None for special tokens as `skips_special_tokens` says."""
+        skips = self.skips_special_tokens if skip_special_tokens is None else skip_special_tokens
+        return self.tokenizer.decode(list(token_ids), skip_special_tokens=skips)
+
+    def for_outputs(self, *, skip_special_tokens: bool) -> "ChatTokenizer":
+        """The tokenizer that reads outputs with special tokens, or without."""
+        if skip_special_tokens == self.skips_special_tokens:
+            return self
+        return replace(self, skips_special_tokens=skip_special_tokens)
 
     def decode_token(self, token_id: int) -> str:
         """Text of one token by itself, special ones included."""
         return self.tokenizer.decode([token_id], skip_special_tokens=False)
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation, ready for the assistant's turn.
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        **variables: Any,
+    ) -> Any:
+        """A conversation as the model expects it: token ids, or text with `tokenize=False`.
+
+        Args:
+            add_generation_prompt: end with the beginning of the assistant's turn.
+            continue_final_message: end with the content of the last message, to be gone on with.
+            tools: functions that the model may call, as JSON schemas.
+            chat_template: in place of the checkpoint's.
+            variables: further ones of the template, like enable_thinking.
 
         Raises:
-            CheckpointError: the checkpoint has no chat template.
-            ValueError: the template refuses the messages.
+            CheckpointError: there is no chat template.
+            ValueError: the template refuses the messages, or settings contradict each other.
         """
-        if self.template is None:
+        template = self.template if chat_template is None else chat_template
+        if template is None:
             raise CheckpointError(
                 f"{self.origin} has no chat template; use generate with a prompt of your own format"
             )
-
-        def refuse(message: str):
-            raise jinja2.TemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        environment.globals["raise_exception"] = refuse
-        try:
-            text = environment.from_string(self.template).render(
-                messages=messages, add_generation_prompt=True, **self.special_tokens
+        if add_generation_prompt and continue_final_message:
+            raise ValueError(
+                "continue_final_message=True goes with add_generation_prompt=False: the last "
+                "message is gone on with, and no other begun"
             )
-        except jinja2.TemplateError as error:
+        variables = {**self.special_tokens, **variables}
+        try:
+            text = render(
+                template,
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                tools=tools,
+                **variables,
+            )
+        except (jinja2.TemplateError, TypeError) as error:
             raise ValueError(f"the chat template of {self.origin} failed: {error}") from error
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        if continue_final_message:
+            text = cut_after_last(text, messages)
+        return self.encode(text, add_special_tokens=False) if tokenize else text
 
 
 def load_tokenizer(folder: Path) -> ChatTokenizer | None:

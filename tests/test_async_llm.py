@@ -192,7 +192,7 @@ def test_the_loop_goes_on_while_the_engine_works(serve, built):
 
     async def test(llm):
         with patched(built.engine, "step", wait_and_step):
-            task = asyncio.create_task(llm.generate([1, 2], GREEDY))
+            task = asyncio.ensure_future(llm.generate([1, 2], GREEDY))
             for _ in range(10):
                 await asyncio.sleep(0.001)
             has_turned.set()
@@ -262,7 +262,7 @@ def test_cancelling_a_task_aborts(serve, built, moment):
     async def test(llm):
         started = asyncio.Event()
         with held(built) as let_go:
-            other = asyncio.create_task(llm.generate([7, 8], GREEDY))
+            other = asyncio.ensure_future(llm.generate([7, 8], GREEDY))
             tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
             if moment == "before":
                 await asyncio.sleep(0)
@@ -354,13 +354,13 @@ def test_a_name_is_that_of_one_request(serve, built):
 
 def test_a_number_as_a_name_hurts_nobody(serve, built):
     async def test(llm):
-        number = (await llm.generate([1], GREEDY)).request_id
+        number = int((await llm.generate([1], GREEDY)).request_id)
         started = asyncio.Event()
         with held(built) as let_go:
             let_go(8)
-            task = asyncio.create_task(read(llm, [1], LONG, started, request_id=number + 3))
+            task = asyncio.create_task(read(llm, [1], LONG, started, request_id=str(number + 3)))
             await limited(started.wait())
-            others = [asyncio.create_task(llm.generate([i], GREEDY)) for i in range(3)]
+            others = [asyncio.ensure_future(llm.generate([i], GREEDY)) for i in range(3)]
             await until(lambda: len(llm._streams) == 4)
         outputs = await asyncio.gather(*others)
         return [(await limited(task)).request_id, *(one.request_id for one in outputs)]
@@ -384,7 +384,7 @@ def test_a_bad_wish_is_its_callers_own(serve, built, arguments, words):
     expected = alone(built, [1, 2, 3], GREEDY)
 
     async def test(llm):
-        task = asyncio.create_task(llm.generate([1, 2, 3], GREEDY))
+        task = asyncio.ensure_future(llm.generate([1, 2, 3], GREEDY))
         with pytest.raises(ValueError, match=words):
             await llm.generate(*arguments)
         with pytest.raises(ValueError, match="scheduling_policy"):
@@ -420,7 +420,7 @@ def test_outputs_that_cannot_be_made_are_their_callers_own(serve, built):
 
     async def test(llm):
         with held(built):
-            tasks = [asyncio.create_task(llm.generate([i, 2, 3], GREEDY)) for i in (1, 4)]
+            tasks = [asyncio.ensure_future(llm.generate([i, 2, 3], GREEDY)) for i in (1, 4)]
             await until(lambda: len(llm._streams) == 2)
             bad = list(llm._streams.values())[1].outputs
             fail = {"output": property(lambda _: 1 / 0)}
@@ -437,7 +437,7 @@ def test_a_step_that_fails_reaches_every_caller(serve, built):
     async def test(llm):
         calls = [llm.generate([i, 2, 3], LONG) for i in range(6)]
         with held(built):
-            tasks = [asyncio.create_task(call) for call in calls]
+            tasks = [asyncio.ensure_future(call) for call in calls]
             await until(lambda: len(llm._streams) == 6)
         with patched(built.engine, "step", lambda: step() and 1 / 0):
             ends = await limited(asyncio.gather(*tasks, return_exceptions=True))

@@ -84,7 +84,7 @@ def test_samples_are_those_of_single_requests(llm, plain, ragged_prompts, seed):
     """With the seeds that are derived for them, whatever part of the prompt they share."""
     params = SamplingParams(temperature=1.2, seed=seed, n=3, max_tokens=9, ignore_eos=True)
     for result in generate(llm, ragged_prompts(1, 16, 45), params):
-        first = derived_seed(0, result.request_id) if seed is None else seed
+        first = derived_seed(0, int(result.request_id)) if seed is None else seed
         seeds = [first, derived_seed(first, 1), derived_seed(first, 2)]
         single = [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
         alone = tokens(generate(plain, [result.prompt_token_ids] * 3, single))
@@ -127,7 +127,7 @@ def test_many_callers(llm, monkeypatch, ragged_prompts):
     async def serve():
         async with AsyncLLM("") as served:
             calls = zip(prompts, params, strict=True)
-            given_up = asyncio.create_task(served.generate([1], GREEDY))
+            given_up = asyncio.ensure_future(served.generate([1], GREEDY))
             outputs = asyncio.gather(*(served.generate(*one) for one in calls))
             given_up.cancel()
             return await asyncio.wait_for(outputs, 60)

@@ -20,7 +20,9 @@ LAYERS = [
     ["specjax.engine", "specjax.precompile"],
     [
         *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts"),
-        *("specjax.outputs", "specjax.dynamic_k", "specjax.llm"),
+        *("specjax.outputs", "specjax.dynamic_k", "specjax.llm", "specjax.chat"),
+        *("specjax.generation_config", "specjax.metric_reader", "specjax.sleep"),
+        *("specjax.vllm_options", "specjax.generation_bar", "specjax.chat_template"),
         *("specjax.async_llm", "specjax.demo"),
         "specjax.environment",
     ],

@@ -84,13 +84,16 @@ def test_forms_of_a_prompt(llm):
         [ids],
         [array],
         {"prompt_token_ids": ids},
+        {"prompt": "hello"},
+        {"prompt": "hello", "prompt_token_ids": ids},
         [{"prompt_token_ids": array}],
     ]
     outputs = [llm.generate(form, GREEDY, use_tqdm=False) for form in forms]
     assert all(len(output) == 1 for output in outputs)
     assert all(tokens(output) == tokens(outputs[0]) for output in outputs)
-    assert {output[0].prompt for output in outputs[:2]} == {"hello"}
-    assert {output[0].prompt for output in outputs[2:]} == {None}
+    with_text = [0, 1, 8, 9]
+    expected = ["hello" if i in with_text else None for i in range(len(forms))]
+    assert [output[0].prompt for output in outputs] == expected
     assert all(output[0].prompt_token_ids == ids for output in outputs)
     assert all(type(token) is int for token in outputs[4][0].prompt_token_ids)
     assert llm.generate([], GREEDY, use_tqdm=False) == []
@@ -106,7 +109,7 @@ def test_outputs_come_in_the_order_of_the_prompts(llm, ids_only, ragged_prompts)
         ids_only.generate(p, s, use_tqdm=False)[0] for p, s in zip(prompts, params, strict=True)
     ]
     assert tokens(together) == tokens(alone)
-    numbers = [output.request_id for output in together]
+    numbers = [int(output.request_id) for output in together]
     assert numbers == sorted(set(numbers))
 
 
@@ -274,7 +277,7 @@ def test_samples_are_those_of_single_requests(request, ragged_prompts, which, se
         assert all(output.text is None for output in result.outputs)
     for result in results:
         # Without a seed, the engine's own and the number of the request make one.
-        first = derived_seed(0, result.request_id) if seed is None else seed
+        first = derived_seed(0, int(result.request_id)) if seed is None else seed
         seeds = [first, derived_seed(first, 1), derived_seed(first, 2)]
         single = [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
         alone = llm.generate([result.prompt_token_ids] * 3, single, use_tqdm=False)
@@ -322,8 +325,12 @@ def test_more_samples_than_run_at_once(llm):
         (["a", "b"], ["integers"]),
         (7, ["is 7", "list of token ids"]),
         (None, ["is None", "list of token ids"]),
-        ({"prompt": "x"}, ["prompt_token_ids", "'prompt'"]),
-        ({"prompt_token_ids": "text"}, ["integers"]),
+        ({}, ["no keys"]),
+        ({"prompt": ["x"]}, ["prompt=['x']", "text"]),
+        ({"prompt": "x", "multi_modal_data": {}}, ["multi_modal_data", "prompt_token_ids"]),
+        ({"prompt_token_ids": "text"}, ["prompt_token_ids='text'", "token ids"]),
+        (b"hello", ["bytes", ".decode"]),
+        ({"prompt_token_ids": b"hello"}, ["bytes", ".decode"]),
     ],
     ids=str,
 )
@@ -359,7 +366,7 @@ def test_a_stop_id_outside_the_vocabulary(llm):
         ({"temperature": float("inf")}, ["temperature=inf"]),
         ({"max_tokens": 0}, ["max_tokens=0"]),
         ({"max_tokens": -3}, ["max_tokens=-3"]),
-        ({"seed": -1}, ["seed=-1"]),
+        ({"seed": -2}, ["seed=-2"]),
         ({"seed": 2**32}, [f"seed={2**32}"]),
         ({"stop_token_ids": [-4]}, ["stop_token_ids", "-4"]),
         ({"stop_token_ids": range(MAX_STOP_IDS + 1)}, ["stop_token_ids", "9", "8"]),

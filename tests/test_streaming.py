@@ -284,7 +284,7 @@ def test_ids_are_those_of_one_request_each(llm):
 def test_an_id_of_a_user_is_never_given_twice(llm):
     """Requests without an id are numbered, and pass over numbers that users have given."""
     (output,) = llm.generate([1], GREEDY, use_tqdm=False)
-    taken = llm.start(llm.make_request([1, 2], GREEDY, request_id=output.request_id + 3))
+    taken = llm.start(llm.make_request([1, 2], GREEDY, request_id=str(int(output.request_id) + 3)))
     outputs = llm.generate([[1], [2], [3]], GREEDY, use_tqdm=False)
     ids = [output.request_id for output in outputs]
     assert len(set(ids)) == 3 and taken.request.request_id not in ids

@@ -63,7 +63,7 @@ class Scorer:
         tokens = np.zeros(layout.max_model_len, np.int32)
         known = [*request.prompt_token_ids, *output]
         tokens[: len(known)] = known
-        functions = tuple(request.params.logits_processors)
+        functions = tuple(request.params.logits_processors or ())
         ids, gap = _two_best(
             self.engine.params.target,
             jnp.array(tokens),

@@ -21,7 +21,11 @@ def tokenize(questions: Sequence[str], tokenizer: ChatTokenizer) -> list[tuple[i
     if tokenizer.template is None:
         return [tuple(tokenizer.encode(question)) for question in questions]
     return [
-        tuple(tokenizer.apply_chat_template([{"role": "user", "content": question}]))
+        tuple(
+            tokenizer.apply_chat_template(
+                [{"role": "user", "content": question}], add_generation_prompt=True
+            )
+        )
         for question in questions
     ]
 

@@ -1,5 +1,6 @@
 """One sample of a request: how far it has come, and what it owns while it is in residence."""
 
+import time
 from array import array
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +41,11 @@ class Sequence:
     goal: int = 0  # tokens to run before it decodes: all of a prompt, all but the last of an output
     num_computed: int = 0  # of those, that steps have been told to run
     cuts: list[int] = field(default_factory=list)  # pages after which a snapshot is wanted
+    num_cached: int | None = None  # tokens that its first residence found in the caches
+    queued_ts: float = field(default_factory=time.monotonic)  # seconds, as the next three
+    scheduled_ts: float | None = None
+    first_token_ts: float | None = None
+    last_token_ts: float | None = None
     was_told: bool = False  # whether a step has been told who lives in the slot
     is_followed: bool = False  # whether the other samples of the request have been queued
     last_step: int = 0  # in which it took part
@@ -155,6 +161,8 @@ class Sequence:
         self.goal = goal
         self.num_computed = num_cached
         self.was_told = False
+        if self.scheduled_ts is None:
+            self.num_cached, self.scheduled_ts = num_cached, time.monotonic()
 
     def move_out(self) -> tuple[int, array]:
         """Give up slot and pages; what is in flight will still be delivered."""
@@ -187,6 +195,9 @@ class Sequence:
         if self.matcher is not None or self.watch is not None:
             tokens = self._until_it_ends(tokens)
         self.token_ids += tokens
+        self.last_token_ts = time.monotonic()
+        if self.first_token_ts is None:
+            self.first_token_ts = self.last_token_ts
         if row.logprobs:
             self.logprobs += row.logprobs[: len(tokens)]
         if self.finish_reason is None:
@@ -212,7 +223,7 @@ class Sequence:
     def _finish_if_done(self, last: int) -> None:
         if last in self.request.stop_ids:
             self.finish_reason = "stop"
-            self.stop_reason = last if last in self.request.params.stop_token_ids else None
+            self.stop_reason = last if last in (self.request.params.stop_token_ids or ()) else None
         elif self.matcher is not None and self.matcher.is_finished:
             self.finish_reason = "stop"
         elif self.num_output >= self.request.max_tokens:

@@ -1,7 +1,7 @@
 """The engine in a training loop: rollouts out, new weights in, and nothing built twice."""
 
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ from specjax.rl.weights import (
     stage_target,
 )
 from specjax.sampling_params import SamplingParams
+from specjax.sleep import Sleep, change_weights, check_level, on_host
 from specjax.tokenizer import ChatTokenizer
 
 PAUSES = ("abort", "wait", "keep")
@@ -95,7 +96,7 @@ class RolloutEngine:
         self._loop = Loop(self._engine, self._llm.tokenizer, has_raw=raw_logprobs)
         self._turns = self._loop.turns
         self._starts = StartMaker(self._llm.request_maker)
-        self._sleep_level = 0
+        self._sleep = Sleep(self._engine)
         self._freshness = Freshness(self.metrics())
 
     @property
@@ -321,17 +322,14 @@ class RolloutEngine:
         Raises:
             ValueError: another level.
         """
-        if level not in (1, 2) or isinstance(level, bool):
-            raise ValueError(f"level={level!r} must be 1, caches and states, or 2, weights as well")
+        check_level(level)
         with self._turns:
             self._loop.check_open()
             if not self._loop.is_stopped(ASLEEP):
                 self._loop.hold("keep")
-                self._engine.release()
+                self._sleep.begin(1)
                 self._loop.stop(ASLEEP)
-            if level == 2:
-                self._change(lambda _, leaf: _on_host(leaf))
-            self._sleep_level = max(self._sleep_level, level)
+            self._sleep.begin(level)
 
     def wake_up(self) -> None:
         """Take back what `sleep` freed: weights as they were, or as they were updated since.
@@ -341,9 +339,7 @@ class RolloutEngine:
         with self._turns:
             self._loop.check_open()
             if self._loop.is_stopped(ASLEEP):
-                self._change(lambda _, leaf: jax.device_put(leaf, self._engine.device))
-                self._engine.renew()
-                self._sleep_level = 0
+                self._sleep.end()
                 self._loop.go(ASLEEP)
 
     def acceptance(self) -> list[VersionAcceptance]:
@@ -434,9 +430,9 @@ class RolloutEngine:
                 return leaf
             new = source.copy(leaf.dtype, engine.device)
             loop.is_torn |= i < num_target  # until the last of them is there
-            return _on_host(new) if self._sleep_level == 2 else new
+            return on_host(new) if self._sleep.level == 2 else new
 
-        self._change(change)
+        change_weights(engine, change)
         if version is not None:
             loop.is_torn, loop.version = False, version
         self.drafter_version += own is not None
@@ -447,26 +443,12 @@ class RolloutEngine:
         sources = (target or []) + (own or [])
         return WeightUpdate.of(number, sources, time.perf_counter() - start)
 
-    def _change(self, change: Callable[[int, Any], Any]) -> None:
-        """Replace the engine's arrays, of which no other reference is kept, one by one."""
-        leaves, tree = jax.tree.flatten(self._engine.params)
-        self._engine.params = Params(None, None)
-        try:
-            for i in range(len(leaves)):
-                leaves[i] = jax.block_until_ready(change(i, leaves[i]))
-        finally:
-            self._engine.params = jax.tree.unflatten(tree, leaves)
-
     def _mark(self) -> Mark:
         return Mark(self.version, self.drafter_version, self.metrics())
 
 
 def _ordered(rollouts: list[tuple[int, Rollout]]) -> RolloutBatch:
     return RolloutBatch(rollout for _, rollout in sorted(rollouts, key=lambda pair: pair[0]))
-
-
-def _on_host(leaf: Any) -> np.ndarray:
-    return np.array(jax.device_get(leaf))
 
 
 def _check_pause(mode: Any) -> None:

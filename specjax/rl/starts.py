@@ -95,7 +95,7 @@ class StartMaker:
                 f"prompt {i}",
                 request_id=("rollout", next(self._ids)),
             )
-            starts.append(Start(request, params, i))
+            starts.append(Start(request, params.clone(), i))
         return starts
 
     def _make_resumed(self, rollout: Rollout, where: str) -> Start:

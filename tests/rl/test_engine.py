@@ -24,6 +24,13 @@ def test_a_batch_has_every_sample_of_every_prompt_in_order(engine):
     assert len({one.seed for one in batch}) == len(batch)
 
 
+def test_rollouts_keep_the_parameters_they_were_drawn_under(engine):
+    params = replace(SAMPLED, max_tokens=3)
+    batch = engine.generate(PROMPTS[:1], params)
+    params.max_tokens = 5
+    assert {one.params.max_tokens for one in batch} == {3}
+
+
 def test_samples_share_the_pages_of_their_prompt(engine):
     before = engine.metrics()
     engine.generate([list(range(1, 29))], replace(SAMPLED, n=4))

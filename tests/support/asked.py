@@ -3,7 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ class Asked:
     Ids stand where a user gives texts, `processor` for the number of the logits processors.
     """
 
-    params: SamplingParams = SamplingParams()
+    params: SamplingParams = field(default_factory=SamplingParams)
     prompt: Sequence[int] = ()
     output: Sequence[int] = ()
     bad_words: Sequence[Sequence[int]] = ()

@@ -1,0 +1,72 @@
+"""Options that vLLM's `LLM` has and this one has not: passed over, or refused with the reason."""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+# Options that change neither outputs nor what may be asked for, whatever their value.
+PASSED_OVER = {
+    *("block_size", "swap_space", "num_gpu_blocks_override", "max_seq_len_to_capture"),
+    *("enforce_eager", "compilation_config", "cudagraph_capture_sizes", "optimization_level"),
+    *("disable_log_stats", "disable_custom_all_reduce", "disable_async_output_proc"),
+    *("disable_cascade_attn", "enable_chunked_prefill", "max_num_partial_prefills"),
+    *("distributed_executor_backend", "max_parallel_loading_workers", "attention_backend"),
+    *("limit_mm_per_prompt", "enable_sleep_mode", "ray_workers_use_nsight", "profiler_config"),
+    *("max_lora_rank", "max_loras", "observability_config", "use_tqdm_on_load"),
+}
+# Options that would change more, with the values that mean what is done anyway, and the reason.
+ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "trust_remote_code": ((False, None), "code of a checkpoint is never run"),
+    "enable_lora": ((False, None), "there are no LoRA adapters; merge them into the checkpoint"),
+    "quantization": ((None,), "weights are computed with in dtype"),
+    "kv_cache_dtype": (("auto",), "caches have the dtype of the weights"),
+    "load_format": (("auto", "safetensors"), "checkpoints are safetensors files"),
+    "pipeline_parallel_size": ((1,), "a model runs on one device"),
+    "data_parallel_size": ((1,), "a model runs on one device"),
+    "enable_expert_parallel": ((False, None), "a model runs on one device"),
+    "cpu_offload_gb": ((0, 0.0, None), "weights stay on the device; see sleep"),
+    "tokenizer": ((None,), "the tokenizer is the checkpoint's"),
+    "tokenizer_mode": (("auto", "hf"), "the tokenizer is the checkpoint's tokenizer.json"),
+    "tokenizer_revision": ((None,), "the tokenizer is the checkpoint's"),
+    "skip_tokenizer_init": ((False, None), "SamplingParams(detokenize=False) leaves out texts"),
+    "revision": ((None,), "download the revision, and give its folder"),
+    "code_revision": ((None,), "code of a checkpoint is never run"),
+    "download_dir": ((None,), "the environment variable HF_HOME says where downloads go"),
+    "hf_token": ((None,), "the environment variable HF_TOKEN has the token"),
+    "hf_config_path": ((None,), "the config is the checkpoint's"),
+    "hf_overrides": ((None, {}), "the config is the checkpoint's; edit its config.json"),
+    "generation_config": (
+        (None, "auto"),
+        "the checkpoint's is used where sampling_params are left out; pass SamplingParams()",
+    ),
+    "override_generation_config": ((None, {}), "pass SamplingParams with these values"),
+    "chat_template": ((None,), "pass it to chat"),
+    "mm_processor_kwargs": ((None, {}), "models here read text alone"),
+    "runner": (("auto", "generate"), "models here generate, and do nothing else"),
+    "task": (("auto", "generate"), "models here generate, and do nothing else"),
+    "convert": (("auto", "none"), "models here generate, and do nothing else"),
+    "logits_processors": ((None, []), "pass them in SamplingParams, as JAX functions"),
+    "kv_transfer_config": ((None,), "caches are not sent to other engines"),
+}
+
+
+def take_vllm_options(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that are not vLLM's either; one warning names those that are passed over.
+
+    Raises:
+        ValueError: an option of vLLM that would change what comes out; why it is not supported.
+    """
+    for name, value in given.items():
+        values, reason = ONE_VALUE.get(name, ((value,), ""))
+        # 0 == False: a value counts only as what it was written as.
+        if not any(value == one and type(value) is type(one) for one in values):
+            shown = " or ".join(map(repr, values))
+            raise ValueError(
+                f"{name}={value!r} is not supported: {reason}; leave it out (it is {shown})"
+            )
+    passed = [name for name in given if name in PASSED_OVER or name in ONE_VALUE]
+    if passed:
+        warnings.warn(
+            f"options of vLLM without effect here: {', '.join(passed)}", UserWarning, stacklevel=3
+        )
+    return {name: value for name, value in given.items() if name not in passed}

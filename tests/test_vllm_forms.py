@@ -1,0 +1,274 @@
+"""What vLLM's scripts may write is taken, or refused before anything is generated; simulated."""
+
+import dataclasses
+import json
+
+import pytest
+from support.refusals import label, refusal
+from support.scripts import TextScript
+from support.texts import letters_folder, simulated_llm
+
+from specjax import LLM, CheckpointError, RequestOutputKind, SamplingParams, StructuredOutputsParams
+from specjax.generation_config import read_default_params
+from specjax.vllm_options import ONE_VALUE, PASSED_OVER, take_vllm_options
+
+VOCAB = 96
+TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints):
+    folder = checkpoints.copy(letters_folder(checkpoints))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.5, "top_k": 7, "max_new_tokens": 5, "do_sample": True})
+    )
+    return folder
+
+
+@pytest.fixture(scope="module")
+def llm(folder):
+    with simulated_llm(folder, script=TextScript(VOCAB)) as llm:
+        yield llm
+
+
+# --- sampling parameters --------------------------------------------------------------------------
+
+
+def test_positions_are_vllms():
+    values = [2, 0.1, 0.2, 1.5, 0.5, 0.9, 3, 0.05, 11, ["x"], [4], True, 20, 1, 2, 3]
+    names = (
+        "n presence_penalty frequency_penalty repetition_penalty temperature top_p top_k min_p "
+        "seed stop stop_token_ids ignore_eos max_tokens min_tokens logprobs prompt_logprobs"
+    ).split()
+    assert SamplingParams(*values) == SamplingParams(**dict(zip(names, values, strict=True)))
+    with pytest.raises(TypeError):
+        SamplingParams(*values, False)
+
+
+def test_none_is_what_was_left_out():
+    names = "seed", "stop", "stop_token_ids", "bad_words", "logit_bias", "logits_processors"
+    assert SamplingParams(**dict.fromkeys(names)) == SamplingParams() == SamplingParams(seed=-1)
+
+
+def test_fields_are_assigned_and_checked_before_anything_is_generated(llm):
+    params = SamplingParams(temperature=0, ignore_eos=True)
+    params.max_tokens = 3
+    params.stop_token_ids = None
+    assert len(llm.generate([1, 2], params, use_tqdm=False)[0].outputs[0].token_ids) == 3
+    before = llm.metrics()
+    params.top_p = 7.0
+    refusal(lambda: llm.generate([1, 2], params, use_tqdm=False), "top_p=7.0", "(0, 1]")
+    refusal(params.clone, "top_p=7.0")
+    assert llm.metrics() == before
+    with pytest.raises(AttributeError):
+        params.max_token = 4
+
+
+def test_a_request_has_parameters_of_its_own(llm):
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    stream = llm.generate_stream([1, 2], params)
+    params.max_tokens = 2
+    assert len([*stream][-1].outputs[0].token_ids) == 6
+    copy = params.clone()
+    copy.max_tokens = 9
+    assert params.max_tokens == 2
+
+
+def test_truncated_prompts(llm):
+    def ids(limit, **more):
+        params = SamplingParams(temperature=0, max_tokens=4, truncate_prompt_tokens=limit)
+        (output,) = llm.generate([list(range(1, 41))], params, use_tqdm=False, **more)
+        return output.prompt_token_ids
+
+    assert ids(3) == [38, 39, 40] and ids(60) == ids(None) == list(range(1, 41))
+    assert ids(None, tokenization_kwargs={"truncate_prompt_tokens": 2}) == [39, 40]
+    params = SamplingParams(max_tokens=8, truncate_prompt_tokens=-1)
+    (output,) = llm.generate([[1] * 200], params, use_tqdm=False)
+    assert len(output.prompt_token_ids) == llm.request_maker.config.max_model_len - 8
+    refusal(
+        lambda: llm.generate([1], tokenization_kwargs={"padding": True}, use_tqdm=False),
+        "tokenization_kwargs",
+        "padding",
+    )
+
+
+def test_special_tokens_in_texts(llm, folder):
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    shown = dataclasses.replace(params, skip_special_tokens=False)
+    prompts, decode = [[i] for i in range(32)], llm.tokenizer.tokenizer.decode
+    bare = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
+    full = [one.outputs[0] for one in llm.generate(prompts, shown, use_tqdm=False)]
+    assert [o.text for o in bare] == [decode(o.token_ids) for o in bare]
+    assert [o.text for o in full] == [decode(o.token_ids, skip_special_tokens=False) for o in full]
+    assert any("</s>" in o.text for o in full) and not any("</s>" in o.text for o in bare)
+    *_, grown = llm.generate_stream(prompts[:1], shown)
+    assert grown.outputs[0].text == full[0].text
+    refusal(
+        lambda: SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False),
+        "spaces_between_special_tokens=False",
+    )
+
+
+@pytest.mark.parametrize("kind", RequestOutputKind)
+def test_streams_give_what_output_kind_says(llm, kind):
+    params = SamplingParams(temperature=0, max_tokens=9, n=2, logprobs=1, ignore_eos=True)
+    whole = llm.generate([[1, 2], [3]], params, use_tqdm=False)
+    params.output_kind = kind
+    assert llm.generate([[1, 2], [3]], params, use_tqdm=False) != []
+    seen: dict = {}
+    for output in llm.generate_stream([[1, 2], [3]], params):
+        seen.setdefault(output.request_id, []).append(output)
+    for outputs, expected in zip(seen.values(), whole, strict=True):
+        assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
+        assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
+        for i, sample in enumerate(expected.outputs):
+            parts = [one for output in outputs for one in output.outputs if one.index == i]
+            if kind is RequestOutputKind.DELTA:
+                assert sum((part.token_ids for part in parts), []) == sample.token_ids
+                assert sum((part.logprobs for part in parts), []) == sample.logprobs
+                assert "".join(part.text for part in parts) == sample.text
+            else:
+                assert parts[-1] == sample
+
+
+def test_the_checkpoints_parameters_are_the_defaults(llm, folder, tmp_path):
+    named = SamplingParams(temperature=0.5, top_k=7, max_tokens=5)
+    assert llm.get_default_sampling_params() == named
+    stream = llm.generate_stream([1, 2])
+    assert len([*stream][-1].outputs[0].token_ids) <= 5
+    assert read_default_params(tmp_path) == SamplingParams()
+    (tmp_path / "generation_config.json").write_text('{"top_p": 3}')
+    with pytest.raises(CheckpointError, match="generation_config.json: top_p=3"):
+        read_default_params(tmp_path)
+
+
+def test_any_json_object():
+    assert StructuredOutputsParams(json_object=True).json == {"type": "object"}
+    refusal(lambda: StructuredOutputsParams(json_object=True, regex="a"), "exactly one")
+    refusal(lambda: StructuredOutputsParams(json_object=False, regex="a"), "json_object=False")
+
+
+# --- conversations --------------------------------------------------------------------------------
+
+
+def prompt_of(llm, content, **options):
+    talk = [{"role": "user", "content": content}]
+    params = SamplingParams(max_tokens=1)
+    return llm.chat(talk, params, use_tqdm=False, **options)[0].prompt
+
+
+def test_parts_of_a_content_are_joined_as_text(llm):
+    parts = [{"type": "text", "text": "hi"}, {"type": "text", "text": "you"}]
+    template = TEMPLATE.replace("m.content", "m.content | length")
+    assert prompt_of(llm, parts[:1]) == prompt_of(llm, "hi") == "user:hi;"
+    assert prompt_of(llm, parts, chat_template=template) == "user:6;"
+    options = {"chat_template": template, "chat_template_content_format": "openai"}
+    assert prompt_of(llm, parts, **options) == "user:2;"
+
+
+@pytest.mark.parametrize(
+    "message, words",
+    [
+        ({"rol": "user"}, ["[0]", "'rol'", "role, content"]),
+        ({"content": "hi"}, ["[0]", "role"]),
+        ({"role": "user"}, ["[0]", "content"]),
+        ({"role": "user", "content": None}, ["[0]", "content"]),
+        ({"role": "user", "content": 5}, ["content=5"]),
+        ({"role": "user", "content": [5]}, ["content[0]=5"]),
+        ({"role": "user", "content": [{"type": "text"}]}, ["content[0]"]),
+        ({"role": "user", "content": [{"type": "image_url"}]}, ["'image_url'", "text alone"]),
+        ({"role": 3, "content": "hi"}, ["role"]),
+        ("hi", ["'hi'"]),
+    ],
+    ids=label,
+)
+def test_bad_messages(llm, message, words):
+    before = llm.metrics()
+    talk = [message, {"role": "user", "content": "hi"}]
+    talk = [talk] if isinstance(message, str) else talk
+    refusal(lambda: llm.chat(talk, use_tqdm=False), *words)
+    assert llm.metrics() == before
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"chat_template_content_format": "xml"}, ["content_format='xml'", "openai"]),
+        ({"continue_final_message": True}, ["add_generation_prompt=False"]),
+        ({"chat_template_kwargs": {"messages": []}}, ["chat_template_kwargs", "'messages'"]),
+        ({"chat_template": "{{ oops("}, ["chat template", "failed"]),
+        ({"lora_request": 1}, ["lora_request"]),
+    ],
+    ids=label,
+)
+def test_bad_settings_of_chat(llm, options, words):
+    refusal(lambda: prompt_of(llm, "hi", **options), *words)
+
+
+# --- the LLM's own --------------------------------------------------------------------------------
+
+
+def test_sleep(llm):
+    params = SamplingParams(temperature=0, max_tokens=4)
+    before = llm.generate([1, 2], params, use_tqdm=False)[0].outputs
+    for level in 1, 2:
+        llm.sleep(level)
+        with pytest.raises(RuntimeError, match="wake_up"):
+            llm.generate([1, 2], params, use_tqdm=False)
+        llm.wake_up()
+        assert llm.generate([1, 2], params, use_tqdm=False)[0].outputs == before
+    refusal(lambda: llm.sleep(3), "level=3", "1,")
+
+
+def test_no_sleep_and_no_reset_while_requests_run(llm):
+    samples = llm.start(llm.make_request([1, 2], SamplingParams(max_tokens=4), request_id="one"))
+    assert not llm.reset_prefix_cache()
+    with pytest.raises(RuntimeError, match="not finished"):
+        llm.sleep()
+    while llm.engine.has_work:
+        llm.engine.step()
+    assert samples.is_finished and llm.reset_prefix_cache()
+
+
+def test_a_profile_is_written(llm, tmp_path):
+    llm.start_profile(str(tmp_path))
+    llm.generate([1, 2], SamplingParams(max_tokens=2), use_tqdm=False)
+    llm.stop_profile()
+    assert [*tmp_path.rglob("*.xplane.pb")]
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def test_options_without_effect_are_named_in_one_warning():
+    given = {"swap_space": 4, "enforce_eager": True, "trust_remote_code": False, "sleepy": 1}
+    with pytest.warns(UserWarning) as found:
+        left = take_vllm_options(given)
+    assert left == {"sleepy": 1} and len(found) == 1
+    assert "swap_space, enforce_eager, trust_remote_code" in str(found[0].message)
+    assert take_vllm_options({}) == {} and not PASSED_OVER & set(ONE_VALUE)
+
+
+@pytest.mark.parametrize(
+    "option, words",
+    [
+        ({"enable_lora": True}, ["LoRA", "merge"]),
+        ({"quantization": "fp8"}, ["quantization='fp8'", "dtype"]),
+        ({"pipeline_parallel_size": 2}, ["one device"]),
+        ({"trust_remote_code": True}, ["never run"]),
+        ({"load_format": "dummy"}, ["safetensors"]),
+        ({"generation_config": "vllm"}, ["SamplingParams()"]),
+        ({"enable_lora": 0}, ["enable_lora=0"]),
+    ],
+    ids=label,
+)
+def test_options_that_would_change_more_are_refused(folder, option, words):
+    refusal(lambda: LLM(folder, **option), *option, *words)
+
+
+def test_unknown_options_stay_errors(folder):
+    with pytest.raises(TypeError, match="enforce_eagre"):
+        LLM(folder, enforce_eagre=True)
+    parameters = set(LLM.__init__.__annotations__)
+    assert not (PASSED_OVER | set(ONE_VALUE)) & parameters

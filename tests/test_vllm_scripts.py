@@ -1,0 +1,240 @@
+"""Scripts written with vLLM's names run when only their import line changes.
+
+Their engines have one size, plain but for the script that drafts. What a script would print is
+held against the tokens that the LLM gives without vLLM's names, or against what it asked for.
+"""
+
+import asyncio
+import json
+import re
+
+import pytest
+from support.engines import SIZES
+
+from specjax import (
+    LLM,
+    AsyncLLM,
+    RequestOutputKind,
+    SamplingParams,
+    StructuredOutputsParams,
+    TextPrompt,
+    TokensPrompt,
+)
+from specjax.demo import demo_folder
+from specjax.metric_reader import Counter, Vector
+
+MODEL = str(demo_folder("demo-llama"))
+PROMPTS = ["Question: What is 2 + 3?\nAnswer:", "Question: Who is Anna?\nAnswer:"]
+PREFIX = "Question: There are three red boxes. How many boxes are there?\nAnswer:"
+OURS = dict(SIZES)  # sizes that all tests compile once
+
+
+@pytest.fixture(scope="module")
+def llm():
+    with LLM(model=MODEL, **OURS) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(llm):
+    """What the prompts give greedily, from token ids."""
+    ids = [llm.tokenizer.encode(prompt) for prompt in PROMPTS]
+    params = SamplingParams(temperature=0, max_tokens=12)
+    return [one.outputs[0].token_ids for one in llm.generate(ids, params, use_tqdm=False)]
+
+
+def test_basic(llm, expected):
+    sampling_params = SamplingParams(temperature=0.0, max_tokens=12)
+    outputs = llm.generate(PROMPTS, sampling_params)
+    for prompt, output, ids in zip(PROMPTS, outputs, expected, strict=True):
+        assert output.prompt == prompt and isinstance(output.request_id, str)
+        assert output.finished and output.outputs[0].finished()
+        assert list(output.outputs[0].token_ids) == ids
+        assert output.outputs[0].text == llm.get_tokenizer().decode(ids, skip_special_tokens=True)
+        metrics = output.metrics
+        assert metrics.num_generation_tokens == len(ids)
+        assert metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts
+        assert 0 < metrics.first_token_latency <= metrics.last_token_ts - metrics.queued_ts
+    outputs = llm.generate([TextPrompt(prompt=prompt) for prompt in PROMPTS], sampling_params)
+    assert [one.outputs[0].token_ids for one in outputs] == expected
+
+
+def test_chat(llm):
+    conversation = [
+        {"role": "user", "content": "Hello"},
+        {"role": "assistant", "content": "Hello! How can I help?"},
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "two?"}],
+        },
+    ]
+    sampling_params = llm.get_default_sampling_params()
+    sampling_params.max_tokens = 8
+    sampling_params.temperature = 0
+    outputs = llm.chat(conversation, sampling_params, use_tqdm=False)
+    written = (
+        "<s>Question: Hello\nAnswer: Hello! How can I help?</s>Question: What is\ntwo?\nAnswer:"
+    )
+    assert outputs[0].prompt == written
+    tokenizer = llm.get_tokenizer()
+    ids = tokenizer.encode(written, add_special_tokens=False)
+    assert outputs[0].prompt_token_ids == ids
+    alone = llm.generate(TokensPrompt(prompt_token_ids=ids), sampling_params, use_tqdm=False)
+    assert outputs[0].outputs == alone[0].outputs
+    assert llm.get_default_sampling_params().max_tokens == 16  # a copy was changed
+
+
+def test_chat_template_kwargs_and_continuation(llm):
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+        "{% if not enable_thinking %}(no thinking)\n{% endif %}"
+        "{% if tools %}{{ tools | tojson }}\n{% endif %}"
+        "{% if add_generation_prompt %}assistant:{% endif %}"
+    )
+    ask = [{"role": "user", "content": "hi"}]
+    params = SamplingParams(max_tokens=2, temperature=0)
+    (output,) = llm.chat(
+        ask,
+        params,
+        use_tqdm=False,
+        chat_template=template,
+        tools=[{"name": "z<a>"}],
+        chat_template_kwargs={"enable_thinking": False},
+    )
+    assert output.prompt == 'user: hi\n(no thinking)\n[{"name": "z<a>"}]\nassistant:'
+    (output,) = llm.chat(
+        [*ask, {"role": "assistant", "content": " The answer "}],
+        params,
+        use_tqdm=False,
+        chat_template=template,
+        add_generation_prompt=False,
+        continue_final_message=True,
+    )
+    assert output.prompt == "user: hi\nassistant:  The answer "
+
+
+def test_prefix_caching(llm):
+    assert llm.reset_prefix_cache()
+    params = SamplingParams(temperature=0, max_tokens=4)
+    outputs = [llm.generate(PREFIX + end, params, use_tqdm=False)[0] for end in (" 1", " 2")]
+    first, second = (output.num_cached_tokens for output in outputs)
+    page = SIZES["page_size"]
+    num_shared = len(llm.get_tokenizer().encode(PREFIX))
+    assert first == 0 and num_shared - page <= second <= num_shared and second % page == 0
+    assert llm.reset_prefix_cache()
+    (again,) = llm.generate(PREFIX + " 2", params, use_tqdm=False)
+    assert again.num_cached_tokens == 0 and again.outputs == outputs[1].outputs
+
+
+def test_logprobs(llm):
+    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
+    completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
+    assert completion.logprobs is not None and len(completion.logprobs) == 3
+    for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
+        assert entry[token_id].rank == 1 and isinstance(entry[token_id].decoded_token, str)
+        assert max(one.logprob for one in entry.values()) == entry[token_id].logprob <= 0
+    with pytest.raises(ValueError, match="logprobs=-1.*max_logprobs=20"):
+        llm.generate(PROMPTS[0], SamplingParams(logprobs=-1), use_tqdm=False)
+
+
+def test_structured_outputs(llm):
+    pytest.importorskip("llguidance")
+    kinds = [
+        StructuredOutputsParams(choice=["Positive", "Negative"]),
+        StructuredOutputsParams(regex=r"\d{2}-\d{2}"),
+        StructuredOutputsParams(json_object=True),
+    ]
+    texts = []
+    for kind in kinds:
+        params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=kind)
+        texts.append(llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0])
+    assert texts[0].text in ("Positive", "Negative")
+    assert re.fullmatch(r"\d{2}-\d{2}", texts[1].text)
+    assert texts[2].text.lstrip().startswith("{")
+    if texts[2].finish_reason == "stop":
+        assert isinstance(json.loads(texts[2].text), dict)
+
+
+def test_samples_of_a_prompt(llm):
+    params = SamplingParams(n=3, temperature=0.8, max_tokens=6, seed=7)
+    (output,) = llm.generate(PROMPTS[:1], params)
+    assert [one.index for one in output.outputs] == [0, 1, 2]
+    assert len({one.text for one in output.outputs}) > 1
+    (again,) = llm.generate(PROMPTS[:1], params.clone())
+    assert again.outputs == output.outputs
+
+
+def test_parameters_per_prompt(llm, expected):
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 5)]
+    shown = []
+
+    class Bar:
+        def __init__(self, total, desc, **_):
+            shown.append(total)
+
+        def update(self, number):
+            shown.append(number)
+
+        def close(self):
+            shown.append("closed")
+
+    outputs = llm.generate(PROMPTS, params, use_tqdm=Bar, lora_request=None)
+    ids = [output.outputs[0].token_ids for output in outputs]
+    assert ids == [expected[0][:3], expected[1][:5]]
+    assert shown[0] == 2 == sum(shown[1:-1]) and shown[-1] == "closed"
+
+
+def test_ngram_speculation(expected):
+    with pytest.warns(UserWarning, match="without effect here: disable_log_stats, enforce_eager$"):
+        llm = LLM(
+            model=MODEL,
+            speculative_config={
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "prompt_lookup_max": 4,
+                "prompt_lookup_min": 2,
+            },
+            disable_log_stats=False,
+            enforce_eager=True,
+            **OURS,
+        )
+    params = SamplingParams(temperature=0, max_tokens=12)
+    outputs = llm.generate(PROMPTS, params)
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    counts, per_position = {}, []
+    for metric in llm.get_metrics():
+        if isinstance(metric, Counter):
+            counts[metric.name] = metric.value
+        elif isinstance(metric, Vector) and metric.name.endswith("_accepted_tokens_per_pos"):
+            per_position = metric.values
+    assert counts["vllm:spec_decode_num_drafts"] > 0
+    assert counts["vllm:spec_decode_num_accepted_tokens"] == sum(per_position)
+    llm.close()
+
+
+def test_async_streaming(expected):
+    async def stream(engine: AsyncLLM, kind: RequestOutputKind) -> list:
+        params = SamplingParams(temperature=0, max_tokens=12, output_kind=kind)
+        outputs = engine.generate(PROMPTS[0], params, request_id=f"stream-{kind.name}")
+        return [output async for output in outputs]
+
+    async def stream_all() -> list:
+        async with AsyncLLM(MODEL, **OURS) as engine:
+            delta = SamplingParams(
+                temperature=0, max_tokens=12, output_kind=RequestOutputKind.DELTA
+            )
+            whole = await engine.generate(TextPrompt(prompt=PROMPTS[0]), delta)
+            return [whole, *[await stream(engine, kind) for kind in RequestOutputKind]]
+
+    whole, *streams = asyncio.run(stream_all())
+    assert whole.outputs[0].token_ids == expected[0]
+    for kind, seen in zip(RequestOutputKind, streams, strict=True):
+        assert {one.request_id for one in seen} == {f"stream-{kind.name}"}
+        assert [one.finished for one in seen] == [False] * (len(seen) - 1) + [True]
+        ids = [list(one.outputs[0].token_ids) for one in seen]
+        texts = [one.outputs[0].text for one in seen]
+        if kind is RequestOutputKind.DELTA:
+            ids, texts = [sum(ids, [])], ["".join(texts)]
+        elif kind is RequestOutputKind.FINAL_ONLY:
+            assert len(seen) == 1
+        assert ids[-1] == expected[0] and texts[-1] == whole.outputs[0].text
