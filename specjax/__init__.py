@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from specjax.request import CompletionOutput, Logprob, RequestOutput
     from specjax.sampling_params import SamplingParams, StructuredOutputs
 
+__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

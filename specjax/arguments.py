@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from specjax.config import DTYPES, METHODS, OWN_METHODS
-from specjax.demo import TARGET, locate
+from specjax.demo import TARGET
 
 # A drafter of which `info` asks no more than what it takes.
 OWN_SHAPE = "a head of the model's own shape, without weights"
@@ -44,7 +44,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def read_speculation(
     args: argparse.Namespace, *, takes_shapes: bool = False
 ) -> dict[str, Any] | None:
-    """The `speculative_config` of an LLM, demo names resolved; None for plain decoding.
+    """The `speculative_config` of an LLM; None for plain decoding.
 
     With `takes_shapes`, the drafter of method "eagle" is OWN_SHAPE where none is named.
     """
@@ -66,8 +66,6 @@ def read_speculation(
         if given:
             raise ValueError(f"--speculative-config says it all; leave out {given[0]}")
         config = read_object("--speculative-config", args.speculative_config)
-    if isinstance(config.get("model"), str) and config["model"] != OWN_SHAPE:
-        config["model"] = str(locate(config["model"]))
     return config
 
 

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from specjax import arguments
+from specjax import __version__, arguments
 from specjax.bench import command as bench
 from specjax.demo import TARGET
 from specjax.h200 import arguments as h200
@@ -65,6 +65,7 @@ def _fail(message: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="specjax", description="Lossless speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"specjax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, add_arguments: Callable[[argparse.ArgumentParser], None], text: str) -> None:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from specjax.arguments import read_object, read_speculation
-from specjax.demo import locate
 from specjax.llm import LLM, Prompt
 from specjax.request import RequestOutput
 from specjax.sampling_params import SamplingParams
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace) -> int:
         num_tokens = min(_MAX_NUM_BATCHED_TOKENS, 128 * max(1, num_seqs))
     show_progress = sys.stdout.isatty() and not args.json
     with LLM(
-        locate(args.model),
+        args.model,
         speculative_config=read_speculation(args),
         dtype=args.dtype,
         max_model_len=args.max_model_len,

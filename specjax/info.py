@@ -19,7 +19,6 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.hub import resolve
 from specjax.config import DTYPES, EngineConfig, SpeculativeConfig
-from specjax.demo import locate
 from specjax.device.cache.recurrent import HybridCache
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Drafter, NoDrafter
@@ -134,7 +133,7 @@ def open_source(model: str | Path) -> Source:
     path = Path(model).expanduser()
     if path.suffix == ".json" and not path.is_dir():
         return Source(HFConfig(read_json(path.parent, path.name), str(path)), None, False)
-    folder = resolve(locate(str(model)))
+    folder = resolve(model)
     has_weights = any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
     return Source(read_config(folder), folder, has_weights)
 
@@ -322,17 +321,22 @@ def describe_drafter(config: SpeculativeConfig, setup: Setup) -> dict[str, Any]:
 def describe_cache(setup: Setup, dtype: str) -> dict[str, Any]:
     """What the caches take, per token and per request, and what snapshots would take."""
     own, drafter = setup.caches(dtype)
+    has_drafter = not isinstance(setup.drafter, NoDrafter)
     kv = [cache.per_page // setup.page_size for cache in (own, drafter)]
     slot, num_states = setup.slot(dtype), setup.num_drafts + 1
     return {
         "dtype": dtype,
-        "kv_bytes_per_token": {"target": kv[0], "drafter": kv[1], "all": sum(kv)},
+        "kv_bytes_per_token": {
+            "target": kv[0],
+            "drafter": kv[1] if has_drafter else None,
+            "all": sum(kv),
+        },
         "slot_bytes": slot and {**slot._asdict(), "all": sum(slot)},
         "slot_over_state": slot and sum(slot) / slot.state,
         "num_snapshots": slot and num_states,
         "snapshot_bytes": slot and num_states * slot.state,
         "snapshots_over_state": slot and float(num_states),
-        "drafter_slot_bytes": drafter.per_slot,
+        "drafter_slot_bytes": drafter.per_slot if has_drafter else None,
     }
 
 
@@ -411,6 +415,8 @@ def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def as_text(key: str, value: Any) -> str:
     """A value as text; counts of bytes in readable units."""
+    if value is None:
+        return "none"
     if isinstance(value, Mapping):
         return ", ".join(f"{name}: {as_text(key, item)}" for name, item in value.items())
     if isinstance(value, list | tuple):

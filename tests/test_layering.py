@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module imports from its own line or from those above it; the first entry that fits it counts.
 LAYERS = [
-    ["pallas_kernels", "specjax.checkpoint"],
+    ["pallas_kernels", "specjax.checkpoint", "specjax.demo"],
     ["specjax.config", "specjax.sampling_params", "specjax.request"],
     ["specjax.host", "specjax.host.grammar", "specjax.device"],
     ["specjax.batch", "specjax.metrics"],
@@ -21,8 +21,7 @@ LAYERS = [
     [
         *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts"),
         *("specjax.outputs", "specjax.dynamic_k", "specjax.llm"),
-        *("specjax.async_llm", "specjax.demo"),
-        "specjax.environment",
+        *("specjax.async_llm", "specjax.environment"),
     ],
     ["specjax.arguments"],
     [

@@ -14,6 +14,7 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from specjax.checkpoint.config_json import read_json
+from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.save import save_checkpoint
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters import eagle, eagle3
@@ -95,11 +96,11 @@ def _answers(args: Namespace) -> None:
 
 
 def _drafter(args: Namespace) -> None:
-    dtype = np.dtype("float32")
-    target, target_params = load_model(args.target, dtype)
+    folder = resolve(args.target)
+    target, target_params = load_model(folder, np.dtype("float32"))
     if not isinstance(target, llama.Llama):
         raise ValueError(f"--target {args.target}: EAGLE heads are trained for dense decoders")
-    tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     documents = read_documents(args.data, tokenizer)
     common = target, target_params, documents, _runs(args), _schedule(args)
     if args.kind == "eagle1":
@@ -122,10 +123,11 @@ def _drafter(args: Namespace) -> None:
 
 
 def _mtp(args: Namespace) -> None:
-    target, target_params = load_model(args.target, np.dtype("float32"))
+    folder = resolve(args.target)
+    target, target_params = load_model(folder, np.dtype("float32"))
     if not isinstance(target, qwen3_5.Qwen35):
         raise ValueError(f"--target {args.target}: only hybrid decoders have an MTP module")
-    tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     documents = read_documents(args.data, tokenizer)
     head, params, log = train_mtp(
         target,
@@ -140,11 +142,11 @@ def _mtp(args: Namespace) -> None:
         args.out,
         (target.specs(), head.specs()),
         (target_params, params),
-        read_json(args.target, "config.json"),
+        read_json(folder, "config.json"),
         dtype=jax.numpy.dtype(args.dtype),
     )
     for name in "tokenizer.json", "tokenizer_config.json":
-        shutil.copyfile(args.target / name, args.out / name)
+        shutil.copyfile(folder / name, args.out / name)
     _write_drafter_card(args, documents, params, log)
 
 
