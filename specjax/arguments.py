@@ -35,8 +35,15 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Declare the sizes of an engine."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    group.add_argument("--max-model-len", type=int, help="default: the model's own, at most 8192")
+    group.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="default: auto, the checkpoint's on a GPU, float32 on a CPU",
+    )
+    group.add_argument(
+        "--max-model-len", type=int, help="default: the model's own, on a CPU at most 8192"
+    )
     group.add_argument("--max-num-seqs", type=int, help="requests that run together, at most")
     group.add_argument("--page-size", type=int, default=16, help="default: %(default)s")
 

@@ -4,6 +4,7 @@ Nothing imported here imports JAX, so that `--help` answers at once.
 """
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -26,6 +27,7 @@ _MODULES = {
     "info": "specjax.info",
     "info --compile": "specjax.h200.command",
 }
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
 
 
@@ -52,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except (ValueError, NotImplementedError) as error:
         return _fail(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        remedy = "; free some space, or name another place" if error.errno in _FULL else ""
+        return _fail(f"{error.filename}: {error.strerror}{remedy}")
     except KeyboardInterrupt:
         print("specjax: interrupted", file=sys.stderr)
         return 130

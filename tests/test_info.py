@@ -11,6 +11,7 @@ import pytest
 from specjax import info
 from specjax.cli import main
 from specjax.config import SpeculativeConfig
+from specjax.memory import Memory
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CONFIGS = BENCHMARKS / "configs"
@@ -233,7 +234,8 @@ def test_attention_alone_has_pages_and_no_slots(capsys, reports):
     assert not re.search("slot bytes +state|snapshot|^drafter$", capsys.readouterr().out, re.M)
 
 
-def test_requests_add_up(capsys):
+def test_requests_add_up(capsys, monkeypatch):
+    monkeypatch.setattr("specjax.memory.read_memory", lambda: None)  # no limit on pages
     argv = [
         "--model",
         str(CONFIGS / "Qwen3.5-9B"),
@@ -304,7 +306,8 @@ def agrees(value, parsed):
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-27B", LLAMA])
-def test_json_and_text_agree(capsys, name):
+def test_json_and_text_agree(capsys, name, monkeypatch):
+    monkeypatch.setattr("specjax.memory.read_memory", lambda: Memory("the machine", 2**33, None))
     argv = [str(CONFIGS / name), *([] if name == LLAMA else ["--method", "mtp"])]
     report = run_json(capsys, *argv)
     assert main(["info", *argv]) == 0
@@ -368,7 +371,7 @@ def test_a_pool_that_does_not_fit_the_device_is_a_reason(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no room")
 
-    monkeypatch.setattr(info, "default_num_pages", refuse)
+    monkeypatch.setattr("specjax.memory.EngineNeeds.num_pages", refuse)
     device = describe("Qwen3.5-0.8B")["this_device"]
     assert device["reason"] == "no room" and device["max_full_length_requests"] == 0
 

@@ -16,7 +16,7 @@ LAYERS = [
     ["specjax.config", "specjax.sampling_params", "specjax.request"],
     ["specjax.host", "specjax.host.grammar", "specjax.device"],
     ["specjax.batch", "specjax.metrics"],
-    ["specjax.programs", "specjax.replay", "specjax.memory"],
+    ["specjax.programs", "specjax.replay", "specjax.memory", "specjax.defaults"],
     ["specjax.engine", "specjax.precompile"],
     [
         *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts"),

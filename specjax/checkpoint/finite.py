@@ -49,3 +49,19 @@ def _on_host(array: np.ndarray) -> bool:
 @jax.jit
 def _on_device(array: jax.Array) -> jax.Array:
     return jnp.isfinite(array).all()
+
+
+def check_params(params: Any) -> None:
+    """Refuse a tree with NaN or infinity.
+
+    Raises:
+        ValueError: with the paths of such arrays.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    are_finite = jax.device_get([all_finite(leaf) for _, leaf in leaves])
+    bad = [path for (path, _), ok in zip(leaves, are_finite, strict=True) if not ok]
+    if bad:
+        names = ", ".join(jax.tree_util.keystr(path) for path in bad[:5])
+        raise ValueError(
+            f"params has NaN or infinity in {names}; bring the parameters of a model that works"
+        )

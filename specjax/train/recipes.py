@@ -16,6 +16,7 @@ from tokenizers import Tokenizer
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.save import save_checkpoint
+from specjax.checkpoint.writing import write_whole
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters import eagle, eagle3
 from specjax.device.models import llama, qwen3_5
@@ -85,14 +86,15 @@ def _answers(args: Namespace) -> None:
     ]
     with LLM(args.target, max_num_seqs=args.batch_size, max_model_len=512, seed=args.seed) as llm:
         outputs = llm.generate([texts[i] for i in order], params)
+    rows = [
+        {
+            "prompt_token_ids": output.prompt_token_ids,
+            "output_token_ids": output.outputs[0].token_ids,
+        }
+        for output in outputs
+    ]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w") as file:
-        for output in outputs:
-            row = {
-                "prompt_token_ids": output.prompt_token_ids,
-                "output_token_ids": output.outputs[0].token_ids,
-            }
-            file.write(json.dumps(row) + "\n")
+    write_whole(args.out, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _drafter(args: Namespace) -> None:
@@ -183,14 +185,14 @@ def _runs(args: Namespace) -> Path:
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_whole(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_whole(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _write_card(
@@ -209,7 +211,7 @@ def _write_card(
         "",
         *(f"- {name}: {value}" for name, value in facts.items()),
     ]
-    (args.out / "README.md").write_text("\n".join(lines) + "\n")
+    write_whole(args.out / "README.md", "\n".join(lines) + "\n")
     Console(stderr=True).print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 
