@@ -29,7 +29,7 @@ from report import RESULTS, provenance, summary, write_result
 from specjax import LLM, AsyncLLM, RequestOutput, SamplingParams
 from specjax.bench.identity import NEAR_TIE, Identity, compare
 from specjax.checkpoint.hub import resolve
-from specjax.demo import DRAFTERS, TARGET, locate
+from specjax.demo import DRAFTERS, TARGET
 from specjax.device.models.registry import describe_model, read_config
 
 LONGEST_PROMPT, MOST_TOKENS = 200, 48
@@ -72,7 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the load, then compare; 0 if nothing was amiss."""
     settings = read_settings(arguments)
     source = provenance()
-    model = locate(settings.model)
+    model = settings.model
     return measure(model, drafter_of(settings), settings, source, SIZES)
 
 
@@ -131,10 +131,10 @@ def drafter_of(settings: argparse.Namespace) -> dict[str, Any] | None:
     """The speculation of a demo checkpoint."""
     if settings.method == "none":
         return None
-    folder = locate(DRAFTERS[settings.model][settings.method])
+    folder = DRAFTERS[settings.model][settings.method]
     return {
         "method": settings.method,
-        "model": None if settings.method == "mtp" else str(folder),
+        "model": None if settings.method == "mtp" else folder,
         "num_speculative_tokens": settings.k,
     }
 

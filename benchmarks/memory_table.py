@@ -106,7 +106,7 @@ def slot_row(name: str, report: dict[str, Any]) -> list[Any]:
     cache = report["cache"]
     kv = cache["kv_bytes_per_token"]
     row = [name, report["weights"]["num_parameters"] / 1e9]
-    row.append(f"{kv['target'] // KIB} + {kv['drafter'] // KIB}")
+    row.append(f"{kv['target'] // KIB} + {(kv['drafter'] or 0) // KIB}")
     if cache["slot_bytes"] is None:
         return [*row, *["-"] * 5]
     return [

@@ -9,7 +9,6 @@ import numpy as np
 from arithmetic import Question, reward
 
 from specjax import SamplingParams
-from specjax.demo import locate
 from specjax.rl import RolloutBatch, RolloutEngine
 
 TARGET, DRAFTER = "demo-llama", "demo-llama-eagle3"
@@ -57,11 +56,11 @@ class Engines:
     @classmethod
     def build(cls, seed: int) -> "Engines":
         """With the demo checkpoints."""
-        drafting = {"method": "eagle3", "model": str(locate(DRAFTER))}
+        drafting = {"method": "eagle3", "model": DRAFTER}
 
         def engine(speculation: Mapping[str, Any] | None) -> RolloutEngine:
             return RolloutEngine(
-                str(locate(TARGET)),
+                TARGET,
                 speculative_config=speculation,
                 max_model_len=64,
                 max_num_seqs=MAX_NUM_SEQS,

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         StructuredOutputsParams,
     )
 
+__version__ = "0.1.0"
 __all__ = [
     "LLM",
     "AsyncLLM",

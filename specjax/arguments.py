@@ -5,7 +5,7 @@ import json
 from typing import Any
 
 from specjax.config import DTYPES, METHODS, OWN_METHODS
-from specjax.demo import TARGET, locate
+from specjax.demo import TARGET
 
 # A drafter of which `info` asks no more than what it takes.
 OWN_SHAPE = "a head of the model's own shape, without weights"
@@ -35,8 +35,15 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 def add_engine(parser: argparse.ArgumentParser) -> None:
     """Declare the sizes of an engine."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
-    group.add_argument("--max-model-len", type=int, help="default: the model's own, at most 8192")
+    group.add_argument(
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="default: auto, the checkpoint's on a GPU, float32 on a CPU",
+    )
+    group.add_argument(
+        "--max-model-len", type=int, help="default: the model's own, on a CPU at most 8192"
+    )
     group.add_argument("--max-num-seqs", type=int, help="requests that run together, at most")
     group.add_argument("--page-size", type=int, default=16, help="default: %(default)s")
 
@@ -44,7 +51,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def read_speculation(
     args: argparse.Namespace, *, takes_shapes: bool = False
 ) -> dict[str, Any] | None:
-    """The `speculative_config` of an LLM, demo names resolved; None for plain decoding.
+    """The `speculative_config` of an LLM; None for plain decoding.
 
     With `takes_shapes`, the drafter of method "eagle" is OWN_SHAPE where none is named.
     """
@@ -66,8 +73,6 @@ def read_speculation(
         if given:
             raise ValueError(f"--speculative-config says it all; leave out {given[0]}")
         config = read_object("--speculative-config", args.speculative_config)
-    if isinstance(config.get("model"), str) and config["model"] != OWN_SHAPE:
-        config["model"] = str(locate(config["model"]))
     return config
 
 

@@ -4,11 +4,12 @@ Nothing imported here imports JAX, so that `--help` answers at once.
 """
 
 import argparse
+import errno
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from specjax import arguments
+from specjax import __version__, arguments
 from specjax.bench import command as bench
 from specjax.demo import TARGET
 from specjax.h200 import arguments as h200
@@ -26,6 +27,7 @@ _MODULES = {
     "info": "specjax.info",
     "info --compile": "specjax.h200.command",
 }
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
 
 
@@ -52,6 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except (ValueError, NotImplementedError) as error:
         return _fail(str(error))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        remedy = "; free some space, or name another place" if error.errno in _FULL else ""
+        return _fail(f"{error.filename}: {error.strerror}{remedy}")
     except KeyboardInterrupt:
         print("specjax: interrupted", file=sys.stderr)
         return 130
@@ -65,6 +72,7 @@ def _fail(message: str) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands."""
     parser = argparse.ArgumentParser(prog="specjax", description="Lossless speculative decoding.")
+    parser.add_argument("--version", action="version", version=f"specjax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, add_arguments: Callable[[argparse.ArgumentParser], None], text: str) -> None:

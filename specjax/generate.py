@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from specjax.arguments import read_object, read_speculation
-from specjax.demo import locate
+from specjax.defaults import device_defaults
 from specjax.llm import LLM, Prompt
 from specjax.request import RequestOutput
 from specjax.sampling_params import SamplingParams
 
-_MAX_NUM_SEQS = 16
-_MAX_NUM_BATCHED_TOKENS = 512
 _ROW_KEYS = ("prompt", "question", "prompt_token_ids")
 
 
@@ -23,15 +21,16 @@ def run(args: argparse.Namespace) -> int:
     prompts = read_prompts(args.prompts, args.prompts_file)
     params = read_sampling_params(args)
     # Few prompts need few compiled steps.
+    usual = device_defaults()
     num_seqs = args.max_num_seqs
     if num_seqs is None:
-        num_seqs = min(_MAX_NUM_SEQS, len(prompts) * params.n)
+        num_seqs = min(usual.max_num_seqs, len(prompts) * params.n)
     num_tokens = args.max_num_batched_tokens
     if num_tokens is None:
-        num_tokens = min(_MAX_NUM_BATCHED_TOKENS, 128 * max(1, num_seqs))
+        num_tokens = min(usual.max_num_batched_tokens, 128 * max(1, num_seqs))
     show_progress = sys.stdout.isatty() and not args.json
     with LLM(
-        locate(args.model),
+        args.model,
         speculative_config=read_speculation(args),
         dtype=args.dtype,
         max_model_len=args.max_model_len,

@@ -19,7 +19,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.hub import resolve
 from specjax.config import DTYPES, EngineConfig, SpeculativeConfig
-from specjax.demo import locate
+from specjax.defaults import DtypeChoice, choose_dtype, make_config, stored_dtype
 from specjax.device.cache.recurrent import HybridCache
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Drafter, NoDrafter
@@ -35,7 +35,7 @@ from specjax.dynamic_k import read_profile
 from specjax.environment import describe_environment
 from specjax.memory import (
     CacheBytes,
-    default_num_pages,
+    EngineNeeds,
     drafter_cache_bytes,
     target_cache_bytes,
     weight_bytes,
@@ -46,7 +46,6 @@ from specjax.tokenizer import load_tokenizer
 H200_BYTES = 143771 * 2**20
 H200_CONTEXTS = (4096, 32768)
 GPU_MEMORY_UTILIZATION = 0.9  # the rest is for activations, logits and compiled programs
-_MAX_NUM_SEQS = 16
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         speculation=None if speculation is None else SpeculativeConfig.of(speculation),
         dtype=args.dtype,
         max_model_len=args.max_model_len,
-        max_num_seqs=_MAX_NUM_SEQS if args.max_num_seqs is None else args.max_num_seqs,
+        max_num_seqs=args.max_num_seqs,
         page_size=args.page_size,
     )
     report["environment"] = describe_environment()
@@ -86,9 +85,9 @@ def describe(
     model: str | Path,
     *,
     speculation: SpeculativeConfig | None = None,
-    dtype: str = "float32",
+    dtype: str = "auto",
     max_model_len: int | None = None,
-    max_num_seqs: int = _MAX_NUM_SEQS,
+    max_num_seqs: int | None = None,
     page_size: int = 16,
 ) -> dict[str, Any]:
     """The report as plain types, a section per key; None for what does not apply.
@@ -96,14 +95,24 @@ def describe(
     Args:
         model: a checkpoint's folder, hub id or demo name, or a config, in a folder or as a file.
         dtype: of weights and caches, except in the section "h200".
-        max_model_len: None for the model's own limit, at most 8192.
+        max_model_len, max_num_seqs: None for what suits the device, as for `LLM`.
 
     Raises:
         ValueError: sizes that do not fit the model, or files that are not what they are used as.
     """
     source = open_source(model)
     target = describe_model(source.hf)
-    config = configure(target, dtype, max_model_len, max_num_seqs, page_size)
+    chosen = choose_dtype(dtype, stored_dtype(source.hf))
+    dtype = chosen.name
+    config = make_config(
+        target,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=None,
+        num_pages=None,
+        page_size=page_size,
+        dtype=dtype,
+    )
     setup = Setup(target, NoDrafter(), None, 0, page_size)
     if speculation is not None:
         speculation, _ = read_profile(speculation)
@@ -115,6 +124,7 @@ def describe(
         "weights": describe_weights(source, target),
         "drafter": speculation and describe_drafter(speculation, setup),
         "cache": describe_cache(setup, dtype),
+        "defaults": describe_defaults(chosen, config),
         "requests": describe_requests(setup, config),
         "h200": describe_h200(setup),
         "this_device": describe_device(setup, config),
@@ -134,7 +144,7 @@ def open_source(model: str | Path) -> Source:
     path = Path(model).expanduser()
     if path.suffix == ".json" and not path.is_dir():
         return Source(HFConfig(read_json(path.parent, path.name), str(path)), None, False)
-    folder = resolve(locate(str(model)))
+    folder = resolve(model)
     has_weights = any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
     return Source(read_config(folder), folder, has_weights)
 
@@ -173,26 +183,6 @@ def open_drafter(
 
 def _shapes(specs: Any, dtype: str) -> Any:
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), specs)
-
-
-def configure(
-    target: Model, dtype: str, max_model_len: int | None, max_num_seqs: int, page_size: int
-) -> EngineConfig:
-    """The sizes of an engine, checked as those of an engine are; its pages are not decided."""
-    if max_model_len is None:
-        max_model_len = min(target.max_position, 8192)
-    if max_model_len > target.max_position:
-        raise ValueError(
-            f"max_model_len={max_model_len} exceeds the {target.max_position} positions that the "
-            "model was made for; lower it"
-        )
-    return EngineConfig(
-        max_model_len=max_model_len,
-        max_num_seqs=max_num_seqs,
-        page_size=page_size,
-        num_pages=max(1, max_model_len),
-        dtype=dtype,
-    )
 
 
 class SlotBytes(NamedTuple):
@@ -322,17 +312,34 @@ def describe_drafter(config: SpeculativeConfig, setup: Setup) -> dict[str, Any]:
 def describe_cache(setup: Setup, dtype: str) -> dict[str, Any]:
     """What the caches take, per token and per request, and what snapshots would take."""
     own, drafter = setup.caches(dtype)
+    has_drafter = not isinstance(setup.drafter, NoDrafter)
     kv = [cache.per_page // setup.page_size for cache in (own, drafter)]
     slot, num_states = setup.slot(dtype), setup.num_drafts + 1
     return {
         "dtype": dtype,
-        "kv_bytes_per_token": {"target": kv[0], "drafter": kv[1], "all": sum(kv)},
+        "kv_bytes_per_token": {
+            "target": kv[0],
+            "drafter": kv[1] if has_drafter else None,
+            "all": sum(kv),
+        },
         "slot_bytes": slot and {**slot._asdict(), "all": sum(slot)},
         "slot_over_state": slot and sum(slot) / slot.state,
         "num_snapshots": slot and num_states,
         "snapshot_bytes": slot and num_states * slot.state,
         "snapshots_over_state": slot and float(num_states),
-        "drafter_slot_bytes": drafter.per_slot,
+        "drafter_slot_bytes": drafter.per_slot if has_drafter else None,
+    }
+
+
+def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any]:
+    """What "auto" and None became on this device, and why."""
+    return {
+        "dtype": dtype.name,
+        "dtype_reason": dtype.reason,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_model_len": config.max_model_len,
+        "reason": f"sizes that nobody gave suit a {jax.devices()[0].platform}",
     }
 
 
@@ -380,13 +387,8 @@ def describe_device(setup: Setup, config: EngineConfig) -> dict[str, Any]:
     """The pool that an engine of these sizes would have on this device."""
     needs, reason = setup.needs(config.dtype), None
     try:
-        num_pages = default_num_pages(
-            config,
-            needs.cache,
-            needs.weights,
-            GPU_MEMORY_UTILIZATION,
-            is_recurrent=setup.target.is_recurrent,
-        )
+        whole = EngineNeeds.of(config, setup.target, needs.cache, needs.weights, setup.num_drafts)
+        num_pages = whole.num_pages(config, needs.cache, GPU_MEMORY_UTILIZATION)
     except ValueError as error:  # a report says what does not fit
         num_pages, reason = 0, str(error)
     return {
@@ -411,6 +413,8 @@ def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 def as_text(key: str, value: Any) -> str:
     """A value as text; counts of bytes in readable units."""
+    if value is None:
+        return "none"
     if isinstance(value, Mapping):
         return ", ".join(f"{name}: {as_text(key, item)}" for name, item in value.items())
     if isinstance(value, list | tuple):

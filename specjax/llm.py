@@ -13,14 +13,13 @@ import jax
 import numpy as np
 
 from specjax.chat import render_conversations
+from specjax.checkpoint.finite import check_params
 from specjax.checkpoint.hub import resolve
 from specjax.config import (
-    DTYPES,
-    EngineConfig,
     SpeculativeConfig,
-    check_positive,
     refuse_unknown,
 )
+from specjax.defaults import choose_dtype, make_config, params_dtype, stored_dtype
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
 from specjax.device.drafters.registry import load_drafter, share_embedding
@@ -33,7 +32,7 @@ from specjax.generation_bar import generation_bar
 from specjax.generation_config import read_default_params
 from specjax.host.sequence import Sequence as Sample
 from specjax.memory import (
-    default_num_pages,
+    EngineNeeds,
     drafter_cache_bytes,
     target_cache_bytes,
     weight_bytes,
@@ -69,17 +68,20 @@ class LLM:
         model: a checkpoint in Hugging Face layout (folder or hub id), or a `Model` value.
         params: the parameters of a `Model` value.
         speculative_config: a `SpeculativeConfig` or its fields; None decodes plainly.
-        dtype: of weights and caches, "float32" or "bfloat16".
+        dtype: of weights and caches, "float32", "float" (the same) or "bfloat16"; "auto" is the
+            checkpoint's on a GPU, float32 on a CPU.
         max_model_len: most tokens of a request, prompt included; None for the model's own limit,
-            at most 8192.
-        max_num_seqs: requests that run at the same time.
-        max_num_batched_tokens: most tokens of one step, with the rows that drafting adds to them.
+            on a CPU at most 8192.
+        max_num_seqs: requests that run at the same time; None for 256 on a GPU, 16 on a CPU.
+        max_num_batched_tokens: most tokens of one step, with the rows that drafting adds to them;
+            None for 8192 on a GPU, 512 on a CPU.
         max_num_scheduled_tokens: most tokens of one step, prompts' and rounds'; None for as many.
         decode_batches: batch sizes that rounds are compiled for, as (1, 8, 64); None for powers of
             two up to max_num_seqs. Fewer are compiled sooner, and waste rows.
         prefill_shapes: (batch, width) of the steps that chunks of prompts are compiled for; None
             for widths that double up to the budget, of 1, 4, 16, ... prompts.
-        num_pages: pages of the key-value pool; None for what the device's memory holds.
+        num_pages: pages of the key-value pool; None for all requests at full length, or for what
+            the device's memory holds.
         page_size: tokens per page.
         gpu_memory_utilization: part of the GPU's memory for weights and the pool.
         enable_prefix_caching: keep the pages of prompts and outputs for requests that begin alike.
@@ -111,10 +113,10 @@ class LLM:
         *,
         params: Any = None,
         speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
-        dtype: str = "float32",
+        dtype: str = "auto",
         max_model_len: int | None = None,
-        max_num_seqs: int = 16,
-        max_num_batched_tokens: int = 512,
+        max_num_seqs: int | None = None,
+        max_num_batched_tokens: int | None = None,
         max_num_scheduled_tokens: int | None = None,
         decode_batches: Sequence[int] | None = None,
         prefill_shapes: Sequence[tuple[int, int]] | None = None,
@@ -151,40 +153,33 @@ class LLM:
             if params is not None:
                 raise ValueError("params goes with a Model value; a checkpoint brings its own")
             folder = resolve(model)
-            target = describe_model(read_config(folder))
+            hf = read_config(folder)
+            target, stored = describe_model(hf), stored_dtype(hf)
             self.tokenizer = load_tokenizer(folder)
             self._eos_ids = read_eos_ids(folder)
             self._default_params = read_default_params(folder)
         elif params is None:
             raise ValueError("a Model value needs params, its parameters")
         else:
-            target = model
-        if dtype not in DTYPES:
-            raise ValueError(f"dtype={dtype!r} is not supported; choose one of {', '.join(DTYPES)}")
+            target, stored = model, params_dtype(params)
+            check_params(params)
+        dtype = choose_dtype(dtype, stored).name
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must be in (0, 1]")
-        if max_model_len is None:
-            max_model_len = min(target.max_position, 8192)
-        check_positive(max_model_len=max_model_len, max_num_seqs=max_num_seqs, page_size=page_size)
-        if max_model_len > target.max_position:
-            raise ValueError(
-                f"max_model_len={max_model_len} exceeds the {target.max_position} positions that "
-                "the model was made for; lower it"
-            )
-
-        config = EngineConfig(
+        config = make_config(
+            target,
             max_model_len=max_model_len,
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
-            max_num_scheduled_tokens=max_num_scheduled_tokens,  # pyright: ignore[reportArgumentType]
-            decode_batches=decode_batches,  # pyright: ignore[reportArgumentType]
-            prefill_shapes=prefill_shapes,  # pyright: ignore[reportArgumentType]
+            max_num_scheduled_tokens=max_num_scheduled_tokens,
+            decode_batches=decode_batches,
+            prefill_shapes=prefill_shapes,
             page_size=page_size,
-            num_pages=-(-max_model_len // page_size) if num_pages is None else num_pages,
+            num_pages=num_pages,
             dtype=dtype,
             kernels=kernels,
             enable_prefix_caching=enable_prefix_caching,
-            num_snapshots=num_snapshots,  # pyright: ignore[reportArgumentType]
+            num_snapshots=num_snapshots,
             async_scheduling=async_scheduling,
             scheduling_policy=scheduling_policy,
             exact=exact,
@@ -194,23 +189,21 @@ class LLM:
         )
         drafter: Drafter = NoDrafter()
         drafter_params = None
+        num_drafts = speculation.num_speculative_tokens if speculation else 0
+        cache = target_cache_bytes(target, page_size, num_drafts, dtype)
+        weights = 0 if folder is None else weight_bytes(target, dtype)
+        if num_pages is not None:
+            EngineNeeds.of(config, target, cache, weights, num_drafts).check(config, cache)
         if speculation:
             drafter, drafter_params = load_drafter(
                 _drafter_folder(speculation, folder), speculation, target, np.dtype(dtype)
             )
-        num_drafts = speculation.num_speculative_tokens if speculation else 0
+        cache += drafter_cache_bytes(drafter, page_size, dtype)
+        needs = EngineNeeds.of(config, target, cache, weights, num_drafts)
         if num_pages is None:
-            cache = target_cache_bytes(target, page_size, num_drafts, dtype)
-            cache += drafter_cache_bytes(drafter, page_size, dtype)
-            weights = weight_bytes(target, dtype)
-            num_pages = default_num_pages(
-                config,
-                cache,
-                weights,
-                gpu_memory_utilization,
-                is_recurrent=target.is_recurrent,
-            )
+            num_pages = needs.num_pages(config, cache, gpu_memory_utilization)
             config = replace(config, num_pages=num_pages)
+        needs.check(config, cache)
         if folder is not None:
             _, params = load_model(folder, np.dtype(dtype))
         if isinstance(drafter, ChainDrafter):

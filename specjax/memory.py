@@ -9,6 +9,7 @@ import numpy as np
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
+from specjax.host.memory import available_bytes
 
 
 class CacheBytes(NamedTuple):
@@ -49,37 +50,119 @@ def weight_bytes(target: Model, dtype: str) -> int:
     return sum(math.prod(spec.shape) * np.dtype(spec.dtype or dtype).itemsize for spec in specs)
 
 
-def default_num_pages(
-    config: EngineConfig,
-    cache: CacheBytes,
-    weights: int,
-    gpu_memory_utilization: float,
-    *,
-    is_recurrent: bool,
-) -> int:
-    """Pages for every request at full length, or as many as the device's memory holds.
+class EngineNeeds(NamedTuple):
+    """What an engine takes of a device's memory beside its pages, in bytes."""
 
-    `weights` are bytes; the config's own num_pages does not count. A recurrent model has states
-    beside those of its requests: snapshots of prefixes.
+    weights: int  # that are not there yet
+    states: int
+    snapshots: int
+    workspace: int  # an estimate
 
-    Raises:
-        ValueError: weights and recurrent states leave no room for a page.
-    """
-    wanted = config.max_num_seqs * config.pages_per_seq
-    limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
-    if limit is None:
-        return wanted
-    num_states = config.max_num_seqs + (config.num_snapshots if is_recurrent else 0)
-    states = num_states * cache.per_slot
-    room = gpu_memory_utilization * limit - weights - states
-    if room < cache.per_page:
-        raise ValueError(
-            f"max_num_seqs={config.max_num_seqs}: weights of {weights / 2**30:.1f} GiB and states "
-            f"of {states / 2**30:.1f} GiB leave no page in "
-            f"gpu_memory_utilization={gpu_memory_utilization} of {limit / 2**30:.1f} GiB; lower "
-            "max_num_seqs, or raise gpu_memory_utilization"
+    @classmethod
+    def of(
+        cls, config: EngineConfig, target: Model, cache: CacheBytes, weights: int, most_drafts: int
+    ) -> "EngineNeeds":
+        """Of an engine whose caches, its drafter's included, take `cache`."""
+        # A snapshot is a state and a little of the ring, so that a slot's bytes are enough.
+        num_snapshots = config.num_snapshots if target.is_recurrent else 0
+        rows = config.max_num_seqs * (most_drafts + 1)
+        # Of the largest step: logits, their sorted copy and the noise, f32; and of every token what
+        # a layer makes of it, which is a few times the width of the model.
+        logits = 3 * 4 * rows * target.vocab_size
+        tokens = max(rows, config.max_num_batched_tokens)
+        activations = 16 * tokens * target.hidden_size * np.dtype(config.dtype).itemsize
+        return cls(
+            weights,
+            config.max_num_seqs * cache.per_slot,
+            num_snapshots * cache.per_slot,
+            logits + activations,
         )
-    return min(wanted, int(room // cache.per_page))
+
+    def _listed(self) -> str:
+        named = self._asdict() | {"recurrent states": self.states}
+        order = "weights", "recurrent states", "snapshots", "workspace"
+        return ", ".join(f"{name} {_gib(named[name])}" for name in order if named[name])
+
+    def check(self, config: EngineConfig, cache: CacheBytes) -> None:
+        """Refuse pages that do not fit into what is left of the memory, before any is taken.
+
+        Raises:
+            ValueError: what takes how much, and what to lower.
+        """
+        memory = read_memory()
+        pages = config.num_pages * cache.per_page
+        if memory is None or sum(self) + pages <= memory.available:
+            return
+        most = (memory.available - sum(self)) // max(cache.per_page, 1)
+        if most >= config.pages_per_seq:
+            remedy = f"lower num_pages to at most {most}, or leave it out"
+        elif self.weights > memory.available // 2:
+            remedy = "use a device with more memory, dtype='bfloat16', or a smaller model"
+        else:
+            remedy = (
+                "lower max_num_seqs, num_snapshots and max_num_batched_tokens, or max_model_len"
+            )
+        raise ValueError(
+            f"num_pages={config.num_pages} do not fit, as pages take {_gib(pages)}, "
+            f"{self._listed()}, which is {_gib(sum(self) + pages)}, and {memory.what} has "
+            f"{_gib(memory.available)} left; {remedy}"
+        )
+
+    def num_pages(
+        self, config: EngineConfig, cache: CacheBytes, gpu_memory_utilization: float
+    ) -> int:
+        """Pages for every request at full length, or as many as the memory holds.
+
+        The config's own num_pages does not count.
+
+        Raises:
+            ValueError: there is no room for one request of full length.
+        """
+        wanted = config.max_num_seqs * config.pages_per_seq
+        memory = read_memory()
+        if memory is None:
+            return wanted
+        room = memory.available - sum(self)
+        if memory.total is not None:  # the rest is left to what else runs there
+            in_use = memory.total - memory.available
+            kept = gpu_memory_utilization * memory.total - in_use - sum(self) + self.workspace
+            room = min(room, int(kept))
+        if room < config.pages_per_seq * cache.per_page:
+            raise ValueError(
+                f"max_model_len={config.max_model_len} does not fit, as a request takes "
+                f"{_gib(config.pages_per_seq * cache.per_page)} of pages, {self._listed()}, and "
+                f"{memory.what} has {_gib(memory.available)} left"
+                + (
+                    f" (gpu_memory_utilization={gpu_memory_utilization} of {_gib(memory.total)})"
+                    if memory.total is not None
+                    else ""
+                )
+                + "; lower max_model_len, max_num_seqs or max_num_batched_tokens, or use "
+                "dtype='bfloat16' or a device with more memory"
+            )
+        return min(wanted, room // max(cache.per_page, 1))
+
+
+class Memory(NamedTuple):
+    """Of the device that engines run on, in bytes."""
+
+    what: str
+    available: int
+    total: int | None  # of a GPU, as far as it is JAX's; None where it is everybody's
+
+
+def read_memory() -> Memory | None:
+    """The device's memory now, for a CPU the machine's; None if nobody knows."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    if (total := stats.get("bytes_limit")) is not None:
+        return Memory("the device", total - stats.get("bytes_in_use", 0), total)
+    available = available_bytes() if device.platform == "cpu" else None
+    return None if available is None else Memory("the machine", available, None)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"
 
 
 def _per_page_and_slot(measure: Any) -> CacheBytes:

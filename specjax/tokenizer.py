@@ -100,6 +100,12 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
     """
     path = folder / "tokenizer.json"
     if not path.exists():
+        if (folder / "tokenizer.model").exists():
+            raise CheckpointError(
+                f"{folder} has a tokenizer.model (sentencepiece) and no tokenizer.json, which is "
+                "read here; make one, with transformers and sentencepiece installed: "
+                f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+            )
         return None
     try:
         tokenizer = Tokenizer.from_file(str(path))

@@ -1,20 +1,27 @@
 """The command line: help without JAX, errors as one line, and what the commands print."""
 
 import json
+import re
 import subprocess
 import sys
 import types
 from functools import partial
+from pathlib import Path
 
 import pytest
 from support.engines import SIZES, K, simulated_engines
+from support.refusals import refusal
 from support.scripts import TextScript
 from support.texts import letters_folder
 
 import specjax
 from specjax import LLM, cli, demo
 from specjax.arguments import read_speculation
+from specjax.checkpoint.hub import resolve
 from specjax.cli import main
+from specjax.device.models.registry import describe_model
+from specjax.info import open_source
+from specjax.rl import RolloutEngine
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
 
 VOCAB = 300
@@ -110,22 +117,64 @@ def test_unknown_commands_and_options_exit_with_2(capsys):
         assert end.value.code == 2 and "specjax" in capsys.readouterr().err
 
 
-def test_demo_names_resolve_beside_or_inside_the_package(tmp_path, monkeypatch):
+@pytest.fixture
+def two_demos(tmp_path, monkeypatch):
+    """Folders of demos beside the package and inside it, as in a wheel."""
     for root, name in ("inside", "demo-a"), ("beside", "demo-b"):
         (tmp_path / root / name).mkdir(parents=True)
         (tmp_path / root / name / "config.json").write_text("{}")
     monkeypatch.setattr(demo, "_ROOTS", (tmp_path / "inside", tmp_path / "beside", tmp_path / "no"))
-    assert demo.demo_folder("demo-a") == tmp_path / "inside" / "demo-a"
-    assert demo.locate("demo-b") == tmp_path / "beside" / "demo-b"
-    assert demo.locate("org/name") == "org/name" and demo.locate(str(tmp_path)) == str(tmp_path)
-    with pytest.raises(specjax.CheckpointError, match="'demo-c'.*here: demo-a, demo-b; else pass"):
-        demo.locate("demo-c")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_demo_names_stand_for_their_folders(two_demos):
+    assert resolve("demo-a") == resolve(Path("demo-a")) == two_demos / "inside" / "demo-a"
+    assert resolve("demo-b") == two_demos / "beside" / "demo-b"
+    with pytest.raises(specjax.CheckpointError, match="'demo-c'; pass.* a demo: demo-a, demo-b"):
+        resolve("demo-c")
+    (two_demos / "demo-a").mkdir()  # a folder of the user's comes first
+    assert resolve("demo-a") == Path("demo-a")
+
+
+def test_demo_names_work_wherever_a_model_is_named(two_demos, target, capsys):
+    """Each gets as far as the demo's config, which is empty."""
+    loads = [
+        lambda: specjax.LLM("demo-a"),
+        lambda: specjax.AsyncLLM(Path("demo-b")),
+        lambda: RolloutEngine("demo-a"),
+        lambda: specjax.LLM(
+            target.folder,
+            speculative_config={"method": "eagle", "model": "demo-b", "num_speculative_tokens": 1},
+            show_progress=False,
+        ),
+        lambda: open_source("demo-b") and describe_model(open_source("demo-b").hf),
+    ]
+    for load in loads:
+        refusal(load, two_demos, "demo-", "no weights" if load is loads[3] else "model_type=None")
+    (two_demos / "t.jsonl").write_text('{"text": "a"}\n')
+    train = ["train", "eagle1", "--target", "demo-a", "--data", "t.jsonl", "--out", "out"]
+    for argv in (
+        ["generate", "--model", "demo-a", "hi"],
+        ["info", "demo-b"],
+        ["bench", "--model", "demo-a", "--drafter", "mtp", "--k", "1"],
+        train,
+    ):
+        assert "error" in (message := fail(capsys, *argv)) and "side/demo-" in message
+
+
+def test_the_version(capsys):
+    with pytest.raises(SystemExit) as end:
+        main(["--version"])
+    assert end.value.code == 0
+    assert capsys.readouterr().out == f"specjax {specjax.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+\S*", specjax.__version__)
 
 
 def test_bad_checkpoints_are_one_clear_line(capsys, tmp_path, target, checkpoints):
     assert "no such folder" in fail(capsys, "generate", "--model", str(tmp_path / "x"), "hi")
     assert "config.json cannot be read" in fail(capsys, "info", str(tmp_path))
-    assert "is neither a folder nor a demo checkpoint" in fail(capsys, "info", "demo-nothing")
+    assert "or a demo: demo-llama, " in fail(capsys, "info", "demo-nothing")
     other = checkpoints.eagle3(checkpoints.target(hidden_size=64))
     message = fail(capsys, "info", str(target.folder), "--drafter", str(other.folder))
     assert "vocab" in message
@@ -207,13 +256,14 @@ def test_profile_show(capsys, profile):
     text = capsys.readouterr().out
     assert [line.split() for line in text.splitlines()[2:5]] == [
         ["batch", "K=0", "K=1", "K=2", "best"],
-        ["1", "6.00", "4.33", "4.00*", "K=2"],
-        ["4", "7.00*", "7.00", "8.00", "K=0"],
+        ["1", "6.00", "~4.33", "4.00*", "K=2"],
+        ["4", "7.00*", "~7.00", "8.00", "K=0"],
     ]
+    assert "~ was not measured" in text
     assert "measured on: unknown" in text and text.isascii()
     assert main([*argv, "--batch-size", "1,256"]) == 0
     text = capsys.readouterr().out
-    assert text.splitlines()[4].split() == ["256", "7.00*", "7.00", "8.00", "K=0"]
+    assert text.splitlines()[4].split() == ["256", "~7.00*", "~7.00", "~8.00", "K=0"]
     assert "profiled from 1 to 4; sizes beyond are shown as the nearest" in text
     profile.write_text(json.dumps(PROFILE | {"measured": {"model": "ab12", "sizes": [1, 2]}}))
     assert main(argv) == 0

@@ -12,19 +12,18 @@ ROOT = Path(__file__).resolve().parents[1]
 
 # A module imports from its own line or from those above it; the first entry that fits it counts.
 LAYERS = [
-    ["pallas_kernels", "specjax.checkpoint"],
+    ["pallas_kernels", "specjax.checkpoint", "specjax.demo"],
     ["specjax.config", "specjax.sampling_params", "specjax.request"],
     ["specjax.host", "specjax.host.grammar", "specjax.device"],
     ["specjax.batch", "specjax.metrics"],
-    ["specjax.programs", "specjax.replay", "specjax.memory"],
+    ["specjax.programs", "specjax.replay", "specjax.memory", "specjax.defaults"],
     ["specjax.engine", "specjax.precompile"],
     [
         *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts"),
         *("specjax.outputs", "specjax.dynamic_k", "specjax.llm", "specjax.chat"),
         *("specjax.generation_config", "specjax.metric_reader", "specjax.sleep"),
         *("specjax.vllm_options", "specjax.generation_bar", "specjax.chat_template"),
-        *("specjax.async_llm", "specjax.demo"),
-        "specjax.environment",
+        *("specjax.async_llm", "specjax.environment"),
     ],
     ["specjax.arguments"],
     [

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.hub import resolve
 from specjax.config import OWN_METHODS, check_positive
-from specjax.demo import DRAFTERS, locate
+from specjax.demo import DRAFTERS
 from specjax.engine import Engine
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.llm import LLM
@@ -60,7 +60,7 @@ class Setup:
         """Of an LLM that may draft as much as any K."""
         config = {
             "method": self.method,
-            "model": self.drafter and str(locate(self.drafter)),
+            "model": self.drafter,
             "num_speculative_tokens": max(self.ks),
         }
         if self.synthetic_rates is not None:
@@ -72,7 +72,7 @@ class Setup:
 
     def make_requests(self, batch_size: int) -> list[Request]:
         """So many prompts, some more than once; they go on past the end, so that batches stay."""
-        folder = resolve(locate(self.model))
+        folder = resolve(self.model)
         tokenizer = load_tokenizer(folder)
         if tokenizer is None:
             raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
@@ -159,7 +159,7 @@ def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
         ),
         "show_progress": show_progress,
     }
-    model = locate(setup.model)
+    model = setup.model
     with (
         LLM(model, **sizes) as plain,
         LLM(model, speculative_config=setup.speculative_config, **sizes) as drafting,

@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from specjax.bench.engines import Setup, open_engines, read_setup, warm_up
 from specjax.bench.measure import decode
 from specjax.bench.profile_show import describe
+from specjax.checkpoint.writing import write_whole
 from specjax.dynamic_k import fingerprint
 from specjax.environment import describe_environment
 from specjax.host.speculation.acceptance import Verdict
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
     is_terminal = sys.stdout.isatty() and not args.json
     profile = measure(setup, is_online=args.online, show_progress=is_terminal)
     text = json.dumps(profile.as_json(), indent=1)
-    output.write_text(text + "\n")
+    write_whole(output, text + "\n")
     if args.json:
         print(text)
     else:

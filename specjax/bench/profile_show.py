@@ -34,13 +34,19 @@ def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
 def describe(profile: Profile, compared: Comparison) -> str:
     """The table, and what is known of the measurement."""
     header = ["batch", *(f"K={k}" for k in range(profile.most_drafts + 1)), "best"]
-    rows = []
+    rows, has_estimates = [], False
     for batch, row in compared.tpot_ms.items():
-        best = compared.best_k[batch]
-        cells = [f"{ms:.2f}{'*' if k == best else ' '}" for k, ms in row.items()]
+        best, timed = compared.best_k[batch], profile.step_ms.get(batch, {})
+        cells = [
+            f"{'' if k in timed else '~'}{ms:.2f}{'*' if k == best else ' '}"
+            for k, ms in row.items()
+        ]
+        has_estimates |= any(k not in timed for k in row)
         rows.append([str(batch), *cells, f"K={best}"])
     lines = ["ms per output token of a request, by batch size and K; * is the best", ""]
     lines += [format_table([header, *rows]), ""]
+    if has_estimates:
+        lines.append("~ was not measured: it lies on a line between sizes or Ks that were")
     first, last = min(profile.step_ms), max(profile.step_ms)
     if any(not first <= batch <= last for batch in compared.tpot_ms):
         lines.append(f"profiled from {first} to {last}; sizes beyond are shown as the nearest")

@@ -19,7 +19,7 @@ from specjax.bench.report import Figures, identity_line, repetition_line, show, 
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.hub import resolve
 from specjax.config import OWN_METHODS
-from specjax.demo import DRAFTERS, locate
+from specjax.demo import DRAFTERS
 from specjax.engine import Engine
 from specjax.environment import describe_environment
 from specjax.host.speculation.policy import StaticPolicy
@@ -193,7 +193,7 @@ def bench(settings: Settings, *, show_progress: bool) -> tuple[list[Figures], di
 
 def load_workload(settings: Settings) -> list[list[Request]]:
     """The prompts as batches of requests."""
-    folder = resolve(locate(settings.model))
+    folder = resolve(settings.model)
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
         raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
@@ -215,11 +215,11 @@ def load_engines(settings: Settings, stack: ExitStack, *, show_progress: bool) -
     for method, checkpoint in {PLAIN: None, **settings.drafters}.items():
         speculation = {
             "method": method,
-            "model": checkpoint and str(locate(checkpoint)),
+            "model": checkpoint,
             "num_speculative_tokens": settings.ks[-1],
         }
         llm = LLM(
-            locate(settings.model),
+            settings.model,
             speculative_config=None if method == PLAIN else speculation,
             enable_prefix_caching=False,  # every run is to do the same work
             dtype=settings.dtype,

@@ -34,6 +34,10 @@ class TensorFiles:
         """Shape of one tensor, without reading it."""
         return self._tensor(name).shape
 
+    def dtype(self, name: str) -> np.dtype:
+        """Dtype that one tensor is stored in."""
+        return self._tensor(name).dtype
+
     def read(self, name: str) -> np.ndarray:
         """One tensor as a fresh array in the dtype it is stored in; nothing else is read."""
         return self._tensor(name).read()

@@ -1,4 +1,4 @@
-"""A checkpoint's folder, from its path or its id on the Hugging Face hub."""
+"""A checkpoint's folder, from its path, a demo's name or an id on the Hugging Face hub."""
 
 import re
 from pathlib import Path
@@ -7,6 +7,7 @@ from huggingface_hub import snapshot_download
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import find_weights
+from specjax.demo import demo_folders
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
 _FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "vocab.txt", "merges.txt"]
@@ -15,17 +16,24 @@ _UNUSED_FILES = ["*/*", "consolidated*"]  # other exports of the same weights
 
 
 def resolve(name_or_path: str | Path) -> Path:
-    """The folder `name_or_path`, or that of the hub id: from the local cache, else downloaded.
+    """The folder `name_or_path`, or that of a demo or a hub id of this name.
 
-    Raises CheckpointError if it is neither, or cannot be had.
+    A hub id is looked for in the local cache, and else downloaded.
+
+    Raises CheckpointError if it is none of these, or cannot be had.
     """
     folder = Path(name_or_path).expanduser()
     if str(name_or_path) and folder.is_dir():  # "" would be the working folder
         return folder
+    demos = demo_folders()
+    if str(name_or_path) in demos:
+        return demos[str(name_or_path)]
+    if folder.is_file():
+        raise CheckpointError(f"{folder} is a file; pass the folder that holds it")
     if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name_or_path):
         raise CheckpointError(
-            f"no such folder: {str(name_or_path)!r}; pass a folder with a config.json, or a hub id "
-            "like org/name"
+            f"no such folder: {str(name_or_path)!r}; pass a folder with a config.json, a hub id "
+            f"like org/name, or a demo: {', '.join(demos) or 'none are here'}"
         )
     # What the hub's client raises depends on its version and on its network library.
     try:

@@ -1,6 +1,7 @@
 """Parameters of a model from the tensors of a checkpoint: one check of all, then one at a time."""
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.finite import FLOATS, all_finite
 from specjax.checkpoint.spec import TensorSpec
 
 _MAX_LISTED = 20
@@ -40,17 +42,43 @@ def load_params(
         ignore: Whether a tensor in the files, by its name there, may go unused.
 
     Raises:
-        CheckpointError: Before any tensor is read; names all that are missing, wrong or unused.
+        CheckpointError: Before any tensor is read, with all that are missing, wrong or unused; or
+            afterwards, with those that hold NaN or infinity.
     """
-    _check(files, jax.tree.leaves(specs), rename, ignore)
+    leaves = jax.tree.leaves(specs)
+    _check(files, leaves, rename, ignore)
+    checks = []
 
     def load(spec: TensorSpec) -> jax.Array:
         parts = (files.read(rename(name)) for name in spec.names)
         # JAX may keep the array's memory as its own, so it must be fresh; and may still be
         # copying it, so wait before the next one is allocated.
-        return jax.block_until_ready(jax.device_put(spec.assemble(parts, dtype)))
+        array = jax.block_until_ready(jax.device_put(spec.assemble(parts, dtype)))
+        checks.append(looker.submit(all_finite, array))
+        return array
 
-    return jax.tree.map(load, specs)
+    with ThreadPoolExecutor(1) as looker:  # while the next array is read
+        params = jax.tree.map(load, specs)
+    are_finite = jax.device_get([check.result() for check in checks])
+    bad = [spec for spec, is_finite in zip(leaves, are_finite, strict=True) if not is_finite]
+    _refuse_non_finite(files, bad, rename, dtype)
+    return params
+
+
+def _refuse_non_finite(
+    files: TensorFiles, bad: Sequence[TensorSpec], rename: Callable[[str], str], dtype: np.dtype
+) -> None:
+    names = [rename(name) for spec in bad for name in spec.names]
+    if found := [name for name in names if not all_finite(files.read(name))]:
+        raise CheckpointError(
+            f"{files.folder} has NaN or infinity in {_listed(found)}; download or export the "
+            "checkpoint again"
+        )
+    if bad:
+        raise CheckpointError(
+            f"{files.folder} has values in {_listed(names)} that are too large for {dtype}; load "
+            "it with dtype='float32'"
+        )
 
 
 def _check(
@@ -71,6 +99,11 @@ def _check(
             f"{name} (expected {list(shapes[name])}, found {list(files.shape(name))})"
             for name in sorted(shapes.keys() & found)
             if files.shape(name) != shapes[name]
+        ],
+        "not of floating point, or of 8 bits without their scales": [
+            f"{name} ({files.dtype(name)})"
+            for name in sorted(shapes.keys() & found)
+            if files.dtype(name) not in FLOATS
         ],
         "unexpected": sorted(name for name in found - shapes.keys() if not ignore(name)),
     }

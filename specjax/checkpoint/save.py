@@ -13,6 +13,7 @@ import numpy as np
 
 from specjax.checkpoint import safetensors_file
 from specjax.checkpoint.spec import TensorSpec
+from specjax.checkpoint.writing import naming
 
 
 def save_checkpoint(
@@ -36,6 +37,7 @@ def save_checkpoint(
     Raises:
         ValueError: `params` do not fit `specs`, a name is used twice, or `folder` holds a
             sharded checkpoint that would hide the new file.
+        OSError: no room, or no permission; names the folder.
     """
     folder, dtype = Path(folder), np.dtype(dtype)
     text = json.dumps(dict(config), indent=2) + "\n"
@@ -44,13 +46,14 @@ def save_checkpoint(
     index = folder / "model.safetensors.index.json"
     if index.exists():
         raise ValueError(f"{index} would hide the new model.safetensors; save to another folder")
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
-        weights, json_file = Path(temporary, "model.safetensors"), Path(temporary, "config.json")
-        safetensors_file.write(weights, layout, _tensors(pairs, dtype, extra))
-        json_file.write_text(text)
-        for path in (weights, json_file):
-            os.replace(path, folder / path.name)
+    with naming(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
+            weights, json_file = (Path(temporary, n) for n in ("model.safetensors", "config.json"))
+            safetensors_file.write(weights, layout, _tensors(pairs, dtype, extra))
+            json_file.write_text(text)
+            for path in (weights, json_file):
+                os.replace(path, folder / path.name)
 
 
 def _pair(specs: Any, params: Any) -> list[tuple[TensorSpec, jax.Array]]:

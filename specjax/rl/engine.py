@@ -27,7 +27,7 @@ from specjax.rl.weights import (
     brings_module,
     checksum,
     copies,
-    read_named,
+    read_finite,
     stage_drafter,
     stage_target,
 )
@@ -259,14 +259,14 @@ class RolloutEngine:
             drafter: weights for the drafter, as for `update_drafter`.
 
         Raises:
-            ValueError: weights that do not fit (all differences are named), or a version that is
-                not above the last; nothing has changed.
+            ValueError: weights that do not fit (all differences are named) or are not finite, or a
+                version that is not above the last; nothing has changed.
         """
         _check_pause(pause)
-        named = read_named(weights, self.params.target, "weights")
-        if drafter is None and brings_module(named, self.drafter):
-            drafter = named
-        own = self._read_drafter(drafter) if drafter is not None else None
+        named = read_finite(weights, self.params.target, "weights")
+        own = None if drafter is None else self._read_drafter(drafter)
+        if own is None and brings_module(named, self.drafter):
+            own = named
         with self._turns:
             self._loop.check_open()
             version = self._next_version(version)
@@ -397,7 +397,7 @@ class RolloutEngine:
         return int(version)
 
     def _read_drafter(self, weights: Weights) -> dict[str, Any]:
-        return read_named(weights, self.params.drafter, "drafter's weights")
+        return read_finite(weights, self.params.drafter, "drafter's weights")
 
     def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[Source] | None:
         if named is None:

@@ -30,6 +30,7 @@ from specjax.sampling_params import SamplingParams
 
 MAX_DEATHS = 3  # of workers at the same work, before it is given up
 MAX_CALLS = 16  # that generate or score at once in a worker; more wait
+_USUAL_SEQS = 16  # of an engine on the least of devices, which the driver does not see
 RETRY_S = 0.05  # between attempts to abort a call that has not reached the engine yet
 
 
@@ -539,7 +540,7 @@ class RayRollouts:
 
     def _groups(self, count: int) -> Iterator[range]:
         even_share = -(-count // (2 * len(self._workers)))
-        most = min(max(even_share, 1), self._options.get("max_num_seqs", 16))
+        most = min(max(even_share, 1), self._options.get("max_num_seqs") or _USUAL_SEQS)
         size = most if self._group_size is None else self._group_size
         for start in range(0, count, size):
             yield range(start, min(start + size, count))

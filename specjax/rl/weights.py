@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
+from specjax.checkpoint.finite import all_finite
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Drafter
@@ -264,6 +265,30 @@ def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
         if not is_array or isinstance(array, jax.ShapeDtypeStruct):
             raise ValueError(f"the {name} have {tensor}={array!r}, which is not an array")
         named[tensor] = _as_array(array)
+    return named
+
+
+def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
+    """`read_named` of weights without NaN and infinity; the engine need not stop for the look.
+
+    On an accelerator that runs a program for each shape and dtype: `LLM` compiles those of the
+    engine's own arrays as it reads a checkpoint, others are compiled at the first update.
+
+    Raises:
+        ValueError: as `read_named`, or an array is not finite.
+    """
+    named = read_named(weights, current, name)
+    # Deleted ones are refused when they are compared with the engine's.
+    checks = {
+        tensor: all_finite(array) for tensor, array in named.items() if not _is_deleted(array)
+    }
+    are_finite = jax.device_get(checks)
+    if bad := [tensor for tensor in checks if not are_finite[tensor]]:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ValueError(
+            f"the {name} have NaN or infinity in {', '.join(bad[:5])}{more}, and nothing was "
+            "changed; look for the step of training that made it, and go back before it"
+        )
     return named
 
 

@@ -16,7 +16,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_common(target, steps=950, batch_size=12, length=320, learning_rate=2e-3)
 
     answers = kinds.add_parser("answers", help="answers of the target, to train drafters on")
-    answers.add_argument("--target", type=Path, required=True)
+    answers.add_argument("--target", type=Path, required=True, help=TARGET_HELP)
     answers.add_argument("--data", type=Path, nargs="+", required=True, help=DATA_HELP)
     answers.add_argument("--out", type=Path, required=True, help="the .jsonl to write")
     answers.add_argument("--num-prompts", type=int, default=2500)
@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }
     for kind, text in helps.items():
         drafter = kinds.add_parser(kind, help=text)
-        drafter.add_argument("--target", type=Path, required=True)
+        drafter.add_argument("--target", type=Path, required=True, help=TARGET_HELP)
         if kind == "eagle3":
             drafter.add_argument("--draft-vocab-size", type=int, default=1024)
             drafter.add_argument("--aux-layers", type=int, nargs="+", help="default: 2 L/2 L-3")
@@ -42,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         _add_common(drafter, steps=600, batch_size=16, length=256, learning_rate=2e-3)
 
 
+TARGET_HELP = "the model's folder, or a demo like demo-llama"
 DATA_HELP = ".jsonl (question + answer, text, or answers of the target), .txt, .py, or folders"
 
 

@@ -11,6 +11,7 @@ import optax
 import orbax.checkpoint as ocp
 from rich.console import Console
 
+from specjax.checkpoint.writing import naming
 from specjax.train.optimizer import muon_and_adamw
 
 # One batch of arrays for a step number; the same number always gives the same batch.
@@ -91,7 +92,10 @@ def fit(
     state = begin(trainable, optimizer)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=save_every)
     log: list[dict[str, float]] = []
-    with ocp.CheckpointManager(directory.absolute(), options=options) as checkpoints:
+    with (
+        naming(directory),
+        ocp.CheckpointManager(directory.absolute(), options=options) as checkpoints,
+    ):
         first = checkpoints.latest_step() or 0
         if first:
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)

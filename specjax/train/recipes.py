@@ -14,7 +14,9 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from specjax.checkpoint.config_json import read_json
+from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.save import save_checkpoint
+from specjax.checkpoint.writing import write_whole
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters import eagle, eagle3
 from specjax.device.models import llama, qwen3_5
@@ -84,22 +86,23 @@ def _answers(args: Namespace) -> None:
     ]
     with LLM(args.target, max_num_seqs=args.batch_size, max_model_len=512, seed=args.seed) as llm:
         outputs = llm.generate([texts[i] for i in order], params)
+    rows = [
+        {
+            "prompt_token_ids": output.prompt_token_ids,
+            "output_token_ids": output.outputs[0].token_ids,
+        }
+        for output in outputs
+    ]
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    with args.out.open("w") as file:
-        for output in outputs:
-            row = {
-                "prompt_token_ids": output.prompt_token_ids,
-                "output_token_ids": output.outputs[0].token_ids,
-            }
-            file.write(json.dumps(row) + "\n")
+    write_whole(args.out, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def _drafter(args: Namespace) -> None:
-    dtype = np.dtype("float32")
-    target, target_params = load_model(args.target, dtype)
+    folder = resolve(args.target)
+    target, target_params = load_model(folder, np.dtype("float32"))
     if not isinstance(target, llama.Llama):
         raise ValueError(f"--target {args.target}: EAGLE heads are trained for dense decoders")
-    tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     documents = read_documents(args.data, tokenizer)
     common = target, target_params, documents, _runs(args), _schedule(args)
     if args.kind == "eagle1":
@@ -122,10 +125,11 @@ def _drafter(args: Namespace) -> None:
 
 
 def _mtp(args: Namespace) -> None:
-    target, target_params = load_model(args.target, np.dtype("float32"))
+    folder = resolve(args.target)
+    target, target_params = load_model(folder, np.dtype("float32"))
     if not isinstance(target, qwen3_5.Qwen35):
         raise ValueError(f"--target {args.target}: only hybrid decoders have an MTP module")
-    tokenizer = Tokenizer.from_file(str(args.target / "tokenizer.json"))
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     documents = read_documents(args.data, tokenizer)
     head, params, log = train_mtp(
         target,
@@ -140,11 +144,11 @@ def _mtp(args: Namespace) -> None:
         args.out,
         (target.specs(), head.specs()),
         (target_params, params),
-        read_json(args.target, "config.json"),
+        read_json(folder, "config.json"),
         dtype=jax.numpy.dtype(args.dtype),
     )
     for name in "tokenizer.json", "tokenizer_config.json":
-        shutil.copyfile(args.target / name, args.out / name)
+        shutil.copyfile(folder / name, args.out / name)
     _write_drafter_card(args, documents, params, log)
 
 
@@ -181,14 +185,14 @@ def _runs(args: Namespace) -> Path:
 
 
 def _save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    tokenizer.save(str(folder / "tokenizer.json"))
+    write_whole(folder / "tokenizer.json", tokenizer.to_str(pretty=True))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": BOS,
         "eos_token": EOS,
         "chat_template": CHAT_TEMPLATE,
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    write_whole(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
 
 
 def _write_card(
@@ -207,7 +211,7 @@ def _write_card(
         "",
         *(f"- {name}: {value}" for name, value in facts.items()),
     ]
-    (args.out / "README.md").write_text("\n".join(lines) + "\n")
+    write_whole(args.out / "README.md", "\n".join(lines) + "\n")
     Console(stderr=True).print("\n".join(lines), highlight=False, markup=False, soft_wrap=True)
 
 

@@ -13,6 +13,7 @@ from safetensors.numpy import save_file
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.load import load_params
+from specjax.checkpoint.safetensors_file import write
 from specjax.checkpoint.spec import linear, stored
 
 
@@ -132,3 +133,39 @@ def test_host_copies_are_dropped_when_the_device_has_its_own(tmp_path, monkeypat
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 3 * 4 * side * side
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_tensors_that_are_not_finite_are_named(tmp_path, bad):
+    tensors = file_tensors()
+    tensors["0.k.weight"][1, 2] = tensors["1.norm"][3] = bad
+    with pytest.raises(CheckpointError) as error:
+        load_params(saved(tmp_path, tensors), SPECS, np.dtype(np.float32))
+    text = str(error.value)
+    assert f"{tmp_path} has NaN or infinity in 0.k.weight, 1.norm; download" in text
+
+
+def test_values_that_the_dtype_does_not_hold(tmp_path):
+    tensors = file_tensors(np.float64)
+    tensors["embed.weight"][0, 0] = 1e39
+    files = saved(tmp_path, tensors)
+    with np.errstate(over="ignore"), pytest.raises(CheckpointError, match="embed.*too large"):
+        load_params(files, SPECS, np.dtype(ml_dtypes.bfloat16))
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32])
+def test_integers_are_no_weights(tmp_path, dtype):
+    """As if they were, they would be loaded without the scales that they are quantised by."""
+    tensors = file_tensors()
+    tensors["0.k.weight"] = tensors["0.k.weight"].astype(dtype)
+    with pytest.raises(CheckpointError, match=rf"scales: 0\.k\.weight \({np.dtype(dtype)}\)\n"):
+        load_params(saved(tmp_path, tensors), SPECS, np.dtype(np.float32))
+
+
+def test_float8_needs_its_scales(tmp_path):
+    tensors = file_tensors()
+    tensors["0.k.weight"] = tensors["0.k.weight"].astype(ml_dtypes.float8_e4m3fn)
+    layout = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+    write(tmp_path / "model.safetensors", layout, tensors.items())
+    with pytest.raises(CheckpointError, match=r"scales: 0\.k\.weight \(float8_e4m3fn\)\n"):
+        load_params(open_checkpoint(tmp_path), SPECS, np.dtype(np.float32))

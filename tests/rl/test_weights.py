@@ -10,9 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from support.engines import VOCAB, K
-from support.rollouts import PROMPTS, SAMPLED, noisy
+from support.refusals import refusal
+from support.rollouts import PROMPTS, SAMPLED, copied, noisy
 
 from specjax import SamplingParams
+from specjax.checkpoint import finite
+from specjax.device.models.registry import load_model
 from specjax.rl.weights import checksum, paths
 
 
@@ -174,3 +177,28 @@ def test_names_of_hugging_face_that_do_not_fit(engine, hf):
     for word in (lost, "x_proj", "model.norm.weight (expected"):
         assert word in str(caught.value)
     assert engine.checksum() == before
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_weights_that_are_not_finite_change_nothing(engine, original, hf, bad):
+    before, version = engine.checksum(), engine.version
+    spoiled = jax.tree.map(np.array, original)
+    spoiled.layers[1].mlp.down[3, 4] = bad
+    refusal(lambda: engine.update_weights(spoiled), "layers.1.mlp.down", "nothing was changed")
+    named = {name: tensor.numpy().copy() for name, tensor in hf.state_dict().items()}
+    named["model.norm.weight"][0] = bad
+    refusal(lambda: engine.update_weights(named), "infinity in model.norm.weight,")
+    drafter = replace(copied(engine.params.drafter), fc=engine.params.drafter.fc * bad)
+    refusal(lambda: engine.update_drafter(drafter), "the drafter's weights", "in fc,")
+    refusal(lambda: engine.update_weights(original, drafter=drafter), "in fc,")
+    assert engine.checksum() == before and engine.version == version
+
+
+def test_looking_for_bad_values_compiles_nothing(
+    engine, target, original, compilations, monkeypatch
+):
+    """On an accelerator: the engine's own shapes were looked at when they were loaded."""
+    monkeypatch.setattr(finite, "_is_near", lambda _: False)
+    load_model(target.folder, np.dtype(np.float32))
+    with compilations.none_expected():
+        engine.update_weights(original)

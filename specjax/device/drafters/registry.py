@@ -16,6 +16,7 @@ from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.checkpoint import DrafterFiles
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.drafters.ngram import NGramDrafter
+from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 
@@ -39,7 +40,9 @@ def load_drafter(
     if folder is None:
         assert config.method == "ngram", config.method
         return NGramDrafter(config.prompt_lookup_min, config.prompt_lookup_max), None  # pyright: ignore[reportArgumentType]
-    files = DrafterFiles(open_checkpoint(folder), read_config(folder))
+    hf = read_config(folder)
+    refuse_quantised(hf)
+    files = DrafterFiles(open_checkpoint(folder), hf)
     head, params = HEADS[config.method](files, config, target, dtype)
     if not head.has_embedding and head.hidden_size != target.hidden_size:
         raise CheckpointError(

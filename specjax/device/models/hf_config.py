@@ -1,5 +1,6 @@
 """A Hugging Face `config.json`, read with errors that name field, value and remedy."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +28,27 @@ class HFConfig:
             raise CheckpointError(f"{self.origin}: {key} must be a positive integer, got {value!r}")
         return value
 
+    def number(self, key: str, default: float) -> float:
+        """The field as a positive number."""
+        return _positive(self.get(key, default), f"{self.origin}: {key}")
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        """The field as true or false."""
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise CheckpointError(f"{self.origin}: {key} must be true or false, got {value!r}")
+        return value
+
+    def kv_heads(self, num_heads: int, default: int | None) -> int:
+        """Heads of keys and values, of which each serves as many of the `num_heads` queries'."""
+        value = self.integer("num_key_value_heads", default)
+        if num_heads % value:
+            raise CheckpointError(
+                f"{self.origin}: num_key_value_heads={value} must divide "
+                f"num_attention_heads={num_heads}"
+            )
+        return value
+
     def require(self, key: str, expected: Any) -> None:
         """Refuse a field that is set to anything but `expected`."""
         value = self.get(key, expected)
@@ -50,12 +72,14 @@ class HFConfig:
         `partial_factor` is the part of a head that is rotated where the config does not say; None
         for models that always rotate all of it.
         """
-        fields = dict(self.get("rope_scaling", {})) | dict(self.get("rope_parameters", {}))
-        theta = float(fields.get("rope_theta", self.get("rope_theta", 10000.0)))
+        fields = self._object("rope_scaling") | self._object("rope_parameters")
+        theta = _positive(
+            fields.get("rope_theta", self.get("rope_theta", 10000.0)), f"{self.origin}: rope_theta"
+        )
         kind = fields.get("rope_type", fields.get("type", "default"))
         if kind not in ("default", "linear", "llama3"):
             raise CheckpointError(
-                f"{self.origin}: rope scaling {kind!r} is not supported; "
+                f"{self.origin}: rope_scaling {kind!r} is not supported; "
                 "supported: default, linear, llama3"
             )
         default = self.get("partial_rotary_factor", partial_factor or 1.0)
@@ -71,19 +95,32 @@ class HFConfig:
                 f"{self.origin}: partial_rotary_factor={part!r} is not supported for this "
                 "model_type; it rotates whole heads"
             )
-        try:
-            return Rope(
-                head_dim=head_dim,
-                theta=theta,
-                scaling=kind,
-                factor=float(fields["factor"]) if kind != "default" else 1.0,
-                low_freq_factor=float(fields["low_freq_factor"]) if kind == "llama3" else 1.0,
-                high_freq_factor=float(fields["high_freq_factor"]) if kind == "llama3" else 4.0,
-                original_max_position=int(fields["original_max_position_embeddings"])
-                if kind == "llama3"
-                else 8192,
-            )
-        except KeyError as missing:
-            raise CheckpointError(
-                f"{self.origin}: rope scaling {kind!r} lacks {missing.args[0]!r}"
-            ) from None
+
+        def scale(name: str) -> float:
+            if name not in fields:
+                raise CheckpointError(f"{self.origin}: rope_scaling {kind!r} lacks {name!r}")
+            return _positive(fields[name], f"{self.origin}: rope_scaling {kind!r}: {name}")
+
+        return Rope(
+            head_dim=head_dim,
+            theta=theta,
+            scaling=kind,
+            factor=scale("factor") if kind != "default" else 1.0,
+            low_freq_factor=scale("low_freq_factor") if kind == "llama3" else 1.0,
+            high_freq_factor=scale("high_freq_factor") if kind == "llama3" else 4.0,
+            original_max_position=int(scale("original_max_position_embeddings"))
+            if kind == "llama3"
+            else 8192,
+        )
+
+    def _object(self, key: str) -> dict[str, Any]:
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{self.origin}: {key} must be an object, got {value!r}")
+        return dict(value)
+
+
+def _positive(value: Any, where: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < math.inf:
+        raise CheckpointError(f"{where} must be a positive number, got {value!r}")
+    return float(value)

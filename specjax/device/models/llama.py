@@ -198,7 +198,7 @@ def from_hf(hf: HFConfig) -> Llama:
     hf.require_unset("mlp_bias", "use_sliding_window")
     hf.require("hidden_act", "silu")
     kind = hf.get("model_type", "llama")
-    bias = bool(hf.get("attention_bias", False))
+    bias = hf.flag("attention_bias")
     hidden, heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
     head_dim = hf.integer("head_dim", hidden // heads)
     return Llama(
@@ -207,12 +207,12 @@ def from_hf(hf: HFConfig) -> Llama:
         intermediate_size=hf.integer("intermediate_size"),
         num_layers=hf.integer("num_hidden_layers"),
         num_heads=heads,
-        num_kv_heads=hf.integer("num_key_value_heads", heads),
+        num_kv_heads=hf.kv_heads(heads, default=heads),
         head_dim=head_dim,
-        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
         rope=hf.rope(head_dim),
         max_position=hf.integer("max_position_embeddings", 2048),
-        tie_word_embeddings=bool(hf.get("tie_word_embeddings", False)),
+        tie_word_embeddings=hf.flag("tie_word_embeddings"),
         qkv_bias=kind == "qwen2" or bias,
         out_bias=kind != "qwen2" and bias,
         qk_norm=kind == "qwen3",

@@ -301,34 +301,31 @@ def from_hf(hf: HFConfig) -> Qwen35:
         if not isinstance(nested, Mapping):
             raise CheckpointError(f"{hf.origin}: text_config must be an object, got {nested!r}")
         hf = HFConfig(nested, f"{hf.origin}: text_config")
-    outer.require_unset("quantization_config")
     hf.require("hidden_act", "silu")
     hf.require("attn_output_gate", True)
     hf.require("mamba_ssm_dtype", "float32")
     hf.require("mtp_use_dedicated_embeddings", False)
-    hf.require_unset("attention_bias", "use_sliding_window", "quantization_config")
+    hf.require_unset("attention_bias", "use_sliding_window")
     if hf.get("output_gate_type", "silu") not in ("silu", "swish"):
         hf.require("output_gate_type", "swish")
     num_layers = hf.integer("num_hidden_layers")
     head_dim = hf.integer("head_dim", 256)
-    experts = _experts(hf, kind)
+    heads, experts = hf.integer("num_attention_heads"), _experts(hf, kind)
     return Qwen35(
         vocab_size=hf.integer("vocab_size"),
         hidden_size=hf.integer("hidden_size"),
         intermediate_size=hf.integer("intermediate_size", 1 if experts else None),
         layer_types=_layer_types(hf, num_layers),
-        num_heads=hf.integer("num_attention_heads"),
-        num_kv_heads=hf.integer("num_key_value_heads"),
+        num_heads=heads,
+        num_kv_heads=hf.kv_heads(heads, default=None),
         head_dim=head_dim,
         delta_heads=_delta_heads(hf),
         conv_width=hf.integer("linear_conv_kernel_dim", 4),
-        rms_norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
         rope=hf.rope(head_dim, partial_factor=0.25),
         max_position=hf.integer("max_position_embeddings", 32768),
         # Beside a text part, transformers ties by what stands outside.
-        tie_word_embeddings=bool(
-            outer.get("tie_word_embeddings", hf.get("tie_word_embeddings", False))
-        ),
+        tie_word_embeddings=outer.flag("tie_word_embeddings", hf.flag("tie_word_embeddings")),
         experts=experts,
         dense_layers=_dense_layers(hf, num_layers) if experts else (),
         is_interleaved=kind == "qwen3_next",
@@ -384,7 +381,7 @@ def _experts(hf: HFConfig, kind: str) -> Experts | None:
             num_chosen=hf.integer("num_experts_per_tok", {"qwen3_next": 10}.get(kind, 8)),
             intermediate_size=hf.integer("moe_intermediate_size", 512),
             shared_intermediate_size=hf.integer("shared_expert_intermediate_size", 512),
-            normalises=kind != "qwen3_next" or bool(hf.get("norm_topk_prob", True)),
+            normalises=kind != "qwen3_next" or hf.flag("norm_topk_prob", True),
         )
         if chosen.num_chosen > chosen.num_experts:
             raise CheckpointError(

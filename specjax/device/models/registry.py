@@ -12,6 +12,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.load import load_params
 from specjax.device.models import llama, qwen3_5
+from specjax.device.models.config_fields import check_fields
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 
@@ -35,10 +36,11 @@ def read_config(folder: Path) -> HFConfig:
 def describe_model(hf: HFConfig) -> Model:
     """The model a config describes, without its weights."""
     kind = hf.get("model_type", None)
-    if kind not in MODELS:
+    if not isinstance(kind, str) or kind not in MODELS:
         raise CheckpointError(
             f"{hf.origin}: model_type={kind!r} is not supported; supported: {', '.join(MODELS)}"
         )
+    check_fields(hf, kind)
     return MODELS[kind](hf)
 
 

@@ -1,0 +1,67 @@
+"""Whether arrays are free of NaN and infinity, at the price of reading them once."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+_CHUNK = 2**16  # elements, which stay in the cache
+_BITS = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 2**63 - 1)}
+_INFINITY = {
+    np.dtype(kind): np.array(math.inf, kind)
+    for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+}
+
+
+FLOATS = frozenset(_INFINITY)  # dtypes of weights that need no scale
+
+
+def all_finite(array: Any) -> Any:
+    """A bool, or one that a device is still working out; see `jax.device_get`.
+
+    Of floats of 16 bits or more; anything else is finite.
+    """
+    dtype = np.dtype(array.dtype)
+    if dtype not in _INFINITY:
+        return True
+    if not isinstance(array, jax.Array) or _is_near(array):
+        return _on_host(np.asarray(array))
+    return _on_device(array)
+
+
+def _is_near(array: jax.Array) -> bool:
+    return array.is_fully_addressable and all(d.platform == "cpu" for d in array.devices())
+
+
+def _on_host(array: np.ndarray) -> bool:
+    # As integers without a sign, NaN and infinity are the largest: NumPy is slow with bfloat16, and
+    # XLA's reductions are slow on a CPU.
+    word, mask = _BITS[array.dtype.itemsize]
+    words = np.ascontiguousarray(array).reshape(-1).view(word)
+    limit = _INFINITY[array.dtype].view(word)
+    chunks = (words[i : i + _CHUNK] for i in range(0, len(words), _CHUNK))
+    return all((chunk & word(mask)).max() < limit for chunk in chunks)
+
+
+@jax.jit
+def _on_device(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()
+
+
+def check_params(params: Any) -> None:
+    """Refuse a tree with NaN or infinity.
+
+    Raises:
+        ValueError: with the paths of such arrays.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    are_finite = jax.device_get([all_finite(leaf) for _, leaf in leaves])
+    bad = [path for (path, _), ok in zip(leaves, are_finite, strict=True) if not ok]
+    if bad:
+        names = ", ".join(jax.tree_util.keystr(path) for path in bad[:5])
+        raise ValueError(
+            f"params has NaN or infinity in {names}; bring the parameters of a model that works"
+        )

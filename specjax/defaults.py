@@ -1,0 +1,143 @@
+"""What an engine's sizes and dtype are where nobody says, by the device.
+
+| | GPU | CPU |
+|---|---|---|
+| max_num_seqs | 256 | 16 |
+| max_num_batched_tokens | 8192 | 512 |
+| max_model_len | the model's own | the model's own, at most 8192 |
+| dtype | the checkpoint's | float32 |
+
+A GPU reads all weights for a step, however few tokens it has, so that large steps are nearly free;
+and its memory, of which pages get all that is left, is there for nothing else. A CPU computes each
+token, so that a large step only makes others wait; it has no fast bfloat16, and its memory is
+everybody's.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import DTYPES, EngineConfig, check_positive
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.model import Model
+
+_ALIASES = {"float": "float32"}  # as vLLM has them
+_NARROW = ("float16", "half")
+
+
+class Defaults(NamedTuple):
+    """What is used for None, and for dtype "auto"."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    longest: int | None  # tokens of max_model_len, if the model allows more; None for no limit
+    dtype: str | None  # None for the checkpoint's
+
+    def model_len(self, max_position: int) -> int:
+        """Tokens of a request, for a model of so many positions."""
+        return max_position if self.longest is None else min(max_position, self.longest)
+
+
+DEFAULTS: Mapping[str, Defaults] = {
+    "gpu": Defaults(256, 8192, None, None),
+    "cpu": Defaults(16, 512, 8192, "float32"),
+}
+
+
+def device_defaults() -> Defaults:
+    """Those of the device that engines run on."""
+    return DEFAULTS["cpu" if jax.devices()[0].platform == "cpu" else "gpu"]
+
+
+def make_config(
+    target: Model,
+    *,
+    max_model_len: int | None,
+    max_num_seqs: int | None,
+    max_num_batched_tokens: int | None,
+    num_pages: int | None,
+    page_size: int,
+    **others: Any,
+) -> EngineConfig:
+    """An engine's config, what suits the device in place of None.
+
+    Pages are those of one request where nobody says: how many fit is known when the drafter is.
+
+    Raises:
+        ValueError: sizes that do not fit each other or the model.
+    """
+    usual = device_defaults()
+    if max_model_len is None:
+        max_model_len = usual.model_len(target.max_position)
+    if max_num_seqs is None:
+        max_num_seqs = usual.max_num_seqs
+    if max_num_batched_tokens is None:
+        max_num_batched_tokens = usual.max_num_batched_tokens
+    check_positive(max_model_len=max_model_len, max_num_seqs=max_num_seqs, page_size=page_size)
+    if max_model_len > target.max_position:
+        raise ValueError(
+            f"max_model_len={max_model_len} exceeds the {target.max_position} positions that the "
+            "model was made for; lower it"
+        )
+    return EngineConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=max_num_batched_tokens,
+        num_pages=-(-max_model_len // page_size) if num_pages is None else num_pages,
+        page_size=page_size,
+        **others,
+    )
+
+
+class DtypeChoice(NamedTuple):
+    """A dtype, and why it is that."""
+
+    name: str
+    reason: str
+
+
+def choose_dtype(given: Any, stored: str | None) -> DtypeChoice:
+    """The dtype that an option asks for; "auto" is by the device and what is `stored`.
+
+    Raises:
+        ValueError: a dtype that is not supported, with the reason.
+    """
+    if given != "auto":
+        name = _ALIASES.get(given, given) if isinstance(given, str) else given
+        if name in _NARROW:
+            raise ValueError(
+                f"dtype={given!r} is not supported: values beyond 65504 overflow it, and models "
+                "made in bfloat16 have such; use 'bfloat16', which takes as much memory"
+            )
+        if name not in DTYPES:
+            choices = ", ".join(("auto", *DTYPES, *_ALIASES))
+            raise ValueError(f"dtype={given!r} is not supported; choose one of {choices}")
+        return DtypeChoice(name, "as asked for")
+    own = device_defaults().dtype
+    if own is not None:
+        return DtypeChoice(own, "auto, as a CPU has no fast bfloat16")
+    if stored in _NARROW:
+        return DtypeChoice(
+            "bfloat16", f"auto, as the checkpoint is in {stored}, which is not served"
+        )
+    if stored in DTYPES:
+        return DtypeChoice(stored, "auto, the checkpoint's")
+    return DtypeChoice("float32", f"auto, as the checkpoint says dtype={stored!r}")
+
+
+def stored_dtype(hf: HFConfig) -> str | None:
+    """The dtype that a config says its checkpoint is in."""
+    nested = hf.get("text_config", None)
+    for fields in (nested if isinstance(nested, Mapping) else {}, hf.fields):
+        for name in "dtype", "torch_dtype":
+            if isinstance(value := fields.get(name), str):
+                return value.removeprefix("torch.")
+    return None
+
+
+def params_dtype(params: Any) -> str | None:
+    """The dtype of most of a tree's floats."""
+    floats = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
+    return str(max(floats, key=lambda x: x.size).dtype) if floats else None

@@ -1,0 +1,164 @@
+"""Which fields of a Hugging Face config are read, which do not matter, and which are refused.
+
+transformers is the measure: what its class for a model type reads is read here, or refused where it
+is set. Other fields it ignores, and so do we, in two ways. Some change the mathematics of other
+models, so that a config that sets them describes another model than its type says: an error. Of the
+rest nobody can know, and published configs are full of such: a warning names those that are set.
+"""
+
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.device.models.hf_config import HFConfig
+
+_SIZES = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
+    *("num_attention_heads", "num_key_value_heads", "max_position_embeddings", "rms_norm_eps"),
+    *("hidden_act", "tie_word_embeddings", "attention_bias"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
+)
+_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
+_DENSE = {
+    "llama": (*_SIZES, "mlp_bias"),
+    "qwen2": (*_SIZES, *_WINDOWS),
+    "qwen3": (*_SIZES, *_WINDOWS),
+}
+_HYBRID = (
+    *(*_SIZES, "layer_types", "full_attention_interval", "use_sliding_window"),
+    *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
+    *("linear_num_key_heads", "linear_num_value_heads", "attn_output_gate", "output_gate_type"),
+    *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+    # The text part of one with a vision tower, which is not used.
+    *("text_config", "vision_config", "image_token_id", "video_token_id"),
+    *("vision_start_token_id", "vision_end_token_id", "language_model_only"),
+)
+_HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+READ: Mapping[str, frozenset[str]] = {
+    kind: frozenset(fields) for kind, fields in (_DENSE | dict.fromkeys(_HYBRIDS, _HYBRID)).items()
+}
+# Of tools, training, the tokenizer or how to generate.
+HARMLESS = frozenset(
+    (
+        *("architectures", "auto_map", "model_type", "_name_or_path", "name_or_path"),
+        *("transformers_version", "torch_dtype", "dtype", "use_cache", "cache_implementation"),
+        *("initializer_range", "attention_dropout", "hidden_dropout", "resid_dropout"),
+        *("embd_dropout", "classifier_dropout", "hidden_dropout_prob", "pretraining_tp"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
+        *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
+        *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
+        *("return_dict_in_generate", "router_aux_loss_coef", "id2label", "label2id"),
+        *("problem_type", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder"),
+        *("add_cross_attention", "tie_encoder_decoder", "torchscript", "task_specific_params"),
+        *("finetuning_task", "tokenizer_class", "prefix", "_attn_implementation"),
+        *("_attn_implementation_autoset", "attn_implementation", "_flash_attn_2_enabled"),
+        *("gradient_checkpointing", "use_flash_attn", "model_max_length", "max_length"),
+        *("min_length", "max_new_tokens", "do_sample", "temperature", "top_k", "top_p"),
+        *("typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+        *("encoder_no_repeat_ngram_size", "bad_words_ids", "num_return_sequences"),
+        *("num_beams", "num_beam_groups", "diversity_penalty", "early_stopping"),
+        *("begin_suppress_tokens", "suppress_tokens", "exponential_decay_length_penalty"),
+        *("remove_invalid_values", "output_scores", "pruned_heads", "use_bfloat16"),
+        *("tf_legacy_loss", "cross_attention_hidden_size"),
+        *("unsloth_fixed", "unsloth_version", "unsloth_tied_mlp", "transformers.js_config"),
+        *("bos_token", "eos_token", "pad_token", "is_llama_config"),
+    )
+)
+# Of other models, with what they do there.
+CHANGES = {
+    "attn_logit_softcapping": "a cap on attention scores",
+    "final_logit_softcapping": "a cap on logits",
+    "query_pre_attn_scalar": "another scale of attention",
+    "attention_multiplier": "another scale of attention",
+    "embedding_multiplier": "scaled embeddings",
+    "residual_multiplier": "scaled residuals",
+    "logits_scaling": "scaled logits",
+    "logit_scale": "scaled logits",
+    "scale_emb": "scaled embeddings",
+    "scale_depth": "scaled residuals",
+    "rope_interleave": "rotation of neighbours",
+    "rope_interleaved": "rotation of neighbours",
+    "clip_qkv": "clipped projections",
+    "qkv_bias": "biases of projections",
+    "use_qk_norm": "norms of queries and keys",
+    "qk_layernorm": "norms of queries and keys",
+    "use_parallel_residual": "layers side by side",
+    "parallel_attn": "layers side by side",
+    "alibi": "biases by distance",
+    "sliding_window": "attention within a window",
+    "attention_chunk_size": "attention within chunks",
+    "no_rope_layers": "layers without rotation",
+    "no_rope_layer_interval": "layers without rotation",
+    "layer_types": "layers of several kinds",
+    "kv_lora_rank": "latent attention",
+    "q_lora_rank": "latent attention",
+    "num_experts": "experts",
+    "num_local_experts": "experts",
+    "n_routed_experts": "experts",
+    "mlp_bias": "biases of the feed-forward layers",
+}
+
+_FACTORS = frozenset(
+    (
+        *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "scale_emb"),
+        *("logits_scaling", "logit_scale"),
+    )
+)
+
+
+def check_fields(hf: HFConfig, kind: str) -> None:
+    """Refuse what changes the mathematics and is not read; warn of what nobody knows.
+
+    Raises:
+        CheckpointError: with the field, and what it would do.
+    """
+    refuse_quantised(hf)
+    nested = hf.get("text_config", None)
+    parts = [hf] if not isinstance(nested, Mapping) else [hf, HFConfig(nested, _inside(hf))]
+    read = READ[kind] | HARMLESS
+    for part in parts:
+        is_set = {name for name, value in part.fields.items() if not _is_neutral(name, value)}
+        for name in sorted(is_set - read & CHANGES.keys()):
+            raise CheckpointError(
+                f"{part.origin}: {name}={part.fields[name]!r} ({CHANGES[name]}) is not supported "
+                f"for model_type={kind!r}; use a checkpoint without {name}"
+            )
+        if unknown := sorted(is_set - read):
+            warnings.warn(
+                f"{part.origin}: {', '.join(unknown)} is unknown for model_type={kind!r} and not "
+                "read; if it changes what the model computes, outputs are wrong",
+                stacklevel=2,
+            )
+
+
+def _inside(hf: HFConfig) -> str:
+    return f"{hf.origin}: text_config"
+
+
+def refuse_quantised(hf: HFConfig) -> None:
+    """Refuse weights that are stored as integers or narrow floats with scales.
+
+    Raises:
+        CheckpointError: with the method, and what to use instead.
+    """
+    for name in "quantization_config", "compression_config":
+        given = hf.fields.get(name)
+        if not given and isinstance(nested := hf.fields.get("text_config"), Mapping):
+            given = nested.get(name)
+        if given:
+            method = given.get("quant_method") if isinstance(given, Mapping) else None
+            raise CheckpointError(
+                f"{hf.origin}: {name} says that the weights are quantised by "
+                f"{method or given!r}, which is not supported; use the checkpoint that they were "
+                "made from, in bfloat16, float16 or float32, or dequantise it"
+            )
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    """Whether a field says that what it is for is off."""
+    if name == "layer_types":
+        return isinstance(value, list) and all(kind == "full_attention" for kind in value)
+    return not value or (name in _FACTORS and value == 1)

@@ -1,0 +1,56 @@
+"""How much memory the machine, or the container that this process is in, has left."""
+
+import os
+from pathlib import Path
+
+_NO_LIMIT = 2**60  # cgroups of version 1 write a huge number where there is none
+
+
+def available_bytes(root: Path = Path("/")) -> int | None:
+    """Bytes that may still be taken before the kernel ends processes; None if nobody knows."""
+    known = [_machine(root), *_cgroups(root)]
+    return min((n for n in known if n is not None), default=None)
+
+
+def _machine(root: Path) -> int | None:
+    for line in _text(root / "proc/meminfo").splitlines():
+        if line.startswith("MemAvailable:"):
+            return 1024 * int(line.split()[1])
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError):  # not known by this system
+        return None
+
+
+def _cgroups(root: Path) -> list[int]:
+    """What each limit around this process leaves, of either version of cgroups."""
+    left = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            top, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        # A container may see its own group at the top, whatever its path says.
+        for depth in range(len(parts) + 1):
+            left += _left(top.joinpath(*parts[:depth]), *names)
+    return left
+
+
+def _left(group: Path, limit: str, usage: str, reclaimable: str) -> list[int]:
+    most, used = _text(group / limit).strip(), _text(group / usage).strip()
+    if not most.isdigit() or not used.isdigit() or int(most) >= _NO_LIMIT:
+        return []
+    counts = dict(line.split() for line in _text(group / "memory.stat").splitlines())
+    return [int(most) - int(used) + int(counts.get(reclaimable, 0))]
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

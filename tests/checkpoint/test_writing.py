@@ -1,0 +1,89 @@
+"""A full disk: the error names the file, and what was there before is still there."""
+
+import errno
+import os
+import resource
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax import cli
+from specjax.checkpoint.save import save_checkpoint
+from specjax.checkpoint.spec import stored
+from specjax.checkpoint.writing import write_whole
+
+SPECS = [stored(["a"], (512, 512))]
+PARAMS = [jnp.ones((512, 512))]
+FLOAT32 = np.dtype("float32")
+
+
+@pytest.fixture(params=["ENOSPC", "RLIMIT_FSIZE"])
+def small_disk(request, monkeypatch):
+    """No file gets beyond a page, by what fsync says or by the kernel's own limit."""
+    if request.param == "ENOSPC":
+
+        def fail(_):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr(os, "fsync", fail)
+        yield errno.ENOSPC
+    else:
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        yield errno.EFBIG
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_text_is_written_whole(tmp_path):
+    path = tmp_path / "profile.json"
+    for text in "old", "new":
+        write_whole(path, text)
+        assert path.read_text() == text and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_text_that_finds_no_room(tmp_path, small_disk):
+    path = tmp_path / "profile.json"
+    path.write_text("old")
+    with pytest.raises(OSError) as error:
+        write_whole(path, "x" * 10_000)
+    assert (error.value.errno, error.value.filename) == (small_disk, str(path))
+    assert path.read_text() == "old" and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_checkpoint_that_finds_no_room(tmp_path, small_disk):
+    (tmp_path / "model.safetensors").write_text("old")
+    with pytest.raises(OSError) as error:
+        save_checkpoint(tmp_path, SPECS, PARAMS, {"model_type": "llama"}, dtype=FLOAT32)
+    assert (error.value.errno, error.value.filename) == (small_disk, str(tmp_path))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.safetensors"]
+    assert (tmp_path / "model.safetensors").read_text() == "old"
+
+
+def test_commands_say_it_in_one_line(tmp_path, monkeypatch, capsys):
+    class Full:
+        @staticmethod
+        def run(_):
+            raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "out"))
+
+    monkeypatch.setattr(cli, "import_module", lambda _: Full)
+    assert cli.main(["train", "target", "--data", "a.txt", "--out", "out"]) == 2
+    error = capsys.readouterr().err
+    assert error == (
+        f"specjax: error: {tmp_path}/out: No space left on device; free some space, or name "
+        "another place\n"
+    )
+
+
+def test_a_training_run_names_where_its_state_was_to_go(tmp_path, monkeypatch):
+    loop = pytest.importorskip("specjax.train.loop")
+
+    def fail(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(loop.ocp, "CheckpointManager", fail)
+    schedule = loop.Schedule(steps=1, batch_size=1, length=1, learning_rate=0.1, seed=0)
+    params, labels = {"w": jnp.ones((2, 2))}, {"w": "muon"}
+    with pytest.raises(OSError) as error:
+        loop.fit(params, None, labels, None, None, tmp_path / "run", schedule)
+    assert error.value.filename == str(tmp_path / "run")

@@ -1,0 +1,157 @@
+"""Fields of configs: transformers' own are all known, others' are errors, and unknown ones warn."""
+
+import json
+from pathlib import Path
+
+import pytest
+from support.refusals import refusal
+
+from specjax.demo import demo_folder
+from specjax.device.models.config_fields import CHANGES, HARMLESS, READ
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.registry import MODELS, describe_model, read_config
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+CLASSES = {
+    "llama": "LlamaConfig",
+    "qwen2": "Qwen2Config",
+    "qwen3": "Qwen3Config",
+    "qwen3_next": "Qwen3NextConfig",
+    "qwen3_5": "Qwen3_5Config",
+    "qwen3_5_text": "Qwen3_5TextConfig",
+    "qwen3_5_moe": "Qwen3_5MoeConfig",
+    "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
+}
+SMALL = {
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+
+
+def described(kind="llama", **fields):
+    return describe_model(HFConfig({"model_type": kind, **SMALL, **fields}, "there/config.json"))
+
+
+def test_every_family_has_its_list():
+    assert READ.keys() == MODELS.keys() == CLASSES.keys()
+    assert not any(READ[kind] & HARMLESS for kind in READ) and not CHANGES.keys() & HARMLESS
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_the_defaults_of_transformers_are_taken(kind):
+    """Without a warning, which would be an error here."""
+    transformers = pytest.importorskip("transformers")
+    config = getattr(transformers, CLASSES[kind])()
+    for fields in config.to_dict(), config.to_diff_dict(), json.loads(config.to_json_string()):
+        describe_model(HFConfig(fields, "config.json"))
+
+
+def test_published_configs_are_taken():
+    folders = [path.parent for path in CONFIGS.glob("*/config.json")]
+    for folder in [*folders, demo_folder("demo-llama"), demo_folder("demo-qwen3.5")]:
+        describe_model(read_config(folder))
+
+
+HARMLESS_ONES = {
+    "_name_or_path": "meta-llama/Llama-3.1-8B",
+    "auto_map": {"AutoModel": "modeling.Llama"},
+    "attention_dropout": 0.1,
+    "pretraining_tp": 2,
+    "torch_dtype": "bfloat16",
+    "use_cache": True,
+    "unsloth_fixed": True,
+    "pad_token_id": 128004,
+    "_attn_implementation_autoset": True,
+    "rope_interleaved": False,
+    "sliding_window": None,
+    "logit_scale": 1.0,
+    "brand_new": None,
+    "brand_new_too": False,
+}
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "qwen3_next"])
+def test_fields_that_do_not_matter(kind):
+    assert described(kind, **HARMLESS_ONES) == described(kind)
+    windows = {"sliding_window": 4096, "max_window_layers": 28}
+    if kind in ("qwen2", "qwen3"):
+        assert described(kind, **windows, use_sliding_window=False) == described(kind)
+
+
+@pytest.mark.parametrize("name", sorted(CHANGES))
+def test_fields_that_change_the_mathematics(name):
+    value = ["sliding_attention"] * 4 if name == "layer_types" else 30
+    kind = next(kind for kind in READ if name not in READ[kind])
+    words = "there/config.json", f"{name}={value!r}", CHANGES[name], f"{kind!r}"
+    refusal(lambda: described(kind, **{name: value}), *words)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
+def test_layers_within_a_window(kind):
+    types = ["full_attention"] * 3
+    assert described(kind, layer_types=[*types, "full_attention"]) == described(kind)
+    refusal(lambda: described(kind, layer_types=[*types, "sliding_attention"]), "layer_types=")
+
+
+def test_fields_that_nobody_knows_are_warned_of():
+    with pytest.warns(UserWarning, match=r"there/config\.json: brand_new, other is unknown"):
+        assert described(other=2, brand_new="x") == described()
+    with pytest.warns(UserWarning, match=r"config\.json: text_config: brand_new is unknown"):
+        inside = {**SMALL, "brand_new": 3}
+        describe_model(HFConfig({"model_type": "qwen3_5", "text_config": inside}, "config.json"))
+
+
+METHODS = [
+    {"quant_method": "awq", "bits": 4, "group_size": 128},
+    {"quant_method": "gptq", "bits": 4},
+    {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    {"quant_method": "compressed-tensors"},
+    {"quant_method": "bitsandbytes", "load_in_8bit": True},
+    {"quant_method": "mxfp4"},
+    "int8",
+    {"bits": 8},
+]
+
+
+@pytest.mark.parametrize("given", METHODS, ids=str)
+@pytest.mark.parametrize("kind", ["llama", "qwen3_next"])
+def test_quantised_weights_are_refused_by_their_method(kind, given):
+    method = given["quant_method"] if "quant_method" in given else given
+    words = "quantization_config", repr(method), "bfloat16"
+    refusal(lambda: described(kind, quantization_config=given), *words)
+
+
+def test_nothing_quantised():
+    assert described(quantization_config=None) == described(quantization_config={}) == described()
+
+
+WRONG_TYPES = [
+    ("model_type", ["llama"]),
+    ("model_type", 3),
+    ("rms_norm_eps", "1e-6"),
+    ("rms_norm_eps", -1e-6),
+    ("rms_norm_eps", True),
+    ("rope_theta", "10000"),
+    ("rope_theta", 0),
+    ("rope_scaling", "linear"),
+    ("rope_scaling", {"type": ["linear"]}),
+    ("rope_scaling", {"type": "linear", "factor": "two"}),
+    ("rope_scaling", {"type": "linear", "factor": 0}),
+    ("rope_parameters", [1]),
+    ("tie_word_embeddings", "no"),
+    ("attention_bias", "False"),
+    ("head_dim", 7.5),
+    ("num_attention_heads", [4]),
+    ("num_key_value_heads", 3),
+    ("max_position_embeddings", "long"),
+]
+
+
+@pytest.mark.parametrize("name, value", WRONG_TYPES, ids=str)
+def test_fields_of_the_wrong_type(name, value):
+    text = refusal(lambda: described(**{name: value}), "there/config.json: ", name)
+    assert "\n" not in text
