@@ -72,9 +72,9 @@ class LLM:
             checkpoint's on a GPU, float32 on a CPU.
         max_model_len: most tokens of a request, prompt included; None for the model's own limit,
             on a CPU at most 8192.
-        max_num_seqs: requests that run at the same time; None for 256 on a GPU, 16 on a CPU.
+        max_num_seqs: requests that run at the same time; None for 64 on a GPU, 16 on a CPU.
         max_num_batched_tokens: most tokens of one step, with the rows that drafting adds to them;
-            None for 8192 on a GPU, 512 on a CPU.
+            None for 2048 on a GPU, 512 on a CPU.
         max_num_scheduled_tokens: most tokens of one step, prompts' and rounds'; None for as many.
         decode_batches: batch sizes that rounds are compiled for, as (1, 8, 64); None for powers of
             two up to max_num_seqs. Fewer are compiled sooner, and waste rows.

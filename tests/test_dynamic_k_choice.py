@@ -276,20 +276,25 @@ def test_chunks_are_timed_beside_the_rounds(slow_engine):
 
 
 def test_times_with_a_compilation_in_them_mean_nothing(slow_engine):
-    """Sampling parameters that were not asked for before have their steps compiled late: with the
-    second request's, while a round of the first is on its way."""
+    """A logits processor that was not asked for before has its steps compiled late: with the second
+    request's, while a round of the first is on its way."""
     watched = Recording((2,), lambda load: 2)
     slow_engine.set_policy(watched)
     serve(slow_engine, requests_of(12))
     # The first come after a prompt's chunk, which the host may have read late.
     assert all(outcome.ms for outcome in watched.rounds[2:])
     watched.rounds.clear()
-    params = SamplingParams(temperature=0, repetition_penalty=1.2)
+
+    def double(tokens, length, logits):
+        return 2 * logits
+
+    params = SamplingParams(temperature=0, logits_processors=[double])
+    processor = slow_engine.number_of((double,))
     slow_engine.add(requests_of(12, 1)[0])
     for _ in range(5):
         slow_engine.step()
     assert watched.rounds and watched.rounds[-1].ms
     num_before = len(watched.rounds)
-    serve(slow_engine, [Request(9, (1, 2, 3), params, 12, (0,))])
+    serve(slow_engine, [Request(9, (1, 2, 3), params, 12, (0,), processor=processor)])
     times = [outcome.ms for outcome in watched.rounds[num_before:]]
     assert 1 <= times.count(None) <= 3 and times[-1] is not None

@@ -151,7 +151,8 @@ class RecordingDrafter:
         inner, record = state
         hidden = inner.hidden[context.slots]
         draft, inner = self.inner.draft(target, params, inner, context, k)
-        number = context.requests.sampling.seeds.astype(jnp.int32) - SEED
+        seeds = context.requests.at(context.slots).sampling.seeds
+        number = seeds.astype(jnp.int32) - SEED
         row = jnp.where(context.is_active, number, len(LENGTHS))
         padded = jnp.pad(draft.tokens, ((0, 0), (0, K - k)), constant_values=-1)
         record = tuple(
