@@ -155,7 +155,7 @@ def test_defaults_by_device(target, monkeypatch):
     assert device_defaults() == DEFAULTS["cpu"] and sizes() == [512, 16, 512]
     assert DEFAULTS["cpu"].model_len(10**6) == 8192 and DEFAULTS["gpu"].model_len(10**6) == 10**6
     monkeypatch.setattr("specjax.defaults.device_defaults", lambda: DEFAULTS["gpu"])
-    assert sizes() == [512, 256, 8192]
+    assert sizes() == [512, 64, 2048]
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float8", None])
