@@ -27,10 +27,15 @@ from support.seeds import VARIABLE
 from support.targets import VOCAB
 from support.weights import rewrite
 
+from specjax import precompile
+
+KEPT: dict = {}  # so that an engine finds the programs of one like it that was closed
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any program is compiled; `pytest -m optimized` runs those that users have."""
     share_compilations(Path(__file__).parents[1] / ".cache" / "jax")
+    precompile._JITS = KEPT  # pyright: ignore[reportAttributeAccessIssue]
     wanted = config.getoption("markexpr").replace("not optimized", "")
     if "optimized" not in wanted:
         compile_quickly()
@@ -51,6 +56,7 @@ def few_maps() -> Iterator[None]:
     """Long runs let go of programs before their memory maps run out; engines must not hold them."""
     yield
     if count_maps() > MOST_MAPS:
+        KEPT.clear()
         jax.clear_caches()
         gc.collect()
         assert count_maps() < MOST_MAPS / 2, "programs outlive their tests: close engines"

@@ -3,6 +3,7 @@
 import itertools
 from dataclasses import dataclass, replace
 from functools import partial
+from weakref import WeakValueDictionary
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from support.compilations import count_maps
 from support.simulated_device import SimulatedPrograms
 
+from specjax import precompile
 from specjax.batch import pack
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
@@ -464,8 +466,9 @@ def test_a_cache_that_jax_already_has_is_respected(cache_options, tmp_path):
 # --- what is given back ---------------------------------------------------------------------------
 
 
-def test_a_closed_engine_gives_its_memory_maps_back():
+def test_a_closed_engine_gives_its_memory_maps_back(monkeypatch):
     """One after the other: no more are held after the third than after the first."""
+    monkeypatch.setattr(precompile, "_JITS", WeakValueDictionary())
     held, given_back = [], []
     for _ in range(3):
         engine = make_engine(intermediate_size=40)
