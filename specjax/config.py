@@ -1,5 +1,6 @@
 """Frozen configuration. Every value is checked once, here, before any work starts."""
 
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
@@ -22,6 +23,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 # of each, and tokens of a chunk.
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
 ADAPTIVE_DRAFTS = 5  # the most that adaptive K may be, unless told
+MANY_DRAFTS, MOST_DRAFTS = 16, 64  # beyond which a K is warned of, and refused
 REMOVED_OPTIONS = {
     "steps_per_dispatch": "it gained nothing on a GPU; async_scheduling=True, the default, hides "
     "the host's time",
@@ -123,8 +125,9 @@ class SpeculativeConfig:
             looks for the last tokens in the text so far.
         model: the drafter's checkpoint, a folder or hub id; for "mtp" None is the target's, "ngram"
             has none.
-        num_speculative_tokens: K, drafts per step; the most of them where K changes. It may be
-            left out with `adaptive`, then 5, and with `dynamic_config_path`, whose profile says it.
+        num_speculative_tokens: K, drafts per step, at most 64; the most of them where K changes. It
+            may be left out with `adaptive`, then 5, and with `dynamic_config_path`, whose profile
+            says it.
         num_speculative_tokens_per_batch_size: K by the number of requests that decode together, a
             table [[lo, hi, K], ...]; sizes that it leaves out have the K of the entry before.
         dynamic_config_path: a profile, as `specjax profile` writes it; K is what it says is best.
@@ -232,6 +235,12 @@ class SpeculativeConfig:
         k, table = self.num_speculative_tokens, self.num_speculative_tokens_per_batch_size
         if k is not None or self.dynamic_config_path is None:
             check_positive(**{"speculative_config.num_speculative_tokens": k})
+        if k is not None and k > MANY_DRAFTS:
+            said = f"speculative_config.num_speculative_tokens={k}"
+            why = "every draft is compiled into every step, and few are accepted past the tenth"
+            if k > MOST_DRAFTS:
+                raise ValueError(f"{said} exceeds {MOST_DRAFTS}: {why}; lower it")
+            warnings.warn(f"{said}: {why}; 3 to 7 are usual", stacklevel=4)
         if table is not None:
             parsed = parse_table(table, k)
             object.__setattr__(self, "num_speculative_tokens_per_batch_size", parsed)

@@ -152,3 +152,15 @@ def test_numpy_numbers_in_a_speculative_config():
     length = SpeculativeConfig(**good, **SYNTHETIC, synthetic_acceptance_length=np.float32(2.5))
     assert length.synthetic_rates == (1.0, 0.5, 0.0)
     assert json.dumps(length.synthetic_rates)
+
+
+def test_many_drafts_are_warned_of_and_more_are_refused():
+    """They would be compiled for minutes before anything is said."""
+    drafter = {"method": "eagle3", "model": "folder"}
+    assert SpeculativeConfig(**drafter, num_speculative_tokens=16).num_speculative_tokens == 16
+    with pytest.warns(UserWarning, match="num_speculative_tokens=17: every draft is compiled into"):
+        SpeculativeConfig(**drafter, num_speculative_tokens=17)
+    refusal(
+        lambda: SpeculativeConfig(**drafter, num_speculative_tokens=65),
+        *("num_speculative_tokens=65", "exceeds 64", "lower it"),
+    )
