@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from support.refusals import refusal
+from support.targets import CONFIG_SIZES
 
 from specjax.demo import demo_folder
 from specjax.device.models.config_fields import CHANGES, HARMLESS, READ
@@ -22,18 +23,11 @@ CLASSES = {
     "qwen3_5_moe": "Qwen3_5MoeConfig",
     "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
 }
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 
 
 def described(kind="llama", **fields):
-    return describe_model(HFConfig({"model_type": kind, **SMALL, **fields}, "there/config.json"))
+    config = {"model_type": kind, **CONFIG_SIZES, **fields}
+    return describe_model(HFConfig(config, "there/config.json"))
 
 
 def test_every_family_has_its_list():
@@ -101,7 +95,7 @@ def test_fields_that_nobody_knows_are_warned_of():
     with pytest.warns(UserWarning, match=r"there/config\.json: brand_new, other is unknown"):
         assert described(other=2, brand_new="x") == described()
     with pytest.warns(UserWarning, match=r"config\.json: text_config: brand_new is unknown"):
-        inside = {**SMALL, "brand_new": 3}
+        inside = {**CONFIG_SIZES, "brand_new": 3}
         describe_model(HFConfig({"model_type": "qwen3_5", "text_config": inside}, "config.json"))
 
 

@@ -4,6 +4,7 @@ import json
 
 import numpy as np
 import pytest
+from support.targets import CONFIG_SIZES
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.config import EngineConfig
@@ -16,15 +17,7 @@ from specjax.host.speculation.policy import StaticPolicy
 FLOAT32 = np.dtype(np.float32)
 DELTA, ATTENTION = "linear_attention", "full_attention"
 HYBRIDS = ["qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"]
-SIZES = {
-    "vocab_size": 96,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
+SIZES = CONFIG_SIZES | {"head_dim": 16}
 
 
 def described(kind, nested=None, **fields):

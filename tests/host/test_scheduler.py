@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from specjax.config import EngineConfig
+from specjax.host.prefix_cache import extend_keys
 from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler
 from specjax.host.sequence import RowOutput
 from specjax.host.speculation.policy import Rule, StaticPolicy
@@ -1081,6 +1082,24 @@ def test_a_pool_for_one_request_serves_many(num_tokens, is_async):
     assert [len(s.token_ids) for s in samples] == [32] * 5
     assert scheduler.num_preemptions > 0
     assert scheduler.pages.num_free == 4
+
+
+@pytest.mark.parametrize(
+    "is_caching, num_snapshots, num_found",
+    [(True, None, 4), (False, None, 0), (True, 4, 2)],
+    ids=["found", "not-wanted", "without-a-snapshot"],
+)
+def test_which_pages_of_an_output_are_found(is_caching, num_snapshots, num_found):
+    """Of 20 tokens and 20 more those that are full; of a hybrid only the prompt's, for its states
+    are kept there alone."""
+    config = make_config(enable_prefix_caching=is_caching)
+    scheduler = make_scheduler(config, num_snapshots=num_snapshots)
+    (sequence,) = add(scheduler, 0, 20, 20)
+    run_to_the_end(scheduler)
+    keys = []
+    extend_keys(keys, sequence.token_ids, config.page_size, b"")
+    assert len(keys) == 4
+    assert sum(scheduler.pages.find(key) is not None for key in keys) == num_found
 
 
 # --- samples --------------------------------------------------------------------------------------

@@ -10,6 +10,14 @@ from typing import Any
 from support.weights import HeadFiles, TargetFiles, randomise, rewrite
 
 VOCAB = 96
+CONFIG_SIZES: Mapping[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 
 HYBRID_SIZES = {
     "full_attention_interval": 2,

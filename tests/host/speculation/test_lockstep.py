@@ -120,3 +120,13 @@ def test_only_the_leader_learns(rank):
     follower.observe(Round(8, 3, 0, {Verdict(3, 0): 8}, 9.0))
     assert follower.is_learning == (rank == 0)
     assert (policy.acceptance.rates() != before) == (rank == 0)
+
+
+@pytest.mark.parametrize("change", ["target_changed", "drafter_changed"])
+def test_every_replica_is_told_of_new_weights(change, monkeypatch):
+    told = []
+    for rank in range(2):
+        policy = adaptive()
+        monkeypatch.setattr(policy, change, lambda rank=rank: told.append(rank))
+        getattr(LockstepPolicy(policy, Member(Ring(2), rank)), change)()
+    assert told == [0, 1]

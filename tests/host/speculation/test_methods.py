@@ -60,7 +60,17 @@ def test_only_an_online_profile_learns_rates_after_its_warm_up(is_online):
     "name, words",
     [
         *((name, "static:K, table, profile, adaptive") for name in ("", "static", "static:")),
-        *((name, "is none of") for name in ("static:-1", "static:1.5", "table:3", "Adaptive")),
+        *(
+            (name, "is none of")
+            for name in (
+                "static:-1",
+                "static:1.5",
+                "table:3",
+                "profile:2",
+                "adaptive:2",
+                "Adaptive",
+            )
+        ),
         ("static:3", "max_num_speculative_tokens=2"),
     ],
 )

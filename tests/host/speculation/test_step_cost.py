@@ -62,6 +62,8 @@ def test_beyond_the_points():
     assert [cost.ms(batch, 1) for batch in (1, 3, 4, 8, 9, 10**6)] == [10, 10, 10, 12, 12, 12]
     assert cost.ms(4, 0) == 10.0
     assert [cost.ms(4, k) for k in (4, 5, 9)] == [16, 18, 26]
+    of_three = StepCost({4: {0: 9.0, 1: 10.0, 3: 14.0}})
+    assert of_three.ms(4, 5) == 18
     assert cost.ms(6, 5) == pytest.approx((18 + 28) / 2)
     padded = StepCost({4: {1: 10.0}, 8: {1: 12.0}}, batches=(2, 6))
     assert (padded.ms(1, 1), padded.ms(100, 1), padded.padded(100)) == (10, 11, 6)
@@ -233,6 +235,18 @@ def test_the_grid_is_drawn_anew_only_when_it_would_change(monkeypatch):
     learned = [cost.ms(16, k) / bilinear(16, k) for k in (1, 5)]
     assert learned == pytest.approx([0.9, 1.2], rel=0.02)
     assert len(drawn) < 60
+
+
+def test_a_point_that_moves_is_drawn_at_once():
+    """Not when the rounds that it has shown have doubled."""
+    cost = StepCost(GRID, ks=KS, batches=BATCHES)
+    for _ in range(64):
+        cost.observe(16, 5, 0, bilinear(16, 5))
+    before = cost.ms(16, 5)
+    for _ in range(20):  # 128 would be the next to double it
+        cost.observe(16, 5, 0, 1.2 * bilinear(16, 5))
+        cost.observe(16, 0, 0, bilinear(16, 0))
+    assert cost.ms(16, 5) > 1.05 * before
 
 
 def test_a_point_weighs_what_it_began_with_and_the_rounds_it_has_shown(monkeypatch):
