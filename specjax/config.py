@@ -333,6 +333,7 @@ class EngineConfig:
         dtype: of weights and caches.
         kernels: implementation of the GPU operations.
         async_scheduling: plan and launch a step before reading the one before it.
+        compile_ahead: compile every shape before the first request, not behind those that run.
         exact: run every step in one shape, so that results depend on nothing but the request.
         max_logprobs: most likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the one drawn from,
@@ -354,6 +355,7 @@ class EngineConfig:
     dtype: str = "float32"
     kernels: str = "auto"
     async_scheduling: bool = True
+    compile_ahead: bool = False
     exact: bool = False
     max_logprobs: int = 20
     logprobs_mode: str = "raw"

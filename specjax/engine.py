@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 from typing import Any
 
 import jax
@@ -36,12 +37,12 @@ from specjax.device.step import Extension, Wants
 from specjax.device.verification import Draft, SeedExact, Verification
 from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler
 from specjax.host.sequence import Sequence
+from specjax.host.shapes import Shape, Shapes
 from specjax.host.speculation.policy import Policy, Round
 from specjax.host.speculation.step_cost import StepCost
 from specjax.metrics import Metrics, Recorder
 from specjax.precompile import CompiledPrograms
 from specjax.programs import (
-    FEW_LOGPROBS,
     Admit,
     Begin,
     Decode,
@@ -52,15 +53,14 @@ from specjax.programs import (
     Restore,
     Settle,
     Take,
-    covers,
-    is_in_pieces,
-    keys_of,
     of_drafts,
     of_rounds,
 )
-from specjax.request import Request
-from specjax.sampling_params import LogitsProcessor
+from specjax.repertoire import Repertoire
+from specjax.request import Demands, Request
 
+TIMED_RUNS = 5
+WAIT_SECONDS = 0.1  # for programs, before who asked for a step is heard again
 DRAFT_SLOTS = 0  # rows that drafting adds to a request's: ours draft one token after another
 
 
@@ -135,10 +135,10 @@ class Engine:
             self.layout,
             self._max_drafts,
         )
-        self._variants: list[Variant] = []  # that all shapes are compiled in
-        self._processors: list[tuple[LogitsProcessor, ...]] = []
-        # With none, XLA would turn their condition into a selection, which computes them always.
-        self._max_logprobs = max(1, min(config.max_logprobs, target.vocab_size))
+        self.repertoire = Repertoire(
+            self.programs, config, target.vocab_size, is_recurrent=target.is_recurrent
+        )
+        self._timed: set[Shape] = set()  # rounds whose times the policy knows
         self._recorder = Recorder()
         self._in_flight: list[_InFlight] = []
         self._start_time = 0.0  # of the step, in seconds
@@ -178,27 +178,28 @@ class Engine:
                 f"sized for the {self._max_drafts} drafts of num_speculative_tokens when the "
                 "engine was built; build it with a larger one"
             )
-        variants = self._variants or [self._needed([])]
-        self._compile_ahead(policy, variants, show_progress=show_progress)
-        policy.begin(partial(self._replay, policy.choices))
-        self.scheduler.policy = policy
+        shapes = self.scheduler.all_shapes
+        if not self.config.exact:
+            shapes = Shapes.all_of(self.config, policy.choices)
+        self.repertoire.begin(shapes, show_progress=show_progress)
+        has_all = self.repertoire.shapes(self.repertoire.needed(())) is shapes
+        ((batch, most),) = shapes.first.decode
+        # Without all of them, the first is timed, and others when they are there.
+        self._timed = set(shapes.decode if has_all else [(batch, most)])
+        policy.begin(partial(self._replay, policy.choices, has_all=has_all))
+        if policy.is_learning and not has_all:  # how times grow with K is not to be guessed
+            self.repertoire.ask_for((batch, min(policy.choices)))
+        self.scheduler.policy, self.scheduler.all_shapes = policy, shapes
+        self._look()
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
-        """Compile what these requests need of a step that has not been needed before."""
+        """Have compiled what these requests need of a step that has not been needed before."""
         requests = list(requests)
         # Without those with a grammar, the others go on without its masks.
         others = [r for r in requests if r.params.structured_outputs is None]
-        wanted = {self._needed(group) for group in (requests, others) if group}
-        missing = [new for new in wanted if not any(covers(old, new) for old in self._variants)]
-        self._compile_ahead(self.scheduler.policy, missing, show_progress=show_progress)
-
-    def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
-        """The engine's number of a row of logits processors; -1 for none."""
-        if not processors:
-            return -1
-        if processors not in self._processors:
-            self._processors.append(processors)
-        return self._processors.index(processors)
+        for group in filter(None, (requests, others)):
+            needed = self.repertoire.needed({request.demands for request in group})
+            self.repertoire.prepare(needed, show_progress=show_progress)
 
     @property
     def has_work(self) -> bool:
@@ -216,7 +217,7 @@ class Engine:
         Raises:
             ValueError: an unfinished request has the same id.
         """
-        return self.scheduler.add(request)
+        return self.scheduler.add(request, is_held=True)
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
         """End a request where it is; its unfinished samples, none if there is no such request."""
@@ -251,11 +252,13 @@ class Engine:
         for step in previous:
             step.look()
         launched: list[_InFlight | _Extended] = []
-        touched: list[Sequence] = []
+        touched = self._look()
         parts = [step.plan for step in previous]
         with jax.profiler.StepTraceAnnotation("specjax", step_num=self._num_steps):
             with self._recorder.time("host"):
                 plan = self.scheduler.schedule()
+            if not plan and not previous and self.scheduler.held:
+                self.programs.wait(WAIT_SECONDS)
             try:
                 if plan:
                     self._recorder.record_launch(plan, len(previous) > 0)
@@ -332,18 +335,56 @@ class Engine:
         """The counters now."""
         return self._recorder.snapshot(self.scheduler, self.programs.compilations)
 
+    def _look(self) -> list[Sequence]:
+        """Take notice of programs that are ready; the samples whose programs never will be."""
+        scheduler, repertoire, failed = self.scheduler, self.repertoire, []
+        for request in list(scheduler.held.values()):
+            try:
+                if repertoire.admits({*scheduler.demands, request.demands}):
+                    scheduler.let_in(request)
+            except Exception as error:  # of its own, as of a logits processor
+                failed += scheduler.fail_all(request, error)
+        self._recorder.record_finished(failed)
+        scheduler.shapes = repertoire.shapes(repertoire.needed(scheduler.demands))
+        if scheduler.policy.is_learning and not self.programs.is_compiling:
+            self._time_new_rounds()
+        return failed
+
+    def _time_new_rounds(self) -> None:
+        """Let the policy know what rounds take that it has not had before."""
+        for shape in self.scheduler.shapes.decode:
+            if shape not in self._timed:
+                self._timed.add(shape)
+                self.scheduler.policy.shape_ready(*shape, partial(self._time_padding, *shape))
+
+    def _time_padding(self, batch: int, k: int) -> float:
+        """Milliseconds of a round of nobody's requests, which changes nothing."""
+        times = []
+        for _ in range(TIMED_RUNS + 1):
+            start = time.perf_counter()
+            launched = self._launch(DecodePlan((), batch, k, k))
+            if isinstance(launched, _InFlight):
+                jax.block_until_ready(launched.outputs)
+            times.append(time.perf_counter() - start)
+        return 1e3 * median(times[1:])  # the first also waits for what was launched before
+
     def _launch(self, plan: Part) -> "_InFlight | _Extended":
         if self._read_time is not None:
             self._recorder.record_gap(time.perf_counter() - self._read_time)
             self._read_time = None
-        variant = self._variant_for(plan)
-        packed = self.programs.put(pack(plan, self.layout, self._wants(plan)))
+        all_demands = frozenset(sequence.request.demands for sequence in plan.sequences)
+        variant = self.repertoire.variant_for(plan, all_demands)
+        packed = self.programs.put(pack(plan, self.layout, self._wants(all_demands)))
         if isinstance(plan, PrefillPlan):
             return self._prefill(plan, variant, packed)
         run, batch, k = self.programs.run, plan.batch, plan.k
-        if not is_in_pieces(variant):
-            return self._in(plan, variant, run(Decode(batch, k, variant), packed))
-        draft = run(Propose(batch, k, of_drafts(variant)), packed)
+        whole = Decode(batch, k, variant)
+        if whole in self.programs.ready:
+            return self._in(plan, variant, run(whole, packed))
+        propose = Propose(batch, k, of_drafts(variant))
+        if propose not in self.programs.ready:
+            propose = Propose(batch, k, Variant())
+        draft = run(propose, packed)
         if variant.masks:
             draft.tokens.copy_to_host_async()
         extension = run(Extend(batch, k), packed, draft)
@@ -405,23 +446,30 @@ class Engine:
                 export_features(step.plan, jax.device_get(step.features))
             num_kept, touched = self.scheduler.commit(step.plan, rows)
             self._recorder.record_part(step.plan, rows, num_kept)
+            if milliseconds is not None:
+                self.repertoire.note(step.plan, step.variant, milliseconds)
             if isinstance(step.plan, DecodePlan) and any(num_kept):
                 self._teach(step.plan, num_kept, milliseconds)
         self._recorder.record_finished(touched)
         return touched
 
-    def _replay(self, ks: tuple[int, ...]) -> StepCost:
-        """What rounds of every shape cost, by running them. Forgets all cached prefixes."""
-        batches = self.config.decode_batches
-        if self.config.exact:  # one shape
+    def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
+        """What rounds cost, by running them. Forgets all cached prefixes if all can be run."""
+        batches, exact = self.config.decode_batches, self.config.exact
+        if exact:  # one shape
             return StepCost({batches[0]: {k: 1.0 for k in ks}})
+        if not has_all:
+            most = max(ks)
+            cost = StepCost({batches[-1]: {most: self._time_padding(batches[-1], most)}})
+            return cost.widened(ks, batches)
         if self.has_work:
             raise ValueError(
                 "policy: it has rounds timed before it begins, but requests are running; let them "
                 "finish, or abort them, before set_policy"
             )
         self.scheduler.prefixes.clear()
-        return self.programs.time_rounds(of_rounds(self._needed([])), ks, batches)
+        plain = of_rounds(self.repertoire.variants[0])
+        return self.programs.time_rounds(plain, ks, batches)
 
     def _time(self, step: _InFlight) -> float | None:
         """Milliseconds of a part of a step that has just been read; None if they mean nothing.
@@ -443,8 +491,8 @@ class Engine:
         policy, k = self.scheduler.policy, plan.num_drafts
         if not policy.is_learning or k not in policy.choices:  # of the policy before
             return
-        if self.scheduler.fixed_k is not None:
-            milliseconds = None  # they are the same whatever K is
+        if self.config.exact or plan.k != k:
+            milliseconds = None  # they are those of another K
         pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
         verdicts = Counter(sequence.verdict(k, n) for sequence, n in pairs)
         num_context = sum(len(sequence.token_ids) - n for sequence, n in pairs)
@@ -481,54 +529,13 @@ class Engine:
         launched.look()  # a backend may run a program as it is launched
         return launched
 
-    def _variant_for(self, plan: Part) -> Variant:
-        """The first variant in hand that does what a plan's requests need."""
-        needed = self._needed(sequence.request for sequence in plan.sequences)
-        variant = next((v for v in self._variants if covers(v, needed)), needed)
-        return of_rounds(variant) if isinstance(plan, DecodePlan) else variant
-
-    def _needed(self, requests: Iterable[Request]) -> Variant:
-        """What steps must do for all of `requests`."""
-        most = self._max_logprobs
-        if self.config.exact:  # the same for all, for another program rounds differently
-            return Variant(masks=True, num_logprobs=most)
-        all_demands = {request.demands for request in requests}
-        numbers = sorted({demands.processor for demands in all_demands} - {-1})
-        # None, few or the most, so that variants are few, too.
-        few = min(FEW_LOGPROBS, most)
-        asks_many = any((demands.logprobs or 0) > few for demands in all_demands)
-        of_prompts = [d.prompt_logprobs for d in all_demands if d.prompt_logprobs is not None]
-        return Variant(
-            processors=tuple((number, self._processors[number]) for number in numbers),
-            masks=any(demands.masks for demands in all_demands),
-            num_logprobs=most if asks_many else few,
-            num_prompt_logprobs=(most if any(of_prompts) else 0) if of_prompts else None,
-        )
-
-    def _wants(self, plan: Part) -> Wants:
+    def _wants(self, all_demands: Collection[Demands]) -> Wants:
         """What a step has to do for any of its requests; everything where all run the same."""
         if self.config.exact:
             return Wants.EDITS | Wants.LOGPROBS
-        all_demands = [sequence.request.demands for sequence in plan.sequences]
         wants = Wants(0)
         if any(demands.edits for demands in all_demands):
             wants |= Wants.EDITS
         if any(demands.logprobs is not None for demands in all_demands):
             wants |= Wants.LOGPROBS
         return wants
-
-    def _compile_ahead(
-        self, policy: Policy, variants: Collection[Variant], *, show_progress: bool
-    ) -> None:
-        config, fixed_k = self.config, self.scheduler.fixed_k
-        ks = policy.choices if fixed_k is None else (fixed_k,)
-        prefills = [PrefillPlan((), batch, width) for batch, width in config.prefill_shapes]
-        decodes = [DecodePlan((), b, k, k) for k in ks for b in config.decode_batches]
-        keys = [
-            key
-            for variant in variants
-            for plan in (*prefills, *decodes)
-            for key in keys_of(plan, variant, is_recurrent=self.target.is_recurrent)
-        ]
-        self.programs.compile_ahead(keys, show_progress=show_progress)
-        self._variants += [variant for variant in variants if variant not in self._variants]

@@ -76,10 +76,10 @@ class LLM:
         max_num_batched_tokens: most tokens of one step, with the rows that drafting adds to them;
             None for 2048 on a GPU, 512 on a CPU.
         max_num_scheduled_tokens: most tokens of one step, prompts' and rounds'; None for as many.
-        decode_batches: batch sizes that rounds are compiled for, as (1, 8, 64); None for powers of
-            two up to max_num_seqs. Fewer are compiled sooner, and waste rows.
-        prefill_shapes: (batch, width) of the steps that chunks of prompts are compiled for; None
-            for widths that double up to the budget, of 1, 4, 16, ... prompts.
+        decode_batches: batch sizes that rounds may be compiled for, as (1, 8, 64); None for powers
+            of two up to max_num_seqs.
+        prefill_shapes: (batch, width) of the steps that chunks of prompts may be compiled for;
+            None for widths that double up to the budget, of 1, 4, 16, ... prompts.
         num_pages: pages of the key-value pool; None for all requests at full length, or for what
             the device's memory holds.
         page_size: tokens per page.
@@ -89,6 +89,9 @@ class LLM:
         num_snapshots: how many of those are kept; None for a quarter of max_num_seqs.
         async_scheduling: plan and launch a step before reading the one before it.
         scheduling_policy: "fcfs", first come, first served, or "priority".
+        compile_ahead: compile all shapes of steps, and all that requests need, before any of them
+            runs: figures and bits are then those of a warm engine. By default requests run in the
+            first shapes, padded, and what suits them better is compiled behind them.
         exact: bitwise equal tokens and logprobs under any schedule: every step runs in one shape,
             of all `max_num_seqs` requests and at least 8 tokens for each, and waits for nothing.
         max_logprobs: most likeliest tokens that a request may ask for.
@@ -127,6 +130,7 @@ class LLM:
         num_snapshots: int | None = None,
         async_scheduling: bool = True,
         scheduling_policy: str = "fcfs",
+        compile_ahead: bool = False,
         exact: bool = False,
         max_logprobs: int = 20,
         logprobs_mode: str = "raw",
@@ -182,6 +186,7 @@ class LLM:
             num_snapshots=num_snapshots,
             async_scheduling=async_scheduling,
             scheduling_policy=scheduling_policy,
+            compile_ahead=compile_ahead,
             exact=exact,
             max_logprobs=max_logprobs,
             logprobs_mode=LOGPROBS_ALIASES.get(logprobs_mode, logprobs_mode),
@@ -234,7 +239,7 @@ class LLM:
             self.tokenizer,
             target.vocab_size,
             self._eos_ids,
-            self.engine.number_of,
+            self.engine.repertoire.number_of,
         )
 
     def generate(

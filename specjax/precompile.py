@@ -1,8 +1,7 @@
 """The programs of an engine's steps, one per shape and variant, compiled before they are needed."""
 
-import time
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,6 +25,7 @@ from specjax.batch import (
     run_settle,
     run_take,
 )
+from specjax.compiler import MOST_THREADS, Compiler
 from specjax.config import EXACT_WIDTH, EngineConfig
 from specjax.device.cache.recurrent import init_snapshots
 from specjax.device.drafters.drafter import Drafter, Params, Variant
@@ -46,7 +46,6 @@ from specjax.programs import (
     Restore,
     Settle,
     Take,
-    of_drafts,
 )
 from specjax.replay import measure_rounds
 
@@ -98,6 +97,15 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
     )
 
 
+@contextmanager
+def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of programs compiled; takes their number."""
+    columns = TextColumn("compiling steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, disable=not is_shown or not total, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda num_done: progress.update(task, completed=num_done)
+
+
 class _Jits(dict):
     """Jitted functions by what they run."""
 
@@ -112,7 +120,7 @@ _JITS: WeakValueDictionary[StepModel, _Jits] = WeakValueDictionary()
 
 
 class CompiledPrograms:
-    """`Programs` on JAX's first device. One not compiled ahead is compiled late, and counted."""
+    """`Programs` on JAX's first device."""
 
     def __init__(
         self,
@@ -131,9 +139,8 @@ class CompiledPrograms:
         self._config, self._layout, self._max_drafts = config, layout, max_drafts
         self.renew()
         self._shapes = jax.tree.map(_shape, (params, self.state))
-        self._compiled: dict[Key, Any] = {}
-        self._num_ahead = 0
-        self._seconds = 0.0
+        self._compiler = Compiler(self._compile)
+        self._late: set[Key] = set()  # programs that requests wait, or waited, for
         self._calls: dict[type, Callable[[Any], tuple]] = {
             Admit: self._admit,
             Restore: lambda key: (run_restore, (_ints(key.batch, 3),), {}),
@@ -147,32 +154,54 @@ class CompiledPrograms:
         }
 
     @property
+    def ready(self) -> Collection[Key]:
+        """See `Programs`."""
+        return self._compiler.ready.keys()
+
+    @property
+    def failures(self) -> Mapping[Key, Exception]:
+        """See `Programs`."""
+        return self._compiler.failures
+
+    @property
+    def is_compiling(self) -> bool:
+        """See `Programs`."""
+        return self._compiler.is_busy
+
+    @property
     def compilations(self) -> Compilations:
         """See `Programs`."""
-        num_programs = len(self._compiled)
-        return Compilations(num_programs, num_programs - self._num_ahead, self._seconds)
+        num_late = sum(key in self.ready for key in self._late)
+        return Compilations(len(self.ready), num_late, self._compiler.seconds)
 
     def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
-        """Compile, in parallel, what is not in hand."""
-        missing = [key for key in dict.fromkeys(keys) if key not in self._compiled]
-        start = time.perf_counter()
-        columns = (
-            TextColumn("compiling steps"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-        )
-        with (
-            Progress(*columns, disable=not show_progress, transient=True) as progress,
-            ThreadPoolExecutor(max_workers=4) as pool,
-        ):
-            task = progress.add_task("", total=len(missing))
-            futures = {pool.submit(self._compile, key): key for key in missing}
-            for future in as_completed(futures):
-                self._compiled[futures[future]] = future.result()
-                progress.advance(task)
-        self._num_ahead += len(missing)
-        self._seconds += time.perf_counter() - start
+        """See `Programs`."""
+        keys = list(dict.fromkeys(keys))
+        self._compiler.ask(keys, is_urgent=True, num_threads=MOST_THREADS)
+        with _progress_bar(len(keys), show_progress) as tell:
+            self._compiler.wait_for(keys, tell)
+
+    def compile_behind(self, keys: Iterable[Key], *, is_urgent: bool) -> None:
+        """See `Programs`."""
+        missing = [key for key in dict.fromkeys(keys) if key not in self.ready]
+        if is_urgent:
+            self._late |= set(missing)
+        num_threads = MOST_THREADS if is_urgent else 1
+        self._compiler.ask(missing, is_urgent=is_urgent, num_threads=num_threads)
+
+    def finish(self, *, show_progress: bool) -> None:
+        """See `Programs`."""
+        compiler = self._compiler
+        compiler.ask((), is_urgent=False, num_threads=MOST_THREADS)
+        num_there = len(self.ready)
+        with _progress_bar(compiler.num_asked, show_progress) as tell:
+            while compiler.is_busy:
+                compiler.wait(0.5)
+                tell(len(self.ready) - num_there)
+
+    def wait(self, seconds: float) -> None:
+        """See `Programs`."""
+        self._compiler.wait(seconds)
 
     def put(self, array: np.ndarray) -> jax.Array:
         """See `Programs`."""
@@ -180,11 +209,10 @@ class CompiledPrograms:
 
     def run(self, key: Key, *arguments: Any) -> Any:
         """See `Programs`."""
-        program = self._compiled.get(key)
+        program = self._compiler.ready.get(key)
         if program is None:
-            start = time.perf_counter()
-            program = self._compiled[key] = self._compile(key)
-            self._seconds += time.perf_counter() - start
+            self._late.add(key)
+            program = self._compiler.get(key)
         self.state, result = program(self.params, self.state, *arguments)
         return result
 
@@ -210,7 +238,7 @@ class CompiledPrograms:
     def close(self) -> None:
         """See `Programs`."""
         self.release()
-        self._compiled.clear()
+        self._compiler.close()
         del self._jits, self._calls, self.state, self.params
 
     def _compile(self, key: Key) -> Any:
@@ -253,7 +281,7 @@ class CompiledPrograms:
 
     def _settle(self, key: Settle) -> tuple:
         packed = _ints(*self._layout.decode_shape(key.batch))
-        draft = self._result(Propose(key.batch, key.k, of_drafts(key.variant)))
+        draft = self._result(Propose(key.batch, key.k, Variant()))
         extension = self._result(Extend(key.batch, key.k))
         masks = self._masks(key.batch, key.k + 1, key.variant)
         arguments = packed, draft, extension, masks

@@ -4,7 +4,7 @@ A device holds the weights and the state between steps. `precompile.py` has the 
 compiles; whatever runs the same keys on the same packed arrays may stand in for it.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -109,8 +109,39 @@ class Programs(Protocol):
         """What has been compiled so far."""
         ...
 
+    @property
+    def ready(self) -> Collection[Key]:
+        """What can be run without waiting; it only grows."""
+        ...
+
+    @property
+    def failures(self) -> Mapping[Key, Exception]:
+        """What was asked for and does not compile."""
+        ...
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether anything is being made ready."""
+        ...
+
     def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
-        """Make ready what is not ready yet."""
+        """Return when all these are ready.
+
+        Raises:
+            Exception: one of them does not compile.
+        """
+        ...
+
+    def compile_behind(self, keys: Iterable[Key], *, is_urgent: bool) -> None:
+        """Have these made ready meanwhile, in their order; the urgent ones before all others."""
+        ...
+
+    def finish(self, *, show_progress: bool) -> None:
+        """Return when nothing is left to be made ready."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Return when something more is ready, or nothing is left, or the time is over."""
         ...
 
     def put(self, array: np.ndarray) -> Any:
@@ -118,7 +149,7 @@ class Programs(Protocol):
         ...
 
     def run(self, key: Key, *arguments: Any) -> Any:
-        """Launch a program on the state; its result, which is there later.
+        """Launch a program on the state, made ready now if it is not; its result is there later.
 
         Outputs have `copy_to_host_async` and `is_ready`, and are read as NumPy arrays.
         """
@@ -144,7 +175,7 @@ class Programs(Protocol):
 
 
 def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
-    """Every program that a plan may run."""
+    """Every program that a plan runs at its best."""
     batch = plan.batch
     if isinstance(plan, PrefillPlan):
         keys: list[Key] = [Admit(batch), Prefill(batch, plan.width)]
@@ -157,6 +188,21 @@ def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
         Propose(batch, plan.k, of_drafts(variant)),
         Extend(batch, plan.k),
         Settle(batch, plan.k, variant),
+    ]
+
+
+def first_keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
+    """Programs that can run a plan too, most of which other variants share.
+
+    Rounds are in pieces, and drafted without what requests ask of logits: it lets less be accepted.
+    """
+    if isinstance(plan, PrefillPlan):
+        return keys_of(plan, variant, is_recurrent=is_recurrent)
+    batch, k = plan.batch, plan.k
+    return [
+        Propose(batch, k, Variant()),
+        Extend(batch, k),
+        Settle(batch, k, of_rounds(variant)),
     ]
 
 

@@ -232,6 +232,7 @@ def slow_engine(request, llm):
         num_pages=64,
         max_num_seqs=2,
         max_num_batched_tokens=64,
+        compile_ahead=True,
         decode_batches=(2,),
         prefill_shapes=((2, 32),),
     )
@@ -289,7 +290,7 @@ def test_times_with_a_compilation_in_them_mean_nothing(slow_engine):
         return 2 * logits
 
     params = SamplingParams(temperature=0, logits_processors=[double])
-    processor = slow_engine.number_of((double,))
+    processor = slow_engine.repertoire.number_of((double,))
     slow_engine.add(requests_of(12, 1)[0])
     for _ in range(5):
         slow_engine.step()

@@ -17,7 +17,7 @@ LAYERS = [
     ["specjax.host", "specjax.host.grammar", "specjax.device"],
     ["specjax.batch", "specjax.metrics"],
     ["specjax.programs", "specjax.replay", "specjax.memory", "specjax.defaults"],
-    ["specjax.engine", "specjax.precompile"],
+    ["specjax.engine", "specjax.precompile", "specjax.compiler", "specjax.repertoire"],
     [
         *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts"),
         *("specjax.outputs", "specjax.dynamic_k", "specjax.llm", "specjax.chat"),

@@ -22,7 +22,6 @@ from specjax.device.step import Wants
 from specjax.device.verification import SeedExact
 from specjax.engine import Engine
 from specjax.host.scheduler import DecodePlan, PrefillPlan
-from specjax.host.sequence import Sequence
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.precompile import CompiledPrograms, keep_compilations
 from specjax.programs import (
@@ -48,6 +47,7 @@ EVERY = Variant(num_logprobs=20)  # what every engine compiles
 SIZES = {
     "max_model_len": 64,
     "max_num_seqs": 2,
+    "compile_ahead": True,
     "max_num_batched_tokens": 64,
     "num_pages": 8,
     "decode_batches": (2,),
@@ -123,11 +123,16 @@ def make_requests(engine, *kinds):
                 params,
                 max_tokens,
                 tuple(range(params.n)),
-                processor=engine.number_of(params.logits_processors),
+                processor=engine.repertoire.number_of(params.logits_processors),
                 follow_grammar=permissive if params.structured_outputs else None,
             )
         )
     return requests
+
+
+def needed_by(engine, requests):
+    """What a step of these requests must do."""
+    return engine.repertoire.needed(request.demands for request in requests)
 
 
 def run_all(engine, requests):
@@ -180,12 +185,12 @@ def test_shapes_that_are_not_given_double_up_to_the_budget(make_any_engine):
 def test_samples_and_ends_need_nothing_of_their_own(engine, compilations):
     """Nor do draws: temperature and seed are data."""
     for params in {"n": 3}, {"stop_token_ids": [3]}, {"ignore_eos": True}, {"seed": 5}:
-        assert engine._needed(make_requests(engine, params)) == EVERY
+        assert needed_by(engine, make_requests(engine, params)) == EVERY
     with compilations.none_expected():
         engine.prepare(make_requests(engine, {"n": 3}))
         run_all(engine, make_requests(engine, {"n": 3}))
     hot = Request(0, (1, 2), SamplingParams(temperature=1.3), 3, (0,))
-    assert engine._needed([hot]) == EVERY
+    assert needed_by(engine, [hot]) == EVERY
 
 
 WANTED = {
@@ -212,7 +217,7 @@ def test_what_requests_ask_for_is_compiled_before_they_run(
         # Those that ask for nothing run as if nobody ever had.
         run_all(engine, make_requests(engine, {}))
         run_all(engine, make_requests(engine, params, {}))
-    assert engine._variant_for(PrefillPlan((), 1, 32)) == EVERY
+    assert engine.repertoire.variant_for(PrefillPlan((), 2, 32), []) == EVERY
     assert engine.metrics().num_compiles_after_warmup == 0
 
 
@@ -296,9 +301,10 @@ def test_a_step_runs_the_first_variant_that_does(engine, monkeypatch):
     plan = PrefillPlan((), 1, 32)
 
     def chosen(needed, *variants):
-        monkeypatch.setattr(engine, "_variants", list(variants))
-        monkeypatch.setattr(engine, "_needed", lambda requests: needed)
-        return engine._variant_for(plan)
+        monkeypatch.setattr(engine.repertoire, "variants", list(variants))
+        monkeypatch.setattr(engine.repertoire, "needed", lambda all_demands: needed)
+        engine.repertoire._forget()
+        return engine.repertoire.variant_for(plan, [])
 
     halved = ((0, (halve,)),)
     some = PLAIN, Variant(halved), Variant(halved, num_logprobs=50), needed
@@ -311,7 +317,7 @@ def test_a_step_runs_the_first_variant_that_does(engine, monkeypatch):
 
 def test_a_step_does_what_any_of_its_requests_needs(engine):
     grammar = {"structured_outputs": {"regex": "a"}}
-    number = engine.number_of((halve,))
+    number = engine.repertoire.number_of((halve,))
     for kinds, needed in (
         ([{}, {}], EVERY),
         ([{"min_tokens": 1}, {"logprobs": 3}], EVERY),
@@ -320,18 +326,19 @@ def test_a_step_does_what_any_of_its_requests_needs(engine):
         ([grammar, {"logit_bias": {1: 2.0}}], Variant((), True, 20)),
         ([{"logits_processors": [halve]}, {}], Variant(((number, (halve,)),), False, 20)),
     ):
-        assert engine._needed(make_requests(engine, *kinds)) == needed
+        assert needed_by(engine, make_requests(engine, *kinds)) == needed
 
 
 def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch):
-    monkeypatch.setattr(engine, "_max_logprobs", 50)
+    monkeypatch.setattr(engine.repertoire, "_most_logprobs", 50)
+    monkeypatch.setattr(engine.repertoire, "_needed", {})
     for kind, needed in (
         ({"logprobs": 20}, EVERY),
         ({"logprobs": 21}, Variant(num_logprobs=50)),
         ({"prompt_logprobs": 1}, Variant((), False, 20, 50)),
     ):
         request = replace(make_requests(engine, {})[0], params=SamplingParams(**kind))
-        assert engine._needed([request]) == needed
+        assert needed_by(engine, [request]) == needed
 
 
 @pytest.mark.parametrize(
@@ -346,8 +353,7 @@ def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch
     ],
 )
 def test_a_step_is_told_what_any_of_its_requests_wants(engine, kinds, wants):
-    sequences = [Sequence.of(request, 0, 0) for request in make_requests(engine, *kinds)]
-    assert engine._wants(DecodePlan(tuple(sequences), 4, 0, 0)) == wants
+    assert engine._wants({request.demands for request in make_requests(engine, *kinds)}) == wants
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -412,6 +418,23 @@ def test_a_late_compilation_is_counted_once(programs, engine, compilations):
     assert programs.compilations[:2] == (2, 1)
     # Compiling it ahead afterwards does not make up for it.
     assert compile_ahead(programs, Decode(2, 0, PLAIN)) == (2, 1)
+
+
+def test_what_is_compiled_behind_changes_no_token():
+    """A round in pieces, padded, and then whole in its own shape; with a grammar on the way."""
+    expected = run_all(ahead := make_engine(**TWO_SHAPES), make_requests(ahead, {}))
+    behind = make_engine(**TWO_SHAPES, compile_ahead=False)
+    behind.repertoire.patience_ms = 0.0
+    assert not any(isinstance(key, Decode) for key in behind.programs.ready)
+    assert run_all(behind, make_requests(behind, {})) == expected
+    behind.programs.finish(show_progress=False)
+    whole = {key.batch for key in behind.programs.ready if isinstance(key, Decode)}
+    assert whole == {1, 2}
+    assert run_all(behind, make_requests(behind, {})) == expected
+    asking = make_requests(behind, {}, {"structured_outputs": {"regex": "a"}})
+    assert run_all(behind, asking) == expected
+    assert behind.metrics().num_compiles_after_warmup == 2, "a chunk's end and a round's"
+    behind.close()
 
 
 def test_a_request_that_nobody_prepared_for_still_runs():

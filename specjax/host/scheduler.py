@@ -17,8 +17,9 @@ from specjax.config import EngineConfig
 from specjax.host.pages import PageAllocator
 from specjax.host.prefix_cache import Key, PrefixCache, SnapshotIndex, extend_keys
 from specjax.host.sequence import RowOutput, Sequence
+from specjax.host.shapes import Shape, Shapes
 from specjax.host.speculation.policy import Load, Policy
-from specjax.request import Request
+from specjax.request import Demands, Request
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class PrefillPlan:
     chunks: tuple[Chunk, ...]
     batch: int
     width: int
+    wanted: Shape | None = None  # (batch, width) that would have suited it better
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -62,6 +64,7 @@ class DecodePlan:
     batch: int
     k: int
     num_drafts: int  # of the k, those that may stand
+    wanted: Shape | None = None  # (batch, k) that would have suited it better
 
 
 @dataclass(frozen=True)
@@ -131,16 +134,19 @@ class Scheduler:
         draft_slots: int = 0,
         num_snapshots: int | None = None,
     ):
-        """`num_snapshots` is for models whose prompts leave states beside their pages."""
+        """`num_snapshots` is for models whose prompts leave states beside their pages.
+
+        Steps have the shapes of `shapes`: all of the config's, unless fewer are set.
+        """
         self.policy = policy
-        self.fixed_k = max(policy.choices) if config.exact else None
         self.num_preemptions = 0
         self.num_looked_up = 0  # tokens of sequences that took up residence
         self.num_found = 0  # of those, that were in the caches already
         self.config = config
         self._num_snapshots = num_snapshots
         self._draft_slots = draft_slots
-        self._widths = sorted({width for _, width in config.prefill_shapes})
+        ks = (max(policy.choices),) if config.exact else policy.choices
+        self.shapes = self.all_shapes = Shapes.all_of(config, ks)
         self._num_steps = 0
         self._num_arrivals = 0
         self._own_nothing()
@@ -166,8 +172,8 @@ class Scheduler:
         # Another thread may ask while a step is planned.
         return max(0, sum(map(len, list(self._live.values()))) - len(self._running))
 
-    def add(self, request: Request) -> list[Sequence]:
-        """Queue a request; its samples.
+    def add(self, request: Request, *, is_held: bool = False) -> list[Sequence]:
+        """Queue a request; its samples. If it is held, it waits for `let_in` first.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -180,8 +186,16 @@ class Scheduler:
         arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         samples = [Sequence.of(request, i, arrival) for i in range(len(request.seeds))]
         self._live[request.request_id] = list(samples)
-        heapq.heappush(self._waiting, samples[0])
+        self.held[request.request_id] = request
+        if not is_held:
+            self.let_in(request)
         return samples
+
+    def let_in(self, request: Request) -> None:
+        """Let a request that is held wait for its turn among the others."""
+        del self.held[request.request_id]
+        self.demands[request.demands] += 1
+        heapq.heappush(self._waiting, self._live[request.request_id][0])
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
         """End a request where it is; its unfinished samples, none if there is no such request."""
@@ -215,6 +229,8 @@ class Scheduler:
         self.prefixes = PrefixCache(self.pages, snapshots)
         self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
         self._live: dict[Hashable, list[Sequence]] = {}  # unfinished samples, by request
+        self.held: dict[Hashable, Request] = {}  # of those, the ones that may not run yet
+        self.demands: Counter[Demands] = Counter()  # what the others need of a step
         self._waiting: list[Sequence] = []  # a heap; the finished are dropped when they surface
         self._running: list[Sequence] = []
 
@@ -241,9 +257,13 @@ class Scheduler:
                 prefilling.append(sequence)
             elif sequence.may_go_on:
                 ready.append(sequence)
-        width = self._choose_width(prefilling)
-        step = _Step(budget, width, self._prefill_batches(width)[-1])
-        k, num_drafts = self._choose_k(ready)
+        has_all = self.shapes is self.all_shapes
+        wanted_chunks = None if has_all else self._wanted_chunks(prefilling)
+        width = self._choose_width(prefilling, self.shapes)
+        step = _Step(budget, width, self.shapes.most_chunks(width))
+        wanted_k = self._choose_k(ready)
+        k = self.shapes.round(len(ready), wanted_k)[1]
+        num_drafts = min(wanted_k, k)
         for sequence in sorted(prefilling + ready, key=_turn):
             if not sequence.is_resident:  # preempted by one before it
                 continue
@@ -255,11 +275,13 @@ class Scheduler:
         self._publish(step.chunks)
         prefill = decode = None
         if step.chunks:
-            batch = _at_least(self._prefill_batches(step.width), len(step.chunks))
-            prefill = PrefillPlan(tuple(step.chunks), batch, step.width)
+            shape = self.shapes.chunks(len(step.chunks), width)
+            prefill = PrefillPlan(tuple(step.chunks), *shape, wanted_chunks)
         if step.decoding:
-            batch = _at_least(config.decode_batches, len(step.decoding))
-            decode = DecodePlan(tuple(step.decoding), batch, k, num_drafts)
+            count = len(step.decoding)
+            batch = min(b for b, drafts in self.shapes.decode if b >= count and drafts == k)
+            wanted = None if has_all else self.all_shapes.round(count, wanted_k)
+            decode = DecodePlan(tuple(step.decoding), batch, k, num_drafts, wanted)
         return StepPlan(prefill, decode, step.budget.num_spent) if prefill or decode else None
 
     def commit(
@@ -295,8 +317,15 @@ class Scheduler:
         sequence.fail(error)
         self._leave(sequence)
 
-    def _choose_k(self, ready: list[Sequence]) -> tuple[int, int]:
-        """The drafts of the next round's shape, and of those how many may stand."""
+    def fail_all(self, request: Request, error: Exception) -> list[Sequence]:
+        """End all samples of a request by an error of its own; those that had not finished."""
+        failed = list(self._live[request.request_id])
+        for sequence in failed:
+            self.fail(sequence, error)
+        return failed
+
+    def _choose_k(self, ready: list[Sequence]) -> int:
+        """How many drafts the policy wants of the next round."""
         most = max(self.policy.choices)
         load = Load(
             len(ready),
@@ -307,12 +336,25 @@ class Scheduler:
                 for s in ready
             ),
         )
-        num_drafts = self.policy.choose(load)
-        k = num_drafts if self.fixed_k is None else self.fixed_k
-        return k, min(num_drafts, k)
+        return self.policy.choose(load)
 
-    def _choose_width(self, prefilling: list[Sequence]) -> int:
+    def _choose_width(self, prefilling: list[Sequence], shapes: Shapes) -> int:
         """The width of shape in which chunks get furthest: the wider, the fewer at a time."""
+        remaining = self._remaining(prefilling)
+
+        def progress(width: int) -> int:
+            rows = remaining[: shapes.most_chunks(width)]
+            return min(sum(min(n, width) for n in rows), self.config.max_num_scheduled_tokens)
+
+        return max(shapes.widths, key=lambda width: (progress(width), -width))
+
+    def _wanted_chunks(self, prefilling: list[Sequence]) -> Shape:
+        """The shape that a step's chunks would have among all shapes."""
+        width = self._choose_width(prefilling, self.all_shapes)
+        return self.all_shapes.chunks(len(self._remaining(prefilling)), width)
+
+    def _remaining(self, prefilling: list[Sequence]) -> list[int]:
+        """Tokens left to run of each that is prefilled, and of those that may join them."""
         remaining = [s.goal - s.num_computed for s in prefilling]
         num_free = self.pages.num_free - len(self._running)
         for sequence in self._waiting[: len(self._free_slots)]:
@@ -320,12 +362,7 @@ class Scheduler:
             if num_free < 0:
                 break
             remaining.append(len(sequence.token_ids))
-
-        def progress(width: int) -> int:
-            rows = remaining[: self._prefill_batches(width)[-1]]
-            return min(sum(min(n, width) for n in rows), self.config.max_num_scheduled_tokens)
-
-        return max(self._widths, key=lambda width: (progress(width), -width))
+        return remaining
 
     def _plan_round(self, step: _Step, sequence: Sequence, k: int, num_drafts: int) -> None:
         if not self._grow(sequence, sequence.most_computed + num_drafts + 1):
@@ -392,7 +429,7 @@ class Scheduler:
 
     def _admit(self, step: _Step) -> None:
         """Let those that wait take up residence, as long as their first chunk fits in the step."""
-        width = self._widths[0]
+        width = self.shapes.widths[0]
         while self._free_slots and (sequence := self._head()):
             least = width if self.config.exact else 1
             if sequence.num_in_flight or step.budget.most(least) < least:
@@ -443,7 +480,7 @@ class Scheduler:
             return []
         points = [n for n in self.prefixes.snapshots.points(keys) if n > num_cached]
         if self.config.exact:  # where chunks end anyway
-            width, start = self._widths[0], num_cached * self.config.page_size
+            width, start = self.shapes.widths[0], num_cached * self.config.page_size
             points = [n for n in points if (n * self.config.page_size - start) % width == 0]
         return points
 
@@ -480,11 +517,17 @@ class Scheduler:
         samples = self._live[sequence.request.request_id]
         samples.remove(sequence)
         if not samples:
-            del self._live[sequence.request.request_id]
+            self._forget(sequence.request)
         elif sequence.index == 0 and not sequence.is_followed:  # nobody else will start them
             sequence.is_followed = True
             for other in samples:
                 heapq.heappush(self._waiting, other)
+
+    def _forget(self, request: Request) -> None:
+        """Let go of a request without unfinished samples."""
+        del self._live[request.request_id]
+        if self.held.pop(request.request_id, None) is None:
+            self.demands -= Counter((request.demands,))
 
     def _vacate(self, sequence: Sequence) -> None:
         self._running.remove(sequence)
@@ -509,9 +552,6 @@ class Scheduler:
             extend_keys(sequence.keys, sequence.token_ids, page_size, b"")
             self._name(sequence, num_filled)
 
-    def _prefill_batches(self, width: int) -> list[int]:
-        return sorted(b for b, w in self.config.prefill_shapes if w == width)
-
 
 def _land(sequences: Iterable[Sequence], most_tokens: int) -> None:
     """Count a round of each as no longer in flight."""
@@ -524,7 +564,3 @@ def _turn(sequence: Sequence) -> tuple[int, int, bool, int, int]:
     """Whose turn it is: the least."""
     priority, arrival, index = sequence.rank
     return priority, sequence.last_step, not sequence.is_prefilled, arrival, index
-
-
-def _at_least(sizes: SequenceOf[int], least: int) -> int:
-    return next(size for size in sizes if size >= least)

@@ -13,6 +13,7 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.registry import describe_model, load_model
 from specjax.engine import Engine
 from specjax.host.speculation.policy import StaticPolicy
+from specjax.precompile import CompiledPrograms
 
 FLOAT32 = np.dtype(np.float32)
 DELTA, ATTENTION = "linear_attention", "full_attention"
@@ -218,7 +219,7 @@ def test_a_tower_alone_does_not_make_its_names_the_models(checkpoints):
 
 
 def test_more_drafts_than_the_ring_was_sized_for(checkpoints, monkeypatch):
-    monkeypatch.setattr(Engine, "_compile_ahead", lambda *_, **__: None)
+    monkeypatch.setattr(CompiledPrograms, "compile_ahead", lambda *_, **__: None)
     for kind in "qwen3_5_text", "llama":
         model, params = load_model(checkpoints.target(kind).folder, FLOAT32)
         config = EngineConfig(

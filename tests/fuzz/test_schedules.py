@@ -21,6 +21,8 @@ OFTEN = {  # at least so many times in all of them
     "aborted": 66,
     "failures met": 20,
     "masks": 200,
+    "rounds in another's shape": 150,
+    "steps with requests held": 100,
 }
 
 

@@ -666,7 +666,7 @@ def test_exact_steps_all_have_one_shape():
     config = make_config(exact=True)
     scheduler = make_scheduler(config, FewerWhenFull())
     (batch,), (prefill_shape,) = config.decode_batches, config.prefill_shapes
-    assert batch >= 4 and scheduler.fixed_k == 3 and prefill_shape == (1, 32)
+    assert batch >= 4 and scheduler.shapes.decode == ((batch, 3),) and prefill_shape == (1, 32)
     for i, length in enumerate([64 - 8, 1, 30]):
         add(scheduler, i, length, 8)
     steps = run_to_the_end(scheduler, is_async=False)

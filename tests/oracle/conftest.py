@@ -44,6 +44,7 @@ SIZES = {
     "num_pages": 6,
     "decode_batches": (2,),
     "prefill_shapes": ((2, 16),),
+    "compile_ahead": True,
 }
 FLOAT32 = np.dtype(np.float32)
 

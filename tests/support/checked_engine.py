@@ -55,7 +55,8 @@ class CheckedScheduler(Scheduler):
         return plan
 
     def _check_prefill(self, prefill: PrefillPlan) -> None:
-        assert (prefill.batch, prefill.width) in self.config.prefill_shapes
+        assert (prefill.batch, prefill.width) in self.shapes.prefill
+        assert prefill.wanted is None or prefill.wanted in self.config.prefill_shapes
         assert 0 < len(prefill.chunks) <= prefill.batch
         for chunk in prefill.chunks:
             assert 0 < chunk.count <= prefill.width
@@ -64,10 +65,18 @@ class CheckedScheduler(Scheduler):
         self.tally["chunks side by side"] += len(prefill.chunks) > 1
 
     def _check_decode(self, decode: DecodePlan) -> None:
-        assert decode.batch in self.config.decode_batches
+        assert (decode.batch, decode.k) in self.shapes.decode
+        assert decode.wanted is None or decode.wanted in self.all_shapes.decode
+        self.tally["rounds in another's shape"] += decode.wanted not in (
+            None,
+            (decode.batch, decode.k),
+        )
         assert 0 < len(decode.sequences) <= decode.batch
         assert decode.num_drafts in self.policy.choices and decode.num_drafts <= decode.k
-        assert decode.k == (max(self.policy.choices) if self.config.exact else decode.num_drafts)
+        if self.config.exact:
+            assert decode.k == max(self.policy.choices)
+        elif self.shapes is self.all_shapes:
+            assert decode.k == decode.num_drafts
         for sequence in decode.sequences:
             certain = sequence.num_output + sequence.num_in_flight - 1
             assert certain < sequence.request.max_tokens, "a round that gives nothing"
@@ -142,8 +151,9 @@ class CheckedEngine(Engine):
             ),
         )
         self.programs.masked_slots = self._masked_slots
-        self.number_of((unchanged,))
+        self.repertoire.number_of((unchanged,))
         self._tally = tally
+        self._num_idle = 0  # steps in which nothing ran
         self.scheduler = CheckedScheduler(
             config,
             policy,
@@ -151,16 +161,23 @@ class CheckedEngine(Engine):
             num_snapshots=config.num_snapshots if schedule.is_recurrent else None,
             tally=tally,
         )
+        self.scheduler.all_shapes = self.repertoire.all_shapes
+        self.programs.is_slow = not config.compile_ahead
+        self.repertoire.patience_ms = 0.0  # of times that are too short to say anything
 
     def step(self) -> list[Sequence]:
         """See `Engine.step`; then everything is checked."""
         was_in_flight = bool(self._in_flight)
+        self._tally["steps with requests held"] += bool(self.scheduler.held)
         touched = super().step()
         if was_in_flight and self.scheduler.last_plan:
             self._tally["steps launched over another"] += 1
         if self.scheduler.has_work:
             is_stuck = not (was_in_flight or self._in_flight or touched or self.scheduler.last_plan)
-            assert not is_stuck, "requests wait, and nothing will ever run"
+            self._num_idle = self._num_idle + 1 if is_stuck else 0
+            # Those that wait for programs may do so for as many steps as there are programs.
+            most_idle = 100 if self.scheduler.held else 0
+            assert self._num_idle <= most_idle, "requests wait, and nothing will ever run"
         self.check()
         return touched
 
@@ -185,7 +202,9 @@ class CheckedEngine(Engine):
             for sequence in samples:
                 assert not sequence.is_finished
                 places = sum(s is sequence for s in (*running, *waiting))
-                assert places == (sequence.index == 0 or is_followed), "lost, or twice"
+                is_held = sequence.request.request_id in scheduler.held
+                is_there = not is_held and (sequence.index == 0 or is_followed)
+                assert places == is_there, "lost, or twice"
         assert sum(map(len, scheduler._live.values())) == scheduler.num_running + (
             scheduler.num_waiting
         )

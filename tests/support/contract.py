@@ -112,6 +112,7 @@ def run_schedule(llm: LLM, seed: int) -> Report:
         num_pages=num_pages,
     )
     engine.scheduler = Scheduler(changed, policy, num_snapshots=num_snapshots)
+    engine.set_policy(policy)
     engine._recorder = Recorder()
     requests = make_requests(llm, rng)
     commit, run = engine.scheduler.commit, engine.programs.run

@@ -60,7 +60,7 @@ class Run:
             elif name == "clear":
                 engine.scheduler.prefixes.clear()
             elif name == "fail":
-                engine.programs.failures.append(str(self.rng.choice(PROGRAMS)))
+                engine.programs.to_fail.append(str(self.rng.choice(PROGRAMS)))
             elif name == "reset":
                 live = [s for samples in engine.scheduler._live.values() for s in samples]
                 engine.reset()

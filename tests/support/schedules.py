@@ -210,6 +210,7 @@ def make_config(rng: Rng, least: int, draft_slots: int, is_recurrent: bool) -> E
         num_snapshots=int(rng.integers(0, 4)) if is_recurrent else None,
         scheduling_policy="priority" if chance(rng, 0.3) else "fcfs",
         async_scheduling=chance(rng, 0.75),
+        compile_ahead=chance(rng, 0.5),
         exact=exact,
         max_logprobs=0,
     )

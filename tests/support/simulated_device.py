@@ -101,13 +101,17 @@ class SimulatedPrograms:
         self.config, self.layout = config, layout
         self.script = script or HashScript(layout.vocab_size)
         self.tally = Counter() if tally is None else tally
-        self.failures: list[str] = []  # programs that are to fail, once each
+        self.to_fail: list[str] = []  # programs that are to fail, once each
         # Those that must have a grammar's masks; None: masks are not looked at.
         self.masked_slots: Callable[[], Collection[int]] | None = None
         self._reported = layout.vocab_size, config.logprobs_mode == "both"
         self._rng = rng or np.random.default_rng(0)
         self._num_snapshots = config.num_snapshots if target.is_recurrent else None
-        self._compiled: set[Key] = set()
+        self.ready: set[Key] = set()
+        self.failures: dict[Key, Exception] = {}  # of keys that do not compile
+        self.pending: list[Key] = []  # asked for; with each wait one is ready
+        self.is_slow = False  # whether any ever are pending
+        self.pace = 0.1  # how likely one is ready with each launch
         self._num_late = 0
         self._error: Exception | None = None  # of a program whose results have not been read yet
         self.params = params
@@ -145,11 +149,36 @@ class SimulatedPrograms:
     @property
     def compilations(self) -> Compilations:
         """Programs asked for."""
-        return Compilations(len(self._compiled), self._num_late, 0.0)
+        return Compilations(len(self.ready), self._num_late, 0.0)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether any are pending."""
+        return bool(self.pending)
 
     def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
         """Remember what was asked for."""
-        self._compiled |= set(keys)
+        self.ready |= set(keys)
+
+    def compile_behind(self, keys: Iterable[Key], *, is_urgent: bool) -> None:
+        """Ready at once, unless it is slow."""
+        missing = [key for key in keys if key not in self.ready and key not in self.failures]
+        self._num_late += is_urgent * len(missing)
+        if self.is_slow:
+            first, last = (missing, self.pending) if is_urgent else (self.pending, missing)
+            self.pending = list(dict.fromkeys([*first, *last]))
+        else:
+            self.ready |= set(missing)
+
+    def finish(self, *, show_progress: bool) -> None:
+        """All are ready."""
+        self.ready |= set(self.pending)
+        self.pending = []
+
+    def wait(self, seconds: float) -> None:
+        """Until the next is ready."""
+        if self.pending:
+            self.ready.add(self.pending.pop(0))
 
     def put(self, array: np.ndarray) -> np.ndarray:
         """A copy, since the caller's array may change before a real device reads it."""
@@ -158,12 +187,14 @@ class SimulatedPrograms:
     def run(self, key: Key, *arguments: Any) -> Any:
         """Run a program at once."""
         name = type(key).__name__.lower()
-        if name in self.failures:
-            self.failures.remove(name)
+        if name in self.to_fail:
+            self.to_fail.remove(name)
             self.release()
             raise jax.errors.JaxRuntimeError(f"{name} was to fail")
-        if key not in self._compiled:
-            self._compiled.add(key)
+        if self.pending and self._rng.random() < self.pace:
+            self.wait(0.0)
+        if key not in self.ready:
+            self.ready.add(key)
             self._num_late += 1
         return self._programs[type(key)](key, *arguments)
 
@@ -443,7 +474,7 @@ class SimulatedPrograms:
         self.tally["masks"] += 1
 
     def _out(self, packed: np.ndarray) -> HostArray:
-        if "read" in self.failures:
-            self.failures.remove("read")
+        if "read" in self.to_fail:
+            self.to_fail.remove("read")
             self._error = jax.errors.JaxRuntimeError("reading was to fail")
         return HostArray.of(packed, self._error)  # what comes after a failure fails as well

@@ -34,7 +34,8 @@ class LockstepPolicy:
     """A policy that the leader of some replicas asks for all of them.
 
     Every replica has one, around a policy of the same choices; all but the leader's are never
-    asked. A step is as slow as the replica with most to do, and gives what all of them get.
+    asked. All compile everything ahead, lest one of them lacks what another runs. A step is as slow
+    as the replica with most to do, and gives what all of them get.
     """
 
     def __init__(self, policy: Policy, replicas: Replicas):
@@ -54,6 +55,11 @@ class LockstepPolicy:
     def begin(self, replay: Callable[[], StepCost]) -> None:
         """All replicas time their rounds, lest they get out of step; the leader's times count."""
         self._policy.begin(replay)
+
+    def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
+        """Let the leader's policy measure it."""
+        if self._replicas.is_leader:
+            self._policy.shape_ready(batch, k, time)
 
     def choose(self, load: Load) -> int:
         """The leader's choice."""

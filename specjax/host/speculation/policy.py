@@ -72,7 +72,7 @@ class Policy(Protocol):
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """Every K that `choose` may return: what is compiled ahead."""
+        """Every K that `choose` may return."""
         ...
 
     @property
@@ -85,7 +85,11 @@ class Policy(Protocol):
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Called when an engine takes the policy, its choices compiled; `replay` times them."""
+        """Called when an engine takes the policy; `replay` times what rounds it can run."""
+        ...
+
+    def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
+        """Rounds of k drafts can be run in a batch of their own now; `time` measures their ms."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -108,6 +112,9 @@ class Rule:
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
         """There is nothing to prepare."""
+
+    def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
+        """There is nothing to measure."""
 
     def observe(self, outcome: Round) -> None:
         """There is nothing to learn."""
@@ -213,6 +220,11 @@ class GoodputPolicy:
         """Have the costs measured, unless they are given."""
         if self._cost is None:
             self._cost = replay()
+
+    def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
+        """Measure it, unless costs are given."""
+        if self._learns_cost:
+            self.cost.add(batch, k, time())
 
     def choose(self, load: Load) -> int:
         """The K of most goodput; at times another, to see whether it still is."""

@@ -36,6 +36,7 @@ class StepCost:
     ):
         """`ks` are to be points, too. `batches` are the sizes that rounds are padded to: what lies
         between two costs what the larger does. Without, nothing is padded."""
+        self._measured = {batch: dict(column) for batch, column in points.items()}
         self.ks = sorted({*ks, *(k for column in points.values() for k in column)})
         rows = {batch: [_along_k(points[batch], k) for k in self.ks] for batch in sorted(points)}
         self._is_padded = len(batches) > 0
@@ -49,6 +50,28 @@ class StepCost:
         self._drift, self._num_all = 0.0, 0
         self._ms_per_context_token = ms_per_context_token
         self._grid = dict(zip(self.batches, self._points, strict=True))
+
+    def widened(self, ks: Sequence[int], batches: Sequence[int]) -> "StepCost":
+        """The same points, and what follows from them of others; nothing that was learned."""
+        per_token = self._ms_per_context_token
+        return StepCost(self._measured, ks=ks, batches=batches, ms_per_context_token=per_token)
+
+    def add(self, batch_size: int, k: int, ms: float) -> None:
+        """Know the time of a round of one of `batches` and one of `ks`, without context.
+
+        What has not been measured of a batch size grows with K as at the largest that has been.
+        """
+        self._measured.setdefault(batch_size, {})[k] = ms
+        whole = self._measured[max(self._measured)]
+        rows = {}
+        for batch in sorted(self._measured):
+            ratios = {k: ms / _along_k(whole, k) for k, ms in self._measured[batch].items()}
+            rows[batch] = [_line(ratios, k) * _along_k(whole, k) for k in self.ks]
+        points = [_between(rows, batch) for batch in self.batches]
+        self._points = _monotone(points, [[1] * len(self.ks)] * len(points))
+        row, column = self._row(batch_size), self.ks.index(k)
+        self._own[row][column], self._num_seen[row][column] = 0.0, 0
+        self._draw_grid()
 
     def ms(self, batch_size: int, k: int, num_context: float = 0) -> float:
         """Milliseconds of a round of k drafts, of requests with so many tokens before altogether.

@@ -1,0 +1,167 @@
+"""Compiles programs in threads: first what somebody waits for, then what others would run better.
+
+An XLA program for a CPU takes hundreds of memory maps, of which a process may have few (65,530 by
+Linux' default). What nobody waits for is compiled while half of them are free.
+"""
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Hashable, Iterable
+from typing import Any
+
+from specjax.host.memory import maps_in_use
+
+log = logging.getLogger(__name__)
+
+MOST_THREADS = 4  # even on two cores: XLA does parts of a program one after the other
+FOR_SHAPES, FOR_ALL = 0.5, 0.9  # of the maps that a process may have
+
+
+class Compiler:
+    """Programs by key, compiled when they are asked for; `compile` makes one, in any thread.
+
+    Attributes:
+        ready: those there are.
+        failures: what came of keys that do not compile; they are not tried again.
+    """
+
+    def __init__(self, compile: Callable[[Any], Any]):
+        self.ready: dict[Any, Any] = {}
+        self.failures: dict[Any, Exception] = {}
+        self._compile = compile
+        self._urgent: deque[Any] = deque()
+        self._later: deque[Any] = deque()
+        self._under_way: set[Any] = set()
+        self._threads: set[threading.Thread] = set()
+        self._changed = threading.Condition()
+        self._seconds, self._began = 0.0, 0.0
+        self._is_closed = self._is_full = False
+
+    @property
+    def num_asked(self) -> int:
+        """Programs that are left to compile."""
+        return len(self._urgent) + len(self._later) + len(self._under_way)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether there are any."""
+        return self.num_asked > 0
+
+    @property
+    def seconds(self) -> float:
+        """Seconds in which anything was compiled."""
+        now = time.perf_counter() if self._under_way else self._began
+        return self._seconds + now - self._began
+
+    def ask(self, keys: Iterable[Hashable], *, is_urgent: bool, num_threads: int = 1) -> None:
+        """Queue keys, in their order, if they are not there yet; so many at a time."""
+        with self._changed:
+            for key in dict.fromkeys(keys):
+                if key in self.ready or key in self.failures or key in self._under_way:
+                    continue
+                if key in self._urgent or (key in self._later and not is_urgent):
+                    continue
+                if is_urgent and key in self._later:
+                    self._later.remove(key)
+                (self._urgent if is_urgent else self._later).append(key)
+            num_wanted = min(num_threads, len(self._urgent) + len(self._later))
+            for _ in range(num_wanted - len(self._threads)):
+                thread = threading.Thread(target=self._work, name="specjax-compiler")
+                self._threads.add(thread)
+                thread.start()
+
+    def wait(self, seconds: float) -> None:
+        """Wait until something has been compiled, for so long at most."""
+        with self._changed:
+            if self.is_busy:
+                self._changed.wait(seconds)
+
+    def wait_for(self, keys: Collection[Hashable], tell: Callable[[int], None]) -> None:
+        """Wait for keys that were asked for; `tell` is given how many are there, now and then.
+
+        Raises:
+            Exception: one of them does not compile; it may be tried again.
+        """
+        while (num_there := sum(key in self.ready for key in keys)) < len(keys):
+            if failed := [key for key in keys if key in self.failures]:
+                raise self.failures.pop(failed[0])
+            tell(num_there)
+            self.wait(0.5)
+        tell(num_there)
+
+    def get(self, key: Hashable) -> Any:
+        """A program, compiled before all others if it is not there.
+
+        Raises:
+            Exception: it does not compile.
+        """
+        program = self.ready.get(key)
+        if program is None:
+            self.ask([key], is_urgent=True)
+            self.wait_for([key], lambda num_there: None)
+            program = self.ready[key]
+        return program
+
+    def close(self) -> None:
+        """Let go of all programs, once what is being compiled is done."""
+        self._is_closed = True
+        for thread in list(self._threads):
+            thread.join()
+        self.ready.clear()
+
+    def _work(self) -> None:
+        while (found := self._next()) is not None:
+            (key,) = found
+            try:
+                program, error = self._compile(key), None
+            except Exception as caught:  # of this program; others may do
+                program, error = None, caught
+            with self._changed:
+                self._under_way.discard(key)
+                if not self._under_way:
+                    self._seconds += time.perf_counter() - self._began
+                if error is None:
+                    self.ready[key] = program
+                else:
+                    self.failures[key] = error
+                    log.warning("%s does not compile: %s", key, error)
+                self._changed.notify_all()
+
+    def _next(self) -> tuple[Any] | None:
+        """The next key; None lets the thread end."""
+        with self._changed:
+            while queue := self._urgent or self._later:
+                if self._is_closed or not threading.main_thread().is_alive():
+                    break
+                if self._has_room(queue):
+                    if not self._under_way:
+                        self._began = time.perf_counter()
+                    self._under_way.add(key := queue.popleft())
+                    return (key,)
+            self._threads.discard(threading.current_thread())
+            self._changed.notify_all()
+            return None
+
+    def _has_room(self, queue: deque[Any]) -> bool:
+        """Whether the process may have more maps; if not, the queue is given up."""
+        used = maps_in_use()
+        if used < (FOR_ALL if queue is self._urgent else FOR_SHAPES):
+            return True
+        if queue is self._urgent:
+            error = MemoryError(
+                f"{used:.0%} of the memory maps that a process may have are in use, and another "
+                "program needs hundreds; close LLMs that are not needed, or raise vm.max_map_count"
+            )
+            self.failures |= dict.fromkeys(queue, error)
+        elif not self._is_full:
+            self._is_full = True
+            log.warning(
+                "%.0f %% of this process's memory maps are in use: no more shapes are compiled, "
+                "and smaller steps run padded in those there are; close LLMs that are not needed, "
+                "or raise vm.max_map_count",
+                100 * used,
+            )
+        queue.clear()
+        return False

@@ -1,0 +1,71 @@
+"""The shapes that steps may have. A program is compiled for each, and smaller steps are padded."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import product
+
+from specjax.config import EngineConfig
+
+Shape = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """Shapes of both parts of a step, each at least one.
+
+    Attributes:
+        prefill: (batch, width) of chunks: prompts, and tokens of each.
+        decode: (batch, k) of rounds: requests, and drafts of each.
+    """
+
+    prefill: tuple[Shape, ...]
+    decode: tuple[Shape, ...]
+
+    @classmethod
+    def all_of(cls, config: EngineConfig, ks: Sequence[int]) -> "Shapes":
+        """Every shape of an engine whose rounds have one of `ks` drafts."""
+        return cls(config.prefill_shapes, tuple(product(config.decode_batches, ks)))
+
+    @property
+    def first(self) -> "Shapes":
+        """One of each, into which any step fits: the largest round, and chunks of a few prompts.
+
+        Chunks that do not fit are run in several steps.
+        """
+        chunk = max(self.prefill, key=lambda shape: (min(shape[0], 4) * shape[1], shape))
+        return Shapes((chunk,), (max(self.decode),))
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """Widths of chunks, each once, rising."""
+        return sorted(self._batches)
+
+    def most_chunks(self, width: int) -> int:
+        """The largest batch of that width."""
+        return self._batches[width][-1]
+
+    def chunks(self, count: int, width: int) -> Shape:
+        """The least shape of a width for so many chunks; the largest if none holds them."""
+        batches = self._batches[width]
+        return next((batch for batch in batches if batch >= count), batches[-1]), width
+
+    def round(self, num_sequences: int, k: int) -> Shape:
+        """The least shape for so many sequences, with at least k drafts if there is one."""
+        wide = [shape for shape in self.decode if shape[0] >= num_sequences]
+        deep = [shape for shape in wide if shape[1] >= k]
+        return min(deep, key=num_rows) if deep else max(wide, key=lambda s: (s[1], -s[0]))
+
+    @cached_property
+    def _batches(self) -> dict[int, list[int]]:
+        """Batches by width, rising."""
+        batches: dict[int, list[int]] = {}
+        for batch, width in sorted(self.prefill):
+            batches.setdefault(width, []).append(batch)
+        return batches
+
+
+def num_rows(shape: Shape) -> int:
+    """Rows that the target runs in a round of a shape."""
+    batch, k = shape
+    return batch * (k + 1)
