@@ -33,6 +33,7 @@ from specjax.device.models.model import Model
 from specjax.device.state import EngineState, init_state
 from specjax.device.step import StepModel
 from specjax.device.verification import Verification
+from specjax.executables import open_executables
 from specjax.host.speculation.step_cost import StepCost
 from specjax.metrics import Compilations
 from specjax.programs import (
@@ -59,6 +60,12 @@ def keep_compilations(folder: Path) -> None:
     if jax.config.values["jax_compilation_cache_dir"] is None:
         jax.config.update("jax_compilation_cache_dir", str(folder))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def executables_folder() -> Path | None:
+    """Where our programs are kept whole: beside what JAX keeps, if it does."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    return Path(folder) / "programs" if folder else None
 
 
 def step_model(
@@ -139,6 +146,11 @@ class CompiledPrograms:
         self._config, self._layout, self._max_drafts = config, layout, max_drafts
         self.renew()
         self._shapes = jax.tree.map(_shape, (params, self.state))
+        self._options = GPU_OPTIONS if compute_capability() else {}
+        self._executables = None
+        if folder := executables_folder():
+            origin = layout, self._shapes, self._options
+            self._executables = open_executables(folder, self.model, *origin)
         self._compiler = Compiler(self._compile)
         self._late: set[Key] = set()  # programs that requests wait, or waited, for
         self._calls: dict[type, Callable[[Any], tuple]] = {
@@ -242,8 +254,10 @@ class CompiledPrograms:
         del self._jits, self._calls, self.state, self.params
 
     def _compile(self, key: Key) -> Any:
-        options = GPU_OPTIONS if compute_capability() else {}
-        return self._trace(key).lower().compile(compiler_options=options)
+        def compile() -> Any:
+            return self._trace(key).lower().compile(compiler_options=self._options)
+
+        return self._executables.get(key, compile) if self._executables else compile()
 
     def _trace(self, key: Key) -> Any:
         run, arguments, static = self._calls[type(key)](key)

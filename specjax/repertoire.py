@@ -6,7 +6,7 @@ other variants share. What else its steps would run better in is compiled behind
 cost them enough time. A request that needs another variant waits for it, and nobody else does.
 """
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 
 from specjax.batch import Part
@@ -42,7 +42,9 @@ class Repertoire:
         # With none, XLA would turn their condition into a selection, which computes them always.
         self._most_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
-        self._lost_ms: Counter[Key] = Counter()  # by the last program of the wanted shape
+        self._lost_ms: defaultdict[Key, float] = defaultdict(
+            float
+        )  # by the last program of the wanted shape
         self._num_ready = -1  # when what follows was found
         self._needed: dict[frozenset[Demands], Variant] = {}
         self._shapes: dict[Variant, Shapes] = {}

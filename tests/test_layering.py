@@ -16,7 +16,10 @@ LAYERS = [
     ["specjax.config", "specjax.sampling_params", "specjax.request"],
     ["specjax.host", "specjax.host.grammar", "specjax.device"],
     ["specjax.batch", "specjax.metrics"],
-    ["specjax.programs", "specjax.replay", "specjax.memory", "specjax.defaults"],
+    [
+        *("specjax.programs", "specjax.replay", "specjax.memory", "specjax.defaults"),
+        "specjax.executables",
+    ],
     ["specjax.engine", "specjax.precompile", "specjax.compiler", "specjax.repertoire"],
     [
         *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts"),

@@ -4,7 +4,7 @@ import argparse
 import json
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from itertools import accumulate
 from operator import mul
@@ -21,13 +21,12 @@ from specjax.checkpoint.writing import write_whole
 from specjax.dynamic_k import fingerprint
 from specjax.environment import describe_environment
 from specjax.host.speculation.acceptance import Verdict
-from specjax.host.speculation.policy import Load, Round
+from specjax.host.speculation.policy import Load, Round, Rule
 from specjax.host.speculation.profile import Profile
-from specjax.host.speculation.step_cost import StepCost
 from specjax.llm import LLM
 
 
-class Watched:
+class Watched(Rule):
     """The same K always; keeps what rounds of a full batch showed."""
 
     is_learning = True
@@ -38,9 +37,6 @@ class Watched:
         self.milliseconds: list[float] = []
         self.verdicts: Counter[Verdict] = Counter()
 
-    def begin(self, replay: Callable[[], StepCost]) -> None:
-        """There is nothing to prepare."""
-
     def choose(self, load: Load) -> int:
         """K."""
         return self.choices[0]
@@ -50,12 +46,6 @@ class Watched:
         self.verdicts.update(outcome.verdicts)
         if outcome.ms is not None and sum(outcome.verdicts.values()) == self._batch_size:
             self.milliseconds.append(outcome.ms)
-
-    def target_changed(self) -> None:
-        """Nothing is learnt."""
-
-    def drafter_changed(self) -> None:
-        """Nothing is learnt."""
 
 
 def run(args: argparse.Namespace) -> int:

@@ -48,6 +48,6 @@ def test_chunks_have_the_least_batch_of_their_width():
 
 
 def test_the_first_shapes_hold_any_step():
-    """All sequences with all drafts; and chunks of a few prompts, as many tokens as there may be."""
+    """All sequences with all drafts; chunks of a few prompts, as many tokens as there may be."""
     assert EVERY.first == Shapes(((4, 128),), ((8, 3),))
     assert Shapes(((1, 64), (2, 32)), ((2, 5),)).first == Shapes(((2, 32),), ((2, 5),))
