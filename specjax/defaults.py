@@ -2,15 +2,14 @@
 
 | | GPU | CPU |
 |---|---|---|
-| max_num_seqs | 64 | 16 |
-| max_num_batched_tokens | 2048 | 512 |
+| max_num_seqs | 256, fewer if their recurrent states do not fit | 16 |
+| max_num_batched_tokens | 8192 | 512 |
 | max_model_len | the model's own | the model's own, at most 8192 |
 | dtype | the checkpoint's | float32 |
 
 A GPU reads all weights for a step, however few tokens it has, so that large steps are nearly free;
-and its memory, of which pages get all that is left, is there for nothing else. But each doubling of
-a size adds steps to compile, some seconds each, before the first request may start. A CPU computes
-each token, so that a large step only makes others wait; it has no fast bfloat16, and its memory is
+and its memory, of which pages get all that is left, is there for nothing else. A CPU computes each
+token, so that a large step only makes others wait; it has no fast bfloat16, and its memory is
 everybody's.
 """
 
@@ -42,7 +41,7 @@ class Defaults(NamedTuple):
 
 
 DEFAULTS: Mapping[str, Defaults] = {
-    "gpu": Defaults(64, 2048, None, None),
+    "gpu": Defaults(256, 8192, None, None),
     "cpu": Defaults(16, 512, 8192, "float32"),
 }
 

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry out `specjax generate`."""
     prompts = read_prompts(args.prompts, args.prompts_file)
     params = read_sampling_params(args)
-    # Few prompts need few compiled steps.
+    # Few prompts need small steps.
     usual = device_defaults()
     num_seqs = args.max_num_seqs
     if num_seqs is None:

@@ -38,6 +38,7 @@ from specjax.memory import (
     EngineNeeds,
     drafter_cache_bytes,
     target_cache_bytes,
+    usual_num_seqs,
     weight_bytes,
 )
 from specjax.tokenizer import load_tokenizer
@@ -104,6 +105,13 @@ def describe(
     target = describe_model(source.hf)
     chosen = choose_dtype(dtype, stored_dtype(source.hf))
     dtype = chosen.name
+    num_drafts = 0
+    if speculation is not None:
+        speculation, _ = read_profile(speculation)
+        num_drafts = speculation.num_speculative_tokens
+    if max_num_seqs is None:
+        cache = target_cache_bytes(target, page_size, num_drafts, dtype)
+        max_num_seqs = usual_num_seqs(cache, weight_bytes(target, dtype))
     config = make_config(
         target,
         max_model_len=max_model_len,
@@ -115,9 +123,7 @@ def describe(
     )
     setup = Setup(target, NoDrafter(), None, 0, page_size)
     if speculation is not None:
-        speculation, _ = read_profile(speculation)
         drafter, params = open_drafter(speculation, target, source, dtype)
-        num_drafts = speculation.num_speculative_tokens
         setup = Setup(target, drafter, params, num_drafts, page_size)
     return {
         "model": describe_target(source, target),

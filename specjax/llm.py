@@ -35,6 +35,7 @@ from specjax.memory import (
     EngineNeeds,
     drafter_cache_bytes,
     target_cache_bytes,
+    usual_num_seqs,
     weight_bytes,
 )
 from specjax.metric_reader import Metric, list_metrics
@@ -72,9 +73,10 @@ class LLM:
             checkpoint's on a GPU, float32 on a CPU.
         max_model_len: most tokens of a request, prompt included; None for the model's own limit,
             on a CPU at most 8192.
-        max_num_seqs: requests that run at the same time; None for 64 on a GPU, 16 on a CPU.
+        max_num_seqs: requests that run at the same time; None for 256 on a GPU, or
+            as many as its memory holds recurrent states of, and 16 on a CPU.
         max_num_batched_tokens: most tokens of one step, with the rows that drafting adds to them;
-            None for 2048 on a GPU, 512 on a CPU.
+            None for 8192 on a GPU, 512 on a CPU.
         max_num_scheduled_tokens: most tokens of one step, prompts' and rounds'; None for as many.
         decode_batches: batch sizes that rounds may be compiled for, as (1, 8, 64); None for powers
             of two up to max_num_seqs.
@@ -170,6 +172,11 @@ class LLM:
         dtype = choose_dtype(dtype, stored).name
         if not 0 < gpu_memory_utilization <= 1:
             raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must be in (0, 1]")
+        num_drafts = speculation.num_speculative_tokens if speculation else 0
+        cache = target_cache_bytes(target, page_size, num_drafts, dtype)
+        weights = 0 if folder is None else weight_bytes(target, dtype)
+        if max_num_seqs is None:
+            max_num_seqs = usual_num_seqs(cache, weights)
         config = make_config(
             target,
             max_model_len=max_model_len,
@@ -194,9 +201,6 @@ class LLM:
         )
         drafter: Drafter = NoDrafter()
         drafter_params = None
-        num_drafts = speculation.num_speculative_tokens if speculation else 0
-        cache = target_cache_bytes(target, page_size, num_drafts, dtype)
-        weights = 0 if folder is None else weight_bytes(target, dtype)
         if num_pages is not None:
             EngineNeeds.of(config, target, cache, weights, num_drafts).check(config, cache)
         if speculation:

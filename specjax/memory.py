@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from specjax.config import EngineConfig
+from specjax.defaults import device_defaults
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
 from specjax.host.memory import available_bytes
@@ -141,6 +142,21 @@ class EngineNeeds(NamedTuple):
                 "dtype='bfloat16' or a device with more memory"
             )
         return min(wanted, room // max(cache.per_page, 1))
+
+
+def usual_num_seqs(cache: CacheBytes, weights: int) -> int:
+    """Requests that run at the same time where nobody says: the device's default, or fewer.
+
+    Recurrent states, and a quarter as many snapshots, take at most half of what `weights`, bytes
+    that are still to be loaded, leave of the memory.
+    """
+    count, memory = device_defaults().max_num_seqs, read_memory()
+    if memory is None:
+        return count
+    room = (memory.available - weights) // 2
+    while count > 1 and count * cache.per_slot * 5 // 4 > room:
+        count //= 2
+    return count
 
 
 class Memory(NamedTuple):

@@ -155,7 +155,24 @@ def test_defaults_by_device(target, monkeypatch):
     assert device_defaults() == DEFAULTS["cpu"] and sizes() == [512, 16, 512]
     assert DEFAULTS["cpu"].model_len(10**6) == 8192 and DEFAULTS["gpu"].model_len(10**6) == 10**6
     monkeypatch.setattr("specjax.defaults.device_defaults", lambda: DEFAULTS["gpu"])
-    assert sizes() == [512, 64, 2048]
+    assert sizes() == [512, 256, 8192]
+
+
+def test_as_many_requests_as_their_states_fit(monkeypatch):
+    """States and a quarter as many snapshots take at most half of what weights leave."""
+    gpu = DEFAULTS["gpu"]
+    monkeypatch.setattr(memory, "device_defaults", lambda: gpu)
+
+    def usual(left, per_slot, weights=0):
+        monkeypatch.setattr(memory, "read_memory", lambda: Memory("the device", left, left))
+        return memory.usual_num_seqs(CacheBytes(1, per_slot), weights)
+
+    assert usual(1000, 0) == gpu.max_num_seqs == 256
+    assert usual(2 * 320 * 10, 10) == 256 and usual(2 * 320 * 10 - 2, 10) == 128
+    assert usual(2 * 320 * 10 + 500, 10, 500) == 256
+    assert usual(1, 10) == 1 and usual(100, 10, 500) == 1
+    monkeypatch.setattr(memory, "read_memory", lambda: None)
+    assert memory.usual_num_seqs(CacheBytes(1, 10), 0) == 256
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float8", None])
