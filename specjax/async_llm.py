@@ -27,7 +27,7 @@ class AsyncLLM:
     belongs to the event loop on which the first one was called.
 
     Args:
-        model: as for `LLM`, with all its options.
+        model: as for `LLM`, with all its options; verbose is False unless told.
         max_num_requests: most requests that the engine is given at a time; further callers wait
             for their turn, first come, first served, and until then neither `abort` nor priorities
             know of them. None for any number.
@@ -42,7 +42,7 @@ class AsyncLLM:
     ):
         if max_num_requests is not None:
             check_positive(max_num_requests=max_num_requests)
-        options.setdefault("show_progress", False)
+        options.setdefault("verbose", False)
         self._llm = LLM(model, **options)
         self._turns = nullcontext()
         if max_num_requests is not None:

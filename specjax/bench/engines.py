@@ -157,7 +157,7 @@ def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
         "max_num_batched_tokens": max(
             min(_PROMPT_CHUNK * most, _MAX_PROMPT_TOKENS), most * (max(setup.ks) + 1)
         ),
-        "show_progress": show_progress,
+        "verbose": show_progress,
     }
     model = setup.model
     with (

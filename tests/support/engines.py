@@ -28,7 +28,7 @@ SIZES: Mapping[str, Any] = {
     "page_size": 8,
     "decode_batches": (4,),
     "prefill_shapes": ((2, 32),),
-    "show_progress": False,
+    "verbose": False,
 }
 
 
