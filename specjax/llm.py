@@ -400,9 +400,10 @@ class LLM:
 
         Raises:
             ValueError: an unfinished request has the same id.
+            RuntimeError: the LLM is asleep.
         """
         with self._lock:
-            self._check_open()
+            self._check_awake()
             self.engine.prepare([request], show_progress=self._verbose)
             return Outputs.of(request, self.engine.add(request), prompt, self.tokenizer)
 
@@ -462,6 +463,11 @@ class LLM:
         with self._lock:
             self._check_open()
             self._sleep.end()
+
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` freed memory that `wake_up` has not taken back."""
+        self._check_open()
+        return self._sleep.level > 0
 
     def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
         """Record what device and host do until `stop_profile`, into a folder, with jax.profiler."""

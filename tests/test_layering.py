@@ -24,6 +24,7 @@ LAYERS = [
         *("specjax.generation_config", "specjax.metric_reader", "specjax.sleep"),
         *("specjax.vllm_options", "specjax.progress", "specjax.chat_template"),
         *("specjax.async_llm", "specjax.environment", "specjax.log"),
+        "specjax.engine_args",
     ],
     ["specjax.arguments"],
     [
