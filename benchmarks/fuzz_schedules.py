@@ -39,7 +39,7 @@ K = 3
 LEAST_PAGES, MOST_PAGES = 8, 10
 SIZES: dict[str, Any] = {
     "max_model_len": 8 * LEAST_PAGES, "page_size": 8, "max_num_batched_tokens": 32,
-    "max_logprobs": 0, "show_progress": False,
+    "max_logprobs": 0, "verbose": False,
 }  # fmt: skip
 COUNTS = [
     "schedules", "requests", "steps", "tokens", "finished", "aborted", "preemptions",

@@ -34,7 +34,7 @@ from specjax.device.models.registry import describe_model, read_config
 
 LONGEST_PROMPT, MOST_TOKENS = 200, 48
 NUM_FAMILIES = 6  # of prompts that begin alike
-COMMON = {"max_model_len": LONGEST_PROMPT + MOST_TOKENS, "max_logprobs": 0, "show_progress": False}
+COMMON = {"max_model_len": LONGEST_PROMPT + MOST_TOKENS, "max_logprobs": 0, "verbose": False}
 SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
 MOST_GROWTH = 64.0  # MiB that a run may add to the process after its first requests
 QUANTILES = 0.5, 0.9, 0.99  # of latencies

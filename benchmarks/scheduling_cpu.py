@@ -84,7 +84,7 @@ def measure_async(settings: argparse.Namespace) -> dict[str, Any]:
             max_model_len=256,
             max_num_seqs=batch,
             enable_prefix_caching=False,
-            show_progress=False,
+            verbose=False,
         ) as llm:
             questions = tokenize(read_questions(), llm.tokenizer)
             prompts = [questions[i % len(questions)] for i in range(batch)]

@@ -173,7 +173,7 @@ def make_llms(folder: str | Path, settings: argparse.Namespace) -> tuple[LLM, LL
         "max_model_len": LONGEST_PROMPT + settings.max_tokens,
         "max_logprobs": 0,
         "exact": settings.exact,
-        "show_progress": False,
+        "verbose": False,
     }
     speculation = {"method": "mtp", "num_speculative_tokens": settings.k}
     llm = LLM(

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from specjax.async_llm import AsyncLLM
     from specjax.checkpoint.errors import CheckpointError
     from specjax.config import SpeculativeConfig
+    from specjax.engine_args import AsyncEngineArgs, EngineArgs
     from specjax.llm import LLM
     from specjax.prompts import TextPrompt, TokensPrompt
     from specjax.request import CompletionOutput, Logprob, RequestOutput
@@ -23,9 +24,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 __all__ = [
     "LLM",
+    "AsyncEngineArgs",
     "AsyncLLM",
     "CheckpointError",
     "CompletionOutput",
+    "EngineArgs",
     "Logprob",
     "RequestOutput",
     "RequestOutputKind",
@@ -40,6 +43,8 @@ __all__ = [
 _MODULES = {
     "LLM": "specjax.llm",
     "AsyncLLM": "specjax.async_llm",
+    "AsyncEngineArgs": "specjax.engine_args",
+    "EngineArgs": "specjax.engine_args",
     "CheckpointError": "specjax.checkpoint.errors",
     "CompletionOutput": "specjax.request",
     "RequestOutput": "specjax.request",

@@ -8,16 +8,20 @@ from contextlib import nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from specjax.config import check_positive
 from specjax.device.models.model import Model
+from specjax.engine_args import EngineArgs
 from specjax.llm import LLM
 from specjax.metrics import Metrics
 from specjax.outputs import Outputs, Shown
 from specjax.prompts import Prompt, prompt_text, refuse_lora
 from specjax.request import Request, RequestOutput
 from specjax.sampling_params import RequestOutputKind, SamplingParams
+from specjax.tokenizer import ChatTokenizer
+
+Answer = TypeVar("Answer")
 
 
 class AsyncLLM:
@@ -27,7 +31,7 @@ class AsyncLLM:
     belongs to the event loop on which the first one was called.
 
     Args:
-        model: as for `LLM`, with all its options.
+        model: as for `LLM`, with all its options; verbose is False unless told.
         max_num_requests: most requests that the engine is given at a time; further callers wait
             for their turn, first come, first served, and until then neither `abort` nor priorities
             know of them. None for any number.
@@ -42,7 +46,7 @@ class AsyncLLM:
     ):
         if max_num_requests is not None:
             check_positive(max_num_requests=max_num_requests)
-        options.setdefault("show_progress", False)
+        options.setdefault("verbose", False)
         self._llm = LLM(model, **options)
         self._turns = nullcontext()
         if max_num_requests is not None:
@@ -52,6 +56,11 @@ class AsyncLLM:
         self._is_closing = False
         self._thread = threading.Thread(target=self._serve, name="specjax-engine", daemon=True)
         self._thread.start()
+
+    @classmethod
+    def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
+        """An AsyncLLM of these options, as with vLLM."""
+        return cls(**vars(engine_args))
 
     def generate_stream(
         self,
@@ -132,19 +141,50 @@ class AsyncLLM:
 
     async def abort(self, request_id: Hashable) -> bool:
         """End a request with what it has; False if there is no such request."""
-        self._check_open()
-        return await asyncio.wrap_future(self._call(lambda: self._abort(request_id)))
+        return await self._ask(self._abort, request_id)
 
     def metrics(self) -> Metrics:
         """Counters since the engine was built."""
         self._check_open()
         return self._llm.metrics()
 
+    def get_tokenizer(self) -> ChatTokenizer:
+        """See `LLM.get_tokenizer`."""
+        return self._llm.get_tokenizer()
+
+    async def reset_prefix_cache(self) -> bool:
+        """See `LLM.reset_prefix_cache`."""
+        return await self._ask(self._llm.reset_prefix_cache)
+
+    async def sleep(self, level: int = 1) -> None:
+        """See `LLM.sleep`, which refuses while requests run."""
+        await self._ask(self._llm.sleep, level)
+
+    async def wake_up(self) -> None:
+        """See `LLM.wake_up`."""
+        await self._ask(self._llm.wake_up)
+
+    async def is_sleeping(self) -> bool:
+        """Whether `sleep` freed memory that `wake_up` has not taken back."""
+        return await self._ask(self._llm.is_sleeping)
+
+    async def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
+        """See `LLM.start_profile`."""
+        await self._ask(self._llm.start_profile, profile_prefix)
+
+    async def stop_profile(self) -> None:
+        """See `LLM.stop_profile`."""
+        await self._ask(self._llm.stop_profile)
+
     async def close(self) -> None:
         """Abort what has not finished and free the device's memory; closing twice is harmless."""
+        await asyncio.to_thread(self.shutdown)
+
+    def shutdown(self) -> None:
+        """`close`, for where nothing can be awaited; what waits for outputs learns of it later."""
         self._is_closing = True
         self._calls.put(lambda: None)
-        await asyncio.to_thread(self._thread.join)
+        self._thread.join()
 
     async def __aenter__(self) -> "AsyncLLM":
         return self
@@ -155,6 +195,11 @@ class AsyncLLM:
     def _check_open(self) -> None:
         if self._is_closing:
             raise RuntimeError("this AsyncLLM is closed; build a new one")
+
+    async def _ask(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
+        """What a function gives, called by the engine's thread between two steps."""
+        self._check_open()
+        return await asyncio.wrap_future(self._call(partial(function, *arguments)))
 
     def _call(self, function: Callable[[], Any]) -> Future:
         """Have the engine's thread call a function between two steps."""

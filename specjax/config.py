@@ -27,6 +27,7 @@ MANY_DRAFTS, MOST_DRAFTS = 16, 64  # beyond which a K is warned of, and refused
 REMOVED_OPTIONS = {
     "steps_per_dispatch": "it gained nothing on a GPU; async_scheduling=True, the default, hides "
     "the host's time",
+    "show_progress": "verbose=False quiets bars and lines of the log",
     "always_logprobs": "every step can report log-probabilities",
 }
 

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,6 @@ def run(args: argparse.Namespace) -> int:
     num_tokens = args.max_num_batched_tokens
     if num_tokens is None:
         num_tokens = min(usual.max_num_batched_tokens, 128 * max(1, num_seqs))
-    show_progress = sys.stdout.isatty() and not args.json
     with LLM(
         args.model,
         speculative_config=read_speculation(args),
@@ -37,12 +35,12 @@ def run(args: argparse.Namespace) -> int:
         max_num_seqs=num_seqs,
         max_num_batched_tokens=num_tokens,
         page_size=args.page_size,
-        show_progress=show_progress,
+        verbose=not args.json,
     ) as llm:
         if args.chat:
-            outputs = llm.chat(as_conversations(prompts), params, use_tqdm=show_progress)
+            outputs = llm.chat(as_conversations(prompts), params)
         else:
-            outputs = llm.generate(prompts, params, use_tqdm=show_progress)
+            outputs = llm.generate(prompts, params)
         metrics = llm.metrics()
     if args.json:
         rows = [row for output in outputs for row in as_rows(output)]

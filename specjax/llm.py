@@ -3,6 +3,7 @@
 import inspect
 import itertools
 import threading
+import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from rich.filesize import decimal
 
 from specjax.chat import render_conversations
 from specjax.checkpoint.finite import check_params
@@ -28,9 +30,9 @@ from specjax.device.models.registry import describe_model, load_model, read_conf
 from specjax.device.verification import make_verification
 from specjax.dynamic_k import check_profile, fingerprint, make_policy, read_profile
 from specjax.engine import Engine
-from specjax.generation_bar import generation_bar
 from specjax.generation_config import read_default_params
 from specjax.host.sequence import Sequence as Sample
+from specjax.log import get_log
 from specjax.memory import (
     EngineNeeds,
     drafter_cache_bytes,
@@ -42,6 +44,7 @@ from specjax.metric_reader import Metric, list_metrics
 from specjax.metrics import Metrics
 from specjax.outputs import Outputs, Shown
 from specjax.precompile import keep_compilations
+from specjax.progress import progress
 from specjax.prompts import (
     Prompt,
     RequestMaker,
@@ -105,7 +108,8 @@ class LLM:
         compilation_cache: folder where compiled steps are kept between runs, unless JAX is already
             set to one; None keeps nothing.
         seed: seed of requests that bring none.
-        show_progress: show a bar while the steps compile.
+        verbose: show bars on a terminal, and tell by the logger "specjax" of loading and, without a
+            terminal, of generating; the lines go to stderr unless logging is configured.
 
     Raises:
         ValueError: settings that do not fit each other or the model.
@@ -140,7 +144,7 @@ class LLM:
         kernels: str = "auto",
         compilation_cache: str | Path | None = "~/.cache/specjax",
         seed: int = 0,
-        show_progress: bool = True,
+        verbose: bool = True,
         **unknown: Any,
     ):
         refuse_unknown(take_vllm_options(unknown), inspect.signature(LLM).parameters)
@@ -203,6 +207,9 @@ class LLM:
         drafter_params = None
         if num_pages is not None:
             EngineNeeds.of(config, target, cache, weights, num_drafts).check(config, cache)
+        log, start = get_log(verbose=verbose), time.monotonic()
+        size = decimal(weight_bytes(target, dtype))
+        log.info("loading %s: %s of weights in %s", folder or "a Model value", size, dtype)
         if speculation:
             drafter, drafter_params = load_drafter(
                 _drafter_folder(speculation, folder), speculation, target, np.dtype(dtype)
@@ -234,10 +241,13 @@ class LLM:
             Params(params, drafter_params),
             make_policy(speculation, profile, config.decode_batches),
             make_verification(speculation) if speculation else None,
-            show_progress=show_progress,
+            show_progress=verbose,
         )
+        compiling = self.engine.metrics().compile_seconds
+        seconds = time.monotonic() - start
+        log.info("ready after %.1f s, %.1f s of them compiling", seconds, compiling)
+        self._verbose = verbose
         self._sleep = Sleep(self.engine)
-        self._show_progress = show_progress
         self.request_maker = RequestMaker(
             config,
             self.tokenizer,
@@ -266,7 +276,8 @@ class LLM:
                 a list of such.
             sampling_params: one for all prompts or one per prompt; None for
                 `get_default_sampling_params`.
-            use_tqdm: show a progress bar, our own, or one of a class like tqdm's.
+            use_tqdm: show how far the call has come, by a bar, or by lines of the log where there
+                is no terminal; or a class, by which a bar is made as by tqdm's.
             lora_request: None; there are no LoRA adapters.
             priority: with scheduling_policy="priority", the lowest goes first.
             tokenization_kwargs: {"truncate_prompt_tokens": n}, as in `SamplingParams`.
@@ -279,13 +290,12 @@ class LLM:
             given = self._params_or_default(sampling_params)
             sampling_params = truncated(given, tokenization_kwargs)
         requests = self._requests(prompts, sampling_params, priority)
-        total = sum(request.params.n for request, _ in requests)
-        with self._running(requests) as started, generation_bar(use_tqdm, total) as show:
+        with self._running(requests) as started:
             samples = [c.sequence for outputs in started for c in outputs.completions]
-            while not all(sample.is_finished for sample in samples):
-                if any(sequence.is_finished for sequence in self._step()):
-                    num_tokens = sum(s.num_output for s in samples)
-                    show(sum(s.is_finished for s in samples), num_tokens)
+            with progress(samples, self.metrics, use_tqdm, verbose=self._verbose) as tick:
+                while not all(sample.is_finished for sample in samples):
+                    self._step()
+                    tick()
             self._drain()
         return [outputs.output() for outputs in started]
 
@@ -399,10 +409,11 @@ class LLM:
 
         Raises:
             ValueError: an unfinished request has the same id.
+            RuntimeError: the LLM is asleep.
         """
         with self._lock:
-            self._check_open()
-            self.engine.prepare([request], show_progress=self._show_progress)
+            self._check_awake()
+            self.engine.prepare([request], show_progress=self._verbose)
             return Outputs.of(request, self.engine.add(request), prompt, self.tokenizer)
 
     def metrics(self) -> Metrics:
@@ -461,6 +472,11 @@ class LLM:
         with self._lock:
             self._check_open()
             self._sleep.end()
+
+    def is_sleeping(self) -> bool:
+        """Whether `sleep` freed memory that `wake_up` has not taken back."""
+        self._check_open()
+        return self._sleep.level > 0
 
     def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
         """Record what device and host do until `stop_profile`, into a folder, with jax.profiler."""
@@ -547,7 +563,7 @@ class LLM:
         try:
             with self._lock:
                 self._check_awake()
-                self.engine.prepare([one for one, _ in requests], show_progress=self._show_progress)
+                self.engine.prepare([one for one, _ in requests], show_progress=self._verbose)
                 for request, text in requests:
                     samples = self.engine.add(request)
                     started.append(Outputs.of(request, samples, text, self.tokenizer))

@@ -13,6 +13,7 @@ PASSED_OVER = {
     *("distributed_executor_backend", "max_parallel_loading_workers", "attention_backend"),
     *("limit_mm_per_prompt", "enable_sleep_mode", "ray_workers_use_nsight", "profiler_config"),
     *("max_lora_rank", "max_loras", "observability_config", "use_tqdm_on_load"),
+    *("enable_log_requests", "disable_log_requests", "max_log_len"),
 }
 # Options that would change more, with the values that mean what is done anyway, and the reason.
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {

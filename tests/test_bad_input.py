@@ -477,6 +477,4 @@ def test_bad_settings_of_logprobs(text_folder, settings, words, monkeypatch):
         raise AssertionError("weights were read before the error")
 
     monkeypatch.setattr("specjax.llm.load_model", refuse)
-    refusal(
-        lambda: LLM(text_folder, max_model_len=MAX_LEN, show_progress=False, **settings), *words
-    )
+    refusal(lambda: LLM(text_folder, max_model_len=MAX_LEN, verbose=False, **settings), *words)

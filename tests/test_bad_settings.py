@@ -61,14 +61,14 @@ def no_work(monkeypatch, compilations):
 @pytest.mark.usefixtures("no_work")
 def test_bad_settings(target, settings, words):
     with pytest.raises(ValueError) as error:
-        LLM(target.folder, show_progress=False, **(SETTINGS | settings))
+        LLM(target.folder, verbose=False, **(SETTINGS | settings))
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.usefixtures("no_work")
 def test_an_empty_speculative_config(target):
     with pytest.raises(ValueError, match="lacks"):
-        LLM(target.folder, speculative_config={}, show_progress=False, **SETTINGS)
+        LLM(target.folder, speculative_config={}, verbose=False, **SETTINGS)
 
 
 @pytest.mark.usefixtures("no_work")
@@ -97,7 +97,7 @@ def test_an_unknown_setting(target):
 def test_bad_speculative_config(target, head, fields, words):
     good = {"method": "eagle", "model": str(head.folder), "num_speculative_tokens": 2}
     with pytest.raises(ValueError) as error:
-        LLM(target.folder, speculative_config=good | fields, show_progress=False, **SETTINGS)
+        LLM(target.folder, speculative_config=good | fields, verbose=False, **SETTINGS)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
@@ -134,14 +134,14 @@ def test_speculative_config_as_a_value_or_a_mapping(head):
 def test_a_config_that_is_not_supported(checkpoints, target, edits, words):
     folder = checkpoints.copy(target.folder, **edits)
     with pytest.raises(CheckpointError) as error:
-        LLM(folder, show_progress=False, **SETTINGS)
+        LLM(folder, verbose=False, **SETTINGS)
     assert all(word in str(error.value) for word in [str(folder), *words]), str(error.value)
 
 
 def test_weights_that_do_not_fit_the_config(checkpoints, target):
     folder = checkpoints.copy(target.folder, num_hidden_layers=4, vocab_size=100)
     with pytest.raises(CheckpointError) as error:
-        LLM(folder, show_progress=False, **SETTINGS)
+        LLM(folder, verbose=False, **SETTINGS)
     words = ["layers.3.input_layernorm", "embed_tokens.weight (expected [100, 32], found [96, 32])"]
     assert all(word in str(error.value) for word in words), str(error.value)
 
@@ -178,7 +178,7 @@ def test_a_head_that_does_not_fit_the_target(checkpoints, target, method, option
     head = getattr(checkpoints, method)(target, **options)
     speculative = {"method": method, "model": str(head.folder), "num_speculative_tokens": 2}
     with pytest.raises(CheckpointError) as error:
-        LLM(target.folder, speculative_config=speculative, show_progress=False, **SETTINGS)
+        LLM(target.folder, speculative_config=speculative, verbose=False, **SETTINGS)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
@@ -186,10 +186,10 @@ def test_a_head_that_does_not_fit_the_target(checkpoints, target, method, option
 def test_a_head_of_the_other_kind(checkpoints, target, head):
     speculative = {"method": "eagle3", "model": str(head.folder), "num_speculative_tokens": 2}
     with pytest.raises(CheckpointError, match="hidden_norm"):
-        LLM(target.folder, speculative_config=speculative, show_progress=False, **SETTINGS)
+        LLM(target.folder, speculative_config=speculative, verbose=False, **SETTINGS)
     speculative |= {"method": "eagle", "model": str(checkpoints.eagle3(target).folder)}
     with pytest.raises(CheckpointError, match="midlayer"):
-        LLM(target.folder, speculative_config=speculative, show_progress=False, **SETTINGS)
+        LLM(target.folder, speculative_config=speculative, verbose=False, **SETTINGS)
 
 
 @pytest.mark.parametrize(
@@ -213,5 +213,5 @@ def test_d2t_must_be_whole_and_within_the_vocabulary(checkpoints, target, change
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     speculative = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": 2}
     with pytest.raises(CheckpointError) as error:
-        LLM(target.folder, speculative_config=speculative, show_progress=False, **SETTINGS)
+        LLM(target.folder, speculative_config=speculative, verbose=False, **SETTINGS)
     assert all(word in str(error.value) for word in words), str(error.value)

@@ -146,7 +146,7 @@ def test_demo_names_work_wherever_a_model_is_named(two_demos, target, capsys):
         lambda: specjax.LLM(
             target.folder,
             speculative_config={"method": "eagle", "model": "demo-b", "num_speculative_tokens": 1},
-            show_progress=False,
+            verbose=False,
         ),
         lambda: open_source("demo-b") and describe_model(open_source("demo-b").hf),
     ]

@@ -96,7 +96,7 @@ def test_an_untrained_drafter_is_rarely_accepted(tmp_path):
         "max_num_seqs": 1,
         "max_num_batched_tokens": 32,
         "max_model_len": 256,
-        "show_progress": False,
+        "verbose": False,
     }
     prompts = ["Question: A farmer has 12 cows and buys 5 more. How many has he now?\nAnswer:"]
     greedy = SamplingParams(temperature=0, max_tokens=48)

@@ -44,7 +44,7 @@ def test_tokens_are_those_of_plain_jax(models, kind):
             num_pages=10,
             enable_prefix_caching=False,
             kernels=kernels,
-            show_progress=False,
+            verbose=False,
         ) as llm:
             outputs[kernels] = llm.generate(PROMPTS, ASKED, use_tqdm=False)
     for plain, fast in zip(outputs["reference"], outputs["interpret"], strict=True):

@@ -86,7 +86,7 @@ def oracle(checkpoints):
     for i, prompt in enumerate(prompts):
         prompt[1] = i
     params = SamplingParams(temperature=0, max_tokens=MAX_LEN, ignore_eos=True)
-    sizes = {name: size for name, size in SIZES.items() if name != "show_progress"}
+    sizes = {name: size for name, size in SIZES.items() if name != "verbose"}
     with make_llm(llama(checkpoints).folder) as plain:
         outputs = [output.outputs[0].token_ids for output in plain.generate(prompts, params, False)]
         truth = np.array([p + tokens for p, tokens in zip(prompts, outputs, strict=True)], np.int32)

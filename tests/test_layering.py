@@ -25,8 +25,9 @@ LAYERS = [
         *("specjax.tokenizer", "specjax.detokenizer", "specjax.prompts"),
         *("specjax.outputs", "specjax.dynamic_k", "specjax.llm", "specjax.chat"),
         *("specjax.generation_config", "specjax.metric_reader", "specjax.sleep"),
-        *("specjax.vllm_options", "specjax.generation_bar", "specjax.chat_template"),
-        *("specjax.async_llm", "specjax.environment"),
+        *("specjax.vllm_options", "specjax.progress", "specjax.chat_template"),
+        *("specjax.async_llm", "specjax.environment", "specjax.log"),
+        "specjax.engine_args",
     ],
     ["specjax.arguments"],
     [

@@ -223,7 +223,7 @@ def test_a_model_value_with_params(target):
     """Tokens of the simulated device hang on the weights here."""
     model, params = load_model(target.folder, np.dtype(np.float32))
     plain = dataclasses.replace(GREEDY, ignore_eos=True)
-    with simulated_engines(), LLM(model, params=params, show_progress=False, **SETTINGS) as llm:
+    with simulated_engines(), LLM(model, params=params, verbose=False, **SETTINGS) as llm:
         outputs = tokens(llm.generate([1, 2, 3], plain, use_tqdm=False))
     with simulated_llm(target.folder, **SIMULATED | {"script": None}) as llm:
         assert outputs == tokens(llm.generate([1, 2, 3], plain, use_tqdm=False))

@@ -158,7 +158,7 @@ def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
             min(_PROMPT_CHUNK * most, _MAX_PROMPT_TOKENS), most * (max(setup.ks) + 1)
         ),
         "compile_ahead": True,
-        "show_progress": show_progress,
+        "verbose": show_progress,
     }
     model = setup.model
     with (

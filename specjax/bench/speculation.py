@@ -227,7 +227,7 @@ def load_engines(settings: Settings, stack: ExitStack, *, show_progress: bool) -
             max_num_seqs=settings.batch_size,
             max_num_batched_tokens=min(_PROMPT_CHUNK * settings.batch_size, _MAX_PROMPT_TOKENS),
             compile_ahead=True,
-            show_progress=show_progress,
+            verbose=show_progress,
         )
         engine = engines[method] = stack.enter_context(llm).engine
         # One copy of the target's weights serves all engines.

@@ -51,7 +51,7 @@ class RolloutEngine:
     Args:
         model: as for `LLM`. Weights given as `params` are copied.
         raw_logprobs: report every token's log-probability in the model's own distribution, too.
-        options: as for `LLM`.
+        options: as for `LLM`; verbose is False unless told.
 
     Raises:
         ValueError: as `LLM`; options that a rollout engine sets itself; or verification
@@ -68,7 +68,7 @@ class RolloutEngine:
         raw_logprobs: bool = False,
         **options: Any,
     ):
-        options.setdefault("show_progress", False)
+        options.setdefault("verbose", False)
         if "logprobs_mode" in options:
             raise ValueError(
                 f"logprobs_mode={options['logprobs_mode']!r} is the rollout engine's own choice; "

@@ -80,7 +80,7 @@ def test_a_profile_is_what_its_readers_expect(profile, folders):
 def test_a_profile_serves_the_model_it_is_of_and_no_other(profile, folders, checkpoints):
     target, head = folders
     speculation = {"method": "eagle", "model": str(head), "dynamic_config_path": str(profile[0])}
-    settings = {"max_model_len": 64, "max_num_seqs": 2, "show_progress": False}
+    settings = {"max_model_len": 64, "max_num_seqs": 2, "verbose": False}
     with LLM(target, speculative_config=speculation, **settings) as llm:
         assert llm.engine.scheduler.policy.choices == (0, 1, 2)
     other = checkpoints.target(vocab_size=VOCAB, seed=3).folder

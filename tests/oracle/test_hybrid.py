@@ -189,7 +189,7 @@ SIZES = {
 
 def check_greedy(folder, hf, prompts, *, max_tokens=64, **options):
     """Every token is the argmax of transformers' logits for what is before it."""
-    with LLM(folder, **SIZES, show_progress=False, **options) as llm:
+    with LLM(folder, **SIZES, verbose=False, **options) as llm:
         params = SamplingParams(temperature=0, max_tokens=max_tokens)
         outputs = [o.outputs[0].token_ids for o in llm.generate(prompts, params, False)]
         metrics = llm.metrics()

@@ -130,7 +130,7 @@ def greedy(folder, prompts, max_tokens=64):
         max_num_batched_tokens=64,
         decode_batches=(2,),
         prefill_shapes=((2, 32),),
-        show_progress=False,
+        verbose=False,
     ) as llm:
         outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=max_tokens), False)
     return [output.outputs[0].token_ids for output in outputs]

@@ -253,7 +253,7 @@ def test_every_layout_gives_the_same_parameters(checkpoints):
 def refused(folder, *words):
     speculation = {"method": "mtp", "num_speculative_tokens": K}
     with pytest.raises(CheckpointError) as error:
-        LLM(folder, speculative_config=speculation, show_progress=False)
+        LLM(folder, speculative_config=speculation, verbose=False)
     text = str(error.value)
     assert all(word in text for word in words), text
 

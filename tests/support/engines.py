@@ -29,7 +29,7 @@ SIZES: Mapping[str, Any] = {
     "decode_batches": (4,),
     "prefill_shapes": ((2, 32),),
     "compile_ahead": True,
-    "show_progress": False,
+    "verbose": False,
 }
 
 

@@ -1,0 +1,26 @@
+"""Lines that say what an LLM is at: the logger "specjax" of Python's logging.
+
+Whoever configures logging decides what becomes of them. Where nobody has, they go to stderr, so
+that a first script, or a job without a terminal, is not silent for minutes.
+"""
+
+import logging
+
+_LOGGER = logging.getLogger("specjax")
+_LOGGER.addHandler(logging.NullHandler())
+_SILENT = logging.Logger("specjax.silent", logging.CRITICAL + 1)
+
+
+def get_log(*, verbose: bool) -> logging.Logger:
+    """The logger of an LLM; one that says nothing unless it is `verbose`."""
+    if not verbose:
+        return _SILENT
+    is_configured = logging.root.handlers or _LOGGER.level or len(_LOGGER.handlers) > 1
+    if not is_configured:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
+        # Whoever configures logging later is not to see every line twice.
+        handler.addFilter(lambda _: not logging.root.handlers)
+        _LOGGER.addHandler(handler)
+        _LOGGER.setLevel(logging.INFO)
+    return _LOGGER

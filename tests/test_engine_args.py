@@ -1,0 +1,132 @@
+"""Options as a value, and what else vLLM's asynchronous scripts call; simulated."""
+
+import asyncio
+import inspect
+from dataclasses import asdict, fields, is_dataclass
+
+import pytest
+from support.engines import SIZES, simulated_engines
+from support.scripts import TextScript
+from support.texts import VOCAB, letters_folder
+
+from specjax import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams
+
+PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints):
+    return str(letters_folder(checkpoints))
+
+
+@pytest.fixture(scope="module")
+def expected(folder):
+    with simulated_engines(TextScript(VOCAB)), LLM(**asdict(EngineArgs(folder, **SIZES))) as llm:
+        assert llm.engine.config.page_size == SIZES["page_size"]
+        return llm.generate([1, 2, 3], PARAMS)[0].outputs[0].token_ids
+
+
+def run(folder, script, **options):
+    """What a coroutine function returns of an AsyncLLM."""
+    with simulated_engines(TextScript(VOCAB)):
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, **SIZES, **options))
+    try:
+        return asyncio.run(asyncio.wait_for(script(llm), 60))
+    finally:
+        llm.shutdown()
+
+
+def test_they_are_the_options_of_the_llm():
+    for args, llm in (EngineArgs, LLM), (AsyncEngineArgs, LLM):
+        assert is_dataclass(args)
+        made = asdict(args(model="folder", max_num_seqs=3))
+        parameters = inspect.signature(llm).parameters.values()
+        defaults = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
+        changed = {"model": "folder", "max_num_seqs": 3}
+        if args is AsyncEngineArgs:
+            changed |= {"max_num_requests": None, "verbose": False}
+        assert made == defaults | changed
+        assert args("a") == args(model="a") != args("b")
+        assert "model='a'" in repr(args("a")) and len(fields(args)) == len(made)
+
+
+def test_options_are_checked_where_they_are_written():
+    with pytest.raises(TypeError, match="unknown option 'max_seqs'; did you mean 'max_num_seqs'"):
+        EngineArgs("folder", max_seqs=3)
+    with pytest.raises(ValueError, match="quantization='fp8' is not supported"):
+        AsyncEngineArgs("folder", quantization="fp8")
+    with pytest.warns(UserWarning, match="without effect here: enforce_eager, enable_log_requests"):
+        args = AsyncEngineArgs("folder", enforce_eager=True, enable_log_requests=True)
+    assert args == AsyncEngineArgs("folder")
+
+
+def test_a_script_that_streams(folder, expected):
+    async def script(llm):
+        prompt = {"prompt_token_ids": [1, 2, 3]}
+        outputs = llm.generate(request_id="one", prompt=prompt, sampling_params=PARAMS)
+        *_, last = [output async for output in outputs]
+        with pytest.raises(ValueError, match="max_num_requests=0"):
+            AsyncLLM.from_engine_args(AsyncEngineArgs(folder, max_num_requests=0))
+        return last
+
+    assert run(folder, script, max_num_requests=2).outputs[0].token_ids == expected
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep(folder, expected, level):
+    async def script(llm):
+        assert not await llm.is_sleeping()
+        await llm.sleep(level)
+        assert await llm.is_sleeping()
+        with pytest.raises(RuntimeError, match="asleep; call wake_up"):
+            await llm.generate([1, 2, 3], PARAMS)
+        await llm.wake_up()
+        assert not await llm.is_sleeping()
+        with pytest.raises(ValueError, match="level=3 must be 1"):
+            await llm.sleep(3)
+        return await llm.generate([1, 2, 3], PARAMS)
+
+    assert run(folder, script).outputs[0].token_ids == expected
+
+
+def test_no_sleep_while_requests_run(folder, expected):
+    async def script(llm):
+        stream = llm.generate([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
+        async for _ in stream:
+            with pytest.raises(RuntimeError, match="have not finished"):
+                await llm.sleep()
+            assert not await llm.reset_prefix_cache()
+            break
+        await stream.aclose()
+        while not await llm.reset_prefix_cache():
+            await asyncio.sleep(0.001)
+        return await llm.generate([1, 2, 3], PARAMS)
+
+    assert run(folder, script).outputs[0].token_ids == expected
+
+
+def test_who_waited_for_a_turn_learns_of_the_sleep(folder):
+    async def script(llm):
+        request = await llm._ask(lambda: llm._llm.make_request([1, 2, 3], PARAMS))
+        await llm.sleep()
+        with pytest.raises(RuntimeError, match="asleep; call wake_up"):
+            await llm._ask(llm._llm.start, request)
+        await llm.wake_up()
+
+    run(folder, script)
+
+
+def test_a_tokenizer_and_a_profile(folder, tmp_path):
+    async def script(llm):
+        tokenizer = llm.get_tokenizer()
+        assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
+        await llm.start_profile(str(tmp_path))
+        await llm.generate([1], PARAMS)
+        await llm.stop_profile()
+        assert [*tmp_path.rglob("*.xplane.pb")]
+        llm.shutdown()
+        for ask in llm.sleep, llm.wake_up, llm.is_sleeping, llm.reset_prefix_cache:
+            with pytest.raises(RuntimeError, match="AsyncLLM is closed"):
+                await ask()
+
+    run(folder, script)
