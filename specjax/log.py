@@ -6,6 +6,8 @@ that a first script, or a job without a terminal, is not silent for minutes.
 
 import logging
 
+from rich.console import Console
+
 _LOGGER = logging.getLogger("specjax")
 _LOGGER.addHandler(logging.NullHandler())
 _SILENT = logging.Logger("specjax.silent", logging.CRITICAL + 1)
@@ -24,3 +26,8 @@ def get_log(*, verbose: bool) -> logging.Logger:
         _LOGGER.addHandler(handler)
         _LOGGER.setLevel(logging.INFO)
     return _LOGGER
+
+
+def can_draw(console: Console) -> bool:
+    """Whether a bar can be drawn, and drawn again."""
+    return console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)

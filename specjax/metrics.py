@@ -35,6 +35,7 @@ class Metrics:
         budget_use: tokens per step, of those that max_num_scheduled_tokens allows.
         in_flight_depth: steps launched and not read, when another is launched.
         num_compiles_after_warmup: executables that a request had to wait for.
+        num_compiling: executables that are on their way, behind what runs.
         host_ms: what the host does for a step: planning, packing, launching, handing out tokens.
         wait_ms: how long it then waits for the device.
         host_gap_ms: from a step's results to the next launch, in which the device may idle unless
@@ -66,6 +67,7 @@ class Metrics:
     in_flight_depth: float
     num_compilations: int
     num_compiles_after_warmup: int
+    num_compiling: int
     compile_seconds: float
     host_ms: float
     wait_ms: float
@@ -89,6 +91,7 @@ class Compilations(NamedTuple):
 
     num_programs: int
     num_late: int  # of those, that a request had to wait for
+    num_pending: int  # asked for, and not there yet
     seconds: float
 
 
@@ -192,6 +195,7 @@ class Recorder:
             in_flight_depth=per_step(counts["depth"]),
             num_compilations=compilations.num_programs,
             num_compiles_after_warmup=compilations.num_late,
+            num_compiling=compilations.num_pending,
             compile_seconds=compilations.seconds,
             host_ms=per_step(1e3 * self._seconds["host"]),
             wait_ms=per_step(1e3 * self._seconds["wait"]),
@@ -232,6 +236,7 @@ def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
         "num_steps_total": counter(m.num_steps),
         "compile_seconds_total": counter(m.compile_seconds),
         "num_compiles_after_warmup_total": counter(m.num_compiles_after_warmup),
+        "num_compiling": gauge(m.num_compiling),
         "budget_use": gauge(m.budget_use),
         "in_flight_depth": gauge(m.in_flight_depth),
         "host_ms": gauge(m.host_ms),

@@ -1,5 +1,6 @@
 """The programs of an engine's steps, one per shape and variant, compiled before they are needed."""
 
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -9,7 +10,15 @@ from weakref import WeakValueDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from pallas_kernels.dispatch import compute_capability
 from specjax.batch import (
@@ -35,6 +44,7 @@ from specjax.device.step import StepModel
 from specjax.device.verification import Verification
 from specjax.executables import open_executables
 from specjax.host.speculation.step_cost import StepCost
+from specjax.log import can_draw, get_log
 from specjax.metrics import Compilations
 from specjax.programs import (
     Admit,
@@ -106,11 +116,23 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
 
 @contextmanager
 def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of programs compiled; takes their number."""
-    columns = TextColumn("compiling steps"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, disable=not is_shown or not total, transient=True) as progress:
+    """A bar of programs compiled, or without a terminal lines of the log; takes their number."""
+    console, is_shown = Console(stderr=True), is_shown and total > 0
+    is_drawn, start = is_shown and can_draw(console), time.perf_counter()
+    log = get_log(verbose=is_shown and not is_drawn)
+    log.info("compiling %d programs", total)
+    columns = (
+        TextColumn("compiling programs"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not is_drawn, transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda num_done: progress.update(task, completed=num_done)
+    log.info("compiled them in %.1f s", time.perf_counter() - start)
 
 
 class _Jits(dict):
@@ -184,7 +206,8 @@ class CompiledPrograms:
     def compilations(self) -> Compilations:
         """See `Programs`."""
         num_late = sum(key in self.ready for key in self._late)
-        return Compilations(len(self.ready), num_late, self._compiler.seconds)
+        compiler = self._compiler
+        return Compilations(len(self.ready), num_late, compiler.num_asked, compiler.seconds)
 
     def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
         """See `Programs`."""

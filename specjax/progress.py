@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specjax.host.sequence import Sequence as Sample
-from specjax.log import get_log
+from specjax.log import can_draw, get_log
 from specjax.metrics import Metrics
 
 BAR_SECONDS, LINE_SECONDS = 0.2, 10.0  # between two looks
@@ -27,6 +27,7 @@ class Figures:
     tokens_per_round: float | None  # of the rounds with drafts; None before there was one
     num_running: int
     num_waiting: int
+    num_compiling: int  # programs
 
     @property
     def speed(self) -> str:
@@ -37,8 +38,9 @@ class Figures:
 
     @property
     def load(self) -> str:
-        """Requests that the engine has."""
-        return f"{self.num_running} running, {self.num_waiting} waiting"
+        """Requests that the engine has, and what it has compiled behind them."""
+        shown = f"{self.num_running} running, {self.num_waiting} waiting"
+        return shown + f", compiling {self.num_compiling}" * (self.num_compiling > 0)
 
 
 Show = Callable[[Figures], None]
@@ -81,6 +83,7 @@ def progress(
             tokens_per_round=1 + accepted / rounds if rounds else None,
             num_running=metrics.num_requests_running,
             num_waiting=metrics.num_requests_waiting,
+            num_compiling=metrics.num_compiling,
         )
 
     with view as show:
@@ -93,11 +96,6 @@ def progress(
 
         yield tick
         show(look(time.monotonic()))
-
-
-def can_draw(console: Console) -> bool:
-    """Whether a bar can be drawn, and drawn again."""
-    return console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)
 
 
 @contextmanager

@@ -159,7 +159,7 @@ def test_rates_are_of_drafts_that_could_have_stood():
         rows = [RowOutput(list(range(kept)), k)]
         recorder.record_part(DecodePlan((), 1, k, k), rows, [kept])
     config = EngineConfig(max_model_len=16, num_pages=1)
-    metrics = recorder.snapshot(Scheduler(config, StaticPolicy(0)), Compilations(0, 0, 0.0))
+    metrics = recorder.snapshot(Scheduler(config, StaticPolicy(0)), Compilations(0, 0, 0, 0.0))
     assert metrics.num_accepted_tokens_per_pos == (3, 1, 1)
     assert metrics.acceptance_rate_per_pos == (3 / 4, 1 / 2, 1 / 2)
 

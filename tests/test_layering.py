@@ -15,7 +15,7 @@ LAYERS = [
     ["pallas_kernels", "specjax.checkpoint", "specjax.demo"],
     ["specjax.config", "specjax.sampling_params", "specjax.request"],
     ["specjax.host", "specjax.host.grammar", "specjax.device"],
-    ["specjax.batch", "specjax.metrics"],
+    ["specjax.batch", "specjax.metrics", "specjax.log"],
     [
         *("specjax.programs", "specjax.replay", "specjax.memory", "specjax.defaults"),
         "specjax.executables",
@@ -26,7 +26,7 @@ LAYERS = [
         *("specjax.outputs", "specjax.dynamic_k", "specjax.llm", "specjax.chat"),
         *("specjax.generation_config", "specjax.metric_reader", "specjax.sleep"),
         *("specjax.vllm_options", "specjax.progress", "specjax.chat_template"),
-        *("specjax.async_llm", "specjax.environment", "specjax.log"),
+        *("specjax.async_llm", "specjax.environment"),
         "specjax.engine_args",
     ],
     ["specjax.arguments"],

@@ -13,7 +13,7 @@ from specjax.sampling_params import SamplingParams
 
 EMPTY = Recorder().snapshot(
     Scheduler(EngineConfig(max_model_len=16, num_pages=1), StaticPolicy(0)),
-    Compilations(num_programs=0, num_late=0, seconds=0.0),
+    Compilations(num_programs=0, num_late=0, num_pending=0, seconds=0.0),
 )
 
 

@@ -149,7 +149,7 @@ class SimulatedPrograms:
     @property
     def compilations(self) -> Compilations:
         """Programs asked for."""
-        return Compilations(len(self.ready), self._num_late, 0.0)
+        return Compilations(len(self.ready), self._num_late, len(self.pending), 0.0)
 
     @property
     def is_compiling(self) -> bool:
