@@ -1,4 +1,4 @@
-"""The format of `results/*.json`, and RESULTS.md made from all of them and from `h200.jsonl`.
+"""The format of `results/*.json`, and RESULTS.md made from all of them and from `gpu.jsonl`.
 
     python benchmarks/report.py
 
@@ -85,11 +85,11 @@ def main() -> None:
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     head = "# Results\n\nMade by `python benchmarks/report.py` from `benchmarks/results/`."
     spread = "Cells with a range are median (lower to upper quartile)."
-    lines = read_lines(RESULTS / "h200.jsonl")
+    lines = read_lines(RESULTS / "gpu.jsonl")
     if lines:
         from h200.plot import plot  # the other benchmarks do without matplotlib
 
-        plot(lines, FOLDER / "plots" / "h200.png")
+        plot(lines, FOLDER / "plots" / "gpu.png")
     text = "\n\n".join([head, spread, render_section(lines), *map(render, results)])
     (FOLDER / "RESULTS.md").write_text(text + "\n")
 

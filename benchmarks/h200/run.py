@@ -27,7 +27,7 @@ from machine import describe, gpu_state, now
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
-OUTPUT = FOLDER.parent / "results" / "h200.jsonl"
+OUTPUT = FOLDER.parent / "results" / "gpu.jsonl"
 BUDGET = 540.0
 MARK = "RESULT "  # begins a line of a case's output that is a result
 TAIL = 1500  # characters of what a failed case said last

@@ -7,7 +7,7 @@ from typing import Any
 
 from h200.seed import BAR, PEAK_TBPS, peak_gbps
 
-TITLE = "On an H200"
+TITLE = "On a GPU"
 PREPARED = (
     "Prepared, not run: there are no results yet. `python benchmarks/h200/run.py` on a machine "
     "with the card measures all that this section has tables for, within ten minutes."
@@ -58,7 +58,7 @@ def _sources(lines: Sequence[Line]) -> list[str]:
     return [
         "Weights are random, of the shapes named; times are medians of what was measured. Bytes "
         "are the fewest that the work can do with, so that a part of the copy bandwidth is one of "
-        "what the card can do. Plot: plots/h200.png.",
+        "what the card can do. Plot: plots/gpu.png.",
         "",
         f"- Commands: {', '.join(f'`{c}`' for c in commands)}",
         f"- Device: {last['device']}, driver {gpu.get('driver_version', 'unknown')}, power limit "
