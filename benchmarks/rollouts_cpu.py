@@ -127,6 +127,7 @@ def open_engines(max_num_seqs: int) -> Iterator[dict[str, RolloutEngine]]:
                     max_num_seqs=max_num_seqs,
                     page_size=PAGE_SIZE,
                     num_pages=max_num_seqs * MAX_MODEL_LEN // PAGE_SIZE,
+                    compile_ahead=True,
                 )
             )
             for name, config in policies.items()

@@ -60,6 +60,7 @@ def main() -> None:
         max_num_seqs=settings.batch_size,
         max_model_len=MAX_LEN,
         max_logprobs=5,
+        compile_ahead=True,
     )
     step_times: dict[str, list[float]] = {name: [] for name in CASES}
     shares: dict[str, list[float]] = {name: [] for name in CASES}

@@ -84,6 +84,7 @@ def measure_async(settings: argparse.Namespace) -> dict[str, Any]:
             max_model_len=256,
             max_num_seqs=batch,
             enable_prefix_caching=False,
+            compile_ahead=True,
             verbose=False,
         ) as llm:
             questions = tokenize(read_questions(), llm.tokenizer)

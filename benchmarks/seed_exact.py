@@ -158,6 +158,7 @@ def make_llm(settings: argparse.Namespace, head: str | None = None, batch: int =
         max_model_len=256,
         max_num_batched_tokens=256,
         max_logprobs=0,
+        compile_ahead=True,
         exact=settings.exact,
     )
 

@@ -187,7 +187,11 @@ def main() -> None:
     source = provenance(["torch", "transformers"])
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
-    sizes = {"max_model_len": args.max_model_len, "max_num_seqs": args.batch_size}
+    sizes = {
+        "max_model_len": args.max_model_len,
+        "max_num_seqs": args.batch_size,
+        "compile_ahead": True,
+    }
     plain = LLM(args.model, **sizes)
     speculation = {
         "method": args.method,

@@ -127,6 +127,7 @@ def make_config(batch: int, setting: Setting, most_drafts: int, **options: Any) 
         "decode_batches": (batch,),
         "prefill_shapes": ((-(-most // width), width),),
         "num_pages": batch * -(-max_model_len // 16),
+        "compile_ahead": True,
         "enable_prefix_caching": False,
         "num_snapshots": 1,
         "dtype": setting.pick("bfloat16", "float32"),
