@@ -33,13 +33,23 @@ KEPT: dict = {}  # so that an engine finds the programs of one like it that was 
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Before any program is compiled; `pytest -m optimized` runs those that users have."""
+    """Before any program is compiled; `pytest -m optimized` runs those that users have.
+
+    Tracing makes many objects, and few in cycles: to look for those as often as Python does by
+    itself takes a seventh of the tests' time.
+    """
+    gc.set_threshold(200_000, 10, 10)
     share_compilations(Path(__file__).parents[1] / ".cache" / "jax")
     precompile._JITS = KEPT  # pyright: ignore[reportAttributeAccessIssue]
     precompile.executables_folder = lambda: None  # tests change what is compiled
     wanted = config.getoption("markexpr").replace("not optimized", "")
     if "optimized" not in wanted:
         compile_quickly()
+
+
+def pytest_collection_finish() -> None:
+    """What was imported stays: it need not be looked at again whenever garbage is collected."""
+    gc.freeze()
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
