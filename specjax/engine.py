@@ -181,14 +181,14 @@ class Engine:
         shapes = self.scheduler.all_shapes
         if not self.config.exact:
             shapes = Shapes.all_of(self.config, policy.choices)
-        self.repertoire.begin(shapes, show_progress=show_progress)
-        has_all = self.repertoire.shapes(self.repertoire.needed(())) is shapes
+        has_all = self.repertoire.compile_first(shapes, show_progress=show_progress)
         ((batch, most),) = shapes.first.decode
         # Without all of them, the first is timed, and others when they are there.
         self._timed = set(shapes.decode if has_all else [(batch, most)])
         policy.begin(partial(self._replay, policy.choices, has_all=has_all))
         if policy.is_learning and not has_all:  # how times grow with K is not to be guessed
             self.repertoire.ask_for((batch, min(policy.choices)))
+        self.repertoire.use(shapes)
         self.scheduler.policy, self.scheduler.all_shapes = policy, shapes
         self._look()
 

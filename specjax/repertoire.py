@@ -81,13 +81,18 @@ class Repertoire:
             num_prompt_logprobs=(most if any(of_prompts) else 0) if of_prompts else None,
         )
 
-    def begin(self, shapes: Shapes, *, show_progress: bool) -> None:
-        """Have these shapes, the first of them in every variant before this returns."""
+    def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
+        """Have the first of these shapes, or all, in every variant; whether nothing is missing."""
+        variants = self.variants or [self.needed(())]
+        self._compile(variants, shapes, show_progress=show_progress)
+        self.variants = variants
+        best = self._keys(keys_of, variants[:1], shapes)
+        return all(key in self._programs.ready for key in best)
+
+    def use(self, shapes: Shapes) -> None:
+        """Let these be the shapes that steps may have."""
         self.all_shapes = shapes
         self._forget()
-        variants = self.variants or [self.needed(())]
-        self._compile(variants, show_progress=show_progress)
-        self.variants = variants
 
     def prepare(self, variant: Variant, *, show_progress: bool) -> None:
         """Have a variant compiled; before this returns, if everything is compiled ahead."""
@@ -96,7 +101,7 @@ class Repertoire:
         if not self._config.compile_ahead:
             self._ask(variant)
             return
-        self._compile([variant], show_progress=show_progress)
+        self._compile([variant], self.all_shapes, show_progress=show_progress)
         self.variants.append(variant)
         self._forget()
 
@@ -176,16 +181,14 @@ class Repertoire:
             self._lost_ms[keys[-1]] = 0.0
             self._programs.compile_behind(keys, is_urgent=False)
 
-    def _compile(self, variants: Iterable[Variant], *, show_progress: bool) -> None:
+    def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
         """Be able to run some variants; at their best, if all is compiled ahead."""
         if not self._config.compile_ahead:
-            first = self._keys(first_keys_of, variants, self.all_shapes.first)
+            first = self._keys(first_keys_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)
             return
-        self._programs.compile_behind(
-            self._keys(keys_of, variants, self.all_shapes), is_urgent=False
-        )
-        first = self._keys(keys_of, variants, self.all_shapes.first)
+        self._programs.compile_behind(self._keys(keys_of, variants, shapes), is_urgent=False)
+        first = self._keys(keys_of, variants, shapes.first)
         self._programs.compile_ahead(first, show_progress=show_progress)
         self._programs.finish(show_progress=show_progress)
 

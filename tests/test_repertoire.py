@@ -253,3 +253,15 @@ def test_nothing_is_timed_while_something_is_compiled():
     engine.programs.finish(show_progress=False)
     engine._look()
     assert sorted(told) == [(4, 0), (4, 1)]
+
+
+def test_a_policy_that_cannot_begin_changes_nothing():
+    engine = make_engine(compile_ahead=True)
+    shapes = engine.scheduler.shapes
+    sample = add(engine, 0, 20)
+    engine.step()
+    with pytest.raises(ValueError, match="requests are running"):
+        engine.set_policy(GoodputPolicy((0, 1), None, Acceptance(1)))
+    launches = run(engine)
+    assert len(sample.output) == 20 and engine.scheduler.shapes is shapes
+    assert {key.k for key in launches if isinstance(key, Decode)} == {K}
