@@ -277,8 +277,8 @@ def test_chunks_are_timed_beside_the_rounds(slow_engine):
 
 
 def test_times_with_a_compilation_in_them_mean_nothing(slow_engine):
-    """A logits processor that was not asked for before has its steps compiled late: with the second
-    request's, while a round of the first is on its way."""
+    """A logits processor that was not asked for before has its programs compiled behind the rounds
+    of the first."""
     watched = Recording((2,), lambda load: 2)
     slow_engine.set_policy(watched)
     serve(slow_engine, requests_of(12))
@@ -298,4 +298,6 @@ def test_times_with_a_compilation_in_them_mean_nothing(slow_engine):
     num_before = len(watched.rounds)
     serve(slow_engine, [Request(9, (1, 2, 3), params, 12, (0,), processor=processor)])
     times = [outcome.ms for outcome in watched.rounds[num_before:]]
-    assert 1 <= times.count(None) <= 3 and times[-1] is not None
+    # While they are compiled, rounds go on beside; what those take is not theirs alone.
+    first, *_, last = (i for i, ms in enumerate(times) if ms is None)
+    assert times[-1] is not None and times[first : last + 1].count(None) >= (last - first + 1) // 2
