@@ -103,10 +103,17 @@ def render_conversations(
             f"messages={messages!r} must be a conversation, a list of "
             '{"role", "content"}, or a list of conversations'
         )
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise ValueError(f"chat_template_kwargs={variables!r} must be a mapping of names to values")
     if taken := sorted(set(variables) & {*TEMPLATE_VARIABLES, *options}):
         raise ValueError(
             f"chat_template_kwargs has {taken[0]!r}, an argument of chat itself; pass it there"
         )
+    tools = options.get("tools")
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+    ):
+        raise ValueError(f"tools={tools!r} must be a list of JSON schemas, each a mapping")
     is_one = bool(messages) and isinstance(messages[0], Mapping)
     named = [("messages", messages)] if is_one else None
     named = named or [(f"conversation {i}", one) for i, one in enumerate(messages)]

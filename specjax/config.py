@@ -37,6 +37,13 @@ def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
         raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(choices)}")
 
 
+def check_flags(**values: Any) -> None:
+    """Refuse values that are not True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False")
+
+
 def check_positive(**values: int) -> None:
     """Refuse values that are not integers of at least 1."""
     for name, value in values.items():
@@ -67,7 +74,8 @@ def check_count(**values: int) -> None:
             raise ValueError(f"{name}={value!r} must be an integer of at least 0")
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, of Python or NumPy, and no truth value."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
@@ -195,12 +203,13 @@ class SpeculativeConfig:
                 f"speculative_config.model={self.model!r}: method='ngram' has no checkpoint; leave "
                 "it out"
             )
+        where = "speculative_config.prompt_lookup"
+        named = {f"{where}_min": least, f"{where}_max": most}
+        check_positive(**{name: value for name, value in named.items() if value is not None})
         # One alone is both, as in vLLM.
         if least is None and most is None:
             least, most = 2, 5
         least, most = (most if least is None else least), (least if most is None else most)
-        where = "speculative_config.prompt_lookup"
-        check_positive(**{f"{where}_min": least, f"{where}_max": most})  # pyright: ignore
         if least > most:  # pyright: ignore[reportOperatorIssue]
             raise ValueError(
                 f"{where}_min={least} exceeds {where}_max={most}; lower the one or raise the other"
@@ -210,9 +219,8 @@ class SpeculativeConfig:
 
     def _check_dynamic(self) -> None:
         where, path = "speculative_config", self.dynamic_config_path
-        for name in "adaptive", "dynamic_config_force":
-            if not isinstance(value := getattr(self, name), bool):
-                raise ValueError(f"{where}.{name}={value!r} must be True or False")
+        flags = {"adaptive": self.adaptive, "dynamic_config_force": self.dynamic_config_force}
+        check_flags(**{f"{where}.{name}": value for name, value in flags.items()})
         if path == "" or not isinstance(path, str | PathLike | None):
             raise ValueError(f"{where}.dynamic_config_path={path!r} must be a profile's path")
         if self.dynamic_config_force and path is None:
@@ -265,7 +273,7 @@ class SpeculativeConfig:
             raise ValueError(f"verification='synthetic' needs {where}_rates or {where}_length")
         if rates is not None:
             listed = list(rates) if isinstance(rates, Iterable) else []
-            is_rates = len(listed) == k and all(map(_is_number, listed))
+            is_rates = len(listed) == k and all(map(is_number, listed))
             if not is_rates or not all(0 <= b <= a for a, b in pairwise([1.0, *listed])):
                 raise ValueError(
                     f"{where}_rates={rates!r} must be {k} rates in [0, 1], one per draft, none "
@@ -273,7 +281,7 @@ class SpeculativeConfig:
                 )
             object.__setattr__(self, "synthetic_acceptance_rates", tuple(map(float, listed)))
         if length is not None:
-            if not _is_number(length) or not 1 <= length <= k + 1:
+            if not is_number(length) or not 1 <= length <= k + 1:
                 raise ValueError(
                     f"{where}_length={length!r} must be in 1..{k + 1}, tokens per step"
                 )
@@ -308,7 +316,7 @@ class SpeculativeConfig:
         if config.get("method") not in OWN_METHODS:
             needed.add("model")
         if missing := needed - set(config):
-            raise ValueError(f"speculative_config lacks {sorted(missing)}")
+            raise ValueError(f"speculative_config lacks {sorted(missing)}; add what is missing")
         return cls(**config)
 
 
@@ -387,9 +395,15 @@ class EngineConfig:
         _check_choice("dtype", self.dtype, DTYPES)
         _check_choice("kernels", self.kernels, KERNELS)
         _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        check_flags(
+            enable_prefix_caching=self.enable_prefix_caching,
+            async_scheduling=self.async_scheduling,
+            compile_ahead=self.compile_ahead,
+            exact=self.exact,
+        )
         check_count(max_logprobs=self.max_logprobs)
-        if not isinstance(self.seed, Integral) or not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed!r} must be in 0..{2**32 - 1}")
+        if not _is_integer(self.seed) or not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed={self.seed!r} must be an integer in 0..{2**32 - 1}")
         if self.num_pages < self.pages_per_seq:
             raise ValueError(
                 f"num_pages={self.num_pages} cannot hold one request of "

@@ -14,16 +14,27 @@ everybody's.
 """
 
 from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specjax.config import DTYPES, EngineConfig, check_positive
+from specjax.checkpoint.hub import resolve
+from specjax.config import (
+    DTYPES,
+    EngineConfig,
+    SpeculativeConfig,
+    check_flags,
+    check_positive,
+    is_number,
+)
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 
-_ALIASES = {"float": "float32"}  # as vLLM has them
+_ALIASES = {"float": "float32"}  # as vLLM has them, like the next
+_LOGPROBS_ALIASES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 _NARROW = ("float16", "half")
 
 
@@ -51,6 +62,34 @@ def device_defaults() -> Defaults:
     return DEFAULTS["cpu" if jax.devices()[0].platform == "cpu" else "gpu"]
 
 
+def check_options(
+    *,
+    tensor_parallel_size: Any,
+    gpu_memory_utilization: Any,
+    compilation_cache: Any,
+    verbose: Any,
+) -> None:
+    """Refuse options of an LLM that are no part of its config.
+
+    Raises:
+        ValueError: with the option, its value and what it may be.
+    """
+    if tensor_parallel_size != 1:
+        raise ValueError(
+            f"tensor_parallel_size={tensor_parallel_size!r} is not supported; use 1, one device"
+        )
+    if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
+        raise ValueError(
+            f"gpu_memory_utilization={gpu_memory_utilization!r} must be in (0, 1], the part of a "
+            "GPU's memory to use"
+        )
+    if not isinstance(compilation_cache, str | PathLike | None):
+        raise ValueError(
+            f"compilation_cache={compilation_cache!r} must be a folder's path, or None for none"
+        )
+    check_flags(verbose=verbose)
+
+
 def make_config(
     target: Model,
     *,
@@ -59,6 +98,7 @@ def make_config(
     max_num_batched_tokens: int | None,
     num_pages: int | None,
     page_size: int,
+    logprobs_mode: str = "raw",
     **others: Any,
 ) -> EngineConfig:
     """An engine's config, what suits the device in place of None.
@@ -87,8 +127,28 @@ def make_config(
         max_num_batched_tokens=max_num_batched_tokens,
         num_pages=-(-max_model_len // page_size) if num_pages is None else num_pages,
         page_size=page_size,
+        logprobs_mode=_LOGPROBS_ALIASES.get(str(logprobs_mode), logprobs_mode),
         **others,
     )
+
+
+def drafter_folder(speculation: SpeculativeConfig, target_folder: Path | None) -> Path | None:
+    """Where the drafter's checkpoint lies: the target's own where none is named; None for ngram.
+
+    Raises:
+        ValueError: a Model value has no folder to take it from.
+        CheckpointError: there is no such checkpoint.
+    """
+    if speculation.model is not None:
+        return resolve(speculation.model)
+    if speculation.method == "ngram":
+        return None
+    if target_folder is None:
+        raise ValueError(
+            f"speculative_config.model=None with method={speculation.method!r} stands for the "
+            "target's own checkpoint, but the target is a Model value; give the folder"
+        )
+    return target_folder
 
 
 class DtypeChoice(NamedTuple):

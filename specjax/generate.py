@@ -62,8 +62,8 @@ def read_sampling_params(args: argparse.Namespace) -> SamplingParams:
     known = {field.name for field in fields(SamplingParams)} - {"logits_processors", "output_kind"}
     if unknown := sorted(set(given) - known):
         raise ValueError(f"--sampling-params has unknown keys {unknown}; known are {sorted(known)}")
-    if "logit_bias" in given:  # JSON has no integer keys
-        given["logit_bias"] = {int(token): bias for token, bias in given["logit_bias"].items()}
+    if isinstance(bias := given.get("logit_bias"), dict):  # JSON has no integer keys
+        given["logit_bias"] = {int(k) if k.isdecimal() else k: bias[k] for k in bias}
     options = {
         "temperature": args.temperature,
         "seed": args.seed,

@@ -110,8 +110,8 @@ def describe(
         speculation, _ = read_profile(speculation)
         num_drafts = speculation.num_speculative_tokens
     if max_num_seqs is None:
-        cache = target_cache_bytes(target, page_size, num_drafts, dtype)
-        max_num_seqs = usual_num_seqs(cache, weight_bytes(target, dtype))
+        weights = weight_bytes(target, dtype)
+        max_num_seqs = usual_num_seqs(target, num_drafts, dtype, weights)
     config = make_config(
         target,
         max_model_len=max_model_len,

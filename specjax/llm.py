@@ -2,6 +2,7 @@
 
 import inspect
 import itertools
+import reprlib
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -17,11 +18,15 @@ from rich.filesize import decimal
 from specjax.chat import render_conversations
 from specjax.checkpoint.finite import check_params
 from specjax.checkpoint.hub import resolve
-from specjax.config import (
-    SpeculativeConfig,
-    refuse_unknown,
+from specjax.config import SpeculativeConfig, refuse_unknown
+from specjax.defaults import (
+    check_options,
+    choose_dtype,
+    drafter_folder,
+    make_config,
+    params_dtype,
+    stored_dtype,
 )
-from specjax.defaults import choose_dtype, make_config, params_dtype, stored_dtype
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
 from specjax.device.drafters.registry import load_drafter, share_embedding
@@ -59,8 +64,6 @@ from specjax.sampling_params import SamplingParams
 from specjax.sleep import Sleep, check_level
 from specjax.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 from specjax.vllm_options import take_vllm_options
-
-LOGPROBS_ALIASES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}  # as vLLM has them
 
 
 class LLM:
@@ -148,10 +151,12 @@ class LLM:
         **unknown: Any,
     ):
         refuse_unknown(take_vllm_options(unknown), inspect.signature(LLM).parameters)
-        if tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size={tensor_parallel_size} is not supported; use 1, one device"
-            )
+        check_options(
+            tensor_parallel_size=tensor_parallel_size,
+            gpu_memory_utilization=gpu_memory_utilization,
+            compilation_cache=compilation_cache,
+            verbose=verbose,
+        )
         speculation = profile = None
         if speculative_config is not None:
             speculation, profile = read_profile(SpeculativeConfig.of(speculative_config))
@@ -169,18 +174,18 @@ class LLM:
             self._eos_ids = read_eos_ids(folder)
             self._default_params = read_default_params(folder)
         elif params is None:
-            raise ValueError("a Model value needs params, its parameters")
+            raise ValueError(
+                f"model={reprlib.repr(model)} must be a checkpoint (a folder, hub id or demo), or "
+                "a Model value, which needs params"
+            )
         else:
             target, stored = model, params_dtype(params)
             check_params(params)
         dtype = choose_dtype(dtype, stored).name
-        if not 0 < gpu_memory_utilization <= 1:
-            raise ValueError(f"gpu_memory_utilization={gpu_memory_utilization} must be in (0, 1]")
         num_drafts = speculation.num_speculative_tokens if speculation else 0
-        cache = target_cache_bytes(target, page_size, num_drafts, dtype)
         weights = 0 if folder is None else weight_bytes(target, dtype)
         if max_num_seqs is None:
-            max_num_seqs = usual_num_seqs(cache, weights)
+            max_num_seqs = usual_num_seqs(target, num_drafts, dtype, weights)
         config = make_config(
             target,
             max_model_len=max_model_len,
@@ -200,11 +205,12 @@ class LLM:
             compile_ahead=compile_ahead,
             exact=exact,
             max_logprobs=max_logprobs,
-            logprobs_mode=LOGPROBS_ALIASES.get(logprobs_mode, logprobs_mode),
+            logprobs_mode=logprobs_mode,
             seed=seed,
         )
         drafter: Drafter = NoDrafter()
         drafter_params = None
+        cache = target_cache_bytes(target, page_size, num_drafts, dtype)
         if num_pages is not None:
             EngineNeeds.of(config, target, cache, weights, num_drafts).check(config, cache)
         log, start = get_log(verbose=verbose), time.monotonic()
@@ -212,7 +218,7 @@ class LLM:
         log.info("loading %s: %s of weights in %s", folder or "a Model value", size, dtype)
         if speculation:
             drafter, drafter_params = load_drafter(
-                _drafter_folder(speculation, folder), speculation, target, np.dtype(dtype)
+                drafter_folder(speculation, folder), speculation, target, np.dtype(dtype)
             )
         cache += drafter_cache_bytes(drafter, page_size, dtype)
         needs = EngineNeeds.of(config, target, cache, weights, num_drafts)
@@ -365,12 +371,8 @@ class LLM:
             CheckpointError: there is no chat template.
         """
         self._check_open()
-        if self.tokenizer is None:
-            raise ValueError(
-                "chat needs a checkpoint with a tokenizer; use generate with token ids"
-            )
         prompts = render_conversations(
-            self.tokenizer,
+            self.get_tokenizer(),
             messages,
             content_format=chat_template_content_format,
             chat_template=chat_template,
@@ -433,7 +435,7 @@ class LLM:
             ValueError: it has none.
         """
         if self.tokenizer is None:
-            raise ValueError("the checkpoint has no tokenizer; pass token ids, and read token_ids")
+            raise ValueError("the checkpoint has no tokenizer; generate takes and gives token ids")
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -479,7 +481,12 @@ class LLM:
         return self._sleep.level > 0
 
     def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
-        """Record what device and host do until `stop_profile`, into a folder, with jax.profiler."""
+        """Record what device and host do until `stop_profile`, into a folder, with jax.profiler.
+
+        Raises:
+            OSError: the folder cannot be made.
+        """
+        Path(profile_prefix).mkdir(parents=True, exist_ok=True)
         jax.profiler.start_trace(profile_prefix)
 
     def stop_profile(self) -> None:
@@ -578,16 +585,3 @@ class LLM:
                 if not self._is_closed:
                     for outputs in started:
                         self.engine.abort(outputs.request.request_id)
-
-
-def _drafter_folder(speculation: SpeculativeConfig, target_folder: Path | None) -> Path | None:
-    if speculation.model is not None:
-        return resolve(speculation.model)
-    if speculation.method == "ngram":
-        return None
-    if target_folder is None:
-        raise ValueError(
-            f"speculative_config.model=None with method={speculation.method!r} stands for the "
-            "target's own checkpoint, but the target is a Model value; give the folder"
-        )
-    return target_folder

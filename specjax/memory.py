@@ -144,17 +144,18 @@ class EngineNeeds(NamedTuple):
         return min(wanted, room // max(cache.per_page, 1))
 
 
-def usual_num_seqs(cache: CacheBytes, weights: int) -> int:
+def usual_num_seqs(target: Model, most_drafts: int, dtype: str, weights: int) -> int:
     """Requests that run at the same time where nobody says: the device's default, or fewer.
 
     Recurrent states, and a quarter as many snapshots, take at most half of what `weights`, bytes
     that are still to be loaded, leave of the memory.
     """
     count, memory = device_defaults().max_num_seqs, read_memory()
+    per_slot = target_cache_bytes(target, 1, most_drafts, dtype).per_slot
     if memory is None:
         return count
     room = (memory.available - weights) // 2
-    while count > 1 and count * cache.per_slot * 5 // 4 > room:
+    while count > 1 and count * per_slot * 5 // 4 > room:
         count //= 2
     return count
 

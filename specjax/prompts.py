@@ -47,7 +47,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, str | Mapping | bytes | bytearray):
         return [prompts]
-    if not isinstance(prompts, Iterable):
+    if not isinstance(prompts, Iterable) or _is_scalar(prompts):
         raise ValueError(f"prompts={prompts!r} must be a text, token ids, or a list of such")
     listed: list[Any] = list(prompts)
     if listed and all(isinstance(token, int | np.integer) for token in listed):
@@ -76,6 +76,10 @@ def truncated(params: Any, given: Mapping[str, Any]) -> Any:
     Raises:
         ValueError: anything but truncate_prompt_tokens.
     """
+    if not isinstance(given, Mapping):
+        raise ValueError(
+            f"tokenization_kwargs={given!r} must be a mapping, {{'truncate_prompt_tokens': n}}"
+        )
     if unknown := sorted(map(str, set(given) - {"truncate_prompt_tokens"})):
         raise ValueError(
             f"tokenization_kwargs has {unknown[0]!r}, which is not supported; of its keys, "
@@ -138,9 +142,13 @@ class RequestMaker:
             raise ValueError(f"{where}: sampling_params={params!r} must be a SamplingParams")
         token_ids = _token_ids(prompt, self.tokenizer, where)
         if not token_ids:
-            raise ValueError(f"{where} is empty; a prompt needs at least one token")
+            raise ValueError(
+                f"{where} is empty: {prompt!r} has no tokens; a prompt needs at least one token"
+            )
         try:
             params = self._resolved(params)
+            if not isinstance(request_id, Hashable):
+                raise ValueError(f"request_id={request_id!r} must be hashable, like a text")
             token_ids = token_ids[-self._most_prompt_tokens(params) :]
             self._check_ids("", token_ids)
             self._check_priority(priority)
@@ -274,7 +282,8 @@ class RequestMaker:
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
         if bad := [token for token in ids if not 0 <= token < self.vocab_size]:
             raise ValueError(
-                f"{name}token id {bad[0]} is outside the vocabulary of {self.vocab_size}"
+                f"{name}token id {bad[0]} is outside the vocabulary of {self.vocab_size}; ids are "
+                f"0..{self.vocab_size - 1}"
             )
 
     def _check_priority(self, priority: Any) -> None:
@@ -407,11 +416,17 @@ def _token_ids(prompt: Prompt, tokenizer: ChatTokenizer | None, where: str) -> l
             )
         check_text(where, prompt)
         return tokenizer.encode(prompt)
-    if not isinstance(prompt, Sequence | np.ndarray):
+    if not isinstance(prompt, Sequence | np.ndarray) or _is_scalar(prompt):
         raise ValueError(f"{where} is {prompt!r}; expected a text or a list of token ids")
-    if not all(isinstance(x, int | np.integer) and not isinstance(x, bool) for x in prompt):
-        raise ValueError(f"{where}: token ids must be integers")
+    if bad := [x for x in prompt if not isinstance(x, int | np.integer) or isinstance(x, bool)]:
+        raise ValueError(
+            f"{where} has {bad[0]!r}: token ids must be integers; pass a list of them, or a text"
+        )
     return [int(token) for token in prompt]
+
+
+def _is_scalar(value: Any) -> bool:
+    return getattr(value, "ndim", 1) == 0  # an array of NumPy's, which has no items
 
 
 def _of_mapping(prompt: Mapping[str, Any], where: str) -> Any:

@@ -2,9 +2,11 @@
 
 import json as json_module
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from enum import Enum
+from numbers import Real
 from typing import Any
 
 MAX_SEED = 2**32 - 1
@@ -177,7 +179,7 @@ class SamplingParams:
         _check_number("top_p", self.top_p, 0, 1, "1 keeps all tokens", is_open=True)
         _check_int("top_k", self.top_k, -1, remedy="0 or -1 keeps all tokens")
         _check_number("min_p", self.min_p, 0, 1, "0 keeps all tokens")
-        if self.seed == -1:
+        if _is_integer(self.seed) and self.seed == -1:
             self.seed = None
         if self.seed is not None:
             _check_int("seed", self.seed, 0, MAX_SEED, remedy="None lets the engine choose")
@@ -305,10 +307,11 @@ def _check_number(
     name: str, value: Any, least: float, most: float, remedy: str, *, is_open: bool = False
 ) -> None:
     """Refuse what is no number in [least, most], or in (least, most] with `is_open`."""
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     try:
-        number = math.nan if isinstance(value, bool | str) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
+        number = float(value) if is_number else math.nan
+    except OverflowError:  # an integer of hundreds of digits
+        number = math.inf
     if not least <= number <= most or (is_open and number == least):
         span = f"{'(' if is_open else '['}{least:g}, {most:g}]"
         raise ValueError(f"{name}={value!r} must be a number in {span}; {remedy}")
@@ -317,10 +320,18 @@ def _check_number(
 def _check_int(
     name: str, value: Any, least: int, most: int | None = None, *, remedy: str = ""
 ) -> None:
-    is_int = hasattr(value, "__index__") and not isinstance(value, bool)
-    if not is_int or value < least or (most is not None and value > most):
+    if not _is_integer(value) or value < least or (most is not None and value > most):
         span = f"an integer of at least {least}" if most is None else f"in {least}..{most}"
         raise ValueError(f"{name}={value!r} must be {span}" + (f"; {remedy}" if remedy else ""))
+
+
+def _is_integer(value: Any) -> bool:
+    """Whether it is an integer, JAX's included, and no truth value."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not isinstance(value, bool)
 
 
 def _ids(name: str, ids: Any) -> tuple[int, ...]:

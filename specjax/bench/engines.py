@@ -43,7 +43,8 @@ class Setup:
         check_positive(**{"--rounds": self.rounds})
         for option, values, least in ("--k", self.ks, 0), ("--batch-size", self.batch_sizes, 1):
             if not values or min(values) < least:
-                raise ValueError(f"{option} must list integers of at least {least}")
+                given = ",".join(map(str, values))
+                raise ValueError(f"{option} {given} must list integers of at least {least}")
         if max(self.ks) < 1:
             raise ValueError("--k 0 alone drafts nothing; list a K of at least 1, too")
         if self.max_tokens < 2:

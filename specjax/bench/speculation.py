@@ -67,7 +67,8 @@ class Settings:
                 "--drafter METHOD=CHECKPOINT"
             )
         if not self.ks or min(self.ks) < 1:
-            raise ValueError("--k must list integers of at least 1, like 1,2,3")
+            given = ",".join(map(str, self.ks))
+            raise ValueError(f"--k {given} must list integers of at least 1, like 1,2,3")
         available = len(read_questions())
         if self.num_prompts > available:
             raise ValueError(f"--num-prompts {self.num_prompts}: there are {available}")

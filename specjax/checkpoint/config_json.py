@@ -14,7 +14,8 @@ def read_json(folder: Path, name: str) -> dict[str, Any]:
         content = json.loads(path.read_bytes())
     except OSError as error:
         raise CheckpointError(
-            f"{path} cannot be read ({error.strerror}); a checkpoint in Hugging Face layout has it"
+            f"{path} cannot be read ({error.strerror}); pass a folder in Hugging Face layout, of "
+            "which all files may be read"
         ) from error
     except (ValueError, RecursionError) as error:
         raise damaged(path, f"it is not JSON ({error})") from error

@@ -9,6 +9,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 BOS, EOS = "<s>", "</s>"
+TEXT_KEYS = "text", "question", "answer"
 PROMPT = "Question: {question}\nAnswer:"
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}"
@@ -61,7 +62,14 @@ def read_rows(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
             count += 1
             continue
         for number, line in enumerate(path.read_text().splitlines(), 1):
-            row = json.loads(line)
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{number} is not JSON ({error})") from error
+            if not isinstance(row, dict):
+                raise ValueError(f"{path}:{number}: a row must be a JSON object, got {line}")
+            if bad := [k for k in TEXT_KEYS if not isinstance(row.get(k, ""), str)]:
+                raise ValueError(f"{path}:{number}: {bad[0]}={row[bad[0]]!r} must be a text")
             count += 1
             if "text" in row:
                 yield {"prompt": "", "answer": row["text"]}

@@ -1,6 +1,7 @@
 """`specjax train`: from data to a checkpoint folder in the published layout, with a card."""
 
 import json
+import math
 import shlex
 import shutil
 from argparse import Namespace
@@ -17,7 +18,7 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.save import save_checkpoint
 from specjax.checkpoint.writing import write_whole
-from specjax.config import SpeculativeConfig
+from specjax.config import SpeculativeConfig, check_count, check_positive
 from specjax.device.drafters import eagle, eagle3
 from specjax.device.models import llama, qwen3_5
 from specjax.device.models.registry import load_model
@@ -36,6 +37,10 @@ from specjax.train.drafter import train_eagle1, train_eagle3, train_mtp
 from specjax.train.loop import Schedule
 from specjax.train.target import DEMOS, evaluate, to_hf, train_target
 
+COUNTS = (
+    *("steps", "batch_size", "length", "vocab_size", "num_layers", "hidden_size", "num_prompts"),
+    *("max_tokens", "num_unrolled", "draft_vocab_size"),
+)
 CARD_PROMPTS = 64
 CARD_TOKENS = 128
 
@@ -49,8 +54,25 @@ def run(args: Namespace) -> int:
         "eagle3": _drafter,
         "mtp": _mtp,
     }
+    _check(args)
     recipes[args.kind](args)
     return 0
+
+
+def _check(args: Namespace) -> None:
+    """Refuse what would else be noticed after hours, or never."""
+    for name in COUNTS:
+        if (value := getattr(args, name, None)) is not None:
+            check_positive(**{f"--{name.replace('_', '-')}": value})
+    check_count(**{"--seed": args.seed})
+    if not 0 < (rate := getattr(args, "learning_rate", 1.0)) < math.inf:
+        raise ValueError(f"--learning-rate={rate} must be above 0 and finite")
+    if (width := getattr(args, "hidden_size", 64)) % 64:
+        raise ValueError(f"--hidden-size={width} must be a multiple of 64, the size of a head")
+    if args.kind == "answers" and args.out.is_dir():
+        raise ValueError(f"--out {args.out} is a folder; name the .jsonl to write")
+    if args.kind != "answers" and args.out.is_file():
+        raise ValueError(f"--out {args.out} is a file; name the folder to write")
 
 
 def _target(args: Namespace) -> None:
@@ -84,6 +106,7 @@ def _answers(args: Namespace) -> None:
         SamplingParams(temperature=float(i % 2), max_tokens=args.max_tokens, detokenize=False)
         for i in range(len(order))
     ]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
     with LLM(args.target, max_num_seqs=args.batch_size, max_model_len=512, seed=args.seed) as llm:
         outputs = llm.generate([texts[i] for i in order], params)
     rows = [
@@ -93,7 +116,6 @@ def _answers(args: Namespace) -> None:
         }
         for output in outputs
     ]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
     write_whole(args.out, "".join(json.dumps(row) + "\n" for row in rows))
 
 

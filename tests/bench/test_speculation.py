@@ -139,7 +139,7 @@ def test_a_wrong_output_is_reported(options, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        (["--k", "0"], "--k must list integers of at least 1"),
+        (["--k", "0"], "--k 0 must list integers of at least 1"),
         (["--k", "two"], "--k two must list integers"),
         (["--max-tokens", "1"], "--max-tokens 1 leaves nothing to time"),
         (["--num-prompts", "99"], "--num-prompts 99: there are 24"),

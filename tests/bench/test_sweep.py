@@ -126,8 +126,8 @@ def test_a_sweep_compares_every_policy_at_every_size(sweep):
 BAD = {
     "--k 1,x must list integers": ["--k", "1,x"],
     "--k 0 alone drafts nothing": ["--k", "0"],
-    "--k must list integers of at least 0": ["--k=-1,2"],
-    "--batch-size must list integers of at least 1": ["--batch-size", "0,4"],
+    "--k -1,2 must list integers of at least 0": ["--k=-1,2"],
+    "--batch-size 0,4 must list integers of at least 1": ["--batch-size", "0,4"],
     "--rounds=0": ["--rounds", "0"],
     "--max-tokens 1 leaves nothing to time": ["--max-tokens", "1"],
     "--seed -1": ["--seed=-1"],
