@@ -258,7 +258,8 @@ def test_a_time_belongs_to_its_own_round(slow_engine):
     serve(slow_engine, requests_of(40))
     times = {k: [r.ms for r in watched.rounds[2:] if r.k == k and r.ms] for k in (0, 2)}
     assert min(len(found) for found in times.values()) >= 5
-    assert median(times[2]) >= 1e3 * SLEEP > 1.5 * median(times[0])
+    # A round seems shorter by what the result before it was read late.
+    assert median(times[2]) >= 0.95e3 * SLEEP > 1.5 * median(times[0])
 
 
 def test_chunks_are_timed_beside_the_rounds(slow_engine):

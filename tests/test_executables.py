@@ -24,6 +24,7 @@ from specjax.programs import Decode, Settle
 from specjax.request import Request
 from specjax.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.every_jax
 CONFIG = EngineConfig(
     max_model_len=32,
     max_num_seqs=2,

@@ -40,6 +40,8 @@ from specjax.programs import (
 from specjax.request import Request
 from specjax.sampling_params import SamplingParams
 
+pytestmark = pytest.mark.every_jax
+
 VOCAB = 31
 PLAIN = Variant()
 EVERY = Variant(num_logprobs=20)  # what every engine compiles

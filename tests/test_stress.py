@@ -28,6 +28,8 @@ from specjax.engine import Engine
 from specjax.host.scheduler import Scheduler
 from specjax.programs import Begin, Decode
 
+pytestmark = pytest.mark.every_jax
+
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 OPTIONS = ["--k", str(K), "--slots", "4", "--max-tokens", "12"]
 EXACT = {"exact": True, "decode_batches": None, "prefill_shapes": None}

@@ -12,6 +12,8 @@ from scipy import stats
 import specjax.device.noise
 from specjax.device.noise import Stream, gumbel_noise, uniform_noise
 
+pytestmark = pytest.mark.every_jax
+
 gumbel = jax.jit(gumbel_noise, static_argnums=(1, 3))
 uniform = jax.jit(uniform_noise, static_argnums=(1, 3))
 COUNT, WIDTH = 4000, 50

@@ -18,6 +18,8 @@ from specjax.device.cache.rows import CachedRows
 from specjax.device.models.qwen3_5 import ATTENTION, DELTA
 from specjax.train.target import demo_qwen3_5
 
+pytestmark = pytest.mark.every_jax
+
 SLOTS, PAGE, NUM_PAGES, CHUNK, MOST_ROWS = 4, 8, 12, 16, 4
 LENGTH, NUM_SNAPSHOTS = 56, 3
 take, restore = jax.jit(take_snapshots), jax.jit(restore_snapshots)

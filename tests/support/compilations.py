@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src import lru_cache
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 MOST_MAPS = 40_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
@@ -19,10 +18,8 @@ def share_compilations(folder: Path) -> None:
     """Keep programs for the other processes of a run, and for later ones.
 
     A limit of size, which is not to be met, makes JAX lock the folder: no process reads an entry
-    that another has half written. To keep to the limit it would look at every entry for each that
-    it adds, which takes longer than to compile a small program.
+    that another has half written.
     """
-    lru_cache.LRUCache._evict_if_needed = lambda self, *, additional_size=0: None
     jax.config.update("jax_compilation_cache_dir", str(folder))
     jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -7,6 +7,8 @@ import pytest
 
 from specjax.train.loop import Schedule, fit
 
+pytestmark = pytest.mark.every_jax
+
 
 def _fit(directory, steps_before_a_kill=None, steps=12):
     params = {"w": jnp.ones((4, 3)), "b": jnp.zeros(3)}

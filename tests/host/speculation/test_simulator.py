@@ -91,6 +91,8 @@ def test_every_token_is_made_once(k):
     assert 1 <= last <= k + 1  # of the one round that nobody learned of
     assert sum(outcome.k_histogram.values()) == len(outcome.trace) == len(watched.rounds) + 1
     assert sum(outcome.ms_by_batch.values()) == pytest.approx(outcome.makespan_ms)
+    # No context is simulated: what is chosen by and what is learned from agree.
+    assert {seen.num_context for seen in [*watched.loads, *watched.rounds]} == {0}
 
 
 def test_a_round_is_learned_of_after_the_next_is_chosen():
