@@ -160,6 +160,23 @@ def test_bad_options_of_measurements(refused, model, argv, words):
     refused([*argv, "--model", model], *words)
 
 
+@pytest.mark.parametrize(
+    "argv",
+    [["profile", "--output"], ["bench", "--output"], ["bench", "sweep", "--plot"]],
+    ids=label,
+)
+def test_a_folder_that_may_not_be_written(refused, model, argv, monkeypatch, tmp_path):
+    """Whoever runs the tests may be allowed to write everywhere."""
+
+    def refuse(dir):
+        raise PermissionError(13, "Permission denied", str(dir))
+
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    place = str(tmp_path / "a.file")
+    words = f"{argv[-1]} {place}", "Permission denied", "elsewhere"
+    refused([*argv, place, "--drafter", "ngram", "--model", model], *words)
+
+
 TRAIN = [
     *((f"--{name} 0", [f"--{name}=0", "at least 1"]) for name in ("steps", "batch-size", "length")),
     *((f"--{name} -1", [f"--{name}=-1", "at least 1"]) for name in ("vocab-size", "num-layers")),

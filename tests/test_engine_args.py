@@ -9,7 +9,7 @@ from support.engines import SIZES, simulated_engines
 from support.scripts import TextScript
 from support.texts import VOCAB, letters_folder
 
-from specjax import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams
+from specjax import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams, SpeculativeConfig
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -48,6 +48,12 @@ def test_they_are_the_options_of_the_llm():
         assert made == defaults | changed
         assert args("a") == args(model="a") != args("b")
         assert "model='a'" in repr(args("a")) and len(fields(args)) == len(made)
+
+
+def test_a_value_among_them_is_its_fields(folder):
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
+    made = asdict(EngineArgs(folder, speculative_config=config))["speculative_config"]
+    assert SpeculativeConfig.of(made) == config
 
 
 def test_options_are_checked_where_they_are_written():

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from specjax.bench.engines import Setup, open_engines, read_setup, warm_up
 from specjax.bench.measure import decode
 from specjax.bench.profile_show import describe
-from specjax.checkpoint.writing import write_whole
+from specjax.checkpoint.writing import check_writable, write_whole
 from specjax.dynamic_k import fingerprint
 from specjax.environment import describe_environment
 from specjax.host.speculation.acceptance import Verdict
@@ -54,8 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if 0 not in setup.ks:
         raise ValueError(f"--k {args.k} lacks 0, plain decoding, which drafting has to beat")
     output = Path(args.output)
-    if output.is_dir() or not output.absolute().parent.is_dir():
-        raise ValueError(f"--output {output} cannot be a file; name one in an existing folder")
+    check_writable("--output", output)
     is_terminal = sys.stdout.isatty() and not args.json
     profile = measure(setup, is_online=args.online, show_progress=is_terminal)
     text = json.dumps(profile.as_json(), indent=1)

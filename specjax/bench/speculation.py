@@ -18,6 +18,7 @@ from specjax.bench.measure import PLAIN, Configuration, decode, measure
 from specjax.bench.report import Figures, identity_line, repetition_line, show, summarise
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.writing import check_writable
 from specjax.config import OWN_METHODS
 from specjax.demo import DRAFTERS
 from specjax.engine import Engine
@@ -94,8 +95,8 @@ def run(args: argparse.Namespace) -> int:
     """Carry out `specjax bench`."""
     settings = read_settings(args)
     output = Path(args.output).expanduser() if args.output else None
-    if output and (output.is_dir() or not output.parent.is_dir()):
-        raise ValueError(f"--output {output} cannot be a file; name one in an existing folder")
+    if output:
+        check_writable("--output", output)
     is_terminal = sys.stdout.isatty() and not args.json
     figures, report = bench(settings, show_progress=is_terminal)
     text = json.dumps(report, indent=2)

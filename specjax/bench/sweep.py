@@ -25,6 +25,7 @@ from specjax.bench.measure import decode
 from specjax.bench.plot import plot_sweep
 from specjax.bench.report import Spread
 from specjax.bench.table import format_table
+from specjax.checkpoint.writing import check_writable
 from specjax.environment import describe_environment
 from specjax.host.speculation.methods import adaptive_policy, make_policy
 from specjax.host.speculation.policy import Policy, StaticPolicy
@@ -38,8 +39,8 @@ def run(args: argparse.Namespace) -> int:
     """Carry out `specjax bench sweep`."""
     setup = read_setup(args)
     for option, name in ("--plot", args.plot), ("--output", args.output):
-        if name and (Path(name).is_dir() or not Path(name).absolute().parent.is_dir()):
-            raise ValueError(f"{option} {name} cannot be a file; name one in an existing folder")
+        if name:
+            check_writable(option, Path(name))
     profile = Profile.read(args.profile) if args.profile else None
     report = bench(setup, profile, show_progress=sys.stdout.isatty() and not args.json)
     plot_sweep(report, Path(args.plot))
