@@ -27,7 +27,7 @@ from support.seeds import VARIABLE
 from support.targets import VOCAB
 from support.weights import rewrite
 
-from specjax import precompile
+from specjax import compiler, precompile
 
 KEPT: dict = {}  # so that an engine finds the programs of one like it that was closed
 
@@ -42,6 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     share_compilations(Path(__file__).parents[1] / ".cache" / "jax")
     precompile._JITS = KEPT  # pyright: ignore[reportAttributeAccessIssue]
     precompile.executables_folder = lambda: None  # tests change what is compiled
+    compiler.FOR_SHAPES = compiler.FOR_ALL  # a worker has the programs of many engines
     wanted = config.getoption("markexpr").replace("not optimized", "")
     if "optimized" not in wanted:
         compile_quickly()
