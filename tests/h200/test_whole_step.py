@@ -51,28 +51,25 @@ CASES = [
 ]
 
 
+@pytest.fixture(scope="module", params=GEMMS)
+def reports(request, compile_for_h200):
+    """Reports by case; all in one process."""
+    requests = [
+        StepRequest(
+            model=CONFIGS / case.model,
+            batch=case.batch,
+            k=case.k,
+            gemm=request.param,
+            method=case.method,
+            num_layers=case.num_layers,
+        )
+        for case in CASES
+    ]
+    return dict(zip(CASES, compile_steps(requests, resources=True), strict=True))
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-class Step:
-    """A class for each way with matmuls, since one worker has all tests of a class."""
-
-    gemm: str
-
-    @pytest.fixture(scope="class")
-    def reports(self, request, compile_for_h200):
-        """Reports by case; all in one process."""
-        requests = [
-            StepRequest(
-                model=CONFIGS / case.model,
-                batch=case.batch,
-                k=case.k,
-                gemm=request.cls.gemm,
-                method=case.method,
-                num_layers=case.num_layers,
-            )
-            for case in CASES
-        ]
-        return dict(zip(CASES, compile_steps(requests, resources=True), strict=True))
-
+class TestStep:
     def test_it_is_one_command_buffer(self, reports, case):
         report = reports[case]
         assert report.is_one_command_buffer, report.top_level
@@ -99,15 +96,3 @@ class Step:
         """Those of ours, and XLA's."""
         for kernel in reports[case].resources:
             assert not kernel.spills and kernel.shared_bytes <= SHARED_MEMORY, kernel
-
-
-class TestTriton(Step):
-    gemm = "triton"
-
-
-class TestCublas(Step):
-    gemm = "cublas"
-
-
-def test_every_way_is_compiled():
-    assert {kind.gemm for kind in Step.__subclasses__()} == set(GEMMS)
