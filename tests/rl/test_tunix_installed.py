@@ -23,7 +23,11 @@ from support.tunix_stub import CONFIG, EOS, OPTIONS, PAD, Letters
 from specjax.rl import tunix as adapter
 from specjax.rl.tunix import RolloutOutput, TunixRollout
 
-KINDS = [("llama3", "Llama3", "llama"), ("qwen2", "Qwen2", "qwen2"), ("qwen3", "Qwen3", "qwen3")]
+KINDS = [
+    ("llama3", "Llama3", "llama"),
+    pytest.param("qwen2", "Qwen2", "qwen2", marks=pytest.mark.slow),
+    ("qwen3", "Qwen3", "qwen3"),
+]
 
 
 @pytest.fixture

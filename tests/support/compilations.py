@@ -11,17 +11,15 @@ import jax
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 MOST_MAPS = 40_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
-CACHE_BYTES = 16 * 2**30
 
 
 def share_compilations(folder: Path) -> None:
     """Keep programs for the other processes of a run, and for later ones.
 
-    A limit of size, which is not to be met, makes JAX lock the folder: no process reads an entry
-    that another has half written.
+    Without a limit of size, with which JAX reads the whole folder whenever an entry is added. It
+    does not lock the folder then: an entry that another process has half written is compiled.
     """
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_compilation_cache_max_size", CACHE_BYTES)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
 
 
