@@ -231,6 +231,7 @@ def test_no_sleep_and_no_reset_while_requests_run(llm):
     assert samples.is_finished and llm.reset_prefix_cache()
 
 
+@pytest.mark.slow  # one of an AsyncLLM is quicker
 def test_a_profile_is_written(llm, tmp_path):
     llm.start_profile(str(tmp_path))
     llm.generate([1, 2], SamplingParams(max_tokens=2), use_tqdm=False)

@@ -82,6 +82,7 @@ def endings(lines):
     return {line["case"]: line["status"] for line in lines if line["status"] != "result"}
 
 
+@pytest.mark.slow
 def test_cases_that_fail_lose_nothing(results):
     lines = results(
         ("hangs", "hangs", 6.0, {}),

@@ -12,7 +12,7 @@ from specjax import LLM
 SEEDS = [range(6), pytest.param(range(6, 16), marks=pytest.mark.slow)]
 
 
-@pytest.fixture(scope="module", params=["eagle3", "mtp"])
+@pytest.fixture(scope="module", params=["eagle3", pytest.param("mtp", marks=pytest.mark.slow)])
 def served(request, checkpoints) -> Iterator[tuple[LLM, LLM]]:
     """An engine with drafts, and one that is given one request at a time and has none."""
     folder = head = hybrid(checkpoints)

@@ -164,7 +164,7 @@ def transformers_chain(folder, kind, tokens, num_drafts):
     scope="module",
     params=[
         "qwen3_next",
-        "qwen3_5-vision-tied-k-changes",
+        pytest.param("qwen3_5-vision-tied-k-changes", marks=pytest.mark.slow),
         pytest.param("qwen3_5_moe", marks=pytest.mark.slow),
         pytest.param("qwen3_5", marks=pytest.mark.slow),
     ],

@@ -27,7 +27,8 @@ from specjax.device.models.model import Features
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.drafter import shift
 
-METHODS = pytest.param("eagle", marks=pytest.mark.slow), "eagle3", "mtp"
+CHAINS = "eagle3", pytest.param("mtp", marks=pytest.mark.slow)
+METHODS = pytest.param("eagle", marks=pytest.mark.slow), *CHAINS
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,7 +109,7 @@ def plain_loss(target, head, drafter, target_params, rollouts, length):
     return total
 
 
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+@pytest.mark.parametrize("method", CHAINS)
 def test_a_step_is_optax_on_what_the_current_target_makes_of_the_rollouts(
     open_engine, prompts, method
 ):
@@ -161,7 +162,7 @@ def test_refits_after_the_first_compile_nothing(open_engine, prompts, compilatio
     assert refits.num_steps == 6
 
 
-@pytest.mark.parametrize("method", ["eagle3", "mtp"])
+@pytest.mark.parametrize("method", CHAINS)
 def test_a_restored_run_goes_on_bit_for_bit(open_engine, prompts, method, tmp_path):
     whole, halves = open_engine(method), open_engine(method)
     rollouts = whole.generate(prompts, SAMPLED)
