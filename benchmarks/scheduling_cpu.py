@@ -24,7 +24,7 @@ from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.config import EngineConfig
 from specjax.demo import demo_folder
 from specjax.device.drafters.drafter import Variant
-from specjax.device.step import Wants
+from specjax.device.wanted import Wants
 from specjax.engine import Engine
 from specjax.host.pages import PageAllocator
 from specjax.host.prefix_cache import Key, PrefixCache, extend_keys

@@ -27,7 +27,6 @@ from specjax.device.step import (
     SnapshotInputs,
     StepModel,
     StepOutputs,
-    Wants,
     admit,
     begin,
     decode_step,
@@ -39,6 +38,7 @@ from specjax.device.step import (
     take,
 )
 from specjax.device.verification import Draft
+from specjax.device.wanted import Wants
 from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan
 from specjax.host.sequence import RowOutput, Sequence
 from specjax.request import Logprob, TokenLogprobs

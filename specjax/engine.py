@@ -33,8 +33,9 @@ from specjax.batch import (
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter, Params, Variant
 from specjax.device.models.model import Features, Model
-from specjax.device.step import Extension, Wants
+from specjax.device.step import Extension
 from specjax.device.verification import Draft, SeedExact, Verification
+from specjax.device.wanted import Wants
 from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler
 from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shape, Shapes

@@ -28,8 +28,8 @@ from specjax.device.step import (
     PrefillInputs,
     SnapshotInputs,
     StepOutputs,
-    Wants,
 )
+from specjax.device.wanted import Wants
 from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan
 from specjax.host.sequence import Sequence
 from specjax.request import Logprob, Request

@@ -18,8 +18,8 @@ from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
-from specjax.device.step import Wants
 from specjax.device.verification import SeedExact
+from specjax.device.wanted import Wants
 from specjax.engine import Engine
 from specjax.host.scheduler import DecodePlan, PrefillPlan
 from specjax.host.speculation.policy import StaticPolicy

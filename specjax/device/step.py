@@ -17,9 +17,7 @@ Nothing that a step takes from the host says how many tokens were accepted, or h
 is: the host plans with bounds, and the device goes by its own state.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
-from enum import IntFlag
 from functools import partial
 from typing import NamedTuple
 
@@ -30,21 +28,12 @@ from specjax.device.cache.recurrent import restore_snapshots, take_snapshots
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.drafter import DraftContext, Drafter, Params, Variant
 from specjax.device.edits import History
-from specjax.device.logprobs import Logprobs, logprobs_of, pack_logprobs, token_logprobs
 from specjax.device.models.model import Features, Model
 from specjax.device.requests import Requests
-from specjax.device.sampling import choose, process, scale, through_edits
+from specjax.device.sampling import choose, through_edits
 from specjax.device.state import EngineState
 from specjax.device.verification import Draft, Target, Verdict, Verification
-
-SCORED_ROWS = 64  # of a prompt at a time, since their logits are large
-
-
-class Wants(IntFlag):
-    """What a step does only when a request of it wants that."""
-
-    EDITS = 1  # logits changed before tokens are drawn: penalties, bias, truncation, ...
-    LOGPROBS = 2
+from specjax.device.wanted import Wanted, Wants
 
 
 class AdmitInputs(NamedTuple):
@@ -97,7 +86,7 @@ class StepOutputs(NamedTuple):
     tokens: jax.Array  # i32[B, K+1]
     num_tokens: jax.Array  # i32[B]
     num_drafts: jax.Array  # i32[B], drafts that could have stood
-    # Of [B (K+1)] rows, see `pack_logprobs`; zeros where nobody wants them.
+    # Of [B (K+1)] rows, see `logprobs.pack_logprobs`; zeros where nobody wants them.
     logprobs: jax.Array  # i32[B, ...]
     prompt_logprobs: jax.Array | None  # likewise of [B T]: the token after each row of a chunk
 
@@ -190,8 +179,14 @@ def begin(
     samples = is_last & ~is_resumed
 
     history = partial(History, known, ends)
-    wanted = _Wanted(
-        inputs.wants[0], partial(state.requests.at, slots), history, masks, model, variant
+    wanted = Wanted(
+        inputs.wants[0],
+        partial(state.requests.at, slots),
+        history,
+        masks,
+        variant,
+        model.logprobs_mode,
+        model.kernels,
     )
     sampled = through_edits(
         lambda rows: choose(rows[:, 0], requests.sampling, ends, kernels=model.kernels),
@@ -212,9 +207,12 @@ def begin(
     logprobs = wanted.logprobs(extension.logits, sampled[:, None])
     prompt_logprobs = None
     if variant.num_prompt_logprobs is not None:
-        hidden = extension.features.hidden
-        found = _chunk_logprobs(params, starts, hidden, known, requests, model, variant)
-        prompt_logprobs = pack_logprobs(found, batch)
+        prompt_logprobs = wanted.prompt_logprobs(
+            lambda hidden: model.target.logits(params.target, hidden),
+            extension.features.hidden.reshape(batch, width, -1),
+            known,
+            starts,
+        )
 
     tokens = state.tokens.at[slots].set(known, mode="drop")
     goes_on = is_last & (is_resumed | ~emitted.is_finished)
@@ -319,8 +317,14 @@ def settle(
     def history():
         return History(state.tokens[slots], starts + 1).then(draft.tokens)
 
-    wanted = _Wanted(
-        inputs.wants[0], partial(state.requests.at, slots), history, masks, model, variant
+    wanted = Wanted(
+        inputs.wants[0],
+        partial(state.requests.at, slots),
+        history,
+        masks,
+        variant,
+        model.logprobs_mode,
+        model.kernels,
     )
     target = Target(
         extension.logits,
@@ -428,115 +432,3 @@ def _rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepModel) ->
         pending=_pending(state, inputs.slots),
         kernels=model.kernels,
     )
-
-
-class _Wanted(NamedTuple):
-    """What requests want of a step's logits f32[B, T, V] beyond a draw; else it is skipped."""
-
-    wants: jax.Array  # i32[], bits of `Wants`
-    requests: Callable[[], Requests]  # [B], made where they are needed, as is the next
-    history: Callable[[], History]  # [B]
-    masks: jax.Array | None
-    model: StepModel
-    variant: Variant
-
-    @property
-    def edits(self) -> jax.Array | None:
-        """Whether any request wants its logits edited, bool[]; None where the variant says so."""
-        if self.variant.processors or self.variant.masks:
-            return None
-        return self.wants & Wants.EDITS > 0
-
-    def edit(self, logits: jax.Array) -> jax.Array:
-        """What tokens are drawn from; not yet over the temperature."""
-        return process(
-            logits,
-            self.requests(),
-            self.history(),
-            self.variant.processors,
-            self.masks,
-            kernels=self.model.kernels,
-        )
-
-    def logprobs(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        """What the target says of tokens i32[B, T], by its logits, raw or processed; packed."""
-        mode, num_top = self.model.logprobs_mode, self.variant.num_logprobs
-
-        def report_drawn(processed):
-            drawn = _scaled(processed, self.requests())
-            return pack_logprobs(_report(logits, drawn, tokens, num_top, mode), len(tokens))
-
-        def report():
-            if mode == "raw":
-                raw = _report(logits, logits, tokens, num_top, mode)
-                return pack_logprobs(raw, len(tokens))
-            return through_edits(report_drawn, logits, self.edit, self.edits)
-
-        def nothing():
-            return jnp.zeros(jax.eval_shape(report).shape, jnp.int32)
-
-        return jax.lax.cond(self.wants & Wants.LOGPROBS > 0, report, nothing)
-
-
-def _chunk_logprobs(
-    params: Params,
-    starts: jax.Array,
-    hidden: jax.Array,
-    known: jax.Array,
-    requests: Requests,
-    model: StepModel,
-    variant: Variant,
-) -> Logprobs:
-    """What the target says of the token after each row of a chunk, rows that start at starts[b].
-
-    Of an output's tokens that is as in `_logprobs`, the tokens of `known` i32[B, L] being followed
-    as drafts are. Of a prompt's it is the target's own: nothing was drawn.
-    """
-    batch, num_top = starts.shape[0], variant.num_prompt_logprobs
-    assert num_top is not None
-    hidden = hidden.reshape(batch, -1, hidden.shape[-1])
-    width, count = hidden.shape[1], max(1, SCORED_ROWS // batch)
-    hidden = jnp.pad(hidden, ((0, 0), (0, -width % count), (0, 0)))
-    blocks = hidden.reshape(batch, -1, count, hidden.shape[-1]).swapaxes(0, 1)
-
-    def score(block):
-        first, hidden = block
-        lengths = starts + first + 1
-        logits = model.target.logits(params.target, hidden.reshape(batch * count, -1))
-        logits = processed = logits.reshape(batch, count, -1)
-        places = lengths[:, None] + jnp.arange(count)
-        tokens = jnp.take_along_axis(known, places, axis=1, mode="clip")
-        if model.logprobs_mode != "raw":
-            history = History(known, lengths)
-            processed = process(
-                logits, requests, history, variant.processors, kernels=model.kernels
-            )
-        is_prompt = places < requests.prompt_lengths[:, None]
-        drawn = jnp.where(is_prompt[..., None], logits, _scaled(processed, requests))
-        found = _report(logits, drawn, tokens, num_top, model.logprobs_mode)
-        return jax.tree.map(lambda x: x.reshape(batch, count, *x.shape[1:]), found)
-
-    scored = jax.lax.map(score, (count * jnp.arange(len(blocks)), blocks))
-
-    def rows(x):  # [blocks, B, count, ...] -> [B T, ...]
-        x = x.swapaxes(0, 1).reshape(batch, count * len(blocks), *x.shape[3:])[:, :width]
-        return x.reshape(batch * width, *x.shape[2:])
-
-    return jax.tree.map(rows, scored)
-
-
-def _scaled(processed: jax.Array, requests: Requests) -> jax.Array:
-    """Processed logits [B, T, V] over each request's temperature: what tokens are drawn from."""
-    num_rows, vocab_size = processed.shape[1:]
-    rows = processed.reshape(-1, vocab_size)
-    return scale(rows, requests.sampling.repeat(num_rows)).reshape(processed.shape)
-
-
-def _report(
-    raw: jax.Array, drawn: jax.Array, tokens: jax.Array, num_top: int, mode: str
-) -> Logprobs:
-    """Log-probabilities of tokens i32[B, T], and the likeliest, as `EngineConfig.logprobs_mode`."""
-    vocab_size = raw.shape[-1]
-    raw, drawn, tokens = raw.reshape(-1, vocab_size), drawn.reshape(-1, vocab_size), tokens.ravel()
-    found = token_logprobs(raw if mode == "raw" else drawn, tokens, num_top)
-    return found._replace(raw=logprobs_of(raw, tokens)) if mode == "both" else found

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.device.drafters.drafter import Variant
-from specjax.device.step import Wants
+from specjax.device.wanted import Wants
 
 
 class Draft(NamedTuple):

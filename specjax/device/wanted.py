@@ -1,0 +1,136 @@
+"""What requests want of a step's logits beyond a draw: edits, and log-probabilities."""
+
+from collections.abc import Callable
+from enum import IntFlag
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.device.drafters.drafter import Variant
+from specjax.device.edits import History
+from specjax.device.logprobs import Logprobs, logprobs_of, pack_logprobs, token_logprobs
+from specjax.device.requests import Requests
+from specjax.device.sampling import process, scale, through_edits
+
+SCORED_ROWS = 64  # of a prompt at a time, since their logits are large
+
+
+class Wants(IntFlag):
+    """What a step does only when a request of it wants that."""
+
+    EDITS = 1  # logits changed before tokens are drawn: penalties, bias, truncation, ...
+    LOGPROBS = 2
+
+
+class Wanted(NamedTuple):
+    """What requests want of a step's logits f32[B, T, V] beyond a draw; else it is skipped."""
+
+    wants: jax.Array  # i32[], bits of `Wants`
+    requests: Callable[[], Requests]  # [B], made where they are needed, as is the next
+    history: Callable[[], History]  # [B]
+    masks: jax.Array | None
+    variant: Variant
+    logprobs_mode: str  # see `StepModel`
+    kernels: str
+
+    @property
+    def edits(self) -> jax.Array | None:
+        """Whether any request wants its logits edited, bool[]; None where the variant says so."""
+        if self.variant.processors or self.variant.masks:
+            return None
+        return self.wants & Wants.EDITS > 0
+
+    def edit(self, logits: jax.Array) -> jax.Array:
+        """What tokens are drawn from; not yet over the temperature."""
+        return process(
+            logits,
+            self.requests(),
+            self.history(),
+            self.variant.processors,
+            self.masks,
+            kernels=self.kernels,
+        )
+
+    def logprobs(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        """What the target says of tokens i32[B, T], by its logits, raw or processed; packed."""
+        mode, num_top = self.logprobs_mode, self.variant.num_logprobs
+
+        def report_drawn(processed):
+            drawn = _scaled(processed, self.requests())
+            return pack_logprobs(_report(logits, drawn, tokens, num_top, mode), len(tokens))
+
+        def report():
+            if mode == "raw":
+                raw = _report(logits, logits, tokens, num_top, mode)
+                return pack_logprobs(raw, len(tokens))
+            return through_edits(report_drawn, logits, self.edit, self.edits)
+
+        def nothing():
+            return jnp.zeros(jax.eval_shape(report).shape, jnp.int32)
+
+        return jax.lax.cond(self.wants & Wants.LOGPROBS > 0, report, nothing)
+
+    def prompt_logprobs(
+        self,
+        logits_of: Callable[[jax.Array], jax.Array],
+        hidden: jax.Array,
+        known: jax.Array,
+        starts: jax.Array,
+    ) -> jax.Array:
+        """What the target says of the token after each row of a chunk; packed.
+
+        Of an output's tokens that is as in `logprobs`, the tokens of `known` i32[B, L] being
+        followed as drafts are. Of a prompt's it is the target's own: nothing was drawn.
+
+        Args:
+            logits_of: f32[N, V] of hidden states [N, D].
+            hidden: [B, T, D] of rows that start at position starts[b].
+        """
+        requests, variant, mode = self.requests(), self.variant, self.logprobs_mode
+        (batch, width), num_top = hidden.shape[:2], variant.num_prompt_logprobs
+        assert num_top is not None
+        count = max(1, SCORED_ROWS // batch)
+        hidden = jnp.pad(hidden, ((0, 0), (0, -width % count), (0, 0)))
+        blocks = hidden.reshape(batch, -1, count, hidden.shape[-1]).swapaxes(0, 1)
+
+        def score(block):
+            first, hidden = block
+            lengths = starts + first + 1
+            logits = logits_of(hidden.reshape(batch * count, -1))
+            logits = processed = logits.reshape(batch, count, -1)
+            places = lengths[:, None] + jnp.arange(count)
+            tokens = jnp.take_along_axis(known, places, axis=1, mode="clip")
+            if mode != "raw":
+                history = History(known, lengths)
+                arguments = requests, history, variant.processors
+                processed = process(logits, *arguments, kernels=self.kernels)
+            is_prompt = places < requests.prompt_lengths[:, None]
+            drawn = jnp.where(is_prompt[..., None], logits, _scaled(processed, requests))
+            found = _report(logits, drawn, tokens, num_top, mode)
+            return jax.tree.map(lambda x: x.reshape(batch, count, *x.shape[1:]), found)
+
+        scored = jax.lax.map(score, (count * jnp.arange(len(blocks)), blocks))
+
+        def rows(x):  # [blocks, B, count, ...] -> [B T, ...]
+            x = x.swapaxes(0, 1).reshape(batch, count * len(blocks), *x.shape[3:])[:, :width]
+            return x.reshape(batch * width, *x.shape[2:])
+
+        return pack_logprobs(jax.tree.map(rows, scored), batch)
+
+
+def _scaled(processed: jax.Array, requests: Requests) -> jax.Array:
+    """Processed logits [B, T, V] over each request's temperature: what tokens are drawn from."""
+    num_rows, vocab_size = processed.shape[1:]
+    rows = processed.reshape(-1, vocab_size)
+    return scale(rows, requests.sampling.repeat(num_rows)).reshape(processed.shape)
+
+
+def _report(
+    raw: jax.Array, drawn: jax.Array, tokens: jax.Array, num_top: int, mode: str
+) -> Logprobs:
+    """Log-probabilities of tokens i32[B, T], and the likeliest, as `EngineConfig.logprobs_mode`."""
+    vocab_size = raw.shape[-1]
+    raw, drawn, tokens = raw.reshape(-1, vocab_size), drawn.reshape(-1, vocab_size), tokens.ravel()
+    found = token_logprobs(raw if mode == "raw" else drawn, tokens, num_top)
+    return found._replace(raw=logprobs_of(raw, tokens)) if mode == "both" else found
