@@ -17,6 +17,7 @@ Nothing that a step takes from the host says how many tokens were accepted, or h
 is: the host plans with bounds, and the device goes by its own state.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -179,15 +180,7 @@ def begin(
     samples = is_last & ~is_resumed
 
     history = partial(History, known, ends)
-    wanted = Wanted(
-        inputs.wants[0],
-        partial(state.requests.at, slots),
-        history,
-        masks,
-        variant,
-        model.logprobs_mode,
-        model.kernels,
-    )
+    wanted = _wanted(state, inputs, history, masks, model, variant)
     sampled = through_edits(
         lambda rows: choose(rows[:, 0], requests.sampling, ends, kernels=model.kernels),
         extension.logits,
@@ -317,15 +310,7 @@ def settle(
     def history():
         return History(state.tokens[slots], starts + 1).then(draft.tokens)
 
-    wanted = Wanted(
-        inputs.wants[0],
-        partial(state.requests.at, slots),
-        history,
-        masks,
-        variant,
-        model.logprobs_mode,
-        model.kernels,
-    )
+    wanted = _wanted(state, inputs, history, masks, model, variant)
     target = Target(
         extension.logits,
         requests.sampling,
@@ -431,4 +416,18 @@ def _rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepModel) ->
         slots=inputs.slots,
         pending=_pending(state, inputs.slots),
         kernels=model.kernels,
+    )
+
+
+def _wanted(
+    state: EngineState,
+    inputs: PrefillInputs | DecodeInputs,
+    history: Callable[[], History],
+    masks: jax.Array | None,
+    model: StepModel,
+    variant: Variant,
+) -> Wanted:
+    requests = partial(state.requests.at, inputs.slots)
+    return Wanted(
+        inputs.wants[0], requests, history, masks, variant, model.logprobs_mode, model.kernels
     )
