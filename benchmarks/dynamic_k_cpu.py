@@ -26,11 +26,11 @@ from report import FOLDER, RESULTS, provenance, summary, write_result
 from specjax.bench.engines import Engines, Setup, open_engines, warm_up
 from specjax.bench.plot import plot_sweep
 from specjax.bench.sweep import ADAPTIVE, OFF, bench
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
+from specjax.engine.metrics import Metrics
+from specjax.host.request import Request
 from specjax.host.speculation.methods import adaptive_policy
-from specjax.host.speculation.policy import Load, Policy, Round, Rule, StaticPolicy
-from specjax.metrics import Metrics
-from specjax.request import Request
+from specjax.host.speculation.policy import DecodeLoad, Policy, PolicyRule, Round, StaticPolicy
 
 PLOTS = FOLDER / "plots"
 KS, BATCHES, MAX_MODEL_LEN = (0, 1, 2, 3, 5), (1, 4, 16, 64), 320
@@ -137,7 +137,7 @@ def _cell(spread: dict[str, float]) -> list[float]:
     return [spread["median"], spread["p10"], spread["p90"]]
 
 
-class Cyclic(Rule):
+class Cyclic(PolicyRule):
     """Another K at every step; keeps the times of rounds."""
 
     is_learning = True
@@ -148,7 +148,7 @@ class Cyclic(Rule):
         self.times: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self.num_rounds = 0
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """The next K in an order that has every change in it."""
         self.num_steps += 1
         stride = 1 + self.num_steps // len(KS) % (len(KS) - 1)
@@ -168,7 +168,7 @@ class Steady(Cyclic):
         super().__init__()
         self.k = k
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """Always K."""
         return self.k
 
@@ -239,7 +239,7 @@ class Traced:
         self.observe = policy.observe
         self.trace: list[tuple[float, int, int]] = []
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """As the policy does."""
         k = self._policy.choose(load)
         if load.num_sequences:

@@ -28,8 +28,8 @@ from report import RESULTS, provenance, summary, write_result
 
 from specjax import LLM, AsyncLLM, RequestOutput, SamplingParams
 from specjax.bench.identity import NEAR_TIE, Identity, compare
+from specjax.checkpoint.demo import DRAFTERS, TARGET
 from specjax.checkpoint.hub import resolve
-from specjax.demo import DRAFTERS, TARGET
 from specjax.device.models.registry import describe_model, read_config
 
 LONGEST_PROMPT, MOST_TOKENS = 200, 48

@@ -10,8 +10,8 @@ from typing import Any
 
 from report import FOLDER, RESULTS, provenance, render, write_result
 
+from specjax.commands.info import GPU_MEMORY_UTILIZATION, H200_BYTES, describe
 from specjax.config import SpeculativeConfig
-from specjax.info import GPU_MEMORY_UTILIZATION, H200_BYTES, describe
 
 # By size; those without a module of their own decode plainly.
 MODELS = {

@@ -37,7 +37,7 @@ from baselines import (  # noqa: E402
 )
 
 from specjax.bench.simulate import pool_regret  # noqa: E402
-from specjax.host.speculation.policy import Load, Policy, Round  # noqa: E402
+from specjax.host.speculation.policy import DecodeLoad, Policy, Round  # noqa: E402
 from specjax.host.speculation.simulator import Outcome, Workload, simulate  # noqa: E402
 from specjax.host.speculation.step_cost import StepCost  # noqa: E402
 
@@ -165,7 +165,7 @@ class Watched:
         """See `Policy`."""
         self.policy.begin(replay)
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """See `Policy`."""
         return self.policy.choose(load)
 

@@ -20,7 +20,7 @@ import ray
 from report import RESULTS, provenance, summary, write_result
 
 from specjax.bench.workload import read_questions
-from specjax.demo import demo_folder
+from specjax.checkpoint.demo import demo_folder
 from specjax.rl.ray_workers import RayRollouts
 from specjax.sampling_params import SamplingParams
 

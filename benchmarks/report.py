@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from h200.section import read_lines, render_section
 
-from specjax.environment import describe_environment, package_version
+from specjax.bench.environment import describe_environment, package_version
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"

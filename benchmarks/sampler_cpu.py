@@ -15,13 +15,13 @@ import numpy as np
 from report import RESULTS, provenance, summary, write_result
 
 from specjax import LLM, SamplingParams
-from specjax.batch import Layout, jitted, pack_admissions, run_admit
 from specjax.device.drafters.drafter import DraftContext, Variant
 from specjax.device.edits import History
 from specjax.device.requests import Requests
 from specjax.device.sampling import process
 from specjax.device.state import init_state
 from specjax.device.verification import Draft, SeedExact, Target, Verdict
+from specjax.engine.batch import Layout, jitted, pack_admissions, run_admit
 from specjax.host.sequence import Sequence
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"

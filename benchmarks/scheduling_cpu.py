@@ -19,19 +19,19 @@ import numpy as np
 from report import RESULTS, provenance, summary, write_result
 
 from specjax import LLM
-from specjax.batch import Layout, pack, unpack_outputs
 from specjax.bench.workload import make_requests, read_questions, tokenize
+from specjax.checkpoint.demo import demo_folder
 from specjax.config import EngineConfig
-from specjax.demo import demo_folder
 from specjax.device.drafters.drafter import Variant
 from specjax.device.wanted import Wants
-from specjax.engine import Engine
+from specjax.engine.batch import Layout, pack, unpack_outputs
+from specjax.engine.engine import Engine
+from specjax.engine.metrics import Recorder
 from specjax.host.pages import PageAllocator
 from specjax.host.prefix_cache import Key, PrefixCache, extend_keys
+from specjax.host.request import Request
 from specjax.host.scheduler import DecodePlan, Scheduler, StepPlan
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.metrics import Recorder
-from specjax.request import Request
 from specjax.sampling_params import SamplingParams
 
 K, PAGE_SIZE, PROMPT, NUM_ROUNDS = 3, 16, 500, 60

@@ -27,9 +27,9 @@ from specjax.bench.workload import read_questions, tokenize
 from specjax.device.drafters.drafter import DraftContext, NoDrafter, Params
 from specjax.device.models.model import Model
 from specjax.device.verification import Draft
-from specjax.engine import Engine
-from specjax.host.speculation.policy import Load, Rule, StaticPolicy
-from specjax.request import Request
+from specjax.engine.engine import Engine
+from specjax.host.request import Request
+from specjax.host.speculation.policy import DecodeLoad, PolicyRule, StaticPolicy
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
 BATCH, KS = 16, (1, 3, 5)
@@ -60,13 +60,13 @@ class WrongDrafter(NoDrafter):
 
 
 @dataclass(frozen=True)
-class EveryK(Rule):
+class EveryK(PolicyRule):
     """Another K at every step."""
 
     choices: tuple[int, ...] = (0, *KS)
     order: Iterator[int] = field(default_factory=lambda: itertools.cycle((3, 0, 5, 1)))
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """The next K, whatever the load."""
         return next(self.order)
 

@@ -9,10 +9,10 @@ from dataclasses import asdict
 
 from report import RESULTS, provenance, write_result
 
-from specjax.bench.command import add_arguments
 from specjax.bench.report import identity_line, repetition_line
 from specjax.bench.speculation import bench, read_settings
-from specjax.demo import TARGET
+from specjax.checkpoint.demo import TARGET
+from specjax.commands.bench import add_arguments
 
 
 def main() -> None:

@@ -37,9 +37,9 @@ from specjax.device.drafters.mtp import MTPHead
 from specjax.device.models import qwen3_5
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.qwen3_5 import ATTENTION, DELTA, Qwen35
-from specjax.engine import Engine
-from specjax.metrics import Metrics
-from specjax.request import Request
+from specjax.engine.engine import Engine
+from specjax.engine.metrics import Metrics
+from specjax.host.request import Request
 from specjax.train.target import init_params
 
 RANDOM = Qwen35(

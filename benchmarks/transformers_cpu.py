@@ -27,8 +27,8 @@ import transformers
 from report import RESULTS, provenance, summary, write_result
 
 from specjax import LLM, SamplingParams
+from specjax.bench.environment import num_cpus
 from specjax.bench.workload import read_questions, tokenize
-from specjax.environment import num_cpus
 
 HF, PLAIN = "transformers", "specjax"
 Prompts = Sequence[Sequence[int]]

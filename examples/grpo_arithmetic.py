@@ -46,7 +46,7 @@ from grpo_engines import MAX_TOKENS, PROBE_K, Engines, Moment, rewards
 from grpo_plot import plot_steps
 from rich.console import Console
 
-from specjax.environment import describe_environment
+from specjax.bench.environment import describe_environment
 from specjax.rl import OnlineDistiller, Rollout, RolloutBatch, RolloutEngine
 
 REFIT_ROLLOUTS = 256  # that a refit learns from, the newest

@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from specjax.config import SpeculativeConfig
     from specjax.engine_args import AsyncEngineArgs, EngineArgs
     from specjax.llm import LLM
-    from specjax.prompts import TextPrompt, TokensPrompt
-    from specjax.request import CompletionOutput, Logprob, RequestOutput
+    from specjax.outputs import CompletionOutput, Logprob, RequestOutput
     from specjax.sampling_params import (
         RequestOutputKind,
         SamplingParams,
         StructuredOutputs,
         StructuredOutputsParams,
     )
+    from specjax.text.prompts import TextPrompt, TokensPrompt
 
 __version__ = "0.1.0"
 __all__ = [
@@ -46,15 +46,15 @@ _MODULES = {
     "AsyncEngineArgs": "specjax.engine_args",
     "EngineArgs": "specjax.engine_args",
     "CheckpointError": "specjax.checkpoint.errors",
-    "CompletionOutput": "specjax.request",
-    "RequestOutput": "specjax.request",
-    "Logprob": "specjax.request",
+    "CompletionOutput": "specjax.outputs",
+    "RequestOutput": "specjax.outputs",
+    "Logprob": "specjax.outputs",
     "RequestOutputKind": "specjax.sampling_params",
     "SamplingParams": "specjax.sampling_params",
     "StructuredOutputs": "specjax.sampling_params",
     "StructuredOutputsParams": "specjax.sampling_params",
-    "TextPrompt": "specjax.prompts",
-    "TokensPrompt": "specjax.prompts",
+    "TextPrompt": "specjax.text.prompts",
+    "TokensPrompt": "specjax.text.prompts",
     "SpeculativeConfig": "specjax.config",
 }
 

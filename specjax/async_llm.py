@@ -12,14 +12,15 @@ from typing import Any, TypeVar
 
 from specjax.config import check_positive
 from specjax.device.models.model import Model
+from specjax.engine.metrics import Metrics
 from specjax.engine_args import EngineArgs
+from specjax.host.request import Request
 from specjax.llm import LLM
-from specjax.metrics import Metrics
-from specjax.outputs import Outputs, Shown
-from specjax.prompts import Prompt, prompt_text, refuse_lora
-from specjax.request import Request, RequestOutput
+from specjax.outputs import RequestOutput
 from specjax.sampling_params import RequestOutputKind, SamplingParams
-from specjax.tokenizer import ChatTokenizer
+from specjax.text.completions import Outputs, Shown
+from specjax.text.prompts import Prompt, prompt_text, refuse_lora
+from specjax.text.tokenizer import ChatTokenizer
 
 Answer = TypeVar("Answer")
 

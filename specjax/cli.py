@@ -9,23 +9,21 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
-from specjax import __version__, arguments
-from specjax.bench import command as bench
-from specjax.demo import TARGET
-from specjax.h200 import arguments as h200
-from specjax.train import command as train
+from specjax import __version__
+from specjax.checkpoint.demo import TARGET
+from specjax.commands import arguments, bench, compile_arguments, train
 
 # The module whose `run(args)` carries a command out.
 _MODULES = {
-    "generate": "specjax.generate",
+    "generate": "specjax.commands.generate",
     "bench": "specjax.bench.speculation",
     "bench sweep": "specjax.bench.sweep",
     "bench simulate": "specjax.bench.simulate",
     "profile": "specjax.bench.profile",
     "profile show": "specjax.bench.profile_show",
     "train": "specjax.train.recipes",
-    "info": "specjax.info",
-    "info --compile": "specjax.h200.command",
+    "info": "specjax.commands.info",
+    "info --compile": "specjax.commands.compile_report",
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
@@ -126,7 +124,7 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     arguments.add_speculation(parser)
     arguments.add_engine(parser)
-    h200.add_arguments(parser)
+    compile_arguments.add_arguments(parser)
 
 
 if __name__ == "__main__":

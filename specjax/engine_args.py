@@ -8,7 +8,7 @@ from typing import Any
 from specjax.config import refuse_unknown
 from specjax.device.models.model import Model
 from specjax.llm import LLM
-from specjax.vllm_options import take_vllm_options
+from specjax.serving.vllm_options import take_vllm_options
 
 _Options = make_dataclass(
     "_Options",

@@ -15,11 +15,27 @@ import jax
 import numpy as np
 from rich.filesize import decimal
 
-from specjax.chat import render_conversations
 from specjax.checkpoint.finite import check_params
 from specjax.checkpoint.hub import resolve
 from specjax.config import SpeculativeConfig, refuse_unknown
-from specjax.defaults import (
+from specjax.device.drafters.chain import ChainDrafter
+from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
+from specjax.device.drafters.registry import load_drafter, share_embedding
+from specjax.device.models.model import Model
+from specjax.device.models.registry import describe_model, load_model, read_config
+from specjax.device.verification import make_verification
+from specjax.engine.engine import Engine
+from specjax.engine.log import get_log
+from specjax.engine.metric_reader import Metric, list_metrics
+from specjax.engine.metrics import Metrics
+from specjax.engine.precompile import keep_compilations
+from specjax.engine.progress import progress
+from specjax.engine.sleep import Sleep, check_level
+from specjax.host.request import Request
+from specjax.host.sequence import Sequence as Sample
+from specjax.outputs import RequestOutput
+from specjax.sampling_params import SamplingParams
+from specjax.serving.defaults import (
     check_options,
     choose_dtype,
     drafter_folder,
@@ -27,30 +43,19 @@ from specjax.defaults import (
     params_dtype,
     stored_dtype,
 )
-from specjax.device.drafters.chain import ChainDrafter
-from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
-from specjax.device.drafters.registry import load_drafter, share_embedding
-from specjax.device.models.model import Model
-from specjax.device.models.registry import describe_model, load_model, read_config
-from specjax.device.verification import make_verification
-from specjax.dynamic_k import check_profile, fingerprint, make_policy, read_profile
-from specjax.engine import Engine
-from specjax.generation_config import read_default_params
-from specjax.host.sequence import Sequence as Sample
-from specjax.log import get_log
-from specjax.memory import (
+from specjax.serving.dynamic_k import check_profile, fingerprint, make_policy, read_profile
+from specjax.serving.memory import (
     EngineNeeds,
     drafter_cache_bytes,
     target_cache_bytes,
     usual_num_seqs,
     weight_bytes,
 )
-from specjax.metric_reader import Metric, list_metrics
-from specjax.metrics import Metrics
-from specjax.outputs import Outputs, Shown
-from specjax.precompile import keep_compilations
-from specjax.progress import progress
-from specjax.prompts import (
+from specjax.serving.vllm_options import take_vllm_options
+from specjax.text.chat import render_conversations
+from specjax.text.completions import Outputs, Shown
+from specjax.text.generation_config import read_default_params
+from specjax.text.prompts import (
     Prompt,
     RequestMaker,
     as_prompt_list,
@@ -59,11 +64,7 @@ from specjax.prompts import (
     refuse_lora,
     truncated,
 )
-from specjax.request import Request, RequestOutput
-from specjax.sampling_params import SamplingParams
-from specjax.sleep import Sleep, check_level
-from specjax.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
-from specjax.vllm_options import take_vllm_options
+from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
 
 class LLM:

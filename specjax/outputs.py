@@ -1,192 +1,74 @@
-"""What users get of sequences: finished, or while they grow."""
+"""What users get: continuations of a prompt, and what the target says of their tokens."""
 
-from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field, replace
-
-from specjax.detokenizer import StopStrings
-from specjax.host.sequence import Sequence
-from specjax.request import (
-    CompletionOutput,
-    Request,
-    RequestMetrics,
-    RequestOutput,
-    TextWatch,
-    TokenLogprobs,
-)
-from specjax.sampling_params import RequestOutputKind
-from specjax.tokenizer import ChatTokenizer
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 
-@dataclass
-class Completion:
-    """One sample as its user sees it; what has been shown is not worked out again."""
+class Logprob(NamedTuple):
+    """A token's log-probability under the target, and its rank (1 is the likeliest)."""
 
-    sequence: Sequence
-    tokenizer: ChatTokenizer | None
-    num_shown: int = 0
-    is_complete: bool = False  # whether all there will be has been shown
-    _text: TextWatch | None = None
-    _logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _error: Exception | None = None  # of reading the text, which is left unread from then on
+    logprob: float
+    rank: int
+    decoded_token: str | None = None
+    raw_logprob: float | None = None  # the model's own, beside a processed one, if asked for
 
-    @property
-    def has_grown(self) -> bool:
-        """Whether there is more to see than was shown."""
-        sequence = self.sequence
-        return sequence.num_output > self.num_shown or (
-            sequence.is_finished and not self.is_complete
-        )
 
-    def output(self) -> CompletionOutput:
-        """All there is now."""
-        sequence = self.sequence
-        token_ids, params = sequence.output, sequence.request.params
-        text = self.text()
-        self.num_shown, self.is_complete = len(token_ids), sequence.is_finished
-        logprobs = total = None
-        if params.logprobs is not None:
-            new = sequence.logprobs[len(self._logprobs) : len(token_ids)]
-            self._logprobs += [with_text(entry, self.tokenizer) for entry in new]
-            logprobs = list(self._logprobs)
-            pairs = zip(token_ids, logprobs, strict=True)
-            total = sum(entry[token].logprob for token, entry in pairs)
-        return CompletionOutput(
-            index=sequence.index,
-            token_ids=token_ids,
-            text=text,
-            cumulative_logprob=total,
-            logprobs=logprobs,
-            finish_reason=sequence.finish_reason,
-            stop_reason=sequence.stop_reason,
-            error=sequence.error or self._error,
-        )
-
-    def text(self) -> str | None:
-        """The text there is now; None without a tokenizer, or if nobody wants it."""
-        sequence = self.sequence
-        if self.tokenizer is None or not sequence.request.params.detokenize or self._error:
-            return None
-        try:
-            return self._read(self.tokenizer, sequence.output)
-        except Exception as error:  # the tokens are there all the same
-            self._error = error
-            return None
-
-    def _read(self, tokenizer: ChatTokenizer, token_ids: list[int]) -> str:
-        watch = self.sequence.watch
-        has_stopped = isinstance(self.sequence.stop_reason, str)
-        if watch is not None and (has_stopped or not self.sequence.is_finished):
-            return watch.settled
-        if self.sequence.is_finished:
-            return tokenizer.decode(token_ids)
-        if self._text is None:
-            self._text = StopStrings(tokenizer, ())
-        self._text.append(token_ids[self.num_shown :])
-        return self._text.settled
+TokenLogprobs = dict[int, Logprob]  # by token id: the token itself first, then the likeliest
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """A request and its samples, as its user sees them."""
+class CompletionOutput:
+    """One continuation of a prompt."""
 
-    request: Request
-    completions: SequenceOf[Completion]
+    index: int
+    text: str | None  # None without a tokenizer, or with detokenize=False
+    token_ids: list[int]
+    cumulative_logprob: float | None  # None unless logprobs were asked for
+    logprobs: list[TokenLogprobs] | None
+    finish_reason: str | None  # "stop", "length", "abort" or "error"; None while it grows
+    stop_reason: int | str | None  # what ended the output; None for end of sequence and length
+    error: Exception | None = None  # what failed, of this request alone
+
+    def finished(self) -> bool:
+        """Whether this is all there will be."""
+        return self.finish_reason is not None
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When a request went through which station; `_ts` are seconds of `time.monotonic`.
+
+    Attributes:
+        num_generation_tokens: tokens of all samples.
+        queued_ts: when it was queued.
+        scheduled_ts: when its first sample was first put into a step; None before.
+        first_token_ts: when its first token was read; None before.
+        last_token_ts: when its latest token was read; None before the first.
+    """
+
+    num_generation_tokens: int
+    queued_ts: float
+    scheduled_ts: float | None
+    first_token_ts: float | None
+    last_token_ts: float | None
+
+    @property
+    def first_token_latency(self) -> float | None:
+        """Seconds from the queue to the first token; None before it."""
+        return None if self.first_token_ts is None else self.first_token_ts - self.queued_ts
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A prompt and its continuations."""
+
+    request_id: Hashable  # a text, unless a user named the request otherwise
     prompt: str | None
-    tokenizer: ChatTokenizer | None
-
-    @classmethod
-    def of(
-        cls,
-        request: Request,
-        samples: SequenceOf[Sequence],
-        prompt: str | None,
-        tokenizer: ChatTokenizer | None,
-    ) -> "Outputs":
-        """The outputs of `samples`; `prompt` is the text that the user gave."""
-        if tokenizer is not None:
-            skips = request.params.skip_special_tokens
-            tokenizer = tokenizer.for_outputs(skip_special_tokens=skips)
-        return cls(request, [Completion(s, tokenizer) for s in samples], prompt, tokenizer)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether every sample has ended."""
-        return all(completion.sequence.is_finished for completion in self.completions)
-
-    @property
-    def has_grown(self) -> bool:
-        """Whether there is more to see than was shown."""
-        return any(completion.has_grown for completion in self.completions)
-
-    def output(self) -> RequestOutput:
-        """All there is now."""
-        request = self.request
-        prompt_logprobs = None
-        if request.params.prompt_logprobs is not None:
-            found = self.completions[0].sequence.prompt_logprobs
-            prompt_logprobs = [entry and with_text(entry, self.tokenizer) for entry in found]
-        return RequestOutput(
-            request.request_id,
-            self.prompt,
-            list(request.prompt_token_ids),
-            prompt_logprobs,
-            [completion.output() for completion in self.completions],
-            finished=self.is_finished,
-            metrics=self._metrics(),
-            num_cached_tokens=self.completions[0].sequence.num_cached,
-        )
-
-    def _metrics(self) -> RequestMetrics:
-        samples = [completion.sequence for completion in self.completions]
-        first = [s.first_token_ts for s in samples if s.first_token_ts is not None]
-        last = [s.last_token_ts for s in samples if s.last_token_ts is not None]
-        return RequestMetrics(
-            sum(sample.num_output for sample in samples),
-            samples[0].queued_ts,
-            samples[0].scheduled_ts,
-            min(first, default=None),
-            max(last, default=None),
-        )
-
-
-class Shown:
-    """What of a request's growing outputs its user is given, by `output_kind`."""
-
-    def __init__(self, kind: RequestOutputKind):
-        self._kind = kind
-        self._before: dict[int, CompletionOutput] = {}
-
-    def of(self, output: RequestOutput) -> RequestOutput | None:
-        """What to give of an output, all of which is known; None for nothing yet."""
-        if self._kind is RequestOutputKind.CUMULATIVE:
-            return output
-        if self._kind is RequestOutputKind.FINAL_ONLY:
-            return output if output.finished else None
-        parts = [self._added(one) for one in output.outputs]
-        return replace(output, outputs=[part for part in parts if part is not None])
-
-    def _added(self, now: CompletionOutput) -> CompletionOutput | None:
-        """The sample without what was given before; None if it is as it was."""
-        before = self._before.get(now.index)
-        self._before[now.index] = now
-        if before is None:
-            return now
-        num_tokens = len(before.token_ids)
-        if len(now.token_ids) == num_tokens and now.finish_reason == before.finish_reason:
-            return None
-        return replace(
-            now,
-            token_ids=now.token_ids[num_tokens:],
-            text=None if now.text is None else now.text[len(before.text or "") :],
-            logprobs=None if now.logprobs is None else now.logprobs[num_tokens:],
-        )
-
-
-def with_text(entry: TokenLogprobs, tokenizer: ChatTokenizer | None) -> TokenLogprobs:
-    """The log-probabilities with the texts of their tokens."""
-    if tokenizer is None:
-        return entry
-    return {
-        token: logprob._replace(decoded_token=tokenizer.decode_token(token))
-        for token, logprob in entry.items()
-    }
+    prompt_token_ids: list[int]
+    prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
+    outputs: Sequence[CompletionOutput]
+    finished: bool = True  # whether this is all there will be
+    # Two outputs are equal whenever the same was generated, whatever that took.
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+    num_cached_tokens: int | None = field(default=None, compare=False)  # None before it has begun

@@ -27,7 +27,7 @@ from support.seeds import VARIABLE
 from support.targets import VOCAB
 from support.weights import rewrite
 
-from specjax import compiler, precompile
+from specjax.engine import compiler, precompile
 
 KEPT: dict = {}  # so that an engine finds the programs of one like it that was closed
 

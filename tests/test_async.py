@@ -23,10 +23,10 @@ from support.shared_models import (
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
+from specjax.engine.metrics import Metrics
+from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.metrics import Metrics
-from specjax.request import Request
 
 pytest.importorskip("llguidance")
 BUDGET, SMALL_BUDGET = SIZES["max_num_batched_tokens"], 10

@@ -20,7 +20,7 @@ from support.scripts import TextScript
 from support.texts import simulated_llm, with_bytes
 
 from specjax import LLM, AsyncLLM, SamplingParams
-from specjax.tokenizer import ChatTokenizer
+from specjax.text.tokenizer import ChatTokenizer
 
 VOCAB = 96
 EOS = 5

@@ -13,14 +13,14 @@ from support.texts import simulated_llm, with_bytes
 
 from specjax import LLM, SamplingParams, StructuredOutputs
 from specjax.config import EngineConfig
-from specjax.prompts import RequestMaker
 from specjax.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_STOP_IDS,
 )
-from specjax.tokenizer import load_tokenizer
+from specjax.text.prompts import RequestMaker
+from specjax.text.tokenizer import load_tokenizer
 
 VOCAB = 96
 MAX_LEN = 64

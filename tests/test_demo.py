@@ -10,10 +10,10 @@ import jax
 import numpy as np
 import pytest
 
-from specjax.bench.command import add_arguments
 from specjax.bench.speculation import bench, read_settings
+from specjax.checkpoint.demo import demo_folder
 from specjax.checkpoint.save import save_checkpoint
-from specjax.demo import demo_folder
+from specjax.commands.bench import add_arguments
 from specjax.device.drafters import eagle3
 from specjax.device.models.registry import load_model
 from specjax.llm import LLM

@@ -24,16 +24,16 @@ from specjax import LLM, SamplingParams
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params
 from specjax.device.verification import Draft
-from specjax.dynamic_k import fingerprint
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
+from specjax.engine.metrics import Compilations, Recorder
+from specjax.engine.programs import Begin, Decode, Key
+from specjax.host.request import Request
 from specjax.host.scheduler import DecodePlan, Scheduler
 from specjax.host.sequence import RowOutput
 from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
 from specjax.host.speculation.step_cost import StepCost
-from specjax.metrics import Compilations, Recorder
-from specjax.programs import Begin, Decode, Key
-from specjax.request import Request
+from specjax.serving.dynamic_k import fingerprint
 
 pytestmark = pytest.mark.usefixtures("simulated_device")
 MOST = K

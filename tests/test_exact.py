@@ -10,7 +10,7 @@ from support.shared_models import VOCAB, eagle3, llama, of_few_words
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
-from specjax.host.speculation.policy import GoodputPolicy, Rule, StaticPolicy
+from specjax.host.speculation.policy import GoodputPolicy, PolicyRule, StaticPolicy
 
 pytest.importorskip("llguidance")
 EXACT = {"exact": True, "decode_batches": None, "prefill_shapes": None}
@@ -73,7 +73,7 @@ def outcome(llm, prompts, order):
     ]
 
 
-class CyclicPolicy(Rule):
+class CyclicPolicy(PolicyRule):
     """Another K every step."""
 
     choices = (1, 0, 3, 2)

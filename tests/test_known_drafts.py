@@ -16,9 +16,9 @@ from specjax import SamplingParams
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Params
 from specjax.device.verification import Draft
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
+from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.request import Request
 
 MAX_LEN = SIZES["max_model_len"]
 

@@ -11,8 +11,8 @@ from support.texts import simulated_llm, with_bytes
 
 from specjax import LLM, CheckpointError, SamplingParams
 from specjax.device.models.registry import load_model
-from specjax.prompts import derived_seed
 from specjax.sampling_params import MAX_STOP_IDS
+from specjax.text.prompts import derived_seed
 
 VOCAB = 96
 MAX_LEN = 64

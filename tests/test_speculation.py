@@ -22,12 +22,12 @@ from support.shared_models import (
     of_few_words,
 )
 
-import specjax.engine
+import specjax.engine.engine
 from specjax import LLM, SamplingParams
 from specjax.device.noise import Stream, gumbel_noise
-from specjax.host.speculation.policy import Rule, StaticPolicy
-from specjax.prompts import derived_seed
-from specjax.request import Request
+from specjax.host.request import Request
+from specjax.host.speculation.policy import PolicyRule, StaticPolicy
+from specjax.text.prompts import derived_seed
 from specjax.train.context import CausalRows
 
 PROMPT_LENGTHS = (1, 5, 32, 33, 64, 70, 96, 2, 31, 40, 3, 65, 17, 90, 8, 50, 12, 77, 1, 32)
@@ -184,7 +184,7 @@ def test_any_batch_gives_the_tokens_of_plain_decoding(
 
 
 @dataclass
-class CyclicPolicy(Rule):
+class CyclicPolicy(PolicyRule):
     """Another K every step."""
 
     choices: tuple[int, ...]
@@ -309,10 +309,10 @@ def test_one_transfer_each_way_per_step(llm, works, monkeypatch):
         num_moves += 1
         return real_pack_snapshots(*arguments, **options)
 
-    real_pack_snapshots = specjax.engine.pack_snapshots
-    monkeypatch.setattr(specjax.engine, "pack_snapshots", pack_snapshots)
-    real_pack = specjax.engine.pack_admissions
-    monkeypatch.setattr(specjax.engine, "pack_admissions", pack_admissions)
+    real_pack_snapshots = specjax.engine.engine.pack_snapshots
+    monkeypatch.setattr(specjax.engine.engine, "pack_snapshots", pack_snapshots)
+    real_pack = specjax.engine.engine.pack_admissions
+    monkeypatch.setattr(specjax.engine.engine, "pack_admissions", pack_admissions)
     real_put, real_get = jax.device_put, jax.device_get
     kind = type(jnp.zeros(1))
     real_copy = kind.copy_to_host_async
@@ -321,8 +321,8 @@ def test_one_transfer_each_way_per_step(llm, works, monkeypatch):
     for name in "item", "tolist", "block_until_ready":
         watch(name)
     monkeypatch.setattr(kind, "copy_to_host_async", copy_ahead)
-    monkeypatch.setattr(specjax.engine.jax, "device_put", put)
-    monkeypatch.setattr(specjax.engine.jax, "device_get", get)
+    monkeypatch.setattr(specjax.engine.engine.jax, "device_put", put)
+    monkeypatch.setattr(specjax.engine.engine.jax, "device_get", get)
 
     before, work = llm.metrics(), works[0.8]
     with jax.transfer_guard("disallow_explicit"):

@@ -25,10 +25,10 @@ from support.stopping import (
 from support.texts import simulated_llm
 
 from specjax.bench.workload import read_questions
-from specjax.demo import demo_folder
+from specjax.checkpoint.demo import demo_folder
 from specjax.host.scheduler import DecodePlan
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.tokenizer import load_tokenizer
+from specjax.text.tokenizer import load_tokenizer
 
 EOS = 1
 VOCAB = 2048

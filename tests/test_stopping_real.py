@@ -25,7 +25,7 @@ from support.texts import LETTERS_EOS, letters_folder
 
 from specjax import LLM
 from specjax.bench.workload import read_questions
-from specjax.demo import demo_folder
+from specjax.checkpoint.demo import demo_folder
 
 EOS = 1  # of the demo
 CUES = ["#### ", " The answer is: #### 1", "\n#### 25", "So #### 3", " = 12.\n####", "####"]

@@ -11,8 +11,8 @@ from support.texts import simulated_llm, with_bytes
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from specjax import LLM, SamplingParams
-from specjax.detokenizer import StopStrings
-from specjax.tokenizer import ChatTokenizer
+from specjax.text.detokenizer import StopStrings
+from specjax.text.tokenizer import ChatTokenizer
 
 VOCAB = 96
 EOS = 5

@@ -24,9 +24,9 @@ from support.simulated_device import SimulatedPrograms
 
 from specjax import LLM
 from specjax.device.models.registry import describe_model, read_config
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
+from specjax.engine.programs import Begin, Decode
 from specjax.host.scheduler import Scheduler
-from specjax.programs import Begin, Decode
 
 pytestmark = pytest.mark.every_jax
 

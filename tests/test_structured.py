@@ -15,7 +15,7 @@ from support.shared_models import EOS, eagle3, llama, prepare_everything
 
 from specjax import SamplingParams
 from specjax.bench.workload import read_questions
-from specjax.demo import demo_folder
+from specjax.checkpoint.demo import demo_folder
 
 pytest.importorskip("llguidance")
 

@@ -9,8 +9,8 @@ from support.scripts import TextScript
 from support.texts import letters_folder, simulated_llm
 
 from specjax import LLM, CheckpointError, RequestOutputKind, SamplingParams, StructuredOutputsParams
-from specjax.generation_config import read_default_params
-from specjax.vllm_options import ONE_VALUE, PASSED_OVER, take_vllm_options
+from specjax.serving.vllm_options import ONE_VALUE, PASSED_OVER, take_vllm_options
+from specjax.text.generation_config import read_default_params
 
 VOCAB = 96
 TEMPLATE = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"

@@ -20,8 +20,8 @@ from specjax import (
     TextPrompt,
     TokensPrompt,
 )
-from specjax.demo import demo_folder
-from specjax.metric_reader import Counter, Vector
+from specjax.checkpoint.demo import demo_folder
+from specjax.engine.metric_reader import Counter, Vector
 
 MODEL = str(demo_folder("demo-llama"))
 PROMPTS = ["Question: What is 2 + 3?\nAnswer:", "Question: Who is Anna?\nAnswer:"]

@@ -22,11 +22,11 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.registry import describe_model
 from specjax.device.verification import Synthetic
-from specjax.engine import Engine
-from specjax.h200.minimum import minimum_bytes
-from specjax.host.speculation.policy import Load, Round, Rule
-from specjax.metrics import Metrics
-from specjax.request import Request
+from specjax.engine.engine import Engine
+from specjax.engine.metrics import Metrics
+from specjax.host.request import Request
+from specjax.host.speculation.policy import DecodeLoad, PolicyRule, Round
+from specjax.inspect.minimum import minimum_bytes
 from specjax.sampling_params import SamplingParams
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -51,7 +51,7 @@ PROMPT, OUTPUT, CHUNK_TOKENS = 128, 112, 2048
 
 
 @dataclass
-class Chosen(Rule):
+class Chosen(PolicyRule):
     """K as it is set, among those compiled; keeps the milliseconds of rounds."""
 
     choices: tuple[int, ...]
@@ -59,7 +59,7 @@ class Chosen(Rule):
     is_learning: bool = True
     ms: list[float] = field(default_factory=list)
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """As set."""
         return self.k
 

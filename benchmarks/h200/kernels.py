@@ -26,10 +26,10 @@ from problems import (
 from snapshots import snapshot_rule
 from timing import Setting, attempt, measure
 
-from pallas_kernels.gated_delta_rule.triton import TuningConfig as DeltaConfig
+from pallas_kernels.gated_delta_rule.triton import DeltaRuleTuning as DeltaConfig
 from pallas_kernels.paged_attention.tuning import choose_config
 from pallas_kernels.rms_norm import add_rms_norm
-from specjax.precompile import GPU_OPTIONS
+from specjax.engine.precompile import GPU_OPTIONS
 
 POOL_BYTES = 5 * 2**30  # more than 32 bits count, as in an engine
 DTYPE = "bfloat16"

@@ -9,11 +9,11 @@ import numpy as np
 from engines import Models, lengths
 from timing import Setting
 
-from specjax.batch import Layout, jitted, run_decode, run_propose
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
 from specjax.device.verification import Synthetic
-from specjax.precompile import GPU_OPTIONS, empty_state, step_model
+from specjax.engine.batch import Layout, jitted, run_decode, run_propose
+from specjax.engine.precompile import GPU_OPTIONS, empty_state, step_model
 
 
 class Step:

@@ -16,14 +16,14 @@ PARITY = 0x1BD11BDA
 
 
 @dataclass(frozen=True)
-class TuningConfig:
+class DrawTuning:
     """Tokens of a tile. A row of 128k makes 32: a few rows fill the GPU, and many keep it full."""
 
     block_tokens: int = 4096
     num_warps: int = 8
 
 
-DEFAULT = TuningConfig()
+DEFAULT = DrawTuning()
 
 
 def draw_tokens_triton(
@@ -35,7 +35,7 @@ def draw_tokens_triton(
     token_ids: jax.Array | None,
     vocab_size: int | None,
     *,
-    config: TuningConfig = DEFAULT,
+    config: DrawTuning = DEFAULT,
     interpret: bool = False,
 ) -> jax.Array:
     """See `draw_tokens`."""

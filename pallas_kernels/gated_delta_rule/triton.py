@@ -36,7 +36,7 @@ DTYPES = "bfloat16", "float32"
 
 
 @dataclass(frozen=True)
-class TuningConfig:
+class DeltaRuleTuning:
     """How a program's state [D_v, D_k] lies across its threads."""
 
     # Keys are taken apart into pieces so wide, and sums over them run over the pieces first, each
@@ -79,7 +79,7 @@ def gated_delta_rule_triton(
     *,
     folds: bool,
     eps: float,
-    config: TuningConfig | None = None,
+    config: DeltaRuleTuning | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, DeltaRuleCache]:
     """See `gated_delta_rule`. Outputs of padding rows are zero.
@@ -96,7 +96,7 @@ def gated_delta_rule_triton(
     for name, dtype in ("x", x.dtype), ("cache.ring", cache.ring.dtype):
         if dtype.name not in DTYPES:
             raise UnsupportedError(f"{name} is {dtype}; the kernel takes {', '.join(DTYPES)}")
-    config = config or TuningConfig()
+    config = config or DeltaRuleTuning()
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     run = _fold if folds else _step
     out, cache = run(x, weights, cache, (layer, slots, positions, pending), config, interpret)

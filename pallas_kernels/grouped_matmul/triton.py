@@ -21,7 +21,7 @@ MOST_ELEMENTS = 2**31  # offsets into an array are i32
 
 
 @dataclass(frozen=True)
-class TuningConfig:
+class GroupedMatmulTuning:
     """Tiles and how they are run; the tiles' sizes are powers of two of 16 or more."""
 
     block_rows: int
@@ -33,14 +33,14 @@ class TuningConfig:
 
 # By the rows that a group has on average, up to so many; few rows are bound by reading weights.
 BFLOAT16 = {
-    16: TuningConfig(16, 64, 128, 4, 4),
-    64: TuningConfig(64, 128, 64, 4, 4),
-    None: TuningConfig(128, 128, 64, 8, 4),
+    16: GroupedMatmulTuning(16, 64, 128, 4, 4),
+    64: GroupedMatmulTuning(64, 128, 64, 4, 4),
+    None: GroupedMatmulTuning(128, 128, 64, 8, 4),
 }
-FLOAT32 = {16: TuningConfig(16, 64, 32, 4, 3), None: TuningConfig(64, 64, 32, 8, 3)}
+FLOAT32 = {16: GroupedMatmulTuning(16, 64, 32, 4, 3), None: GroupedMatmulTuning(64, 64, 32, 8, 3)}
 
 
-def choose_config(num_rows: int, num_groups: int, dtype: Any) -> TuningConfig:
+def choose_config(num_rows: int, num_groups: int, dtype: Any) -> GroupedMatmulTuning:
     """The tiles for N rows of G groups."""
     configs = FLOAT32 if jnp.dtype(dtype) == jnp.float32 else BFLOAT16
     # Twice the average: the rows of an expert that many tokens choose fit its block.
@@ -55,7 +55,7 @@ def grouped_matmul_triton(
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
     *,
-    config: TuningConfig | None = None,
+    config: GroupedMatmulTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """See `grouped_matmul`. Reads a used matrix once per block of its rows, and no other.
@@ -112,7 +112,7 @@ def _kernel(
     sizes_ref,
     *refs,
     given: tuple[str, ...],
-    config: TuningConfig,
+    config: GroupedMatmulTuning,
     depth: int,
     num_columns: int,
 ):

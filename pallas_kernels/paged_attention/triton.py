@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.paged_attention.tuning import TuningConfig, choose_config
+from pallas_kernels.paged_attention.tuning import AttentionTuning, choose_config
 from pallas_kernels.triton_call import dot, load, store, triton_call
 
 DIMS = (64, 128, 256)
@@ -37,7 +37,7 @@ def paged_attention_triton(
     window: int | None = None,
     soft_cap: float | None = None,
     kv_scale: jax.Array | None = None,
-    config: TuningConfig | None = None,
+    config: AttentionTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """See `paged_attention`. `config` overrides what `choose_config` says.
@@ -127,7 +127,7 @@ def _attention_kernel(
     window: int | None,
     soft_cap: float | None,
     is_scaled: bool,
-    config: TuningConfig,
+    config: AttentionTuning,
 ):
     scale_ref, *out_refs = refs if is_scaled else (None, *refs)
     num_rows, num_heads, dim = q_ref.shape[1:]

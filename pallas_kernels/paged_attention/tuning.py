@@ -10,7 +10,7 @@ MAX_SPLITS = 64  # the combine kernel holds a row's partials [splits, D] in regi
 
 
 @dataclass(frozen=True)
-class TuningConfig:
+class AttentionTuning:
     """What a program of the attention kernel takes, and what it takes it with."""
 
     block_rows: int  # query rows, of the T G that share a key head
@@ -61,7 +61,7 @@ def choose_config(
     dim: int,
     context: int,
     dtype: jnp.dtype,
-) -> TuningConfig:
+) -> AttentionTuning:
     """The tiles for T = `num_rows` new tokens of each request, over `context` tokens at most."""
     tiles = TILES[dtype.itemsize][dim]
     rows = num_rows * (num_heads // num_kv_heads)
@@ -75,4 +75,4 @@ def choose_config(
     else:
         most = min(-(-context // (LEAST_BLOCKS * block_tokens)), MAX_SPLITS)
         num_splits = max(1, min(room // programs, most))
-    return TuningConfig(block_rows, block_tokens, num_splits, num_warps, num_stages)
+    return AttentionTuning(block_rows, block_tokens, num_splits, num_warps, num_stages)

@@ -12,14 +12,14 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 
 @dataclass(frozen=True)
-class TuningConfig:
+class RopeWriteTuning:
     """A program takes `block_heads` heads of one row; heads are small, so one warp has several."""
 
     block_heads: int = 8
     num_warps: int = 4
 
 
-DEFAULT = TuningConfig()
+DEFAULT = RopeWriteTuning()
 
 
 def rope_write_triton(
@@ -38,7 +38,7 @@ def rope_write_triton(
     eps: float,
     is_centred: bool,
     writes: bool,
-    config: TuningConfig = DEFAULT,
+    config: RopeWriteTuning = DEFAULT,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
     """See `rope_write`."""

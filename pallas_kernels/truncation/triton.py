@@ -26,7 +26,7 @@ LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
-class TuningConfig:
+class TruncationTuning:
     """Sizes are powers of two."""
 
     block: int  # columns at a time
@@ -35,12 +35,12 @@ class TuningConfig:
 
 
 # Two programs share a multiprocessor, or one has it for itself and must keep it busy alone.
-MANY_ROWS = TuningConfig(block=4096, most_candidates=4096, num_warps=8)
-FEW_ROWS = TuningConfig(block=8192, most_candidates=4096, num_warps=16)
+MANY_ROWS = TruncationTuning(block=4096, most_candidates=4096, num_warps=8)
+FEW_ROWS = TruncationTuning(block=8192, most_candidates=4096, num_warps=16)
 MOST_FEW_ROWS = 132  # multiprocessors of an H200
 
 
-def choose_config(num_rows: int) -> TuningConfig:
+def choose_config(num_rows: int) -> TruncationTuning:
     """The blocks for N rows."""
     return FEW_ROWS if num_rows <= MOST_FEW_ROWS else MANY_ROWS
 
@@ -52,7 +52,7 @@ def least_kept_triton(
     top_p: jax.Array,
     min_p: jax.Array,
     *,
-    config: TuningConfig | None = None,
+    config: TruncationTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """The key u32[N] of the least logit that `truncate` keeps of each row; 0 where it keeps all.

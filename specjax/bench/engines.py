@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from specjax.bench.workload import make_requests, read_questions, tokenize
+from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
 from specjax.config import OWN_METHODS, check_positive
-from specjax.demo import DRAFTERS
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
+from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.llm import LLM
-from specjax.request import Request
 from specjax.sampling_params import MAX_SEED, SamplingParams
-from specjax.tokenizer import load_tokenizer
+from specjax.text.tokenizer import load_tokenizer
 
 # Prompts are not timed: small chunks need few executables, and a batch should start together.
 _PROMPT_CHUNK, _MAX_PROMPT_TOKENS = 32, 512

@@ -14,16 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.batch import Layout, jitted, pack_admissions, run_admit
 from specjax.device.edits import History, Processors
 from specjax.device.models.model import Model
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.requests import Requests
 from specjax.device.sampling import process, scale
 from specjax.device.state import init_state
-from specjax.engine import Engine
+from specjax.engine.batch import Layout, jitted, pack_admissions, run_admit
+from specjax.engine.engine import Engine
+from specjax.host.request import Request
 from specjax.host.sequence import Sequence as Sample
-from specjax.request import Request
 from specjax.train.context import CausalRows
 
 NEAR_TIE = 2e-4

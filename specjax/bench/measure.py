@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
+from specjax.engine.metrics import Metrics
+from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.metrics import Metrics
-from specjax.request import Request
 
 PLAIN = "plain"
 

@@ -15,18 +15,18 @@ from typing import Any
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specjax.bench.engines import Setup, open_engines, read_setup, warm_up
+from specjax.bench.environment import describe_environment
 from specjax.bench.measure import decode
 from specjax.bench.profile_show import describe
 from specjax.checkpoint.writing import check_writable, write_whole
-from specjax.dynamic_k import fingerprint
-from specjax.environment import describe_environment
-from specjax.host.speculation.acceptance import Verdict
-from specjax.host.speculation.policy import Load, Round, Rule
+from specjax.host.speculation.acceptance import DraftOutcome
+from specjax.host.speculation.policy import DecodeLoad, PolicyRule, Round
 from specjax.host.speculation.profile import Profile
 from specjax.llm import LLM
+from specjax.serving.dynamic_k import fingerprint
 
 
-class Watched(Rule):
+class Watched(PolicyRule):
     """The same K always; keeps what rounds of a full batch showed."""
 
     is_learning = True
@@ -35,9 +35,9 @@ class Watched(Rule):
         self.choices = (k,)
         self._batch_size = batch_size
         self.milliseconds: list[float] = []
-        self.verdicts: Counter[Verdict] = Counter()
+        self.verdicts: Counter[DraftOutcome] = Counter()
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """K."""
         return self.choices[0]
 
@@ -71,7 +71,7 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
     """Run every K at every batch size, in turn, as often as the setup says."""
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     times: dict[int, dict[int, list[float]]] = {}
-    verdicts: Counter[Verdict] = Counter()
+    verdicts: Counter[DraftOutcome] = Counter()
     with (
         open_engines(setup, show_progress=show_progress) as engines,
         Progress(*columns, disable=not show_progress, transient=True) as progress,
@@ -112,7 +112,7 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
     return Profile.of(profile.as_json(), "what was measured")
 
 
-def unconditional(verdicts: Mapping[Verdict, int], most: int) -> tuple[float, ...]:
+def unconditional(verdicts: Mapping[DraftOutcome, int], most: int) -> tuple[float, ...]:
     """Of all rounds, the part that accepts at least 1, 2, ... drafts, by what was looked at."""
     rates = []
     for i in range(most):

@@ -20,7 +20,7 @@ MOST_SHIFT = 50  # where every draft is accepted, or none
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class SimulationSettings:
     """What `specjax bench simulate` runs; fields are its options."""
 
     profile: str
@@ -40,7 +40,7 @@ class Settings:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out `specjax bench simulate`."""
-    settings = Settings(
+    settings = SimulationSettings(
         profile=args.profile,
         policy=args.policy,
         acceptance_shift=args.acceptance_shift,
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def bench(settings: Settings, profile: Profile) -> dict[str, Any]:
+def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
     """Run the policy and the oracle on the same requests, seed by seed.
 
     Regrets are parts of the oracle's goodput, the mean and the spread of them over seeds; of a

@@ -14,20 +14,20 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specjax.bench.environment import describe_environment
 from specjax.bench.measure import PLAIN, Configuration, decode, measure
 from specjax.bench.report import Figures, identity_line, repetition_line, show, summarise
 from specjax.bench.workload import make_requests, read_questions, tokenize
+from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.writing import check_writable
 from specjax.config import OWN_METHODS
-from specjax.demo import DRAFTERS
-from specjax.engine import Engine
-from specjax.environment import describe_environment
+from specjax.engine.engine import Engine
+from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.llm import LLM
-from specjax.request import Request
 from specjax.sampling_params import MAX_SEED, SamplingParams
-from specjax.tokenizer import load_tokenizer, read_eos_ids
+from specjax.text.tokenizer import load_tokenizer, read_eos_ids
 
 SCHEMA_VERSION = 1
 # Prompts are not timed: small chunks need few executables, and a batch should start together.
@@ -37,7 +37,7 @@ _WARM_UP_TOKENS = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class BenchSettings:
     """What `specjax bench` measures; fields are its options."""
 
     model: str
@@ -109,7 +109,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def read_settings(args: argparse.Namespace) -> Settings:
+def read_settings(args: argparse.Namespace) -> BenchSettings:
     """The settings that the command's options ask for."""
     available = len(read_questions())
     num_prompts = args.num_prompts
@@ -121,7 +121,7 @@ def read_settings(args: argparse.Namespace) -> Settings:
         ks = tuple(sorted({int(k) for k in args.k.split(",")}))
     except ValueError as error:
         raise ValueError(f"--k {args.k} must list integers, like 1,2,3") from error
-    return Settings(
+    return BenchSettings(
         model=args.model,
         drafters=read_drafters(args.model, args.drafter),
         ks=ks,
@@ -154,7 +154,7 @@ def read_drafters(model: str, given: Sequence[str] | None) -> dict[str, str | No
     return drafters
 
 
-def bench(settings: Settings, *, show_progress: bool) -> tuple[list[Figures], dict[str, Any]]:
+def bench(settings: BenchSettings, *, show_progress: bool) -> tuple[list[Figures], dict[str, Any]]:
     """Load, compile, warm up and measure: figures by configuration, and the report for machines."""
     start = time.perf_counter()
     batches = load_workload(settings)
@@ -193,7 +193,7 @@ def bench(settings: Settings, *, show_progress: bool) -> tuple[list[Figures], di
     return figures, report
 
 
-def load_workload(settings: Settings) -> list[list[Request]]:
+def load_workload(settings: BenchSettings) -> list[list[Request]]:
     """The prompts as batches of requests."""
     folder = resolve(settings.model)
     tokenizer = load_tokenizer(folder)
@@ -211,7 +211,9 @@ def load_workload(settings: Settings) -> list[list[Request]]:
     return [requests[i : i + size] for i in range(0, len(requests), size)]
 
 
-def load_engines(settings: Settings, stack: ExitStack, *, show_progress: bool) -> dict[str, Engine]:
+def load_engines(
+    settings: BenchSettings, stack: ExitStack, *, show_progress: bool
+) -> dict[str, Engine]:
     """An engine by method, PLAIN included, with every step of the measurement compiled."""
     engines: dict[str, Engine] = {}
     for method, checkpoint in {PLAIN: None, **settings.drafters}.items():
@@ -255,7 +257,7 @@ def warm_up(
 
 
 def describe(
-    settings: Settings, figures: Sequence[Figures], report: Mapping[str, Any]
+    settings: BenchSettings, figures: Sequence[Figures], report: Mapping[str, Any]
 ) -> list[str]:
     """The lines below the table."""
     environment, versions = report["environment"], report["environment"]["versions"]

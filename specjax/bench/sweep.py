@@ -21,12 +21,12 @@ from specjax.bench.engines import (
     read_setup,
     warm_up,
 )
+from specjax.bench.environment import describe_environment
 from specjax.bench.measure import decode
 from specjax.bench.plot import plot_sweep
 from specjax.bench.report import Spread
 from specjax.bench.table import format_table
 from specjax.checkpoint.writing import check_writable
-from specjax.environment import describe_environment
 from specjax.host.speculation.methods import adaptive_policy, make_policy
 from specjax.host.speculation.policy import Policy, StaticPolicy
 from specjax.host.speculation.profile import Profile

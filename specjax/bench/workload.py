@@ -4,9 +4,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from specjax.request import Request
+from specjax.host.request import Request
 from specjax.sampling_params import SamplingParams
-from specjax.tokenizer import ChatTokenizer
+from specjax.text.tokenizer import ChatTokenizer
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
 

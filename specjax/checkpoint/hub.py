@@ -5,9 +5,9 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
+from specjax.checkpoint.demo import demo_folders
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import find_weights
-from specjax.demo import demo_folders
 
 _HUB_ID = re.compile(r"[A-Za-z0-9_][\w.-]*/[\w.-]+", re.ASCII)
 _FILES = ["*.safetensors", "*.json", "*.jinja", "tokenizer*", "vocab.txt", "merges.txt"]

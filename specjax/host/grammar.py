@@ -139,9 +139,9 @@ class Grammar:
     _root: "LLMatcher"
     _vocabulary: Vocabulary
 
-    def matcher(self) -> "Matcher":
+    def matcher(self) -> "GrammarMatcher":
         """A matcher at the start of an output."""
-        return Matcher(self._root.deep_copy(), self._vocabulary)
+        return GrammarMatcher(self._root.deep_copy(), self._vocabulary)
 
     @property
     def is_exhausted(self) -> bool:
@@ -151,7 +151,7 @@ class Grammar:
         return probe.is_error()
 
 
-class Matcher:
+class GrammarMatcher:
     """Where one output stands in its grammar. Owns that place; masks are looked up, never kept.
 
     A place from which no token leads on, as when llguidance's limits are used up, allows the ends

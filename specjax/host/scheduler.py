@@ -16,10 +16,10 @@ from dataclasses import dataclass, field
 from specjax.config import EngineConfig
 from specjax.host.pages import PageAllocator
 from specjax.host.prefix_cache import Key, PrefixCache, SnapshotIndex, extend_keys
+from specjax.host.request import Demands, Request
 from specjax.host.sequence import RowOutput, Sequence
 from specjax.host.shapes import Shape, Shapes
-from specjax.host.speculation.policy import Load, Policy
-from specjax.request import Demands, Request
+from specjax.host.speculation.policy import DecodeLoad, Policy
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class Scheduler:
     def _choose_k(self, ready: list[Sequence]) -> int:
         """How many drafts the policy wants of the next round."""
         most = max(self.policy.choices)
-        load = Load(
+        load = DecodeLoad(
             len(ready),
             sum(len(sequence.token_ids) for sequence in ready),
             self.config.max_num_scheduled_tokens,

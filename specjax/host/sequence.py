@@ -7,8 +7,9 @@ from functools import cached_property
 from typing import Any
 
 from specjax.host.prefix_cache import Key
-from specjax.host.speculation.acceptance import Verdict
-from specjax.request import Matcher, Request, TextWatch, TokenLogprobs
+from specjax.host.request import Matcher, Request, TextWatch
+from specjax.host.speculation.acceptance import DraftOutcome
+from specjax.outputs import TokenLogprobs
 
 
 @dataclass(slots=True)
@@ -133,7 +134,7 @@ class Sequence:
         remaining = self.request.max_tokens - num_before
         return max(0, min(k if most is None else min(k, most), remaining - 1))
 
-    def verdict(self, k: int, num_kept: int) -> Verdict:
+    def verdict(self, k: int, num_kept: int) -> DraftOutcome:
         """What a round of k drafts that gave the last `num_kept` tokens says of drafts.
 
         Where the drafter found fewer, it is as if the next had failed: a round of k gave no more.
@@ -142,7 +143,7 @@ class Sequence:
         num_accepted = min(num_kept - 1, num_drafts)
         if self.is_finished:  # whatever followed the end, nobody looked at it
             num_drafts = num_accepted
-        return Verdict(num_drafts, num_accepted, self.request.group)
+        return DraftOutcome(num_drafts, num_accepted, self.request.group)
 
     @property
     def is_finished(self) -> bool:

@@ -11,17 +11,17 @@ import numpy as np
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.models.model import Model
+from specjax.engine.metrics import Metrics
+from specjax.engine.sleep import Sleep, change_weights, check_level, on_host
+from specjax.host.request import Request
 from specjax.llm import LLM
-from specjax.metrics import Metrics
-from specjax.prompts import Prompt
-from specjax.request import Request
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
 from specjax.rl.loop import Loop
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
 from specjax.rl.running import read_score
 from specjax.rl.starts import StartMaker
 from specjax.rl.weights import (
-    Source,
+    ArraySource,
     Weights,
     WeightUpdate,
     brings_module,
@@ -32,8 +32,8 @@ from specjax.rl.weights import (
     stage_target,
 )
 from specjax.sampling_params import SamplingParams
-from specjax.sleep import Sleep, change_weights, check_level, on_host
-from specjax.tokenizer import ChatTokenizer
+from specjax.text.prompts import Prompt
+from specjax.text.tokenizer import ChatTokenizer
 
 PAUSES = ("abort", "wait", "keep")
 PAUSED, ASLEEP = "paused", "asleep"
@@ -399,15 +399,15 @@ class RolloutEngine:
     def _read_drafter(self, weights: Weights) -> dict[str, Any]:
         return read_finite(weights, self.params.drafter, "drafter's weights")
 
-    def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[Source] | None:
+    def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[ArraySource] | None:
         if named is None:
             return None
         return stage_drafter(named, self.drafter, self._engine.params.drafter)
 
     def _replace(
         self,
-        target: list[Source] | None,
-        own: list[Source] | None,
+        target: list[ArraySource] | None,
+        own: list[ArraySource] | None,
         pause: str,
         version: int | None,
     ) -> WeightUpdate:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
-from specjax.metrics import Metrics
+from specjax.engine.metrics import Metrics
 
 
 class Mark(NamedTuple):

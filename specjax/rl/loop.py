@@ -10,15 +10,15 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, TypeVar
 
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
+from specjax.host.request import Request
 from specjax.host.sequence import Sequence as Sample
-from specjax.outputs import Completion
-from specjax.request import Request
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError
 from specjax.rl.running import Running
 from specjax.rl.starts import Start
 from specjax.rl.turns import Turns
-from specjax.tokenizer import ChatTokenizer
+from specjax.text.completions import Completion
+from specjax.text.tokenizer import ChatTokenizer
 
 T = TypeVar("T")
 

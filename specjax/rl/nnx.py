@@ -1,9 +1,9 @@
 """The bridge between flax nnx and the engine's weights, in both directions.
 
-`Policy` makes an nnx module of an engine's model, to train with nnx and optax; its state is what
-`RolloutEngine.update_weights` takes. `hf_named` translates the state of any other model, by rules,
-into the names and layouts of Hugging Face checkpoints, which `update_weights` takes as well. So no
-second model is ever built to move weights.
+`PolicyModule` makes an nnx module of an engine's model, to train with nnx and optax; its state is
+what `RolloutEngine.update_weights` takes. `hf_named` translates the state of any other model, by
+rules, into the names and layouts of Hugging Face checkpoints, which `update_weights` takes as well.
+So no second model is ever built to move weights.
 """
 
 import re
@@ -21,10 +21,10 @@ from specjax.device.models.model import Model
 from specjax.rl.weights import paths
 from specjax.train.context import CausalRows
 
-Names = Mapping[str, "str | Rule"]
+Names = Mapping[str, "str | ArrayRule"]
 
 
-class Policy(nnx.Module):
+class PolicyModule(nnx.Module):
     """An engine's model as a trainable module.
 
     Its parameters stand under the paths of the engine's tree (`layers.0.attention.qkv`), so
@@ -90,7 +90,7 @@ def _at(node: Any, path: str) -> Any:
 
 
 @dataclass(frozen=True)
-class Rule:
+class ArrayRule:
     """How one kind of array of a foreign model becomes a tensor of a checkpoint.
 
     Attributes:
@@ -157,7 +157,8 @@ def hf_named(
     """
     arrays = _merged(_flat(state), lora_scale)
     rules = {
-        pattern: Rule(rule) if isinstance(rule, str) else rule for pattern, rule in names.items()
+        pattern: ArrayRule(rule) if isinstance(rule, str) else rule
+        for pattern, rule in names.items()
     }
     chosen = {path: [p for p in rules if _matched(p, path) is not None] for path in arrays}
     _check(chosen, rules)
@@ -165,7 +166,7 @@ def hf_named(
 
 
 def _tensors(
-    arrays: Mapping[str, Any], patterns: Mapping[str, str], rules: Mapping[str, Rule]
+    arrays: Mapping[str, Any], patterns: Mapping[str, str], rules: Mapping[str, ArrayRule]
 ) -> Iterator[tuple[str, Any]]:
     for path, array in arrays.items():
         rule, matched = rules[patterns[path]], _matched(patterns[path], path)
@@ -223,7 +224,7 @@ def _filled(name: str, mark: str, parts: Iterable[object]) -> str:
     return name
 
 
-def _check(chosen: Mapping[str, list[str]], rules: Mapping[str, Rule]) -> None:
+def _check(chosen: Mapping[str, list[str]], rules: Mapping[str, ArrayRule]) -> None:
     """Refuse a table that does not name every array once, and nothing else."""
     used = {pattern for found in chosen.values() for pattern in found}
     named = {

@@ -19,14 +19,14 @@ import jax
 import numpy as np
 
 from specjax.config import SpeculativeConfig, check_positive
-from specjax.metrics import Metrics
-from specjax.prompts import Prompt, as_prompt_list, derived_seed, one_each
+from specjax.engine.metrics import Metrics
 from specjax.rl.engine import RolloutEngine
 from specjax.rl.freshness import VersionAcceptance
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
 from specjax.rl.weights import Weights, WeightUpdate, read_named
 from specjax.rl.work import Group, WorkQueue, num_fitting
 from specjax.sampling_params import SamplingParams
+from specjax.text.prompts import Prompt, as_prompt_list, derived_seed, one_each
 
 MAX_DEATHS = 3  # of workers at the same work, before it is given up
 MAX_CALLS = 16  # that generate or score at once in a worker; more wait

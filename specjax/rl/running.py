@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specjax.host.sequence import Sequence as Sample
-from specjax.outputs import Completion
-from specjax.request import TokenLogprobs
+from specjax.outputs import TokenLogprobs
 from specjax.rl.rollouts import Rollout, Score, Span
 from specjax.sampling_params import SamplingParams
+from specjax.text.completions import Completion
 
 
 @dataclass(eq=False)

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from specjax.prompts import RequestMaker, as_prompt_list, one_each
-from specjax.request import Request
+from specjax.host.request import Request
 from specjax.rl.rollouts import Rollout
 from specjax.sampling_params import SamplingParams
+from specjax.text.prompts import RequestMaker, as_prompt_list, one_each
 
 
 class Start(NamedTuple):

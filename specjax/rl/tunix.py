@@ -15,12 +15,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from specjax.prompts import derived_seed
 from specjax.rl.engine import RolloutEngine
 from specjax.rl.nnx import Names, hf_named
 from specjax.rl.rollouts import Rollout
 from specjax.rl.tunix_names import names_of
 from specjax.sampling_params import SamplingParams
+from specjax.text.prompts import derived_seed
 
 try:
     _tunix: Any = importlib.import_module("tunix.rl.rollout.base_rollout")

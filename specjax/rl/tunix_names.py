@@ -5,22 +5,22 @@ Tunix keeps projections as [D, heads, size] and [heads, size, D], and kernels as
 
 from typing import Any
 
-from specjax.rl.nnx import Names, Rule, from_heads, to_heads, transposed
+from specjax.rl.nnx import ArrayRule, Names, from_heads, to_heads, transposed
 
 LAYER = "model.layers.*"
 LLAMA3: Names = {
     "embedder.input_embedding": "model.embed_tokens.weight",
     "layers.*.input_layernorm.w": f"{LAYER}.input_layernorm.weight",
-    "layers.*.attn.q_proj.w": Rule(f"{LAYER}.self_attn.q_proj.weight", from_heads),
-    "layers.*.attn.k_proj.w": Rule(f"{LAYER}.self_attn.k_proj.weight", from_heads),
-    "layers.*.attn.v_proj.w": Rule(f"{LAYER}.self_attn.v_proj.weight", from_heads),
-    "layers.*.attn.o_proj.w": Rule(f"{LAYER}.self_attn.o_proj.weight", to_heads),
+    "layers.*.attn.q_proj.w": ArrayRule(f"{LAYER}.self_attn.q_proj.weight", from_heads),
+    "layers.*.attn.k_proj.w": ArrayRule(f"{LAYER}.self_attn.k_proj.weight", from_heads),
+    "layers.*.attn.v_proj.w": ArrayRule(f"{LAYER}.self_attn.v_proj.weight", from_heads),
+    "layers.*.attn.o_proj.w": ArrayRule(f"{LAYER}.self_attn.o_proj.weight", to_heads),
     "layers.*.post_attention_layernorm.w": f"{LAYER}.post_attention_layernorm.weight",
-    "layers.*.mlp.gate_proj.kernel": Rule(f"{LAYER}.mlp.gate_proj.weight", transposed),
-    "layers.*.mlp.up_proj.kernel": Rule(f"{LAYER}.mlp.up_proj.weight", transposed),
-    "layers.*.mlp.down_proj.kernel": Rule(f"{LAYER}.mlp.down_proj.weight", transposed),
+    "layers.*.mlp.gate_proj.kernel": ArrayRule(f"{LAYER}.mlp.gate_proj.weight", transposed),
+    "layers.*.mlp.up_proj.kernel": ArrayRule(f"{LAYER}.mlp.up_proj.weight", transposed),
+    "layers.*.mlp.down_proj.kernel": ArrayRule(f"{LAYER}.mlp.down_proj.weight", transposed),
     "final_norm.w": "model.norm.weight",
-    "lm_head.w": Rule("lm_head.weight", transposed, is_optional=True),
+    "lm_head.w": ArrayRule("lm_head.weight", transposed, is_optional=True),
 }
 QWEN2: Names = {
     **LLAMA3,

@@ -28,7 +28,7 @@ Weights: TypeAlias = Any  # what trainers bring; see above
 
 
 @dataclass(frozen=True)
-class Source:
+class ArraySource:
     """What one of the engine's arrays will be made from."""
 
     parts: tuple[Any, ...]
@@ -68,19 +68,19 @@ class WeightUpdate(NamedTuple):
     seconds: float  # that nothing was generated, pausing included
 
     @classmethod
-    def of(cls, version: int, sources: Sequence[Source], seconds: float) -> "WeightUpdate":
+    def of(cls, version: int, sources: Sequence[ArraySource], seconds: float) -> "WeightUpdate":
         """An update from these sources."""
         parts = [part for source in sources for part in source.parts]
         num_bytes = sum(part.size * part.dtype.itemsize for part in parts)
         return cls(version, len(sources), num_bytes, seconds)
 
 
-def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[Source]:
+def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[ArraySource]:
     """`stage` for the parameters `current` of a target."""
     return stage(given, current, target.specs, "weights", partial(is_unused, target))
 
 
-def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Source]:
+def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[ArraySource]:
     """`stage` for the parameters `current` of a drafter, by its published names.
 
     Raises:
@@ -112,7 +112,7 @@ def stage(
     specs_of: Callable[[Collection[str]], Any],
     name: str,
     is_unused: Callable[[str], bool],
-) -> list[Source]:
+) -> list[ArraySource]:
     """Where each array of the tree `current` is to come from, in the order of its leaves.
 
     Args:
@@ -140,11 +140,13 @@ def stage(
     fixed = {path: leaf for path, leaf in places.items() if path not in floats and path in given}
     _check(given, needed, fixed, name, is_unused)
 
-    def source(path: str, leaf: jax.Array) -> Source:
+    def source(path: str, leaf: jax.Array) -> ArraySource:
         spec = specs.get(path)
         if path not in floats:
-            return Source((leaf,), None)
-        return Source(tuple(given[tensor] for tensor in (spec.names if spec else (path,))), spec)
+            return ArraySource((leaf,), None)
+        return ArraySource(
+            tuple(given[tensor] for tensor in (spec.names if spec else (path,))), spec
+        )
 
     return [source(path, leaf) for path, leaf in places.items()]
 

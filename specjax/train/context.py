@@ -16,7 +16,7 @@ from pallas_kernels.gated_delta_rule.reference import (
     split_tokens,
 )
 from pallas_kernels.rope_write import split_heads
-from specjax.device.models.layers.rows import AttentionShape, Heads
+from specjax.device.models.layers.rows import AttentionShape, ProjectedHeads
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +34,7 @@ class CausalRows:
         return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32), batch), length)
 
     def attend(
-        self, kv: Any, layer: jax.Array, heads: Heads, shape: AttentionShape
+        self, kv: Any, layer: jax.Array, heads: ProjectedHeads, shape: AttentionShape
     ) -> tuple[jax.Array, Any]:
         """Causal attention within each sequence; there is no context to keep."""
         q, k, v = split(heads, shape)
@@ -63,7 +63,7 @@ class CausalRows:
         return out.reshape(-1, *out.shape[2:]), cache
 
 
-def split(heads: Heads, shape: AttentionShape) -> tuple[jax.Array, jax.Array, jax.Array]:
+def split(heads: ProjectedHeads, shape: AttentionShape) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Rotated queries [B T, H, D], keys and values [B T, H_kv, D]."""
     return split_heads(
         heads.qkv,
@@ -122,7 +122,7 @@ class UnrolledRows:
         return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32) + step, batch), length)
 
     def attend(
-        self, kv: Any, layer: jax.Array, heads: Heads, shape: AttentionShape
+        self, kv: Any, layer: jax.Array, heads: ProjectedHeads, shape: AttentionShape
     ) -> tuple[jax.Array, Any]:
         """Attention over step 0's rows and the row's own drafts, one softmax over both."""
         q, k, v = split(heads, shape)

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 from specjax.bench.measure import PLAIN, Configuration, as_run, decode, measure
 from specjax.config import EngineConfig
+from specjax.engine.metrics import Compilations, Metrics, Recorder
+from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.metrics import Compilations, Metrics, Recorder
-from specjax.request import Request
 from specjax.sampling_params import SamplingParams
 
 EMPTY = Recorder().snapshot(

@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 
-from specjax.bench.simulate import Settings, bench, pool_regret
+from specjax.bench.simulate import SimulationSettings, bench, pool_regret
 from specjax.cli import main
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.simulator import Outcome
@@ -81,7 +81,7 @@ def test_a_shift_is_for_those_who_learn(capsys, profile, tmp_path):
 def test_every_seed_begins_with_a_policy_that_has_learned_nothing():
     profile = Profile.of(PROFILE, "here")
     settings = {"profile": "here", "policy": "adaptive", "acceptance_shift": 0.0, "requests": 4}
-    one, two = (bench(Settings(seeds=seeds, **settings), profile) for seeds in (1, 2))
+    one, two = (bench(SimulationSettings(seeds=seeds, **settings), profile) for seeds in (1, 2))
     assert two["regret_by_seed"][0] == one["regret_by_seed"][0]
 
 

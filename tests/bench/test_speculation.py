@@ -12,8 +12,8 @@ from support.scripts import TextScript
 
 from specjax.bench import speculation
 from specjax.bench.workload import read_questions
+from specjax.checkpoint.demo import DRAFTERS
 from specjax.cli import build_parser, main
-from specjax.demo import DRAFTERS
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
 
 VOCAB, NUM_PROMPTS, MAX_TOKENS = 300, 2, 6

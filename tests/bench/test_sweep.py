@@ -12,7 +12,7 @@ from specjax import LLM
 from specjax.bench.profile import unconditional
 from specjax.bench.workload import read_questions
 from specjax.cli import main
-from specjax.host.speculation.acceptance import Verdict
+from specjax.host.speculation.acceptance import DraftOutcome
 from specjax.host.speculation.profile import Profile
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
 
@@ -90,7 +90,12 @@ def test_a_profile_serves_the_model_it_is_of_and_no_other(profile, folders, chec
 
 def test_rates_are_those_of_what_was_looked_at():
     """4 of 6 first drafts stood; of those, 1 of 3 seconds, one having been cut off."""
-    verdicts = {Verdict(2, 0): 2, Verdict(2, 1): 2, Verdict(2, 2): 1, Verdict(1, 1): 1}
+    verdicts = {
+        DraftOutcome(2, 0): 2,
+        DraftOutcome(2, 1): 2,
+        DraftOutcome(2, 2): 1,
+        DraftOutcome(1, 1): 1,
+    }
     assert unconditional(verdicts, 3) == pytest.approx((4 / 6, 4 / 6 / 3, 0))
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from specjax.bench.workload import make_requests, read_questions, tokenize
-from specjax.tokenizer import ChatTokenizer
+from specjax.text.tokenizer import ChatTokenizer
 from specjax.train.data import train_tokenizer
 
 OPTIONS = {

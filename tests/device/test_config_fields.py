@@ -7,7 +7,7 @@ import pytest
 from support.refusals import refusal
 from support.targets import CONFIG_SIZES
 
-from specjax.demo import demo_folder
+from specjax.checkpoint.demo import demo_folder
 from specjax.device.models.config_fields import CHANGES, HARMLESS, READ
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.registry import MODELS, describe_model, read_config

@@ -6,21 +6,21 @@ import jax
 import numpy as np
 import pytest
 
-import specjax.precompile
+import specjax.engine.precompile
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.cache.rows import padded_width
 from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
 from specjax.device.noise import Stream, gumbel_noise
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
+from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.request import Request
 from specjax.sampling_params import SamplingParams
 from specjax.train.context import CausalRows
 
 FLOAT32 = np.dtype(np.float32)
-step_model = specjax.precompile.step_model
+step_model = specjax.engine.precompile.step_model
 VOCAB, MAX_LEN, K = 24, 64, 2
 TEMPERATURES = (0.0, 0.7, 0.0)
 gumbel = jax.jit(gumbel_noise, static_argnums=(1, 3))
@@ -106,7 +106,7 @@ def run(loaded):
             num_pages=12,
         )
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(specjax.precompile, "step_model", make)
+            patch.setattr(specjax.engine.precompile, "step_model", make)
             engine = Engine(config, model, drafter, params, StaticPolicy(K))
         for i, prompt in enumerate(prompts):
             asked = SamplingParams(temperature=TEMPERATURES[i], **(GRAMMAR if rule else {}))

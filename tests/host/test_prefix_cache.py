@@ -13,10 +13,10 @@ from specjax.config import EngineConfig
 from specjax.host import prefix_cache
 from specjax.host.pages import PageAllocator
 from specjax.host.prefix_cache import PrefixCache, SnapshotIndex, extend_keys
+from specjax.host.request import Request
 from specjax.host.scheduler import PrefillPlan, Scheduler
 from specjax.host.sequence import RowOutput
 from specjax.host.speculation.policy import StaticPolicy
-from specjax.request import Request
 from specjax.sampling_params import SamplingParams
 
 STOP = 7

@@ -15,17 +15,17 @@ import pytest
 
 from specjax.config import EngineConfig
 from specjax.host.prefix_cache import extend_keys
+from specjax.host.request import Request
 from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler
 from specjax.host.sequence import RowOutput
-from specjax.host.speculation.policy import Rule, StaticPolicy
-from specjax.request import Request
+from specjax.host.speculation.policy import PolicyRule, StaticPolicy
 from specjax.sampling_params import SamplingParams
 
 STOP = 7
 
 
 @dataclass(frozen=True)
-class FewerWhenFull(Rule):
+class FewerWhenFull(PolicyRule):
     """K falls with the batch size, to see that it is asked with the right one."""
 
     choices: tuple[int, ...] = (0, 1, 2, 3)

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from specjax.host.request import Request
 from specjax.host.sequence import RowOutput, Sequence
-from specjax.request import Logprob, Request
+from specjax.outputs import Logprob
 from specjax.sampling_params import SamplingParams
 
 EOS, STOP = 5, 7

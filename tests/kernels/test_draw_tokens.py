@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.draw_tokens import draw_tokens
-from pallas_kernels.draw_tokens.triton import TuningConfig, draw_tokens_triton, threefry
+from pallas_kernels.draw_tokens.triton import DrawTuning, draw_tokens_triton, threefry
 
 IMPLEMENTATIONS = "reference", "interpret"
 
@@ -22,7 +22,7 @@ compiled = jax.jit(draw_tokens, static_argnums=3, static_argnames=("vocab_size",
 def in_tiles(logits, temperature, seeds, stream, counters, *, block):
     """By the kernel, interpreted, which takes so many tokens at a time."""
     arguments = logits, temperature, seeds, stream, counters, None, None
-    return draw_tokens_triton(*arguments, config=TuningConfig(block), interpret=True)
+    return draw_tokens_triton(*arguments, config=DrawTuning(block), interpret=True)
 
 
 def arguments(num_rows, vocab_size, seed=0, temperatures=(0.0, 0.5, 1.0, 1e-7)):

@@ -16,7 +16,7 @@ from support.kernels_paged_attention import (
 )
 
 from pallas_kernels.paged_attention.triton import paged_attention_triton
-from pallas_kernels.paged_attention.tuning import TuningConfig
+from pallas_kernels.paged_attention.tuning import AttentionTuning
 
 BORDERS = (1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)  # pages and blocks end here
 # 32 rows of a key head, which fill their block; some rows are padding, one request is idle, and
@@ -74,9 +74,9 @@ SLOW_BF16_CASES = {
 }
 # Tiles of many sizes, for any case: splits without a block, blocks of rows without a row.
 CONFIGS = {
-    "one-split": TuningConfig(64, 64, 1, 4, 1),
-    "small-tiles": TuningConfig(16, 16, 3, 4, 1),
-    "more-splits-than-blocks": TuningConfig(32, 128, 7, 4, 1),
+    "one-split": AttentionTuning(64, 64, 1, 4, 1),
+    "small-tiles": AttentionTuning(16, 16, 3, 4, 1),
+    "more-splits-than-blocks": AttentionTuning(32, 128, 7, 4, 1),
 }
 ON_EVERY_JAX = "verify", "window-of-one", "window-chunk-soft-cap"
 

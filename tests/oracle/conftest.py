@@ -25,9 +25,9 @@ from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.registry import load_drafter, share_embedding
 from specjax.device.models.registry import load_model
 from specjax.device.noise import Stream, gumbel_noise
-from specjax.engine import Engine
-from specjax.host.speculation.policy import Rule
-from specjax.request import Request
+from specjax.engine.engine import Engine
+from specjax.host.request import Request
+from specjax.host.speculation.policy import PolicyRule
 from specjax.sampling_params import SamplingParams
 
 torch = pytest.importorskip("torch")
@@ -173,7 +173,7 @@ def recorded(engine):
 
 
 @dataclass
-class CyclicPolicy(Rule):
+class CyclicPolicy(PolicyRule):
     """Another K every step."""
 
     choices: tuple[int, ...]

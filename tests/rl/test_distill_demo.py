@@ -7,7 +7,7 @@ import optax
 import pytest
 
 from specjax import SamplingParams
-from specjax.demo import DRAFTERS, demo_folder
+from specjax.checkpoint.demo import DRAFTERS, demo_folder
 from specjax.rl.distill import OnlineDistiller
 from specjax.rl.engine import RolloutEngine
 from specjax.train.target import next_token_loss

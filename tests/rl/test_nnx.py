@@ -12,7 +12,7 @@ from support.rollouts import SETTINGS, log_softmax
 
 from specjax.device.models.registry import load_model
 from specjax.rl.engine import RolloutEngine
-from specjax.rl.nnx import Policy, Rule, from_heads, hf_named, to_heads, transposed
+from specjax.rl.nnx import ArrayRule, PolicyModule, from_heads, hf_named, to_heads, transposed
 from specjax.rl.tunix_names import LLAMA3, QWEN2, QWEN3, names_of
 
 HEADS, KV_HEADS, SIZE, DIM = 4, 2, 8, 32  # of the tiny checkpoints
@@ -38,7 +38,7 @@ def transformers_logits(files, tokens):
 def test_a_policy_gives_the_logits_of_transformers(checkpoints, kind):
     files = checkpoints.target(kind, vocab_size=VOCAB)
     tokens = np.random.default_rng(0).integers(0, VOCAB, (2, 7))
-    logits = logits_of(Policy(*load(files)), jnp.asarray(tokens))
+    logits = logits_of(PolicyModule(*load(files)), jnp.asarray(tokens))
     assert logits.shape == (2, 7, VOCAB) and logits.dtype == jnp.float32
     np.testing.assert_allclose(logits, transformers_logits(files, tokens), atol=2e-4)
 
@@ -46,7 +46,7 @@ def test_a_policy_gives_the_logits_of_transformers(checkpoints, kind):
 @pytest.mark.parametrize("kind, config", [("qwen2", {}), ("llama", {"tie_word_embeddings": True})])
 def test_a_policys_state_has_the_paths_and_arrays_of_the_engine(checkpoints, kind, config):
     _, params = load(checkpoints.target(kind, vocab_size=VOCAB, **config))
-    policy = Policy(_, params)
+    policy = PolicyModule(_, params)
     state = nnx.to_pure_dict(nnx.state(policy, nnx.Param))
     assert state["layers"][0]["attention"]["qkv"].shape == params.layers[0].attention.qkv.shape
     assert len(jax.tree.leaves(state)) == len(jax.tree.leaves(params))
@@ -56,21 +56,21 @@ def test_a_policys_state_has_the_paths_and_arrays_of_the_engine(checkpoints, kin
 
 def test_a_policy_owns_its_arrays(target):
     model, params = load(target)
-    policy = Policy(model, params)
+    policy = PolicyModule(model, params)
     ours = {x.unsafe_buffer_pointer() for x in jax.tree.leaves(policy.params())}
     assert ours.isdisjoint(x.unsafe_buffer_pointer() for x in jax.tree.leaves(params))
 
 
 def test_a_policy_keeps_masters_in_another_type(target):
     model, params = load_model(target.folder, jnp.dtype("bfloat16"))
-    assert {x.dtype for x in jax.tree.leaves(Policy(model, params, "float32").params())} == {
+    assert {x.dtype for x in jax.tree.leaves(PolicyModule(model, params, "float32").params())} == {
         jnp.dtype("float32")
     }
 
 
 def test_a_policy_learns_with_an_nnx_optimiser(target):
     model, params = load(target)
-    policy = Policy(model, params)
+    policy = PolicyModule(model, params)
     optimizer = nnx.Optimizer(policy, optax.adam(3e-3), wrt=nnx.Param)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, VOCAB, (4, 12)))
 
@@ -94,7 +94,7 @@ def test_a_policy_learns_with_an_nnx_optimiser(target):
 
 def test_the_engine_generates_from_what_was_trained(target):
     with RolloutEngine(target.folder, **SETTINGS) as engine:
-        policy = Policy(engine.target, engine.params.target)
+        policy = PolicyModule(engine.target, engine.params.target)
         optimizer = nnx.Optimizer(policy, optax.sgd(0.1), wrt=nnx.Param)
         tokens = jnp.asarray(np.random.default_rng(2).integers(0, VOCAB, (2, 9)))
 
@@ -177,9 +177,9 @@ def test_tunix_states_become_the_tensors_of_the_checkpoint(checkpoints, kind, co
 def test_scanned_layers_are_unrolled(target):
     folder = target.folder
     names = {
-        pattern.replace("layers.*", "layers"): Rule(
+        pattern.replace("layers.*", "layers"): ArrayRule(
             (rule if isinstance(rule, str) else rule.name).replace("layers.*", "layers.#"),
-            Rule("").layout if isinstance(rule, str) else rule.layout,
+            ArrayRule("").layout if isinstance(rule, str) else rule.layout,
             stacked=(1,),
         )
         if "*" in pattern
@@ -195,7 +195,7 @@ def test_scanned_layers_are_unrolled(target):
 
 def test_several_axes_are_unrolled_in_the_order_of_the_name():
     array = np.arange(2 * 3 * 4 * 5).reshape(4, 3, 5, 2)  # [in, experts, out, layers]
-    rule = Rule("layers.#.experts.#.weight", transposed, stacked=(3, 1))
+    rule = ArrayRule("layers.#.experts.#.weight", transposed, stacked=(3, 1))
     found = dict(hf_named({"experts": array}, {"experts": rule}))
     assert len(found) == 6
     for layer in range(2):
@@ -216,7 +216,7 @@ def test_heads_are_laid_end_to_end():
 def test_all_that_names_lack_or_have_too_much_is_listed():
     state = {"a": {"w": np.ones(2)}, "b": {"w": np.ones(2)}, "c": np.ones(2), "d": np.ones(2)}
     names = {"*.w": "*.weight", "a.*": "*.weight", "x.y": "z", "u": "v", "c": "same", "d.#": "q"}
-    names["may.be"] = Rule("absent", is_optional=True)
+    names["may.be"] = ArrayRule("absent", is_optional=True)
     with pytest.raises(ValueError) as raised:
         hf_named(state, names)
     text = str(raised.value)
@@ -235,11 +235,11 @@ def test_stars_without_a_partner_are_refused():
     with pytest.raises(ValueError, match=r"another number of '\*' in the name: \*\.w"):
         hf_named({"a": {"w": np.ones(2)}}, {"*.w": "weight"})
     with pytest.raises(ValueError, match="write one for each axis"):
-        Rule("layers.#.w")
+        ArrayRule("layers.#.w")
 
 
 def test_an_array_of_the_wrong_rank_is_named():
-    tensors = hf_named({"q": np.ones((4, 6))}, {"q": Rule("q.weight", from_heads)})
+    tensors = hf_named({"q": np.ones((4, 6))}, {"q": ArrayRule("q.weight", from_heads)})
     with pytest.raises(ValueError, match=r"q, of shape \[4, 6\], cannot be laid out as q.weight"):
         next(tensors)
 
@@ -252,7 +252,7 @@ def adapted(rng):
 
 def test_adapters_are_merged():
     q = adapted(np.random.default_rng(0))
-    names = {"q.w": Rule("q.weight", from_heads)}
+    names = {"q.w": ArrayRule("q.weight", from_heads)}
     ((name, found),) = hf_named({"q": q}, names, lora_scale=0.5)
     expected = q["w"] + 0.5 * np.einsum("dr,rnh->dnh", q["w_lora_a"], q["w_lora_b"])
     assert name == "q.weight"

@@ -9,7 +9,7 @@ from support.engines import VOCAB
 from support.tunix_stub import CONFIG, OPTIONS, Letters
 
 from specjax.device.models.registry import load_model
-from specjax.rl.nnx import Policy
+from specjax.rl.nnx import PolicyModule
 from specjax.rl.tunix import TunixRollout
 
 pytestmark = pytest.mark.usefixtures("simulated_device")
@@ -101,7 +101,7 @@ def test_adapters_are_merged_at_every_update(tied):
 
 
 def test_the_actors_other_variables_are_left_out(target):
-    class Actor(Policy):
+    class Actor(PolicyModule):
         def __init__(self, *given):
             super().__init__(*given)
             self.dropout = nnx.Dropout(0.1, rngs=nnx.Rngs(0))
@@ -114,7 +114,7 @@ def test_the_actors_other_variables_are_left_out(target):
 
 
 def test_an_actor_in_the_hosts_memory_is_refused(target):
-    actor = Policy(*load_model(target.folder, np.dtype("float32")))
+    actor = PolicyModule(*load_model(target.folder, np.dtype("float32")))
     host = jax.sharding.SingleDeviceSharding(jax.devices()[0], memory_kind="pinned_host")
     nnx.update(actor, jax.device_put(nnx.state(actor), host))
     with pytest.raises(ValueError, match="set offload_to_cpu=False"):
@@ -123,6 +123,6 @@ def test_an_actor_in_the_hosts_memory_is_refused(target):
 
 def test_an_actor_that_does_not_fit_is_refused_at_construction(checkpoints, target):
     other = checkpoints.target(vocab_size=VOCAB, hidden_size=16)
-    actor = Policy(*load_model(other.folder, np.dtype("float32")))
+    actor = PolicyModule(*load_model(other.folder, np.dtype("float32")))
     with pytest.raises(ValueError, match="wrong shape"):
         TunixRollout(actor, Letters(), None, CONFIG, model=target.folder, **OPTIONS)

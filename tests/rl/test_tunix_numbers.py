@@ -11,14 +11,14 @@ from support.engines import VOCAB
 from support.tunix_stub import CONFIG, EOS, OPTIONS, PAD, Letters, Mode, reference_logps
 
 from specjax.device.models.registry import load_model
-from specjax.rl.nnx import Policy
+from specjax.rl.nnx import PolicyModule
 from specjax.rl.tunix import RolloutOutput, TunixRollout
 from specjax.sampling_params import SamplingParams
 
 
 @pytest.fixture(scope="module")
 def policy(target):
-    return Policy(*load_model(target.folder, np.dtype("float32")))
+    return PolicyModule(*load_model(target.folder, np.dtype("float32")))
 
 
 @pytest.fixture(scope="module")
@@ -171,7 +171,7 @@ def test_training_counts_for_the_temperature_of_logps(target):
 
 def test_the_engine_starts_with_the_actors_weights(checkpoints, target):
     other = checkpoints.target(vocab_size=VOCAB, seed=5)
-    actor = Policy(*load_model(other.folder, np.dtype("float32")))
+    actor = PolicyModule(*load_model(other.folder, np.dtype("float32")))
     made = TunixRollout(actor, Letters(), None, CONFIG, model=target.folder, **OPTIONS)
     with made.engine:
         output = made.generate(["start"], replace(CONFIG, temperature=1.0))

@@ -15,8 +15,8 @@ from support.schedules import AnyPolicy, Schedule, unchanged
 from support.scripts import EMPTY, HashScript, fold
 from support.simulated_device import SimulatedPrograms
 
-from specjax.batch import Part
-from specjax.engine import Engine
+from specjax.engine.batch import Part
+from specjax.engine.engine import Engine
 from specjax.host.prefix_cache import Key, SnapshotIndex
 from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler, StepPlan
 from specjax.host.sequence import RowOutput, Sequence

@@ -15,10 +15,10 @@ from support.schedules import AnyPolicy, chance
 from support.scripts import Next
 
 from specjax import LLM, SamplingParams
+from specjax.engine.metrics import Recorder
+from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import Sequence as Sample
-from specjax.metrics import Recorder
-from specjax.request import Request
 
 KS = (0, 3)
 MOST_OUTPUT = 40

@@ -13,8 +13,8 @@ from specjax.device import step
 from specjax.device.drafters.drafter import NoDrafter, Variant
 from specjax.device.state import init_state
 from specjax.device.verification import Block, Rejection
-from specjax.host.speculation.acceptance import Acceptance, Verdict
-from specjax.host.speculation.policy import GoodputPolicy, Load, Policy, Round, TablePolicy
+from specjax.host.speculation.acceptance import Acceptance, DraftOutcome
+from specjax.host.speculation.policy import DecodeLoad, GoodputPolicy, Policy, Round, TablePolicy
 from specjax.host.speculation.step_cost import StepCost
 
 V, K, NUM_TOKENS = 3, 3, 3
@@ -119,12 +119,12 @@ def k_of(make: Callable[[], Policy], num_sequences, past):
     """What a policy says that has seen the rounds of the past, among so many sequences."""
     policy = make()
     for i, seen in enumerate(past.rounds):
-        load = Load(num_sequences(past.rounds[:i]))
+        load = DecodeLoad(num_sequences(past.rounds[:i]))
         assert policy.choose(load) == seen.k
-        verdict = Verdict(seen.num_drafts, seen.num_accepted)
+        verdict = DraftOutcome(seen.num_drafts, seen.num_accepted)
         ms = 1 + 0.1 * seen.num_accepted
         policy.observe(Round(load.num_sequences, seen.k, 0, {verdict: 1}, ms))
-    return policy.choose(Load(num_sequences(past.rounds)))
+    return policy.choose(DecodeLoad(num_sequences(past.rounds)))
 
 
 def goodput_policy():

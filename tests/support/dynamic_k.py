@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from specjax import LLM, SamplingParams
-from specjax.host.speculation.policy import Rule
-from specjax.request import Request
+from specjax.host.request import Request
+from specjax.host.speculation.policy import PolicyRule
 
 PROFILE = {
     "is_online": False,
@@ -25,7 +25,7 @@ def write_profile(folder: Path, **edits: Any) -> Path:
 
 
 @dataclass
-class Recording(Rule):
+class Recording(PolicyRule):
     """K by a function of the number of sequences; keeps what it saw."""
 
     choices: tuple[int, ...]

@@ -17,7 +17,7 @@ from support.scripts import Script
 from support.simulated_device import SimulatedPrograms
 
 from specjax import LLM
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
 
 VOCAB = 32  # small, so that drafts of untrained heads are right now and then
 K = 3

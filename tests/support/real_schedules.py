@@ -14,11 +14,11 @@ from support.schedules import Rng, Watch, chance
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import Identity, compare
-from specjax.engine import Engine
+from specjax.engine.engine import Engine
+from specjax.engine.metrics import Recorder
+from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import Sequence
-from specjax.metrics import Recorder
-from specjax.request import Request
 
 MOST_LENGTH, MOST_OUTPUT = 64, 32  # of a request, as far as the engine's sizes allow
 MOST_SPARE = 2  # pages, more than one request at its longest has

@@ -10,7 +10,7 @@ from support.checked_engine import CheckedEngine
 from support.schedules import Arrival, Expected, Rng, Schedule, chance, make_schedule
 
 from specjax.host.sequence import Sequence
-from specjax.request import Logprob
+from specjax.outputs import Logprob
 
 PROGRAMS = ("admit", "prefill", "begin", "decode", "propose", "extend", "settle", "restore", "read")
 

@@ -14,21 +14,21 @@ import numpy as np
 from support.scripts import EMPTY, fold, mask_of, next_token
 
 from specjax.config import EXACT_CHUNK, EngineConfig
-from specjax.host.speculation.policy import Load, Rule
-from specjax.request import Request
+from specjax.host.request import Request
+from specjax.host.speculation.policy import DecodeLoad, PolicyRule
 from specjax.sampling_params import SamplingParams, StructuredOutputs
 
 Rng = np.random.Generator
 
 
 @dataclass(frozen=True)
-class AnyPolicy(Rule):
+class AnyPolicy(PolicyRule):
     """Any of `choices`, by a generator of its own."""
 
     choices: tuple[int, ...]
     rng: Rng
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """K, whatever the load."""
         return int(self.rng.choice(self.choices))
 

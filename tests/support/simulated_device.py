@@ -19,12 +19,11 @@ import numpy as np
 from support.scripts import EMPTY, HashScript, Script, fold
 from support.simulated_outputs import Draft, Extension, HostArray, Outputs
 
-from specjax.batch import Layout
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
-from specjax.host.speculation.step_cost import StepCost
-from specjax.metrics import Compilations
-from specjax.programs import (
+from specjax.engine.batch import Layout
+from specjax.engine.metrics import Compilations
+from specjax.engine.programs import (
     Admit,
     Begin,
     Decode,
@@ -36,6 +35,7 @@ from specjax.programs import (
     Settle,
     Take,
 )
+from specjax.host.speculation.step_cost import StepCost
 
 
 @dataclass

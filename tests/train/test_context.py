@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.rope_write import HeadWeights
-from specjax.device.models.layers.rows import Heads
+from specjax.device.models.layers.rows import ProjectedHeads
 from specjax.train.context import CausalRows, UnrolledRows
 
 B, T, H, H_KV, D = 2, 7, 4, 2, 8
@@ -26,7 +26,7 @@ def _joined(q, k, v):
 
 def _heads(qkv):
     """As a projection leaves them, with nothing to be done to them but a rotation by nothing."""
-    return Heads(qkv, HeadWeights(), (np.ones((B * T, D // 2)), np.zeros((B * T, D // 2))))
+    return ProjectedHeads(qkv, HeadWeights(), (np.ones((B * T, D // 2)), np.zeros((B * T, D // 2))))
 
 
 def _attend(query, keys, values):

@@ -9,7 +9,7 @@ from pallas_kernels.gated_delta_rule import DeltaRuleCache, DeltaRuleWeights, ga
 from pallas_kernels.gated_delta_rule import Heads as DeltaHeads
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope_write import rope_write
-from specjax.device.models.layers.rows import AttentionShape, Heads
+from specjax.device.models.layers.rows import AttentionShape, ProjectedHeads
 
 
 @jax.tree_util.register_dataclass
@@ -47,7 +47,7 @@ class CachedRows:
         return self.positions.shape[0] // self.page_table.shape[0]
 
     def attend(
-        self, kv: jax.Array, layer: jax.Array, heads: Heads, shape: AttentionShape
+        self, kv: jax.Array, layer: jax.Array, heads: ProjectedHeads, shape: AttentionShape
     ) -> tuple[jax.Array, jax.Array]:
         """Write keys and values to the pages, then attend the queries over them: [B T, H, D]."""
         positions, qkv, cos, sin = map(self._by_request, (self.positions, heads.qkv, *heads.angles))

@@ -1,6 +1,6 @@
 """Multi-token prediction (DeepSeek-V3, section 2.2; Qwen3-Next): the target's own extra layer.
 
-    x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
+    x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Qwen35Layer(x))      logits = head h'
 
 h is the target's hidden state after its final norm, embedding and head are the target's, and the
 layer is one of its attention layers with a cache of its own. For further drafts the layer is run
@@ -30,8 +30,8 @@ from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
 from specjax.device.models.qwen3_5 import (
     ATTENTION,
-    Layer,
     Qwen35,
+    Qwen35Layer,
     decoder_layer,
     layer_specs,
     norm_spec,
@@ -46,7 +46,7 @@ class MTPParams:
     embedding_norm: jax.Array  # [D]
     hidden_norm: jax.Array  # [D]
     fc: jax.Array  # [2 D, D]
-    layer: Layer
+    layer: Qwen35Layer
     norm: jax.Array  # [D]
 
 

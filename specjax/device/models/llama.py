@@ -26,7 +26,7 @@ from specjax.device.models.model import Features
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Layer:
+class LlamaLayer:
     """Weights of one decoder layer."""
 
     attention_norm: jax.Array  # [D]
@@ -37,11 +37,11 @@ class Layer:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Params:
+class LlamaParams:
     """Weights of a decoder; `lm_head` is None when it is the embedding."""
 
     embedding: jax.Array  # [V, D]
-    layers: tuple[Layer, ...]
+    layers: tuple[LlamaLayer, ...]
     norm: jax.Array  # [D]
     lm_head: jax.Array | None  # [D, V]
 
@@ -80,10 +80,10 @@ class Llama:
         """Nothing but the model is expected in a checkpoint."""
         return ()
 
-    def specs(self, names: Collection[str] = ()) -> Params:
+    def specs(self, names: Collection[str] = ()) -> LlamaParams:
         """See `Model.specs`; there is one layout."""
         prefix, dim = "model", self.hidden_size
-        return Params(
+        return LlamaParams(
             embedding=stored([f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim)),
             layers=tuple(layer_specs(self, f"{prefix}.layers.{i}") for i in range(self.num_layers)),
             norm=stored([f"{prefix}.norm.weight"], (dim,)),
@@ -102,7 +102,7 @@ class Llama:
 
     def extend(
         self,
-        params: Params,
+        params: LlamaParams,
         tokens: jax.Array,
         rows: Rows,
         cache: Any,
@@ -120,11 +120,11 @@ class Llama:
         _, hidden = stream.normed(params.norm, self, rows.kernels)
         return Features.of(hidden, [entering[i].sum() for i in aux_layers]), cache
 
-    def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+    def embed(self, params: LlamaParams, tokens: jax.Array) -> jax.Array:
         """Input embeddings [N, D] of tokens i32[N]."""
         return params.embedding[tokens]
 
-    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+    def logits(self, params: LlamaParams, hidden: jax.Array) -> jax.Array:
         """Next-token logits f32[N, V] of hidden states [N, D]."""
         head = params.embedding.T if params.lm_head is None else params.lm_head
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
@@ -133,7 +133,7 @@ class Llama:
 # One trace serves every layer: the index is an operand, and XLA inlines the calls.
 @partial(jax.jit, static_argnames="model")
 def decoder_layer(
-    params: Layer,
+    params: LlamaLayer,
     stream: Residual,
     rows: Rows,
     angles: tuple[jax.Array, jax.Array],
@@ -148,10 +148,10 @@ def decoder_layer(
     return Residual(x, mlp(params.mlp, normed)), kv
 
 
-def layer_specs(model: Llama, prefix: str) -> Layer:
+def layer_specs(model: Llama, prefix: str) -> LlamaLayer:
     """One decoder layer as a tree of `TensorSpec`."""
     dim = model.hidden_size
-    return Layer(
+    return LlamaLayer(
         attention_norm=stored([f"{prefix}.input_layernorm.weight"], (dim,)),
         attention=attention_specs(model, f"{prefix}.self_attn", dim),
         mlp_norm=stored([f"{prefix}.post_attention_layernorm.weight"], (dim,)),

@@ -41,7 +41,7 @@ IGNORED = ("model.visual.", "visual.", "mtp.")  # what a text model does without
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Layer:
+class Qwen35Layer:
     """Weights of one decoder layer."""
 
     mixer_norm: jax.Array  # [D]
@@ -52,11 +52,11 @@ class Layer:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Params:
+class Qwen35Params:
     """Weights of a decoder; `lm_head` is None when it is the embedding."""
 
     embedding: jax.Array  # [V, D]
-    layers: tuple[Layer, ...]
+    layers: tuple[Qwen35Layer, ...]
     norm: jax.Array  # [D]
     lm_head: jax.Array | None  # [D, V]
 
@@ -98,12 +98,12 @@ class Qwen35:
         """The vision tower, and the modules that predict further tokens."""
         return IGNORED
 
-    def specs(self, names: Collection[str] = ()) -> Params:
+    def specs(self, names: Collection[str] = ()) -> Qwen35Params:
         """See `Model.specs`."""
         text = "model.language_model"
         prefix = text if any(name.startswith(f"{text}.") for name in names) else "model"
         dim = self.hidden_size
-        return Params(
+        return Qwen35Params(
             embedding=stored([f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim)),
             layers=tuple(
                 layer_specs(self, f"{prefix}.layers.{i}", kind, names, self._is_sparse(i))
@@ -132,7 +132,7 @@ class Qwen35:
 
     def extend(
         self,
-        params: Params,
+        params: Qwen35Params,
         tokens: jax.Array,
         rows: Rows,
         cache: HybridCache | None,
@@ -152,11 +152,11 @@ class Qwen35:
         _, hidden = stream.normed(params.norm, self, rows.kernels)
         return Features.of(hidden, [entering[i].sum() for i in aux_layers]), held
 
-    def embed(self, params: Params, tokens: jax.Array) -> jax.Array:
+    def embed(self, params: Qwen35Params, tokens: jax.Array) -> jax.Array:
         """Input embeddings [N, D] of tokens i32[N]."""
         return params.embedding[tokens]
 
-    def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
+    def logits(self, params: Qwen35Params, hidden: jax.Array) -> jax.Array:
         """Next-token logits f32[N, V] of hidden states [N, D]."""
         head = params.embedding.T if params.lm_head is None else params.lm_head
         return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
@@ -168,7 +168,7 @@ class Qwen35:
 # One trace serves all layers of a kind: the index, within the kind, is an operand.
 @partial(jax.jit, static_argnames="model")
 def decoder_layer(
-    params: Layer,
+    params: Qwen35Layer,
     stream: Residual,
     rows: Rows,
     angles: tuple[jax.Array, jax.Array],
@@ -195,10 +195,10 @@ def decoder_layer(
 
 def layer_specs(
     model: Qwen35, prefix: str, kind: str, names: Collection[str], is_sparse: bool
-) -> Layer:
+) -> Qwen35Layer:
     """One decoder layer as a tree of `TensorSpec`; `names` are those in the files."""
     dim = model.hidden_size
-    return Layer(
+    return Qwen35Layer(
         mixer_norm=norm_spec(f"{prefix}.input_layernorm", dim),
         mixer=_attention_specs(model, f"{prefix}.self_attn")
         if kind == ATTENTION

@@ -26,7 +26,7 @@ _PRIOR_WEIGHT, _POOL_WEIGHT = 4.0, 20.0  # in drafts
 _OFFSET_WEIGHT = 20.0
 
 
-class Verdict(NamedTuple):
+class DraftOutcome(NamedTuple):
     """Of a round's drafts for one request, how many were looked at and how many stood.
 
     The drafts after the first that failed, and after the end of an output, tell nothing.
@@ -53,7 +53,7 @@ class _Counts:
         self.accepted = [factor * x for x in self.accepted]
         self.rejected = [factor * x for x in self.rejected]
 
-    def add(self, verdict: Verdict, count: int) -> None:
+    def add(self, verdict: DraftOutcome, count: int) -> None:
         for i in range(verdict.num_accepted):
             self.accepted[i] += count
         if verdict.num_accepted < verdict.num_drafts:
@@ -96,9 +96,9 @@ class Acceptance:
             rates = [counts.mean(i, prior, _POOL_WEIGHT) for i, prior in enumerate(rates)]
         return list(accumulate(rates, mul))
 
-    def observe(self, verdicts: Mapping[Verdict, int]) -> None:
+    def observe(self, verdicts: Mapping[DraftOutcome, int]) -> None:
         """Count the verdicts of a round, each as often as it was given."""
-        by_group: dict[Hashable, dict[Verdict, int]] = {}
+        by_group: dict[Hashable, dict[DraftOutcome, int]] = {}
         for verdict, count in verdicts.items():
             if verdict.num_drafts:
                 by_group.setdefault(verdict.group, {})[verdict] = count
@@ -129,7 +129,7 @@ class Acceptance:
             rates.append(self._all.mean(i, prior, _PRIOR_WEIGHT))
         return rates
 
-    def _learn_offsets(self, verdicts: Mapping[Verdict, int]) -> None:
+    def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
         """Move offsets to what the counts say, by how many drafts were just looked at there."""
         rates = self._pooled()
         for i in range(1, self.most_drafts):
@@ -144,7 +144,7 @@ def expected_tokens(rates: Sequence[float], k: int) -> float:
     return 1 + sum(rates[:k])
 
 
-def _learn(counts: _Counts, verdicts: Iterable[tuple[Verdict, int]]) -> None:
+def _learn(counts: _Counts, verdicts: Iterable[tuple[DraftOutcome, int]]) -> None:
     verdicts = list(verdicts)
     num_drafts = sum(count for _, count in verdicts)  # first ones: the others depend on them
     counts.forget(1 - min(num_drafts / MEMORY_DRAFTS, 1 / MEMORY_ROUNDS))

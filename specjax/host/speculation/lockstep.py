@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from specjax.host.speculation.policy import Load, Policy, Round
+from specjax.host.speculation.policy import DecodeLoad, Policy, Round
 from specjax.host.speculation.step_cost import StepCost
 
 
@@ -21,7 +21,7 @@ class Replicas(Protocol):
         """Whether this replica decides. One of them does."""
         ...
 
-    def gather(self, load: Load) -> Sequence[Load]:
+    def gather(self, load: DecodeLoad) -> Sequence[DecodeLoad]:
         """The loads of all replicas, at least where it is the leader who asks."""
         ...
 
@@ -61,7 +61,7 @@ class LockstepPolicy:
         if self._replicas.is_leader:
             self._policy.shape_ready(batch, k, time)
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """The leader's choice."""
         loads = self._replicas.gather(load)
         k = self._policy.choose(_joined(loads)) if self._replicas.is_leader else 0
@@ -81,11 +81,11 @@ class LockstepPolicy:
         self._policy.drafter_changed()
 
 
-def _joined(loads: Sequence[Load]) -> Load:
+def _joined(loads: Sequence[DecodeLoad]) -> DecodeLoad:
     """The load of a step in which all run side by side."""
     members: Counter = sum((Counter(load.members) for load in loads), Counter())
     budgets = [load.most_tokens for load in loads if load.most_tokens is not None]
-    return Load(
+    return DecodeLoad(
         max(load.num_sequences for load in loads),
         max(load.num_context for load in loads),
         min(budgets, default=None),

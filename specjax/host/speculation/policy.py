@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from specjax.host.speculation.acceptance import Acceptance, Verdict, expected_tokens
+from specjax.host.speculation.acceptance import Acceptance, DraftOutcome, expected_tokens
 from specjax.host.speculation.step_cost import StepCost
 
 HYSTERESIS = 0.02  # of goodput, by which another K must be better
@@ -24,7 +24,7 @@ OTHER_ROUNDS = 32  # over which the time of chunks is averaged
 
 
 @dataclass(frozen=True)
-class Load:
+class DecodeLoad:
     """What a round would run.
 
     Attributes:
@@ -62,7 +62,7 @@ class Round:
     batch: int
     k: int
     num_context: int
-    verdicts: Mapping[Verdict, int]
+    verdicts: Mapping[DraftOutcome, int]
     ms: float | None
     other_ms: float = 0.0
 
@@ -80,7 +80,7 @@ class Policy(Protocol):
         """Whether `observe` has any use for rounds."""
         ...
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """K for the next round. Asked once a step, whether anybody decodes or not."""
         ...
 
@@ -105,7 +105,7 @@ class Policy(Protocol):
         ...
 
 
-class Rule:
+class PolicyRule:
     """What policies that learn nothing have in common."""
 
     is_learning = False
@@ -127,7 +127,7 @@ class Rule:
 
 
 @dataclass(frozen=True)
-class StaticPolicy(Rule):
+class StaticPolicy(PolicyRule):
     """The same K always."""
 
     k: int
@@ -137,13 +137,13 @@ class StaticPolicy(Rule):
         """Just K."""
         return (self.k,)
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """K, whatever the load."""
         return self.k
 
 
 @dataclass(frozen=True)
-class TablePolicy(Rule):
+class TablePolicy(PolicyRule):
     """K by the number of sequences, from a table [[lo, hi, K], ...] (vLLM #32374).
 
     Sizes that no entry names have the K of the entry before.
@@ -156,7 +156,7 @@ class TablePolicy(Rule):
         """Every K of the table."""
         return tuple(sorted({k for _, _, k in self.table}))
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """K of the last entry that begins at or below the number of sequences."""
         return max(entry for entry in self.table if entry[0] <= max(load.num_sequences, 1))[2]
 
@@ -226,7 +226,7 @@ class GoodputPolicy:
         if self._learns_cost:
             self.cost.add(batch, k, time())
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """The K of most goodput; at times another, to see whether it still is."""
         if not load.num_sequences:
             return self._choices[0]
@@ -245,7 +245,7 @@ class GoodputPolicy:
             self._k, self._num_led = best, 0
         return self._k
 
-    def goodput(self, load: Load) -> dict[int, float]:
+    def goodput(self, load: DecodeLoad) -> dict[int, float]:
         """Tokens per millisecond of each K."""
         members = load.members or {(None, self._choices[-1]): load.num_sequences}
         rates = {group: self._rates(group) for group in {group for group, _ in members}}
@@ -285,7 +285,7 @@ class GoodputPolicy:
     def _rates(self, group: Hashable) -> list[float]:
         return self._first_rates if self._warm_up_rounds > 0 else self.acceptance.rates(group)
 
-    def _probe(self, best: int, goodput: Mapping[int, float], load: Load) -> int:
+    def _probe(self, best: int, goodput: Mapping[int, float], load: DecodeLoad) -> int:
         n = load.num_sequences
         self._credit += PROBE_BUDGET * self._ms(n, best)
         if best == 0:
@@ -306,7 +306,7 @@ class GoodputPolicy:
         self._since_probe = 0
         return k
 
-    def _try_drafting(self, goodput: Mapping[int, float], load: Load) -> int:
+    def _try_drafting(self, goodput: Mapping[int, float], load: DecodeLoad) -> int:
         """0, or for some rounds in a row the best K above it, to see drafts stand or fail."""
         drafting = {k: goodput[k] for k in self._choices if k > 0}
         if not drafting or not any(limit for _, limit in load.members or {(None, 1): 1}):

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from operator import mul
 
-from specjax.host.speculation.acceptance import Verdict, conditional, logit, sigmoid
-from specjax.host.speculation.policy import Load, Policy, Round
+from specjax.host.speculation.acceptance import DraftOutcome, conditional, logit, sigmoid
+from specjax.host.speculation.policy import DecodeLoad, Policy, Round
 from specjax.host.speculation.step_cost import StepCost
 
 REPLAYS = 5
@@ -205,7 +205,7 @@ def simulate(world: World, workload: Workload, policy: Policy | None, seed: int 
         if policy is None:
             k = goodput.index(best)
         else:
-            k = policy.choose(Load(num_sequences))
+            k = policy.choose(DecodeLoad(num_sequences))
             if late is not None:
                 policy.observe(late)
         ms = world.ms(batch, k) * world._factor(rng)
@@ -220,16 +220,18 @@ def simulate(world: World, workload: Workload, policy: Policy | None, seed: int 
     return outcome
 
 
-def _verify(running: _Running, k: int, rng: random.Random, outcome: Outcome) -> Counter[Verdict]:
+def _verify(
+    running: _Running, k: int, rng: random.Random, outcome: Outcome
+) -> Counter[DraftOutcome]:
     """Draw a round's fate for every request."""
-    verdicts: Counter[Verdict] = Counter()
+    verdicts: Counter[DraftOutcome] = Counter()
     gone = []
     for request in running.active:
         num_drafts = min(k, running.remaining[request] - 1)
         rates, num_accepted = running.rates[request], 0
         while num_accepted < num_drafts and rng.random() < rates[num_accepted]:
             num_accepted += 1
-        verdicts[Verdict(num_drafts, num_accepted)] += 1
+        verdicts[DraftOutcome(num_drafts, num_accepted)] += 1
         running.remaining[request] -= num_accepted + 1
         outcome.num_tokens += num_accepted + 1
         if not running.remaining[request]:

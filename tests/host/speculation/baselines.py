@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from specjax.host.speculation.methods import adaptive_policy, profile_policy
 from specjax.host.speculation.policy import (
+    DecodeLoad,
     GoodputPolicy,
-    Load,
     Policy,
     Round,
     StaticPolicy,
@@ -152,7 +152,7 @@ class ThresholdPolicy:
     def begin(self, replay: Callable[[], StepCost]) -> None:
         """Times are of no use here."""
 
-    def choose(self, load: Load) -> int:
+    def choose(self, load: DecodeLoad) -> int:
         """K of the batch size's slot."""
         return self._slot(load.num_sequences).k
 

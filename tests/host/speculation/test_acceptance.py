@@ -13,7 +13,7 @@ from specjax.host.speculation.acceptance import (
     MEMORY_ROUNDS,
     MOST_GROUPS,
     Acceptance,
-    Verdict,
+    DraftOutcome,
     expected_tokens,
 )
 
@@ -46,7 +46,7 @@ def draw(rng, law, k, group=None):
     num_accepted = 0
     while num_accepted < k and rng.random() < law[num_accepted]:
         num_accepted += 1
-    return Verdict(k, num_accepted, group)
+    return DraftOutcome(k, num_accepted, group)
 
 
 def feed(acceptance, rng, law, k, *, batch, rounds, group=None):
@@ -123,7 +123,7 @@ def test_rates_are_probabilities_that_never_rise(seed):
     for _ in range(300):
         k = rng.randint(0, MOST)
         accepted = [rng.choice([0, k, rng.randint(0, k)]) for _ in range(3)]
-        verdicts = [Verdict(k, n, rng.randint(0, 3)) for n in accepted]
+        verdicts = [DraftOutcome(k, n, rng.randint(0, 3)) for n in accepted]
         acceptance.observe({verdict: rng.choice([1, 500]) for verdict in verdicts})
         if rng.random() < 0.05:
             acceptance.discount()
@@ -137,7 +137,7 @@ def test_a_round_without_drafts_teaches_nothing():
     feed(acceptance, random.Random(3), LAWS["eagle"], 3, batch=4, rounds=20, group="a")
     before = [acceptance.rates(group) for group in ("a", "b")]
     for _ in range(1000):
-        acceptance.observe({Verdict(0, 0, "a"): 200, Verdict(0, 0, "b"): 1})
+        acceptance.observe({DraftOutcome(0, 0, "a"): 200, DraftOutcome(0, 0, "b"): 1})
     assert [acceptance.rates(group) for group in ("a", "b")] == before
 
 
@@ -226,9 +226,9 @@ def test_groups_are_told_apart():
 def test_few_verdicts_of_a_group_do_not_weigh_much():
     acceptance = Acceptance(MOST)
     feed(acceptance, random.Random(10), LAWS["good"], MOST, batch=64, rounds=100, group="a")
-    acceptance.observe({Verdict(1, 0, "b"): 1})
+    acceptance.observe({DraftOutcome(1, 0, "b"): 1})
     assert acceptance.rates("b")[0] == pytest.approx(LAWS["good"][0], abs=0.1)
-    acceptance.observe({Verdict(1, 0, "b"): 200})
+    acceptance.observe({DraftOutcome(1, 0, "b"): 200})
     assert acceptance.rates("b")[0] < 0.2
 
 
@@ -237,8 +237,8 @@ def test_groups_of_long_ago_are_forgotten(at_once):
     """The rates of a forgotten one are those of nobody."""
     acceptance, groups = Acceptance(2), [f"group {i}" for i in range(600)]
     for i in range(0, len(groups), at_once):
-        new = {Verdict(2, 0, group): 1 for group in groups[i : i + at_once]}
-        acceptance.observe({Verdict(2, 2, "always"): 100, **new})
+        new = {DraftOutcome(2, 0, group): 1 for group in groups[i : i + at_once]}
+        acceptance.observe({DraftOutcome(2, 2, "always"): 100, **new})
     kept = [g for g in groups if acceptance.rates(g) != acceptance.rates("nobody's")]
     assert 0 < len(kept) <= MOST_GROUPS
     if at_once < MOST_GROUPS:

@@ -6,9 +6,9 @@ from threading import Barrier
 
 import pytest
 
-from specjax.host.speculation.acceptance import Acceptance, Verdict
+from specjax.host.speculation.acceptance import Acceptance, DraftOutcome
 from specjax.host.speculation.lockstep import LockstepPolicy
-from specjax.host.speculation.policy import GoodputPolicy, Load, Round, Rule
+from specjax.host.speculation.policy import DecodeLoad, GoodputPolicy, PolicyRule, Round
 from specjax.host.speculation.step_cost import StepCost
 
 POINTS = {1: {0: 6.0, 1: 7.0, 3: 9.0}, 8: {0: 7.0, 1: 9.0, 3: 14.0}, 64: {0: 9.0, 1: 17.0, 3: 33.0}}
@@ -57,11 +57,11 @@ def run(policy, rank):
     rng, ks = random.Random(rank), []
     for step in range(NUM_STEPS):
         num_sequences = 0 if (step + rank) % 7 == 0 else rng.randint(1, 64)
-        k = policy.choose(Load(num_sequences, members={(None, 3): num_sequences}))
+        k = policy.choose(DecodeLoad(num_sequences, members={(None, 3): num_sequences}))
         ks.append(k)
         if num_sequences and policy.is_learning:
             num_accepted = rng.randint(0, k)
-            verdicts = {Verdict(k, num_accepted): num_sequences}
+            verdicts = {DraftOutcome(k, num_accepted): num_sequences}
             policy.observe(Round(64, k, 0, verdicts, rng.uniform(5, 50)))
     return ks
 
@@ -84,7 +84,7 @@ def test_alone_they_would_not():
     assert len({tuple(ks) for ks in runs}) > 1
 
 
-class Asked(Rule):
+class Asked(PolicyRule):
     """Notes the loads it is asked with."""
 
     choices = (0, 2)
@@ -102,14 +102,14 @@ def test_the_leader_decides_by_the_loads_of_all():
     ring, inner = Ring(2), [Asked(), Asked()]
     policies = [LockstepPolicy(one, Member(ring, rank)) for rank, one in enumerate(inner)]
     loads = [
-        Load(3, 100, 64, {("a", 2): 2, ("b", 1): 1}),
-        Load(5, 40, 32, {("a", 2): 4, ("c", 0): 1}),
+        DecodeLoad(3, 100, 64, {("a", 2): 2, ("b", 1): 1}),
+        DecodeLoad(5, 40, 32, {("a", 2): 4, ("c", 0): 1}),
     ]
     with ThreadPoolExecutor(2) as pool:
         ks = list(pool.map(lambda pair: pair[0].choose(pair[1]), zip(policies, loads, strict=True)))
     assert ks == [2, 2]
     members = {("a", 2): 6, ("b", 1): 1, ("c", 0): 1}
-    assert inner[0].loads == [Load(5, 100, 32, members)] and inner[1].loads == []
+    assert inner[0].loads == [DecodeLoad(5, 100, 32, members)] and inner[1].loads == []
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -117,7 +117,7 @@ def test_only_the_leader_learns(rank):
     policy = adaptive()
     follower = LockstepPolicy(policy, Member(Ring(2), rank))
     before = policy.acceptance.rates()
-    follower.observe(Round(8, 3, 0, {Verdict(3, 0): 8}, 9.0))
+    follower.observe(Round(8, 3, 0, {DraftOutcome(3, 0): 8}, 9.0))
     assert follower.is_learning == (rank == 0)
     assert (policy.acceptance.rates() != before) == (rank == 0)
 

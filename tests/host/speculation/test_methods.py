@@ -2,14 +2,14 @@
 
 import pytest
 
-from specjax.host.speculation.acceptance import Verdict
+from specjax.host.speculation.acceptance import DraftOutcome
 from specjax.host.speculation.methods import (
     WARM_UP_ROUNDS,
     make_policy,
     profile_policy,
     spread_ks,
 )
-from specjax.host.speculation.policy import Load, Round, StaticPolicy, TablePolicy
+from specjax.host.speculation.policy import DecodeLoad, Round, StaticPolicy, TablePolicy
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
@@ -38,7 +38,7 @@ def test_ks_are_close_together_only_where_they_differ_much():
 def test_k_falls_with_the_load(name):
     policy = make_policy(name, PROFILE, BATCHES)
     policy.begin(replay)
-    assert policy.choose(Load(1)) == 2 and policy.choose(Load(8)) == 0
+    assert policy.choose(DecodeLoad(1)) == 2 and policy.choose(DecodeLoad(8)) == 0
     assert set(policy.choices) <= {0, 1, 2}
 
 
@@ -47,13 +47,15 @@ def test_only_an_online_profile_learns_rates_after_its_warm_up(is_online):
     profile = Profile(PROFILE.step_ms, PROFILE.rates, 2, is_online)
     policy = profile_policy(profile, BATCHES)
     policy.begin(replay)
-    failed = Round(1, 2, 0, {Verdict(2, 0): 200}, 2.2)
+    failed = Round(1, 2, 0, {DraftOutcome(2, 0): 200}, 2.2)
     for _ in range(WARM_UP_ROUNDS - 1):
         policy.observe(failed)
-    assert policy.goodput(Load(1))[2] == pytest.approx(2 / 2.2)
+    assert policy.goodput(DecodeLoad(1))[2] == pytest.approx(2 / 2.2)
     for _ in range(100):
         policy.observe(failed)
-    assert policy.goodput(Load(1))[2] == pytest.approx((1 if is_online else 2) / 2.2, rel=0.01)
+    assert policy.goodput(DecodeLoad(1))[2] == pytest.approx(
+        (1 if is_online else 2) / 2.2, rel=0.01
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,14 +11,14 @@ from typing import get_type_hints
 import numpy as np
 import pytest
 
-from specjax.host.speculation.acceptance import Acceptance, Verdict
+from specjax.host.speculation.acceptance import Acceptance, DraftOutcome
 from specjax.host.speculation.policy import (
     LONG_LED,
     PARKED_FIRST,
     PARKED_LAST,
     PROBE_BUDGET,
+    DecodeLoad,
     GoodputPolicy,
-    Load,
     Round,
     StaticPolicy,
     TablePolicy,
@@ -62,9 +62,9 @@ def draw(rng, rates, k, batch):
     verdicts, left, before = Counter(), batch, 1.0
     for i, rate in enumerate(rates[:k]):
         stood = int(rng.binomial(left, rate / before)) if left else 0
-        verdicts[Verdict(k, i)] = left - stood
+        verdicts[DraftOutcome(k, i)] = left - stood
         left, before = stood, rate
-    verdicts[Verdict(k, k)] += left
+    verdicts[DraftOutcome(k, k)] += left
     return +verdicts
 
 
@@ -78,7 +78,7 @@ def serve(policy, rates_at, num_rounds, *, batch, row=ROW, noise=0.03, seed=0):
     """K of each round; what came of one is known after the next is chosen."""
     rng, ks, late = np.random.default_rng(seed), [], None
     for i in range(num_rounds):
-        k = policy.choose(Load(batch))
+        k = policy.choose(DecodeLoad(batch))
         if late is not None:
             policy.observe(late)
         ms = row[k] * max(0.1, 1 + noise * rng.standard_normal())
@@ -98,7 +98,7 @@ def goodputs(rates, row):
 def test_static_policy_is_the_same_at_any_batch_size(k):
     policy = StaticPolicy(k)
     assert policy.choices == (k,) and not policy.is_learning
-    assert {policy.choose(Load(batch_size)) for batch_size in (0, 1, 2, 7, 256)} == {k}
+    assert {policy.choose(DecodeLoad(batch_size)) for batch_size in (0, 1, 2, 7, 256)} == {k}
 
 
 def test_table_policy_goes_by_the_number_of_sequences():
@@ -106,13 +106,13 @@ def test_table_policy_goes_by_the_number_of_sequences():
     policy = TablePolicy(((1, 4, 5), (5, 8, 3), (16, 32, 3), (33, 40, 0)))
     expected = {5: (0, 1, 4), 3: (5, 8, 9, 15, 16, 32), 0: (33, 40, 41, 999)}
     for k, sizes in expected.items():
-        assert {policy.choose(Load(size)) for size in sizes} == {k}
+        assert {policy.choose(DecodeLoad(size)) for size in sizes} == {k}
     assert policy.choices == (0, 3, 5) and not policy.is_learning
 
 
 def test_an_entry_holds_only_from_where_it_begins():
     policy = TablePolicy(((1, 1, 3), (10, 20, 1)))
-    assert [policy.choose(Load(size)) for size in (1, 2, 9, 10)] == [3, 3, 3, 1]
+    assert [policy.choose(DecodeLoad(size)) for size in (1, 2, 9, 10)] == [3, 3, 3, 1]
 
 
 # --- the best by exact figures --------------------------------------------------------------------
@@ -128,15 +128,15 @@ def test_the_best_is_that_of_trying_all(baselines, grid, shift):
         rows = [np.interp(KS, list(row), list(row.values())) for row in points.values()]
         ms = [np.interp(batch, list(points), column) for column in zip(*rows, strict=True)]
         expected = [batch * (1 + sum(rates[:k])) / ms[k] for k in KS]
-        found = policy.goodput(Load(batch))
+        found = policy.goodput(DecodeLoad(batch))
         np.testing.assert_allclose([found[k] for k in KS], expected, rtol=1e-9)
-        assert expected[policy.choose(Load(batch))] >= max(expected) * (1 - 1e-9)
+        assert expected[policy.choose(DecodeLoad(batch))] >= max(expected) * (1 - 1e-9)
 
 
 def test_the_seed_s_switches(baselines):
     """As worked out from its file: 3 up to 17 requests, 2 up to 110, 1 up to 169, then none."""
     policy = frozen(StepCost(baselines.SEED_MS), baselines.SEED_RATES)
-    ks = [policy.choose(Load(batch)) for batch in range(1, 257)]
+    ks = [policy.choose(DecodeLoad(batch)) for batch in range(1, 257)]
     switches = [(i + 2, a, b) for i, (a, b) in enumerate(pairwise(ks)) if a != b]
     assert ks[0] == 3 and switches == [(18, 3, 2), (111, 2, 1), (170, 1, 0)]
 
@@ -153,7 +153,7 @@ def test_every_request_counts_with_its_limit_and_its_group(seed):
         for group in ("a", "b", "new")
         for limit in rng.sample(KS, 2)
     }
-    load = Load(sum(members.values()), members=members)
+    load = DecodeLoad(sum(members.values()), members=members)
     learned = {group: policy.acceptance.rates(group) for group in ("a", "b", "new")}
     for k, found in policy.goodput(load).items():
         tokens = 0.0
@@ -165,15 +165,15 @@ def test_every_request_counts_with_its_limit_and_its_group(seed):
 @pytest.mark.parametrize("limit", KS)
 def test_no_more_is_drafted_than_anybody_may_use(limit):
     policy = frozen(alike(), (0.99, 0.98, 0.97, 0.96, 0.95))
-    load = Load(8, members={("a", limit): 5, ("b", min(limit, 1)): 3})
-    assert policy.choose(Load(8)) == 5
+    load = DecodeLoad(8, members={("a", limit): 5, ("b", min(limit, 1)): 3})
+    assert policy.choose(DecodeLoad(8)) == 5
     assert policy.choose(load) <= limit
 
 
 def test_one_who_may_use_many_does_not_decide_for_all():
     policy = frozen(alike(), (0.99, 0.98, 0.97, 0.96, 0.95))
-    assert policy.choose(Load(8, members={(None, 5): 8})) == 5
-    assert policy.choose(Load(8, members={(None, 1): 7, (None, 5): 1})) == 1
+    assert policy.choose(DecodeLoad(8, members={(None, 5): 8})) == 5
+    assert policy.choose(DecodeLoad(8, members={(None, 1): 7, (None, 5): 1})) == 1
 
 
 def test_groups_pull_towards_their_best():
@@ -183,7 +183,7 @@ def test_groups_pull_towards_their_best():
         policy.observe(Round(8, 5, 0, verdicts_of(rng, laws, 5, 4), None))
     best = []
     for num_easy in range(17):
-        load = Load(16, members={("easy", 5): num_easy, ("hard", 5): 16 - num_easy})
+        load = DecodeLoad(16, members={("easy", 5): num_easy, ("hard", 5): 16 - num_easy})
         found = policy.goodput(load)
         best.append(max(found, key=found.__getitem__))
     assert best == sorted(best) and best[0] == 0 and best[-1] == 5
@@ -192,10 +192,10 @@ def test_groups_pull_towards_their_best():
 def test_sequences_that_a_large_k_leaves_out_are_missed():
     """A budget of 16 tokens: 4 sequences at K = 3, 8 at K = 1."""
     policy = frozen(alike({k: 10.0 + 0.1 * k for k in KS}), (0.9, 0.8, 0.7, 0.6, 0.5))
-    assert policy.choose(Load(8)) == 5
-    assert policy.choose(Load(8, most_tokens=48)) == 5
-    assert policy.choose(Load(8, most_tokens=16)) == 1
-    assert policy.choose(Load(2, most_tokens=16)) == 5
+    assert policy.choose(DecodeLoad(8)) == 5
+    assert policy.choose(DecodeLoad(8, most_tokens=48)) == 5
+    assert policy.choose(DecodeLoad(8, most_tokens=16)) == 1
+    assert policy.choose(DecodeLoad(2, most_tokens=16)) == 5
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -204,7 +204,7 @@ def test_a_budget_by_counting(seed):
     rates = sorted((rng.random() for _ in KS[1:]), reverse=True)
     cost = StepCost({b: {k: 5 + 0.02 * b * (k + 1) + k for k in KS} for b in (1, 100)})
     n, budget, context = rng.randint(1, 100), rng.randint(6, 300), rng.randint(0, 10**5)
-    for k, found in frozen(cost, rates).goodput(Load(n, context, budget)).items():
+    for k, found in frozen(cost, rates).goodput(DecodeLoad(n, context, budget)).items():
         num_run = min(n, budget // (k + 1))
         expected = num_run * (1 + sum(rates[:k])) / cost.ms(num_run, k)
         assert found == pytest.approx(expected)
@@ -214,8 +214,8 @@ def test_long_texts_are_part_of_the_cost():
     """Where reading them takes most of the time, drafts are nearly free."""
     points = {1: {0: 10.0, 1: 20.0}}
     policy = frozen(StepCost(points, ms_per_context_token=1e-3), (0.5,), (0, 1))
-    assert policy.choose(Load(1)) == 0
-    assert policy.choose(Load(1, num_context=100_000)) == 1
+    assert policy.choose(DecodeLoad(1)) == 0
+    assert policy.choose(DecodeLoad(1, num_context=100_000)) == 1
 
 
 # --- what holds a choice --------------------------------------------------------------------------
@@ -235,36 +235,36 @@ def leading(lead):
     for _ in range(3):
         for batch in (1, 64):
             for k in (1, 2):
-                policy.observe(Round(batch, k, 0, {Verdict(0, 0): 1}, None))
-    assert policy.choose(Load(64)) == 2
+                policy.observe(Round(batch, k, 0, {DraftOutcome(0, 0): 1}, None))
+    assert policy.choose(DecodeLoad(64)) == 2
     return policy
 
 
 def test_a_clear_lead_counts_at_once():
-    assert leading(0.03).choose(Load(1)) == 1
+    assert leading(0.03).choose(DecodeLoad(1)) == 1
 
 
 def test_a_small_lead_has_to_last():
     policy = leading(0.01)
-    ks = [policy.choose(Load(1)) for _ in range(LONG_LED + 20)]
+    ks = [policy.choose(DecodeLoad(1)) for _ in range(LONG_LED + 20)]
     assert ks == [2] * (LONG_LED - 1) + [1] * 21
 
 
 def test_a_small_lead_that_comes_and_goes_changes_nothing():
     policy = leading(0.01)
-    ks = [policy.choose(Load(64 if i % 40 == 39 else 1)) for i in range(120)]
+    ks = [policy.choose(DecodeLoad(64 if i % 40 == 39 else 1)) for i in range(120)]
     assert set(ks) == {2}
 
 
 def test_a_small_lead_that_is_interrupted_has_to_last_as_long_again():
     policy = leading(0.01)
-    ks = [policy.choose(Load(64 if i == 10 else 1)) for i in range(11 + LONG_LED)]
+    ks = [policy.choose(DecodeLoad(64 if i == 10 else 1)) for i in range(11 + LONG_LED)]
     assert ks == [2] * (10 + LONG_LED) + [1]
 
 
 def test_no_lead_changes_nothing():
     policy = leading(0.0)
-    assert {policy.choose(Load(1)) for _ in range(3 * LONG_LED)} == {2}
+    assert {policy.choose(DecodeLoad(1)) for _ in range(3 * LONG_LED)} == {2}
 
 
 # --- what trying others costs ---------------------------------------------------------------------
@@ -370,9 +370,9 @@ def test_a_new_drafter_is_met_with_hope(batch):
 def test_a_new_target_is_tried_at_once(batch):
     """However long ago drafting was given up; a few such tries find that it pays again."""
     policy = given_up(batch)
-    before = [policy.choose(Load(batch)) for _ in range(3)]
+    before = [policy.choose(DecodeLoad(batch)) for _ in range(3)]
     policy.target_changed()
-    tried = [policy.choose(Load(batch)) for _ in range(40)]
+    tried = [policy.choose(DecodeLoad(batch)) for _ in range(40)]
     num_rounds = -(-16 // batch)
     assert before == [0] * 3 and all(tried[:num_rounds]) and not any(tried[num_rounds:])
     policy, ks = given_up(batch), []
@@ -392,22 +392,22 @@ def test_chunks_beside_rounds_make_drafts_cheaper():
         assert best == (0 if other_ms == 0 else 4)
         policy, rng, ks = adaptive(alike(row), rates), np.random.default_rng(0), []
         for _ in range(400):
-            ks.append(k := policy.choose(Load(16)))
+            ks.append(k := policy.choose(DecodeLoad(16)))
             policy.observe(Round(16, k, 0, draw(rng, rates, k, 16), row[k], other_ms))
         assert np.mean([expected[k] for k in ks[200:]]) > 0.97 * expected[best]
         if other_ms:
             for _ in range(300):
-                ks.append(k := policy.choose(Load(16)))
+                ks.append(k := policy.choose(DecodeLoad(16)))
                 policy.observe(Round(16, k, 0, draw(rng, rates, k, 16), row[k]))
             assert np.mean(np.array(ks[-100:]) == 0) > 0.8
 
 
 def test_policies_that_learn_nothing_stay_as_they_are():
     for policy in frozen(alike(), RATES), StaticPolicy(2), TablePolicy(((1, 1, 2),)):
-        before = policy.choose(Load(1))
+        before = policy.choose(DecodeLoad(1))
         policy.target_changed()
         policy.drafter_changed()
-        assert policy.choose(Load(1)) == before == 2
+        assert policy.choose(DecodeLoad(1)) == before == 2
 
 
 # --- what it may depend on ------------------------------------------------------------------------
@@ -434,7 +434,7 @@ def test_times_that_mean_nothing_are_left_out():
     policy = adaptive()
     before = [policy.cost.ms(16, k) for k in KS]
     for _ in range(50):
-        policy.observe(Round(16, 2, 0, {Verdict(2, 2): 16}, None))
+        policy.observe(Round(16, 2, 0, {DraftOutcome(2, 2): 16}, None))
     assert [policy.cost.ms(16, k) for k in KS] == before
 
 
@@ -444,7 +444,7 @@ def random_log(seed, num_rounds=2000):
     for _ in range(num_rounds):
         n = rng.choice([1, 3, 16, 60, 200])
         members = {(group, rng.randint(0, 5)): n for group in rng.sample("abcd", 2)}
-        load = Load(n, rng.randint(0, 10**5), rng.choice([None, 300]), members)
+        load = DecodeLoad(n, rng.randint(0, 10**5), rng.choice([None, 300]), members)
         yield load, rng.random(), rng.uniform(5, 30)
 
 
@@ -452,10 +452,10 @@ def replay_log(log, *, with_pauses=False):
     policy, ks = adaptive(), []
     for load, u, ms in log:
         if with_pauses and u < 0.5:
-            assert policy.choose(Load(0)) == 0
+            assert policy.choose(DecodeLoad(0)) == 0
         k = policy.choose(load)
         ks.append(k)
-        verdicts = {Verdict(k, int(u * (k + 1)), "a"): 3, Verdict(k, 0, "b"): 1}
+        verdicts = {DraftOutcome(k, int(u * (k + 1)), "a"): 3, DraftOutcome(k, 0, "b"): 1}
         policy.observe(Round(policy.cost.padded(load.num_sequences), k, 0, verdicts, ms))
     return ks
 
@@ -476,13 +476,13 @@ def test_steps_in_which_nobody_decodes_change_nothing():
 
 def test_a_policy_cannot_see_a_draft():
     """Counts and times alone: K must not depend on the values of what it lets be verified."""
-    assert [f.name for f in fields(Load)] == [
+    assert [f.name for f in fields(DecodeLoad)] == [
         "num_sequences", "num_context", "most_tokens", "members",
     ]  # fmt: skip
     assert [f.name for f in fields(Round)] == [
         "batch", "k", "num_context", "verdicts", "ms", "other_ms",
     ]  # fmt: skip
-    assert Verdict._fields == ("num_drafts", "num_accepted", "group")
-    for kind in (Load, Round, Verdict):
+    assert DraftOutcome._fields == ("num_drafts", "num_accepted", "group")
+    for kind in (DecodeLoad, Round, DraftOutcome):
         for name, hint in get_type_hints(kind).items():
             assert "Array" not in str(hint) and "list" not in str(hint), (kind, name)

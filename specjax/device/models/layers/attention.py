@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.rope_write import HeadWeights
-from specjax.device.models.layers.rows import AttentionShape, Heads, Rows
+from specjax.device.models.layers.rows import AttentionShape, ProjectedHeads, Rows
 
 
 @jax.tree_util.register_dataclass
@@ -34,7 +34,7 @@ def attention(
     """Project x [N, D_in], rotate, attend and project back: ([N, D], kv)."""
     qkv = x @ params.qkv
     weights = HeadWeights(params.qkv_bias, params.q_norm, params.k_norm)
-    mixed, kv = rows.attend(kv, layer, Heads(qkv, weights, angles), shape)
+    mixed, kv = rows.attend(kv, layer, ProjectedHeads(qkv, weights, angles), shape)
     gate_at = shape.num_heads * shape.head_dim
     gate_end = qkv.shape[1] - 2 * shape.num_kv_heads * shape.head_dim
     mixed = mixed.reshape(x.shape[0], -1)

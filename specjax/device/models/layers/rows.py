@@ -26,7 +26,7 @@ class AttentionShape(Protocol):
         ...
 
 
-class Heads(NamedTuple):
+class ProjectedHeads(NamedTuple):
     """Queries, gates, keys and values of N rows as their projection left them."""
 
     qkv: jax.Array  # [N, F]
@@ -43,7 +43,7 @@ class Rows(Protocol):
     def kernels(self) -> str: ...
 
     def attend(
-        self, kv: Any, layer: jax.Array, heads: Heads, shape: AttentionShape
+        self, kv: Any, layer: jax.Array, heads: ProjectedHeads, shape: AttentionShape
     ) -> tuple[jax.Array, Any]:
         """Make keys and values part of the context `kv`, then attend the queries over it: the
         output [N, H, D], and the context that holds them."""

@@ -1,0 +1,27 @@
+"""Where the demo checkpoints lie: beside the sources, or inside the installed package."""
+
+from pathlib import Path
+
+TARGET = "demo-llama"
+# Of each demo target, the drafters by method; a module of the target's own lies in its folder.
+DRAFTERS = {
+    TARGET: {"eagle": "demo-llama-eagle1", "eagle3": "demo-llama-eagle3"},
+    "demo-qwen3.5": {"mtp": "demo-qwen3.5"},
+}
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+_ROOTS = (_PACKAGE / "checkpoints", _PACKAGE.parent / "checkpoints")
+
+
+def demo_folders() -> dict[str, Path]:
+    """The folders of the demo checkpoints that are here, by name."""
+    return {
+        config.parent.name: config.parent
+        for root in _ROOTS
+        for config in sorted(root.glob("*/config.json"))
+    }
+
+
+def demo_folder(name: str) -> Path:
+    """The folder of a demo checkpoint."""
+    return demo_folders()[name]

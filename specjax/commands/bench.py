@@ -1,0 +1,121 @@
+"""The arguments of `specjax bench` and `specjax profile`. Imports nothing heavy, so that help is
+instant."""
+
+import argparse
+
+from specjax.checkpoint.demo import DRAFTERS, TARGET
+from specjax.commands.arguments import MODEL_HELP
+from specjax.config import DTYPES, METHODS
+from specjax.host.speculation.methods import NAMES as POLICIES
+
+DESCRIPTION = "Measure what speculation gains on real prompts."
+PROFILE_DESCRIPTION = "Measure times of steps and acceptance, to choose K by."
+SWEEP = "Compare static K, dynamic K and no speculation at several batch sizes, and plot them."
+SIMULATE = "Run a policy on a profile's times and rates, against an oracle, without a device."
+SHOW = "Print a profile's time per output token, by batch size and K."
+PROFILE_HELP = "a profile, as `specjax profile` writes it"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `specjax.bench.speculation.run` reads."""
+    parser.add_argument("--model", default=TARGET, help=f"{MODEL_HELP}; the default")
+    parser.add_argument(
+        "--drafter",
+        action="append",
+        metavar="METHOD=CHECKPOINT",
+        help=f"may be repeated; METHOD is one of {', '.join(METHODS)}; mtp alone means the model's "
+        f"own module, and ngram is always alone; the demos {', '.join(DRAFTERS)} bring theirs",
+    )
+    parser.add_argument(
+        "--k", default="1,2,3,5", metavar="K,K", help="drafts per step; default: %(default)s"
+    )
+    parser.add_argument("--batch-size", type=int, default=1, help="prompts that decode together")
+    parser.add_argument("--num-prompts", type=int, help="default: as many as ship, 24")
+    parser.add_argument("--max-tokens", type=int, default=48, help="default: %(default)s")
+    parser.add_argument("--max-model-len", type=int, default=512, help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=1, help="passes over the prompts")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
+    kinds = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
+    _add_sweep(kinds.add_parser("sweep", help=SWEEP, description=SWEEP))
+    _add_simulate(kinds.add_parser("simulate", help=SIMULATE, description=SIMULATE))
+
+
+def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what `specjax.bench.profile.run` reads, and the modules of the subcommands."""
+    _add_setup(parser, ks="0,1,3,5", batch_sizes="1,4,16", max_tokens=64, rounds=3)
+    parser.add_argument(
+        "--output", default="profile.json", metavar="FILE", help="default: %(default)s"
+    )
+    parser.add_argument(
+        "--online", action="store_true", help="have its rates learned further while serving"
+    )
+    kinds = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
+    _add_show(kinds.add_parser("show", help=SHOW, description=SHOW))
+
+
+def _add_sweep(parser: argparse.ArgumentParser) -> None:
+    _add_setup(parser, ks="0,1,2,3,5", batch_sizes="1,4,16,64", max_tokens=48, rounds=3)
+    parser.add_argument(
+        "--profile", metavar="FILE", help=f"{PROFILE_HELP}: adds the policies table and profile"
+    )
+    parser.add_argument(
+        "--plot", default="sweep.png", metavar="FILE", help="a PNG; default: %(default)s"
+    )
+    parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
+
+
+def _add_setup(
+    parser: argparse.ArgumentParser, *, ks: str, batch_sizes: str, max_tokens: int, rounds: int
+) -> None:
+    """Declare the fields of `engines.Setup`."""
+    parser.add_argument("--model", default=TARGET, help=f"{MODEL_HELP}; the default")
+    parser.add_argument(
+        "--drafter",
+        metavar="METHOD=CHECKPOINT",
+        help="or METHOD alone where it needs no checkpoint; the demos bring theirs",
+    )
+    parser.add_argument("--k", default=ks, metavar="K,K", help="drafts; default: %(default)s")
+    parser.add_argument(
+        "--batch-size", default=batch_sizes, metavar="B,B", help="default: %(default)s"
+    )
+    parser.add_argument("--max-tokens", type=int, default=max_tokens, help="default: %(default)s")
+    parser.add_argument("--max-model-len", type=int, default=256, help="default: %(default)s")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rounds", type=int, default=rounds, help="default: %(default)s")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
+    parser.add_argument(
+        "--synthetic-rates",
+        metavar="R,R",
+        help="accept drafts at these rates by position, whatever they are; one per draft",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_simulate(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--profile", required=True, metavar="FILE", help=PROFILE_HELP)
+    parser.add_argument(
+        "--policy", required=True, metavar="POLICY", help=f"one of {', '.join(POLICIES)}"
+    )
+    parser.add_argument(
+        "--acceptance-shift",
+        type=float,
+        default=0.0,
+        metavar="L",
+        help="added to all log-odds of acceptance half-way; default: %(default)s",
+    )
+    parser.add_argument("--seeds", type=int, default=8, metavar="N", help="default: %(default)s")
+    parser.add_argument(
+        "--requests", type=int, default=256, metavar="N", help="of a seed; default: %(default)s"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _add_show(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("profile", metavar="FILE", help=PROFILE_HELP)
+    parser.add_argument("--batch-size", metavar="B,B", help="default: those of the profile")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

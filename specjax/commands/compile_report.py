@@ -1,0 +1,181 @@
+"""`specjax info --compile`: what XLA makes of a decode step, printed."""
+
+import argparse
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from specjax.bench.environment import describe_versions
+from specjax.commands.arguments import read_speculation
+from specjax.commands.info import as_size, read_model
+from specjax.commands.info import as_text as value_text
+from specjax.config import OWN_SHAPE
+from specjax.inspect.report import PARTS, StepReport, StepRequest, compile_steps, describe
+
+_SIZES = {"max_num_seqs": "--batch-size", "max_model_len": "--context"}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `specjax info --compile`."""
+    request = read_request(args)
+    (report,) = compile_steps([request], resources=args.resources)
+    if args.json:
+        # Not the devices here: nothing runs on them.
+        print(json.dumps({**as_json(report), "versions": describe_versions()}, indent=2))
+    else:
+        print("\n".join(as_lines(report)))
+    return 0
+
+
+def read_request(args: argparse.Namespace) -> StepRequest:
+    """The step that the arguments describe.
+
+    Raises:
+        ValueError: they do not, or contradict each other.
+    """
+    for name, instead in _SIZES.items():
+        if getattr(args, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise ValueError(f"{option} does not go with --compile; give {instead} instead")
+    if args.adaptive or args.speculative_config is not None:
+        given = "--adaptive" if args.adaptive else "--speculative-config"
+        raise ValueError(f"{given} does not go with --compile; give --method and --k instead")
+    is_drafting = args.method is not None or args.drafter is not None
+    if args.method == "ngram":
+        raise ValueError("--method ngram drafts without a model; give eagle, eagle3 or mtp")
+    k = args.k if args.k is not None else 3 if is_drafting else 0
+    given = argparse.Namespace(**{**vars(args), "k": None})
+    speculation = read_speculation(given, takes_shapes=True) or {}
+    drafter = speculation.get("model")
+    return StepRequest(
+        target=args.compile,
+        model=read_model(args),
+        batch=1 if args.batch_size is None else args.batch_size,
+        k=k,
+        context=2048 if args.context is None else args.context,
+        gemm=args.gemm or "triton",
+        method=speculation.get("method"),
+        drafter=None if drafter == OWN_SHAPE else drafter,
+        num_layers=args.layers,
+        page_size=args.page_size,
+    )
+
+
+def as_json(report: StepReport) -> dict[str, Any]:
+    """The report as plain types."""
+    made = asdict(report)
+    for name in "verify", "step":
+        moved = getattr(report, name)
+        made[name] = {
+            "moved_bytes": moved.moved,
+            "minimum_bytes": moved.minimum,
+            "ratio": moved.ratio,
+            "minimum_bytes_with_activations": moved.with_activations,
+            "ratio_with_activations": moved.ratio_with_activations,
+        }
+    made["request"]["model"] = str(report.request.model)
+    return {
+        **made,
+        "is_state_in_place": report.is_state_in_place,
+        "num_launches": report.num_launches,
+        "num_bytes": report.num_bytes,
+    }
+
+
+def as_lines(report: StepReport) -> Iterator[str]:
+    """The report as text."""
+    yield from _about(report)
+    yield from _graph(report)
+    yield from _launches(report)
+    yield from _bytes(report)
+    yield from _resources(report)
+    yield "memory"
+    for name, value in report.memory.items():
+        yield _line(name, as_size(value))
+    yield _line("state", as_size(report.state_bytes))
+    in_place = "yes" if report.is_state_in_place else "NO"
+    beside = report.memory["output"] - report.memory["alias"]
+    yield _line("state is updated in place", f"{in_place}; outputs beside it: {as_size(beside)}")
+    yield "seconds"
+    for name, value in report.seconds.items():
+        yield _line(name, f"{value:.1f}")
+
+
+def _about(report: StepReport) -> Iterator[str]:
+    request = report.request
+    compiled = request.num_layers or report.num_layers
+    drafts = "no drafts" if request.k == 0 else f"{request.k} drafts"
+    drafter = {None: "no drafter", "mtp": "the model's own module", "eagle": OWN_SHAPE}
+    yield f"decode step of {request.model} on {request.target}"
+    yield _line("requests", f"{request.batch} of {request.context} tokens, {drafts}, bfloat16")
+    yield _line("drafter", request.drafter or drafter.get(request.method, str(request.method)))
+    yield _line("layers", f"{compiled} of {report.num_layers}")
+    yield _line("GEMMs", request.gemm)
+
+
+def _graph(report: StepReport) -> Iterator[str]:
+    yield "CUDA graph"
+    yield _line("one command buffer", "yes" if report.is_one_command_buffer else "NO")
+    if not report.is_one_command_buffer:
+        yield _line("top level", value_text("", report.top_level))
+    if report.unknown_loops:
+        loops = ", ".join(report.unknown_loops)
+        yield _line("loops of unknown length", f"{loops}: what is in them counts once")
+    if report.uncaptured_conditionals:
+        yield _line("conditionals outside", str(len(report.uncaptured_conditionals)))
+    if report.large_copies:
+        yield "copies of more than 30 MB"
+        for one in report.large_copies:
+            yield f"  {as_size(one.num_written):>10}  {describe(one)}  {one.shape}"
+    else:
+        yield _line("copies of more than 30 MB", "none")
+
+
+def _launches(report: StepReport) -> Iterator[str]:
+    yield "kernels"
+    yield _line("step", str(report.num_launches["step"]))
+    for part in PARTS:
+        yield _line(f"  {part}", str(report.num_launches[part]))
+    for kind, layers in report.layers.items():
+        spread = str(layers.least)
+        if layers.least != layers.most:
+            spread += f" to {layers.most}"
+        yield f"kernels of a {kind} layer: {spread} (layers: {layers.num_layers})"
+        for one in layers.kernels:
+            size = as_size(one.num_read + one.num_written)
+            yield f"  {size:>10}  {describe(one)}"
+
+
+def _bytes(report: StepReport) -> Iterator[str]:
+    least = "at least " if report.unknown_loops else ""
+    for title, moved in ("target's forward pass", report.verify), ("whole step", report.step):
+        yield f"bytes of the {title}"
+        yield _line("moved", as_size(moved.moved))
+        yield _line("minimum", as_size(moved.minimum))
+        yield _line("ratio", f"{least}{moved.ratio:.4f} to weights, keys and values, and states")
+        with_activations = f"{moved.ratio_with_activations:.4f}, with embedded rows"
+        yield _line("ratio", f"{least}{with_activations} and new keys and values once more")
+
+
+def _resources(report: StepReport) -> Iterator[str]:
+    if report.resources is None:
+        return
+    yield "resources"
+    if not report.resources:
+        yield _line("Pallas kernels", "none")
+    for one in report.resources:
+        launch = "launched by Mosaic"
+        if one.grid is not None and one.threads is not None:
+            shape = "x".join(map(str, one.grid)), "x".join(map(str, one.threads))
+            launch = f"grid {shape[0]}, threads {shape[1]}"
+        shared = one.static_shared_bytes + (one.dynamic_shared_bytes or 0)
+        spills = f"spills {one.spill_store_bytes} B out, {one.spill_load_bytes} B in"
+        yield _line(
+            one.name,
+            f"{one.registers} registers, {spills}, {as_size(shared)} shared, {launch}",
+        )
+
+
+def _line(name: str, value: str) -> str:
+    return f"  {name:30}{value}"

@@ -1,0 +1,391 @@
+"""`specjax info`: what a checkpoint is, or would be by its config, and what serving it takes."""
+
+import argparse
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.bench.environment import describe_environment
+from specjax.checkpoint.files import open_checkpoint
+from specjax.commands.arguments import read_speculation
+from specjax.config import DTYPES, EngineConfig, SpeculativeConfig
+from specjax.device.cache.recurrent import HybridCache
+from specjax.device.drafters.drafter import Drafter, NoDrafter
+from specjax.device.models.model import Model
+from specjax.device.models.registry import describe_model
+from specjax.serving.defaults import DtypeChoice, choose_dtype, make_config, stored_dtype
+from specjax.serving.dynamic_k import read_profile
+from specjax.serving.memory import (
+    CacheBytes,
+    EngineNeeds,
+    drafter_cache_bytes,
+    target_cache_bytes,
+    usual_num_seqs,
+    weight_bytes,
+)
+from specjax.serving.source import ModelSource, open_drafter, open_source
+from specjax.text.tokenizer import load_tokenizer
+
+# What nvidia-smi reports as the memory of an H200, a card that is sold with 141 GB.
+H200_BYTES = 143771 * 2**20
+H200_CONTEXTS = (4096, 32768)
+GPU_MEMORY_UTILIZATION = 0.9  # the rest is for activations, logits and compiled programs
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out `specjax info`, all but --compile."""
+    for name in "batch_size", "context", "gemm", "layers", "resources":
+        if getattr(args, name):
+            raise ValueError(f"--{name.replace('_', '-')} goes with --compile, which is missing")
+    speculation = read_speculation(args, takes_shapes=True)
+    report = describe(
+        read_model(args),
+        speculation=None if speculation is None else SpeculativeConfig.of(speculation),
+        dtype=args.dtype,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        page_size=args.page_size,
+    )
+    report["environment"] = describe_environment()
+    print(json.dumps(report, indent=2) if args.json else "\n".join(as_lines(report)))
+    return 0
+
+
+def read_model(args: argparse.Namespace) -> str:
+    """The model, which may be given in either of two ways."""
+    if args.positional_model is not None and args.model is not None:
+        raise ValueError(
+            f"the model is given twice, as MODEL {args.positional_model} and as --model "
+            f"{args.model}; leave one out"
+        )
+    model = args.model if args.positional_model is None else args.positional_model
+    if model is None:
+        raise ValueError("no model is given; pass one as MODEL or with --model")
+    return model
+
+
+def describe(
+    model: str | Path,
+    *,
+    speculation: SpeculativeConfig | None = None,
+    dtype: str = "auto",
+    max_model_len: int | None = None,
+    max_num_seqs: int | None = None,
+    page_size: int = 16,
+) -> dict[str, Any]:
+    """The report as plain types, a section per key; None for what does not apply.
+
+    Args:
+        model: a checkpoint's folder, hub id or demo name, or a config, in a folder or as a file.
+        dtype: of weights and caches, except in the section "h200".
+        max_model_len, max_num_seqs: None for what suits the device, as for `LLM`.
+
+    Raises:
+        ValueError: sizes that do not fit the model, or files that are not what they are used as.
+    """
+    source = open_source(model)
+    target = describe_model(source.hf)
+    chosen = choose_dtype(dtype, stored_dtype(source.hf))
+    dtype = chosen.name
+    num_drafts = 0
+    if speculation is not None:
+        speculation, _ = read_profile(speculation)
+        num_drafts = speculation.num_speculative_tokens
+    if max_num_seqs is None:
+        weights = weight_bytes(target, dtype)
+        max_num_seqs = usual_num_seqs(target, num_drafts, dtype, weights)
+    config = make_config(
+        target,
+        max_model_len=max_model_len,
+        max_num_seqs=max_num_seqs,
+        max_num_batched_tokens=None,
+        num_pages=None,
+        page_size=page_size,
+        dtype=dtype,
+    )
+    setup = Described(target, NoDrafter(), None, 0, page_size)
+    if speculation is not None:
+        drafter, params = open_drafter(speculation, target, source, dtype)
+        setup = Described(target, drafter, params, num_drafts, page_size)
+    return {
+        "model": describe_target(source, target),
+        "weights": describe_weights(source, target),
+        "drafter": speculation and describe_drafter(speculation, setup),
+        "cache": describe_cache(setup, dtype),
+        "defaults": describe_defaults(chosen, config),
+        "requests": describe_requests(setup, config),
+        "h200": describe_h200(setup),
+        "this_device": describe_device(setup, config),
+    }
+
+
+class SlotBytes(NamedTuple):
+    """What a recurrent model keeps of one request, in bytes."""
+
+    state: int  # one state of every recurrent layer
+    ring: int  # inputs of the last tokens, from which the next step brings the state up to date
+    gates: int  # and their gates
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What weights and requests take, in bytes."""
+
+    weights: int
+    cache: CacheBytes
+    page_size: int
+
+    def request(self, num_tokens: int) -> int:
+        """One request of so many tokens."""
+        return self.cache.per_slot + -(-num_tokens // self.page_size) * self.cache.per_page
+
+    def total(self, num_requests: int, num_tokens: int) -> int:
+        """The weights and so many requests."""
+        return self.weights + num_requests * self.request(num_tokens)
+
+    def largest_batch(self, num_tokens: int, num_bytes: int) -> int:
+        """Requests of so many tokens that fit `num_bytes` beside the weights."""
+        return max(0, (num_bytes - self.weights) // self.request(num_tokens))
+
+
+@dataclass(frozen=True)
+class Described:
+    """A target with what drafts for it."""
+
+    target: Model
+    drafter: Drafter
+    drafter_params: Any  # arrays or their shapes
+    num_drafts: int
+    page_size: int
+
+    def slot(self, dtype: str) -> SlotBytes | None:
+        """What the target keeps of a request beside pages; None if it is not recurrent."""
+        most_rows = self.num_drafts + 1
+        cache = jax.eval_shape(
+            lambda: self.target.init_cache(1, 0, self.page_size, most_rows, np.dtype(dtype))
+        )
+        if not self.target.is_recurrent or not isinstance(cache, HybridCache):
+            return None
+        parts = cache.delta.state, cache.delta.ring, cache.delta.gates
+        return SlotBytes(*(part.size * part.dtype.itemsize for part in parts))
+
+    def drafter_weights(self, dtype: str) -> int:
+        """Bytes of the drafter's parameters in `dtype`."""
+        return sum(
+            x.size * np.dtype(dtype if _is_float(x) else x.dtype).itemsize
+            for x in jax.tree.leaves(self.drafter_params)
+        )
+
+    def caches(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
+        """The target's cache and the drafter's."""
+        return (
+            target_cache_bytes(self.target, self.page_size, self.num_drafts, dtype),
+            drafter_cache_bytes(self.drafter, self.page_size, dtype),
+        )
+
+    def needs(self, dtype: str) -> Needs:
+        """With one state per request, which lags behind and is brought up to date."""
+        own, drafter = self.caches(dtype)
+        weights = weight_bytes(self.target, dtype) + self.drafter_weights(dtype)
+        return Needs(weights, own + drafter, self.page_size)
+
+    def needs_with_snapshots(self, dtype: str) -> Needs | None:
+        """With the state after each of K + 1 tokens instead, and nothing beside those states.
+
+        None if the target is not recurrent.
+        """
+        needs, slot = self.needs(dtype), self.slot(dtype)
+        if slot is None:
+            return None
+        per_slot = needs.cache.per_slot - sum(slot) + (self.num_drafts + 1) * slot.state
+        return replace(needs, cache=needs.cache._replace(per_slot=per_slot))
+
+
+def describe_target(source: ModelSource, target: Model) -> dict[str, Any]:
+    """What the config and the folder say."""
+    tokenizer = None if source.folder is None else load_tokenizer(source.folder)
+    fields = asdict(target) if is_dataclass(target) else {}
+    return {
+        "config": source.hf.origin,
+        "model_type": source.hf.get("model_type", None),
+        "num_layers": target.num_layers,
+        "is_recurrent": target.is_recurrent,
+        **{name: _plain(value) for name, value in fields.items()},
+        "has_tokenizer": tokenizer is not None,
+        "has_chat_template": tokenizer is not None and tokenizer.template is not None,
+    }
+
+
+def describe_weights(source: ModelSource, target: Model) -> dict[str, Any]:
+    """Parameters, and their bytes as stored and in each dtype that they can be loaded in."""
+    stored: Counter[str] = Counter()
+    if source.folder is not None and source.has_weights:
+        for tensor in open_checkpoint(source.folder).tensors.values():
+            stored[str(tensor.dtype)] += math.prod(tensor.shape) * tensor.dtype.itemsize
+    return {
+        "are_here": source.has_weights,
+        "num_parameters": sum(math.prod(spec.shape) for spec in jax.tree.leaves(target.specs())),
+        "stored_bytes": dict(stored) if source.has_weights else None,
+        "loaded_bytes": {dtype: weight_bytes(target, dtype) for dtype in DTYPES},
+    }
+
+
+def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, Any]:
+    """What drafts, and its weights in each dtype."""
+    leaves = jax.tree.leaves(setup.drafter_params)
+    return {
+        "checkpoint": "the target's own" if config.model is None else str(config.model),
+        "method": config.method,
+        "num_speculative_tokens": config.num_speculative_tokens,
+        "num_parameters": sum(x.size for x in leaves if _is_float(x)),
+        "loaded_bytes": {dtype: setup.drafter_weights(dtype) for dtype in DTYPES},
+        "aux_layers": list(setup.drafter.aux_layers),
+    }
+
+
+def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
+    """What the caches take, per token and per request, and what snapshots would take."""
+    own, drafter = setup.caches(dtype)
+    has_drafter = not isinstance(setup.drafter, NoDrafter)
+    kv = [cache.per_page // setup.page_size for cache in (own, drafter)]
+    slot, num_states = setup.slot(dtype), setup.num_drafts + 1
+    return {
+        "dtype": dtype,
+        "kv_bytes_per_token": {
+            "target": kv[0],
+            "drafter": kv[1] if has_drafter else None,
+            "all": sum(kv),
+        },
+        "slot_bytes": slot and {**slot._asdict(), "all": sum(slot)},
+        "slot_over_state": slot and sum(slot) / slot.state,
+        "num_snapshots": slot and num_states,
+        "snapshot_bytes": slot and num_states * slot.state,
+        "snapshots_over_state": slot and float(num_states),
+        "drafter_slot_bytes": drafter.per_slot if has_drafter else None,
+    }
+
+
+def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any]:
+    """What "auto" and None became on this device, and why."""
+    return {
+        "dtype": dtype.name,
+        "dtype_reason": dtype.reason,
+        "max_num_seqs": config.max_num_seqs,
+        "max_num_batched_tokens": config.max_num_batched_tokens,
+        "max_model_len": config.max_model_len,
+        "reason": f"sizes that nobody gave suit a {jax.devices()[0].platform}",
+    }
+
+
+def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
+    """What `max_num_seqs` requests at full length take."""
+    num_requests, num_tokens = config.max_num_seqs, config.max_model_len
+    needs = setup.needs(config.dtype)
+    snapshots = setup.needs_with_snapshots(config.dtype)
+    return {
+        "max_num_seqs": num_requests,
+        "max_model_len": num_tokens,
+        "page_size": config.page_size,
+        "pages_per_request": config.pages_per_seq,
+        "dtype": config.dtype,
+        "weight_bytes": needs.weights,
+        "page_bytes": num_requests * config.pages_per_seq * needs.cache.per_page,
+        "slot_bytes": num_requests * needs.cache.per_slot,
+        "total_bytes": needs.total(num_requests, num_tokens),
+        "total_bytes_with_snapshots": snapshots and snapshots.total(num_requests, num_tokens),
+    }
+
+
+def describe_h200(setup: Described) -> dict[str, Any]:
+    """The most requests that one H200 holds in bf16, by their length."""
+    needs = setup.needs("bfloat16")
+    snapshots = setup.needs_with_snapshots("bfloat16")
+    usable, longest = int(GPU_MEMORY_UTILIZATION * H200_BYTES), setup.target.max_position
+    contexts = [n for n in H200_CONTEXTS if n <= longest] or [longest]
+
+    def largest(needs: Needs) -> dict[str, int]:
+        return {f"{n} tokens": needs.largest_batch(n, usable) for n in contexts}
+
+    return {
+        "dtype": "bfloat16",
+        "memory_bytes": H200_BYTES,
+        "usable_bytes": usable,
+        "weight_bytes": needs.weights,
+        "largest_batch": largest(needs),
+        "largest_batch_with_snapshots": snapshots and largest(snapshots),
+        "reason": "the weights alone do not fit" if needs.weights > usable else None,
+    }
+
+
+def describe_device(setup: Described, config: EngineConfig) -> dict[str, Any]:
+    """The pool that an engine of these sizes would have on this device."""
+    needs, reason = setup.needs(config.dtype), None
+    try:
+        whole = EngineNeeds.of(config, setup.target, needs.cache, needs.weights, setup.num_drafts)
+        num_pages = whole.num_pages(config, needs.cache, GPU_MEMORY_UTILIZATION)
+    except ValueError as error:  # a report says what does not fit
+        num_pages, reason = 0, str(error)
+    return {
+        "kind": jax.devices()[0].device_kind,
+        "num_pages": num_pages,
+        "pool_bytes": num_pages * needs.cache.per_page,
+        "max_full_length_requests": min(config.max_num_seqs, num_pages // config.pages_per_seq),
+        "reason": reason,
+    }
+
+
+def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """The report as text, a section per key."""
+    for section, values in report.items():
+        if values is None:
+            continue
+        yield section.replace("_", " ")
+        for key, value in values.items():
+            if value is not None:
+                yield f"  {key.replace('_', ' '):30}{as_text(key, value)}"
+
+
+def as_text(key: str, value: Any) -> str:
+    """A value as text; counts of bytes in readable units."""
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {as_text(key, item)}" for name, item in value.items())
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "none"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) and "bytes" in key:
+        return as_size(value)
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def as_size(num_bytes: int) -> str:
+    """Bytes in the largest unit of which they are at least one."""
+    for unit, size in ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.1f} {unit}"
+    return f"{num_bytes:,} bytes"
+
+
+def _is_float(x: Any) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.floating)
+
+
+def _plain(value: Any) -> Any:
+    """A field of a model without types of its own; names in a row are counted."""
+    if hasattr(value, "_asdict"):
+        return value._asdict()
+    if isinstance(value, tuple) and value and all(isinstance(one, str) for one in value):
+        return dict(Counter(value))
+    return value

@@ -1,0 +1,472 @@
+"""Where the host's plans become the device's arrays, and the device's results the host's lists.
+
+One packed int32 array goes in per step and one comes back. Requests that take their slots bring
+one of their own, and grammars their masks. Every array handed over is freshly made: JAX reads host
+buffers after the call returns.
+"""
+
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import wraps
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.device.drafters.drafter import Params, Variant
+from specjax.device.models.model import Features
+from specjax.device.requests import Edits, Requests, Sampling
+from specjax.device.state import EngineState
+from specjax.device.step import (
+    AdmitInputs,
+    DecodeInputs,
+    Extension,
+    PrefillInputs,
+    SnapshotInputs,
+    StepModel,
+    StepOutputs,
+    admit,
+    begin,
+    decode_step,
+    extend,
+    prefill,
+    propose,
+    restore,
+    settle,
+    take,
+)
+from specjax.device.verification import Draft
+from specjax.device.wanted import Wants
+from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan
+from specjax.host.sequence import RowOutput, Sequence
+from specjax.outputs import Logprob, TokenLogprobs
+from specjax.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_IDS,
+)
+
+Part = PrefillPlan | DecodePlan
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The sizes that packed rows depend on."""
+
+    num_slots: int
+    max_model_len: int
+    pages_per_seq: int
+    vocab_size: int
+
+    @property
+    def mask_words(self) -> int:
+        """Words of 32 bits that hold a bit per token."""
+        return -(-self.vocab_size // 32)
+
+    @property
+    def admit_fields(self) -> dict[str, tuple[int, type]]:
+        """Width and type of each field of a request that is admitted, in the order of its row."""
+        scalars = {
+            "slot": np.int32,
+            "prompt_length": np.int32,
+            "limit": np.int32,
+            "temperature": np.float32,
+            "seed": np.uint32,
+            "top_k": np.int32,
+            "top_p": np.float32,
+            "min_p": np.float32,
+            "repetition": np.float32,
+            "presence": np.float32,
+            "frequency": np.float32,
+            "min_tokens": np.int32,
+            "processor": np.int32,
+        }
+        return {name: (1, kind) for name, kind in scalars.items()} | {
+            "stop_ids": (MAX_STOP_IDS, np.int32),
+            "bias_ids": (MAX_LOGIT_BIAS, np.int32),
+            "bias": (MAX_LOGIT_BIAS, np.float32),
+            "bad_words": (MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS, np.int32),
+            "allowed": (self.mask_words, np.uint32),
+            "tokens": (self.max_model_len, np.int32),
+        }
+
+    def prefill_shape(self, batch: int) -> tuple[int, int]:
+        """Shape of the array that `pack` makes of a plan of chunks."""
+        return batch, len(PrefillInputs._fields) - 1 + self.pages_per_seq
+
+    def decode_shape(self, batch: int) -> tuple[int, int]:
+        """Shape of the array that `pack` makes of a plan of a round."""
+        return batch, len(DecodeInputs._fields) - 1 + self.pages_per_seq
+
+    def admit_shape(self, batch: int) -> tuple[int, int]:
+        """Shape of the array that `pack_admissions` makes."""
+        return batch, sum(width for width, _ in self.admit_fields.values())
+
+    def mask_shape(self, plan: Part) -> tuple[int, int, int]:
+        """Shape of a step's grammar masks."""
+        num_rows = plan.k + 1 if isinstance(plan, DecodePlan) else 1
+        return plan.batch, num_rows, self.mask_words
+
+
+def pack(plan: Part, layout: Layout, wants: Wants) -> np.ndarray:
+    """A plan as i32[B, ...], a column for each input; rows past its own are padding.
+
+    Padding is at slot `num_slots`, past the last. `wants` is what the requests want together.
+    """
+    is_round = isinstance(plan, DecodePlan)
+    shape = layout.decode_shape(plan.batch) if is_round else layout.prefill_shape(plan.batch)
+    packed = np.full(shape, -1, np.int32)
+    packed[:, 0] = layout.num_slots
+    packed[:, -layout.pages_per_seq - 1] = wants
+    table = packed[:, -layout.pages_per_seq :]
+    if is_round:
+        packed[:, 1] = plan.num_drafts
+        for row, sequence in enumerate(plan.sequences):
+            most = sequence.request.params.num_speculative_tokens
+            if most is not None:
+                packed[row, 1] = min(most, plan.num_drafts)
+    else:
+        packed[:, 2:5] = 0
+        for row, chunk in enumerate(plan.chunks):
+            packed[row, 1:5] = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
+    for row, sequence in enumerate(plan.sequences):
+        packed[row, 0] = sequence.slot
+        table[row, : len(sequence.pages)] = sequence.pages
+    return packed
+
+
+def pack_snapshots(
+    chunks: Iterable[Chunk], batch: int, num_snapshots: int, layout: Layout, *, is_taken: bool
+) -> np.ndarray:
+    """The snapshots that chunks leave, or go on from, as i32[batch, 3]: slot, id, tokens."""
+    packed = np.full((batch, 3), 0, np.int32)
+    packed[:, :2] = layout.num_slots, num_snapshots
+    for row, chunk in enumerate(chunks):
+        snapshot = chunk.taken if is_taken else chunk.restored
+        assert snapshot is not None
+        end = chunk.start + chunk.count if is_taken else chunk.start
+        packed[row] = chunk.sequence.slot, snapshot, end
+    return packed
+
+
+def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np.ndarray:
+    """The requests of `sequences` as i32[admit_shape], by the fields of the layout."""
+    packed = np.full(layout.admit_shape(batch), -1, np.int32)
+    packed[:, 0] = layout.num_slots
+    for row, sequence in enumerate(sequences):
+        values, start = _admit_values(sequence, layout), 0
+        for name, (width, kind) in layout.admit_fields.items():
+            field = np.asarray(values[name], kind).reshape(-1)
+            packed[row, start : start + len(field)] = field.view(np.int32)
+            start += width
+    return packed
+
+
+def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndarray:
+    """The masks of a step's grammars i32[mask_shape]; all ones for a request without.
+
+    Of drafts i32[B, K] that a drafter found fewer of, the rest are zeros, and change nothing.
+    """
+    masks = np.full(layout.mask_shape(plan), -1, np.int32)
+    for row, sequence in enumerate(plan.sequences):
+        if sequence.matcher is not None and not sequence.is_finished:
+            tokens = [] if drafts is None else drafts[row].tolist()
+            try:
+                masks[row] = sequence.matcher.masks(tokens)
+            except Exception as error:  # ends this sequence alone, when the step's tokens come
+                sequence.error = error
+    return masks
+
+
+def unpack_outputs(
+    packed: np.ndarray, plan: Part, variant: Variant, *, has_raw: bool = False
+) -> list[RowOutput]:
+    """What each row of `plan` gave.
+
+    `has_raw` says that raw log-probabilities come beside processed ones.
+    """
+    decoding = isinstance(plan, DecodePlan)
+    num_rows = plan.k + 1 if decoding else 1
+    reader = _Reader(packed)
+    counts, drafts = reader.take(2).T.tolist()
+    tokens = reader.take(num_rows).tolist()
+    width = 0 if decoding else plan.width
+    all_demands = [sequence.request.demands for sequence in plan.sequences]
+    logprobs = reader.logprobs(
+        num_rows,
+        variant.num_logprobs,
+        has_raw,
+        is_wanted=any(demands.logprobs is not None for demands in all_demands),
+    )
+    prompts = reader.logprobs(
+        width,
+        variant.num_prompt_logprobs,
+        has_raw,
+        is_wanted=any(demands.prompt_logprobs is not None for demands in all_demands),
+    )
+    outputs = []
+    for row, sequence in enumerate(plan.sequences):
+        output = RowOutput(tokens[row][: counts[row]], drafts[row])
+        wanted, wanted_of_prompt = all_demands[row][-2:]
+        if logprobs is not None and wanted is not None:
+            output.logprobs = _by_token(logprobs, row, output.tokens, wanted)
+        if prompts is not None and wanted_of_prompt is not None:
+            assert isinstance(plan, PrefillPlan)
+            chunk = plan.chunks[row]
+            following = sequence.reported[chunk.start + 1 :][: chunk.count]
+            output.prompt_logprobs = _by_token(prompts, row, following, wanted_of_prompt)
+            output.start = chunk.start
+        outputs.append(output)
+    return outputs
+
+
+def export_features(plan: Part, features: Features) -> None:
+    """Give sequences that export them the features, on the host, of their rows of a chunk."""
+    assert isinstance(plan, PrefillPlan), "rounds export nothing"
+    for row, chunk in enumerate(plan.chunks):
+        if chunk.sequence.request.exports_features:
+            rows = row * plan.width + np.arange(chunk.count)
+            own = jax.tree.map(lambda x, rows=rows: x[rows], features)
+            chunk.sequence.features.append((chunk.start, own))
+
+
+# Programs take the parameters and the state, and give the next state and a result. What is compiled
+# in comes by keyword.
+
+
+def jitted(run: Callable[..., Any]) -> Any:
+    """A program of these that compiles anew; what it compiles lives as long as it does."""
+
+    @wraps(run)
+    def own(*arguments: Any, **static: Any) -> Any:
+        return run(*arguments, **static)
+
+    parameters = inspect.signature(run).parameters.values()
+    static = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+    return jax.jit(own, static_argnames=static, donate_argnames="state")
+
+
+def run_admit(
+    params: Params, state: EngineState, packed: jax.Array, *, layout: Layout
+) -> tuple[EngineState, None]:
+    """`admit` from a packed array."""
+    return admit(state, _unpack_admissions(packed, layout)), None
+
+
+def run_restore(params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, None]:
+    """`restore` from a packed array."""
+    return restore(state, SnapshotInputs(*packed.T)), None
+
+
+def run_take(params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, None]:
+    """`take` from a packed array."""
+    return take(state, SnapshotInputs(*packed.T)), None
+
+
+def run_prefill(
+    params: Params, state: EngineState, packed: jax.Array, *, model: StepModel, width: int
+) -> tuple[EngineState, Extension]:
+    """`prefill` from a packed array."""
+    inputs = PrefillInputs(*_columns(packed, PrefillInputs))
+    return prefill(params, state, inputs, model=model, width=width)
+
+
+def run_begin(
+    params: Params,
+    state: EngineState,
+    packed: jax.Array,
+    extension: Extension,
+    masks: jax.Array | None = None,
+    *,
+    model: StepModel,
+    variant: Variant,
+) -> tuple[EngineState, jax.Array]:
+    """`begin` between packed arrays."""
+    inputs = PrefillInputs(*_columns(packed, PrefillInputs))
+    state, outputs = begin(params, state, inputs, extension, masks, model=model, variant=variant)
+    return state, pack_outputs(outputs)
+
+
+def run_decode(
+    params: Params,
+    state: EngineState,
+    packed: jax.Array,
+    *,
+    model: StepModel,
+    variant: Variant,
+    k: int,
+) -> tuple[EngineState, jax.Array]:
+    """`decode_step` between packed arrays."""
+    inputs = DecodeInputs(*_columns(packed, DecodeInputs))
+    state, outputs = decode_step(params, state, inputs, model=model, variant=variant, k=k)
+    return state, pack_outputs(outputs)
+
+
+def run_propose(
+    params: Params,
+    state: EngineState,
+    packed: jax.Array,
+    *,
+    model: StepModel,
+    variant: Variant,
+    k: int,
+) -> tuple[EngineState, Draft]:
+    """The first part of `decode_step`."""
+    inputs = DecodeInputs(*_columns(packed, DecodeInputs))
+    return propose(params, state, inputs, model=model, variant=variant, k=k)
+
+
+def run_extend(
+    params: Params, state: EngineState, packed: jax.Array, draft: Draft, *, model: StepModel
+) -> tuple[EngineState, Extension]:
+    """The second part, which runs while the host makes masks."""
+    inputs = DecodeInputs(*_columns(packed, DecodeInputs))
+    return extend(params, state, inputs, draft, model=model)
+
+
+def run_settle(
+    params: Params,
+    state: EngineState,
+    packed: jax.Array,
+    draft: Draft,
+    extension: Extension,
+    masks: jax.Array | None = None,
+    *,
+    model: StepModel,
+    variant: Variant,
+) -> tuple[EngineState, jax.Array]:
+    """The third part, with the masks i32[B, K+1, ceil(V/32)] of a variant that has them."""
+    inputs = DecodeInputs(*_columns(packed, DecodeInputs))
+    state, outputs = settle(
+        params, state, inputs, draft, extension, masks, model=model, variant=variant
+    )
+    return state, pack_outputs(outputs)
+
+
+def pack_outputs(outputs: StepOutputs) -> jax.Array:
+    """Results as i32[B, ...]: numbers of tokens and of drafts, tokens, then log-probabilities."""
+    counts = outputs.num_tokens[:, None], outputs.num_drafts[:, None]
+    parts = [*counts, outputs.tokens, outputs.logprobs]
+    if outputs.prompt_logprobs is not None:
+        parts.append(outputs.prompt_logprobs)
+    return jnp.concatenate(parts, axis=1)
+
+
+def _admit_values(sequence: Sequence, layout: Layout) -> dict[str, Any]:
+    request = sequence.request
+    params = request.params
+    bad_words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1)
+    for row, word in zip(bad_words, request.bad_words, strict=False):
+        row[-len(word) :] = word
+    return {
+        "slot": sequence.slot,
+        "prompt_length": len(request.prompt_token_ids),
+        "limit": request.max_length,
+        "temperature": params.temperature,
+        "seed": request.seeds[sequence.index],
+        "top_k": min(max(params.top_k, 0), layout.vocab_size),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "repetition": params.repetition_penalty,
+        "presence": params.presence_penalty,
+        "frequency": params.frequency_penalty,
+        "min_tokens": params.min_tokens,
+        "processor": request.processor,
+        "stop_ids": request.stop_ids,
+        "bias_ids": list(params.logit_bias or ()),
+        "bias": list((params.logit_bias or {}).values()),
+        "bad_words": bad_words,
+        "allowed": _bitmask(params.allowed_token_ids, layout),
+        "tokens": sequence.token_ids,
+    }
+
+
+def _bitmask(token_ids: Any, layout: Layout) -> np.ndarray:
+    if token_ids is None:
+        return np.full(layout.mask_words, 2**32 - 1, np.uint32)
+    bits = np.zeros((layout.mask_words, 32), np.uint64)
+    bits.reshape(-1)[list(token_ids)] = 1
+    return (bits << np.arange(32, dtype=np.uint64)).sum(axis=1).astype(np.uint32)
+
+
+def _unpack_admissions(packed: jax.Array, layout: Layout) -> AdmitInputs:
+    fields, start = {}, 0
+    for name, (width, kind) in layout.admit_fields.items():
+        words = packed[:, start : start + width]
+        start += width
+        if kind is np.float32 or name == "seed":
+            words = jax.lax.bitcast_convert_type(words, jnp.dtype(kind))
+        fields[name] = words[:, 0] if width == 1 and name != "allowed" else words
+    return AdmitInputs(
+        slots=fields["slot"],
+        tokens=jnp.maximum(fields["tokens"], 0),
+        requests=Requests(
+            prompt_lengths=fields["prompt_length"],
+            limits=fields["limit"],
+            stop_ids=fields["stop_ids"],
+            sampling=Sampling(
+                temperature=fields["temperature"],
+                seeds=fields["seed"],
+                top_k=fields["top_k"],
+                top_p=fields["top_p"],
+                min_p=fields["min_p"],
+            ),
+            edits=Edits(**{name: fields[name] for name in Edits.__dataclass_fields__}),
+        ),
+    )
+
+
+def _columns(packed: jax.Array, inputs: Any) -> tuple[jax.Array, ...]:
+    num_scalars = len(inputs._fields) - 1
+    return (*packed[:, :num_scalars].T, packed[:, num_scalars:])
+
+
+class _Reader:
+    """Takes columns off a packed array of results from the left."""
+
+    def __init__(self, packed: np.ndarray):
+        self._packed = packed
+        self._start = 0
+
+    def take(self, count: int) -> np.ndarray:
+        self._start += count
+        return self._packed[:, self._start - count : self._start]
+
+    def logprobs(
+        self, num_rows: int, num_top: int | None, has_raw: bool, *, is_wanted: bool
+    ) -> tuple[Any, ...] | None:
+        """The fields of `Logprobs` as lists; None if they are not there, or not wanted."""
+        if num_top is None or not num_rows:
+            return None
+        if not is_wanted:
+            self.take(num_rows * (2 + 2 * num_top + has_raw))
+            return None
+        batch = self._packed.shape[0]
+
+        def floats(count):
+            return np.ascontiguousarray(self.take(count)).view(np.float32)
+
+        logprobs, ranks = floats(num_rows), self.take(num_rows)
+        ids = self.take(num_rows * num_top).reshape(batch, num_rows, num_top)
+        top = floats(num_rows * num_top).reshape(batch, num_rows, num_top)
+        raw = floats(num_rows) if has_raw else None
+        # As lists, at once: to take numbers out of an array one by one costs several times as much.
+        parts = [None if x is None else x.tolist() for x in (logprobs, ranks, ids, top, raw)]
+        return tuple(parts)
+
+
+def _by_token(
+    logprobs: tuple[Any, ...], row: int, tokens: Any, num_top: int
+) -> list[TokenLogprobs]:
+    own, ranks, top_ids, top_logprobs = (field[row] for field in logprobs[:4])
+    raw = None if logprobs[4] is None else logprobs[4][row]
+    found = []
+    for i, token in enumerate(tokens):
+        entry = {token: Logprob(own[i], ranks[i], None, None if raw is None else raw[i])}
+        for rank in range(num_top):
+            entry.setdefault(top_ids[i][rank], Logprob(top_logprobs[i][rank], rank + 1))
+        found.append(entry)
+    return found

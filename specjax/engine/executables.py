@@ -1,0 +1,208 @@
+"""Compiled programs on disk: a later process reads them, and neither traces nor compiles.
+
+A file is named after all that its program follows from: the key, what is compiled into it, shapes
+and dtypes of its arguments, our sources, JAX, its options, and the device. Code that is not in our
+sources, as that of a user's own drafter, is not known by its name: then nothing is kept or read.
+Like JAX's own cache of compilations, a folder must be one that nobody else can write to: what it
+holds is run.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import pickle
+import platform
+import sys
+import sysconfig
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+log = logging.getLogger(__name__)
+
+MOST_BYTES = 4 * 2**30  # of a folder, before what was longest unused is deleted
+ROOT = Path(__file__).parents[2]
+SOURCES = ("specjax", "pallas_kernels")
+TRACED = ("specjax.device", "specjax.engine.batch", "pallas_kernels")
+# Where code comes from that is known by versions and sources; what classes generate has no file.
+_INSTALLED = (
+    "<",
+    *(str(ROOT / package) for package in SOURCES),
+    *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
+)
+_DIGEST = hashlib.sha256
+
+
+def open_executables(folder: Path, model: Any, *origin: Any) -> "Executables | None":
+    """Programs of a `StepModel` and whatever else they follow from; None if not all is known."""
+    described = "\n".join(map(repr, (model, *origin)))
+    is_known = " at 0x" not in described and all(map(_is_ours, _parts(model)))
+    if not is_known or any(map(_is_patched, list(sys.modules))):
+        return None
+    return Executables(folder, described)
+
+
+class Executables:
+    """A folder of programs that follow from the same things, as `described`."""
+
+    def __init__(self, folder: Path, described: str):
+        self._folder = folder
+        self._origin = f"{_environment()}\n{described}"
+
+    def get(self, key: Any, compile: Callable[[], Any]) -> Any:
+        """The program that was kept, or that `compile` makes, which is kept if it can be."""
+        path = self._path(key)
+        if path is not None and path.exists():
+            try:
+                program = _read(path)
+                os.utime(path)  # it was used
+                return program
+            except Exception as error:  # whatever is wrong with it, compiling helps
+                log.warning("%s cannot be used, and is replaced: %s", path, error)
+        before = _num_hits()
+        program = compile()
+        # XLA:CPU does not write out again all of what it has read from JAX's own cache.
+        if path is not None and _num_hits() == before:
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                _write(path, program)
+            except Exception as error:  # a full disk, or a program that only this process can run
+                log.info("%s is not kept: %s", key, error)
+        return program
+
+    def _path(self, key: Any) -> Path | None:
+        """Where a program is kept; None for one with code of which only this process knows."""
+        if getattr(getattr(key, "variant", None), "processors", ()):
+            return None
+        name = _DIGEST(f"{self._origin}\n{key!r}".encode()).hexdigest()
+        return self._folder / f"{name}.program"
+
+
+def _read(path: Path) -> Any:
+    size, content = _DIGEST().digest_size, path.read_bytes()
+    digest, content = content[:size], content[size:]
+    if _DIGEST(content).digest() != digest:
+        raise ValueError("it was not written to its end")
+    return serialize_executable.deserialize_and_load(*pickle.loads(content))
+
+
+def _write(path: Path, program: Any) -> None:
+    content = pickle.dumps(serialize_executable.serialize(program))
+    _make_room(path.parent, len(content))
+    # Other processes see all of a file or nothing.
+    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+        file.write(_DIGEST(content).digest() + content)
+    os.replace(file.name, path)
+
+
+def _note(event: str, **_: Any) -> None:
+    if event == "/jax/compilation_cache/cache_hits":
+        _hits.count = _num_hits() + 1
+
+
+def _num_hits() -> int:
+    """What this thread has read from JAX's cache of compilations."""
+    return getattr(_hits, "count", 0)
+
+
+_hits = threading.local()
+jax.monitoring.register_event_listener(_note)
+
+
+@cache
+def _environment() -> str:
+    """What programs follow from besides their own inputs."""
+    device = jax.devices()[0]
+    described = {
+        "python": platform.python_version(),
+        "jax": jax.__version__,
+        "jaxlib": version("jaxlib"),
+        "platform": getattr(device.client, "platform_version", device.platform),
+        "device": device.device_kind,
+        "processor": _processor(),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        "LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS", ""),
+        "options": {
+            name: repr(value)
+            for name, value in sorted(jax.config.values.items())
+            if "cache" not in name and "debug" not in name
+        },
+        "sources": _sources(),
+    }
+    return json.dumps(described, sort_keys=True)
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    """A value, and what its fields hold."""
+    yield value
+    held = ()
+    if is_dataclass(value) and not isinstance(value, type):
+        held = [getattr(value, field.name) for field in fields(value)]
+    elif isinstance(value, tuple):
+        held = value
+    for part in held:
+        yield from _parts(part)
+
+
+def _is_ours(value: Any) -> bool:
+    """Whether a value's class is in our sources, or Python's own."""
+    return type(value).__module__.partition(".")[0] in (*SOURCES, "builtins", "numpy")
+
+
+def _is_patched(module: str) -> bool:
+    """Whether functions have been put from outside into a module that programs are made of."""
+    if not module.startswith(TRACED):
+        return False
+    owners = [sys.modules[module]]
+    owners += [one for one in vars(owners[0]).values() if isinstance(one, type)]
+    functions = [f for owner in owners if _is_within(owner) for f in vars(owner).values()]
+    codes = [f.__code__.co_filename for f in functions if isinstance(f, FunctionType)]
+    return any(not name.startswith(_INSTALLED) for name in codes)
+
+
+def _is_within(owner: Any) -> bool:
+    name = getattr(owner, "__module__", None) or getattr(owner, "__name__", "")
+    return name.partition(".")[0] in SOURCES
+
+
+def _processor() -> str:
+    """What a CPU can do, by which XLA chooses instructions."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags"))}))
+
+
+def _sources() -> str:
+    digest = _DIGEST()
+    for package in SOURCES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(ROOT)}\n".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _make_room(folder: Path, num_bytes: int) -> None:
+    """Delete what was longest unused, so that so many bytes fit."""
+    files = []
+    for path in folder.glob("*.program"):
+        try:
+            found = path.stat()
+        except FileNotFoundError:  # another process deleted it
+            continue
+        files.append((found.st_mtime, found.st_size, path))
+    files.sort(reverse=True)
+    for _, size, path in files:
+        num_bytes += size
+        if num_bytes > MOST_BYTES:
+            path.unlink(missing_ok=True)

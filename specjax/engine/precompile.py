@@ -1,0 +1,336 @@
+"""The programs of an engine's steps, one per shape and variant, compiled before they are needed."""
+
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+
+from pallas_kernels.dispatch import compute_capability
+from specjax.config import EXACT_WIDTH, EngineConfig
+from specjax.device.cache.recurrent import init_snapshots
+from specjax.device.drafters.drafter import Drafter, Params, Variant
+from specjax.device.models.model import Model
+from specjax.device.state import EngineState, init_state
+from specjax.device.step import StepModel
+from specjax.device.verification import Verification
+from specjax.engine.batch import (
+    Layout,
+    jitted,
+    run_admit,
+    run_begin,
+    run_decode,
+    run_extend,
+    run_prefill,
+    run_propose,
+    run_restore,
+    run_settle,
+    run_take,
+)
+from specjax.engine.compiler import MOST_THREADS, Compiler
+from specjax.engine.executables import open_executables
+from specjax.engine.log import can_draw, get_log
+from specjax.engine.metrics import Compilations
+from specjax.engine.programs import (
+    Admit,
+    Begin,
+    Decode,
+    Extend,
+    Key,
+    Prefill,
+    Propose,
+    Restore,
+    Settle,
+    Take,
+)
+from specjax.engine.replay import measure_rounds
+from specjax.host.speculation.step_cost import StepCost
+
+# XLA's own matmuls are not split over their depth, which by the shape alone it would do to most of
+# a step's: a kernel more for each, to sum the parts. cuBLAS, which XLA tries as well, still may.
+GPU_OPTIONS = {"xla_gpu_experimental_force_split_k": 1}
+
+
+def keep_compilations(folder: Path) -> None:
+    """Keep compiled programs in `folder` for later processes, unless JAX already has a cache."""
+    if jax.config.values["jax_compilation_cache_dir"] is None:
+        jax.config.update("jax_compilation_cache_dir", str(folder))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def executables_folder() -> Path | None:
+    """Where our programs are kept whole: beside what JAX keeps, if it does."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    return Path(folder) / "programs" if folder else None
+
+
+def step_model(
+    config: EngineConfig, target: Model, drafter: Drafter, verification: Verification, platform: str
+) -> StepModel:
+    """What an engine on a device of `platform` compiles into its steps."""
+    return StepModel(
+        target,
+        drafter,
+        verification,
+        config.kernels,
+        # Rows are free where a matmul waits for its weights, and matrix units want eights.
+        row_multiple=8 if platform == "gpu" else 1,
+        width_multiple=EXACT_WIDTH if config.exact else 1,
+        logprobs_mode=config.logprobs_mode,
+    )
+
+
+def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> EngineState:
+    """The state of an engine without requests, whose steps have up to `max_drafts` drafts."""
+    dtype, target = np.dtype(config.dtype), model.target
+    sizes = config.max_num_seqs, config.num_pages, config.page_size
+    max_rows = model.width(max_drafts)
+    cache = target.init_cache(*sizes, max_rows, dtype)
+    snapshots = None
+    if target.is_recurrent:
+        conv_width = cache.delta.ring.shape[2] - 2 * max_rows + 1
+        snapshots = init_snapshots(cache.delta, config.num_snapshots, conv_width)
+    return init_state(
+        config.max_num_seqs,
+        config.max_model_len,
+        target.vocab_size,
+        cache,
+        model.drafter.init_state(*sizes, dtype),
+        snapshots,
+    )
+
+
+@contextmanager
+def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
+    """A bar of programs compiled, or without a terminal lines of the log; takes their number."""
+    console, is_shown = Console(stderr=True), is_shown and total > 0
+    is_drawn, start = is_shown and can_draw(console), time.perf_counter()
+    log = get_log(verbose=is_shown and not is_drawn)
+    log.info("compiling %d programs", total)
+    columns = (
+        TextColumn("compiling programs"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left:"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, disable=not is_drawn, transient=True) as progress:
+        task = progress.add_task("", total=total)
+        yield lambda num_done: progress.update(task, completed=num_done)
+    log.info("compiled them in %.1f s", time.perf_counter() - start)
+
+
+class _Jits(dict):
+    """Jitted functions by what they run."""
+
+    def __missing__(self, run: Callable[..., Any]) -> Any:
+        self[run] = made = jitted(run)
+        return made
+
+
+# By `StepModel`: engines of the same trace it once. JAX keeps what it compiled for a function as
+# long as that, so that programs are let go with the last engine of their model.
+_JITS: WeakValueDictionary[StepModel, _Jits] = WeakValueDictionary()
+
+
+class CompiledPrograms:
+    """`Programs` on JAX's first device."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        target: Model,
+        drafter: Drafter,
+        verification: Verification,
+        params: Params,
+        layout: Layout,
+        max_drafts: int,
+    ):
+        self.params = params
+        self.device = jax.devices()[0]
+        self.model = step_model(config, target, drafter, verification, self.device.platform)
+        self._jits = _JITS.setdefault(self.model, _Jits())
+        self._config, self._layout, self._max_drafts = config, layout, max_drafts
+        self.renew()
+        self._shapes = jax.tree.map(_shape, (params, self.state))
+        self._options = GPU_OPTIONS if compute_capability() else {}
+        self._executables = None
+        if folder := executables_folder():
+            origin = layout, self._shapes, self._options
+            self._executables = open_executables(folder, self.model, *origin)
+        self._compiler = Compiler(self._compile)
+        self._late: set[Key] = set()  # programs that requests wait, or waited, for
+        self._calls: dict[type, Callable[[Any], tuple]] = {
+            Admit: self._admit,
+            Restore: lambda key: (run_restore, (_ints(key.batch, 3),), {}),
+            Take: lambda key: (run_take, (_ints(key.batch, 3),), {}),
+            Prefill: self._prefill,
+            Begin: self._begin,
+            Decode: self._decode,
+            Propose: self._propose,
+            Extend: self._extend,
+            Settle: self._settle,
+        }
+
+    @property
+    def ready(self) -> Collection[Key]:
+        """See `Programs`."""
+        return self._compiler.ready.keys()
+
+    @property
+    def failures(self) -> Mapping[Key, Exception]:
+        """See `Programs`."""
+        return self._compiler.failures
+
+    @property
+    def is_compiling(self) -> bool:
+        """See `Programs`."""
+        return self._compiler.is_busy
+
+    @property
+    def compilations(self) -> Compilations:
+        """See `Programs`."""
+        num_late = sum(key in self.ready for key in self._late)
+        compiler = self._compiler
+        return Compilations(len(self.ready), num_late, compiler.num_asked, compiler.seconds)
+
+    def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
+        """See `Programs`."""
+        keys = list(dict.fromkeys(keys))
+        self._compiler.ask(keys, is_urgent=True, num_threads=MOST_THREADS)
+        with _progress_bar(len(keys), show_progress) as tell:
+            self._compiler.wait_for(keys, tell)
+
+    def compile_behind(self, keys: Iterable[Key], *, is_urgent: bool) -> None:
+        """See `Programs`."""
+        missing = [key for key in dict.fromkeys(keys) if key not in self.ready]
+        if is_urgent:
+            self._late |= set(missing)
+        num_threads = MOST_THREADS if is_urgent else 1
+        self._compiler.ask(missing, is_urgent=is_urgent, num_threads=num_threads)
+
+    def finish(self, *, show_progress: bool) -> None:
+        """See `Programs`."""
+        compiler = self._compiler
+        compiler.ask((), is_urgent=False, num_threads=MOST_THREADS)
+        num_there = len(self.ready)
+        with _progress_bar(compiler.num_asked, show_progress) as tell:
+            while compiler.is_busy:
+                compiler.wait(0.5)
+                tell(len(self.ready) - num_there)
+
+    def wait(self, seconds: float) -> None:
+        """See `Programs`."""
+        self._compiler.wait(seconds)
+
+    def put(self, array: np.ndarray) -> jax.Array:
+        """See `Programs`."""
+        return jax.device_put(array, self.device)
+
+    def run(self, key: Key, *arguments: Any) -> Any:
+        """See `Programs`."""
+        program = self._compiler.ready.get(key)
+        if program is None:
+            self._late.add(key)
+            program = self._compiler.get(key)
+        self.state, result = program(self.params, self.state, *arguments)
+        return result
+
+    def time_rounds(
+        self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
+    ) -> StepCost:
+        """See `Programs`."""
+        try:
+            return measure_rounds(self, variant, self._layout, self._config.num_pages, ks, batches)
+        finally:
+            self.renew()
+
+    def release(self) -> None:
+        """See `Programs`."""
+        for leaf in jax.tree.leaves(self.state):
+            leaf.delete()
+
+    def renew(self) -> None:
+        """See `Programs`."""
+        state = empty_state(self._config, self.model, self._max_drafts)
+        self.state = jax.device_put(state, self.device)
+
+    def close(self) -> None:
+        """See `Programs`."""
+        self.release()
+        self._compiler.close()
+        del self._jits, self._calls, self.state, self.params
+
+    def _compile(self, key: Key) -> Any:
+        def compile() -> Any:
+            return self._trace(key).lower().compile(compiler_options=self._options)
+
+        return self._executables.get(key, compile) if self._executables else compile()
+
+    def _trace(self, key: Key) -> Any:
+        run, arguments, static = self._calls[type(key)](key)
+        return self._jits[run].trace(*self._shapes, *arguments, **static)
+
+    def _result(self, key: Key) -> Any:
+        """Shapes of what a program gives to those after it."""
+        return self._trace(key).out_info[1]
+
+    def _admit(self, key: Admit) -> tuple:
+        return run_admit, (_ints(*self._layout.admit_shape(key.batch)),), {"layout": self._layout}
+
+    def _prefill(self, key: Prefill) -> tuple:
+        packed = _ints(*self._layout.prefill_shape(key.batch))
+        return run_prefill, (packed,), {"model": self.model, "width": key.width}
+
+    def _begin(self, key: Begin) -> tuple:
+        packed = _ints(*self._layout.prefill_shape(key.batch))
+        extension = self._result(Prefill(key.batch, key.width))
+        arguments = packed, extension, self._masks(key.batch, 1, key.variant)
+        return run_begin, arguments, {"model": self.model, "variant": key.variant}
+
+    def _decode(self, key: Decode) -> tuple:
+        packed = _ints(*self._layout.decode_shape(key.batch))
+        return run_decode, (packed,), {"model": self.model, "variant": key.variant, "k": key.k}
+
+    def _propose(self, key: Propose) -> tuple:
+        packed = _ints(*self._layout.decode_shape(key.batch))
+        return run_propose, (packed,), {"model": self.model, "variant": key.variant, "k": key.k}
+
+    def _extend(self, key: Extend) -> tuple:
+        packed = _ints(*self._layout.decode_shape(key.batch))
+        draft = self._result(Propose(key.batch, key.k, Variant()))
+        return run_extend, (packed, draft), {"model": self.model}
+
+    def _settle(self, key: Settle) -> tuple:
+        packed = _ints(*self._layout.decode_shape(key.batch))
+        draft = self._result(Propose(key.batch, key.k, Variant()))
+        extension = self._result(Extend(key.batch, key.k))
+        masks = self._masks(key.batch, key.k + 1, key.variant)
+        arguments = packed, draft, extension, masks
+        return run_settle, arguments, {"model": self.model, "variant": key.variant}
+
+    def _masks(self, batch: int, num_rows: int, variant: Variant) -> Any:
+        return _ints(batch, num_rows, self._layout.mask_words) if variant.masks else None
+
+
+def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

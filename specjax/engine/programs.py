@@ -1,0 +1,235 @@
+"""What an engine asks of a device: the programs of its steps, by typed keys.
+
+A device holds the weights and the state between steps. `precompile.py` has the real one, which
+compiles; whatever runs the same keys on the same packed arrays may stand in for it.
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+
+from specjax.device.drafters.drafter import Params, Variant
+from specjax.engine.batch import Part
+from specjax.engine.metrics import Compilations
+from specjax.host.scheduler import PrefillPlan
+from specjax.host.speculation.step_cost import StepCost
+
+FEW_LOGPROBS = 20  # likeliest tokens that every step can report
+
+
+@dataclass(frozen=True, slots=True)
+class Admit:
+    """Requests take their slots: (admissions) -> None."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restore:
+    """Slots go on from snapshots of recurrent states: (moves) -> None."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Snapshots are taken of the recurrent states of slots: (moves) -> None."""
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Prefill:
+    """The target runs a chunk of each prompt: (packed) -> Extension."""
+
+    batch: int
+    width: int
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The drafter sees the chunk; first tokens are drawn: (packed, extension, masks) -> outputs.
+
+    `masks` is None unless the variant has masks.
+    """
+
+    batch: int
+    width: int
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """A whole round: (packed) -> outputs."""
+
+    batch: int
+    k: int
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Propose:
+    """The first piece of a round that not every engine has: (packed) -> Draft."""
+
+    batch: int
+    k: int
+    variant: Variant
+
+
+@dataclass(frozen=True, slots=True)
+class Extend:
+    """The second, which runs while the host makes masks: (packed, draft) -> Extension."""
+
+    batch: int
+    k: int
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """The third: (packed, draft, extension, masks) -> outputs."""
+
+    batch: int
+    k: int
+    variant: Variant
+
+
+Key: TypeAlias = Admit | Restore | Take | Prefill | Begin | Decode | Propose | Extend | Settle
+
+
+class Programs(Protocol):
+    """A device with an engine's weights and state, which its programs change in place."""
+
+    params: Params
+    device: Any  # where arrays for it belong
+
+    @property
+    def compilations(self) -> Compilations:
+        """What has been compiled so far."""
+        ...
+
+    @property
+    def ready(self) -> Collection[Key]:
+        """What can be run without waiting; it only grows."""
+        ...
+
+    @property
+    def failures(self) -> Mapping[Key, Exception]:
+        """What was asked for and does not compile."""
+        ...
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether anything is being made ready."""
+        ...
+
+    def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
+        """Return when all these are ready.
+
+        Raises:
+            Exception: one of them does not compile.
+        """
+        ...
+
+    def compile_behind(self, keys: Iterable[Key], *, is_urgent: bool) -> None:
+        """Have these made ready meanwhile, in their order; the urgent ones before all others."""
+        ...
+
+    def finish(self, *, show_progress: bool) -> None:
+        """Return when nothing is left to be made ready."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Return when something more is ready, or nothing is left, or the time is over."""
+        ...
+
+    def put(self, array: np.ndarray) -> Any:
+        """A fresh array as an argument of `run`."""
+        ...
+
+    def run(self, key: Key, *arguments: Any) -> Any:
+        """Launch a program on the state, made ready now if it is not; its result is there later.
+
+        Outputs have `copy_to_host_async` and `is_ready`, and are read as NumPy arrays.
+        """
+        ...
+
+    def time_rounds(
+        self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
+    ) -> StepCost:
+        """What rounds of every shape cost, by running them; the state is empty afterwards."""
+        ...
+
+    def release(self) -> None:
+        """Free the memory of the state; nothing runs until `renew`."""
+        ...
+
+    def renew(self) -> None:
+        """Begin with an empty state."""
+        ...
+
+    def close(self) -> None:
+        """Free everything, the programs' code included; nothing runs afterwards."""
+        ...
+
+
+def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
+    """Every program that a plan runs at its best."""
+    batch = plan.batch
+    if isinstance(plan, PrefillPlan):
+        keys: list[Key] = [Admit(batch), Prefill(batch, plan.width)]
+        keys.append(Begin(batch, plan.width, variant))
+        return [*keys, Restore(batch), Take(batch)] if is_recurrent else keys
+    variant = of_rounds(variant)
+    if not is_in_pieces(variant):
+        return [Decode(batch, plan.k, variant)]
+    return [
+        Propose(batch, plan.k, of_drafts(variant)),
+        Extend(batch, plan.k),
+        Settle(batch, plan.k, variant),
+    ]
+
+
+def first_keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
+    """Programs that can run a plan too, most of which other variants share.
+
+    Rounds are in pieces, and drafted without what requests ask of logits: it lets less be accepted.
+    """
+    if isinstance(plan, PrefillPlan):
+        return keys_of(plan, variant, is_recurrent=is_recurrent)
+    batch, k = plan.batch, plan.k
+    return [
+        Propose(batch, k, Variant()),
+        Extend(batch, k),
+        Settle(batch, k, of_rounds(variant)),
+    ]
+
+
+def is_in_pieces(variant: Variant) -> bool:
+    """Whether rounds run in pieces, so that the target's is the same whatever follows it."""
+    return variant.masks or bool(variant.processors) or variant.num_logprobs > FEW_LOGPROBS
+
+
+def of_rounds(variant: Variant) -> Variant:
+    """What a round does of a variant: prompts are not its business."""
+    return variant._replace(num_prompt_logprobs=None)
+
+
+def of_drafts(variant: Variant) -> Variant:
+    """What drafting does of a round's variant: it reports nothing, and masks come later."""
+    return Variant(variant.processors)
+
+
+def covers(variant: Variant, needed: Variant) -> bool:
+    """Whether a step in `variant` does all that is `needed`. Masks cost a wait, so are exact."""
+    return (
+        set(variant.processors) >= set(needed.processors)
+        and variant.masks == needed.masks
+        and variant.num_logprobs >= needed.num_logprobs
+        and _or_none(variant.num_prompt_logprobs) >= _or_none(needed.num_prompt_logprobs)
+    )
+
+
+def _or_none(count: int | None) -> int:
+    return -1 if count is None else count

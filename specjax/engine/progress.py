@@ -1,0 +1,147 @@
+"""How far a call has come: a bar, one like tqdm's, or without a terminal lines of the log."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from logging import Logger
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specjax.engine.log import can_draw, get_log
+from specjax.engine.metrics import Metrics
+from specjax.host.sequence import Sequence as Sample
+
+BAR_SECONDS, LINE_SECONDS = 0.2, 10.0  # between two looks
+
+
+@dataclass(frozen=True)
+class CallProgress:
+    """What a call has done after so many seconds; running and waiting are all of the engine's."""
+
+    num_finished: int
+    num_tokens: int
+    seconds: float
+    tokens_per_round: float | None  # of the rounds with drafts; None before there was one
+    num_running: int
+    num_waiting: int
+    num_compiling: int  # programs
+
+    @property
+    def speed(self) -> str:
+        """Tokens per second, and per round with drafts."""
+        per_round = self.tokens_per_round
+        shown = f"{self.num_tokens / max(self.seconds, 1e-9):,.0f} tokens/s"
+        return shown if per_round is None else f"{shown}, {per_round:.2f} tokens/round"
+
+    @property
+    def load(self) -> str:
+        """Requests that the engine has, and what it has compiled behind them."""
+        shown = f"{self.num_running} running, {self.num_waiting} waiting"
+        return shown + f", compiling {self.num_compiling}" * (self.num_compiling > 0)
+
+
+Show = Callable[[CallProgress], None]
+
+
+@contextmanager
+def progress(
+    samples: Sequence[Sample],
+    read_metrics: Callable[[], Metrics],
+    use_tqdm: bool | Callable[..., Any],
+    *,
+    verbose: bool,
+) -> Iterator[Callable[[], None]]:
+    """Show how `samples` grow while the block calls what it is given, after every step.
+
+    Args:
+        use_tqdm: whether to show anything, or a class that is called as tqdm's is.
+        verbose: of the LLM; without it nothing is shown but by such a class.
+    """
+    if callable(use_tqdm):
+        view, pause = _called(use_tqdm, len(samples)), BAR_SECONDS
+    elif not use_tqdm or not verbose:
+        yield lambda: None
+        return
+    elif can_draw(console := Console(stderr=True)):
+        view, pause = _bar(console, len(samples)), BAR_SECONDS
+    else:
+        view, pause = _lines(get_log(verbose=True), len(samples)), LINE_SECONDS
+    before, start = read_metrics(), time.monotonic()
+    due = start + pause
+
+    def look(now: float) -> CallProgress:
+        metrics = read_metrics()
+        rounds = metrics.num_drafts - before.num_drafts
+        accepted = metrics.num_accepted_tokens - before.num_accepted_tokens
+        return CallProgress(
+            num_finished=sum(sample.is_finished for sample in samples),
+            num_tokens=sum(sample.num_output for sample in samples),
+            seconds=now - start,
+            tokens_per_round=1 + accepted / rounds if rounds else None,
+            num_running=metrics.num_requests_running,
+            num_waiting=metrics.num_requests_waiting,
+            num_compiling=metrics.num_compiling,
+        )
+
+    with view as show:
+
+        def tick() -> None:
+            nonlocal due
+            if (now := time.monotonic()) >= due:
+                due = now + pause
+                show(look(now))
+
+        yield tick
+        show(look(time.monotonic()))
+
+
+@contextmanager
+def _called(make: Callable[..., Any], total: int) -> Iterator[Show]:
+    bar = make(total=total, desc="generating", unit="sample")
+    num_shown = 0
+
+    def show(figures: CallProgress) -> None:
+        nonlocal num_shown
+        bar.postfix = f"{figures.speed}, {figures.load}"
+        bar.update(figures.num_finished - num_shown)
+        num_shown = figures.num_finished
+
+    try:
+        yield show
+    finally:
+        bar.close()
+
+
+@contextmanager
+def _bar(console: Console, total: int) -> Iterator[Show]:
+    columns = (
+        TextColumn("generating"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, refresh_per_second=5, transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def show(figures: CallProgress) -> None:
+            text = f"{figures.speed}, {figures.load}"
+            bar.update(task, completed=figures.num_finished, description=text)
+
+        yield show
+
+
+@contextmanager
+def _lines(log: Logger, total: int) -> Iterator[Show]:
+    def show(figures: CallProgress) -> None:
+        load = f", {figures.load}" if figures.num_finished < total else ""
+        log.info(
+            "generated %d tokens in %.1f s, %d/%d finished: %s%s",
+            *(figures.num_tokens, figures.seconds, figures.num_finished, total),
+            *(figures.speed, load),
+        )
+
+    yield show

@@ -1,0 +1,242 @@
+"""What an engine can run by the programs it has, and which it would like to have.
+
+A step has a shape, and a variant, what requests ask of it beyond what every step does. An engine
+begins with one shape of each part, into which any step fits, and its plain variant, in pieces that
+other variants share. What else its steps would run better in is compiled behind them, once that has
+cost them enough time. A request that needs another variant waits for it, and nobody else does.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable
+
+from specjax.config import EngineConfig
+from specjax.device.drafters.drafter import Variant
+from specjax.engine.batch import Part
+from specjax.engine.programs import (
+    FEW_LOGPROBS,
+    Key,
+    Programs,
+    covers,
+    first_keys_of,
+    keys_of,
+    of_rounds,
+)
+from specjax.host.request import Demands
+from specjax.host.scheduler import DecodePlan, PrefillPlan
+from specjax.host.shapes import Shape, Shapes, num_rows
+from specjax.sampling_params import LogitsProcessor
+
+PATIENCE_MS = 3000.0  # that steps may lose before what suits them better is compiled
+PIECES_LOSE = 0.05  # of a round's time, about
+
+
+class Repertoire:
+    """The variants and shapes of one engine's steps."""
+
+    def __init__(
+        self, programs: Programs, config: EngineConfig, vocab_size: int, *, is_recurrent: bool
+    ):
+        self.variants: list[Variant] = []  # asked for so far, the plain one first
+        self.patience_ms = PATIENCE_MS
+        self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
+        # With none, XLA would turn their condition into a selection, which computes them always.
+        self._most_logprobs = max(1, min(config.max_logprobs, vocab_size))
+        self._processors: list[tuple[LogitsProcessor, ...]] = []
+        self._lost_ms: defaultdict[Key, float] = defaultdict(
+            float
+        )  # by the last program of the wanted shape
+        self._num_ready = -1  # when what follows was found
+        self._needed: dict[frozenset[Demands], Variant] = {}
+        self._shapes: dict[Variant, Shapes] = {}
+        self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
+
+    def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
+        """The number of a row of logits processors; -1 for none."""
+        if not processors:
+            return -1
+        if processors not in self._processors:
+            self._processors.append(processors)
+        return self._processors.index(processors)
+
+    def needed(self, all_demands: Iterable[Demands]) -> Variant:
+        """What steps must do for all of some requests."""
+        all_demands = frozenset(all_demands)
+        if all_demands not in self._needed:
+            self._needed[all_demands] = self._find_needed(all_demands)
+        return self._needed[all_demands]
+
+    def _find_needed(self, all_demands: Collection[Demands]) -> Variant:
+        most = self._most_logprobs
+        if self._config.exact:  # the same for all, for another program rounds differently
+            return Variant(masks=True, num_logprobs=most)
+        numbers = sorted({demands.processor for demands in all_demands} - {-1})
+        # None, few or the most, so that variants are few, too.
+        few = min(FEW_LOGPROBS, most)
+        asks_many = any((demands.logprobs or 0) > few for demands in all_demands)
+        of_prompts = [d.prompt_logprobs for d in all_demands if d.prompt_logprobs is not None]
+        return Variant(
+            processors=tuple((number, self._processors[number]) for number in numbers),
+            masks=any(demands.masks for demands in all_demands),
+            num_logprobs=most if asks_many else few,
+            num_prompt_logprobs=(most if any(of_prompts) else 0) if of_prompts else None,
+        )
+
+    def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
+        """Have the first of these shapes, or all, in every variant; whether nothing is missing."""
+        variants = self.variants or [self.needed(())]
+        self._compile(variants, shapes, show_progress=show_progress)
+        self.variants = variants
+        best = self._keys(keys_of, variants[:1], shapes)
+        return all(key in self._programs.ready for key in best)
+
+    def use(self, shapes: Shapes) -> None:
+        """Let these be the shapes that steps may have."""
+        self.all_shapes = shapes
+        self._forget()
+
+    def prepare(self, variant: Variant, *, show_progress: bool) -> None:
+        """Have a variant compiled; before this returns, if everything is compiled ahead."""
+        if any(covers(known, variant) for known in self.variants):
+            return
+        if not self._config.compile_ahead:
+            self._ask(variant)
+            return
+        self._compile([variant], self.all_shapes, show_progress=show_progress)
+        self.variants.append(variant)
+        self._forget()
+
+    def ask_for(self, shape: Shape) -> None:
+        """Have a shape of rounds compiled behind what runs."""
+        keys = self._keys(keys_of, self.variants[:1], Shapes((), (shape,)))
+        self._programs.compile_behind(keys, is_urgent=False)
+
+    def admits(self, all_demands: Iterable[Demands]) -> bool:
+        """Whether requests can run together, in whatever steps.
+
+        Raises:
+            Exception: they never will, for a program of theirs does not compile.
+        """
+        needed = self.needed(all_demands)
+        shapes = self.shapes(needed)
+        if shapes.prefill and shapes.decode:
+            return True
+        failures = self._programs.failures
+        for variant in self._able(needed):
+            for key in self._keys(first_keys_of, [variant], self.all_shapes.first):
+                if key in failures:
+                    self.variants.remove(variant)
+                    self._forget()
+                    raise failures[key]
+        if not self._able(needed):
+            self._ask(needed)
+        return False
+
+    def shapes(self, needed: Variant) -> Shapes:
+        """Those that are there for steps that do what is needed.
+
+        It is `all_shapes` itself only where nothing could suit any step better.
+        """
+        self._look()
+        if needed not in self._shapes:
+            able, every = self._able(needed), self.all_shapes
+            shapes = Shapes(
+                tuple(s for s in every.prefill if self._has(PrefillPlan((), *s), able)),
+                tuple(s for s in every.decode if self._has(DecodePlan((), *s, 0), able)),
+            )
+            best = self._keys(keys_of, able[:1], every)
+            has_all = bool(best) and all(key in self._programs.ready for key in best)
+            self._shapes[needed] = every if has_all else shapes
+        return self._shapes[needed]
+
+    def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
+        """The first variant that does what a plan's requests need and has its shape."""
+        self._look()
+        needed = self.needed(all_demands)
+        if isinstance(plan, DecodePlan):
+            known = DecodePlan, (plan.batch, plan.k), needed
+        else:
+            known = PrefillPlan, (plan.batch, plan.width), needed
+        if known not in self._chosen:
+            able = self._able(needed)
+            there = (variant for variant in able if self._has(plan, [variant]))
+            chosen = next(there, able[0] if able else needed)
+            self._chosen[known] = of_rounds(chosen) if known[0] is DecodePlan else chosen
+        return self._chosen[known]
+
+    def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
+        """Ask for a plan's own shape once the lack of it has cost enough."""
+        if plan.wanted is None:
+            return
+        if isinstance(plan, DecodePlan):
+            own = DecodePlan((), *plan.wanted, 0)
+            part = num_rows(plan.wanted) / num_rows((plan.batch, plan.k))
+        else:
+            own = PrefillPlan((), *plan.wanted)
+            part = own.batch * own.width / (plan.batch * plan.width)
+        keys = keys_of(own, variant, is_recurrent=self._is_recurrent)
+        if all(key in self._programs.ready for key in keys):
+            return
+        self._lost_ms[keys[-1]] += max(PIECES_LOSE, 1 - part) * milliseconds
+        if self._lost_ms[keys[-1]] >= self.patience_ms:
+            self._lost_ms[keys[-1]] = 0.0
+            self._programs.compile_behind(keys, is_urgent=False)
+
+    def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
+        """Be able to run some variants; at their best, if all is compiled ahead."""
+        if not self._config.compile_ahead:
+            first = self._keys(first_keys_of, variants, shapes.first)
+            self._programs.compile_ahead(first, show_progress=show_progress)
+            return
+        self._programs.compile_behind(self._keys(keys_of, variants, shapes), is_urgent=False)
+        first = self._keys(keys_of, variants, shapes.first)
+        self._programs.compile_ahead(first, show_progress=show_progress)
+        self._programs.finish(show_progress=show_progress)
+
+    def _ask(self, variant: Variant) -> None:
+        """Have a variant compiled behind what runs, first what it cannot do without."""
+        first = self.all_shapes.first
+        needed = self._keys(first_keys_of, [variant], first)
+        self._programs.compile_behind(needed, is_urgent=True)
+        self._programs.compile_behind(self._keys(keys_of, [variant], first), is_urgent=False)
+        self.variants.append(variant)
+        self._forget()
+
+    def _keys(
+        self, keys_of_plan: Callable[..., list[Key]], variants: Iterable[Variant], shapes: Shapes
+    ) -> list[Key]:
+        plans = [
+            *(PrefillPlan((), *shape) for shape in shapes.prefill),
+            *(DecodePlan((), *shape, 0) for shape in shapes.decode),
+        ]
+        return [
+            key
+            for variant in variants
+            for plan in plans
+            for key in keys_of_plan(plan, variant, is_recurrent=self._is_recurrent)
+        ]
+
+    def _able(self, needed: Variant) -> list[Variant]:
+        """Variants that do what is needed; those whose masks it does without come last."""
+        exactly = [variant for variant in self.variants if covers(variant, needed)]
+        masked = needed._replace(masks=True)
+        others = [variant for variant in self.variants if covers(variant, masked)]
+        return exactly + [variant for variant in others if variant not in exactly]
+
+    def _has(self, plan: Part, variants: Iterable[Variant]) -> bool:
+        ready, is_recurrent = self._programs.ready, self._is_recurrent
+        return any(
+            all(key in ready for key in find(plan, variant, is_recurrent=is_recurrent))
+            for variant in variants
+            for find in (keys_of, first_keys_of)
+        )
+
+    def _look(self) -> None:
+        """Take notice of what has been compiled."""
+        if len(self._programs.ready) != self._num_ready:
+            self._num_ready = len(self._programs.ready)
+            self._forget()
+
+    def _forget(self) -> None:
+        """Find again what depends on variants and programs."""
+        self._chosen.clear()
+        self._shapes.clear()

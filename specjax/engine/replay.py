@@ -1,0 +1,121 @@
+"""How long rounds take, measured by running every shape of them before there are requests.
+
+Each shape has to run once anyway, to be ready when a request needs it. The requests are made up:
+random tokens, as much context as asked for, pages shared if the pool does not hold them all.
+"""
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import median
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from specjax.device.drafters.drafter import Variant
+from specjax.device.state import EngineState
+from specjax.engine.batch import Layout
+from specjax.engine.programs import Decode, Key
+from specjax.host.speculation.step_cost import StepCost
+
+LEAST_PASSES, MOST_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
+
+
+class TimedPrograms(Protocol):
+    """What is timed: see `specjax.engine.programs.Programs`; the state is in reach."""
+
+    state: EngineState
+
+    def put(self, array: np.ndarray) -> Any: ...
+
+    def run(self, key: Key, *arguments: Any) -> Any: ...
+
+
+def measure_rounds(
+    programs: TimedPrograms,
+    variant: Variant,
+    layout: Layout,
+    num_pages: int,
+    ks: tuple[int, ...],
+    batches: tuple[int, ...],
+) -> StepCost:
+    """Costs of rounds by batch size, K and context. Leaves a state of made-up requests.
+
+    All shapes are run in turn, several times, so that whatever else the machine does for a while
+    falls on all of them alike; the median counts. Context adds time in proportion to its tokens,
+    whatever K is: each is read once. How much, two lengths tell at the largest batch.
+    """
+    room = (MOST_PASSES + 1) * (max(ks) + 1)
+    short, long = layout.max_model_len // 8, layout.max_model_len - room
+    programs.state = _filled(programs.state, layout.vocab_size)
+
+    def run_once(batch: int, k: int, context: int) -> float:
+        """Milliseconds."""
+        packed = _pack(batch, k, layout, num_pages)
+        programs.state = replace(programs.state, progress=_progress(programs.state, context))
+        start = time.perf_counter()
+        programs.run(Decode(batch, k, variant), programs.put(packed)).block_until_ready()
+        return 1e3 * (time.perf_counter() - start)
+
+    most, ends = batches[-1], {min(ks), max(ks)}
+    shapes = [(batch, k, short) for batch in batches for k in ks]
+    shapes += [(most, k, long) for k in ends if long > 2 * short]
+    for shape in shapes:  # the first touches memory for the first time
+        run_once(*shape)
+    times: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes}
+    start = time.perf_counter()
+    for i in range(MOST_PASSES):
+        for shape in shapes:
+            times[shape].append(run_once(*shape))
+        if i + 1 >= LEAST_PASSES and time.perf_counter() - start > ENOUGH_SECONDS:
+            break
+    middle = {shape: median(found) for shape, found in times.items()}
+    per_token = 0.0
+    if long > 2 * short:
+        added = [(middle[most, k, long] - middle[most, k, short]) for k in ends]
+        per_token = max(0.0, min(added) / (most * (long - short)))
+    points = {batch: {k: middle[batch, k, short] for k in ks} for batch in batches}
+    return StepCost(
+        _without_context(points, short, per_token),
+        batches=batches,
+        ms_per_context_token=per_token,
+    )
+
+
+def _without_context(
+    points: Mapping[int, Mapping[int, float]], context: int, per_token: float
+) -> dict[int, dict[int, float]]:
+    """What rounds would take of requests without context."""
+    return {
+        batch: {k: max(ms - batch * context * per_token, 0.1 * ms) for k, ms in column.items()}
+        for batch, column in points.items()
+    }
+
+
+def _filled(state: EngineState, vocab_size: int) -> EngineState:
+    """All slots taken by requests of random tokens that never end."""
+    tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape)
+    return replace(
+        state,
+        tokens=jax.device_put(tokens.astype(np.int32), state.tokens.sharding),
+        progress=_progress(state, 0),
+        requests=replace(state.requests, limits=_like(state.requests.limits, 2**30)),
+    )
+
+
+def _progress(state: EngineState, length: int) -> jax.Array:
+    """All requests at `length`, going on."""
+    values = np.tile(np.array([length, 0, 1], np.int32), (state.progress.shape[0], 1))
+    return jax.device_put(values, state.progress.sharding)
+
+
+def _like(x: jax.Array, value: Any) -> jax.Array:
+    return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
+
+
+def _pack(batch: int, k: int, layout: Layout, num_pages: int) -> np.ndarray:
+    """A packed round (see `batch.pack`) of the first slots, each with pages in a row."""
+    table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1) % num_pages
+    columns = np.arange(batch), np.full(batch, k), np.zeros(batch), *table.T
+    return np.stack(columns, axis=1).astype(np.int32)

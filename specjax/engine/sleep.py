@@ -1,0 +1,57 @@
+"""An engine's memory on the device, given to others for a while and taken back."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from specjax.device.drafters.drafter import Params
+from specjax.engine.engine import Engine
+
+
+class Sleep:
+    """How deeply an engine sleeps: 0 not at all, 1 without caches, 2 without weights as well."""
+
+    def __init__(self, engine: Engine):
+        self._engine = engine
+        self.level = 0
+
+    def begin(self, level: int) -> None:
+        """Free what `level` says; nothing may be in flight."""
+        if not self.level:
+            self._engine.release()
+            self.level = 1
+        if level == 2:
+            self.level = 2  # if moving fails half-way, `end` mends it
+            change_weights(self._engine, lambda _, leaf: on_host(leaf))
+
+    def end(self) -> None:
+        """Take back what was freed; weights are as they were, or as they were changed since."""
+        if self.level:
+            device = self._engine.device
+            change_weights(self._engine, lambda _, leaf: jax.device_put(leaf, device))
+            self._engine.renew()
+            self.level = 0
+
+
+def check_level(level: object) -> None:
+    """Refuse what is no level of sleep."""
+    if level not in (1, 2) or isinstance(level, bool):
+        raise ValueError(f"level={level!r} must be 1, caches and states, or 2, weights as well")
+
+
+def change_weights(engine: Engine, change: Callable[[int, Any], Any]) -> None:
+    """Replace the engine's arrays, of which no other reference is kept, one by one."""
+    leaves, tree = jax.tree.flatten(engine.params)
+    engine.params = Params(None, None)
+    try:
+        for i in range(len(leaves)):
+            leaves[i] = jax.block_until_ready(change(i, leaves[i]))
+    finally:
+        engine.params = jax.tree.unflatten(tree, leaves)
+
+
+def on_host(leaf: Any) -> np.ndarray:
+    """A copy in the host's memory."""
+    return np.array(jax.device_get(leaf))

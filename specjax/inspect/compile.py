@@ -1,0 +1,298 @@
+"""Compile jitted functions for an H200 on a machine that has no GPU, and report what XLA made.
+
+    compile_functions(FILE, [{"function": NAME, "arguments": {...}, ...}, ...])
+
+NAME(**arguments) in FILE returns (jitted, args, kwargs): `jitted` from `jax.jit`, with whatever it
+donates; args, pytrees of `jax.ShapeDtypeStruct`; and kwargs, the static arguments. A request may
+add "options", XLA's by name; "passes_over", the arguments of `hlo.passes_over`; and "traffic", see
+`report`. Nothing runs: GEMMs are as XLA configures them without autotuning. XLA reads its flags
+once, so this is done in a process of its own, python -m specjax.inspect.compile, which prints the
+reports as one JSON list. Needs jax's CUDA plugin, and ptxas and libdevice: a toolkit in
+/usr/local/cuda, or the packages nvidia-cuda-nvcc and nvidia-nvvm.
+"""
+
+import argparse
+import importlib.metadata
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from specjax.inspect.hlo import large_copies, launches, num_passes, passes_over, unknown_loops
+from specjax.inspect.pallas_bytes import CachedContext
+from specjax.inspect.resources import Resources, find_ptxas, read_resources
+
+TARGET = Path(__file__).with_name("h200.txtpb")
+PLUGINS = "xla_cuda13", "xla_cuda12"
+THUNK = re.compile(r"( *)(?:\d+: (k\w+) +\[[^\]]*\] *(\S*)|(\w+):$)")
+AFTER_LAYERS = 1_000_000  # the layer of what follows the last one
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Thunk:
+    """A line of XLA's plan of what the host launches."""
+
+    kind: str  # kCustomKernel, kCublasLtMatmul, kConditional, kCommandBuffer, ...
+    name: str
+    # Kinds of the thunks around it, and labels as XLA prints them: body, branch_0, and for a
+    # predicate, the wrong way round, true_branch for what runs when it is false.
+    within: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What XLA made of a function."""
+
+    hlo: str  # optimized
+    thunks: tuple[Thunk, ...]  # after command buffers were formed
+    memory: Mapping[str, int]  # bytes: argument, output, alias, temp
+    seconds: Mapping[str, float]  # trace, compile
+    resources: tuple[Resources, ...] | None  # of its kernels; None if they were not asked for
+
+
+def has_cuda_plugin() -> bool:
+    """Whether jax's CUDA plugin is installed; it need not find a GPU."""
+    if importlib.util.find_spec("jax_plugins") is None:
+        return False
+    return any(importlib.util.find_spec(f"jax_plugins.{plugin}") for plugin in PLUGINS)
+
+
+def check_tools() -> None:
+    """Refuse to begin without what compiling takes.
+
+    Raises:
+        ValueError: jax's CUDA plugin or ptxas is missing, with what to install.
+    """
+    if not has_cuda_plugin():
+        version = importlib.metadata.version("jax")
+        raise ValueError(
+            f"jax {version} has no CUDA plugin, which compiling for an H200 takes (a GPU it does "
+            f"not); pip install 'jax[cuda13]=={version}', or without CUDA's libraries "
+            f"jax-cuda13-plugin=={version} and jax-cuda13-pjrt=={version}"
+        )
+    find_ptxas()
+
+
+def compile_functions(
+    file: str | Path,
+    requests: Sequence[Mapping[str, Any]],
+    *,
+    resources: bool = False,
+    timeout: float = 600,
+) -> list[dict[str, Any]]:
+    """The reports of requests, in a process of its own: what `report` says of each.
+
+    Args:
+        resources: have ptxas report registers, spills and shared memory of every kernel.
+        timeout: in seconds, of all requests together.
+
+    Raises:
+        ValueError: see `check_tools`.
+        RuntimeError: the process failed, with the end of what it said.
+    """
+    check_tools()
+    environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
+    path = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
+    environment["PYTHONPATH"] = os.pathsep.join(path)
+    command = [sys.executable, "-m", "specjax.inspect.compile", str(file), json.dumps(requests)]
+    done = subprocess.run(
+        command + ["--resources"] * resources,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment,
+    )
+    if done.returncode:
+        raise RuntimeError(f"compiling for an H200 failed: {done.stderr[-4000:]}")
+    return json.loads(done.stdout)
+
+
+def configure(dump: Path, *, resources: bool = False) -> None:
+    """Set the environment that XLA and Mosaic read; before jax is imported."""
+    assert "jax" not in sys.modules
+    os.environ["JAX_PLATFORMS"] = "cpu"  # the CUDA plugin then does not look for a driver
+    os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # a cached executable dumps nothing
+    flags = f"--xla_gpu_autotune_level=0 --xla_dump_to={dump} --xla_dump_hlo_as_text"
+    if resources:
+        os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
+        if importlib.metadata.version("jax").split(".")[:2] != ["0", "10"]:
+            # Before 0.11 XLA dumps PTX anyway. Other emitters' dumps would take seconds each.
+            flags += " --xla_gpu_dump_llvmir=true --xla_dump_emitter_re=ptx"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+
+
+def compile_for_h200(
+    jitted: Any,
+    args: tuple,
+    kwargs: Mapping[str, Any],
+    dump: Path,
+    options: Mapping[str, Any],
+    *,
+    resources: bool = False,
+) -> Compiled:
+    """Compile `jitted` at the shapes of `args` for one H200; `dump` is what `configure` was told.
+
+    Options are XLA's for this compilation, such as {"xla_gpu_enable_triton_gemm": False}.
+    """
+    import jax
+    import numpy as np
+    from jax.experimental import topologies
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    jax.devices("cpu")  # makes jax find its plugins
+    topology = topologies.get_topology_desc(
+        platform="cuda",
+        topology_name="",
+        target_config=TARGET.read_text(),
+        topology="1x1x1",
+    )
+    mesh = Mesh(np.array(topology.devices[:1]), ("x",))
+    sharding = NamedSharding(mesh, PartitionSpec())
+    placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
+    before, start = set(dump.iterdir()), time.perf_counter()
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask it for the device kind
+        with _stdout_into(dump / "mosaic.txt") as said:
+            lowered = jitted.lower(*placed, **kwargs)
+            traced = time.perf_counter()
+            compiled = lowered.compile(compiler_options=dict(options))
+    seconds = {"trace": traced - start, "compile": time.perf_counter() - traced}
+    hlo = compiled.as_text()
+    name = re.match(r"HloModule ([\w.\-]+)", hlo)[1]  # pyright: ignore
+    dumped = [file for file in set(dump.iterdir()) - before if f".{name}." in file.name]
+    sizes = compiled.memory_analysis()
+    memory = {
+        kind: getattr(sizes, f"{kind}_size_in_bytes")
+        for kind in ("argument", "output", "alias", "temp")
+    }
+    memory["peak"] = getattr(sizes, "peak_memory_in_bytes", 0)
+    thunks, found = _thunk_sequence(dumped), None
+    if resources:
+        ptx = [file for file in dumped if file.suffix == ".ptx"]
+        found = tuple(read_resources(ptx, thunks, said.read_text()))
+    return Compiled(hlo, parse_thunks(thunks), memory, seconds, found)
+
+
+@contextmanager
+def _stdout_into(file: Path) -> Iterator[Path]:
+    """Have the process's standard output, C's included, written to `file`."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with file.open("wb") as opened:
+        os.dup2(opened.fileno(), 1)
+        try:
+            yield file
+        finally:
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
+def parse_thunks(text: str) -> tuple[Thunk, ...]:
+    """The thunks of a dumped sequence, each with those around it."""
+    thunks: list[Thunk] = []
+    around: list[tuple[int, str]] = []
+    indent = 0
+    for line in re.sub(r" *No thunks\.", "\n", text).splitlines():
+        if found := THUNK.match(line):
+            blanks, kind, name, label = found.groups()
+            # XLA indents every label but this one, which follows its loop.
+            indent = indent + 2 if label == "condition" else len(blanks)
+            while around and around[-1][0] >= indent:
+                around.pop()
+            if kind:
+                thunks.append(Thunk(kind, name, tuple(word for _, word in around)))
+            around.append((indent, kind or label))
+    return tuple(thunks)
+
+
+def _thunk_sequence(dumped: list[Path]) -> str:
+    """XLA writes a second sequence only if its passes changed the first."""
+    for ending in "thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt":
+        for file in dumped:
+            if file.name.endswith(ending):
+                return file.read_text()
+    raise FileNotFoundError("XLA dumped no thunk sequence; did it compile for the GPU?")
+
+
+def report(
+    compiled: Compiled,
+    over: Mapping[str, int] | None = None,
+    traffic: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What a test asserts on, as JSON can hold it.
+
+    `num_passes` is for runs in which every conditional takes its branch 0, and its branch 1.
+
+    Args:
+        traffic: "batch", "context" and "rows", a `CachedContext`; "launches" are then all
+            kernels, with their bytes. "layers", a pattern with a group for the number, and "after",
+            one of what follows them all, say of parameters' names which layer reads them;
+            "inside" is a pattern of the operations that count as a layer's.
+    """
+    made = asdict(compiled)
+    made["top_level"] = [thunk.kind for thunk in compiled.thunks if not thunk.within]
+    made["is_one_command_buffer"] = made["top_level"] == ["kCommandBuffer"]
+    made["uncaptured_conditionals"] = [
+        thunk.name
+        for thunk in compiled.thunks
+        if thunk.kind == "kConditional" and "kCommandBuffer" not in thunk.within
+    ]
+    if over:
+        passes = passes_over(compiled.hlo, **over)
+        made["passes"] = [asdict(one) for one in passes]
+        made["num_passes"] = [num_passes(passes, branch) for branch in (0, 1)]
+    if traffic:
+        load = CachedContext(traffic["batch"], traffic["context"], traffic.get("rows"))
+        layers, after = traffic.get("layers", "$^"), traffic.get("after", "$^")
+        inside = re.compile(traffic.get("inside", ""))
+
+        def layer_of(name: str) -> int | None:
+            found = re.search(layers, name)
+            return int(found[1]) if found else AFTER_LAYERS if re.search(after, name) else None
+
+        found = launches(compiled.hlo, load, layer_of, lambda name: bool(inside.search(name)))
+        made["launches"] = [asdict(one) for one in found]
+        made["large_copies"] = [asdict(one) for one in large_copies(found)]
+        made["unknown_loops"] = unknown_loops(compiled.hlo)
+    return made
+
+
+def _load(file: str) -> Any:
+    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("file", help="Python file with the functions")
+    parser.add_argument("requests", type=json.loads, help="JSON list; see this file's docstring")
+    parser.add_argument("--resources", action="store_true", help="run ptxas on every kernel")
+    parsed = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder, redirect_stdout(sys.stderr):
+        configure(Path(folder), resources=parsed.resources)
+        module, reports = _load(parsed.file), []
+        for request in parsed.requests:
+            make = getattr(module, request["function"])
+            jitted, args, kwargs = make(**request.get("arguments", {}))
+            options = request.get("options", {})
+            compiled = compile_for_h200(
+                jitted, args, kwargs, Path(folder), options, resources=parsed.resources
+            )
+            reports.append(report(compiled, request.get("passes_over"), request.get("traffic")))
+    print(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    main()

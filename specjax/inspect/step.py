@@ -1,0 +1,135 @@
+"""The decode step of an engine, to be compiled without one: jitted, its shapes, its statics."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.config import EngineConfig, SpeculativeConfig
+from specjax.device.drafters.drafter import Drafter, NoDrafter, Params, Variant
+from specjax.device.models.llama import Llama
+from specjax.device.models.model import Model
+from specjax.device.models.qwen3_5 import Qwen35
+from specjax.device.models.registry import describe_model
+from specjax.device.verification import SeedExact, Verification, make_verification
+from specjax.engine.batch import Layout, jitted, run_decode
+from specjax.engine.precompile import empty_state, step_model
+from specjax.engine.programs import FEW_LOGPROBS
+from specjax.serving.source import open_drafter, open_source
+
+LAYERS = r"^params\.target\.layers\[(\d+)\]"  # names of the step's parameters
+AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a step is made of; parameters are shapes."""
+
+    target: Model
+    drafter: Drafter
+    verification: Verification
+    params: Params
+    num_layers: int  # of the model, of which the target may have fewer
+
+
+def decode_step(
+    model: str,
+    batch: int,
+    k: int,
+    context: int,
+    speculation: Mapping[str, Any] | None = None,
+    num_layers: int | None = None,
+    page_size: int = 16,
+    dtype: str = "bfloat16",
+) -> tuple[Any, tuple, dict[str, Any]]:
+    """A round of K = k for `batch` requests of `context` tokens, in an engine that fits them.
+
+    For `compile_functions`; arguments are as `open_parts` has them.
+    """
+    parts = open_parts(model, speculation, num_layers, dtype)
+    config = fit_engine(parts.target, batch, k, context, page_size, dtype)
+    static = step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
+    layout = Layout(batch, config.max_model_len, config.pages_per_seq, parts.target.vocab_size)
+    packed = jax.ShapeDtypeStruct(layout.decode_shape(batch), jnp.int32)
+    state = jax.eval_shape(lambda: empty_state(config, static, k))
+    return (
+        jitted(run_decode),
+        (parts.params, state, packed),
+        {
+            "model": static,
+            "variant": Variant(num_logprobs=FEW_LOGPROBS),
+            "k": k,
+        },
+    )
+
+
+def open_parts(
+    model: str, speculation: Mapping[str, Any] | None, num_layers: int | None, dtype: str
+) -> Parts:
+    """Target and drafter by their configs alone.
+
+    Args:
+        speculation: fields of a SpeculativeConfig; None for plain decoding.
+        num_layers: compile so many of the target's layers, its first; None for all.
+
+    Raises:
+        ValueError: the files do not describe a model, or the model has not so many layers.
+    """
+    source = open_source(model)
+    target = describe_model(source.hf)
+    drafter, drafter_params, verification = NoDrafter(), None, SeedExact()
+    if speculation is not None:
+        config = SpeculativeConfig.of(speculation)
+        drafter, drafter_params = open_drafter(config, target, source, dtype)
+        verification = make_verification(config)
+    fewer = target if num_layers is None else with_layers(target, num_layers)
+    params = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), fewer.specs()
+    )
+    given = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), drafter_params)
+    return Parts(fewer, drafter, verification, Params(params, given), target.num_layers)
+
+
+def with_layers(target: Model, num_layers: int) -> Model:
+    """The target with its first layers alone."""
+    if not 1 <= num_layers <= target.num_layers:
+        raise ValueError(
+            f"layers={num_layers} must be in 1..{target.num_layers}, the layers of the model"
+        )
+    if isinstance(target, Qwen35):
+        return replace(target, layer_types=target.layer_types[:num_layers])
+    assert isinstance(target, Llama)
+    return replace(target, num_layers=num_layers)
+
+
+def fit_engine(
+    target: Model, batch: int, k: int, context: int, page_size: int, dtype: str
+) -> EngineConfig:
+    """Room for `batch` requests of `context` tokens and a round more, and for nothing else.
+
+    Raises:
+        ValueError: sizes that are not positive, or a context that the model was not made for.
+    """
+    max_model_len = context + 2 * (k + 1)
+    if max_model_len > target.max_position:
+        raise ValueError(
+            f"context={context}: with a round more it is {max_model_len} tokens, and the model was "
+            f"made for {target.max_position}; lower it"
+        )
+    return EngineConfig(
+        max_model_len=max_model_len,
+        max_num_seqs=batch,
+        max_num_batched_tokens=max(512, batch * (k + 1)),
+        page_size=page_size,
+        num_pages=batch * -(-max_model_len // page_size),
+        dtype=dtype,
+    )
+
+
+def state_bytes(parts: Parts, config: EngineConfig, k: int) -> int:
+    """Bytes of the state that a step is given."""
+    static = step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
+    state = jax.eval_shape(lambda: empty_state(config, static, k))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

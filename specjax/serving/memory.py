@@ -1,0 +1,192 @@
+"""What caches take of a device's memory, and how many pages that leaves room for."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from specjax.config import EngineConfig
+from specjax.device.drafters.drafter import Drafter
+from specjax.device.models.model import Model
+from specjax.host.memory import available_bytes
+from specjax.serving.defaults import device_defaults
+
+
+class CacheBytes(NamedTuple):
+    """Sizes of a cache in bytes."""
+
+    per_page: int  # keys and values of `page_size` tokens
+    per_slot: int  # recurrent states, one request's
+
+    def __add__(self, other: Any) -> "CacheBytes":  # of another cache, by field
+        return CacheBytes(self.per_page + other.per_page, self.per_slot + other.per_slot)
+
+
+def target_cache_bytes(target: Model, page_size: int, most_drafts: int, dtype: str) -> CacheBytes:
+    """What a model's cache takes for steps of up to `most_drafts` drafts."""
+
+    def measure(num_slots: int, num_pages: int) -> int:
+        return _total(
+            lambda: target.init_cache(
+                num_slots, num_pages, page_size, most_drafts + 1, np.dtype(dtype)
+            )
+        )
+
+    return _per_page_and_slot(measure)
+
+
+def drafter_cache_bytes(drafter: Drafter, page_size: int, dtype: str) -> CacheBytes:
+    """What a drafter's state takes."""
+
+    def measure(num_slots: int, num_pages: int) -> int:
+        return _total(lambda: drafter.init_state(num_slots, num_pages, page_size, np.dtype(dtype)))
+
+    return _per_page_and_slot(measure)
+
+
+def weight_bytes(target: Model, dtype: str) -> int:
+    """What a model's parameters take in `dtype`."""
+    specs = jax.tree.leaves(target.specs())
+    return sum(math.prod(spec.shape) * np.dtype(spec.dtype or dtype).itemsize for spec in specs)
+
+
+class EngineNeeds(NamedTuple):
+    """What an engine takes of a device's memory beside its pages, in bytes."""
+
+    weights: int  # that are not there yet
+    states: int
+    snapshots: int
+    workspace: int  # an estimate
+
+    @classmethod
+    def of(
+        cls, config: EngineConfig, target: Model, cache: CacheBytes, weights: int, most_drafts: int
+    ) -> "EngineNeeds":
+        """Of an engine whose caches, its drafter's included, take `cache`."""
+        # A snapshot is a state and a little of the ring, so that a slot's bytes are enough.
+        num_snapshots = config.num_snapshots if target.is_recurrent else 0
+        rows = config.max_num_seqs * (most_drafts + 1)
+        # Of the largest step: logits, their sorted copy and the noise, f32; and of every token what
+        # a layer makes of it, which is a few times the width of the model.
+        logits = 3 * 4 * rows * target.vocab_size
+        tokens = max(rows, config.max_num_batched_tokens)
+        activations = 16 * tokens * target.hidden_size * np.dtype(config.dtype).itemsize
+        return cls(
+            weights,
+            config.max_num_seqs * cache.per_slot,
+            num_snapshots * cache.per_slot,
+            logits + activations,
+        )
+
+    def _listed(self) -> str:
+        named = self._asdict() | {"recurrent states": self.states}
+        order = "weights", "recurrent states", "snapshots", "workspace"
+        return ", ".join(f"{name} {_gib(named[name])}" for name in order if named[name])
+
+    def check(self, config: EngineConfig, cache: CacheBytes) -> None:
+        """Refuse pages that do not fit into what is left of the memory, before any is taken.
+
+        Raises:
+            ValueError: what takes how much, and what to lower.
+        """
+        memory = read_memory()
+        pages = config.num_pages * cache.per_page
+        if memory is None or sum(self) + pages <= memory.available:
+            return
+        most = (memory.available - sum(self)) // max(cache.per_page, 1)
+        if most >= config.pages_per_seq:
+            remedy = f"lower num_pages to at most {most}, or leave it out"
+        elif self.weights > memory.available // 2:
+            remedy = "use a device with more memory, dtype='bfloat16', or a smaller model"
+        else:
+            remedy = (
+                "lower max_num_seqs, num_snapshots and max_num_batched_tokens, or max_model_len"
+            )
+        raise ValueError(
+            f"num_pages={config.num_pages} do not fit, as pages take {_gib(pages)}, "
+            f"{self._listed()}, which is {_gib(sum(self) + pages)}, and {memory.what} has "
+            f"{_gib(memory.available)} left; {remedy}"
+        )
+
+    def num_pages(
+        self, config: EngineConfig, cache: CacheBytes, gpu_memory_utilization: float
+    ) -> int:
+        """Pages for every request at full length, or as many as the memory holds.
+
+        The config's own num_pages does not count.
+
+        Raises:
+            ValueError: there is no room for one request of full length.
+        """
+        wanted = config.max_num_seqs * config.pages_per_seq
+        memory = read_memory()
+        if memory is None:
+            return wanted
+        room = memory.available - sum(self)
+        if memory.total is not None:  # the rest is left to what else runs there
+            in_use = memory.total - memory.available
+            kept = gpu_memory_utilization * memory.total - in_use - sum(self) + self.workspace
+            room = min(room, int(kept))
+        if room < config.pages_per_seq * cache.per_page:
+            raise ValueError(
+                f"max_model_len={config.max_model_len} does not fit, as a request takes "
+                f"{_gib(config.pages_per_seq * cache.per_page)} of pages, {self._listed()}, and "
+                f"{memory.what} has {_gib(memory.available)} left"
+                + (
+                    f" (gpu_memory_utilization={gpu_memory_utilization} of {_gib(memory.total)})"
+                    if memory.total is not None
+                    else ""
+                )
+                + "; lower max_model_len, max_num_seqs or max_num_batched_tokens, or use "
+                "dtype='bfloat16' or a device with more memory"
+            )
+        return min(wanted, room // max(cache.per_page, 1))
+
+
+def usual_num_seqs(target: Model, most_drafts: int, dtype: str, weights: int) -> int:
+    """Requests that run at the same time where nobody says: the device's default, or fewer.
+
+    Recurrent states, and a quarter as many snapshots, take at most half of what `weights`, bytes
+    that are still to be loaded, leave of the memory.
+    """
+    count, memory = device_defaults().max_num_seqs, read_memory()
+    per_slot = target_cache_bytes(target, 1, most_drafts, dtype).per_slot
+    if memory is None:
+        return count
+    room = (memory.available - weights) // 2
+    while count > 1 and count * per_slot * 5 // 4 > room:
+        count //= 2
+    return count
+
+
+class Memory(NamedTuple):
+    """Of the device that engines run on, in bytes."""
+
+    what: str
+    available: int
+    total: int | None  # of a GPU, as far as it is JAX's; None where it is everybody's
+
+
+def read_memory() -> Memory | None:
+    """The device's memory now, for a CPU the machine's; None if nobody knows."""
+    device = jax.devices()[0]
+    stats = device.memory_stats() or {}
+    if (total := stats.get("bytes_limit")) is not None:
+        return Memory("the device", total - stats.get("bytes_in_use", 0), total)
+    available = available_bytes() if device.platform == "cpu" else None
+    return None if available is None else Memory("the machine", available, None)
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**30:,.1f} GiB"
+
+
+def _per_page_and_slot(measure: Any) -> CacheBytes:
+    nothing = measure(0, 0)
+    return CacheBytes(measure(0, 1) - nothing, measure(1, 0) - nothing)
+
+
+def _total(make: Any) -> int:
+    shapes = jax.tree.leaves(jax.eval_shape(make))
+    return sum(math.prod(shape.shape) * shape.dtype.itemsize for shape in shapes)

@@ -1,0 +1,126 @@
+"""Conversations, checked, and made prompts by a checkpoint's chat template."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specjax.sampling_params import check_text
+from specjax.text.prompts import TokensPrompt
+from specjax.text.tokenizer import ChatTokenizer
+
+MESSAGE_KEYS = (
+    *("role", "content", "name", "tool_calls", "tool_call_id"),
+    *("reasoning", "reasoning_content"),
+)
+TEXT_PARTS = ("text", "input_text", "output_text")
+CONTENT_FORMATS = ("auto", "string", "openai")
+TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_final_message")
+
+Message = dict[str, Any]
+
+
+def check_conversation(messages: Any, where: str, content_format: str = "auto") -> list[Message]:
+    """The messages of a conversation with contents as a template takes them.
+
+    Args:
+        messages: mappings with "role" and "content", a text or a list of {"type": "text", "text"}.
+        where: what errors call the conversation.
+        content_format: "openai" makes every content a list of parts; "string", and "auto", join
+            the texts of a list with line breaks.
+
+    Raises:
+        ValueError: messages that no template could render as they are meant.
+    """
+    if content_format not in CONTENT_FORMATS:
+        raise ValueError(
+            f"chat_template_content_format={content_format!r} is not supported; choose one of "
+            f"{', '.join(CONTENT_FORMATS)}"
+        )
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(f"{where}={messages!r} must be a list of messages, not empty")
+    has_parts = content_format == "openai"
+    return [
+        _check_message(message, f"{where}[{i}]", has_parts=has_parts)
+        for i, message in enumerate(messages)
+    ]
+
+
+def _check_message(message: Any, where: str, *, has_parts: bool) -> Message:
+    if not isinstance(message, Mapping):
+        raise ValueError(f'{where}={message!r} must be a message, {{"role", "content"}}')
+    if unknown := sorted(map(str, set(message) - set(MESSAGE_KEYS))):
+        raise ValueError(
+            f"{where} has the unknown key {unknown[0]!r}; messages have {', '.join(MESSAGE_KEYS)}"
+        )
+    role = message.get("role")
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"{where} needs a role, like 'user'; it has {role!r}")
+    content = message.get("content")
+    if content is None and not message.get("tool_calls"):
+        raise ValueError(f"{where} needs a content, a text or a list of texts")
+    texts = _texts(content, f"{where}.content")
+    if has_parts:
+        return {**message, "content": [{"type": "text", "text": text} for text in texts]}
+    return {**message, "content": "\n".join(texts)}
+
+
+def _texts(content: Any, where: str) -> list[str]:
+    parts = [] if content is None else content
+    if isinstance(parts, str):
+        parts = [parts]
+    if not isinstance(parts, Sequence) or isinstance(parts, bytes):
+        raise ValueError(f"{where}={content!r} must be a text or a list of text parts")
+    texts = []
+    for i, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, Mapping) else "text"
+        if kind not in TEXT_PARTS:
+            raise ValueError(
+                f"{where}[{i}] has the type {kind!r}, and models here read text alone; leave it out"
+            )
+        text = part.get("text") if isinstance(part, Mapping) else part
+        if not isinstance(text, str):
+            raise ValueError(f"{where}[{i}]={part!r} must have a text")
+        check_text(f"{where}[{i}]", text)
+        texts.append(text)
+    return texts
+
+
+def render_conversations(
+    tokenizer: ChatTokenizer,
+    messages: Any,
+    *,
+    content_format: str,
+    variables: Mapping[str, Any],
+    **options: Any,
+) -> list[TokensPrompt]:
+    """A prompt for each conversation; `options` are those of `ChatTokenizer.apply_chat_template`.
+
+    Raises:
+        ValueError: as `check_conversation`, or variables that have names of their own.
+        CheckpointError: there is no chat template.
+    """
+    if not isinstance(messages, Sequence) or isinstance(messages, str):
+        raise ValueError(
+            f"messages={messages!r} must be a conversation, a list of "
+            '{"role", "content"}, or a list of conversations'
+        )
+    if not isinstance(variables, Mapping) or not all(isinstance(name, str) for name in variables):
+        raise ValueError(f"chat_template_kwargs={variables!r} must be a mapping of names to values")
+    if taken := sorted(set(variables) & {*TEMPLATE_VARIABLES, *options}):
+        raise ValueError(
+            f"chat_template_kwargs has {taken[0]!r}, an argument of chat itself; pass it there"
+        )
+    tools = options.get("tools")
+    if tools is not None and not (
+        isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
+    ):
+        raise ValueError(f"tools={tools!r} must be a list of JSON schemas, each a mapping")
+    is_one = bool(messages) and isinstance(messages[0], Mapping)
+    named = [("messages", messages)] if is_one else None
+    named = named or [(f"conversation {i}", one) for i, one in enumerate(messages)]
+    checked = [check_conversation(one, where, content_format) for where, one in named]
+    prompts: list[TokensPrompt] = []
+    for conversation in checked:
+        text = tokenizer.apply_chat_template(conversation, tokenize=False, **variables, **options)
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        prompts.append({"prompt": text, "prompt_token_ids": ids})
+    return prompts

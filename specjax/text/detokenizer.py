@@ -1,0 +1,210 @@
+"""Between tokens and the texts that a request names: stop texts in its output, and bad words.
+
+An output is decoded as it grows. `tokenizers.decoders.DecodeStream` does that too, but it fails on
+byte tokens that do not make a character, and takes quadratic time over a run of invalid bytes.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from specjax.text.tokenizer import ChatTokenizer
+
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
+MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes, and a token at least 1
+
+
+class StopStrings:
+    """Watches the output of one request for texts that end it.
+
+    The output's text is what `tokenizer.decode` makes of all its tokens: without special tokens,
+    and U+FFFD for bytes that are not UTF-8. A character spread over several tokens is looked at
+    once it is complete; a U+FFFD of a byte-level tokenizer, which may be the beginning of one,
+    once something follows it.
+
+    A token ends the output if it is at least the `min_tokens`-th and a stop text ends in the text
+    that it adds; what was complete before does not count. Of several stop texts that end in it,
+    the one that begins earliest wins, and of those the longest.
+    """
+
+    def __init__(
+        self,
+        tokenizer: ChatTokenizer,
+        stop: tuple[str, ...],
+        *,
+        min_tokens: int = 0,
+        include_in_output: bool = False,
+    ):
+        self.stop_reason: str | None = None
+        self._text = _GrowingText(tokenizer)
+        self._stop = stop
+        self._longest = max(map(len, stop), default=0)
+        self._min_tokens = min_tokens
+        self._include_in_output = include_in_output
+        self._num_tokens = 0
+
+    @property
+    def text(self) -> str:
+        """The output so far, without a character that is not complete; cut once it has stopped."""
+        return "".join(self._text.characters)
+
+    @property
+    def settled(self) -> str:
+        """What no further token can take back: byte tokens may, and a stop text that has begun."""
+        if self.stop_reason is not None:
+            return self.text
+        text = "".join(self._text.characters[: self._text.num_settled])
+        most = 0 if self._include_in_output else min(len(text), self._longest - 1)
+        held = (n for n in range(most, 0, -1) if self._starts_a_stop(text[-n:]))
+        return text[: len(text) - next(held, 0)]
+
+    def _starts_a_stop(self, text: str) -> bool:
+        return any(word.startswith(text) for word in self._stop)
+
+    def append(self, tokens: Sequence[int]) -> int | None:
+        """Take in new tokens; how many of them stand if one completes a stop text, else None.
+
+        The token that completes it stands. Nothing may be appended after a stop.
+        """
+        assert self.stop_reason is None, "the output has stopped"
+        for num_kept, token in enumerate(tokens, start=1):
+            new = self._text.append(token)
+            self._num_tokens += 1
+            if self._num_tokens >= self._min_tokens and self._stops(new):
+                return num_kept
+        return None
+
+    def _stops(self, new: int) -> bool:
+        """Look for a stop text that ends past `new`, and cut the output if there is one."""
+        characters = self._text.characters
+        first = max(0, new + 1 - self._longest)
+        found = find_stop("".join(characters[first:]), self._stop, new - first)
+        if found is None:
+            return False
+        start, self.stop_reason = found
+        end = start + len(self.stop_reason) if self._include_in_output else start
+        del characters[first + end :]
+        return True
+
+
+def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | None:
+    """The stop text that ends past `new` and begins earliest, the longest of those; and where."""
+    found = [(text.find(word, max(0, new + 1 - len(word))), word) for word in stop]
+    return min(
+        (match for match in found if match[0] >= 0),
+        key=lambda match: (match[0], -len(match[1])),
+        default=None,
+    )
+
+
+def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
+    """Token sequences that spell each word at the start of a text and after a space.
+
+    A sequence that ends with another one is left out: whoever forbids that one forbids both. This
+    also drops the second space of tokenizers that put one before a text themselves.
+
+    Raises:
+        ValueError: a word has no tokens.
+    """
+    sequences: dict[tuple[int, ...], None] = {}  # a set that keeps the order
+    for word in words:
+        bare = word.lstrip(" ") or word
+        for text in bare, " " + bare:
+            ids = tuple(tokenizer.tokenizer.encode(text, add_special_tokens=False).ids)
+            if not ids:
+                raise ValueError(
+                    f"bad_words has {word!r}, for which the tokenizer of {tokenizer.origin} has "
+                    "no tokens; leave it out"
+                )
+            sequences[ids] = None
+    return tuple(
+        ids for ids in sequences if not any(ids[i:] in sequences for i in range(1, len(ids)))
+    )
+
+
+@dataclass
+class _ByteRun:
+    """Byte tokens in a row: decode makes characters of all of them, or a U+FFFD of each."""
+
+    start: int  # where its text begins
+    length: int = 0
+    is_valid: bool = True
+    # Tokens and bytes of the character at its end, as long as it is not complete.
+    incomplete: list[tuple[int, int]] = field(default_factory=list)
+
+
+class _GrowingText:
+    """What `tokenizer.decode` makes of tokens that come one by one, in time linear in their number.
+
+    It relies on decoders being local: after a few tokens of context, more tokens add the same
+    text as after all tokens. Only byte fallback (SentencePiece's byte tokens) is not, since one
+    invalid byte undoes the characters of the whole run of byte tokens around it; those runs are
+    kept track of here.
+    """
+
+    def __init__(self, tokenizer: ChatTokenizer):
+        self.characters: list[str] = []
+        self._tokenizer = tokenizer
+        added = tokenizer.tokenizer.get_added_tokens_decoder().values()
+        is_passed_over = tokenizer.skips_special_tokens
+        self._special = {t.content for t in added if t.special and is_passed_over}
+        decoder = tokenizer.tokenizer.decoder
+        self._has_byte_tokens = decoder is not None and decoder.decode(["<0x41>"]) == "A"
+        self._context: list[int] = []
+        self._run: _ByteRun | None = None
+
+    @property
+    def num_settled(self) -> int:
+        """How many of the characters stand whatever follows: a run of bytes may be undone."""
+        if self._run is None or not self._run.is_valid:
+            return len(self.characters)
+        return self._run.start
+
+    def append(self, token: int) -> int:
+        """Take in a token; where the text that it adds or changes begins."""
+        name = self._tokenizer.tokenizer.id_to_token(token)
+        if name is None or name in self._special:  # decode passes over them
+            return len(self.characters)
+        if self._has_byte_tokens and (byte := BYTE_TOKEN.fullmatch(name)):
+            return self._append_byte(token, int(byte[1], 16))
+        run, self._run = self._run, None
+        new = self._undo(run) if run and run.incomplete else len(self.characters)
+        self._decode([token])
+        return new
+
+    def _append_byte(self, token: int, byte: int) -> int:
+        new = len(self.characters)
+        self._run = run = self._run or _ByteRun(start=new)
+        run.length += 1
+        if not run.is_valid:
+            self.characters.append(REPLACEMENT)
+            return new
+        run.incomplete.append((token, byte))
+        try:
+            bytes(
+                byte for _, byte in run.incomplete
+            ).decode()  # codecs' incremental decoder sees some errors late
+        except UnicodeDecodeError as error:
+            return new if error.reason == "unexpected end of data" else self._undo(run)
+        self._decode([token for token, _ in run.incomplete])
+        run.incomplete = []
+        return new
+
+    def _undo(self, run: _ByteRun) -> int:
+        self.characters[run.start :] = REPLACEMENT * run.length
+        self._context = [run.incomplete[-1][0]]  # any token of the run would do
+        run.incomplete, run.is_valid = [], False
+        return run.start
+
+    def _decode(self, tokens: list[int]) -> None:
+        """Add the text of tokens which, with byte tokens, are one whole character."""
+        known = self._settled(self._context)
+        window = self._context + tokens
+        self.characters += self._settled(window)[len(known) :]
+        # A byte run in the context must begin with a character; elsewhere decode resynchronizes.
+        self._context = tokens if self._has_byte_tokens else window[-MAX_TOKENS_PER_CHARACTER:]
+
+    def _settled(self, tokens: list[int]) -> str:
+        text = self._tokenizer.decode(tokens)
+        return text if self._has_byte_tokens else text.removesuffix(REPLACEMENT)

@@ -1,0 +1,456 @@
+"""The conversion between plans and arrays: nothing is lost, and the host's arrays are its own."""
+
+from dataclasses import dataclass, fields, replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.device.drafters.drafter import Variant
+from specjax.device.logprobs import Logprobs, pack_logprobs
+from specjax.device.requests import init_requests
+from specjax.device.state import init_state
+from specjax.device.step import (
+    AdmitInputs,
+    DecodeInputs,
+    PrefillInputs,
+    SnapshotInputs,
+    StepOutputs,
+)
+from specjax.device.wanted import Wants
+from specjax.engine.batch import (
+    Layout,
+    jitted,
+    pack,
+    pack_admissions,
+    pack_masks,
+    pack_outputs,
+    pack_snapshots,
+    run_admit,
+    unpack_outputs,
+)
+from specjax.host.request import Request
+from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan
+from specjax.host.sequence import Sequence
+from specjax.outputs import Logprob
+from specjax.sampling_params import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_SEED,
+    MAX_STOP_IDS,
+    SamplingParams,
+)
+
+NUM_SLOTS, PAGES_PER_SEQ, WIDTH, MAX_LEN, VOCAB = 9, 6, 8, 40, 70
+ADMIT = jitted(run_admit)
+LAYOUT = Layout(NUM_SLOTS, MAX_LEN, PAGES_PER_SEQ, VOCAB)
+
+
+def make_sequence(
+    slot, prompt_length, *, index=0, seeds=(0,), stop_ids=(), bad_words=(), num_pages=2, **params
+):
+    processor = params.pop("processor", -1)
+    request = Request(
+        100 + slot,
+        tuple(range(slot, slot + prompt_length)),
+        SamplingParams(**params),
+        5,
+        seeds,
+        stop_ids,
+        bad_words,
+        processor,
+    )
+    sequence = Sequence.of(request, index, 0)
+    pages = [10 * slot + page for page in range(num_pages)]
+    sequence.settle_in(slot, pages, prompt_length, 0)
+    return sequence
+
+
+CHUNKS = (
+    Chunk(make_sequence(4, 8, logprobs=2, prompt_logprobs=0), 0, 8, is_first=True, is_last=True),
+    Chunk(make_sequence(0, 20, num_pages=PAGES_PER_SEQ, prompt_logprobs=3), 8, 8),
+    Chunk(make_sequence(8, 3, num_pages=0, logprobs=0), 2, 1, is_last=True, is_resumed=True),
+)
+PREFILL = PrefillPlan(CHUNKS, 5, WIDTH)
+DECODE = DecodePlan(PREFILL.sequences, 4, 2, 1)
+PLANS = pytest.mark.parametrize("plan", [PREFILL, DECODE], ids=["prefill", "decode"])
+
+
+def padded(values, length):
+    return [*values, *[-1] * (length - len(values))]
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_prefill_rows_are_slot_chunk_and_pages():
+    packed = pack(PREFILL, LAYOUT, Wants.LOGPROBS)
+    assert packed.dtype == np.int32 and packed.shape == LAYOUT.prefill_shape(5)
+    for row, chunk in zip(packed[:3].tolist(), CHUNKS, strict=True):
+        pages = padded(chunk.sequence.pages, PAGES_PER_SEQ)
+        told = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
+        assert row == [chunk.sequence.slot, *told, 2, *pages]
+
+
+def test_prefill_padding_does_nothing():
+    packed = pack(PREFILL, LAYOUT, Wants(0))[len(CHUNKS) :]
+    slots, _, counts, is_last, is_resumed, wants, *table = packed.T
+    assert not wants.any()
+    assert (slots == NUM_SLOTS).all() and not (counts | is_last | is_resumed).any()
+    assert len(table) == PAGES_PER_SEQ and (np.array(table) == -1).all()
+
+
+def test_decode_rows_are_slot_drafts_and_pages():
+    packed = pack(DECODE, LAYOUT, Wants.EDITS)
+    assert packed.dtype == np.int32 and packed.shape == LAYOUT.decode_shape(4)
+    expected = [[s.slot, 1, 1, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
+    np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, 1, *[-1] * PAGES_PER_SEQ]])
+
+
+def test_a_step_is_told_nothing_that_the_device_decides():
+    """Accepted counts, lengths and last tokens of decoding requests live on the device alone."""
+    assert AdmitInputs._fields == ("slots", "requests", "tokens")
+    assert SnapshotInputs._fields == ("slots", "ids", "ends")
+    chunk = "slots", "starts", "counts", "is_last", "is_resumed", "wants", "page_table"
+    assert PrefillInputs._fields == chunk
+    assert DecodeInputs._fields == ("slots", "num_drafts", "wants", "page_table")
+    before = pack(DECODE, LAYOUT, Wants(0))
+    sequence = make_sequence(4, 8)
+    sequence.token_ids += [1, 2, 3]
+    sequence.num_in_flight, sequence.most_in_flight, sequence.num_computed = 2, 6, 8
+    after = pack(DecodePlan((sequence,), 1, 2, 1), LAYOUT, Wants(0))
+    np.testing.assert_array_equal(after[0], before[0])
+
+
+def test_snapshot_rows_are_slot_id_and_tokens():
+    """Those that are taken stand for the tokens with the chunk, those gone on from without."""
+    first, second = replace(CHUNKS[1], taken=3), replace(CHUNKS[2], restored=1)
+    taken = pack_snapshots([first], 2, 7, LAYOUT, is_taken=True)
+    assert taken.dtype == np.int32 and taken.tolist() == [[0, 3, 16], [NUM_SLOTS, 7, 0]]
+    restored = pack_snapshots([second], 2, 7, LAYOUT, is_taken=False)
+    assert restored.tolist() == [[8, 1, 2], [NUM_SLOTS, 7, 0]]
+
+
+def test_a_preempted_request_comes_back_with_its_output():
+    sequence = make_sequence(3, 4)
+    sequence.token_ids += [50, 51, 52]
+    packed = pack_admissions([sequence], 1, LAYOUT)
+    state = jax.device_get(ADMIT(None, used_state(), packed, layout=LAYOUT)[0])
+    assert state.tokens[3][:7].tolist() == [3, 4, 5, 6, 50, 51, 52]
+    assert state.requests.prompt_lengths[3] == 4 and state.requests.limits[3] == 9
+
+
+# --- admissions -----------------------------------------------------------------------------------
+
+PLAIN = make_sequence(2, 1, temperature=0.0, seeds=(3,))
+FULL = make_sequence(
+    7,
+    MAX_LEN - 5,
+    index=2,
+    seeds=(1, 2, MAX_SEED),
+    stop_ids=tuple(range(60, 60 + MAX_STOP_IDS)),
+    bad_words=tuple(tuple(range(i, i + 1 + i % MAX_BAD_WORD_TOKENS)) for i in range(MAX_BAD_WORDS)),
+    processor=2**20,
+    temperature=1e-30,
+    top_k=VOCAB + 5,
+    top_p=0.3,
+    min_p=0.1,
+    repetition_penalty=1.2,
+    presence_penalty=-0.7,
+    frequency_penalty=2,
+    min_tokens=4,
+    logit_bias={i: i / 7 - 3 for i in range(VOCAB)},
+    allowed_token_ids=[0, 31, 32, 63, 64, VOCAB - 1],
+)
+SOME = make_sequence(
+    0,
+    3,
+    seeds=(2**31,),
+    stop_ids=(5,),
+    bad_words=((9,), (8, 7)),
+    processor=0,
+    top_k=-1,
+    logit_bias={VOCAB - 1: -1e30},
+    allowed_token_ids=[33],
+)
+
+
+def used_state():
+    """A state whose every slot has something to lose."""
+    shapes = jax.eval_shape(
+        lambda: init_state(NUM_SLOTS, MAX_LEN, VOCAB, jnp.zeros(0), jnp.zeros(3))
+    )
+
+    def full_of(value, tree):
+        return jax.tree.map(lambda x: np.full(x.shape, value, x.dtype), tree)
+
+    marked = {
+        name: full_of(77, getattr(shapes, name)) for name in ("requests", "tokens", "progress")
+    }
+    return replace(full_of(0, shapes), drafter=np.ones(3, np.float32), **marked)
+
+
+@pytest.fixture(scope="module")
+def admitted():
+    """The state after the admission of three requests in a batch of five."""
+    packed = pack_admissions([PLAIN, FULL, SOME], 5, LAYOUT)
+    assert packed.dtype == np.int32 and packed.shape == LAYOUT.admit_shape(5)
+    return jax.device_get(ADMIT(None, used_state(), packed, layout=LAYOUT)[0])
+
+
+@pytest.mark.parametrize("sequence", [PLAIN, FULL, SOME], ids=["plain", "full", "some"])
+def test_a_request_arrives_in_its_slot(admitted, sequence):
+    request, params = sequence.request, sequence.request.params
+    at = jax.tree.map(lambda x: x[sequence.slot], admitted.requests)
+    sampling, edits = at.sampling, at.edits
+    prompt = list(request.prompt_token_ids)
+    assert admitted.tokens[sequence.slot][: len(prompt)].tolist() == prompt
+    assert not admitted.is_active[sequence.slot]
+    assert at.prompt_lengths == len(prompt)
+    assert at.limits == request.max_length == len(prompt) + 5
+    assert at.stop_ids.tolist() == padded(request.stop_ids, MAX_STOP_IDS)
+    assert sampling.seeds == request.seeds[sequence.index] and sampling.seeds.dtype == np.uint32
+    assert sampling.top_k == max(0, min(params.top_k, VOCAB))
+    assert edits.min_tokens == params.min_tokens
+    for found, value in (
+        (sampling.temperature, params.temperature),
+        (sampling.top_p, params.top_p),
+        (sampling.min_p, params.min_p),
+        (edits.repetition, params.repetition_penalty),
+        (edits.presence, params.presence_penalty),
+        (edits.frequency, params.frequency_penalty),
+    ):
+        assert found.dtype == np.float32 and found == np.float32(value)
+    assert edits.processor == request.processor
+
+    count = len(params.logit_bias)
+    assert edits.bias_ids.tolist() == padded(params.logit_bias, MAX_LOGIT_BIAS)
+    assert edits.bias[:count].tolist() == [np.float32(x) for x in params.logit_bias.values()]
+    words = edits.bad_words.reshape(MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS).tolist()
+    expected = [padded(word[::-1], MAX_BAD_WORD_TOKENS)[::-1] for word in request.bad_words]
+    assert words[: len(expected)] == expected
+    assert {token for word in words[len(expected) :] for token in word} <= {-1}
+    allowed = params.allowed_token_ids
+    for token in range(VOCAB):
+        is_set = edits.allowed[token // 32] >> token % 32 & 1
+        assert is_set == (allowed is None or token in allowed)
+
+
+def test_an_admission_leaves_all_other_slots_alone(admitted):
+    before, slots = jax.device_get(used_state()), [s.slot for s in (PLAIN, FULL, SOME)]
+    others = np.delete(np.arange(NUM_SLOTS), slots)
+    for name in "tokens", "progress", "requests":
+        jax.tree.map(
+            lambda x, y: np.testing.assert_array_equal(x[others], y[others]),
+            getattr(admitted, name),
+            getattr(before, name),
+        )
+    assert not admitted.progress[slots].any()
+    np.testing.assert_array_equal(admitted.drafter, before.drafter)
+
+
+def test_tokens_past_a_prompt_are_ids(admitted):
+    """An id of -1 would embed, or be counted for, the vocabulary's last token."""
+    assert (admitted.tokens >= 0).all()
+
+
+def test_every_field_of_a_request_has_its_place():
+    """Nothing that the device keeps of requests is left out of a row, or comes twice."""
+    requests = jax.eval_shape(lambda: init_requests(NUM_SLOTS, VOCAB))
+    num_leaves = len(jax.tree.leaves(requests))
+    assert len(LAYOUT.admit_fields) == num_leaves + len({"slot", "tokens"})
+    assert {f.name for f in fields(requests.edits)} <= LAYOUT.admit_fields.keys()
+    width = sum(leaf.size // NUM_SLOTS for leaf in jax.tree.leaves(requests))
+    assert LAYOUT.admit_shape(3) == (3, 1 + width + MAX_LEN)
+
+
+# --- masks ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class NumberingMatcher:
+    """Its masks are numbers that tell which drafts they were made for."""
+
+    number: int
+    is_finished: bool = False
+
+    def masks(self, drafts):
+        rows = [self.number + 100 * sum(drafts[:i]) for i in range(len(drafts) + 1)]
+        return np.array(rows, np.int32)[:, None] + np.arange(LAYOUT.mask_words, dtype=np.int32)
+
+
+def with_matcher(plan, *numbers):
+    """The plan, sequences with fresh matchers where `numbers` has one."""
+    new = [
+        replace(sequence, matcher=None if number is None else NumberingMatcher(number))
+        for sequence, number in zip(plan.sequences, numbers, strict=True)
+    ]
+    if isinstance(plan, DecodePlan):
+        return replace(plan, sequences=tuple(new))
+    return replace(
+        plan,
+        chunks=tuple(replace(c, sequence=s) for c, s in zip(plan.chunks, new, strict=True)),
+    )
+
+
+def test_masks_stand_in_the_rows_of_their_requests():
+    drafts = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.int32)
+    masks = pack_masks(with_matcher(DECODE, 10_000, None, 20_000), drafts, LAYOUT)
+    assert masks.dtype == np.int32 and masks.shape == LAYOUT.mask_shape(DECODE) == (4, 3, 3)
+    assert masks[0].tolist() == [[n, n + 1, n + 2] for n in (10_000, 10_100, 10_300)]
+    assert masks[2].tolist() == [[n, n + 1, n + 2] for n in (20_000, 20_500, 21_100)]
+    assert (masks[[1, 3]] == -1).all(), "without a grammar everything is permitted"
+
+
+def test_nothing_is_known_before_a_first_token():
+    masks = pack_masks(with_matcher(PREFILL, None, 10_000, 20_000), None, LAYOUT)
+    assert masks.shape == LAYOUT.mask_shape(PREFILL) == (5, 1, 3)
+    assert masks[1:3, 0].tolist() == [[n, n + 1, n + 2] for n in (10_000, 20_000)]
+    assert (masks[[0, 3, 4]] == -1).all()
+
+
+def test_a_finished_matcher_is_not_asked():
+    """Its sequence may have ended on the host with a step in flight."""
+    plan = with_matcher(DECODE, 10_000, 20_000, None)
+    plan.sequences[0].finish_reason = "stop"
+    masks = pack_masks(plan, np.zeros((4, 2), np.int32), LAYOUT)
+    assert (masks[0] == -1).all() and masks[1, 0, 0] == 20_000
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+TOKENS = np.array([[5, 6, 7], [8, 9, 9], [4, 4, 4], [1, 1, 1]], np.int32)
+DRAFTS = np.array([2, 1, 0, 1], np.int32)
+
+
+def int32s(*values):
+    return np.array(values, np.int32)
+
+
+def unpack_round(outputs, plan, variant):
+    batch, prompts = len(outputs.tokens), outputs.prompt_logprobs
+    outputs = outputs._replace(
+        logprobs=pack_logprobs(outputs.logprobs, batch),
+        prompt_logprobs=None if prompts is None else pack_logprobs(prompts, batch),
+    )
+    packed = np.asarray(jax.jit(pack_outputs)(outputs))
+    assert packed.dtype == np.int32
+    return unpack_outputs(packed, plan, variant)
+
+
+def no_logprobs(tokens):
+    """What a step gives when nobody wants any."""
+    one, none = np.zeros(tokens.size, np.float32), np.zeros((tokens.size, 0), np.float32)
+    return Logprobs(one, one.astype(np.int32), none.astype(np.int32), none)
+
+
+def test_outputs_round_trip():
+    outputs = StepOutputs(TOKENS, int32s(3, 1, 0, 2), DRAFTS, no_logprobs(TOKENS), None)
+    plan = replace(DECODE, sequences=tuple(map(make_sequence, range(3), (5, 6, 7))))
+    rows = unpack_round(outputs, plan, Variant())
+    assert [row.tokens for row in rows] == [[5, 6, 7], [8], []]
+    assert [row.num_drafts for row in rows] == [2, 1, 0]
+    assert all(row.logprobs is None and row.prompt_logprobs is None for row in rows)
+    nothing = no_logprobs(TOKENS[:, :1])
+    first = StepOutputs(TOKENS[:, :1], int32s(1, 1, 0, 1), 0 * DRAFTS, nothing, None)
+    chunks = tuple(Chunk(sequence, 0, 5) for sequence in plan.sequences)
+    rows = unpack_round(first, PrefillPlan(chunks, 4, WIDTH), Variant())
+    assert [row.tokens for row in rows] == [[5], [8], []]
+    assert all(row.logprobs is None and row.prompt_logprobs is None for row in rows)
+
+
+def make_logprobs(tokens, num_top, seed):
+    """Random ones of random logits, and what `Logprob`s to expect of token i32[B, T]."""
+    rng = np.random.default_rng(seed)
+    logits = rng.normal(size=(*tokens.shape, VOCAB))
+    found = np.log(np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)).astype(np.float32)
+    order = np.argsort(-found, axis=-1)
+    own = np.take_along_axis(found, tokens[..., None], -1)
+    ranks = 1 + (found > own).sum(-1)
+    top_ids = order[..., :num_top].reshape(tokens.size, num_top)
+    top = np.take_along_axis(found.reshape(tokens.size, -1), top_ids, -1)
+    ints = ranks.reshape(-1).astype(np.int32), top_ids.astype(np.int32)
+    logprobs = Logprobs(own.reshape(-1), *ints, top)
+
+    def expected(b, t, count):
+        best = [(int(i), rank) for rank, i in enumerate(order[b, t, :count], start=1)]
+        mine = int(tokens[b, t])
+        listed = [(mine, int(ranks[b, t])), *[pair for pair in best if pair[0] != mine]]
+        return [(i, Logprob(float(found[b, t, i]), rank)) for i, rank in listed]
+
+    return logprobs, expected
+
+
+def as_lists(entries):
+    return [list(entry.items()) for entry in entries]
+
+
+@pytest.mark.parametrize("num_top", [2, 5, VOCAB])
+def test_logprobs_round_trip(num_top):
+    """Each request gets as many as it asked for, the token itself first; others get none."""
+    logprobs, expected = make_logprobs(np.asarray(TOKENS), num_top, 0)
+    outputs = StepOutputs(TOKENS, int32s(3, 1, 2, 2), DRAFTS, logprobs, None)
+    rows = unpack_round(outputs, DECODE, Variant(num_logprobs=num_top))
+    assert [row.tokens for row in rows] == [[5, 6, 7], [8], [4, 4]]
+    assert as_lists(rows[0].logprobs) == [expected(0, t, 2) for t in range(3)]
+    assert rows[1].logprobs is None
+    assert as_lists(rows[2].logprobs) == [expected(2, t, 0) for t in range(2)]
+    assert all(row.prompt_logprobs is None for row in rows)
+
+
+def test_only_the_tokens_own_logprobs():
+    logprobs, expected = make_logprobs(np.asarray(TOKENS), 0, 1)
+    outputs = StepOutputs(TOKENS, int32s(3, 1, 2, 2), DRAFTS, logprobs, None)
+    plan = replace(DECODE, sequences=DECODE.sequences[2:])
+    (row,) = unpack_round(outputs, plan, Variant(num_logprobs=0))
+    assert as_lists(row.logprobs) == [expected(0, t, 0) for t in range(3)]
+
+
+def test_prompt_logprobs_are_of_the_tokens_after_a_chunks_rows():
+    """The last chunk has one fewer: what follows the prompt is output."""
+    following = np.zeros((PREFILL.batch, WIDTH), int)
+    for row, chunk in enumerate(CHUNKS):
+        prompt = chunk.sequence.request.prompt_token_ids
+        after = prompt[chunk.start + 1 : chunk.start + 1 + chunk.count]
+        following[row, : len(after)] = after
+    first = np.array([[5], [6], [7], [0], [0]])
+    logprobs, expected = make_logprobs(first, 4, 2)
+    prompt_logprobs, prompt_expected = make_logprobs(following, 3, 3)
+    counts = int32s(1, 0, 1, 0, 0)
+    outputs = StepOutputs(first.astype(np.int32), counts, 0 * counts, logprobs, prompt_logprobs)
+    variant = Variant(num_logprobs=4, num_prompt_logprobs=3)
+    rows = unpack_round(outputs, PREFILL, variant)
+    assert [row.start for row in rows if row.prompt_logprobs] == [0, 8]
+    assert [row.tokens for row in rows] == [[5], [], [7]]
+    assert as_lists(rows[0].logprobs) == [expected(0, 0, 2)]
+    assert as_lists(rows[2].logprobs) == [expected(2, 0, 0)]
+    assert as_lists(rows[0].prompt_logprobs) == [prompt_expected(0, t, 0) for t in range(7)]
+    assert as_lists(rows[1].prompt_logprobs) == [prompt_expected(1, t, 3) for t in range(8)]
+    assert rows[2].prompt_logprobs is None
+
+
+# --- the host's memory ----------------------------------------------------------------------------
+
+
+@PLANS
+def test_every_packed_array_is_fresh(plan):
+    """JAX may read the array it was given, or even keep it, after the call returns."""
+    plan = with_matcher(plan, 10_000, None, 20_000)
+
+    def arrays():
+        drafts = np.zeros((4, 2), np.int32) if isinstance(plan, DecodePlan) else None
+        new = pack_admissions([PLAIN, FULL], 3, LAYOUT)
+        moved = pack_snapshots([replace(CHUNKS[0], taken=2)], 3, 4, LAYOUT, is_taken=True)
+        return pack(plan, LAYOUT, Wants(0)), new, moved, pack_masks(plan, drafts, LAYOUT)
+
+    first, second = arrays(), arrays()
+    expected = [array.copy() for array in second]
+    for array in first:
+        assert array.flags.owndata
+        array[:] = 77
+    for again in second, arrays():
+        for array, wanted in zip(again, expected, strict=True):
+            np.testing.assert_array_equal(array, wanted)

@@ -1,0 +1,149 @@
+"""Programs compiled in threads: in which order, how often, and what becomes of those that fail."""
+
+import threading
+import time
+
+import pytest
+
+from specjax.engine import compiler as module
+from specjax.engine.compiler import Compiler
+
+
+class Gate:
+    """Compiles a key when it is let through."""
+
+    def __init__(self):
+        self.started: list[str] = []
+        self.permits = threading.Semaphore(0)
+
+    def __call__(self, key):
+        self.started.append(key)
+        assert self.permits.acquire(timeout=20)
+        if key.startswith("bad"):
+            raise ValueError(f"{key} is bad")
+        return key.upper()
+
+    def let(self, count):
+        for _ in range(count):
+            self.permits.release()
+
+
+@pytest.fixture
+def gate():
+    return Gate()
+
+
+@pytest.fixture
+def compiler(gate):
+    made = Compiler(gate)
+    yield made
+    gate.let(100)
+    made.close()
+
+
+def wait_until(condition):
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_the_urgent_go_first_in_their_order(compiler, gate):
+    compiler.ask("ab", is_urgent=False)
+    wait_until(lambda: gate.started)
+    compiler.ask("xy", is_urgent=True)
+    compiler.ask("by", is_urgent=True)  # what was for later is urgent now
+    compiler.ask("c", is_urgent=False)
+    gate.let(5)
+    compiler.wait_for(list("abcxy"), lambda num_there: None)
+    assert gate.started == list("axybc")
+    assert compiler.ready == {key: key.upper() for key in "abcxy"} and not compiler.is_busy
+
+
+def test_each_is_compiled_once(compiler, gate):
+    got: list[str] = []
+    threads = [threading.Thread(target=lambda: got.append(compiler.get("a"))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    compiler.ask("aa", is_urgent=False)
+    wait_until(lambda: gate.started)
+    gate.let(1)
+    for thread in threads:
+        thread.join()
+    compiler.ask("a", is_urgent=True)
+    assert got == ["A"] * 4 and gate.started == ["a"] and compiler.get("a") == "A"
+
+
+def test_several_at_a_time(compiler, gate):
+    compiler.ask("abcd", is_urgent=True, num_threads=3)
+    wait_until(lambda: len(gate.started) == 3)
+    assert compiler.num_asked == 4
+    gate.let(4)
+    compiler.wait_for(list("abcd"), lambda num_there: None)
+    assert compiler.seconds > 0
+    before = compiler.seconds
+    time.sleep(0.01)
+    assert compiler.seconds == before, "nothing is compiled"
+
+
+def test_progress_is_told(compiler, gate):
+    told: list[int] = []
+    compiler.ask("ab", is_urgent=True)
+    gate.let(2)
+    compiler.wait_for(list("ab"), told.append)
+    assert told[-1] == 2 and told == sorted(told)
+
+
+def test_one_that_fails_keeps_no_other_from_its_turn(compiler, gate):
+    compiler.ask(["bad", "a"], is_urgent=False)
+    gate.let(2)
+    wait_until(lambda: not compiler.is_busy)
+    assert set(compiler.ready) == {"a"} and str(compiler.failures["bad"]) == "bad is bad"
+    compiler.ask(["bad"], is_urgent=True)  # not again
+    assert not compiler.is_busy
+    with pytest.raises(ValueError, match="bad is bad"):
+        compiler.wait_for(["bad"], lambda num_there: None)
+    gate.let(1)
+    with pytest.raises(ValueError, match="bad is bad"):
+        compiler.get("bad")  # told once, it is tried anew
+    assert gate.started == ["bad", "a", "bad"]
+
+
+def test_closing_waits_for_what_is_under_way_and_starts_nothing_more(gate):
+    compiler = Compiler(gate)
+    compiler.ask("ab", is_urgent=True)
+    wait_until(lambda: gate.started)
+    threading.Timer(0.05, gate.let, (2,)).start()
+    compiler.close()
+    assert gate.started == ["a"] and not compiler.ready
+    names = [thread.name for thread in threading.enumerate()]
+    assert "specjax-compiler" not in names
+
+
+def test_threads_end_when_there_is_nothing_to_do(compiler, gate):
+    compiler.ask("a", is_urgent=True)
+    (thread,) = compiler._threads
+    gate.let(1)
+    thread.join(20)
+    assert not thread.is_alive() and not compiler._threads
+
+
+def test_with_few_maps_left_only_what_is_needed_is_compiled(compiler, gate, monkeypatch, caplog):
+    monkeypatch.setattr(module, "FOR_SHAPES", 0.5)
+    monkeypatch.setattr(module, "maps_in_use", lambda: 0.6)
+    gate.let(3)
+    compiler.ask("abc", is_urgent=False)
+    wait_until(lambda: not compiler.is_busy)
+    compiler.ask("d", is_urgent=False)
+    assert compiler.get("x") == "X"
+    wait_until(lambda: not compiler.is_busy)
+    assert set(compiler.ready) == {"x"} and not compiler.failures
+    (record,) = caplog.records
+    assert "60 % of this process's memory maps" in record.message
+
+
+def test_without_maps_what_is_needed_fails_before_the_process_does(compiler, monkeypatch):
+    monkeypatch.setattr(module, "maps_in_use", lambda: 0.95)
+    with pytest.raises(MemoryError, match="95% of the memory maps.*close LLMs"):
+        compiler.get("a")
+    assert not compiler.is_busy

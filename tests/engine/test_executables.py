@@ -1,0 +1,236 @@
+"""Programs on disk: what a later process reads, and what it must not."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from support.compilations import count_maps
+
+from specjax.config import EngineConfig
+from specjax.device import sampling
+from specjax.device.drafters.drafter import NoDrafter, Params, Variant
+from specjax.device.models.layers.rope import Rope
+from specjax.device.models.llama import Llama
+from specjax.device.verification import SeedExact
+from specjax.engine import executables, precompile
+from specjax.engine.engine import Engine
+from specjax.engine.executables import Executables, open_executables
+from specjax.engine.precompile import step_model
+from specjax.engine.programs import Decode, Settle
+from specjax.host.request import Request
+from specjax.host.speculation.policy import StaticPolicy
+from specjax.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.every_jax
+CONFIG = EngineConfig(
+    max_model_len=32,
+    max_num_seqs=2,
+    max_num_batched_tokens=32,
+    num_pages=8,
+    decode_batches=(2,),
+    prefill_shapes=((2, 16),),
+    compile_ahead=True,
+)
+TARGET = Llama(
+    vocab_size=29,
+    hidden_size=16,
+    intermediate_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+    rms_norm_eps=1e-5,
+    rope=Rope(head_dim=8),
+    max_position=32,
+)
+MODEL = step_model(CONFIG, TARGET, NoDrafter(), SeedExact(), "cpu")
+KEY = Decode(2, 0, Variant())
+
+
+@contextmanager
+def kept_in(folder: Path) -> Iterator[None]:
+    """Engines keep their programs there, as if each were in a process of its own."""
+    others = jax.config.values["jax_compilation_cache_dir"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(precompile, "executables_folder", lambda: folder)
+        patch.setattr(precompile, "_JITS", {})
+        _keep_in(None)
+        yield
+        _keep_in(others)
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory):
+    """The folder of a first process, and the tokens it came to."""
+    folder = tmp_path_factory.mktemp("first")
+    with kept_in(folder):
+        return folder, serve()
+
+
+@pytest.fixture
+def expected(first):
+    return first[1]
+
+
+@pytest.fixture
+def folder(first, tmp_path):
+    """A copy of what the first process left."""
+    folder = shutil.copytree(first[0], tmp_path / "programs")
+    with kept_in(folder):
+        yield folder
+
+
+@pytest.fixture
+def one(folder):
+    """The file that is compiled again most quickly."""
+    return min(folder.iterdir(), key=lambda path: path.stat().st_size)
+
+
+def _keep_in(folder):
+    """Where JAX keeps what it compiles."""
+    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()
+
+
+def serve():
+    """The tokens of two requests, by an engine that has traced nothing before."""
+    precompile._JITS.clear()
+    rng = np.random.default_rng(0)
+    weights = jax.tree.map(
+        lambda spec: rng.normal(size=spec.shape).astype(np.float32), TARGET.specs()
+    )
+    params = Params(jax.device_put(weights), None)
+    engine = Engine(CONFIG, TARGET, NoDrafter(), params, StaticPolicy(0))
+    samples = []
+    for i in range(2):
+        params = SamplingParams(temperature=float(i))
+        samples += engine.add(Request(i, (1, 2, 3 + i), params, 12, (i,)))
+    while engine.has_work:
+        engine.step()
+    engine.close()
+    return [sample.output for sample in samples]
+
+
+def test_a_later_process_compiles_nothing(folder, expected, compilations):
+    names = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert len(names) == 4 and {len(output) for output in expected} == {12}
+    with compilations.none_expected():
+        assert serve() == expected
+    after = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
+    assert after.keys() == names.keys(), "nothing is left over"
+    assert all(after[name] > names[name] for name in names), "they count as used"
+
+
+def test_what_is_read_is_let_go_again(folder):
+    serve()
+    before = count_maps()
+    for _ in range(3):
+        serve()
+    assert count_maps() - before < 200
+
+
+def test_what_comes_from_jaxs_own_cache_is_not_kept_a_second_time(one, expected, tmp_path):
+    """It would lack functions when it is read."""
+    _keep_in(str(tmp_path / "of-jax"))
+    one.unlink()
+    assert serve() == expected and one.exists()
+    one.unlink()
+    assert serve() == expected and not one.exists()
+    assert serve() == expected
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed", "another's"])
+def test_a_damaged_file_is_replaced(one, expected, caplog, damage):
+    content = one.read_bytes()
+    if damage == "cut":
+        damaged = content[: len(content) // 2]
+    elif damage == "changed":
+        damaged = content[:-1] + bytes([content[-1] ^ 1])
+    else:
+        damaged = executables._DIGEST(b"junk").digest() + b"junk"
+    one.write_bytes(damaged)
+    assert serve() == expected
+    assert "cannot be used, and is replaced" in caplog.text
+    assert one.stat().st_size > len(content) // 2
+    caplog.clear()
+    assert serve() == expected and not caplog.records
+
+
+def test_a_folder_that_cannot_be_written_to_is_done_without(folder, one, expected, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(executables.tempfile, "NamedTemporaryFile", full)
+    one.unlink()
+    assert serve() == expected and len(list(folder.iterdir())) == 3
+
+
+def test_names_follow_from_everything(tmp_path, monkeypatch):
+    def name(key=KEY, model=MODEL, *origin):
+        kept = open_executables(tmp_path, model, *origin)
+        return kept and kept._path(key)
+
+    names = [
+        name(),
+        name(replace(KEY, batch=4)),
+        name(replace(KEY, k=1)),
+        name(replace(KEY, variant=Variant(masks=True))),
+        name(Settle(2, 0, Variant())),
+        name(KEY, MODEL._replace(row_multiple=8)),
+        name(KEY, MODEL._replace(target=replace(TARGET, rms_norm_eps=1e-6))),
+        name(KEY, MODEL, jax.ShapeDtypeStruct((2,), np.float32)),
+        name(KEY, MODEL, jax.ShapeDtypeStruct((3,), np.float32)),
+    ]
+    assert name() == names[0]
+    with jax.default_matmul_precision("highest"):
+        executables._environment.cache_clear()
+        names.append(name())
+    executables._environment.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(executables, "_sources", lambda: "other sources")
+        names.append(name())
+    executables._environment.cache_clear()
+    assert None not in names and len(set(names)) == len(names)
+
+
+def test_code_of_a_users_own_is_not_known_by_its_name(tmp_path, monkeypatch):
+    @dataclass(frozen=True)
+    class OwnTarget(Llama):
+        pass
+
+    own = OwnTarget(**vars(TARGET))
+    assert open_executables(tmp_path, MODEL)
+    assert open_executables(tmp_path, MODEL._replace(target=own)) is None
+    assert open_executables(tmp_path, MODEL, object()) is None, "known by its address"
+    monkeypatch.setattr(sampling, "choose", lambda *_, **__: None)
+    assert open_executables(tmp_path, MODEL) is None
+    monkeypatch.undo()
+    monkeypatch.setattr(Llama, "forward", lambda *_, **__: None, raising=False)
+    assert open_executables(tmp_path, MODEL) is None
+
+
+def test_what_was_longest_unused_makes_room(tmp_path, monkeypatch):
+    monkeypatch.setattr(executables, "MOST_BYTES", 100)
+    for i, size in enumerate((40, 30, 20)):
+        path = tmp_path / f"{i}.program"
+        path.write_bytes(b"x" * size)
+        os.utime(path, (1000 + i, 1000 + i))
+    (tmp_path / "another.file").write_bytes(b"x" * 500)
+    executables._make_room(tmp_path, 10)
+    assert {path.name for path in tmp_path.iterdir()} == {*map("{}.program".format, range(3))} | {
+        "another.file"
+    }
+    executables._make_room(tmp_path, 45)
+    assert {path.name for path in tmp_path.glob("*.program")} == {"1.program", "2.program"}
+
+
+def test_programs_with_logits_processors_are_not_kept(tmp_path):
+    kept = Executables(tmp_path, "")
+    assert kept._path(Settle(2, 0, Variant(((0, (abs,)),)))) is None

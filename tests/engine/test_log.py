@@ -1,0 +1,56 @@
+"""Lines of the log are seen where nobody has configured logging, once, and nowhere else."""
+
+import logging
+
+import pytest
+
+from specjax.engine.log import get_log
+
+
+@pytest.fixture
+def unconfigure(monkeypatch):
+    """Make logging what a script finds: pytest has set its own handlers once a test begins."""
+    log = logging.getLogger("specjax")
+
+    def forget():
+        monkeypatch.setattr(logging.root, "handlers", [])
+        monkeypatch.setattr(log, "handlers", [logging.NullHandler()])
+
+    yield forget
+    log.setLevel(logging.NOTSET)
+
+
+def test_lines_go_to_stderr_where_nobody_has_configured_logging(capsys, unconfigure):
+    unconfigure()
+    for line in "one", "two":
+        get_log(verbose=True).info(line)
+    shown = capsys.readouterr().err.splitlines()
+    assert [line.split(" ", 1)[1] for line in shown] == ["specjax: one", "specjax: two"]
+
+
+def test_a_quiet_one_says_nothing(capsys, unconfigure):
+    unconfigure()
+    get_log(verbose=False).error("nothing")
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("name", ["root", "specjax"])
+def test_who_has_configured_logging_decides(name, capsys, unconfigure):
+    unconfigure()
+    seen = []
+    handler = logging.Handler()
+    handler.emit = seen.append  # pyright: ignore[reportAttributeAccessIssue]
+    (logging.root if name == "root" else logging.getLogger("specjax")).addHandler(handler)
+    get_log(verbose=True).warning("heard")
+    get_log(verbose=True).info("below its level")
+    assert [record.getMessage() for record in seen] == ["heard"]
+    assert capsys.readouterr().err == ""
+
+
+def test_configuring_logging_later_doubles_no_line(capsys, unconfigure):
+    unconfigure()
+    get_log(verbose=True).info("before")
+    logging.basicConfig(format="root %(message)s")
+    get_log(verbose=True).info("after")
+    before, after = capsys.readouterr().err.splitlines()
+    assert before.endswith("specjax: before") and after == "root after"

@@ -1,0 +1,509 @@
+"""Executables: compiled once per shape and variant, ahead of time, or counted."""
+
+import itertools
+from dataclasses import dataclass, replace
+from functools import partial
+from weakref import WeakValueDictionary
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+from support.compilations import count_maps
+from support.simulated_device import SimulatedPrograms
+
+from specjax.config import EngineConfig
+from specjax.device.drafters.drafter import NoDrafter, Params, Variant
+from specjax.device.models.layers.rope import Rope
+from specjax.device.models.llama import Llama
+from specjax.device.verification import SeedExact
+from specjax.device.wanted import Wants
+from specjax.engine import precompile
+from specjax.engine.batch import pack
+from specjax.engine.engine import Engine
+from specjax.engine.precompile import CompiledPrograms, keep_compilations
+from specjax.engine.programs import (
+    Admit,
+    Begin,
+    Decode,
+    Extend,
+    Prefill,
+    Propose,
+    Restore,
+    Settle,
+    Take,
+    covers,
+    keys_of,
+)
+from specjax.host.request import Request
+from specjax.host.scheduler import DecodePlan, PrefillPlan
+from specjax.host.speculation.policy import StaticPolicy
+from specjax.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.every_jax
+
+VOCAB = 31
+PLAIN = Variant()
+EVERY = Variant(num_logprobs=20)  # what every engine compiles
+# A round and a chunk have one shape each.
+SIZES = {
+    "max_model_len": 64,
+    "max_num_seqs": 2,
+    "compile_ahead": True,
+    "max_num_batched_tokens": 64,
+    "num_pages": 8,
+    "decode_batches": (2,),
+    "prefill_shapes": ((2, 32),),
+}
+TWO_SHAPES = {"decode_batches": (1, 2), "prefill_shapes": ((1, 16), (2, 32))}
+
+
+def make_engine(*, make_programs=CompiledPrograms, intermediate_size=24, **settings):
+    target = Llama(
+        vocab_size=VOCAB,
+        hidden_size=16,
+        intermediate_size=intermediate_size,
+        num_layers=1,
+        num_heads=2,
+        num_kv_heads=1,
+        head_dim=8,
+        rms_norm_eps=1e-5,
+        rope=Rope(head_dim=8),
+        max_position=64,
+    )
+    weights = jax.tree.map(lambda spec: np.full(spec.shape, 0.1, np.float32), target.specs())
+    weights = jax.device_put(weights)
+    config, params = EngineConfig(**(SIZES | settings)), Params(weights, None)
+    policy = StaticPolicy(0)
+    return Engine(config, target, NoDrafter(), params, policy, make_programs=make_programs)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return make_engine(**TWO_SHAPES)
+
+
+@pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.slow)])
+def make_any_engine(request):
+    """Makes engines on a device that counts what it is asked for, or on one that compiles it."""
+    make = CompiledPrograms if request.param == "real" else SimulatedPrograms
+    return partial(make_engine, make_programs=make)
+
+
+SHAPES = [(1, 1), (30, 5), (33, 20), (20, 9), (63, 1), (2, 62)]  # of prompt and output
+
+
+def permissive():
+    """A grammar that everything follows."""
+    return PermissiveMatcher()
+
+
+@dataclass
+class PermissiveMatcher:
+    is_finished: bool = False
+
+    def accept(self, tokens):
+        pass
+
+    def masks(self, drafts):
+        return np.full((len(drafts) + 1, 1), -1, np.int32)
+
+
+def double(tokens, length, logits):
+    return 2 * logits
+
+
+def make_requests(engine, *kinds):
+    """Requests of all sizes; the parameters of `kinds` go round."""
+    requests = []
+    for i, (length, max_tokens) in enumerate(SHAPES):
+        params = SamplingParams(**{"temperature": 0} | kinds[i % len(kinds)])
+        requests.append(
+            Request(
+                i,
+                tuple(np.arange(length) % VOCAB),
+                params,
+                max_tokens,
+                tuple(range(params.n)),
+                processor=engine.repertoire.number_of(params.logits_processors),
+                follow_grammar=permissive if params.structured_outputs else None,
+            )
+        )
+    return requests
+
+
+def needed_by(engine, requests):
+    """What a step of these requests must do."""
+    return engine.repertoire.needed(request.demands for request in requests)
+
+
+def run_all(engine, requests):
+    """The outputs of the requests' first samples."""
+    for request in requests:
+        engine.add(request)
+    outputs = {}
+    while engine.has_work:
+        outputs |= {s.request.request_id: s.output for s in engine.step() if not s.index}
+    return outputs
+
+
+def count_new(engine, requests):
+    """Executables that `prepare` adds for the requests, none of which then compiles anything."""
+    before = engine.metrics().num_compilations
+    engine.prepare(requests)
+    return engine.metrics().num_compilations - before
+
+
+# --- ahead of time --------------------------------------------------------------------------------
+
+
+def test_everything_a_request_needs_is_compiled_ahead(engine, compilations):
+    config, metrics = engine.config, engine.metrics()
+    assert config.decode_batches == (1, 2)
+    assert config.prefill_shapes == ((1, 16), (2, 32))
+    num_admit, num_prefill, num_begin, num_decode = 2, 2, 2, 2
+    assert metrics.num_compilations == num_admit + num_prefill + num_begin + num_decode
+    assert metrics.num_compiles_after_warmup == 0
+    assert metrics.compile_seconds > 0
+    with compilations.none_expected():
+        requests = make_requests(engine, {})
+        assert count_new(engine, requests) == 0
+        outputs = run_all(engine, requests)
+    assert [len(outputs[i]) for i in range(6)] == [max_tokens for _, max_tokens in SHAPES]
+    assert engine.metrics().num_compilations == metrics.num_compilations
+
+
+def test_shapes_that_are_not_given_double_up_to_the_budget(make_any_engine):
+    """And every one of them is compiled."""
+    engine = make_any_engine(decode_batches=None, prefill_shapes=None)
+    assert engine.config.decode_batches == (1, 2)
+    assert engine.config.prefill_shapes == ((1, 32), (2, 32), (1, 64))
+    num_admit, num_prefill, num_begin, num_decode = 2, 3, 3, 2
+    run_all(engine, make_requests(engine, {}))
+    assert engine.metrics().num_compilations == num_admit + num_prefill + num_begin + num_decode
+    assert engine.metrics().num_compiles_after_warmup == 0
+
+
+def test_samples_and_ends_need_nothing_of_their_own(engine, compilations):
+    """Nor do draws: temperature and seed are data."""
+    for params in {"n": 3}, {"stop_token_ids": [3]}, {"ignore_eos": True}, {"seed": 5}:
+        assert needed_by(engine, make_requests(engine, params)) == EVERY
+    with compilations.none_expected():
+        engine.prepare(make_requests(engine, {"n": 3}))
+        run_all(engine, make_requests(engine, {"n": 3}))
+    hot = Request(0, (1, 2), SamplingParams(temperature=1.3), 3, (0,))
+    assert needed_by(engine, [hot]) == EVERY
+
+
+WANTED = {
+    "edits": ({"presence_penalty": 1.0}, set()),
+    "logprobs": ({"logprobs": 7}, set()),
+    "prompt-logprobs": ({"prompt_logprobs": 0}, {"begin"}),
+    "grammar": (
+        {"structured_outputs": {"regex": "a"}},
+        {"begin", "propose", "extend", "settle"},
+    ),
+}
+
+
+@pytest.mark.parametrize("params, programs", WANTED.values(), ids=WANTED.keys())
+def test_what_requests_ask_for_is_compiled_before_they_run(
+    make_any_engine, compilations, params, programs
+):
+    engine = make_any_engine()
+    asking = make_requests(engine, params)
+    assert count_new(engine, asking) == len(programs)
+    with compilations.none_expected():
+        assert count_new(engine, asking) == 0
+        run_all(engine, asking)
+        # Those that ask for nothing run as if nobody ever had.
+        run_all(engine, make_requests(engine, {}))
+        run_all(engine, make_requests(engine, params, {}))
+    assert engine.repertoire.variant_for(PrefillPlan((), 2, 32), []) == EVERY
+    assert engine.metrics().num_compiles_after_warmup == 0
+
+
+def test_mixed_requests_run_in_any_company(compilations):
+    """A step is of any of the requests: with a grammar, without, with some of the rest."""
+    engine = make_engine()
+    kinds = [
+        {"logprobs": 2, "prompt_logprobs": 5},
+        {"structured_outputs": {"regex": "a"}, "top_k": 3},
+        {"logit_bias": {3: 1.0}},
+        {"logits_processors": [double]},
+        {},
+    ]
+    requests = make_requests(engine, *kinds)
+    engine.prepare(requests)
+    with compilations.none_expected():
+        for first in range(len(requests)):
+            run_all(engine, requests[first:] + requests[:first])
+        for request in requests:
+            run_all(engine, [request])
+        run_all(engine, make_requests(engine, *kinds[2:]))
+    assert engine.metrics().num_compiles_after_warmup == 0
+
+
+def test_what_is_in_hand_is_not_compiled_again(engine, compilations):
+    before = engine.metrics()
+    with compilations.none_expected():
+        engine.set_policy(StaticPolicy(0))
+    after = engine.metrics()
+    assert after.num_compilations == before.num_compilations
+    assert after.num_compiles_after_warmup == 0
+
+
+def test_a_new_policy_is_compiled_in_every_variant(make_any_engine):
+    """Requests that came before it may still ask for what they asked for."""
+    engine = make_any_engine()
+    requests = make_requests(engine, {"logprobs": 2})
+    engine.prepare(requests)
+    engine.set_policy(StaticPolicy(0))
+    before = engine.metrics().num_compilations
+    engine.prepare(requests)
+    assert engine.metrics().num_compilations == before
+
+
+# --- variants -------------------------------------------------------------------------------------
+
+
+def halve(tokens, length, logits):
+    return logits / 2
+
+
+EVERY_VARIANT = [
+    Variant(*fields)
+    for fields in itertools.product(
+        ((), ((0, (double,)),), ((1, (halve,)),), ((0, (double,)), (1, (halve,)))),
+        (False, True),
+        (0, 20, 50),
+        (None, 0, 50),
+    )
+]
+
+
+def does(variant):
+    """What a variant does besides masks, as a set."""
+    features = set(variant.processors)
+    for name in "num_logprobs", "num_prompt_logprobs":
+        count = getattr(variant, name)
+        features |= {(name, n) for n in (0, 20, 50) if count is not None and n <= count}
+    return features
+
+
+def test_a_variant_covers_what_it_does_and_less():
+    """But masks come after the drafts, so that a step either waits for them or has none."""
+    for variant, needed in itertools.product(EVERY_VARIANT, repeat=2):
+        expected = does(variant) >= does(needed) and variant.masks == needed.masks
+        assert covers(variant, needed) == expected
+
+
+def test_a_step_runs_the_first_variant_that_does(engine, monkeypatch):
+    needed = Variant(num_logprobs=50)
+    plan = PrefillPlan((), 1, 32)
+
+    def chosen(needed, *variants):
+        monkeypatch.setattr(engine.repertoire, "variants", list(variants))
+        monkeypatch.setattr(engine.repertoire, "needed", lambda all_demands: needed)
+        engine.repertoire._forget()
+        return engine.repertoire.variant_for(plan, [])
+
+    halved = ((0, (halve,)),)
+    some = PLAIN, Variant(halved), Variant(halved, num_logprobs=50), needed
+    assert chosen(needed) == needed, "there is none yet"
+    assert chosen(PLAIN, *some) == PLAIN
+    assert chosen(needed, *some) == Variant(halved, num_logprobs=50)
+    assert chosen(Variant(halved), *some) == Variant(halved)
+    assert chosen(Variant(masks=True), *some) == Variant(masks=True)
+
+
+def test_a_step_does_what_any_of_its_requests_needs(engine):
+    grammar = {"structured_outputs": {"regex": "a"}}
+    number = engine.repertoire.number_of((halve,))
+    for kinds, needed in (
+        ([{}, {}], EVERY),
+        ([{"min_tokens": 1}, {"logprobs": 3}], EVERY),
+        ([{"prompt_logprobs": 4}, {"logprobs": 0}], Variant((), False, 20, 20)),
+        ([{"prompt_logprobs": 0}, {}], Variant((), False, 20, 0)),
+        ([grammar, {"logit_bias": {1: 2.0}}], Variant((), True, 20)),
+        ([{"logits_processors": [halve]}, {}], Variant(((number, (halve,)),), False, 20)),
+    ):
+        assert needed_by(engine, make_requests(engine, *kinds)) == needed
+
+
+def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch):
+    monkeypatch.setattr(engine.repertoire, "_most_logprobs", 50)
+    monkeypatch.setattr(engine.repertoire, "_needed", {})
+    for kind, needed in (
+        ({"logprobs": 20}, EVERY),
+        ({"logprobs": 21}, Variant(num_logprobs=50)),
+        ({"prompt_logprobs": 1}, Variant((), False, 20, 50)),
+    ):
+        request = replace(make_requests(engine, {})[0], params=SamplingParams(**kind))
+        assert needed_by(engine, [request]) == needed
+
+
+@pytest.mark.parametrize(
+    "kinds, wants",
+    [
+        ([{}, {"temperature": 0.7}], Wants(0)),
+        ([{"top_p": 0.5}], Wants(0)),  # at temperature 0 there is nothing to cut
+        ([{}, {"temperature": 1.0, "top_p": 0.5}], Wants.EDITS),
+        ([{"logprobs": 0}, {}], Wants.LOGPROBS),
+        ([{"prompt_logprobs": 1}], Wants(0)),
+        ([{"logprobs": 2}, {"bad_words": ["a"]}], Wants.EDITS | Wants.LOGPROBS),
+    ],
+)
+def test_a_step_is_told_what_any_of_its_requests_wants(engine, kinds, wants):
+    assert engine._wants({request.demands for request in make_requests(engine, *kinds)}) == wants
+
+
+# --- programs -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def programs(engine):
+    """Programs of the engine's model that are its own, with nothing compiled."""
+    parts = engine.target, engine.drafter, SeedExact()
+    return CompiledPrograms(engine.config, *parts, engine.params, engine.layout, 0)
+
+
+def compile_ahead(programs, *keys):
+    """Compile these; how many there are then, and how many of them are late."""
+    programs.compile_ahead(keys, show_progress=False)
+    return programs.compilations[:2]
+
+
+def launch(programs, engine, batch):
+    """Run a round in which every row is padding."""
+    packed = programs.put(pack(DecodePlan((), batch, 0, 0), engine.layout, Wants(0)))
+    return np.asarray(programs.run(Decode(batch, 0, PLAIN), packed))
+
+
+def test_each_program_is_compiled_once(programs, compilations):
+    keys = Admit(2), Prefill(2, 32), Begin(2, 32, PLAIN), Decode(1, 0, PLAIN)
+    assert compile_ahead(programs, *keys, *keys) == (4, 0)
+    with compilations.none_expected():
+        assert compile_ahead(programs, *keys) == (4, 0)
+    assert compile_ahead(programs, *keys, Decode(2, 0, PLAIN)) == (5, 0)
+
+
+def test_a_plan_names_its_programs():
+    """Requests are admitted in the same way into chunks of any width."""
+    variant = Variant(num_logprobs=20, num_prompt_logprobs=3)
+    chunks, decode = PrefillPlan((), 2, 32), DecodePlan((), 4, 3, 2)
+    keys = [Admit(2), Prefill(2, 32), Begin(2, 32, variant)]
+    assert keys_of(chunks, variant, is_recurrent=False) == keys
+    assert keys_of(chunks, variant, is_recurrent=True) == [*keys, Restore(2), Take(2)]
+    # Prompts are not a round's business.
+    assert keys_of(decode, variant, is_recurrent=True) == [Decode(4, 3, EVERY)]
+
+
+def test_variants_share_the_programs_that_run_the_target():
+    """Drafting edits logits as verifying does, but reports nothing, and its masks come later."""
+    decode, halved = DecodePlan((), 4, 3, 3), ((0, (halve,)),)
+    for variant in Variant((), True, 20), Variant(num_logprobs=50), Variant(halved, True, 20):
+        parts = Propose(4, 3, Variant(variant.processors)), Extend(4, 3), Settle(4, 3, variant)
+        assert keys_of(decode, variant, is_recurrent=False) == list(parts)
+
+
+def test_a_late_compilation_is_counted_once(programs, engine, compilations):
+    assert compile_ahead(programs, Decode(1, 0, PLAIN)) == (1, 0)
+    seconds = programs.compilations.seconds
+    outputs = launch(programs, engine, 2)
+    assert outputs.shape == (2, 5) and not outputs[:, :2].any()  # a round in which nobody was
+    assert programs.compilations[:2] == (2, 1)
+    assert programs.compilations.seconds > seconds
+    with compilations.none_expected():
+        launch(programs, engine, 2)
+        launch(programs, engine, 1)
+    assert programs.compilations[:2] == (2, 1)
+    # Compiling it ahead afterwards does not make up for it.
+    assert compile_ahead(programs, Decode(2, 0, PLAIN)) == (2, 1)
+
+
+def test_what_is_compiled_behind_changes_no_token():
+    """A round in pieces, padded, and then whole in its own shape; with a grammar on the way."""
+    expected = run_all(ahead := make_engine(**TWO_SHAPES), make_requests(ahead, {}))
+    behind = make_engine(**TWO_SHAPES, compile_ahead=False)
+    behind.repertoire.patience_ms = 0.0
+    assert not any(isinstance(key, Decode) for key in behind.programs.ready)
+    assert run_all(behind, make_requests(behind, {})) == expected
+    behind.programs.finish(show_progress=False)
+    whole = {key.batch for key in behind.programs.ready if isinstance(key, Decode)}
+    assert whole == {1, 2}
+    assert run_all(behind, make_requests(behind, {})) == expected
+    asking = make_requests(behind, {}, {"structured_outputs": {"regex": "a"}})
+    assert run_all(behind, asking) == expected
+    assert behind.metrics().num_compiles_after_warmup == 2, "a chunk's end and a round's"
+    behind.close()
+
+
+def test_a_request_that_nobody_prepared_for_still_runs():
+    engine = make_engine()
+    params, programs = WANTED["grammar"]
+    plain = run_all(engine, make_requests(engine, {}))
+    assert run_all(engine, make_requests(engine, params)) == plain
+    assert engine.metrics().num_compiles_after_warmup == len(programs)
+
+
+# --- what is kept between processes ---------------------------------------------------------------
+
+
+CACHE_OPTIONS = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs")
+
+
+@pytest.fixture
+def cache_options():
+    """Sets JAX's cache options; afterwards they are as before."""
+    before = {name: getattr(jax.config, name) for name in CACHE_OPTIONS}
+
+    def update(**options):
+        for name, value in options.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+
+    yield update
+    update(**before)
+
+
+def test_compilations_are_kept_in_the_folder(cache_options, tmp_path):
+    cache_options(jax_compilation_cache_dir=None)
+    jax.jit(lambda x: x - 41)(1.0)  # JAX compiles before it knows of the folder
+    keep_compilations(tmp_path / "kept")
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "kept")
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.jit(lambda x: x * 3 + 17)(2.0)
+    assert list((tmp_path / "kept").iterdir())
+
+
+def test_a_cache_that_jax_already_has_is_respected(cache_options, tmp_path):
+    cache_options(
+        jax_compilation_cache_dir=str(tmp_path / "theirs"),
+        jax_persistent_cache_min_compile_time_secs=7.0,
+    )
+    keep_compilations(tmp_path / "ours")
+    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "theirs")
+    assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
+    assert not (tmp_path / "ours").exists()
+
+
+# --- what is given back ---------------------------------------------------------------------------
+
+
+def test_a_closed_engine_gives_its_memory_maps_back(monkeypatch):
+    """One after the other: no more are held after the second than after the first."""
+    monkeypatch.setattr(precompile, "_JITS", WeakValueDictionary())
+    held, given_back = [], []
+    for _ in range(2):
+        engine = make_engine(intermediate_size=40)
+        run_all(engine, make_requests(engine, {}))
+        before = count_maps()
+        engine.close()
+        del engine
+        held.append(count_maps())
+        given_back.append(before - held[-1])
+    if not held[0]:
+        pytest.skip("memory maps cannot be counted here")
+    assert min(given_back) > 200, "eight programs have some dozens each"
+    assert max(held) - held[0] < 50, held

@@ -1,0 +1,149 @@
+"""One contract for every device: the real one and the simulated one report the same.
+
+The same schedules run on both. The simulated device plays what transformers and a search through
+lists say, and checks what it reads, so that either device, and the host between them, would show.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.contract import KS, PromptLookup, Report, differences, run_schedule, tally
+from support.engines import VOCAB, make_llm, simulated_engines
+from support.simulated_device import SimulatedPrograms
+
+from specjax import LLM
+from specjax.engine.programs import Begin, Decode, Prefill, Programs
+from specjax.host.speculation.policy import StaticPolicy
+
+SEEDS = range(8)
+OFTEN = {  # in all schedules of a kind, at least
+    "num_preemptions": 3,
+    "prefix_cache_hits": 20,
+    "num_accepted_tokens": 50,
+    "rejected": 50,
+    "aborted": 10,
+    "stopped": 5,
+    "errors": 2,
+}
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3_5_text"])
+def devices(request, checkpoints) -> tuple[LLM, LLM]:
+    """An LLM on the real device and one on the simulated device, of the same model."""
+    target = checkpoints.target(request.param, vocab_size=VOCAB, seed=4)  # whose outputs repeat
+    with simulated_engines(PromptLookup(target.hf)):
+        simulated = make_llm(target.folder, "ngram")
+    real = make_llm(target.folder, "ngram")
+    for llm in real, simulated:
+        llm.engine.set_policy(StaticPolicy(min(KS)))  # compiles it
+    return real, simulated
+
+
+@pytest.fixture(scope="module")
+def expected(devices) -> list[Report]:
+    """What the real device reports."""
+    return [run_schedule(devices[0], seed) for seed in SEEDS]
+
+
+def test_both_devices_report_the_same(devices, expected):
+    for seed, report in zip(SEEDS, expected, strict=True):
+        assert not differences(report, run_schedule(devices[1], seed)), f"schedule {seed}"
+    counts = tally(expected)
+    assert not {name: counts[name] for name, least in OFTEN.items() if counts[name] < least}
+
+
+# --- what the contract would find -----------------------------------------------------------------
+
+# Runs a program: (its own run, its key, its arguments) -> its result.
+Fault = Callable[[Programs, Callable, Any, tuple], Any]
+
+
+def another_token(programs: Any, run: Callable, key: Any, arguments: tuple) -> Any:
+    """A first token that is not the likeliest."""
+    result = run(key, *arguments)
+    return result.at[:, 2].set((result[:, 2] + 1) % VOCAB) if isinstance(key, Begin) else result
+
+
+def a_lost_token(programs: Any, run: Callable, key: Any, arguments: tuple) -> Any:
+    """The device forgets the last token of a round it has told of."""
+    result = run(key, *arguments)
+    if isinstance(key, Decode):
+        progress = np.array(programs.state.progress)
+        progress[:, 0] -= progress[:, 1] > 1
+        programs.state = replace(programs.state, progress=jnp.array(progress))
+    return result
+
+
+def a_page_of_another(programs: Any, run: Callable, key: Any, arguments: tuple) -> Any:
+    """A chunk goes to the page beside its own."""
+    if isinstance(key, Prefill):
+        packed = np.array(arguments[0])
+        packed[:, 6] = np.where(packed[:, 6] >= 0, packed[:, 6] ^ 1, -1)
+        arguments = (programs.put(packed),)
+    return run(key, *arguments)
+
+
+def a_draft_too_few(programs: Any, run: Callable, key: Any, arguments: tuple) -> Any:
+    """The last draft never counts."""
+    if isinstance(key, Decode):
+        packed = np.array(arguments[0])
+        packed[:, 1] = np.maximum(packed[:, 1] - 1, 0)
+        arguments = (programs.put(packed),)
+    return run(key, *arguments)
+
+
+def stops_unseen(programs: Any, run: Callable, key: Any, arguments: tuple) -> Any:
+    """A stop id does not end a request on the device."""
+    for slot in programs.slots:
+        slot.stop_ids = frozenset()
+    return run(key, *arguments)
+
+
+def a_limit_too_high(programs: Any, run: Callable, key: Any, arguments: tuple) -> Any:
+    """A request may have one token more than it asked for."""
+    result = run(key, *arguments)
+    if isinstance(key, Begin):
+        for slot in programs.slots:
+            slot.limit += 1
+    return result
+
+
+@contextmanager
+def planted(llm: LLM, fault: Fault) -> Iterator[None]:
+    """Programs of the engine run by way of a fault."""
+    programs = llm.engine.programs
+    kind = type(programs)
+    run = kind.run
+
+    def run_wrongly(self: Any, key: Any, *arguments: Any) -> Any:
+        return fault(self, lambda *all_: run(self, *all_), key, arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kind, "run", run_wrongly)
+        yield
+    llm.engine.reset()
+
+
+REAL = another_token, a_lost_token, a_page_of_another
+SIMULATED = a_draft_too_few, stops_unseen, a_limit_too_high
+
+
+@pytest.mark.parametrize("devices", ["llama"], indirect=True)
+@pytest.mark.parametrize("fault", [*REAL, *SIMULATED])
+def test_a_fault_of_either_device_is_found(devices, expected, fault):
+    llm = devices[fault in SIMULATED]
+    assert isinstance(llm.engine.programs, SimulatedPrograms) == (fault in SIMULATED)
+    with planted(llm, fault):
+        assert any(is_found(llm, seed, expected) for seed in SEEDS)
+
+
+def is_found(llm: LLM, seed: int, expected: list[Report]) -> bool:
+    try:
+        return bool(differences(run_schedule(llm, seed), expected[seed]))
+    except AssertionError:  # of the simulated device, about what it is given to read
+        return True

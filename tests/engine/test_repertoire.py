@@ -1,0 +1,267 @@
+"""What an engine runs before everything is compiled, on a simulated device that takes its time."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from support.simulated_device import SimulatedPrograms
+
+from specjax.config import EngineConfig
+from specjax.engine.engine import Engine
+from specjax.engine.programs import Begin, Decode, Extend, Prefill, Propose, Settle
+from specjax.host.request import Request
+from specjax.host.speculation.acceptance import Acceptance
+from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
+from specjax.sampling_params import SamplingParams
+
+VOCAB, K = 31, 2
+NOTHING: Any = None
+
+
+def make_engine(policy=None, *, is_slow=True, **settings):
+    sizes: dict[str, Any] = {
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 64,
+        "num_pages": 16,
+    }
+    target: Any = SimpleNamespace(vocab_size=VOCAB, is_recurrent=False)
+    engine = Engine(
+        EngineConfig(**sizes | settings),
+        target,
+        NOTHING,
+        NOTHING,
+        policy or StaticPolicy(K),
+        make_programs=SimulatedPrograms,
+    )
+    engine.programs.is_slow = is_slow
+    return engine
+
+
+@pytest.fixture
+def engine():
+    return make_engine()
+
+
+class AnyText:
+    is_finished = False
+
+    def accept(self, tokens):
+        pass
+
+    def masks(self, drafts):
+        return np.full((len(drafts) + 1, 1), -1, np.int32)
+
+
+def add(engine, number, max_tokens=10, **params):
+    grammar = AnyText if "structured_outputs" in params else None
+    asked = SamplingParams(temperature=0, **params)
+    processor = engine.repertoire.number_of(tuple(asked.logits_processors or ()))
+    (sample,) = engine.add(
+        Request(
+            number,
+            (1, 2, number),
+            asked,
+            max_tokens,
+            (0,),
+            processor=processor,
+            follow_grammar=grammar,
+        )
+    )
+    return sample
+
+
+def run(engine):
+    launches: list[Any] = []
+    launch = engine.programs.run
+
+    def noting(key, *arguments):
+        launches.append(key)
+        return launch(key, *arguments)
+
+    engine.programs.run = noting
+    while engine.has_work:
+        engine.step()
+    del engine.programs.run
+    return launches
+
+
+def double(tokens, length, logits):
+    return 2 * logits
+
+
+GRAMMAR = {"structured_outputs": {"regex": "a"}}
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+def test_it_begins_with_one_shape_of_each_part(engine):
+    kinds = {(type(key), key.batch) for key in engine.programs.ready}
+    assert kinds >= {(Prefill, 2), (Propose, 4), (Extend, 4), (Settle, 4)}
+    assert {key.k for key in engine.programs.ready if isinstance(key, Extend)} == {K}
+    assert not any(isinstance(key, Decode) for key in engine.programs.ready)
+
+
+def test_all_are_there_if_they_are_compiled_ahead():
+    engine = make_engine(compile_ahead=True)
+    shapes = {(k.batch, k.k) for k in engine.programs.ready if isinstance(k, Decode)}
+    assert shapes == {(1, K), (2, K), (4, K)}
+    assert engine.scheduler.shapes is engine.scheduler.all_shapes
+
+
+@pytest.mark.parametrize("is_slow", [True, False])
+def test_a_step_runs_in_what_there_is_and_then_in_its_own_shape(is_slow):
+    expected = add(other := make_engine(compile_ahead=True), 0, 40)
+    run(other)
+    engine = make_engine(is_slow=is_slow)
+    engine.repertoire.patience_ms = 0.0
+    sample = add(engine, 0, 40)
+    launches = run(engine)
+    assert sample.output == expected.output, "padding changes no token"
+    rounds = [(key.batch, type(key)) for key in launches if isinstance(key, Decode | Settle)]
+    assert rounds[0] == (4, Settle) and rounds[-1] == (1, Decode)
+    assert engine.metrics().num_compiles_after_warmup == 0, "nobody waited"
+
+
+def test_a_shape_is_asked_for_when_the_lack_of_it_has_cost_enough(engine):
+    engine.repertoire.patience_ms = 1e9
+    add(engine, 0, 40)
+    run(engine)
+    assert not engine.programs.pending
+    engine.repertoire._lost_ms.clear()
+    engine.repertoire.patience_ms = 40.0
+    step, spent = engine._time, []
+    engine._time = lambda step: spent.append(10.0) or 10.0
+    add(engine, 1, 40)
+    while not engine.programs.pending:
+        engine.step()
+    engine._time = step
+    # Of 12 rows, 3 are used: 7.5 of 10 ms are lost, and the chunk's before.
+    assert 6 <= len(spent) <= 8
+    assert engine.programs.pending[-1] == Decode(1, K, engine.repertoire.variants[0])
+
+
+def test_what_does_not_compile_is_done_without(engine):
+    engine.repertoire.patience_ms = 0.0
+    plain = engine.repertoire.variants[0]
+    engine.programs.failures[Decode(1, K, plain)] = RuntimeError("too large")
+    sample = add(engine, 0, 40)
+    launches = run(engine)
+    assert len(sample.output) == 40 and sample.error is None
+    assert not any(isinstance(key, Decode) and key.batch == 1 for key in launches)
+
+
+# --- variants -------------------------------------------------------------------------------------
+
+
+def test_who_needs_another_variant_waits_and_nobody_else_does(engine):
+    first = add(engine, 0, 30)
+    engine.step()
+    asking = add(engine, 1, 5, **GRAMMAR)
+    second = add(engine, 2, 5)
+    engine.programs.pace = 0.0
+    while not second.is_finished:
+        engine.step()
+        assert not asking.output and engine.metrics().num_requests_waiting > 0
+    assert first.output and engine.programs.pending
+    launches = run(engine)
+    assert len(asking.output) == 5 and len(first.output) == 30
+    assert any(isinstance(key, Begin) and key.variant.masks for key in launches)
+    # The programs before and after the target's, which is there.
+    assert engine.metrics().num_compiles_after_warmup == 2
+
+
+def test_drafts_are_made_plainly_until_their_own_program_is_there(engine):
+    engine.programs.pace = 0.0
+    for number, processors in enumerate(((), ((0, (double,)),))):
+        sample = add(engine, number, 9, logits_processors=[double])
+        launches = run(engine)
+        assert len(sample.output) == 9
+        made_by = {key.variant.processors for key in launches if isinstance(key, Propose)}
+        assert made_by == {processors}
+        engine.programs.finish(show_progress=False)
+
+
+def test_requests_of_two_variants_run_together(engine):
+    samples = [add(engine, 0, 20, **GRAMMAR), add(engine, 1, 20, logits_processors=[double])]
+    run(engine)
+    assert [len(sample.output) for sample in samples] == [20, 20]
+    # What is left of a company needs no program of its own.
+    engine.programs.finish(show_progress=False)
+    before = set(engine.programs.ready)
+    samples = [add(engine, 2, 4, **GRAMMAR), add(engine, 3, 30, logits_processors=[double])]
+    run(engine)
+    assert set(engine.programs.ready) == before
+
+
+def test_a_variant_that_does_not_compile_is_its_own_requests_fault(engine):
+    engine.repertoire.number_of((double,))
+    begin = Begin(2, 32, engine.repertoire.variants[0]._replace(processors=((0, (double,)),)))
+    assert Prefill(2, 32) in engine.programs.ready
+    engine.programs.failures[begin] = RuntimeError("no such operation")
+    good = add(engine, 0, 20)
+    bad = add(engine, 1, 20, logits_processors=[double])
+    run(engine)
+    assert bad.finish_reason == "error" and "no such operation" in str(bad.error)
+    assert len(good.output) == 20
+    assert engine.metrics().requests_finished == {"error": 1, "length": 1}
+
+
+def test_those_that_wait_for_programs_can_be_aborted_and_dropped(engine):
+    sample = add(engine, 0, **GRAMMAR)
+    engine.step()
+    assert engine.abort(0) == [sample] and not engine.has_work
+    sample = add(engine, 0, **GRAMMAR)
+    engine.step()
+    engine.reset()
+    assert sample.finish_reason == "abort" and not engine.has_work
+    assert not engine.scheduler.demands
+    sample = add(engine, 0, 5, **GRAMMAR)
+    run(engine)
+    assert len(sample.output) == 5 and not engine.scheduler.demands
+
+
+# --- policies that learn --------------------------------------------------------------------------
+
+
+def test_a_policy_is_told_the_time_of_each_round_once_when_it_can_be_run():
+    policy = GoodputPolicy((0, 1, K), None, Acceptance(K))
+    told: list[tuple[int, int]] = []
+    ready = policy.shape_ready
+    policy.shape_ready = lambda batch, k, time: (told.append((batch, k)), ready(batch, k, time))
+    engine = make_engine(policy, is_slow=False)
+    engine.repertoire.patience_ms = 0.0
+    sample = add(engine, 0, 40)
+    assert told == [(4, 0)], "how times grow with K is asked for at once"
+    run(engine)
+    assert len(sample.output) == 40
+    assert len(set(told)) == len(told) and (4, K) not in told, "that was known from the beginning"
+    assert {shape for shape in told if shape[0] == 1}
+
+
+def test_nothing_is_timed_while_something_is_compiled():
+    policy = GoodputPolicy((0, 1, K), None, Acceptance(K))
+    engine = make_engine(policy)
+    engine.programs.pending = [Decode(4, 1, engine.repertoire.variants[0])]
+    engine._timed.discard((4, 0))
+    told: list[tuple[int, int]] = []
+    policy.shape_ready = lambda batch, k, time: told.append((batch, k))
+    engine._look()
+    assert not told
+    engine.programs.finish(show_progress=False)
+    engine._look()
+    assert sorted(told) == [(4, 0), (4, 1)]
+
+
+def test_a_policy_that_cannot_begin_changes_nothing():
+    engine = make_engine(compile_ahead=True)
+    shapes = engine.scheduler.shapes
+    sample = add(engine, 0, 20)
+    engine.step()
+    with pytest.raises(ValueError, match="requests are running"):
+        engine.set_policy(GoodputPolicy((0, 1), None, Acceptance(1)))
+    launches = run(engine)
+    assert len(sample.output) == 20 and engine.scheduler.shapes is shapes
+    assert {key.k for key in launches if isinstance(key, Decode)} == {K}

@@ -1,0 +1,94 @@
+"""Registers, spills, shared memory and launches of kernels, as ptxas and XLA tell them."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import pallas as pl
+
+from pallas_kernels.triton_call import triton_call
+from specjax.inspect.report import kernel_resources
+
+pytestmark = pytest.mark.h200
+
+ROWS, COLUMNS = 128, 256
+
+
+def scale(x, out):
+    row = pl.program_id(0)
+    out[row, :] = x[row, :] * 2
+
+
+def crowd(x, out):
+    """Holds a tile that one warp has no registers for, twice over."""
+    tile = x[...]
+    out[...] = tile * tile.sum(axis=0)[None] + jnp.exp(tile) * tile.sum(axis=1)[:, None]
+
+
+def triton(num_warps, kernels, size=(ROWS, COLUMNS)):
+    """For compile.py: kernels of this file by name, one after another."""
+
+    @jax.jit
+    def run(x):
+        for name in kernels:
+            (x,) = triton_call(
+                globals()[name],
+                [x],
+                [jax.ShapeDtypeStruct(x.shape, x.dtype)],
+                name=name,
+                grid=(ROWS,) if name == "scale" else (1,),
+                num_warps=num_warps,
+            )
+        return x
+
+    return run, (jax.ShapeDtypeStruct(tuple(size), jnp.float32),), {}
+
+
+def mosaic():
+    """For compile.py: a kernel of Mosaic's."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def double(x, out):
+        out[...] = x[...] * 2
+
+    run = plgpu.kernel(
+        double,
+        out_type=jax.ShapeDtypeStruct((128, 128), jnp.float32),
+        compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        kernel_name="doubling",
+    )
+    return jax.jit(run), (jax.ShapeDtypeStruct((128, 128), jnp.float32),), {}
+
+
+@pytest.fixture(scope="module")
+def resources(compile_for_h200):
+    """Resources by function, then by the kernel's name."""
+    requests = {
+        "both": {"num_warps": 4, "kernels": ["scale", "scale"]},
+        "crowd": {"num_warps": 1, "kernels": ["crowd"], "size": (64, 128)},
+    }
+    asked = [{"function": "triton", "arguments": arguments} for arguments in requests.values()]
+    made = kernel_resources(__file__, [*asked, {"function": "mosaic"}])
+    return {
+        name: {one.name: one for one in found}
+        for name, found in zip([*requests, "mosaic"], made, strict=True)
+    }
+
+
+def test_a_small_kernel_does_not_spill(resources):
+    (scale,) = resources["both"].values()  # the second call is of the same kernel
+    assert scale.name == scale.kernel == "scale" and not scale.spills
+    assert scale.grid == (ROWS, 1, 1) and scale.threads == (128, 1, 1)
+    assert 4 < scale.registers < 64
+    assert scale.static_shared_bytes == scale.dynamic_shared_bytes == 0
+
+
+def test_a_kernel_that_spills_is_found(resources):
+    (crowd,) = resources["crowd"].values()
+    assert crowd.spills and crowd.spill_store_bytes > 0 and crowd.spill_load_bytes > 0
+    assert crowd.registers >= 64 and crowd.threads == (32, 1, 1)
+
+
+def test_mosaic_tells_of_its_kernels(resources):
+    doubling = resources["mosaic"]["doubling"]
+    assert doubling.is_mosaic and not doubling.spills and doubling.registers > 0
+    assert doubling.grid is None

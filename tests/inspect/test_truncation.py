@@ -1,0 +1,103 @@
+"""Truncated sampling, as compiled for an H200: one kernel, one CUDA graph, few passes."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.truncation.triton import least_kept_triton
+from specjax.config import SpeculativeConfig
+from specjax.device.edits import History
+from specjax.device.requests import init_requests
+from specjax.device.sampling import process
+from specjax.device.verification import Draft, Target, make_verification
+from specjax.inspect.resources import Resources
+
+BATCH, K, VOCAB, DIM = 64, 3, 151_936, 1024
+ROWS = BATCH * (K + 1)
+
+pytestmark = pytest.mark.h200
+
+
+def thresholds(rows):
+    """For the compiler: the kernel alone."""
+    dtypes = jnp.float32, jnp.int32, jnp.float32, jnp.float32
+    logits = jax.ShapeDtypeStruct((rows, VOCAB), jnp.float32)
+    return (
+        jax.jit(least_kept_triton),
+        (logits, *(jax.ShapeDtypeStruct((rows,), dtype) for dtype in dtypes)),
+        {},
+    )
+
+
+def settle(verification, kernels="auto"):
+    """For compile.py: from hidden states to a verdict, by way of edits and truncation."""
+    config = SpeculativeConfig(
+        method="eagle", model="", num_speculative_tokens=K, verification=verification
+    )
+    method = make_verification(config)
+
+    @jax.jit
+    def run(hidden, head, requests, history, drafts, q):
+        logits = jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        logits = logits.reshape(BATCH, K + 1, VOCAB)
+        logits = process(logits, requests, history, kernels=kernels)
+        probs = q if verification == "rejection" else None
+        full = jnp.full(BATCH, K)
+        target = Target(logits, requests.sampling, history.lengths, full)
+        return method.verify(Draft(drafts, probs), target)
+
+    def array(dtype, *shape):
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    args = (
+        array(jnp.bfloat16, ROWS, DIM),
+        array(jnp.bfloat16, DIM, VOCAB),
+        jax.eval_shape(lambda: init_requests(BATCH, VOCAB)),
+        History(array(jnp.int32, BATCH, 2048), array(jnp.int32, BATCH)),
+        array(jnp.int32, BATCH, K),
+        array(jnp.float32, BATCH, K, VOCAB),
+    )
+    return run, args, {}
+
+
+@pytest.mark.parametrize("rows, most_registers", [(ROWS, 128), (K + 1, 128)])
+def test_nothing_spills_and_programs_share_multiprocessors(compile_for_h200, rows, most_registers):
+    request = {"function": "thresholds", "arguments": {"rows": rows}}
+    (report,) = compile_for_h200(__file__, [request], resources=True)
+    made = [Resources(**fields) for fields in report["resources"]]
+    (kernel,) = (one for one in made if one.kernel == "truncation")
+    assert not kernel.spills, kernel
+    assert kernel.registers <= most_registers, kernel
+    assert kernel.shared_bytes <= 227 * 1024 // 2, kernel
+
+
+@pytest.fixture(scope="module", params=["seed_exact", "rejection"])
+def method(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def report(compile_for_h200, method):
+    wanted = {
+        "function": "settle",
+        "arguments": {"verification": method},
+        "passes_over": {"num_elements": ROWS * VOCAB, "columns": VOCAB},
+    }
+    return compile_for_h200(__file__, [wanted])[0]
+
+
+def test_it_is_all_one_cuda_graph(report):
+    assert report["is_one_command_buffer"]
+    assert report["uncaptured_conditionals"] == []
+    assert not any(thunk["kind"] == "kWhile" for thunk in report["thunks"])
+    assert sum(thunk["name"] == "truncation" for thunk in report["thunks"]) == 1
+
+
+def test_truncation_adds_three_passes(report, method):
+    """The kernel reads the logits (once more when it cuts); what it leaves is written once."""
+    outside = [one for one in report["passes"] if not one["branches"]]
+    accesses = [one["access"] for one in outside]
+    # The head's, those of the edits and their copy, then the kernel's and its reader's; tokens are
+    # drawn in another kernel, or by one of two branches.
+    draws = ["read"] if method == "seed_exact" else []
+    assert accesses == ["write", "read", "write", "read", "read", "write", *draws], outside

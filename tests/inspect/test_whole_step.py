@@ -1,0 +1,98 @@
+"""Whole decode steps of models that are served, compiled for an H200: launches, bytes, copies.
+
+The numbers may only fall. Both of XLA's ways with matmuls are compiled, since on the GPU its tuner
+picks from the two. Contexts are of 2,048 tokens; bytes are those of every kernel's operands.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from specjax.engine.programs import FEW_LOGPROBS
+from specjax.inspect.report import GEMMS, StepRequest, compile_steps
+
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
+SHARED_MEMORY = 227 * 1024
+MOST_SETTLING = 6  # launches from logits to tokens and the state
+
+pytestmark = pytest.mark.h200
+
+
+@dataclass(frozen=True)
+class Case:
+    """A step, and what it may take."""
+
+    model: str
+    batch: int
+    k: int
+    most_kernels: tuple[tuple[str, int], ...]  # by kind of layer
+    most_bytes: float  # of the forward pass, to weights, keys and values, and states read once
+    num_layers: int | None = None
+
+    @property
+    def method(self):
+        return "mtp" if self.model.startswith("Qwen") else "eagle"
+
+
+ATTENTION, DELTA = "full_attention", "linear_attention"
+LLAMA = "Llama-3.1-8B"
+CASES = [
+    # norm, qkv, rotation, attention, its splits, out, norm, gate and up, silu, down
+    Case(LLAMA, 1, 3, ((ATTENTION, 10),), 1.01),
+    Case(LLAMA, 1, 0, ((ATTENTION, 10),), 1.01),
+    # without splits
+    Case(LLAMA, 64, 0, ((ATTENTION, 9),), 1.05),
+    Case(LLAMA, 64, 3, ((ATTENTION, 9),), 1.10),
+    # norm, in, the rule and its norm, out, norm, gate and up, silu, down; attention with a gate
+    Case("Qwen3.5-4B", 1, 3, ((DELTA, 9), (ATTENTION, 11)), 1.02, num_layers=8),
+    Case("Qwen3.5-4B", 32, 3, ((DELTA, 9), (ATTENTION, 10)), 1.12, num_layers=8),
+    Case("Qwen3.5-27B", 16, 3, ((DELTA, 9), (ATTENTION, 11)), 1.04, num_layers=8),
+]
+
+
+@pytest.fixture(scope="module", params=GEMMS)
+def reports(request, compile_for_h200):
+    """Reports by case; all in one process."""
+    requests = [
+        StepRequest(
+            model=CONFIGS / case.model,
+            batch=case.batch,
+            k=case.k,
+            gemm=request.param,
+            method=case.method,
+            num_layers=case.num_layers,
+        )
+        for case in CASES
+    ]
+    return dict(zip(CASES, compile_steps(requests, resources=True), strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+class TestStep:
+    def test_it_is_one_command_buffer(self, reports, case):
+        report = reports[case]
+        assert report.is_one_command_buffer, report.top_level
+        assert not report.unknown_loops and not report.uncaptured_conditionals
+
+    def test_the_state_is_updated_in_place_and_nothing_large_is_copied(self, reports, case):
+        report = reports[case]
+        assert report.is_state_in_place and not report.large_copies
+        # Tokens, and room for their log-probabilities.
+        most = 4 * case.batch * (case.k + 1) * (3 + 2 * FEW_LOGPROBS) + 2**12
+        assert report.memory["output"] - report.memory["alias"] < most
+
+    def test_launches(self, reports, case):
+        report = reports[case]
+        for kind, most in case.most_kernels:
+            kernels = [(one.kind, one.pallas or one.source) for one in report.layers[kind].kernels]
+            assert report.layers[kind].most <= most, kernels
+        assert report.num_launches["settle"] <= MOST_SETTLING
+
+    def test_bytes(self, reports, case):
+        assert reports[case].verify.ratio <= case.most_bytes
+
+    def test_kernels_fit(self, reports, case):
+        """Those of ours, and XLA's."""
+        for kernel in reports[case].resources:
+            assert not kernel.spills and kernel.shared_bytes <= SHARED_MEMORY, kernel

@@ -1,0 +1,228 @@
+"""What does not fit is refused before it is taken; what is left is read as the kernel has it."""
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from support.engines import SIZES, make_llm
+from support.refusals import refusal
+
+from specjax import LLM
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.registry import load_model
+from specjax.host.memory import available_bytes
+from specjax.serving import memory
+from specjax.serving.defaults import (
+    DEFAULTS,
+    choose_dtype,
+    device_defaults,
+    make_config,
+    stored_dtype,
+)
+from specjax.serving.memory import CacheBytes, EngineNeeds, Memory, read_memory, target_cache_bytes
+
+GIB = 2**30
+NOTHING: Any = None
+
+
+@pytest.fixture(scope="module")
+def target(checkpoints):
+    return checkpoints.target("llama")
+
+
+@pytest.fixture(scope="module")
+def hybrid(checkpoints):
+    return checkpoints.target("qwen3_5")
+
+
+@pytest.fixture
+def no_weights(monkeypatch):
+    monkeypatch.setattr("specjax.llm.load_model", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr("specjax.llm.load_drafter", lambda *_: pytest.fail("weights were read"))
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize("speculation", [None, "eagle"])
+def test_a_huge_number_of_pages_is_refused(target, checkpoints, speculation):
+    model = None if speculation is None else checkpoints.eagle(target).folder
+    text = refusal(
+        lambda: make_llm(target.folder, speculation, model, num_pages=10**9),
+        *(
+            "num_pages=1000000000 do not fit, as pages take",
+            "weights",
+            "workspace",
+            "the machine has",
+        ),
+        *("left; lower num_pages to at most", "or leave it out"),
+    )
+    assert "snapshots" not in text and "\n" not in text  # which it has none of
+
+
+@pytest.mark.usefixtures("no_weights")
+def test_what_takes_the_memory_is_named(hybrid, monkeypatch):
+    monkeypatch.setattr(memory, "read_memory", lambda: Memory("the device", 2**18, 2**19))
+    words = "num_pages=64", "pages take", "weights", "recurrent states", "snapshots", "workspace"
+    sizes = {"num_pages": 64, "max_num_seqs": 64, "decode_batches": (64,)}
+    refusal(lambda: make_llm(hybrid.folder, **sizes), *words, "lower max_num_seqs")
+    refusal(lambda: make_llm(hybrid.folder, **sizes | {"num_snapshots": 10**7}), "snapshots")
+    words = "max_model_len=128 does not fit", "weights", "(gpu_memory_utilization=0.9 of 0.0 GiB)"
+    del sizes["num_pages"]
+    monkeypatch.setattr("specjax.llm.load_drafter", lambda *_: None)
+    refusal(lambda: make_llm(hybrid.folder, **sizes), *words, "lower max_model_len")
+
+
+def needs_of(target, **sizes):
+    """An engine's needs and its config; 4 requests of 8 pages."""
+    given = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    config = make_config(target, num_pages=None, page_size=8, dtype="float32", **given | sizes)
+    cache = target_cache_bytes(target, 8, 0, "float32")
+    return EngineNeeds.of(config, target, cache, 10**6, 0), config, cache
+
+
+@pytest.mark.parametrize("kind", ["target", "hybrid"])
+def test_needs_are_those_of_arrays_that_are_made(kind, request):
+    model, _ = load_model(request.getfixturevalue(kind).folder, np.dtype("float32"))
+    needs, config, cache = needs_of(model)
+    made = jax.eval_shape(lambda: model.init_cache(4, 6, 8, 1, np.dtype("float32")))
+    total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made))
+    assert 6 * cache.per_page + needs.states == total
+    assert needs.snapshots == (cache.per_slot if kind == "hybrid" else 0)  # a quarter of 4
+
+
+def test_pages_by_default(target, monkeypatch):
+    model, _ = load_model(target.folder, np.dtype("float32"))
+    needs, config, cache = needs_of(model)
+
+    def pages(left, total=None, part=0.9):
+        monkeypatch.setattr(memory, "read_memory", lambda: Memory("it", left, total))
+        return needs.num_pages(config, cache, part)
+
+    beside = sum(needs)
+    assert pages(100 * GIB) == pages(80 * GIB, 80 * GIB) == 4 * 8
+    assert pages(beside + 11 * cache.per_page) == 11
+    assert pages(beside + 9 * cache.per_page - 1) == 8
+    refusal(lambda: pages(beside + 8 * cache.per_page - 1), "max_model_len=64 does not fit")
+    # On a GPU a part is kept free, in which the workspace lies, and others' arrays are counted.
+    in_use, total = 10**7, 10**9
+    part = (in_use + beside - needs.workspace + 13 * cache.per_page + 1) / total
+    assert pages(total - in_use, total, part) == 13
+    monkeypatch.setattr(memory, "read_memory", lambda: None)
+    assert needs.num_pages(config, cache, 0.9) == 4 * 8
+
+
+def test_a_check_lets_pass_what_fits_to_the_byte(target, monkeypatch):
+    model, _ = load_model(target.folder, np.dtype("float32"))
+    needs, config, cache = needs_of(model)
+    least = sum(needs) + config.num_pages * cache.per_page
+    monkeypatch.setattr(memory, "read_memory", lambda: Memory("it", least, None))
+    needs.check(config, cache)
+    monkeypatch.setattr(memory, "read_memory", lambda: Memory("it", least - 1, None))
+    refusal(lambda: needs.check(config, cache), "num_pages=8 do not fit")
+    needs.check(config, CacheBytes(cache.per_page - 1, 0))
+
+
+def write(root, path, text):
+    (root / path).parent.mkdir(parents=True, exist_ok=True)
+    (root / path).write_text(text)
+
+
+def test_the_machines_memory_and_what_cgroups_leave(tmp_path):
+    write(tmp_path, "proc/meminfo", "MemTotal: 900 kB\nMemAvailable:   700 kB\n")
+    assert available_bytes(tmp_path) == 700 * 1024
+    write(tmp_path, "proc/self/cgroup", "0::/a/b\n")
+    group = "sys/fs/cgroup/a"
+    write(tmp_path, f"{group}/b/memory.max", "max\n")
+    write(tmp_path, f"{group}/b/memory.current", "5000\n")
+    assert available_bytes(tmp_path) == 700 * 1024
+    write(tmp_path, f"{group}/memory.max", "60000\n")  # of the group around it
+    write(tmp_path, f"{group}/memory.current", "50000\n")
+    write(tmp_path, f"{group}/memory.stat", "anon 3\ninactive_file 2000\n")  # to be dropped
+    assert available_bytes(tmp_path) == 12000
+    write(tmp_path, "proc/self/cgroup", "9:name=systemd:/\n4:cpu,memory:/c\n")
+    group = "sys/fs/cgroup/memory"
+    write(tmp_path, f"{group}/memory.limit_in_bytes", "9223372036854771712\n")
+    write(tmp_path, f"{group}/memory.usage_in_bytes", "4096\n")
+    assert available_bytes(tmp_path) == 700 * 1024
+    write(tmp_path, f"{group}/memory.limit_in_bytes", "8192\n")
+    assert available_bytes(tmp_path) == 4096
+
+
+def test_this_machine_has_memory():
+    found = read_memory()
+    assert found is not None and 2**20 < found.available < 2**50 and found.total is None
+
+
+def test_defaults_by_device(target, monkeypatch):
+    model, _ = load_model(target.folder, np.dtype("float32"))
+    names = "max_model_len", "max_num_seqs", "max_num_batched_tokens"
+    unsaid = dict.fromkeys(names)
+
+    def sizes():
+        config = make_config(model, num_pages=None, page_size=16, **unsaid)
+        return [getattr(config, name) for name in names]
+
+    assert device_defaults() == DEFAULTS["cpu"] and sizes() == [512, 16, 512]
+    assert DEFAULTS["cpu"].model_len(10**6) == 8192 and DEFAULTS["gpu"].model_len(10**6) == 10**6
+    monkeypatch.setattr("specjax.serving.defaults.device_defaults", lambda: DEFAULTS["gpu"])
+    assert sizes() == [512, 256, 8192]
+
+
+def test_as_many_requests_as_their_states_fit(monkeypatch):
+    """States and a quarter as many snapshots take at most half of what weights leave."""
+    gpu = DEFAULTS["gpu"]
+    monkeypatch.setattr(memory, "device_defaults", lambda: gpu)
+
+    def usual(left, per_slot, weights=0):
+        monkeypatch.setattr(memory, "read_memory", lambda: Memory("the device", left, left))
+        monkeypatch.setattr(memory, "target_cache_bytes", lambda *_: CacheBytes(1, per_slot))
+        return memory.usual_num_seqs(NOTHING, 0, "float32", weights)
+
+    assert usual(1000, 0) == gpu.max_num_seqs == 256
+    assert usual(2 * 320 * 10, 10) == 256 and usual(2 * 320 * 10 - 2, 10) == 128
+    assert usual(2 * 320 * 10 + 500, 10, 500) == 256
+    assert usual(1, 10) == 1 and usual(100, 10, 500) == 1
+    monkeypatch.setattr(memory, "read_memory", lambda: None)
+    assert memory.usual_num_seqs(NOTHING, 0, "float32", 0) == 256
+
+
+@pytest.mark.parametrize("stored", ["float32", "bfloat16", "float16", "float8", None])
+def test_the_automatic_dtype(stored, monkeypatch):
+    assert choose_dtype("auto", stored).name == "float32"
+    monkeypatch.setattr("specjax.serving.defaults.device_defaults", lambda: DEFAULTS["gpu"])
+    expected = {"bfloat16": "bfloat16", "float16": "bfloat16"}.get(stored, "float32")
+    assert choose_dtype("auto", stored).name == expected
+    assert choose_dtype("float", stored).name == "float32"
+    assert choose_dtype("bfloat16", stored).name == "bfloat16"
+
+
+def test_the_dtype_that_a_config_says():
+    def said(**fields):
+        return stored_dtype(HFConfig(fields, "config.json"))
+
+    assert said() is None and said(torch_dtype="torch.bfloat16") == said(dtype="bfloat16")
+    assert said(dtype="float32", text_config={"dtype": "bfloat16"}) == "bfloat16"
+
+
+@pytest.mark.usefixtures("no_weights")
+@pytest.mark.parametrize(
+    "dtype, words",
+    [
+        ("half", ["dtype='half'", "overflow", "'bfloat16'"]),
+        ("float16", ["dtype='float16'", "overflow", "'bfloat16'"]),
+        ("bf16", ["dtype='bf16'", "auto, float32, bfloat16, float"]),
+        (None, ["dtype=None", "auto"]),
+        (np.float32, ["dtype=", "auto"]),
+        (["float32"], ["dtype=['float32']", "auto"]),
+    ],
+    ids=str,
+)
+def test_bad_dtypes(target, dtype, words):
+    refusal(lambda: LLM(target.folder, **SIZES, dtype=dtype), *words)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_params_of_a_model_value_are_finite(target, bad):
+    model, params = load_model(target.folder, np.dtype("float32"))
+    params.layers[1].mlp.__dict__["down"] = params.layers[1].mlp.down.at[0, 0].set(bad)
+    refusal(lambda: LLM(model, params=params, **SIZES), "layers[1].mlp.down", "NaN or infinity")

@@ -1,0 +1,93 @@
+"""Options of an LLM: step shapes, options that were removed, and unknown ones."""
+
+import threading
+
+import pytest
+from support.scripts import TextScript
+from support.texts import VOCAB, letters_folder, simulated_llm
+
+from specjax import LLM, AsyncLLM, SamplingParams
+from specjax.engine.programs import Begin, Decode, Key, Prefill
+from specjax.rl import RolloutEngine
+
+BATCHES, SHAPES = (2, 6), ((1, 24), (3, 8))
+SIZES = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "script": TextScript(VOCAB)}
+
+
+@pytest.fixture(scope="module")
+def folder(checkpoints):
+    return letters_folder(checkpoints)
+
+
+def run_watched(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], set[Key]]:
+    """Outputs, of lengths that leave few requests at the end, and the programs that ran."""
+    ran, run = set(), llm.engine.programs.run
+    params = [
+        SamplingParams(temperature=0, max_tokens=5 * (i + 1), ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm.engine.programs, "run", lambda key, *a: ran.add(key) or run(key, *a))
+        outputs = llm.generate(prompts, params, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs], ran
+
+
+@pytest.mark.parametrize("method", [None, "ngram"])
+def test_steps_run_in_the_shapes_that_are_given(folder, ragged_prompts, method):
+    """Each is of use, none is compiled late, and outputs are those of the usual shapes."""
+    prompts = ragged_prompts(40, 6, 5, 7, 4, 30, 3)
+    # In any order, and more than once.
+    given = {"decode_batches": [6, 2, 6], "prefill_shapes": [[3, 8], (1, 24)]}
+    with simulated_llm(folder, method, **SIZES, **given) as llm:
+        config = llm.engine.config
+        assert (config.decode_batches, config.prefill_shapes) == (BATCHES, ((3, 8), (1, 24)))
+        outputs, ran = run_watched(llm, prompts)
+        assert llm.metrics().num_compiles_after_warmup == 0
+    assert {key.batch for key in ran if isinstance(key, Decode)} == set(BATCHES)
+    for kind in Prefill, Begin:
+        assert {(key.batch, key.width) for key in ran if isinstance(key, kind)} == set(SHAPES)
+    usual = {"decode_batches": None, "prefill_shapes": None}
+    with simulated_llm(folder, method, **SIZES, **usual) as llm:
+        assert llm.engine.config.decode_batches == (1, 2, 4, 6)
+        assert run_watched(llm, prompts)[0] == outputs
+
+
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ({"decode_batches": (1, 4)}, ["decode_batches=(1, 4)", "max_num_seqs=6", "add 6"]),
+        ({"decode_batches": (1, 4)}, ["lower max_num_seqs to 4"]),
+        ({"prefill_shapes": ((1, 8),)}, ["prefill_shapes=((1, 8),)", "add (3, 8)"]),
+        ({"prefill_shapes": ((1, 8),)}, ["max_num_batched_tokens=24", "lower", "to 8"]),
+        ({"prefill_shapes": ((1, 8), (2, 10))}, ["hold 20 tokens of the 24", "add (3, 10)"]),
+        ({"prefill_shapes": (24,)}, ["prefill_shapes=(24,)", "pairs (batch, width)"]),
+        ({"decode_batches": ()}, ["decode_batches=()", "batch sizes"]),
+    ],
+    ids=str,
+)
+def test_shapes_that_do_not_cover_a_step_are_refused(folder, options, words):
+    with pytest.raises(ValueError) as error:
+        simulated_llm(folder, **SIZES, **{"decode_batches": (6,)} | options)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize("make", [LLM, AsyncLLM, RolloutEngine])
+def test_options_that_are_not_there(folder, make, monkeypatch):
+    """A removed one says what does its work now, any other the nearest that there is."""
+    monkeypatch.setattr("specjax.llm.load_model", lambda *_: pytest.fail("weights were read"))
+    num_threads = threading.active_count()
+    with pytest.raises(ValueError, match="steps_per_dispatch=4 was removed.*async_scheduling=True"):
+        make(folder, steps_per_dispatch=4)
+    with pytest.raises(ValueError, match="show_progress=False was removed: verbose=False quiets"):
+        make(folder, show_progress=False)
+    for name, nearest in {
+        "max_seqs": "max_num_seqs",
+        "decode_batch": "decode_batches",
+        "prefill_shape": "prefill_shapes",
+        "async_schedule": "async_scheduling",
+    }.items():
+        with pytest.raises(TypeError, match=f"unknown option '{name}'.*mean '{nearest}'"):
+            make(folder, **{name: 3})
+    with pytest.raises(TypeError, match="unknown option 'zzz'$"):
+        make(folder, zzz=1)
+    assert threading.active_count() == num_threads

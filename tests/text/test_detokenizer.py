@@ -1,0 +1,492 @@
+"""Stop texts against brute force on every kind of decoder, at linear cost; the tokens of bad words.
+
+Brute force decodes everything after each token, and looks through all of the text.
+"""
+
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from specjax.text.detokenizer import StopStrings, bad_word_ids, find_stop
+from specjax.text.tokenizer import ChatTokenizer, load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[2]
+TEXT = "naïve café 🙂🙃 — 世界 says\n\n“hi”  twice  over, ends. 👩‍👩‍👧 Ω\n"
+# Beginnings, middles and ends of characters, and bytes that are never in UTF-8.
+BYTES = bytes.fromhex("e2 82 ac f0 9f 98 80 ed a0 e0 f4 90 c3 a9 c0 ff 41 20 0a")
+
+# Every character that is begun ends with one of these.
+CONTINUATIONS = [b""] + [bytes([b]) + b"\x80" * k for b in (0x80, 0x90, 0xA0) for k in range(3)]
+
+
+@dataclass(frozen=True)
+class CountingTokenizer(ChatTokenizer):
+    """Notes how many tokens each call decodes."""
+
+    sizes: list[int] = field(default_factory=list)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        self.sizes.append(len(token_ids))
+        return super().decode(token_ids)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A tokenizer, and what its tokens are to the tests."""
+
+    tokenizer: ChatTokenizer
+    byte_ids: list[int] | None = None  # of bytes 0..255, where they are tokens of their own
+    has_fallback: bool = False
+
+    @cached_property
+    def ids(self) -> list[int]:
+        return sorted(self.tokenizer.tokenizer.get_vocab().values())
+
+    @cached_property
+    def byte_of(self) -> dict[int, int]:
+        return {token: byte for byte, token in enumerate(self.byte_ids or [])}
+
+    @cached_property
+    def skipped(self) -> set[int]:
+        """Special tokens, and one that does not exist."""
+        added = self.tokenizer.tokenizer.get_added_tokens_decoder()
+        return {i for i, token in added.items() if token.special} | {max(self.ids) + 7}
+
+    def seen(self, ids: Sequence[int]) -> str:
+        """The decoded text, less what may still become another character."""
+        if not self.has_fallback:
+            return self.tokenizer.decode(ids).removesuffix("\ufffd")
+        ids = [i for i in ids if i not in self.skipped]
+        run = len(ids)
+        while run and ids[run - 1] in self.byte_of:
+            run -= 1
+        data = bytes(self.byte_of[i] for i in ids[run:])
+        if any(is_utf8(data + rest) for rest in CONTINUATIONS):
+            while not is_utf8(data):
+                data = data[:-1]
+        return self.tokenizer.decode(ids[: run + len(data)])
+
+
+def is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def byte_names() -> dict[int, str]:
+    """How byte-level vocabularies write bytes: printable ones as they are, others from 256 on."""
+    plain = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return {byte: chr(byte) for byte in plain} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def make_byte_level(add_prefix_space: bool = False) -> Tokenizer:
+    """Bytes, and tokens of several bytes that begin and end inside characters."""
+    names = byte_names()
+    rng = random.Random(0)
+    joined = [bytes(rng.choices(BYTES, k=rng.randint(2, 5))) for _ in range(60)]
+    tokens = [bytes([byte]) for byte in range(256)] + joined + [b" foo", b"foo"]
+    vocab = {"".join(names[byte] for byte in token): i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    tokenizer.add_tokens(["<tool>", "ü x"])
+    return tokenizer
+
+
+def make_sentencepiece(*last: decoders.Decoder) -> Tokenizer:
+    """As Llama 2's: words begin with ▁, and what has no token is spelled in byte tokens."""
+    words = ["<unk>", "<s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += [*"▁abcfos.\ufffd", "fo", "foo", "▁foo", "▁a", "▁▁", "▁s", "a\ufffd", "世"]
+    merges = [("f", "o"), ("fo", "o"), ("▁", "foo"), ("▁", "a"), ("▁", "s"), ("▁", "▁")]
+    tokenizer = Tokenizer(
+        models.BPE({w: i for i, w in enumerate(words)}, merges, byte_fallback=True)
+    )
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *last]
+    )
+    tokenizer.add_special_tokens(["<unk>", "<s>"])
+    return tokenizer
+
+
+def make_words(decoder: decoders.Decoder | None) -> Tokenizer:
+    """Whole tokens of text, whose spaces depend on which one is the first."""
+    words = ["<s>", "▁", "▁▁", "▁a", "b", "▁c", "##d", "##\ufffd", ".", "n't", "ß▁", "世"]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, "<s>"))
+    if decoder is not None:
+        tokenizer.decoder = decoder
+    tokenizer.add_special_tokens(["<s>"])
+    return tokenizer
+
+
+def wrap(tokenizer: Tokenizer) -> ChatTokenizer:
+    return ChatTokenizer(tokenizer, None, {}, "a test")
+
+
+def make_case(kind: str) -> Case:
+    if kind == "demo":
+        tokenizer = load_tokenizer(ROOT / "checkpoints" / "demo-llama")
+        assert tokenizer is not None
+        names = byte_names()
+        vocab = tokenizer.tokenizer.get_vocab()
+        return Case(tokenizer, [vocab[names[byte]] for byte in range(256)])
+    if kind == "byte-level":
+        return Case(wrap(make_byte_level()), list(range(256)))
+    if kind in ("llama-2", "gemma"):
+        last = [decoders.Strip(" ", 1, 0)] if kind == "llama-2" else []
+        return Case(wrap(make_sentencepiece(*last)), list(range(2, 258)), has_fallback=True)
+    makers = {"metaspace": decoders.Metaspace, "wordpiece": decoders.WordPiece, "none": lambda: 0}
+    return Case(wrap(make_words(makers[kind]() or None)))
+
+
+KINDS = ["demo", "byte-level", "llama-2", "gemma", "metaspace", "wordpiece", "none"]
+SPELLED = ["demo", "byte-level", "llama-2", "gemma"]  # those that spell any text
+
+
+@pytest.fixture(scope="module")
+def cases() -> dict[str, Case]:
+    return {kind: make_case(kind) for kind in KINDS}
+
+
+def random_ids(case: Case, rng: random.Random) -> list[int]:
+    """Words, text with characters of several tokens, loose bytes, special and unknown tokens."""
+    ids, skipped = [], sorted(case.skipped)
+    for _ in range(rng.randint(1, 8)):
+        ids += rng.choices(case.ids, k=rng.randint(0, 3))
+        ids += rng.choices(skipped, k=rng.choice([0, 0, 1]))
+        if case.byte_ids is not None:
+            start = rng.randrange(len(TEXT))
+            text = TEXT[start : start + rng.randint(0, 6)]
+            if rng.random() < 0.5:
+                ids += case.tokenizer.tokenizer.encode(text, add_special_tokens=False).ids
+            else:
+                ids += [case.byte_ids[byte] for byte in text.encode()]
+            ids += [case.byte_ids[b] for b in rng.choices(BYTES, k=rng.choice([0, 0, 1, 4]))]
+    return ids or [case.ids[-1]]
+
+
+def random_pieces(ids: Sequence[int], rng: random.Random) -> list[Sequence[int]]:
+    pieces, start = [], 0
+    while start < len(ids):
+        end = start + rng.randint(1, 6)
+        pieces.append(ids[start:end])
+        start = end
+    return pieces
+
+
+def random_stop(text: str, rng: random.Random) -> str:
+    start = rng.randrange(len(text))
+    return text[start : start + rng.choice([1, 2, 3, 5, 20])]
+
+
+def stop_by_force(
+    case: Case, ids: Sequence[int], stop: Sequence[str], min_tokens: int, include: bool
+) -> tuple[int | None, str | None, str]:
+    """How many tokens stand, the stop text, and the text left."""
+    before = text = ""
+    for num_tokens in range(1, len(ids) + 1):
+        before, text = text, case.seen(ids[:num_tokens])
+        same = len(os.path.commonprefix([before, text]))
+        found = []
+        for word in stop:
+            start = text.find(word)
+            while start >= 0:
+                if start + len(word) > same:
+                    found.append((start, -len(word), word))
+                start = text.find(word, start + 1)
+        if found and num_tokens >= min_tokens:
+            start, _, word = min(found)
+            return num_tokens, word, text[: start + len(word) * include]
+    return None, None, text
+
+
+def run(stops: StopStrings, pieces: Sequence[Sequence[int]]) -> tuple[int | None, str | None, str]:
+    """Append until something stops it."""
+    num_tokens = 0
+    for piece in pieces:
+        num_kept = stops.append(piece)
+        if num_kept is not None:
+            assert 1 <= num_kept <= len(piece)
+            return num_tokens + num_kept, stops.stop_reason, stops.text
+        num_tokens += len(piece)
+    return None, stops.stop_reason, stops.text
+
+
+# --- against brute force --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_text_is_what_decode_makes_of_all_tokens(cases, kind):
+    case, rng = cases[kind], random.Random(1)
+    last = case.tokenizer.tokenizer.get_vocab()["."]  # it completes no character
+    for _ in range(150):
+        ids = random_ids(case, rng)
+        stops, num_tokens = StopStrings(case.tokenizer, ()), 0
+        for piece in random_pieces(ids, rng):
+            assert stops.append(piece) is None
+            num_tokens += len(piece)
+            assert stops.text == case.seen(ids[:num_tokens]), ids[:num_tokens]
+        assert stops.append([last]) is None
+        assert stops.text == case.tokenizer.decode([*ids, last]), ids
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_stops_where_brute_force_does(cases, kind):
+    case, rng = cases[kind], random.Random(2)
+    num_stopped = num_late = 0
+    for _ in range(300):
+        ids = random_ids(case, rng)
+        # Texts of a part of the tokens may be taken back later (byte fallback).
+        text = case.seen(ids[: rng.randint(1, len(ids))]) or "?"
+        stop = tuple(random_stop(text, rng) for _ in range(rng.randint(1, 4)))
+        stop = tuple(dict.fromkeys([*stop, "never seen"]))
+        min_tokens = rng.choice([0, 0, 1, rng.randint(1, len(ids) + 1)])
+        include = rng.random() < 0.5
+        expected = stop_by_force(case, ids, stop, min_tokens, include)
+        for _ in range(2):
+            stops = StopStrings(
+                case.tokenizer, stop, min_tokens=min_tokens, include_in_output=include
+            )
+            assert run(stops, random_pieces(ids, rng)) == expected, (ids, stop, min_tokens)
+        num_stopped += expected[0] is not None
+        num_late += expected[0] != stop_by_force(case, ids, stop, 0, include)[0]
+    assert num_stopped > 150 and num_late > 15
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_whole_output_first_token_and_never(cases, kind):
+    case, rng = cases[kind], random.Random(3)
+    for _ in range(20):
+        ids = random_ids(case, rng)
+        whole, first = case.seen(ids), case.seen(ids[:1])
+        if whole:
+            expected = stop_by_force(case, ids, [whole], 0, False)
+            stops = StopStrings(case.tokenizer, (whole,))
+            assert run(stops, random_pieces(ids, rng)) == expected
+            assert expected[1:] == (whole, "")
+        if first:
+            stops = StopStrings(case.tokenizer, (first,))
+            assert stops.append(ids[:6]) == 1 and (stops.stop_reason, stops.text) == (first, "")
+        stops = StopStrings(case.tokenizer, (whole + "x", "never seen"))
+        assert run(stops, random_pieces(ids, rng)) == (None, None, whole)
+
+
+# --- by hand --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SPELLED)
+def test_a_stop_text_completed_inside_a_characters_tokens(cases, kind):
+    """🙂 is four tokens, and only the last of them ends anything."""
+    case = cases[kind]
+    ids = [case.byte_ids[byte] for byte in "ab🙂🙃c".encode()]
+    for include, text in (False, "a"), (True, "ab🙂"):
+        stops = StopStrings(case.tokenizer, ("b🙂",), include_in_output=include)
+        assert stops.append(ids[:3]) is None and stops.text == "ab"
+        assert stops.append(ids[3:5]) is None and stops.text == "ab"
+        assert stops.append(ids[5:]) == 1
+        assert (stops.stop_reason, stops.text) == ("b🙂", text)
+
+
+def test_the_token_that_completes_it_stands_whole(cases):
+    tokenizer = cases["byte-level"].tokenizer
+    foo = tokenizer.tokenizer.token_to_id("foo")
+    for include, text in (False, "xf"), (True, "xfoo"):
+        stops = StopStrings(tokenizer, ("oo",), include_in_output=include)
+        assert stops.append([ord("x"), foo, foo]) == 2
+        assert stops.text == text
+    stops = StopStrings(tokenizer, ("f",), include_in_output=True)
+    assert stops.append([foo]) == 1 and stops.text == "f"
+
+
+@pytest.mark.parametrize(
+    "min_tokens, kept", [(0, 2), (1, 2), (2, 2), (3, 5), (5, 5), (6, None), (99, None)]
+)
+def test_min_tokens(cases, min_tokens, kept):
+    """The token that completes it counts; a stop text passed by does not count later."""
+    for ids in [b"xaxxay"], [b"xaxxa", b"y"], [b"x", b"a", b"xx", b"ay"]:
+        stops = StopStrings(cases["byte-level"].tokenizer, ("xa",), min_tokens=min_tokens)
+        assert run(stops, [list(piece) for piece in ids])[0] == kept
+
+
+def test_min_tokens_lets_a_stop_text_begin_before_them(cases):
+    stops = StopStrings(cases["byte-level"].tokenizer, ("aa",), min_tokens=3)
+    assert stops.append(list(b"aaaa")) == 3
+    assert stops.text == "a"  # the two that end in the third token
+
+
+def test_min_tokens_counts_special_tokens(cases):
+    tokenizer = cases["byte-level"].tokenizer
+    special = tokenizer.tokenizer.token_to_id("<s>")
+    stops = StopStrings(tokenizer, ("xa", "<s>"), min_tokens=4)
+    assert stops.append([special, ord("x"), special, ord("a"), special]) == 4
+    assert (stops.stop_reason, stops.text) == ("xa", "")
+
+
+@pytest.mark.parametrize(
+    "stop, new, expected",
+    [
+        (["b", "abc"], 0, (0, "abc")),  # begins first, though b ends first
+        (["ab", "abc", "a"], 0, (0, "abc")),  # of those that begin together, the longest
+        (["abc", "ab", "a"], 0, (0, "abc")),
+        (["a"], 0, (0, "a")),
+        (["a"], 1, (3, "a")),
+        (["bca", "ca"], 3, (1, "bca")),
+        (["abc"], 3, None),
+        (["abca"], 3, (0, "abca")),
+        (["abca"], 4, None),
+        (["d"], 0, None),
+        ([], 0, None),
+    ],
+)
+def test_which_stop_text_wins(stop, new, expected):
+    assert find_stop("abca", stop, new) == expected
+
+
+def test_a_replacement_character_counts_once_something_follows(cases):
+    """Where decode puts it, and not for the beginning of a character."""
+    stops = StopStrings(cases["byte-level"].tokenizer, ("\ufffd",))
+    assert stops.append([*b"a", *"€".encode(), 0xFF]) is None and stops.text == "a€"
+    assert stops.append([*b"bc"]) == 1 and stops.text == "a€"
+
+
+def test_byte_tokens_that_do_not_make_characters_undo_those_beside_them(cases):
+    case = cases["llama-2"]
+    ids = [case.byte_ids[byte] for byte in b"\n\xe2\x82\xac\xff\n"]
+    assert case.tokenizer.decode(ids) == "\ufffd" * 6
+    stops = StopStrings(case.tokenizer, ("never seen",))
+    texts = []
+    for token in ids:
+        assert stops.append([token]) is None
+        texts.append(stops.text)
+    assert texts == ["\n"] * 3 + ["\n€", "\ufffd" * 5, "\ufffd" * 6]
+    assert StopStrings(case.tokenizer, ("€",)).append(ids) == 4
+    assert StopStrings(case.tokenizer, ("\ufffd\ufffd",)).append(ids) == 5
+    assert StopStrings(case.tokenizer, ("\n",), min_tokens=2).append(ids) is None
+
+
+def test_nothing_may_follow_a_stop(cases):
+    stops = StopStrings(cases["byte-level"].tokenizer, ("a",))
+    stops.append([*b"a"])
+    with pytest.raises(AssertionError, match="stopped"):
+        stops.append([*b"b"])
+
+
+# --- cost -----------------------------------------------------------------------------------------
+
+LONG = {
+    "text": TEXT.encode() * 30,
+    "invalid": b"\xff" * 2000,
+    "continuations": b"\x80" * 2000,
+    "emoji": "🙂".encode() * 500,
+    "undone late": "🙂".encode() * 500 + b"\xff" * 500,
+    "undone often": ("🙂🙂".encode() + b"\xff.") * 200,
+    "halves": b"\xf0\x9f\x98" * 700,
+}
+
+
+@pytest.mark.parametrize("stream", LONG)
+@pytest.mark.parametrize("kind", SPELLED)
+def test_cost_is_linear_in_the_tokens(cases, kind, stream, monkeypatch):
+    """Tokens decoded and characters searched, each bounded by a few per token."""
+    case = cases[kind]
+    tokenizer = CountingTokenizer(case.tokenizer.tokenizer, None, {}, "a test")
+    searched = []
+
+    def count(text, stop, new):
+        searched.append(len(text))
+        return find_stop(text, stop, new)
+
+    monkeypatch.setattr("specjax.text.detokenizer.find_stop", count)
+    dot = tokenizer.tokenizer.get_vocab()["."]  # ends a run of byte tokens
+    ids = [dot if byte == ord(".") else case.byte_ids[byte] for byte in LONG[stream]]
+    undone = len(ids) if stream.startswith("undone") else 0  # and searched once more
+    stops = StopStrings(tokenizer, ("never seen", "never"))
+    for start in range(0, len(ids), 4):
+        assert stops.append(ids[start : start + 4]) is None
+    assert sum(tokenizer.sizes) <= 9 * len(ids) and max(tokenizer.sizes, default=0) <= 8
+    assert sum(searched) <= 10 * len(ids) + undone
+    assert stops.text == case.seen(ids)
+
+
+# --- bad words ------------------------------------------------------------------------------------
+
+
+def prefixing() -> dict[str, Tokenizer]:
+    """Tokenizers that put a space before a text, in the three ways there are."""
+    metaspace = make_sentencepiece()
+    metaspace.normalizer = normalizers.Sequence([])
+    metaspace.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    return {
+        "byte-level": make_byte_level(add_prefix_space=True),
+        "prepend": make_sentencepiece(),
+        "metaspace": metaspace,
+    }
+
+
+def test_bad_words_are_spelled_at_a_start_and_after_a_space(cases):
+    tokenizer = cases["demo"].tokenizer
+    for word in ["apples", "Question", "née", "a b", "3", "🙂", "\n"]:
+        found = bad_word_ids(tokenizer, [word])
+        assert 1 <= len(found) <= 2
+        assert {tokenizer.decode(ids).removeprefix(" ") for ids in found} == {word}
+        for text in word, " " + word:
+            ids = tuple(tokenizer.tokenizer.encode(text, add_special_tokens=False).ids)
+            assert any(ids[-len(some) :] == some for some in found)
+        for some in found:
+            assert not any(some != other and some[-len(other) :] == other for other in found)
+        assert bad_word_ids(tokenizer, [" " + word]) == found
+
+
+def test_bad_words_with_the_space_in_a_token_of_its_own():
+    """[space, f, o, o] ends with [f, o, o]."""
+    assert bad_word_ids(wrap(make_byte_level()), ["foo"]) == (tuple(b"foo"),)
+
+
+def bad_word_tokens(kind: str, words: list[str]) -> list[list[str]]:
+    tokenizer = prefixing()[kind]
+    found = bad_word_ids(wrap(tokenizer), words)
+    return [[str(tokenizer.id_to_token(i)) for i in ids] for ids in found]
+
+
+@pytest.mark.parametrize(
+    "kind, expected",
+    [
+        ("byte-level", [["Ġ", "f", "o", "o"]]),
+        ("prepend", [["▁foo"]]),  # not ▁ ▁foo as well
+        ("metaspace", [["▁foo"]]),
+    ],
+)
+def test_bad_words_of_tokenizers_that_add_a_space(kind, expected):
+    assert bad_word_tokens(kind, ["foo"]) == expected
+    assert bad_word_tokens(kind, ["foo", " foo", "foo"]) == expected
+
+
+def test_bad_words_keep_their_order(cases):
+    tokenizer = cases["llama-2"].tokenizer
+    names = tokenizer.tokenizer.id_to_token
+    found = bad_word_ids(tokenizer, ["sc", "foo", "a"])
+    assert [[names(i) for i in ids] for ids in found] == [["▁s", "c"], ["▁foo"], ["▁a"]]
+
+
+def test_no_bad_words(cases):
+    assert bad_word_ids(cases["demo"].tokenizer, []) == ()
+
+
+@pytest.mark.parametrize("word", ["", "\u4e17"])
+def test_a_bad_word_without_tokens(word):
+    tokenizer = make_words(None)
+    tokenizer.model = models.BPE({"a": 0}, merges=[])  # drops what it does not know
+    with pytest.raises(ValueError, match=f"bad_words has {word!r}.*no tokens.*leave it out"):
+        bad_word_ids(wrap(tokenizer), ["a", word])
