@@ -161,7 +161,7 @@ def sampler(llm: LLM, case: dict[str, Any], batch_size: int) -> Callable[[], Any
     sequences = [Sequence.of(request, 0, 0) for _ in range(batch_size)]
     for slot, sequence in enumerate(sequences):
         sequence.settle_in(slot, [], 3, 0)
-    state = init_state(batch_size, MAX_LEN, vocab_size, jnp.zeros(1), None)
+    state = init_state(batch_size, MAX_LEN, vocab_size, (), (), None)
     packed = pack_admissions(sequences, batch_size, layout)
     admitted, _ = jitted(run_admit)(None, state, jax.device_put(packed), layout=layout)
     requests = admitted.requests

@@ -14,6 +14,7 @@ from pallas_kernels import KERNELS
 DTYPES = ("float32", "bfloat16")
 METHODS = ("eagle", "eagle3", "mtp", "ngram")
 OWN_METHODS = ("mtp", "ngram")  # which need no checkpoint of their own
+WEIGHTLESS_METHODS = ("ngram",)  # and no weights at all
 # A drafter of which reports ask no more than what it takes.
 OWN_SHAPE = "a head of the model's own shape, without weights"
 AUX_ID_CONVENTIONS = ("entering", "output")

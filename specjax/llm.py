@@ -18,9 +18,8 @@ from rich.filesize import decimal
 from specjax.checkpoint.finite import check_params
 from specjax.checkpoint.hub import resolve
 from specjax.config import SpeculativeConfig, refuse_unknown
-from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
-from specjax.device.drafters.registry import load_drafter, share_embedding
+from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.model import Model
 from specjax.device.models.registry import describe_model, load_model, read_config
 from specjax.device.verification import make_verification
@@ -38,7 +37,6 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving.defaults import (
     check_options,
     choose_dtype,
-    drafter_folder,
     make_config,
     params_dtype,
     stored_dtype,
@@ -51,6 +49,7 @@ from specjax.serving.memory import (
     usual_num_seqs,
     weight_bytes,
 )
+from specjax.serving.source import drafter_folder
 from specjax.serving.vllm_options import take_vllm_options
 from specjax.text.chat import render_conversations
 from specjax.text.completions import Outputs, Shown
@@ -229,8 +228,7 @@ class LLM:
         needs.check(config, cache)
         if folder is not None:
             _, params = load_model(folder, np.dtype(dtype))
-        if isinstance(drafter, ChainDrafter):
-            drafter, drafter_params = share_embedding(drafter, drafter_params, target, params)
+        drafter, drafter_params = drafter.share(drafter_params, target, params)
         if speculation and profile:
             check_profile(
                 profile, fingerprint(target, drafter, Params(params, drafter_params)), speculation

@@ -23,6 +23,7 @@ from support.shared_models import (
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
+from specjax.device.models.model import is_recurrent
 from specjax.engine.metrics import Metrics
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
@@ -122,7 +123,7 @@ def serve(llm: LLM, drafter: str, schedule: Schedule) -> Served:
         enable_prefix_caching=schedule.caches,
         max_num_scheduled_tokens=SMALL_BUDGET if schedule.cuts_chunks else BUDGET,
     )
-    snapshots = 1 if engine.target.is_recurrent else None
+    snapshots = 1 if is_recurrent(engine.target) else None
     engine.scheduler = Scheduler(engine.config, StaticPolicy(num_drafts), num_snapshots=snapshots)
     if schedule.preempts:
         hold_pages(llm, PAGES_UNDER_PRESSURE)

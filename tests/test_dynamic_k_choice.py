@@ -22,7 +22,7 @@ from support.simulated_outputs import HostArray
 
 from specjax import LLM, SamplingParams
 from specjax.config import EngineConfig
-from specjax.device.drafters.drafter import NoDrafter, Params
+from specjax.device.drafters.drafter import NoDrafter, Params, Stateless
 from specjax.device.verification import Draft
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Compilations, Recorder
@@ -203,13 +203,8 @@ class TimedPrograms(SimulatedPrograms):
 
 
 @dataclass(frozen=True)
-class SlowDrafter:
+class SlowDrafter(Stateless):
     """Takes its time on the device to draft nonsense."""
-
-    aux_layers: tuple[int, ...] = ()
-
-    def init_state(self, num_slots, num_pages, page_size, dtype):
-        return None
 
     def draft(self, target, params, state, context, k):
         def nap(tokens):
@@ -220,9 +215,6 @@ class SlowDrafter:
         if k:
             tokens = jax.pure_callback(nap, tokens, tokens)
         return Draft(tokens, None), state
-
-    def observe(self, target, params, state, slots, rows, following, features, last):
-        return state
 
 
 @pytest.fixture(scope="module", params=["simulated", pytest.param("real", marks=pytest.mark.slow)])

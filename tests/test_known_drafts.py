@@ -14,7 +14,7 @@ from support.shared_models import VOCAB, llama
 
 from specjax import SamplingParams
 from specjax.config import EngineConfig
-from specjax.device.drafters.drafter import Params
+from specjax.device.drafters.drafter import Params, Stateless
 from specjax.device.verification import Draft
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
@@ -27,27 +27,26 @@ COUNTS = "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_generatio
 
 
 @dataclass(frozen=True)
-class KnowingDrafter:
+class KnowingDrafter(Stateless):
     """Drafts what its parameters say: i32[R, L], the token of request r at position p.
 
     A request is told by its prompt's second token, which is its number.
     """
 
     num_requests: int
-    aux_layers: tuple[int, ...] = ()
 
-    def init_state(self, num_slots, num_pages, page_size, dtype):
-        return jnp.zeros(num_slots, jnp.int32)
+    def init_state(self, sizes, dtype):
+        return jnp.zeros(sizes.num_slots, jnp.int32)
 
     def draft(self, target, params, state, context, k):
         positions = context.starts[:, None] + 1 + jnp.arange(k)
         rows = state[context.slots][:, None]
         return Draft(params.drafter.at[rows, positions].get(mode="clip"), None), state
 
-    def observe(self, target, params, state, slots, rows, following, features, last):
-        is_first = rows.positions.reshape(len(slots), -1)[:, 0] == 0
-        number = jnp.where(is_first, following[:, 0], state[slots])
-        return state.at[slots].set(number, mode="drop")
+    def observe(self, target, params, state, seen):
+        is_first = seen.rows.by_request(seen.rows.positions)[:, 0] == 0
+        number = jnp.where(is_first, seen.following[:, 0], state[seen.slots])
+        return state.at[seen.slots].set(number, mode="drop")
 
 
 @dataclass(frozen=True)

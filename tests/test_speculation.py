@@ -24,6 +24,7 @@ from support.shared_models import (
 
 import specjax.engine.engine
 from specjax import LLM, SamplingParams
+from specjax.device.models.model import is_recurrent
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.host.request import Request
 from specjax.host.speculation.policy import PolicyRule, StaticPolicy
@@ -154,7 +155,7 @@ def counts_of(metrics, before):
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("k", [1, K, pytest.param(5, marks=pytest.mark.slow)])
 def test_any_k_gives_the_tokens_of_plain_decoding(llm, works, k, temperature):
-    if llm.target.is_recurrent and k > K:
+    if is_recurrent(llm.target) and k > K:
         pytest.skip("its ring was sized for fewer")
     work = works[temperature]
     llm.engine.set_policy(StaticPolicy(k))
@@ -333,6 +334,6 @@ def test_one_transfer_each_way_per_step(llm, works, monkeypatch):
     num_steps = after.num_prefill_steps + after.num_decode_steps
     num_steps -= before.num_prefill_steps + before.num_decode_steps
     assert 0 < num_admissions <= after.num_prefill_steps - before.num_prefill_steps
-    assert (num_moves > 0) == llm.target.is_recurrent
+    assert (num_moves > 0) == is_recurrent(llm.target)
     num_in = num_steps + num_admissions + num_moves
     assert moved == {"in": num_in, "out": num_steps, "copies_ahead": num_steps}

@@ -109,7 +109,7 @@ def _requests(request: Request, index: int, layout: Layout) -> Requests:
     one = Layout(1, layout.max_model_len, 1, layout.vocab_size)
     sample = Sample.of(request, index, 0)
     sample.settle_in(0, [], len(request.prompt_token_ids), 0)
-    state = init_state(1, one.max_model_len, one.vocab_size, jnp.zeros(1), None)
+    state = init_state(1, one.max_model_len, one.vocab_size, (), (), None)
     packed = jnp.array(pack_admissions([sample], 1, one))
     admitted, _ = _ADMIT(None, state, packed, layout=one)
     return admitted.requests

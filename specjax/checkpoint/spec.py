@@ -129,7 +129,7 @@ def _interleave(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
 
 
 # All are typed Any, as they stand in a parameter tree where the arrays will stand.
-def linear(
+def projection(
     names: Sequence[str],
     num_in: int,
     num_outs: Sequence[int],

@@ -6,8 +6,9 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,9 @@ from specjax.bench.environment import describe_environment
 from specjax.checkpoint.files import open_checkpoint
 from specjax.commands.arguments import read_speculation
 from specjax.config import DTYPES, EngineConfig, SpeculativeConfig
-from specjax.device.cache.recurrent import HybridCache
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, NoDrafter
-from specjax.device.models.model import Model
+from specjax.device.models.model import Model, is_recurrent
 from specjax.device.models.registry import describe_model
 from specjax.serving.defaults import DtypeChoice, choose_dtype, make_config, stored_dtype
 from specjax.serving.dynamic_k import read_profile
@@ -127,14 +128,6 @@ def describe(
     }
 
 
-class SlotBytes(NamedTuple):
-    """What a recurrent model keeps of one request, in bytes."""
-
-    state: int  # one state of every recurrent layer
-    ring: int  # inputs of the last tokens, from which the next step brings the state up to date
-    gates: int  # and their gates
-
-
 @dataclass(frozen=True)
 class Needs:
     """What weights and requests take, in bytes."""
@@ -166,16 +159,17 @@ class Described:
     num_drafts: int
     page_size: int
 
-    def slot(self, dtype: str) -> SlotBytes | None:
-        """What the target keeps of a request beside pages; None if it is not recurrent."""
-        most_rows = self.num_drafts + 1
-        cache = jax.eval_shape(
-            lambda: self.target.init_cache(1, 0, self.page_size, most_rows, np.dtype(dtype))
-        )
-        if not self.target.is_recurrent or not isinstance(cache, HybridCache):
-            return None
-        parts = cache.delta.state, cache.delta.ring, cache.delta.gates
-        return SlotBytes(*(part.size * part.dtype.itemsize for part in parts))
+    def slot(self, dtype: str) -> dict[str, int] | None:
+        """Bytes that the target keeps of a request beside pages, the "state" and what brings it up
+        to date; None if it is not recurrent."""
+        sizes = CacheSizes(1, 0, self.page_size, self.num_drafts + 1)
+        total: Counter[str] = Counter()
+        for kind in self.target.cache_kinds:
+            if kind.is_recurrent:
+                cache = jax.eval_shape(partial(kind.init, sizes, np.dtype(dtype)))
+                parts = cache._asdict().items()
+                total.update({name: part.size * part.dtype.itemsize for name, part in parts})
+        return dict(total) if any(total.values()) else None
 
     def drafter_weights(self, dtype: str) -> int:
         """Bytes of the drafter's parameters in `dtype`."""
@@ -205,7 +199,7 @@ class Described:
         needs, slot = self.needs(dtype), self.slot(dtype)
         if slot is None:
             return None
-        per_slot = needs.cache.per_slot - sum(slot) + (self.num_drafts + 1) * slot.state
+        per_slot = needs.cache.per_slot - sum(slot.values()) + (self.num_drafts + 1) * slot["state"]
         return replace(needs, cache=needs.cache._replace(per_slot=per_slot))
 
 
@@ -217,7 +211,7 @@ def describe_target(source: ModelSource, target: Model) -> dict[str, Any]:
         "config": source.hf.origin,
         "model_type": source.hf.get("model_type", None),
         "num_layers": target.num_layers,
-        "is_recurrent": target.is_recurrent,
+        "is_recurrent": is_recurrent(target),
         **{name: _plain(value) for name, value in fields.items()},
         "has_tokenizer": tokenizer is not None,
         "has_chat_template": tokenizer is not None and tokenizer.template is not None,
@@ -264,10 +258,10 @@ def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
             "drafter": kv[1] if has_drafter else None,
             "all": sum(kv),
         },
-        "slot_bytes": slot and {**slot._asdict(), "all": sum(slot)},
-        "slot_over_state": slot and sum(slot) / slot.state,
+        "slot_bytes": slot and {**slot, "all": sum(slot.values())},
+        "slot_over_state": slot and sum(slot.values()) / slot["state"],
         "num_snapshots": slot and num_states,
-        "snapshot_bytes": slot and num_states * slot.state,
+        "snapshot_bytes": slot and num_states * slot["state"],
         "snapshots_over_state": slot and float(num_states),
         "drafter_slot_bytes": drafter.per_slot if has_drafter else None,
     }

@@ -19,8 +19,8 @@ class EngineState:
     position is its last: chosen, but not yet run through the target.
     """
 
-    cache: Any  # the target's, see `Model.init_cache`
-    snapshots: Any  # `recurrent.Snapshots` of prompts; None without recurrent states
+    caches: tuple[Any, ...]  # the target's, one of each of its kinds
+    snapshots: tuple[Any, ...]  # of prompts' ends, by kind of cache; None of those without
     drafter: Any  # the drafter's own state
     tokens: jax.Array  # i32[S, max_model_len], prompt and output
     progress: jax.Array  # i32[S, 3], the three below; one array, so that one kernel writes them
@@ -53,13 +53,13 @@ def init_state(
     num_slots: int,
     max_model_len: int,
     vocab_size: int,
-    cache: Any,
+    caches: tuple[Any, ...],
+    snapshots: tuple[Any, ...],
     drafter: Any,
-    snapshots: Any = None,
 ) -> EngineState:
     """The state of an engine without requests."""
     return EngineState(
-        cache=cache,
+        caches=caches,
         snapshots=snapshots,
         drafter=drafter,
         tokens=jnp.zeros((num_slots, max_model_len), jnp.int32),

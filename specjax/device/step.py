@@ -25,9 +25,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from specjax.device.cache.recurrent import restore_snapshots, take_snapshots
 from specjax.device.cache.rows import CachedRows, padded_width
-from specjax.device.drafters.drafter import DraftContext, Drafter, Params, Variant
+from specjax.device.drafters.drafter import DraftContext, Drafter, Observation, Params, Variant
 from specjax.device.edits import History
 from specjax.device.models.model import Features, Model
 from specjax.device.requests import Requests
@@ -118,21 +117,20 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
     )
 
 
-def restore(state: EngineState, inputs: SnapshotInputs) -> EngineState:
+def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
     """Let slots go on from the recurrent states of snapshots."""
-    delta = restore_snapshots(
-        state.cache.delta, inputs.slots, state.snapshots, inputs.ids, inputs.ends
-    )
-    return replace(state, cache=state.cache._replace(delta=delta))
+    slots, ids, ends = inputs
+    each = zip(model.target.cache_kinds, state.caches, state.snapshots, strict=True)
+    caches = tuple(kind.restore(cache, slots, kept, ids, ends) for kind, cache, kept in each)
+    return replace(state, caches=caches)
 
 
-def take(state: EngineState, inputs: SnapshotInputs) -> EngineState:
+def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
     """Keep the recurrent states of slots, in which nothing is pending, as snapshots."""
-    delta = state.cache.delta
-    return replace(
-        state,
-        snapshots=take_snapshots(state.snapshots, inputs.ids, delta, inputs.slots, inputs.ends),
-    )
+    slots, ids, ends = inputs
+    each = zip(model.target.cache_kinds, state.caches, state.snapshots, strict=True)
+    kept = tuple(kind.take(kept, ids, cache, slots, ends) for kind, cache, kept in each)
+    return replace(state, snapshots=kept)
 
 
 def prefill(
@@ -144,8 +142,8 @@ def prefill(
     tokens = jnp.take_along_axis(
         state.tokens[inputs.slots], _chunk_places(inputs, width), axis=1, mode="clip"
     )
-    features, cache = model.target.extend(
-        params.target, tokens.reshape(-1), rows, state.cache, model.drafter.aux_layers
+    features, caches = model.target.extend(
+        params.target, tokens.reshape(-1), rows, state.caches, model.drafter.aux_layers
     )
     hidden = features.hidden.reshape(batch, width, -1)[jnp.arange(batch), inputs.counts - 1]
     padding = -batch % model.row_multiple
@@ -153,7 +151,7 @@ def prefill(
     logits = model.target.logits(params.target, padded)[:batch, None]
     # A prompt's tokens are certain, so they are in the states already.
     progress = state.progress.at[inputs.slots, 1].set(0, mode="drop")
-    return replace(state, cache=cache, progress=progress), Extension(features, logits)
+    return replace(state, caches=caches, progress=progress), Extension(features, logits)
 
 
 def begin(
@@ -190,11 +188,11 @@ def begin(
     put_at = jnp.where(samples, ends, known.shape[1])
     known = known.at[jnp.arange(batch), put_at].set(sampled, mode="drop")
 
-    following = jnp.take_along_axis(known, _chunk_places(inputs, width) + 1, axis=1, mode="clip")
+    places = _chunk_places(inputs, width)
+    held, following = (jnp.take_along_axis(known, places + i, axis=1, mode="clip") for i in (0, 1))
     rows = _chunk_rows(state, inputs, width, model)
-    drafter = model.drafter.observe(
-        model.target, params, state.drafter, slots, rows, following, extension.features, last
-    )
+    seen = Observation(slots, rows, held, following, extension.features, last)
+    drafter = model.drafter.observe(model.target, params, state.drafter, seen)
     verdict = Verdict(sampled[:, None], jnp.zeros(batch, jnp.int32))
     emitted = _emit(verdict, requests.limits - ends, requests.stop_ids)
     logprobs = wanted.logprobs(extension.logits, sampled[:, None])
@@ -271,15 +269,13 @@ def extend(
 ) -> tuple[EngineState, Extension]:
     """Run the target over the last token and the drafts of every request."""
     batch, k = draft.tokens.shape
-    slots, starts = inputs.slots, state.lengths[inputs.slots]
     rows = _rows(state, inputs, k, model)
-    tokens = jnp.concatenate([state.tokens[slots, starts][:, None], draft.tokens], axis=1)
-    tokens = jnp.pad(tokens, ((0, 0), (0, rows.width - (k + 1))))
-    features, cache = model.target.extend(
-        params.target, tokens.reshape(-1), rows, state.cache, model.drafter.aux_layers
+    tokens = _held(state, inputs.slots, draft, rows.width)
+    features, caches = model.target.extend(
+        params.target, tokens.reshape(-1), rows, state.caches, model.drafter.aux_layers
     )
     logits = model.target.logits(params.target, features.hidden).reshape(batch, rows.width, -1)
-    return replace(state, cache=cache), Extension(features, logits[:, : k + 1])
+    return replace(state, caches=caches), Extension(features, logits[:, : k + 1])
 
 
 def settle(
@@ -324,17 +320,10 @@ def settle(
 
     rows = _rows(state, inputs, k, model)
     following = jnp.pad(verdict.tokens, ((0, 0), (0, rows.width - (k + 1))))
+    held = _held(state, slots, draft, rows.width)
+    seen = Observation(slots, rows, held, following, extension.features, verdict.num_accepted)
     with jax.named_scope("observe"):
-        drafter = model.drafter.observe(
-            model.target,
-            params,
-            state.drafter,
-            slots,
-            rows,
-            following,
-            extension.features,
-            verdict.num_accepted,
-        )
+        drafter = model.drafter.observe(model.target, params, state.drafter, seen)
     emitted = _emit(verdict, remaining, requests.stop_ids)
     num_tokens = jnp.where(is_active, emitted.num_tokens, 0)
     num_drafts = jnp.where(is_active, num_drafts, 0)
@@ -382,6 +371,13 @@ def _is_active(state: EngineState, slots: jax.Array) -> jax.Array:
 
 def _pending(state: EngineState, slots: jax.Array) -> jax.Array:
     return state.pending.at[slots].get(mode="fill", fill_value=0)
+
+
+def _held(state: EngineState, slots: jax.Array, draft: Draft, width: int) -> jax.Array:
+    """What the rows of a round hold, i32[B, width]: last token, drafts and padding."""
+    last = state.tokens[slots, state.lengths[slots]]
+    tokens = jnp.concatenate([last[:, None], draft.tokens], axis=1)
+    return jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))
 
 
 def _chunk_places(inputs: PrefillInputs, width: int) -> jax.Array:

@@ -256,14 +256,18 @@ def run_admit(
     return admit(state, _unpack_admissions(packed, layout)), None
 
 
-def run_restore(params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, None]:
+def run_restore(
+    params: Params, state: EngineState, packed: jax.Array, *, model: StepModel
+) -> tuple[EngineState, None]:
     """`restore` from a packed array."""
-    return restore(state, SnapshotInputs(*packed.T)), None
+    return restore(state, SnapshotInputs(*packed.T), model=model), None
 
 
-def run_take(params: Params, state: EngineState, packed: jax.Array) -> tuple[EngineState, None]:
+def run_take(
+    params: Params, state: EngineState, packed: jax.Array, *, model: StepModel
+) -> tuple[EngineState, None]:
     """`take` from a packed array."""
-    return take(state, SnapshotInputs(*packed.T)), None
+    return take(state, SnapshotInputs(*packed.T), model=model), None
 
 
 def run_prefill(

@@ -22,7 +22,7 @@ import numpy as np
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter, Params, Variant
-from specjax.device.models.model import Features, Model
+from specjax.device.models.model import Features, Model, is_recurrent
 from specjax.device.step import Extension
 from specjax.device.verification import Draft, SeedExact, Verification
 from specjax.device.wanted import Wants
@@ -62,7 +62,6 @@ from specjax.host.speculation.step_cost import StepCost
 
 TIMED_RUNS = 5
 WAIT_SECONDS = 0.1  # for programs, before who asked for a step is heard again
-DRAFT_SLOTS = 0  # rows that drafting adds to a request's: ours draft one token after another
 
 
 @dataclass
@@ -117,12 +116,13 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self._max_drafts = max(policy.choices)
-        config.check_budgets(self._max_drafts, DRAFT_SLOTS)
+        draft_slots = drafter.draft_slots(self._max_drafts)
+        config.check_budgets(self._max_drafts, draft_slots)
         self.scheduler = Scheduler(
             config,
             policy,
-            draft_slots=DRAFT_SLOTS,
-            num_snapshots=config.num_snapshots if target.is_recurrent else None,
+            draft_slots=draft_slots,
+            num_snapshots=config.num_snapshots if is_recurrent(target) else None,
         )
         self.layout = Layout(
             config.max_num_seqs, config.max_model_len, config.pages_per_seq, target.vocab_size
@@ -137,7 +137,7 @@ class Engine:
             self._max_drafts,
         )
         self.repertoire = Repertoire(
-            self.programs, config, target.vocab_size, is_recurrent=target.is_recurrent
+            self.programs, config, target.vocab_size, is_recurrent=is_recurrent(target)
         )
         self._timed: set[Shape] = set()  # rounds whose times the policy knows
         self._recorder = Recorder()
@@ -172,10 +172,11 @@ class Engine:
             ValueError: the policy may choose more drafts than the budgets hold, or than recurrent
                 states were sized for.
         """
-        self.config.check_budgets(max(policy.choices), DRAFT_SLOTS)
-        if self.target.is_recurrent and max(policy.choices) > self._max_drafts:
+        num_drafts = max(policy.choices)
+        self.config.check_budgets(num_drafts, self.drafter.draft_slots(num_drafts))
+        if is_recurrent(self.target) and num_drafts > self._max_drafts:
             raise ValueError(
-                f"policy: K={max(policy.choices)} does not fit the recurrent cache, whose ring was "
+                f"policy: K={num_drafts} does not fit the recurrent cache, whose ring was "
                 f"sized for the {self._max_drafts} drafts of num_speculative_tokens when the "
                 "engine was built; build it with a larger one"
             )

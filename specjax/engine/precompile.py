@@ -22,9 +22,9 @@ from rich.progress import (
 
 from pallas_kernels.dispatch import compute_capability
 from specjax.config import EXACT_WIDTH, EngineConfig
-from specjax.device.cache.recurrent import init_snapshots
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, Params, Variant
-from specjax.device.models.model import Model
+from specjax.device.models.model import Model, init_caches
 from specjax.device.state import EngineState, init_state
 from specjax.device.step import StepModel
 from specjax.device.verification import Verification
@@ -97,20 +97,16 @@ def step_model(
 def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> EngineState:
     """The state of an engine without requests, whose steps have up to `max_drafts` drafts."""
     dtype, target = np.dtype(config.dtype), model.target
-    sizes = config.max_num_seqs, config.num_pages, config.page_size
-    max_rows = model.width(max_drafts)
-    cache = target.init_cache(*sizes, max_rows, dtype)
-    snapshots = None
-    if target.is_recurrent:
-        conv_width = cache.delta.ring.shape[2] - 2 * max_rows + 1
-        snapshots = init_snapshots(cache.delta, config.num_snapshots, conv_width)
+    rows = model.width(max_drafts)
+    sizes = CacheSizes(config.max_num_seqs, config.num_pages, config.page_size, rows)
+    kinds, num_snapshots = target.cache_kinds, config.num_snapshots
     return init_state(
         config.max_num_seqs,
         config.max_model_len,
         target.vocab_size,
-        cache,
-        model.drafter.init_state(*sizes, dtype),
-        snapshots,
+        init_caches(target, sizes, dtype),
+        tuple(kind.init_snapshots(num_snapshots, dtype) for kind in kinds),
+        model.drafter.init_state(sizes, dtype),
     )
 
 
@@ -177,8 +173,8 @@ class CompiledPrograms:
         self._late: set[Key] = set()  # programs that requests wait, or waited, for
         self._calls: dict[type, Callable[[Any], tuple]] = {
             Admit: self._admit,
-            Restore: lambda key: (run_restore, (_ints(key.batch, 3),), {}),
-            Take: lambda key: (run_take, (_ints(key.batch, 3),), {}),
+            Restore: lambda key: (run_restore, (_ints(key.batch, 3),), {"model": self.model}),
+            Take: lambda key: (run_take, (_ints(key.batch, 3),), {"model": self.model}),
             Prefill: self._prefill,
             Begin: self._begin,
             Decode: self._decode,

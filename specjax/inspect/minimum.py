@@ -15,6 +15,7 @@ queries, keys and values. Activations are not in it. `with_activations` adds wha
 our design counted as ideal: the rows that are embedded, and new keys and values read back.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +24,6 @@ import numpy as np
 
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
-from specjax.device.models.qwen3_5 import Qwen35
 from specjax.serving.memory import drafter_cache_bytes
 
 # Parts of a drafter's tree that are not read to make keys and values.
@@ -66,7 +66,7 @@ def minimum_bytes(
     """The sums of this module's docstring; parameters are arrays or their shapes."""
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
-    token, state = _cache_bytes(target, k, dtype)
+    token, state = _cache_bytes(target, dtype)
     own_token = drafter_cache_bytes(drafter, 1, dtype).per_page
     draft = observe = 0
     if drafter_params is not None:
@@ -86,12 +86,13 @@ def minimum_bytes(
     )
 
 
-def _cache_bytes(target: Model, k: int, dtype: str) -> tuple[int, int]:
+def _cache_bytes(target: Model, dtype: str) -> tuple[int, int]:
     """Of a token's keys and values, and of a request's recurrent states without their rings."""
-    cache = jax.eval_shape(lambda: target.init_cache(1, 1, 1, k + 1, np.dtype(dtype)))
-    if not isinstance(target, Qwen35):
-        return _size(cache), 0
-    return _size(cache.kv), _size(cache.delta.state)
+    token = state = 0
+    for kind in target.cache_kinds:
+        token += kind.num_layers * math.prod(kind.token_shape) * np.dtype(dtype).itemsize
+        state += kind.num_layers * math.prod(kind.state_shape) * np.dtype(np.float32).itemsize
+    return token, state
 
 
 def _head_bytes(params: Any) -> int:

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from specjax.config import OWN_SHAPE, SpeculativeConfig, check_count, check_positive
-from specjax.device.models.qwen3_5 import Qwen35
 from specjax.engine.precompile import GPU_OPTIONS
 from specjax.inspect import step
 from specjax.inspect.compile import AFTER_LAYERS, compile_functions
@@ -300,9 +299,7 @@ def _report(request: StepRequest, parts: step.Parts, made: Mapping[str, Any]) ->
 
 def _by_kind(launches: Sequence[Launch], parts: step.Parts) -> dict[str, Layers]:
     target = parts.target
-    kinds = ["full_attention"] * target.num_layers
-    if isinstance(target, Qwen35):
-        kinds = list(target.layer_types)
+    kinds = [target.cache_kinds[kind].name for kind in target.layer_kinds]
     by_layer: dict[int, list[Launch]] = {i: [] for i in range(target.num_layers)}
     for one in launches:
         if one.is_taken and one.layer is not None and one.layer < AFTER_LAYERS:

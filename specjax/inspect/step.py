@@ -1,7 +1,7 @@
 """The decode step of an engine, to be compiled without one: jitted, its shapes, its statics."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -9,9 +9,7 @@ import jax.numpy as jnp
 
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params, Variant
-from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
-from specjax.device.models.qwen3_5 import Qwen35
 from specjax.device.models.registry import describe_model
 from specjax.device.verification import SeedExact, Verification, make_verification
 from specjax.engine.batch import Layout, jitted, run_decode
@@ -98,10 +96,7 @@ def with_layers(target: Model, num_layers: int) -> Model:
         raise ValueError(
             f"layers={num_layers} must be in 1..{target.num_layers}, the layers of the model"
         )
-    if isinstance(target, Qwen35):
-        return replace(target, layer_types=target.layer_types[:num_layers])
-    assert isinstance(target, Llama)
-    return replace(target, num_layers=num_layers)
+    return target.with_layers(num_layers)
 
 
 def fit_engine(

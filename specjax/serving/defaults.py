@@ -15,17 +15,14 @@ everybody's.
 
 from collections.abc import Mapping
 from os import PathLike
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from specjax.checkpoint.hub import resolve
 from specjax.config import (
     DTYPES,
     EngineConfig,
-    SpeculativeConfig,
     check_flags,
     check_positive,
     is_number,
@@ -130,25 +127,6 @@ def make_config(
         logprobs_mode=_LOGPROBS_ALIASES.get(str(logprobs_mode), logprobs_mode),
         **others,
     )
-
-
-def drafter_folder(speculation: SpeculativeConfig, target_folder: Path | None) -> Path | None:
-    """Where the drafter's checkpoint lies: the target's own where none is named; None for ngram.
-
-    Raises:
-        ValueError: a Model value has no folder to take it from.
-        CheckpointError: there is no such checkpoint.
-    """
-    if speculation.model is not None:
-        return resolve(speculation.model)
-    if speculation.method == "ngram":
-        return None
-    if target_folder is None:
-        raise ValueError(
-            f"speculative_config.model=None with method={speculation.method!r} stands for the "
-            "target's own checkpoint, but the target is a Model value; give the folder"
-        )
-    return target_folder
 
 
 class DtypeChoice(NamedTuple):

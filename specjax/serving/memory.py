@@ -7,8 +7,9 @@ import jax
 import numpy as np
 
 from specjax.config import EngineConfig
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter
-from specjax.device.models.model import Model
+from specjax.device.models.model import Model, init_caches, is_recurrent
 from specjax.host.memory import available_bytes
 from specjax.serving.defaults import device_defaults
 
@@ -27,11 +28,8 @@ def target_cache_bytes(target: Model, page_size: int, most_drafts: int, dtype: s
     """What a model's cache takes for steps of up to `most_drafts` drafts."""
 
     def measure(num_slots: int, num_pages: int) -> int:
-        return _total(
-            lambda: target.init_cache(
-                num_slots, num_pages, page_size, most_drafts + 1, np.dtype(dtype)
-            )
-        )
+        sizes = CacheSizes(num_slots, num_pages, page_size, most_drafts + 1)
+        return _total(lambda: init_caches(target, sizes, np.dtype(dtype)))
 
     return _per_page_and_slot(measure)
 
@@ -40,7 +38,8 @@ def drafter_cache_bytes(drafter: Drafter, page_size: int, dtype: str) -> CacheBy
     """What a drafter's state takes."""
 
     def measure(num_slots: int, num_pages: int) -> int:
-        return _total(lambda: drafter.init_state(num_slots, num_pages, page_size, np.dtype(dtype)))
+        sizes = CacheSizes(num_slots, num_pages, page_size, max_rows=1)
+        return _total(lambda: drafter.init_state(sizes, np.dtype(dtype)))
 
     return _per_page_and_slot(measure)
 
@@ -65,7 +64,7 @@ class EngineNeeds(NamedTuple):
     ) -> "EngineNeeds":
         """Of an engine whose caches, its drafter's included, take `cache`."""
         # A snapshot is a state and a little of the ring, so that a slot's bytes are enough.
-        num_snapshots = config.num_snapshots if target.is_recurrent else 0
+        num_snapshots = config.num_snapshots if is_recurrent(target) else 0
         rows = config.max_num_seqs * (most_drafts + 1)
         # Of the largest step: logits, their sorted copy and the noise, f32; and of every token what
         # a layer makes of it, which is a few times the width of the model.

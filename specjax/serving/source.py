@@ -1,25 +1,17 @@
 """What a model and its drafter are, by their files, or by their configs alone."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
 from specjax.checkpoint.config_json import read_json
-from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.hub import resolve
-from specjax.config import OWN_SHAPE, SpeculativeConfig
-from specjax.device.drafters.chain import ChainDrafter
+from specjax.config import OWN_SHAPE, WEIGHTLESS_METHODS, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter
-from specjax.device.drafters.eagle import EagleHead
-from specjax.device.drafters.mtp import MTPHead
-from specjax.device.drafters.registry import load_drafter
+from specjax.device.drafters.registry import OWN_SHAPES, load_drafter, shape_drafter
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
-from specjax.device.models.qwen3_5 import Qwen35
 from specjax.device.models.registry import read_config
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
@@ -51,29 +43,26 @@ def open_drafter(
     Of a target's own module, the parameters are shapes where the target has no weights; so are
     those of a head of the target's own shape.
     """
-    if config.model == OWN_SHAPE:
-        if not isinstance(target, Llama):
-            raise CheckpointError(
-                f"{source.hf.origin}: method 'eagle' without a --drafter stands for a layer of the "
-                "target's own shape, which is known of llama, qwen2 and qwen3; name a --drafter, "
-                "or use --method mtp"
-            )
-        head = EagleHead(shape=replace(target, num_layers=1))
-        return ChainDrafter(head), _shapes(head.specs(), dtype)
-    if config.method == "ngram":
-        return load_drafter(None, config, target, np.dtype(dtype))
-    if config.model is not None:
-        return load_drafter(resolve(config.model), config, target, np.dtype(dtype))
-    if source.folder is not None and source.has_weights:
-        return load_drafter(source.folder, config, target, np.dtype(dtype))
-    if not isinstance(target, Qwen35) or target.num_mtp_layers > 1:
-        raise CheckpointError(
-            f"{source.hf.origin}: method 'mtp' needs a model with a module of its own, of one "
-            "layer (qwen3_next, qwen3_5, qwen3_5_moe); name a --drafter and its --method instead"
+    is_module = config.model is None and config.method in OWN_SHAPES
+    if config.model == OWN_SHAPE or (is_module and not source.has_weights):
+        return shape_drafter(config.method, target, source.hf.origin, dtype)
+    return load_drafter(drafter_folder(config, source.folder), config, target, np.dtype(dtype))
+
+
+def drafter_folder(speculation: SpeculativeConfig, target_folder: Path | None) -> Path | None:
+    """Where the drafter's checkpoint lies: the target's own where none is named; None for ngram.
+
+    Raises:
+        ValueError: a Model value has no folder to take it from.
+        CheckpointError: there is no such checkpoint.
+    """
+    if speculation.model is not None:
+        return resolve(speculation.model)
+    if speculation.method in WEIGHTLESS_METHODS:
+        return None
+    if target_folder is None:
+        raise ValueError(
+            f"speculative_config.model=None with method={speculation.method!r} stands for the "
+            "target's own checkpoint, but the target is a Model value; give the folder"
         )
-    head = MTPHead(target)
-    return ChainDrafter(head), _shapes(head.specs(), dtype)
-
-
-def _shapes(specs: Any, dtype: str) -> Any:
-    return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), specs)
+    return target_folder

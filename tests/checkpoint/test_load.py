@@ -14,7 +14,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.load import load_params
 from specjax.checkpoint.safetensors_file import write
-from specjax.checkpoint.spec import linear, stored
+from specjax.checkpoint.spec import projection, stored
 
 
 @jax.tree_util.register_dataclass
@@ -29,7 +29,7 @@ SPECS = {
     "embedding": stored(["embed.weight"], (6, 4)),
     "blocks": tuple(
         Block(
-            qkv=linear([f"{i}.{n}.weight" for n in "qkv"], 4, [4, 2, 2]),
+            qkv=projection([f"{i}.{n}.weight" for n in "qkv"], 4, [4, 2, 2]),
             norm=stored([f"{i}.norm"], (4,)),
             bias=None,
         )
@@ -113,7 +113,7 @@ def test_long_lists_are_capped(tmp_path):
 def test_host_memory_is_the_arrays_and_little_more(tmp_path):
     """JAX on the CPU keeps the host's memory, so the arrays themselves are counted."""
     num, side = 20, 512
-    specs = [linear([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
+    specs = [projection([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
     files = saved(tmp_path, file_tensors(np.float32, specs))
     tracemalloc.start()
     params = load_params(files, specs, np.dtype(np.float32))
@@ -125,7 +125,7 @@ def test_host_memory_is_the_arrays_and_little_more(tmp_path):
 
 def test_host_copies_are_dropped_when_the_device_has_its_own(tmp_path, monkeypatch):
     num, side = 20, 512
-    specs = [linear([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
+    specs = [projection([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
     files = saved(tmp_path, file_tensors(np.float32, specs))
     monkeypatch.setattr(jax, "device_put", lambda array: array[0, 0])
     tracemalloc.start()

@@ -16,11 +16,11 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.load import load_params
 from specjax.checkpoint.save import save_checkpoint
-from specjax.checkpoint.spec import linear, stored
+from specjax.checkpoint.spec import projection, stored
 
 SPECS = {
     "embedding": stored(["embed.weight"], (6, 4)),
-    "qkv": linear([f"{n}.weight" for n in "qkv"], 4, [4, 2, 2]),
+    "qkv": projection([f"{n}.weight" for n in "qkv"], 4, [4, 2, 2]),
     "bias": stored(["q.bias", "k.bias"], (4,), (3,)),
     "head": None,
 }
@@ -129,7 +129,7 @@ def test_an_index_that_would_hide_the_file_is_refused(tmp_path):
 
 def test_host_memory_is_a_few_arrays(tmp_path):
     num, side = 20, 512
-    specs = [linear([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
+    specs = [projection([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
     params = [jnp.ones((side, side), jnp.float32) for _ in range(num)]
     tracemalloc.start()
     save_checkpoint(tmp_path, specs, params, CONFIG, dtype=np.dtype(np.float32))

@@ -12,7 +12,7 @@ from specjax.checkpoint.spec import (
     depthwise,
     experts,
     fused_experts,
-    linear,
+    projection,
     stored,
 )
 
@@ -79,7 +79,7 @@ INTERLEAVED = {
 @pytest.mark.parametrize("outs, sizes", INTERLEAVED.values(), ids=INTERLEAVED.keys())
 def test_projections_that_share_an_input(outs, sizes):
     names = [f"{i}.weight" for i in range(len(outs))]
-    spec = linear(names, 7, outs, interleaved={names[i]: s for i, s in sizes.items()})
+    spec = projection(names, 7, outs, interleaved={names[i]: s for i, s in sizes.items()})
     expected = np.full((7, sum(outs)), np.nan, np.float32)
     for i, tensor in enumerate(numbered(spec)):
         for row in range(outs[i]):
@@ -92,7 +92,7 @@ def test_projections_that_share_an_input(outs, sizes):
 
 def test_interleaved_projections_by_hand():
     """Two heads, each a query row, two key rows and a value row."""
-    spec = linear(["qkv"], 1, [8], interleaved={"qkv": (1, 2, 1)})
+    spec = projection(["qkv"], 1, [8], interleaved={"qkv": (1, 2, 1)})
     file = np.array([[10], [11], [12], [13], [20], [21], [22], [23]], np.float32)
     array = spec.assemble([file], FLOAT32)
     assert array.tolist() == [[10, 20, 11, 12, 21, 22, 13, 23]]
@@ -202,6 +202,6 @@ def test_a_dtype_of_its_own_outlives_the_models(dtype, in_file, of_model):
 
 @pytest.mark.parametrize("given", [1, 3])
 def test_the_number_of_parts_is_checked(given):
-    spec = linear(["a", "b"], 2, [2, 2])
+    spec = projection(["a", "b"], 2, [2, 2])
     with pytest.raises(ValueError):
         spec.assemble([np.zeros((2, 2), np.float32)] * given, FLOAT32)

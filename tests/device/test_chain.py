@@ -1,18 +1,20 @@
 """What a round without drafts asks of a chain drafter's head: keys and values, and no more."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.drafters.eagle import EagleHead
 from specjax.device.drafters.eagle3 import Eagle3Head
 from specjax.device.drafters.mtp import MTPHead
 from specjax.device.models.layers.moe import Experts
+from specjax.device.models.model import init_caches
 from specjax.device.models.qwen3_5 import ATTENTION
 from specjax.device.state import init_state
 from specjax.device.step import DecodeInputs, StepModel, decode_step
@@ -44,9 +46,12 @@ def num_flops(target, drafter, own):
     """
 
     def state():
-        cache = target.init_cache(BATCH, PAGES, PAGE_SIZE, 1, jnp.float32)
-        kept = drafter.init_state(BATCH, PAGES, PAGE_SIZE, jnp.float32)
-        return init_state(BATCH, MAX_LEN, VOCAB, cache, kept)
+        sizes = CacheSizes(BATCH, PAGES, PAGE_SIZE, 1)
+        caches, kept = (
+            init_caches(target, sizes, jnp.float32),
+            drafter.init_state(sizes, jnp.float32),
+        )
+        return init_state(BATCH, MAX_LEN, VOCAB, caches, (None,) * len(caches), kept)
 
     def shapes(specs):
         return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, jnp.float32), specs)
@@ -60,12 +65,19 @@ def num_flops(target, drafter, own):
     return run.lower(params, jax.eval_shape(state), inputs).cost_analysis()["flops"]
 
 
+@dataclass(frozen=True)
+class Watching(NoDrafter):
+    """Drafts nothing, and has the target say what a head would look at."""
+
+    aux_layers: tuple[int, ...] = ()
+
+
 @pytest.mark.parametrize("kind", HEADS)
 def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind):
     """Neither its attention nor its feed-forward layer: nothing reads what they make."""
     target, head = HEADS[kind]
     own = head.specs()
-    plain = num_flops(target, NoDrafter(head.aux_layers), None)
+    plain = num_flops(target, Watching(head.aux_layers), None)
     speculating = num_flops(target, ChainDrafter(head), own)
     attention = own.layer.mixer if kind.startswith("mtp") else own.attention
     projections = sum(spec.shape[0] * spec.shape[1] for spec in (own.fc, attention.qkv))

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import DraftContext, Variant
 from specjax.device.drafters.ngram import NGramDrafter
 from specjax.device.edits import History
@@ -201,6 +202,6 @@ def test_no_value_is_larger_than_the_history():
 
 def test_there_is_no_state():
     drafter = NGramDrafter()
-    assert drafter.init_state(4, 8, 16, np.float32) is None
-    assert drafter.observe(*[None] * 8) is None
+    assert drafter.init_state(CacheSizes(4, 8, 16, 1), np.float32) is None
+    assert drafter.observe(*[None] * 4) is None
     assert drafter.aux_layers == ()

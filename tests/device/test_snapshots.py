@@ -8,13 +8,9 @@ import numpy as np
 import pytest
 from support.params import random_params
 
-from specjax.device.cache.recurrent import (
-    HybridCache,
-    init_snapshots,
-    restore_snapshots,
-    take_snapshots,
-)
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
+from specjax.device.models.model import init_caches
 from specjax.device.models.qwen3_5 import ATTENTION, DELTA
 from specjax.train.target import demo_qwen3_5
 
@@ -22,7 +18,6 @@ pytestmark = pytest.mark.every_jax
 
 SLOTS, PAGE, NUM_PAGES, CHUNK, MOST_ROWS = 4, 8, 12, 16, 4
 LENGTH, NUM_SNAPSHOTS = 56, 3
-take, restore = jax.jit(take_snapshots), jax.jit(restore_snapshots)
 
 
 @pytest.fixture(scope="module")
@@ -33,13 +28,20 @@ def model():
 
 
 @pytest.fixture(scope="module")
+def moves(model):
+    """(take, restore) of the recurrent layers."""
+    return jax.jit(model.delta_rule.take), jax.jit(model.delta_rule.restore)
+
+
+@pytest.fixture(scope="module")
 def empty(model):
     """Caches and snapshots of an engine without requests."""
 
     @jax.jit
     def init():
-        cache = model.init_cache(SLOTS, NUM_PAGES, PAGE, MOST_ROWS, jnp.float32)
-        return cache, init_snapshots(cache.delta, NUM_SNAPSHOTS, model.conv_width)
+        sizes = CacheSizes(SLOTS, NUM_PAGES, PAGE, MOST_ROWS)
+        snapshots = model.delta_rule.init_snapshots(NUM_SNAPSHOTS, jnp.float32)
+        return init_caches(model, sizes, jnp.float32), snapshots
 
     return jax.device_get(init())
 
@@ -89,7 +91,8 @@ def extend(model):
 
 
 @pytest.mark.parametrize("shared", [8, 16, 32])
-def test_going_on_from_a_snapshot(empty, extend, shared):
+def test_going_on_from_a_snapshot(empty, moves, extend, shared):
+    take, restore = moves
     tokens = np.random.default_rng(shared).integers(0, 64, LENGTH).tolist()
     cache, snapshots = empty
     cache = jax.tree.map(lambda x: np.full_like(x, np.nan), cache)
@@ -115,22 +118,23 @@ def test_going_on_from_a_snapshot(empty, extend, shared):
         piece = tokens[start : min(start + CHUNK, shared)]
         _, cache = extend(cache, piece, 1, own, start)
     ids, slots, ends = ints([2]), ints([1]), ints([shared])
-    snapshots = take(snapshots, ids, cache.delta, slots, ends)
+    snapshots = take(snapshots, ids, cache[1], slots, ends)
     expected, cache = rest(cache, 1, own)
 
     # The slot that goes on held another request, in the middle of a step.
     _, cache = extend(cache, tokens[:5], 0, [11], 0)
     _, cache = extend(cache, [1, 2, 3, 4], 0, [11], 5, 0)
-    delta = restore(cache.delta, ints([0]), snapshots, ids, ends)
+    delta = restore(cache[1], ints([0]), snapshots, ids, ends)
     pages = own[: shared // PAGE] + [10, 4, 6, 8, 11, 0][: 7 - shared // PAGE]
-    found, _ = rest(HybridCache(cache.kv, delta), 0, pages)
+    found, _ = rest((cache[0], delta), 0, pages)
     np.testing.assert_array_equal(found, expected)
     assert np.isfinite(expected).all()
 
 
-def test_ids_and_slots_past_the_end_are_dropped(empty):
+def test_ids_and_slots_past_the_end_are_dropped(empty, moves):
+    take, restore = moves
     cache, snapshots = empty
-    delta = jax.tree.map(np.ones_like, cache.delta)
+    delta = jax.tree.map(np.ones_like, cache[1])
     slots, ends = ints([0, 1]), ints([8, 8])
     kept = take(snapshots, ints([NUM_SNAPSHOTS] * 2), delta, slots, ends)
     jax.tree.map(np.testing.assert_array_equal, kept, snapshots)
@@ -138,14 +142,15 @@ def test_ids_and_slots_past_the_end_are_dropped(empty):
     jax.tree.map(np.testing.assert_array_equal, restored, delta)
 
 
-def test_a_wrong_count_after_restoring_shows(empty, extend):
+def test_a_wrong_count_after_restoring_shows(empty, moves, extend):
     """A count of 1 where nothing is pending makes NaN, and not plausible text."""
+    take, restore = moves
     cache, snapshots = empty
     pages = list(range(7))
     _, cache = extend(cache, list(range(8)), 0, pages, 0)
     first, slots, ends = ints([0]), ints([0]), ints([8])
-    snapshots = take(snapshots, first, cache.delta, slots, ends)
-    cache = HybridCache(cache.kv, restore(cache.delta, ints([1]), snapshots, first, ends))
+    snapshots = take(snapshots, first, cache[1], slots, ends)
+    cache = cache[0], restore(cache[1], ints([1]), snapshots, first, ends)
     right, _ = extend(cache, [8, 9], 1, pages, 8, 0)
     wrong, _ = extend(cache, [8, 9], 1, pages, 8, 1)
     assert np.isfinite(right).all()

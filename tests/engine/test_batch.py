@@ -179,9 +179,7 @@ SOME = make_sequence(
 
 def used_state():
     """A state whose every slot has something to lose."""
-    shapes = jax.eval_shape(
-        lambda: init_state(NUM_SLOTS, MAX_LEN, VOCAB, jnp.zeros(0), jnp.zeros(3))
-    )
+    shapes = jax.eval_shape(lambda: init_state(NUM_SLOTS, MAX_LEN, VOCAB, (), (), jnp.zeros(3)))
 
     def full_of(value, tree):
         return jax.tree.map(lambda x: np.full(x.shape, value, x.dtype), tree)

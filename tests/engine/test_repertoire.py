@@ -8,6 +8,7 @@ import pytest
 from support.simulated_device import SimulatedPrograms
 
 from specjax.config import EngineConfig
+from specjax.device.drafters.drafter import NoDrafter
 from specjax.engine.engine import Engine
 from specjax.engine.programs import Begin, Decode, Extend, Prefill, Propose, Settle
 from specjax.host.request import Request
@@ -26,11 +27,11 @@ def make_engine(policy=None, *, is_slow=True, **settings):
         "max_num_batched_tokens": 64,
         "num_pages": 16,
     }
-    target: Any = SimpleNamespace(vocab_size=VOCAB, is_recurrent=False)
+    target: Any = SimpleNamespace(vocab_size=VOCAB, cache_kinds=())
     engine = Engine(
         EngineConfig(**sizes | settings),
         target,
-        NOTHING,
+        NoDrafter(),
         NOTHING,
         policy or StaticPolicy(K),
         make_programs=SimulatedPrograms,

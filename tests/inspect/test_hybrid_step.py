@@ -8,10 +8,12 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.gated_delta_rule import Heads
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.drafters.mtp import MTPHead
 from specjax.device.models.layers.rope import Rope
+from specjax.device.models.model import init_caches
 from specjax.device.models.qwen3_5 import ATTENTION, DELTA, Qwen35
 from specjax.device.state import init_state
 from specjax.device.step import StepModel
@@ -47,9 +49,9 @@ def step(program):
     layout = Layout(BATCH, MAX_LEN, MAX_LEN // 16, target.vocab_size)
 
     def state():
-        cache = target.init_cache(BATCH, PAGES, 16, K + 1, dtype)
-        own = drafter.init_state(BATCH, PAGES, 16, dtype)
-        return init_state(BATCH, MAX_LEN, target.vocab_size, cache, own)
+        sizes = CacheSizes(BATCH, PAGES, 16, K + 1)
+        caches, own = init_caches(target, sizes, dtype), drafter.init_state(sizes, dtype)
+        return init_state(BATCH, MAX_LEN, target.vocab_size, caches, (None, None), own)
 
     def shapes(specs):
         return jax.tree.map(

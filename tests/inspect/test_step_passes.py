@@ -10,11 +10,13 @@ import jax.numpy as jnp
 import pytest
 
 from specjax.config import SpeculativeConfig
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.drafters.eagle import EagleHead
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
+from specjax.device.models.model import init_caches
 from specjax.device.state import init_state
 from specjax.device.step import StepModel
 from specjax.device.verification import make_verification
@@ -48,9 +50,9 @@ def decode(dtype, verification="seed_exact", edits=False):
     layout = Layout(BATCH, MAX_LEN, MAX_LEN // 16, VOCAB)
 
     def state():
-        cache = target.init_cache(BATCH, PAGES, 16, K + 1, dtype)
-        own = drafter.init_state(BATCH, PAGES, 16, dtype)
-        return init_state(BATCH, MAX_LEN, VOCAB, cache, own)
+        sizes = CacheSizes(BATCH, PAGES, 16, K + 1)
+        caches, own = init_caches(target, sizes, dtype), drafter.init_state(sizes, dtype)
+        return init_state(BATCH, MAX_LEN, VOCAB, caches, (None,), own)
 
     def shapes(specs):
         return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)

@@ -22,7 +22,7 @@ import pytest
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params
-from specjax.device.drafters.registry import load_drafter, share_embedding
+from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.engine.engine import Engine
@@ -140,8 +140,11 @@ class RecordingDrafter:
     def aux_layers(self):
         return self.inner.aux_layers
 
-    def init_state(self, num_slots, num_pages, page_size, dtype):
-        inner = self.inner.init_state(num_slots, num_pages, page_size, dtype)
+    def draft_slots(self, k):
+        return self.inner.draft_slots(k)
+
+    def init_state(self, sizes, dtype):
+        inner = self.inner.init_state(sizes, dtype)
         shape = len(LENGTHS), MAX_LEN
         return inner, (
             jnp.full((*shape, K), -1),
@@ -162,9 +165,9 @@ class RecordingDrafter:
         )
         return draft, (inner, record)
 
-    def observe(self, target, params, state, *shown):
+    def observe(self, target, params, state, seen):
         inner, record = state
-        return self.inner.observe(target, params, inner, *shown), record
+        return self.inner.observe(target, params, inner, seen), record
 
 
 def recorded(engine):
@@ -191,7 +194,7 @@ def recording_engine(target, files, policy, method, speculative):
         method=method, model=str(files.folder), num_speculative_tokens=K, **speculative
     )
     drafter, head_params = load_drafter(files.folder, config, model, FLOAT32)
-    drafter, head_params = share_embedding(drafter, head_params, model, params)
+    drafter, head_params = drafter.share(head_params, model, params)
     weights = Params(params, head_params)
     return drafter, Engine(EngineConfig(**SIZES), model, RecordingDrafter(drafter), weights, policy)
 

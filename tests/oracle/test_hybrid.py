@@ -16,8 +16,10 @@ import pytest
 from support.logits import causal_logits, hf_logits
 
 from specjax import LLM, SamplingParams
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
 from specjax.device.models.layers.attention import Attention
+from specjax.device.models.model import init_caches
 from specjax.device.models.registry import load_model
 
 torch = pytest.importorskip("torch")
@@ -111,9 +113,8 @@ class Served:
         num_pages = BATCH * LENGTH // PAGE_SIZE
         table = np.random.default_rng(1).permutation(num_pages + 3)[:num_pages]
         self.table = table.reshape(BATCH, -1).astype(np.int32)
-        shapes = jax.eval_shape(
-            lambda: self.model.init_cache(3, num_pages + 3, PAGE_SIZE, K + 1, "float32")
-        )
+        sizes = CacheSizes(3, num_pages + 3, PAGE_SIZE, K + 1)
+        shapes = jax.eval_shape(lambda: init_caches(self.model, sizes, "float32"))
         # What nothing was written to must not matter.
         self.cache = jax.tree.map(lambda x: np.full(x.shape, np.nan, x.dtype), shapes)
 

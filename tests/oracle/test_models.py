@@ -11,7 +11,9 @@ import pytest
 from support.logits import causal_logits, hf_logits
 
 from specjax import LLM, SamplingParams
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
+from specjax.device.models.model import init_caches
 from specjax.device.models.registry import load_model
 
 torch = pytest.importorskip("torch")
@@ -99,10 +101,10 @@ def paged_logits(folder, tokens):
     num_pages = BATCH * LENGTH // PAGE_SIZE
     table = np.random.default_rng(1).permutation(num_pages + 3)[:num_pages]
     table = table.reshape(BATCH, -1).astype(np.int32)
-    shape = jax.eval_shape(
-        lambda: model.init_cache(BATCH, num_pages + 3, PAGE_SIZE, CHUNK, "float32")
-    )
-    kv = np.full(shape.shape, np.nan, np.float32)  # what nothing was written to must not matter
+    sizes = CacheSizes(BATCH, num_pages + 3, PAGE_SIZE, CHUNK)
+    (shape,) = jax.eval_shape(lambda: init_caches(model, sizes, "float32"))
+    # What nothing was written to must not matter.
+    kv = (np.full(shape.shape, np.nan, np.float32),)
     chunks = []
     for start in range(0, LENGTH, CHUNK):
         starts = np.full(BATCH, start, np.int32)

@@ -9,7 +9,9 @@ from support.engines import SIZES, make_llm
 from support.refusals import refusal
 
 from specjax import LLM
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.model import init_caches
 from specjax.device.models.registry import load_model
 from specjax.host.memory import available_bytes
 from specjax.serving import memory
@@ -84,7 +86,7 @@ def needs_of(target, **sizes):
 def test_needs_are_those_of_arrays_that_are_made(kind, request):
     model, _ = load_model(request.getfixturevalue(kind).folder, np.dtype("float32"))
     needs, config, cache = needs_of(model)
-    made = jax.eval_shape(lambda: model.init_cache(4, 6, 8, 1, np.dtype("float32")))
+    made = jax.eval_shape(lambda: init_caches(model, CacheSizes(4, 6, 8, 1), np.dtype("float32")))
     total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made))
     assert 6 * cache.per_page + needs.states == total
     assert needs.snapshots == (cache.per_slot if kind == "hybrid" else 0)  # a quarter of 4

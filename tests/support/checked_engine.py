@@ -133,14 +133,14 @@ class CheckedEngine(Engine):
         config = schedule.config
         config.check_budgets(max(schedule.choices), schedule.draft_slots)
         policy = AnyPolicy(schedule.choices, np.random.default_rng([schedule.seed, 2]))
-        target: Any = SimpleNamespace(
-            vocab_size=schedule.vocab_size, is_recurrent=schedule.is_recurrent
-        )
+        kind = SimpleNamespace(is_recurrent=schedule.is_recurrent, num_layers=1)
+        target: Any = SimpleNamespace(vocab_size=schedule.vocab_size, cache_kinds=(kind,))
+        drafter: Any = SimpleNamespace(draft_slots=lambda k: schedule.draft_slots)
         nothing: Any = None
         super().__init__(
             config,
             target,
-            nothing,
+            drafter,
             nothing,
             policy,
             make_programs=partial(

@@ -15,6 +15,7 @@ from support.schedules import AnyPolicy, chance
 from support.scripts import Next
 
 from specjax import LLM, SamplingParams
+from specjax.device.models.model import is_recurrent
 from specjax.engine.metrics import Recorder
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
@@ -98,7 +99,7 @@ def run_schedule(llm: LLM, seed: int) -> Report:
     """Serve the requests of a seed on an idle engine: some are aborted, and pages run out."""
     rng = np.random.default_rng([seed, 7])
     engine, report = llm.engine, Report()
-    num_snapshots = engine.config.num_snapshots if engine.target.is_recurrent else None
+    num_snapshots = engine.config.num_snapshots if is_recurrent(engine.target) else None
     policy = AnyPolicy(KS, np.random.default_rng([seed, 8]))
     is_async, caches = chance(rng, 0.7), chance(rng, 0.7)
     budget = int(rng.choice([10, engine.config.max_num_batched_tokens]))

@@ -236,7 +236,7 @@ def logits_of(p, temperature):
 @cache
 def idle_state(batch):
     """An engine's state without requests."""
-    one = jax.jit(init_state, static_argnums=range(5))(1, LENGTH, V, None, None)
+    one = jax.jit(init_state, static_argnums=range(6))(1, LENGTH, V, (), (), None)
     return jax.tree.map(lambda x: np.repeat(np.asarray(x), batch, axis=0), one)
 
 

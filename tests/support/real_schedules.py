@@ -14,6 +14,7 @@ from support.schedules import Rng, Watch, chance
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import Identity, compare
+from specjax.device.models.model import is_recurrent
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Recorder
 from specjax.host.request import Request
@@ -93,7 +94,7 @@ def begin_anew(engine: Engine, rng: Rng) -> None:
     engine.reset()
     engine.config = replace(config, async_scheduling=chance(rng, 0.7))
     num_snapshots = None
-    if engine.target.is_recurrent:
+    if is_recurrent(engine.target):
         num_snapshots = int(rng.integers(0, config.num_snapshots + 1))
     engine.scheduler = Scheduler(changed, engine.scheduler.policy, num_snapshots=num_snapshots)
     engine._recorder = Recorder()

@@ -21,6 +21,7 @@ from support.simulated_outputs import Draft, Extension, HostArray, Outputs
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
+from specjax.device.models.model import is_recurrent
 from specjax.engine.batch import Layout
 from specjax.engine.metrics import Compilations
 from specjax.engine.programs import (
@@ -106,7 +107,7 @@ class SimulatedPrograms:
         self.masked_slots: Callable[[], Collection[int]] | None = None
         self._reported = layout.vocab_size, config.logprobs_mode == "both"
         self._rng = rng or np.random.default_rng(0)
-        self._num_snapshots = config.num_snapshots if target.is_recurrent else None
+        self._num_snapshots = config.num_snapshots if is_recurrent(target) else None
         self.ready: set[Key] = set()
         self.failures: dict[Key, Exception] = {}  # of keys that do not compile
         self.pending: list[Key] = []  # asked for; with each wait one is ready

@@ -1,19 +1,15 @@
 """The cache-free rows of training against a direct rewrite in float64."""
 
-from types import SimpleNamespace
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels.rope_write import HeadWeights
-from specjax.device.models.layers.rows import ProjectedHeads
+from specjax.device.cache.paged import PagedAttention, ProjectedHeads
 from specjax.train.context import CausalRows, UnrolledRows
 
 B, T, H, H_KV, D = 2, 7, 4, 2, 8
-SHAPE = SimpleNamespace(
-    num_heads=H, num_kv_heads=H_KV, head_dim=D, rms_norm_eps=1e-6, has_centred_norms=False
-)
+KIND = PagedAttention(num_layers=1, num_heads=H, num_kv_heads=H_KV, head_dim=D, rms_norm_eps=1e-6)
 
 
 def _draw(rng, heads):
@@ -57,7 +53,7 @@ def test_causal_rows_see_their_own_sequence_up_to_themselves():
 
     @jax.jit
     def attend(kept, qkv):
-        return CausalRows.of(B, T).attend(kept, jnp.int32(0), _heads(qkv), SHAPE)
+        return CausalRows.of(B, T).mix(KIND, kept, jnp.int32(0), _heads(qkv))
 
     out, kv = attend(kept, _joined(q, k, v))
     np.testing.assert_array_equal(kv, kept)
@@ -73,7 +69,7 @@ def test_unrolled_rows_see_the_verified_rows_and_their_own_drafts_only():
         kv, found = (), []
         for step, qkv in enumerate(steps):
             rows = UnrolledRows.of(B, T, step)
-            out, kv = rows.attend(kv, jnp.int32(0), _heads(qkv), SHAPE)
+            out, kv = rows.mix(KIND, kv, jnp.int32(0), _heads(qkv))
             found.append((rows.positions, out))
         return found
 

@@ -11,10 +11,11 @@ from support.params import random_params
 
 from specjax.checkpoint.save import save_checkpoint
 from specjax.config import SpeculativeConfig
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
 from specjax.device.drafters import eagle, eagle3
 from specjax.device.drafters.chain import ChainDrafter
-from specjax.device.drafters.drafter import DraftContext, Params, Variant
+from specjax.device.drafters.drafter import DraftContext, Observation, Params, Variant
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.edits import History
 from specjax.device.models.model import Features
@@ -78,13 +79,14 @@ def test_unrolled_chain_is_what_drafting_computes(target_params):
             params.target, tokens.reshape(-1), CausalRows.of(1, LENGTH), None, AUX
         )
         drafter = ChainDrafter(head)
-        state = drafter.init_state(1, 4, 8, jnp.float32)
+        state = drafter.init_state(CacheSizes(1, 4, 8, 1), jnp.float32)
         table, slots = jnp.arange(4, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
         rows, following = CachedRows(jnp.arange(last + 1), table), tokens[:, 1 : last + 2]
-        seen = Features(features.hidden[: last + 1], features.auxiliary[: last + 1])
-        state = drafter.observe(
-            TARGET, params, state, slots, rows, following, seen, jnp.array([last])
+        features_seen = Features(features.hidden[: last + 1], features.auxiliary[: last + 1])
+        seen = Observation(
+            slots, rows, tokens[:, : last + 1], following, features_seen, jnp.array([last])
         )
+        state = drafter.observe(TARGET, params, state, seen)
         context = DraftContext(
             slots=slots,
             starts=jnp.array([last + 1]),

@@ -11,9 +11,10 @@ from support.params import random_params
 
 from specjax.checkpoint.save import save_checkpoint
 from specjax.config import SpeculativeConfig
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
 from specjax.device.drafters.chain import ChainDrafter
-from specjax.device.drafters.drafter import DraftContext, Params, Variant
+from specjax.device.drafters.drafter import DraftContext, Observation, Params, Variant
 from specjax.device.drafters.mtp import MTPHead
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.edits import History
@@ -59,13 +60,15 @@ def test_the_unrolled_chain_is_what_drafting_computes(target_params):
     def draft(params, tokens):
         features, _ = TARGET.extend(params.target, tokens[0], CausalRows.of(1, LENGTH), None)
         drafter = ChainDrafter(HEAD)
-        state = drafter.init_state(1, 4, 8, jnp.float32)
+        state = drafter.init_state(CacheSizes(1, 4, 8, 1), jnp.float32)
         table, slots = jnp.arange(4, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
         rows = CachedRows(jnp.arange(last + 1), table)
-        seen, following = Features(features.hidden[: last + 1], None), tokens[:, 1 : last + 2]
-        state = drafter.observe(
-            TARGET, params, state, slots, rows, following, seen, jnp.array([last])
+        following = tokens[:, 1 : last + 2]
+        features_seen = Features(features.hidden[: last + 1], None)
+        seen = Observation(
+            slots, rows, tokens[:, : last + 1], following, features_seen, jnp.array([last])
         )
+        state = drafter.observe(TARGET, params, state, seen)
         context = DraftContext(
             slots=slots,
             starts=jnp.array([last + 1]),

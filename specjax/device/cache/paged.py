@@ -1,11 +1,161 @@
-"""Pages of keys and values, which requests share out by a page table."""
+"""Softmax attention over pages of keys and values, which requests share out by a page table."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rope_write import HeadWeights, rope_write, split_heads
+from specjax.device.cache.kind import CacheSizes
+from specjax.device.cache.rows import CachedRows
 
-def init_pool(
-    num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype
-) -> jax.Array:
-    """An empty pool [L, pages, page_size, 2, H_kv, D]: a token's key and value lie side by side."""
-    return jnp.zeros((num_layers, num_pages, page_size, 2, num_kv_heads, head_dim), dtype)
+
+class ProjectedHeads(NamedTuple):
+    """Queries, gates, keys and values of N rows as their projection left them."""
+
+    qkv: jax.Array  # [N, F]
+    weights: HeadWeights  # what each goes through
+    angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, n]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PagedAttention:
+    """Grouped-query attention, each row over all rows of its request up to itself.
+
+    The cache is a pool [L, pages, page_size, 2, H_kv, D]: a token's key and value lie side by side.
+    """
+
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    has_centred_norms: bool = False  # norms of q and k are stored as their distance from one
+
+    @property
+    def name(self) -> str:
+        """As configs call it."""
+        return "full_attention"
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Requests keep pages only."""
+        return False
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Key and value."""
+        return 2, self.num_kv_heads, self.head_dim
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """There is none."""
+        return (0,)
+
+    def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:
+        """An empty pool."""
+        pages = self.num_layers, sizes.num_pages, sizes.page_size
+        return jnp.zeros((*pages, *self.token_shape), dtype)
+
+    def init_snapshots(self, num_snapshots: int, dtype: Any) -> None:
+        """Pages are kept as they are."""
+
+    def take(
+        self, snapshots: None, ids: jax.Array, cache: jax.Array, slots: jax.Array, ends: jax.Array
+    ) -> None:
+        """Nothing is copied."""
+
+    def restore(
+        self, cache: jax.Array, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array
+    ) -> jax.Array:
+        """The page table finds what there is."""
+        return cache
+
+    def cached(
+        self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedHeads
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write keys and values to the pages, then attend the queries over them: [B T, H, D]."""
+        cos, sin = map(rows.by_request, inputs.angles)
+        positions = rows.by_request(rows.positions)
+        q, cache = rope_write(
+            rows.by_request(inputs.qkv),
+            inputs.weights,
+            (cos, sin),
+            cache,
+            layer,
+            rows.page_table,
+            positions,
+            num_heads=self.num_heads,
+            eps=self.rms_norm_eps,
+            is_centred=self.has_centred_norms,
+            writes=rows.writes,
+            kernels=rows.kernels,
+        )
+        out = paged_attention(q, cache, layer, rows.page_table, positions, kernels=rows.kernels)
+        return out.reshape(-1, *out.shape[2:]), cache
+
+    def causal(self, length: int, inputs: ProjectedHeads) -> jax.Array:
+        """Attention within each sequence: [B T, H, D]."""
+        q, k, v = self._split(inputs)
+        weights = jax.nn.softmax(_causal_scores(q, k, length), axis=-1)
+        return _weighted_values(weights, v, q.shape)
+
+    def unrolled(self, length: int, kept: tuple, inputs: ProjectedHeads) -> tuple[jax.Array, tuple]:
+        """Attention over step 0's rows up to the row's own, and its own drafts since, one softmax
+        over both; `kept` is a tuple of (k, v) per step so far."""
+        q, k, v = self._split(inputs)
+        kept = (*kept, (k, v))
+        (k0, v0), drafted = kept[0], kept[1:]
+        queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
+        scores = [_causal_scores(q, k0, length)]
+        for key, _ in drafted:
+            own = _heads_first(key, length)[:, :, None]
+            scores.append((queries * own).sum(-1, keepdims=True).astype(jnp.float32))
+        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+        out = _weighted_values(weights[..., :length], v0, q.shape)
+        for i, (_, value) in enumerate(drafted):
+            own = weights[..., length + i].transpose(0, 3, 1, 2)  # [B, T, H_kv, G]
+            own = own.reshape(q.shape[0], k.shape[1], -1, 1).astype(v.dtype)
+            out = out + (own * value[:, :, None]).reshape(q.shape)
+        return out, kept
+
+    def _split(self, inputs: ProjectedHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries [B T, H, D], keys and values [B T, H_kv, D]."""
+        return split_heads(
+            inputs.qkv,
+            *inputs.weights,
+            *inputs.angles,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            eps=self.rms_norm_eps,
+            is_centred=self.has_centred_norms,
+        )
+
+
+def _heads_first(x: jax.Array, length: int) -> jax.Array:
+    """[B T, H, D] -> [B, H, T, D]."""
+    return x.reshape(-1, length, *x.shape[1:]).transpose(0, 2, 1, 3)
+
+
+def _grouped(q: jax.Array, num_kv_heads: int, length: int) -> jax.Array:
+    """Queries [B T, H, D] as [B, H_kv, H / H_kv, T, D], next to the keys that they share."""
+    q = _heads_first(q, length)
+    return q.reshape(q.shape[0], num_kv_heads, -1, *q.shape[2:])
+
+
+def _causal_scores(q: jax.Array, k: jax.Array, length: int) -> jax.Array:
+    """Masked scaled scores f32[B, H_kv, G, T, T] of q [B T, H, D] against k [B T, H_kv, D]."""
+    queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
+    scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))
+    mask = jnp.tril(jnp.ones((length, length), bool))
+    return jnp.where(mask, scores.astype(jnp.float32), -jnp.inf)
+
+
+def _weighted_values(weights: jax.Array, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """Attention output of `shape` [B T, H, D] from weights [B, H_kv, G, T, T] over v."""
+    length = weights.shape[-2]
+    out = jnp.einsum("bhgts,bhsd->bhgtd", weights.astype(v.dtype), _heads_first(v, length))
+    return out.transpose(0, 3, 1, 2, 4).reshape(shape)

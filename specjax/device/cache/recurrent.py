@@ -1,35 +1,34 @@
-"""One recurrent state per slot, and the ring from which the next step brings it up to date."""
+"""The gated delta rule: one recurrent state per slot, and the ring that brings it up to date."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.gated_delta_rule import DeltaRuleCache, Heads, num_ring_columns
+from pallas_kernels.gated_delta_rule import (
+    DeltaRuleCache,
+    DeltaRuleWeights,
+    Heads,
+    gated_delta_rule,
+    num_ring_columns,
+)
+from pallas_kernels.gated_delta_rule.reference import (
+    convolve,
+    gated_norm,
+    recur_chunks,
+    split_inputs,
+    split_tokens,
+)
+from specjax.device.cache.kind import CacheSizes
+from specjax.device.cache.rows import CachedRows
 
 
-class HybridCache(NamedTuple):
-    """What a model of attention and recurrent layers keeps of its requests."""
+class DeltaInputs(NamedTuple):
+    """What a mixer's projection made of N rows, and the weights they go through."""
 
-    kv: Any  # see `paged.init_pool`; one entry per attention layer
-    delta: Any  # a DeltaRuleCache; one entry per recurrent layer
-
-
-def init_delta(
-    num_layers: int, num_slots: int, heads: Heads, conv_width: int, most_rows: int, dtype: Any
-) -> DeltaRuleCache:
-    """Empty states f32 and rings for steps of up to `most_rows` tokens that may be rejected.
-
-    The ring has columns for them, for as many that the next step runs, and for the conv_width - 1
-    before: no step writes a column that it reads (see `pallas_kernels.gated_delta_rule`).
-    """
-    num_columns = num_ring_columns(conv_width, most_rows)
-    shape = (num_layers, num_slots)
-    return DeltaRuleCache(
-        state=jnp.zeros((*shape, heads.num_values, heads.value_dim, heads.key_dim), jnp.float32),
-        ring=jnp.zeros((*shape, num_columns, heads.channels), dtype),
-        gates=jnp.zeros((*shape, num_columns, 2, heads.num_values), jnp.float32),
-    )
+    x: jax.Array  # [N, C + H_v D_v + 2 H_v], q | k | v, output gate, write gate, decay
+    weights: DeltaRuleWeights
 
 
 class Snapshots(NamedTuple):
@@ -43,53 +42,131 @@ class Snapshots(NamedTuple):
     tail: jax.Array  # [L, N, W - 1, C], raw inputs
 
 
-def init_snapshots(cache: DeltaRuleCache, num_snapshots: int, conv_width: int) -> Snapshots:
-    """Room for `num_snapshots` states of slots of `cache`."""
-    num_layers, _, *state = cache.state.shape
-    shape = num_layers, num_snapshots
-    return Snapshots(
-        jnp.zeros((*shape, *state), jnp.float32),
-        jnp.zeros((*shape, conv_width - 1, cache.ring.shape[3]), cache.ring.dtype),
-    )
+@dataclass(frozen=True, kw_only=True)
+class DeltaRule:
+    """Gated DeltaNet's memory, a matrix per head, after a short convolution."""
 
+    num_layers: int
+    heads: Heads
+    conv_width: int  # W
+    rms_norm_eps: float  # of the output's norm
 
-def take_snapshots(
-    snapshots: Snapshots, ids: jax.Array, cache: DeltaRuleCache, slots: jax.Array, ends: jax.Array
-) -> Snapshots:
-    """Snapshots `ids` i32[B] of `slots` i32[B], which hold `ends` tokens with none pending.
+    @property
+    def name(self) -> str:
+        """As configs call it."""
+        return "linear_attention"
 
-    An id past the last is dropped.
-    """
-    columns = _tail_columns(snapshots, cache, ends)
-    tail = cache.ring[:, slots[:, None], columns]
-    tail = jnp.where((_tail_places(snapshots, ends) >= 0)[..., None], tail, 0)
-    return Snapshots(
-        snapshots.state.at[:, ids].set(cache.state[:, slots], mode="drop"),
-        snapshots.tail.at[:, ids].set(tail, mode="drop"),
-    )
+    @property
+    def is_recurrent(self) -> bool:
+        """Requests keep a state by slot."""
+        return True
 
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Nothing is kept in pages."""
+        return (0,)
 
-def restore_snapshots(
-    cache: DeltaRuleCache, slots: jax.Array, snapshots: Snapshots, ids: jax.Array, ends: jax.Array
-) -> DeltaRuleCache:
-    """The cache with `slots` as they were when `ids` were taken, `ends` tokens in; none pending.
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """A matrix per head."""
+        return self.heads.num_values, self.heads.value_dim, self.heads.key_dim
 
-    A slot past the last is dropped.
-    """
-    columns = _tail_columns(snapshots, cache, ends)
-    # As after a prompt: what no step should look at is NaN.
-    ring = cache.ring.at[:, slots].set(jnp.nan, mode="drop")
-    return DeltaRuleCache(
-        cache.state.at[:, slots].set(snapshots.state[:, ids], mode="drop"),
-        ring.at[:, slots[:, None], columns].set(snapshots.tail[:, ids], mode="drop"),
-        cache.gates.at[:, slots].set(jnp.nan, mode="drop"),
-    )
+    def init(self, sizes: CacheSizes, dtype: Any) -> DeltaRuleCache:
+        """Empty states and rings.
 
+        The ring has columns for the rows of a step that may be rejected, for as many that the next
+        step runs, and for the W - 1 before: no step writes a column that it reads (see
+        `pallas_kernels.gated_delta_rule`).
+        """
+        num_columns = num_ring_columns(self.conv_width, sizes.max_rows)
+        shape = self.num_layers, sizes.num_slots
+        return DeltaRuleCache(
+            state=jnp.zeros((*shape, *self.state_shape), jnp.float32),
+            ring=jnp.zeros((*shape, num_columns, self.heads.channels), dtype),
+            gates=jnp.zeros((*shape, num_columns, 2, self.heads.num_values), jnp.float32),
+        )
 
-def _tail_places(snapshots: Snapshots, ends: jax.Array) -> jax.Array:
-    length = snapshots.tail.shape[2]
-    return ends[:, None] - length + jnp.arange(length)
+    def init_snapshots(self, num_snapshots: int, dtype: Any) -> Snapshots:
+        """Room for `num_snapshots` states."""
+        shape = self.num_layers, num_snapshots
+        return Snapshots(
+            jnp.zeros((*shape, *self.state_shape), jnp.float32),
+            jnp.zeros((*shape, self.conv_width - 1, self.heads.channels), dtype),
+        )
 
+    def take(
+        self,
+        snapshots: Snapshots,
+        ids: jax.Array,
+        cache: DeltaRuleCache,
+        slots: jax.Array,
+        ends: jax.Array,
+    ) -> Snapshots:
+        """See `CacheKind.take`."""
+        tail = cache.ring[:, slots[:, None], self._tail_columns(cache, ends)]
+        tail = jnp.where((self._tail_places(ends) >= 0)[..., None], tail, 0)
+        return Snapshots(
+            snapshots.state.at[:, ids].set(cache.state[:, slots], mode="drop"),
+            snapshots.tail.at[:, ids].set(tail, mode="drop"),
+        )
 
-def _tail_columns(snapshots: Snapshots, cache: DeltaRuleCache, ends: jax.Array) -> jax.Array:
-    return _tail_places(snapshots, ends) % cache.ring.shape[2]
+    def restore(
+        self,
+        cache: DeltaRuleCache,
+        slots: jax.Array,
+        snapshots: Snapshots,
+        ids: jax.Array,
+        ends: jax.Array,
+    ) -> DeltaRuleCache:
+        """See `CacheKind.restore`; nothing is pending then."""
+        columns = self._tail_columns(cache, ends)
+        # As after a prompt: what no step should look at is NaN.
+        ring = cache.ring.at[:, slots].set(jnp.nan, mode="drop")
+        return DeltaRuleCache(
+            cache.state.at[:, slots].set(snapshots.state[:, ids], mode="drop"),
+            ring.at[:, slots[:, None], columns].set(snapshots.tail[:, ids], mode="drop"),
+            cache.gates.at[:, slots].set(jnp.nan, mode="drop"),
+        )
+
+    def cached(
+        self, rows: CachedRows, cache: DeltaRuleCache, layer: jax.Array, inputs: DeltaInputs
+    ) -> tuple[jax.Array, DeltaRuleCache]:
+        """Bring the states up to date, then run the rows on from them: [B T, H_v, D_v]."""
+        assert rows.slots is not None and rows.pending is not None, "rows without slots"
+        out, cache = gated_delta_rule(
+            rows.by_request(inputs.x),
+            inputs.weights,
+            cache,
+            layer,
+            rows.slots,
+            rows.by_request(rows.positions),
+            rows.pending,
+            folds=rows.folds,
+            eps=self.rms_norm_eps,
+            kernels=rows.kernels,
+        )
+        return out.reshape(-1, *out.shape[2:]), cache
+
+    def causal(self, length: int, inputs: DeltaInputs) -> jax.Array:
+        """From an empty state: [B T, H_v, D_v]."""
+        weights = inputs.weights
+        x = inputs.x.reshape(-1, length, inputs.x.shape[-1])
+        raw, z, gates = split_inputs(x, weights, self.heads)
+        padded = jnp.pad(raw, ((0, 0), (self.conv_width - 1, 0), (0, 0)))
+        tokens = split_tokens(convolve(padded, weights.conv), gates, self.heads)
+        _, out = recur_chunks(jnp.zeros((x.shape[0], *self.state_shape)), tokens)
+        out = out.astype(x.dtype)
+        if weights.norm is not None:
+            out = gated_norm(out, z, weights.norm, self.rms_norm_eps)
+        return out.reshape(-1, *out.shape[2:])
+
+    def unrolled(self, length: int, kept: Any, inputs: DeltaInputs) -> tuple[jax.Array, Any]:
+        """Drafters have no recurrent layers."""
+        raise NotImplementedError("a chain of drafts runs attention layers only")
+
+    def _tail_places(self, ends: jax.Array) -> jax.Array:
+        length = self.conv_width - 1
+        return ends[:, None] - length + jnp.arange(length)
+
+    def _tail_columns(self, cache: DeltaRuleCache, ends: jax.Array) -> jax.Array:
+        return self._tail_places(ends) % cache.ring.shape[2]

@@ -8,16 +8,14 @@ are verified, so the head's cache never needs undoing (Li et al. 2024, EAGLE, se
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from specjax.device.cache.paged import init_pool
-from specjax.device.cache.rows import CachedRows
-from specjax.device.drafters.drafter import DraftContext, Params
-from specjax.device.models.layers.attention import AttentionShape
+from specjax.device.cache.kind import CacheKind, CacheSizes
+from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
 from specjax.device.verification import Draft
@@ -27,7 +25,7 @@ class Head(Protocol):
     """What sets one chain drafter apart from another. Hashable; its weights are arguments."""
 
     @property
-    def shape(self) -> AttentionShape: ...
+    def cache_kind(self) -> CacheKind: ...
     @property
     def hidden_size(self) -> int: ...
     @property
@@ -85,13 +83,25 @@ class ChainDrafter:
         """Layers of the target whose input the head reads."""
         return self.head.aux_layers
 
-    def init_state(self, num_slots: int, num_pages: int, page_size: int, dtype: Any) -> ChainState:
+    def draft_slots(self, k: int) -> int:
+        """See `Drafter.draft_slots`: one token is drafted after another, outside of the budgets."""
+        return 0
+
+    def init_state(self, sizes: CacheSizes, dtype: Any) -> ChainState:
         """An empty cache that shares the target's page table."""
-        shape = self.head.shape
-        return ChainState(
-            init_pool(1, num_pages, page_size, shape.num_kv_heads, shape.head_dim, dtype),
-            jnp.zeros((num_slots, self.head.hidden_size), dtype),
-        )
+        hidden = jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype)
+        return ChainState(self.head.cache_kind.init(sizes, dtype), hidden)
+
+    def share(self, params: Any, target: Model, target_params: Any) -> tuple["ChainDrafter", Any]:
+        """See `Drafter.share`: the embedding may be a copy of the target's."""
+        if not self.head.has_embedding:
+            return self, params
+        shared = target.embed(target_params, jnp.arange(target.vocab_size))
+        if shared.shape != params.embedding.shape or not bool((shared == params.embedding).all()):
+            return self, params
+        head: Any = self.head
+        head = replace(head, has_embedding=False)
+        return replace(self, head=head), replace(params, embedding=None)
 
     def draft(
         self, target: Model, params: Params, state: ChainState, context: DraftContext, k: int
@@ -135,16 +145,12 @@ class ChainDrafter:
         target: Model,
         params: Params,
         state: ChainState,
-        slots: jax.Array,
-        rows: CachedRows,
-        following: jax.Array,
-        features: Features,
-        last: jax.Array,
+        seen: Observation,
     ) -> ChainState:
         """See `Drafter.observe`. Nothing reads the head's output, so that only keys and values are
         computed: attention and the feed-forward layer are dead code, which JAX or XLA drops.
         """
-        fused = self.head.fuse(params.drafter, features)
-        _, kv = self.head.extend(target, params, following.reshape(-1), fused, rows, state.kv)
-        hidden = fused.reshape(*following.shape, -1)[jnp.arange(last.shape[0]), last]
-        return ChainState(kv, state.hidden.at[slots].set(hidden, mode="drop"))
+        fused, following = self.head.fuse(params.drafter, seen.features), seen.following
+        _, kv = self.head.extend(target, params, following.reshape(-1), fused, seen.rows, state.kv)
+        hidden = fused.reshape(*following.shape, -1)[jnp.arange(len(following)), seen.last]
+        return ChainState(kv, state.hidden.at[seen.slots].set(hidden, mode="drop"))

@@ -1,17 +1,23 @@
-"""What the drafter formats share: where the layer's geometry is written, and name prefixes."""
+"""What chain drafters' files have in common: a config, one layer's geometry, name prefixes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.checkpoint.load import load_params
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.models import llama
+from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
+from specjax.device.models.registry import read_config
 
 # What early EAGLE-3 exports call a tensor.
 LEGACY_NAMES = {
@@ -71,6 +77,33 @@ class DrafterFiles:
             out_bias=self.has(f"{attention}.o_proj.bias"),
             qk_norm=self.has(f"{attention}.q_norm.weight"),
         )
+
+
+HeadLoad = Callable[[DrafterFiles, SpeculativeConfig, Model, np.dtype], tuple[Any, Any]]
+
+
+def chain_loader(
+    load_head: HeadLoad,
+) -> Callable[[Path | None, SpeculativeConfig, Model, np.dtype], tuple[ChainDrafter, Any]]:
+    """How a chain drafter is loaded whose head and its parameters `load_head` reads."""
+
+    def load(
+        folder: Path | None, config: SpeculativeConfig, target: Model, dtype: np.dtype
+    ) -> tuple[ChainDrafter, Any]:
+        assert folder is not None, config.method
+        hf = read_config(folder)
+        refuse_quantised(hf)
+        files = DrafterFiles(open_checkpoint(folder), hf)
+        head, params = load_head(files, config, target, dtype)
+        if not head.has_embedding and head.hidden_size != target.hidden_size:
+            raise CheckpointError(
+                f"{folder}: the drafter is {head.hidden_size} wide and has no embedding of its "
+                f"own, the target is {target.hidden_size} wide; use a drafter trained for this "
+                "target"
+            )
+        return ChainDrafter(head, is_greedy=config.draft_sample_method == "greedy"), params
+
+    return load
 
 
 def embed_tokens(target: Model, params: Any, tokens: jax.Array) -> jax.Array:

@@ -1,12 +1,13 @@
 """What the step asks of a drafter: propose tokens, then observe what the target made of them."""
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.draw_tokens import argmax
+from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.edits import History, Processors
 from specjax.device.models.model import Features, Model
@@ -108,6 +109,17 @@ class DraftContext:
         return jax.lax.cond(self.wants_edits, choose_edited, choose, logits)
 
 
+class Observation(NamedTuple):
+    """Rows that the target ran for B requests: a chunk of a prompt, or last token and drafts."""
+
+    slots: jax.Array  # i32[B]
+    rows: CachedRows  # [B T], where they stand
+    tokens: jax.Array  # i32[B, T], what they held
+    following: jax.Array  # i32[B, T], the token after each: known, or drawn by the target
+    features: Features  # [B T], what the target made of them
+    last: jax.Array  # i32[B], the index of each request's last row that was accepted
+
+
 class Drafter(Protocol):
     """A strategy as a hashable value of pure methods; its state is a pytree only it looks into."""
 
@@ -116,8 +128,16 @@ class Drafter(Protocol):
         """Layers of the target whose input the drafter wants to observe."""
         ...
 
-    def init_state(self, num_slots: int, num_pages: int, page_size: int, dtype: Any) -> Any:
-        """State for `num_slots` requests over a pool of `num_pages` pages."""
+    def draft_slots(self, k: int) -> int:
+        """Rows that drafting k tokens adds to a request's own in the budget of a step."""
+        ...
+
+    def init_state(self, sizes: CacheSizes, dtype: Any) -> Any:
+        """An empty state for so many requests and pages, which are the target's."""
+        ...
+
+    def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:
+        """The drafter and its parameters without copies of what the target has already."""
         ...
 
     def draft(
@@ -131,14 +151,9 @@ class Drafter(Protocol):
         target: Model,
         params: Params,
         state: Any,
-        slots: jax.Array,
-        rows: CachedRows,
-        following: jax.Array,
-        features: Features,
-        last: jax.Array,
+        seen: Observation,
     ) -> Any:
-        """Learn from an extension: features of its rows, the token following each (i32[B, T]), and
-        the index i32[B] of each request's last row that stands.
+        """Learn from rows that the target ran: the state from which the next tokens are drafted.
 
         The beginning of a prompt may have been found in the caches, and is then never observed:
         what drafting needs of it must lie in pages, or follow from the last rows.
@@ -147,13 +162,32 @@ class Drafter(Protocol):
 
 
 @dataclass(frozen=True)
-class NoDrafter:
-    """Plain decoding."""
+class Stateless:
+    """What drafters have in common that have no weights, and look at tokens only."""
 
-    aux_layers: tuple[int, ...] = ()
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's features are not looked at."""
+        return ()
 
-    def init_state(self, num_slots: int, num_pages: int, page_size: int, dtype: Any) -> None:
+    def draft_slots(self, k: int) -> int:
+        """Drafting runs no rows."""
+        return 0
+
+    def init_state(self, sizes: CacheSizes, dtype: Any) -> None:
         """There is nothing to keep."""
+
+    def share(self, params: None, target: Model, target_params: Any) -> tuple[Self, None]:
+        """There is nothing to share."""
+        return self, None
+
+    def observe(self, target: Model, params: Params, state: None, seen: Observation) -> None:
+        """There is nothing to learn: the tokens are in the history."""
+
+
+@dataclass(frozen=True)
+class NoDrafter(Stateless):
+    """Plain decoding."""
 
     def draft(
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
@@ -162,16 +196,3 @@ class NoDrafter:
         if k:
             raise ValueError(f"k={k} drafts asked of an engine without a drafter")
         return Draft(jnp.zeros((context.slots.shape[0], 0), jnp.int32), None), None
-
-    def observe(
-        self,
-        target: Model,
-        params: Params,
-        state: None,
-        slots: jax.Array,
-        rows: CachedRows,
-        following: jax.Array,
-        features: Features,
-        last: jax.Array,
-    ) -> None:
-        """There is nothing to learn."""

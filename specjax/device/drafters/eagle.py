@@ -16,12 +16,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import linear, stored
+from specjax.checkpoint.spec import projection, stored
 from specjax.config import SpeculativeConfig
+from specjax.device.cache.kind import CacheKind
 from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens
 from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.layers.attention import Attention, attention
+from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
@@ -56,13 +58,18 @@ class EagleHead:
         """Width of the features, which is the target's."""
         return self.shape.hidden_size
 
+    @property
+    def cache_kind(self) -> CacheKind:
+        """One layer of attention."""
+        return self.shape.attention
+
     def specs(self, names: Collection[str] = ()) -> EagleParams:
         """The weights as `TensorSpec`s under their published names, of which there is one set."""
         dim, layer = self.hidden_size, "layers.0"
         embedding = stored(["embed_tokens.weight"], (self.shape.vocab_size, dim))
         return EagleParams(
             embedding=embedding if self.has_embedding else None,
-            fc=linear(["fc.weight"], 2 * dim, [dim]),
+            fc=projection(["fc.weight"], 2 * dim, [dim]),
             fc_bias=stored(["fc.bias"], (dim,)) if self.has_fc_bias else None,
             attention=attention_specs(self.shape, f"{layer}.self_attn", dim),
             mlp_norm=stored([f"{layer}.post_attention_layernorm.weight"], (dim,)),
@@ -104,11 +111,11 @@ def _layer(
     head: EagleHead,
 ) -> tuple[jax.Array, Any]:
     shape = head.shape
-    x = jnp.concatenate([embedded, hidden], axis=-1) @ params.fc
+    x = linear(jnp.concatenate([embedded, hidden], axis=-1), params.fc)
     if params.fc_bias is not None:
         x = x + params.fc_bias
     angles = shape.rope.angles(rows.positions)
-    mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape)
+    mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape.attention)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, shape, rows.kernels)
     return Residual(x, mlp(params.mlp, normed)).sum(), kv
 
@@ -129,6 +136,16 @@ def load(
         has_embedding=files.has("embed_tokens.weight"),
     )
     return head, files.load(head.specs(), dtype)
+
+
+def of_own_shape(target: Model, origin: str) -> EagleHead:
+    """A head of the target's own shape, of which there are no weights."""
+    if not isinstance(target, Llama):
+        raise CheckpointError(
+            f"{origin}: method 'eagle' without a --drafter stands for a layer of the target's own "
+            "shape, which is known of llama, qwen2 and qwen3; name a --drafter, or use --method mtp"
+        )
+    return EagleHead(shape=target.with_layers(1))
 
 
 def to_hf(head: EagleHead) -> dict[str, Any]:

@@ -19,13 +19,15 @@ import numpy as np
 
 from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import linear, stored
+from specjax.checkpoint.spec import projection, stored
 from specjax.config import SpeculativeConfig
+from specjax.device.cache.kind import CacheKind
 from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens
 from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
+from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
@@ -71,6 +73,11 @@ class Eagle3Head:
         """Width of the head's own hidden state."""
         return self.shape.hidden_size
 
+    @property
+    def cache_kind(self) -> CacheKind:
+        """One layer of attention."""
+        return self.shape.attention
+
     def specs(self, names: Collection[str] = ()) -> Eagle3Params:
         """The float weights as `TensorSpec`s, in the published layout unless `names` have the
         layer as speculators do."""
@@ -80,7 +87,7 @@ class Eagle3Head:
         embedding = stored(["embed_tokens.weight"], (self.shape.vocab_size, dim))
         return Eagle3Params(
             embedding=embedding if self.has_embedding else None,
-            fc=linear(["fc.weight"], num_aux * wide, [dim]),
+            fc=projection(["fc.weight"], num_aux * wide, [dim]),
             input_norm=stored(["input_norm.weight"], (num_aux * wide,))
             if self.has_input_norm
             else None,
@@ -93,7 +100,7 @@ class Eagle3Head:
             mlp_norm=stored([f"{layer}.post_attention_layernorm.weight"], (dim,)),
             mlp=mlp_specs(f"{layer}.mlp", dim, self.shape.intermediate_size),
             norm=stored(["norm.weight"], (dim,)),
-            lm_head=linear(["lm_head.weight"], dim, [self.draft_vocab_size]),
+            lm_head=projection(["lm_head.weight"], dim, [self.draft_vocab_size]),
         )
 
     def fuse(self, params: Eagle3Params, features: Features) -> jax.Array:
@@ -106,7 +113,7 @@ class Eagle3Head:
             states = jnp.concatenate(normed, axis=-1)
         if params.input_norm is not None:
             states = rms_norm(states, params.input_norm, eps)
-        return states @ params.fc
+        return linear(states, params.fc)
 
     def extend(
         self,
@@ -126,7 +133,7 @@ class Eagle3Head:
         own = params.drafter
         if not self.recycle_normed:
             hidden = rms_norm(hidden, own.norm, self.shape.rms_norm_eps)
-        return jnp.matmul(hidden, own.lm_head, preferred_element_type=jnp.float32)
+        return linear(hidden, own.lm_head, jnp.float32)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
         """Ids of the draft vocabulary in the target's."""
@@ -146,7 +153,7 @@ def _layer(
     normed = rms_norm(hidden, params.hidden_norm, eps)
     x = jnp.concatenate([rms_norm(embedded, params.embedding_norm, eps), normed], axis=-1)
     angles = shape.rope.angles(rows.positions)
-    mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape)
+    mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape.attention)
     residual = Residual(normed if head.norm_before_residual else hidden, mixed)
     residual, normed = residual.normed(params.mlp_norm, shape, rows.kernels)
     stream = Residual(residual, mlp(params.mlp, normed))

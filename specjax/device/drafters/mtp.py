@@ -1,6 +1,6 @@
 """Multi-token prediction (DeepSeek-V3, section 2.2; Qwen3-Next): the target's own extra layer.
 
-    x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Qwen35Layer(x))      logits = head h'
+    x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
 
 h is the target's hidden state after its final norm, embedding and head are the target's, and the
 layer is one of its attention layers with a cache of its own. For further drafts the layer is run
@@ -8,7 +8,7 @@ again on h'.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,11 +20,12 @@ from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_file
 from specjax.checkpoint.load import load_params
-from specjax.checkpoint.spec import linear
+from specjax.checkpoint.spec import projection
 from specjax.config import SpeculativeConfig
-from specjax.device.cache.recurrent import HybridCache
+from specjax.device.cache.kind import CacheKind
 from specjax.device.drafters.checkpoint import DrafterFiles
 from specjax.device.drafters.drafter import Params
+from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
@@ -63,6 +64,11 @@ class MTPHead:
         """Width of the features, which is the target's."""
         return self.shape.hidden_size
 
+    @property
+    def cache_kind(self) -> CacheKind:
+        """One layer of attention, as the target has them."""
+        return replace(self.shape.attention, num_layers=1)
+
     def specs(self, names: Collection[str] = ()) -> MTPParams:
         """The weights as `TensorSpec`s; `names` tell how a file has the experts."""
         shape, dim = self.shape, self.hidden_size
@@ -70,7 +76,7 @@ class MTPHead:
         return MTPParams(
             embedding_norm=norm_spec("mtp.pre_fc_norm_embedding", dim),
             hidden_norm=norm_spec("mtp.pre_fc_norm_hidden", dim),
-            fc=linear(["mtp.fc.weight"], 2 * dim, [dim]),
+            fc=projection(["mtp.fc.weight"], 2 * dim, [dim]),
             layer=layer_specs(shape, "mtp.layers.0", ATTENTION, names, is_sparse),
             norm=norm_spec("mtp.norm", dim),
         )
@@ -110,13 +116,12 @@ def _layer(
         rms_norm(embedded, params.embedding_norm, eps, is_centred),
         rms_norm(hidden, params.hidden_norm, eps, is_centred),
     )
-    x = jnp.concatenate(normed, axis=-1) @ params.fc
+    x = linear(jnp.concatenate(normed, axis=-1), params.fc)
     angles = shape.rope.angles(rows.positions)
-    cache = HybridCache(kv, None)
     stream = Residual(x, jnp.zeros_like(x))
-    stream, cache = decoder_layer(params.layer, stream, rows, angles, cache, jnp.int32(0), shape)
+    stream, kv = decoder_layer(params.layer, stream, rows, angles, kv, jnp.int32(0), shape)
     _, hidden = stream.normed(params.norm, shape, rows.kernels)
-    return hidden, cache.kv
+    return hidden, kv
 
 
 def load(
@@ -146,3 +151,13 @@ def load(
     head = MTPHead(target)
     specs = head.specs(tensors.names())
     return head, load_params(tensors, specs, dtype, ignore=lambda name: not name.startswith("mtp."))
+
+
+def of_own_shape(target: Model, origin: str) -> MTPHead:
+    """The module that a model of this shape has, of which there are no weights."""
+    if not isinstance(target, Qwen35) or target.num_mtp_layers > 1:
+        raise CheckpointError(
+            f"{origin}: method 'mtp' needs a model with a module of its own, of one layer "
+            "(qwen3_next, qwen3_5, qwen3_5_moe); name a --drafter and its --method instead"
+        )
+    return MTPHead(target)

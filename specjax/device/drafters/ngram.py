@@ -8,28 +8,25 @@ always gives K drafts.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax.device.cache.rows import CachedRows
-from specjax.device.drafters.drafter import DraftContext, Params
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.drafter import DraftContext, Params, Stateless
 from specjax.device.edits import History
-from specjax.device.models.model import Features, Model
+from specjax.device.models.model import Model
 from specjax.device.verification import Draft
 
 
 @dataclass(frozen=True)
-class NGramDrafter:
+class NGramDrafter(Stateless):
     """Drafts from the longest match of `prompt_lookup_min` to `prompt_lookup_max` tokens."""
 
     prompt_lookup_min: int = 2
     prompt_lookup_max: int = 5
-    aux_layers: tuple[int, ...] = ()
-
-    def init_state(self, num_slots: int, num_pages: int, page_size: int, dtype: Any) -> None:
-        """There is nothing to keep."""
 
     def draft(
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
@@ -48,18 +45,14 @@ class NGramDrafter:
         tokens = jnp.where(is_found[:, None], tokens, 0)
         return Draft(tokens, None, k * is_found.astype(jnp.int32)), None
 
-    def observe(
-        self,
-        target: Model,
-        params: Params,
-        state: None,
-        slots: jax.Array,
-        rows: CachedRows,
-        following: jax.Array,
-        features: Features,
-        last: jax.Array,
-    ) -> None:
-        """There is nothing to learn: the tokens are in the history."""
+
+def load(
+    folder: Path | None, config: SpeculativeConfig, target: Model, dtype: Any
+) -> tuple[NGramDrafter, None]:
+    """The drafter that a config describes; there is no checkpoint."""
+    least, most = config.prompt_lookup_min, config.prompt_lookup_max
+    assert least is not None and most is not None, "the config has them for this method"
+    return NGramDrafter(least, most), None
 
 
 def longest_matches(history: History, max_size: int) -> tuple[jax.Array, jax.Array]:

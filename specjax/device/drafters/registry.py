@@ -1,29 +1,31 @@
 """Drafters by the `method` that asks for them: the only place that switches on the name."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import open_checkpoint
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import eagle, eagle3, mtp
-from specjax.device.drafters.chain import ChainDrafter
-from specjax.device.drafters.checkpoint import DrafterFiles
+from specjax.device.drafters import eagle, eagle3, mtp, ngram
+from specjax.device.drafters.chain import ChainDrafter, Head
+from specjax.device.drafters.checkpoint import chain_loader
 from specjax.device.drafters.drafter import Drafter
-from specjax.device.drafters.ngram import NGramDrafter
-from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.model import Model
-from specjax.device.models.registry import read_config
 
-HEADS: dict[str, Callable[[DrafterFiles, SpeculativeConfig, Model, np.dtype], tuple[Any, Any]]] = {
-    "eagle": eagle.load,
-    "eagle3": eagle3.load,
-    "mtp": mtp.load,
+Load = Callable[[Path | None, SpeculativeConfig, Model, np.dtype], tuple[Drafter, Any]]
+DRAFTERS: dict[str, Load] = {
+    "eagle": chain_loader(eagle.load),
+    "eagle3": chain_loader(eagle3.load),
+    "mtp": chain_loader(mtp.load),
+    "ngram": ngram.load,
+}
+# Heads that a target's config alone tells the shape of.
+OWN_SHAPES: dict[str, Callable[[Model, str], Head]] = {
+    "eagle": eagle.of_own_shape,
+    "mtp": mtp.of_own_shape,
 }
 
 
@@ -37,30 +39,21 @@ def load_drafter(
     Raises:
         CheckpointError: the files are damaged, or made for another target.
     """
-    if folder is None:
-        assert config.method == "ngram", config.method
-        return NGramDrafter(config.prompt_lookup_min, config.prompt_lookup_max), None  # pyright: ignore[reportArgumentType]
-    hf = read_config(folder)
-    refuse_quantised(hf)
-    files = DrafterFiles(open_checkpoint(folder), hf)
-    head, params = HEADS[config.method](files, config, target, dtype)
-    if not head.has_embedding and head.hidden_size != target.hidden_size:
+    return DRAFTERS[config.method](folder, config, target, dtype)
+
+
+def shape_drafter(method: str, target: Model, origin: str, dtype: str) -> tuple[Drafter, Any]:
+    """The drafter that a target's own shape makes, and the shapes of its parameters.
+
+    Raises:
+        CheckpointError: nothing is known of such; `origin` is what errors call the target.
+    """
+    if method not in OWN_SHAPES:
         raise CheckpointError(
-            f"{folder}: the drafter is {head.hidden_size} wide and has no embedding of its own, "
-            f"the target is {target.hidden_size} wide; use a drafter trained for this target"
+            f"{origin}: method {method!r} needs a checkpoint of the drafter; name one"
         )
-    return ChainDrafter(head, is_greedy=config.draft_sample_method == "greedy"), params
-
-
-def share_embedding(
-    drafter: ChainDrafter, params: Any, target: Model, target_params: Any
-) -> tuple[ChainDrafter, Any]:
-    """The drafter without its embedding, if that is a copy of the target's."""
-    if not drafter.head.has_embedding:
-        return drafter, params
-    shared = target.embed(target_params, jnp.arange(target.vocab_size))
-    if shared.shape != params.embedding.shape or not bool((shared == params.embedding).all()):
-        return drafter, params
-    head: Any = drafter.head
-    head = replace(head, has_embedding=False)
-    return replace(drafter, head=head), replace(params, embedding=None)
+    head = OWN_SHAPES[method](target, origin)
+    shapes = jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), head.specs()
+    )
+    return ChainDrafter(head), shapes

@@ -6,17 +6,18 @@ are None where a checkpoint has none, and the forward pass reads accordingly.
 """
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specjax.checkpoint.spec import linear, stored
-from specjax.device.cache.paged import init_pool
+from specjax.checkpoint.spec import projection, stored
+from specjax.device.cache.paged import PagedAttention
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
+from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
@@ -71,9 +72,29 @@ class Llama:
         return False
 
     @property
-    def is_recurrent(self) -> bool:
-        """All layers are attention."""
-        return False
+    def attention(self) -> PagedAttention:
+        """What all layers keep."""
+        return PagedAttention(
+            num_layers=self.num_layers,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
+        )
+
+    @property
+    def cache_kinds(self) -> tuple[PagedAttention]:
+        """Attention alone."""
+        return (self.attention,)
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """All alike."""
+        return (0,) * self.num_layers
+
+    def with_layers(self, num_layers: int) -> "Llama":
+        """See `Model.with_layers`."""
+        return replace(self, num_layers=num_layers)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
@@ -89,15 +110,7 @@ class Llama:
             norm=stored([f"{prefix}.norm.weight"], (dim,)),
             lm_head=None
             if self.tie_word_embeddings
-            else linear(["lm_head.weight"], dim, [self.vocab_size]),
-        )
-
-    def init_cache(
-        self, num_slots: int, num_pages: int, page_size: int, most_rows: int, dtype: Any
-    ) -> jax.Array:
-        """See `Model.init_cache`: a pool of pages, and nothing by slot."""
-        return init_pool(
-            self.num_layers, num_pages, page_size, self.num_kv_heads, self.head_dim, dtype
+            else projection(["lm_head.weight"], dim, [self.vocab_size]),
         )
 
     def extend(
@@ -105,20 +118,21 @@ class Llama:
         params: LlamaParams,
         tokens: jax.Array,
         rows: Rows,
-        cache: Any,
+        caches: tuple[Any, ...] | None,
         aux_layers: tuple[int, ...] = (),
-    ) -> tuple[Features, Any]:
+    ) -> tuple[Features, tuple[Any, ...]]:
         """See `Model.extend`."""
+        (kv,) = caches or (None,)
         x = self.embed(params, tokens)
         stream = Residual(x, jnp.zeros_like(x))
         angles = self.rope.angles(rows.positions)
         entering = []
         for i, layer in enumerate(params.layers):
             entering.append(stream)
-            stream, cache = decoder_layer(layer, stream, rows, angles, cache, jnp.int32(i), self)
+            stream, kv = decoder_layer(layer, stream, rows, angles, kv, jnp.int32(i), self)
         entering.append(stream)
         _, hidden = stream.normed(params.norm, self, rows.kernels)
-        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), cache
+        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), (kv,)
 
     def embed(self, params: LlamaParams, tokens: jax.Array) -> jax.Array:
         """Input embeddings [N, D] of tokens i32[N]."""
@@ -127,7 +141,7 @@ class Llama:
     def logits(self, params: LlamaParams, hidden: jax.Array) -> jax.Array:
         """Next-token logits f32[N, V] of hidden states [N, D]."""
         head = params.embedding.T if params.lm_head is None else params.lm_head
-        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        return linear(hidden, head, jnp.float32)
 
 
 # One trace serves every layer: the index is an operand, and XLA inlines the calls.
@@ -143,7 +157,7 @@ def decoder_layer(
 ) -> tuple[Residual, Any]:
     """One pre-norm decoder layer."""
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
-    mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, model)
+    mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, model.attention)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
     return Residual(x, mlp(params.mlp, normed)), kv
 
@@ -168,8 +182,8 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
     )
     inputs = [f"{prefix}.{name}_proj" for name in "qkv"]
     return Attention(
-        qkv=linear([f"{name}.weight" for name in inputs], num_in, [q, kv, kv]),
-        out=linear([f"{prefix}.o_proj.weight"], q, [model.hidden_size]),
+        qkv=projection([f"{name}.weight" for name in inputs], num_in, [q, kv, kv]),
+        out=projection([f"{prefix}.o_proj.weight"], q, [model.hidden_size]),
         qkv_bias=stored([f"{name}.bias" for name in inputs], (q,), (kv,), (kv,))
         if model.qkv_bias
         else None,
@@ -184,12 +198,12 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
 def mlp_specs(prefix: str, dim: int, intermediate: int) -> MLP:
     """Feed-forward weights as `TensorSpec`s."""
     return MLP(
-        gate_up=linear(
+        gate_up=projection(
             [f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"],
             dim,
             [intermediate, intermediate],
         ),
-        down=linear([f"{prefix}.down_proj.weight"], intermediate, [dim]),
+        down=projection([f"{prefix}.down_proj.weight"], intermediate, [dim]),
     )
 
 

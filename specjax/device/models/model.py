@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from specjax.device.cache.kind import CacheKind, CacheSizes
 from specjax.device.models.layers.rows import Rows
 
 
@@ -36,9 +37,17 @@ class Model(Protocol):
     @property
     def max_position(self) -> int: ...
     @property
-    def is_recurrent(self) -> bool:
-        """Whether requests keep a state beside their pages, so that pages alone do not spare
-        running the tokens in them."""
+    def cache_kinds(self) -> tuple[CacheKind, ...]:
+        """What layers keep of requests; a layer's kind is one of these."""
+        ...
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """Of each layer, the index of its kind."""
+        ...
+
+    def with_layers(self, num_layers: int) -> "Model":
+        """The model's first layers alone, to look at what they take."""
         ...
 
     @property
@@ -53,26 +62,17 @@ class Model(Protocol):
         """
         ...
 
-    def init_cache(
-        self, num_slots: int, num_pages: int, page_size: int, most_rows: int, dtype: Any
-    ) -> Any:
-        """An empty cache: pages that requests share out, and what each of the slots keeps.
-
-        A step may end with up to `most_rows` tokens of a request of which some are rejected.
-        """
-        ...
-
     def extend(
         self,
         params: Any,
         tokens: jax.Array,
         rows: Rows,
-        cache: Any,
+        caches: tuple[Any, ...] | None,
         aux_layers: tuple[int, ...] = (),
-    ) -> tuple[Features, Any]:
-        """Run tokens i32[N] at `rows` on top of `cache`: (features, cache with the rows).
+    ) -> tuple[Features, tuple[Any, ...]]:
+        """Run tokens i32[N] at `rows` on top of `caches`: (features, caches with the rows).
 
-        The cache is None for rows that need none, as in training.
+        There is a cache of each of `cache_kinds`; or None for rows that need none, as in training.
 
         `aux_layers` lists the layers whose input (the residual stream, un-normed) is wanted in
         `Features.auxiliary`, in that order; the number of layers stands for the last one's output.
@@ -86,3 +86,14 @@ class Model(Protocol):
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:
         """Next-token logits f32[N, V] of hidden states [N, D]."""
         ...
+
+
+def is_recurrent(model: Model) -> bool:
+    """Whether requests keep a state beside their pages, so that pages alone do not spare running
+    the tokens in them."""
+    return any(kind.is_recurrent and kind.num_layers > 0 for kind in model.cache_kinds)
+
+
+def init_caches(model: Model, sizes: CacheSizes, dtype: Any) -> tuple[Any, ...]:
+    """An empty cache of each kind."""
+    return tuple(kind.init(sizes, dtype) for kind in model.cache_kinds)

@@ -6,7 +6,7 @@ experts. What sets the three apart is how their checkpoints name and interleave 
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,14 +20,16 @@ from specjax.checkpoint.spec import (
     depthwise,
     experts,
     fused_experts,
-    linear,
+    projection,
     stored,
 )
-from specjax.device.cache.paged import init_pool
-from specjax.device.cache.recurrent import HybridCache, init_delta
+from specjax.device.cache.kind import CacheKind
+from specjax.device.cache.paged import PagedAttention
+from specjax.device.cache.recurrent import DeltaRule
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.gated_delta_net import GatedDeltaNet, gated_delta_net
+from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp
 from specjax.device.models.layers.moe import Experts, MoE, moe
 from specjax.device.models.layers.residual import Residual
@@ -35,7 +37,7 @@ from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features
 
-ATTENTION, DELTA = "full_attention", "linear_attention"
+KINDS = ATTENTION, DELTA = "full_attention", "linear_attention"
 IGNORED = ("model.visual.", "visual.", "mtp.")  # what a text model does without
 
 
@@ -89,9 +91,40 @@ class Qwen35:
         return len(self.layer_types)
 
     @property
-    def is_recurrent(self) -> bool:
-        """Whether any layer is recurrent."""
-        return DELTA in self.layer_types
+    def attention(self) -> PagedAttention:
+        """What the attention layers keep."""
+        return PagedAttention(
+            num_layers=self.layer_types.count(ATTENTION),
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
+            has_centred_norms=self.has_centred_norms,
+        )
+
+    @property
+    def delta_rule(self) -> DeltaRule:
+        """What the recurrent layers keep."""
+        return DeltaRule(
+            num_layers=self.layer_types.count(DELTA),
+            heads=self.delta_heads,
+            conv_width=self.conv_width,
+            rms_norm_eps=self.rms_norm_eps,
+        )
+
+    @property
+    def cache_kinds(self) -> tuple[CacheKind, ...]:
+        """In the order of `KINDS`."""
+        return self.attention, self.delta_rule
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """By the names of the config."""
+        return tuple(map(KINDS.index, self.layer_types))
+
+    def with_layers(self, num_layers: int) -> "Qwen35":
+        """See `Model.with_layers`."""
+        return replace(self, layer_types=self.layer_types[:num_layers])
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
@@ -112,17 +145,7 @@ class Qwen35:
             norm=norm_spec(f"{prefix}.norm", dim),
             lm_head=None
             if self.tie_word_embeddings
-            else linear(["lm_head.weight"], dim, [self.vocab_size]),
-        )
-
-    def init_cache(
-        self, num_slots: int, num_pages: int, page_size: int, most_rows: int, dtype: Any
-    ) -> HybridCache:
-        """See `Model.init_cache`."""
-        num_attention, num_delta = map(self.layer_types.count, (ATTENTION, DELTA))
-        return HybridCache(
-            init_pool(num_attention, num_pages, page_size, self.num_kv_heads, self.head_dim, dtype),
-            init_delta(num_delta, num_slots, self.delta_heads, self.conv_width, most_rows, dtype),
+            else projection(["lm_head.weight"], dim, [self.vocab_size]),
         )
 
     @property
@@ -135,22 +158,22 @@ class Qwen35:
         params: Qwen35Params,
         tokens: jax.Array,
         rows: Rows,
-        cache: HybridCache | None,
+        caches: tuple[Any, ...] | None,
         aux_layers: tuple[int, ...] = (),
-    ) -> tuple[Features, HybridCache]:
+    ) -> tuple[Features, tuple[Any, ...]]:
         """See `Model.extend`."""
         x = self.embed(params, tokens)
         stream = Residual(x, jnp.zeros_like(x))
         angles = self.rope.angles(rows.positions)
-        held = HybridCache(None, None) if cache is None else cache
+        held, kinds = list(caches or (None, None)), self.layer_kinds
         entering = []
         for i, layer in enumerate(params.layers):
             entering.append(stream)
-            index = jnp.int32(self.layer_types[:i].count(self.layer_types[i]))
-            stream, held = decoder_layer(layer, stream, rows, angles, held, index, self)
+            kind, index = kinds[i], jnp.int32(kinds[:i].count(kinds[i]))
+            stream, held[kind] = decoder_layer(layer, stream, rows, angles, held[kind], index, self)
         entering.append(stream)
         _, hidden = stream.normed(params.norm, self, rows.kernels)
-        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), held
+        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), tuple(held)
 
     def embed(self, params: Qwen35Params, tokens: jax.Array) -> jax.Array:
         """Input embeddings [N, D] of tokens i32[N]."""
@@ -159,7 +182,7 @@ class Qwen35:
     def logits(self, params: Qwen35Params, hidden: jax.Array) -> jax.Array:
         """Next-token logits f32[N, V] of hidden states [N, D]."""
         head = params.embedding.T if params.lm_head is None else params.lm_head
-        return jnp.matmul(hidden, head, preferred_element_type=jnp.float32)
+        return linear(hidden, head, jnp.float32)
 
     def _is_sparse(self, layer: int) -> bool:
         return self.experts is not None and layer not in self.dense_layers
@@ -172,20 +195,17 @@ def decoder_layer(
     stream: Residual,
     rows: Rows,
     angles: tuple[jax.Array, jax.Array],
-    cache: HybridCache,
+    cache: Any,
     layer: jax.Array,
     model: Qwen35,
-) -> tuple[Residual, HybridCache]:
-    """One pre-norm decoder layer."""
+) -> tuple[Residual, Any]:
+    """One pre-norm decoder layer; `cache` is of its kind."""
     mixer = params.mixer
     x, normed = stream.normed(params.mixer_norm, model, rows.kernels)
     if isinstance(mixer, Attention):
-        mixed, kv = attention(mixer, normed, rows, angles, cache.kv, layer, model)
-        cache = cache._replace(kv=kv)
+        mixed, cache = attention(mixer, normed, rows, angles, cache, layer, model.attention)
     else:
-        heads, eps = model.delta_heads, model.rms_norm_eps
-        mixed, delta = gated_delta_net(mixer, normed, rows, cache.delta, layer, heads, eps)
-        cache = cache._replace(delta=delta)
+        mixed, cache = gated_delta_net(mixer, normed, rows, cache, layer, model.delta_rule)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
     if isinstance(params.mlp, MLP):
         return Residual(x, mlp(params.mlp, normed)), cache
@@ -221,8 +241,8 @@ def _attention_specs(model: Qwen35, prefix: str) -> Attention:
     inputs = [f"{prefix}.{name}_proj.weight" for name in "qkv"]
     return Attention(
         # Each head's rows of q_proj are its query, then its gate.
-        qkv=linear(inputs, dim, [2 * q, kv, kv], interleaved={inputs[0]: (head, head)}),
-        out=linear([f"{prefix}.o_proj.weight"], q, [dim]),
+        qkv=projection(inputs, dim, [2 * q, kv, kv], interleaved={inputs[0]: (head, head)}),
+        out=projection([f"{prefix}.o_proj.weight"], q, [dim]),
         q_norm=norm_spec(f"{prefix}.q_norm", head),
         k_norm=norm_spec(f"{prefix}.k_norm", head),
     )
@@ -235,7 +255,7 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
         group = num_values // heads.num_keys  # value heads that read one key head
         qkvz, ba = f"{prefix}.in_proj_qkvz.weight", f"{prefix}.in_proj_ba.weight"
         wide = group * heads.value_dim
-        in_proj = linear(
+        in_proj = projection(
             [qkvz, ba],
             dim,
             [heads.channels + inner, 2 * num_values],
@@ -243,7 +263,7 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
         )
     else:
         names = [f"{prefix}.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")]
-        in_proj = linear(names, dim, [heads.channels, inner, num_values, num_values])
+        in_proj = projection(names, dim, [heads.channels, inner, num_values, num_values])
 
     def exact(name: str) -> Any:
         return TensorSpec((f"{prefix}.{name}",), ((num_values,),), dtype="float32")
@@ -254,15 +274,15 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
         log_decay=exact("A_log"),
         decay_bias=exact("dt_bias"),
         norm=stored([f"{prefix}.norm.weight"], (heads.value_dim,)),
-        out=linear([f"{prefix}.out_proj.weight"], inner, [dim]),
+        out=projection([f"{prefix}.out_proj.weight"], inner, [dim]),
     )
 
 
 def _mlp_specs(prefix: str, dim: int, intermediate: int) -> MLP:
     gate, up, down = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
     return MLP(
-        gate_up=linear([gate, up], dim, [intermediate, intermediate]),
-        down=linear([down], intermediate, [dim]),
+        gate_up=projection([gate, up], dim, [intermediate, intermediate]),
+        down=projection([down], intermediate, [dim]),
     )
 
 
@@ -286,11 +306,11 @@ def _moe_specs(model: Qwen35, prefix: str, names: Collection[str]) -> MoE:
         gate_up = experts(pairs, dim, [inner, inner])
         down = experts([(f"{one}.down_proj.weight",) for one in single], inner, [dim])
     return MoE(
-        router=linear([f"{prefix}.gate.weight"], dim, [num_experts]),
+        router=projection([f"{prefix}.gate.weight"], dim, [num_experts]),
         gate_up=gate_up,
         down=down,
         shared=_mlp_specs(f"{prefix}.shared_expert", dim, shared),
-        shared_gate=linear([f"{prefix}.shared_expert_gate.weight"], dim, [1]),
+        shared_gate=projection([f"{prefix}.shared_expert_gate.weight"], dim, [1]),
     )
 
 

@@ -6,7 +6,9 @@ from typing import Any
 import jax
 
 from pallas_kernels.rope_write import HeadWeights
-from specjax.device.models.layers.rows import AttentionShape, ProjectedHeads, Rows
+from specjax.device.cache.paged import PagedAttention, ProjectedHeads
+from specjax.device.models.layers.linear import linear
+from specjax.device.models.layers.rows import Rows
 
 
 @jax.tree_util.register_dataclass
@@ -29,16 +31,16 @@ def attention(
     angles: tuple[jax.Array, jax.Array],
     kv: Any,
     layer: jax.Array,
-    shape: AttentionShape,
+    kind: PagedAttention,
 ) -> tuple[jax.Array, Any]:
     """Project x [N, D_in], rotate, attend and project back: ([N, D], kv)."""
-    qkv = x @ params.qkv
+    qkv = linear(x, params.qkv)
     weights = HeadWeights(params.qkv_bias, params.q_norm, params.k_norm)
-    mixed, kv = rows.attend(kv, layer, ProjectedHeads(qkv, weights, angles), shape)
-    gate_at = shape.num_heads * shape.head_dim
-    gate_end = qkv.shape[1] - 2 * shape.num_kv_heads * shape.head_dim
+    mixed, kv = rows.mix(kind, kv, layer, ProjectedHeads(qkv, weights, angles))
+    gate_at = kind.num_heads * kind.head_dim
+    gate_end = qkv.shape[1] - 2 * kind.num_kv_heads * kind.head_dim
     mixed = mixed.reshape(x.shape[0], -1)
     if gate_at < gate_end:
         mixed = mixed * jax.nn.sigmoid(qkv[:, gate_at:gate_end])
-    y = mixed @ params.out
+    y = linear(mixed, params.out)
     return (y if params.out_bias is None else y + params.out_bias), kv

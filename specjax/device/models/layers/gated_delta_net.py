@@ -5,7 +5,9 @@ from typing import Any
 
 import jax
 
-from pallas_kernels.gated_delta_rule import DeltaRuleWeights, Heads
+from pallas_kernels.gated_delta_rule import DeltaRuleWeights
+from specjax.device.cache.recurrent import DeltaInputs, DeltaRule
+from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.rows import Rows
 
 
@@ -28,11 +30,11 @@ def gated_delta_net(
     rows: Rows,
     cache: Any,
     layer: jax.Array,
-    heads: Heads,
-    eps: float,
+    kind: DeltaRule,
 ) -> tuple[jax.Array, Any]:
     """Project x [N, D], run the gated delta rule with its gates and norm, project its output back:
     ([N, D], cache)."""
     weights = DeltaRuleWeights(params.conv, params.log_decay, params.decay_bias, params.norm)
-    y, cache = rows.recur(cache, layer, x @ params.in_proj, weights, heads, eps)
-    return y.reshape(x.shape[0], -1) @ params.out, cache
+    inputs = DeltaInputs(linear(x, params.in_proj), weights)
+    y, cache = rows.mix(kind, cache, layer, inputs)
+    return linear(y.reshape(x.shape[0], -1), params.out), cache

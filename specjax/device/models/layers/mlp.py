@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from specjax.device.models.layers.linear import linear
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -17,7 +19,7 @@ class MLP:
 
 def mlp(params: MLP, x: jax.Array) -> jax.Array:
     """down(swiglu(gate_up x)) for x [N, D]."""
-    return swiglu(x @ params.gate_up) @ params.down
+    return linear(swiglu(linear(x, params.gate_up)), params.down)
 
 
 def swiglu(x: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import grouped_matmul
+from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp, swiglu
 
 
@@ -38,7 +39,7 @@ def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
     w is the softmax over all experts (in f32), of which the largest are chosen.
     """
     num_rows, num_chosen = x.shape[0], experts.num_chosen
-    logits = x @ params.router
+    logits = linear(x, params.router)
     best, chosen = jax.lax.top_k(logits, num_chosen)  # [N, num_chosen]
     best = best.astype(jnp.float32)
     if experts.normalises:
@@ -56,4 +57,4 @@ def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
     outputs = grouped_matmul(swiglu(hidden), params.down, sizes, targets=order, kernels=kernels)
     outputs = outputs.reshape(num_rows, num_chosen, -1)
     mixed = jnp.einsum("nc,ncd->nd", weights.astype(x.dtype), outputs)
-    return mixed + jax.nn.sigmoid(x @ params.shared_gate) * mlp(params.shared, x)
+    return mixed + jax.nn.sigmoid(linear(x, params.shared_gate)) * mlp(params.shared, x)

@@ -1,37 +1,10 @@
 """What a layer asks of the rows it runs on."""
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 
-from pallas_kernels.gated_delta_rule import DeltaRuleWeights
-from pallas_kernels.gated_delta_rule import Heads as DeltaHeads
-from pallas_kernels.rope_write import HeadWeights
-
-
-class AttentionShape(Protocol):
-    """The static geometry of an attention layer; a model has these fields."""
-
-    @property
-    def num_heads(self) -> int: ...
-    @property
-    def num_kv_heads(self) -> int: ...
-    @property
-    def head_dim(self) -> int: ...
-    @property
-    def rms_norm_eps(self) -> float: ...
-    @property
-    def has_centred_norms(self) -> bool:
-        """Whether a norm's weight is stored as its distance from one."""
-        ...
-
-
-class ProjectedHeads(NamedTuple):
-    """Queries, gates, keys and values of N rows as their projection left them."""
-
-    qkv: jax.Array  # [N, F]
-    weights: HeadWeights  # what each goes through
-    angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, n]
+from specjax.device.cache.kind import CacheKind
 
 
 class Rows(Protocol):
@@ -42,22 +15,18 @@ class Rows(Protocol):
     @property
     def kernels(self) -> str: ...
 
-    def attend(
-        self, kv: Any, layer: jax.Array, heads: ProjectedHeads, shape: AttentionShape
+    def mix(
+        self, kind: CacheKind, cache: Any, layer: jax.Array, inputs: Any
     ) -> tuple[jax.Array, Any]:
-        """Make keys and values part of the context `kv`, then attend the queries over it: the
-        output [N, H, D], and the context that holds them."""
-        ...
+        """Let each row look at those before it, in the form of `kind` that suits these rows.
 
-    def recur(
-        self,
-        cache: Any,
-        layer: jax.Array,
-        x: jax.Array,
-        weights: DeltaRuleWeights,
-        heads: DeltaHeads,
-        eps: float,
-    ) -> tuple[jax.Array, Any]:
-        """Run the gated delta rule on projected inputs x [N, C + H_v D_v + 2 H_v]: outputs
-        [N, H_v, D_v], and the cache that the rows left. See `pallas_kernels.gated_delta_rule`."""
+        Args:
+            kind: of cache, and so how rows look at each other.
+            cache: its arrays; without any, what the rows themselves keep.
+            layer: i32[], which of the kind's layers this is.
+            inputs: what the layer's projections made of the rows, as `kind` has it.
+
+        Returns:
+            The output [N, H, D], and the cache with the rows in it.
+        """
         ...
