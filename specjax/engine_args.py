@@ -1,21 +1,20 @@
 """Options of an LLM as a value, for scripts that keep them apart from the engine."""
 
-import inspect
-from dataclasses import MISSING, dataclass, field, fields, make_dataclass
+from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
-from specjax.config import refuse_unknown
 from specjax.device.models.model import Model
-from specjax.llm import LLM
-from specjax.serving.vllm_options import take_vllm_options
+from specjax.serving.options import DEFAULTS, LLMOptions, read_options
 
 _Options = make_dataclass(
     "_Options",
     [
-        (p.name, p.annotation, field(default=MISSING if p.default is p.empty else p.default))
-        for p in inspect.signature(LLM).parameters.values()
-        if p.kind is not p.VAR_KEYWORD
+        ("model", str | Path | Model),
+        *(
+            (name, kind, field(default=DEFAULTS[name]))
+            for name, kind in get_type_hints(LLMOptions).items()
+        ),
     ],
     init=False,
 )
@@ -30,10 +29,8 @@ class EngineArgs(_Options):
     """
 
     def __init__(self, model: str | Path | Model, **options: Any):
-        options = take_vllm_options(options)
-        known = {f.name: f.default for f in fields(self)}
-        refuse_unknown({name: options[name] for name in options if name not in known}, known)
-        self.__dict__.update(known | {"model": model} | options)
+        defaults = {one.name: one.default for one in fields(self)}
+        self.__dict__.update(read_options(options, defaults) | {"model": model})
 
 
 @dataclass(init=False)

@@ -1,59 +1,30 @@
 """The public door: prompts in, continuations out."""
 
-import inspect
 import itertools
-import reprlib
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import jax
-import numpy as np
-from rich.filesize import decimal
 
-from specjax.checkpoint.finite import check_params
-from specjax.checkpoint.hub import resolve
-from specjax.config import SpeculativeConfig, refuse_unknown
-from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
-from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.model import Model
-from specjax.device.models.registry import describe_model, load_model, read_config
-from specjax.device.verification import make_verification
 from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
 from specjax.engine.metric_reader import Metric, list_metrics
 from specjax.engine.metrics import Metrics
-from specjax.engine.precompile import keep_compilations
 from specjax.engine.progress import progress
 from specjax.engine.sleep import Sleep, check_level
 from specjax.host.request import Request
 from specjax.host.sequence import Sequence as Sample
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
-from specjax.serving.defaults import (
-    check_options,
-    choose_dtype,
-    make_config,
-    params_dtype,
-    stored_dtype,
-)
-from specjax.serving.dynamic_k import check_profile, fingerprint, make_policy, read_profile
-from specjax.serving.memory import (
-    EngineNeeds,
-    drafter_cache_bytes,
-    target_cache_bytes,
-    usual_num_seqs,
-    weight_bytes,
-)
-from specjax.serving.source import drafter_folder
-from specjax.serving.vllm_options import take_vllm_options
+from specjax.serving.assembly import assemble
+from specjax.serving.options import LLMOptions, read_options
 from specjax.text.chat import render_conversations
 from specjax.text.completions import Outputs, Shown
-from specjax.text.generation_config import read_default_params
 from specjax.text.prompts import (
     Prompt,
     RequestMaker,
@@ -63,7 +34,7 @@ from specjax.text.prompts import (
     refuse_lora,
     truncated,
 )
-from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
+from specjax.text.tokenizer import ChatTokenizer
 
 
 class LLM:
@@ -119,145 +90,34 @@ class LLM:
         CheckpointError: files that are missing, damaged or not what they are used as.
     """
 
-    def __init__(
-        self,
-        model: str | Path | Model,
-        *,
-        params: Any = None,
-        speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
-        dtype: str = "auto",
-        max_model_len: int | None = None,
-        max_num_seqs: int | None = None,
-        max_num_batched_tokens: int | None = None,
-        max_num_scheduled_tokens: int | None = None,
-        decode_batches: Sequence[int] | None = None,
-        prefill_shapes: Sequence[tuple[int, int]] | None = None,
-        num_pages: int | None = None,
-        page_size: int = 16,
-        gpu_memory_utilization: float = 0.9,
-        enable_prefix_caching: bool = True,
-        num_snapshots: int | None = None,
-        async_scheduling: bool = True,
-        scheduling_policy: str = "fcfs",
-        compile_ahead: bool = False,
-        exact: bool = False,
-        max_logprobs: int = 20,
-        logprobs_mode: str = "raw",
-        tensor_parallel_size: int = 1,
-        kernels: str = "auto",
-        compilation_cache: str | Path | None = "~/.cache/specjax",
-        seed: int = 0,
-        verbose: bool = True,
-        **unknown: Any,
-    ):
-        refuse_unknown(take_vllm_options(unknown), inspect.signature(LLM).parameters)
-        check_options(
-            tensor_parallel_size=tensor_parallel_size,
-            gpu_memory_utilization=gpu_memory_utilization,
-            compilation_cache=compilation_cache,
-            verbose=verbose,
-        )
-        speculation = profile = None
-        if speculative_config is not None:
-            speculation, profile = read_profile(SpeculativeConfig.of(speculative_config))
-        self.tokenizer: ChatTokenizer | None = None
-        self._eos_ids: tuple[int, ...] = ()
-        self._default_params = SamplingParams()
-        folder = None
-        if isinstance(model, str | Path):
-            if params is not None:
-                raise ValueError("params goes with a Model value; a checkpoint brings its own")
-            folder = resolve(model)
-            hf = read_config(folder)
-            target, stored = describe_model(hf), stored_dtype(hf)
-            self.tokenizer = load_tokenizer(folder)
-            self._eos_ids = read_eos_ids(folder)
-            self._default_params = read_default_params(folder)
-        elif params is None:
-            raise ValueError(
-                f"model={reprlib.repr(model)} must be a checkpoint (a folder, hub id or demo), or "
-                "a Model value, which needs params"
-            )
-        else:
-            target, stored = model, params_dtype(params)
-            check_params(params)
-        dtype = choose_dtype(dtype, stored).name
-        num_drafts = speculation.num_speculative_tokens if speculation else 0
-        weights = 0 if folder is None else weight_bytes(target, dtype)
-        if max_num_seqs is None:
-            max_num_seqs = usual_num_seqs(target, num_drafts, dtype, weights)
-        config = make_config(
-            target,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
-            max_num_scheduled_tokens=max_num_scheduled_tokens,
-            decode_batches=decode_batches,
-            prefill_shapes=prefill_shapes,
-            page_size=page_size,
-            num_pages=num_pages,
-            dtype=dtype,
-            kernels=kernels,
-            enable_prefix_caching=enable_prefix_caching,
-            num_snapshots=num_snapshots,
-            async_scheduling=async_scheduling,
-            scheduling_policy=scheduling_policy,
-            compile_ahead=compile_ahead,
-            exact=exact,
-            max_logprobs=max_logprobs,
-            logprobs_mode=logprobs_mode,
-            seed=seed,
-        )
-        drafter: Drafter = NoDrafter()
-        drafter_params = None
-        cache = target_cache_bytes(target, page_size, num_drafts, dtype)
-        if num_pages is not None:
-            EngineNeeds.of(config, target, cache, weights, num_drafts).check(config, cache)
-        log, start = get_log(verbose=verbose), time.monotonic()
-        size = decimal(weight_bytes(target, dtype))
-        log.info("loading %s: %s of weights in %s", folder or "a Model value", size, dtype)
-        if speculation:
-            drafter, drafter_params = load_drafter(
-                drafter_folder(speculation, folder), speculation, target, np.dtype(dtype)
-            )
-        cache += drafter_cache_bytes(drafter, page_size, dtype)
-        needs = EngineNeeds.of(config, target, cache, weights, num_drafts)
-        if num_pages is None:
-            num_pages = needs.num_pages(config, cache, gpu_memory_utilization)
-            config = replace(config, num_pages=num_pages)
-        needs.check(config, cache)
-        if folder is not None:
-            _, params = load_model(folder, np.dtype(dtype))
-        drafter, drafter_params = drafter.share(drafter_params, target, params)
-        if speculation and profile:
-            check_profile(
-                profile, fingerprint(target, drafter, Params(params, drafter_params)), speculation
-            )
-        if compilation_cache is not None:
-            keep_compilations(Path(compilation_cache).expanduser())
-        self.target = target
+    def __init__(self, model: str | Path | Model, **options: Unpack[LLMOptions]):
+        given, start = read_options(options), time.monotonic()
+        serving = assemble(model, **given)
+        self._verbose = verbose = given["verbose"]
         self._lock = threading.RLock()  # of the engine: held for one step, not for a call
         self._next_id = 0
         self._is_closed = False
+        self.target, self.tokenizer = serving.target, serving.tokenizer
+        self._default_params = serving.default_params
         self.engine = Engine(
-            config,
-            target,
-            drafter,
-            Params(params, drafter_params),
-            make_policy(speculation, profile, config.decode_batches),
-            make_verification(speculation) if speculation else None,
+            serving.config,
+            serving.target,
+            serving.drafter,
+            serving.params,
+            serving.policy,
+            serving.verification,
             show_progress=verbose,
         )
-        compiling = self.engine.metrics().compile_seconds
-        seconds = time.monotonic() - start
-        log.info("ready after %.1f s, %.1f s of them compiling", seconds, compiling)
-        self._verbose = verbose
+        compiling, seconds = self.engine.metrics().compile_seconds, time.monotonic() - start
+        get_log(verbose=verbose).info(
+            "ready after %.1f s, %.1f s of them compiling", seconds, compiling
+        )
         self._sleep = Sleep(self.engine)
         self.request_maker = RequestMaker(
-            config,
-            self.tokenizer,
-            target.vocab_size,
-            self._eos_ids,
+            serving.config,
+            serving.tokenizer,
+            serving.target.vocab_size,
+            serving.eos_ids,
             self.engine.repertoire.number_of,
         )
 

@@ -2,7 +2,9 @@
 
 import asyncio
 import inspect
+import re
 from dataclasses import asdict, fields, is_dataclass
+from typing import get_type_hints
 
 import pytest
 from support.engines import SIZES, simulated_engines
@@ -10,8 +12,10 @@ from support.scripts import TextScript
 from support.texts import VOCAB, letters_folder
 
 from specjax import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams, SpeculativeConfig
+from specjax.serving.options import DEFAULTS, LLMOptions
 
 PARAMS = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+LONG = 480  # tokens, of models of 512
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +33,7 @@ def expected(folder):
 def run(folder, script, **options):
     """What a coroutine function returns of an AsyncLLM."""
     with simulated_engines(TextScript(VOCAB)):
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, **SIZES, **options))
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, **SIZES | options))
     try:
         return asyncio.run(asyncio.wait_for(script(llm), 60))
     finally:
@@ -37,15 +41,17 @@ def run(folder, script, **options):
 
 
 def test_they_are_the_options_of_the_llm():
-    for args, llm in (EngineArgs, LLM), (AsyncEngineArgs, LLM):
+    documented = re.findall(r"^    (\w+): ", inspect.getdoc(LLM) or "", re.MULTILINE)
+    types = get_type_hints(LLMOptions)
+    assert list(types) == list(DEFAULTS) == [name for name in documented if name in types]
+    assert not types.keys() - set(documented)
+    for args in EngineArgs, AsyncEngineArgs:
         assert is_dataclass(args)
         made = asdict(args(model="folder", max_num_seqs=3))
-        parameters = inspect.signature(llm).parameters.values()
-        defaults = {p.name: p.default for p in parameters if p.kind is not p.VAR_KEYWORD}
         changed = {"model": "folder", "max_num_seqs": 3}
         if args is AsyncEngineArgs:
             changed |= {"max_num_requests": None, "verbose": False}
-        assert made == defaults | changed
+        assert made == DEFAULTS | changed
         assert args("a") == args(model="a") != args("b")
         assert "model='a'" in repr(args("a")) and len(fields(args)) == len(made)
 
@@ -97,7 +103,7 @@ def test_sleep(folder, expected, level):
 
 def test_no_sleep_while_requests_run(folder, expected):
     async def script(llm):
-        stream = llm.generate([1, 2, 3], SamplingParams(max_tokens=100, ignore_eos=True))
+        stream = llm.generate([1, 2, 3], SamplingParams(n=8, max_tokens=LONG, ignore_eos=True))
         async for _ in stream:
             with pytest.raises(RuntimeError, match="have not finished"):
                 await llm.sleep()
@@ -108,7 +114,8 @@ def test_no_sleep_while_requests_run(folder, expected):
             await asyncio.sleep(0.001)
         return await llm.generate([1, 2, 3], PARAMS)
 
-    assert run(folder, script).outputs[0].token_ids == expected
+    sizes = {"max_model_len": LONG + 16, "num_pages": None}
+    assert run(folder, script, **sizes).outputs[0].token_ids == expected
 
 
 def test_who_waited_for_a_turn_learns_of_the_sleep(folder):

@@ -1,7 +1,10 @@
-"""The examples: their parts against rewrites by brute force, and a small run of the whole."""
+"""The examples, and the code on pages: all run. GRPO's parts against rewrites by brute force."""
 
 import importlib
 import json
+import os
+import re
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,9 +20,26 @@ from specjax import SamplingParams
 from specjax.rl import PaddedRollouts, Rollout, RolloutBatch
 from specjax.train.target import demo_llama, init_params
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES, PROGRAMS = ROOT / "examples", ROOT / ".cache" / "examples"
+PAGES = ["README.md", *(f"docs/{page.name}" for page in sorted((ROOT / "docs").glob("*.md")))]
 VOCAB = 96
 NAMES = "arithmetic", "grpo", "grpo_plot", "grpo_engines", "grpo_arithmetic"
+
+
+# Scripts that take no options, and what they are bound to print.
+PRINTED = {
+    "offline_batch": "the same text: True",
+    "chat": "prompt tokens cached",
+    "streaming": "tokens per request and step",
+    "structured_output": "parsed  {'name': ",
+    "train_drafter": "after  50 training steps",
+}
+
+
+def python_of(page: str) -> str:
+    """The Python on a page, all of it one script."""
+    return "".join(re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M))
 
 
 @pytest.fixture(scope="module")
@@ -261,6 +281,48 @@ def test_settings_that_cannot_be_are_refused(examples, tmp_path, capsys, options
     with pytest.raises(SystemExit):
         examples["grpo_arithmetic"].main([*options.split(), "--output", str(tmp_path)])
     assert reason in capsys.readouterr().err
+
+
+def run_script(script: Path) -> str:
+    """What a script without options prints."""
+    result = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRINTED)
+def test_scripts_run_and_print(name):
+    assert PRINTED[name] in run_script(EXAMPLES / f"{name}.py")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page == "README.md" else pytest.mark.nightly)
+        for page in PAGES
+        if python_of(page)
+    ],
+    ids=str,
+)
+def test_python_on_pages_runs(page, tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text(python_of(page))
+    assert run_script(script)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_of_pages_lead_to_files(page):
+    targets = re.findall(r"\]\((?!https?:|#)([^)#]+)", (ROOT / page).read_text())
+    missing = [target for target in targets if not (ROOT / page).parent.joinpath(target).exists()]
+    assert not missing
 
 
 @pytest.mark.slow

@@ -21,18 +21,16 @@ from specjax.config import DTYPES, EngineConfig, SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, NoDrafter
 from specjax.device.models.model import Model, is_recurrent
-from specjax.device.models.registry import describe_model
-from specjax.serving.defaults import DtypeChoice, choose_dtype, make_config, stored_dtype
-from specjax.serving.dynamic_k import read_profile
+from specjax.serving.assembly import make_plan
+from specjax.serving.defaults import DtypeChoice
 from specjax.serving.memory import (
     CacheBytes,
     EngineNeeds,
     drafter_cache_bytes,
     target_cache_bytes,
-    usual_num_seqs,
     weight_bytes,
 )
-from specjax.serving.source import ModelSource, open_drafter, open_source
+from specjax.serving.source import ModelSource, open_model
 from specjax.text.tokenizer import load_tokenizer
 
 # What nvidia-smi reports as the memory of an H200, a card that is sold with 141 GB.
@@ -92,36 +90,23 @@ def describe(
     Raises:
         ValueError: sizes that do not fit the model, or files that are not what they are used as.
     """
-    source = open_source(model)
-    target = describe_model(source.hf)
-    chosen = choose_dtype(dtype, stored_dtype(source.hf))
-    dtype = chosen.name
-    num_drafts = 0
-    if speculation is not None:
-        speculation, _ = read_profile(speculation)
-        num_drafts = speculation.num_speculative_tokens
-    if max_num_seqs is None:
-        weights = weight_bytes(target, dtype)
-        max_num_seqs = usual_num_seqs(target, num_drafts, dtype, weights)
-    config = make_config(
-        target,
+    plan = make_plan(
+        open_model(model),
+        speculative_config=speculation,
+        dtype=dtype,
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         max_num_batched_tokens=None,
-        num_pages=None,
         page_size=page_size,
-        dtype=dtype,
     )
-    setup = Described(target, NoDrafter(), None, 0, page_size)
-    if speculation is not None:
-        drafter, params = open_drafter(speculation, target, source, dtype)
-        setup = Described(target, drafter, params, num_drafts, page_size)
+    source, config = plan.source, plan.config
+    setup = Described(source.target, plan.drafter, plan.drafter_params, plan.num_drafts, page_size)
     return {
-        "model": describe_target(source, target),
-        "weights": describe_weights(source, target),
-        "drafter": speculation and describe_drafter(speculation, setup),
-        "cache": describe_cache(setup, dtype),
-        "defaults": describe_defaults(chosen, config),
+        "model": describe_target(source),
+        "weights": describe_weights(source),
+        "drafter": plan.speculation and describe_drafter(plan.speculation, setup),
+        "cache": describe_cache(setup, config.dtype),
+        "defaults": describe_defaults(plan.dtype, config),
         "requests": describe_requests(setup, config),
         "h200": describe_h200(setup),
         "this_device": describe_device(setup, config),
@@ -203,13 +188,14 @@ class Described:
         return replace(needs, cache=needs.cache._replace(per_slot=per_slot))
 
 
-def describe_target(source: ModelSource, target: Model) -> dict[str, Any]:
+def describe_target(source: ModelSource) -> dict[str, Any]:
     """What the config and the folder say."""
     tokenizer = None if source.folder is None else load_tokenizer(source.folder)
+    target, hf = source.target, source.hf
     fields = asdict(target) if is_dataclass(target) else {}
     return {
-        "config": source.hf.origin,
-        "model_type": source.hf.get("model_type", None),
+        "config": source.origin,
+        "model_type": hf and hf.get("model_type", None),
         "num_layers": target.num_layers,
         "is_recurrent": is_recurrent(target),
         **{name: _plain(value) for name, value in fields.items()},
@@ -218,9 +204,9 @@ def describe_target(source: ModelSource, target: Model) -> dict[str, Any]:
     }
 
 
-def describe_weights(source: ModelSource, target: Model) -> dict[str, Any]:
+def describe_weights(source: ModelSource) -> dict[str, Any]:
     """Parameters, and their bytes as stored and in each dtype that they can be loaded in."""
-    stored: Counter[str] = Counter()
+    target, stored = source.target, Counter[str]()
     if source.folder is not None and source.has_weights:
         for tensor in open_checkpoint(source.folder).tensors.values():
             stored[str(tensor.dtype)] += math.prod(tensor.shape) * tensor.dtype.itemsize

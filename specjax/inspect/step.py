@@ -10,12 +10,11 @@ import jax.numpy as jnp
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params, Variant
 from specjax.device.models.model import Model
-from specjax.device.models.registry import describe_model
 from specjax.device.verification import SeedExact, Verification, make_verification
 from specjax.engine.batch import Layout, jitted, run_decode
 from specjax.engine.precompile import empty_state, step_model
 from specjax.engine.programs import FEW_LOGPROBS
-from specjax.serving.source import open_drafter, open_source
+from specjax.serving.source import open_drafter, open_model
 
 LAYERS = r"^params\.target\.layers\[(\d+)\]"  # names of the step's parameters
 AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
@@ -75,12 +74,12 @@ def open_parts(
     Raises:
         ValueError: the files do not describe a model, or the model has not so many layers.
     """
-    source = open_source(model)
-    target = describe_model(source.hf)
+    source = open_model(model)
+    target = source.target
     drafter, drafter_params, verification = NoDrafter(), None, SeedExact()
     if speculation is not None:
         config = SpeculativeConfig.of(speculation)
-        drafter, drafter_params = open_drafter(config, target, source, dtype)
+        drafter, drafter_params = open_drafter(config, source, dtype)
         verification = make_verification(config)
     fewer = target if num_layers is None else with_layers(target, num_layers)
     params = jax.tree.map(

@@ -1,68 +1,100 @@
-"""What a model and its drafter are, by their files, or by their configs alone."""
+"""What a model and its drafter are: by their files, by their configs alone, or as values."""
 
+import reprlib
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from specjax.checkpoint.config_json import read_json
+from specjax.checkpoint.finite import check_params
 from specjax.checkpoint.hub import resolve
 from specjax.config import OWN_SHAPE, WEIGHTLESS_METHODS, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.drafters.registry import OWN_SHAPES, load_drafter, shape_drafter
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
-from specjax.device.models.registry import read_config
+from specjax.device.models.registry import describe_model, read_config
+from specjax.serving.defaults import params_dtype, stored_dtype
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 
-class ModelSource(NamedTuple):
-    """Where a model is described, and where the rest of it lies."""
+@dataclass(frozen=True)
+class ModelSource:
+    """A model, and where the rest of it lies."""
 
-    hf: HFConfig
-    folder: Path | None  # None for a config that is a file by itself
-    has_weights: bool
+    target: Model
+    dtype: str | None  # of the weights, as far as is known
+    hf: HFConfig | None = None  # its config; None for a `Model` value
+    folder: Path | None = None  # of its checkpoint; None for a value, and for a config by itself
+    has_weights: bool = False  # in the folder
+    params: Any = None  # of a value
+
+    @property
+    def origin(self) -> str:
+        """What errors call it."""
+        return "a Model value" if self.hf is None else self.hf.origin
 
 
-def open_source(model: str | Path) -> ModelSource:
-    """The checkpoint, or the config without one, that `model` stands for."""
+def open_model(model: str | Path | Model, params: Any = None) -> ModelSource:
+    """The checkpoint, the config without one, or the value with its parameters.
+
+    Raises:
+        ValueError: parameters that go with no value, or do not go with this one.
+        CheckpointError: there is no such checkpoint, or it is of no model that is known.
+    """
+    if isinstance(model, str | Path):
+        if params is not None:
+            raise ValueError("params goes with a Model value; a checkpoint brings its own")
+        return _open_files(model)
+    if params is None:
+        raise ValueError(
+            f"model={reprlib.repr(model)} must be a checkpoint (a folder, hub id or demo), or "
+            "a Model value, which needs params"
+        )
+    check_params(params)
+    return ModelSource(model, params_dtype(params), params=params)
+
+
+def _open_files(model: str | Path) -> ModelSource:
     path = Path(model).expanduser()
     if path.suffix == ".json" and not path.is_dir():
-        return ModelSource(HFConfig(read_json(path.parent, path.name), str(path)), None, False)
-    folder = resolve(model)
-    has_weights = any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
-    return ModelSource(read_config(folder), folder, has_weights)
+        hf, folder, has_weights = (
+            HFConfig(read_json(path.parent, path.name), str(path)),
+            None,
+            False,
+        )
+    else:
+        folder = resolve(model)
+        hf = read_config(folder)
+        has_weights = any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
+    return ModelSource(describe_model(hf), stored_dtype(hf), hf, folder, has_weights)
 
 
-def open_drafter(
-    config: SpeculativeConfig, target: Model, source: ModelSource, dtype: str
-) -> tuple[Drafter, Any]:
+def open_drafter(config: SpeculativeConfig, source: ModelSource, dtype: str) -> tuple[Drafter, Any]:
     """The drafter and its parameters, after checking that it fits the target.
 
     Of a target's own module, the parameters are shapes where the target has no weights; so are
     those of a head of the target's own shape.
-    """
-    is_module = config.model is None and config.method in OWN_SHAPES
-    if config.model == OWN_SHAPE or (is_module and not source.has_weights):
-        return shape_drafter(config.method, target, source.hf.origin, dtype)
-    return load_drafter(drafter_folder(config, source.folder), config, target, np.dtype(dtype))
-
-
-def drafter_folder(speculation: SpeculativeConfig, target_folder: Path | None) -> Path | None:
-    """Where the drafter's checkpoint lies: the target's own where none is named; None for ngram.
 
     Raises:
-        ValueError: a Model value has no folder to take it from.
-        CheckpointError: there is no such checkpoint.
+        ValueError: it is the target's own, and a Model value has no folder to take it from.
+        CheckpointError: there is no such checkpoint, or it does not fit the target.
     """
-    if speculation.model is not None:
-        return resolve(speculation.model)
-    if speculation.method in WEIGHTLESS_METHODS:
-        return None
-    if target_folder is None:
+    target, is_module = source.target, config.model is None and config.method in OWN_SHAPES
+    is_described = source.hf is not None and not source.has_weights
+    if config.model == OWN_SHAPE or (is_module and is_described):
+        return shape_drafter(config.method, target, source.origin, dtype)
+    folder = source.folder
+    if config.method in WEIGHTLESS_METHODS:
+        folder = None
+    elif config.model is not None:
+        folder = resolve(config.model)
+    elif folder is None:
         raise ValueError(
-            f"speculative_config.model=None with method={speculation.method!r} stands for the "
+            f"speculative_config.model=None with method={config.method!r} stands for the "
             "target's own checkpoint, but the target is a Model value; give the folder"
         )
-    return target_folder
+    return load_drafter(folder, config, target, np.dtype(dtype))

@@ -20,9 +20,8 @@ from specjax.checkpoint import demo
 from specjax.checkpoint.hub import resolve
 from specjax.cli import main
 from specjax.commands.arguments import read_speculation
-from specjax.commands.info import open_source
-from specjax.device.models.registry import describe_model
 from specjax.rl import RolloutEngine
+from specjax.serving.source import open_model
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
 
 VOCAB = 300
@@ -149,7 +148,7 @@ def test_demo_names_work_wherever_a_model_is_named(two_demos, target, capsys):
             speculative_config={"method": "eagle", "model": "demo-b", "num_speculative_tokens": 1},
             verbose=False,
         ),
-        lambda: open_source("demo-b") and describe_model(open_source("demo-b").hf),
+        lambda: open_model("demo-b").target,
     ]
     for load in loads:
         refusal(load, two_demos, "demo-", "no weights" if load is loads[3] else "model_type=None")

@@ -40,8 +40,12 @@ def hybrid(checkpoints):
 
 @pytest.fixture
 def no_weights(monkeypatch):
-    monkeypatch.setattr("specjax.llm.load_model", lambda *_: pytest.fail("weights were read"))
-    monkeypatch.setattr("specjax.llm.load_drafter", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        "specjax.serving.assembly.load_model", lambda *_: pytest.fail("weights were read")
+    )
+    monkeypatch.setattr(
+        "specjax.serving.source.load_drafter", lambda *_: pytest.fail("weights were read")
+    )
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -70,7 +74,7 @@ def test_what_takes_the_memory_is_named(hybrid, monkeypatch):
     refusal(lambda: make_llm(hybrid.folder, **sizes | {"num_snapshots": 10**7}), "snapshots")
     words = "max_model_len=128 does not fit", "weights", "(gpu_memory_utilization=0.9 of 0.0 GiB)"
     del sizes["num_pages"]
-    monkeypatch.setattr("specjax.llm.load_drafter", lambda *_: None)
+    monkeypatch.setattr("specjax.serving.source.load_drafter", lambda *_: None)
     refusal(lambda: make_llm(hybrid.folder, **sizes), *words, "lower max_model_len")
 
 

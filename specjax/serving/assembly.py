@@ -1,0 +1,190 @@
+"""From a model and options to all that is served: one way for whatever serves."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.filesize import decimal
+
+from specjax.config import EngineConfig, SpeculativeConfig
+from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
+from specjax.device.models.model import Model
+from specjax.device.models.registry import load_model
+from specjax.device.verification import Verification, make_verification
+from specjax.engine.log import get_log
+from specjax.engine.precompile import keep_compilations
+from specjax.host.speculation.policy import Policy
+from specjax.host.speculation.profile import Profile
+from specjax.sampling_params import SamplingParams
+from specjax.serving.defaults import DtypeChoice, check_options, choose_dtype, make_config
+from specjax.serving.dynamic_k import check_profile, fingerprint, make_policy, read_profile
+from specjax.serving.memory import (
+    CacheBytes,
+    EngineNeeds,
+    drafter_cache_bytes,
+    target_cache_bytes,
+    usual_num_seqs,
+    weight_bytes,
+)
+from specjax.serving.source import ModelSource, open_drafter, open_model
+from specjax.text.generation_config import read_default_params
+from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be served, and in which sizes: all that needs no weights of the target."""
+
+    source: ModelSource
+    dtype: DtypeChoice
+    config: EngineConfig
+    speculation: SpeculativeConfig | None
+    profile: Profile | None  # by which K is chosen, if it is
+    drafter: Drafter
+    drafter_params: Any  # shapes where there are no weights
+    weights: int  # bytes of the target's that are still to be loaded
+
+    @property
+    def num_drafts(self) -> int:
+        """Most drafts of a round."""
+        return self.speculation.num_speculative_tokens if self.speculation else 0
+
+    def cache_bytes(self) -> tuple[CacheBytes, CacheBytes]:
+        """What the target's caches and the drafter's take."""
+        page_size, dtype = self.config.page_size, self.dtype.name
+        return (
+            target_cache_bytes(self.source.target, page_size, self.num_drafts, dtype),
+            drafter_cache_bytes(self.drafter, page_size, dtype),
+        )
+
+    def fitted(self, *, num_pages: int | None, gpu_memory_utilization: float) -> EngineConfig:
+        """The config with as many pages as the device's memory has room for.
+
+        Raises:
+            ValueError: it does not hold those that were given, or none.
+        """
+        own, drafters = self.cache_bytes()
+        cache, config, target = own + drafters, self.config, self.source.target
+        needs = EngineNeeds.of(config, target, cache, self.weights, self.num_drafts)
+        if num_pages is None:
+            num_pages = needs.num_pages(config, cache, gpu_memory_utilization)
+            config = replace(config, num_pages=num_pages)
+        needs.check(config, cache)
+        return config
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is served and how: what an engine and its requests are made from."""
+
+    target: Model
+    drafter: Drafter
+    params: Params
+    config: EngineConfig
+    policy: Policy
+    verification: Verification | None
+    tokenizer: ChatTokenizer | None
+    eos_ids: tuple[int, ...]
+    default_params: SamplingParams  # as the checkpoint's authors would have tokens chosen
+
+
+def make_plan(
+    source: ModelSource,
+    *,
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None = None,
+    dtype: str = "auto",
+    max_num_seqs: int | None = None,
+    num_pages: int | None = None,
+    page_size: int = 16,
+    **sizes: Any,
+) -> Plan:
+    """Sizes, and the drafter; `sizes` are the other options that an `EngineConfig` has.
+
+    Raises:
+        ValueError: settings that do not fit each other, the model, or the device's memory.
+        CheckpointError: the drafter's files are missing, damaged, or not for this target.
+    """
+    speculation = profile = None
+    if speculative_config is not None:
+        speculation, profile = read_profile(SpeculativeConfig.of(speculative_config))
+    target, chosen = source.target, choose_dtype(dtype, source.dtype)
+    num_drafts = speculation.num_speculative_tokens if speculation else 0
+    weights = 0 if source.params is not None else weight_bytes(target, chosen.name)
+    if max_num_seqs is None:
+        max_num_seqs = usual_num_seqs(target, num_drafts, chosen.name, weights)
+    config = make_config(
+        target,
+        max_num_seqs=max_num_seqs,
+        num_pages=num_pages,
+        page_size=page_size,
+        dtype=chosen.name,
+        **sizes,
+    )
+    plan = Plan(source, chosen, config, speculation, profile, NoDrafter(), None, weights)
+    if num_pages is not None:  # before anything is read
+        plan.fitted(num_pages=num_pages, gpu_memory_utilization=1.0)
+    if speculation is None:
+        return plan
+    drafter, params = open_drafter(speculation, source, chosen.name)
+    return replace(plan, drafter=drafter, drafter_params=params)
+
+
+def assemble(
+    model: str | Path | Model,
+    *,
+    params: Any,
+    gpu_memory_utilization: float,
+    tensor_parallel_size: int,
+    compilation_cache: str | Path | None,
+    verbose: bool,
+    **options: Any,
+) -> Serving:
+    """Everything loaded, by the options of an LLM, see `LLMOptions`.
+
+    Raises:
+        ValueError: settings that do not fit each other, the model, or the device's memory.
+        CheckpointError: files that are missing, damaged or not what they are used as.
+    """
+    check_options(
+        tensor_parallel_size=tensor_parallel_size,
+        gpu_memory_utilization=gpu_memory_utilization,
+        compilation_cache=compilation_cache,
+        verbose=verbose,
+    )
+    if (speculation := options["speculative_config"]) is not None:
+        options["speculative_config"] = SpeculativeConfig.of(speculation)
+    source = open_model(model, params)
+    folder, target = source.folder, source.target
+    tokenizer, eos_ids, default_params = None, (), SamplingParams()
+    if folder is not None:
+        tokenizer, eos_ids = load_tokenizer(folder), read_eos_ids(folder)
+        default_params = read_default_params(folder)
+    plan = make_plan(source, **options)
+    dtype, speculation = plan.dtype.name, plan.speculation
+    config = plan.fitted(
+        num_pages=options["num_pages"], gpu_memory_utilization=gpu_memory_utilization
+    )
+    size = decimal(weight_bytes(target, dtype))
+    log = get_log(verbose=verbose)
+    log.info("loading %s: %s of weights in %s", folder or source.origin, size, dtype)
+    if folder is not None:
+        _, params = load_model(folder, np.dtype(dtype))
+    drafter, drafter_params = plan.drafter.share(plan.drafter_params, target, params)
+    both = Params(params, drafter_params)
+    if speculation and plan.profile:
+        check_profile(plan.profile, fingerprint(target, drafter, both), speculation)
+    if compilation_cache is not None:
+        keep_compilations(Path(compilation_cache).expanduser())
+    return Serving(
+        target,
+        drafter,
+        both,
+        config,
+        make_policy(speculation, plan.profile, config.decode_batches),
+        make_verification(speculation) if speculation else None,
+        tokenizer,
+        eos_ids,
+        default_params,
+    )

@@ -1,0 +1,84 @@
+"""The options of an LLM by name, with their types and what they are where nobody says.
+
+`LLM` describes them; None, and "auto", stand for what suits the device.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypedDict
+
+from specjax.config import SpeculativeConfig, refuse_unknown
+from specjax.serving.vllm_options import take_vllm_options
+
+
+class LLMOptions(TypedDict, total=False):
+    """What `LLM` takes beside a model."""
+
+    params: Any
+    speculative_config: SpeculativeConfig | Mapping[str, Any] | None
+    dtype: str
+    max_model_len: int | None
+    max_num_seqs: int | None
+    max_num_batched_tokens: int | None
+    max_num_scheduled_tokens: int | None
+    decode_batches: Sequence[int] | None
+    prefill_shapes: Sequence[tuple[int, int]] | None
+    num_pages: int | None
+    page_size: int
+    gpu_memory_utilization: float
+    enable_prefix_caching: bool
+    num_snapshots: int | None
+    async_scheduling: bool
+    scheduling_policy: str
+    compile_ahead: bool
+    exact: bool
+    max_logprobs: int
+    logprobs_mode: str
+    tensor_parallel_size: int
+    kernels: str
+    compilation_cache: str | Path | None
+    seed: int
+    verbose: bool
+
+
+DEFAULTS: LLMOptions = {
+    "params": None,
+    "speculative_config": None,
+    "dtype": "auto",
+    "max_model_len": None,
+    "max_num_seqs": None,
+    "max_num_batched_tokens": None,
+    "max_num_scheduled_tokens": None,
+    "decode_batches": None,
+    "prefill_shapes": None,
+    "num_pages": None,
+    "page_size": 16,
+    "gpu_memory_utilization": 0.9,
+    "enable_prefix_caching": True,
+    "num_snapshots": None,
+    "async_scheduling": True,
+    "scheduling_policy": "fcfs",
+    "compile_ahead": False,
+    "exact": False,
+    "max_logprobs": 20,
+    "logprobs_mode": "raw",
+    "tensor_parallel_size": 1,
+    "kernels": "auto",
+    "compilation_cache": "~/.cache/specjax",
+    "seed": 0,
+    "verbose": True,
+}
+
+
+def read_options(
+    given: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS
+) -> dict[str, Any]:
+    """All options: those `given` in place of the `defaults`.
+
+    Raises:
+        TypeError: an option that there is not, and the nearest that there is.
+        ValueError: one of vLLM's that would change what comes out, or one that was removed.
+    """
+    others = {name: value for name, value in given.items() if name not in defaults}
+    refuse_unknown(take_vllm_options(others), defaults)
+    return {**defaults, **{name: given[name] for name in given if name in defaults}}
