@@ -91,7 +91,7 @@ def describe(
         ValueError: sizes that do not fit the model, or files that are not what they are used as.
     """
     plan = make_plan(
-        open_model(model),
+        open_model(model, takes_configs=True),
         speculative_config=speculation,
         dtype=dtype,
         max_model_len=max_model_len,

@@ -74,7 +74,7 @@ def open_parts(
     Raises:
         ValueError: the files do not describe a model, or the model has not so many layers.
     """
-    source = open_model(model)
+    source = open_model(model, takes_configs=True)
     target = source.target
     drafter, drafter_params, verification = NoDrafter(), None, SeedExact()
     if speculation is not None:

@@ -38,8 +38,12 @@ class ModelSource:
         return "a Model value" if self.hf is None else self.hf.origin
 
 
-def open_model(model: str | Path | Model, params: Any = None) -> ModelSource:
-    """The checkpoint, the config without one, or the value with its parameters.
+def open_model(
+    model: str | Path | Model, params: Any = None, *, takes_configs: bool = False
+) -> ModelSource:
+    """The checkpoint, or the value with its parameters.
+
+    With `takes_configs` it may be a config by itself, a file, of which there are no weights.
 
     Raises:
         ValueError: parameters that go with no value, or do not go with this one.
@@ -48,7 +52,14 @@ def open_model(model: str | Path | Model, params: Any = None) -> ModelSource:
     if isinstance(model, str | Path):
         if params is not None:
             raise ValueError("params goes with a Model value; a checkpoint brings its own")
-        return _open_files(model)
+        path = Path(model).expanduser()
+        if takes_configs and path.suffix == ".json" and not path.is_dir():
+            hf = HFConfig(read_json(path.parent, path.name), str(path))
+            return ModelSource(describe_model(hf), stored_dtype(hf), hf)
+        folder = resolve(model)
+        hf = read_config(folder)
+        has_weights = any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
+        return ModelSource(describe_model(hf), stored_dtype(hf), hf, folder, has_weights)
     if params is None:
         raise ValueError(
             f"model={reprlib.repr(model)} must be a checkpoint (a folder, hub id or demo), or "
@@ -56,21 +67,6 @@ def open_model(model: str | Path | Model, params: Any = None) -> ModelSource:
         )
     check_params(params)
     return ModelSource(model, params_dtype(params), params=params)
-
-
-def _open_files(model: str | Path) -> ModelSource:
-    path = Path(model).expanduser()
-    if path.suffix == ".json" and not path.is_dir():
-        hf, folder, has_weights = (
-            HFConfig(read_json(path.parent, path.name), str(path)),
-            None,
-            False,
-        )
-    else:
-        folder = resolve(model)
-        hf = read_config(folder)
-        has_weights = any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
-    return ModelSource(describe_model(hf), stored_dtype(hf), hf, folder, has_weights)
 
 
 def open_drafter(config: SpeculativeConfig, source: ModelSource, dtype: str) -> tuple[Drafter, Any]:
