@@ -25,7 +25,7 @@ from report import RESULTS, provenance, summary, write_result
 from specjax import SamplingParams
 from specjax.bench.workload import read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS, TARGET, demo_folder
-from specjax.config import check_positive
+from specjax.checks import check_positive
 from specjax.rl import RolloutEngine
 
 OFF, STATIC, ADAPTIVE = "no speculation", "K=3", "adaptive K"

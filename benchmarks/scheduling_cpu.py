@@ -28,9 +28,10 @@ from specjax.engine.batch import Layout, pack, unpack_outputs
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Recorder
 from specjax.host.pages import PageAllocator
+from specjax.host.plans import DecodePlan, StepPlan
 from specjax.host.prefix_cache import Key, PrefixCache, extend_keys
 from specjax.host.request import Request
-from specjax.host.scheduler import DecodePlan, Scheduler, StepPlan
+from specjax.host.scheduler import Scheduler
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.sampling_params import SamplingParams
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from specjax.config import check_positive
+from specjax.checks import check_positive
 from specjax.device.models.model import Model
 from specjax.engine.metrics import Metrics
 from specjax.engine_args import EngineArgs

@@ -5,11 +5,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from itertools import pairwise
-from numbers import Integral, Real
 from os import PathLike
 from typing import Any
 
 from pallas_kernels import KERNELS
+from specjax.checks import (
+    check_choice,
+    check_count,
+    check_flags,
+    check_positive,
+    is_integer,
+    is_number,
+    parse_batches,
+    parse_shapes,
+    parse_table,
+)
 
 DTYPES = ("float32", "bfloat16")
 METHODS = ("eagle", "eagle3", "mtp", "ngram")
@@ -35,25 +45,6 @@ REMOVED_OPTIONS = {
 }
 
 
-def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(choices)}")
-
-
-def check_flags(**values: Any) -> None:
-    """Refuse values that are not True or False."""
-    for name, value in values.items():
-        if not isinstance(value, bool):
-            raise ValueError(f"{name}={value!r} must be True or False")
-
-
-def check_positive(**values: int) -> None:
-    """Refuse values that are not integers of at least 1."""
-    for name, value in values.items():
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}={value!r} must be an integer of at least 1")
-
-
 def refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse options that there are not.
 
@@ -68,64 +59,6 @@ def refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
         raise TypeError(
             f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
         )
-
-
-def check_count(**values: int) -> None:
-    """Refuse values that are not integers of at least 0."""
-    for name, value in values.items():
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{name}={value!r} must be an integer of at least 0")
-
-
-def is_number(value: Any) -> bool:
-    """Whether it is a real number, of Python or NumPy, and no truth value."""
-    return isinstance(value, Real) and not isinstance(value, bool)
-
-
-def parse_table(table: Any, most_drafts: int) -> tuple[tuple[int, int, int], ...]:
-    """A table [[lo, hi, K], ...]: K drafts where lo to hi requests decode together, as in vLLM.
-
-    Sizes between two entries have the K of the entry before; so do those beyond the last.
-
-    Raises:
-        ValueError: with the entry that is malformed.
-    """
-    name = "speculative_config.num_speculative_tokens_per_batch_size"
-    entries = _listed(table)
-    if not entries:
-        raise ValueError(f"{name}={table!r} must list entries [lo, hi, K], like [[1, 16, 3]]")
-    parsed: list[tuple[int, int, int]] = []
-    for i, entry in enumerate(entries):
-        where, numbers = f"{name}[{i}]={entry!r}", _listed(entry)
-        if len(numbers) != 3 or not all(map(_is_integer, numbers)):
-            raise ValueError(f"{where} must be three integers: from and to a batch size, and K")
-        lo, hi, k = map(int, numbers)
-        if lo < 1 or hi < lo:
-            raise ValueError(f"{where} must have 1 <= lo <= hi, a range of batch sizes")
-        if not parsed and lo != 1:
-            raise ValueError(f"{where} must begin at batch size 1, as it is the first")
-        if parsed and lo <= parsed[-1][1]:
-            raise ValueError(
-                f"{where} must begin above batch size {parsed[-1][1]}, where the entry before "
-                "ends; order entries by size, without overlaps"
-            )
-        if not 0 <= k <= most_drafts:
-            raise ValueError(
-                f"{where} must have a K in 0..{most_drafts}, num_speculative_tokens; lower K or "
-                "raise that"
-            )
-        parsed.append((lo, hi, k))
-    return tuple(parsed)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def _listed(value: Any) -> list[Any]:
-    """The items of a list, tuple or array; none of anything else."""
-    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
-    return list(value) if is_list else []
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,20 +109,20 @@ class SpeculativeConfig:
     adaptive: bool = False
 
     def __post_init__(self):
-        _check_choice("speculative_config.method", self.method, METHODS)
+        check_choice("speculative_config.method", self.method, METHODS)
         self._check_lookup()
         is_own = self.model is None and self.method in OWN_METHODS
         if not is_own and not isinstance(self.model, str | PathLike):
             raise ValueError(f"speculative_config.model={self.model!r} must be a folder or hub id")
-        _check_choice(
+        check_choice(
             "speculative_config.draft_sample_method", self.draft_sample_method, DRAFT_SAMPLE_METHODS
         )
-        _check_choice(
+        check_choice(
             "speculative_config.aux_id_convention", self.aux_id_convention, AUX_ID_CONVENTIONS
         )
         self._check_dynamic()
         self._check_num_drafts()
-        _check_choice("speculative_config.verification", self.verification, VERIFICATIONS)
+        check_choice("speculative_config.verification", self.verification, VERIFICATIONS)
         self._check_synthetic()
 
     def _check_lookup(self) -> None:
@@ -394,10 +327,10 @@ class EngineConfig:
         if self.num_snapshots is None:
             object.__setattr__(self, "num_snapshots", max(1, self.max_num_seqs // 4))
         check_count(num_snapshots=self.num_snapshots)
-        _check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
-        _check_choice("dtype", self.dtype, DTYPES)
-        _check_choice("kernels", self.kernels, KERNELS)
-        _check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
+        check_choice("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        check_choice("dtype", self.dtype, DTYPES)
+        check_choice("kernels", self.kernels, KERNELS)
+        check_choice("logprobs_mode", self.logprobs_mode, LOGPROBS_MODES)
         check_flags(
             enable_prefix_caching=self.enable_prefix_caching,
             async_scheduling=self.async_scheduling,
@@ -405,7 +338,7 @@ class EngineConfig:
             exact=self.exact,
         )
         check_count(max_logprobs=self.max_logprobs)
-        if not _is_integer(self.seed) or not 0 <= self.seed < 2**32:
+        if not is_integer(self.seed) or not 0 <= self.seed < 2**32:
             raise ValueError(f"seed={self.seed!r} must be an integer in 0..{2**32 - 1}")
         if self.num_pages < self.pages_per_seq:
             raise ValueError(
@@ -480,27 +413,18 @@ class EngineConfig:
         return tuple(shapes)
 
     def _checked_batches(self) -> tuple[int, ...]:
-        given = self.decode_batches
-        if not isinstance(given, Iterable) or not (sizes := list(given)):
-            raise ValueError(f"decode_batches={given!r} must be batch sizes, as (1, 4, 16)")
-        check_positive(**{f"decode_batches[{i}]": size for i, size in enumerate(sizes)})
-        if max(sizes) < self.max_num_seqs:
+        sizes = parse_batches(self.decode_batches)
+        if sizes[-1] < self.max_num_seqs:
             raise ValueError(
-                f"decode_batches={given!r} holds no round of max_num_seqs={self.max_num_seqs} "
-                f"requests; add {self.max_num_seqs}, or lower max_num_seqs to {max(sizes)}"
+                f"decode_batches={self.decode_batches!r} holds no round of "
+                f"max_num_seqs={self.max_num_seqs} requests; add {self.max_num_seqs}, or lower "
+                f"max_num_seqs to {sizes[-1]}"
             )
-        return tuple(sorted(set(sizes)))
+        return sizes
 
     def _checked_shapes(self) -> tuple[tuple[int, int], ...]:
         given = self.prefill_shapes
-        shapes = list(given) if isinstance(given, Iterable) else []
-        if not shapes or not all(isinstance(s, Sequence) and len(s) == 2 for s in shapes):
-            raise ValueError(
-                f"prefill_shapes={given!r} must be pairs (batch, width), as ((1, 512), (4, 128))"
-            )
-        for i, (batch, width) in enumerate(shapes):
-            check_positive(**{f"prefill_shapes[{i}][0]": batch, f"prefill_shapes[{i}][1]": width})
-        ordered = tuple(sorted({(batch, width) for batch, width in shapes}, key=lambda s: s[::-1]))
+        ordered = parse_shapes(given)
         # No step has more tokens of prompts than the budget, or than all its requests.
         most = min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
         largest = max(batch * width for batch, width in ordered)

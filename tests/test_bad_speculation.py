@@ -8,7 +8,7 @@ import pytest
 from support.refusals import label, refusal
 
 from specjax import SpeculativeConfig
-from specjax.config import parse_table
+from specjax.checks import parse_table
 
 nan = math.nan
 SYNTHETIC = {"verification": "synthetic"}

@@ -27,8 +27,9 @@ from specjax.device.verification import Draft
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Compilations, Recorder
 from specjax.engine.programs import Begin, Decode, Key
+from specjax.host.plans import DecodePlan
 from specjax.host.request import Request
-from specjax.host.scheduler import DecodePlan, Scheduler
+from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput
 from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy

@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # A room imports from its own line or from those above it, and no two rooms of a line from each
 # other; the longest entry that fits a module is its room. The root's modules are doors.
 LAYERS = [
-    ["pallas_kernels", "specjax.checkpoint"],
+    ["pallas_kernels", "specjax.checkpoint", "specjax.checks"],
     ["specjax.config", "specjax.sampling_params", "specjax.outputs"],
     ["specjax.host", "specjax.host.grammar", "specjax.device"],
     ["specjax.engine", "specjax.text"],

@@ -26,7 +26,7 @@ from support.texts import simulated_llm
 
 from specjax.bench.workload import read_questions
 from specjax.checkpoint.demo import demo_folder
-from specjax.host.scheduler import DecodePlan
+from specjax.host.plans import DecodePlan
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.text.tokenizer import load_tokenizer
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 
 import numpy as np
 import pytest
@@ -80,7 +81,7 @@ def run(engine):
 def is_idle(llm):
     scheduler = llm.engine.scheduler
     is_free = scheduler.pages.num_free == scheduler.pages.num_pages
-    return is_free and not scheduler.has_work and len(scheduler._free_slots) > 0
+    return is_free and not scheduler.has_work and len(scheduler.residents.free_slots) > 0
 
 
 @contextmanager
@@ -411,14 +412,14 @@ def test_a_text_that_cannot_be_had_fails_alone(llm, ragged_prompts):
 
 
 @pytest.mark.parametrize(
-    "where", ["_launch", "_read", "_in", "scheduler.commit", "scheduler._vacate"]
+    "where", ["_launch", "_read", "_in", "scheduler.commit", "scheduler.residents.vacate"]
 )
 def test_an_interrupt_anywhere_leaves_a_usable_llm(llm, ragged_prompts, where):
     prompts = ragged_prompts(9, 2, 50, 1, 33)
     params = dataclasses.replace(GREEDY, max_tokens=8)
     expected = [tokens(one) for one in llm.generate(prompts, params, use_tqdm=False)]
     *owner, name = where.split(".")
-    owner = getattr(llm.engine, *owner) if owner else llm.engine
+    owner = reduce(getattr, owner, llm.engine)
     for count in 0, 3:
         original, calls = getattr(owner, name), iter(range(count))
 

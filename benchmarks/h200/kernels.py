@@ -26,7 +26,7 @@ from problems import (
 from snapshots import snapshot_rule
 from timing import Setting, attempt, measure
 
-from pallas_kernels.gated_delta_rule.triton import DeltaRuleTuning as DeltaConfig
+from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning as DeltaConfig
 from pallas_kernels.paged_attention.tuning import choose_config
 from pallas_kernels.rms_norm import add_rms_norm
 from specjax.engine.precompile import GPU_OPTIONS

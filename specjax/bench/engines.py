@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
-from specjax.config import OWN_METHODS, check_positive
+from specjax.checks import check_positive
+from specjax.config import OWN_METHODS
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy

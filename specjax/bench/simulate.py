@@ -10,7 +10,8 @@ from statistics import fmean
 from typing import Any
 
 from specjax.bench.table import format_table
-from specjax.config import check_positive, growing
+from specjax.checks import check_positive
+from specjax.config import growing
 from specjax.host.speculation.methods import make_policy
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.simulator import Outcome, Workload, World, simulate

@@ -17,10 +17,8 @@ import numpy as np
 
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.models.model import Features
-from specjax.device.requests import Edits, Requests, Sampling
 from specjax.device.state import EngineState
 from specjax.device.step import (
-    AdmitInputs,
     DecodeInputs,
     Extension,
     PrefillInputs,
@@ -39,15 +37,10 @@ from specjax.device.step import (
 )
 from specjax.device.verification import Draft
 from specjax.device.wanted import Wants
-from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan
+from specjax.engine.admissions import fields_of, inputs_of, values_of
+from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
 from specjax.host.sequence import RowOutput, Sequence
 from specjax.outputs import Logprob, TokenLogprobs
-from specjax.sampling_params import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_IDS,
-)
 
 Part = PrefillPlan | DecodePlan
 
@@ -69,29 +62,7 @@ class Layout:
     @property
     def admit_fields(self) -> dict[str, tuple[int, type]]:
         """Width and type of each field of a request that is admitted, in the order of its row."""
-        scalars = {
-            "slot": np.int32,
-            "prompt_length": np.int32,
-            "limit": np.int32,
-            "temperature": np.float32,
-            "seed": np.uint32,
-            "top_k": np.int32,
-            "top_p": np.float32,
-            "min_p": np.float32,
-            "repetition": np.float32,
-            "presence": np.float32,
-            "frequency": np.float32,
-            "min_tokens": np.int32,
-            "processor": np.int32,
-        }
-        return {name: (1, kind) for name, kind in scalars.items()} | {
-            "stop_ids": (MAX_STOP_IDS, np.int32),
-            "bias_ids": (MAX_LOGIT_BIAS, np.int32),
-            "bias": (MAX_LOGIT_BIAS, np.float32),
-            "bad_words": (MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS, np.int32),
-            "allowed": (self.mask_words, np.uint32),
-            "tokens": (self.max_model_len, np.int32),
-        }
+        return fields_of(self.mask_words, self.max_model_len)
 
     def prefill_shape(self, batch: int) -> tuple[int, int]:
         """Shape of the array that `pack` makes of a plan of chunks."""
@@ -157,7 +128,7 @@ def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np
     packed = np.full(layout.admit_shape(batch), -1, np.int32)
     packed[:, 0] = layout.num_slots
     for row, sequence in enumerate(sequences):
-        values, start = _admit_values(sequence, layout), 0
+        values, start = values_of(sequence, layout.vocab_size, layout.mask_words), 0
         for name, (width, kind) in layout.admit_fields.items():
             field = np.asarray(values[name], kind).reshape(-1)
             packed[row, start : start + len(field)] = field.view(np.int32)
@@ -253,7 +224,7 @@ def run_admit(
     params: Params, state: EngineState, packed: jax.Array, *, layout: Layout
 ) -> tuple[EngineState, None]:
     """`admit` from a packed array."""
-    return admit(state, _unpack_admissions(packed, layout)), None
+    return admit(state, inputs_of(packed, layout.admit_fields)), None
 
 
 def run_restore(
@@ -357,70 +328,6 @@ def pack_outputs(outputs: StepOutputs) -> jax.Array:
     if outputs.prompt_logprobs is not None:
         parts.append(outputs.prompt_logprobs)
     return jnp.concatenate(parts, axis=1)
-
-
-def _admit_values(sequence: Sequence, layout: Layout) -> dict[str, Any]:
-    request = sequence.request
-    params = request.params
-    bad_words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1)
-    for row, word in zip(bad_words, request.bad_words, strict=False):
-        row[-len(word) :] = word
-    return {
-        "slot": sequence.slot,
-        "prompt_length": len(request.prompt_token_ids),
-        "limit": request.max_length,
-        "temperature": params.temperature,
-        "seed": request.seeds[sequence.index],
-        "top_k": min(max(params.top_k, 0), layout.vocab_size),
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition": params.repetition_penalty,
-        "presence": params.presence_penalty,
-        "frequency": params.frequency_penalty,
-        "min_tokens": params.min_tokens,
-        "processor": request.processor,
-        "stop_ids": request.stop_ids,
-        "bias_ids": list(params.logit_bias or ()),
-        "bias": list((params.logit_bias or {}).values()),
-        "bad_words": bad_words,
-        "allowed": _bitmask(params.allowed_token_ids, layout),
-        "tokens": sequence.token_ids,
-    }
-
-
-def _bitmask(token_ids: Any, layout: Layout) -> np.ndarray:
-    if token_ids is None:
-        return np.full(layout.mask_words, 2**32 - 1, np.uint32)
-    bits = np.zeros((layout.mask_words, 32), np.uint64)
-    bits.reshape(-1)[list(token_ids)] = 1
-    return (bits << np.arange(32, dtype=np.uint64)).sum(axis=1).astype(np.uint32)
-
-
-def _unpack_admissions(packed: jax.Array, layout: Layout) -> AdmitInputs:
-    fields, start = {}, 0
-    for name, (width, kind) in layout.admit_fields.items():
-        words = packed[:, start : start + width]
-        start += width
-        if kind is np.float32 or name == "seed":
-            words = jax.lax.bitcast_convert_type(words, jnp.dtype(kind))
-        fields[name] = words[:, 0] if width == 1 and name != "allowed" else words
-    return AdmitInputs(
-        slots=fields["slot"],
-        tokens=jnp.maximum(fields["tokens"], 0),
-        requests=Requests(
-            prompt_lengths=fields["prompt_length"],
-            limits=fields["limit"],
-            stop_ids=fields["stop_ids"],
-            sampling=Sampling(
-                temperature=fields["temperature"],
-                seeds=fields["seed"],
-                top_k=fields["top_k"],
-                top_p=fields["top_p"],
-                min_p=fields["min_p"],
-            ),
-            edits=Edits(**{name: fields[name] for name in Edits.__dataclass_fields__}),
-        ),
-    )
 
 
 def _columns(packed: jax.Array, inputs: Any) -> tuple[jax.Array, ...]:

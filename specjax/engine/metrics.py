@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
-from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler, StepPlan
+from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
+from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.engine.batch import Part
 from specjax.engine.metrics import Compilations
-from specjax.host.scheduler import PrefillPlan
+from specjax.host.plans import PrefillPlan
 from specjax.host.speculation.step_cost import StepCost
 
 FEW_LOGPROBS = 20  # likeliest tokens that every step can report

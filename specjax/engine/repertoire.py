@@ -21,8 +21,8 @@ from specjax.engine.programs import (
     keys_of,
     of_rounds,
 )
+from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Demands
-from specjax.host.scheduler import DecodePlan, PrefillPlan
 from specjax.host.shapes import Shape, Shapes, num_rows
 from specjax.sampling_params import LogitsProcessor
 

@@ -4,7 +4,7 @@ A sequence waits, takes up residence (a slot, and pages for the tokens it has), 
 chunks, decodes, and finishes. If pages run out while it decodes, a later one is preempted: it loses
 its residence at once, and runs its tokens again when there is room. The scheduler plans step N + 1
 before it knows what step N gave, so it counts on what is certain: every round of a decoding
-sequence gives at least one token, and writes no further than if all its drafts stood.
+sequence gives at least one token, and writes no further than if all its drafts were accepted.
 """
 
 import heapq
@@ -15,70 +15,13 @@ from dataclasses import dataclass, field
 
 from specjax.config import EngineConfig
 from specjax.host.pages import PageAllocator
-from specjax.host.prefix_cache import Key, PrefixCache, SnapshotIndex, extend_keys
+from specjax.host.plans import Chunk, DecodePlan, PrefillPlan, StepPlan
+from specjax.host.prefix_cache import PrefixCache
 from specjax.host.request import Demands, Request
+from specjax.host.residents import Residents
 from specjax.host.sequence import RowOutput, Sequence
 from specjax.host.shapes import Shape, Shapes
 from specjax.host.speculation.policy import DecodeLoad, Policy
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Tokens [start, start + count) of a sequence that is being prefilled."""
-
-    sequence: Sequence
-    start: int
-    count: int
-    is_first: bool = False  # of this residence: the slot is new to the sequence
-    is_last: bool = False  # the sequence decodes from here on
-    is_resumed: bool = False  # what follows the last chunk is known already, and not to be sampled
-    restored: int | None = None  # the snapshot of the states that the first chunk goes on from
-    taken: int | None = None  # the snapshot to take of the states that the chunk leaves
-
-    @property
-    def samples(self) -> bool:
-        """Whether the chunk gives a token."""
-        return self.is_last and not self.is_resumed
-
-
-@dataclass(frozen=True)
-class PrefillPlan:
-    """A chunk of some sequences, run in a shape of `batch` rows by `width` tokens."""
-
-    chunks: tuple[Chunk, ...]
-    batch: int
-    width: int
-    wanted: Shape | None = None  # (batch, width) that would have suited it better
-
-    @property
-    def sequences(self) -> tuple[Sequence, ...]:
-        """Whose chunks they are, in order."""
-        return tuple(chunk.sequence for chunk in self.chunks)
-
-
-@dataclass(frozen=True)
-class DecodePlan:
-    """A round of speculation, run in a shape of `batch` rows and `k` drafts."""
-
-    sequences: tuple[Sequence, ...]
-    batch: int
-    k: int
-    num_drafts: int  # of the k, those that may stand
-    wanted: Shape | None = None  # (batch, k) that would have suited it better
-
-
-@dataclass(frozen=True)
-class StepPlan:
-    """What a step runs: chunks, and a round of the sequences that decoded before."""
-
-    prefill: PrefillPlan | None
-    decode: DecodePlan | None
-    num_tokens: int  # as the budgets count them
-
-    @property
-    def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
-        """What is launched, in order."""
-        return tuple(part for part in (self.prefill, self.decode) if part is not None)
 
 
 @dataclass
@@ -143,13 +86,13 @@ class Scheduler:
         self.num_looked_up = 0  # tokens of sequences that took up residence
         self.num_found = 0  # of those, that were in the caches already
         self.config = config
-        self._num_snapshots = num_snapshots
+        self.residents = Residents(config, num_snapshots)
         self._draft_slots = draft_slots
         ks = (max(policy.choices),) if config.exact else policy.choices
         self.shapes = self.all_shapes = Shapes.all_of(config, ks)
         self._num_steps = 0
         self._num_arrivals = 0
-        self._own_nothing()
+        self._forget_all()
 
     @property
     def has_work(self) -> bool:
@@ -162,15 +105,25 @@ class Scheduler:
         return self._live.keys()
 
     @property
+    def pages(self) -> PageAllocator:
+        """The pages of those in residence."""
+        return self.residents.pages
+
+    @property
+    def prefixes(self) -> PrefixCache:
+        """What those who come find in the caches."""
+        return self.residents.prefixes
+
+    @property
     def num_running(self) -> int:
         """Samples in residence."""
-        return len(self._running)
+        return len(self.residents.running)
 
     @property
     def num_waiting(self) -> int:
         """Samples that are not."""
         # Another thread may ask while a step is planned.
-        return max(0, sum(map(len, list(self._live.values()))) - len(self._running))
+        return max(0, sum(map(len, list(self._live.values()))) - len(self.residents.running))
 
     def add(self, request: Request, *, is_held: bool = False) -> list[Sequence]:
         """Queue a request; its samples. If it is held, it waits for `let_in` first.
@@ -214,29 +167,19 @@ class Scheduler:
         for sequence in unfinished:
             sequence.finish_reason = "abort"
             sequence.move_out()
-        pages, snapshots = self.pages, self.prefixes.snapshots
-        self._own_nothing()
-        self.pages.num_evictions = pages.num_evictions
-        if snapshots is not None and self.prefixes.snapshots is not None:
-            self.prefixes.snapshots.num_evictions = snapshots.num_evictions
+        self.residents.drop_all()
+        self._forget_all()
         return unfinished
 
-    def _own_nothing(self) -> None:
-        """Begin with all slots and pages free, and nobody there."""
-        config = self.config
-        self.pages = PageAllocator(config.num_pages)
-        snapshots = None if self._num_snapshots is None else SnapshotIndex(self._num_snapshots)
-        self.prefixes = PrefixCache(self.pages, snapshots)
-        self._free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+    def _forget_all(self) -> None:
         self._live: dict[Hashable, list[Sequence]] = {}  # unfinished samples, by request
         self.held: dict[Hashable, Request] = {}  # of those, the ones that may not run yet
         self.demands: Counter[Demands] = Counter()  # what the others need of a step
         self._waiting: list[Sequence] = []  # a heap; the finished are dropped when they surface
-        self._running: list[Sequence] = []
 
     def restart(self) -> None:
         """Let every sequence run its tokens again, for the device has lost all it knew."""
-        for sequence in list(self._running):
+        for sequence in list(self.residents.running):
             self._preempt(sequence)
         for samples in self._live.values():
             for sequence in samples:
@@ -252,7 +195,7 @@ class Scheduler:
         )
         prefilling: list[Sequence] = []
         ready: list[Sequence] = []
-        for sequence in self._running:
+        for sequence in self.residents.running:
             if not sequence.is_prefilled:
                 prefilling.append(sequence)
             elif sequence.may_go_on:
@@ -287,7 +230,7 @@ class Scheduler:
     def commit(
         self, part: PrefillPlan | DecodePlan, outputs: SequenceOf[RowOutput]
     ) -> tuple[list[int], list[Sequence]]:
-        """Give each row its output of a chunk or a round: how many tokens stand, and who got some.
+        """Give each row its output of a chunk or a round: tokens kept of each, and who got some.
 
         A sequence may have finished, or been preempted, with a step in flight. What the step gave
         is dropped after the first, and delivered after the second.
@@ -304,7 +247,7 @@ class Scheduler:
             kept = sequence.append(row)
             has_ended = sequence.is_finished
             if sequence.is_resident:
-                self._tidy(sequence)
+                self.residents.tidy(sequence)
             if has_ended:
                 self._leave(sequence)
             if kept or has_ended:
@@ -356,8 +299,8 @@ class Scheduler:
     def _remaining(self, prefilling: list[Sequence]) -> list[int]:
         """Tokens left to run of each that is prefilled, and of those that may join them."""
         remaining = [s.goal - s.num_computed for s in prefilling]
-        num_free = self.pages.num_free - len(self._running)
-        for sequence in self._waiting[: len(self._free_slots)]:
+        num_free = self.pages.num_free - len(self.residents.running)
+        for sequence in self._waiting[: len(self.residents.free_slots)]:
             num_free -= -(-len(sequence.token_ids) // self.config.page_size)
             if num_free < 0:
                 break
@@ -392,7 +335,7 @@ class Scheduler:
             is_last=sequence.is_prefilled,
             is_resumed=sequence.num_output > 0,
             restored=restored,
-            taken=self._take_snapshot(sequence),
+            taken=self.residents.reserve_snapshot(sequence),
         )
         step.chunks.append(chunk)
         sequence.was_told = True
@@ -401,43 +344,33 @@ class Scheduler:
             sequence.num_in_flight += 1
             sequence.most_in_flight += 1
 
-    def _take_snapshot(self, sequence: Sequence) -> int | None:
-        """A snapshot to take where the tokens now end, if one is wanted there."""
-        page_size = self.config.page_size
-        if not sequence.cuts or sequence.num_computed < sequence.cuts[0] * page_size:
-            return None
-        assert self.prefixes.snapshots is not None
-        return self.prefixes.snapshots.reserve(sequence.keys[sequence.cuts.pop(0) - 1])
-
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
         """Let later steps find what this one leaves, and the other samples follow the first."""
-        page_size, snapshots = self.config.page_size, self.prefixes.snapshots
         for chunk in chunks:
-            sequence, end = chunk.sequence, chunk.start + chunk.count
-            self._name(sequence, end // page_size)
-            if chunk.taken is not None and snapshots is not None:
-                snapshots.put(sequence.keys[end // page_size - 1], chunk.taken)
+            self.residents.publish(chunk)
+            sequence = chunk.sequence
             if chunk.is_last and sequence.index == 0 and not sequence.is_followed:
                 sequence.is_followed = True
                 for other in self._live[sequence.request.request_id]:
                     if other is not sequence:
                         heapq.heappush(self._waiting, other)
 
-    def _name(self, sequence: Sequence, num_pages: int) -> None:
-        self.prefixes.put(sequence.keys, sequence.pages, sequence.num_named, num_pages)
-        sequence.num_named = min(num_pages, len(sequence.keys))
-
     def _admit(self, step: _Step) -> None:
         """Let those that wait take up residence, as long as their first chunk fits in the step."""
         width = self.shapes.widths[0]
-        while self._free_slots and (sequence := self._head()):
+        while self.residents.free_slots and (sequence := self._head()):
             least = width if self.config.exact else 1
             if sequence.num_in_flight or step.budget.most(least) < least:
                 return
             if len(step.chunks) == step.most_chunks:
                 return
-            if not self._settle_in(sequence, step):
+            prefix = self.residents.settle_in(sequence, width)
+            if prefix is None:
                 return
+            heapq.heappop(self._waiting)
+            self.num_looked_up += sequence.goal
+            self.num_found += sequence.num_computed
+            self._plan_chunk(step, sequence, prefix.snapshot)
 
     def _head(self) -> Sequence | None:
         """The first of those that wait."""
@@ -445,75 +378,31 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0] if self._waiting else None
 
-    def _settle_in(self, sequence: Sequence, step: _Step) -> bool:
-        """Give the first of those that wait a slot and pages, and plan its first chunk."""
-        page_size, exact = self.config.page_size, self.config.exact
-        tokens = sequence.token_ids
-        goal = len(tokens) - (sequence.num_output > 0)
-        salt = b"" if self.config.enable_prefix_caching else str(sequence.arrival).encode()
-        extend_keys(sequence.keys, tokens, page_size, salt)
-        keys = sequence.keys[: (goal - 1) // page_size]  # a token is left to run
-        prefix = self.prefixes.take(keys[: sequence.most_found // page_size])
-        most = sequence.request.max_length - 1 if exact else goal
-        needed = -(-most // page_size) - len(prefix.pages)
-        # A page for each of those that run, lest they preempt the newcomer at once.
-        spare = 0 if exact else len(self._running)
-        if needed + spare > self.pages.num_free and self._running:
-            self.pages.release(prefix.pages)
-            return False
-        pages = self.pages.allocate(needed)
-        assert pages is not None, "one request always fits"
-        heapq.heappop(self._waiting)
-        num_cached = len(prefix.pages) * page_size
-        self.num_looked_up += goal
-        self.num_found += num_cached
-        sequence.settle_in(self._free_slots.pop(), [*prefix.pages, *pages], goal, num_cached)
-        sequence.cuts = self._cuts(sequence, keys, len(prefix.pages))
-        self._running.append(sequence)
-        self._plan_chunk(step, sequence, prefix.snapshot)
-        return True
-
-    def _cuts(self, sequence: Sequence, keys: list[Key], num_cached: int) -> list[int]:
-        """After how many pages a chunk is to end, so that a snapshot can be taken."""
-        is_shared = self.config.enable_prefix_caching or len(sequence.request.seeds) > 1
-        if self.prefixes.snapshots is None or not self.config.num_snapshots or not is_shared:
-            return []
-        points = [n for n in self.prefixes.snapshots.points(keys) if n > num_cached]
-        if self.config.exact:  # where chunks end anyway
-            width, start = self.shapes.widths[0], num_cached * self.config.page_size
-            points = [n for n in points if (n * self.config.page_size - start) % width == 0]
-        return points
-
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Let a sequence have pages for so many tokens, if need be those of later sequences.
 
         Without success it keeps what it has, and waits.
         """
-        # The last token is never run through the target: its key and value need no room.
-        num_tokens = min(num_tokens, sequence.request.max_length - 1)
-        needed = -(-num_tokens // self.config.page_size) - len(sequence.pages)
-        if needed <= 0:
-            return True
-        while (pages := self.pages.allocate(needed)) is None:
+        running = self.residents.running
+        while not self.residents.grow(sequence, num_tokens):
             victim = max(
-                (s for s in self._running if s > sequence and s.last_step != self._num_steps),
+                (s for s in running if s > sequence and s.last_step != self._num_steps),
                 default=None,
             )
             if victim is None:
                 return False
             self._preempt(victim)
-        sequence.pages.extend(pages)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
-        self._vacate(sequence)
+        self.residents.vacate(sequence)
         heapq.heappush(self._waiting, sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Let go of a sequence that has finished."""
         if sequence.is_resident:
-            self._vacate(sequence)
+            self.residents.vacate(sequence)
         samples = self._live[sequence.request.request_id]
         samples.remove(sequence)
         if not samples:
@@ -528,29 +417,6 @@ class Scheduler:
         del self._live[request.request_id]
         if self.held.pop(request.request_id, None) is None:
             self.demands -= Counter((request.demands,))
-
-    def _vacate(self, sequence: Sequence) -> None:
-        self._running.remove(sequence)
-        slot, pages = sequence.move_out()
-        self._free_slots.append(slot)
-        self.pages.release(pages)
-
-    def _tidy(self, sequence: Sequence) -> None:
-        """Give back pages that no step in flight may need, and name those that have been filled."""
-        config = self.config
-        if not sequence.is_prefilled or config.exact:
-            return
-        num_known, page_size = len(sequence.token_ids) - 1, config.page_size
-        most = min(num_known + sequence.most_in_flight, sequence.request.max_length - 1)
-        needed = -(-most // page_size)
-        if needed < len(sequence.pages):
-            self.pages.release(sequence.pages[needed:])
-            del sequence.pages[needed:]
-        num_filled = num_known // page_size
-        is_wanted = config.enable_prefix_caching and self.prefixes.snapshots is None
-        if is_wanted and num_filled > sequence.num_named:
-            extend_keys(sequence.keys, sequence.token_ids, page_size, b"")
-            self._name(sequence, num_filled)
 
 
 def _land(sequences: Iterable[Sequence], most_tokens: int) -> None:

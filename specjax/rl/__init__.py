@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from specjax.rl.distill import OnlineDistiller, RefitReport
     from specjax.rl.engine import RolloutEngine
     from specjax.rl.freshness import VersionAcceptance
-    from specjax.rl.ray_workers import RayRollouts, WorkersDied
+    from specjax.rl.ray_pool import WorkersDied
+    from specjax.rl.ray_workers import RayRollouts
     from specjax.rl.rollouts import (
         PaddedRollouts,
         Rollout,
@@ -46,7 +47,7 @@ _MODULES = {
     "RolloutError": "specjax.rl.rollouts",
     "VersionAcceptance": "specjax.rl.freshness",
     "RayRollouts": "specjax.rl.ray_workers",
-    "WorkersDied": "specjax.rl.ray_workers",
+    "WorkersDied": "specjax.rl.ray_pool",
     "PaddedRollouts": "specjax.rl.rollouts",
     "Rollout": "specjax.rl.rollouts",
     "RolloutBatch": "specjax.rl.rollouts",

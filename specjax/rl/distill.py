@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
-from specjax.config import check_positive
+from specjax.checks import check_positive
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.rl.engine import RolloutEngine
 from specjax.rl.rollouts import Rollout, Score

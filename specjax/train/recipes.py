@@ -18,7 +18,8 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.save import save_checkpoint
 from specjax.checkpoint.writing import write_whole
-from specjax.config import SpeculativeConfig, check_count, check_positive
+from specjax.checks import check_count, check_positive
+from specjax.config import SpeculativeConfig
 from specjax.device.drafters import eagle, eagle3
 from specjax.device.models import llama, qwen3_5
 from specjax.device.models.registry import load_model

@@ -30,8 +30,8 @@ from specjax.engine.batch import (
     run_admit,
     unpack_outputs,
 )
+from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
 from specjax.host.request import Request
-from specjax.host.scheduler import Chunk, DecodePlan, PrefillPlan
 from specjax.host.sequence import Sequence
 from specjax.outputs import Logprob
 from specjax.sampling_params import (

@@ -35,8 +35,8 @@ from specjax.engine.programs import (
     covers,
     keys_of,
 )
+from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
-from specjax.host.scheduler import DecodePlan, PrefillPlan
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.sampling_params import SamplingParams
 

@@ -12,9 +12,10 @@ import pytest
 from specjax.config import EngineConfig
 from specjax.host import prefix_cache
 from specjax.host.pages import PageAllocator
+from specjax.host.plans import PrefillPlan
 from specjax.host.prefix_cache import PrefixCache, SnapshotIndex, extend_keys
 from specjax.host.request import Request
-from specjax.host.scheduler import PrefillPlan, Scheduler
+from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.sampling_params import SamplingParams

@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 
 from specjax.config import EngineConfig
+from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.prefix_cache import extend_keys
 from specjax.host.request import Request
-from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler
+from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput
 from specjax.host.speculation.policy import PolicyRule, StaticPolicy
 from specjax.sampling_params import SamplingParams

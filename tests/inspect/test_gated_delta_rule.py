@@ -14,7 +14,7 @@ from pallas_kernels.gated_delta_rule import (
     gated_delta_rule,
     num_ring_columns,
 )
-from pallas_kernels.gated_delta_rule.triton import DeltaRuleTuning
+from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning
 from specjax.inspect.resources import Resources
 
 MODELS = {"Qwen3.5-4B": Heads(16, 32, 128, 128), "Qwen3.5-27B": Heads(16, 48, 128, 128)}

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from support.one_thread_ray import Death, FailingEngine, OneThread
 
-from specjax.rl import ray_workers
-from specjax.rl.ray_workers import RayRollouts, WorkersDied
+from specjax.rl import ray_pool, ray_worker, ray_workers
+from specjax.rl.ray_pool import WorkersDied
+from specjax.rl.ray_workers import RayRollouts
 from specjax.rl.rollouts import RolloutError
 
 
@@ -17,7 +18,7 @@ from specjax.rl.rollouts import RolloutError
 def one_thread(monkeypatch):
     made = OneThread()
     monkeypatch.setattr(ray_workers, "_import_ray", lambda: made)
-    monkeypatch.setattr(ray_workers, "RolloutEngine", FailingEngine)
+    monkeypatch.setattr(ray_worker, "RolloutEngine", FailingEngine)
     monkeypatch.setattr(FailingEngine, "plan", defaultdict(list))
     return made
 
@@ -47,15 +48,15 @@ def test_a_closed_one_says_so(failing):
     failing.close()
     with pytest.raises(RuntimeError, match="is closed"):
         failing.generate([[1]])
-    assert ray_workers.MAX_DEATHS == 3
+    assert ray_pool.MAX_DEATHS == 3
 
 
 def facts_of(workers):
     """What all workers have, and every one that replaces them would have."""
-    found = workers._everywhere("call", "facts")
-    for worker in workers._workers:
-        workers._ray.kill(worker)
-    assert workers._everywhere("call", "facts") == found
+    found = workers._pool.call_all("facts")
+    for worker in workers._pool.workers:
+        workers._pool._ray.kill(worker)
+    assert workers._pool.call_all("facts") == found
     assert found == [found[0]] * len(found)
     return found[0]
 
@@ -77,14 +78,14 @@ def weights_of(value, drafter=None):
 )
 def test_workers_are_updated_all_or_none(failing, plan, raised):
     failing.update_weights(weights_of(1), 3)
-    before = list(failing._workers)
+    before = list(failing._pool.workers)
     FailingEngine.plan["update_weights"] = list(plan)
-    failing._ray.kills_late = True
+    failing._pool._ray.kills_late = True
     with pytest.raises(raised):
         failing.update_weights(weights_of(2))
-    failing._ray.kills_late = False
+    failing._pool._ray.kills_late = False
     refused = all(isinstance(error, ValueError) for error in plan)
-    assert (failing._workers == before) == refused
+    assert (failing._pool.workers == before) == refused
     assert failing.version == 3
     assert facts_of(failing) == (3, 0, 1, None, 0)
     assert failing.update_weights(weights_of(2)).version == 4
@@ -158,7 +159,7 @@ def test_a_stream_goes_on_only_while_workers_are_awake_and_there(failing):
 
 
 def test_a_worker_that_could_not_be_built_is_built_again(failing):
-    failing._ray.kill(failing._workers[1])
+    failing._pool._ray.kill(failing._pool.workers[1])
     FailingEngine.plan["build"] = [MemoryError("full")]
     with pytest.raises(MemoryError, match="full"):
         failing.metrics()
@@ -198,8 +199,8 @@ def test_workers_that_do_not_fit_are_refused(one_thread):
 
 
 def worker_of(monkeypatch):
-    monkeypatch.setattr(ray_workers, "RolloutEngine", FailingEngine)
-    return ray_workers._Worker("folder", {}, ray_workers._State(), None, None)
+    monkeypatch.setattr(ray_worker, "RolloutEngine", FailingEngine)
+    return ray_worker.Worker("folder", {}, ray_worker.WorkerState(), None, None)
 
 
 def test_a_call_that_was_aborted_before_it_began_generates_nothing(monkeypatch):

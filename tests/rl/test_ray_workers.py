@@ -12,7 +12,8 @@ from support.engines import SIZES, K
 
 from specjax.device.models.registry import load_model
 from specjax.rl.engine import RolloutEngine
-from specjax.rl.ray_workers import RayRollouts, WorkersDied
+from specjax.rl.ray_pool import WorkersDied
+from specjax.rl.ray_workers import RayRollouts
 from specjax.sampling_params import SamplingParams
 
 ROOT = Path(__file__).parents[2]
@@ -183,7 +184,7 @@ def test_weights_reach_all_workers_and_those_that_replace_them(
     assert update.version == workers.version == single.version
     assert workers.checksums() == [single.checksum()] * 2
     workers.update_drafter(single.params.drafter)
-    ray.kill(workers._workers[1])
+    ray.kill(workers._pool.workers[1])
     assert workers.checksums() == [single.checksum()] * 2
     prompts = ragged_prompts(5, 6, 7, 8)
     assert_same(workers.generate(prompts, PARAMS), single.generate(prompts, PARAMS))
@@ -210,7 +211,7 @@ def test_an_update_that_fails_on_one_worker_is_taken_back_on_all(ray, workers, s
 
         worker.engine.update_weights = update_weights
 
-    ray.get(workers._workers[1].__ray_call__.remote(break_updates))
+    ray.get(workers._pool.workers[1].__ray_call__.remote(break_updates))
     weights = scaled(original, 1.5)
     with pytest.raises(MemoryError, match="no room"):
         workers.update_weights(weights)
@@ -229,7 +230,7 @@ def test_what_dead_workers_had_is_done_by_others(ray, workers, single, ragged_pr
     found = []
     for rollout in workers.stream(prompts, params):
         if not found:  # one of them is in the middle of its work, the other about to begin
-            for worker in list(workers._workers):
+            for worker in list(workers._pool.workers):
                 ray.kill(worker)
         found.append(rollout)
     keys = [(one.prompt_index, one.sample_index) for one in found]
@@ -312,7 +313,7 @@ def test_a_stream_ends_when_the_workers_sleep(workers, ragged_prompts):
 def test_workers_sleep_and_wake(ray, workers):
     before = workers.checksums()
     workers.sleep(2)
-    ray.kill(workers._workers[0])
+    ray.kill(workers._pool.workers[0])
     with pytest.raises(RuntimeError, match="asleep; call wake_up"):
         workers.generate([[1]], PARAMS)
     workers.wake_up()

@@ -17,20 +17,42 @@ from support.simulated_device import SimulatedPrograms
 
 from specjax.engine.batch import Part
 from specjax.engine.engine import Engine
+from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
 from specjax.host.prefix_cache import Key, SnapshotIndex
-from specjax.host.scheduler import DecodePlan, PrefillPlan, Scheduler, StepPlan
+from specjax.host.residents import Residents
+from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
+
+
+class CheckedResidents(Residents):
+    """Checks that no name of a page is given to two histories."""
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.named: dict[Key, tuple[int, int]] = {}  # the digests that end a page, by its name
+        self._digests: dict[Sequence, list[int]] = {}
+
+    def _name(self, sequence: Sequence, num_pages: int) -> None:
+        super()._name(sequence, num_pages)
+        digests = self._digests.setdefault(sequence, [EMPTY])
+        for token in sequence.token_ids[len(digests) - 1 :]:
+            digests.append(fold(digests[-1], [token]))
+        for number, key in enumerate(sequence.keys[:num_pages], start=1):
+            end = number * self._config.page_size
+            held = digests[end], digests[end + 1]
+            assert self.named.setdefault(key, held) == held, "one name for two histories"
 
 
 class CheckedScheduler(Scheduler):
     """Checks every plan against the budgets and shapes that it was made for."""
 
+    residents: CheckedResidents
+
     def __init__(self, *arguments: Any, tally: Counter, **options: Any):
         super().__init__(*arguments, **options)
+        self.residents = CheckedResidents(self.config, options["num_snapshots"])
         self.tally = tally
         self.last_plan: StepPlan | None = None
-        self.named: dict[Key, tuple[int, int]] = {}  # the digests that end a page, by its name
-        self._digests: dict[Sequence, list[int]] = {}
         self._left_out: Counter = Counter()
 
     def schedule(self) -> StepPlan | None:
@@ -87,7 +109,7 @@ class CheckedScheduler(Scheduler):
             return
         before, self._left_out = self._left_out, Counter()
         k = max(self.policy.choices)
-        for sequence in self._running:
+        for sequence in self.residents.running:
             room = len(sequence.pages) * self.config.page_size
             has_room = room >= min(sequence.most_computed + k + 1, sequence.request.max_length - 1)
             may_run = not sequence.is_prefilled or (sequence.may_go_on and has_room)
@@ -107,16 +129,6 @@ class CheckedScheduler(Scheduler):
             assert sequence.is_finished or kept == len(row.tokens), "tokens are lost"
             assert not had_finished or (kept == 0 and sequence not in touched)
         return num_kept, touched
-
-    def _name(self, sequence: Sequence, num_pages: int) -> None:
-        super()._name(sequence, num_pages)
-        digests = self._digests.setdefault(sequence, [EMPTY])
-        for token in sequence.token_ids[len(digests) - 1 :]:
-            digests.append(fold(digests[-1], [token]))
-        for number, key in enumerate(sequence.keys[:num_pages], start=1):
-            end = number * self.config.page_size
-            held = digests[end], digests[end + 1]
-            assert self.named.setdefault(key, held) == held, "one name for two histories"
 
     def _preempt(self, sequence: Sequence) -> None:
         self.tally["preemptions"] += 1
@@ -184,7 +196,7 @@ class CheckedEngine(Engine):
     def check(self) -> None:
         """Check who owns what, and what the host believes of the device."""
         scheduler, config = self.scheduler, self.config
-        running, pages = scheduler._running, scheduler.pages
+        running, pages = scheduler.residents.running, scheduler.pages
         owners = Counter(page for sequence in running for page in sequence.pages)
         assert [owners[page] for page in range(config.num_pages)] == pages._num_owners
         assert set(pages._free) == set(range(config.num_pages)) - set(owners)
@@ -193,7 +205,7 @@ class CheckedEngine(Engine):
             sharers = {page: s.request.request_id for s in running for page in s.pages}
             assert all(sharers[page] == s.request.request_id for s in running for page in s.pages)
         slots = [sequence.slot for sequence in running]
-        assert sorted([*slots, *scheduler._free_slots]) == list(range(config.max_num_seqs))
+        assert sorted([*slots, *scheduler.residents.free_slots]) == list(range(config.max_num_seqs))
         for sequence in running:
             self._check_resident(sequence)
         waiting = [s for s in scheduler._waiting if not s.is_finished]
@@ -231,7 +243,7 @@ class CheckedEngine(Engine):
 
     def _check_names(self) -> None:
         """What can be found is what it is called; other cells are looked at when they are read."""
-        device, named = self.programs, self.scheduler.named
+        device, named = self.programs, self.scheduler.residents.named
         for page, key in self.scheduler.pages._names.items():
             last = (page + 1) * self.config.page_size - 1
             held = int(device.target[last]), int(device.drafter[last])
@@ -240,7 +252,9 @@ class CheckedEngine(Engine):
     def _check_snapshots(self, snapshots: SnapshotIndex) -> None:
         for key, snapshot in snapshots._by_key.items():
             state = self.programs.snapshots[snapshot]
-            assert state == self.scheduler.named[key][0], "a snapshot is not what it is called"
+            assert state == self.scheduler.residents.named[key][0], (
+                "a snapshot is not what it is called"
+            )
         ids = [*snapshots._free, *snapshots._by_key.values()]
         assert sorted(ids) == list(range(self.config.num_snapshots)), f"snapshots {ids}"
 
@@ -248,7 +262,7 @@ class CheckedEngine(Engine):
         """Of the requests that have a grammar to follow."""
         return {
             sequence.slot
-            for sequence in self.scheduler._running
+            for sequence in self.scheduler.residents.running
             if sequence.matcher and not sequence.error and not sequence.is_finished
         }
 

@@ -130,7 +130,7 @@ def _serve(engine: Engine, requests: list[Request], rng: Rng) -> _Served:
         is_told = sequence.finish_reason == "abort" or delivered[sequence] == sequence.output
         assert sequence.is_finished and is_told
     assert not scheduler.has_work and scheduler.pages.num_free == config.num_pages
-    assert len(scheduler._free_slots) == config.max_num_seqs
+    assert len(scheduler.residents.free_slots) == config.max_num_seqs
     metrics = engine.metrics()
     tally["steps"] = metrics.num_steps
     tally["tokens"] = metrics.num_generation_tokens

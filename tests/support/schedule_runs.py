@@ -52,7 +52,7 @@ class Run:
                 if ids:
                     self.end(engine.abort(ids[self.rng.integers(len(ids))]))
             elif name == "preempt":  # as if pages had run out; they keep what they hold
-                running = list(engine.scheduler._running)
+                running = list(engine.scheduler.residents.running)
                 if chance(self.rng, 0.5):  # with a prompt half run
                     running = [s for s in running if not s.is_prefilled] or running
                 if running:
@@ -141,9 +141,9 @@ class Run:
         scheduler, config = self.engine.scheduler, self.engine.config
         self.engine.drain()
         assert not self.engine._in_flight
-        assert not scheduler.has_work and not scheduler._running and not scheduler._live
+        assert not scheduler.has_work and not scheduler.residents.running and not scheduler._live
         assert scheduler.pages.num_free == config.num_pages
-        assert len(scheduler._free_slots) == config.max_num_seqs
+        assert len(scheduler.residents.free_slots) == config.max_num_seqs
         assert all(sequence.is_finished for sequence in self.samples)
         metrics = self.engine.metrics()
         assert metrics.num_generation_tokens == sum(s.num_output for s in self.samples)

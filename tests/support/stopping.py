@@ -56,7 +56,7 @@ def assert_idle(llm):
     scheduler = llm.engine.scheduler
     assert not llm.engine.has_work and scheduler.num_running == 0
     assert scheduler.pages.num_free == scheduler.pages.num_pages
-    assert sorted(scheduler._free_slots) == list(range(llm.engine.config.max_num_seqs))
+    assert sorted(scheduler.residents.free_slots) == list(range(llm.engine.config.max_num_seqs))
 
 
 def cut(tokenizer, token_ids, stop, *, min_tokens=0, include=False):

@@ -1,0 +1,47 @@
+"""The output's norm, over all rows of a head: a kernel of its own, as their programs are apart."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gated_delta_rule.triton.arithmetic import silu
+from pallas_kernels.triton_call import load, store, triton_call
+
+
+def run_norm(out, x, norm, heads, *, eps, config, interpret):
+    """Outputs [B, T, H_v, D_v] normed, and gated by the z in x."""
+    (out,) = triton_call(
+        partial(_norm_kernel, channels=heads.channels, tile=config.norm_heads, eps=eps),
+        [out, x, norm],
+        [jax.ShapeDtypeStruct(out.shape, out.dtype)],
+        name="gated_delta_rule_norm",
+        grid=(pl.cdiv(heads.num_values, config.norm_heads), *x.shape[:2]),
+        num_warps=4,
+        aliases={0: 0},
+        interpret=interpret,
+    )
+    return out
+
+
+def _norm_kernel(_, x_ref, norm_ref, out_ref, *, channels, tile, eps):
+    """See `reference.gated_norm`; rounds where that does. Being a kernel of its own, it rounds the
+    same in every shape."""
+    num_heads, value_dim = out_ref.shape[2:]
+    part, row, t = (pl.program_id(i) for i in range(3))
+    head = (part * tile + jnp.arange(tile, dtype=jnp.int32))[:, None]
+    value = jnp.arange(value_dim, dtype=jnp.int32)[None]
+    # The interpreter stores what was there where the mask is false: to no head, then.
+    at = out_ref.at[row, t, jnp.where(head < num_heads, head, num_heads), value]
+    mask = jnp.broadcast_to(head < num_heads, (tile, value_dim))
+    o = load(at, mask=mask, other=0.0)
+    z = load(x_ref.at[row, t, channels + head * value_dim + value], mask=mask, other=0.0)
+    norm = norm_ref[value]
+    y = o.astype(jnp.float32)
+    y = y * jax.lax.rsqrt(jnp.sum(y * y, axis=1, keepdims=True) / value_dim + eps)
+    y = y.astype(o.dtype).astype(jnp.float32) * norm.astype(jnp.float32)
+    y = y.astype(jnp.promote_types(o.dtype, norm.dtype)).astype(jnp.float32)
+    # A row of padding is zero whatever its gate.
+    y = jnp.where(o == 0, 0.0, y * silu(z.astype(jnp.float32)))
+    store(at, y.astype(o.dtype), mask=mask)

@@ -1,0 +1,185 @@
+"""What a prompt's chunks are to any state, prepared for all of them at once."""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gated_delta_rule.reference import EPSILON
+from pallas_kernels.gated_delta_rule.triton.arithmetic import (
+    dot_f32,
+    dot_f32_t,
+    invert_unit_lower,
+    sigmoid,
+    silu,
+    softplus,
+)
+from pallas_kernels.gated_delta_rule.triton.batch_row import BatchRow, column_of
+from pallas_kernels.triton_call import load, triton_call
+
+
+class Chunks(NamedTuple):
+    """What a prompt's chunks of C tokens are to the state, f32: with `reference.recur_chunks`'
+    names and T = (I + A)^-1, 4 (3 D_k + D_v + C) bytes for each token and value head."""
+
+    u: Any  # [B, H_v, N C, D_v], T beta V
+    w: Any  # [B, H_v, N C, D_k], T beta e^G K
+    q: Any  # [B, H_v, N C, D_k], e^G Q
+    k: Any  # [B, H_v, N C, D_k], e^(G_end - G) K
+    inner: Any  # [B, H_v, N C, C], tril(e^(G_i - G_j) Q K^T)
+    grown: Any  # [B, H_v, N], e^(G_end)
+
+
+def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
+    """The cache's ring and gates, unchanged, and the `Chunks` of `chunk` tokens each.
+
+    `where` is from layer to pending. Of the cache the ring goes through every kernel of a prompt:
+    only when all programs have read it is it written.
+    """
+    heads, (batch, length, _) = cache.heads, x.shape
+    num_chunks = pl.cdiv(cache.most_pending(weights.conv.shape[0]) + length, chunk)
+    columns = heads.value_dim, *(heads.key_dim,) * 3, chunk
+    wide = batch, heads.num_values, num_chunks * chunk
+    chunks = [jax.ShapeDtypeStruct((*wide, n), jnp.float32) for n in columns]
+    chunks += [jax.ShapeDtypeStruct((*wide[:2], num_chunks), jnp.float32)]
+    piece = min(config.prepare_piece, heads.key_dim, heads.value_dim)
+    ring, gates, *chunks = triton_call(
+        partial(_prepare_kernel, chunk=chunk, piece=piece),
+        [*cache[1:], x, *where, *weights[:3]],
+        [*(jax.ShapeDtypeStruct(z.shape, z.dtype) for z in cache[1:]), *chunks],
+        name="gated_delta_rule_prepare",
+        grid=(num_chunks, heads.num_values, batch),
+        num_warps=config.prepare_warps,
+        aliases={0: 0, 1: 1},
+        interpret=interpret,
+    )
+    return ring, gates, Chunks(*chunks)
+
+
+class _Tokens(NamedTuple):
+    """The tokens of a chunk: new ones are in x, those before them in the ring."""
+
+    x: Any
+    ring: Any
+    gates: Any
+    row: BatchRow
+    end: Any  # place after the last new one
+    places: Any  # i32[C]
+
+    def convolved(self, conv_ref, channel):
+        """What the convolution makes of all tokens in these channels."""
+        start = self.row.start
+        y = jnp.zeros((len(self.places), len(channel)), jnp.float32)
+        num_taps = conv_ref.shape[0]
+        for tap in range(num_taps):
+            place = (self.places - (num_taps - 1 - tap))[:, None]
+            in_x = jnp.broadcast_to((place >= start) & (place < self.end), y.shape)
+            in_ring = jnp.broadcast_to((place >= 0) & (place < start), y.shape)
+            t = jnp.clip(place - start, 0, self.x.shape[1] - 1)
+            new = load(self.x.at[self.row.index, t, channel[None]], mask=in_x, other=0.0)
+            column = column_of(place, self.ring.shape[2])
+            at = self.row.layer, self.row.slot, column, channel[None]
+            old = load(self.ring.at[at], mask=in_ring, other=0.0)
+            raw = jnp.where(in_x, new.astype(old.dtype), old).astype(jnp.float32)
+            y = y + raw * conv_ref[tap, channel].astype(jnp.float32)[None]
+        return jnp.where(self.places[:, None] < self.end, silu(y), 0.0)
+
+    def read_gates(self, head, log_decay_ref, decay_bias_ref):
+        """g and beta of all tokens in a head; zeros past the last."""
+        places, start, num_heads = self.places, self.row.start, self.gates.shape[4]
+        in_x, in_ring = (places >= start) & (places < self.end), places < start
+        t = jnp.clip(places - start, 0, self.x.shape[1] - 1)
+        first = self.x.shape[2] - 2 * num_heads
+        b, a = (
+            load(
+                self.x.at[self.row.index, t, first + n * num_heads + head], mask=in_x, other=0.0
+            ).astype(jnp.float32)
+            for n in range(2)
+        )
+        at = self.row.layer, self.row.slot
+        g, beta = (
+            load(
+                self.gates.at[*at, column_of(places, self.ring.shape[2]), jnp.int32(n), head],
+                mask=in_ring,
+                other=0.0,
+            )
+            for n in range(2)
+        )
+        rate, bias = -jnp.exp(log_decay_ref[head]), decay_bias_ref[head]
+        g = jnp.where(in_x, rate * softplus(a + bias), g)
+        return g, jnp.where(in_x, sigmoid(b), beta)
+
+
+def _prepare_kernel(*refs, chunk, piece):
+    """Of a chunk in one value head, all that needs no state: see `Chunks`. Pending tokens are the
+    first of the first chunk. Channels are taken in pieces, twice over where they are normed: so
+    few registers hold a chunk."""
+    _, _, x_ref, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
+    conv_ref, log_decay_ref, decay_bias_ref, ring_ref, gates_ref, *chunks = refs
+    chunks = Chunks(*chunks)
+    num_slots, num_columns, channels = ring_ref.shape[1:]
+    num_heads, value_dim, key_dim = gates_ref.shape[4], chunks.u.shape[3], chunks.w.shape[3]
+    num_taps = conv_ref.shape[0]
+    most_pending = (num_columns - num_taps + 1) // 2
+    key_channels = (channels - num_heads * value_dim) // 2
+    heads_per_key = num_heads * key_dim // key_channels
+
+    n, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    row = BatchRow.read(row, layer_ref, slots_ref, positions_ref)
+    num_pending = row.num_pending(pending_ref, most_pending)
+    end = row.start + row.count
+    i = jnp.arange(chunk, dtype=jnp.int32)
+    places = row.start - num_pending + n * chunk + i
+    tokens = _Tokens(x_ref, ring_ref, gates_ref, row, end, places)
+    lanes = jnp.arange(piece, dtype=jnp.int32)
+    q_channels = head // heads_per_key * key_dim
+    k_channels = key_channels + q_channels
+    v_channels = 2 * key_channels + head * value_dim
+
+    def convolved(first):
+        return tokens.convolved(conv_ref, first + lanes)
+
+    def write(ref, columns, z):
+        ref[row.index, head, (n * chunk + i)[:, None], columns[None]] = z
+
+    @pl.when(row.is_live(num_slots) & (n * chunk < num_pending + row.count))
+    def _():
+        def over_keys(p, sums):
+            qk, kk, qq, norms = sums
+            q, k = convolved(q_channels + p * piece), convolved(k_channels + p * piece)
+            qq, norms = qq + jnp.sum(q * q, axis=1), norms + jnp.sum(k * k, axis=1)
+            return qk + dot_f32_t(q, k), kk + dot_f32_t(k, k), qq, norms
+
+        square, one = jnp.zeros((chunk, chunk), jnp.float32), jnp.zeros((chunk,), jnp.float32)
+        sums = jax.lax.fori_loop(0, key_dim // piece, over_keys, (square, square, one, one))
+        qk, kk, *norms = sums
+        q_norm, k_norm = (jax.lax.rsqrt(z + EPSILON) for z in norms)
+        q_norm = q_norm * key_dim**-0.5
+
+        g, beta = tokens.read_gates(head, log_decay_ref, decay_bias_ref)
+        is_before, is_before_strictly = i[None] <= i[:, None], i[None] < i[:, None]
+        total, last = jnp.sum(jnp.where(is_before, g[None], 0.0), axis=1), jnp.sum(g, axis=0)
+        # Above the diagonal the difference is positive, and may be too large for exp.
+        difference = jnp.where(is_before, total[:, None] - total[None], 0.0)
+        decay = jnp.where(is_before, jnp.exp(difference), 0.0) * k_norm[None]
+        write(chunks.inner, i, decay * qk * q_norm[:, None])
+        lower = jnp.where(is_before_strictly, decay * kk, 0.0) * (beta * k_norm)[:, None]
+        inverse = invert_unit_lower(lower, i)
+        grown = jnp.exp(total)
+        chunks.grown[row.index, head, n] = jnp.exp(last)
+
+        def values(p, _):
+            v = convolved(v_channels + p * piece)
+            write(chunks.u, p * piece + lanes, dot_f32(inverse, beta[:, None] * v))
+
+        def keys(p, _):
+            q, k = convolved(q_channels + p * piece), convolved(k_channels + p * piece)
+            columns = p * piece + lanes
+            write(chunks.q, columns, (grown * q_norm)[:, None] * q)
+            write(chunks.k, columns, (jnp.exp(last - total) * k_norm)[:, None] * k)
+            write(chunks.w, columns, dot_f32(inverse, (beta * grown * k_norm)[:, None] * k))
+
+        jax.lax.fori_loop(0, value_dim // piece, values, None)
+        jax.lax.fori_loop(0, key_dim // piece, keys, None)

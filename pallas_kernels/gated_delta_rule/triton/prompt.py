@@ -1,0 +1,157 @@
+"""A prompt of the gated delta rule, in chunks: prepared, folded into a state, kept in the ring.
+
+What chunks are to any state is prepared for all of them at once; then each program folds them into
+its rows of one, one by one; and a third kernel writes what stays in the ring: without the first
+done, NaN would fill columns that a program has yet to read. In one kernel the first two would take
+more registers than there are.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gated_delta_rule.triton.arithmetic import dot_f32, dot_f32_t
+from pallas_kernels.gated_delta_rule.triton.batch_row import BatchRow
+from pallas_kernels.gated_delta_rule.triton.prepare import Chunks, prepare_chunks
+from pallas_kernels.gated_delta_rule.types import DeltaRuleCache
+from pallas_kernels.triton_call import load, store, triton_call
+
+
+def run_prompt(x, weights, cache, where, config, interpret):
+    """Outputs [B, T, H_v, D_v] before the norm, and the cache; `where` is from layer to pending."""
+    heads, (batch, length, _) = cache.heads, x.shape
+    num_taps = weights.conv.shape[0]
+    most_pending = cache.most_pending(num_taps)
+    chunk = max(16, min(config.chunk, pl.next_power_of_2(most_pending + length)))
+    ring, gates, chunks = prepare_chunks(
+        x, weights, cache, where, chunk=chunk, config=config, interpret=interpret
+    )
+    tile = min(config.chunk_values, heads.value_dim)
+    state_shape, *ring_shapes = (jax.ShapeDtypeStruct(z.shape, z.dtype) for z in cache)
+    out_shape = batch, length, heads.num_values, heads.value_dim
+    state, out = triton_call(
+        partial(
+            _chunk_kernel,
+            chunk=chunk,
+            tile=tile,
+            piece=min(config.chunk_piece, heads.key_dim),
+            most_pending=most_pending,
+        ),
+        [cache.state, *where, *chunks],
+        [state_shape, jax.ShapeDtypeStruct(out_shape, x.dtype)],
+        name="gated_delta_rule_chunks",
+        grid=(heads.value_dim // tile, heads.num_values, batch),
+        num_warps=config.chunk_warps,
+        aliases={0: 0},
+        interpret=interpret,
+    )
+    ring, gates = triton_call(
+        partial(_keep_kernel, num_taps=num_taps, tile=config.keep_channels),
+        [ring, gates, x, *where[:3]],
+        ring_shapes,
+        name="gated_delta_rule_keep",
+        grid=(pl.cdiv(heads.channels, config.keep_channels), ring.shape[2], batch),
+        num_warps=4,
+        aliases={0: 0, 1: 1},
+        interpret=interpret,
+    )
+    return out, DeltaRuleCache(state, ring, gates)
+
+
+def _chunk_kernel(*refs, chunk, tile, piece, most_pending):
+    """See `reference.recur_chunks`. A row of the state needs no other, so a program may own a tile
+    of them."""
+    _, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
+    *chunks, state_ref, out_ref = refs
+    chunks = Chunks(*chunks)
+    _, num_slots, _, _, key_dim = state_ref.shape
+    length = out_ref.shape[1]
+    pieces = range(key_dim // piece)
+
+    head, row = pl.program_id(1), pl.program_id(2)
+    row = BatchRow.read(row, layer_ref, slots_ref, positions_ref)
+    num_pending = row.num_pending(pending_ref, most_pending)
+    is_live = row.is_live(num_slots)
+
+    lanes = jnp.arange(piece, dtype=jnp.int32)
+    values = pl.program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
+    i = jnp.arange(chunk, dtype=jnp.int32)
+
+    def write_rows(is_written, t, o):
+        # The interpreter stores what was there where the mask is false: then not to a real row.
+        at = row.index, jnp.where(is_written, t, length)[None], head, values[:, None]
+        mask = jnp.broadcast_to(is_written[None], (tile, chunk))
+        store(out_ref.at[at], o.astype(out_ref.dtype), mask=mask)
+
+    @pl.when(is_live)
+    def _():
+        def fold(n, states):
+            def read(ref, columns):
+                return ref[row.index, head, (n * chunk + i)[:, None], columns[None]]
+
+            # Transposed, as the state is: both are then rows of products, which stay in registers.
+            u = chunks.u[row.index, head, (n * chunk + i)[None], values[:, None]]
+            o = jnp.zeros((tile, chunk), jnp.float32)
+            for p, s in enumerate(states):
+                u = u - dot_f32_t(s, read(chunks.w, p * piece + lanes))
+                o = o + dot_f32_t(s, read(chunks.q, p * piece + lanes))
+            o = o + dot_f32_t(u, read(chunks.inner, i))
+            t = n * chunk + i - num_pending
+            write_rows((t >= 0) & (t < row.count), t, o)
+            grown = chunks.grown[row.index, head, n]
+            return tuple(
+                grown * s + dot_f32(u, read(chunks.k, p * piece + lanes))
+                for p, s in enumerate(states)
+            )
+
+        own = [
+            (row.layer, row.slot, head, values[:, None], (p * piece + lanes)[None]) for p in pieces
+        ]
+        known = jnp.broadcast_to(row.start > num_pending, (tile, piece))
+        states = tuple(load(state_ref.at[at], mask=known, other=0.0) for at in own)
+        num_chunks = (num_pending + row.count + chunk - 1) // chunk
+        states = jax.lax.fori_loop(0, num_chunks, fold, states)
+        for at, s in zip(own, states, strict=True):
+            state_ref[at] = s
+
+    num_done = jnp.where(is_live, row.count, 0)
+
+    def clear(n, _):
+        t = n * chunk + i
+        write_rows((t >= num_done) & (t < length), t, jnp.zeros((tile, chunk)))
+
+    jax.lax.fori_loop(num_done // chunk, (length + chunk - 1) // chunk, clear, None)
+
+
+def _keep_kernel(*refs, num_taps, tile):
+    """Of what a prompt leaves in the ring, one column: NaN, unless it holds one of the last W - 1
+    tokens. Those older than the prompt are there already."""
+    _, _, x_ref, layer_ref, slots_ref, positions_ref, ring_ref, gates_ref = refs
+    num_slots, num_columns, channels = ring_ref.shape[1:]
+    num_heads, length = gates_ref.shape[4], x_ref.shape[1]
+    part, column, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
+    row = BatchRow.read(row, layer_ref, slots_ref, positions_ref)
+
+    @pl.when(row.is_live(num_slots))
+    def _():
+        end = row.start + row.count
+        # The last place before the end that has this column.
+        place = end - 1 - jax.lax.rem(end - 1 - column + num_columns, num_columns)
+        is_kept = place >= end - (num_taps - 1)
+        channel = part * tile + jnp.arange(tile, dtype=jnp.int32)
+        t = jnp.clip(place - row.start, 0, length - 1)
+        from_x = jnp.broadcast_to(is_kept & (place >= row.start), (tile,)) & (channel < channels)
+        new = load(x_ref.at[row.index, t, channel], mask=from_x, other=0.0).astype(ring_ref.dtype)
+        new = jnp.where(is_kept, new, jnp.full((tile,), jnp.nan, ring_ref.dtype))
+        is_there = is_kept & (place >= 0) & (place < row.start)
+        is_written = jnp.broadcast_to(~is_there, (tile,)) & (channel < channels)
+        store(ring_ref.at[row.layer, row.slot, column, channel], new, mask=is_written)
+
+        @pl.when(part == 0)
+        def _():
+            gate = jnp.arange(pl.next_power_of_2(2 * num_heads), dtype=jnp.int32)
+            at = row.layer, row.slot, column, gate // num_heads, jax.lax.rem(gate, num_heads)
+            nan = jnp.full(gate.shape, jnp.nan, jnp.float32)
+            store(gates_ref.at[at], nan, mask=gate < 2 * num_heads)

@@ -1,0 +1,112 @@
+"""Checks that settings have in common: a value is refused by its name, with what would do."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from numbers import Integral, Real
+from typing import Any
+
+
+def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    """Refuse a value that is not among the choices."""
+    if value not in choices:
+        raise ValueError(f"{name}={value!r} is not supported; choose one of {', '.join(choices)}")
+
+
+def check_flags(**values: Any) -> None:
+    """Refuse values that are not True or False."""
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name}={value!r} must be True or False")
+
+
+def check_positive(**values: int) -> None:
+    """Refuse values that are not integers of at least 1."""
+    for name, value in values.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 1:
+            raise ValueError(f"{name}={value!r} must be an integer of at least 1")
+
+
+def check_count(**values: int) -> None:
+    """Refuse values that are not integers of at least 0."""
+    for name, value in values.items():
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
+            raise ValueError(f"{name}={value!r} must be an integer of at least 0")
+
+
+def is_number(value: Any) -> bool:
+    """Whether it is a real number, of Python or NumPy, and no truth value."""
+    return isinstance(value, Real) and not isinstance(value, bool)
+
+
+def is_integer(value: Any) -> bool:
+    """Whether it is an integer, of Python or NumPy, and no truth value."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def parse_table(table: Any, most_drafts: int) -> tuple[tuple[int, int, int], ...]:
+    """A table [[lo, hi, K], ...]: K drafts where lo to hi requests decode together, as in vLLM.
+
+    Sizes between two entries have the K of the entry before; so do those beyond the last.
+
+    Raises:
+        ValueError: with the entry that is malformed.
+    """
+    name = "speculative_config.num_speculative_tokens_per_batch_size"
+    entries = _listed(table)
+    if not entries:
+        raise ValueError(f"{name}={table!r} must list entries [lo, hi, K], like [[1, 16, 3]]")
+    parsed: list[tuple[int, int, int]] = []
+    for i, entry in enumerate(entries):
+        where, numbers = f"{name}[{i}]={entry!r}", _listed(entry)
+        if len(numbers) != 3 or not all(map(is_integer, numbers)):
+            raise ValueError(f"{where} must be three integers: from and to a batch size, and K")
+        lo, hi, k = map(int, numbers)
+        if lo < 1 or hi < lo:
+            raise ValueError(f"{where} must have 1 <= lo <= hi, a range of batch sizes")
+        if not parsed and lo != 1:
+            raise ValueError(f"{where} must begin at batch size 1, as it is the first")
+        if parsed and lo <= parsed[-1][1]:
+            raise ValueError(
+                f"{where} must begin above batch size {parsed[-1][1]}, where the entry before "
+                "ends; order entries by size, without overlaps"
+            )
+        if not 0 <= k <= most_drafts:
+            raise ValueError(
+                f"{where} must have a K in 0..{most_drafts}, num_speculative_tokens; lower K or "
+                "raise that"
+            )
+        parsed.append((lo, hi, k))
+    return tuple(parsed)
+
+
+def parse_batches(given: Any) -> tuple[int, ...]:
+    """The sizes of `decode_batches`, rising.
+
+    Raises:
+        ValueError: what is no size of a batch.
+    """
+    if not isinstance(given, Iterable) or not (sizes := list(given)):
+        raise ValueError(f"decode_batches={given!r} must be batch sizes, as (1, 4, 16)")
+    check_positive(**{f"decode_batches[{i}]": size for i, size in enumerate(sizes)})
+    return tuple(sorted(set(sizes)))
+
+
+def parse_shapes(given: Any) -> tuple[tuple[int, int], ...]:
+    """The pairs (batch, width) of `prefill_shapes`, rising by width.
+
+    Raises:
+        ValueError: what is no such pair.
+    """
+    shapes = list(given) if isinstance(given, Iterable) else []
+    if not shapes or not all(isinstance(s, Sequence) and len(s) == 2 for s in shapes):
+        raise ValueError(
+            f"prefill_shapes={given!r} must be pairs (batch, width), as ((1, 512), (4, 128))"
+        )
+    for i, (batch, width) in enumerate(shapes):
+        check_positive(**{f"prefill_shapes[{i}][0]": batch, f"prefill_shapes[{i}][1]": width})
+    return tuple(sorted({(batch, width) for batch, width in shapes}, key=lambda s: s[::-1]))
+
+
+def _listed(value: Any) -> list[Any]:
+    """The items of a list, tuple or array; none of anything else."""
+    is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    return list(value) if is_list else []

@@ -1,0 +1,65 @@
+"""What a step is to run, as planned: chunks of prompts, and a round of speculation."""
+
+from dataclasses import dataclass
+
+from specjax.host.sequence import Sequence
+from specjax.host.shapes import Shape
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Tokens [start, start + count) of a sequence that is being prefilled."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    is_first: bool = False  # of this residence: the slot is new to the sequence
+    is_last: bool = False  # the sequence decodes from here on
+    is_resumed: bool = False  # what follows the last chunk is known already, and not to be sampled
+    restored: int | None = None  # the snapshot of the states that the first chunk goes on from
+    taken: int | None = None  # the snapshot to take of the states that the chunk leaves
+
+    @property
+    def samples(self) -> bool:
+        """Whether the chunk gives a token."""
+        return self.is_last and not self.is_resumed
+
+
+@dataclass(frozen=True)
+class PrefillPlan:
+    """A chunk of some sequences, run in a shape of `batch` rows by `width` tokens."""
+
+    chunks: tuple[Chunk, ...]
+    batch: int
+    width: int
+    wanted: Shape | None = None  # (batch, width) that would have suited it better
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Whose chunks they are, in order."""
+        return tuple(chunk.sequence for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class DecodePlan:
+    """A round of speculation, run in a shape of `batch` rows and `k` drafts."""
+
+    sequences: tuple[Sequence, ...]
+    batch: int
+    k: int
+    num_drafts: int  # of the k, those that may be accepted
+    wanted: Shape | None = None  # (batch, k) that would have suited it better
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What a step runs: chunks, and a round of the sequences that decoded before."""
+
+    prefill: PrefillPlan | None
+    decode: DecodePlan | None
+    num_tokens: int  # as the budgets count them
+
+    @property
+    def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
+        """What is launched, in order."""
+        return tuple(part for part in (self.prefill, self.decode) if part is not None)

@@ -1,0 +1,134 @@
+"""The sequences in residence, and what they hold: each a slot, and pages for its tokens."""
+
+from specjax.config import EngineConfig
+from specjax.host.pages import PageAllocator
+from specjax.host.plans import Chunk
+from specjax.host.prefix_cache import Key, Prefix, PrefixCache, SnapshotIndex, extend_keys
+from specjax.host.sequence import Sequence
+
+
+class Residents:
+    """Owns slots, pages and snapshots. Where pages run out it says so, and evicts nobody.
+
+    `num_snapshots` is for models whose prompts leave states beside their pages.
+    """
+
+    def __init__(self, config: EngineConfig, num_snapshots: int | None):
+        self._config = config
+        self._num_snapshots = num_snapshots
+        self._own_nothing()
+
+    def _own_nothing(self) -> None:
+        config = self._config
+        self.pages = PageAllocator(config.num_pages)
+        snapshots = None if self._num_snapshots is None else SnapshotIndex(self._num_snapshots)
+        self.prefixes = PrefixCache(self.pages, snapshots)
+        self.running: list[Sequence] = []
+        self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+
+    def drop_all(self) -> None:
+        """Begin anew with all slots and pages free; the counters go on."""
+        pages, snapshots = self.pages, self.prefixes.snapshots
+        self._own_nothing()
+        self.pages.num_evictions = pages.num_evictions
+        if snapshots is not None and self.prefixes.snapshots is not None:
+            self.prefixes.snapshots.num_evictions = snapshots.num_evictions
+
+    def settle_in(self, sequence: Sequence, chunk_width: int) -> Prefix | None:
+        """Give a sequence a free slot, and pages for the tokens that it has; what it found cached.
+
+        None if too few pages are free for it beside those that run. In exact mode chunks end after
+        multiples of `chunk_width` tokens.
+        """
+        page_size, exact = self._config.page_size, self._config.exact
+        tokens = sequence.token_ids
+        goal = len(tokens) - (sequence.num_output > 0)
+        salt = b"" if self._config.enable_prefix_caching else str(sequence.arrival).encode()
+        extend_keys(sequence.keys, tokens, page_size, salt)
+        keys = sequence.keys[: (goal - 1) // page_size]  # a token is left to run
+        prefix = self.prefixes.take(keys[: sequence.most_found // page_size])
+        most = sequence.request.max_length - 1 if exact else goal
+        needed = -(-most // page_size) - len(prefix.pages)
+        # A page for each of those that run, lest they preempt the newcomer at once.
+        spare = 0 if exact else len(self.running)
+        if needed + spare > self.pages.num_free and self.running:
+            self.pages.release(prefix.pages)
+            return None
+        pages = self.pages.allocate(needed)
+        assert pages is not None, "one request always fits"
+        num_cached = len(prefix.pages) * page_size
+        sequence.settle_in(self.free_slots.pop(), [*prefix.pages, *pages], goal, num_cached)
+        sequence.cuts = self._cuts(sequence, keys, len(prefix.pages), chunk_width)
+        self.running.append(sequence)
+        return prefix
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Let a sequence have pages for so many tokens; whether enough were free."""
+        # The last token is never run through the target: its key and value need no room.
+        num_tokens = min(num_tokens, sequence.request.max_length - 1)
+        needed = -(-num_tokens // self._config.page_size) - len(sequence.pages)
+        if needed <= 0:
+            return True
+        pages = self.pages.allocate(needed)
+        if pages is None:
+            return False
+        sequence.pages.extend(pages)
+        return True
+
+    def vacate(self, sequence: Sequence) -> None:
+        """Take back a sequence's slot and pages."""
+        self.running.remove(sequence)
+        slot, pages = sequence.move_out()
+        self.free_slots.append(slot)
+        self.pages.release(pages)
+
+    def reserve_snapshot(self, sequence: Sequence) -> int | None:
+        """A snapshot to take where the tokens now end, if one is wanted there."""
+        page_size = self._config.page_size
+        if not sequence.cuts or sequence.num_computed < sequence.cuts[0] * page_size:
+            return None
+        assert self.prefixes.snapshots is not None
+        return self.prefixes.snapshots.reserve(sequence.keys[sequence.cuts.pop(0) - 1])
+
+    def publish(self, chunk: Chunk) -> None:
+        """Let later steps find the pages and the snapshot that a chunk leaves."""
+        page_size, snapshots = self._config.page_size, self.prefixes.snapshots
+        sequence, end = chunk.sequence, chunk.start + chunk.count
+        self._name(sequence, end // page_size)
+        if chunk.taken is not None and snapshots is not None:
+            snapshots.put(sequence.keys[end // page_size - 1], chunk.taken)
+
+    def tidy(self, sequence: Sequence) -> None:
+        """Give back pages that no step in flight may need, and name those that have been filled."""
+        config = self._config
+        if not sequence.is_prefilled or config.exact:
+            return
+        num_known, page_size = len(sequence.token_ids) - 1, config.page_size
+        most = min(num_known + sequence.most_in_flight, sequence.request.max_length - 1)
+        needed = -(-most // page_size)
+        if needed < len(sequence.pages):
+            self.pages.release(sequence.pages[needed:])
+            del sequence.pages[needed:]
+        num_filled = num_known // page_size
+        is_wanted = config.enable_prefix_caching and self.prefixes.snapshots is None
+        if is_wanted and num_filled > sequence.num_named:
+            extend_keys(sequence.keys, sequence.token_ids, page_size, b"")
+            self._name(sequence, num_filled)
+
+    def _name(self, sequence: Sequence, num_pages: int) -> None:
+        self.prefixes.put(sequence.keys, sequence.pages, sequence.num_named, num_pages)
+        sequence.num_named = min(num_pages, len(sequence.keys))
+
+    def _cuts(
+        self, sequence: Sequence, keys: list[Key], num_cached: int, chunk_width: int
+    ) -> list[int]:
+        """After how many pages a chunk is to end, so that a snapshot can be taken."""
+        config, snapshots = self._config, self.prefixes.snapshots
+        is_shared = config.enable_prefix_caching or len(sequence.request.seeds) > 1
+        if snapshots is None or not config.num_snapshots or not is_shared:
+            return []
+        points = [n for n in snapshots.points(keys) if n > num_cached]
+        if config.exact:  # where chunks end anyway
+            start = num_cached * config.page_size
+            points = [n for n in points if (n * config.page_size - start) % chunk_width == 0]
+        return points
