@@ -21,7 +21,9 @@ from specjax.device.requests import Requests
 from specjax.device.sampling import process
 from specjax.device.state import init_state
 from specjax.device.verification import Draft, SeedExact, Target, Verdict
-from specjax.engine.batch import Layout, jitted, pack_admissions, run_admit
+from specjax.engine.admissions import pack_admissions
+from specjax.engine.batch import jitted, run_admit
+from specjax.engine.layout import Layout
 from specjax.host.sequence import Sequence
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"

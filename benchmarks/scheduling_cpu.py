@@ -24,8 +24,9 @@ from specjax.checkpoint.demo import demo_folder
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
 from specjax.device.wanted import Wants
-from specjax.engine.batch import Layout, pack, unpack_outputs
+from specjax.engine.batch import pack, unpack_outputs
 from specjax.engine.engine import Engine
+from specjax.engine.layout import Layout
 from specjax.engine.metrics import Recorder
 from specjax.host.pages import PageAllocator
 from specjax.host.plans import DecodePlan, StepPlan

@@ -12,7 +12,8 @@ from timing import Setting
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
 from specjax.device.verification import Synthetic
-from specjax.engine.batch import Layout, jitted, run_decode, run_propose
+from specjax.engine.batch import jitted, run_decode, run_propose
+from specjax.engine.layout import Layout
 from specjax.engine.precompile import GPU_OPTIONS, empty_state, step_model
 
 

@@ -20,8 +20,10 @@ from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.requests import Requests
 from specjax.device.sampling import process, scale
 from specjax.device.state import init_state
-from specjax.engine.batch import Layout, jitted, pack_admissions, run_admit
+from specjax.engine.admissions import pack_admissions
+from specjax.engine.batch import jitted, run_admit
 from specjax.engine.engine import Engine
+from specjax.engine.layout import Layout
 from specjax.host.request import Request
 from specjax.host.sequence import Sequence as Sample
 from specjax.train.context import CausalRows

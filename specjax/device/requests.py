@@ -1,6 +1,7 @@
 """What each request asked for: arrays by slot, written once, when it is admitted."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -65,32 +66,32 @@ class Requests:
         return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), self, new)
 
 
-def init_requests(num_slots: int, vocab_size: int) -> Requests:
-    """No requests: greedy, unedited."""
+def init_requests(num_slots: int, vocab_size: int, *, xp: Any = jnp) -> Requests:
+    """No requests: greedy, unedited. `xp` is `jax.numpy` or `numpy`."""
 
     def full(value, dtype, width=None):
-        return jnp.full(num_slots if width is None else (num_slots, width), value, dtype)
+        return xp.full(num_slots if width is None else (num_slots, width), value, dtype)
 
     return Requests(
-        prompt_lengths=full(0, jnp.int32),
-        limits=full(0, jnp.int32),
-        stop_ids=full(-1, jnp.int32, MAX_STOP_IDS),
+        prompt_lengths=full(0, xp.int32),
+        limits=full(0, xp.int32),
+        stop_ids=full(-1, xp.int32, MAX_STOP_IDS),
         sampling=Sampling(
-            temperature=full(0, jnp.float32),
-            seeds=full(0, jnp.uint32),
-            top_k=full(0, jnp.int32),
-            top_p=full(1, jnp.float32),
-            min_p=full(0, jnp.float32),
+            temperature=full(0, xp.float32),
+            seeds=full(0, xp.uint32),
+            top_k=full(0, xp.int32),
+            top_p=full(1, xp.float32),
+            min_p=full(0, xp.float32),
         ),
         edits=Edits(
-            repetition=full(1, jnp.float32),
-            presence=full(0, jnp.float32),
-            frequency=full(0, jnp.float32),
-            min_tokens=full(0, jnp.int32),
-            bias_ids=full(-1, jnp.int32, MAX_LOGIT_BIAS),
-            bias=full(0, jnp.float32, MAX_LOGIT_BIAS),
-            bad_words=full(-1, jnp.int32, MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS),
-            allowed=full(-1, jnp.int32, -(-vocab_size // 32)),
-            processor=full(-1, jnp.int32),
+            repetition=full(1, xp.float32),
+            presence=full(0, xp.float32),
+            frequency=full(0, xp.float32),
+            min_tokens=full(0, xp.int32),
+            bias_ids=full(-1, xp.int32, MAX_LOGIT_BIAS),
+            bias=full(0, xp.float32, MAX_LOGIT_BIAS),
+            bad_words=full(-1, xp.int32, MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS),
+            allowed=full(-1, xp.int32, -(-vocab_size // 32)),
+            processor=full(-1, xp.int32),
         ),
     )

@@ -41,7 +41,7 @@ class AdmitInputs(NamedTuple):
 
     slots: jax.Array  # i32[B]; past the last slot for a padding row
     requests: Requests  # [B]
-    tokens: jax.Array  # i32[B, max_model_len], the prompts; with the output of those preempted
+    tokens: jax.Array  # i32[B, max_model_len], prompt and output so far; -1 past them
 
 
 class SnapshotInputs(NamedTuple):
@@ -111,7 +111,7 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
     """Give requests their slots."""
     return replace(
         state,
-        tokens=state.tokens.at[inputs.slots].set(inputs.tokens, mode="drop"),
+        tokens=state.tokens.at[inputs.slots].set(jnp.maximum(inputs.tokens, 0), mode="drop"),
         progress=state.progress.at[inputs.slots].set(0, mode="drop"),
         requests=state.requests.put(inputs.slots, inputs.requests),
     )

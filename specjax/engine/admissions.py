@@ -1,113 +1,100 @@
-"""The row that admits a request to its slot: its fields, from the host's request to the device."""
+"""Requests that take their slots: the device's `AdmitInputs`, filled on the host and packed.
 
-from collections.abc import Mapping
+A request is one row of 32-bit words, the leaves of `AdmitInputs` one after the other, so that one
+array goes to the device. What a request has is declared in `device/requests.py` alone.
+"""
+
+from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specjax.device.requests import Edits, Requests, Sampling
 from specjax.device.step import AdmitInputs
+from specjax.engine.layout import Layout
 from specjax.host.sequence import Sequence
-from specjax.sampling_params import (
-    MAX_BAD_WORD_TOKENS,
-    MAX_BAD_WORDS,
-    MAX_LOGIT_BIAS,
-    MAX_STOP_IDS,
-)
-
-Fields = Mapping[str, tuple[int, type]]  # width and type of each, in the order of the row
+from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 
-def fields_of(mask_words: int, max_model_len: int) -> dict[str, tuple[int, type]]:
-    """The fields of a row, for a bit per token in `mask_words` words."""
-    scalars = {
-        "slot": np.int32,
-        "prompt_length": np.int32,
-        "limit": np.int32,
-        "temperature": np.float32,
-        "seed": np.uint32,
-        "top_k": np.int32,
-        "top_p": np.float32,
-        "min_p": np.float32,
-        "repetition": np.float32,
-        "presence": np.float32,
-        "frequency": np.float32,
-        "min_tokens": np.int32,
-        "processor": np.int32,
-    }
-    return {name: (1, kind) for name, kind in scalars.items()} | {
-        "stop_ids": (MAX_STOP_IDS, np.int32),
-        "bias_ids": (MAX_LOGIT_BIAS, np.int32),
-        "bias": (MAX_LOGIT_BIAS, np.float32),
-        "bad_words": (MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS, np.int32),
-        "allowed": (mask_words, np.uint32),
-        "tokens": (max_model_len, np.int32),
-    }
+def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np.ndarray:
+    """The requests of `sequences` as i32[admit_shape]; the other rows are padding."""
+    fields = jax.tree.leaves(layout.no_admission)
+    padding = np.concatenate([field.reshape(-1).view(np.int32) for field in fields])
+    packed = np.repeat(padding[None], batch, axis=0)
+    for row, sequence in zip(packed, sequences, strict=False):
+        start = 0
+        values = jax.tree.leaves(_admission(sequence, layout), is_leaf=_is_value)
+        for field, value in zip(fields, values, strict=True):
+            words = np.asarray(value, field.dtype).reshape(-1).view(np.int32)
+            row[start : start + len(words)] = words
+            start += field.size
+    return packed
 
 
-def values_of(sequence: Sequence, vocab_size: int, mask_words: int) -> dict[str, Any]:
-    """What a sequence has in each field."""
-    request = sequence.request
-    params = request.params
-    bad_words = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1)
-    for row, word in zip(bad_words, request.bad_words, strict=False):
-        row[-len(word) :] = word
-    return {
-        "slot": sequence.slot,
-        "prompt_length": len(request.prompt_token_ids),
-        "limit": request.max_length,
-        "temperature": params.temperature,
-        "seed": request.seeds[sequence.index],
-        "top_k": min(max(params.top_k, 0), vocab_size),
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "repetition": params.repetition_penalty,
-        "presence": params.presence_penalty,
-        "frequency": params.frequency_penalty,
-        "min_tokens": params.min_tokens,
-        "processor": request.processor,
-        "stop_ids": request.stop_ids,
-        "bias_ids": list(params.logit_bias or ()),
-        "bias": list((params.logit_bias or {}).values()),
-        "bad_words": bad_words,
-        "allowed": _bitmask(params.allowed_token_ids, mask_words),
-        "tokens": sequence.token_ids,
-    }
+def unpack_admissions(packed: Any, layout: Layout) -> AdmitInputs:
+    """What `pack_admissions` packed, from an array of NumPy or of JAX."""
+    fields, tree = jax.tree.flatten(layout.no_admission)
+    values, start = [], 0
+    for field in fields:
+        words = packed[:, start : start + field.size]
+        values.append(words.reshape(-1, *field.shape[1:]).view(field.dtype))
+        start += field.size
+    return jax.tree.unflatten(tree, values)
 
 
-def inputs_of(packed: jax.Array, fields: Fields) -> AdmitInputs:
-    """What `admit` takes, of rows i32[B, ...] on the device."""
-    values, start = {}, 0
-    for name, (width, kind) in fields.items():
-        words = packed[:, start : start + width]
-        start += width
-        if kind is np.float32 or name == "seed":
-            words = jax.lax.bitcast_convert_type(words, jnp.dtype(kind))
-        values[name] = words[:, 0] if width == 1 and name != "allowed" else words
-    return AdmitInputs(
-        slots=values["slot"],
-        tokens=jnp.maximum(values["tokens"], 0),
-        requests=Requests(
-            prompt_lengths=values["prompt_length"],
-            limits=values["limit"],
-            stop_ids=values["stop_ids"],
-            sampling=Sampling(
-                temperature=values["temperature"],
-                seeds=values["seed"],
-                top_k=values["top_k"],
-                top_p=values["top_p"],
-                min_p=values["min_p"],
-            ),
-            edits=Edits(**{name: values[name] for name in Edits.__dataclass_fields__}),
+def _admission(sequence: Sequence, layout: Layout) -> Any:
+    """One row of `AdmitInputs`; of lists that may be shorter than their fields, what there is."""
+    request, params = sequence.request, sequence.request.params
+    bias = params.logit_bias or {}
+    requests = _row(
+        Requests,
+        prompt_lengths=len(request.prompt_token_ids),
+        limits=request.max_length,
+        stop_ids=request.stop_ids,
+        sampling=_row(
+            Sampling,
+            temperature=params.temperature,
+            seeds=request.seeds[sequence.index],
+            top_k=min(max(params.top_k, 0), layout.vocab_size),
+            top_p=params.top_p,
+            min_p=params.min_p,
+        ),
+        edits=_row(
+            Edits,
+            repetition=params.repetition_penalty,
+            presence=params.presence_penalty,
+            frequency=params.frequency_penalty,
+            min_tokens=params.min_tokens,
+            bias_ids=list(bias),
+            bias=list(bias.values()),
+            bad_words=_flush_right(request.bad_words),
+            allowed=_bitmask(params.allowed_token_ids, layout.mask_words),
+            processor=request.processor,
         ),
     )
+    return _row(AdmitInputs, slots=sequence.slot, requests=requests, tokens=sequence.token_ids)
+
+
+def _row(kind: Callable[..., Any], **values: Any) -> Any:
+    """A container of arrays, with one row's values in their places."""
+    return kind(**values)
+
+
+def _is_value(node: Any) -> bool:
+    """Whether it is the value of a field, which may be a list."""
+    return not isinstance(node, AdmitInputs | Requests | Sampling | Edits)
+
+
+def _flush_right(bad_words: Any) -> np.ndarray:
+    rows = np.full((MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS), -1, np.int32)
+    for row, word in zip(rows, bad_words, strict=False):
+        row[-len(word) :] = word
+    return rows
 
 
 def _bitmask(token_ids: Any, mask_words: int) -> np.ndarray:
-    if token_ids is None:
-        return np.full(mask_words, 2**32 - 1, np.uint32)
-    bits = np.zeros((mask_words, 32), np.uint64)
-    bits.reshape(-1)[list(token_ids)] = 1
-    return (bits << np.arange(32, dtype=np.uint64)).sum(axis=1).astype(np.uint32)
+    """The ids as bits i32[mask_words]; all of them are set where nothing is said."""
+    bits = np.zeros(mask_words * 32, bool)
+    bits[slice(None) if token_ids is None else list(token_ids)] = True
+    return np.packbits(bits, bitorder="little").view(np.int32)

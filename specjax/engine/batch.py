@@ -7,7 +7,6 @@ buffers after the call returns.
 
 import inspect
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -37,49 +36,13 @@ from specjax.device.step import (
 )
 from specjax.device.verification import Draft
 from specjax.device.wanted import Wants
-from specjax.engine.admissions import fields_of, inputs_of, values_of
+from specjax.engine.admissions import unpack_admissions
+from specjax.engine.layout import Layout
 from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
-from specjax.host.sequence import RowOutput, Sequence
+from specjax.host.sequence import RowOutput
 from specjax.outputs import Logprob, TokenLogprobs
 
 Part = PrefillPlan | DecodePlan
-
-
-@dataclass(frozen=True)
-class Layout:
-    """The sizes that packed rows depend on."""
-
-    num_slots: int
-    max_model_len: int
-    pages_per_seq: int
-    vocab_size: int
-
-    @property
-    def mask_words(self) -> int:
-        """Words of 32 bits that hold a bit per token."""
-        return -(-self.vocab_size // 32)
-
-    @property
-    def admit_fields(self) -> dict[str, tuple[int, type]]:
-        """Width and type of each field of a request that is admitted, in the order of its row."""
-        return fields_of(self.mask_words, self.max_model_len)
-
-    def prefill_shape(self, batch: int) -> tuple[int, int]:
-        """Shape of the array that `pack` makes of a plan of chunks."""
-        return batch, len(PrefillInputs._fields) - 1 + self.pages_per_seq
-
-    def decode_shape(self, batch: int) -> tuple[int, int]:
-        """Shape of the array that `pack` makes of a plan of a round."""
-        return batch, len(DecodeInputs._fields) - 1 + self.pages_per_seq
-
-    def admit_shape(self, batch: int) -> tuple[int, int]:
-        """Shape of the array that `pack_admissions` makes."""
-        return batch, sum(width for width, _ in self.admit_fields.values())
-
-    def mask_shape(self, plan: Part) -> tuple[int, int, int]:
-        """Shape of a step's grammar masks."""
-        num_rows = plan.k + 1 if isinstance(plan, DecodePlan) else 1
-        return plan.batch, num_rows, self.mask_words
 
 
 def pack(plan: Part, layout: Layout, wants: Wants) -> np.ndarray:
@@ -120,19 +83,6 @@ def pack_snapshots(
         assert snapshot is not None
         end = chunk.start + chunk.count if is_taken else chunk.start
         packed[row] = chunk.sequence.slot, snapshot, end
-    return packed
-
-
-def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np.ndarray:
-    """The requests of `sequences` as i32[admit_shape], by the fields of the layout."""
-    packed = np.full(layout.admit_shape(batch), -1, np.int32)
-    packed[:, 0] = layout.num_slots
-    for row, sequence in enumerate(sequences):
-        values, start = values_of(sequence, layout.vocab_size, layout.mask_words), 0
-        for name, (width, kind) in layout.admit_fields.items():
-            field = np.asarray(values[name], kind).reshape(-1)
-            packed[row, start : start + len(field)] = field.view(np.int32)
-            start += width
     return packed
 
 
@@ -224,7 +174,7 @@ def run_admit(
     params: Params, state: EngineState, packed: jax.Array, *, layout: Layout
 ) -> tuple[EngineState, None]:
     """`admit` from a packed array."""
-    return admit(state, inputs_of(packed, layout.admit_fields)), None
+    return admit(state, unpack_admissions(packed, layout)), None
 
 
 def run_restore(

@@ -26,16 +26,16 @@ from specjax.device.models.model import Features, Model, is_recurrent
 from specjax.device.step import Extension
 from specjax.device.verification import Draft, SeedExact, Verification
 from specjax.device.wanted import Wants
+from specjax.engine.admissions import pack_admissions
 from specjax.engine.batch import (
-    Layout,
     Part,
     export_features,
     pack,
-    pack_admissions,
     pack_masks,
     pack_snapshots,
     unpack_outputs,
 )
+from specjax.engine.layout import Layout
 from specjax.engine.metrics import Metrics, Recorder
 from specjax.engine.precompile import CompiledPrograms
 from specjax.engine.programs import (

@@ -29,7 +29,6 @@ from specjax.device.state import EngineState, init_state
 from specjax.device.step import StepModel
 from specjax.device.verification import Verification
 from specjax.engine.batch import (
-    Layout,
     jitted,
     run_admit,
     run_begin,
@@ -43,6 +42,7 @@ from specjax.engine.batch import (
 )
 from specjax.engine.compiler import MOST_THREADS, Compiler
 from specjax.engine.executables import open_executables
+from specjax.engine.layout import Layout
 from specjax.engine.log import can_draw, get_log
 from specjax.engine.metrics import Compilations
 from specjax.engine.programs import (

@@ -15,7 +15,7 @@ import numpy as np
 
 from specjax.device.drafters.drafter import Variant
 from specjax.device.state import EngineState
-from specjax.engine.batch import Layout
+from specjax.engine.layout import Layout
 from specjax.engine.programs import Decode, Key
 from specjax.host.speculation.step_cost import StepCost
 

@@ -11,7 +11,8 @@ from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params, Variant
 from specjax.device.models.model import Model
 from specjax.device.verification import SeedExact, Verification, make_verification
-from specjax.engine.batch import Layout, jitted, run_decode
+from specjax.engine.batch import jitted, run_decode
+from specjax.engine.layout import Layout
 from specjax.engine.precompile import empty_state, step_model
 from specjax.engine.programs import FEW_LOGPROBS
 from specjax.serving.source import open_drafter, open_model

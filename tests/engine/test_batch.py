@@ -1,6 +1,6 @@
 """The conversion between plans and arrays: nothing is lost, and the host's arrays are its own."""
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -19,17 +19,17 @@ from specjax.device.step import (
     StepOutputs,
 )
 from specjax.device.wanted import Wants
+from specjax.engine.admissions import pack_admissions, unpack_admissions
 from specjax.engine.batch import (
-    Layout,
     jitted,
     pack,
-    pack_admissions,
     pack_masks,
     pack_outputs,
     pack_snapshots,
     run_admit,
     unpack_outputs,
 )
+from specjax.engine.layout import Layout
 from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.sequence import Sequence
@@ -255,13 +255,21 @@ def test_tokens_past_a_prompt_are_ids(admitted):
 
 
 def test_every_field_of_a_request_has_its_place():
-    """Nothing that the device keeps of requests is left out of a row, or comes twice."""
+    """What is packed and unpacked again is the device's tree, with its shapes and dtypes."""
     requests = jax.eval_shape(lambda: init_requests(NUM_SLOTS, VOCAB))
-    num_leaves = len(jax.tree.leaves(requests))
-    assert len(LAYOUT.admit_fields) == num_leaves + len({"slot", "tokens"})
-    assert {f.name for f in fields(requests.edits)} <= LAYOUT.admit_fields.keys()
+    unpacked = unpack_admissions(pack_admissions([FULL], NUM_SLOTS, LAYOUT), LAYOUT)
+    shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (unpacked.requests, requests))
+    assert shapes[0] == shapes[1]
     width = sum(leaf.size // NUM_SLOTS for leaf in jax.tree.leaves(requests))
     assert LAYOUT.admit_shape(3) == (3, 1 + width + MAX_LEN)
+
+
+def test_rows_without_a_request_are_those_of_an_empty_slot():
+    unpacked = unpack_admissions(pack_admissions([FULL], 2, LAYOUT), LAYOUT)
+    assert unpacked.slots.tolist() == [FULL.slot, NUM_SLOTS]
+    empty = jax.device_get(init_requests(1, VOCAB)).at(0)
+    jax.tree.map(np.testing.assert_array_equal, unpacked.requests.at(1), empty)
+    assert (unpacked.tokens[1] == -1).all()
 
 
 # --- masks ----------------------------------------------------------------------------------------

@@ -18,7 +18,8 @@ from specjax.device.models.qwen3_5 import ATTENTION, DELTA, Qwen35
 from specjax.device.state import init_state
 from specjax.device.step import StepModel
 from specjax.device.verification import SeedExact
-from specjax.engine.batch import Layout, jitted, run_decode, run_prefill
+from specjax.engine.batch import jitted, run_decode, run_prefill
+from specjax.engine.layout import Layout
 
 BATCH, K, PAGES, MAX_LEN, CHUNK = 16, 3, 256, 2048, 512
 HEADS = Heads(16, 48, 128, 128)

@@ -20,7 +20,8 @@ from specjax.device.models.model import init_caches
 from specjax.device.state import init_state
 from specjax.device.step import StepModel
 from specjax.device.verification import make_verification
-from specjax.engine.batch import Layout, jitted, run_decode
+from specjax.engine.batch import jitted, run_decode
+from specjax.engine.layout import Layout
 
 BATCH, K, VOCAB, PAGES, MAX_LEN = 64, 3, 151_936, 1024, 2048
 

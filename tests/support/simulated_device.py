@@ -22,7 +22,8 @@ from support.simulated_outputs import Draft, Extension, HostArray, Outputs
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
 from specjax.device.models.model import is_recurrent
-from specjax.engine.batch import Layout
+from specjax.engine.admissions import unpack_admissions
+from specjax.engine.layout import Layout
 from specjax.engine.metrics import Compilations
 from specjax.engine.programs import (
     Admit,
@@ -225,25 +226,21 @@ class SimulatedPrograms:
     # --- programs ---------------------------------------------------------------------------------
 
     def _admit(self, key: Admit, packed: np.ndarray) -> None:
-        starts, start = {}, 0
-        for name, (width, _) in self.layout.admit_fields.items():
-            starts[name] = slice(start, start + width)
-            start += width
-        for row, slot in self._known(packed[:, 0]):
-            fields = {name: packed[row, place].tolist() for name, place in starts.items()}
-            tokens = fields["tokens"]
-            tokens = tokens[: tokens.index(-1)] if -1 in tokens else tokens
+        admitted = unpack_admissions(packed, self.layout)
+        for row, slot in self._known(admitted.slots):
+            requests = admitted.requests.at(row)
+            tokens = [token for token in admitted.tokens[row].tolist() if token >= 0]
             slot.digests = np.zeros(self.config.max_model_len + 64, np.int64)
             slot.digests[0] = self._empty
             slot.tokens = []
             for token in tokens:
                 slot.append(token)
-            is_greedy = fields["temperature"] == [0]
-            slot.seed = 0 if is_greedy else fields["seed"][0] % 2**32
-            slot.prompt_length, slot.limit = fields["prompt_length"][0], fields["limit"][0]
-            slot.min_tokens = fields["min_tokens"][0]
+            sampling = requests.sampling
+            slot.seed = int(sampling.seeds) if sampling.temperature else 0
+            slot.prompt_length, slot.limit = int(requests.prompt_lengths), int(requests.limits)
+            slot.min_tokens = int(requests.edits.min_tokens)
             assert slot.prompt_length <= len(slot.tokens) < slot.limit <= self.config.max_model_len
-            slot.stop_ids = frozenset(fields["stop_ids"]) - {-1}
+            slot.stop_ids = frozenset(requests.stop_ids.tolist()) - {-1}
             slot.length, slot.is_active, slot.pending = None, False, 0
 
     def _restore(self, key: Restore, packed: np.ndarray) -> None:
