@@ -106,6 +106,7 @@ class LLM:
             serving.params,
             serving.policy,
             serving.verification,
+            placement=serving.placement,
             show_progress=verbose,
         )
         compiling, seconds = self.engine.metrics().compile_seconds, time.monotonic() - start

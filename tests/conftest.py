@@ -1,4 +1,4 @@
-"""What the tests share: JAX on the CPU, programs that compile quickly, and tiny checkpoints."""
+"""What the tests share: JAX on two CPU devices, quick compilation, and tiny checkpoints."""
 
 import gc
 import os
@@ -39,6 +39,9 @@ def pytest_configure(config: pytest.Config) -> None:
     itself takes a seventh of the tests' time.
     """
     gc.set_threshold(200_000, 10, 10)
+    # So that no code takes the one device for granted, or a dtype that JAX would guess.
+    jax.config.update("jax_num_cpu_devices", 2)
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
     share_compilations(Path(__file__).parents[1] / ".cache" / "jax")
     precompile._JITS = KEPT  # pyright: ignore[reportAttributeAccessIssue]
     precompile.executables_folder = lambda: None  # tests change what is compiled

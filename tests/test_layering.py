@@ -150,7 +150,7 @@ def test_imports_keep_the_order():
 
 PLANTED = [
     ("specjax.config", "import specjax.engine.engine", "upwards"),
-    ("specjax.checkpoint.load", "from specjax.config import EngineConfig", "upwards"),
+    ("specjax.checkpoint.save", "from specjax.config import EngineConfig", "upwards"),
     ("specjax.sampling_params", "import specjax.host.grammar", "upwards"),
     ("specjax.host.grammar", "from specjax.text.tokenizer import load_tokenizer", "upwards"),
     ("specjax.engine.engine", "from specjax.text.detokenizer import StopStrings", "sideways"),

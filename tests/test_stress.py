@@ -15,7 +15,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 from support.engines import K, make_llm
@@ -84,7 +83,7 @@ def counts(engine: Engine, wrong: Wrong, program: type) -> Iterator[None]:
             now = np.array(programs.state.pending)
             progress = np.array(programs.state.progress)
             progress[:, 1] = wrong(slots, now, before)
-            progress = jax.device_put(progress, engine.device)
+            progress = programs.put(progress)
             programs.state, before = replace(programs.state, progress=progress), now
         return result
 

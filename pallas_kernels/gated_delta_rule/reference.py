@@ -210,7 +210,8 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
         decay = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
         grown = jnp.exp(total)[..., None]
         beta = beta[..., None]
-        lower = beta * decay * einsum("bhik,bhjk->bhij", k, k) * is_before_strictly
+        lower = beta * decay * einsum("bhik,bhjk->bhij", k, k)
+        lower = jnp.where(is_before_strictly, lower, 0.0)
         right = beta * (v - grown * einsum("bhik,bhvk->bhiv", k, s))
         u = matmul(invert_unit_lower(lower), right)
         inner = decay * einsum("bhik,bhjk->bhij", q, k)

@@ -4,7 +4,7 @@ A model describes its parameters as a pytree of `TensorSpec` with the structure 
 themselves, so loading, exporting, initialising and checking are each one walk over that tree.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -30,6 +30,8 @@ class TensorSpec:
         is_squeezed: drop the second axis, which is of size one.
         dtype: what the array is kept in whatever the rest of the model is; None follows the model.
         fill: what training starts from; None for random matrices and norms of one.
+        axes: of each axis of the array, the logical name by which a `Placement` may divide it
+            ("vocab", "heads", "mlp", "experts"), or None; () for an array that is never divided.
     """
 
     names: tuple[str, ...]
@@ -40,6 +42,7 @@ class TensorSpec:
     is_squeezed: bool = False
     dtype: str | None = None
     fill: float | None = None
+    axes: tuple[str | None, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,19 +54,11 @@ class TensorSpec:
             shape = (self.num_stacked, rows // self.num_stacked, *inner)
         return (*shape[:-2], *shape[:-3:-1]) if self.transpose else shape
 
-    def assemble(self, parts: Iterable[np.ndarray], dtype: np.dtype) -> np.ndarray:
-        """The engine array, freshly allocated in `dtype`, from `parts`, taken one at a time."""
-        array = np.empty(self.shape, self.dtype or dtype)
-        places = self._places(array)
-        for place, sizes, part in zip(places, self._interleaved, parts, strict=True):
-            place[...] = _regroup(part.reshape(place.shape), sizes)
-        return array
-
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """What `assemble` makes of `parts`, for arrays on a device; names do not matter."""
+        """The engine array in `dtype`, of the file's tensors; their names do not matter."""
         pairs = zip(parts, self.file_shapes, self._interleaved, strict=True)
         rows = [
-            _regroup(part.reshape(shape[0], *self._row_shape), sizes, jnp)
+            _regroup(part.reshape(shape[0], *self._row_shape), sizes)
             for part, shape, sizes in pairs
         ]
         per_run = len(rows) // max(1, self.num_stacked)
@@ -81,7 +76,7 @@ class TensorSpec:
         )
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """The file tensors, by name, that `assemble` would turn into `array`."""
+        """The file tensors, by name, that `join` would turn into `array`."""
         parts = zip(
             self.names, self.file_shapes, self._interleaved, self._places(array), strict=True
         )
@@ -109,13 +104,13 @@ class TensorSpec:
         return [run[start:end] for run in runs for start, end in bounds]
 
 
-def _regroup(x: Any, sizes: tuple[int, ...], xp: Any = np) -> Any:
+def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
     """Rows that lie as groups of parts of these sizes, with every part's rows together."""
     if not sizes:
         return x
     groups = x.reshape(-1, sum(sizes), *x.shape[1:])
-    parts = xp.split(groups, np.cumsum(sizes)[:-1], axis=1)
-    return xp.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
+    parts = jnp.split(groups, np.cumsum(sizes)[:-1], axis=1)
+    return jnp.concatenate([part.reshape(-1, *x.shape[1:]) for part in parts])
 
 
 def _interleave(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
@@ -134,24 +129,37 @@ def projection(
     num_in: int,
     num_outs: Sequence[int],
     interleaved: Mapping[str, tuple[int, ...]] | None = None,
+    axes: tuple[str | None, str | None] = (None, None),
 ) -> Any:
     """Projections [out, in] that share an input, merged into one [in, sum of outs].
 
-    `interleaved` has, by name, the sizes of the parts whose rows alternate in the file.
+    `interleaved` has, by name, the sizes of the parts whose rows alternate in the file. `axes` are
+    those of the merged array.
     """
     sizes = tuple((interleaved or {}).get(name, ()) for name in names)
-    shapes = tuple((n, num_in) for n in num_outs)
-    return TensorSpec(tuple(names), shapes, transpose=True, interleaved=sizes if any(sizes) else ())
+    return TensorSpec(
+        tuple(names),
+        tuple((n, num_in) for n in num_outs),
+        transpose=True,
+        interleaved=sizes if any(sizes) else (),
+        axes=axes,
+    )
 
 
-def stored(names: Sequence[str], *shapes: tuple[int, ...], fill: float | None = None) -> Any:
+def stored(
+    names: Sequence[str],
+    *shapes: tuple[int, ...],
+    fill: float | None = None,
+    axes: tuple[str | None, ...] = (),
+) -> Any:
     """Tensors kept as the file has them (norms, biases, embeddings), laid end to end."""
-    return TensorSpec(tuple(names), shapes, fill=fill)
+    return TensorSpec(tuple(names), shapes, fill=fill, axes=axes)
 
 
-def depthwise(name: str, channels: int, taps: int) -> Any:
+def depthwise(name: str, channels: int, taps: int, axis: str | None = None) -> Any:
     """Weights [channels, 1, taps] of a depthwise convolution, as [taps, channels]."""
-    return TensorSpec((name,), ((channels, 1, taps),), transpose=True, is_squeezed=True)
+    shapes = ((channels, 1, taps),)
+    return TensorSpec((name,), shapes, transpose=True, is_squeezed=True, axes=(None, axis))
 
 
 def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]) -> Any:
@@ -161,9 +169,11 @@ def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]
         tuple((n, num_in) for _ in names for n in num_outs),
         transpose=True,
         num_stacked=len(names),
+        axes=("experts", None, None),
     )
 
 
 def fused_experts(name: str, num_experts: int, num_in: int, num_out: int) -> Any:
     """The same, from one tensor [experts, out, in]."""
-    return TensorSpec((name,), ((num_experts, num_out, num_in),), transpose=True)
+    shapes = ((num_experts, num_out, num_in),)
+    return TensorSpec((name,), shapes, transpose=True, axes=("experts", None, None))

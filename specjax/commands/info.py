@@ -21,6 +21,7 @@ from specjax.config import DTYPES, EngineConfig, SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, NoDrafter
 from specjax.device.models.model import Model, is_recurrent
+from specjax.device.placement import default_device
 from specjax.serving.assembly import make_plan
 from specjax.serving.defaults import DtypeChoice
 from specjax.serving.memory import (
@@ -261,7 +262,7 @@ def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_model_len": config.max_model_len,
-        "reason": f"sizes that nobody gave suit a {jax.devices()[0].platform}",
+        "reason": f"sizes that nobody gave suit a {default_device().platform}",
     }
 
 
@@ -314,7 +315,7 @@ def describe_device(setup: Described, config: EngineConfig) -> dict[str, Any]:
     except ValueError as error:  # a report says what does not fit
         num_pages, reason = 0, str(error)
     return {
-        "kind": jax.devices()[0].device_kind,
+        "kind": default_device().device_kind,
         "num_pages": num_pages,
         "pool_bytes": num_pages * needs.cache.per_page,
         "max_full_length_requests": min(config.max_num_seqs, num_pages // config.pages_per_seq),

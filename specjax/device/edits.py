@@ -120,7 +120,8 @@ def _penalise(
     is_seen = (counts > 0) | (in_prompt > 0)
     scaled = jnp.where(logits > 0, logits / edits.repetition, logits * edits.repetition)
     logits = jnp.where(is_seen, scaled, logits)
-    return logits - edits.frequency * counts - edits.presence * (counts > 0)
+    used, is_used = counts.astype(logits.dtype), (counts > 0).astype(logits.dtype)
+    return logits - edits.frequency * used - edits.presence * is_used
 
 
 def _bad_words(

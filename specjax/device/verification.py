@@ -294,12 +294,12 @@ def _coins(target: Target, count: int) -> jax.Array:
 
 
 def _leading(accepted: jax.Array, num_drafts: jax.Array) -> jax.Array:
-    """How many drafts stand before the first that does not."""
+    """How many drafts are accepted before the first that is rejected."""
     # Column by column, since XLA launches a kernel for every reduction, however small.
-    count, stands = jnp.zeros_like(num_drafts), num_drafts > 0
+    count, is_leading = jnp.zeros_like(num_drafts), num_drafts > 0
     for column in range(accepted.shape[1]):
-        stands &= accepted[:, column] & (column < num_drafts)
-        count += stands
+        is_leading &= accepted[:, column] & (column < num_drafts)
+        count += is_leading.astype(count.dtype)
     return count
 
 

@@ -23,6 +23,7 @@ import numpy as np
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter, Params, Variant
 from specjax.device.models.model import Features, Model, is_recurrent
+from specjax.device.placement import Placement
 from specjax.device.step import Extension
 from specjax.device.verification import Draft, SeedExact, Verification
 from specjax.device.wanted import Wants
@@ -109,6 +110,7 @@ class Engine:
         policy: Policy,
         verification: Verification | None = None,
         *,
+        placement: Placement | None = None,
         make_programs: Callable[..., Programs] = CompiledPrograms,
         show_progress: bool = False,
     ):
@@ -135,6 +137,7 @@ class Engine:
             params,
             self.layout,
             self._max_drafts,
+            placement=placement,
         )
         self.repertoire = Repertoire(
             self.programs, config, target.vocab_size, is_recurrent=is_recurrent(target)
@@ -159,11 +162,6 @@ class Engine:
     @params.setter
     def params(self, params: Params) -> None:
         self.programs.params = params
-
-    @property
-    def device(self) -> Any:
-        """Where the weights are."""
-        return self.programs.device
 
     def set_policy(self, policy: Policy, *, show_progress: bool = False) -> None:
         """Choose K by `policy` from the next step on, after compiling what it may ask for.

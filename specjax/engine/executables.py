@@ -28,6 +28,8 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from specjax.device.placement import Placement, default_device
+
 log = logging.getLogger(__name__)
 
 MOST_BYTES = 4 * 2**30  # of a folder, before what was longest unused is deleted
@@ -43,20 +45,22 @@ _INSTALLED = (
 _DIGEST = hashlib.sha256
 
 
-def open_executables(folder: Path, model: Any, *origin: Any) -> "Executables | None":
+def open_executables(
+    folder: Path, placement: Placement, model: Any, *origin: Any
+) -> "Executables | None":
     """Programs of a `StepModel` and whatever else they follow from; None if not all is known."""
-    described = "\n".join(map(repr, (model, *origin)))
+    described = "\n".join(map(repr, (placement, model, *origin)))
     is_known = " at 0x" not in described and all(map(_is_ours, _parts(model)))
     if not is_known or any(map(_is_patched, list(sys.modules))):
         return None
-    return Executables(folder, described)
+    return Executables(folder, described, list(placement.mesh.devices.flat))
 
 
 class Executables:
     """A folder of programs that follow from the same things, as `described`."""
 
-    def __init__(self, folder: Path, described: str):
-        self._folder = folder
+    def __init__(self, folder: Path, described: str, devices: list[Any]):
+        self._folder, self._devices = folder, devices
         self._origin = f"{_environment()}\n{described}"
 
     def get(self, key: Any, compile: Callable[[], Any]) -> Any:
@@ -64,7 +68,7 @@ class Executables:
         path = self._path(key)
         if path is not None and path.exists():
             try:
-                program = _read(path)
+                program = _read(path, self._devices)
                 os.utime(path)  # it was used
                 return program
             except Exception as error:  # whatever is wrong with it, compiling helps
@@ -88,12 +92,13 @@ class Executables:
         return self._folder / f"{name}.program"
 
 
-def _read(path: Path) -> Any:
+def _read(path: Path, devices: list[Any]) -> Any:
     size, content = _DIGEST().digest_size, path.read_bytes()
     digest, content = content[:size], content[size:]
     if _DIGEST(content).digest() != digest:
         raise ValueError("it was not written to its end")
-    return serialize_executable.deserialize_and_load(*pickle.loads(content))
+    serialized = pickle.loads(content)
+    return serialize_executable.deserialize_and_load(*serialized, execution_devices=devices)
 
 
 def _write(path: Path, program: Any) -> None:
@@ -122,7 +127,7 @@ jax.monitoring.register_event_listener(_note)
 @cache
 def _environment() -> str:
     """What programs follow from besides their own inputs."""
-    device = jax.devices()[0]
+    device = default_device()
     described = {
         "python": platform.python_version(),
         "jax": jax.__version__,

@@ -25,6 +25,7 @@ from specjax.config import EXACT_WIDTH, EngineConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, Params, Variant
 from specjax.device.models.model import Model, init_caches
+from specjax.device.placement import Placement, default_device
 from specjax.device.state import EngineState, init_state
 from specjax.device.step import StepModel
 from specjax.device.verification import Verification
@@ -145,7 +146,7 @@ _JITS: WeakValueDictionary[StepModel, _Jits] = WeakValueDictionary()
 
 
 class CompiledPrograms:
-    """`Programs` on JAX's first device."""
+    """`Programs` that JAX compiles, where a placement says; on `default_device` without one."""
 
     def __init__(
         self,
@@ -156,10 +157,13 @@ class CompiledPrograms:
         params: Params,
         layout: Layout,
         max_drafts: int,
+        *,
+        placement: Placement | None = None,
     ):
         self.params = params
-        self.device = jax.devices()[0]
-        self.model = step_model(config, target, drafter, verification, self.device.platform)
+        self._placement = placement or Placement.on(default_device())
+        platform = self._placement.device.platform
+        self.model = step_model(config, target, drafter, verification, platform)
         self._jits = _JITS.setdefault(self.model, _Jits())
         self._config, self._layout, self._max_drafts = config, layout, max_drafts
         self.renew()
@@ -168,13 +172,13 @@ class CompiledPrograms:
         self._executables = None
         if folder := executables_folder():
             origin = layout, self._shapes, self._options
-            self._executables = open_executables(folder, self.model, *origin)
+            self._executables = open_executables(folder, self._placement, self.model, *origin)
         self._compiler = Compiler(self._compile)
         self._late: set[Key] = set()  # programs that requests wait, or waited, for
         self._calls: dict[type, Callable[[Any], tuple]] = {
             Admit: self._admit,
-            Restore: lambda key: (run_restore, (_ints(key.batch, 3),), {"model": self.model}),
-            Take: lambda key: (run_take, (_ints(key.batch, 3),), {"model": self.model}),
+            Restore: lambda key: (run_restore, (self._ints(key.batch, 3),), {"model": self.model}),
+            Take: lambda key: (run_take, (self._ints(key.batch, 3),), {"model": self.model}),
             Prefill: self._prefill,
             Begin: self._begin,
             Decode: self._decode,
@@ -236,7 +240,7 @@ class CompiledPrograms:
 
     def put(self, array: np.ndarray) -> jax.Array:
         """See `Programs`."""
-        return jax.device_put(array, self.device)
+        return self._placement.put(array)
 
     def run(self, key: Key, *arguments: Any) -> Any:
         """See `Programs`."""
@@ -263,8 +267,7 @@ class CompiledPrograms:
 
     def renew(self) -> None:
         """See `Programs`."""
-        state = empty_state(self._config, self.model, self._max_drafts)
-        self.state = jax.device_put(state, self.device)
+        self.state = self._placement.put(empty_state(self._config, self.model, self._max_drafts))
 
     def close(self) -> None:
         """See `Programs`."""
@@ -287,33 +290,37 @@ class CompiledPrograms:
         return self._trace(key).out_info[1]
 
     def _admit(self, key: Admit) -> tuple:
-        return run_admit, (_ints(*self._layout.admit_shape(key.batch)),), {"layout": self._layout}
+        return (
+            run_admit,
+            (self._ints(*self._layout.admit_shape(key.batch)),),
+            {"layout": self._layout},
+        )
 
     def _prefill(self, key: Prefill) -> tuple:
-        packed = _ints(*self._layout.prefill_shape(key.batch))
+        packed = self._ints(*self._layout.prefill_shape(key.batch))
         return run_prefill, (packed,), {"model": self.model, "width": key.width}
 
     def _begin(self, key: Begin) -> tuple:
-        packed = _ints(*self._layout.prefill_shape(key.batch))
+        packed = self._ints(*self._layout.prefill_shape(key.batch))
         extension = self._result(Prefill(key.batch, key.width))
         arguments = packed, extension, self._masks(key.batch, 1, key.variant)
         return run_begin, arguments, {"model": self.model, "variant": key.variant}
 
     def _decode(self, key: Decode) -> tuple:
-        packed = _ints(*self._layout.decode_shape(key.batch))
+        packed = self._ints(*self._layout.decode_shape(key.batch))
         return run_decode, (packed,), {"model": self.model, "variant": key.variant, "k": key.k}
 
     def _propose(self, key: Propose) -> tuple:
-        packed = _ints(*self._layout.decode_shape(key.batch))
+        packed = self._ints(*self._layout.decode_shape(key.batch))
         return run_propose, (packed,), {"model": self.model, "variant": key.variant, "k": key.k}
 
     def _extend(self, key: Extend) -> tuple:
-        packed = _ints(*self._layout.decode_shape(key.batch))
+        packed = self._ints(*self._layout.decode_shape(key.batch))
         draft = self._result(Propose(key.batch, key.k, Variant()))
         return run_extend, (packed, draft), {"model": self.model}
 
     def _settle(self, key: Settle) -> tuple:
-        packed = _ints(*self._layout.decode_shape(key.batch))
+        packed = self._ints(*self._layout.decode_shape(key.batch))
         draft = self._result(Propose(key.batch, key.k, Variant()))
         extension = self._result(Extend(key.batch, key.k))
         masks = self._masks(key.batch, key.k + 1, key.variant)
@@ -321,11 +328,10 @@ class CompiledPrograms:
         return run_settle, arguments, {"model": self.model, "variant": key.variant}
 
     def _masks(self, batch: int, num_rows: int, variant: Variant) -> Any:
-        return _ints(batch, num_rows, self._layout.mask_words) if variant.masks else None
+        return self._ints(batch, num_rows, self._layout.mask_words) if variant.masks else None
 
-
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(shape, jnp.int32)
+    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._placement.sharding())
 
 
 def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:

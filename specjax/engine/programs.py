@@ -102,7 +102,6 @@ class Programs(Protocol):
     """A device with an engine's weights and state, which its programs change in place."""
 
     params: Params
-    device: Any  # where arrays for it belong
 
     @property
     def compilations(self) -> Compilations:

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Sharding
 
 from specjax.device.drafters.drafter import Params
 from specjax.engine.engine import Engine
@@ -16,6 +17,11 @@ class Sleep:
     def __init__(self, engine: Engine):
         self._engine = engine
         self.level = 0
+        self._homes: list[Sharding] = []  # of the weights that are on the host
+
+    def home(self, number: int, leaf: Any) -> Sharding:
+        """Where an array of the engine's parameters lives while the engine is awake."""
+        return self._homes[number] if self._homes else leaf.sharding
 
     def begin(self, level: int) -> None:
         """Free what `level` says; nothing may be in flight."""
@@ -24,13 +30,14 @@ class Sleep:
             self.level = 1
         if level == 2:
             self.level = 2  # if moving fails half-way, `end` mends it
+            self._homes = self._homes or [x.sharding for x in jax.tree.leaves(self._engine.params)]
             change_weights(self._engine, lambda _, leaf: on_host(leaf))
 
     def end(self) -> None:
         """Take back what was freed; weights are as they were, or as they were changed since."""
         if self.level:
-            device = self._engine.device
-            change_weights(self._engine, lambda _, leaf: jax.device_put(leaf, device))
+            change_weights(self._engine, lambda i, leaf: jax.device_put(leaf, self.home(i, leaf)))
+            self._homes = []
             self._engine.renew()
             self.level = 0
 

@@ -428,7 +428,7 @@ class RolloutEngine:
         def change(i: int, leaf: Any) -> Any:
             if (source := sources[i]) is None:
                 return leaf
-            new = source.copy(leaf.dtype, engine.device)
+            new = source.copy(leaf.dtype, self._sleep.home(i, leaf))
             loop.is_torn |= i < num_target  # until the last of them is there
             return on_host(new) if self._sleep.level == 2 else new
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from specjax.device.placement import default_device
 from specjax.rl.engine import RolloutEngine
 from specjax.rl.nnx import Names, hf_named
 from specjax.rl.rollouts import Rollout
@@ -322,9 +323,9 @@ def _check_mesh(mesh: Any) -> None:
     if mesh is None:
         return
     devices = list(np.ravel(mesh.devices))
-    if devices != jax.devices()[:1]:
+    if devices != [default_device()]:
         raise ValueError(
-            f"mesh has the devices {devices}, and the engine runs on {jax.devices()[0]} alone; "
+            f"mesh has the devices {devices}, and the engine runs on {default_device()} alone; "
             "give Role.ROLLOUT a mesh of that device"
         )
 

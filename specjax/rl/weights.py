@@ -6,7 +6,7 @@ them afterwards, donating them included, is its own affair.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
 from typing import Any, NamedTuple, TypeAlias
@@ -14,13 +14,14 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Sharding
 
 from specjax.checkpoint.finite import all_finite
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.drafters.mtp import MTPHead
+from specjax.device.loading import lay_out
 from specjax.device.models.model import Model
 from specjax.device.models.registry import is_unused
 
@@ -34,29 +35,12 @@ class ArraySource:
     parts: tuple[Any, ...]
     spec: TensorSpec | None  # how, or None where the one part is the array itself
 
-    def copy(self, dtype: np.dtype, device: Any) -> jax.Array:
-        """The array on a device, in memory of its own."""
-        # The device's own memory, which device_put does not mean by the device alone.
-        place = SingleDeviceSharding(device, memory_kind=device.default_memory().kind)
-        if all(isinstance(part, np.ndarray) for part in self.parts):
-            if self.spec is None:
-                array = np.array(self.parts[0], dtype)
-            else:
-                array = self.spec.assemble(iter(self.parts), dtype)
-            return jax.device_put(array, place)  # fresh, so that it may be kept
-        is_whole = self.spec is None or self.spec.is_stored
-        if is_whole and self.parts[0].dtype == dtype:
-            return jax.device_put(self.parts[0], place, may_alias=False)
-        parts = tuple(jax.device_put(part, place) for part in self.parts)
-        if self.spec is None or is_whole:
-            return parts[0].astype(dtype)
-        # All layers' arrays of a kind are made by one program.
-        return _join(parts, replace(self.spec, names=("",) * len(parts)), dtype)
-
-
-@partial(jax.jit, static_argnames=("spec", "dtype"))
-def _join(parts: tuple[jax.Array, ...], spec: TensorSpec, dtype: np.dtype) -> jax.Array:
-    return spec.join(parts, dtype)
+    def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
+        """The array where `sharding` says, in memory of its own."""
+        if self.spec is not None:
+            return lay_out(self.parts, self.spec, dtype, sharding)
+        (whole,) = self.parts
+        return jax.device_put(whole, sharding, may_alias=False).astype(dtype)
 
 
 class WeightUpdate(NamedTuple):

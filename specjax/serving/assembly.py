@@ -12,6 +12,7 @@ from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
 from specjax.device.models.model import Model
 from specjax.device.models.registry import load_model
+from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
 from specjax.engine.log import get_log
 from specjax.engine.precompile import keep_compilations
@@ -82,6 +83,7 @@ class Serving:
     target: Model
     drafter: Drafter
     params: Params
+    placement: Placement
     config: EngineConfig
     policy: Policy
     verification: Verification | None
@@ -155,6 +157,7 @@ def assemble(
     )
     if (speculation := options["speculative_config"]) is not None:
         options["speculative_config"] = SpeculativeConfig.of(speculation)
+    placement = Placement.on(default_device())
     source = open_model(model, params)
     folder, target = source.folder, source.target
     tokenizer, eos_ids, default_params = None, (), SamplingParams()
@@ -170,7 +173,7 @@ def assemble(
     log = get_log(verbose=verbose)
     log.info("loading %s: %s of weights in %s", folder or source.origin, size, dtype)
     if folder is not None:
-        _, params = load_model(folder, np.dtype(dtype))
+        _, params = load_model(folder, np.dtype(dtype), placement)
     drafter, drafter_params = plan.drafter.share(plan.drafter_params, target, params)
     both = Params(params, drafter_params)
     if speculation and plan.profile:
@@ -181,6 +184,7 @@ def assemble(
         target,
         drafter,
         both,
+        placement,
         config,
         make_policy(speculation, plan.profile, config.decode_batches),
         make_verification(speculation) if speculation else None,

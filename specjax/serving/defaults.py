@@ -29,6 +29,7 @@ from specjax.config import (
 )
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
+from specjax.device.placement import default_device
 
 _ALIASES = {"float": "float32"}  # as vLLM has them, like the next
 _LOGPROBS_ALIASES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
@@ -56,7 +57,7 @@ DEFAULTS: Mapping[str, Defaults] = {
 
 def device_defaults() -> Defaults:
     """Those of the device that engines run on."""
-    return DEFAULTS["cpu" if jax.devices()[0].platform == "cpu" else "gpu"]
+    return DEFAULTS["cpu" if default_device().platform == "cpu" else "gpu"]
 
 
 def check_options(

@@ -10,6 +10,7 @@ from specjax.config import EngineConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model, init_caches, is_recurrent
+from specjax.device.placement import default_device
 from specjax.host.memory import available_bytes
 from specjax.serving.defaults import device_defaults
 
@@ -169,7 +170,7 @@ class Memory(NamedTuple):
 
 def read_memory() -> Memory | None:
     """The device's memory now, for a CPU the machine's; None if nobody knows."""
-    device = jax.devices()[0]
+    device = default_device()
     stats = device.memory_stats() or {}
     if (total := stats.get("bytes_limit")) is not None:
         return Memory("the device", total - stats.get("bytes_in_use", 0), total)

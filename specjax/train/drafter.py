@@ -225,11 +225,11 @@ def unrolled_loss(
         logits = head.logits(target, params, hidden).reshape(size, length, -1)
         expected = shift(teacher, step + 1)
         counts = shift(batch.is_answer, step + 2) & shift(is_drafted, step + 1)
-        weight = counts / jnp.maximum(counts.sum(), 1)
+        weight = counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
         loss = -(expected * jax.nn.log_softmax(logits)).sum(-1)
         total += decay**step * (loss * weight).sum()
         right = logits.argmax(-1) == expected.argmax(-1)
-        metrics[f"accuracy_{step + 1}"] = (right * weight).sum()
+        metrics[f"accuracy_{step + 1}"] = (right.astype(jnp.float32) * weight).sum()
     return total, metrics
 
 
@@ -257,14 +257,15 @@ def eagle1_loss(
     predicted, _ = head.extend(target, params, tokens, noisy, rows, None)
     expected = shift(batch.hidden, 1).reshape(flat.shape)
     counts = shift(batch.is_answer, 2).reshape(-1)
-    weight = counts / jnp.maximum(counts.sum(), 1)
+    weight = counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
     feature_loss = (optax.losses.huber_loss(predicted, expected).mean(-1) * weight).sum()
     logits = head.logits(target, params, predicted)
     teacher = target.logits(params.target, expected)
     token_loss = -(jax.nn.softmax(teacher) * jax.nn.log_softmax(logits)).sum(-1)
     token_loss = (token_loss * weight).sum()
     right = logits.argmax(-1) == teacher.argmax(-1)
-    metrics = {"feature_loss": feature_loss, "accuracy_1": (right * weight).sum()}
+    accuracy = (right.astype(jnp.float32) * weight).sum()
+    metrics = {"feature_loss": feature_loss, "accuracy_1": accuracy}
     return feature_loss + 0.1 * token_loss, metrics
 
 

@@ -58,7 +58,8 @@ def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, seed: i
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(
             trainable, frozen, batch, key
         )
-        updates, opt_state = optimizer.update(grads, opt_state, trainable)
+        with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+            updates, opt_state = optimizer.update(grads, opt_state, trainable)
         metrics = {"loss": value, **metrics, "grad_norm": optax.tree.norm(grads)}
         return TrainState(optax.apply_updates(trainable, updates), opt_state, step + 1), metrics
 

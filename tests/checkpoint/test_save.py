@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 from specjax.checkpoint import safetensors_file
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.files import open_checkpoint
-from specjax.checkpoint.load import load_params
 from specjax.checkpoint.save import save_checkpoint
 from specjax.checkpoint.spec import projection, stored
+from specjax.device.loading import load_params
 
 SPECS = {
     "embedding": stored(["embed.weight"], (6, 4)),

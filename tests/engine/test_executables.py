@@ -18,6 +18,7 @@ from specjax.device import sampling
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
+from specjax.device.placement import Placement, default_device
 from specjax.device.verification import SeedExact
 from specjax.engine import executables, precompile
 from specjax.engine.engine import Engine
@@ -51,6 +52,7 @@ TARGET = Llama(
     max_position=32,
 )
 MODEL = step_model(CONFIG, TARGET, NoDrafter(), SeedExact(), "cpu")
+PLACEMENT = Placement.on(default_device())
 KEY = Decode(2, 0, Variant())
 
 
@@ -174,7 +176,7 @@ def test_a_folder_that_cannot_be_written_to_is_done_without(folder, one, expecte
 
 def test_names_follow_from_everything(tmp_path, monkeypatch):
     def name(key=KEY, model=MODEL, *origin):
-        kept = open_executables(tmp_path, model, *origin)
+        kept = open_executables(tmp_path, PLACEMENT, model, *origin)
         return kept and kept._path(key)
 
     names = [
@@ -206,14 +208,14 @@ def test_code_of_a_users_own_is_not_known_by_its_name(tmp_path, monkeypatch):
         pass
 
     own = OwnTarget(**vars(TARGET))
-    assert open_executables(tmp_path, MODEL)
-    assert open_executables(tmp_path, MODEL._replace(target=own)) is None
-    assert open_executables(tmp_path, MODEL, object()) is None, "known by its address"
+    assert open_executables(tmp_path, PLACEMENT, MODEL)
+    assert open_executables(tmp_path, PLACEMENT, MODEL._replace(target=own)) is None
+    assert open_executables(tmp_path, PLACEMENT, MODEL, object()) is None, "known by its address"
     monkeypatch.setattr(sampling, "choose", lambda *_, **__: None)
-    assert open_executables(tmp_path, MODEL) is None
+    assert open_executables(tmp_path, PLACEMENT, MODEL) is None
     monkeypatch.undo()
     monkeypatch.setattr(Llama, "forward", lambda *_, **__: None, raising=False)
-    assert open_executables(tmp_path, MODEL) is None
+    assert open_executables(tmp_path, PLACEMENT, MODEL) is None
 
 
 def test_what_was_longest_unused_makes_room(tmp_path, monkeypatch):
@@ -232,5 +234,5 @@ def test_what_was_longest_unused_makes_room(tmp_path, monkeypatch):
 
 
 def test_programs_with_logits_processors_are_not_kept(tmp_path):
-    kept = Executables(tmp_path, "")
+    kept = Executables(tmp_path, "", [])
     assert kept._path(Settle(2, 0, Variant(((0, (abs,)),)))) is None

@@ -93,7 +93,8 @@ def test_rollouts_of_tunixs_models_have_their_logprobs(tunix, checkpoints, modul
     tokens = jnp.array([[*ids, *output.tokens[0].tolist()]])
     length = tokens.shape[1]
     mask = jnp.tril(jnp.ones((1, length, length), bool))
-    logits, _ = actor(tokens, jnp.arange(length)[None], None, mask)
+    with jax.numpy_dtype_promotion("standard"):  # Tunix relies on it
+        logits, _ = actor(tokens, jnp.arange(length)[None], None, mask)
     logps = jax.nn.log_softmax(logits[0, len(ids) - 1 : -1] / CONFIG.temperature)
     chosen = jnp.take_along_axis(logps, tokens[0, len(ids) :, None], axis=1)[:, 0]
     np.testing.assert_allclose(output.logprobs[0], chosen, atol=1e-3)

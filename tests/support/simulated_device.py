@@ -96,6 +96,7 @@ class SimulatedPrograms:
         layout: Layout,
         max_drafts: int,
         *,
+        placement: Any = None,
         script: Script | None = None,
         tally: Counter | None = None,
         rng: np.random.Generator | None = None,
@@ -131,11 +132,6 @@ class SimulatedPrograms:
         self.renew()
 
     # --- the port ---------------------------------------------------------------------------------
-
-    @property
-    def device(self) -> Any:
-        """Where weights are put that are never looked at."""
-        return jax.devices()[0]
 
     @property
     def params(self) -> Any:

@@ -10,9 +10,9 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles, open_checkpoint
-from specjax.checkpoint.load import load_params
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.chain import ChainDrafter
+from specjax.device.loading import load_params
 from specjax.device.models import llama
 from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.hf_config import HFConfig
@@ -95,12 +95,6 @@ def chain_loader(
         refuse_quantised(hf)
         files = DrafterFiles(open_checkpoint(folder), hf)
         head, params = load_head(files, config, target, dtype)
-        if not head.has_embedding and head.hidden_size != target.hidden_size:
-            raise CheckpointError(
-                f"{folder}: the drafter is {head.hidden_size} wide and has no embedding of its "
-                f"own, the target is {target.hidden_size} wide; use a drafter trained for this "
-                "target"
-            )
         return ChainDrafter(head, is_greedy=config.draft_sample_method == "greedy"), params
 
     return load

@@ -24,10 +24,10 @@ from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mlp import MLP, mlp
+from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
-from specjax.device.models.llama import Llama, attention_specs, mlp_specs
+from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
 
 
@@ -66,7 +66,9 @@ class EagleHead:
     def specs(self, names: Collection[str] = ()) -> EagleParams:
         """The weights as `TensorSpec`s under their published names, of which there is one set."""
         dim, layer = self.hidden_size, "layers.0"
-        embedding = stored(["embed_tokens.weight"], (self.shape.vocab_size, dim))
+        embedding = stored(
+            ["embed_tokens.weight"], (self.shape.vocab_size, dim), axes=("vocab", None)
+        )
         return EagleParams(
             embedding=embedding if self.has_embedding else None,
             fc=projection(["fc.weight"], 2 * dim, [dim]),

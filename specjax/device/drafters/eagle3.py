@@ -28,10 +28,10 @@ from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mlp import MLP, mlp
+from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
-from specjax.device.models.llama import Llama, attention_specs, mlp_specs
+from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
 
 
@@ -84,7 +84,9 @@ class Eagle3Head:
         layer = layer_name(names)
         dim, num_aux = self.hidden_size, len(self.aux_layers)
         wide = self.target_hidden_size
-        embedding = stored(["embed_tokens.weight"], (self.shape.vocab_size, dim))
+        embedding = stored(
+            ["embed_tokens.weight"], (self.shape.vocab_size, dim), axes=("vocab", None)
+        )
         return Eagle3Params(
             embedding=embedding if self.has_embedding else None,
             fc=projection(["fc.weight"], num_aux * wide, [dim]),
@@ -100,7 +102,9 @@ class Eagle3Head:
             mlp_norm=stored([f"{layer}.post_attention_layernorm.weight"], (dim,)),
             mlp=mlp_specs(f"{layer}.mlp", dim, self.shape.intermediate_size),
             norm=stored(["norm.weight"], (dim,)),
-            lm_head=projection(["lm_head.weight"], dim, [self.draft_vocab_size]),
+            lm_head=projection(
+                ["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab")
+            ),
         )
 
     def fuse(self, params: Eagle3Params, features: Features) -> jax.Array:
@@ -184,6 +188,11 @@ def load(
         has_aux_norms=files.has("fc_norm.0.weight"),
         has_embedding=files.has("embed_tokens.weight"),
     )
+    if not head.has_embedding and head.hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"{hf.origin}: the drafter is {head.hidden_size} wide and has no embedding of its own, "
+            f"the target is {target.hidden_size} wide; use a drafter trained for this target"
+        )
     # t2d is the mask that d2t spells out.
     params = files.load(head.specs(names), dtype, unused=("d2t", "t2d"))
     return head, replace(params, target_ids=read_target_ids(files, head, target))

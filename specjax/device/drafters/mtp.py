@@ -19,12 +19,12 @@ import numpy as np
 from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_file
-from specjax.checkpoint.load import load_params
 from specjax.checkpoint.spec import projection
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind
 from specjax.device.drafters.checkpoint import DrafterFiles
 from specjax.device.drafters.drafter import Params
+from specjax.device.loading import load_params
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows

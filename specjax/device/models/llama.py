@@ -18,7 +18,7 @@ from specjax.device.cache.paged import PagedAttention
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mlp import MLP, mlp
+from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
@@ -105,12 +105,14 @@ class Llama:
         """See `Model.specs`; there is one layout."""
         prefix, dim = "model", self.hidden_size
         return LlamaParams(
-            embedding=stored([f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim)),
+            embedding=stored(
+                [f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim), axes=("vocab", None)
+            ),
             layers=tuple(layer_specs(self, f"{prefix}.layers.{i}") for i in range(self.num_layers)),
             norm=stored([f"{prefix}.norm.weight"], (dim,)),
             lm_head=None
             if self.tie_word_embeddings
-            else projection(["lm_head.weight"], dim, [self.vocab_size]),
+            else projection(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),
         )
 
     def extend(
@@ -182,9 +184,11 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
     )
     inputs = [f"{prefix}.{name}_proj" for name in "qkv"]
     return Attention(
-        qkv=projection([f"{name}.weight" for name in inputs], num_in, [q, kv, kv]),
-        out=projection([f"{prefix}.o_proj.weight"], q, [model.hidden_size]),
-        qkv_bias=stored([f"{name}.bias" for name in inputs], (q,), (kv,), (kv,))
+        qkv=projection(
+            [f"{name}.weight" for name in inputs], num_in, [q, kv, kv], axes=(None, "heads")
+        ),
+        out=projection([f"{prefix}.o_proj.weight"], q, [model.hidden_size], axes=("heads", None)),
+        qkv_bias=stored([f"{name}.bias" for name in inputs], (q,), (kv,), (kv,), axes=("heads",))
         if model.qkv_bias
         else None,
         out_bias=stored([f"{prefix}.o_proj.bias"], (model.hidden_size,))
@@ -192,18 +196,6 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
         else None,
         q_norm=stored([f"{prefix}.q_norm.weight"], (head,)) if model.qk_norm else None,
         k_norm=stored([f"{prefix}.k_norm.weight"], (head,)) if model.qk_norm else None,
-    )
-
-
-def mlp_specs(prefix: str, dim: int, intermediate: int) -> MLP:
-    """Feed-forward weights as `TensorSpec`s."""
-    return MLP(
-        gate_up=projection(
-            [f"{prefix}.gate_proj.weight", f"{prefix}.up_proj.weight"],
-            dim,
-            [intermediate, intermediate],
-        ),
-        down=projection([f"{prefix}.down_proj.weight"], intermediate, [dim]),
     )
 
 

@@ -30,7 +30,7 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.gated_delta_net import GatedDeltaNet, gated_delta_net
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mlp import MLP, mlp
+from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
 from specjax.device.models.layers.moe import Experts, MoE, moe
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
@@ -137,7 +137,9 @@ class Qwen35:
         prefix = text if any(name.startswith(f"{text}.") for name in names) else "model"
         dim = self.hidden_size
         return Qwen35Params(
-            embedding=stored([f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim)),
+            embedding=stored(
+                [f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim), axes=("vocab", None)
+            ),
             layers=tuple(
                 layer_specs(self, f"{prefix}.layers.{i}", kind, names, self._is_sparse(i))
                 for i, kind in enumerate(self.layer_types)
@@ -145,7 +147,7 @@ class Qwen35:
             norm=norm_spec(f"{prefix}.norm", dim),
             lm_head=None
             if self.tie_word_embeddings
-            else projection(["lm_head.weight"], dim, [self.vocab_size]),
+            else projection(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),
         )
 
     @property
@@ -226,7 +228,7 @@ def layer_specs(
         mlp_norm=norm_spec(f"{prefix}.post_attention_layernorm", dim),
         mlp=_moe_specs(model, f"{prefix}.mlp", names)
         if is_sparse
-        else _mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size),
+        else mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size),
     )
 
 
@@ -241,8 +243,14 @@ def _attention_specs(model: Qwen35, prefix: str) -> Attention:
     inputs = [f"{prefix}.{name}_proj.weight" for name in "qkv"]
     return Attention(
         # Each head's rows of q_proj are its query, then its gate.
-        qkv=projection(inputs, dim, [2 * q, kv, kv], interleaved={inputs[0]: (head, head)}),
-        out=projection([f"{prefix}.o_proj.weight"], q, [dim]),
+        qkv=projection(
+            inputs,
+            dim,
+            [2 * q, kv, kv],
+            interleaved={inputs[0]: (head, head)},
+            axes=(None, "heads"),
+        ),
+        out=projection([f"{prefix}.o_proj.weight"], q, [dim], axes=("heads", None)),
         q_norm=norm_spec(f"{prefix}.q_norm", head),
         k_norm=norm_spec(f"{prefix}.k_norm", head),
     )
@@ -260,29 +268,24 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
             dim,
             [heads.channels + inner, 2 * num_values],
             interleaved={qkvz: (heads.key_dim, heads.key_dim, wide, wide), ba: (group, group)},
+            axes=(None, "heads"),
         )
     else:
         names = [f"{prefix}.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")]
-        in_proj = projection(names, dim, [heads.channels, inner, num_values, num_values])
+        in_proj = projection(
+            names, dim, [heads.channels, inner, num_values, num_values], axes=(None, "heads")
+        )
 
     def exact(name: str) -> Any:
-        return TensorSpec((f"{prefix}.{name}",), ((num_values,),), dtype="float32")
+        return TensorSpec((f"{prefix}.{name}",), ((num_values,),), dtype="float32", axes=("heads",))
 
     return GatedDeltaNet(
         in_proj=in_proj,
-        conv=depthwise(f"{prefix}.conv1d.weight", heads.channels, model.conv_width),
+        conv=depthwise(f"{prefix}.conv1d.weight", heads.channels, model.conv_width, "heads"),
         log_decay=exact("A_log"),
         decay_bias=exact("dt_bias"),
         norm=stored([f"{prefix}.norm.weight"], (heads.value_dim,)),
-        out=projection([f"{prefix}.out_proj.weight"], inner, [dim]),
-    )
-
-
-def _mlp_specs(prefix: str, dim: int, intermediate: int) -> MLP:
-    gate, up, down = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
-    return MLP(
-        gate_up=projection([gate, up], dim, [intermediate, intermediate]),
-        down=projection([down], intermediate, [dim]),
+        out=projection([f"{prefix}.out_proj.weight"], inner, [dim], axes=("heads", None)),
     )
 
 
@@ -309,7 +312,7 @@ def _moe_specs(model: Qwen35, prefix: str, names: Collection[str]) -> MoE:
         router=projection([f"{prefix}.gate.weight"], dim, [num_experts]),
         gate_up=gate_up,
         down=down,
-        shared=_mlp_specs(f"{prefix}.shared_expert", dim, shared),
+        shared=mlp_specs(f"{prefix}.shared_expert", dim, shared),
         shared_gate=projection([f"{prefix}.shared_expert_gate.weight"], dim, [1]),
     )
 

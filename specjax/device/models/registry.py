@@ -10,11 +10,12 @@ import numpy as np
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
-from specjax.checkpoint.load import load_params
+from specjax.device.loading import load_params
 from specjax.device.models import llama, qwen3_5
 from specjax.device.models.config_fields import check_fields
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
+from specjax.device.placement import Placement
 
 MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "llama": llama.from_hf,
@@ -44,11 +45,14 @@ def describe_model(hf: HFConfig) -> Model:
     return MODELS[kind](hf)
 
 
-def load_model(folder: Path, dtype: np.dtype) -> tuple[Model, Any]:
-    """The model in a checkpoint folder and its parameters in `dtype`, on the default device."""
+def load_model(
+    folder: Path, dtype: np.dtype, placement: Placement | None = None
+) -> tuple[Model, Any]:
+    """The model in a checkpoint folder and its parameters in `dtype`, see `load_params`."""
     model, files = describe_model(read_config(folder)), open_checkpoint(folder)
     specs = model.specs(files.names())
-    return model, load_params(files, specs, dtype, ignore=partial(is_unused, model))
+    ignore = partial(is_unused, model)
+    return model, load_params(files, specs, dtype, placement=placement, ignore=ignore)
 
 
 def is_unused(model: Model, name: str) -> bool:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from specjax.checkpoint.spec import projection
 from specjax.device.models.layers.linear import linear
 
 
@@ -26,3 +27,12 @@ def swiglu(x: jax.Array) -> jax.Array:
     """silu(gate) * up for gate and up side by side, [N, 2 F] (Shazeer 2020)."""
     gate, up = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * up
+
+
+def mlp_specs(prefix: str, dim: int, inner: int) -> MLP:
+    """The weights as `TensorSpec`s, by the names of Hugging Face."""
+    gate, up, down = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    return MLP(
+        gate_up=projection([gate, up], dim, [inner, inner], axes=(None, "mlp")),
+        down=projection([down], inner, [dim], axes=("mlp", None)),
+    )

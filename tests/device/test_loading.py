@@ -8,13 +8,16 @@ import jax
 import ml_dtypes
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from safetensors.numpy import save_file
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
-from specjax.checkpoint.load import load_params
 from specjax.checkpoint.safetensors_file import write
 from specjax.checkpoint.spec import projection, stored
+from specjax.device import loading
+from specjax.device.loading import load_params
+from specjax.device.placement import Placement
 
 
 @jax.tree_util.register_dataclass
@@ -127,12 +130,12 @@ def test_host_copies_are_dropped_when_the_device_has_its_own(tmp_path, monkeypat
     num, side = 20, 512
     specs = [projection([f"{i}.a", f"{i}.b"], side, [side // 2, side // 2]) for i in range(num)]
     files = saved(tmp_path, file_tensors(np.float32, specs))
-    monkeypatch.setattr(jax, "device_put", lambda array: array[0, 0])
+    monkeypatch.setattr(loading, "lay_out", lambda parts, *_: parts[0][0, 0])
     tracemalloc.start()
     load_params(files, specs, np.dtype(np.float32))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert peak < 3 * 4 * side * side
+    assert peak < (loading.NUM_READERS + 1) * 4 * side * side
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
@@ -169,3 +172,24 @@ def test_float8_needs_its_scales(tmp_path):
     write(tmp_path / "model.safetensors", layout, tensors.items())
     with pytest.raises(CheckpointError, match=r"scales: 0\.k\.weight \(float8_e4m3fn\)\n"):
         load_params(open_checkpoint(tmp_path), SPECS, np.dtype(np.float32))
+
+
+def test_arrays_are_divided_as_the_placement_says(tmp_path):
+    """On two devices each has its part of an axis that a rule names, and the rest whole."""
+    specs = {
+        "into": projection(["a", "b"], 4, [6, 2], axes=(None, "mlp")),
+        "out": projection(["c"], 8, [4], axes=("mlp", None)),
+        "embedding": stored(["d"], (6, 4), axes=("vocab", None)),
+        "norm": stored(["e"], (4,)),
+    }
+    tensors = file_tensors(specs=specs)
+    files = saved(tmp_path, tensors)
+    whole = load_params(files, specs, np.dtype(np.float32))
+    placement = Placement(Mesh(jax.devices(), ("model",)), (("mlp", "model"),))
+    divided = load_params(files, specs, np.dtype(np.float32), placement=placement)
+    shapes = {"into": (4, 4), "out": (4, 4), "embedding": (6, 4), "norm": (4,)}
+    for name, array in divided.items():
+        np.testing.assert_array_equal(array, whole[name])
+        assert [shard.data.shape for shard in array.addressable_shards] == 2 * [shapes[name]]
+        assert array.sharding.device_set == set(jax.devices())
+        assert whole[name].sharding.device_set == set(jax.devices()[:1])
