@@ -24,6 +24,7 @@ from support.compilations import (
 )
 from support.engines import simulated_engines
 from support.seeds import VARIABLE
+from support.shapes import check_boundary
 from support.targets import VOCAB
 from support.weights import rewrite
 
@@ -42,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     # So that no code takes the one device for granted, or a dtype that JAX would guess.
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+    check_boundary()
     share_compilations(Path(__file__).parents[1] / ".cache" / "jax")
     precompile._JITS = KEPT  # pyright: ignore[reportAttributeAccessIssue]
     precompile.executables_folder = lambda: None  # tests change what is compiled

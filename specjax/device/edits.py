@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int32
 
 from specjax.device.requests import Requests
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
@@ -22,8 +23,8 @@ Processors = tuple[tuple[int, tuple[Callable, ...]], ...]
 class History:
     """The tokens that B requests consist of, drafts of the step included."""
 
-    tokens: jax.Array  # i32[B, L]; the first lengths[b] are committed, then come the drafts
-    lengths: jax.Array  # i32[B]
+    tokens: Int32[jax.Array, "B L"]  # the first lengths[b] are committed, then come the drafts
+    lengths: Int32[jax.Array, "B"]
 
     def then(self, drafts: jax.Array) -> "History":
         """With drafts i32[B, K] after the committed tokens."""

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float32, Int32, UInt32
 
 from specjax.sampling_params import (
     MAX_BAD_WORD_TOKENS,
@@ -19,11 +20,11 @@ from specjax.sampling_params import (
 class Sampling:
     """How tokens are drawn from logits. [S] by slot, or [B] for the rows of a step."""
 
-    temperature: jax.Array  # f32[B]; 0 is greedy
-    seeds: jax.Array  # u32[B]
-    top_k: jax.Array  # i32[B]; 0 keeps all
-    top_p: jax.Array  # f32[B]
-    min_p: jax.Array  # f32[B]
+    temperature: Float32[jax.Array, "B"]  # 0 is greedy
+    seeds: UInt32[jax.Array, "B"]
+    top_k: Int32[jax.Array, "B"]  # 0 keeps all
+    top_p: Float32[jax.Array, "B"]
+    min_p: Float32[jax.Array, "B"]
 
     def repeat(self, count: int) -> "Sampling":
         """The parameters of each request, `count` times in a row."""
@@ -35,15 +36,15 @@ class Sampling:
 class Edits:
     """What changes logits before tokens are drawn from them. Ids of -1 are unused places."""
 
-    repetition: jax.Array  # f32[B]; 1 is none
-    presence: jax.Array  # f32[B]
-    frequency: jax.Array  # f32[B]
-    min_tokens: jax.Array  # i32[B]
-    bias_ids: jax.Array  # i32[B, MAX_LOGIT_BIAS]
-    bias: jax.Array  # f32[B, MAX_LOGIT_BIAS]
-    bad_words: jax.Array  # i32[B, MAX_BAD_WORDS * MAX_BAD_WORD_TOKENS], each word flush right
-    allowed: jax.Array  # i32[B, ceil(V/32)], bit v % 32 of word v // 32 is token v
-    processor: jax.Array  # i32[B], number of the request's row of logits processors; -1 is none
+    repetition: Float32[jax.Array, "B"]  # 1 is none
+    presence: Float32[jax.Array, "B"]
+    frequency: Float32[jax.Array, "B"]
+    min_tokens: Int32[jax.Array, "B"]
+    bias_ids: Int32[jax.Array, "B biased"]
+    bias: Float32[jax.Array, "B biased"]
+    bad_words: Int32[jax.Array, "B bad_words"]  # each word flush right
+    allowed: Int32[jax.Array, "B mask_words"]  # bit v % 32 of word v // 32 is token v
+    processor: Int32[jax.Array, "B"]  # number of the request's row of logits processors; -1 is none
 
 
 @jax.tree_util.register_dataclass
@@ -51,9 +52,9 @@ class Edits:
 class Requests:
     """Everything that a request's admission fixes."""
 
-    prompt_lengths: jax.Array  # i32[B]
-    limits: jax.Array  # i32[B], most tokens a request may come to, prompt included
-    stop_ids: jax.Array  # i32[B, MAX_STOP_IDS]
+    prompt_lengths: Int32[jax.Array, "B"]
+    limits: Int32[jax.Array, "B"]  # most tokens a request may come to, prompt included
+    stop_ids: Int32[jax.Array, "B stop_ids"]
     sampling: Sampling
     edits: Edits
 

@@ -67,7 +67,7 @@ def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
 def choose(
     logits: jax.Array, sampling: Sampling, positions: jax.Array, *, kernels: str = "auto"
 ) -> jax.Array:
-    """The token i32[B T] of each row of logits f32[B T, V]: argmax(logits / T + Gumbel).
+    """The token i32[N] of each row of logits f32[N, V]: argmax(logits / T + Gumbel).
 
     That is a draw from softmax(logits / T) (Gumbel-max), made a function of the request's seed and
     the position that the token will stand at; positions i32[B] are those of the requests' first

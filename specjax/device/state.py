@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int32
 
 from specjax.device.requests import Requests, init_requests
 
@@ -22,8 +23,8 @@ class EngineState:
     caches: tuple[Any, ...]  # the target's, one of each of its kinds
     snapshots: tuple[Any, ...]  # of prompts' ends, by kind of cache; None of those without
     drafter: Any  # the drafter's own state
-    tokens: jax.Array  # i32[S, max_model_len], prompt and output
-    progress: jax.Array  # i32[S, 3], the three below; one array, so that one kernel writes them
+    tokens: Int32[jax.Array, "S L"]  # prompt and output
+    progress: Int32[jax.Array, "S 3"]  # the three below; one array, so that one kernel writes them
     requests: Requests  # [S]
 
     @property

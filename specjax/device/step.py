@@ -24,6 +24,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Int32
 
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.drafter import DraftContext, Drafter, Observation, Params, Variant
@@ -39,56 +40,56 @@ from specjax.device.wanted import Wanted, Wants
 class AdmitInputs(NamedTuple):
     """Requests that take their slots."""
 
-    slots: jax.Array  # i32[B]; past the last slot for a padding row
+    slots: Int32[jax.Array, "B"]  # past the last slot for a padding row
     requests: Requests  # [B]
-    tokens: jax.Array  # i32[B, max_model_len], prompt and output so far; -1 past them
+    tokens: Int32[jax.Array, "B L"]  # prompt and output so far; -1 past them
 
 
 class SnapshotInputs(NamedTuple):
     """Slots whose recurrent states are copied to or from a snapshot."""
 
-    slots: jax.Array  # i32[B]; past the last slot for a padding row
-    ids: jax.Array  # i32[B], of snapshots; likewise
-    ends: jax.Array  # i32[B], tokens that the states stand for
+    slots: Int32[jax.Array, "B"]  # past the last slot for a padding row
+    ids: Int32[jax.Array, "B"]  # of snapshots; likewise
+    ends: Int32[jax.Array, "B"]  # tokens that the states have seen
 
 
 class PrefillInputs(NamedTuple):
     """One chunk of each of B prompts."""
 
-    slots: jax.Array  # i32[B]; past the last slot for a padding row
-    starts: jax.Array  # i32[B], tokens already in the caches
-    counts: jax.Array  # i32[B], tokens of this chunk
-    is_last: jax.Array  # i32[B], 1 where decoding comes next
-    is_resumed: jax.Array  # i32[B], 1 where the token after the last chunk is known
-    wants: jax.Array  # i32[B], see `Wants`: of all requests together, the same in every row
-    page_table: jax.Array  # i32[B, P]
+    slots: Int32[jax.Array, "B"]  # past the last slot for a padding row
+    starts: Int32[jax.Array, "B"]  # tokens already in the caches
+    counts: Int32[jax.Array, "B"]  # tokens of this chunk
+    is_last: Int32[jax.Array, "B"]  # 1 where decoding comes next
+    is_resumed: Int32[jax.Array, "B"]  # 1 where the token after the last chunk is known
+    wants: Int32[jax.Array, "B"]  # see `Wants`: of all requests together, the same in every row
+    page_table: Int32[jax.Array, "B P"]
 
 
 class DecodeInputs(NamedTuple):
     """Who takes part in a round of speculation."""
 
-    slots: jax.Array  # i32[B]; past the last slot for a padding row
-    num_drafts: jax.Array  # i32[B], of the K drafts, those that may stand
-    wants: jax.Array  # i32[B], as of a chunk
-    page_table: jax.Array  # i32[B, P]
+    slots: Int32[jax.Array, "B"]  # past the last slot for a padding row
+    num_drafts: Int32[jax.Array, "B"]  # of the K drafts, those that may be accepted
+    wants: Int32[jax.Array, "B"]  # as of a chunk
+    page_table: Int32[jax.Array, "B P"]
 
 
 class Extension(NamedTuple):
     """What the target made of T rows of B requests: a chunk, or last token, drafts and padding."""
 
-    features: Features  # [B T]
-    logits: jax.Array  # f32[B, K+1, V]; of a chunk's last row only, f32[B, 1, V]
+    features: Features  # [N]
+    logits: Float32[jax.Array, "B R V"]  # of a chunk, those of its last row
 
 
 class StepOutputs(NamedTuple):
     """What a step made known: the first num_tokens[b] of tokens[b] are new output of request b."""
 
-    tokens: jax.Array  # i32[B, K+1]
-    num_tokens: jax.Array  # i32[B]
-    num_drafts: jax.Array  # i32[B], drafts that could have stood
+    tokens: Int32[jax.Array, "B R"]
+    num_tokens: Int32[jax.Array, "B"]
+    num_drafts: Int32[jax.Array, "B"]  # drafts that could have been accepted
     # Of [B (K+1)] rows, see `logprobs.pack_logprobs`; zeros where nobody wants them.
-    logprobs: jax.Array  # i32[B, ...]
-    prompt_logprobs: jax.Array | None  # likewise of [B T]: the token after each row of a chunk
+    logprobs: Int32[jax.Array, "B ..."]
+    prompt_logprobs: jax.Array | None  # likewise of [N]: the token after each row of a chunk
 
 
 class StepModel(NamedTuple):
@@ -346,8 +347,8 @@ def settle(
 
 
 class _Emitted(NamedTuple):
-    num_tokens: jax.Array  # i32[B]
-    is_finished: jax.Array  # bool[B]
+    num_tokens: Int32[jax.Array, "B"]
+    is_finished: Bool[jax.Array, "B"]
 
 
 def _emit(verdict: Verdict, remaining: jax.Array, stop_ids: jax.Array) -> _Emitted:

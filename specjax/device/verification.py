@@ -20,6 +20,7 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Float32, Int32
 
 from pallas_kernels.draw_tokens import argmax
 from specjax.config import SpeculativeConfig
@@ -31,9 +32,9 @@ from specjax.device.sampling import choose, scale, through_edits
 class Draft(NamedTuple):
     """Tokens proposed for the K positions after the last committed token."""
 
-    tokens: jax.Array  # i32[B, K]
-    probs: jax.Array | None  # f32[B, K, V], what they were drawn from; None when they are certain
-    counts: jax.Array | None = None  # i32[B], how many were found; None when it is always K
+    tokens: Int32[jax.Array, "B K"]
+    probs: Float32[jax.Array, "B K V"] | None  # drawn from these; None when they are certain
+    counts: Int32[jax.Array, "B"] | None = None  # how many were found; None when it is always K
 
 
 @jax.tree_util.register_dataclass
@@ -41,11 +42,11 @@ class Draft(NamedTuple):
 class Target:
     """The target's word on K + 1 positions, and where they are."""
 
-    logits: jax.Array  # f32[B, K+1, V], still to be processed by `edit` if there is one
+    logits: Float32[jax.Array, "B R V"]  # still to be processed by `edit` if there is one
     sampling: Sampling  # [B]
-    lengths: jax.Array  # i32[B], committed tokens: the position of row 0's token
-    num_drafts: jax.Array  # i32[B], of the K drafts, those that may stand
-    wants_edits: jax.Array | None = None  # bool[], see `sampling.through_edits`
+    lengths: Int32[jax.Array, "B"]  # committed tokens: the position of row 0's token
+    num_drafts: Int32[jax.Array, "B"]  # of the K drafts, those that may be accepted
+    wants_edits: Bool[jax.Array, ""] | None = None  # see `sampling.through_edits`
     edit: Callable[[jax.Array], jax.Array] | None = field(default=None, metadata={"static": True})
     kernels: str = field(default="auto", metadata={"static": True})
 
@@ -69,8 +70,8 @@ class Target:
 class Verdict:
     """What a verification emits: the first `num_accepted` + 1 of `tokens`."""
 
-    tokens: jax.Array  # i32[B, K+1]
-    num_accepted: jax.Array  # i32[B], 0..K
+    tokens: Int32[jax.Array, "B R"]
+    num_accepted: Int32[jax.Array, "B"]  # 0..K
 
 
 class Verification(Protocol):

@@ -112,7 +112,7 @@ class Wanted(NamedTuple):
 
         scored = jax.lax.map(score, (count * jnp.arange(len(blocks)), blocks))
 
-        def rows(x):  # [blocks, B, count, ...] -> [B T, ...]
+        def rows(x):  # [blocks, B, count, ...] -> [N, ...]
             x = x.swapaxes(0, 1).reshape(batch, count * len(blocks), *x.shape[3:])[:, :width]
             return x.reshape(batch * width, *x.shape[2:])
 

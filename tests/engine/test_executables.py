@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from support.compilations import count_maps
+from support.shapes import FUNCTIONS
 
 from specjax.config import EngineConfig
 from specjax.device import sampling
@@ -20,7 +21,7 @@ from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import SeedExact
-from specjax.engine import executables, precompile
+from specjax.engine import batch, executables, precompile
 from specjax.engine.engine import Engine
 from specjax.engine.executables import Executables, open_executables
 from specjax.engine.precompile import step_model
@@ -66,6 +67,15 @@ def kept_in(folder: Path) -> Iterator[None]:
         _keep_in(None)
         yield
         _keep_in(others)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def functions_as_users_have_them():
+    """Patched ones, as those that check shapes are, keep programs from being kept."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in FUNCTIONS:
+            patch.setattr(batch, name, getattr(batch, name).__wrapped__)
+        yield
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,8 @@ class ProjectedHeads(NamedTuple):
 class PagedAttention:
     """Grouped-query attention, each row over all rows of its request up to itself.
 
-    The cache is a pool [L, pages, page_size, 2, H_kv, D]: a token's key and value lie side by side.
+    The cache is a pool [layers, pages, page_size, 2, H_kv, D_h], where a token's key and value lie
+    side by side.
     """
 
     num_layers: int
@@ -76,7 +77,7 @@ class PagedAttention:
     def cached(
         self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedHeads
     ) -> tuple[jax.Array, jax.Array]:
-        """Write keys and values to the pages, then attend the queries over them: [B T, H, D]."""
+        """Write keys and values to the pages, then attend the queries over them: [N, H, D_h]."""
         cos, sin = map(rows.by_request, inputs.angles)
         positions = rows.by_request(rows.positions)
         q, cache = rope_write(
@@ -97,7 +98,7 @@ class PagedAttention:
         return out.reshape(-1, *out.shape[2:]), cache
 
     def causal(self, length: int, inputs: ProjectedHeads) -> jax.Array:
-        """Attention within each sequence: [B T, H, D]."""
+        """Attention within each sequence: [N, H, D_h]."""
         q, k, v = self._split(inputs)
         weights = jax.nn.softmax(_causal_scores(q, k, length), axis=-1)
         return _weighted_values(weights, v, q.shape)
@@ -122,7 +123,7 @@ class PagedAttention:
         return out, kept
 
     def _split(self, inputs: ProjectedHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rotated queries [B T, H, D], keys and values [B T, H_kv, D]."""
+        """Rotated queries [N, H, D_h], keys and values [N, H_kv, D_h]."""
         return split_heads(
             inputs.qkv,
             *inputs.weights,
@@ -136,18 +137,18 @@ class PagedAttention:
 
 
 def _heads_first(x: jax.Array, length: int) -> jax.Array:
-    """[B T, H, D] -> [B, H, T, D]."""
+    """[N, H, D_h] -> [B, H, T, D_h]."""
     return x.reshape(-1, length, *x.shape[1:]).transpose(0, 2, 1, 3)
 
 
 def _grouped(q: jax.Array, num_kv_heads: int, length: int) -> jax.Array:
-    """Queries [B T, H, D] as [B, H_kv, H / H_kv, T, D], next to the keys that they share."""
+    """Queries [N, H, D_h] as [B, H_kv, H / H_kv, T, D_h], next to the keys that they share."""
     q = _heads_first(q, length)
     return q.reshape(q.shape[0], num_kv_heads, -1, *q.shape[2:])
 
 
 def _causal_scores(q: jax.Array, k: jax.Array, length: int) -> jax.Array:
-    """Masked scaled scores f32[B, H_kv, G, T, T] of q [B T, H, D] against k [B T, H_kv, D]."""
+    """Masked scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] against k [N, H_kv, D_h]."""
     queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
     scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))
     mask = jnp.tril(jnp.ones((length, length), bool))
@@ -155,7 +156,7 @@ def _causal_scores(q: jax.Array, k: jax.Array, length: int) -> jax.Array:
 
 
 def _weighted_values(weights: jax.Array, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Attention output of `shape` [B T, H, D] from weights [B, H_kv, G, T, T] over v."""
+    """Attention output of `shape` [N, H, D_h] from weights [B, H_kv, G, T, T] over v."""
     length = weights.shape[-2]
     out = jnp.einsum("bhgts,bhsd->bhgtd", weights.astype(v.dtype), _heads_first(v, length))
     return out.transpose(0, 3, 1, 2, 4).reshape(shape)

@@ -38,8 +38,8 @@ class Snapshots(NamedTuple):
     keys and values: neither is of use without the other.
     """
 
-    state: jax.Array  # f32[L, N, H_v, D_v, D_k]
-    tail: jax.Array  # [L, N, W - 1, C], raw inputs
+    state: jax.Array  # f32[layers, S, H_v, D_v, D_k]
+    tail: jax.Array  # [layers, S, W - 1, C], raw inputs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,7 +131,7 @@ class DeltaRule:
     def cached(
         self, rows: CachedRows, cache: DeltaRuleCache, layer: jax.Array, inputs: DeltaInputs
     ) -> tuple[jax.Array, DeltaRuleCache]:
-        """Bring the states up to date, then run the rows on from them: [B T, H_v, D_v]."""
+        """Bring the states up to date, then run the rows on from them: [N, H_v, D_v]."""
         assert rows.slots is not None and rows.pending is not None, "rows without slots"
         out, cache = gated_delta_rule(
             rows.by_request(inputs.x),
@@ -148,7 +148,7 @@ class DeltaRule:
         return out.reshape(-1, *out.shape[2:]), cache
 
     def causal(self, length: int, inputs: DeltaInputs) -> jax.Array:
-        """From an empty state: [B T, H_v, D_v]."""
+        """From an empty state: [N, H_v, D_v]."""
         weights = inputs.weights
         x = inputs.x.reshape(-1, length, inputs.x.shape[-1])
         raw, z, gates = split_inputs(x, weights, self.heads)

@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Int32
 
 from specjax.device.cache.kind import CacheKind
 
@@ -21,10 +22,10 @@ class CachedRows:
     already run again without `writes`: pages are shared, and another program may round differently.
     """
 
-    positions: jax.Array  # i32[B T], absolute; -1 for a padding row
-    page_table: jax.Array  # i32[B, P]; -1 where no page is assigned
-    slots: jax.Array | None = None  # i32[B], of recurrent states; past the last for a padding row
-    pending: jax.Array | None = None  # i32[B]
+    positions: Int32[jax.Array, "N"]  # absolute; -1 for a padding row
+    page_table: Int32[jax.Array, "B P"]  # -1 where no page is assigned
+    slots: Int32[jax.Array, "B"] | None = None  # of recurrent states; past the last for padding
+    pending: Int32[jax.Array, "B"] | None = None
     folds: bool = field(default=False, metadata={"static": True})
     writes: bool = field(default=True, metadata={"static": True})
     kernels: str = field(default="auto", metadata={"static": True})
@@ -44,7 +45,7 @@ class CachedRows:
         return self.positions.shape[0] // self.page_table.shape[0]
 
     def by_request(self, x: jax.Array) -> jax.Array:
-        """[B T, ...] as [B, T, ...]."""
+        """[N, ...] as [B, T, ...]."""
         return x.reshape(self.page_table.shape[0], -1, *x.shape[1:])
 
     def mix(

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple, Protocol, Self
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Bool, Int32
 
 from pallas_kernels.draw_tokens import argmax
 from specjax.device.cache.kind import CacheSizes
@@ -38,13 +39,13 @@ class Variant(NamedTuple):
 class DraftContext:
     """Where B requests stand when drafting starts."""
 
-    slots: jax.Array  # i32[B]
-    starts: jax.Array  # i32[B], the position of the last committed token
-    is_active: jax.Array  # bool[B]
-    page_table: jax.Array  # i32[B, P]
+    slots: Int32[jax.Array, "B"]
+    starts: Int32[jax.Array, "B"]  # the position of the last committed token
+    is_active: Bool[jax.Array, "B"]
+    page_table: Int32[jax.Array, "B P"]
     requests: Requests  # [S], by slot: what nobody wants of it is not even gathered
     history: History  # [B]
-    wants_edits: jax.Array  # bool[], whether any request has its logits edited
+    wants_edits: Bool[jax.Array, ""]  # whether any request has its logits edited
     kernels: str = field(metadata={"static": True})
     row_multiple: int = field(metadata={"static": True})
     shares_noise: bool = field(metadata={"static": True})
@@ -112,12 +113,12 @@ class DraftContext:
 class Observation(NamedTuple):
     """Rows that the target ran for B requests: a chunk of a prompt, or last token and drafts."""
 
-    slots: jax.Array  # i32[B]
-    rows: CachedRows  # [B T], where they stand
-    tokens: jax.Array  # i32[B, T], what they held
-    following: jax.Array  # i32[B, T], the token after each: known, or drawn by the target
-    features: Features  # [B T], what the target made of them
-    last: jax.Array  # i32[B], the index of each request's last row that was accepted
+    slots: Int32[jax.Array, "B"]
+    rows: CachedRows  # [N], where they stand
+    tokens: Int32[jax.Array, "B T"]  # what they held
+    following: Int32[jax.Array, "B T"]  # the token after each: known, or drawn by the target
+    features: Features  # [N], what the target made of them
+    last: Int32[jax.Array, "B"]  # the index of each request's last row that was accepted
 
 
 class Drafter(Protocol):

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Float
 
 from specjax.device.cache.kind import CacheKind, CacheSizes
 from specjax.device.models.layers.rows import Rows
@@ -16,8 +17,8 @@ from specjax.device.models.layers.rows import Rows
 class Features:
     """What a forward pass leaves behind for the head and the drafter."""
 
-    hidden: jax.Array  # [N, D], after the final norm
-    auxiliary: jax.Array | None  # [N, len(aux_layers) D], residual stream entering those layers
+    hidden: Float[jax.Array, "N D"]  # after the final norm
+    auxiliary: Float[jax.Array, "N auxiliary"] | None  # residual stream entering those layers
 
     @classmethod
     def of(cls, hidden: jax.Array, auxiliary: Sequence[jax.Array]) -> "Features":

@@ -27,6 +27,6 @@ class Rows(Protocol):
             inputs: what the layer's projections made of the rows, as `kind` has it.
 
         Returns:
-            The output [N, H, D], and the cache with the rows in it.
+            The output [N, H, D_h], and the cache with the rows in it.
         """
         ...
