@@ -36,9 +36,9 @@ from specjax.bench.identity import NEAR_TIE  # noqa: E402
 
 GROUP = 50  # schedules that a process runs at a time
 K = 3
-LEAST_PAGES, MOST_PAGES = 8, 10
+MIN_PAGES, MAX_PAGES = 8, 10
 SIZES: dict[str, Any] = {
-    "max_model_len": 8 * LEAST_PAGES, "page_size": 8, "max_num_batched_tokens": 32,
+    "max_model_len": 8 * MIN_PAGES, "page_size": 8, "max_num_batched_tokens": 32,
     "max_logprobs": 0, "verbose": False,
 }  # fmt: skip
 COUNTS = [
@@ -140,11 +140,11 @@ def print_tally(tally: Counter, seconds: float) -> None:
     """What the schedules on the simulated device came to."""
     for name in COUNTS:
         print(f"{NAMES.get(name, name)}: {tally[name]}")
-    print(f"most steps in flight when another is launched: {most_in_flight(tally)}")
+    print(f"most steps in flight when another is launched: {max_tokens_in_flight(tally)}")
     print(f"seconds: {seconds:.0f}", flush=True)
 
 
-def most_in_flight(tally: Counter) -> int:
+def max_tokens_in_flight(tally: Counter) -> int:
     """Steps that had not been read when another was launched: the engine keeps one at most."""
     return int(tally["steps launched over another"] > 0)
 
@@ -183,7 +183,7 @@ def make_llms(stack: ExitStack, method: str, target: str | Path) -> tuple[LLM, L
         target,
         speculative_config=drafter,
         max_num_seqs=4,
-        num_pages=MOST_PAGES,
+        num_pages=MAX_PAGES,
         num_snapshots=2,
         **SIZES,
     )
@@ -219,7 +219,7 @@ def write(
         "columns": ["what", "how often"],
         "rows": [
             *([NAMES.get(name, name), tally[name]] for name in COUNTS),
-            ["most steps in flight when another is launched", most_in_flight(tally)],
+            ["most steps in flight when another is launched", max_tokens_in_flight(tally)],
         ],
         "notes": [
             f"In {seconds:.0f} seconds on {settings.processes} processes. Every engine, its "
@@ -233,8 +233,8 @@ def write(
         "columns": REAL_COLUMNS,
         "rows": [row(name, found) for name, found in real.items()],
         "notes": [
-            f"K = {K}; up to four slots, up to {MOST_PAGES} pages where one request may need "
-            f"{LEAST_PAGES}; against an engine with one slot and no drafter.",
+            f"K = {K}; up to four slots, up to {MAX_PAGES} pages where one request may need "
+            f"{MIN_PAGES}; against an engine with one slot and no drafter.",
             f"A near-tie is a difference where the two best scores lie within {NEAR_TIE:g}.",
         ],
     }

@@ -32,11 +32,11 @@ from specjax.checkpoint.demo import DRAFTERS, TARGET
 from specjax.checkpoint.hub import resolve
 from specjax.device.models.registry import describe_model, read_config
 
-LONGEST_PROMPT, MOST_TOKENS = 200, 48
+LONGEST_PROMPT, MAX_TOKENS = 200, 48
 NUM_FAMILIES = 6  # of prompts that begin alike
-COMMON = {"max_model_len": LONGEST_PROMPT + MOST_TOKENS, "max_logprobs": 0, "verbose": False}
+COMMON = {"max_model_len": LONGEST_PROMPT + MAX_TOKENS, "max_logprobs": 0, "verbose": False}
 SIZES = {"max_num_seqs": 16, "max_num_batched_tokens": 128}
-MOST_GROWTH = 64.0  # MiB that a run may add to the process after its first requests
+MAX_GROWTH = 64.0  # MiB that a run may add to the process after its first requests
 QUANTILES = 0.5, 0.9, 0.99  # of latencies
 WAYS = "cancelled at once", "cancelled", "left", "aborted"
 
@@ -93,7 +93,7 @@ def measure(
     with LLM(model, **options | {"max_num_seqs": 1}) as alone:
         found = compare_sample(alone, jobs, tally, settings)
     growth = tally.memory[-1] - tally.memory[settings.warmup - 1]
-    if growth > MOST_GROWTH:
+    if growth > MAX_GROWTH:
         tally.faults.append(f"memory grew by {growth:.0f} MiB after {settings.warmup} requests")
     result = make_result(settings, source, tally, found, seconds, metrics)
     write_result(settings.json, result)
@@ -163,7 +163,7 @@ def make_job(
     params = SamplingParams(
         temperature=float(rng.choice([0.0, 0.8])),
         seed=number,
-        max_tokens=int(rng.integers(1, MOST_TOKENS + 1)),
+        max_tokens=int(rng.integers(1, MAX_TOKENS + 1)),
         stop_token_ids=stop,
         ignore_eos=bool(rng.random() < 0.5),
     )
@@ -358,7 +358,7 @@ def make_result(
         "title": "An AsyncLLM under load",
         "description": f"{Path(settings.model).name} in float32, "
         f"{settings.method} with K = {settings.k}; {settings.requests} requests of 1 to "
-        f"{LONGEST_PROMPT} tokens in {NUM_FAMILIES} families that begin alike, 1 to {MOST_TOKENS} "
+        f"{LONGEST_PROMPT} tokens in {NUM_FAMILIES} families that begin alike, 1 to {MAX_TOKENS} "
         f"tokens of output, by {settings.callers} callers; {num_given_up} given up on the way.",
         "provenance": source,
         "settings": {name: getattr(settings, name) for name in given},

@@ -15,7 +15,7 @@ import jax
 
 from pallas_kernels import KERNELS
 
-LEAST_COMPUTE_CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0)}
+MIN_COMPUTE_CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0)}
 ABSTRACT_CAPABILITY = (9, 0)  # what a compilation without a GPU is for
 
 logger = logging.getLogger("pallas_kernels")
@@ -83,9 +83,9 @@ def why_not(name: str) -> str | None:
     capability = compute_capability()
     if capability is None:
         return f"needs an NVIDIA GPU, and this is {jax.default_backend()}"
-    least = LEAST_COMPUTE_CAPABILITY[name]
-    if capability < least:
-        return f"needs compute capability {least[0]}.{least[1]}, this GPU has {capability}"
+    needed = MIN_COMPUTE_CAPABILITY[name]
+    if capability < needed:
+        return f"needs compute capability {needed[0]}.{needed[1]}, this GPU has {capability}"
     return None
 
 

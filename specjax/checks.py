@@ -42,7 +42,7 @@ def is_integer(value: Any) -> bool:
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
-def parse_table(table: Any, most_drafts: int) -> tuple[tuple[int, int, int], ...]:
+def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]:
     """A table [[lo, hi, K], ...]: K drafts where lo to hi requests decode together, as in vLLM.
 
     Sizes between two entries have the K of the entry before; so do those beyond the last.
@@ -69,9 +69,9 @@ def parse_table(table: Any, most_drafts: int) -> tuple[tuple[int, int, int], ...
                 f"{where} must begin above batch size {parsed[-1][1]}, where the entry before "
                 "ends; order entries by size, without overlaps"
             )
-        if not 0 <= k <= most_drafts:
+        if not 0 <= k <= max_drafts:
             raise ValueError(
-                f"{where} must have a K in 0..{most_drafts}, num_speculative_tokens; lower K or "
+                f"{where} must have a K in 0..{max_drafts}, num_speculative_tokens; lower K or "
                 "raise that"
             )
         parsed.append((lo, hi, k))

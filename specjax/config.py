@@ -36,7 +36,7 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 # of each, and tokens of a chunk.
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
 ADAPTIVE_DRAFTS = 5  # the most that adaptive K may be, unless told
-MANY_DRAFTS, MOST_DRAFTS = 16, 64  # beyond which a K is warned of, and refused
+MANY_DRAFTS, MAX_DRAFTS = 16, 64  # beyond which a K is warned of, and refused
 REMOVED_OPTIONS = {
     "steps_per_dispatch": "it gained nothing on a GPU; async_scheduling=True, the default, hides "
     "the host's time",
@@ -126,9 +126,9 @@ class SpeculativeConfig:
         self._check_synthetic()
 
     def _check_lookup(self) -> None:
-        least, most = self.prompt_lookup_min, self.prompt_lookup_max
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if self.method != "ngram":
-            if least is not None or most is not None:
+            if low is not None or high is not None:
                 raise ValueError(
                     "speculative_config.prompt_lookup_min and _max go with method='ngram', not "
                     f"{self.method!r}"
@@ -140,18 +140,21 @@ class SpeculativeConfig:
                 "it out"
             )
         where = "speculative_config.prompt_lookup"
-        named = {f"{where}_min": least, f"{where}_max": most}
+        named = {f"{where}_min": low, f"{where}_max": high}
         check_positive(**{name: value for name, value in named.items() if value is not None})
         # One alone is both, as in vLLM.
-        if least is None and most is None:
-            least, most = 2, 5
-        least, most = (most if least is None else least), (least if most is None else most)
-        if least > most:  # pyright: ignore[reportOperatorIssue]
+        if low is None and high is None:
+            low, high = 2, 5
+        low, high = (
+            (high if low is None else low),
+            (low if high is None else high),
+        )
+        if low > high:  # pyright: ignore[reportOperatorIssue]
             raise ValueError(
-                f"{where}_min={least} exceeds {where}_max={most}; lower the one or raise the other"
+                f"{where}_min={low} exceeds {where}_max={high}; lower the one or raise the other"
             )
-        object.__setattr__(self, "prompt_lookup_min", least)
-        object.__setattr__(self, "prompt_lookup_max", most)
+        object.__setattr__(self, "prompt_lookup_min", low)
+        object.__setattr__(self, "prompt_lookup_max", high)
 
     def _check_dynamic(self) -> None:
         where, path = "speculative_config", self.dynamic_config_path
@@ -183,8 +186,8 @@ class SpeculativeConfig:
         if k is not None and k > MANY_DRAFTS:
             said = f"speculative_config.num_speculative_tokens={k}"
             why = "every draft is compiled into every step, and few are accepted past the tenth"
-            if k > MOST_DRAFTS:
-                raise ValueError(f"{said} exceeds {MOST_DRAFTS}: {why}; lower it")
+            if k > MAX_DRAFTS:
+                raise ValueError(f"{said} exceeds {MAX_DRAFTS}: {why}; lower it")
             warnings.warn(f"{said}: {why}; 3 to 7 are usual", stacklevel=4)
         if table is not None:
             parsed = parse_table(table, k)
@@ -361,25 +364,25 @@ class EngineConfig:
         object.__setattr__(self, "decode_batches", batches)
         object.__setattr__(self, "prefill_shapes", shapes)
 
-    def check_budgets(self, most_drafts: int, draft_slots: int) -> None:
+    def check_budgets(self, max_drafts: int, draft_slots: int) -> None:
         """Refuse budgets in which a round of one request, or a chunk, cannot be scheduled.
 
         Raises:
             ValueError: with the budget and by how much to raise it.
         """
         chunk = self.prefill_shapes[0][1] if self.exact else 1
-        least = max(most_drafts + 1, chunk)
-        what = f"a round of {most_drafts} drafts and a token" if least > chunk else "a chunk"
+        largest = max(max_drafts + 1, chunk)
+        what = f"a round of {max_drafts} drafts and a token" if largest > chunk else "a chunk"
         for name, needed, why in (
-            ("max_num_scheduled_tokens", least, what),
+            ("max_num_scheduled_tokens", largest, what),
             (
                 "max_num_batched_tokens",
-                least + draft_slots,
+                largest + draft_slots,
                 f"{what} with {draft_slots} draft slots",
             ),
         ):
             if (given := getattr(self, name)) < needed:
-                or_lower = ", or lower num_speculative_tokens" if least > chunk else ""
+                or_lower = ", or lower num_speculative_tokens" if largest > chunk else ""
                 raise ValueError(
                     f"{name}={given} cannot hold {why} ({needed} tokens), so nothing could be "
                     f"scheduled; raise {name} by {needed - given}{or_lower}"
@@ -408,8 +411,8 @@ class EngineConfig:
             return ((1, min(EXACT_CHUNK, widths[-1])),)
         shapes = []
         for width in widths:
-            most = min(self.max_num_batched_tokens // width, self.max_num_seqs)
-            shapes += [(batch, width) for batch in growing(1, most, 4)]
+            max_batch = min(self.max_num_batched_tokens // width, self.max_num_seqs)
+            shapes += [(batch, width) for batch in growing(1, max_batch, 4)]
         return tuple(shapes)
 
     def _checked_batches(self) -> tuple[int, ...]:
@@ -426,14 +429,14 @@ class EngineConfig:
         given = self.prefill_shapes
         ordered = parse_shapes(given)
         # No step has more tokens of prompts than the budget, or than all its requests.
-        most = min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
+        possible = min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
         largest = max(batch * width for batch, width in ordered)
-        if largest < most and ordered != self._usual_shapes():
+        if largest < possible and ordered != self._usual_shapes():
             width = ordered[-1][1]
             raise ValueError(
-                f"prefill_shapes={given!r} hold {largest} tokens of the {most} that a step may "
+                f"prefill_shapes={given!r} hold {largest} tokens of the {possible} that a step may "
                 f"have by max_num_batched_tokens={self.max_num_batched_tokens}; add "
-                f"({-(-most // width)}, {width}), or lower max_num_batched_tokens to {largest}"
+                f"({-(-possible // width)}, {width}), or lower max_num_batched_tokens to {largest}"
             )
         return ordered
 

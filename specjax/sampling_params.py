@@ -304,7 +304,7 @@ class SamplingParams:
 
 
 def _check_number(
-    name: str, value: Any, least: float, most: float, remedy: str, *, is_open: bool = False
+    name: str, value: Any, minimum: float, maximum: float, remedy: str, *, is_open: bool = False
 ) -> None:
     """Refuse what is no number in [least, most], or in (least, most] with `is_open`."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
@@ -312,16 +312,18 @@ def _check_number(
         number = float(value) if is_number else math.nan
     except OverflowError:  # an integer of hundreds of digits
         number = math.inf
-    if not least <= number <= most or (is_open and number == least):
-        span = f"{'(' if is_open else '['}{least:g}, {most:g}]"
+    if not minimum <= number <= maximum or (is_open and number == minimum):
+        span = f"{'(' if is_open else '['}{minimum:g}, {maximum:g}]"
         raise ValueError(f"{name}={value!r} must be a number in {span}; {remedy}")
 
 
 def _check_int(
-    name: str, value: Any, least: int, most: int | None = None, *, remedy: str = ""
+    name: str, value: Any, minimum: int, maximum: int | None = None, *, remedy: str = ""
 ) -> None:
-    if not _is_integer(value) or value < least or (most is not None and value > most):
-        span = f"an integer of at least {least}" if most is None else f"in {least}..{most}"
+    if not _is_integer(value) or value < minimum or (maximum is not None and value > maximum):
+        span = (
+            f"an integer of at least {minimum}" if maximum is None else f"in {minimum}..{maximum}"
+        )
         raise ValueError(f"{name}={value!r} must be {span}" + (f"; {remedy}" if remedy else ""))
 
 

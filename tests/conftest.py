@@ -16,7 +16,7 @@ import pytest
 from support.asked import Asked
 from support.checkpoints import Checkpoints
 from support.compilations import (
-    MOST_MAPS,
+    MAX_MAPS,
     CompilationLog,
     compile_quickly,
     count_maps,
@@ -72,11 +72,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 def few_maps() -> Iterator[None]:
     """Long runs let go of programs before their memory maps run out; engines must not hold them."""
     yield
-    if count_maps() > MOST_MAPS:
+    if count_maps() > MAX_MAPS:
         KEPT.clear()
         jax.clear_caches()
         gc.collect()
-        assert count_maps() < MOST_MAPS / 2, "programs outlive their tests: close engines"
+        assert count_maps() < MAX_MAPS / 2, "programs outlive their tests: close engines"
 
 
 @pytest.fixture(scope="session")

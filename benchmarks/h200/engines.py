@@ -110,14 +110,14 @@ def _random(key: jax.Array, shape: tuple[int, ...], dtype: str) -> jax.Array:
     return jax.random.normal(key, shape, dtype) * np.asarray(shape[-2] ** -0.5, dtype)
 
 
-def make_config(batch: int, setting: Setting, most_drafts: int, **options: Any) -> EngineConfig:
+def make_config(batch: int, setting: Setting, max_drafts: int, **options: Any) -> EngineConfig:
     """Room for `batch` requests of a prompt and an output, and for nothing else.
 
     Chunks and rounds have one shape each: every shape takes seconds of a short lease to compile.
     """
     prompt, output = lengths(setting)
-    max_model_len = prompt + output + 2 * (most_drafts + 1) + options.pop("room", 0)
-    budget = max(min(CHUNK_TOKENS, batch * PROMPT), batch * (most_drafts + 1))
+    max_model_len = prompt + output + 2 * (max_drafts + 1) + options.pop("room", 0)
+    budget = max(min(CHUNK_TOKENS, batch * PROMPT), batch * (max_drafts + 1))
     width = min(budget, PROMPT, max_model_len)
     most = min(budget, batch * max_model_len)  # tokens of prompts in a step
     fields = {

@@ -96,7 +96,7 @@ def measure_drafts(models: Models, batch: int, setting: Setting) -> dict[str, An
     """Milliseconds of three drafts, of a round of none and of one of three, back to back."""
     config, ms = make_config(batch, setting, max(FIRST_KS), room=ROOM), {}
     for name, k, only_drafts in ("target", 0, False), ("drafts", 3, True), ("round", 3, False):
-        step = Step(models, config, k, RATES, setting, only_drafts=only_drafts, most_drafts=3)
+        step = Step(models, config, k, RATES, setting, only_drafts=only_drafts, max_drafts=3)
         ms[name] = spread(launch_times(step.launch, setting), 1e3)
         del step
     middle = {name: times["median"] for name, times in ms.items()}

@@ -25,9 +25,7 @@ def measure_host(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
     for k in ks:
 
         def back_to_back(k=k):
-            step = Step(
-                models, make_config(batch, setting, 3), k, RATES[:3], setting, most_drafts=3
-            )
+            step = Step(models, make_config(batch, setting, 3), k, RATES[:3], setting, max_drafts=3)
             times = spread(launch_times(step.launch, setting), 1e3)
             device_ms[k] = times["median"]
             return {"ms_per_step": times["median"], "ms": times}
@@ -56,7 +54,7 @@ def measure_step(setting: Setting, label: str) -> Iterator[dict[str, Any]]:
         row = {"what": "command buffers", "model": MODEL, "batch": 1, "k": k, "buffers": label}
 
         def one(k=k):
-            step = Step(models, make_config(1, setting, 3), k, RATES[:3], setting, most_drafts=3)
+            step = Step(models, make_config(1, setting, 3), k, RATES[:3], setting, max_drafts=3)
             times = spread(launch_times(step.launch, setting), 1e3)
             floor = step_floor(models, 1, k, setting)
             return {

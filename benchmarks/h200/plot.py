@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from h200.section import LEAST_OF_COPY, Line, kernel_name, latest, pick
+from h200.section import MIN_OF_COPY, Line, kernel_name, latest, pick
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
@@ -28,7 +28,7 @@ def plot(lines: Sequence[Line], path: Path) -> None:
         color = "tab:blue" if x["what"] == "paged_attention" else "tab:orange"
         right.barh(i, x["of_copy"], color=color)
     right.set_yticks(range(len(kernels)), [kernel_name(x) for x in kernels], fontsize=5)
-    right.axvline(LEAST_OF_COPY, color="grey", linewidth=0.8)
+    right.axvline(MIN_OF_COPY, color="grey", linewidth=0.8)
     right.set_xlabel("part of the card's copy bandwidth")
     if steps:
         left.legend()

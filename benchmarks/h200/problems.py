@@ -31,7 +31,7 @@ from pallas_kernels.rope_write import HeadWeights, rope_write
 from pallas_kernels.truncation import truncate
 
 CACHE_BYTES = 2**28  # several times the card's cache: what the items of a problem come to
-PAGE_SIZE, TAPS, MOST_ROWS, EPS = 16, 4, 4, 1e-6
+PAGE_SIZE, TAPS, MAX_ROWS, EPS = 16, 4, 4, 1e-6
 DELTA_HEADS = {"4B": Heads(16, 32, 128, 128), "27B": Heads(16, 48, 128, 128)}
 TINY_HEADS = Heads(1, 2, 16, 16)
 # Query heads, key heads and their dimension.
@@ -128,7 +128,7 @@ def delta_rule(
     """Steps whose last one left up to T tokens pending; each call is of another layer."""
     state_bytes = 4 * batch * heads.num_values * heads.value_dim * heads.key_dim
     layers = layers or int(min(max(4, CACHE_BYTES // state_bytes), 32))
-    columns, channels = num_ring_columns(TAPS, MOST_ROWS), heads.channels
+    columns, channels = num_ring_columns(TAPS, MAX_ROWS), heads.channels
     cache = DeltaRuleCache(
         0.1
         * normal(1, (layers, batch, heads.num_values, heads.value_dim, heads.key_dim), "float32"),
@@ -150,7 +150,7 @@ def delta_rule(
     rng = np.random.default_rng(0)
     slots = rng.permutation(batch).astype(np.int32)
     positions = (1000 + np.arange(batch)[:, None] + np.arange(num_rows)).astype(np.int32)
-    pending = rng.integers(1, min(num_rows, MOST_ROWS) + 1, batch).astype(np.int32)
+    pending = rng.integers(1, min(num_rows, MAX_ROWS) + 1, batch).astype(np.int32)
     items = tuple(
         (normal(10 + i, (batch, num_rows, heads.inputs), dtype), jnp.int32(i), slots, positions)
         + (pending,)

@@ -12,7 +12,7 @@ PREPARED = (
     "Prepared, not run: there are no results yet. `python benchmarks/h200/run.py` on a machine "
     "with the card measures all that this section has tables for, within ten minutes."
 )
-LEAST_OF_COPY, LEAST_OF_FLOOR, MOST_STEP, MOST_TAX = 0.7, 0.75, 1.1, 1.01
+MIN_OF_COPY, MIN_OF_FLOOR, MAX_STEP, MAX_TAX = 0.7, 0.75, 1.1, 1.01
 Line = Mapping[str, Any]
 
 
@@ -81,20 +81,20 @@ def _bars(results: Sequence[Line], device: str) -> tuple[list[str], list[list[An
         for x in pick(results, name):
             of_copy = x.get("of_copy")
             if of_copy and x["batch"] == 64 and x.get("context", 4096) == 4096:
-                add(f"{kernel_name(x)}, of copy", [of_copy], LEAST_OF_COPY, True)
+                add(f"{kernel_name(x)}, of copy", [of_copy], MIN_OF_COPY, True)
     for x in pick(results, "step"):
         if x["case"] == "grid/1" and x["k"] == 0 and "gbps" in x:
-            add("Llama-8B, 1 request, K = 0, of copy", [x.get("of_copy", 0)], LEAST_OF_FLOOR, True)
+            add("Llama-8B, 1 request, K = 0, of copy", [x.get("of_copy", 0)], MIN_OF_FLOOR, True)
             if peak := peak_gbps(device):
-                add("the same, of the datasheet", [x["gbps"] / peak], LEAST_OF_FLOOR, True)
+                add("the same, of the datasheet", [x["gbps"] / peak], MIN_OF_FLOOR, True)
     for x in pick(results, "drafts"):
         if "ratio" in x:
             what = f"step of K = 3 / (target + 3 drafts), {x['batch']} requests"
-            add(what, [x["ratio"]], MOST_STEP, False)
+            add(what, [x["ratio"]], MAX_STEP, False)
     for x in pick(results, "K=0 tax"):
         if "ratio" in x:
             what = f"K = 0 with a drafter / without, {x['batch']} requests"
-            add(what, [x["ratio"]], MOST_TAX, False)
+            add(what, [x["ratio"]], MAX_TAX, False)
     cells = [m for x in pick(results, "step") if (m := _to_seed(x, device, "ms_per_step"))]
     if cells:
         met = sum(ratio <= BAR for ratio in cells)

@@ -29,7 +29,7 @@ class Step:
         setting: Setting,
         *,
         only_drafts: bool = False,
-        most_drafts: int | None = None,
+        max_drafts: int | None = None,
     ):
         platform = setting.pick("gpu", "cpu")
         self._params, batch = models.params, config.max_num_seqs
@@ -38,7 +38,7 @@ class Step:
         table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1)
         columns = np.arange(batch), np.full(batch, k), *table.T
         self._packed = jnp.asarray(np.stack(columns, axis=1).astype(np.int32))
-        state = empty_state(config, model, max(k, most_drafts or 0))
+        state = empty_state(config, model, max(k, max_drafts or 0))
         tokens = np.random.default_rng(0).integers(0, layout.vocab_size, state.tokens.shape)
         limits = jnp.full_like(state.requests.limits, 2**30)
         state = replace(

@@ -12,7 +12,7 @@ import numpy as np
 from jax.stages import Wrapped
 
 T = TypeVar("T")
-REPEATS, REPEAT_SECONDS, MOST_LAUNCHES = 10, 0.015, 200
+REPEATS, REPEAT_SECONDS, MAX_LAUNCHES = 10, 0.015, 200
 CUPTI_RUNS = 10
 
 
@@ -50,7 +50,7 @@ def launch_times(launch: Callable[[], Any], setting: Setting) -> list[float]:
 
     seconds(1)  # compiles, and touches memory for the first time
     one = seconds(setting.pick(3, 1))
-    count = setting.pick(min(max(int(REPEAT_SECONDS / one), 1), MOST_LAUNCHES), 1)
+    count = setting.pick(min(max(int(REPEAT_SECONDS / one), 1), MAX_LAUNCHES), 1)
     return [seconds(count) for _ in range(setting.pick(REPEATS, 2))]
 
 

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 MIN_TEMPERATURE = 1e-5  # of those above 0; draws as good as greedily
-LEAST_TAIL = 2.0**-24  # of 1 - u: what f32 holds
+MIN_TAIL = 2.0**-24  # of 1 - u: what f32 holds
 
 
 def draw_tokens_reference(
@@ -73,7 +73,7 @@ def gumbel_noise(
 def as_gumbel(bits: jax.Array) -> jax.Array:
     """Random bits u32 as standard Gumbel noise f32."""
     # -log(-log(1 - u)) resolves its upper tail, which decides the argmax, down to u = 2^-33.
-    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - LEAST_TAIL)
+    u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - MIN_TAIL)
     return -jnp.log(-jnp.log1p(-u))
 
 

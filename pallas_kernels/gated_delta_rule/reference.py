@@ -49,18 +49,18 @@ def gated_delta_rule_reference(
     state, ring, ring_gates = cache
     heads, conv = cache.heads, weights.conv
     num_slots, num_columns, num_taps = state.shape[1], ring.shape[2], conv.shape[0]
-    most_pending = cache.most_pending(num_taps)
+    max_pending = cache.max_pending(num_taps)
     counts = (positions >= 0).sum(axis=1)
     starts = positions[:, 0]
     # Steps of any width are computed in one shape, the widest: XLA rounds by the shape.
     width = positions.shape[1]
-    num_new = width if folds else most_pending
+    num_new = width if folds else max_pending
     raw, z, new_gates = split_inputs(_resize(x, num_new), weights, heads)
     is_new = _resize(positions >= 0, num_new)
     first = (starts - pending)[:, None]  # tokens in the state
 
     # All that this call looks at: tokens of the ring in their order, then the new ones.
-    places = starts[:, None] + jnp.arange(-(num_taps - 1 + most_pending), 0)
+    places = starts[:, None] + jnp.arange(-(num_taps - 1 + max_pending), 0)
     columns = places % num_columns
     read = jnp.minimum(slots, num_slots - 1)[:, None]  # a padding row reads, and drops, another's
     is_known = (places >= 0) & (places >= first - (num_taps - 1))
@@ -76,24 +76,24 @@ def gated_delta_rule_reference(
         token = (jax.lax.dynamic_index_in_dim(x, t, 1, keepdims=False) for x in tokens)
         s, o = advance(s, *token)
         # Before the first new token, the place is 0, which that one overwrites.
-        return s, jax.lax.dynamic_update_index_in_dim(out, o, t - most_pending, 1)
+        return s, jax.lax.dynamic_update_index_in_dim(out, o, t - max_pending, 1)
 
     s = jnp.where(first[..., None, None] > 0, state[layer, read[:, 0]], 0.0)
     out = jnp.zeros((len(slots), num_new, heads.num_values, heads.value_dim), jnp.float32)
     # One body for both loops, and bounds that XLA cannot unroll: a token is the same machine code
     # and has the same bits whichever call runs it.
-    most = jnp.max(jnp.where(counts > 0, pending, 0))
-    s, out = jax.lax.fori_loop(most_pending - most, most_pending, step, (s, out))
+    longest = jnp.max(jnp.where(counts > 0, pending, 0))
+    s, out = jax.lax.fori_loop(max_pending - longest, max_pending, step, (s, out))
     if folds:
-        s, out = recur_chunks(s, Tokens(*(x[:, most_pending:] for x in tokens)))
+        s, out = recur_chunks(s, Tokens(*(x[:, max_pending:] for x in tokens)))
     else:
-        _, out = jax.lax.fori_loop(most_pending, most_pending + counts.max(), step, (s, out))
+        _, out = jax.lax.fori_loop(max_pending, max_pending + counts.max(), step, (s, out))
 
     write = jnp.where(counts > 0, slots, num_slots)  # past the end: dropped
     state = state.at[layer, write].set(s, mode="drop")
     if folds:
         tail = counts[:, None] + jnp.arange(num_taps - 1)
-        last = jnp.take_along_axis(inputs, (most_pending + tail)[..., None], axis=1)
+        last = jnp.take_along_axis(inputs, (max_pending + tail)[..., None], axis=1)
         kept = jnp.full((len(slots), *ring.shape[2:]), jnp.nan, ring.dtype)
         columns = (starts[:, None] - (num_taps - 1) + tail) % num_columns
         kept = kept.at[jnp.arange(len(slots))[:, None], columns].set(last)

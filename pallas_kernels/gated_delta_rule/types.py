@@ -47,11 +47,11 @@ class DeltaRuleCache(NamedTuple):
         key_channels = self.ring.shape[3] - num_values * value_dim
         return Heads(key_channels // (2 * key_dim), num_values, key_dim, value_dim)
 
-    def most_pending(self, num_taps: int) -> int:
+    def max_pending(self, num_taps: int) -> int:
         """M, of a convolution over W = `num_taps` tokens."""
         return (self.ring.shape[2] - (num_taps - 1)) // 2
 
 
-def num_ring_columns(num_taps: int, most_pending: int) -> int:
+def num_ring_columns(num_taps: int, max_pending: int) -> int:
     """R = W - 1 + 2 M: the history of the convolution, the pending tokens and the new ones."""
-    return num_taps - 1 + 2 * most_pending
+    return num_taps - 1 + 2 * max_pending

@@ -16,8 +16,8 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.triton_call import dot, load, store, triton_call
 
 DTYPES = "bfloat16", "float16", "float32"
-MOST_GROUPS = 4096  # whose sizes every program sums
-MOST_ELEMENTS = 2**31  # offsets into an array are i32
+MAX_GROUPS = 4096  # whose sizes every program sums
+MAX_ELEMENTS = 2**31  # offsets into an array are i32
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,11 @@ def choose_config(num_rows: int, num_groups: int, dtype: Any) -> GroupedMatmulTu
     """The tiles for N rows of G groups."""
     configs = FLOAT32 if jnp.dtype(dtype) == jnp.float32 else BFLOAT16
     # Twice the average: the rows of an expert that many tokens choose fit its block.
-    fits = [most for most in configs if most is None or 2 * num_rows <= most * num_groups]
+    fits = [
+        max_rows
+        for max_rows in configs
+        if max_rows is None or 2 * num_rows <= max_rows * num_groups
+    ]
     return configs[fits[0]]
 
 
@@ -70,10 +74,10 @@ def grouped_matmul_triton(
             f"x and weights must share a dtype of {', '.join(DTYPES)}; "
             f"got {x.dtype} and {weights.dtype}"
         )
-    if num_groups > MOST_GROUPS:
-        raise UnsupportedError(f"group_sizes must be {MOST_GROUPS} at most; got {num_groups}")
+    if num_groups > MAX_GROUPS:
+        raise UnsupportedError(f"group_sizes must be {MAX_GROUPS} at most; got {num_groups}")
     for name, elements in ("weights", weights.size), ("x", x.size), ("out", num_rows * num_columns):
-        if elements >= MOST_ELEMENTS:
+        if elements >= MAX_ELEMENTS:
             raise UnsupportedError(f"{name} must have less than 2^31 elements; got {elements}")
     if num_rows == 0:
         return jnp.zeros((0, num_columns), x.dtype)
@@ -91,7 +95,7 @@ def grouped_matmul_triton(
         # Blocks of one group are neighbours, so that its matrix is in the L2 cache for the second.
         grid=(
             pl.cdiv(num_columns, config.block_columns),
-            most_blocks(num_rows, num_groups, config.block_rows),
+            max_blocks(num_rows, num_groups, config.block_rows),
         ),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -100,10 +104,10 @@ def grouped_matmul_triton(
     return out
 
 
-def most_blocks(num_rows: int, num_groups: int, block_rows: int) -> int:
+def max_blocks(num_rows: int, num_groups: int, block_rows: int) -> int:
     """How many blocks N > 0 rows can come to, no block being of two groups."""
-    most_used = min(num_rows, num_groups)
-    return most_used + (num_rows - most_used) // block_rows
+    max_used = min(num_rows, num_groups)
+    return max_used + (num_rows - max_used) // block_rows
 
 
 def _kernel(

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 
 NUM_SMS = 132  # of an H100 or H200
-LEAST_BLOCKS = 3  # to a split: of fewer, the partial results weigh too much against what was read
+MIN_BLOCKS = 3  # to a split: of fewer, the partial results weigh too much against what was read
 MAX_SPLITS = 64  # the combine kernel holds a row's partials [splits, D] in registers
 
 
@@ -73,6 +73,6 @@ def choose_config(
     if 8 * programs >= 7 * NUM_SMS:
         num_splits = 1  # a second kernel would cost more than the idle eighth
     else:
-        most = min(-(-context // (LEAST_BLOCKS * block_tokens)), MAX_SPLITS)
-        num_splits = max(1, min(room // programs, most))
+        max_splits = min(-(-context // (MIN_BLOCKS * block_tokens)), MAX_SPLITS)
+        num_splits = max(1, min(room // programs, max_splits))
     return AttentionTuning(block_rows, block_tokens, num_splits, num_warps, num_stages)

@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.triton_call import load, store, triton_call
 
-MOST_DIM = 16384  # a row lives in the registers of one program
+MAX_DIM = 16384  # a row lives in the registers of one program
 ELEMENTS_PER_WARP = 1024
 
 
@@ -24,8 +24,8 @@ def add_rms_norm_triton(
 ) -> tuple[jax.Array, jax.Array]:
     """See `add_rms_norm`."""
     num_rows, dim = x.shape
-    if dim > MOST_DIM:
-        raise UnsupportedError(f"x has rows of D={dim}; at most {MOST_DIM} are supported")
+    if dim > MAX_DIM:
+        raise UnsupportedError(f"x has rows of D={dim}; at most {MAX_DIM} are supported")
     block = pl.next_power_of_2(dim)
     kernel = functools.partial(
         _kernel,

@@ -49,5 +49,5 @@ def truncate(
     for name, values in given.items():
         if values.shape != logits.shape[:1]:
             raise ValueError(f"{name} must be [N={logits.shape[0]}]; got {values.shape}")
-    least = run("truncation", kernels, IMPLEMENTATIONS, logits, *given.values())
-    return jnp.where(ordered(logits) >= least[:, None], logits, -jnp.inf)
+    threshold = run("truncation", kernels, IMPLEMENTATIONS, logits, *given.values())
+    return jnp.where(ordered(logits) >= threshold[:, None], logits, -jnp.inf)

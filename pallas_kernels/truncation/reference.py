@@ -16,31 +16,31 @@ def least_kept_reference(
     """The key u32[N] of the least logit that `truncate` keeps of each row; 0 where it keeps all."""
     keys = ordered(logits)
 
-    def cut_min_p(least):
+    def cut_min_p(threshold):
         floor = jnp.max(logits, axis=-1) + temperature * jnp.log(min_p)
-        return jnp.where(min_p > 0, ordered(floor), least)
+        return jnp.where(min_p > 0, ordered(floor), threshold)
 
-    def cut_top_k(least):
+    def cut_top_k(threshold):
         wanted = jnp.where(top_k > 0, top_k, logits.shape[-1]).astype(jnp.float32)
         # Those that min_p took away are no fewer to count: below its floor nothing is kept.
-        return jnp.maximum(least, _least_of(keys, jnp.ones_like(logits), wanted))
+        return jnp.maximum(threshold, _smallest_of(keys, jnp.ones_like(logits), wanted))
 
-    def cut_top_p(least):
-        left = jnp.where(keys < least[:, None], -jnp.inf, logits)
+    def cut_top_p(threshold):
+        left = jnp.where(keys < threshold[:, None], -jnp.inf, logits)
         probs = jax.nn.softmax(left / temperature[:, None], axis=-1)
         # A row that keeps all must not lose what rounding leaves of its sum, and one whose top_p
         # rounds to 0 keeps the best.
         wanted = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
         wanted = jnp.where(top_p < 1, wanted, jnp.inf)
-        return jnp.maximum(least, _least_of(keys, probs, wanted))
+        return jnp.maximum(threshold, _smallest_of(keys, probs, wanted))
 
-    least = jnp.zeros(logits.shape[0], jnp.uint32)
-    least = jax.lax.cond((min_p > 0).any(), cut_min_p, lambda x: x, least)
-    least = jax.lax.cond((top_k > 0).any(), cut_top_k, lambda x: x, least)
-    return jax.lax.cond((top_p < 1).any(), cut_top_p, lambda x: x, least)
+    threshold = jnp.zeros(logits.shape[0], jnp.uint32)
+    threshold = jax.lax.cond((min_p > 0).any(), cut_min_p, lambda x: x, threshold)
+    threshold = jax.lax.cond((top_k > 0).any(), cut_top_k, lambda x: x, threshold)
+    return jax.lax.cond((top_p < 1).any(), cut_top_p, lambda x: x, threshold)
 
 
-def _least_of(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+def _smallest_of(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
     """The least of the fewest largest keys of each row whose weights sum to `wanted` [N].
 
     Rows whose weights do not come to it keep everything.

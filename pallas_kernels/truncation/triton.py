@@ -19,7 +19,7 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.triton_call import barrier, load, store, triton_call
 from pallas_kernels.truncation.order import INFINITE, NUM_BITS, ordered
 
-MOST_ELEMENTS = 2**31  # offsets into an array are i32
+MAX_ELEMENTS = 2**31  # offsets into an array are i32
 ROUGH_BITS = 16  # of the bound below the candidates: all of a logit that was bf16
 STEP_BITS = 2  # found by one reading of a row
 LOG2_E = 1.4426950408889634
@@ -30,19 +30,19 @@ class TruncationTuning:
     """Sizes are powers of two."""
 
     block: int  # columns at a time
-    most_candidates: int
+    max_candidates: int
     num_warps: int
 
 
 # Two programs share a multiprocessor, or one has it for itself and must keep it busy alone.
-MANY_ROWS = TruncationTuning(block=4096, most_candidates=4096, num_warps=8)
-FEW_ROWS = TruncationTuning(block=8192, most_candidates=4096, num_warps=16)
-MOST_FEW_ROWS = 132  # multiprocessors of an H200
+MANY_ROWS = TruncationTuning(block=4096, max_candidates=4096, num_warps=8)
+FEW_ROWS = TruncationTuning(block=8192, max_candidates=4096, num_warps=16)
+FEW_ROWS_UP_TO = 132  # multiprocessors of an H200
 
 
 def choose_config(num_rows: int) -> TruncationTuning:
     """The blocks for N rows."""
-    return FEW_ROWS if num_rows <= MOST_FEW_ROWS else MANY_ROWS
+    return FEW_ROWS if num_rows <= FEW_ROWS_UP_TO else MANY_ROWS
 
 
 def least_kept_triton(
@@ -63,31 +63,31 @@ def least_kept_triton(
     num_rows, vocab_size = logits.shape
     if logits.dtype != jnp.float32:
         raise UnsupportedError(f"logits must be float32; got {logits.dtype}")
-    if logits.size >= MOST_ELEMENTS:
+    if logits.size >= MAX_ELEMENTS:
         raise UnsupportedError(f"logits must have less than 2^31 elements; got {logits.size}")
     config = config or choose_config(num_rows)
     whole = max(pl.next_power_of_2(vocab_size), 16)
-    block, most = min(config.block, whole), min(config.most_candidates, whole)
+    block, num_candidates = min(config.block, whole), min(config.max_candidates, whole)
     kernel = partial(
         _kernel,
         vocab_size=vocab_size,
         block=block,
-        most_candidates=most,
+        max_candidates=num_candidates,
         has_threads=not interpret,
     )
-    least, _ = triton_call(
+    threshold, _ = triton_call(
         kernel,
         (logits, temperature, top_k.astype(jnp.int32), top_p, min_p),
         [
             jax.ShapeDtypeStruct((num_rows,), jnp.uint32),
-            jax.ShapeDtypeStruct((num_rows, most + block), jnp.float32),  # candidates
+            jax.ShapeDtypeStruct((num_rows, num_candidates + block), jnp.float32),  # candidates
         ],
         name="truncation",
         grid=(num_rows,),
         num_warps=config.num_warps,
         interpret=interpret,
     )
-    return least
+    return threshold
 
 
 def _kernel(
@@ -96,12 +96,12 @@ def _kernel(
     top_k_ref,
     top_p_ref,
     min_p_ref,
-    least_ref,
+    threshold_ref,
     candidates_ref,
     *,
     vocab_size: int,
     block: int,
-    most_candidates: int,
+    max_candidates: int,
     has_threads: bool,
 ):
     row = pl.program_id(0)
@@ -117,7 +117,7 @@ def _kernel(
 
     @pl.when(~(cuts_k | cuts_p | cuts_min))
     def _():
-        least_ref[row] = jnp.uint32(0)
+        threshold_ref[row] = jnp.uint32(0)
 
     @pl.when(cuts_k | cuts_p | cuts_min)
     def _():
@@ -162,9 +162,9 @@ def _kernel(
             @pl.when(number > 0)
             def _():
                 place = count + jnp.cumsum(is_candidate.astype(jnp.int32)) - 1
-                fits = is_candidate & (place < most_candidates)
+                fits = is_candidate & (place < max_candidates)
                 # In interpret mode what is masked is written, too: as it was, to its own place.
-                place = jnp.where(fits, place, most_candidates + column)
+                place = jnp.where(fits, place, max_candidates + column)
                 store(candidates_ref.at[row, place], x, mask=fits)
 
             return count + number
@@ -181,7 +181,7 @@ def _kernel(
             return jnp.maximum(left, find(False, wanted_p * all_left, cuts_p))
 
         def in_registers():
-            place = jnp.arange(most_candidates)
+            place = jnp.arange(max_candidates)
             x = load(candidates_ref.at[row, place], mask=place < count, other=-jnp.inf)
             keys = ordered(x)
 
@@ -218,8 +218,8 @@ def _kernel(
 
             return finish(find, lambda key: through(False, [key])[0])
 
-        key = jax.lax.cond(count <= most_candidates, in_registers, in_memory)
-        least_ref[row] = key
+        key = jax.lax.cond(count <= max_candidates, in_registers, in_memory)
+        threshold_ref[row] = key
 
 
 def _search(

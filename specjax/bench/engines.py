@@ -42,10 +42,10 @@ class Setup:
 
     def __post_init__(self):
         check_positive(**{"--rounds": self.rounds})
-        for option, values, least in ("--k", self.ks, 0), ("--batch-size", self.batch_sizes, 1):
-            if not values or min(values) < least:
+        for option, values, minimum in ("--k", self.ks, 0), ("--batch-size", self.batch_sizes, 1):
+            if not values or min(values) < minimum:
                 given = ",".join(map(str, values))
-                raise ValueError(f"{option} {given} must list integers of at least {least}")
+                raise ValueError(f"{option} {given} must list integers of at least {minimum}")
         if max(self.ks) < 1:
             raise ValueError("--k 0 alone drafts nothing; list a K of at least 1, too")
         if self.max_tokens < 2:
@@ -150,14 +150,14 @@ class Engines(NamedTuple):
 @contextmanager
 def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
     """Load, and compile every K."""
-    most = max(setup.batch_sizes)
+    max_batch = max(setup.batch_sizes)
     sizes: dict[str, Any] = {
         "enable_prefix_caching": False,  # every run is to do the same work
         "dtype": setup.dtype,
         "max_model_len": setup.max_model_len,
-        "max_num_seqs": most,
+        "max_num_seqs": max_batch,
         "max_num_batched_tokens": max(
-            min(_PROMPT_CHUNK * most, _MAX_PROMPT_TOKENS), most * (max(setup.ks) + 1)
+            min(_PROMPT_CHUNK * max_batch, _MAX_PROMPT_TOKENS), max_batch * (max(setup.ks) + 1)
         ),
         "compile_ahead": True,
         "verbose": show_progress,

@@ -105,17 +105,17 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
     profile = Profile(
         step_ms={b: {k: median(found) for k, found in at.items()} for b, at in times.items()},
         rates=unconditional(verdicts, max(setup.ks)),
-        most_drafts=max(setup.ks),
+        max_drafts=max(setup.ks),
         is_online=is_online,
         measured=provenance(setup, model, times),
     )
     return Profile.of(profile.as_json(), "what was measured")
 
 
-def unconditional(verdicts: Mapping[DraftOutcome, int], most: int) -> tuple[float, ...]:
+def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[float, ...]:
     """Of all rounds, the part that accepts at least 1, 2, ... drafts, by what was looked at."""
     rates = []
-    for i in range(most):
+    for i in range(max_k):
         stood = sum(n for v, n in verdicts.items() if v.num_accepted > i)
         failed = sum(n for v, n in verdicts.items() if v.num_accepted == i < v.num_drafts)
         rates.append(stood / (stood + failed) if stood else 0.0)

@@ -33,7 +33,7 @@ def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
 
 def describe(profile: Profile, compared: Comparison) -> str:
     """The table, and what is known of the measurement."""
-    header = ["batch", *(f"K={k}" for k in range(profile.most_drafts + 1)), "best"]
+    header = ["batch", *(f"K={k}" for k in range(profile.max_drafts + 1)), "best"]
     rows, has_estimates = [], False
     for batch, row in compared.tpot_ms.items():
         best, timed = compared.best_k[batch], profile.step_ms.get(batch, {})

@@ -17,7 +17,7 @@ from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.simulator import Outcome, Workload, World, simulate
 from specjax.host.speculation.step_cost import StepCost
 
-MOST_SHIFT = 50  # where every draft is accepted, or none
+MAX_SHIFT = 50  # where every draft is accepted, or none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,10 +32,10 @@ class SimulationSettings:
 
     def __post_init__(self):
         check_positive(**{"--seeds": self.seeds, "--requests": self.requests})
-        if not abs(self.acceptance_shift) <= MOST_SHIFT:
+        if not abs(self.acceptance_shift) <= MAX_SHIFT:
             raise ValueError(
-                f"--acceptance-shift {self.acceptance_shift} must be in -{MOST_SHIFT}.."
-                f"{MOST_SHIFT}, in log-odds; 0 is no shift"
+                f"--acceptance-shift {self.acceptance_shift} must be in -{MAX_SHIFT}.."
+                f"{MAX_SHIFT}, in log-odds; 0 is no shift"
             )
 
 

@@ -108,13 +108,13 @@ def make_policies(
     setup: Setup, profile: Profile | None, engines: Engines
 ) -> dict[str, Callable[[], Policy]]:
     """How to make each policy anew, knowing nothing but what an engine's start tells it."""
-    engine, most = engines.drafting.engine, max(setup.ks)
-    measured = adaptive_policy(most)
+    engine, max_k = engines.drafting.engine, max(setup.ks)
+    measured = adaptive_policy(max_k)
     engine.set_policy(measured)
     first_cost = deepcopy(measured.cost)
 
     def adaptive() -> Policy:
-        return adaptive_policy(most, deepcopy(first_cost))
+        return adaptive_policy(max_k, deepcopy(first_cost))
 
     policies: dict[str, Callable[[], Policy]] = {
         f"K={k}": lambda k=k: StaticPolicy(k) for k in setup.ks

@@ -138,9 +138,9 @@ def _launches(report: StepReport) -> Iterator[str]:
     for part in PARTS:
         yield _line(f"  {part}", str(report.num_launches[part]))
     for kind, layers in report.layers.items():
-        spread = str(layers.least)
-        if layers.least != layers.most:
-            spread += f" to {layers.most}"
+        spread = str(layers.minimum)
+        if layers.minimum != layers.maximum:
+            spread += f" to {layers.maximum}"
         yield f"kernels of a {kind} layer: {spread} (layers: {layers.num_layers})"
         for one in layers.kernels:
             size = as_size(one.num_read + one.num_written)
@@ -148,14 +148,14 @@ def _launches(report: StepReport) -> Iterator[str]:
 
 
 def _bytes(report: StepReport) -> Iterator[str]:
-    least = "at least " if report.unknown_loops else ""
+    minimum = "at least " if report.unknown_loops else ""
     for title, moved in ("target's forward pass", report.verify), ("whole step", report.step):
         yield f"bytes of the {title}"
         yield _line("moved", as_size(moved.moved))
         yield _line("minimum", as_size(moved.minimum))
-        yield _line("ratio", f"{least}{moved.ratio:.4f} to weights, keys and values, and states")
+        yield _line("ratio", f"{minimum}{moved.ratio:.4f} to weights, keys and values, and states")
         with_activations = f"{moved.ratio_with_activations:.4f}, with embedded rows"
-        yield _line("ratio", f"{least}{with_activations} and new keys and values once more")
+        yield _line("ratio", f"{minimum}{with_activations} and new keys and values once more")
 
 
 def _resources(report: StepReport) -> Iterator[str]:

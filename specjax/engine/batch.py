@@ -59,9 +59,9 @@ def pack(plan: Part, layout: Layout, wants: Wants) -> np.ndarray:
     if is_round:
         packed[:, 1] = plan.num_drafts
         for row, sequence in enumerate(plan.sequences):
-            most = sequence.request.params.num_speculative_tokens
-            if most is not None:
-                packed[row, 1] = min(most, plan.num_drafts)
+            max_drafts = sequence.request.params.num_speculative_tokens
+            if max_drafts is not None:
+                packed[row, 1] = min(max_drafts, plan.num_drafts)
     else:
         packed[:, 2:5] = 0
         for row, chunk in enumerate(plan.chunks):

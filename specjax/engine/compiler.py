@@ -15,7 +15,7 @@ from specjax.host.memory import maps_in_use
 
 log = logging.getLogger(__name__)
 
-MOST_THREADS = 4  # even on two cores: XLA does parts of a program one after the other
+MAX_THREADS = 4  # even on two cores: XLA does parts of a program one after the other
 FOR_SHAPES, FOR_ALL = 0.5, 0.9  # of the maps that a process may have
 
 

@@ -182,9 +182,9 @@ class Engine:
         if not self.config.exact:
             shapes = Shapes.all_of(self.config, policy.choices)
         has_all = self.repertoire.compile_first(shapes, show_progress=show_progress)
-        ((batch, most),) = shapes.first.decode
+        ((batch, max_k),) = shapes.first.decode
         # Without all of them, the first is timed, and others when they are there.
-        self._timed = set(shapes.decode if has_all else [(batch, most)])
+        self._timed = set(shapes.decode if has_all else [(batch, max_k)])
         policy.begin(partial(self._replay, policy.choices, has_all=has_all))
         if policy.is_learning and not has_all:  # how times grow with K is not to be guessed
             self.repertoire.ask_for((batch, min(policy.choices)))
@@ -459,8 +459,8 @@ class Engine:
         if exact:  # one shape
             return StepCost({batches[0]: {k: 1.0 for k in ks}})
         if not has_all:
-            most = max(ks)
-            cost = StepCost({batches[-1]: {most: self._time_padding(batches[-1], most)}})
+            max_k = max(ks)
+            cost = StepCost({batches[-1]: {max_k: self._time_padding(batches[-1], max_k)}})
             return cost.widened(ks, batches)
         if self.has_work:
             raise ValueError(

@@ -32,7 +32,7 @@ from specjax.device.placement import Placement, default_device
 
 log = logging.getLogger(__name__)
 
-MOST_BYTES = 4 * 2**30  # of a folder, before what was longest unused is deleted
+MAX_BYTES = 4 * 2**30  # of a folder, before what was longest unused is deleted
 ROOT = Path(__file__).parents[2]
 SOURCES = ("specjax", "pallas_kernels")
 TRACED = ("specjax.device", "specjax.engine.batch", "pallas_kernels")
@@ -209,5 +209,5 @@ def _make_room(folder: Path, num_bytes: int) -> None:
     files.sort(reverse=True)
     for _, size, path in files:
         num_bytes += size
-        if num_bytes > MOST_BYTES:
+        if num_bytes > MAX_BYTES:
             path.unlink(missing_ok=True)

@@ -41,7 +41,7 @@ from specjax.engine.batch import (
     run_settle,
     run_take,
 )
-from specjax.engine.compiler import MOST_THREADS, Compiler
+from specjax.engine.compiler import MAX_THREADS, Compiler
 from specjax.engine.executables import open_executables
 from specjax.engine.layout import Layout
 from specjax.engine.log import can_draw, get_log
@@ -212,7 +212,7 @@ class CompiledPrograms:
     def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
         """See `Programs`."""
         keys = list(dict.fromkeys(keys))
-        self._compiler.ask(keys, is_urgent=True, num_threads=MOST_THREADS)
+        self._compiler.ask(keys, is_urgent=True, num_threads=MAX_THREADS)
         with _progress_bar(len(keys), show_progress) as tell:
             self._compiler.wait_for(keys, tell)
 
@@ -221,13 +221,13 @@ class CompiledPrograms:
         missing = [key for key in dict.fromkeys(keys) if key not in self.ready]
         if is_urgent:
             self._late |= set(missing)
-        num_threads = MOST_THREADS if is_urgent else 1
+        num_threads = MAX_THREADS if is_urgent else 1
         self._compiler.ask(missing, is_urgent=is_urgent, num_threads=num_threads)
 
     def finish(self, *, show_progress: bool) -> None:
         """See `Programs`."""
         compiler = self._compiler
-        compiler.ask((), is_urgent=False, num_threads=MOST_THREADS)
+        compiler.ask((), is_urgent=False, num_threads=MAX_THREADS)
         num_there = len(self.ready)
         with _progress_bar(compiler.num_asked, show_progress) as tell:
             while compiler.is_busy:

@@ -40,7 +40,7 @@ class Repertoire:
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
         # With none, XLA would turn their condition into a selection, which computes them always.
-        self._most_logprobs = max(1, min(config.max_logprobs, vocab_size))
+        self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
         self._lost_ms: defaultdict[Key, float] = defaultdict(
             float
@@ -66,19 +66,19 @@ class Repertoire:
         return self._needed[all_demands]
 
     def _find_needed(self, all_demands: Collection[Demands]) -> Variant:
-        most = self._most_logprobs
+        max_logprobs = self._max_logprobs
         if self._config.exact:  # the same for all, for another program rounds differently
-            return Variant(masks=True, num_logprobs=most)
+            return Variant(masks=True, num_logprobs=max_logprobs)
         numbers = sorted({demands.processor for demands in all_demands} - {-1})
         # None, few or the most, so that variants are few, too.
-        few = min(FEW_LOGPROBS, most)
+        few = min(FEW_LOGPROBS, max_logprobs)
         asks_many = any((demands.logprobs or 0) > few for demands in all_demands)
         of_prompts = [d.prompt_logprobs for d in all_demands if d.prompt_logprobs is not None]
         return Variant(
             processors=tuple((number, self._processors[number]) for number in numbers),
             masks=any(demands.masks for demands in all_demands),
-            num_logprobs=most if asks_many else few,
-            num_prompt_logprobs=(most if any(of_prompts) else 0) if of_prompts else None,
+            num_logprobs=max_logprobs if asks_many else few,
+            num_prompt_logprobs=(max_logprobs if any(of_prompts) else 0) if of_prompts else None,
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:

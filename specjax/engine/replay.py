@@ -19,7 +19,7 @@ from specjax.engine.layout import Layout
 from specjax.engine.programs import Decode, Key
 from specjax.host.speculation.step_cost import StepCost
 
-LEAST_PASSES, MOST_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
+MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
 
 
 class TimedPrograms(Protocol):
@@ -46,7 +46,7 @@ def measure_rounds(
     falls on all of them alike; the median counts. Context adds time in proportion to its tokens,
     whatever K is: each is read once. How much, two lengths tell at the largest batch.
     """
-    room = (MOST_PASSES + 1) * (max(ks) + 1)
+    room = (MAX_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
     programs.state = _filled(programs.state, layout.vocab_size)
 
@@ -58,23 +58,23 @@ def measure_rounds(
         programs.run(Decode(batch, k, variant), programs.put(packed)).block_until_ready()
         return 1e3 * (time.perf_counter() - start)
 
-    most, ends = batches[-1], {min(ks), max(ks)}
+    max_batch, ends = batches[-1], {min(ks), max(ks)}
     shapes = [(batch, k, short) for batch in batches for k in ks]
-    shapes += [(most, k, long) for k in ends if long > 2 * short]
+    shapes += [(max_batch, k, long) for k in ends if long > 2 * short]
     for shape in shapes:  # the first touches memory for the first time
         run_once(*shape)
     times: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes}
     start = time.perf_counter()
-    for i in range(MOST_PASSES):
+    for i in range(MAX_PASSES):
         for shape in shapes:
             times[shape].append(run_once(*shape))
-        if i + 1 >= LEAST_PASSES and time.perf_counter() - start > ENOUGH_SECONDS:
+        if i + 1 >= MIN_PASSES and time.perf_counter() - start > ENOUGH_SECONDS:
             break
     middle = {shape: median(found) for shape, found in times.items()}
     per_token = 0.0
     if long > 2 * short:
-        added = [(middle[most, k, long] - middle[most, k, short]) for k in ends]
-        per_token = max(0.0, min(added) / (most * (long - short)))
+        added = [(middle[max_batch, k, long] - middle[max_batch, k, short]) for k in ends]
+        per_token = max(0.0, min(added) / (max_batch * (long - short)))
     points = {batch: {k: middle[batch, k, short] for k in ks} for batch in batches}
     return StepCost(
         _without_context(points, short, per_token),

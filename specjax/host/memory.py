@@ -42,11 +42,11 @@ def _cgroups(root: Path) -> list[int]:
 
 
 def _left(group: Path, limit: str, usage: str, reclaimable: str) -> list[int]:
-    most, used = _text(group / limit).strip(), _text(group / usage).strip()
-    if not most.isdigit() or not used.isdigit() or int(most) >= _NO_LIMIT:
+    allowed, used = _text(group / limit).strip(), _text(group / usage).strip()
+    if not allowed.isdigit() or not used.isdigit() or int(allowed) >= _NO_LIMIT:
         return []
     counts = dict(line.split() for line in _text(group / "memory.stat").splitlines())
-    return [int(most) - int(used) + int(counts.get(reclaimable, 0))]
+    return [int(allowed) - int(used) + int(counts.get(reclaimable, 0))]
 
 
 def _text(path: Path) -> str:
@@ -58,5 +58,5 @@ def _text(path: Path) -> str:
 
 def maps_in_use(root: Path = Path("/")) -> float:
     """The part in use of the memory maps that this process may have; 0 where nobody knows."""
-    most = _text(root / "proc/sys/vm/max_map_count").strip()
-    return _text(root / "proc/self/maps").count("\n") / int(most) if most.isdigit() else 0.0
+    limit = _text(root / "proc/sys/vm/max_map_count").strip()
+    return _text(root / "proc/self/maps").count("\n") / int(limit) if limit.isdigit() else 0.0

@@ -46,9 +46,9 @@ class Residents:
         salt = b"" if self._config.enable_prefix_caching else str(sequence.arrival).encode()
         extend_keys(sequence.keys, tokens, page_size, salt)
         keys = sequence.keys[: (goal - 1) // page_size]  # a token is left to run
-        prefix = self.prefixes.take(keys[: sequence.most_found // page_size])
-        most = sequence.request.max_length - 1 if exact else goal
-        needed = -(-most // page_size) - len(prefix.pages)
+        prefix = self.prefixes.take(keys[: sequence.max_found // page_size])
+        max_tokens = sequence.request.max_length - 1 if exact else goal
+        needed = -(-max_tokens // page_size) - len(prefix.pages)
         # A page for each of those that run, lest they preempt the newcomer at once.
         spare = 0 if exact else len(self.running)
         if needed + spare > self.pages.num_free and self.running:
@@ -104,8 +104,8 @@ class Residents:
         if not sequence.is_prefilled or config.exact:
             return
         num_known, page_size = len(sequence.token_ids) - 1, config.page_size
-        most = min(num_known + sequence.most_in_flight, sequence.request.max_length - 1)
-        needed = -(-most // page_size)
+        max_tokens = min(num_known + sequence.max_tokens_in_flight, sequence.request.max_length - 1)
+        needed = -(-max_tokens // page_size)
         if needed < len(sequence.pages):
             self.pages.release(sequence.pages[needed:])
             del sequence.pages[needed:]

@@ -37,7 +37,7 @@ class _Budget:
     draft_slots: int
     num_spent: int = 0
 
-    def most(self, wanted: int) -> int:
+    def fitting(self, wanted: int) -> int:
         """How many of the wanted tokens one more sequence may run."""
         return max(0, min(wanted, self.tokens, self.inputs - self.draft_slots))
 
@@ -53,7 +53,7 @@ class _Step:
 
     budget: _Budget
     width: int  # of its chunks
-    most_chunks: int
+    max_chunks: int
     chunks: list[Chunk] = field(default_factory=list)
     decoding: list[Sequence] = field(default_factory=list)
 
@@ -183,7 +183,7 @@ class Scheduler:
             self._preempt(sequence)
         for samples in self._live.values():
             for sequence in samples:
-                sequence.num_in_flight = sequence.most_in_flight = 0
+                sequence.num_in_flight = sequence.max_tokens_in_flight = 0
         self.prefixes.clear()
 
     def schedule(self) -> StepPlan | None:
@@ -203,7 +203,7 @@ class Scheduler:
         has_all = self.shapes is self.all_shapes
         wanted_chunks = None if has_all else self._wanted_chunks(prefilling)
         width = self._choose_width(prefilling, self.shapes)
-        step = _Step(budget, width, self.shapes.most_chunks(width))
+        step = _Step(budget, width, self.shapes.max_chunks(width))
         wanted_k = self._choose_k(ready)
         k = self.shapes.round(len(ready), wanted_k)[1]
         num_drafts = min(wanted_k, k)
@@ -212,7 +212,7 @@ class Scheduler:
                 continue
             if not sequence.is_prefilled:
                 self._plan_chunk(step, sequence)
-            elif budget.most(k + 1) == k + 1:
+            elif budget.fitting(k + 1) == k + 1:
                 self._plan_round(step, sequence, k, num_drafts)
         self._admit(step)
         self._publish(step.chunks)
@@ -269,13 +269,13 @@ class Scheduler:
 
     def _choose_k(self, ready: list[Sequence]) -> int:
         """How many drafts the policy wants of the next round."""
-        most = max(self.policy.choices)
+        max_k = max(self.policy.choices)
         load = DecodeLoad(
             len(ready),
             sum(len(sequence.token_ids) for sequence in ready),
             self.config.max_num_scheduled_tokens,
             Counter(
-                (s.request.group, s.most_drafts(most, s.num_output + s.num_in_flight))
+                (s.request.group, s.max_drafts(max_k, s.num_output + s.num_in_flight))
                 for s in ready
             ),
         )
@@ -286,7 +286,7 @@ class Scheduler:
         remaining = self._remaining(prefilling)
 
         def progress(width: int) -> int:
-            rows = remaining[: shapes.most_chunks(width)]
+            rows = remaining[: shapes.max_chunks(width)]
             return min(sum(min(n, width) for n in rows), self.config.max_num_scheduled_tokens)
 
         return max(shapes.widths, key=lambda width: (progress(width), -width))
@@ -308,21 +308,21 @@ class Scheduler:
         return remaining
 
     def _plan_round(self, step: _Step, sequence: Sequence, k: int, num_drafts: int) -> None:
-        if not self._grow(sequence, sequence.most_computed + num_drafts + 1):
+        if not self._grow(sequence, sequence.max_computed + num_drafts + 1):
             return
         step.budget.spend(k + 1)
         step.decoding.append(sequence)
         sequence.last_step = self._num_steps
         sequence.num_in_flight += 1
-        sequence.most_in_flight += num_drafts + 1
+        sequence.max_tokens_in_flight += num_drafts + 1
 
     def _plan_chunk(self, step: _Step, sequence: Sequence, restored: int | None = None) -> None:
         """Plan as much of what a sequence has to run as there is room for in the step."""
         start = sequence.num_computed
-        count = step.budget.most(min(sequence.goal - start, step.width))
+        count = step.budget.fitting(min(sequence.goal - start, step.width))
         if sequence.cuts:
             count = min(count, sequence.cuts[0] * self.config.page_size - start)
-        if not count or len(step.chunks) == step.most_chunks:
+        if not count or len(step.chunks) == step.max_chunks:
             return
         step.budget.spend(count)
         sequence.num_computed += count
@@ -342,7 +342,7 @@ class Scheduler:
         sequence.last_step = self._num_steps
         if chunk.samples:
             sequence.num_in_flight += 1
-            sequence.most_in_flight += 1
+            sequence.max_tokens_in_flight += 1
 
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
         """Let later steps find what this one leaves, and the other samples follow the first."""
@@ -359,10 +359,10 @@ class Scheduler:
         """Let those that wait take up residence, as long as their first chunk fits in the step."""
         width = self.shapes.widths[0]
         while self.residents.free_slots and (sequence := self._head()):
-            least = width if self.config.exact else 1
-            if sequence.num_in_flight or step.budget.most(least) < least:
+            min_tokens = width if self.config.exact else 1
+            if sequence.num_in_flight or step.budget.fitting(min_tokens) < min_tokens:
                 return
-            if len(step.chunks) == step.most_chunks:
+            if len(step.chunks) == step.max_chunks:
                 return
             prefix = self.residents.settle_in(sequence, width)
             if prefix is None:
@@ -419,11 +419,11 @@ class Scheduler:
             self.demands -= Counter((request.demands,))
 
 
-def _land(sequences: Iterable[Sequence], most_tokens: int) -> None:
+def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
     """Count a round of each as no longer in flight."""
     for sequence in sequences:
         sequence.num_in_flight -= 1
-        sequence.most_in_flight -= most_tokens
+        sequence.max_tokens_in_flight -= max_tokens
 
 
 def _turn(sequence: Sequence) -> tuple[int, int, bool, int, int]:

@@ -51,7 +51,7 @@ class Sequence:
     is_followed: bool = False  # whether the other samples of the request have been queued
     last_step: int = 0  # in which it took part
     num_in_flight: int = 0  # rounds whose tokens have not come back: each gives at least one
-    most_in_flight: int = 0  # and all together at most so many
+    max_tokens_in_flight: int = 0  # and all together at most so many
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
@@ -116,7 +116,7 @@ class Sequence:
         return self.num_computed == self.goal
 
     @property
-    def most_found(self) -> int:
+    def max_found(self) -> int:
         """Tokens that need not be run if they are in the caches: none that is reported on."""
         request = self.request
         if request.params.prompt_logprobs is not None or request.exports_features:
@@ -128,18 +128,18 @@ class Sequence:
         """Whether the rounds in flight might leave tokens to generate."""
         return self.num_output + self.num_in_flight < self.request.max_tokens
 
-    def most_drafts(self, k: int, num_before: int) -> int:
+    def max_drafts(self, k: int, num_before: int) -> int:
         """Of k drafts after `num_before` tokens of output, how many may be of use."""
-        most = self.request.params.num_speculative_tokens
+        limit = self.request.params.num_speculative_tokens
         remaining = self.request.max_tokens - num_before
-        return max(0, min(k if most is None else min(k, most), remaining - 1))
+        return max(0, min(k if limit is None else min(k, limit), remaining - 1))
 
     def verdict(self, k: int, num_kept: int) -> DraftOutcome:
         """What a round of k drafts that gave the last `num_kept` tokens says of drafts.
 
         Where the drafter found fewer, it is as if the next had failed: a round of k gave no more.
         """
-        num_drafts = self.most_drafts(k, self.num_output - num_kept)
+        num_drafts = self.max_drafts(k, self.num_output - num_kept)
         num_accepted = min(num_kept - 1, num_drafts)
         if self.is_finished:  # whatever followed the end, nobody looked at it
             num_drafts = num_accepted
@@ -151,9 +151,9 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
-    def most_computed(self) -> int:
+    def max_computed(self) -> int:
         """Most tokens whose keys and values the rounds in flight may leave in the caches."""
-        return len(self.token_ids) - 1 + self.most_in_flight
+        return len(self.token_ids) - 1 + self.max_tokens_in_flight
 
     def settle_in(self, slot: int, pages: list[int], goal: int, num_cached: int) -> None:
         """Take up residence with `goal` tokens to run, of which the first are in the caches."""

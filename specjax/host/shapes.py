@@ -41,7 +41,7 @@ class Shapes:
         """Widths of chunks, each once, rising."""
         return sorted(self._batches)
 
-    def most_chunks(self, width: int) -> int:
+    def max_chunks(self, width: int) -> int:
         """The largest batch of that width."""
         return self._batches[width][-1]
 

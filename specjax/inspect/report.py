@@ -82,8 +82,8 @@ class StepRequest:
         drafter = self.drafter
         if drafter is None and self.method == "eagle":
             drafter = OWN_SHAPE
-        most = max(self.k, 1)
-        fields = {"method": self.method, "model": drafter, "num_speculative_tokens": most}
+        maximum = max(self.k, 1)
+        fields = {"method": self.method, "model": drafter, "num_speculative_tokens": maximum}
         SpeculativeConfig.of(fields)
         return fields
 
@@ -107,8 +107,8 @@ class Layers:
     """What the layers of a kind launch."""
 
     num_layers: int
-    least: int  # kernels of a layer
-    most: int
+    minimum: int  # kernels of a layer
+    maximum: int
     kernels: tuple[Launch, ...]  # of one that has as many as most of them have
 
 
@@ -179,14 +179,14 @@ class StepReport:
     @property
     def verify(self) -> Moved:
         """The target's forward pass, up to the logits."""
-        least = self.minimum.verify
-        return Moved(self.num_bytes["verify"], least, least + self.minimum.activations)
+        minimum = self.minimum.verify
+        return Moved(self.num_bytes["verify"], minimum, minimum + self.minimum.activations)
 
     @property
     def step(self) -> Moved:
         """All of the step."""
-        least = self.minimum.step
-        return Moved(self.num_bytes["step"], least, least + self.minimum.activations)
+        minimum = self.minimum.step
+        return Moved(self.num_bytes["step"], minimum, minimum + self.minimum.activations)
 
 
 def compile_step(

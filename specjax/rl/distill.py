@@ -298,16 +298,16 @@ def _shapes(tree: Any) -> dict[str, str]:
 
 
 def _check_shapes(
-    folder: Path, saved: Mapping[str, str], own: Mapping[str, str], most: int = 4
+    folder: Path, saved: Mapping[str, str], own: Mapping[str, str], max_shown: int = 4
 ) -> None:
     """Refuse a checkpoint of other models, naming what differs."""
     names = [name for name in sorted({*saved, *own}) if saved.get(name) != own.get(name)]
     if names:
         lines = [
             f"{name} is {saved.get(name, 'missing')}, the engine's is {own.get(name, 'missing')}"
-            for name in names[:most]
+            for name in names[:max_shown]
         ]
-        more = f"; and {len(names) - most} more" if len(names) > most else ""
+        more = f"; and {len(names) - max_shown} more" if len(names) > max_shown else ""
         raise ValueError(f"{folder} is of other models than the engine's: {'; '.join(lines)}{more}")
 
 

@@ -275,8 +275,8 @@ class RayRollouts:
 
     def _groups(self, count: int) -> Iterator[range]:
         even_share = -(-count // (2 * len(self._pool.workers)))
-        most = min(max(even_share, 1), self._options.get("max_num_seqs") or _USUAL_SEQS)
-        size = most if self._group_size is None else self._group_size
+        max_prompts = min(max(even_share, 1), self._options.get("max_num_seqs") or _USUAL_SEQS)
+        size = max_prompts if self._group_size is None else self._group_size
         for start in range(0, count, size):
             yield range(start, min(start + size, count))
 

@@ -27,13 +27,13 @@ def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile 
     if config.dynamic_config_path is None:
         return config, None
     profile = Profile.read(config.dynamic_config_path)
-    most = config.num_speculative_tokens
-    if most is None:
-        return replace(config, num_speculative_tokens=profile.most_drafts), profile
-    if most > profile.most_drafts:
+    max_k = config.num_speculative_tokens
+    if max_k is None:
+        return replace(config, num_speculative_tokens=profile.max_drafts), profile
+    if max_k > profile.max_drafts:
         raise ValueError(
-            f"speculative_config.num_speculative_tokens={most} exceeds "
-            f"max_num_speculative_tokens={profile.most_drafts} of {config.dynamic_config_path}; "
+            f"speculative_config.num_speculative_tokens={max_k} exceeds "
+            f"max_num_speculative_tokens={profile.max_drafts} of {config.dynamic_config_path}; "
             "lower it, or profile more drafts"
         )
     return config, profile

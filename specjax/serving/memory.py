@@ -25,11 +25,11 @@ class CacheBytes(NamedTuple):
         return CacheBytes(self.per_page + other.per_page, self.per_slot + other.per_slot)
 
 
-def target_cache_bytes(target: Model, page_size: int, most_drafts: int, dtype: str) -> CacheBytes:
-    """What a model's cache takes for steps of up to `most_drafts` drafts."""
+def target_cache_bytes(target: Model, page_size: int, max_drafts: int, dtype: str) -> CacheBytes:
+    """What a model's cache takes for steps of up to `max_drafts` drafts."""
 
     def measure(num_slots: int, num_pages: int) -> int:
-        sizes = CacheSizes(num_slots, num_pages, page_size, most_drafts + 1)
+        sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1)
         return _total(lambda: init_caches(target, sizes, np.dtype(dtype)))
 
     return _per_page_and_slot(measure)
@@ -61,12 +61,12 @@ class EngineNeeds(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: EngineConfig, target: Model, cache: CacheBytes, weights: int, most_drafts: int
+        cls, config: EngineConfig, target: Model, cache: CacheBytes, weights: int, max_drafts: int
     ) -> "EngineNeeds":
         """Of an engine whose caches, its drafter's included, take `cache`."""
         # A snapshot is a state and a little of the ring, so that a slot's bytes are enough.
         num_snapshots = config.num_snapshots if is_recurrent(target) else 0
-        rows = config.max_num_seqs * (most_drafts + 1)
+        rows = config.max_num_seqs * (max_drafts + 1)
         # Of the largest step: logits, their sorted copy and the noise, f32; and of every token what
         # a layer makes of it, which is a few times the width of the model.
         logits = 3 * 4 * rows * target.vocab_size
@@ -94,9 +94,9 @@ class EngineNeeds(NamedTuple):
         pages = config.num_pages * cache.per_page
         if memory is None or sum(self) + pages <= memory.available:
             return
-        most = (memory.available - sum(self)) // max(cache.per_page, 1)
-        if most >= config.pages_per_seq:
-            remedy = f"lower num_pages to at most {most}, or leave it out"
+        max_pages = (memory.available - sum(self)) // max(cache.per_page, 1)
+        if max_pages >= config.pages_per_seq:
+            remedy = f"lower num_pages to at most {max_pages}, or leave it out"
         elif self.weights > memory.available // 2:
             remedy = "use a device with more memory, dtype='bfloat16', or a smaller model"
         else:
@@ -144,14 +144,14 @@ class EngineNeeds(NamedTuple):
         return min(wanted, room // max(cache.per_page, 1))
 
 
-def usual_num_seqs(target: Model, most_drafts: int, dtype: str, weights: int) -> int:
+def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> int:
     """Requests that run at the same time where nobody says: the device's default, or fewer.
 
     Recurrent states, and a quarter as many snapshots, take at most half of what `weights`, bytes
     that are still to be loaded, leave of the memory.
     """
     count, memory = device_defaults().max_num_seqs, read_memory()
-    per_slot = target_cache_bytes(target, 1, most_drafts, dtype).per_slot
+    per_slot = target_cache_bytes(target, 1, max_drafts, dtype).per_slot
     if memory is None:
         return count
     room = (memory.available - weights) // 2

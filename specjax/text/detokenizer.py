@@ -55,8 +55,8 @@ class StopStrings:
         if self.stop_reason is not None:
             return self.text
         text = "".join(self._text.characters[: self._text.num_settled])
-        most = 0 if self._include_in_output else min(len(text), self._longest - 1)
-        held = (n for n in range(most, 0, -1) if self._starts_a_stop(text[-n:]))
+        max_held = 0 if self._include_in_output else min(len(text), self._longest - 1)
+        held = (n for n in range(max_held, 0, -1) if self._starts_a_stop(text[-n:]))
         return text[: len(text) - next(held, 0)]
 
     def _starts_a_stop(self, text: str) -> bool:

@@ -171,12 +171,12 @@ class RequestMaker:
         return replace(params, **dict.fromkeys(wanted, self.vocab_size))
 
     def _most_prompt_tokens(self, params: SamplingParams) -> int:
-        most = params.truncate_prompt_tokens
-        if most is None:
+        limit = params.truncate_prompt_tokens
+        if limit is None:
             return sys.maxsize
-        if most == -1:
+        if limit == -1:
             return max(1, self.config.max_model_len - (params.max_tokens or 1))
-        return most
+        return limit
 
     def _make(self, token_ids: tuple[int, ...], params: SamplingParams, number: int) -> Request:
         config = self.config

@@ -203,7 +203,7 @@ def test_text_and_json_of_a_report(monkeypatch):
         **{"step": 2, "draft": 0, "verify": 2, "settle": 0, "observe": 0, "other": 0}
     }
     assert found.verify.moved == found.step.moved == 60
-    assert found.layers["full_attention"].least == found.layers["full_attention"].most == 1
+    assert found.layers["full_attention"].minimum == found.layers["full_attention"].maximum == 1
     assert found.state_bytes > 0 and not found.is_state_in_place
     as_dict = json.loads(json.dumps(as_json(found)))
     assert as_dict["verify"]["ratio"] == 60 / found.minimum.verify

@@ -16,7 +16,7 @@ from specjax.train.target import demo_qwen3_5
 
 pytestmark = pytest.mark.every_jax
 
-SLOTS, PAGE, NUM_PAGES, CHUNK, MOST_ROWS = 4, 8, 12, 16, 4
+SLOTS, PAGE, NUM_PAGES, CHUNK, MAX_ROWS = 4, 8, 12, 16, 4
 LENGTH, NUM_SNAPSHOTS = 56, 3
 
 
@@ -39,7 +39,7 @@ def empty(model):
 
     @jax.jit
     def init():
-        sizes = CacheSizes(SLOTS, NUM_PAGES, PAGE, MOST_ROWS)
+        sizes = CacheSizes(SLOTS, NUM_PAGES, PAGE, MAX_ROWS)
         snapshots = model.delta_rule.init_snapshots(NUM_SNAPSHOTS, jnp.float32)
         return init_caches(model, sizes, jnp.float32), snapshots
 
@@ -83,7 +83,7 @@ def extend(model):
         if pending is None:
             hidden, cache = run_chunk(cache, ints([*tokens, *[0] * (CHUNK - count)]), *where)
         else:
-            padded = ints([*tokens, *[0] * (MOST_ROWS - count)])
+            padded = ints([*tokens, *[0] * (MAX_ROWS - count)])
             hidden, cache = run_step(cache, padded, *where, ints(pending))
         return np.asarray(hidden)[:count], cache
 
@@ -107,7 +107,7 @@ def test_going_on_from_a_snapshot(empty, moves, extend, shared):
             out.append(hidden)
         start, pending = 40, 0
         for stands in (1, 3, 4, 2, 1):
-            drafts = tokens[start : start + stands] + [63, 1, 2][: MOST_ROWS - stands]
+            drafts = tokens[start : start + stands] + [63, 1, 2][: MAX_ROWS - stands]
             hidden, cache = extend(cache, drafts, slot, pages, start, pending)
             out.append(hidden[:stands])
             start, pending = start + stands, stands

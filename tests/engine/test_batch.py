@@ -119,7 +119,7 @@ def test_a_step_is_told_nothing_that_the_device_decides():
     before = pack(DECODE, LAYOUT, Wants(0))
     sequence = make_sequence(4, 8)
     sequence.token_ids += [1, 2, 3]
-    sequence.num_in_flight, sequence.most_in_flight, sequence.num_computed = 2, 6, 8
+    sequence.num_in_flight, sequence.max_tokens_in_flight, sequence.num_computed = 2, 6, 8
     after = pack(DecodePlan((sequence,), 1, 2, 1), LAYOUT, Wants(0))
     np.testing.assert_array_equal(after[0], before[0])
 

@@ -229,7 +229,7 @@ def test_code_of_a_users_own_is_not_known_by_its_name(tmp_path, monkeypatch):
 
 
 def test_what_was_longest_unused_makes_room(tmp_path, monkeypatch):
-    monkeypatch.setattr(executables, "MOST_BYTES", 100)
+    monkeypatch.setattr(executables, "MAX_BYTES", 100)
     for i, size in enumerate((40, 30, 20)):
         path = tmp_path / f"{i}.program"
         path.write_bytes(b"x" * size)

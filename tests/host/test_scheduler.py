@@ -345,7 +345,7 @@ def test_a_prompt_decodes_in_the_step_after_its_last_chunk():
 
 
 @pytest.mark.parametrize(
-    "sizes, most_drafts, draft_slots, parts",
+    "sizes, max_drafts, draft_slots, parts",
     [
         ((3, 3), 3, 0, ["max_num_scheduled_tokens=3", "3 drafts", "(4 tokens)", "by 1,"]),
         ((2, 64), 7, 0, ["max_num_scheduled_tokens=2", "7 drafts", "(8 tokens)", "by 6,"]),
@@ -354,11 +354,11 @@ def test_a_prompt_decodes_in_the_step_after_its_last_chunk():
         ((1, 3), 0, 3, ["max_num_batched_tokens=3", "a chunk", "(4 tokens)", "by 1"]),
     ],
 )
-def test_budgets_that_hold_no_round_are_refused(sizes, most_drafts, draft_slots, parts):
+def test_budgets_that_hold_no_round_are_refused(sizes, max_drafts, draft_slots, parts):
     scheduled, batched = sizes
     config = make_config(max_num_scheduled_tokens=scheduled, max_num_batched_tokens=batched)
     with pytest.raises(ValueError) as error:
-        config.check_budgets(most_drafts, draft_slots)
+        config.check_budgets(max_drafts, draft_slots)
     for part in [*parts, "nothing could be scheduled", "raise " + parts[0].partition("=")[0]]:
         assert part in str(error.value)
 
@@ -719,7 +719,7 @@ def test_pages_are_reserved_for_the_most_that_rounds_in_flight_may_write():
         steps.append(scheduler.schedule())
         num_pages.append(len(sequence.pages))
     assert num_pages == [2, 2, 3, 3, 4]  # 10, 14, 18, 22, 26
-    assert sequence.most_computed == 26 and sequence.num_in_flight == 5
+    assert sequence.max_computed == 26 and sequence.num_in_flight == 5
 
 
 def test_pages_are_trimmed_when_fewer_tokens_come():
@@ -730,10 +730,10 @@ def test_pages_are_trimmed_when_fewer_tokens_come():
     num_pages = []
     for step, num_tokens in zip(steps, [1, 1, 4, 1, 1], strict=True):
         give(scheduler, step, num_tokens)
-        num_pages.append((sequence.most_computed, len(sequence.pages)))
+        num_pages.append((sequence.max_computed, len(sequence.pages)))
         assert scheduler.pages.num_free == 32 - len(sequence.pages)
     assert num_pages == [(26, 4), (23, 3), (23, 3), (20, 3), (17, 3)]
-    assert sequence.num_in_flight == sequence.most_in_flight == 0
+    assert sequence.num_in_flight == sequence.max_tokens_in_flight == 0
 
 
 def test_a_prompt_keeps_its_pages_while_it_is_being_run():
@@ -775,10 +775,10 @@ def test_rounds_in_flight_count_with_the_drafts_they_were_planned_with():
     prompt, wide = scheduler.schedule(), scheduler.schedule()
     scheduler.policy = StaticPolicy(1)
     narrow = scheduler.schedule()
-    most = [sequence.most_in_flight]
+    most = [sequence.max_tokens_in_flight]
     for step in prompt, wide, narrow:
         give(scheduler, step)
-        most.append(sequence.most_in_flight)
+        most.append(sequence.max_tokens_in_flight)
     assert most == [7, 6, 2, 0]
 
 
@@ -888,7 +888,7 @@ def test_tokens_in_flight_at_a_preemption_are_delivered_once():
     num_kept, touched = commit(scheduler, in_flight.decode, [20], [21, 22])
     assert num_kept == [0, 2] and touched == [second]
     assert second.output == [9] * 5 + [21, 22] and second.num_in_flight == 0
-    assert second.most_in_flight == 0
+    assert second.max_tokens_in_flight == 0
     step = scheduler.schedule()
     assert second.goal == 8 + 7 - 1 and step.prefill.chunks[0].sequence is second
     assert commit(scheduler, later.decode, [23]) == ([0], [])
@@ -1426,7 +1426,7 @@ def test_restart_lets_everyone_run_again(num_steps):
     lengths = [len(sample.token_ids) for sample in samples]
     scheduler.restart()
     assert scheduler.num_running == 0 and scheduler.pages.num_free == 24
-    assert all(s.num_in_flight == s.most_in_flight == 0 for s in samples)
+    assert all(s.num_in_flight == s.max_tokens_in_flight == 0 for s in samples)
     assert [len(sample.token_ids) for sample in samples] == lengths
     again = scheduler.schedule()
     assert all(start == 0 for _, start, _ in chunks(again))

@@ -148,9 +148,9 @@ def test_what_is_in_flight_outlives_a_residence():
     sequence = make_sequence()
     sequence.settle_in(2, [8], goal=3, num_cached=0)
     sequence.was_told, sequence.num_named = True, 1
-    sequence.num_in_flight, sequence.most_in_flight = 2, 8
+    sequence.num_in_flight, sequence.max_tokens_in_flight = 2, 8
     sequence.move_out()
-    assert (sequence.num_in_flight, sequence.most_in_flight) == (2, 8)
+    assert (sequence.num_in_flight, sequence.max_tokens_in_flight) == (2, 8)
     assert sequence.num_named == 0, "the next residence has other pages"
     sequence.append(RowOutput([10]))
     sequence.settle_in(0, [3], goal=3, num_cached=0)
@@ -158,13 +158,15 @@ def test_what_is_in_flight_outlives_a_residence():
     assert sequence.token_ids == [*PROMPT, 10]
 
 
-@pytest.mark.parametrize("num_output, most_in_flight, most", [(0, 0, 2), (0, 1, 3), (5, 8, 15)])
-def test_most_that_may_be_in_the_caches(num_output, most_in_flight, most):
+@pytest.mark.parametrize(
+    "num_output, max_tokens_in_flight, most", [(0, 0, 2), (0, 1, 3), (5, 8, 15)]
+)
+def test_most_that_may_be_in_the_caches(num_output, max_tokens_in_flight, most):
     """Of n tokens the last is not run yet; each round in flight may leave all its rows."""
     sequence = make_sequence()
     sequence.token_ids += [10] * num_output
-    sequence.most_in_flight = most_in_flight
-    assert sequence.most_computed == most
+    sequence.max_tokens_in_flight = max_tokens_in_flight
+    assert sequence.max_computed == most
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 6))

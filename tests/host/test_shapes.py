@@ -44,7 +44,7 @@ def test_chunks_have_the_least_batch_of_their_width():
     assert EVERY.widths == [32, 128, 512]
     assert EVERY.chunks(1, 32) == (1, 32) and EVERY.chunks(2, 32) == (4, 32)
     assert EVERY.chunks(5, 128) == (4, 128), "the largest, though it does not hold them"
-    assert [EVERY.most_chunks(width) for width in EVERY.widths] == [16, 4, 1]
+    assert [EVERY.max_chunks(width) for width in EVERY.widths] == [16, 4, 1]
 
 
 def test_the_first_shapes_hold_any_step():

@@ -22,9 +22,9 @@ STEPS = [(1, 8), (8, 4), (32, 4), (32, 1), (64, 4)]
 PROMPTS = [(1, 512), (4, 512)]
 CASES = [(name, *shape, False) for name in MODELS for shape in STEPS]
 CASES += [(name, *shape, True) for name in MODELS for shape in PROMPTS]
-TAPS, MOST_ROWS = 4, 8
+TAPS, MAX_ROWS = 4, 8
 LAYERS, SLOTS = 24, 64  # states of more than 4 GiB, which take offsets of 64 bits, as served
-MOST_SHARED, REGISTERS = 227 * 1024, 64 * 1024  # of a multiprocessor
+MAX_SHARED, REGISTERS = 227 * 1024, 64 * 1024  # of a multiprocessor
 
 pytestmark = pytest.mark.h200
 
@@ -32,7 +32,7 @@ pytestmark = pytest.mark.h200
 def call(model, batch, length, folds):
     """For the compiler: the operation at a shape, with a donated cache."""
     heads = MODELS[model]
-    columns = num_ring_columns(TAPS, MOST_ROWS)
+    columns = num_ring_columns(TAPS, MAX_ROWS)
 
     def shape(*sizes, dtype=jnp.bfloat16):
         return jax.ShapeDtypeStruct(sizes, dtype)
@@ -70,7 +70,7 @@ def num_bytes(arrays):
 def chunks_bytes(x, heads):
     """Of what the kernels of a prompt leave for each other."""
     chunk = DeltaRuleTuning().chunk
-    num_chunks = -(-(x.shape[1] + MOST_ROWS) // chunk)
+    num_chunks = -(-(x.shape[1] + MAX_ROWS) // chunk)
     columns = 3 * heads.key_dim + heads.value_dim + chunk
     return 4 * x.shape[0] * heads.num_values * num_chunks * (chunk * columns + 1)
 
@@ -90,7 +90,7 @@ def test_kernels_fit(reports, case):
     kernels = [Resources(**fields) for fields in reports[case]["resources"]]
     assert kernels
     for kernel in kernels:
-        assert not kernel.spills and kernel.shared_bytes <= MOST_SHARED, kernel
+        assert not kernel.spills and kernel.shared_bytes <= MAX_SHARED, kernel
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

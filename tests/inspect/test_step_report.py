@@ -65,7 +65,7 @@ def test_parts_add_up(reports):
 def test_layers_are_alike(reports):
     for report in reports.values():
         layers = report.layers["full_attention"]
-        assert layers.num_layers == LAYERS and layers.most - layers.least <= 1
+        assert layers.num_layers == LAYERS and layers.maximum - layers.minimum <= 1
         read = {name for one in layers.kernels for name in one.parameters if "layers" in name}
         matrices = "attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"
         assert {f"params.target.layers[0].{name}" for name in matrices} <= read

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.grouped_matmul.triton import most_blocks
+from pallas_kernels.grouped_matmul.triton import max_blocks
 
 # Sizes of the groups are data: cases with as many rows and as many groups are one program.
 CASES = {
@@ -181,4 +181,4 @@ def test_the_grid_is_large_enough(name, block_rows):
     sizes = np.array(CASES[name])
     needed = (-(-sizes // block_rows)).sum()
     if sizes.sum():
-        assert needed <= most_blocks(sizes.sum(), len(sizes), block_rows)
+        assert needed <= max_blocks(sizes.sum(), len(sizes), block_rows)

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import pytest
 
-from pallas_kernels.paged_attention.tuning import LEAST_BLOCKS, NUM_SMS, choose_config
+from pallas_kernels.paged_attention.tuning import MIN_BLOCKS, NUM_SMS, choose_config
 
 
 @pytest.mark.parametrize("num_kv_heads, dim", [(8, 128), (4, 256), (1, 64)])
@@ -19,6 +19,6 @@ def test_programs_fill_the_device_where_the_context_has_the_blocks(num_kv_heads,
             programs = batch * num_kv_heads * blocks * config.num_splits
             assert 1 <= config.num_splits <= 64
             # A last wave of few programs, or too short a context, is all that leaves SMs idle.
-            most = max(1, min(64, context // config.block_tokens // LEAST_BLOCKS))
+            most = max(1, min(64, context // config.block_tokens // MIN_BLOCKS))
             assert programs >= NUM_SMS // 2 or config.num_splits >= most
             assert programs <= 2 * NUM_SMS or config.num_splits == 1

@@ -17,7 +17,7 @@ SHAPE = 240, 200  # what smaller problems are padded to: every shape is a compil
 
 def in_small_blocks(logits, *params):
     """The kernel with blocks and candidates that rows of 200 do not fit in."""
-    config = TruncationTuning(block=64, most_candidates=32, num_warps=4)
+    config = TruncationTuning(block=64, max_candidates=32, num_warps=4)
     least = least_kept_triton(logits, *params, config=config, interpret=True)
     return jnp.where(ordered(logits) >= least[:, None], logits, -np.inf)
 

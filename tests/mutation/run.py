@@ -41,7 +41,7 @@ from cosmic_ray.plugins import get_operator, operator_names
 ROOT = Path(__file__).parents[2]
 REACH = Path(__file__).with_name("reach.toml")
 LEFT_BEHIND = shutil.ignore_patterns(".git", ".cache", ".venv*", "__pycache__", "runs", "build")
-LEAST_SECONDS, MOST_BYTES = 60, 16 << 30
+MIN_SECONDS, MAX_BYTES = 60, 16 << 30
 
 
 class DeleteStatement(Operator):
@@ -166,7 +166,7 @@ def run_tests(copy: Path, tests: Sequence[str], seconds: float) -> tuple[str, fl
 
     def set_limits() -> None:
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
+        resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
 
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-n0", "-p", "no:cacheprovider", *tests]
     env = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -288,7 +288,7 @@ def main() -> None:
     ):
         for module, group in groupby(mutants, lambda mutant: mutant.module):
             seconds = None if options.limit else pool.submit(Worker.time, tests[module]).result()
-            limit = options.limit or max(LEAST_SECONDS, 3 * seconds)
+            limit = options.limit or max(MIN_SECONDS, 3 * seconds)
             print(f"{module}: at most {limit} s", flush=True)
             futures = [pool.submit(Worker.run, m, tests[module], limit) for m in group]
             for future in as_completed(futures):

@@ -111,7 +111,7 @@ class CheckedScheduler(Scheduler):
         k = max(self.policy.choices)
         for sequence in self.residents.running:
             room = len(sequence.pages) * self.config.page_size
-            has_room = room >= min(sequence.most_computed + k + 1, sequence.request.max_length - 1)
+            has_room = room >= min(sequence.max_computed + k + 1, sequence.request.max_length - 1)
             may_run = not sequence.is_prefilled or (sequence.may_go_on and has_room)
             if may_run and sequence not in sequences:
                 self._left_out[sequence] = before[sequence] + 1
@@ -236,7 +236,7 @@ class CheckedEngine(Engine):
         if not sequence.is_prefilled:
             assert slot.length == sequence.num_computed and not slot.is_active
             return
-        assert slot.length <= sequence.most_computed, "further than the host thinks possible"
+        assert slot.length <= sequence.max_computed, "further than the host thinks possible"
         if slot.is_active:
             least = len(sequence.token_ids) - 1 + sequence.num_in_flight
             assert least <= slot.length, "not as far as the host thinks certain"

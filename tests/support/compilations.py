@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
-MOST_MAPS = 40_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
+MAX_MAPS = 40_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
 
 
 def share_compilations(folder: Path) -> None:

@@ -22,7 +22,7 @@ from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import Sequence as Sample
 
 KS = (0, 3)
-MOST_OUTPUT = 40
+MAX_OUTPUT = 40
 # What hangs on the clock, or on what was compiled before.
 NOT_COMPARED = {"num_compilations", "compile_seconds", "host_ms", "wait_ms", "host_gap_ms"}
 
@@ -168,7 +168,7 @@ def _serve(llm: LLM, requests: list[Request], rng: Any, report: Report) -> list[
 def make_requests(llm: LLM, rng: Any) -> list[Request]:
     """Greedy requests, many of which begin alike, with stop ids and limits of all kinds."""
     config, vocab_size = llm.engine.config, llm.target.vocab_size
-    longest = config.max_model_len - MOST_OUTPUT
+    longest = config.max_model_len - MAX_OUTPUT
     families = rng.integers(0, vocab_size, (2, longest)).tolist()
     requests = []
     for i in range(int(rng.integers(4, 9))):
@@ -182,7 +182,7 @@ def make_requests(llm: LLM, rng: Any) -> list[Request]:
             n=2 if chance(rng, 0.2) else 1,
             temperature=0.0,
             seed=i,
-            max_tokens=MOST_OUTPUT if chance(rng, 0.5) else int(rng.integers(1, MOST_OUTPUT + 1)),
+            max_tokens=MAX_OUTPUT if chance(rng, 0.5) else int(rng.integers(1, MAX_OUTPUT + 1)),
             stop_token_ids=stops,
             ignore_eos=True,
         )

@@ -21,8 +21,8 @@ from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import Sequence
 
-MOST_LENGTH, MOST_OUTPUT = 64, 32  # of a request, as far as the engine's sizes allow
-MOST_SPARE = 2  # pages, more than one request at its longest has
+MAX_LENGTH, MAX_OUTPUT = 64, 32  # of a request, as far as the engine's sizes allow
+MAX_SPARE = 2  # pages, more than one request at its longest has
 NUM_FAMILIES = 2
 
 
@@ -78,15 +78,15 @@ class _Served:
 def begin_anew(engine: Engine, rng: Rng) -> None:
     """Another scheduler, for an engine of other sizes and modes that runs the same programs."""
     config = engine.config
-    most_drafts = max(engine.scheduler.policy.choices)
-    longest = min(config.max_model_len, MOST_LENGTH)
+    max_drafts = max(engine.scheduler.policy.choices)
+    longest = min(config.max_model_len, MAX_LENGTH)
     fewest_pages = -(-longest // config.page_size)
-    most_pages = min(fewest_pages + MOST_SPARE, config.num_pages)
+    most_pages = min(fewest_pages + MAX_SPARE, config.num_pages)
     changed = replace(
         config,
         max_model_len=longest,
         max_num_seqs=int(rng.integers(1, config.max_num_seqs + 1)),
-        max_num_scheduled_tokens=int(rng.integers(most_drafts + 1, config.max_num_batched_tokens)),
+        max_num_scheduled_tokens=int(rng.integers(max_drafts + 1, config.max_num_batched_tokens)),
         num_pages=int(rng.integers(fewest_pages, most_pages + 1)),
         enable_prefix_caching=chance(rng, 0.8),
         scheduling_policy="priority" if chance(rng, 0.3) else "fcfs",
@@ -151,24 +151,24 @@ def _serve_alone(engine: Engine, request: Request) -> list[Sequence]:
 
 def make_requests(llm: LLM, rng: Rng, seed: int) -> list[Request]:
     """Requests of which many begin alike; at temperature 0 and above it."""
-    longest, vocab_size = min(llm.engine.config.max_model_len, MOST_LENGTH), llm.target.vocab_size
+    longest, vocab_size = min(llm.engine.config.max_model_len, MAX_LENGTH), llm.target.vocab_size
     families = rng.integers(0, vocab_size, (NUM_FAMILIES, longest)).tolist()
     requests: list[Request] = []
     for i in range(int(rng.integers(4, 11))):
         # Short prompts get in side by side, and their outputs run out of pages.
-        most = (longest - MOST_OUTPUT) // rng.choice([1, 4])
+        most = (longest - MAX_OUTPUT) // rng.choice([1, 4])
         length = int(rng.integers(1, most + 1))
         prompt = families[rng.integers(NUM_FAMILIES)][: rng.integers(0, length + 1)]
         prompt = [*prompt, *rng.integers(0, vocab_size, length).tolist()][:length]
         if requests and chance(rng, 0.2):
             prompt = list(requests[rng.integers(len(requests))].prompt_token_ids)
-        last = int(rng.integers(1, MOST_OUTPUT + 1))
+        last = int(rng.integers(1, MAX_OUTPUT + 1))
         stop_ids = rng.integers(0, vocab_size, 8 if chance(rng, 0.2) else 0).tolist()
         params = SamplingParams(
             n=int(rng.integers(2, 4)) if chance(rng, 0.2) else 1,
             temperature=float(rng.choice([0.0, 0.8])),
             seed=int(rng.integers(2**32)),
-            max_tokens=MOST_OUTPUT if chance(rng, 0.5) else int(rng.integers(1, MOST_OUTPUT + 1)),
+            max_tokens=MAX_OUTPUT if chance(rng, 0.5) else int(rng.integers(1, MAX_OUTPUT + 1)),
             stop_token_ids=stop_ids,
             ignore_eos=True,
         )

@@ -149,7 +149,7 @@ class Run:
         assert metrics.num_generation_tokens == sum(s.num_output for s in self.samples)
         if {"fail", "reset"} & self.schedule.disturbances.keys():
             return  # what was in flight was lost
-        assert not any(s.num_in_flight or s.most_in_flight for s in self.samples)
+        assert not any(s.num_in_flight or s.max_tokens_in_flight for s in self.samples)
         reasons = Counter(sequence.finish_reason for sequence in self.samples)
         assert metrics.requests_finished == reasons
         assert metrics.num_prompt_tokens == self.tally["prompt tokens run"]

@@ -31,9 +31,9 @@ class BatchRow(NamedTuple):
         """Whether there is a request, and not padding."""
         return (self.count > 0) & (self.slot >= 0) & (self.slot < num_slots)
 
-    def num_pending(self, pending_ref, most):
+    def num_pending(self, pending_ref, max_pending):
         """Tokens before the new ones that the state lacks."""
-        return jnp.clip(pending_ref[self.index], 0, jnp.minimum(self.start, most))
+        return jnp.clip(pending_ref[self.index], 0, jnp.minimum(self.start, max_pending))
 
 
 def column_of(place, num_columns):

@@ -39,7 +39,7 @@ def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
     only when all programs have read it is it written.
     """
     heads, (batch, length, _) = cache.heads, x.shape
-    num_chunks = pl.cdiv(cache.most_pending(weights.conv.shape[0]) + length, chunk)
+    num_chunks = pl.cdiv(cache.max_pending(weights.conv.shape[0]) + length, chunk)
     columns = heads.value_dim, *(heads.key_dim,) * 3, chunk
     wide = batch, heads.num_values, num_chunks * chunk
     chunks = [jax.ShapeDtypeStruct((*wide, n), jnp.float32) for n in columns]
@@ -122,13 +122,13 @@ def _prepare_kernel(*refs, chunk, piece):
     num_slots, num_columns, channels = ring_ref.shape[1:]
     num_heads, value_dim, key_dim = gates_ref.shape[4], chunks.u.shape[3], chunks.w.shape[3]
     num_taps = conv_ref.shape[0]
-    most_pending = (num_columns - num_taps + 1) // 2
+    max_pending = (num_columns - num_taps + 1) // 2
     key_channels = (channels - num_heads * value_dim) // 2
     heads_per_key = num_heads * key_dim // key_channels
 
     n, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     row = BatchRow.read(row, layer_ref, slots_ref, positions_ref)
-    num_pending = row.num_pending(pending_ref, most_pending)
+    num_pending = row.num_pending(pending_ref, max_pending)
     end = row.start + row.count
     i = jnp.arange(chunk, dtype=jnp.int32)
     places = row.start - num_pending + n * chunk + i

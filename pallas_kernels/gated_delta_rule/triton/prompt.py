@@ -23,8 +23,8 @@ def run_prompt(x, weights, cache, where, config, interpret):
     """Outputs [B, T, H_v, D_v] before the norm, and the cache; `where` is from layer to pending."""
     heads, (batch, length, _) = cache.heads, x.shape
     num_taps = weights.conv.shape[0]
-    most_pending = cache.most_pending(num_taps)
-    chunk = max(16, min(config.chunk, pl.next_power_of_2(most_pending + length)))
+    max_pending = cache.max_pending(num_taps)
+    chunk = max(16, min(config.chunk, pl.next_power_of_2(max_pending + length)))
     ring, gates, chunks = prepare_chunks(
         x, weights, cache, where, chunk=chunk, config=config, interpret=interpret
     )
@@ -37,7 +37,7 @@ def run_prompt(x, weights, cache, where, config, interpret):
             chunk=chunk,
             tile=tile,
             piece=min(config.chunk_piece, heads.key_dim),
-            most_pending=most_pending,
+            max_pending=max_pending,
         ),
         [cache.state, *where, *chunks],
         [state_shape, jax.ShapeDtypeStruct(out_shape, x.dtype)],
@@ -60,7 +60,7 @@ def run_prompt(x, weights, cache, where, config, interpret):
     return out, DeltaRuleCache(state, ring, gates)
 
 
-def _chunk_kernel(*refs, chunk, tile, piece, most_pending):
+def _chunk_kernel(*refs, chunk, tile, piece, max_pending):
     """See `reference.recur_chunks`. A row of the state needs no other, so a program may own a tile
     of them."""
     _, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
@@ -72,7 +72,7 @@ def _chunk_kernel(*refs, chunk, tile, piece, most_pending):
 
     head, row = pl.program_id(1), pl.program_id(2)
     row = BatchRow.read(row, layer_ref, slots_ref, positions_ref)
-    num_pending = row.num_pending(pending_ref, most_pending)
+    num_pending = row.num_pending(pending_ref, max_pending)
     is_live = row.is_live(num_slots)
 
     lanes = jnp.arange(piece, dtype=jnp.int32)

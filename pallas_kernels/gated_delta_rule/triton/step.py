@@ -113,7 +113,7 @@ def _step_kernel(*refs, piece, tile):
     @pl.when(is_live)
     def _():
         rate, bias = -jnp.exp(log_decay_ref[head]), decay_bias_ref[head]
-        num_pending = row.num_pending(pending_ref, cache.most_pending(num_taps))
+        num_pending = row.num_pending(pending_ref, cache.max_pending(num_taps))
         first, end = row.start - num_pending, row.start + row.count
         tokens = _Tokens(x_ref, ring_ref, gates_ref, row, end)
 

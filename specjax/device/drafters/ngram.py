@@ -50,9 +50,9 @@ def load(
     folder: Path | None, config: SpeculativeConfig, target: Model, dtype: Any
 ) -> tuple[NGramDrafter, None]:
     """The drafter that a config describes; there is no checkpoint."""
-    least, most = config.prompt_lookup_min, config.prompt_lookup_max
-    assert least is not None and most is not None, "the config has them for this method"
-    return NGramDrafter(least, most), None
+    min_size, max_size = config.prompt_lookup_min, config.prompt_lookup_max
+    assert min_size is not None and max_size is not None, "the config has them for this method"
+    return NGramDrafter(min_size, max_size), None
 
 
 def longest_matches(history: History, max_size: int) -> tuple[jax.Array, jax.Array]:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 # A memory of so many drafts, but of no fewer rounds: large batches tell much in a round, yet the
 # next round is of the same texts.
 MEMORY_DRAFTS, MEMORY_ROUNDS = 200, 20
-MOST_GROUPS = 64
+MAX_GROUPS = 64
 # Where nothing is known all positions have this rate, which is hopeful: few requests learn slowly,
 # but for few a draft more costs little, and many learn in a round.
 _FIRST_RATE = 0.8
@@ -45,9 +45,9 @@ class DraftOutcome(NamedTuple):
 class _Counts:
     """Drafts that stood and that failed, by position, recent ones above all."""
 
-    def __init__(self, most_drafts: int):
-        self.accepted = [0.0] * most_drafts
-        self.rejected = [0.0] * most_drafts
+    def __init__(self, max_drafts: int):
+        self.accepted = [0.0] * max_drafts
+        self.rejected = [0.0] * max_drafts
 
     def forget(self, factor: float) -> None:
         self.accepted = [factor * x for x in self.accepted]
@@ -73,24 +73,24 @@ class Acceptance:
     without being tried again and again. What counts leave open of a group, all together tell.
     """
 
-    def __init__(self, most_drafts: int, prior: Sequence[float] = ()):
+    def __init__(self, max_drafts: int, prior: Sequence[float] = ()):
         """`prior` has the unconditional rates of a profile, if there is one."""
-        self.most_drafts = most_drafts
+        self.max_drafts = max_drafts
         self._prior = tuple(prior)
         self.begin_anew()
 
     def begin_anew(self) -> None:
         """Forget all that was learnt, as when the drafter is another."""
-        most_drafts = self.most_drafts
-        logits = [logit(rate) for rate in conditional(self._prior)[:most_drafts]]
+        max_drafts = self.max_drafts
+        logits = [logit(rate) for rate in conditional(self._prior)[:max_drafts]]
         self._first = sigmoid(logits[0]) if logits else _FIRST_RATE
         known = [b - a for a, b in zip(logits, logits[1:], strict=False)]
-        self._offsets = [0.0, *known, *[0.0] * most_drafts][:most_drafts]
-        self._all = _Counts(most_drafts)
+        self._offsets = [0.0, *known, *[0.0] * max_drafts][:max_drafts]
+        self._all = _Counts(max_drafts)
         self._groups: dict[Hashable, _Counts] = {}
 
     def rates(self, group: Hashable = None) -> list[float]:
-        """Unconditional rates of drafts 1..most_drafts."""
+        """Unconditional rates of drafts 1..max_drafts."""
         rates = self._pooled()
         if (counts := self._groups.get(group)) is not None:
             rates = [counts.mean(i, prior, _POOL_WEIGHT) for i, prior in enumerate(rates)]
@@ -106,10 +106,10 @@ class Acceptance:
             return
         _learn(self._all, [pair for group in by_group.values() for pair in group.items()])
         for group, counted in by_group.items():
-            counts = self._groups.pop(group, None) or _Counts(self.most_drafts)
+            counts = self._groups.pop(group, None) or _Counts(self.max_drafts)
             _learn(counts, counted.items())
             self._groups[group] = counts  # the last to be forgotten
-        while len(self._groups) > MOST_GROUPS:
+        while len(self._groups) > MAX_GROUPS:
             del self._groups[next(iter(self._groups))]
         self._learn_offsets(verdicts)
 
@@ -118,7 +118,7 @@ class Acceptance:
 
         Rates stay as they are until there are new counts: they are where learning begins again.
         """
-        self._first = self._pooled()[0] if self.most_drafts else self._first
+        self._first = self._pooled()[0] if self.max_drafts else self._first
         for counts in (self._all, *self._groups.values()):
             counts.forget(factor)
 
@@ -132,7 +132,7 @@ class Acceptance:
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
         """Move offsets to what the counts say, by how many drafts were just looked at there."""
         rates = self._pooled()
-        for i in range(1, self.most_drafts):
+        for i in range(1, self.max_drafts):
             fresh = sum(count for verdict, count in verdicts.items() if verdict.depth > i)
             gain = fresh / (fresh + _OFFSET_WEIGHT)
             difference = logit(rates[i]) - logit(rates[i - 1])

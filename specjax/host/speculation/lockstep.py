@@ -84,7 +84,7 @@ class LockstepPolicy:
 def _joined(loads: Sequence[DecodeLoad]) -> DecodeLoad:
     """The load of a step in which all run side by side."""
     members: Counter = sum((Counter(load.members) for load in loads), Counter())
-    budgets = [load.most_tokens for load in loads if load.most_tokens is not None]
+    budgets = [load.max_tokens for load in loads if load.max_tokens is not None]
     return DecodeLoad(
         max(load.num_sequences for load in loads),
         max(load.num_context for load in loads),

@@ -12,33 +12,33 @@ NAMES = ("static:K", "table", "profile", "adaptive")
 WARM_UP_ROUNDS = 10
 
 
-def spread_ks(most: int) -> tuple[int, ...]:
+def spread_ks(max_k: int) -> tuple[int, ...]:
     """Every K up to 5, then every other: far out they differ little, and each is compiled."""
-    return tuple(k for k in range(most + 1) if k <= 5 or k % 2 or k == most)
+    return tuple(k for k in range(max_k + 1) if k <= 5 or k % 2 or k == max_k)
 
 
 def profile_policy(
-    profile: Profile, batches: Sequence[int], most: int | None = None
+    profile: Profile, batches: Sequence[int], max_k: int | None = None
 ) -> GoodputPolicy:
     """The best K by a profile's times, where rounds are padded to `batches`, and by its rates.
 
     If the profile is online, its rates are where learning them begins. K is at most `most`, or the
     profile's own.
     """
-    most = profile.most_drafts if most is None else most
+    max_k = profile.max_drafts if max_k is None else max_k
     return GoodputPolicy(
-        spread_ks(most),
-        StepCost(profile.step_ms, ks=spread_ks(most), batches=batches),
-        Acceptance(most, profile.rates),
+        spread_ks(max_k),
+        StepCost(profile.step_ms, ks=spread_ks(max_k), batches=batches),
+        Acceptance(max_k, profile.rates),
         learns_cost=False,
         learns_acceptance=profile.is_online,
         warm_up_rounds=WARM_UP_ROUNDS,
     )
 
 
-def adaptive_policy(most: int, cost: StepCost | None = None) -> GoodputPolicy:
+def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
     """The best K by times that an engine's replays tell first, and by rates not known before."""
-    return GoodputPolicy(spread_ks(most), cost, Acceptance(most))
+    return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k))
 
 
 def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
@@ -49,9 +49,9 @@ def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
     """
     kind, _, k = name.partition(":")
     if kind == "static" and k.isdecimal():
-        if int(k) > profile.most_drafts:
+        if int(k) > profile.max_drafts:
             raise ValueError(
-                f"{name} exceeds the profile's max_num_speculative_tokens={profile.most_drafts}; "
+                f"{name} exceeds the profile's max_num_speculative_tokens={profile.max_drafts}; "
                 "lower K, or profile more drafts"
             )
         return StaticPolicy(int(k))
@@ -60,5 +60,5 @@ def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
     if name == "profile":
         return profile_policy(profile, batches)
     if name == "adaptive":
-        return adaptive_policy(profile.most_drafts)
+        return adaptive_policy(profile.max_drafts)
     raise ValueError(f"{name} is none of {', '.join(NAMES)}")

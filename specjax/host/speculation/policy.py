@@ -30,20 +30,20 @@ class DecodeLoad:
     Attributes:
         num_sequences: that are ready; 0 if none is.
         num_context: tokens before the round, of all together.
-        most_tokens: that the step's budget holds; sequences beyond it wait.
+        max_tokens: that the step's budget holds; sequences beyond it wait.
         members: how many there are of each group that may use at most so many drafts.
     """
 
     num_sequences: int
     num_context: int = 0
-    most_tokens: int | None = None
+    max_tokens: int | None = None
     members: Mapping[tuple[Hashable, int], int] = field(default_factory=dict)
 
     def share(self, k: int) -> float:
         """The part of the sequences that fit into a round of k drafts; at least one does."""
-        if self.most_tokens is None or not self.num_sequences:
+        if self.max_tokens is None or not self.num_sequences:
             return 1.0
-        return min(1.0, max(1, self.most_tokens // (k + 1)) / self.num_sequences)
+        return min(1.0, max(1, self.max_tokens // (k + 1)) / self.num_sequences)
 
 
 @dataclass(frozen=True)

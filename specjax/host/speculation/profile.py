@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from specjax.host.speculation.acceptance import expected_tokens
 from specjax.host.speculation.step_cost import StepCost
 
-MOST_BATCH = 2**16
+MAX_BATCH = 2**16
 _KEYS = (
     "is_online",
     "batch_stats",
@@ -43,14 +43,14 @@ class Profile:
         step_ms: milliseconds of a step, drafting and verifying, by batch size and K; every batch
             size has K = 0 and another.
         rates: of all steps, the part that accepts at least 1, 2, ... drafts; one per draft.
-        most_drafts: the largest K.
+        max_drafts: the largest K.
         is_online: whether rates are to be learned while serving; `rates` are the first then.
         measured: on what, as far as it is known; "model" is the fingerprint of what served.
     """
 
     step_ms: Mapping[int, Mapping[int, float]]
     rates: tuple[float, ...]
-    most_drafts: int
+    max_drafts: int
     is_online: bool = False
     measured: Mapping[str, Any] | None = None
 
@@ -85,10 +85,10 @@ class Profile:
             ValueError: with the entry that is not what it must be.
         """
         _check_keys(content, where)
-        most_drafts = content["max_num_speculative_tokens"]
-        if not _is_integer(most_drafts) or most_drafts < 1:
+        max_drafts = content["max_num_speculative_tokens"]
+        if not _is_integer(max_drafts) or max_drafts < 1:
             raise ValueError(
-                f"{where}: max_num_speculative_tokens={shown(most_drafts)} must be an integer of "
+                f"{where}: max_num_speculative_tokens={shown(max_drafts)} must be an integer of "
                 "at least 1, the largest K"
             )
         if not isinstance(is_online := content["is_online"], bool):
@@ -97,9 +97,9 @@ class Profile:
                 "serving, or false"
             )
         return cls(
-            step_ms=_read_times(content["batch_stats"], most_drafts, where),
-            rates=_read_rates(content["acceptance_rate_per_pos"], most_drafts, where),
-            most_drafts=most_drafts,
+            step_ms=_read_times(content["batch_stats"], max_drafts, where),
+            rates=_read_rates(content["acceptance_rate_per_pos"], max_drafts, where),
+            max_drafts=max_drafts,
             is_online=is_online,
             measured=_read_measured(content[_OPTIONAL], where) if _OPTIONAL in content else None,
         )
@@ -112,18 +112,18 @@ class Profile:
                 str(batch): {str(k): ms for k, ms in times.items()}
                 for batch, times in self.step_ms.items()
             },
-            "max_num_speculative_tokens": self.most_drafts,
+            "max_num_speculative_tokens": self.max_drafts,
             "acceptance_rate_per_pos": list(self.rates),
         }
         return content if self.measured is None else content | {_OPTIONAL: dict(self.measured)}
 
     def table(self, batch_sizes: Sequence[int]) -> Comparison:
-        """Compare every K from 0 to `most_drafts`.
+        """Compare every K from 0 to `max_drafts`.
 
         Milliseconds per output token are those of a step over the tokens that a request gains in
         it. Between batch sizes, and between Ks, times of steps are linear.
         """
-        cost, ks = StepCost(self.step_ms), range(self.most_drafts + 1)
+        cost, ks = StepCost(self.step_ms), range(self.max_drafts + 1)
         tokens = [expected_tokens(self.rates, k) for k in ks]
         tpot = {batch: {k: cost.ms(batch, k) / tokens[k] for k in ks} for batch in batch_sizes}
         best = {batch: min(row, key=row.__getitem__) for batch, row in tpot.items()}
@@ -166,7 +166,7 @@ def _check_keys(content: Any, where: str) -> None:
         raise ValueError(f"{where}: lacks {', '.join(missing)}; add them, or profile again")
 
 
-def _read_times(stats: Any, most_drafts: int, where: str) -> dict[int, dict[int, float]]:
+def _read_times(stats: Any, max_drafts: int, where: str) -> dict[int, dict[int, float]]:
     name = f"{where}: batch_stats"
     if not isinstance(stats, Mapping) or not stats:
         raise ValueError(
@@ -176,25 +176,25 @@ def _read_times(stats: Any, most_drafts: int, where: str) -> dict[int, dict[int,
     step_ms = {}
     for key, times in stats.items():
         entry, batch = _entry(name, key), _integer_of(key)
-        if batch is None or not 1 <= batch <= MOST_BATCH:
+        if batch is None or not 1 <= batch <= MAX_BATCH:
             raise ValueError(
-                f"{entry}: a batch size must be an integer in 1..{MOST_BATCH}, written in digits "
+                f"{entry}: a batch size must be an integer in 1..{MAX_BATCH}, written in digits "
                 "alone; correct the key"
             )
-        step_ms[batch] = _read_row(times, most_drafts, entry)
+        step_ms[batch] = _read_row(times, max_drafts, entry)
     return step_ms
 
 
-def _read_row(times: Any, most_drafts: int, name: str) -> dict[int, float]:
+def _read_row(times: Any, max_drafts: int, name: str) -> dict[int, float]:
     """Milliseconds by K of one batch size."""
     if not isinstance(times, Mapping):
         raise ValueError(f"{name}={shown(times)} must be an object, milliseconds per step by K")
     row = {}
     for key, ms in times.items():
         entry, k = f"{_entry(name, key)}={shown(ms)}", _integer_of(key)
-        if k is None or not 0 <= k <= most_drafts:
+        if k is None or not 0 <= k <= max_drafts:
             raise ValueError(
-                f"{entry}: K must be an integer in 0..{most_drafts}, max_num_speculative_tokens, "
+                f"{entry}: K must be an integer in 0..{max_drafts}, max_num_speculative_tokens, "
                 "written in digits alone; correct the key, or raise that"
             )
         if not _is_finite(ms) or ms <= 0:
@@ -210,11 +210,11 @@ def _read_row(times: Any, most_drafts: int, name: str) -> dict[int, float]:
     return row
 
 
-def _read_rates(rates: Any, most_drafts: int, where: str) -> tuple[float, ...]:
+def _read_rates(rates: Any, max_drafts: int, where: str) -> tuple[float, ...]:
     name = f"{where}: acceptance_rate_per_pos"
-    if not isinstance(rates, list | tuple) or len(rates) != most_drafts:
+    if not isinstance(rates, list | tuple) or len(rates) != max_drafts:
         raise ValueError(
-            f"{name}={shown(rates)} must list {most_drafts} rates, as many as "
+            f"{name}={shown(rates)} must list {max_drafts} rates, as many as "
             "max_num_speculative_tokens; add what is missing, or change that"
         )
     for i, rate in enumerate(rates):

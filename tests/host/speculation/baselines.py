@@ -21,8 +21,8 @@ from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.simulator import Outcome, Workload, World, simulate
 from specjax.host.speculation.step_cost import Points, StepCost
 
-MOST_DRAFTS = 5
-KS = range(MOST_DRAFTS + 1)
+MAX_DRAFTS = 5
+KS = range(MAX_DRAFTS + 1)
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 # Llama-3.1-8B with an EAGLE drafter on an H100, as vLLM #32374 came with it: milliseconds of a step
@@ -100,7 +100,7 @@ class MisledPolicy(GoodputPolicy):
     @classmethod
     def make(cls) -> "MisledPolicy":
         """One that has learned nothing."""
-        return cls(KS, None, adaptive_policy(MOST_DRAFTS).acceptance)
+        return cls(KS, None, adaptive_policy(MAX_DRAFTS).acceptance)
 
 
 class _Slot:
@@ -137,7 +137,7 @@ class _Slot:
 class ThresholdPolicy:
     """K by the mean number of accepted drafts, as SGLang's `--speculative-adaptive` (0.5.23).
 
-    Batch sizes have lists of Ks, its defaults, cut at `MOST_DRAFTS`. It knows no times.
+    Batch sizes have lists of Ks, its defaults, cut at `MAX_DRAFTS`. It knows no times.
     """
 
     SLOTS = {1: ((1, 3, 5), -0.25), 8: ((0, 1, 3), 0.0), 32: ((0, 1), 0.0), 64: ((0,), 0.0)}
@@ -172,7 +172,7 @@ class ThresholdPolicy:
 
 
 def _profile(grid: str) -> Profile:
-    return Profile(GRIDS[grid], SEED_RATES, MOST_DRAFTS, is_online=True)
+    return Profile(GRIDS[grid], SEED_RATES, MAX_DRAFTS, is_online=True)
 
 
 def _table(grid: str) -> TablePolicy:
@@ -181,7 +181,7 @@ def _table(grid: str) -> TablePolicy:
 
 MAKERS: Mapping[str, Callable[[Scenario], Policy | None]] = {
     "oracle": lambda scenario: None,
-    "adaptive": lambda scenario: adaptive_policy(MOST_DRAFTS),
+    "adaptive": lambda scenario: adaptive_policy(MAX_DRAFTS),
     "misled": lambda scenario: MisledPolicy.make(),
     "profile, online": lambda scenario: profile_policy(_profile(scenario.grid), BATCHES),
     "table": lambda scenario: _table(scenario.grid),

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from specjax.host.speculation.acceptance import (
+    MAX_GROUPS,
     MEMORY_DRAFTS,
     MEMORY_ROUNDS,
-    MOST_GROUPS,
     Acceptance,
     DraftOutcome,
     expected_tokens,
@@ -240,7 +240,7 @@ def test_groups_of_long_ago_are_forgotten(at_once):
         new = {DraftOutcome(2, 0, group): 1 for group in groups[i : i + at_once]}
         acceptance.observe({DraftOutcome(2, 2, "always"): 100, **new})
     kept = [g for g in groups if acceptance.rates(g) != acceptance.rates("nobody's")]
-    assert 0 < len(kept) <= MOST_GROUPS
-    if at_once < MOST_GROUPS:
+    assert 0 < len(kept) <= MAX_GROUPS
+    if at_once < MAX_GROUPS:
         assert groups[-1] in kept and groups[0] not in kept
         assert acceptance.rates("always") != acceptance.rates("nobody's")

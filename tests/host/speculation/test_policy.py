@@ -193,9 +193,9 @@ def test_sequences_that_a_large_k_leaves_out_are_missed():
     """A budget of 16 tokens: 4 sequences at K = 3, 8 at K = 1."""
     policy = frozen(alike({k: 10.0 + 0.1 * k for k in KS}), (0.9, 0.8, 0.7, 0.6, 0.5))
     assert policy.choose(DecodeLoad(8)) == 5
-    assert policy.choose(DecodeLoad(8, most_tokens=48)) == 5
-    assert policy.choose(DecodeLoad(8, most_tokens=16)) == 1
-    assert policy.choose(DecodeLoad(2, most_tokens=16)) == 5
+    assert policy.choose(DecodeLoad(8, max_tokens=48)) == 5
+    assert policy.choose(DecodeLoad(8, max_tokens=16)) == 1
+    assert policy.choose(DecodeLoad(2, max_tokens=16)) == 5
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -477,7 +477,7 @@ def test_steps_in_which_nobody_decodes_change_nothing():
 def test_a_policy_cannot_see_a_draft():
     """Counts and times alone: K must not depend on the values of what it lets be verified."""
     assert [f.name for f in fields(DecodeLoad)] == [
-        "num_sequences", "num_context", "most_tokens", "members",
+        "num_sequences", "num_context", "max_tokens", "members",
     ]  # fmt: skip
     assert [f.name for f in fields(Round)] == [
         "batch", "k", "num_context", "verdicts", "ms", "other_ms",

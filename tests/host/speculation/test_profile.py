@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from specjax.host.speculation.profile import MOST_BATCH, Profile
+from specjax.host.speculation.profile import MAX_BATCH, Profile
 
 # Printed in vLLM #32374: Llama-3.1-8B with an EAGLE head on one H100.
 H100 = {
@@ -116,7 +116,7 @@ def test_read_what_was_written(tmp_path, h100, measured):
     path.write_text(json.dumps(profile.as_json()))
     assert Profile.read(path) == Profile.read(str(path)) == profile
     assert profile.step_ms == h100.step_ms and profile.rates == h100.rates
-    assert (profile.most_drafts, profile.is_online) == (5, False)
+    assert (profile.max_drafts, profile.is_online) == (5, False)
 
 
 def test_numbers_may_be_integers():
@@ -180,7 +180,7 @@ BAD = [
         (small(batch_stats={x: {"0": 1.0, "1": 2.0}}), [f'batch_stats["{x}"]', "integer in 1.."])
         for x in ("0", "-1", "1.0", "1.5", "01", " 1", "+1", "1_0", "", "one", "nan", "٣", "²")
     ),
-    (small(batch_stats={str(MOST_BATCH + 1): {}}), [f'["{MOST_BATCH + 1}"]', str(MOST_BATCH)]),
+    (small(batch_stats={str(MAX_BATCH + 1): {}}), [f'["{MAX_BATCH + 1}"]', str(MAX_BATCH)]),
     (small(batch_stats={"9" * 5000: {}}), ["integer in 1.."]),
     (small(batch_stats={"1": {"0": 1, "1": 2}, "01": {"0": 1, "1": 2}}), ['["01"]', "digits"]),
     *(
