@@ -310,10 +310,10 @@ def test_one_transfer_each_way_per_step(llm, works, monkeypatch):
         num_moves += 1
         return real_pack_snapshots(*arguments, **options)
 
-    real_pack_snapshots = specjax.engine.engine.pack_snapshots
-    monkeypatch.setattr(specjax.engine.engine, "pack_snapshots", pack_snapshots)
-    real_pack = specjax.engine.engine.pack_admissions
-    monkeypatch.setattr(specjax.engine.engine, "pack_admissions", pack_admissions)
+    real_pack_snapshots = specjax.engine.launcher.pack_snapshots
+    monkeypatch.setattr(specjax.engine.launcher, "pack_snapshots", pack_snapshots)
+    real_pack = specjax.engine.launcher.pack_admissions
+    monkeypatch.setattr(specjax.engine.launcher, "pack_admissions", pack_admissions)
     real_put, real_get = jax.device_put, jax.device_get
     kind = type(jnp.zeros(1))
     real_copy = kind.copy_to_host_async

@@ -412,7 +412,14 @@ def test_a_text_that_cannot_be_had_fails_alone(llm, ragged_prompts):
 
 
 @pytest.mark.parametrize(
-    "where", ["_launch", "_read", "_in", "scheduler.commit", "scheduler.residents.vacate"]
+    "where",
+    [
+        "_launch",
+        "_read",
+        "launcher._in_flight",
+        "scheduler.commit",
+        "scheduler.residents.vacate",
+    ],
 )
 def test_an_interrupt_anywhere_leaves_a_usable_llm(llm, ragged_prompts, where):
     prompts = ragged_prompts(9, 2, 50, 1, 33)

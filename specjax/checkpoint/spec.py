@@ -123,7 +123,7 @@ def _interleave(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
     return np.concatenate(groups, axis=1).reshape(x.shape)
 
 
-# All are typed Any, as they stand in a parameter tree where the arrays will stand.
+# All are typed Any, as they take the places of arrays in a tree of parameters.
 def projection(
     names: Sequence[str],
     num_in: int,

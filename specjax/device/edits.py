@@ -48,7 +48,7 @@ def edit(
     processors: Processors = (),
     masks: jax.Array | None = None,
 ) -> jax.Array:
-    """Logits f32[B, T, V] as `SamplingParams` describes; row t follows lengths[b] + t tokens.
+    """Edit logits f32[B, T, V] as `SamplingParams` describes; row t follows lengths[b] + t tokens.
 
     `masks` i32[B, T, ceil(V/32)] are the grammars' permissions.
     """

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, for those who ask."""
+"""Log-probabilities of tokens, for requests that want them."""
 
 from typing import NamedTuple
 
@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 
 class Logprobs(NamedTuple):
-    """What N rows say of one token each, and of their likeliest."""
+    """Log-probabilities of one token per row, and of the likeliest tokens."""
 
     logprobs: jax.Array  # f32[N]
     ranks: jax.Array  # i32[N], 1 for the likeliest

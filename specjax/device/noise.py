@@ -13,7 +13,7 @@ class Stream(IntEnum):
 
     TARGET = 0  # the token at a position, by whichever way it is decoded
     DRAFT = 1  # drafts that must not share the target's noise
-    ACCEPT = 2  # whether a draft stands
+    ACCEPT = 2  # whether a draft is accepted
 
 
 def uniform_noise(

@@ -40,7 +40,7 @@ class Placement:
         return self.mesh.devices.flat[0]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> Sharding:
-        """Of an array with these logical axes; of one that is whole everywhere without them."""
+        """Sharding of an array with these logical axes; without axes, whole on every device."""
         memory = self.device.default_memory().kind  # not the host's, where an array may come from
         if self.mesh.size == 1:
             # Programs over a named mesh are compiled and called through more layers.

@@ -53,7 +53,7 @@ class Requests:
     """Everything that a request's admission fixes."""
 
     prompt_lengths: Int32[jax.Array, "B"]
-    limits: Int32[jax.Array, "B"]  # most tokens a request may come to, prompt included
+    limits: Int32[jax.Array, "B"]  # maximum tokens of a request, prompt included
     stop_ids: Int32[jax.Array, "B stop_ids"]
     sampling: Sampling
     edits: Edits

@@ -24,8 +24,8 @@ def process(
 ) -> jax.Array:
     """Logits f32[B, T, V] edited, and truncated for requests above temperature 0.
 
-    Row t of a request follows its committed tokens and t drafts (see `edits`). What is returned is
-    not yet divided by temperature, so that raw logits may stand for it where nothing is edited.
+    Row t of a request follows its committed tokens and t drafts (see `edits`). The result
+    is not yet divided by temperature, so that raw logits serve where nothing is edited.
     """
     edited = edit(logits, requests, history, processors, masks)
     sampling = requests.sampling.repeat(logits.shape[1])
@@ -70,7 +70,7 @@ def choose(
     """The token i32[N] of each row of logits f32[N, V]: argmax(logits / T + Gumbel).
 
     That is a draw from softmax(logits / T) (Gumbel-max), made a function of the request's seed and
-    the position that the token will stand at; positions i32[B] are those of the requests' first
+    the position that the token will have; positions i32[B] are those of the requests' first
     rows. Rows at temperature 0 take the plain argmax; ties go to the lowest id.
     """
     return draw_tokens(
@@ -118,7 +118,7 @@ def draw_draft(
         if token_ids is not None:
             logits = spread(logits, token_ids, vocab_size)
         probs = jax.nn.softmax(scale(logits, sampling), axis=-1)
-        # None of the tokens that a request allows may be the drafter's. Such a draft never stands.
+        # A drafter may have none of the tokens that a request allows. No such draft is accepted.
         is_empty = (logits == -jnp.inf).all(axis=-1, keepdims=True)
         probs = jnp.where(is_empty, 0.0, probs)
         greedy = (sampling.temperature == 0)[:, None]

@@ -5,16 +5,16 @@ Read this file first. A prompt goes, a chunk at a time, through
     prefill -> begin
 
 which runs the target, and samples the first token after the last chunk. A request that was
-preempted runs its prompt and its output in the same way; what follows is known then. A round
-drafts, extends the target by the drafts, and settles what stands:
+preempted runs its prompt and its output in the same way, without sampling: the token that follows
+is known. A round drafts, runs the target over the drafts, and commits those that are accepted:
 
     propose -> extend -> settle
 
-in one program, or in three where the host has a word to say before settling (the masks of a
-grammar). The parts that run the target are the same whatever requests ask of their logits.
+in one program, or in three where the host must act before the last part (the masks of a grammar).
+The parts that run the target are the same whatever requests ask of their logits.
 
-Nothing that a step takes from the host says how many tokens were accepted, or how long a request
-is: the host plans with bounds, and the device goes by its own state.
+No input of a step says how many tokens were accepted, or how long a request is: the host plans
+with upper bounds, and the device has the exact numbers in its own state.
 """
 
 from collections.abc import Callable
@@ -119,7 +119,7 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
 
 
 def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Let slots go on from the recurrent states of snapshots."""
+    """Copy snapshots to the recurrent states of slots."""
     slots, ids, ends = inputs
     each = zip(model.target.cache_kinds, state.caches, state.snapshots, strict=True)
     caches = tuple(kind.restore(cache, slots, kept, ids, ends) for kind, cache, kept in each)
@@ -127,7 +127,7 @@ def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> 
 
 
 def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Keep the recurrent states of slots, in which nothing is pending, as snapshots."""
+    """Copy the recurrent states of slots to snapshots; no slot may have pending tokens."""
     slots, ids, ends = inputs
     each = zip(model.target.cache_kinds, state.caches, state.snapshots, strict=True)
     kept = tuple(kind.take(kept, ids, cache, slots, ends) for kind, cache, kept in each)
@@ -167,7 +167,7 @@ def begin(
 ) -> tuple[EngineState, StepOutputs]:
     """Show the drafter a chunk; after a prompt's last one, sample the first token of its output.
 
-    Of a request that goes on, nothing is sampled: it decodes as if it had never been away.
+    A request that resumes after preemption samples nothing, and decodes as if it had never stopped.
     `masks` i32[B, 1, ceil(V/32)] go with `variant.masks`.
     """
     slots, starts = inputs.slots, inputs.starts
@@ -225,7 +225,7 @@ def decode_step(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, StepOutputs]:
-    """One round for every request: draft k tokens, verify them, commit what stands plus one.
+    """One round for every request: draft k tokens, verify them, commit those accepted and one more.
 
     With k = 0 this is plain decoding.
     """
@@ -290,10 +290,10 @@ def settle(
     model: StepModel,
     variant: Variant,
 ) -> tuple[EngineState, StepOutputs]:
-    """Verify the drafts, commit what stands plus one token, and show the drafter what came of it.
+    """Verify the drafts, commit those accepted and one more token, and let the drafter observe it.
 
-    The drafter observes the same rows as the target, so that its cache holds the truth and the
-    next round can start. `masks` i32[B, K+1, ceil(V/32)] go with `variant.masks`.
+    The drafter observes the same rows as the target, so that its cache agrees with the output when
+    the next round starts. `masks` i32[B, K+1, ceil(V/32)] go with `variant.masks`.
     """
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     is_active, requests = _is_active(state, slots), state.requests.at(slots)
@@ -330,16 +330,16 @@ def settle(
     num_drafts = jnp.where(is_active, num_drafts, 0)
 
     column = jnp.arange(k + 1)
-    stands = is_active[:, None] & (column <= verdict.num_accepted[:, None])
-    places = jnp.where(stands, starts[:, None] + 1 + column, state.tokens.shape[1])
+    is_committed = is_active[:, None] & (column <= verdict.num_accepted[:, None])
+    places = jnp.where(is_committed, starts[:, None] + 1 + column, state.tokens.shape[1])
 
     tokens = state.tokens.at[slots[:, None], places].set(verdict.tokens, mode="drop")
     state = replace(state, drafter=drafter, tokens=tokens)
-    num_stands = verdict.num_accepted + 1
+    num_committed = verdict.num_accepted + 1
     state = state.with_progress(
         jnp.where(is_active, slots, state.tokens.shape[0]),
-        starts + num_stands,
-        num_stands,
+        starts + num_committed,
+        num_committed,
         ~emitted.is_finished,
     )
     logprobs = wanted.logprobs(extension.logits, verdict.tokens)

@@ -1,14 +1,15 @@
-"""Deciding which drafts stand, and which token follows them. Four methods, one signature.
+"""Deciding which drafts are accepted, and which token follows. Four methods, one signature.
 
-Row t of the target's logits is its word on the token at position lengths[b] + t, given the tokens
-before and the first t drafts. A verdict is drafts[:a] and one token more: where the target turned
-a draft down, or after the last of them.
+Row t of the target's logits is for the token at position lengths[b] + t, given the tokens before
+and the first t drafts. A verdict is drafts[:a] and one more token: in place of the first draft that
+is rejected, or after the last.
 
-    seed_exact  the target's own draws; drafts that equal them stand. What is emitted does not
-                depend on the drafts at all (Daliri, Musco and Suresh 2024).
-    rejection   a draft stands with probability min(1, p/q) (Leviathan et al., Chen et al. 2023)
-    block       the longest prefix of drafts that stands as a block (Sun et al. 2024)
-    synthetic   drafts stand at given rates, whatever they are: to measure speed, not to serve
+    seed_exact  the target draws its own tokens, and drafts that equal them are accepted. The output
+                does not depend on the drafts (Daliri, Musco and Suresh 2024)
+    rejection   a draft is accepted with probability min(1, p/q) (Leviathan et al. 2023, Chen et al.
+                2023)
+    block       the longest prefix of drafts that is accepted as a block (Sun et al. 2024)
+    synthetic   drafts are accepted at given rates, whatever they are: to measure speed only
 
 The first three emit tokens distributed as the target's own; at temperature 0 they are the same.
 """
@@ -83,7 +84,7 @@ class Verification(Protocol):
         ...
 
     def verify(self, draft: Draft, target: Target) -> Verdict:
-        """Which drafts stand, and what follows them."""
+        """Which drafts are accepted, and what follows them."""
         ...
 
 
@@ -138,7 +139,7 @@ class Block:
         def drawn(draft, target):
             p = target_probs(target)
             joint, chances = block_acceptance(p, draft, target.num_drafts)
-            # Every prefix has its coin, and the longest that wins stands, not the first to lose.
+            # Every prefix has a coin of its own, and the longest that wins is accepted.
             k = chances.shape[1]
             wins = (_coins(target, k) < chances) & (jnp.arange(k) < target.num_drafts[:, None])
             num_accepted = jnp.max(jnp.where(wins, jnp.arange(1, k + 1), 0), axis=1, initial=0)
@@ -155,7 +156,7 @@ class Synthetic:
     """Accept draft i with probability rates[i] / rates[i-1], so that rates[i] of all steps do.
 
     The rates are unconditional and do not increase. Drafts that the target cannot produce, as
-    under a grammar, never stand.
+    under a grammar, are never accepted.
     """
 
     rates: tuple[float, ...]
@@ -288,7 +289,7 @@ def _verify_drawn(
 def _coins(target: Target, count: int) -> jax.Array:
     """Uniform draws [B, count], new in every step.
 
-    Positions alone would not do: a block's later coins and drafts decide how much of it stands, so
+    Positions alone would not do: a block's later coins and drafts decide how much is accepted, so
     they are not fresh when the same positions come up again.
     """
     return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)

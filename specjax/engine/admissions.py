@@ -44,7 +44,7 @@ def unpack_admissions(packed: Any, layout: Layout) -> AdmitInputs:
 
 
 def _admission(sequence: Sequence, layout: Layout) -> Any:
-    """One row of `AdmitInputs`; of lists that may be shorter than their fields, what there is."""
+    """One row of `AdmitInputs`; lists may be shorter than their fields."""
     request, params = sequence.request, sequence.request.params
     bias = params.logit_bias or {}
     requests = _row(
@@ -94,7 +94,7 @@ def _flush_right(bad_words: Any) -> np.ndarray:
 
 
 def _bitmask(token_ids: Any, mask_words: int) -> np.ndarray:
-    """The ids as bits i32[mask_words]; all of them are set where nothing is said."""
+    """The ids as bits i32[mask_words]; None sets every bit."""
     bits = np.zeros(mask_words * 32, bool)
     bits[slice(None) if token_ids is None else list(token_ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)

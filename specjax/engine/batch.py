@@ -1,8 +1,8 @@
-"""Where the host's plans become the device's arrays, and the device's results the host's lists.
+"""Packs the host's plans into arrays for the device, and unpacks its results into lists.
 
-One packed int32 array goes in per step and one comes back. Requests that take their slots bring
-one of their own, and grammars their masks. Every array handed over is freshly made: JAX reads host
-buffers after the call returns.
+One int32 array goes in per program and one comes back; newly admitted requests and the masks of
+grammars are further inputs. Every array handed over is freshly made, for JAX reads host buffers
+after the call returns.
 """
 
 import inspect
@@ -46,9 +46,9 @@ Part = PrefillPlan | DecodePlan
 
 
 def pack(plan: Part, layout: Layout, wants: Wants) -> np.ndarray:
-    """A plan as i32[B, ...], a column for each input; rows past its own are padding.
+    """A plan as i32[B, ...], a column for each input. Rows without a request are padding.
 
-    Padding is at slot `num_slots`, past the last. `wants` is what the requests want together.
+    Padding rows have slot `num_slots`, past the last. `wants` is what any of the requests wants.
     """
     is_round = isinstance(plan, DecodePlan)
     shape = layout.decode_shape(plan.batch) if is_round else layout.prefill_shape(plan.batch)
@@ -75,7 +75,7 @@ def pack(plan: Part, layout: Layout, wants: Wants) -> np.ndarray:
 def pack_snapshots(
     chunks: Iterable[Chunk], batch: int, num_snapshots: int, layout: Layout, *, is_taken: bool
 ) -> np.ndarray:
-    """The snapshots that chunks leave, or go on from, as i32[batch, 3]: slot, id, tokens."""
+    """Snapshots to take after chunks, or restore before them: i32[batch, 3], slot, id, tokens."""
     packed = np.full((batch, 3), 0, np.int32)
     packed[:, :2] = layout.num_slots, num_snapshots
     for row, chunk in enumerate(chunks):
@@ -89,7 +89,7 @@ def pack_snapshots(
 def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndarray:
     """The masks of a step's grammars i32[mask_shape]; all ones for a request without.
 
-    Of drafts i32[B, K] that a drafter found fewer of, the rest are zeros, and change nothing.
+    Where a drafter found fewer than K drafts, the rest of `drafts` i32[B, K] are zeros.
     """
     masks = np.full(layout.mask_shape(plan), -1, np.int32)
     for row, sequence in enumerate(plan.sequences):
@@ -97,7 +97,7 @@ def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndar
             tokens = [] if drafts is None else drafts[row].tolist()
             try:
                 masks[row] = sequence.matcher.masks(tokens)
-            except Exception as error:  # ends this sequence alone, when the step's tokens come
+            except Exception as error:  # only this sequence ends, when the step's tokens are read
                 sequence.error = error
     return masks
 
@@ -105,9 +105,9 @@ def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndar
 def unpack_outputs(
     packed: np.ndarray, plan: Part, variant: Variant, *, has_raw: bool = False
 ) -> list[RowOutput]:
-    """What each row of `plan` gave.
+    """The output of each row of `plan`.
 
-    `has_raw` says that raw log-probabilities come beside processed ones.
+    `has_raw`: raw log-probabilities are reported beside processed ones.
     """
     decoding = isinstance(plan, DecodePlan)
     num_rows = plan.k + 1 if decoding else 1
@@ -145,7 +145,7 @@ def unpack_outputs(
 
 
 def export_features(plan: Part, features: Features) -> None:
-    """Give sequences that export them the features, on the host, of their rows of a chunk."""
+    """Hand the features of a chunk's rows, on the host, to the sequences that export them."""
     assert isinstance(plan, PrefillPlan), "rounds export nothing"
     for row, chunk in enumerate(plan.chunks):
         if chunk.sequence.request.exports_features:
@@ -154,12 +154,12 @@ def export_features(plan: Part, features: Features) -> None:
             chunk.sequence.features.append((chunk.start, own))
 
 
-# Programs take the parameters and the state, and give the next state and a result. What is compiled
-# in comes by keyword.
+# Programs take the parameters and the state, and return the next state and a result. Static
+# arguments are keywords.
 
 
 def jitted(run: Callable[..., Any]) -> Any:
-    """A program of these that compiles anew; what it compiles lives as long as it does."""
+    """`jax.jit` of one of these functions, with a cache that is freed together with the result."""
 
     @wraps(run)
     def own(*arguments: Any, **static: Any) -> Any:
@@ -239,7 +239,7 @@ def run_propose(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, Draft]:
-    """The first part of `decode_step`."""
+    """`propose` from a packed array: the first part of `decode_step`."""
     inputs = DecodeInputs(*_columns(packed, DecodeInputs))
     return propose(params, state, inputs, model=model, variant=variant, k=k)
 
@@ -247,7 +247,7 @@ def run_propose(
 def run_extend(
     params: Params, state: EngineState, packed: jax.Array, draft: Draft, *, model: StepModel
 ) -> tuple[EngineState, Extension]:
-    """The second part, which runs while the host makes masks."""
+    """`extend` from a packed array: the second part, during which the host makes masks."""
     inputs = DecodeInputs(*_columns(packed, DecodeInputs))
     return extend(params, state, inputs, draft, model=model)
 
@@ -263,7 +263,7 @@ def run_settle(
     model: StepModel,
     variant: Variant,
 ) -> tuple[EngineState, jax.Array]:
-    """The third part, with the masks i32[B, K+1, ceil(V/32)] of a variant that has them."""
+    """`settle` between packed arrays: the third part. `masks` are i32[B, R, ceil(V/32)]."""
     inputs = DecodeInputs(*_columns(packed, DecodeInputs))
     state, outputs = settle(
         params, state, inputs, draft, extension, masks, model=model, variant=variant
@@ -272,7 +272,7 @@ def run_settle(
 
 
 def pack_outputs(outputs: StepOutputs) -> jax.Array:
-    """Results as i32[B, ...]: numbers of tokens and of drafts, tokens, then log-probabilities."""
+    """Results as i32[B, ...]: number of tokens, number of drafts, tokens, log-probabilities."""
     counts = outputs.num_tokens[:, None], outputs.num_drafts[:, None]
     parts = [*counts, outputs.tokens, outputs.logprobs]
     if outputs.prompt_logprobs is not None:
@@ -286,7 +286,7 @@ def _columns(packed: jax.Array, inputs: Any) -> tuple[jax.Array, ...]:
 
 
 class _Reader:
-    """Takes columns off a packed array of results from the left."""
+    """Reads a packed array of results column by column, from the left."""
 
     def __init__(self, packed: np.ndarray):
         self._packed = packed
@@ -314,7 +314,7 @@ class _Reader:
         ids = self.take(num_rows * num_top).reshape(batch, num_rows, num_top)
         top = floats(num_rows * num_top).reshape(batch, num_rows, num_top)
         raw = floats(num_rows) if has_raw else None
-        # As lists, at once: to take numbers out of an array one by one costs several times as much.
+        # Lists are several times as fast to index as arrays.
         parts = [None if x is None else x.tolist() for x in (logprobs, ranks, ids, top, raw)]
         return tuple(parts)
 

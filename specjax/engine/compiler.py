@@ -1,7 +1,7 @@
-"""Compiles programs in threads: first what somebody waits for, then what others would run better.
+"""Compiles programs in threads: first those that requests wait for, then better shapes.
 
-An XLA program for a CPU takes hundreds of memory maps, of which a process may have few (65,530 by
-Linux' default). What nobody waits for is compiled while half of them are free.
+An XLA program for a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by
+default. Programs that no request waits for are compiled only while half of the maps are free.
 """
 
 import logging
@@ -23,8 +23,8 @@ class Compiler:
     """Programs by key, compiled when they are asked for; `compile` makes one, in any thread.
 
     Attributes:
-        ready: those there are.
-        failures: what came of keys that do not compile; they are not tried again.
+        ready: those that are compiled.
+        failures: the exceptions of those that do not compile; they are not tried again.
     """
 
     def __init__(self, compile: Callable[[Any], Any]):
@@ -41,22 +41,22 @@ class Compiler:
 
     @property
     def num_asked(self) -> int:
-        """Programs that are left to compile."""
+        """How many programs are still to be compiled."""
         return len(self._urgent) + len(self._later) + len(self._under_way)
 
     @property
     def is_busy(self) -> bool:
-        """Whether there are any."""
+        """Whether any program is still to be compiled."""
         return self.num_asked > 0
 
     @property
     def seconds(self) -> float:
-        """Seconds in which anything was compiled."""
+        """Time during which at least one program was being compiled, in seconds."""
         now = time.perf_counter() if self._under_way else self._began
         return self._seconds + now - self._began
 
     def ask(self, keys: Iterable[Hashable], *, is_urgent: bool, num_threads: int = 1) -> None:
-        """Queue keys, in their order, if they are not there yet; so many at a time."""
+        """Queue keys that are not compiled yet, in their order, for `num_threads` threads."""
         with self._changed:
             for key in dict.fromkeys(keys):
                 if key in self.ready or key in self.failures or key in self._under_way:
@@ -73,13 +73,13 @@ class Compiler:
                 thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Wait until something has been compiled, for so long at most."""
+        """Wait until another program has been compiled, or the time is over."""
         with self._changed:
             if self.is_busy:
                 self._changed.wait(seconds)
 
     def wait_for(self, keys: Collection[Hashable], tell: Callable[[int], None]) -> None:
-        """Wait for keys that were asked for; `tell` is given how many are there, now and then.
+        """Wait for keys that were asked for; `tell` is called with the number that are ready.
 
         Raises:
             Exception: one of them does not compile; it may be tried again.
@@ -92,7 +92,7 @@ class Compiler:
         tell(num_there)
 
     def get(self, key: Hashable) -> Any:
-        """A program, compiled before all others if it is not there.
+        """A program; if it is not ready, it is compiled before all others.
 
         Raises:
             Exception: it does not compile.
@@ -105,7 +105,7 @@ class Compiler:
         return program
 
     def close(self) -> None:
-        """Let go of all programs, once what is being compiled is done."""
+        """Wait for programs that are being compiled, then free all."""
         self._is_closed = True
         for thread in list(self._threads):
             thread.join()
@@ -116,7 +116,7 @@ class Compiler:
             (key,) = found
             try:
                 program, error = self._compile(key), None
-            except Exception as caught:  # of this program; others may do
+            except Exception as caught:  # others may compile
                 program, error = None, caught
             with self._changed:
                 self._under_way.discard(key)

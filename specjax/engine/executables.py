@@ -1,10 +1,9 @@
 """Compiled programs on disk: a later process reads them, and neither traces nor compiles.
 
-A file is named after all that its program follows from: the key, what is compiled into it, shapes
-and dtypes of its arguments, our sources, JAX, its options, and the device. Code that is not in our
-sources, as that of a user's own drafter, is not known by its name: then nothing is kept or read.
-Like JAX's own cache of compilations, a folder must be one that nobody else can write to: what it
-holds is run.
+A file is named by a digest of everything that determines its program: the key, static arguments,
+shapes and dtypes, our sources, JAX and its options, the device. The digest does not cover code
+outside our sources, such as a user's own drafter: with such code nothing is kept or read. Like
+JAX's own compilation cache, the folder must not be writable by others, for its files are executed.
 """
 
 import hashlib
@@ -32,11 +31,11 @@ from specjax.device.placement import Placement, default_device
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 4 * 2**30  # of a folder, before what was longest unused is deleted
+MAX_BYTES = 4 * 2**30  # of a folder; above it the least recently used are deleted
 ROOT = Path(__file__).parents[2]
 SOURCES = ("specjax", "pallas_kernels")
 TRACED = ("specjax.device", "specjax.engine.batch", "pallas_kernels")
-# Where code comes from that is known by versions and sources; what classes generate has no file.
+# Code from these places is covered by versions and sources. Generated methods have no file.
 _INSTALLED = (
     "<",
     *(str(ROOT / package) for package in SOURCES),
@@ -48,7 +47,7 @@ _DIGEST = hashlib.sha256
 def open_executables(
     folder: Path, placement: Placement, model: Any, *origin: Any
 ) -> "Executables | None":
-    """Programs of a `StepModel` and whatever else they follow from; None if not all is known."""
+    """Kept programs of a `StepModel`, by all that determines them; None if some is unknown."""
     described = "\n".join(map(repr, (placement, model, *origin)))
     is_known = " at 0x" not in described and all(map(_is_ours, _parts(model)))
     if not is_known or any(map(_is_patched, list(sys.modules))):
@@ -57,25 +56,25 @@ def open_executables(
 
 
 class Executables:
-    """A folder of programs that follow from the same things, as `described`."""
+    """A folder of programs, for one description of all that determines them but the key."""
 
     def __init__(self, folder: Path, described: str, devices: list[Any]):
         self._folder, self._devices = folder, devices
         self._origin = f"{_environment()}\n{described}"
 
     def get(self, key: Any, compile: Callable[[], Any]) -> Any:
-        """The program that was kept, or that `compile` makes, which is kept if it can be."""
+        """The kept program of a key; else the result of `compile`, which is kept if possible."""
         path = self._path(key)
         if path is not None and path.exists():
             try:
                 program = _read(path, self._devices)
-                os.utime(path)  # it was used
+                os.utime(path)  # most recently used
                 return program
-            except Exception as error:  # whatever is wrong with it, compiling helps
+            except Exception as error:  # whatever is wrong with it, compile again
                 log.warning("%s cannot be used, and is replaced: %s", path, error)
         before = _num_hits()
         program = compile()
-        # XLA:CPU does not write out again all of what it has read from JAX's own cache.
+        # XLA:CPU cannot fully serialise a program that came from JAX's own cache.
         if path is not None and _num_hits() == before:
             try:
                 self._folder.mkdir(parents=True, exist_ok=True)
@@ -85,7 +84,7 @@ class Executables:
         return program
 
     def _path(self, key: Any) -> Path | None:
-        """Where a program is kept; None for one with code of which only this process knows."""
+        """The file of a program; None for one with code that exists in this process only."""
         if getattr(getattr(key, "variant", None), "processors", ()):
             return None
         name = _DIGEST(f"{self._origin}\n{key!r}".encode()).hexdigest()
@@ -104,7 +103,7 @@ def _read(path: Path, devices: list[Any]) -> Any:
 def _write(path: Path, program: Any) -> None:
     content = pickle.dumps(serialize_executable.serialize(program))
     _make_room(path.parent, len(content))
-    # Other processes see all of a file or nothing.
+    # Atomic: other processes see the whole file or none.
     with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
         file.write(_DIGEST(content).digest() + content)
     os.replace(file.name, path)
@@ -116,7 +115,7 @@ def _note(event: str, **_: Any) -> None:
 
 
 def _num_hits() -> int:
-    """What this thread has read from JAX's cache of compilations."""
+    """How many programs this thread has read from JAX's compilation cache."""
     return getattr(_hits, "count", 0)
 
 
@@ -126,7 +125,7 @@ jax.monitoring.register_event_listener(_note)
 
 @cache
 def _environment() -> str:
-    """What programs follow from besides their own inputs."""
+    """What determines programs besides their own inputs."""
     device = default_device()
     described = {
         "python": platform.python_version(),
@@ -165,7 +164,7 @@ def _is_ours(value: Any) -> bool:
 
 
 def _is_patched(module: str) -> bool:
-    """Whether functions have been put from outside into a module that programs are made of."""
+    """Whether someone has patched a function of a module that programs are made of."""
     if not module.startswith(TRACED):
         return False
     owners = [sys.modules[module]]
@@ -181,7 +180,7 @@ def _is_within(owner: Any) -> bool:
 
 
 def _processor() -> str:
-    """What a CPU can do, by which XLA chooses instructions."""
+    """The CPU's features, by which XLA chooses instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -198,7 +197,7 @@ def _sources() -> str:
 
 
 def _make_room(folder: Path, num_bytes: int) -> None:
-    """Delete what was longest unused, so that so many bytes fit."""
+    """Delete the least recently used files until `num_bytes` more fit."""
     files = []
     for path in folder.glob("*.program"):
         try:

@@ -1,4 +1,4 @@
-"""The sizes of packed rows: one place for the host, which packs, and the device, which unpacks."""
+"""The sizes of packed rows: shared by the host, which packs, and the device, which unpacks."""
 
 from dataclasses import dataclass
 from functools import cached_property

@@ -1,6 +1,6 @@
-"""Lines that say what an LLM is at: the logger "specjax" of Python's logging.
+"""Progress in the log: the logger "specjax" of Python's logging.
 
-Whoever configures logging decides what becomes of them. Where nobody has, they go to stderr, so
+If the program has configured logging, that decides where lines go. Otherwise they go to stderr, so
 that a first script, or a job without a terminal, is not silent for minutes.
 """
 
@@ -14,14 +14,14 @@ _SILENT = logging.Logger("specjax.silent", logging.CRITICAL + 1)
 
 
 def get_log(*, verbose: bool) -> logging.Logger:
-    """The logger of an LLM; one that says nothing unless it is `verbose`."""
+    """The logger of an LLM; silent unless `verbose`."""
     if not verbose:
         return _SILENT
     is_configured = logging.root.handlers or _LOGGER.level or len(_LOGGER.handlers) > 1
     if not is_configured:
         handler = logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(name)s: %(message)s", "%H:%M:%S"))
-        # Whoever configures logging later is not to see every line twice.
+        # If logging is configured later, lines must not appear twice.
         handler.addFilter(lambda _: not logging.root.handlers)
         _LOGGER.addHandler(handler)
         _LOGGER.setLevel(logging.INFO)
@@ -29,5 +29,5 @@ def get_log(*, verbose: bool) -> logging.Logger:
 
 
 def can_draw(console: Console) -> bool:
-    """Whether a bar can be drawn, and drawn again."""
+    """Whether stderr is a terminal on which a bar can be redrawn."""
     return console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)

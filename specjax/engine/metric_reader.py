@@ -16,7 +16,7 @@ class Counter:
 
 @dataclass(frozen=True)
 class Gauge:
-    """A number as it is now."""
+    """A number that may rise and fall."""
 
     name: str
     value: float

@@ -1,4 +1,4 @@
-"""What an engine counted since it started."""
+"""Counters of an engine since it started."""
 
 import time
 from collections import Counter, defaultdict
@@ -17,26 +17,25 @@ from specjax.host.sequence import RowOutput, Sequence
 class Metrics:
     """A snapshot of an engine's counters. Times are in milliseconds, means over steps.
 
-    Counters have the names that vLLM gives them. A round that put out n tokens of a request counts
-    n - 1 drafts as accepted, so that mean_acceptance_length is exactly the tokens that a decoding
-    request gained per round.
+    Counters have vLLM's names. A round that gives a request n tokens counts n - 1 accepted drafts,
+    so that mean_acceptance_length is exactly the tokens that a decoding request gains per round.
 
     Attributes:
         num_steps: steps launched, of chunks, rounds or both.
         num_prefill_steps: those with chunks.
         num_decode_steps: rounds.
-        acceptance_rate_per_pos: of the drafts at a position that could have stood, the part that
-            did. Unconditional, as in a profile: AL(K) is 1 and the first K of them.
+        acceptance_rate_per_pos: accepted drafts at a position, of those that could have been.
+            Unconditional, as in a profile: AL(K) is 1 plus the first K of them.
         k_histogram: rounds by K.
         requests_finished: samples by their finish_reason.
-        prefix_cache_queries: tokens of requests that took up residence.
+        prefix_cache_queries: tokens of requests that were admitted.
         prefix_cache_hits: of those, tokens that did not have to be run.
-        prefix_cache_evictions: pages and snapshots given up for others.
-        kv_cache_usage: pages in use, of all, now.
-        budget_use: tokens per step, of those that max_num_scheduled_tokens allows.
-        in_flight_depth: steps launched and not read, when another is launched.
+        prefix_cache_evictions: pages and snapshots that were evicted.
+        kv_cache_usage: pages in use now, as a fraction.
+        budget_use: tokens per step, as a fraction of max_num_scheduled_tokens.
+        in_flight_depth: steps in flight when another is launched.
         num_compiles_after_warmup: executables that a request had to wait for.
-        num_compiling: executables that are on their way, behind what runs.
+        num_compiling: executables that are being compiled in the background.
         host_ms: what the host does for a step: planning, packing, launching, handing out tokens.
         wait_ms: how long it then waits for the device.
         host_gap_ms: from a step's results to the next launch, in which the device may idle unless
@@ -91,8 +90,8 @@ class Compilations(NamedTuple):
     """What a device has compiled."""
 
     num_programs: int
-    num_late: int  # of those, that a request had to wait for
-    num_pending: int  # asked for, and not there yet
+    num_late: int  # of those, ones that a request had to wait for
+    num_pending: int  # asked for and not ready yet
     seconds: float
 
 
@@ -109,18 +108,18 @@ class Recorder:
 
     @contextmanager
     def time(self, what: str) -> Iterator[None]:
-        """Add the time that the block takes to `what`."""
+        """Add the time of the block to the counter `what`."""
         start = time.perf_counter()
         yield
         self._seconds[what] += time.perf_counter() - start
 
     def record_gap(self, seconds: float) -> None:
-        """Time the host took between one result and the next launch."""
+        """Record the time between reading one result and the next launch."""
         self._seconds["gap"] += seconds
         self._counts["gaps"] += 1
 
     def record_launch(self, plan: StepPlan, depth: int) -> None:
-        """Count a step that goes to the device, `depth` others being on their way."""
+        """Count a launched step; `depth` others are in flight."""
         self._counts["steps"] += 1
         self._counts["scheduled"] += plan.num_tokens
         self._counts["depth"] += depth
@@ -132,7 +131,7 @@ class Recorder:
     def record_part(
         self, plan: PrefillPlan | DecodePlan, rows: SequenceOf[RowOutput], num_kept: list[int]
     ) -> None:
-        """Count chunks or a round whose results have come back: how many tokens stand of each."""
+        """Count the results of chunks or a round, and how many tokens of each were kept."""
         self._counts["generation"] += sum(num_kept)
         if isinstance(plan, PrefillPlan):
             self._counts["prefill_steps"] += 1

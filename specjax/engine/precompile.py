@@ -61,8 +61,8 @@ from specjax.engine.programs import (
 from specjax.engine.replay import measure_rounds
 from specjax.host.speculation.step_cost import StepCost
 
-# XLA's own matmuls are not split over their depth, which by the shape alone it would do to most of
-# a step's: a kernel more for each, to sum the parts. cuBLAS, which XLA tries as well, still may.
+# No split-K in XLA's own matmuls: it would split most of a step's, each of which then takes another
+# kernel to sum the parts. cuBLAS, which XLA tries as well, may still split.
 GPU_OPTIONS = {"xla_gpu_experimental_force_split_k": 1}
 
 
@@ -74,7 +74,7 @@ def keep_compilations(folder: Path) -> None:
 
 
 def executables_folder() -> Path | None:
-    """Where our programs are kept whole: beside what JAX keeps, if it does."""
+    """Where compiled programs are kept: beside JAX's compilation cache, None without one."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     return Path(folder) / "programs" if folder else None
 
@@ -88,7 +88,7 @@ def step_model(
         drafter,
         verification,
         config.kernels,
-        # Rows are free where a matmul waits for its weights, and matrix units want eights.
+        # A matmul bound by its weights runs more rows for free, and matrix units want eights.
         row_multiple=8 if platform == "gpu" else 1,
         width_multiple=EXACT_WIDTH if config.exact else 1,
         logprobs_mode=config.logprobs_mode,
@@ -113,7 +113,7 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
 
 @contextmanager
 def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """A bar of programs compiled, or without a terminal lines of the log; takes their number."""
+    """Show progress of compiling, as a bar or lines of the log; yields a function of the number."""
     console, is_shown = Console(stderr=True), is_shown and total > 0
     is_drawn, start = is_shown and can_draw(console), time.perf_counter()
     log = get_log(verbose=is_shown and not is_drawn)
@@ -133,15 +133,15 @@ def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]
 
 
 class _Jits(dict):
-    """Jitted functions by what they run."""
+    """Jitted functions, by the function of `batch.py` that they run."""
 
     def __missing__(self, run: Callable[..., Any]) -> Any:
         self[run] = made = jitted(run)
         return made
 
 
-# By `StepModel`: engines of the same trace it once. JAX keeps what it compiled for a function as
-# long as that, so that programs are let go with the last engine of their model.
+# By `StepModel`, so that engines with equal ones trace once. JAX frees what it compiled for a
+# function together with the function: with the last engine of its `StepModel`.
 _JITS: WeakValueDictionary[StepModel, _Jits] = WeakValueDictionary()
 
 
@@ -174,7 +174,7 @@ class CompiledPrograms:
             origin = layout, self._shapes, self._options
             self._executables = open_executables(folder, self._placement, self.model, *origin)
         self._compiler = Compiler(self._compile)
-        self._late: set[Key] = set()  # programs that requests wait, or waited, for
+        self._late: set[Key] = set()  # programs that requests have waited for
         self._calls: dict[type, Callable[[Any], tuple]] = {
             Admit: self._admit,
             Restore: lambda key: (run_restore, (self._ints(key.batch, 3),), {"model": self.model}),
@@ -286,7 +286,7 @@ class CompiledPrograms:
         return self._jits[run].trace(*self._shapes, *arguments, **static)
 
     def _result(self, key: Key) -> Any:
-        """Shapes of what a program gives to those after it."""
+        """Shapes of the result that a program hands to the next."""
         return self._trace(key).out_info[1]
 
     def _admit(self, key: Admit) -> tuple:

@@ -1,7 +1,7 @@
-"""What an engine asks of a device: the programs of its steps, by typed keys.
+"""The port between an engine and a device: programs of steps, by typed keys.
 
-A device holds the weights and the state between steps. `precompile.py` has the real one, which
-compiles; whatever runs the same keys on the same packed arrays may stand in for it.
+The device holds the weights and the state between steps. `precompile.py` has the real one, which
+compiles; anything that runs the same keys on the same packed arrays can replace it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -21,28 +21,28 @@ FEW_LOGPROBS = 20  # likeliest tokens that every step can report
 
 @dataclass(frozen=True, slots=True)
 class Admit:
-    """Requests take their slots: (admissions) -> None."""
+    """Write newly admitted requests to their slots: (admissions) -> None."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """Slots go on from snapshots of recurrent states: (moves) -> None."""
+    """Copy snapshots to recurrent states of slots: (moves) -> None."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Snapshots are taken of the recurrent states of slots: (moves) -> None."""
+    """Copy recurrent states of slots to snapshots: (moves) -> None."""
 
     batch: int
 
 
 @dataclass(frozen=True, slots=True)
 class Prefill:
-    """The target runs a chunk of each prompt: (packed) -> Extension."""
+    """Run the target over a chunk of each prompt: (packed) -> Extension."""
 
     batch: int
     width: int
@@ -50,7 +50,7 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The drafter sees the chunk; first tokens are drawn: (packed, extension, masks) -> outputs.
+    """Drafter observes the chunk, first tokens are sampled: (packed, extension, masks) -> outputs.
 
     `masks` is None unless the variant has masks.
     """
@@ -71,7 +71,7 @@ class Decode:
 
 @dataclass(frozen=True, slots=True)
 class Propose:
-    """The first piece of a round that not every engine has: (packed) -> Draft."""
+    """First piece of a round: (packed) -> Draft. Pieces are compiled only where needed."""
 
     batch: int
     k: int
@@ -80,7 +80,7 @@ class Propose:
 
 @dataclass(frozen=True, slots=True)
 class Extend:
-    """The second, which runs while the host makes masks: (packed, draft) -> Extension."""
+    """Second piece, during which the host makes masks: (packed, draft) -> Extension."""
 
     batch: int
     k: int
@@ -88,7 +88,7 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """The third: (packed, draft, extension, masks) -> outputs."""
+    """Third piece: (packed, draft, extension, masks) -> outputs."""
 
     batch: int
     k: int
@@ -110,17 +110,17 @@ class Programs(Protocol):
 
     @property
     def ready(self) -> Collection[Key]:
-        """What can be run without waiting; it only grows."""
+        """Keys of programs that are compiled; never fewer than before."""
         ...
 
     @property
     def failures(self) -> Mapping[Key, Exception]:
-        """What was asked for and does not compile."""
+        """The exceptions of programs that do not compile."""
         ...
 
     @property
     def is_compiling(self) -> bool:
-        """Whether anything is being made ready."""
+        """Whether programs are being compiled."""
         ...
 
     def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
@@ -132,15 +132,15 @@ class Programs(Protocol):
         ...
 
     def compile_behind(self, keys: Iterable[Key], *, is_urgent: bool) -> None:
-        """Have these made ready meanwhile, in their order; the urgent ones before all others."""
+        """Compile these in the background, in their order; urgent ones before all others."""
         ...
 
     def finish(self, *, show_progress: bool) -> None:
-        """Return when nothing is left to be made ready."""
+        """Wait until all programs that were asked for are compiled."""
         ...
 
     def wait(self, seconds: float) -> None:
-        """Return when something more is ready, or nothing is left, or the time is over."""
+        """Wait until another program is ready, nothing is left to compile, or the time is over."""
         ...
 
     def put(self, array: np.ndarray) -> Any:
@@ -148,7 +148,7 @@ class Programs(Protocol):
         ...
 
     def run(self, key: Key, *arguments: Any) -> Any:
-        """Launch a program on the state, made ready now if it is not; its result is there later.
+        """Launch a program on the state, without waiting for it; compiles it if it is not ready.
 
         Outputs have `copy_to_host_async` and `is_ready`, and are read as NumPy arrays.
         """
@@ -157,7 +157,7 @@ class Programs(Protocol):
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
     ) -> StepCost:
-        """What rounds of every shape cost, by running them; the state is empty afterwards."""
+        """Measure times of rounds of every shape by running them; the state is empty afterwards."""
         ...
 
     def release(self) -> None:
@@ -174,7 +174,7 @@ class Programs(Protocol):
 
 
 def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
-    """Every program that a plan runs at its best."""
+    """The programs that suit a plan best."""
     batch = plan.batch
     if isinstance(plan, PrefillPlan):
         keys: list[Key] = [Admit(batch), Prefill(batch, plan.width)]
@@ -191,9 +191,10 @@ def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
 
 
 def first_keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
-    """Programs that can run a plan too, most of which other variants share.
+    """Programs that can also run a plan, most of them shared by other variants.
 
-    Rounds are in pieces, and drafted without what requests ask of logits: it lets less be accepted.
+    Rounds are in pieces, and drafters ignore what requests ask of logits: fewer drafts are
+    accepted.
     """
     if isinstance(plan, PrefillPlan):
         return keys_of(plan, variant, is_recurrent=is_recurrent)
@@ -206,22 +207,22 @@ def first_keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[K
 
 
 def is_in_pieces(variant: Variant) -> bool:
-    """Whether rounds run in pieces, so that the target's is the same whatever follows it."""
+    """Whether rounds run in pieces, so that variants share the target's."""
     return variant.masks or bool(variant.processors) or variant.num_logprobs > FEW_LOGPROBS
 
 
 def of_rounds(variant: Variant) -> Variant:
-    """What a round does of a variant: prompts are not its business."""
+    """The part of a variant that concerns rounds: nothing about prompts."""
     return variant._replace(num_prompt_logprobs=None)
 
 
 def of_drafts(variant: Variant) -> Variant:
-    """What drafting does of a round's variant: it reports nothing, and masks come later."""
+    """The part of a variant that concerns drafting: neither reports nor masks."""
     return Variant(variant.processors)
 
 
 def covers(variant: Variant, needed: Variant) -> bool:
-    """Whether a step in `variant` does all that is `needed`. Masks cost a wait, so are exact."""
+    """Whether a step of `variant` does all that is `needed`. Masks must match: they cost a wait."""
     return (
         set(variant.processors) >= set(needed.processors)
         and variant.masks == needed.masks

@@ -1,4 +1,4 @@
-"""How far a call has come: a bar, one like tqdm's, or without a terminal lines of the log."""
+"""Progress of a call: a bar, a class like tqdm's, or lines of the log without a terminal."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,17 +14,17 @@ from specjax.engine.log import can_draw, get_log
 from specjax.engine.metrics import Metrics
 from specjax.host.sequence import Sequence as Sample
 
-BAR_SECONDS, LINE_SECONDS = 0.2, 10.0  # between two looks
+BAR_SECONDS, LINE_SECONDS = 0.2, 10.0  # between two updates
 
 
 @dataclass(frozen=True)
 class CallProgress:
-    """What a call has done after so many seconds; running and waiting are all of the engine's."""
+    """What a call has done so far; running and waiting count all requests of the engine."""
 
     num_finished: int
     num_tokens: int
     seconds: float
-    tokens_per_round: float | None  # of the rounds with drafts; None before there was one
+    tokens_per_round: float | None  # of rounds with drafts; None before the first
     num_running: int
     num_waiting: int
     num_compiling: int  # programs
@@ -38,7 +38,7 @@ class CallProgress:
 
     @property
     def load(self) -> str:
-        """Requests that the engine has, and what it has compiled behind them."""
+        """The engine's requests, and the programs that it is compiling."""
         shown = f"{self.num_running} running, {self.num_waiting} waiting"
         return shown + f", compiling {self.num_compiling}" * (self.num_compiling > 0)
 
@@ -54,11 +54,11 @@ def progress(
     *,
     verbose: bool,
 ) -> Iterator[Callable[[], None]]:
-    """Show how `samples` grow while the block calls what it is given, after every step.
+    """Show how `samples` grow; the block calls the function it is given after every step.
 
     Args:
         use_tqdm: whether to show anything, or a class that is called as tqdm's is.
-        verbose: of the LLM; without it nothing is shown but by such a class.
+        verbose: of the LLM; False shows nothing, unless `use_tqdm` is a class.
     """
     if callable(use_tqdm):
         view, pause = _called(use_tqdm, len(samples)), BAR_SECONDS

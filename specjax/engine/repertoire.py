@@ -1,9 +1,9 @@
-"""What an engine can run by the programs it has, and which it would like to have.
+"""Which shapes and variants of steps an engine can run now, and which are worth compiling.
 
-A step has a shape, and a variant, what requests ask of it beyond what every step does. An engine
-begins with one shape of each part, into which any step fits, and its plain variant, in pieces that
-other variants share. What else its steps would run better in is compiled behind them, once that has
-cost them enough time. A request that needs another variant waits for it, and nobody else does.
+A step has a shape, and a variant: what requests ask beyond what every step does. An engine begins
+with one shape of each part, into which any step fits, and its plain variant, in pieces that other
+variants share. Better shapes are compiled in the background once their lack has cost enough time.
+A request that needs another variant waits for it; no other request waits.
 """
 
 from collections import defaultdict
@@ -26,8 +26,8 @@ from specjax.host.request import Demands
 from specjax.host.shapes import Shape, Shapes, num_rows
 from specjax.sampling_params import LogitsProcessor
 
-PATIENCE_MS = 3000.0  # that steps may lose before what suits them better is compiled
-PIECES_LOSE = 0.05  # of a round's time, about
+PATIENCE_MS = 3000.0  # that steps may lose before a better shape is compiled
+PIECES_LOSE = 0.05  # about this fraction of a round's time
 
 
 class Repertoire:
@@ -39,13 +39,13 @@ class Repertoire:
         self.variants: list[Variant] = []  # asked for so far, the plain one first
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
-        # With none, XLA would turn their condition into a selection, which computes them always.
+        # Without any, XLA turns the condition into a select, which always computes them.
         self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
         self._lost_ms: defaultdict[Key, float] = defaultdict(
             float
-        )  # by the last program of the wanted shape
-        self._num_ready = -1  # when what follows was found
+        )  # milliseconds lost, by the last program of the wanted shape
+        self._num_ready = -1  # when the caches below were filled
         self._needed: dict[frozenset[Demands], Variant] = {}
         self._shapes: dict[Variant, Shapes] = {}
         self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
@@ -67,10 +67,10 @@ class Repertoire:
 
     def _find_needed(self, all_demands: Collection[Demands]) -> Variant:
         max_logprobs = self._max_logprobs
-        if self._config.exact:  # the same for all, for another program rounds differently
+        if self._config.exact:  # one for all, for another program rounds differently
             return Variant(masks=True, num_logprobs=max_logprobs)
         numbers = sorted({demands.processor for demands in all_demands} - {-1})
-        # None, few or the most, so that variants are few, too.
+        # None, a few or the maximum, so that there are few variants.
         few = min(FEW_LOGPROBS, max_logprobs)
         asks_many = any((demands.logprobs or 0) > few for demands in all_demands)
         of_prompts = [d.prompt_logprobs for d in all_demands if d.prompt_logprobs is not None]
@@ -82,7 +82,7 @@ class Repertoire:
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
-        """Have the first of these shapes, or all, in every variant; whether nothing is missing."""
+        """Compile the first of these shapes, or all, in every variant; whether all are ready."""
         variants = self.variants or [self.needed(())]
         self._compile(variants, shapes, show_progress=show_progress)
         self.variants = variants
@@ -90,12 +90,12 @@ class Repertoire:
         return all(key in self._programs.ready for key in best)
 
     def use(self, shapes: Shapes) -> None:
-        """Let these be the shapes that steps may have."""
+        """Set the shapes that steps may have."""
         self.all_shapes = shapes
         self._forget()
 
     def prepare(self, variant: Variant, *, show_progress: bool) -> None:
-        """Have a variant compiled; before this returns, if everything is compiled ahead."""
+        """Compile a variant: in the background, unless everything is compiled ahead."""
         if any(covers(known, variant) for known in self.variants):
             return
         if not self._config.compile_ahead:
@@ -106,15 +106,15 @@ class Repertoire:
         self._forget()
 
     def ask_for(self, shape: Shape) -> None:
-        """Have a shape of rounds compiled behind what runs."""
+        """Compile a shape of rounds in the background."""
         keys = self._keys(keys_of, self.variants[:1], Shapes((), (shape,)))
         self._programs.compile_behind(keys, is_urgent=False)
 
     def admits(self, all_demands: Iterable[Demands]) -> bool:
-        """Whether requests can run together, in whatever steps.
+        """Whether there are programs for requests that run together.
 
         Raises:
-            Exception: they never will, for a program of theirs does not compile.
+            Exception: a program that they need does not compile.
         """
         needed = self.needed(all_demands)
         shapes = self.shapes(needed)
@@ -132,9 +132,9 @@ class Repertoire:
         return False
 
     def shapes(self, needed: Variant) -> Shapes:
-        """Those that are there for steps that do what is needed.
+        """The shapes that are ready for steps that do what is `needed`.
 
-        It is `all_shapes` itself only where nothing could suit any step better.
+        It is `all_shapes` itself when every shape is ready.
         """
         self._look()
         if needed not in self._shapes:
@@ -164,7 +164,7 @@ class Repertoire:
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
-        """Ask for a plan's own shape once the lack of it has cost enough."""
+        """Ask for the best shape of a plan once its lack has cost enough time."""
         if plan.wanted is None:
             return
         if isinstance(plan, DecodePlan):
@@ -182,7 +182,7 @@ class Repertoire:
             self._programs.compile_behind(keys, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
-        """Be able to run some variants; at their best, if all is compiled ahead."""
+        """Compile what some variants need; all their shapes if everything is compiled ahead."""
         if not self._config.compile_ahead:
             first = self._keys(first_keys_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)
@@ -193,7 +193,7 @@ class Repertoire:
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
-        """Have a variant compiled behind what runs, first what it cannot do without."""
+        """Compile a variant in the background, programs without which it cannot run first."""
         first = self.all_shapes.first
         needed = self._keys(first_keys_of, [variant], first)
         self._programs.compile_behind(needed, is_urgent=True)
@@ -216,7 +216,7 @@ class Repertoire:
         ]
 
     def _able(self, needed: Variant) -> list[Variant]:
-        """Variants that do what is needed; those whose masks it does without come last."""
+        """Variants that do what is needed; those with masks that it does not need come last."""
         exactly = [variant for variant in self.variants if covers(variant, needed)]
         masked = needed._replace(masks=True)
         others = [variant for variant in self.variants if covers(variant, masked)]
@@ -231,12 +231,12 @@ class Repertoire:
         )
 
     def _look(self) -> None:
-        """Take notice of what has been compiled."""
+        """Notice programs that have been compiled since."""
         if len(self._programs.ready) != self._num_ready:
             self._num_ready = len(self._programs.ready)
             self._forget()
 
     def _forget(self) -> None:
-        """Find again what depends on variants and programs."""
+        """Clear caches that depend on variants and programs."""
         self._chosen.clear()
         self._shapes.clear()

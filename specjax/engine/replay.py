@@ -1,7 +1,7 @@
-"""How long rounds take, measured by running every shape of them before there are requests.
+"""Times of rounds, measured by running every shape before there are requests.
 
-Each shape has to run once anyway, to be ready when a request needs it. The requests are made up:
-random tokens, as much context as asked for, pages shared if the pool does not hold them all.
+Each shape must run once anyway, to be ready when a request needs it. The requests are artificial:
+random tokens, as much context as asked for, and shared pages if the pool is too small.
 """
 
 import time
@@ -23,7 +23,7 @@ MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
 
 
 class TimedPrograms(Protocol):
-    """What is timed: see `specjax.engine.programs.Programs`; the state is in reach."""
+    """The programs to time, see `specjax.engine.programs.Programs`, with access to the state."""
 
     state: EngineState
 
@@ -40,11 +40,11 @@ def measure_rounds(
     ks: tuple[int, ...],
     batches: tuple[int, ...],
 ) -> StepCost:
-    """Costs of rounds by batch size, K and context. Leaves a state of made-up requests.
+    """Times of rounds by batch size, K and context. Leaves a state of artificial requests.
 
-    All shapes are run in turn, several times, so that whatever else the machine does for a while
-    falls on all of them alike; the median counts. Context adds time in proportion to its tokens,
-    whatever K is: each is read once. How much, two lengths tell at the largest batch.
+    All shapes are run in turn, several times, and the median counts, so that a disturbance falls on
+    all alike. Context adds time in proportion to its tokens, whatever K is, as each is read once:
+    two lengths at the largest batch tell how much.
     """
     room = (MAX_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
@@ -61,7 +61,7 @@ def measure_rounds(
     max_batch, ends = batches[-1], {min(ks), max(ks)}
     shapes = [(batch, k, short) for batch in batches for k in ks]
     shapes += [(max_batch, k, long) for k in ends if long > 2 * short]
-    for shape in shapes:  # the first touches memory for the first time
+    for shape in shapes:  # the first run touches new memory, and does not count
         run_once(*shape)
     times: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes}
     start = time.perf_counter()
@@ -86,7 +86,7 @@ def measure_rounds(
 def _without_context(
     points: Mapping[int, Mapping[int, float]], context: int, per_token: float
 ) -> dict[int, dict[int, float]]:
-    """What rounds would take of requests without context."""
+    """The times that rounds would take without context."""
     return {
         batch: {k: max(ms - batch * context * per_token, 0.1 * ms) for k, ms in column.items()}
         for batch, column in points.items()
@@ -94,7 +94,7 @@ def _without_context(
 
 
 def _filled(state: EngineState, vocab_size: int) -> EngineState:
-    """All slots taken by requests of random tokens that never end."""
+    """A state with requests of random tokens, which never end, in all slots."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape)
     return replace(
         state,
@@ -105,7 +105,7 @@ def _filled(state: EngineState, vocab_size: int) -> EngineState:
 
 
 def _progress(state: EngineState, length: int) -> jax.Array:
-    """All requests at `length`, going on."""
+    """All requests active, with `length` tokens."""
     values = np.tile(np.array([length, 0, 1], np.int32), (state.progress.shape[0], 1))
     return jax.device_put(values, state.progress.sharding)
 

@@ -1,4 +1,4 @@
-"""An engine's memory on the device, given to others for a while and taken back."""
+"""Free an engine's memory on the device for a while, and take it again."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +12,12 @@ from specjax.engine.engine import Engine
 
 
 class Sleep:
-    """How deeply an engine sleeps: 0 not at all, 1 without caches, 2 without weights as well."""
+    """How an engine sleeps, by level: 0 awake, 1 caches freed, 2 weights on the host as well."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
         self.level = 0
-        self._homes: list[Sharding] = []  # of the weights that are on the host
+        self._homes: list[Sharding] = []  # of weights that are on the host now
 
     def home(self, number: int, leaf: Any) -> Sharding:
         """Where an array of the engine's parameters lives while the engine is awake."""
@@ -34,7 +34,7 @@ class Sleep:
             change_weights(self._engine, lambda _, leaf: on_host(leaf))
 
     def end(self) -> None:
-        """Take back what was freed; weights are as they were, or as they were changed since."""
+        """Wake up: weights return to the device, as they are by now, with an empty state."""
         if self.level:
             change_weights(self._engine, lambda i, leaf: jax.device_put(leaf, self.home(i, leaf)))
             self._homes = []
@@ -43,13 +43,13 @@ class Sleep:
 
 
 def check_level(level: object) -> None:
-    """Refuse what is no level of sleep."""
+    """Refuse anything but 1 and 2."""
     if level not in (1, 2) or isinstance(level, bool):
         raise ValueError(f"level={level!r} must be 1, caches and states, or 2, weights as well")
 
 
 def change_weights(engine: Engine, change: Callable[[int, Any], Any]) -> None:
-    """Replace the engine's arrays, of which no other reference is kept, one by one."""
+    """Replace the engine's arrays one by one, so that two copies of one array exist at most."""
     leaves, tree = jax.tree.flatten(engine.params)
     engine.params = Params(None, None)
     try:

@@ -1,6 +1,6 @@
 """The options of an LLM by name, with their types and what they are where nobody says.
 
-`LLM` describes them; None, and "auto", stand for what suits the device.
+`LLM` describes them; None and "auto" mean what suits the device.
 """
 
 from collections.abc import Mapping, Sequence

@@ -5,7 +5,7 @@ import pytest
 from support.engines import make_llm
 from support.shared_models import EOS, VOCAB, llama, prepare_everything
 
-import specjax.engine.engine
+import specjax.engine.launcher
 from specjax import SamplingParams
 from specjax.host.request import Request
 
@@ -56,7 +56,7 @@ def test_packed_arrays_are_done_with_when_their_results_are_there(engine, monkey
     steps, kinds = [], set()
 
     def recording(name):
-        real = getattr(specjax.engine.engine, name)
+        real = getattr(specjax.engine.launcher, name)
 
         def record(*arguments):
             # Aligned as XLA likes it, so that the device uses the host's memory without a copy.
@@ -71,7 +71,7 @@ def test_packed_arrays_are_done_with_when_their_results_are_there(engine, monkey
             kinds.add(name)
             return aligned
 
-        monkeypatch.setattr(specjax.engine.engine, name, record)
+        monkeypatch.setattr(specjax.engine.launcher, name, record)
 
     for name in "pack", "pack_admissions", "pack_masks":
         recording(name)

@@ -332,7 +332,7 @@ def test_a_step_does_what_any_of_its_requests_needs(engine):
 
 
 def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch):
-    monkeypatch.setattr(engine.repertoire, "_most_logprobs", 50)
+    monkeypatch.setattr(engine.repertoire, "_max_logprobs", 50)
     monkeypatch.setattr(engine.repertoire, "_needed", {})
     for kind, needed in (
         ({"logprobs": 20}, EVERY),
@@ -355,7 +355,8 @@ def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch
     ],
 )
 def test_a_step_is_told_what_any_of_its_requests_wants(engine, kinds, wants):
-    assert engine._wants({request.demands for request in make_requests(engine, *kinds)}) == wants
+    demands = {request.demands for request in make_requests(engine, *kinds)}
+    assert engine.launcher.wants(demands) == wants
 
 
 # --- programs -------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ class Variant(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftContext:
-    """Where B requests stand when drafting starts."""
+    """What a drafter is given of B requests when drafting starts."""
 
     slots: Int32[jax.Array, "B"]
     starts: Int32[jax.Array, "B"]  # the position of the last committed token
@@ -71,8 +71,8 @@ class DraftContext:
         """The draft i32[B] that follows the drafts `before`, and what it was drawn from.
 
         Logits f32[B, V_d] over `token_ids` (None for all) pass what the target's will, so that
-        drafts are likely to stand. The distribution f32[B, V] comes when the verification needs it:
-        for drafts that are neither certain nor coupled to the target by shared noise.
+        drafts are likely to be accepted. The distribution f32[B, V] is returned where the
+        verification needs it: not for drafts that are certain, or drawn with the target's noise.
         """
         sampling = self.requests.at(self.slots).sampling
         step = len(before)
@@ -114,7 +114,7 @@ class Observation(NamedTuple):
     """Rows that the target ran for B requests: a chunk of a prompt, or last token and drafts."""
 
     slots: Int32[jax.Array, "B"]
-    rows: CachedRows  # [N], where they stand
+    rows: CachedRows  # [N], their positions, pages and slots
     tokens: Int32[jax.Array, "B T"]  # what they held
     following: Int32[jax.Array, "B T"]  # the token after each: known, or drawn by the target
     features: Features  # [N], what the target made of them

@@ -144,7 +144,7 @@ def of_own_shape(target: Model, origin: str) -> EagleHead:
     """A head of the target's own shape, of which there are no weights."""
     if not isinstance(target, Llama):
         raise CheckpointError(
-            f"{origin}: method 'eagle' without a --drafter stands for a layer of the target's own "
+            f"{origin}: method 'eagle' without a --drafter means a layer of the target's own "
             "shape, which is known of llama, qwen2 and qwen3; name a --drafter, or use --method mtp"
         )
     return EagleHead(shape=target.with_layers(1))

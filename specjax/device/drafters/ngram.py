@@ -63,7 +63,7 @@ def longest_matches(history: History, max_size: int) -> tuple[jax.Array, jax.Arr
     """
     tokens, lengths = history.tokens, history.lengths[:, None]
     place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
-    # The last token, the one before it, ...; what stands before a history's first never matches.
+    # The last token, the one before it, ...; places before a history's first token never match.
     suffix_places = lengths - 1 - jnp.arange(max_size, dtype=jnp.int32)
     suffix = jnp.take_along_axis(tokens, suffix_places, axis=1, mode="clip")
     is_match = place < lengths - 1  # [B, L], that the last i tokens occur up to this place

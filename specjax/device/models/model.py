@@ -76,7 +76,7 @@ class Model(Protocol):
         There is a cache of each of `cache_kinds`; or None for rows that need none, as in training.
 
         `aux_layers` lists the layers whose input (the residual stream, un-normed) is wanted in
-        `Features.auxiliary`, in that order; the number of layers stands for the last one's output.
+        `Features.auxiliary`, in that order; the number of layers means the last one's output.
         """
         ...
 

@@ -8,7 +8,7 @@ from specjax.device.cache.kind import CacheKind
 
 
 class Rows(Protocol):
-    """The N token rows of one extension: where each stands (i32[N]) and what it goes on from."""
+    """The N token rows of one extension: the position of each (i32[N]) and the cache before it."""
 
     @property
     def positions(self) -> jax.Array: ...
