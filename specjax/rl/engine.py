@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.checks import check_choice, check_flags
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.models.model import Model
@@ -16,7 +17,7 @@ from specjax.engine.sleep import Sleep, change_weights, check_level, on_host
 from specjax.host.request import Request
 from specjax.llm import LLM
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
-from specjax.rl.loop import Loop
+from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
 from specjax.rl.running import read_score
 from specjax.rl.starts import StartMaker
@@ -34,9 +35,6 @@ from specjax.rl.weights import (
 from specjax.sampling_params import SamplingParams
 from specjax.text.prompts import Prompt
 from specjax.text.tokenizer import ChatTokenizer
-
-PAUSES = ("abort", "wait", "keep")
-PAUSED, ASLEEP = "paused", "asleep"
 
 
 class RolloutEngine:
@@ -74,14 +72,13 @@ class RolloutEngine:
                 f"logprobs_mode={options['logprobs_mode']!r} is the rollout engine's own choice; "
                 "leave it out (raw_logprobs=True adds the model's own log-probabilities)"
             )
-        if not isinstance(raw_logprobs, bool):
-            raise ValueError(f"raw_logprobs={raw_logprobs!r} must be True or False")
+        check_flags(raw_logprobs=raw_logprobs)
         if speculative_config is not None:
             speculative_config = SpeculativeConfig.of(speculative_config)
             if speculative_config.verification == "synthetic":
                 raise ValueError(
-                    "verification='synthetic' does not emit what the model would, and is not for "
-                    "rollouts; leave it out"
+                    "verification='synthetic' does not emit the model's own tokens, which rollouts "
+                    "must have; leave it out"
                 )
         self._llm = LLM(
             model,
@@ -262,16 +259,20 @@ class RolloutEngine:
             ValueError: weights that do not fit (all differences are named) or are not finite, or a
                 version that is not above the last; nothing has changed.
         """
-        _check_pause(pause)
+        check_choice("pause", pause, PAUSES)
         named = read_finite(weights, self.params.target, "weights")
-        own = None if drafter is None else self._read_drafter(drafter)
+        own = (
+            drafter
+            if drafter is None
+            else read_finite(drafter, self.params.drafter, "drafter's weights")
+        )
         if own is None and brings_module(named, self.drafter):
             own = named
         with self._turns:
             self._loop.check_open()
-            version = self._next_version(version)
+            number = self._next_version(version)
             target = stage_target(named, self.target, self._engine.params.target)
-            return self._replace(target, self._stage_drafter(own), pause, version)
+            return self._replace(target, self._stage_drafter(own), pause, number)
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
         """Draft with other weights from the next step on; outputs do not depend on them.
@@ -283,15 +284,15 @@ class RolloutEngine:
         Raises:
             ValueError: the drafter has no weights, or these do not fit; nothing has changed.
         """
-        _check_pause(pause)
-        own = self._read_drafter(weights)
+        check_choice("pause", pause, PAUSES)
+        own = read_finite(weights, self.params.drafter, "drafter's weights")
         with self._turns:
             self._loop.check_open()
             return self._replace(None, self._stage_drafter(own), pause, None)
 
     def pause(self, mode: str = "keep") -> None:
         """Generate nothing until `resume`; see `update_weights` for what `mode` says."""
-        _check_pause(mode)
+        check_choice("pause", mode, PAUSES)
         with self._turns:
             self._loop.check_open()
             self._loop.hold(mode)
@@ -396,9 +397,6 @@ class RolloutEngine:
             )
         return int(version)
 
-    def _read_drafter(self, weights: Weights) -> dict[str, Any]:
-        return read_finite(weights, self.params.drafter, "drafter's weights")
-
     def _stage_drafter(self, named: Mapping[str, Any] | None) -> list[ArraySource] | None:
         if named is None:
             return None
@@ -449,8 +447,3 @@ class RolloutEngine:
 
 def _ordered(rollouts: list[tuple[int, Rollout]]) -> RolloutBatch:
     return RolloutBatch(rollout for _, rollout in sorted(rollouts, key=lambda pair: pair[0]))
-
-
-def _check_pause(mode: Any) -> None:
-    if mode not in PAUSES:
-        raise ValueError(f"pause={mode!r} is not supported; choose one of {', '.join(PAUSES)}")

@@ -20,6 +20,9 @@ from specjax.rl.turns import Turns
 from specjax.text.completions import Completion
 from specjax.text.tokenizer import ChatTokenizer
 
+PAUSES = ("abort", "wait", "keep")  # what `Loop.hold` does with rollouts in flight
+PAUSED, ASLEEP = "paused", "asleep"  # why a loop is stopped
+
 T = TypeVar("T")
 
 

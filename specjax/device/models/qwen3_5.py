@@ -18,8 +18,6 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import (
     TensorSpec,
     depthwise,
-    experts,
-    fused_experts,
     projection,
     stored,
 )
@@ -31,7 +29,7 @@ from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.gated_delta_net import GatedDeltaNet, gated_delta_net
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
-from specjax.device.models.layers.moe import Experts, MoE, moe
+from specjax.device.models.layers.moe import Experts, MoE, moe, moe_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
@@ -219,16 +217,16 @@ def layer_specs(
     model: Qwen35, prefix: str, kind: str, names: Collection[str], is_sparse: bool
 ) -> Qwen35Layer:
     """One decoder layer as a tree of `TensorSpec`; `names` are those in the files."""
-    dim = model.hidden_size
+    dim, mixture = model.hidden_size, model.experts if is_sparse else None
     return Qwen35Layer(
         mixer_norm=norm_spec(f"{prefix}.input_layernorm", dim),
         mixer=_attention_specs(model, f"{prefix}.self_attn")
         if kind == ATTENTION
         else _delta_specs(model, f"{prefix}.linear_attn"),
         mlp_norm=norm_spec(f"{prefix}.post_attention_layernorm", dim),
-        mlp=_moe_specs(model, f"{prefix}.mlp", names)
-        if is_sparse
-        else mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size),
+        mlp=mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size)
+        if mixture is None
+        else moe_specs(mixture, dim, f"{prefix}.mlp", names),
     )
 
 
@@ -286,34 +284,6 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
         decay_bias=exact("dt_bias"),
         norm=stored([f"{prefix}.norm.weight"], (heads.value_dim,)),
         out=projection([f"{prefix}.out_proj.weight"], inner, [dim], axes=("heads", None)),
-    )
-
-
-def _moe_specs(model: Qwen35, prefix: str, names: Collection[str]) -> MoE:
-    assert model.experts is not None
-    dim, (num_experts, _, inner, shared, _) = model.hidden_size, model.experts
-    fused = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
-    single = [f"{prefix}.experts.{i}" for i in range(num_experts)]
-    found_fused = [name for name in fused if name in names]
-    found_single = [n for n in names if n.startswith(f"{prefix}.experts.") and n not in fused]
-    if found_fused and found_single:
-        raise CheckpointError(
-            f"the weights hold both {found_fused[0]} (all experts in one) and {min(found_single)} "
-            "(one expert); keep one of the two layouts"
-        )
-    if found_fused:
-        gate_up = fused_experts(fused[0], num_experts, dim, 2 * inner)
-        down = fused_experts(fused[1], num_experts, inner, dim)
-    else:
-        pairs = [(f"{one}.gate_proj.weight", f"{one}.up_proj.weight") for one in single]
-        gate_up = experts(pairs, dim, [inner, inner])
-        down = experts([(f"{one}.down_proj.weight",) for one in single], inner, [dim])
-    return MoE(
-        router=projection([f"{prefix}.gate.weight"], dim, [num_experts]),
-        gate_up=gate_up,
-        down=down,
-        shared=mlp_specs(f"{prefix}.shared_expert", dim, shared),
-        shared_gate=projection([f"{prefix}.shared_expert_gate.weight"], dim, [1]),
     )
 
 

@@ -1,5 +1,6 @@
 """A mixture of experts with a shared expert beside it."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -7,8 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import grouped_matmul
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.spec import experts, fused_experts, projection
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mlp import MLP, mlp, swiglu
+from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs, swiglu
 
 
 class Experts(NamedTuple):
@@ -58,3 +61,35 @@ def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
     outputs = outputs.reshape(num_rows, num_chosen, -1)
     mixed = jnp.einsum("nc,ncd->nd", weights.astype(x.dtype), outputs)
     return mixed + jax.nn.sigmoid(linear(x, params.shared_gate)) * mlp(params.shared, x)
+
+
+def moe_specs(mixture: Experts, dim: int, prefix: str, names: Collection[str]) -> MoE:
+    """The weights as `TensorSpec`s; a file with `names` has all experts in one tensor, or each.
+
+    Raises:
+        CheckpointError: it has both.
+    """
+    num_experts, _, inner, shared, _ = mixture
+    fused = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
+    single = [f"{prefix}.experts.{i}" for i in range(num_experts)]
+    found_fused = [name for name in fused if name in names]
+    found_single = [n for n in names if n.startswith(f"{prefix}.experts.") and n not in fused]
+    if found_fused and found_single:
+        raise CheckpointError(
+            f"the weights hold both {found_fused[0]} (all experts in one) and {min(found_single)} "
+            "(one expert); keep one of the two layouts"
+        )
+    if found_fused:
+        gate_up = fused_experts(fused[0], num_experts, dim, 2 * inner)
+        down = fused_experts(fused[1], num_experts, inner, dim)
+    else:
+        pairs = [(f"{one}.gate_proj.weight", f"{one}.up_proj.weight") for one in single]
+        gate_up = experts(pairs, dim, [inner, inner])
+        down = experts([(f"{one}.down_proj.weight",) for one in single], inner, [dim])
+    return MoE(
+        router=projection([f"{prefix}.gate.weight"], dim, [num_experts]),
+        gate_up=gate_up,
+        down=down,
+        shared=mlp_specs(f"{prefix}.shared_expert", dim, shared),
+        shared_gate=projection([f"{prefix}.shared_expert_gate.weight"], dim, [1]),
+    )
