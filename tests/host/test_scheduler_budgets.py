@@ -1,0 +1,288 @@
+"""Budgets of a step, and configurations that cannot be scheduled.
+
+Where vLLM's tests have numbers (budgets of 20 and of 50), they are the same.
+"""
+
+import pytest
+from support.scheduling import (
+    add,
+    chunks,
+    decoding,
+    give,
+    make_config,
+    make_scheduler,
+    rounds,
+    run_to_the_end,
+)
+
+# --- budgets --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "scheduled, batched, draft_slots, counts",
+    [
+        (20, 20, 0, [10, 10]),
+        (20, 20, 3, [10, 4]),  # 10 + 3, then 4 + 3 of the 7 that are left; as in vLLM
+        (18, 18, 3, [10, 2]),
+        (17, 17, 3, [10, 1]),
+        (16, 16, 3, [10]),  # 3 are left, all of them draft slots
+        (13, 13, 3, [10]),
+        (12, 20, 0, [10, 2]),
+        (12, 20, 3, [10, 2]),
+        (15, 20, 3, [10, 4]),
+        (10, 20, 3, [10]),
+    ],
+)
+def test_two_budgets_cut_chunks(scheduled, batched, draft_slots, counts):
+    config = make_config(
+        max_num_batched_tokens=batched, max_num_scheduled_tokens=scheduled, shapes=((2, 16),)
+    )
+    scheduler = make_scheduler(config, draft_slots=draft_slots)
+    for i in range(2):
+        add(scheduler, i, 10)
+    step = scheduler.schedule()
+    assert [count for _, _, count in chunks(step)] == counts
+    assert step.num_tokens == sum(counts)
+    assert scheduler.num_running == len(counts)
+
+
+@pytest.mark.parametrize(
+    "batched, num_admitted", [(4, 1), (7, 1), (8, 2), (11, 2), (12, 3), (15, 3), (16, 4)]
+)
+def test_nobody_is_planned_when_only_draft_slots_are_left(batched, num_admitted):
+    """A token with 3 draft slots costs 4."""
+    config = make_config(max_num_batched_tokens=batched, shapes=((4, 8),))
+    scheduler = make_scheduler(config, draft_slots=3)
+    for i in range(4):
+        add(scheduler, i, 1)
+    assert len(chunks(scheduler.schedule())) == num_admitted
+
+
+def test_a_long_prompt_is_cut_and_its_last_chunk_has_no_drafts():
+    """vLLM: budget 50, prompt 80, K 3 give 50, 30 and not 33, then a round of 4."""
+    scheduler = make_scheduler(make_config(max_model_len=96, max_num_batched_tokens=50), 3)
+    add(scheduler, 0, 80)
+    first, second, third = (scheduler.schedule() for _ in range(3))
+    assert (chunks(first), rounds(first), first.num_tokens) == ([(0, 0, 50)], [], 50)
+    assert (chunks(second), rounds(second), second.num_tokens) == ([(0, 50, 30)], [], 30)
+    assert (chunks(third), rounds(third), third.num_tokens) == ([], [0], 4)
+    (start,), (rest,) = first.prefill.chunks, second.prefill.chunks
+    assert (start.is_first, start.is_last, start.samples) == (True, False, False)
+    assert (rest.is_first, rest.is_last, rest.samples) == (False, True, True)
+
+
+@pytest.mark.parametrize("draft_slots", [0, 3])
+@pytest.mark.parametrize("scheduled, batched", [(4, 7), (7, 7), (15, 20), (20, 20), (33, 64)])
+def test_no_step_exceeds_either_budget(scheduled, batched, draft_slots):
+    config = make_config(
+        max_num_batched_tokens=batched,
+        max_num_scheduled_tokens=scheduled,
+        shapes=((2, 8), (4, 4), (1, 32)),
+        num_pages=14,
+    )
+    scheduler = make_scheduler(config, 3, draft_slots=draft_slots)
+    for i in range(7):
+        add(scheduler, i, 3 + 7 * i, 1 + 2 * i)
+    used = []
+    for step in run_to_the_end(scheduler, num_tokens=2):
+        k = step.decode.k if step.decode else 0
+        num_tokens = sum(n for _, _, n in chunks(step)) + (k + 1) * len(rounds(step))
+        num_sequences = len(chunks(step)) + len(rounds(step))
+        assert step.num_tokens == num_tokens <= scheduled
+        assert num_tokens + draft_slots * num_sequences <= batched
+        used.append(num_tokens + draft_slots * num_sequences)
+    assert max(used) > min(batched, scheduled) - 4, "a budget was reached"
+
+
+@pytest.mark.parametrize("budget, num_rows", [(7, 1), (8, 2), (10, 2), (11, 2), (12, 3)])
+def test_a_round_is_run_whole_or_not_at_all(budget, num_rows):
+    """Of 10 tokens two rounds of 4 take 8; vLLM would run the third with one draft.
+
+    So what is drafted depends on nobody else.
+    """
+    scheduler, _ = decoding(3, make_config(max_num_batched_tokens=budget, shapes=((4, 8),)), 3)
+    step = scheduler.schedule()
+    assert len(rounds(step)) == num_rows and step.num_tokens == 4 * num_rows
+    assert (step.decode.k, step.decode.num_drafts) == (3, 3)
+
+
+@pytest.mark.parametrize("draft_slots, num_rows", [(0, 3), (1, 2), (2, 2), (3, 1)])
+def test_rounds_pay_for_their_draft_slots(draft_slots, num_rows):
+    """K 3 and a budget of 12: 3 of 4, 2 of 5, 2 of 6, 1 of 7."""
+    config = make_config(max_num_batched_tokens=12, shapes=((4, 8),))
+    scheduler = make_scheduler(config, 3, draft_slots=draft_slots)
+    for i in range(3):
+        add(scheduler, i, 1)
+    assert len(chunks(scheduler.schedule())) == 3  # at most 4 each
+    assert len(rounds(scheduler.schedule())) == num_rows
+
+
+@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
+def test_a_budget_too_small_for_all_goes_round(is_async):
+    config = make_config(max_num_batched_tokens=8, shapes=((4, 8),))
+    scheduler, _ = decoding(4, config, 3)
+    turns = []
+    for _ in range(4):
+        step = scheduler.schedule()
+        turns.append(rounds(step))
+        if not is_async:
+            give(scheduler, step)
+    assert turns == [[0, 1], [2, 3], [0, 1], [2, 3]]
+
+
+def test_a_budget_for_two_of_three_goes_round_behind_the_first():
+    """Who was left out comes first, then who came first."""
+    config = make_config(max_num_batched_tokens=8, shapes=((4, 8),))
+    scheduler, _ = decoding(3, config, 3)
+    turns = [rounds(scheduler.schedule()) for _ in range(6)]
+    assert turns == [[0, 1], [2, 0], [1, 0], [2, 0], [1, 0], [2, 0]]
+
+
+def test_a_long_prompt_and_decoders_share_a_step():
+    """Of 32 tokens two rounds of 4 leave 24 for the chunk."""
+    config = make_config(max_model_len=128, max_num_batched_tokens=32, shapes=((2, 32),))
+    scheduler, _ = decoding(2, config, 3)
+    add(scheduler, 2, 100)
+    steps = [scheduler.schedule() for _ in range(6)]
+    assert [chunks(step) for step in steps] == [
+        *([(2, start, 24)] for start in (0, 24, 48, 72)),
+        [(2, 96, 4)],
+        [],
+    ]
+    assert [rounds(step) for step in steps] == [[0, 1]] * 5 + [[0, 1, 2]]
+    assert [step.num_tokens for step in steps] == [32, 32, 32, 32, 12, 12]
+
+
+def test_chunks_get_their_turn_when_rounds_take_the_whole_budget():
+    config = make_config(max_num_batched_tokens=8, shapes=((4, 8),))
+    scheduler = make_scheduler(config, 3)
+    for i, length in enumerate([2, 2, 10]):
+        add(scheduler, i, length)
+    turns = []
+    for _ in range(6):
+        step = scheduler.schedule()
+        turns.append((chunks(step), rounds(step)))
+    assert turns == [
+        ([(0, 0, 2), (1, 0, 2), (2, 0, 4)], []),
+        ([], [0, 1]),
+        ([(2, 4, 6)], []),  # 2 are left, too few for a round
+        ([], [0, 1]),
+        ([], [2, 0]),
+        ([], [1, 0]),
+    ]
+
+
+def test_a_step_launches_its_chunks_before_its_rounds():
+    scheduler, _ = decoding(1, make_config())
+    add(scheduler, 1, 5)
+    step = scheduler.schedule()
+    assert step.parts == (step.prefill, step.decode)
+    assert chunks(step) == [(1, 0, 5)] and rounds(step) == [0]
+
+
+def test_a_prompt_decodes_in_the_step_after_its_last_chunk():
+    scheduler = make_scheduler(make_config(), 2)
+    add(scheduler, 0, 20)
+    assert rounds(scheduler.schedule()) == [] and rounds(scheduler.schedule()) == [0]
+
+
+# --- errors of the configuration ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "sizes, max_drafts, draft_slots, parts",
+    [
+        ((3, 3), 3, 0, ["max_num_scheduled_tokens=3", "3 drafts", "(4 tokens)", "by 1,"]),
+        ((2, 64), 7, 0, ["max_num_scheduled_tokens=2", "7 drafts", "(8 tokens)", "by 6,"]),
+        ((6, 6), 3, 3, ["max_num_batched_tokens=6", "3 draft slots", "(7 tokens)", "by 1,"]),
+        ((4, 5), 3, 3, ["max_num_batched_tokens=5", "3 draft slots", "(7 tokens)", "by 2,"]),
+        ((1, 3), 0, 3, ["max_num_batched_tokens=3", "a chunk", "(4 tokens)", "by 1"]),
+    ],
+)
+def test_budgets_that_hold_no_round_are_refused(sizes, max_drafts, draft_slots, parts):
+    scheduled, batched = sizes
+    config = make_config(max_num_scheduled_tokens=scheduled, max_num_batched_tokens=batched)
+    with pytest.raises(ValueError) as error:
+        config.check_budgets(max_drafts, draft_slots)
+    for part in [*parts, "nothing could be scheduled", "raise " + parts[0].partition("=")[0]]:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("scheduled, batched, draft_slots", [(4, 4, 0), (4, 7, 3), (64, 64, 3)])
+def test_budgets_that_just_hold_a_round_are_enough(scheduled, batched, draft_slots):
+    config = make_config(max_num_scheduled_tokens=scheduled, max_num_batched_tokens=batched)
+    config.check_budgets(3, draft_slots)
+    scheduler = make_scheduler(config, 3, draft_slots=draft_slots)
+    for i in range(3):
+        add(scheduler, i, 20, 5)
+    run_to_the_end(scheduler)
+
+
+def test_an_exact_chunk_needs_its_whole_width():
+    config = make_config(exact=True, max_num_batched_tokens=34)
+    config.check_budgets(3, 2)
+    with pytest.raises(ValueError, match=r"max_num_batched_tokens=34 cannot hold a chunk .* by 1"):
+        config.check_budgets(3, 3)
+
+
+@pytest.mark.parametrize(
+    "changes, parts",
+    [
+        (
+            {"max_num_scheduled_tokens": 30, "max_num_batched_tokens": 20},
+            ["max_num_scheduled_tokens=30", "max_num_batched_tokens=20", "by 10"],
+        ),
+        (
+            {"decode_batches": (1, 2)},
+            ["decode_batches=(1, 2)", "max_num_seqs=4", "add 4", "lower max_num_seqs to 2"],
+        ),
+        ({"decode_batches": ()}, ["decode_batches=()", "(1, 4, 16)"]),
+        ({"decode_batches": 4}, ["decode_batches=4", "(1, 4, 16)"]),
+        ({"decode_batches": (4, 0)}, ["decode_batches[1]=0", "at least 1"]),
+        (
+            {"prefill_shapes": ((1, 16), (2, 8)), "max_num_batched_tokens": 60},
+            ["hold 16 tokens of the 60", "add (4, 16)", "lower max_num_batched_tokens to 16"],
+        ),
+        ({"prefill_shapes": ((16,),)}, ["prefill_shapes=((16,),)", "(batch, width)"]),
+        ({"prefill_shapes": ((1, 0),)}, ["prefill_shapes[0][1]=0", "at least 1"]),
+        ({"exact": True, "decode_batches": (4,)}, ["decode_batches=(4,)", "exact=True"]),
+        (
+            {"num_pages": 7},
+            ["num_pages=7", "max_model_len=64", "8 pages of 8 tokens", "raise num_pages"],
+        ),
+        ({"scheduling_policy": "lifo"}, ["scheduling_policy='lifo'", "fcfs, priority"]),
+        ({"num_snapshots": -1}, ["num_snapshots=-1", "at least 0"]),
+        ({"num_snapshots": 0.5}, ["num_snapshots=0.5", "an integer"]),
+        ({"num_snapshots": True}, ["num_snapshots=True", "an integer"]),
+    ],
+)
+def test_sizes_that_do_not_go_together_are_refused(changes, parts):
+    with pytest.raises(ValueError) as error:
+        make_config(**changes)
+    for part in parts:
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "4", True])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_model_len",
+        "max_num_seqs",
+        "max_num_batched_tokens",
+        "max_num_scheduled_tokens",
+        "page_size",
+        "num_pages",
+    ],
+)
+def test_sizes_are_positive_integers(name, value):
+    with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer of at least 1"):
+        make_config(**{name: value})
+
+
+def test_what_is_left_out_follows_from_the_rest():
+    config = make_config(max_num_seqs=9)
+    assert (config.max_num_scheduled_tokens, config.num_snapshots) == (64, 2)
+    assert make_config(max_num_seqs=3).num_snapshots == 1
+    assert make_config(num_snapshots=0).num_snapshots == 0
+    assert make_config(max_num_scheduled_tokens=5).max_num_scheduled_tokens == 5

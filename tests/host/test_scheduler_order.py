@@ -1,0 +1,357 @@
+"""Which requests a step takes, in which shape, and with which pages."""
+
+from types import SimpleNamespace
+
+import pytest
+from support.scheduling import (
+    STOP,
+    FewerWhenFull,
+    add,
+    admissions,
+    chunks,
+    commit,
+    decoding,
+    give,
+    make_config,
+    make_scheduler,
+    rounds,
+    run_to_the_end,
+)
+
+from specjax.host.speculation.policy import StaticPolicy
+
+# --- order ----------------------------------------------------------------------------------------
+
+
+def test_first_come_first_served():
+    scheduler = make_scheduler(make_config(max_num_seqs=2), 2)
+    for i, length in enumerate([40, 3, 5]):
+        add(scheduler, i, length, 4)
+    first = scheduler.schedule()
+    assert chunks(first) == [(0, 0, 40)], "the shape that it needs has one row"
+    assert (first.prefill.batch, first.prefill.width) == (1, 64)
+    assert scheduler.num_running == 1, "nobody comes in without a chunk"
+    second = scheduler.schedule()
+    assert chunks(second) == [(1, 0, 3)] and rounds(second) == [0]
+    assert (scheduler.num_running, scheduler.num_waiting) == (2, 1)
+    third = scheduler.schedule()
+    assert chunks(third) == [] and rounds(third) == [0, 1]  # no slot for the third
+    commit(scheduler, first.prefill, [STOP])
+    assert chunks(scheduler.schedule()) == [(2, 0, 5)]
+
+
+def test_the_least_priority_value_goes_first_and_equals_in_order_of_arrival():
+    scheduler = make_scheduler(make_config(max_num_seqs=1, scheduling_policy="priority"))
+    for i, priority in enumerate([1, 0, 1, -2, 0]):
+        add(scheduler, i, 3, 2, priority=priority)
+    order = [i for i, _ in admissions(run_to_the_end(scheduler))]
+    assert order == [3, 1, 4, 0, 2]
+
+
+def test_nobody_is_sent_away_for_a_more_urgent_request():
+    scheduler = make_scheduler(make_config(max_num_seqs=1, scheduling_policy="priority"))
+    add(scheduler, 0, 3, 3, priority=5)
+    steps = [scheduler.schedule()]
+    add(scheduler, 1, 3, 3, priority=0)
+    give(scheduler, steps[0])
+    steps += run_to_the_end(scheduler)
+    assert admissions(steps) == [(0, 0), (1, 0)] and scheduler.num_preemptions == 0
+
+
+def test_the_more_urgent_takes_every_turn():
+    config = make_config(
+        max_num_batched_tokens=4, shapes=((2, 4),), scheduling_policy="priority", max_num_seqs=2
+    )
+    scheduler = make_scheduler(config, 3)
+    add(scheduler, 0, 2, 9, priority=1)
+    (urgent,) = add(scheduler, 1, 2, 3, priority=0)
+    steps = run_to_the_end(scheduler, is_async=False)
+    assert [rounds(step) for step in steps[1:]] == [[1], [1]] + [[0]] * 8
+    assert chunks(steps[0]) == [(1, 0, 2), (0, 0, 2)]
+    assert urgent.finish_reason == "length"
+
+
+def test_a_request_waits_for_its_pages_and_is_not_overtaken():
+    """50 tokens take 7 pages of 10: there is room for the third request, but not for the second."""
+    scheduler = make_scheduler(make_config(num_pages=10))
+    for i, length in enumerate([50, 50, 2]):
+        add(scheduler, i, length)
+    step = scheduler.schedule()
+    assert chunks(step) == [(0, 0, 50)] and scheduler.pages.num_free == 3
+    later = scheduler.schedule()
+    assert chunks(later) == [] and scheduler.num_running == 1
+    (first,) = commit(scheduler, step.prefill, [STOP])[1]
+    assert first.output == [STOP]
+    assert chunks(scheduler.schedule()) == [(1, 0, 50)]
+
+
+def test_a_long_prompt_is_not_starved_by_short_ones():
+    """New short requests keep coming, and it still starts when the first four have finished."""
+    config = make_config(num_pages=9)
+    scheduler = make_scheduler(config)
+    for i in range(2):
+        add(scheduler, i, 2, 4)
+    add(scheduler, 2, 60, 2)
+    first_chunk = None
+    for i in range(3, 20):
+        add(scheduler, i, 2, 4)
+        step = scheduler.schedule()
+        if step and any(chunk[0] == 2 for chunk in chunks(step)):
+            first_chunk = first_chunk or i
+        assert first_chunk or not any(chunk[0] > 2 for chunk in chunks(step))
+        if step:
+            give(scheduler, step)
+    assert first_chunk == 7, "prompts of 0 and 1 in step 3, their three rounds in steps 4 to 6"
+
+
+def test_a_newcomer_leaves_a_page_for_each_that_runs():
+    """Lest they preempt it at once: 8 tokens are one page, and one more for who is there."""
+    for num_pages, num_admitted in [(8, 4), (7, 4), (6, 3), (5, 3), (4, 2), (3, 2), (2, 1)]:
+        config = make_config(max_model_len=16, num_pages=num_pages, shapes=((4, 8),))
+        scheduler = make_scheduler(config)
+        for i in range(4):
+            add(scheduler, i, 8)
+        assert len(chunks(scheduler.schedule())) == num_admitted, num_pages
+
+
+def test_no_step_is_launched_that_could_give_nothing():
+    """With two tokens to come and a step in flight, the next step is the last one worth it."""
+    scheduler = make_scheduler(make_config(), 3)
+    add(scheduler, 0, 3, 2)
+    assert chunks(scheduler.schedule()) == [(0, 0, 3)]  # gives one
+    assert rounds(scheduler.schedule()) == [0]  # gives at least one
+    assert scheduler.schedule() is None
+    assert scheduler.has_work
+
+
+def test_an_output_of_one_token_needs_no_round():
+    scheduler = make_scheduler(make_config(), 3)
+    add(scheduler, 0, 3, 1)
+    step = scheduler.schedule()
+    assert scheduler.schedule() is None
+    num_kept, (sequence,) = commit(scheduler, step.prefill, [9])
+    assert num_kept == [1] and sequence.output == [9] and not scheduler.has_work
+
+
+def test_an_id_is_taken_until_its_request_has_finished():
+    scheduler = make_scheduler(make_config())
+    add(scheduler, 0, 3, 1)
+    with pytest.raises(ValueError, match="request_id=0 belongs to a request that has not finished"):
+        add(scheduler, 0, 5)
+    assert scheduler.num_waiting == 1
+    step = scheduler.schedule()
+    with pytest.raises(ValueError, match="request_id=0"):
+        add(scheduler, 0, 5)
+    give(scheduler, step)
+    add(scheduler, 0, 5)
+    assert chunks(scheduler.schedule()) == [(0, 0, 5)]
+
+
+# --- shapes ---------------------------------------------------------------------------------------
+
+
+def test_chunks_take_the_shape_in_which_they_get_furthest():
+    """Of several the narrowest. Shapes come in any order; not every width has a batch of 1."""
+    shapes = ((1, 64), (4, 8), (2, 32), (1, 8), (2, 8), (3, 16))
+    cases = [
+        ([8], (1, 8), [8]),
+        ([5, 8], (2, 8), [5, 8]),
+        ([3, 3, 3], (4, 8), [3, 3, 3]),
+        ([3, 40, 3, 3], (2, 32), [3, 32]),  # 35 tokens; 17, 22 and 3 in the others
+        ([9], (3, 16), [9]),
+        ([9, 2, 2, 2], (4, 8), [8, 2, 2, 2]),
+        ([17, 50, 2], (2, 32), [17, 32]),
+        ([33, 2, 2], (2, 32), [32, 2]),
+        ([70, 2], (1, 64), [64]),
+    ]
+    for lengths, shape, counts in cases:
+        config = make_config(
+            max_model_len=80, num_pages=40, max_num_batched_tokens=256, shapes=shapes
+        )
+        scheduler = make_scheduler(config)
+        for i, length in enumerate(lengths):
+            add(scheduler, i, length, 4)
+        plan = scheduler.schedule().prefill
+        assert (plan.batch, plan.width) == shape, lengths
+        assert [chunk.count for chunk in plan.chunks] == counts
+
+
+def test_a_prompt_that_takes_every_page_has_its_shape():
+    scheduler = make_scheduler(make_config(num_pages=8, shapes=((1, 8), (1, 64))))
+    add(scheduler, 0, 64, 0)
+    assert chunks(scheduler.schedule()) == [(0, 0, 64)]
+
+
+def test_the_rest_of_a_prompt_goes_into_the_shape_that_holds_it():
+    scheduler = make_scheduler(make_config(shapes=((1, 8), (1, 16))))
+    add(scheduler, 0, 21)
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert (first.prefill.width, second.prefill.width) == (16, 8)
+    assert chunks(first) + chunks(second) == [(0, 0, 16), (0, 16, 5)]
+
+
+def test_rounds_take_the_least_batch_that_holds_them():
+    for num_requests, batch in [(1, 1), (2, 2), (3, 4), (5, 8), (6, 8)]:
+        config = make_config(max_num_seqs=8, shapes=((8, 2),))
+        scheduler, _ = decoding(num_requests, config, 1)
+        assert scheduler.schedule().decode.batch == batch
+
+
+def test_k_is_chosen_by_who_decodes():
+    """Not by who is being prefilled, nor by who only waits for its last token."""
+    scheduler = make_scheduler(make_config(max_num_seqs=6, shapes=((6, 4),)), FewerWhenFull())
+    for i in range(5):
+        add(scheduler, i, 2, 2 if i else 8)
+    add(scheduler, 5, 40)
+    first = scheduler.schedule()
+    assert len(chunks(first)) == 6
+    second = scheduler.schedule()
+    assert len(rounds(second)) == 5 and len(chunks(second)) == 1
+    assert (second.decode.k, second.decode.num_drafts) == (1, 1)  # 3 - 5 // 2
+    third = scheduler.schedule()  # for the others two steps in flight are enough
+    assert rounds(third) == [0] and (third.decode.k, third.decode.num_drafts) == (3, 3)
+
+
+def test_k_is_asked_for_once_a_step_whether_or_not_somebody_decodes():
+    """Replicas in lock step have to ask together, those too that have nothing to decode."""
+    asked = []
+
+    def choose(load):
+        asked.append(load)
+        return 1
+
+    policy = SimpleNamespace(choices=(1,), choose=choose)
+    scheduler = make_scheduler(make_config(), policy)
+    scheduler.schedule()
+    add(scheduler, 0, 3)
+    assert scheduler.schedule().decode is None
+    scheduler.schedule()
+    assert [load.num_sequences for load in asked] == [0, 0, 1]
+
+
+def test_exact_steps_all_have_one_shape():
+    config = make_config(exact=True)
+    scheduler = make_scheduler(config, FewerWhenFull())
+    (batch,), (prefill_shape,) = config.decode_batches, config.prefill_shapes
+    assert batch >= 4 and scheduler.shapes.decode == ((batch, 3),) and prefill_shape == (1, 32)
+    for i, length in enumerate([64 - 8, 1, 30]):
+        add(scheduler, i, length, 8)
+    steps = run_to_the_end(scheduler, is_async=False)
+    for plan in (step.prefill for step in steps if step.prefill):
+        assert (plan.batch, plan.width, len(plan.chunks)) == (*prefill_shape, 1)
+    plans = [step.decode for step in steps if step.decode]
+    assert all((plan.batch, plan.k) == (batch, 3) for plan in plans)
+    assert {(len(p.sequences), p.num_drafts) for p in plans} == {(1, 3), (2, 2), (3, 2)}
+    starts = {0: [(0, 32), (32, 24)], 1: [(0, 1)], 2: [(0, 30)]}
+    for i, expected in starts.items():
+        assert [c[1:] for step in steps for c in chunks(step) if c[0] == i] == expected
+
+
+def test_an_exact_chunk_is_not_cut_to_the_budget():
+    """Rounds of 4 leave 28 of 32, too few for a chunk of 32: it waits until its turn comes."""
+    config = make_config(exact=True, max_num_batched_tokens=32)
+    scheduler = make_scheduler(config, 3)
+    add(scheduler, 0, 2, 20)
+    scheduler.schedule()
+    add(scheduler, 1, 40, 4)
+    assert rounds(scheduler.schedule()) == [0] and scheduler.num_running == 1
+    scheduler = make_scheduler(make_config(exact=True, max_num_batched_tokens=36), 3)
+    add(scheduler, 0, 2, 20)
+    scheduler.schedule()
+    add(scheduler, 1, 40, 4)
+    step = scheduler.schedule()
+    assert rounds(step) == [0] and chunks(step) == [(1, 0, 32)]
+    assert chunks(scheduler.schedule()) == [(1, 32, 8)]
+
+
+def test_without_drafts_an_exact_round_still_has_room_for_them():
+    scheduler = make_scheduler(make_config(exact=True), FewerWhenFull())
+    scheduler.policy = StaticPolicy(0)
+    add(scheduler, 0, 3)
+    scheduler.schedule()
+    step = scheduler.schedule()
+    assert (step.decode.k, step.decode.num_drafts, step.num_tokens) == (3, 0, 4)
+
+
+# --- pages ----------------------------------------------------------------------------------------
+
+
+def test_pages_are_reserved_for_the_most_that_rounds_in_flight_may_write():
+    """10 tokens of the prompt; with the first of the output each round of K 3 adds at most 4."""
+    scheduler = make_scheduler(make_config(), 3)
+    (sequence,) = add(scheduler, 0, 10, 40)
+    steps, num_pages = [], []
+    for _ in range(5):
+        steps.append(scheduler.schedule())
+        num_pages.append(len(sequence.pages))
+    assert num_pages == [2, 2, 3, 3, 4]  # 10, 14, 18, 22, 26
+    assert sequence.max_computed == 26 and sequence.num_in_flight == 5
+
+
+def test_pages_are_trimmed_when_fewer_tokens_come():
+    """Of 11, 12, 16, 17 and 18 tokens the last is not run; 16, 12, 8, 4 and 0 may be written."""
+    scheduler = make_scheduler(make_config(), 3)
+    (sequence,) = add(scheduler, 0, 10, 40)
+    steps = [scheduler.schedule() for _ in range(5)]
+    num_pages = []
+    for step, num_tokens in zip(steps, [1, 1, 4, 1, 1], strict=True):
+        give(scheduler, step, num_tokens)
+        num_pages.append((sequence.max_computed, len(sequence.pages)))
+        assert scheduler.pages.num_free == 32 - len(sequence.pages)
+    assert num_pages == [(26, 4), (23, 3), (23, 3), (20, 3), (17, 3)]
+    assert sequence.num_in_flight == sequence.max_tokens_in_flight == 0
+
+
+def test_a_prompt_keeps_its_pages_while_it_is_being_run():
+    """17 tokens are 3 pages, whichever chunks have been committed."""
+    scheduler = make_scheduler(make_config(max_num_batched_tokens=8))
+    (sequence,) = add(scheduler, 0, 17)
+    for _ in range(3):
+        give(scheduler, scheduler.schedule())
+        assert len(sequence.pages) == 3
+    assert sequence.output == [9]
+
+
+@pytest.mark.parametrize("k, num_pages", [(4, 2), (5, 2), (6, 3)])
+def test_a_round_that_just_fits_takes_no_further_page(k, num_pages):
+    """10 + 5, 10 + 6, 10 + 7 tokens, in pages of 8."""
+    scheduler = make_scheduler(make_config(), k)
+    (sequence,) = add(scheduler, 0, 10, 40)
+    scheduler.schedule()
+    scheduler.schedule()
+    assert len(sequence.pages) == num_pages
+
+
+@pytest.mark.parametrize("max_tokens, num_pages", [(6, 2), (7, 2), (8, 3)])
+def test_the_last_token_of_a_request_needs_no_page(max_tokens, num_pages):
+    """10 + 7 tokens, of which 16 are run."""
+    scheduler = make_scheduler(make_config(), 3)
+    (sequence,) = add(scheduler, 0, 10, max_tokens)
+    steps = [scheduler.schedule() for _ in range(5)]
+    assert len(sequence.pages) == num_pages
+    for step in steps[:-1]:
+        give(scheduler, step)
+        assert len(sequence.pages) <= num_pages
+
+
+def test_rounds_in_flight_count_with_the_drafts_they_were_planned_with():
+    """K 3, then K 1: 4 + 2 beyond the 10 of the prompt."""
+    scheduler = make_scheduler(make_config(), 3)
+    (sequence,) = add(scheduler, 0, 10, 40)
+    prompt, wide = scheduler.schedule(), scheduler.schedule()
+    scheduler.policy = StaticPolicy(1)
+    narrow = scheduler.schedule()
+    most = [sequence.max_tokens_in_flight]
+    for step in prompt, wide, narrow:
+        give(scheduler, step)
+        most.append(sequence.max_tokens_in_flight)
+    assert most == [7, 6, 2, 0]
+
+
+def test_an_exact_request_owns_all_its_pages_from_the_start():
+    scheduler = make_scheduler(make_config(exact=True), 3)
+    (sequence,) = add(scheduler, 0, 10, 40)
+    steps = [scheduler.schedule() for _ in range(3)]
+    for step in steps:
+        assert len(sequence.pages) == 7  # 49 tokens
+        give(scheduler, step)

@@ -1,0 +1,185 @@
+"""Snapshots through the scheduler. Pages hold 8 tokens."""
+
+import pytest
+from support.prefixes import add, chunks, give, make_scheduler, run, spans
+
+
+def taken(found):
+    return [(c.start, c.count, c.restored, c.taken) for c in found]
+
+
+def test_a_prompt_is_cut_at_its_last_page_for_a_snapshot():
+    """And whoever comes next goes on from there."""
+    scheduler = make_scheduler(num_snapshots=3)
+    add(scheduler, 0, range(100, 120))
+    assert taken(run(scheduler)) == [(0, 16, None, 0), (16, 4, None, None)]
+    add(scheduler, 1, range(100, 120))
+    assert taken(run(scheduler)) == [(16, 4, 0, None)]
+    assert (scheduler.num_looked_up, scheduler.num_found) == (40, 16)
+
+
+@pytest.mark.parametrize("length", [1, 7, 8])
+def test_a_prompt_of_a_page_leaves_no_snapshot(length):
+    """Its last token is always run."""
+    scheduler = make_scheduler(num_snapshots=3)
+    add(scheduler, 0, range(100, 100 + length))
+    assert taken(run(scheduler)) == [(0, length, None, None)]
+
+
+def test_a_snapshot_is_taken_where_a_second_prompt_branches_off():
+    """The first 20 tokens are the same: 2 pages. The third one finds the branch."""
+    scheduler = make_scheduler(num_snapshots=4)
+    for i, expected in enumerate(
+        [
+            [(0, 32, None, 0), (32, 8, None, None)],
+            [(0, 16, None, 1), (16, 16, None, 2), (32, 8, None, None)],
+            [(16, 16, 1, 3), (32, 8, None, None)],
+        ]
+    ):
+        add(scheduler, i, [*range(100, 120), *range(1000 * i, 1000 * i + 20)])
+        assert taken(run(scheduler)) == expected
+
+
+def test_pages_without_a_snapshot_are_not_used():
+    scheduler = make_scheduler(num_snapshots=2)
+    add(scheduler, 0, range(100, 140))
+    run(scheduler)
+    add(scheduler, 1, range(100, 133))  # 4 pages, and the snapshot is there
+    assert run(scheduler)[0].start == 32
+    add(scheduler, 2, range(100, 132))  # 3 pages, and there is none
+    assert taken(run(scheduler)) == [(0, 24, None, 1), (24, 8, None, None)]
+
+
+def test_samples_go_on_from_the_snapshot_of_the_first():
+    scheduler = make_scheduler(num_snapshots=1)
+    add(scheduler, 0, range(100, 120), num_samples=3)
+    assert taken(run(scheduler)) == [
+        (0, 16, None, 0),
+        (16, 4, None, None),
+        (16, 4, 0, None),
+        (16, 4, 0, None),
+    ]
+
+
+def test_a_snapshot_may_be_restored_and_replaced_in_one_step():
+    """Within a step it is restored before others are taken, so its id may be used again."""
+    scheduler = make_scheduler(num_snapshots=1, max_model_len=32)
+    add(scheduler, 0, range(100, 120))
+    assert taken(run(scheduler))[0] == (0, 16, None, 0)
+    add(scheduler, 1, range(100, 120))
+    add(scheduler, 2, range(200, 220))
+    step = scheduler.schedule()
+    assert taken(step.prefill.chunks) == [(16, 4, 0, None), (0, 16, None, 0)]
+    assert scheduler.prefixes.snapshots.num_evictions == 1
+    give(scheduler, step)
+    run(scheduler)
+    for i, first, expected in [(3, 200, (16, 4, 0, None)), (4, 100, (0, 16, None, 0))]:
+        add(scheduler, i, range(first, first + 20))
+        assert taken(run(scheduler))[0] == expected
+
+
+def test_a_snapshot_is_not_restored_in_the_step_that_replaces_it():
+    """The other way round: whoever is admitted behind the one that takes it does not find it."""
+    scheduler = make_scheduler(num_snapshots=1, max_model_len=32)
+    add(scheduler, 0, range(100, 120))
+    run(scheduler)
+    add(scheduler, 1, range(200, 220))
+    add(scheduler, 2, range(100, 120))
+    step = scheduler.schedule()
+    assert taken(step.prefill.chunks) == [(0, 16, None, 0), (0, 16, None, None)]
+    give(scheduler, step)
+    run(scheduler)
+    add(scheduler, 3, range(200, 220))
+    assert taken(run(scheduler)) == [(16, 4, 0, None)]
+
+
+def test_a_snapshot_is_restored_with_the_first_chunk_however_late_it_comes():
+    """The prompt of 100 tokens needs a shape of one row."""
+    scheduler = make_scheduler(num_snapshots=2, max_num_batched_tokens=128)
+    add(scheduler, 0, range(100, 120))
+    run(scheduler)
+    add(scheduler, 1, range(200, 300))
+    add(scheduler, 2, range(100, 120))
+    first, second = scheduler.schedule(), scheduler.schedule()
+    assert taken(first.prefill.chunks) == [(0, 96, None, 1)]
+    assert taken(second.prefill.chunks) == [(96, 4, None, None), (16, 4, 0, None)]
+
+
+def test_two_of_a_kind_in_one_step_leave_one_snapshot():
+    scheduler = make_scheduler(num_snapshots=2, max_model_len=32)
+    for i in range(2):
+        add(scheduler, i, range(100, 120))
+    step = scheduler.schedule()
+    assert taken(step.prefill.chunks) == [(0, 16, None, 0), (0, 16, None, 1)]
+    assert len(scheduler.prefixes.snapshots) == 1
+    give(scheduler, step)
+    run(scheduler)
+    add(scheduler, 2, range(100, 120))
+    assert taken(run(scheduler)) == [(16, 4, 0, None)]
+
+
+def test_without_snapshots_nothing_is_found_or_taken():
+    scheduler = make_scheduler(num_snapshots=0)
+    for i in range(3):
+        add(scheduler, i, range(100, 120), num_samples=2)
+        found = run(scheduler)
+        assert {(c.restored, c.taken) for c in found} == {(None, None)}
+        assert [c.start for c in found if c.is_first] == [0, 0]
+    assert scheduler.num_found == 0
+
+
+def test_output_of_recurrent_models_is_not_found():
+    """There are no states where its pages end."""
+    scheduler = make_scheduler(num_snapshots=2)
+    sample = add(scheduler, 0, range(100, 120), 14)
+    run(scheduler)
+    add(scheduler, 1, [*sample.token_ids, *range(200, 210)])
+    assert run(scheduler)[0].start == 16
+
+
+def test_a_preempted_request_goes_on_from_its_snapshot():
+    scheduler = make_scheduler(num_snapshots=2)
+    sample = add(scheduler, 0, range(100, 120), 30)
+    for _ in range(4):
+        give(scheduler, scheduler.schedule())
+    assert sample.num_output == 3
+    scheduler._preempt(sample)  # nobody else is there to do it
+    (chunk,) = scheduler.schedule().prefill.chunks
+    assert (chunk.start, chunk.count, chunk.restored, chunk.is_resumed) == (16, 6, 0, True)
+
+
+def test_a_preempted_prompt_is_not_cut_where_another_took_the_snapshot_meanwhile():
+    scheduler = make_scheduler(
+        num_snapshots=2, max_num_scheduled_tokens=8, scheduling_policy="priority"
+    )
+    sample = add(scheduler, 0, range(100, 120))
+    step = scheduler.schedule()
+    assert chunks(step) == [(0, 0, 8)] and sample.cuts == [2]
+    give(scheduler, step)
+    scheduler._preempt(sample)
+    add(scheduler, 1, range(100, 120), priority=-1)
+    found = [(c.sequence.request.request_id, *span) for c in run(scheduler) for span in spans([c])]
+    assert found == [(1, 0, 8), (1, 8, 8), (1, 16, 4), (0, 16, 4)]
+
+
+@pytest.mark.parametrize(
+    "length, expected",
+    [
+        (65, [(0, 32, None, None), (32, 32, None, 0), (64, 1, None, None)]),
+        (72, [(0, 32, None, None), (32, 32, None, 0), (64, 8, None, None)]),
+        (80, [(0, 32, None, None), (32, 32, None, None), (64, 16, None, None)]),
+    ],
+)
+def test_exact_chunks_stay_on_their_grid(length, expected):
+    """A snapshot is taken after 64 tokens, where a chunk ends anyway, and not after 72."""
+    scheduler = make_scheduler(num_snapshots=2, exact=True)
+    add(scheduler, 0, range(100, 100 + length))
+    assert taken(run(scheduler)) == expected
+
+
+def test_exact_requests_restore_on_their_grid():
+    scheduler = make_scheduler(num_snapshots=4, exact=True)
+    add(scheduler, 0, range(100, 165))
+    run(scheduler)
+    add(scheduler, 1, range(100, 200))
+    assert taken(run(scheduler)) == [(64, 32, 0, 1), (96, 4, None, None)]
