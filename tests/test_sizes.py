@@ -31,7 +31,7 @@ EXCEPTIONS = {
     "pallas_kernels/truncation/triton.py:_kernel._": "the branch that holds most of its kernel",
     "tests/engine/test_precompile.py": ENGINES,
     "tests/host/test_grammar.py": "one brute-force reader of grammars serves all its tests",
-    "tests/support/simulated_device.py:SimulatedPrograms.__init__": "`Programs` and its own options",
+    "tests/support/simulated_device.py:SimulatedPrograms.__init__": "options beside `Programs`'",
     "tests/test_async_llm.py": ENGINES,
 }
 
