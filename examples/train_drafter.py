@@ -3,7 +3,7 @@
     pip install "specjax[train]" && python examples/train_drafter.py
 
 A useful drafter takes real questions and hundreds of steps; the cards in `checkpoints/` have the
-commands. This one imitates the target's answers to 64 made-up questions.
+commands. This one imitates the target's answers to 32 made-up questions.
 """
 
 import json
@@ -34,13 +34,13 @@ def acceptance_length(drafter: Path, prompts: list[str]) -> float:
 
 with tempfile.TemporaryDirectory() as place:
     asked, answers, drafter = (Path(place) / name for name in ("q.jsonl", "a.jsonl", "drafter"))
-    rows = [json.dumps({"question": question(), "answer": ""}) for _ in range(64)]
+    rows = [json.dumps({"question": question(), "answer": ""}) for _ in range(32)]
     asked.write_text("\n".join(rows))
-    command = f"train answers --target demo-llama --data {asked} --out {answers} --max-tokens 64"
+    command = f"train answers --target demo-llama --data {asked} --out {answers} --max-tokens 48"
     specjax(command.split())
     held_out = [f"Question: {question()}\nAnswer:" for _ in range(8)]
-    for steps in 1, 50:  # the second run resumes after the first
+    for steps in 1, 40:  # the second run resumes after the first
         command = f"train eagle1 --target demo-llama --data {answers} --out {drafter}"
-        specjax([*command.split(), *f"--steps {steps} --batch-size 8 --length 96".split()])
+        specjax([*command.split(), *f"--steps {steps} --batch-size 8 --length 80".split()])
         length = acceptance_length(drafter, held_out)
         print(f"after {steps:3} training steps: {length:.2f} tokens per step of decoding")

@@ -33,7 +33,7 @@ PRINTED = {
     "chat": "prompt tokens cached",
     "streaming": "tokens per request and step",
     "structured_output": "parsed  {'name': ",
-    "train_drafter": "after  50 training steps",
+    "train_drafter": "after  40 training steps",
 }
 
 

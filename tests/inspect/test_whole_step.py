@@ -51,15 +51,15 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module", params=GEMMS)
+@pytest.fixture(scope="class")
 def reports(request, compile_for_h200):
-    """Reports by case; all in one process."""
+    """Reports by case, of a class's way with matmuls; all in one process."""
     requests = [
         StepRequest(
             model=CONFIGS / case.model,
             batch=case.batch,
             k=case.k,
-            gemm=request.param,
+            gemm=request.cls.gemm,
             method=case.method,
             num_layers=case.num_layers,
         )
@@ -69,7 +69,9 @@ def reports(request, compile_for_h200):
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-class TestStep:
+class StepTests:
+    """What holds for every case; the classes below run side by side."""
+
     def test_it_is_one_command_buffer(self, reports, case):
         report = reports[case]
         assert report.is_one_command_buffer, report.top_level
@@ -96,3 +98,15 @@ class TestStep:
         """Those of ours, and XLA's."""
         for kernel in reports[case].resources:
             assert not kernel.spills and kernel.shared_bytes <= SHARED_MEMORY, kernel
+
+
+class TestTritonMatmuls(StepTests):
+    gemm = "triton"
+
+
+class TestCublasMatmuls(StepTests):
+    gemm = "cublas"
+
+
+def test_all_ways_with_matmuls_are_tested():
+    assert {TestTritonMatmuls.gemm, TestCublasMatmuls.gemm} == set(GEMMS)

@@ -41,7 +41,8 @@ def train_on(engine, pairs, steps):
     def step(state, rows):
         params, opt_state = state
         gradient = jax.grad(lambda p: next_token_loss(engine.target, p, rows))(params)
-        updates, opt_state = optimizer.update(gradient, opt_state, params)
+        with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+            updates, opt_state = optimizer.update(gradient, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     params = jax.tree.map(lambda x: jnp.array(x, copy=True), engine.params.target)
