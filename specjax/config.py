@@ -23,8 +23,8 @@ from specjax.checks import (
 
 DTYPES = ("float32", "bfloat16")
 METHODS = ("eagle", "eagle3", "mtp", "ngram")
-OWN_METHODS = ("mtp", "ngram")  # which need no checkpoint of their own
-WEIGHTLESS_METHODS = ("ngram",)  # and no weights at all
+OWN_METHODS = ("mtp", "ngram")  # that need no checkpoint of their own
+WEIGHTLESS_METHODS = ("ngram",)  # that have no weights
 # A drafter of which reports ask no more than what it takes.
 OWN_SHAPE = "a head of the model's own shape, without weights"
 AUX_ID_CONVENTIONS = ("entering", "output")
@@ -46,11 +46,11 @@ REMOVED_OPTIONS = {
 
 
 def refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse options that there are not.
+    """Refuse unknown options.
 
     Raises:
         ValueError: an option that was removed; what to use instead.
-        TypeError: any other; the nearest that there is.
+        TypeError: any other; names the nearest known option.
     """
     for name, value in given.items():
         if name in REMOVED_OPTIONS:
@@ -264,10 +264,10 @@ class EngineConfig:
     """Sizes and modes of an engine.
 
     Attributes:
-        max_model_len: most tokens a request may come to, prompt included.
+        max_model_len: maximum tokens of a request, prompt included.
         max_num_seqs: requests that run at the same time.
-        max_num_batched_tokens: most tokens of one step, with the rows that drafting adds to them.
-        max_num_scheduled_tokens: most tokens of one step, prompts' and rounds'; None for as many.
+        max_num_batched_tokens: maximum tokens of one step, with the rows that drafting adds.
+        max_num_scheduled_tokens: maximum tokens of one step without those rows; None for as many.
         decode_batches: batch sizes that rounds are compiled for; None for powers of two up to
             max_num_seqs. The largest must hold max_num_seqs.
         prefill_shapes: (batch, width) of the steps that chunks of prompts are compiled for; None
@@ -275,18 +275,18 @@ class EngineConfig:
             max_num_batched_tokens.
         page_size: tokens per page of the key-value pool.
         num_pages: pages of the pool.
-        enable_prefix_caching: keep pages of finished requests for others that begin alike.
-        num_snapshots: recurrent states kept for that; None for a quarter of max_num_seqs.
+        enable_prefix_caching: keep pages for later requests with the same beginning.
+        num_snapshots: recurrent states kept for it; None for a quarter of max_num_seqs.
         scheduling_policy: "fcfs", or "priority": the lowest priority value first.
         dtype: of weights and caches.
         kernels: implementation of the GPU operations.
         async_scheduling: plan and launch a step before reading the one before it.
-        compile_ahead: compile every shape before the first request, not behind those that run.
+        compile_ahead: compile every shape before the first request, not in the background.
         exact: run every step in one shape, so that results depend on nothing but the request.
-        max_logprobs: most likeliest tokens that a request may ask for.
+        max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the one drawn from,
             "both" that and, of the token itself, the model's.
-        seed: seed of the requests that bring none.
+        seed: seed of requests without one.
     """
 
     max_model_len: int

@@ -40,7 +40,7 @@ from specjax.text.tokenizer import ChatTokenizer
 class LLM:
     """A model ready to generate, with or without speculation.
 
-    Threads may share one: what they ask for at a time runs in the same steps.
+    Threads may share one: their requests run in the same steps.
 
     Args:
         model: a checkpoint in Hugging Face layout (folder or hub id), or a `Model` value.
@@ -48,13 +48,13 @@ class LLM:
         speculative_config: a `SpeculativeConfig` or its fields; None decodes plainly.
         dtype: of weights and caches, "float32", "float" (the same) or "bfloat16"; "auto" is the
             checkpoint's on a GPU, float32 on a CPU.
-        max_model_len: most tokens of a request, prompt included; None for the model's own limit,
+        max_model_len: maximum tokens of a request, prompt included; None for the model's own limit,
             on a CPU at most 8192.
         max_num_seqs: requests that run at the same time; None for 256 on a GPU, or
             as many as its memory holds recurrent states of, and 16 on a CPU.
-        max_num_batched_tokens: most tokens of one step, with the rows that drafting adds to them;
+        max_num_batched_tokens: maximum tokens of one step, with the rows that drafting adds;
             None for 8192 on a GPU, 512 on a CPU.
-        max_num_scheduled_tokens: most tokens of one step, prompts' and rounds'; None for as many.
+        max_num_scheduled_tokens: maximum tokens of one step without those rows; None for as many.
         decode_batches: batch sizes that rounds may be compiled for, as (1, 8, 64); None for powers
             of two up to max_num_seqs.
         prefill_shapes: (batch, width) of the steps that chunks of prompts may be compiled for;
@@ -63,17 +63,17 @@ class LLM:
             the device's memory holds.
         page_size: tokens per page.
         gpu_memory_utilization: part of the GPU's memory for weights and the pool.
-        enable_prefix_caching: keep the pages of prompts and outputs for requests that begin alike.
-            Recurrent models need a snapshot of their states, too, so less of a prefix is found.
-        num_snapshots: how many of those are kept; None for a quarter of max_num_seqs.
+        enable_prefix_caching: keep pages for later requests with the same beginning. Recurrent
+            models also need a snapshot of their states, so they find less of a prefix.
+        num_snapshots: how many snapshots are kept; None for a quarter of max_num_seqs.
         async_scheduling: plan and launch a step before reading the one before it.
         scheduling_policy: "fcfs", first come, first served, or "priority".
         compile_ahead: compile all shapes of steps, and all that requests need, before any of them
-            runs: figures and bits are then those of a warm engine. By default requests run in the
-            first shapes, padded, and what suits them better is compiled behind them.
+            runs: speed and bits are then those of a warm engine. By default requests run in the
+            first shapes, padded, and better ones are compiled in the background.
         exact: bitwise equal tokens and logprobs under any schedule: every step runs in one shape,
             of all `max_num_seqs` requests and at least 8 tokens for each, and waits for nothing.
-        max_logprobs: most likeliest tokens that a request may ask for.
+        max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the one that tokens are
             drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same. "both" is
             "processed" with the model's own beside it (`Logprob.raw_logprob`).
@@ -81,7 +81,7 @@ class LLM:
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder where compiled steps are kept between runs, unless JAX is already
             set to one; None keeps nothing.
-        seed: seed of requests that bring none.
+        seed: seed of requests without one.
         verbose: show bars on a terminal, and tell by the logger "specjax" of loading and, without a
             terminal, of generating; the lines go to stderr unless logging is configured.
 
@@ -94,7 +94,7 @@ class LLM:
         given, start = read_options(options), time.monotonic()
         serving = assemble(model, **given)
         self._verbose = verbose = given["verbose"]
-        self._lock = threading.RLock()  # of the engine: held for one step, not for a call
+        self._lock = threading.RLock()  # of the engine; held for one step, not for a call
         self._next_id = 0
         self._is_closed = False
         self.target, self.tokenizer = serving.target, serving.tokenizer
@@ -134,16 +134,16 @@ class LLM:
     ) -> list[RequestOutput]:
         """Continue each prompt; outputs come in the order of the prompts.
 
-        A request that fails by itself, as by a grammar that cannot go on, ends with finish_reason
-        "error", and the others go on.
+        A request that fails by itself, for example by its grammar, ends with finish_reason "error",
+        and the others go on.
 
         Args:
             prompts: a text, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or
                 a list of such.
             sampling_params: one for all prompts or one per prompt; None for
                 `get_default_sampling_params`.
-            use_tqdm: show how far the call has come, by a bar, or by lines of the log where there
-                is no terminal; or a class, by which a bar is made as by tqdm's.
+            use_tqdm: show progress, as a bar, or as lines of the log without a terminal; or a class
+                that is called as tqdm's.
             lora_request: None; there are no LoRA adapters.
             priority: with scheduling_policy="priority", the lowest goes first.
             tokenization_kwargs: {"truncate_prompt_tokens": n}, as in `SamplingParams`.
@@ -172,9 +172,9 @@ class LLM:
         *,
         priority: int | Sequence[int] | None = None,
     ) -> Iterator[RequestOutput]:
-        """Continue each prompt; an output comes whenever one has grown.
+        """Continue each prompt; yields an output whenever it has grown.
 
-        It holds what `SamplingParams.output_kind` says: by default all of it each time.
+        What it contains is `SamplingParams.output_kind`: by default the whole output each time.
 
         The last one of a request is `finished`. Requests start when the first output is asked for;
         leaving the iteration aborts those that have not finished. Other calls may come between.
@@ -303,7 +303,7 @@ class LLM:
         return self._default_params.clone()
 
     def reset_prefix_cache(self) -> bool:
-        """Forget the pages of earlier prompts; False, and nothing done, while requests run."""
+        """Drop cached prefixes; returns False, without doing so, while requests run."""
         with self._lock:
             self._check_open()
             if not self.engine.has_work:
@@ -311,10 +311,10 @@ class LLM:
             return not self.engine.has_work
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device's memory for others until `wake_up`.
+        """Free memory of the device until `wake_up`.
 
-        Level 1 frees caches and states, level 2 the weights as well, which wait in the host's
-        memory: unlike vLLM's, none of them loses weights.
+        Level 1 frees caches and states. Level 2 also moves the weights to the host's memory; unlike
+        in vLLM, no level loses weights.
 
         Raises:
             ValueError: another level.
@@ -330,13 +330,13 @@ class LLM:
             self._sleep.begin(level)
 
     def wake_up(self) -> None:
-        """Take back what `sleep` freed."""
+        """Take the memory again that `sleep` freed."""
         with self._lock:
             self._check_open()
             self._sleep.end()
 
     def is_sleeping(self) -> bool:
-        """Whether `sleep` freed memory that `wake_up` has not taken back."""
+        """Whether it sleeps, see `sleep`."""
         self._check_open()
         return self._sleep.level > 0
 

@@ -1,14 +1,14 @@
-"""Which tokens may come next in an output that must parse: llguidance behind three small classes.
+"""Which tokens may come next in an output that must parse: llguidance behind small classes.
 
 The engine sees token ids and bit masks; parsers, byte tries and JSON schemas stay in this file.
 llguidance is the optional extra `structured`, so it is imported when the first grammar is compiled.
 
-Three things are done here, not left to llguidance. Ends of sequence: its own end token is one that
-no model has, and the model's are put in its place, so that a model may have several, none, or one
-that reads as text. Rejected drafts: they are tried on a copy, since its `rollback` keeps a mask
-that the tokens taken back had left (1.9.1), and refuses some grammars. Spelling: it would allow
-only the tokenizer's own spelling of a text that must come, which turns a "</s>" in the text into
-the end of the sequence (1.9.1), so here any tokens that spell the text may stand.
+Three things are done here and not by llguidance (1.9.1). Ends of sequence: it is given an end token
+that no model has, and masks replace it by the model's, so that a model may have several, none, or
+one that reads as text. Rejected drafts: they are tried on a copy, since its `rollback` keeps an
+outdated mask, and refuses some grammars. Spelling: for a text that must come it allows only the
+tokenizer's own spelling, which turns a "</s>" in the text into the end of the sequence; here any
+tokens that spell the text are allowed.
 """
 
 import json
@@ -61,14 +61,14 @@ class Vocabulary:
 
 
 class GrammarCompiler:
-    """Compiles what a model's outputs must parse as; the same wish is compiled once.
+    """Compiles the grammars of outputs; equal ones are compiled once.
 
-    Without `eos_ids` an output has nothing to end with: it is finished when the grammar can go no
-    further, and one that always can (a+) goes on to the request's last token.
+    Without `eos_ids` an output ends when the grammar allows nothing more; one that always allows
+    more (a+) goes on to the request's token limit.
 
     Args:
         tokenizer_json: the tokenizer, as `tokenizers.Tokenizer.to_str` writes it.
-        vocab_size: of the model's logits; what the tokenizer lacks is never allowed.
+        vocab_size: of the model's logits; ids that the tokenizer lacks are never allowed.
         eos_ids: ends of sequence; any of them may end an output, none can be part of its text.
     """
 
@@ -134,7 +134,7 @@ class GrammarCompiler:
 
 @dataclass(frozen=True)
 class Grammar:
-    """A compiled grammar, shared by the requests that asked for it."""
+    """A compiled grammar, shared by its requests."""
 
     _root: "LLMatcher"
     _vocabulary: Vocabulary
@@ -152,10 +152,10 @@ class Grammar:
 
 
 class GrammarMatcher:
-    """Where one output stands in its grammar. Owns that place; masks are looked up, never kept.
+    """The position of one output in its grammar. Masks are computed when asked for, never kept.
 
-    A place from which no token leads on, as when llguidance's limits are used up, allows the ends
-    of sequence, with a warning: the request is lost, the engine is not.
+    Where no token is allowed, as when llguidance's limits are used up, the ends of sequence are,
+    with a warning: this costs the request, not the engine.
     """
 
     def __init__(self, state: "LLMatcher", vocabulary: Vocabulary):
@@ -188,11 +188,11 @@ class GrammarMatcher:
                 _warn(f"token {token} is not allowed there")
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
-        """What may stand at each position of a round, i32[len(drafts) + 1, W].
+        """The tokens allowed at each position of a round, i32[len(drafts) + 1, W].
 
-        Bit v % 32 of word v // 32 in row i is set iff token v may follow drafts[:i]. Rows that no
-        round reaches, past a draft that is illegal or ends the output, are all ones. A draft of -1
-        is no draft.
+        Bit v % 32 of word v // 32 in row i is set iff token v may follow drafts[:i]. Rows past a
+        draft that is illegal or ends the output are never reached, and all ones. A draft of -1 is
+        none.
         """
         rows = np.full((len(drafts) + 1, len(self._vocabulary.text)), -1, np.int32)
         if self._has_ended:

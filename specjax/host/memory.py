@@ -1,13 +1,13 @@
-"""How much is left of the memory that this process may have, and of the maps of it."""
+"""The memory that this process may still take, and the part of its memory maps in use."""
 
 import os
 from pathlib import Path
 
-_NO_LIMIT = 2**60  # cgroups of version 1 write a huge number where there is none
+_NO_LIMIT = 2**60  # cgroups version 1 write a huge number where there is no limit
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes that may still be taken before the kernel ends processes; None if nobody knows."""
+    """Bytes available before the kernel kills processes; None if that is unknown."""
     known = [_machine(root), *_cgroups(root)]
     return min((n for n in known if n is not None), default=None)
 
@@ -23,7 +23,7 @@ def _machine(root: Path) -> int | None:
 
 
 def _cgroups(root: Path) -> list[int]:
-    """What each limit around this process leaves, of either version of cgroups."""
+    """Bytes left under each cgroup limit of this process, version 1 or 2."""
     left = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -57,6 +57,6 @@ def _text(path: Path) -> str:
 
 
 def maps_in_use(root: Path = Path("/")) -> float:
-    """The part in use of the memory maps that this process may have; 0 where nobody knows."""
+    """Memory maps in use, as a fraction of those allowed; 0 where that is unknown."""
     limit = _text(root / "proc/sys/vm/max_map_count").strip()
     return _text(root / "proc/self/maps").count("\n") / int(limit) if limit.isdigit() else 0.0

@@ -1,4 +1,4 @@
-"""What a step is to run, as planned: chunks of prompts, and a round of speculation."""
+"""Plans of a step: chunks of prompts, and a round of speculation."""
 
 from dataclasses import dataclass
 
@@ -13,15 +13,15 @@ class Chunk:
     sequence: Sequence
     start: int
     count: int
-    is_first: bool = False  # of this residence: the slot is new to the sequence
+    is_first: bool = False  # since it was admitted: the slot is new to the sequence
     is_last: bool = False  # the sequence decodes from here on
-    is_resumed: bool = False  # what follows the last chunk is known already, and not to be sampled
-    restored: int | None = None  # the snapshot of the states that the first chunk goes on from
-    taken: int | None = None  # the snapshot to take of the states that the chunk leaves
+    is_resumed: bool = False  # after preemption: the token after the last chunk is known
+    restored: int | None = None  # snapshot that is restored before the first chunk
+    taken: int | None = None  # snapshot that is taken after the chunk
 
     @property
     def samples(self) -> bool:
-        """Whether the chunk gives a token."""
+        """Whether a token is sampled after the chunk."""
         return self.is_last and not self.is_resumed
 
 
@@ -32,11 +32,11 @@ class PrefillPlan:
     chunks: tuple[Chunk, ...]
     batch: int
     width: int
-    wanted: Shape | None = None  # (batch, width) that would have suited it better
+    wanted: Shape | None = None  # (batch, width) that would suit it better
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """Whose chunks they are, in order."""
+        """The sequences of the chunks, in order."""
         return tuple(chunk.sequence for chunk in self.chunks)
 
 
@@ -48,12 +48,12 @@ class DecodePlan:
     batch: int
     k: int
     num_drafts: int  # of the k, those that may be accepted
-    wanted: Shape | None = None  # (batch, k) that would have suited it better
+    wanted: Shape | None = None  # (batch, k) that would suit it better
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step runs: chunks, and a round of the sequences that decoded before."""
+    """What a step runs: chunks, and a round of sequences that are prefilled."""
 
     prefill: PrefillPlan | None
     decode: DecodePlan | None
@@ -61,5 +61,5 @@ class StepPlan:
 
     @property
     def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:
-        """What is launched, in order."""
+        """The parts, in the order of their launch."""
         return tuple(part for part in (self.prefill, self.decode) if part is not None)

@@ -1,8 +1,8 @@
 """Prefixes that have been run before: their pages and, for recurrent models, their states.
 
-A page is known by the tokens up to its end and the one that follows. The first, since keys and
-values depend on all tokens before; the other, since a drafter's at a position are made with the
-next token. So what is found is true for the target and for the drafter.
+The key of a page covers all tokens up to its end, since keys and values depend on all tokens
+before, and the token that follows, since a drafter computes a position from the next token. So a
+cached page is right for the target and for the drafter.
 """
 
 from array import array
@@ -17,14 +17,14 @@ MAX_SEEN = 1 << 16  # keys of prompts that are remembered to find where later on
 
 
 class Key(NamedTuple):
-    """What a page holds, and all pages before it."""
+    """Identifies the contents of a page and of all pages before it."""
 
     digest: bytes
     next_token: int
 
 
 class Prefix(NamedTuple):
-    """The beginning of a sequence that need not be run: shares of its pages, and a snapshot."""
+    """A cached beginning of a sequence: its pages, each with one more owner, and a snapshot."""
 
     pages: list[int]
     snapshot: int | None = None
@@ -33,7 +33,7 @@ class Prefix(NamedTuple):
 def extend_keys(keys: list[Key], tokens: SequenceOf[int], page_size: int, salt: bytes) -> None:
     """Append the keys of the pages of `tokens` that are not among `keys` yet.
 
-    A page has a key once the token after it is known. Those of another `salt` are others.
+    A page has a key once the token after it is known. Another `salt` gives other keys.
     """
     digest = keys[-1].digest if keys else salt
     for end in range((len(keys) + 1) * page_size, len(tokens), page_size):
@@ -43,9 +43,9 @@ def extend_keys(keys: list[Key], tokens: SequenceOf[int], page_size: int, salt: 
 
 
 class PrefixCache:
-    """Finds the pages that a new sequence may begin with.
+    """Finds cached pages for the beginning of a new sequence.
 
-    With `snapshots` it finds none without a snapshot of the states where they end.
+    With `snapshots`, pages are found only up to a snapshot of the recurrent states.
     """
 
     def __init__(self, pages: PageAllocator, snapshots: "SnapshotIndex | None" = None):
@@ -53,7 +53,7 @@ class PrefixCache:
         self._pages = pages
 
     def take(self, keys: SequenceOf[Key]) -> Prefix:
-        """Shares of the longest run of pages of `keys` that there is."""
+        """The longest cached prefix of `keys`; its pages get one more owner."""
         pages = []
         for key in keys:
             page = self._pages.find(key)
@@ -68,14 +68,14 @@ class PrefixCache:
         return Prefix(pages, snapshot)
 
     def put(self, keys: SequenceOf[Key], pages: SequenceOf[int], start: int, end: int) -> None:
-        """Let pages [start, end) of a sequence be found from now on."""
+        """Cache pages [start, end) of a sequence."""
         for i in range(start, min(end, len(keys))):
             self._pages.name(pages[i], keys[i])
 
     def clear(self) -> None:
-        """Find nothing of what has been put so far, as when weights change.
+        """Drop all that is cached, as when weights change.
 
-        Nobody may be in residence: what they put later would rest on pages from before.
+        No sequence may be resident: its later pages would continue pages from before.
         """
         self._pages.forget_names()
         if self.snapshots is not None:
@@ -83,7 +83,7 @@ class PrefixCache:
 
 
 class SnapshotIndex:
-    """Which prefixes have a snapshot of their recurrent states, the least recently used given up.
+    """Which prefixes have a snapshot of recurrent states; evicts the least recently used.
 
     A state costs as much memory as thousands of tokens of keys and values, so snapshots are few:
     where a prompt ends, and where two prompts were seen to branch, never one per page.
@@ -99,7 +99,7 @@ class SnapshotIndex:
         return len(self._by_key)
 
     def longest(self, keys: SequenceOf[Key]) -> tuple[int, int | None]:
-        """How many pages the longest snapshot of `keys` stands for, and its id."""
+        """The number of pages before the longest snapshot of `keys`, and its id."""
         for length in range(len(keys), 0, -1):
             if keys[length - 1] in self._by_key:
                 self._by_key.move_to_end(keys[length - 1])
@@ -119,7 +119,7 @@ class SnapshotIndex:
         return sorted({num_shared, len(keys)} - {0})
 
     def reserve(self, key: Key) -> int | None:
-        """An id for a snapshot that will be taken; None if there is one already, or no room."""
+        """An id for a snapshot to be taken; None if the prefix has one, or there is no room."""
         if key in self._by_key or not (self._free or self._by_key):
             return None
         if not self._free:
@@ -128,14 +128,14 @@ class SnapshotIndex:
         return self._free.pop()
 
     def put(self, key: Key, snapshot: int) -> None:
-        """Let a reserved snapshot be found from now on."""
-        if key in self._by_key:  # two sequences came to it in one step
+        """Publish a snapshot that was reserved."""
+        if key in self._by_key:  # two sequences reached it in one step
             self._free.append(snapshot)
         else:
             self._by_key[key] = snapshot
 
     def clear(self) -> None:
-        """Give up every snapshot."""
+        """Evict every snapshot."""
         self._free += self._by_key.values()
         self._by_key.clear()
         self._seen.clear()

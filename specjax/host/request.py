@@ -9,7 +9,7 @@ from specjax.sampling_params import SamplingParams
 
 
 class TextWatch(Protocol):
-    """Watches the text of one output for what should end it."""
+    """Watches the text of one output for stop strings."""
 
     @property
     def stop_reason(self) -> str | None: ...
@@ -17,11 +17,11 @@ class TextWatch(Protocol):
     def text(self) -> str: ...
     @property
     def settled(self) -> str:
-        """As much of the text as nothing that follows can take back."""
+        """The text that no later token can change."""
         ...
 
     def append(self, tokens: Sequence[int]) -> int | None:
-        """Take new tokens; how many of them stand, if one of them ends the output."""
+        """Append tokens; returns how many are kept if one of them ends the output, else None."""
         ...
 
 
@@ -35,7 +35,7 @@ class Matcher(Protocol):
         ...
 
     def masks(self, drafts: Sequence[int]) -> Any:
-        """Permissions i32[len(drafts) + 1, ceil(V/32)] after each prefix of drafts."""
+        """Allowed tokens i32[len(drafts) + 1, ceil(V/32)] after each prefix of drafts."""
         ...
 
 
@@ -45,7 +45,7 @@ class Demands(NamedTuple):
     edits: bool
     masks: bool
     processor: int  # the engine's number of its logits processors; -1 for none
-    logprobs: int | None  # likeliest tokens to report beside each; None for nothing
+    logprobs: int | None  # how many likeliest tokens to report; None for no log-probabilities
     prompt_logprobs: int | None
 
 
@@ -63,10 +63,10 @@ class Request:
     processor: int = -1  # the engine's number of its logits processors
     watch_text: Callable[[], TextWatch] | None = None  # one per sample
     follow_grammar: Callable[[], Matcher] | None = None
-    priority: int = 0  # the least goes first
-    output_token_ids: tuple[int, ...] = ()  # which its one sample has already
-    is_scored: bool = False  # what the target says of them is wanted, and nothing more
-    exports_features: bool = False  # and the hidden states of all rows
+    priority: int = 0  # the lowest goes first
+    output_token_ids: tuple[int, ...] = ()  # tokens that its only sample already has
+    is_scored: bool = False  # only log-probabilities of these tokens are wanted
+    exports_features: bool = False  # hidden states of all rows are wanted
 
     @cached_property
     def demands(self) -> "Demands":
@@ -78,10 +78,10 @@ class Request:
 
     @cached_property
     def group(self) -> Hashable:
-        """The same for requests whose drafts are about as likely to stand."""
+        """A key that is equal for requests with similar acceptance rates."""
         return round(self.params.temperature, 1)
 
     @cached_property
     def max_length(self) -> int:
-        """Most tokens the request may come to, prompt included."""
+        """Maximum tokens of the request, prompt included."""
         return len(self.prompt_token_ids) + self.max_tokens

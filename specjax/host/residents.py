@@ -1,4 +1,4 @@
-"""The sequences in residence, and what they hold: each a slot, and pages for its tokens."""
+"""Resident sequences and their memory: each has a slot, and pages for its tokens."""
 
 from specjax.config import EngineConfig
 from specjax.host.pages import PageAllocator
@@ -8,9 +8,9 @@ from specjax.host.sequence import Sequence
 
 
 class Residents:
-    """Owns slots, pages and snapshots. Where pages run out it says so, and evicts nobody.
+    """Owns slots, pages and snapshots. It never preempts: callers do, when pages run out.
 
-    `num_snapshots` is for models whose prompts leave states beside their pages.
+    `num_snapshots` is for recurrent models, None for others.
     """
 
     def __init__(self, config: EngineConfig, num_snapshots: int | None):
@@ -27,7 +27,7 @@ class Residents:
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
 
     def drop_all(self) -> None:
-        """Begin anew with all slots and pages free; the counters go on."""
+        """Free all slots and pages, and keep the counters."""
         pages, snapshots = self.pages, self.prefixes.snapshots
         self._own_nothing()
         self.pages.num_evictions = pages.num_evictions
@@ -35,21 +35,21 @@ class Residents:
             self.prefixes.snapshots.num_evictions = snapshots.num_evictions
 
     def settle_in(self, sequence: Sequence, chunk_width: int) -> Prefix | None:
-        """Give a sequence a free slot, and pages for the tokens that it has; what it found cached.
+        """Give a sequence a free slot, and pages for its tokens; returns its cached prefix.
 
-        None if too few pages are free for it beside those that run. In exact mode chunks end after
-        multiples of `chunk_width` tokens.
+        None if too few pages are free. In exact mode chunks end after multiples of `chunk_width`
+        tokens.
         """
         page_size, exact = self._config.page_size, self._config.exact
         tokens = sequence.token_ids
         goal = len(tokens) - (sequence.num_output > 0)
         salt = b"" if self._config.enable_prefix_caching else str(sequence.arrival).encode()
         extend_keys(sequence.keys, tokens, page_size, salt)
-        keys = sequence.keys[: (goal - 1) // page_size]  # a token is left to run
+        keys = sequence.keys[: (goal - 1) // page_size]  # at least one token must be run
         prefix = self.prefixes.take(keys[: sequence.max_found // page_size])
         max_tokens = sequence.request.max_length - 1 if exact else goal
         needed = -(-max_tokens // page_size) - len(prefix.pages)
-        # A page for each of those that run, lest they preempt the newcomer at once.
+        # Keep a page for each running sequence, or one would preempt this at once.
         spare = 0 if exact else len(self.running)
         if needed + spare > self.pages.num_free and self.running:
             self.pages.release(prefix.pages)
@@ -63,7 +63,7 @@ class Residents:
         return prefix
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Let a sequence have pages for so many tokens; whether enough were free."""
+        """Give a sequence pages for `num_tokens` tokens; returns whether enough were free."""
         # The last token is never run through the target: its key and value need no room.
         num_tokens = min(num_tokens, sequence.request.max_length - 1)
         needed = -(-num_tokens // self._config.page_size) - len(sequence.pages)
@@ -83,7 +83,7 @@ class Residents:
         self.pages.release(pages)
 
     def reserve_snapshot(self, sequence: Sequence) -> int | None:
-        """A snapshot to take where the tokens now end, if one is wanted there."""
+        """The id of a snapshot to take at the end of the computed tokens, if one is wanted."""
         page_size = self._config.page_size
         if not sequence.cuts or sequence.num_computed < sequence.cuts[0] * page_size:
             return None
@@ -91,7 +91,7 @@ class Residents:
         return self.prefixes.snapshots.reserve(sequence.keys[sequence.cuts.pop(0) - 1])
 
     def publish(self, chunk: Chunk) -> None:
-        """Let later steps find the pages and the snapshot that a chunk leaves."""
+        """Cache the pages and the snapshot of a chunk for later steps."""
         page_size, snapshots = self._config.page_size, self.prefixes.snapshots
         sequence, end = chunk.sequence, chunk.start + chunk.count
         self._name(sequence, end // page_size)
@@ -99,7 +99,7 @@ class Residents:
             snapshots.put(sequence.keys[end // page_size - 1], chunk.taken)
 
     def tidy(self, sequence: Sequence) -> None:
-        """Give back pages that no step in flight may need, and name those that have been filled."""
+        """Free pages that no step in flight can need, and cache those that are full."""
         config = self._config
         if not sequence.is_prefilled or config.exact:
             return
@@ -122,13 +122,13 @@ class Residents:
     def _cuts(
         self, sequence: Sequence, keys: list[Key], num_cached: int, chunk_width: int
     ) -> list[int]:
-        """After how many pages a chunk is to end, so that a snapshot can be taken."""
+        """Numbers of pages after which a chunk must end, so that a snapshot can be taken."""
         config, snapshots = self._config, self.prefixes.snapshots
         is_shared = config.enable_prefix_caching or len(sequence.request.seeds) > 1
         if snapshots is None or not config.num_snapshots or not is_shared:
             return []
         points = [n for n in snapshots.points(keys) if n > num_cached]
-        if config.exact:  # where chunks end anyway
+        if config.exact:  # only where chunks end anyway
             start = num_cached * config.page_size
             points = [n for n in points if (n * config.page_size - start) % chunk_width == 0]
         return points

@@ -1,10 +1,10 @@
-"""Who runs next. Plain Python over ints: no device, no clock, no randomness.
+"""Plans each step. Plain Python over ints: no device, no clock, no randomness.
 
-A sequence waits, takes up residence (a slot, and pages for the tokens it has), is prefilled in
-chunks, decodes, and finishes. If pages run out while it decodes, a later one is preempted: it loses
-its residence at once, and runs its tokens again when there is room. The scheduler plans step N + 1
-before it knows what step N gave, so it counts on what is certain: every round of a decoding
-sequence gives at least one token, and writes no further than if all its drafts were accepted.
+A sequence waits, is admitted (it gets a slot, and pages for its tokens), is prefilled in chunks,
+decodes, and finishes. If pages run out while it decodes, a later one is preempted: it gives up slot
+and pages at once, and runs its tokens again when there is room. The scheduler plans step N + 1
+before it has the results of step N, so it uses bounds: every round of a decoding sequence gives at
+least one token, and writes at most as far as if all its drafts were accepted.
 """
 
 import heapq
@@ -28,8 +28,8 @@ from specjax.host.speculation.policy import DecodeLoad, Policy
 class _Budget:
     """What is left of a step's two budgets.
 
-    Drafting may take `draft_slots` rows of its own for every sequence that a step runs. They fit
-    among the rows that are batched, but are no tokens that are scheduled (vLLM #34898).
+    Drafting may take `draft_slots` more rows for every sequence of a step. They count as batched
+    rows, but not as scheduled tokens (vLLM #34898).
     """
 
     tokens: int
@@ -61,12 +61,12 @@ class _Step:
 class Scheduler:
     """Continuous batching, chunks of prompts and rounds of decoding in the same step.
 
-    First come, first served, after the lowest priority value. Among equals those that did not get
-    into the last step go first, so that a budget too small for all goes round. Chunks are cut to
-    what is left of the budget, rounds are run whole or not at all: what is drafted does not depend
-    on who else is there. Nobody overtakes the first of those that wait.
+    First come, first served, after the lowest priority value. Sequences that were left out of the
+    last step go first, so that a budget too small for all is shared in turn. Chunks are cut to the
+    rest of the budget. Rounds are run whole or not at all, so that drafts do not depend on other
+    requests. No waiting sequence overtakes the first.
 
-    The first sample of a request prefills the prompt; the others follow, and find its pages.
+    The first sample of a request prefills the prompt; the others start then, and find its pages.
     """
 
     def __init__(
@@ -77,14 +77,14 @@ class Scheduler:
         draft_slots: int = 0,
         num_snapshots: int | None = None,
     ):
-        """`num_snapshots` is for models whose prompts leave states beside their pages.
+        """`num_snapshots` is for recurrent models, None for others.
 
         Steps have the shapes of `shapes`: all of the config's, unless fewer are set.
         """
         self.policy = policy
         self.num_preemptions = 0
-        self.num_looked_up = 0  # tokens of sequences that took up residence
-        self.num_found = 0  # of those, that were in the caches already
+        self.num_looked_up = 0  # tokens of admitted sequences
+        self.num_found = 0  # of those, cached tokens
         self.config = config
         self.residents = Residents(config, num_snapshots)
         self._draft_slots = draft_slots
@@ -106,27 +106,27 @@ class Scheduler:
 
     @property
     def pages(self) -> PageAllocator:
-        """The pages of those in residence."""
+        """The pages of resident sequences."""
         return self.residents.pages
 
     @property
     def prefixes(self) -> PrefixCache:
-        """What those who come find in the caches."""
+        """The cached prefixes."""
         return self.residents.prefixes
 
     @property
     def num_running(self) -> int:
-        """Samples in residence."""
+        """Resident samples."""
         return len(self.residents.running)
 
     @property
     def num_waiting(self) -> int:
-        """Samples that are not."""
+        """Waiting samples."""
         # Another thread may ask while a step is planned.
         return max(0, sum(map(len, list(self._live.values()))) - len(self.residents.running))
 
     def add(self, request: Request, *, is_held: bool = False) -> list[Sequence]:
-        """Queue a request; its samples. If it is held, it waits for `let_in` first.
+        """Queue a request; returns its samples. A held one waits for `let_in` first.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -145,13 +145,13 @@ class Scheduler:
         return samples
 
     def let_in(self, request: Request) -> None:
-        """Let a request that is held wait for its turn among the others."""
+        """Move a held request to the queue."""
         del self.held[request.request_id]
         self.demands[request.demands] += 1
         heapq.heappush(self._waiting, self._live[request.request_id][0])
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
-        """End a request where it is; its unfinished samples, none if there is no such request."""
+        """End a request now; returns its unfinished samples, none if there is no such request."""
         aborted = list(self._live.get(request_id, ()))
         for sequence in aborted:
             sequence.finish_reason = "abort"
@@ -159,9 +159,9 @@ class Scheduler:
         return aborted
 
     def drop_all(self) -> list[Sequence]:
-        """End every request and forget all pages, though an interrupt left them half changed.
+        """End every request and free all pages, whatever state an interrupt left them in.
 
-        The samples that this ends.
+        Returns the samples that this ends.
         """
         unfinished = [s for samples in self._live.values() for s in samples if not s.is_finished]
         for sequence in unfinished:
@@ -173,12 +173,12 @@ class Scheduler:
 
     def _forget_all(self) -> None:
         self._live: dict[Hashable, list[Sequence]] = {}  # unfinished samples, by request
-        self.held: dict[Hashable, Request] = {}  # of those, the ones that may not run yet
-        self.demands: Counter[Demands] = Counter()  # what the others need of a step
-        self._waiting: list[Sequence] = []  # a heap; the finished are dropped when they surface
+        self.held: dict[Hashable, Request] = {}  # of those, the held ones
+        self.demands: Counter[Demands] = Counter()  # of the others
+        self._waiting: list[Sequence] = []  # a heap; finished ones are dropped when they come up
 
     def restart(self) -> None:
-        """Let every sequence run its tokens again, for the device has lost all it knew."""
+        """Let every sequence run its tokens again, because the device lost its state."""
         for sequence in list(self.residents.running):
             self._preempt(sequence)
         for samples in self._live.values():
@@ -230,10 +230,10 @@ class Scheduler:
     def commit(
         self, part: PrefillPlan | DecodePlan, outputs: SequenceOf[RowOutput]
     ) -> tuple[list[int], list[Sequence]]:
-        """Give each row its output of a chunk or a round: tokens kept of each, and who got some.
+        """Append outputs of a chunk or a round; returns tokens kept by row, and changed samples.
 
-        A sequence may have finished, or been preempted, with a step in flight. What the step gave
-        is dropped after the first, and delivered after the second.
+        A sequence may have finished or been preempted with a step in flight. Its output is dropped
+        if it has finished, and kept if it was preempted.
         """
         if isinstance(part, DecodePlan):
             _land(part.sequences, part.num_drafts + 1)
@@ -261,14 +261,14 @@ class Scheduler:
         self._leave(sequence)
 
     def fail_all(self, request: Request, error: Exception) -> list[Sequence]:
-        """End all samples of a request by an error of its own; those that had not finished."""
+        """End all samples of a request by an error of its own; returns the unfinished ones."""
         failed = list(self._live[request.request_id])
         for sequence in failed:
             self.fail(sequence, error)
         return failed
 
     def _choose_k(self, ready: list[Sequence]) -> int:
-        """How many drafts the policy wants of the next round."""
+        """The policy's K for the next round."""
         max_k = max(self.policy.choices)
         load = DecodeLoad(
             len(ready),
@@ -282,7 +282,7 @@ class Scheduler:
         return self.policy.choose(load)
 
     def _choose_width(self, prefilling: list[Sequence], shapes: Shapes) -> int:
-        """The width of shape in which chunks get furthest: the wider, the fewer at a time."""
+        """The chunk width that runs the most tokens: wider shapes hold fewer chunks."""
         remaining = self._remaining(prefilling)
 
         def progress(width: int) -> int:
@@ -292,12 +292,12 @@ class Scheduler:
         return max(shapes.widths, key=lambda width: (progress(width), -width))
 
     def _wanted_chunks(self, prefilling: list[Sequence]) -> Shape:
-        """The shape that a step's chunks would have among all shapes."""
+        """The best shape for a step's chunks, whether it is ready or not."""
         width = self._choose_width(prefilling, self.all_shapes)
         return self.all_shapes.chunks(len(self._remaining(prefilling)), width)
 
     def _remaining(self, prefilling: list[Sequence]) -> list[int]:
-        """Tokens left to run of each that is prefilled, and of those that may join them."""
+        """Tokens left to run of sequences in prefill, and of waiting ones that may join."""
         remaining = [s.goal - s.num_computed for s in prefilling]
         num_free = self.pages.num_free - len(self.residents.running)
         for sequence in self._waiting[: len(self.residents.free_slots)]:
@@ -317,7 +317,7 @@ class Scheduler:
         sequence.max_tokens_in_flight += num_drafts + 1
 
     def _plan_chunk(self, step: _Step, sequence: Sequence, restored: int | None = None) -> None:
-        """Plan as much of what a sequence has to run as there is room for in the step."""
+        """Plan a chunk: as many of a sequence's tokens as the step has room for."""
         start = sequence.num_computed
         count = step.budget.fitting(min(sequence.goal - start, step.width))
         if sequence.cuts:
@@ -345,7 +345,7 @@ class Scheduler:
             sequence.max_tokens_in_flight += 1
 
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
-        """Let later steps find what this one leaves, and the other samples follow the first."""
+        """Cache what the chunks leave, and start the other samples after the first."""
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence
@@ -356,7 +356,7 @@ class Scheduler:
                         heapq.heappush(self._waiting, other)
 
     def _admit(self, step: _Step) -> None:
-        """Let those that wait take up residence, as long as their first chunk fits in the step."""
+        """Admit waiting sequences while their first chunk fits in the step."""
         width = self.shapes.widths[0]
         while self.residents.free_slots and (sequence := self._head()):
             min_tokens = width if self.config.exact else 1
@@ -373,15 +373,15 @@ class Scheduler:
             self._plan_chunk(step, sequence, prefix.snapshot)
 
     def _head(self) -> Sequence | None:
-        """The first of those that wait."""
+        """The first waiting sequence."""
         while self._waiting and self._waiting[0].is_finished:
             heapq.heappop(self._waiting)
         return self._waiting[0] if self._waiting else None
 
     def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Let a sequence have pages for so many tokens, if need be those of later sequences.
+        """Give a sequence pages for `num_tokens` tokens, preempting later ones if necessary.
 
-        Without success it keeps what it has, and waits.
+        If that is not enough it keeps the pages it has, and waits.
         """
         running = self.residents.running
         while not self.residents.grow(sequence, num_tokens):
@@ -400,33 +400,33 @@ class Scheduler:
         heapq.heappush(self._waiting, sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Let go of a sequence that has finished."""
+        """Remove a finished sequence."""
         if sequence.is_resident:
             self.residents.vacate(sequence)
         samples = self._live[sequence.request.request_id]
         samples.remove(sequence)
         if not samples:
             self._forget(sequence.request)
-        elif sequence.index == 0 and not sequence.is_followed:  # nobody else will start them
+        elif sequence.index == 0 and not sequence.is_followed:  # otherwise they would never start
             sequence.is_followed = True
             for other in samples:
                 heapq.heappush(self._waiting, other)
 
     def _forget(self, request: Request) -> None:
-        """Let go of a request without unfinished samples."""
+        """Remove a request without unfinished samples."""
         del self._live[request.request_id]
         if self.held.pop(request.request_id, None) is None:
             self.demands -= Counter((request.demands,))
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Count a round of each as no longer in flight."""
+    """Count one round of each sequence as landed."""
     for sequence in sequences:
         sequence.num_in_flight -= 1
         sequence.max_tokens_in_flight -= max_tokens
 
 
 def _turn(sequence: Sequence) -> tuple[int, int, bool, int, int]:
-    """Whose turn it is: the least."""
+    """Sort key of the order in a step: the lowest goes first."""
     priority, arrival, index = sequence.rank
     return priority, sequence.last_step, not sequence.is_prefilled, arrival, index

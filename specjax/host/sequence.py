@@ -1,4 +1,4 @@
-"""One sample of a request: how far it has come, and what it owns while it is in residence."""
+"""One sample of a request: its tokens, and its slot and pages while it is resident."""
 
 import time
 from array import array
@@ -14,20 +14,20 @@ from specjax.outputs import TokenLogprobs
 
 @dataclass(slots=True)
 class RowOutput:
-    """What a round, or a chunk, gave one sequence."""
+    """The output of a round or a chunk for one sequence."""
 
     tokens: list[int]
-    num_drafts: int = 0  # that could have stood
+    num_drafts: int = 0  # that could have been accepted
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    start: int = 0  # of the chunk that prompt_logprobs are of
+    start: int = 0  # position of the first of prompt_logprobs
 
 
 @dataclass(eq=False)
 class Sequence:
-    """A sample from its request's arrival to its end, through any number of residences.
+    """A sample, from the arrival of its request to its end.
 
-    In residence it owns a slot and pages. Without, it waits: it has not started yet, or has been
+    While resident it owns a slot and pages. Otherwise it waits: it has not started yet, or was
     preempted and will run its tokens again.
     """
 
@@ -35,23 +35,23 @@ class Sequence:
     index: int  # of the sample
     arrival: int  # of the request, in the order of arrivals
     token_ids: list[int] = field(default_factory=list)  # prompt and output
-    keys: list[Key] = field(default_factory=list)  # of its pages, as far as they were needed
+    keys: list[Key] = field(default_factory=list)  # of its pages, computed as needed
     slot: int = -1  # none
     pages: array = field(default_factory=lambda: array("i"))
-    num_named: int = 0  # pages that others can find
-    goal: int = 0  # tokens to run before it decodes: all of a prompt, all but the last of an output
-    num_computed: int = 0  # of those, that steps have been told to run
+    num_named: int = 0  # pages that are in the prefix cache
+    goal: int = 0  # tokens to run before it decodes: the prompt, and all output but the last
+    num_computed: int = 0  # of those, scheduled or cached
     cuts: list[int] = field(default_factory=list)  # pages after which a snapshot is wanted
-    num_cached: int | None = None  # tokens that its first residence found in the caches
+    num_cached: int | None = None  # cached tokens when it was first admitted
     queued_ts: float = field(default_factory=time.monotonic)  # seconds, as the next three
     scheduled_ts: float | None = None
     first_token_ts: float | None = None
     last_token_ts: float | None = None
-    was_told: bool = False  # whether a step has been told who lives in the slot
+    was_told: bool = False  # whether a step has admitted it to its slot
     is_followed: bool = False  # whether the other samples of the request have been queued
-    last_step: int = 0  # in which it took part
-    num_in_flight: int = 0  # rounds whose tokens have not come back: each gives at least one
-    max_tokens_in_flight: int = 0  # and all together at most so many
+    last_step: int = 0  # number of the last step that ran it
+    num_in_flight: int = 0  # rounds in flight: each gives at least one token
+    max_tokens_in_flight: int = 0  # the most tokens that these rounds can give
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
@@ -77,7 +77,7 @@ class Sequence:
 
     @cached_property
     def rank(self) -> tuple[int, int, int]:
-        """Its place among all sequences: the least goes first."""
+        """Sort key among all sequences: the lowest goes first."""
         return self.request.priority, self.arrival, self.index
 
     def __lt__(self, other: "Sequence") -> bool:
@@ -90,7 +90,7 @@ class Sequence:
 
     @property
     def num_output(self) -> int:
-        """How many tokens stand after the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.token_ids) - self.num_prompt_tokens
 
     @cached_property
@@ -100,7 +100,7 @@ class Sequence:
 
     @property
     def reported(self) -> list[int]:
-        """The tokens that chunks report on: those of the prompt, or all of a scored output's."""
+        """The tokens whose log-probabilities chunks report: the prompt's; all if it is scored."""
         return (
             self.token_ids if self.request.is_scored else self.token_ids[: self.num_prompt_tokens]
         )
@@ -112,12 +112,12 @@ class Sequence:
 
     @property
     def is_prefilled(self) -> bool:
-        """Whether steps have been told to run all tokens but those that decoding runs."""
+        """Whether all tokens before decoding have been scheduled."""
         return self.num_computed == self.goal
 
     @property
     def max_found(self) -> int:
-        """Tokens that need not be run if they are in the caches: none that is reported on."""
+        """Maximum tokens to take from the prefix cache: none that is reported on."""
         request = self.request
         if request.params.prompt_logprobs is not None or request.exports_features:
             return 0
@@ -125,23 +125,23 @@ class Sequence:
 
     @property
     def may_go_on(self) -> bool:
-        """Whether the rounds in flight might leave tokens to generate."""
+        """Whether tokens may be left to generate after the rounds in flight."""
         return self.num_output + self.num_in_flight < self.request.max_tokens
 
     def max_drafts(self, k: int, num_before: int) -> int:
-        """Of k drafts after `num_before` tokens of output, how many may be of use."""
+        """How many of k drafts can be used after `num_before` tokens of output."""
         limit = self.request.params.num_speculative_tokens
         remaining = self.request.max_tokens - num_before
         return max(0, min(k if limit is None else min(k, limit), remaining - 1))
 
     def verdict(self, k: int, num_kept: int) -> DraftOutcome:
-        """What a round of k drafts that gave the last `num_kept` tokens says of drafts.
+        """The outcome for drafts of a round of k that gave the last `num_kept` tokens.
 
-        Where the drafter found fewer, it is as if the next had failed: a round of k gave no more.
+        If the drafter found fewer than k, the next one counts as rejected.
         """
         num_drafts = self.max_drafts(k, self.num_output - num_kept)
         num_accepted = min(num_kept - 1, num_drafts)
-        if self.is_finished:  # whatever followed the end, nobody looked at it
+        if self.is_finished:  # drafts after the end were not looked at
             num_drafts = num_accepted
         return DraftOutcome(num_drafts, num_accepted, self.request.group)
 
@@ -152,11 +152,11 @@ class Sequence:
 
     @property
     def max_computed(self) -> int:
-        """Most tokens whose keys and values the rounds in flight may leave in the caches."""
+        """Maximum tokens in the caches after the rounds in flight."""
         return len(self.token_ids) - 1 + self.max_tokens_in_flight
 
     def settle_in(self, slot: int, pages: list[int], goal: int, num_cached: int) -> None:
-        """Take up residence with `goal` tokens to run, of which the first are in the caches."""
+        """Become resident, with `goal` tokens to run, the first `num_cached` of them cached."""
         self.slot = slot
         self.pages = array("i", pages)
         self.goal = goal
@@ -166,7 +166,7 @@ class Sequence:
             self.num_cached, self.scheduled_ts = num_cached, time.monotonic()
 
     def move_out(self) -> tuple[int, array]:
-        """Give up slot and pages; what is in flight will still be delivered."""
+        """Give up slot and pages; results in flight will still be appended."""
         slot, pages = self.slot, self.pages
         self.slot, self.pages = -1, array("i")
         self.num_named = self.num_computed = self.goal = 0
@@ -177,10 +177,9 @@ class Sequence:
         self.finish_reason, self.error = "error", error
 
     def append(self, row: RowOutput) -> int:
-        """Take what a step gave; how many of its tokens stand. Sets the finish reason.
+        """Append the output of a step; returns how many tokens are kept. Sets the finish reason.
 
-        Whatever a grammar or a text that is looked for raises ends this sequence, with the tokens
-        before.
+        An exception of the grammar or of the stop-string search ends this sequence only.
         """
         if self.error is not None:  # since the last step
             self.fail(self.error)
@@ -206,7 +205,7 @@ class Sequence:
         return len(tokens)
 
     def _until_it_ends(self, tokens: list[int]) -> list[int]:
-        """The tokens up to where the text or the grammar ends the output, which they follow."""
+        """The tokens up to the end of the output, as the text and the grammar say."""
         for num_tokens, token in enumerate(tokens, start=1):
             try:
                 if self.matcher is not None:

@@ -1,4 +1,4 @@
-"""The shapes that steps may have. A program is compiled for each, and smaller steps are padded."""
+"""Shapes of steps. A program is compiled for each; smaller steps are padded."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ class Shapes:
     def first(self) -> "Shapes":
         """One of each, into which any step fits: the largest round, and chunks of a few prompts.
 
-        Chunks that do not fit are run in several steps.
+        More chunks are run in several steps.
         """
         chunk = max(self.prefill, key=lambda shape: (min(shape[0], 4) * shape[1], shape))
         return Shapes((chunk,), (max(self.decode),))
@@ -46,12 +46,12 @@ class Shapes:
         return self._batches[width][-1]
 
     def chunks(self, count: int, width: int) -> Shape:
-        """The least shape of a width for so many chunks; the largest if none holds them."""
+        """The smallest shape of a width that holds so many chunks, else the largest."""
         batches = self._batches[width]
         return next((batch for batch in batches if batch >= count), batches[-1]), width
 
     def round(self, num_sequences: int, k: int) -> Shape:
-        """The least shape for so many sequences, with at least k drafts if there is one."""
+        """The smallest shape for so many sequences, with at least k drafts if there is one."""
         wide = [shape for shape in self.decode if shape[0] >= num_sequences]
         deep = [shape for shape in wide if shape[1] >= k]
         return min(deep, key=num_rows) if deep else max(wide, key=lambda s: (s[1], -s[0]))

@@ -1,4 +1,4 @@
-"""From a model and options to all that is served: one way for whatever serves."""
+"""From a model and options to everything that an engine needs, for all users of engines."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -36,24 +36,24 @@ from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be served, and in which sizes: all that needs no weights of the target."""
+    """What is to be served, and its sizes: everything that needs no weights of the target."""
 
     source: ModelSource
     dtype: DtypeChoice
     config: EngineConfig
     speculation: SpeculativeConfig | None
-    profile: Profile | None  # by which K is chosen, if it is
+    profile: Profile | None  # by which K is chosen, if any
     drafter: Drafter
-    drafter_params: Any  # shapes where there are no weights
-    weights: int  # bytes of the target's that are still to be loaded
+    drafter_params: Any  # shapes if there are no weights
+    weights: int  # of the target, bytes that are still to be loaded
 
     @property
     def num_drafts(self) -> int:
-        """Most drafts of a round."""
+        """Maximum drafts of a round."""
         return self.speculation.num_speculative_tokens if self.speculation else 0
 
     def cache_bytes(self) -> tuple[CacheBytes, CacheBytes]:
-        """What the target's caches and the drafter's take."""
+        """Bytes of the target's caches and of the drafter's."""
         page_size, dtype = self.config.page_size, self.dtype.name
         return (
             target_cache_bytes(self.source.target, page_size, self.num_drafts, dtype),
@@ -64,7 +64,7 @@ class Plan:
         """The config with as many pages as the device's memory has room for.
 
         Raises:
-            ValueError: it does not hold those that were given, or none.
+            ValueError: the given number does not fit, or not a single request does.
         """
         own, drafters = self.cache_bytes()
         cache, config, target = own + drafters, self.config, self.source.target
@@ -78,7 +78,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Serving:
-    """What is served and how: what an engine and its requests are made from."""
+    """Everything that an engine and its requests are made from."""
 
     target: Model
     drafter: Drafter
@@ -89,7 +89,7 @@ class Serving:
     verification: Verification | None
     tokenizer: ChatTokenizer | None
     eos_ids: tuple[int, ...]
-    default_params: SamplingParams  # as the checkpoint's authors would have tokens chosen
+    default_params: SamplingParams  # of the checkpoint's generation_config.json
 
 
 def make_plan(
@@ -143,7 +143,7 @@ def assemble(
     verbose: bool,
     **options: Any,
 ) -> Serving:
-    """Everything loaded, by the options of an LLM, see `LLMOptions`.
+    """Load everything, by the options of an LLM, see `LLMOptions`.
 
     Raises:
         ValueError: settings that do not fit each other, the model, or the device's memory.

@@ -1,4 +1,4 @@
-"""What an engine's sizes and dtype are where nobody says, by the device.
+"""Defaults of an engine's sizes and dtype, by the device.
 
 | | GPU | CPU |
 |---|---|---|
@@ -7,10 +7,10 @@
 | max_model_len | the model's own | the model's own, at most 8192 |
 | dtype | the checkpoint's | float32 |
 
-A GPU reads all weights for a step, however few tokens it has, so that large steps are nearly free;
-and its memory, of which pages get all that is left, is there for nothing else. A CPU computes each
-token, so that a large step only makes others wait; it has no fast bfloat16, and its memory is
-everybody's.
+A GPU reads all weights in each step, however few tokens it has, so that large steps are nearly
+free; its memory is for the engine alone, and pages get all that is left. On a CPU the time of a
+step grows with its tokens, so that a large step makes others wait; it has no fast bfloat16, and its
+memory is shared.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.placement import default_device
 
-_ALIASES = {"float": "float32"}  # as vLLM has them, like the next
+_ALIASES = {"float": "float32"}  # as in vLLM, like the next
 _LOGPROBS_ALIASES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 _NARROW = ("float16", "half")
 
@@ -56,7 +56,7 @@ DEFAULTS: Mapping[str, Defaults] = {
 
 
 def device_defaults() -> Defaults:
-    """Those of the device that engines run on."""
+    """The defaults of the device that engines run on."""
     return DEFAULTS["cpu" if default_device().platform == "cpu" else "gpu"]
 
 
@@ -99,9 +99,9 @@ def make_config(
     logprobs_mode: str = "raw",
     **others: Any,
 ) -> EngineConfig:
-    """An engine's config, what suits the device in place of None.
+    """An engine's config, with defaults of the device in place of None.
 
-    Pages are those of one request where nobody says: how many fit is known when the drafter is.
+    `num_pages` None gives the pages of one request: how many fit is known only with the drafter.
 
     Raises:
         ValueError: sizes that do not fit each other or the model.
@@ -131,7 +131,7 @@ def make_config(
 
 
 class DtypeChoice(NamedTuple):
-    """A dtype, and why it is that."""
+    """A dtype, and the reason for it."""
 
     name: str
     reason: str

@@ -1,4 +1,4 @@
-"""The policy that a speculative_config asks for, and whose profile it may go by."""
+"""The policy of a speculative_config, and a check that its profile fits the model."""
 
 import hashlib
 from collections.abc import Sequence
@@ -15,11 +15,11 @@ from specjax.host.speculation.methods import adaptive_policy, profile_policy
 from specjax.host.speculation.policy import Policy, StaticPolicy, TablePolicy
 from specjax.host.speculation.profile import Profile
 
-_LARGEST_LEAF = 2**16  # values; norms and biases, which every training changes
+_LARGEST_LEAF = 2**16  # values; norms and biases are smaller, and every training changes them
 
 
 def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile | None]:
-    """The profile that a config names, and the config with the most drafts that follow from it.
+    """The profile that a config names, and the config with the K that follows from it.
 
     Raises:
         ValueError: a malformed profile, or one that does not reach num_speculative_tokens.
@@ -42,7 +42,7 @@ def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile 
 def make_policy(
     config: SpeculativeConfig | None, profile: Profile | None, batches: Sequence[int]
 ) -> Policy:
-    """How a config has K chosen; `batches` are the sizes that rounds are padded to."""
+    """The policy of a config; `batches` are the sizes to which rounds are padded."""
     if config is None:
         return StaticPolicy(0)
     if config.adaptive:
@@ -55,7 +55,7 @@ def make_policy(
 
 
 def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
-    """The same for the same architectures with the same weights, as far as small arrays tell."""
+    """A digest of a model and its drafter: their architectures, and weights of small arrays."""
     digest = hashlib.sha256(repr((target, drafter)).encode())
     for leaf in jax.tree.leaves(params):
         if leaf.ndim == 1 and leaf.size <= _LARGEST_LEAF:
@@ -67,7 +67,7 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
     """Refuse a profile that says it is of another model than the fingerprint `model`.
 
     Raises:
-        ValueError: it does, and the config does not insist.
+        ValueError: it is, and dynamic_config_force is not set.
     """
     measured: Any = profile.measured or {}
     if measured.get("model", model) != model and not config.dynamic_config_force:

@@ -1,4 +1,4 @@
-"""What caches take of a device's memory, and how many pages that leaves room for."""
+"""Memory that an engine needs, and how many pages fit in the rest."""
 
 import math
 from typing import Any, NamedTuple
@@ -19,14 +19,14 @@ class CacheBytes(NamedTuple):
     """Sizes of a cache in bytes."""
 
     per_page: int  # keys and values of `page_size` tokens
-    per_slot: int  # recurrent states, one request's
+    per_slot: int  # recurrent states of one request
 
     def __add__(self, other: Any) -> "CacheBytes":  # of another cache, by field
         return CacheBytes(self.per_page + other.per_page, self.per_slot + other.per_slot)
 
 
 def target_cache_bytes(target: Model, page_size: int, max_drafts: int, dtype: str) -> CacheBytes:
-    """What a model's cache takes for steps of up to `max_drafts` drafts."""
+    """Bytes of a model's cache for steps of up to `max_drafts` drafts."""
 
     def measure(num_slots: int, num_pages: int) -> int:
         sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1)
@@ -36,7 +36,7 @@ def target_cache_bytes(target: Model, page_size: int, max_drafts: int, dtype: st
 
 
 def drafter_cache_bytes(drafter: Drafter, page_size: int, dtype: str) -> CacheBytes:
-    """What a drafter's state takes."""
+    """Bytes of a drafter's state."""
 
     def measure(num_slots: int, num_pages: int) -> int:
         sizes = CacheSizes(num_slots, num_pages, page_size, max_rows=1)
@@ -46,15 +46,15 @@ def drafter_cache_bytes(drafter: Drafter, page_size: int, dtype: str) -> CacheBy
 
 
 def weight_bytes(target: Model, dtype: str) -> int:
-    """What a model's parameters take in `dtype`."""
+    """Bytes of a model's parameters in `dtype`."""
     specs = jax.tree.leaves(target.specs())
     return sum(math.prod(spec.shape) * np.dtype(spec.dtype or dtype).itemsize for spec in specs)
 
 
 class EngineNeeds(NamedTuple):
-    """What an engine takes of a device's memory beside its pages, in bytes."""
+    """Memory that an engine needs beside its pages, in bytes."""
 
-    weights: int  # that are not there yet
+    weights: int  # that are still to be loaded
     states: int
     snapshots: int
     workspace: int  # an estimate
@@ -63,12 +63,12 @@ class EngineNeeds(NamedTuple):
     def of(
         cls, config: EngineConfig, target: Model, cache: CacheBytes, weights: int, max_drafts: int
     ) -> "EngineNeeds":
-        """Of an engine whose caches, its drafter's included, take `cache`."""
-        # A snapshot is a state and a little of the ring, so that a slot's bytes are enough.
+        """The needs of an engine; `cache` includes its drafter's."""
+        # A snapshot is a state and a part of the ring: not more than a slot.
         num_snapshots = config.num_snapshots if is_recurrent(target) else 0
         rows = config.max_num_seqs * (max_drafts + 1)
-        # Of the largest step: logits, their sorted copy and the noise, f32; and of every token what
-        # a layer makes of it, which is a few times the width of the model.
+        # The largest step: logits, their sorted copy and noise in f32; and the activations of a
+        # layer, which are a few times the width of the model per token.
         logits = 3 * 4 * rows * target.vocab_size
         tokens = max(rows, config.max_num_batched_tokens)
         activations = 16 * tokens * target.hidden_size * np.dtype(config.dtype).itemsize
@@ -85,7 +85,7 @@ class EngineNeeds(NamedTuple):
         return ", ".join(f"{name} {_gib(named[name])}" for name in order if named[name])
 
     def check(self, config: EngineConfig, cache: CacheBytes) -> None:
-        """Refuse pages that do not fit into what is left of the memory, before any is taken.
+        """Refuse pages that do not fit in the free memory, before any is allocated.
 
         Raises:
             ValueError: what takes how much, and what to lower.
@@ -112,9 +112,7 @@ class EngineNeeds(NamedTuple):
     def num_pages(
         self, config: EngineConfig, cache: CacheBytes, gpu_memory_utilization: float
     ) -> int:
-        """Pages for every request at full length, or as many as the memory holds.
-
-        The config's own num_pages does not count.
+        """Pages for every request at full length, or as many as fit; ignores `num_pages`.
 
         Raises:
             ValueError: there is no room for one request of full length.
@@ -124,7 +122,7 @@ class EngineNeeds(NamedTuple):
         if memory is None:
             return wanted
         room = memory.available - sum(self)
-        if memory.total is not None:  # the rest is left to what else runs there
+        if memory.total is not None:  # the rest is for other programs
             in_use = memory.total - memory.available
             kept = gpu_memory_utilization * memory.total - in_use - sum(self) + self.workspace
             room = min(room, int(kept))
@@ -145,10 +143,10 @@ class EngineNeeds(NamedTuple):
 
 
 def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> int:
-    """Requests that run at the same time where nobody says: the device's default, or fewer.
+    """Default of max_num_seqs: the device's, or fewer if recurrent states are large.
 
-    Recurrent states, and a quarter as many snapshots, take at most half of what `weights`, bytes
-    that are still to be loaded, leave of the memory.
+    States, and a quarter as many snapshots, take at most half of the memory that is free after
+    loading `weights` bytes.
     """
     count, memory = device_defaults().max_num_seqs, read_memory()
     per_slot = target_cache_bytes(target, 1, max_drafts, dtype).per_slot
@@ -161,15 +159,15 @@ def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> 
 
 
 class Memory(NamedTuple):
-    """Of the device that engines run on, in bytes."""
+    """Memory of the device that engines run on, in bytes."""
 
     what: str
     available: int
-    total: int | None  # of a GPU, as far as it is JAX's; None where it is everybody's
+    total: int | None  # of a GPU, JAX's share; None for shared memory
 
 
 def read_memory() -> Memory | None:
-    """The device's memory now, for a CPU the machine's; None if nobody knows."""
+    """The device's memory now, for a CPU the machine's; None if unknown."""
     device = default_device()
     stats = device.memory_stats() or {}
     if (total := stats.get("bytes_limit")) is not None:

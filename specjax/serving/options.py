@@ -1,4 +1,4 @@
-"""The options of an LLM by name, with their types and what they are where nobody says.
+"""The options of an LLM by name, with types and defaults.
 
 `LLM` describes them; None and "auto" mean what suits the device.
 """
@@ -12,7 +12,7 @@ from specjax.serving.vllm_options import take_vllm_options
 
 
 class LLMOptions(TypedDict, total=False):
-    """What `LLM` takes beside a model."""
+    """Keyword arguments of `LLM`."""
 
     params: Any
     speculative_config: SpeculativeConfig | Mapping[str, Any] | None
@@ -76,8 +76,8 @@ def read_options(
     """All options: those `given` in place of the `defaults`.
 
     Raises:
-        TypeError: an option that there is not, and the nearest that there is.
-        ValueError: one of vLLM's that would change what comes out, or one that was removed.
+        TypeError: an unknown option; names the nearest known one.
+        ValueError: one of vLLM's that would change outputs, or one that was removed.
     """
     others = {name: value for name, value in given.items() if name not in defaults}
     refuse_unknown(take_vllm_options(others), defaults)

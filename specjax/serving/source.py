@@ -1,4 +1,4 @@
-"""What a model and its drafter are: by their files, by their configs alone, or as values."""
+"""A model and its drafter: from their files, from configs alone, or given as values."""
 
 import reprlib
 from dataclasses import dataclass
@@ -23,18 +23,18 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model, and where the rest of it lies."""
+    """A model, and where its weights come from."""
 
     target: Model
-    dtype: str | None  # of the weights, as far as is known
+    dtype: str | None  # of the weights, if known
     hf: HFConfig | None = None  # its config; None for a `Model` value
     folder: Path | None = None  # of its checkpoint; None for a value, and for a config by itself
-    has_weights: bool = False  # in the folder
-    params: Any = None  # of a value
+    has_weights: bool = False  # whether the folder has them
+    params: Any = None  # of a `Model` value
 
     @property
     def origin(self) -> str:
-        """What errors call it."""
+        """Its name in errors."""
         return "a Model value" if self.hf is None else self.hf.origin
 
 
@@ -43,11 +43,11 @@ def open_model(
 ) -> ModelSource:
     """The checkpoint, or the value with its parameters.
 
-    With `takes_configs` it may be a config by itself, a file, of which there are no weights.
+    With `takes_configs` it may also be a config file, without weights.
 
     Raises:
-        ValueError: parameters that go with no value, or do not go with this one.
-        CheckpointError: there is no such checkpoint, or it is of no model that is known.
+        ValueError: parameters without a `Model` value, or that do not fit it.
+        CheckpointError: there is no such checkpoint, or its model is not supported.
     """
     if isinstance(model, str | Path):
         if params is not None:
@@ -72,8 +72,8 @@ def open_model(
 def open_drafter(config: SpeculativeConfig, source: ModelSource, dtype: str) -> tuple[Drafter, Any]:
     """The drafter and its parameters, after checking that it fits the target.
 
-    Of a target's own module, the parameters are shapes where the target has no weights; so are
-    those of a head of the target's own shape.
+    Without weights, of a target's own module or of a head of the target's shape, the parameters are
+    shapes.
 
     Raises:
         ValueError: it is the target's own, and a Model value has no folder to take it from.

@@ -1,10 +1,10 @@
-"""Options that vLLM's `LLM` has and this one has not: passed over, or refused with the reason."""
+"""Options of vLLM's `LLM` without support here: ignored with a warning, or refused."""
 
 import warnings
 from collections.abc import Mapping
 from typing import Any
 
-# Options that change neither outputs nor what may be asked for, whatever their value.
+# Options that change neither outputs nor features, whatever their value: ignored.
 PASSED_OVER = {
     *("block_size", "swap_space", "num_gpu_blocks_override", "max_seq_len_to_capture"),
     *("enforce_eager", "compilation_config", "cudagraph_capture_sizes", "optimization_level"),
@@ -15,7 +15,7 @@ PASSED_OVER = {
     *("max_lora_rank", "max_loras", "observability_config", "use_tqdm_on_load"),
     *("enable_log_requests", "disable_log_requests", "max_log_len"),
 }
-# Options that would change more, with the values that mean what is done anyway, and the reason.
+# Options that would change more: the values that mean what is done anyway, and the reason.
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, None), "code of a checkpoint is never run"),
     "enable_lora": ((False, None), "there are no LoRA adapters; merge them into the checkpoint"),
@@ -52,14 +52,14 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def take_vllm_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are not vLLM's either; one warning names those that are passed over.
+    """The options that are not vLLM's either; one warning names the ignored ones.
 
     Raises:
         ValueError: an option of vLLM that would change what comes out; why it is not supported.
     """
     for name, value in given.items():
         values, reason = ONE_VALUE.get(name, ((value,), ""))
-        # 0 == False: a value counts only as what it was written as.
+        # 0 == False, so compare types as well.
         if not any(value == one and type(value) is type(one) for one in values):
             shown = " or ".join(map(repr, values))
             raise ValueError(

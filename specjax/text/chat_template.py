@@ -25,7 +25,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
 
 
 def cut_after_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """A rendered conversation up to the content of its last message, to be gone on with.
+    """A rendered conversation cut after the content of its last message, to continue it.
 
     Raises:
         ValueError: the template did not write that content.
@@ -38,7 +38,7 @@ def cut_after_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
             "continue_final_message: the chat template does not write the last message's content "
             "as it is; pass the prompt to generate instead"
         )
-    # Templates may strip what they write; what they left of its end is kept.
+    # Templates may strip the content; its end is kept as they left it.
     written = last.lstrip()
     return text[: start + len(written if text.startswith(written, start) else last.strip())]
 

@@ -1,4 +1,4 @@
-"""What users get of sequences: finished, or while they grow."""
+"""Outputs for users, of finished and of growing sequences."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -13,26 +13,26 @@ from specjax.text.tokenizer import ChatTokenizer
 
 @dataclass
 class Completion:
-    """One sample as its user sees it; what has been shown is not worked out again."""
+    """One sample as its user sees it; text that was shown is not decoded again."""
 
     sequence: Sequence
     tokenizer: ChatTokenizer | None
     num_shown: int = 0
-    is_complete: bool = False  # whether all there will be has been shown
+    is_complete: bool = False  # whether its end has been shown
     _text: TextWatch | None = None
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _error: Exception | None = None  # of reading the text, which is left unread from then on
+    _error: Exception | None = None  # of decoding, which then stops
 
     @property
     def has_grown(self) -> bool:
-        """Whether there is more to see than was shown."""
+        """Whether it has grown since it was last shown."""
         sequence = self.sequence
         return sequence.num_output > self.num_shown or (
             sequence.is_finished and not self.is_complete
         )
 
     def output(self) -> CompletionOutput:
-        """All there is now."""
+        """The output so far."""
         sequence = self.sequence
         token_ids, params = sequence.output, sequence.request.params
         text = self.text()
@@ -56,13 +56,13 @@ class Completion:
         )
 
     def text(self) -> str | None:
-        """The text there is now; None without a tokenizer, or if nobody wants it."""
+        """The text so far; None without a tokenizer or with detokenize=False."""
         sequence = self.sequence
         if self.tokenizer is None or not sequence.request.params.detokenize or self._error:
             return None
         try:
             return self._read(self.tokenizer, sequence.output)
-        except Exception as error:  # the tokens are there all the same
+        except Exception as error:  # the tokens are still returned
             self._error = error
             return None
 
@@ -109,11 +109,11 @@ class Outputs:
 
     @property
     def has_grown(self) -> bool:
-        """Whether there is more to see than was shown."""
+        """Whether it has grown since it was last shown."""
         return any(completion.has_grown for completion in self.completions)
 
     def output(self) -> RequestOutput:
-        """All there is now."""
+        """The output so far."""
         request = self.request
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
@@ -144,14 +144,14 @@ class Outputs:
 
 
 class Shown:
-    """What of a request's growing outputs its user is given, by `output_kind`."""
+    """Which part of growing outputs is returned, by `output_kind`."""
 
     def __init__(self, kind: RequestOutputKind):
         self._kind = kind
         self._before: dict[int, CompletionOutput] = {}
 
     def of(self, output: RequestOutput) -> RequestOutput | None:
-        """What to give of an output, all of which is known; None for nothing yet."""
+        """The part of a whole output to return now; None for nothing."""
         if self._kind is RequestOutputKind.CUMULATIVE:
             return output
         if self._kind is RequestOutputKind.FINAL_ONLY:
@@ -160,7 +160,7 @@ class Shown:
         return replace(output, outputs=[part for part in parts if part is not None])
 
     def _added(self, now: CompletionOutput) -> CompletionOutput | None:
-        """The sample without what was given before; None if it is as it was."""
+        """The sample without what was returned before; None if it has not changed."""
         before = self._before.get(now.index)
         self._before[now.index] = now
         if before is None:

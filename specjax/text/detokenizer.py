@@ -1,4 +1,4 @@
-"""Between tokens and the texts that a request names: stop texts in its output, and bad words.
+"""Stop strings in outputs, and bad words: texts of a request against tokens.
 
 An output is decoded as it grows. `tokenizers.decoders.DecodeStream` does that too, but it fails on
 byte tokens that do not make a character, and takes quadratic time over a run of invalid bytes.
@@ -18,10 +18,9 @@ MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes, and a token at least 
 class StopStrings:
     """Watches the output of one request for texts that end it.
 
-    The output's text is what `tokenizer.decode` makes of all its tokens: without special tokens,
-    and U+FFFD for bytes that are not UTF-8. A character spread over several tokens is looked at
-    once it is complete; a U+FFFD of a byte-level tokenizer, which may be the beginning of one,
-    once something follows it.
+    The text of an output is `tokenizer.decode` of all its tokens: without special tokens, and with
+    U+FFFD for bytes that are not UTF-8. A character of several tokens counts once it is complete; a
+    U+FFFD of a byte-level tokenizer, which may be an incomplete character, once a token follows.
 
     A token ends the output if it is at least the `min_tokens`-th and a stop text ends in the text
     that it adds; what was complete before does not count. Of several stop texts that end in it,
@@ -46,12 +45,12 @@ class StopStrings:
 
     @property
     def text(self) -> str:
-        """The output so far, without a character that is not complete; cut once it has stopped."""
+        """The output so far, without an incomplete character; cut once it has stopped."""
         return "".join(self._text.characters)
 
     @property
     def settled(self) -> str:
-        """What no further token can take back: byte tokens may, and a stop text that has begun."""
+        """The text that no further token can change by its bytes or by a stop text."""
         if self.stop_reason is not None:
             return self.text
         text = "".join(self._text.characters[: self._text.num_settled])
@@ -63,9 +62,9 @@ class StopStrings:
         return any(word.startswith(text) for word in self._stop)
 
     def append(self, tokens: Sequence[int]) -> int | None:
-        """Take in new tokens; how many of them stand if one completes a stop text, else None.
+        """Append tokens; returns how many are kept if one completes a stop text, else None.
 
-        The token that completes it stands. Nothing may be appended after a stop.
+        The token that completes it is kept. Nothing may be appended after a stop.
         """
         assert self.stop_reason is None, "the output has stopped"
         for num_kept, token in enumerate(tokens, start=1):
@@ -101,8 +100,8 @@ def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | Non
 def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Token sequences that spell each word at the start of a text and after a space.
 
-    A sequence that ends with another one is left out: whoever forbids that one forbids both. This
-    also drops the second space of tokenizers that put one before a text themselves.
+    A sequence that ends with another one is left out: forbidding that one forbids both. This also
+    drops the second space of tokenizers that put one before a text themselves.
 
     Raises:
         ValueError: a word has no tokens.
@@ -125,7 +124,7 @@ def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[
 
 @dataclass
 class _ByteRun:
-    """Byte tokens in a row: decode makes characters of all of them, or a U+FFFD of each."""
+    """A run of byte tokens: decoded to characters, or each to a U+FFFD."""
 
     start: int  # where its text begins
     length: int = 0
@@ -135,7 +134,7 @@ class _ByteRun:
 
 
 class _GrowingText:
-    """What `tokenizer.decode` makes of tokens that come one by one, in time linear in their number.
+    """`tokenizer.decode` of tokens that come one by one, in time linear in their number.
 
     It relies on decoders being local: after a few tokens of context, more tokens add the same
     text as after all tokens. Only byte fallback (SentencePiece's byte tokens) is not, since one
@@ -156,15 +155,15 @@ class _GrowingText:
 
     @property
     def num_settled(self) -> int:
-        """How many of the characters stand whatever follows: a run of bytes may be undone."""
+        """Number of characters that no later token can change; a run of bytes may be undone."""
         if self._run is None or not self._run.is_valid:
             return len(self.characters)
         return self._run.start
 
     def append(self, token: int) -> int:
-        """Take in a token; where the text that it adds or changes begins."""
+        """Append a token; returns where the text that it adds or changes begins."""
         name = self._tokenizer.tokenizer.id_to_token(token)
-        if name is None or name in self._special:  # decode passes over them
+        if name is None or name in self._special:  # decode skips them
             return len(self.characters)
         if self._has_byte_tokens and (byte := BYTE_TOKEN.fullmatch(name)):
             return self._append_byte(token, int(byte[1], 16))

@@ -1,4 +1,4 @@
-"""How a checkpoint's authors would have tokens chosen: its generation_config.json."""
+"""Default sampling parameters of a checkpoint: its generation_config.json."""
 
 from pathlib import Path
 
@@ -18,12 +18,12 @@ FIELDS = {
 
 
 def read_default_params(folder: Path) -> SamplingParams:
-    """The parameters that a checkpoint names, and the defaults of what it does not.
+    """The checkpoint's parameters, and defaults for the others.
 
-    As in vLLM, its `do_sample` is not looked at: temperature 0 is what is greedy.
+    As in vLLM, `do_sample` is ignored: greedy means temperature 0.
 
     Raises:
-        CheckpointError: values that are none.
+        CheckpointError: values that are not valid.
     """
     if not (folder / FILE).exists():
         return SamplingParams()

@@ -1,4 +1,4 @@
-"""From what a user passes in to requests, with errors that name prompt, value and remedy."""
+"""Requests from users' prompts and parameters; errors name prompt, value and remedy."""
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -71,7 +71,7 @@ def refuse_lora(lora_request: object) -> None:
 
 
 def truncated(params: Any, given: Mapping[str, Any]) -> Any:
-    """Parameters, or a list of such, with what vLLM's tokenization_kwargs say of prompts.
+    """Parameters, or a list of them, with vLLM's tokenization_kwargs applied.
 
     Raises:
         ValueError: anything but truncate_prompt_tokens.
@@ -103,7 +103,7 @@ def one_each(name: str, given: Any, count: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class RequestMaker:
-    """What requests are checked against and resolved with."""
+    """Checks requests, and resolves their parameters."""
 
     config: EngineConfig
     tokenizer: ChatTokenizer | None
@@ -130,10 +130,10 @@ class RequestMaker:
         priority: int = 0,
         output: Sequence[int] = (),
     ) -> Request:
-        """The request of one prompt; `where` is what errors call it.
+        """The request of one prompt; `where` is its name in errors.
 
         Its id is its number unless one is given; seeds depend on the number. With an `output` it
-        goes on after those tokens, which count as its own.
+        continues after those tokens, which count as its own.
 
         Raises:
             ValueError: a prompt or parameters that cannot be served.
@@ -232,7 +232,7 @@ class RequestMaker:
         *,
         exports_features: bool,
     ) -> Request:
-        """A request for what the target says of an output under `params`; it generates nothing.
+        """A request that scores an output under `params`, and generates nothing.
 
         Raises:
             ValueError: as `make`.
@@ -266,7 +266,7 @@ class RequestMaker:
         )
 
     def _after(self, request: Request, output: list[int]) -> Request:
-        """The request with the output that it has already."""
+        """The request with an output that it already has."""
         if not output:
             return request
         self._check_ids("its output: ", output)
@@ -344,7 +344,7 @@ class RequestMaker:
             try:
                 hash(processor)
                 result = jax.eval_shape(jax.vmap(processor), *shapes)
-            except Exception as error:  # whatever a user's function raises
+            except Exception as error:  # a user's function may raise anything
                 raise ValueError(
                     f"logits_processors: {name} failed when hashed, or traced with (tokens "
                     f"i32[L], length i32, logits f32[V]): {error}"
@@ -386,7 +386,7 @@ class RequestMaker:
 def _check_some_allowed(
     params: SamplingParams, stop_ids: tuple[int, ...], bad_words: tuple[tuple[int, ...], ...]
 ) -> None:
-    """Refuse parameters under which nothing is left to choose from."""
+    """Refuse parameters that leave no token to choose."""
     if params.allowed_token_ids is None:
         return
     forbidden = {word[0] for word in bad_words if len(word) == 1}
@@ -400,7 +400,7 @@ def _check_some_allowed(
 
 
 def derived_seed(seed: int, number: int) -> int:
-    """The seed of the request of a number, or the sample of a number of a request."""
+    """The seed of a request by its number, or of a sample by its number."""
     return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, for checkpoints that bring a tokenizer."""
+"""Text to token ids and back, for checkpoints with a tokenizer."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -58,7 +58,7 @@ class ChatTokenizer:
 
         Args:
             add_generation_prompt: end with the beginning of the assistant's turn.
-            continue_final_message: end with the content of the last message, to be gone on with.
+            continue_final_message: end with the content of the last message, to continue it.
             tools: functions that the model may call, as JSON schemas.
             chat_template: in place of the checkpoint's.
             variables: further ones of the template, like enable_thinking.

@@ -1,8 +1,8 @@
-"""How many drafts stand: counts by position, censored and forgotten, from which rates follow.
+"""Acceptance rates, estimated from censored counts by position that are slowly forgotten.
 
-A draft is looked at only if all before it stood, so what is counted is conditional:
+A draft is looked at only if all before it were accepted, so counts are conditional:
 
-    c_i = P(draft i stands | drafts 1..i-1 stand),   i = 1..K
+    c_i = P(draft i accepted | drafts 1..i-1 accepted),   i = 1..K
     rates_i = c_1 ... c_i                            AL(k) = 1 + rates_1 + ... + rates_k
 
 AL(k) is the tokens that a request gains in a round of k drafts, its mean acceptance length. Rates
@@ -15,21 +15,21 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-# A memory of so many drafts, but of no fewer rounds: large batches tell much in a round, yet the
-# next round is of the same texts.
+# Memory in drafts, and a minimum in rounds: a large batch gives many counts in a round, but the
+# next round continues the same texts.
 MEMORY_DRAFTS, MEMORY_ROUNDS = 200, 20
 MAX_GROUPS = 64
-# Where nothing is known all positions have this rate, which is hopeful: few requests learn slowly,
-# but for few a draft more costs little, and many learn in a round.
+# The prior rate of all positions is optimistic: few requests learn slowly, but a further draft
+# costs them little, and many learn in one round.
 _FIRST_RATE = 0.8
 _PRIOR_WEIGHT, _POOL_WEIGHT = 4.0, 20.0  # in drafts
 _OFFSET_WEIGHT = 20.0
 
 
 class DraftOutcome(NamedTuple):
-    """Of a round's drafts for one request, how many were looked at and how many stood.
+    """For one request and round: how many drafts were looked at, and how many were accepted.
 
-    The drafts after the first that failed, and after the end of an output, tell nothing.
+    Drafts after the first rejected one, and after the end of an output, are not looked at.
     """
 
     num_drafts: int
@@ -43,7 +43,7 @@ class DraftOutcome(NamedTuple):
 
 
 class _Counts:
-    """Drafts that stood and that failed, by position, recent ones above all."""
+    """Accepted and rejected drafts by position; older ones weigh less."""
 
     def __init__(self, max_drafts: int):
         self.accepted = [0.0] * max_drafts
@@ -60,7 +60,7 @@ class _Counts:
             self.rejected[verdict.num_accepted] += count
 
     def mean(self, i: int, prior: float, weight: float) -> float:
-        """The rate at a position, given as many drafts as `weight` that had the rate `prior`."""
+        """The rate at a position, with a prior of `weight` drafts at the rate `prior`."""
         total = self.accepted[i] + self.rejected[i] + weight
         return (self.accepted[i] + weight * prior) / total
 
@@ -68,9 +68,9 @@ class _Counts:
 class Acceptance:
     """Learns acceptance rates from verdicts, for all requests and for groups of them.
 
-    What counts leave open at a position follows from the one before: their log-odds differ by an
-    offset that changes little when acceptance rises or falls as a whole. So deeper drafts are known
-    without being tried again and again. What counts leave open of a group, all together tell.
+    The prior of a position comes from the one before: their log-odds differ by an offset that
+    changes little when acceptance rises or falls as a whole, so deeper drafts need not be tried
+    again and again. The prior of a group is the rate of all requests.
     """
 
     def __init__(self, max_drafts: int, prior: Sequence[float] = ()):
@@ -80,7 +80,7 @@ class Acceptance:
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Forget all that was learnt, as when the drafter is another."""
+        """Forget all counts, as after a change of the drafter."""
         max_drafts = self.max_drafts
         logits = [logit(rate) for rate in conditional(self._prior)[:max_drafts]]
         self._first = sigmoid(logits[0]) if logits else _FIRST_RATE
@@ -108,15 +108,15 @@ class Acceptance:
         for group, counted in by_group.items():
             counts = self._groups.pop(group, None) or _Counts(self.max_drafts)
             _learn(counts, counted.items())
-            self._groups[group] = counts  # the last to be forgotten
+            self._groups[group] = counts  # the last to be evicted
         while len(self._groups) > MAX_GROUPS:
             del self._groups[next(iter(self._groups))]
         self._learn_offsets(verdicts)
 
     def discount(self, factor: float = 0.25) -> None:
-        """Believe what was counted less, as after a change of weights.
+        """Give old counts less weight, as after a change of weights.
 
-        Rates stay as they are until there are new counts: they are where learning begins again.
+        Rates stay as they are until there are new counts.
         """
         self._first = self._pooled()[0] if self.max_drafts else self._first
         for counts in (self._all, *self._groups.values()):
@@ -130,7 +130,7 @@ class Acceptance:
         return rates
 
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Move offsets to what the counts say, by how many drafts were just looked at there."""
+        """Move offsets towards the counts, the more drafts were just looked at."""
         rates = self._pooled()
         for i in range(1, self.max_drafts):
             fresh = sum(count for verdict, count in verdicts.items() if verdict.depth > i)

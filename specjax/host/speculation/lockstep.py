@@ -1,8 +1,8 @@
 """One K for replicas that run their steps together.
 
-Where replicas meet in every step, as experts spread over data-parallel ranks make them, all have to
-run the same K, or they wait for each other for ever. Loads and times differ between replicas, so
-none can tell what another would choose: one decides by the loads of all, and the others follow.
+Replicas that synchronise in every step, as with experts spread over data-parallel ranks, must run
+the same K, or they deadlock. Their loads and times differ, so none can predict another's choice:
+one decides from the loads of all, and the others follow.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from specjax.host.speculation.step_cost import StepCost
 
 
 class Replicas(Protocol):
-    """How replicas talk. All make the same calls in the same order; each waits for the others."""
+    """Communication of replicas. All make the same calls in the same order, and wait for all."""
 
     @property
     def is_leader(self) -> bool:
@@ -22,20 +22,20 @@ class Replicas(Protocol):
         ...
 
     def gather(self, load: DecodeLoad) -> Sequence[DecodeLoad]:
-        """The loads of all replicas, at least where it is the leader who asks."""
+        """The loads of all replicas; only the leader needs them."""
         ...
 
     def broadcast(self, k: int) -> int:
-        """The leader's K, whatever the others give."""
+        """The leader's K, on all replicas."""
         ...
 
 
 class LockstepPolicy:
-    """A policy that the leader of some replicas asks for all of them.
+    """The policy of the leader, for all replicas.
 
-    Every replica has one, around a policy of the same choices; all but the leader's are never
-    asked. All compile everything ahead, lest one of them lacks what another runs. A step is as slow
-    as the replica with most to do, and gives what all of them get.
+    Every replica has one, around a policy with the same choices, of which only the leader's is
+    asked. All must compile ahead, so that each has the programs that another runs. A step takes as
+    long as the busiest replica, and gives the tokens of all.
     """
 
     def __init__(self, policy: Policy, replicas: Replicas):
@@ -49,11 +49,11 @@ class LockstepPolicy:
 
     @property
     def is_learning(self) -> bool:
-        """Whether the leader learns, from what it sees of its own."""
+        """Whether the leader learns, from its own rounds."""
         return self._replicas.is_leader and self._policy.is_learning
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """All replicas time their rounds, lest they get out of step; the leader's times count."""
+        """All replicas time their rounds together; the leader's times count."""
         self._policy.begin(replay)
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
@@ -82,7 +82,7 @@ class LockstepPolicy:
 
 
 def _joined(loads: Sequence[DecodeLoad]) -> DecodeLoad:
-    """The load of a step in which all run side by side."""
+    """The joint load of a step of all replicas."""
     members: Counter = sum((Counter(load.members) for load in loads), Counter())
     budgets = [load.max_tokens for load in loads if load.max_tokens is not None]
     return DecodeLoad(

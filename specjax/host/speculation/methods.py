@@ -8,12 +8,12 @@ from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
 NAMES = ("static:K", "table", "profile", "adaptive")
-# Rounds that draft before a profile's rates give way to those learned: the first verdicts are few.
+# Rounds with drafts before learned rates replace a profile's: the first are based on few drafts.
 WARM_UP_ROUNDS = 10
 
 
 def spread_ks(max_k: int) -> tuple[int, ...]:
-    """Every K up to 5, then every other: far out they differ little, and each is compiled."""
+    """Every K up to 5, then every other: large ones differ little, and each is compiled."""
     return tuple(k for k in range(max_k + 1) if k <= 5 or k % 2 or k == max_k)
 
 
@@ -22,8 +22,7 @@ def profile_policy(
 ) -> GoodputPolicy:
     """The best K by a profile's times, where rounds are padded to `batches`, and by its rates.
 
-    If the profile is online, its rates are where learning them begins. K is at most `most`, or the
-    profile's own.
+    If the profile is online, its rates are only the prior. K is at most `max_k`, or the profile's.
     """
     max_k = profile.max_drafts if max_k is None else max_k
     return GoodputPolicy(
@@ -37,7 +36,7 @@ def profile_policy(
 
 
 def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
-    """The best K by times that an engine's replays tell first, and by rates not known before."""
+    """The best K by times from an engine's replays and by rates, both learned while serving."""
     return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k))
 
 

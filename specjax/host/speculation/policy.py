@@ -1,8 +1,8 @@
 """How many tokens to draft in a round: one K for all requests, chosen when it is scheduled.
 
-A policy sees what a round will run and, a step or two later, what came of it. It never sees a
-draft: whether a draft is verified must not depend on its own value, or on anything drawn after it,
-for the output would not be the target's then.
+A policy sees the load of a round and, a step or two later, its outcome. It never sees a draft:
+whether a draft is verified must not depend on its value, or on anything drawn after it, or the
+output would not have the target's distribution.
 """
 
 from collections import Counter
@@ -13,25 +13,25 @@ from typing import Protocol
 from specjax.host.speculation.acceptance import Acceptance, DraftOutcome, expected_tokens
 from specjax.host.speculation.step_cost import StepCost
 
-HYSTERESIS = 0.02  # of goodput, by which another K must be better
-LONG_LED = 50  # or rounds in a row that it must be better at all
-PROBE_BUDGET = 0.005  # of the time: what trying a K that seems worse may cost
-PROBE_EVERY = 200  # rounds between two tries, if both have been tried before
-FIRST_PROBES, FIRST_EVERY = 3, 10  # times of a new K, and rounds between them
+HYSTERESIS = 0.02  # another K must have better goodput by this part
+LONG_LED = 50  # or be better for so many rounds in a row
+PROBE_BUDGET = 0.005  # part of the time that may be lost by trying a K that seems worse
+PROBE_EVERY = 200  # rounds between two tries, once both have been tried
+FIRST_PROBES, FIRST_EVERY = 3, 10  # tries of a new K, and rounds between them
 PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries, doubling
-PARKED_VERDICTS = 16  # that a try is to give
+PARKED_VERDICTS = 16  # verdicts that a try is to give
 OTHER_ROUNDS = 32  # over which the time of chunks is averaged
 
 
 @dataclass(frozen=True)
 class DecodeLoad:
-    """What a round would run.
+    """The load of a round.
 
     Attributes:
-        num_sequences: that are ready; 0 if none is.
-        num_context: tokens before the round, of all together.
-        max_tokens: that the step's budget holds; sequences beyond it wait.
-        members: how many there are of each group that may use at most so many drafts.
+        num_sequences: that are ready to decode.
+        num_context: tokens before the round, summed over sequences.
+        max_tokens: the step's budget; sequences beyond it wait.
+        members: number of sequences by group and by maximum useful drafts.
     """
 
     num_sequences: int
@@ -48,14 +48,14 @@ class DecodeLoad:
 
 @dataclass(frozen=True)
 class Round:
-    """What a round showed.
+    """The outcome of a round.
 
     Attributes:
         batch: its shape's, padding included.
         k: drafts of each request.
-        num_context: tokens before it, of all together.
+        num_context: tokens before it, summed over sequences.
         verdicts: how often each was given.
-        ms: milliseconds it took; None where the time means nothing.
+        ms: milliseconds it took; None if unknown.
         other_ms: milliseconds that chunks of prompts took since the round before.
     """
 
@@ -77,19 +77,19 @@ class Policy(Protocol):
 
     @property
     def is_learning(self) -> bool:
-        """Whether `observe` has any use for rounds."""
+        """Whether `observe` learns anything."""
         ...
 
     def choose(self, load: DecodeLoad) -> int:
-        """K for the next round. Asked once a step, whether anybody decodes or not."""
+        """K for the next round. Called once a step, even if nothing decodes."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Called when an engine takes the policy; `replay` times what rounds it can run."""
+        """Called when an engine takes the policy; `replay` measures times of rounds."""
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Rounds of k drafts can be run in a batch of their own now; `time` measures their ms."""
+        """Rounds of this batch and k have become ready; `time` measures one, in ms."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -97,16 +97,16 @@ class Policy(Protocol):
         ...
 
     def target_changed(self) -> None:
-        """The target has other weights: what was learnt of drafts may not be true any more."""
+        """The target has new weights: learned acceptance may be outdated."""
         ...
 
     def drafter_changed(self) -> None:
-        """The drafter has other weights: what was learnt of drafts was of another's."""
+        """The drafter has new weights: learned acceptance was another drafter's."""
         ...
 
 
 class PolicyRule:
-    """What policies that learn nothing have in common."""
+    """Base of policies that learn nothing."""
 
     is_learning = False
 
@@ -166,11 +166,11 @@ class GoodputPolicy:
 
         goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + other)
 
-    `other` is what chunks of prompts take beside a round, of late and on average. It is the same
-    for every K, so that more drafts pay where there is much of it.
-    Where it learns, a better K must be better by `HYSTERESIS`, neighbours of the best are tried
-    now and then, and so is drafting at all when K = 0 is best: without drafts nothing is learned
-    about them. A try that changes nothing doubles the time to the next.
+    `other` is the recent mean time of prompt chunks beside a round. It is the same for every K, so
+    with much of it more drafts pay off.
+    A learning policy changes K only for a gain of `HYSTERESIS`. It tries neighbours of the best now
+    and then, and drafting at all when K = 0 is best, as nothing is learned without drafts. A try
+    that changes nothing doubles the time to the next.
     """
 
     def __init__(
@@ -183,9 +183,9 @@ class GoodputPolicy:
         learns_acceptance: bool = True,
         warm_up_rounds: int = 0,
     ):
-        """Without a `cost`, it is what the engine's replays say.
+        """Without a `cost`, the engine's replays measure it.
 
-        Until `warm_up_rounds` have drafted, rates are those that `acceptance` begins with.
+        For the first `warm_up_rounds` with drafts, rates are the priors of `acceptance`.
         """
         self._choices = tuple(sorted(choices))
         self._cost = cost
@@ -201,7 +201,7 @@ class GoodputPolicy:
         self._since_probe = 0
         self._parked, self._patience = 0, PARKED_FIRST
         self._trial = 0  # rounds left of a try at a K above 0
-        self._is_due = False  # whether one is worth its price, whatever that is
+        self._is_due = False  # whether a try is due, whatever it costs
         self._credit = 0.0  # milliseconds that tries may cost
         self._other = 0.0  # milliseconds of a step beside its round
 
@@ -212,22 +212,22 @@ class GoodputPolicy:
 
     @property
     def cost(self) -> StepCost:
-        """What rounds take."""
+        """The times of rounds."""
         assert self._cost is not None, "an engine begins with the policy before it asks"
         return self._cost
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Have the costs measured, unless they are given."""
+        """Measure the costs, unless they were given."""
         if self._cost is None:
             self._cost = replay()
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Measure it, unless costs are given."""
+        """Measure the shape, unless costs were given."""
         if self._learns_cost:
             self.cost.add(batch, k, time())
 
     def choose(self, load: DecodeLoad) -> int:
-        """The K of most goodput; at times another, to see whether it still is."""
+        """The K with the best goodput; sometimes another, to check."""
         if not load.num_sequences:
             return self._choices[0]
         goodput = self.goodput(load)
@@ -238,7 +238,7 @@ class GoodputPolicy:
         return self._probe(best, goodput, load)
 
     def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
-        """Stay with the K of before, unless the best is clearly better, or has long been."""
+        """Keep the last K unless the best is clearly better, or has long been."""
         lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
         if self._k is None or lead >= HYSTERESIS or self._num_led >= LONG_LED:
@@ -262,7 +262,7 @@ class GoodputPolicy:
         return result
 
     def observe(self, outcome: Round) -> None:
-        """Learn from a round what it may teach."""
+        """Learn times and acceptance from a round."""
         self._tried[outcome.batch, outcome.k] += 1
         if self._learns_acceptance and outcome.k:
             self._warm_up_rounds -= 1
@@ -272,13 +272,13 @@ class GoodputPolicy:
             self._other += (outcome.other_ms - self._other) / OTHER_ROUNDS
 
     def target_changed(self) -> None:
-        """Count what was seen of drafts less, and look again at once if drafting was given up."""
+        """Give old counts less weight, and try drafts again soon if K was 0."""
         if self._learns_acceptance:
             self.acceptance.discount()
             self._is_due, self._patience = True, PARKED_FIRST
 
     def drafter_changed(self) -> None:
-        """Begin anew, with hope."""
+        """Begin anew with optimistic priors."""
         if self._learns_acceptance:
             self.acceptance.begin_anew()
 
@@ -307,7 +307,7 @@ class GoodputPolicy:
         return k
 
     def _try_drafting(self, goodput: Mapping[int, float], load: DecodeLoad) -> int:
-        """0, or for some rounds in a row the best K above it, to see drafts stand or fail."""
+        """0, or for some rounds in a row the best K above it, to count accepted drafts."""
         drafting = {k: goodput[k] for k in self._choices if k > 0}
         if not drafting or not any(limit for _, limit in load.members or {(None, 1): 1}):
             return 0
@@ -322,7 +322,7 @@ class GoodputPolicy:
             self._is_due = False
             self._parked, self._patience = 0, min(2 * self._patience, PARKED_LAST)
             self._trial = num_rounds
-            self.acceptance.discount()  # what was seen before is of long ago
+            self.acceptance.discount()  # earlier counts are old
         self._trial -= 1
         return k
 
@@ -331,7 +331,7 @@ class GoodputPolicy:
         return self.cost.ms(num_sequences, k) + self._other
 
     def _can_afford(self, milliseconds: float) -> bool:
-        """Whether so much may be lost now; if so it counts as spent."""
+        """Whether so many milliseconds may be lost; if so they are spent."""
         if milliseconds > self._credit:
             return False
         self._credit -= max(milliseconds, 0.0)

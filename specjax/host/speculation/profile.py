@@ -1,4 +1,4 @@
-"""What was measured ahead: times of steps and acceptance rates, kept as JSON (vLLM #32374).
+"""Profiles: times of steps and acceptance rates, measured ahead and kept as JSON (vLLM #32374).
 
 The four keys of the file are those of that proposal; a fifth, "measured", says what it was measured
 on. Times are of a step, not of a token; rates are unconditional. Nothing in a file is trusted: it
@@ -37,15 +37,15 @@ class Comparison(NamedTuple):
 
 @dataclass(frozen=True)
 class Profile:
-    """Times and rates that K may be chosen by.
+    """Times and rates by which K is chosen.
 
     Attributes:
         step_ms: milliseconds of a step, drafting and verifying, by batch size and K; every batch
             size has K = 0 and another.
         rates: of all steps, the part that accepts at least 1, 2, ... drafts; one per draft.
         max_drafts: the largest K.
-        is_online: whether rates are to be learned while serving; `rates` are the first then.
-        measured: on what, as far as it is known; "model" is the fingerprint of what served.
+        is_online: whether rates are learned while serving, from these on.
+        measured: on what, if known; "model" is the fingerprint of the model.
     """
 
     step_ms: Mapping[int, Mapping[int, float]]
@@ -105,7 +105,7 @@ class Profile:
         )
 
     def as_json(self) -> dict[str, Any]:
-        """What the file holds."""
+        """The content of the file."""
         content = {
             "is_online": self.is_online,
             "batch_stats": {
@@ -141,7 +141,7 @@ class _RepeatedKeyError(ValueError):
 
 
 def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, in which a key that comes twice would hide what it said before."""
+    """A JSON object, without repeated keys: the last would silently win."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:

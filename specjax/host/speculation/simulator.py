@@ -1,8 +1,8 @@
-"""What a policy is worth, without a device: rounds drawn from a step-cost grid and acceptance law.
+"""Simulates a policy without a device: rounds drawn by a grid of step times and an acceptance law.
 
 Requests decode together in rounds of one K, padded to the batch sizes that an engine compiles. Each
-request has its own log-odds of acceptance, each round its own noise in time. Against it stands an
-oracle that knows both, and takes the best K of every round.
+request has its own log-odds of acceptance, each round its own noise in time. The policy is compared
+with an oracle that knows both, and takes the best K of every round.
 """
 
 import math
@@ -23,13 +23,13 @@ REPLAYS = 5
 
 @dataclass(frozen=True)
 class World:
-    """The truth that a policy has to find out.
+    """The world of a simulation, which a policy has to learn.
 
     Attributes:
         cost: milliseconds of a round, without noise.
         rates: of acceptance by position, unconditional, of a request like most.
         batches: sizes that rounds are padded to; the last is the most that run together.
-        noise: of times, as a part of them (standard deviation).
+        noise: relative standard deviation of times.
         shift: of all log-odds of acceptance, once half of all tokens have been generated.
     """
 
@@ -44,7 +44,7 @@ class World:
         return self.cost.ms(batch, k)
 
     def padded(self, num_sequences: int) -> int:
-        """The batch size that so many run in."""
+        """The batch size to which so many are padded."""
         return self.batches[bisect_left(self.batches, num_sequences)]
 
     def replay(self, ks: Sequence[int], rng: random.Random) -> StepCost:
@@ -86,7 +86,7 @@ class Workload:
         longest: int = 12000,
         spread: float = 0.8,
     ) -> "Workload":
-        """All at once, of lognormal length: a batch that drains into a long tail."""
+        """All requests at once, of lognormal length: a batch that drains into a long tail."""
         lengths = [rng.lognormvariate(math.log(median), sigma) for _ in range(num_requests)]
         clipped = [int(min(max(length, 50), longest)) for length in lengths]
         effects = [rng.gauss(0, spread) for _ in range(num_requests)]
@@ -104,7 +104,7 @@ class Workload:
 
 @dataclass
 class Outcome:
-    """What came of a run. Regrets weigh each round's loss of expected goodput by its time.
+    """The outcome of a run. Regret: loss of expected goodput per round, weighted by time.
 
     Attributes:
         makespan_ms: from the first arrival to the last token.
@@ -223,7 +223,7 @@ def simulate(world: World, workload: Workload, policy: Policy | None, seed: int 
 def _verify(
     running: _Running, k: int, rng: random.Random, outcome: Outcome
 ) -> Counter[DraftOutcome]:
-    """Draw a round's fate for every request."""
+    """Draw the accepted drafts of a round for every request."""
     verdicts: Counter[DraftOutcome] = Counter()
     gone = []
     for request in running.active:

@@ -1,7 +1,7 @@
 """Milliseconds of a round, by batch size, K and context.
 
-A round of B requests and K drafts runs B (K + 1) tokens through the target. What it costs is known
-at points, from a profile or from replaying the compiled steps, and refined by the times of rounds.
+A round of B requests and K drafts runs B (K + 1) tokens through the target. Its time is known at
+points, from a profile or from replays of the compiled steps, and refined by the times of rounds.
 Between points it is linear in both directions; it never falls as tokens are added.
 """
 
@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 
 _DRIFT_GAIN, _OWN_GAIN = 0.05, 0.05
-_REPLAYS, _MOST_SEEN = 4, 100  # rounds that a point is worth: what it began with, and since
+_REPLAYS, _MOST_SEEN = 4, 100  # weight of a point in rounds: at the start, and at most
 _NOTICEABLE = 0.005  # of a log ratio
 _CLIP = 0.25  # of a log ratio: a time further off moves estimates no more than this
 
@@ -19,7 +19,7 @@ Points = Mapping[int, Mapping[int, float]]  # milliseconds by batch size and K
 
 
 class StepCost:
-    """Estimates times of rounds, and learns from those that it is shown.
+    """Estimates times of rounds, and learns from observed ones.
 
     What is learned has two parts, as factors: a drift that all rounds share (clocks, neighbours,
     longer texts), so that a K that has not run lately is judged like the others, and what is a
@@ -34,8 +34,8 @@ class StepCost:
         batches: Sequence[int] = (),
         ms_per_context_token: float = 0.0,
     ):
-        """`ks` are to be points, too. `batches` are the sizes that rounds are padded to: what lies
-        between two costs what the larger does. Without, nothing is padded."""
+        """`ks` become points, too. `batches` are the sizes to which rounds are padded; without them
+        nothing is padded."""
         self._measured = {batch: dict(column) for batch, column in points.items()}
         self.ks = sorted({*ks, *(k for column in points.values() for k in column)})
         rows = {batch: [_along_k(points[batch], k) for k in self.ks] for batch in sorted(points)}
@@ -52,14 +52,14 @@ class StepCost:
         self._grid = dict(zip(self.batches, self._points, strict=True))
 
     def widened(self, ks: Sequence[int], batches: Sequence[int]) -> "StepCost":
-        """The same points, and what follows from them of others; nothing that was learned."""
+        """The same points and their extrapolation to others, without what was learned."""
         per_token = self._ms_per_context_token
         return StepCost(self._measured, ks=ks, batches=batches, ms_per_context_token=per_token)
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
-        """Know the time of a round of one of `batches` and one of `ks`, without context.
+        """Set the time of a round of one of `batches` and one of `ks`, without context.
 
-        What has not been measured of a batch size grows with K as at the largest that has been.
+        Ks that were not measured at a batch size grow as at the largest measured batch size.
         """
         self._measured.setdefault(batch_size, {})[k] = ms
         whole = self._measured[max(self._measured)]
@@ -76,8 +76,7 @@ class StepCost:
     def ms(self, batch_size: int, k: int, num_context: float = 0) -> float:
         """Milliseconds of a round of k drafts, of requests with so many tokens before altogether.
 
-        A batch size beyond the points costs what the nearest does; so does a K below them. A K
-        above costs what it would if the last two were a line.
+        Batch sizes beyond the points and Ks below take the nearest; Ks above are extrapolated.
         """
         if self._is_padded:
             row = self._grid[self.batches[self._row(batch_size)]]
@@ -102,7 +101,7 @@ class StepCost:
         self._own[row][column] += own_gain * (1 - gain) * surprise
         self._num_all += 1
         seen = self._num_seen[row][column] = self._num_seen[row][column] + 1
-        # The grid follows when it would change: by a point's value, or by a weight that doubled.
+        # The grid is redrawn when a point's value has changed, or its weight has doubled.
         has_moved = abs(self._own[row][column] - self._drawn[row][column]) > _NOTICEABLE
         if has_moved or seen.bit_count() == 1:
             self._draw_grid()
@@ -152,10 +151,10 @@ def _line(points: Mapping[int, float], x: float) -> float:
 def _monotone(
     rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]]
 ) -> list[list[float]]:
-    """Rows near to those given, by weight, that rise to the right and downwards.
+    """The nearest rows, by weight, that rise to the right and downwards.
 
-    Isotonic regression of equal weights keeps the order of its inputs: done last, in one direction
-    after the other, it spoils neither. What heavy points then are left to give up is little.
+    A last isotonic regression with equal weights, in one direction after the other, keeps both
+    orders; heavy points move little by then.
     """
     for by_weight in (weights, [[1.0] * len(row) for row in rows]):
         columns = zip(zip(*rows, strict=True), zip(*by_weight, strict=True), strict=True)
