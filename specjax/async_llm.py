@@ -1,4 +1,4 @@
-"""Many callers, one engine: requests come and go while a thread keeps the device busy."""
+"""An engine for asyncio: a background thread runs the steps of all callers' requests."""
 
 import asyncio
 import threading
@@ -28,14 +28,14 @@ Answer = TypeVar("Answer")
 class AsyncLLM:
     """An `LLM` for asyncio: `async for output in llm.generate_stream(prompt, params)`.
 
-    A thread of its own runs the engine, so the event loop is never blocked by it. Every method
-    belongs to the event loop on which the first one was called.
+    A background thread runs the engine, so it never blocks the event loop. All methods must be
+    called on the same event loop.
 
     Args:
-        model: as for `LLM`, with all its options; verbose is False unless told.
-        max_num_requests: most requests that the engine is given at a time; further callers wait
-            for their turn, first come, first served, and until then neither `abort` nor priorities
-            know of them. None for any number.
+        model: as for `LLM`, with all its options; verbose defaults to False.
+        max_num_requests: maximum number of requests in the engine at a time. Further requests wait
+            outside it in order of arrival; until admitted they cannot be aborted by id, and their
+            priority has no effect. None for no limit.
 
     Raises:
         ValueError: as `LLM`.
@@ -53,14 +53,14 @@ class AsyncLLM:
         if max_num_requests is not None:
             self._turns = asyncio.Semaphore(max_num_requests)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
-        self._streams: dict[Hashable, _Stream] = {}  # the engine thread's
+        self._streams: dict[Hashable, _Stream] = {}  # used by the engine's thread only
         self._is_closing = False
         self._thread = threading.Thread(target=self._serve, name="specjax-engine", daemon=True)
         self._thread.start()
 
     @classmethod
     def from_engine_args(cls, engine_args: EngineArgs) -> "AsyncLLM":
-        """An AsyncLLM of these options, as with vLLM."""
+        """Build an AsyncLLM with these options, as in vLLM."""
         return cls(**vars(engine_args))
 
     def generate_stream(
@@ -71,21 +71,21 @@ class AsyncLLM:
         request_id: Hashable | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt; an output comes whenever it has grown.
+        """Continue a prompt; yields an output whenever new tokens have arrived.
 
-        It holds what `SamplingParams.output_kind` says: by default all of it each time. The
-        last one is `finished`. Whoever is slow is given fewer, never less: the last one always
-        comes, and deltas together are the whole, so that nothing piles up. Leaving the iteration,
-        or cancelling its task, aborts the request.
+        `SamplingParams.output_kind` sets what each output holds: by default the whole output so
+        far. The last one is `finished`. A slow consumer gets fewer outputs, without losing tokens:
+        outputs are merged instead of queued, and the last one is always yielded. Leaving the
+        iteration, or cancelling its task, aborts the request.
 
         Args:
-            prompt: as for `LLM.generate`, one.
+            prompt: one prompt, as for `LLM.generate`.
             sampling_params: None for `LLM.get_default_sampling_params`.
-            request_id: a name for `abort`, unlike those of all unfinished requests.
+            request_id: an id for `abort`, unique among unfinished requests.
             priority: with scheduling_policy="priority", the lowest goes first.
 
         Raises:
-            ValueError: a prompt, parameters or an id that cannot be served.
+            ValueError: an invalid prompt, parameter or id.
             RuntimeError: the AsyncLLM is closed.
         """
         return self._grow(prompt, sampling_params, request_id, priority, None)
@@ -96,7 +96,7 @@ class AsyncLLM:
         params: SamplingParams | None,
         request_id: Hashable | None,
         priority: int,
-        kind: RequestOutputKind | None,  # None for the parameters' own
+        kind: RequestOutputKind | None,  # None for that of `params`
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_open()
         if params is None:
@@ -117,7 +117,7 @@ class AsyncLLM:
                     if output is not None:
                         yield output
             finally:
-                # After the end it is a no-op; before, the request may not even have been added.
+                # Aborting an already finished or never added request is a no-op.
                 if not stream.is_finished and not self._is_closing:
                     self._call(lambda: self._drop(stream))
 
@@ -130,22 +130,22 @@ class AsyncLLM:
         lora_request: None = None,
         priority: int = 0,
     ) -> "Generation":
-        """Continue a prompt: `async for` gives it as it grows, `await` once it has finished.
+        """Continue a prompt: `async for` yields growing outputs, `await` returns the finished one.
 
         See `generate_stream`.
 
         Raises:
-            ValueError: a lora_request; the others come when it is iterated or awaited.
+            ValueError: a lora_request; other errors are raised when iterating or awaiting.
         """
         refuse_lora(lora_request)
         return Generation(partial(self._grow, prompt, sampling_params, request_id, priority))
 
     async def abort(self, request_id: Hashable) -> bool:
-        """End a request with what it has; False if there is no such request."""
+        """Abort a request, keeping its tokens so far; returns False if there is no such request."""
         return await self._ask(self._abort, request_id)
 
     def metrics(self) -> Metrics:
-        """Counters since the engine was built."""
+        """Return counters since the engine was built."""
         self._check_open()
         return self._llm.metrics()
 
@@ -158,7 +158,7 @@ class AsyncLLM:
         return await self._ask(self._llm.reset_prefix_cache)
 
     async def sleep(self, level: int = 1) -> None:
-        """See `LLM.sleep`, which refuses while requests run."""
+        """See `LLM.sleep`, which raises an error while requests run."""
         await self._ask(self._llm.sleep, level)
 
     async def wake_up(self) -> None:
@@ -166,7 +166,7 @@ class AsyncLLM:
         await self._ask(self._llm.wake_up)
 
     async def is_sleeping(self) -> bool:
-        """Whether `sleep` freed memory that `wake_up` has not taken back."""
+        """Whether the engine is asleep (`sleep` without `wake_up`)."""
         return await self._ask(self._llm.is_sleeping)
 
     async def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
@@ -178,11 +178,11 @@ class AsyncLLM:
         await self._ask(self._llm.stop_profile)
 
     async def close(self) -> None:
-        """Abort what has not finished and free the device's memory; closing twice is harmless."""
+        """Abort unfinished requests and free the device's memory; closing twice is harmless."""
         await asyncio.to_thread(self.shutdown)
 
     def shutdown(self) -> None:
-        """`close`, for where nothing can be awaited; what waits for outputs learns of it later."""
+        """Run `close` synchronously; pending iterations end once the event loop runs again."""
         self._is_closing = True
         self._calls.put(lambda: None)
         self._thread.join()
@@ -198,12 +198,12 @@ class AsyncLLM:
             raise RuntimeError("this AsyncLLM is closed; build a new one")
 
     async def _ask(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
-        """What a function gives, called by the engine's thread between two steps."""
+        """Run a function on the engine's thread between two steps; returns its result."""
         self._check_open()
         return await asyncio.wrap_future(self._call(partial(function, *arguments)))
 
     def _call(self, function: Callable[[], Any]) -> Future:
-        """Have the engine's thread call a function between two steps."""
+        """Schedule a function on the engine's thread between two steps; returns its future."""
         future: Future = Future()
 
         def call() -> None:
@@ -216,7 +216,7 @@ class AsyncLLM:
         self._calls.put(call)
         return future
 
-    # What follows runs on the engine's thread.
+    # The methods below run on the engine's thread.
 
     def _serve(self) -> None:
         engine = self._llm.engine
@@ -228,7 +228,7 @@ class AsyncLLM:
             if not self._is_closing and engine.has_work:
                 try:
                     touched = engine.step()
-                except Exception as error:  # of the device, which ended all that ran
+                except Exception as error:  # the device failed, all running requests are lost
                     finished = [i for i, s in self._streams.items() if s.has_ended]
                     engine.reset()
                     self._publish(finished)
@@ -237,7 +237,7 @@ class AsyncLLM:
                     self._publish({sequence.request.request_id for sequence in touched})
         for request_id in list(self._streams):
             self._abort(request_id)
-        while not self._calls.empty():  # of callers that did not see it close
+        while not self._calls.empty():  # of callers that called before it closed
             self._calls.get()()
         self._fail_all(RuntimeError("this AsyncLLM was closed before the request started"))
         self._llm.close()
@@ -253,7 +253,7 @@ class AsyncLLM:
         return bool(aborted)
 
     def _drop(self, stream: "_Stream") -> None:
-        """Abort a request whose caller has gone."""
+        """Abort a request whose caller stopped waiting."""
         stream.is_cancelled = True
         if stream.outputs is not None:
             request_id = stream.outputs.request.request_id
@@ -261,7 +261,7 @@ class AsyncLLM:
             self._llm.engine.abort(request_id)
 
     def _publish(self, request_ids: Any) -> None:
-        """Hand the outputs that have grown to those who wait for them, in one call per loop."""
+        """Deliver new outputs to their callers, in one call per event loop."""
         news: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, RequestOutput]]] = {}
         for request_id in request_ids:
             stream = self._streams.get(request_id)
@@ -269,7 +269,7 @@ class AsyncLLM:
                 continue
             try:
                 output = stream.outputs.output()
-            except Exception as error:  # of this request alone
+            except Exception as error:  # only this request fails
                 self._drop(stream)
                 _tell(stream.loop, stream.fail, error)
                 continue
@@ -286,7 +286,7 @@ class AsyncLLM:
 
 
 class Generation:
-    """A request that begins when it is iterated, for its outputs, or awaited, for its last one."""
+    """A request that starts when iterated (yields its outputs) or awaited (returns the last)."""
 
     def __init__(
         self, grow: Callable[[RequestOutputKind | None], AsyncGenerator[RequestOutput, None]]
@@ -310,11 +310,11 @@ class Generation:
 
 
 class _Stream:
-    """The latest output of a request, on its way from the engine's thread to its caller."""
+    """The latest output of a request, passed from the engine's thread to its caller."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.loop = loop
-        self.outputs: Outputs | None = None  # the engine thread's, as is the next
+        self.outputs: Outputs | None = None  # this and the next: engine's thread only
         self.is_cancelled = False
         self.is_finished = False
         self._latest: RequestOutput | None = None
@@ -323,12 +323,12 @@ class _Stream:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the request ended by itself; asked on the engine's thread."""
+        """Whether all samples ended without an abort. Used on the engine's thread."""
         samples = [c.sequence for c in self.outputs.completions] if self.outputs else []
         return all(sample.finish_reason not in (None, "abort") for sample in samples)
 
     async def take(self) -> RequestOutput:
-        """The next output, once there is one."""
+        """Wait for the next output and return it."""
         await self._has_news.wait()
         self._has_news.clear()
         if self._error is not None:
@@ -348,7 +348,7 @@ class _Stream:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function on a loop, unless it has closed and nobody waits any more."""
+    """Call a function on an event loop; does nothing if the loop has closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)
 

@@ -1,6 +1,6 @@
-"""The command line. Parses arguments, then imports the one command that was asked for.
+"""The command line: parses arguments, then imports the module of the given command.
 
-Nothing imported here imports JAX, so that `--help` answers at once.
+This module does not import JAX, so that `--help` is fast.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from specjax import __version__
 from specjax.checkpoint.demo import TARGET
 from specjax.commands import arguments, bench, compile_arguments, train
 
-# The module whose `run(args)` carries a command out.
+# The module of each command; its `run(args)` runs it.
 _MODULES = {
     "generate": "specjax.commands.generate",
     "bench": "specjax.bench.speculation",
@@ -30,12 +30,12 @@ _NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return its exit code: 0, 2 for what the user can mend, 130 interrupted."""
+    """Run a command; returns its exit code: 0, 2 for errors the user can fix, 130 interrupted."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     command, subcommand = args.command, getattr(args, "subcommand", None)
     if subcommand:
-        # What comes before a subcommand would go unread.
+        # Options before a subcommand would be ignored.
         if argv[1] != subcommand:
             return _fail(f"{argv[1]} stands before {subcommand}; its options go after it")
         command = f"{command} {subcommand}"
@@ -68,7 +68,7 @@ def _fail(message: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="specjax", description="Lossless speculative decoding.")
     parser.add_argument("--version", action="version", version=f"specjax {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -118,7 +118,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
     text = f"{arguments.MODEL_HELP}; or a config without weights, in a folder or a .json file"
-    # Stands for --model, and so may not be there.
+    # Optional, as --model can be given instead.
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=text)
     parser.add_argument("--model", metavar="CONFIG", help="the same, as an option")
     parser.add_argument("--json", action="store_true", help="print one JSON object")

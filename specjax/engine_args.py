@@ -1,4 +1,4 @@
-"""Options of an LLM as a value, for scripts that keep them apart from the engine."""
+"""Options of an LLM as a dataclass, as vLLM has it."""
 
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path
@@ -24,8 +24,8 @@ class EngineArgs(_Options):
     """The options of `LLM`, as a dataclass: `LLM(**asdict(EngineArgs(model=...)))`.
 
     Raises:
-        TypeError: an option that there is not.
-        ValueError: one of vLLM's that would change what comes out, or one that was removed.
+        TypeError: an unknown option.
+        ValueError: an unsupported option of vLLM that would change outputs, or a removed one.
     """
 
     def __init__(self, model: str | Path | Model, **options: Any):

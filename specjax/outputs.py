@@ -1,4 +1,4 @@
-"""What users get: continuations of a prompt, and what the target says of their tokens."""
+"""Outputs for users: continuations of a prompt, and log-probabilities of their tokens."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -6,15 +6,15 @@ from typing import NamedTuple
 
 
 class Logprob(NamedTuple):
-    """A token's log-probability under the target, and its rank (1 is the likeliest)."""
+    """A token's log-probability under the target, and its rank (1 is the most likely)."""
 
     logprob: float
     rank: int
     decoded_token: str | None = None
-    raw_logprob: float | None = None  # the model's own, beside a processed one, if asked for
+    raw_logprob: float | None = None  # in the model's own distribution, if requested
 
 
-TokenLogprobs = dict[int, Logprob]  # by token id: the token itself first, then the likeliest
+TokenLogprobs = dict[int, Logprob]  # by token id: the token itself first, then the most likely
 
 
 @dataclass(frozen=True)
@@ -24,25 +24,25 @@ class CompletionOutput:
     index: int
     text: str | None  # None without a tokenizer, or with detokenize=False
     token_ids: list[int]
-    cumulative_logprob: float | None  # None unless logprobs were asked for
+    cumulative_logprob: float | None  # None unless logprobs were requested
     logprobs: list[TokenLogprobs] | None
     finish_reason: str | None  # "stop", "length", "abort" or "error"; None while it grows
-    stop_reason: int | str | None  # what ended the output; None for end of sequence and length
-    error: Exception | None = None  # what failed, of this request alone
+    stop_reason: int | str | None  # stop text or token id; None for end of sequence and length
+    error: Exception | None = None  # the error, if this request failed
 
     def finished(self) -> bool:
-        """Whether this is all there will be."""
+        """Whether the output is complete."""
         return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When a request went through which station; `_ts` are seconds of `time.monotonic`.
+    """Times of a request's stages; `_ts` are seconds of `time.monotonic`.
 
     Attributes:
         num_generation_tokens: tokens of all samples.
         queued_ts: when it was queued.
-        scheduled_ts: when its first sample was first put into a step; None before.
+        scheduled_ts: when its first sample was first scheduled in a step; None before.
         first_token_ts: when its first token was read; None before.
         last_token_ts: when its latest token was read; None before the first.
     """
@@ -55,7 +55,7 @@ class RequestMetrics:
 
     @property
     def first_token_latency(self) -> float | None:
-        """Seconds from the queue to the first token; None before it."""
+        """Seconds from queueing to the first token; None before it."""
         return None if self.first_token_ts is None else self.first_token_ts - self.queued_ts
 
 
@@ -63,12 +63,12 @@ class RequestMetrics:
 class RequestOutput:
     """A prompt and its continuations."""
 
-    request_id: Hashable  # a text, unless a user named the request otherwise
+    request_id: Hashable  # a string by default; any id given by the user
     prompt: str | None
     prompt_token_ids: list[int]
     prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
     outputs: Sequence[CompletionOutput]
-    finished: bool = True  # whether this is all there will be
-    # Two outputs are equal whenever the same was generated, whatever that took.
+    finished: bool = True  # whether all outputs are complete
+    # Not compared: outputs are equal if their tokens are, whatever the timing.
     metrics: RequestMetrics | None = field(default=None, compare=False)
-    num_cached_tokens: int | None = field(default=None, compare=False)  # None before it has begun
+    num_cached_tokens: int | None = field(default=None, compare=False)  # None before it starts

@@ -1,4 +1,4 @@
-"""How a user asks for tokens to be chosen, and when they end; checked once, here."""
+"""Sampling parameters and stop conditions of a request, all validated here."""
 
 import json as json_module
 import math
@@ -10,22 +10,22 @@ from numbers import Real
 from typing import Any
 
 MAX_SEED = 2**32 - 1
-# What one request may bring, since its parameters live in arrays of fixed width on the device.
-MAX_STOP_IDS = 8  # the model's ends of sequence included
+# Limits per request, because parameters are stored in device arrays of fixed width.
+MAX_STOP_IDS = 8  # including the model's end-of-sequence ids
 MAX_LOGIT_BIAS = 512
-MAX_BAD_WORDS = 32  # after tokenization, which makes one or two of a word
+MAX_BAD_WORDS = 32  # after tokenization, which yields one or two entries per word
 MAX_BAD_WORD_TOKENS = 8
-LARGEST = 1e30  # of a number that scales or shifts logits, which must stay finite in float32
+LARGEST = 1e30  # maximum scale or shift of logits, which must stay finite in float32
 
 LogitsProcessor = Callable[[Any, Any, Any], Any]
 
 
 class RequestOutputKind(Enum):
-    """What each output of a stream holds; calls that return once always return everything.
+    """What each output of a stream holds; calls that are not streams return everything.
 
     Attributes:
         CUMULATIVE: all tokens and text so far.
-        DELTA: what has been added since the output before.
+        DELTA: what was added since the previous output.
         FINAL_ONLY: everything, in one output at the end.
     """
 
@@ -36,14 +36,14 @@ class RequestOutputKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
-    """What an output must parse as; exactly one field.
+    """A constraint on the output's format; exactly one field must be set.
 
     Attributes:
-        json: a JSON schema, as a mapping or as text.
+        json: a JSON schema, as a mapping or as a string.
         regex: a regular expression that the whole output matches.
-        choice: texts of which the output is one.
+        choice: texts, one of which the output equals.
         grammar: a context-free grammar in Lark's notation, as llguidance reads it.
-        json_object: True for any JSON object; read as the schema {"type": "object"}.
+        json_object: True for any JSON object; equivalent to the schema {"type": "object"}.
     """
 
     json: Mapping[str, Any] | str | None = None
@@ -95,16 +95,16 @@ StructuredOutputsParams = StructuredOutputs  # vLLM's name
 
 @dataclass(slots=True)
 class SamplingParams:
-    """How the tokens of a request are chosen, and when it ends.
+    """Sampling parameters and stop conditions of a request.
 
-    Fields may be assigned, as in `params.max_tokens = 10`. A request takes a copy when it is made,
-    which is checked as a new one would be; what is assigned later does not reach it. The fields
-    up to `prompt_logprobs` may be given by position, in vLLM's order.
+    Fields may be assigned, as in `params.max_tokens = 10`. Each request validates and stores a copy
+    when it is made; later assignments do not affect it. The fields up to `prompt_logprobs` may be
+    given by position, in vLLM's order.
 
-    Logits pass, in this order: repetition, presence and frequency penalty, bad_words, logit_bias,
-    allowed_token_ids, min_tokens, logits_processors, structured_outputs; then, above temperature
-    0, temperature, min_p, top_k and top_p, each over what the ones before it left. Tokens that tie
-    at a threshold are kept.
+    Applied to the logits in this order: repetition, presence and frequency penalty, bad_words,
+    logit_bias, allowed_token_ids, min_tokens, logits_processors, structured_outputs; then, above
+    temperature 0, temperature, min_p, top_k and top_p, each over the tokens that the previous ones
+    kept. Tokens that tie at a threshold are kept.
 
     Attributes:
         n: samples per prompt; they share the prompt's pages.
@@ -112,35 +112,35 @@ class SamplingParams:
         frequency_penalty: subtracted once for each occurrence in the output.
         repetition_penalty: above 1 discourages tokens of prompt and output (Keskar et al. 2019,
             CTRL): positive logits are divided by it, negative ones multiplied.
-        temperature: 0 is greedy; above it, tokens are drawn from softmax(logits / temperature).
-        top_p: keep the likeliest tokens that together reach this probability; 1 keeps all.
-        top_k: keep the k likeliest tokens; 0 or -1 keeps all.
-        min_p: keep tokens at least this likely relative to the likeliest.
-        seed: fixes the draws of a request, whatever else runs beside it and whether or not drafts
-            are used. None, or -1, takes one from the engine's seed and the number of the request.
+        temperature: 0 is greedy; above it, tokens are sampled from softmax(logits / temperature).
+        top_p: keep the most likely tokens that together reach this probability; 1 keeps all.
+        top_k: keep the k most likely tokens; 0 or -1 keeps all.
+        min_p: keep tokens whose probability is at least this fraction of the highest.
+        seed: makes sampling reproducible, whatever other requests run and whether or not drafts
+            are used. None or -1 derives it from the engine's seed and the number of the request.
             Samples after the first derive theirs from it.
-        stop: texts that end the output, which is cut before them.
+        stop: texts that end the output, which is truncated before them.
         stop_token_ids: further ids that end the output, besides the model's end of sequence.
-        ignore_eos: go on past the model's end of sequence.
-        max_tokens: most tokens to generate; None for as many as `max_model_len` allows.
-        min_tokens: tokens to generate before anything may stop the output.
-        logprobs: report the log-probability of each token and of this many likeliest; -1 for all
-            of the vocabulary, where `max_logprobs` allows it.
+        ignore_eos: continue past the model's end of sequence.
+        max_tokens: maximum number of tokens; None for as many as `max_model_len` allows.
+        min_tokens: minimum number of tokens; nothing stops the output before.
+        logprobs: report the log-probability of each token and of this many most likely ones; -1
+            for the whole vocabulary, if `max_logprobs` allows it.
         prompt_logprobs: the same for the tokens of the prompt.
         detokenize: whether outputs carry text.
-        skip_special_tokens: leave special tokens out of the text.
-        spaces_between_special_tokens: False is refused where special tokens are in the text.
-        include_stop_str_in_output: leave the stop text at the end of the output.
+        skip_special_tokens: omit special tokens from the text.
+        spaces_between_special_tokens: must be True if special tokens are in the text.
+        include_stop_str_in_output: keep the stop text at the end of the output.
         output_kind: what each output of a stream holds.
-        truncate_prompt_tokens: keep only the last so many tokens of the prompt; -1 for as many as
+        truncate_prompt_tokens: keep only this many last tokens of the prompt; -1 for as many as
             leave room for `max_tokens`.
-        structured_outputs: what the output must parse as; needs the extra "structured".
+        structured_outputs: a constraint on the output's format; needs the extra "structured".
         logit_bias: added to the logits of token ids.
         allowed_token_ids: the only ids that may be generated.
         bad_words: texts that must not be generated.
         logits_processors: pure JAX functions (tokens i32[L], length i32, logits f32[V]) ->
             f32[V], traced once; tokens past `length` are meaningless.
-        num_speculative_tokens: most drafts in a step, where the engine's K is larger; None for K.
+        num_speculative_tokens: maximum drafts per step, if less than the engine's K; None for K.
     """
 
     n: int = 1
@@ -205,16 +205,16 @@ class SamplingParams:
         self._check_collections()
 
     def clone(self) -> "SamplingParams":
-        """A copy to change without changing this one.
+        """Return a copy that can be changed independently.
 
         Raises:
-            ValueError: a field was assigned what the constructor would refuse.
+            ValueError: a field was assigned a value that the constructor refuses.
         """
         return replace(self)
 
     @property
     def edits_logits(self) -> bool:
-        """Whether anything but temperature and a grammar shapes what tokens are drawn from."""
+        """Whether any parameter but temperature and structured_outputs modifies the logits."""
         truncates = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return bool(
@@ -306,7 +306,7 @@ class SamplingParams:
 def _check_number(
     name: str, value: Any, minimum: float, maximum: float, remedy: str, *, is_open: bool = False
 ) -> None:
-    """Refuse what is no number in [least, most], or in (least, most] with `is_open`."""
+    """Raise an error unless it is a number in [min, max], or in (min, max] if `is_open`."""
     is_number = isinstance(value, Real) and not isinstance(value, bool)
     try:
         number = float(value) if is_number else math.nan
@@ -328,7 +328,7 @@ def _check_int(
 
 
 def _is_integer(value: Any) -> bool:
-    """Whether it is an integer, JAX's included, and no truth value."""
+    """Whether it is an integer (JAX's included) and not a bool."""
     try:
         operator.index(value)
     except TypeError:
@@ -356,6 +356,6 @@ def _texts(name: str, texts: Any) -> tuple[str, ...]:
 
 
 def check_text(name: str, text: str) -> None:
-    """Refuse text that no tokenizer takes."""
+    """Raise an error for text with lone surrogates, which tokenizers do not accept."""
     if any("\ud800" <= char <= "\udfff" for char in text):
         raise ValueError(f"{name} has half a character in {text!r}: a surrogate without its pair")

@@ -1,4 +1,4 @@
-"""Engines to measure policies on: with a drafter and without, over one copy of the weights."""
+"""Engines for measuring policies: with and without a drafter, sharing the target's weights."""
 
 import argparse
 from collections import Counter
@@ -19,17 +19,17 @@ from specjax.llm import LLM
 from specjax.sampling_params import MAX_SEED, SamplingParams
 from specjax.text.tokenizer import load_tokenizer
 
-# Prompts are not timed: small chunks need few executables, and a batch should start together.
+# Prefill is not timed. Small chunks need few executables; a batch should start together.
 _PROMPT_CHUNK, _MAX_PROMPT_TOKENS = 32, 512
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What runs, and in which sizes; fields are options of the commands."""
+    """Models, sizes and sampling of a measurement; fields are options of the commands."""
 
     model: str
     method: str
-    drafter: str | None  # None where the method needs no checkpoint of its own
+    drafter: str | None  # None if the method needs no checkpoint
     ks: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     max_tokens: int
@@ -38,7 +38,7 @@ class Setup:
     seed: int
     rounds: int
     dtype: str
-    synthetic_rates: tuple[float, ...] | None = None  # of acceptance, instead of the drafter's own
+    synthetic_rates: tuple[float, ...] | None = None  # replace the drafter's acceptance
 
     def __post_init__(self):
         check_positive(**{"--rounds": self.rounds})
@@ -59,7 +59,7 @@ class Setup:
 
     @property
     def speculative_config(self) -> dict[str, Any]:
-        """Of an LLM that may draft as much as any K."""
+        """Speculative config for the largest K."""
         config = {
             "method": self.method,
             "model": self.drafter,
@@ -73,7 +73,7 @@ class Setup:
         return config
 
     def make_requests(self, batch_size: int) -> list[Request]:
-        """So many prompts, some more than once; they go on past the end, so that batches stay."""
+        """Return `batch_size` requests, repeating prompts; they ignore EOS to keep batches full."""
         folder = resolve(self.model)
         tokenizer = load_tokenizer(folder)
         if tokenizer is None:
@@ -90,7 +90,7 @@ class Setup:
 
 
 def read_setup(args: argparse.Namespace) -> Setup:
-    """The setup that a command's options ask for."""
+    """Return the setup for a command's options."""
     method, drafter = read_drafter(args.model, args.drafter)
     return Setup(
         model=args.model,
@@ -109,7 +109,7 @@ def read_setup(args: argparse.Namespace) -> Setup:
 
 
 def read_rates(text: str | None) -> tuple[float, ...] | None:
-    """Rates like 0.8,0.5; None if none are given."""
+    """Parse rates like 0.8,0.5; returns None for None."""
     if text is None:
         return None
     try:
@@ -119,7 +119,7 @@ def read_rates(text: str | None) -> tuple[float, ...] | None:
 
 
 def read_drafter(model: str, given: str | None) -> tuple[str, str | None]:
-    """METHOD=CHECKPOINT, or METHOD alone, as method and checkpoint; by default a demo's first."""
+    """Parse METHOD=CHECKPOINT or METHOD; without it, return the demo model's drafter."""
     if given is None:
         if model not in DRAFTERS:
             raise ValueError(f"--model {model} has no default drafter; name one with --drafter")
@@ -133,7 +133,7 @@ def read_drafter(model: str, given: str | None) -> tuple[str, str | None]:
 
 
 def read_integers(option: str, text: str) -> tuple[int, ...]:
-    """A list like 1,2,3, sorted."""
+    """Parse a list like 1,2,3; returns it sorted."""
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as error:
@@ -141,7 +141,7 @@ def read_integers(option: str, text: str) -> tuple[int, ...]:
 
 
 class Engines(NamedTuple):
-    """The same target twice."""
+    """Two engines with the same target."""
 
     plain: LLM  # without a drafter
     drafting: LLM
@@ -149,10 +149,10 @@ class Engines(NamedTuple):
 
 @contextmanager
 def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
-    """Load, and compile every K."""
+    """Load the models and compile the steps of every K."""
     max_batch = max(setup.batch_sizes)
     sizes: dict[str, Any] = {
-        "enable_prefix_caching": False,  # every run is to do the same work
+        "enable_prefix_caching": False,  # every run must do the same work
         "dtype": setup.dtype,
         "max_model_len": setup.max_model_len,
         "max_num_seqs": max_batch,
@@ -175,7 +175,7 @@ def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
 
 
 def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) -> None:
-    """Run the requests a little, untimed, so that memory is touched and caches are filled."""
+    """Run the first tokens of the requests, untimed, to warm up memory and caches."""
     for request in requests:
         engine.add(replace(request, max_tokens=min(request.max_tokens, num_tokens)))
     while engine.has_work:
@@ -183,5 +183,5 @@ def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) ->
 
 
 def k_histogram(engine: Engine, before: dict[int, int]) -> dict[int, int]:
-    """Rounds by K since the histogram `before`."""
+    """Return rounds by K since the histogram `before`."""
     return dict(sorted((Counter(engine.metrics().k_histogram) - Counter(before)).items()))

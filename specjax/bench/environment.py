@@ -1,4 +1,4 @@
-"""What a result depends on besides the code: versions and hardware."""
+"""Versions and hardware, on which results depend besides the code."""
 
 import os
 import platform
@@ -10,7 +10,7 @@ import jax
 
 
 def describe_environment() -> dict[str, Any]:
-    """Versions, devices and processor, as plain types."""
+    """Return versions, devices and processor as plain types."""
     devices = jax.devices()
     return {
         "versions": describe_versions(),
@@ -24,7 +24,7 @@ def describe_environment() -> dict[str, Any]:
 
 
 def describe_versions() -> dict[str, str]:
-    """Versions of Python and of the packages that results depend on."""
+    """Return versions of Python and of the packages that results depend on."""
     packages = ("specjax", "jax", "jaxlib", "numpy")
     return {
         "python": platform.python_version(),
@@ -33,7 +33,7 @@ def describe_versions() -> dict[str, str]:
 
 
 def package_version(name: str) -> str:
-    """The installed version, or "unknown" for a package that runs from its sources."""
+    """Return the installed version, or "unknown" for a package that is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -41,7 +41,7 @@ def package_version(name: str) -> str:
 
 
 def cpu_model() -> str:
-    """The processor's name, as far as the system tells."""
+    """Return the processor's name, as reported by the system."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -51,7 +51,7 @@ def cpu_model() -> str:
 
 
 def num_cpus() -> int:
-    """Processors that this process may use."""
+    """Return the number of processors that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

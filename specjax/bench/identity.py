@@ -1,8 +1,8 @@
-"""Whether two runs gave the same tokens, and where not, whether rounding may be to blame.
+"""Compares the tokens of two runs; tells differences caused by rounding from real mismatches.
 
-In float32, programs of different shapes differ by up to 4e-5 on a logit. Where the two best scores
-that tokens are chosen by lie closer together than that may upset, two runs may part ways, and what
-follows cannot be compared. Such near-ties are counted; any other difference is a mismatch.
+In float32, logits of programs of different shapes differ by up to 4e-5. If the two best scores of a
+token are so close that this can swap them, two runs may diverge there, and later tokens cannot be
+compared. Such near-ties are counted; any other difference is a mismatch.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,10 +33,10 @@ NEAR_TIE = 2e-4
 
 @dataclass
 class Identity:
-    """What comparing runs found."""
+    """Result of comparing runs."""
 
     num_outputs: int = 0
-    num_tokens: int = 0  # compared: up to where an output parts ways
+    num_tokens: int = 0  # compared: up to the first difference of each output
     near_ties: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
 
@@ -51,15 +51,15 @@ class Identity:
 
 @dataclass(frozen=True)
 class Scorer:
-    """Scores the next token of a request as sampling does, by one pass over all its tokens."""
+    """Scores the next token of a request as sampling does, by one forward over all its tokens."""
 
     engine: Engine
 
     def two_best(self, request: Request, index: int, output: Sequence[int]) -> tuple[Any, float]:
-        """The ids of the two best scores after `output`, best first, and the gap between them.
+        """Return the ids of the two best scores after `output`, best first, and their difference.
 
         Scores are logits over temperature plus the noise of sample `index`; at temperature 0 they
-        are logits. Grammars are not followed.
+        are logits. Grammars are ignored.
         """
         layout = self.engine.layout
         tokens = np.zeros(layout.max_model_len, np.int32)
@@ -83,7 +83,7 @@ def compare(
     expected: Iterable[Sequence[int]],
     outputs: Iterable[Sequence[int]],
 ) -> Identity:
-    """Compare outputs with those expected of (request, index of the sample)."""
+    """Compare outputs with `expected`; `requests` are pairs of request and sample index."""
     found, scorer = Identity(), Scorer(engine)
     for (request, index), before, after in zip(requests, expected, outputs, strict=True):
         found.num_outputs += 1

@@ -1,8 +1,8 @@
-"""Timing. Every configuration decodes the same prompts, in turn, in one process.
+"""Timing of configurations, which decode the same prompts in turn in one process.
 
-A round takes one batch of prompts through every configuration, back to back, so that whatever
-else the machine does falls on all of them alike. What is timed is decoding: from the moment the
-last prompt of the batch has given its first token until the last output is complete.
+A round runs one batch of prompts under every configuration, back to back, so that other load on
+the machine affects all of them equally. Only decoding is timed: from the first token of the batch's
+last prompt until the last output is complete.
 """
 
 import time
@@ -27,39 +27,39 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """As reports call it."""
+        """Name in reports."""
         return f"{self.method} K={self.k}" if self.k else self.method
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One batch of prompts under one configuration. All but `outputs` covers decoding alone."""
+    """One batch of prompts under one configuration. All but `outputs` are of decoding only."""
 
     outputs: Mapping[Hashable, tuple[int, ...]]  # by request id
     seconds: float
     num_steps: int
     num_tokens: int
-    num_request_steps: int  # steps, each counted once per request that gained tokens by it
+    num_request_steps: int  # steps, counted once per request that gained tokens
     num_accepted_per_pos: tuple[int, ...]
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of the whole batch."""
+        """Tokens per second of the whole batch."""
         return self.num_tokens / self.seconds
 
     @property
     def ms_per_step(self) -> float:
-        """Milliseconds from one step's results to the next one's."""
+        """Mean milliseconds per step."""
         return 1e3 * self.seconds / self.num_steps
 
     @property
     def ms_per_token(self) -> float:
-        """Milliseconds that a request waits for a token, on average."""
+        """Mean milliseconds per output token of a request."""
         return self.ms_per_step * self.num_request_steps / self.num_tokens
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> Run:
-    """Run `requests` together, to the end, on an idle engine."""
+    """Run `requests` together to completion on an idle engine."""
     outputs: dict[Hashable, tuple[int, ...]] = {}
 
     def step() -> None:
@@ -76,7 +76,7 @@ def decode(engine: Engine, requests: Sequence[Request]) -> Run:
     while len(outputs) < len(requests):
         step()
     seconds, after = time.perf_counter() - start, engine.metrics()
-    while engine.has_work:  # the step that was launched before the last result was known
+    while engine.has_work:  # a step launched before the last result was read
         engine.step()
     return as_run(outputs, seconds, before, after)
 
@@ -84,7 +84,7 @@ def decode(engine: Engine, requests: Sequence[Request]) -> Run:
 def as_run(
     outputs: Mapping[Hashable, tuple[int, ...]], seconds: float, before: Metrics, after: Metrics
 ) -> Run:
-    """What happened between two snapshots of the counters, with no prefill step between them."""
+    """Return the run between two snapshots of the counters, without prefill steps between them."""
     num_tokens = after.num_generation_tokens - before.num_generation_tokens
     accepted = tuple(
         now - then
@@ -97,7 +97,7 @@ def as_run(
         seconds=seconds,
         num_steps=after.num_decode_steps - before.num_decode_steps,
         num_tokens=num_tokens,
-        num_request_steps=num_tokens - sum(accepted),  # each gives one token beside its drafts
+        num_request_steps=num_tokens - sum(accepted),  # each gives 1 token + accepted drafts
         num_accepted_per_pos=accepted,
     )
 
@@ -108,7 +108,7 @@ def measure(
     batches: Sequence[Sequence[Request]],
     on_run: Callable[[], None] = lambda: None,
 ) -> dict[Configuration, list[Run]]:
-    """A round per batch, each starting one configuration later. `engines` are by method."""
+    """Run a round per batch, each starting with the next configuration. `engines`: by method."""
     runs: dict[Configuration, list[Run]] = {configuration: [] for configuration in configurations}
     for i, requests in enumerate(batches):
         first = i % len(configurations)

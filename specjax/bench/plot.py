@@ -1,4 +1,4 @@
-"""Pictures of results."""
+"""Plots of results."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 
 def plot_sweep(report: dict[str, Any], path: Path) -> None:
-    """Time per output token and regret by batch size, a line for each policy, as a PNG."""
+    """Plot time per output token and regret by batch size, a line per policy, as a PNG."""
     batches = report["batches"]
     sizes = [int(batch) for batch in batches]
     figure = Figure(figsize=(10, 4), layout="constrained")

@@ -1,4 +1,4 @@
-"""`specjax profile`: times of rounds and acceptance rates of a model, to choose K by."""
+"""`specjax profile`: measures round times and acceptance rates of a model, to choose K."""
 
 import argparse
 import json
@@ -27,7 +27,7 @@ from specjax.serving.dynamic_k import fingerprint
 
 
 class Watched(PolicyRule):
-    """The same K always; keeps what rounds of a full batch showed."""
+    """A policy of constant K that records outcomes, and times of rounds with a full batch."""
 
     is_learning = True
 
@@ -38,18 +38,18 @@ class Watched(PolicyRule):
         self.verdicts: Counter[DraftOutcome] = Counter()
 
     def choose(self, load: DecodeLoad) -> int:
-        """K."""
+        """Return K."""
         return self.choices[0]
 
     def observe(self, outcome: Round) -> None:
-        """Keep the time, unless requests were missing."""
+        """Record the outcomes, and the time if the batch was full."""
         self.verdicts.update(outcome.verdicts)
         if outcome.ms is not None and sum(outcome.verdicts.values()) == self._batch_size:
             self.milliseconds.append(outcome.ms)
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `specjax profile`."""
+    """Run `specjax profile`."""
     setup = read_setup(args)
     if 0 not in setup.ks:
         raise ValueError(f"--k {args.k} lacks 0, plain decoding, which drafting has to beat")
@@ -68,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
-    """Run every K at every batch size, in turn, as often as the setup says."""
+    """Run every K at every batch size, in turn, for the setup's number of rounds."""
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     times: dict[int, dict[int, list[float]]] = {}
     verdicts: Counter[DraftOutcome] = Counter()
@@ -113,7 +113,7 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
 
 
 def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[float, ...]:
-    """Of all rounds, the part that accepts at least 1, 2, ... drafts, by what was looked at."""
+    """Return the fraction of rounds accepting at least 1, 2, ... drafts, from censored counts."""
     rates = []
     for i in range(max_k):
         stood = sum(n for v, n in verdicts.items() if v.num_accepted > i)
@@ -123,14 +123,14 @@ def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[flo
 
 
 def describe_model(llm: LLM) -> str:
-    """The fingerprint that an LLM compares a profile's with."""
+    """Return the fingerprint that an LLM compares with a profile's."""
     return fingerprint(llm.target, llm.engine.drafter, llm.engine.params)
 
 
 def provenance(
     setup: Setup, model: str, times: Mapping[int, Mapping[int, Sequence[float]]]
 ) -> dict[str, Any]:
-    """What was measured, on what."""
+    """Return what was measured and on which machine."""
     environment = describe_environment()
     return {
         "model": model,

@@ -8,7 +8,7 @@ from specjax.host.speculation.profile import Comparison, Profile
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `specjax profile show`."""
+    """Run `specjax profile show`."""
     profile = Profile.read(args.profile)
     compared = profile.table(read_batch_sizes(args.batch_size, profile))
     if args.json:
@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
-    """The sizes to show: the profile's own, or what was given."""
+    """Return the batch sizes to show: the given ones, or else the profile's."""
     if given is None:
         return sorted(profile.step_ms)
     try:
@@ -32,7 +32,7 @@ def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
 
 
 def describe(profile: Profile, compared: Comparison) -> str:
-    """The table, and what is known of the measurement."""
+    """Return the table and a description of the measurement."""
     header = ["batch", *(f"K={k}" for k in range(profile.max_drafts + 1)), "best"]
     rows, has_estimates = [], False
     for batch, row in compared.tpot_ms.items():

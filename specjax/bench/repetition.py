@@ -1,16 +1,16 @@
-"""How much an output repeats itself. Loops are easy to draft and flatter acceptance."""
+"""Repetition in outputs. Loops are easy to draft and inflate acceptance."""
 
 from collections.abc import Sequence
 
 
 def count_repeated(tokens: Sequence[int], n: int = 8) -> tuple[int, int]:
-    """N-grams of `tokens` that occurred earlier in it, and n-grams in all."""
+    """Return the numbers of repeated n-grams and of all n-grams in `tokens`."""
     total = max(0, len(tokens) - n + 1)
     distinct = {tuple(tokens[i : i + n]) for i in range(total)}
     return total - len(distinct), total
 
 
 def repeated_share(tokens: Sequence[int], n: int = 8) -> float:
-    """Share of the n-grams of `tokens` that occurred earlier in it; 0 where there are none."""
+    """Return the share of repeated n-grams in `tokens`; 0 if it has no n-grams."""
     repeated, total = count_repeated(tokens, n)
     return repeated / total if total else 0.0

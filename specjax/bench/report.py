@@ -1,4 +1,4 @@
-"""Figures from runs, and how they are shown."""
+"""Summary figures of runs, and the table that shows them."""
 
 import re
 from collections.abc import Sequence
@@ -25,27 +25,27 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
-        """The spread of at least one value."""
+        """Return the spread of at least one value."""
         p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
         return cls(median, p10, p90)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What one configuration did. Times are of decoding alone, rates and times medians over rounds.
+    """Results of one configuration, of decoding only. Rates and times are medians over rounds.
 
     Attributes:
-        num_tokens: decoded in all rounds; the first token of an output comes with its prompt.
+        num_tokens: decoded in all rounds, without first tokens, which prefill generates.
         tokens_per_second: of the whole batch.
         ms_per_token: time per output token of a request.
-        mean_acceptance_length: tokens that a request gained per step.
+        mean_acceptance_length: tokens per step of a request.
         acceptance_per_position: share of steps whose draft at that position was accepted.
-        ratio: tokens per second over plain decoding's in the same round.
-        num_differing: prompts whose output was not plain decoding's, token for token.
-        repeated_8gram_share: of all 8-grams in the outputs, those that occurred earlier in theirs.
-        num_low_repeat: outputs in which that share is under LOW_REPEAT.
-        mean_acceptance_length_low_repeat: over those outputs; None if there are none, or prompts
-            share steps.
+        ratio: tokens per second divided by plain decoding's in the same round.
+        num_differing: prompts whose output tokens differ from plain decoding's.
+        repeated_8gram_share: share of 8-grams that occurred earlier in the same output.
+        num_low_repeat: number of outputs with a share below LOW_REPEAT.
+        mean_acceptance_length_low_repeat: over those outputs; None if there are none, or if the
+            batch size is above 1.
     """
 
     configuration: str
@@ -70,7 +70,7 @@ class Figures:
 def summarise(
     configuration: Configuration, runs: Sequence[Run], baseline: Sequence[Run]
 ) -> Figures:
-    """Figures of `runs`, against the runs of plain decoding in the same rounds."""
+    """Return the figures of `runs`, compared with plain decoding in the same rounds."""
     pairs = [
         (run, base)
         for run, base in zip(runs, baseline, strict=True)
@@ -108,7 +108,7 @@ def summarise(
 
 
 def count_differing(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
-    """Prompts whose outputs are not the baseline's in every round."""
+    """Count the prompts whose output differs from the baseline's in any round."""
     differing = {
         key
         for run, base in zip(runs, baseline, strict=True)
@@ -119,7 +119,7 @@ def count_differing(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
 
 
 def low_repeat_acceptance(runs: Sequence[Run]) -> float | None:
-    """Mean acceptance length over outputs that hardly repeat themselves, or None: see `Figures`."""
+    """Return `Figures.mean_acceptance_length_low_repeat`."""
     if any(len(run.outputs) > 1 for run in runs):
         return None
     low = [run for run in runs if all(repeated_share(t) < LOW_REPEAT for t in run.outputs.values())]
@@ -128,7 +128,7 @@ def low_repeat_acceptance(runs: Sequence[Run]) -> float | None:
 
 
 def identity_line(figures: Sequence[Figures]) -> str:
-    """Whether speculation left the outputs as they are."""
+    """Return the line on whether outputs are identical to plain decoding's."""
     num_prompts = figures[0].num_outputs
     differing = [f for f in figures if f.num_differing]
     if not differing:
@@ -140,7 +140,7 @@ def identity_line(figures: Sequence[Figures]) -> str:
 
 
 def repetition_line(plain: Figures) -> str:
-    """How far loops may flatter the acceptance lengths."""
+    """Return the line on repetition, which may inflate acceptance lengths."""
     num_high = plain.num_outputs - plain.num_low_repeat
     return (
         f"repeated 8-grams: {plain.repeated_8gram_share:.1%} of the outputs; {num_high} of "
@@ -149,7 +149,7 @@ def repetition_line(plain: Figures) -> str:
     )
 
 
-# In two lines each, so that the table fits 80 columns.
+# Two lines each, so that the table fits 80 columns.
 _HEADER = (
     "",
     "tokens\n/s",
@@ -164,7 +164,7 @@ _HEADER = (
 
 
 def rows(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
-    """The table's cells."""
+    """Return the table's cells."""
     return [
         (
             f.configuration,
@@ -184,7 +184,7 @@ def rows(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
 
 
 def show(figures: Sequence[Figures], lines: Sequence[str], stream: TextIO) -> None:
-    """Print the table and `lines`: in colour on a terminal, as bare text elsewhere."""
+    """Print the table and `lines`: in colour on a terminal, otherwise as plain text."""
     if stream.isatty():
         console = Console(file=stream)
         console.print(_rich_table(figures))

@@ -1,4 +1,4 @@
-"""`specjax bench simulate`: a policy on a profile's times and rates, paired with an oracle."""
+"""`specjax bench simulate`: simulates a policy on a profile, compared with an oracle."""
 
 import argparse
 import json
@@ -17,12 +17,12 @@ from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.simulator import Outcome, Workload, World, simulate
 from specjax.host.speculation.step_cost import StepCost
 
-MAX_SHIFT = 50  # where every draft is accepted, or none
+MAX_SHIFT = 50  # log-odds at which all drafts are accepted, or none
 
 
 @dataclass(frozen=True, kw_only=True)
 class SimulationSettings:
-    """What `specjax bench simulate` runs; fields are its options."""
+    """Options of `specjax bench simulate`."""
 
     profile: str
     policy: str
@@ -40,7 +40,7 @@ class SimulationSettings:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `specjax bench simulate`."""
+    """Run `specjax bench simulate`."""
     settings = SimulationSettings(
         profile=args.profile,
         policy=args.policy,
@@ -54,10 +54,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
-    """Run the policy and the oracle on the same requests, seed by seed.
+    """Run the policy and the oracle on the same requests, for each seed.
 
-    Regrets are parts of the oracle's goodput, the mean and the spread of them over seeds; of a
-    batch size, over the time that all seeds spent in it.
+    Regrets are fractions of the oracle's goodput: of each seed and their mean over seeds; and of
+    each batch size, over the time that all seeds spent in it.
     """
     batches = growing(1, max(profile.step_ms), 2)
     try:
@@ -69,9 +69,9 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
     )
     seeds, ran, ideal = range(settings.seeds), [], []
     for seed in seeds:
-        # Its own stream: the run draws from `seed`.
+        # A separate random stream: `simulate` uses `seed` itself.
         workload = Workload.rollout(random.Random(f"workload {seed}"), settings.requests)
-        policy = make_policy(settings.policy, profile, batches)  # one that has learned nothing
+        policy = make_policy(settings.policy, profile, batches)  # without learned state
         ran.append(simulate(world, workload, policy, seed))
         ideal.append(simulate(world, workload, None, seed))
     ratios = [a.makespan_ms / b.makespan_ms for a, b in zip(ran, ideal, strict=True)]
@@ -91,7 +91,7 @@ def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
 
 
 def pool_regret(outcomes: Sequence[Outcome]) -> dict[int, float]:
-    """Regret by padded batch size, of all runs together."""
+    """Return the regret by padded batch size over all runs."""
     batches = sorted({batch for outcome in outcomes for batch in outcome.ms_by_batch})
     return {
         batch: sum(outcome.lost_by_batch[batch] for outcome in outcomes)
@@ -101,7 +101,7 @@ def pool_regret(outcomes: Sequence[Outcome]) -> dict[int, float]:
 
 
 def describe(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text."""
     settings, histogram = report["settings"], report["k_histogram"]
     num_rounds = sum(histogram.values())
     tables = [

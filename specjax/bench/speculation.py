@@ -1,4 +1,4 @@
-"""`specjax bench`: one target, plain against each drafter at each K, on the same prompts."""
+"""`specjax bench`: compares plain decoding with each drafter and K, on the same prompts."""
 
 import argparse
 import json
@@ -30,7 +30,7 @@ from specjax.sampling_params import MAX_SEED, SamplingParams
 from specjax.text.tokenizer import load_tokenizer, read_eos_ids
 
 SCHEMA_VERSION = 1
-# Prompts are not timed: small chunks need few executables, and a batch should start together.
+# Prefill is not timed. Small chunks need few executables; a batch should start together.
 _PROMPT_CHUNK = 32
 _MAX_PROMPT_TOKENS = 512
 _WARM_UP_TOKENS = 4
@@ -38,7 +38,7 @@ _WARM_UP_TOKENS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class BenchSettings:
-    """What `specjax bench` measures; fields are its options."""
+    """Options of `specjax bench`."""
 
     model: str
     drafters: Mapping[str, str | None]  # checkpoint by method
@@ -84,7 +84,7 @@ class BenchSettings:
 
     @property
     def configurations(self) -> tuple[Configuration, ...]:
-        """Plain decoding first."""
+        """All configurations, plain decoding first."""
         return (
             Configuration(PLAIN, 0),
             *(Configuration(method, k) for method in self.drafters for k in self.ks),
@@ -92,7 +92,7 @@ class BenchSettings:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `specjax bench`."""
+    """Run `specjax bench`."""
     settings = read_settings(args)
     output = Path(args.output).expanduser() if args.output else None
     if output:
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_settings(args: argparse.Namespace) -> BenchSettings:
-    """The settings that the command's options ask for."""
+    """Return the settings for the command's options."""
     available = len(read_questions())
     num_prompts = args.num_prompts
     if num_prompts is None:
@@ -137,9 +137,9 @@ def read_settings(args: argparse.Namespace) -> BenchSettings:
 
 
 def read_drafters(model: str, given: Sequence[str] | None) -> dict[str, str | None]:
-    """METHOD=CHECKPOINT options as checkpoints by method; without any, a demo target's own.
+    """Parse METHOD=CHECKPOINT options into checkpoints by method (None if it needs none).
 
-    A method that needs none of its own has None.
+    Without options, the drafters of a demo model are returned.
     """
     if not given:
         return dict(DRAFTERS.get(model, {}))
@@ -155,7 +155,7 @@ def read_drafters(model: str, given: Sequence[str] | None) -> dict[str, str | No
 
 
 def bench(settings: BenchSettings, *, show_progress: bool) -> tuple[list[Figures], dict[str, Any]]:
-    """Load, compile, warm up and measure: figures by configuration, and the report for machines."""
+    """Load, compile, warm up and measure; returns figures by configuration and a JSON report."""
     start = time.perf_counter()
     batches = load_workload(settings)
     with ExitStack() as stack:
@@ -194,7 +194,7 @@ def bench(settings: BenchSettings, *, show_progress: bool) -> tuple[list[Figures
 
 
 def load_workload(settings: BenchSettings) -> list[list[Request]]:
-    """The prompts as batches of requests."""
+    """Return the prompts as batches of requests."""
     folder = resolve(settings.model)
     tokenizer = load_tokenizer(folder)
     if tokenizer is None:
@@ -214,7 +214,7 @@ def load_workload(settings: BenchSettings) -> list[list[Request]]:
 def load_engines(
     settings: BenchSettings, stack: ExitStack, *, show_progress: bool
 ) -> dict[str, Engine]:
-    """An engine by method, PLAIN included, with every step of the measurement compiled."""
+    """Return engines by method, PLAIN included, with every step of the measurement compiled."""
     engines: dict[str, Engine] = {}
     for method, checkpoint in {PLAIN: None, **settings.drafters}.items():
         speculation = {
@@ -225,7 +225,7 @@ def load_engines(
         llm = LLM(
             settings.model,
             speculative_config=None if method == PLAIN else speculation,
-            enable_prefix_caching=False,  # every run is to do the same work
+            enable_prefix_caching=False,  # every run must do the same work
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.batch_size,
@@ -234,7 +234,7 @@ def load_engines(
             verbose=show_progress,
         )
         engine = engines[method] = stack.enter_context(llm).engine
-        # One copy of the target's weights serves all engines.
+        # All engines share one copy of the target's weights.
         engine.params = engine.params._replace(target=engines[PLAIN].params.target)
         for k in () if method == PLAIN else settings.ks:
             engine.set_policy(StaticPolicy(k), show_progress=show_progress)
@@ -246,7 +246,7 @@ def warm_up(
     configurations: Sequence[Configuration],
     requests: Sequence[Request],
 ) -> None:
-    """Run each configuration once, untimed, so that memory is touched and caches are filled."""
+    """Run each configuration once, untimed, to warm up memory and caches."""
     short = [
         replace(request, max_tokens=min(request.max_tokens, _WARM_UP_TOKENS))
         for request in requests
@@ -259,7 +259,7 @@ def warm_up(
 def describe(
     settings: BenchSettings, figures: Sequence[Figures], report: Mapping[str, Any]
 ) -> list[str]:
-    """The lines below the table."""
+    """Return the lines below the table."""
     environment, versions = report["environment"], report["environment"]["versions"]
     device = environment["device_kind"]
     if environment["platform"] == "cpu":

@@ -1,4 +1,4 @@
-"""`specjax bench sweep`: static K, dynamic K and no speculation at several batch sizes."""
+"""`specjax bench sweep`: compares static K, dynamic K and no speculation by batch size."""
 
 import argparse
 import json
@@ -36,7 +36,7 @@ OFF, ADAPTIVE = "off", "adaptive"
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `specjax bench sweep`."""
+    """Run `specjax bench sweep`."""
     setup = read_setup(args)
     for option, name in ("--plot", args.plot), ("--output", args.output):
         if name:
@@ -52,7 +52,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict[str, Any]:
-    """Measure every policy at every batch size, side by side; the report for machines."""
+    """Measure every policy at every batch size, in turn; returns the JSON report."""
     runs: dict[int, dict[str, list[dict[str, Any]]]] = {}
     columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with (
@@ -100,14 +100,14 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
 
 
 def num_rounds(setup: Setup, batch_size: int) -> int:
-    """Runs of each policy: small batches are over soon, and times of theirs the noisier."""
+    """Return the runs per policy: more for small batches, whose short runs are noisier."""
     return setup.rounds * max(1, 8 // batch_size)
 
 
 def make_policies(
     setup: Setup, profile: Profile | None, engines: Engines
 ) -> dict[str, Callable[[], Policy]]:
-    """How to make each policy anew, knowing nothing but what an engine's start tells it."""
+    """Return a factory by policy, which resets it to its state after the engine's start."""
     engine, max_k = engines.drafting.engine, max(setup.ks)
     measured = adaptive_policy(max_k)
     engine.set_policy(measured)
@@ -128,7 +128,7 @@ def make_policies(
 
 
 def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Figures of one batch size; ratios are of runs in the same round."""
+    """Return the figures of one batch size; ratios are of runs in the same round."""
     speeds = {name: [one["tokens_per_second"] for one in ran] for name, ran in runs.items()}
     best = max((name for name in runs if name.startswith("K=")), key=lambda n: median(speeds[n]))
 
@@ -160,13 +160,13 @@ def _added(histograms: Any) -> dict[str, int]:
 
 
 def _count_differing(ran: Sequence[dict[str, Any]], off: Sequence[dict[str, Any]]) -> int:
-    """Outputs that are not those of decoding without speculation, token for token."""
+    """Count the outputs whose tokens differ from decoding without speculation."""
     expected = off[0]["outputs"]
     return len({key for one in ran for key in expected if one["outputs"][key] != expected[key]})
 
 
 def describe(report: dict[str, Any]) -> str:
-    """The report for people."""
+    """Return the report as text."""
     batches, settings = report["batches"], report["settings"]
     names = list(next(iter(batches.values()))["policies"])
 

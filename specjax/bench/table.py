@@ -1,10 +1,10 @@
-"""Bare tables: one row a line, in columns."""
+"""Plain-text tables."""
 
 from collections.abc import Sequence
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """The rows as lines, the first of them the header; columns but the first to the right."""
+    """Return aligned lines of rows, header first; all columns but the first right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = []
     for first, *rest in rows:

@@ -1,4 +1,4 @@
-"""What is run: the prompts that ship with the package, as requests to the engine."""
+"""The benchmark workload: the prompts shipped with the package, as engine requests."""
 
 import json
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ PROMPTS = Path(__file__).with_name("prompts.jsonl")
 
 
 def read_questions() -> list[str]:
-    """The questions that ship with the package. PROMPTS.md says where they are from."""
+    """Return the questions shipped with the package; PROMPTS.md lists their sources."""
     return [json.loads(line)["question"] for line in PROMPTS.read_text("utf-8").splitlines()]
 
 
 def tokenize(questions: Sequence[str], tokenizer: ChatTokenizer) -> list[tuple[int, ...]]:
-    """Prompts as token ids: the user's turn of a chat where there is a template, else bare text."""
+    """Return prompts as token ids: by the chat template if there is one, else plain text."""
     if tokenizer.template is None:
         return [tuple(tokenizer.encode(question)) for question in questions]
     return [
@@ -39,7 +39,7 @@ def make_requests(
     seed: int,
     stop_ids: Sequence[int],
 ) -> list[Request]:
-    """One request per prompt, its seed a function of `seed` and its place alone."""
+    """Return one request per prompt; its seed depends only on `seed` and the prompt's index."""
     longest = max(map(len, prompts))
     if longest + max_tokens > max_model_len:
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Rollouts for reinforcement learning: an engine whose weights a trainer changes as it goes.
+"""Rollouts for reinforcement learning: an engine whose weights a trainer updates.
 
-Names are imported when they are first used: each brings no more than what it needs itself.
+Names are imported when they are first used, so that each needs only its own dependencies.
 """
 
 from importlib import import_module

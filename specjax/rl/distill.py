@@ -1,8 +1,8 @@
-"""Keeping a drafter fresh while its target is trained: refits between rollouts.
+"""Keeps a drafter accurate while its target is trained: refits between rollouts.
 
-A drafter imitates one target. Every update of the target's weights leaves it a little further
-behind, and fewer of its drafts stand. What it needs to catch up is at hand: the rollouts, and what
-the target makes of them now. Outputs stay the target's, whatever the drafter has learnt.
+A drafter imitates one target. With every update of the target's weights fewer of its drafts are
+accepted. It is refitted on the rollouts and the current target's features of them. The drafter
+never changes the outputs.
 """
 
 import time
@@ -17,7 +17,6 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from specjax.checks import check_positive
-from specjax.device.drafters.chain import ChainDrafter
 from specjax.rl.engine import RolloutEngine
 from specjax.rl.rollouts import Rollout, Score
 from specjax.train.data import Document
@@ -31,15 +30,15 @@ from specjax.train.drafter import (
 from specjax.train.loop import TrainState, begin, make_train_step
 from specjax.train.optimizer import steady_adamw
 
-KEPT_CHECKPOINTS = 2  # the newest, and the one before in case it is damaged
+KEPT_CHECKPOINTS = 2  # the newest, and the one before in case that is damaged
 
 
 class RefitReport(NamedTuple):
-    """What a refit did; `first` and `last` are the loss and the accuracies of those steps."""
+    """Result of a refit; `first` and `last` are loss and accuracies of the first and last step."""
 
     first: dict[str, float]
     last: dict[str, float]
-    num_rollouts: int  # that were learnt from, those of earlier refits included
+    num_rollouts: int  # that were trained on, including those of earlier refits
     num_tokens: int  # of their answers
     seconds: float
 
@@ -47,22 +46,21 @@ class RefitReport(NamedTuple):
 class OnlineDistiller:
     """Owns a trainable copy of an engine's drafter, in float32, and its optimiser's state.
 
-    Where somebody else has given the engine another drafter since, `refit` and `save` take that
-    one over: its weights count, the optimiser begins anew, and steps are counted on.
+    If the engine got another drafter in the meantime, `refit` and `save` continue from that one:
+    with its weights, a new optimiser state, and the same count of steps.
 
     Args:
         engine: its drafter is EAGLE-1, EAGLE-3 or MTP.
-        learning_rate: reached after ten steps, and kept: there is always a next refit.
+        learning_rate: reached after ten steps, then constant, as there is always another refit.
         batch_size: rollouts in a step.
-        length: tokens of a rollout that are learnt from. Of a longer one the front of the prompt is
-            left out first, then the end of the answer; the target has seen all of it.
-        num_unrolled: drafts in a row that are trained together; EAGLE-1 learns one at a time.
-        memory: rollouts that are kept, the newest first, so that a refit does not forget what the
-            one before has learnt.
+        length: maximum tokens of a rollout to train on. Longer ones lose the beginning of the
+            prompt first, then the end of the answer, after the target ran on all of it.
+        num_unrolled: consecutive drafts that are trained together; always one for EAGLE-1.
+        memory: number of recent rollouts that are kept, against forgetting of earlier ones.
         seed: of the order of rollouts.
 
     Raises:
-        ValueError: a drafter without weights, or numbers that cannot be.
+        ValueError: a drafter without weights, or a number out of range.
     """
 
     def __init__(
@@ -82,7 +80,7 @@ class OnlineDistiller:
         if not 0 < learning_rate < 1:
             raise ValueError(f"learning_rate={learning_rate} must be in (0, 1)")
         drafter = engine.drafter
-        if not isinstance(drafter, ChainDrafter):
+        if drafter.weights is None:
             raise ValueError(
                 f"the engine has a {type(drafter).__name__}, which has no weights to refit; build "
                 'it with speculative_config of method "eagle3", "mtp" or "eagle"'
@@ -92,23 +90,22 @@ class OnlineDistiller:
         self._memory = memory
         self._documents: list[Document] = []
         self._optimizer = steady_adamw(learning_rate)
-        loss = drafter_loss(engine.target, drafter.head, num_unrolled=num_unrolled)
+        loss = drafter_loss(engine.target, drafter.weights, num_unrolled=num_unrolled)
         self._train_step = make_train_step(loss, self._optimizer, seed)
         self._version, self._state = engine.drafter_version, self._begin()
 
     @property
     def num_steps(self) -> int:
-        """Steps taken, in all refits."""
+        """Number of steps of all refits."""
         return int(self._state.step)
 
     def refit(self, rollouts: Sequence[Rollout], *, steps: int) -> RefitReport:
-        """Train on what the target makes of these rollouts now, and give the engine the result.
+        """Train on the target's features of these rollouts, and update the engine's drafter.
 
-        The rollouts join those in memory, whose features are computed anew as well: what an older
-        target made of them is what the drafter is to forget.
+        The rollouts join those in memory, whose features are recomputed with the current target.
 
         Raises:
-            ValueError: there is nothing to learn from, or `steps` is not positive.
+            ValueError: there is nothing to train on, or `steps` is not positive.
             RuntimeError: the engine got another drafter during the refit, and keeps it.
         """
         check_positive(steps=steps)
@@ -146,7 +143,7 @@ class OnlineDistiller:
     def save(self, directory: str | Path) -> None:
         """Write a checkpoint: drafter, optimiser, rollouts in memory, and the target's weights.
 
-        It is written whole or not at all, beside the one before, which is kept.
+        It is written atomically, and the one before is kept.
         """
         self._take_over()
         arrays = self._arrays()
@@ -161,10 +158,9 @@ class OnlineDistiller:
         _write(_absolute(directory), arrays, facts)
 
     def restore(self, directory: str | Path) -> None:
-        """Go on from the newest checkpoint there, the engine with its target and drafter.
+        """Resume from the newest checkpoint; sets the engine's target and drafter.
 
-        Refits then do what they would have done without the interruption, bit for bit, under the
-        same settings.
+        Later refits are bitwise those of an uninterrupted run with the same settings.
 
         Raises:
             ValueError: there is no checkpoint, it is of other models, or the engine's weights are
@@ -200,7 +196,7 @@ class OnlineDistiller:
 
     @property
     def _frozen(self) -> dict[str, Any]:
-        """What is not trained of the drafter: the engine's own, whoever changed it last."""
+        """The part of the drafter that is not trained: the engine's own."""
         return split_frozen(self._engine.params.drafter)[1]
 
     @property
@@ -208,27 +204,27 @@ class OnlineDistiller:
         return jax.tree.leaves(self._state.trainable)[0].sharding
 
     def _begin(self) -> TrainState:
-        """The state before the first step from the engine's drafter."""
+        """Return a new training state that starts from the engine's drafter."""
         trainable, _ = split_frozen(self._engine.params.drafter)
-        # Copies: the engine gives its arrays up for newer ones.
+        # Copies, because the engine replaces its arrays.
         trainable = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), trainable)
-        # What is bound to a device and what is not are different arguments to a compiled function.
+        # Committed and uncommitted arrays would be two signatures of a compiled function.
         place = jax.tree.leaves(trainable)[0].sharding
         return jax.device_put(begin(trainable, self._optimizer), place)
 
     def _take_over(self) -> None:
-        """Go on from the engine's drafter, if it is not the one that was published last."""
-        version = self._engine.drafter_version  # before the weights, lest newer ones pass for it
+        """Continue from the engine's drafter if it is not the one that was published last."""
+        version = self._engine.drafter_version  # read before the weights, which may be newer then
         if version != self._version:
-            # What the optimiser knows is of other weights.
+            # The optimiser's state belongs to other weights.
             self._state = self._begin()._replace(step=self._state.step)
             self._version = version
 
     def _scored(self, documents: Sequence[Document]) -> Iterator[Exported]:
-        """What the target makes of them now.
+        """Yield the documents' features, computed by the current target.
 
-        They come in batches: of documents much longer than `length` all would take many times the
-        memory of what is learnt from.
+        Computed in batches: documents may be much longer than `length`, and all at once would take
+        many times the memory of the training data.
         """
         for start in range(0, len(documents), self._batch_size):
             pairs = [
@@ -236,7 +232,7 @@ class OnlineDistiller:
                 for tokens, num_prompt in documents[start : start + self._batch_size]
             ]
             scores = self._engine.score(pairs, features=True)
-            while scores:  # none is held on to while the next batch is scored
+            while scores:  # free each before the next batch is scored
                 yield _features(scores.pop(0))
 
     def _publish(self, frozen: Mapping[str, Any]) -> None:
@@ -244,7 +240,7 @@ class OnlineDistiller:
         self._version = update.version
 
     def _arrays(self) -> dict[str, Any]:
-        """What a checkpoint holds, rollouts aside."""
+        """Return the arrays of a checkpoint, without the rollouts."""
         target = self._engine.params.target
         return {"state": self._state, "frozen": self._frozen, "target": target}
 
@@ -270,7 +266,7 @@ def _write(folder: Path, arrays: Mapping[str, Any], facts: Mapping[str, Any]) ->
 
 
 def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Arrays like `own`, and facts, of the newest checkpoint.
+    """Read the newest checkpoint; returns its arrays, shaped like `own`, and its facts.
 
     Raises:
         ValueError: there is none, or its arrays are not like `own`.
@@ -292,7 +288,7 @@ def _read(folder: Path, own: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
 
 
 def _shapes(tree: Any) -> dict[str, str]:
-    """The type and shape of every array by its place, like "float32[4, 3]"."""
+    """Return the dtype and shape of every array by path, like "float32[4, 3]"."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
 
@@ -300,7 +296,7 @@ def _shapes(tree: Any) -> dict[str, str]:
 def _check_shapes(
     folder: Path, saved: Mapping[str, str], own: Mapping[str, str], max_shown: int = 4
 ) -> None:
-    """Refuse a checkpoint of other models, naming what differs."""
+    """Raise an error that lists the differences if a checkpoint is of other models."""
     names = [name for name in sorted({*saved, *own}) if saved.get(name) != own.get(name)]
     if names:
         lines = [

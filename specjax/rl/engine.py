@@ -1,4 +1,4 @@
-"""The engine in a training loop: rollouts out, new weights in, and nothing built twice."""
+"""An engine for training loops: generates rollouts and takes weight updates without rebuild."""
 
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -40,20 +40,20 @@ from specjax.text.tokenizer import ChatTokenizer
 class RolloutEngine:
     """An `LLM` for reinforcement learning.
 
-    Generates rollouts with the log-probability of every token in the distribution that it was
-    drawn from, by the same forward that verified it; scores tokens by that forward; takes new
-    weights in place, between two steps, without compiling.
+    Generates rollouts with the log-probability of every token in the distribution it was sampled
+    from, computed by the forward pass that verified it. Scores given tokens by the same forward
+    pass. Updates weights in place, between two steps, without recompiling.
 
-    Any thread may call any method; those that generate take turns, a step each.
+    All methods are thread-safe; threads that generate alternate, one step at a time.
 
     Args:
         model: as for `LLM`. Weights given as `params` are copied.
-        raw_logprobs: report every token's log-probability in the model's own distribution, too.
-        options: as for `LLM`; verbose is False unless told.
+        raw_logprobs: also report log-probabilities in the model's unmodified distribution.
+        options: as for `LLM`; verbose defaults to False.
 
     Raises:
-        ValueError: as `LLM`; options that a rollout engine sets itself; or verification
-            "synthetic", whose tokens are not drawn from any distribution that could be told.
+        ValueError: as `LLM`; an option that the rollout engine sets itself; or verification
+            "synthetic", whose tokens are not sampled from the model's distribution.
         CheckpointError: as `LLM`.
     """
 
@@ -98,34 +98,34 @@ class RolloutEngine:
 
     @property
     def target(self) -> Model:
-        """The model that is served."""
+        """The target model."""
         return self._llm.target
 
     @property
     def drafter(self) -> Drafter:
-        """What drafts for it."""
+        """The drafter of the target model."""
         return self._engine.drafter
 
     @property
     def params(self) -> Params:
-        """The weights in use, the engine's own: to be read, not donated, and not kept."""
+        """The engine's own weights: read-only; do not donate or keep them (updates free them)."""
         with self._turns:
             self._loop.check_open()
             return self._engine.params
 
     @property
     def version(self) -> int:
-        """Of the target's weights; 0 are those that the engine was built with."""
+        """Version of the target's weights; 0 for those that the engine was built with."""
         return self._loop.version
 
     @property
     def tokenizer(self) -> ChatTokenizer | None:
-        """The checkpoint's, if it has one."""
+        """The checkpoint's tokenizer, if it has one."""
         return self._llm.tokenizer
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """The checkpoint's ends of sequence."""
+        """The checkpoint's end-of-sequence token ids."""
         return self._llm.request_maker.eos_ids
 
     def generate(
@@ -135,22 +135,22 @@ class RolloutEngine:
         *,
         label: Hashable = None,
     ) -> RolloutBatch:
-        """Continue prompts, n samples each; samples of a prompt share its pages.
+        """Generate n samples per prompt; samples of a prompt share its cache pages.
 
-        Rollouts that were aborted go on from where they were, under their own parameters and
-        seeds: what comes out is what would have come without the break, if the weights are the
-        same and the verification is seed_exact (under the others, the same distribution). Seeds of
-        prompts depend on the engine's seed and on how many prompts came before.
+        Aborted rollouts resume where they stopped, with their own parameters and seeds. If the
+        weights are the same, the tokens are those of an uninterrupted run with seed_exact
+        verification, and equally distributed with the others. A prompt's seed depends on the
+        engine's seed and on how many prompts the engine was given before.
 
         Args:
-            prompts: texts, lists of token ids, {"prompt_token_ids": [...]}; or rollouts.
-            sampling_params: one for all prompts or one per prompt; None for the defaults, and for
-                rollouts.
-            label: of the call, for `abort`.
+            prompts: texts, lists of token ids, {"prompt_token_ids": [...]}; or aborted rollouts.
+            sampling_params: one for all prompts or one per prompt; None for the defaults. Must be
+                None for rollouts.
+            label: names the call for `abort`.
 
         Raises:
             ValueError: a prompt or parameter that cannot be served, before anything is generated.
-            RolloutError: the device failed; it has what there was.
+            RolloutError: the device failed; it holds the rollouts generated so far.
         """
         placed: list[tuple[int, Rollout]] = []
         try:
@@ -168,10 +168,10 @@ class RolloutEngine:
         *,
         label: Hashable = None,
     ) -> Iterator[Rollout]:
-        """As `generate`, each rollout as soon as it is complete.
+        """Like `generate`, but yield each rollout as soon as it is complete.
 
-        They start when the first is asked for; leaving the iteration aborts the others. Other
-        calls, `abort` and `update_weights` among them, may come between.
+        Generation starts with the first iteration; leaving the iteration aborts the others. Other
+        methods, including `abort` and `update_weights`, may be called during the iteration.
         """
         starts = self._make(prompts, sampling_params)
         return (rollout for _, rollout in self._loop.run(starts, label))
@@ -181,7 +181,7 @@ class RolloutEngine:
         prompts: Prompt | Rollout | Sequence[Prompt | Rollout],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> None:
-        """Refuse what `generate` would refuse, and do nothing else.
+        """Raise the errors that `generate` would raise for its arguments, without generating.
 
         Raises:
             ValueError: a prompt or parameter that cannot be served.
@@ -196,17 +196,16 @@ class RolloutEngine:
         *,
         features: bool = False,
     ) -> list[Score]:
-        """What the target, as it is now, says of given tokens, by the forward that generates.
+        """Score given tokens with the target's current weights, by the forward used to generate.
 
         Args:
-            samples: rollouts, each under its own parameters; or pairs of token ids, a prompt and a
-                completion.
-            sampling_params: what shapes the distribution of pairs' tokens; None for the model's
-                own.
-            features: export the hidden states of all rows, too; see `Score`.
+            samples: rollouts, or pairs of token ids (prompt, completion).
+            sampling_params: shapes the distribution; None for each rollout's own parameters and,
+                for pairs, the model's own distribution.
+            features: also return the hidden states of all positions; see `Score`.
 
         Raises:
-            ValueError: tokens that are not in the vocabulary, or too many; before any is scored.
+            ValueError: tokens outside the vocabulary, or too many; raised before scoring.
             RuntimeError: the device failed.
         """
         requests = self._make_scored(samples, sampling_params, features)
@@ -224,7 +223,7 @@ class RolloutEngine:
         *,
         features: bool = False,
     ) -> None:
-        """Refuse what `score` would refuse, and do nothing else.
+        """Raise the errors that `score` would raise for its arguments, without scoring.
 
         Raises:
             ValueError: tokens that cannot be scored.
@@ -239,25 +238,25 @@ class RolloutEngine:
         pause: str = "keep",
         drafter: Weights | None = None,
     ) -> WeightUpdate:
-        """Run with other weights from the next step on. No step is compiled for it.
+        """Replace the target's weights from the next step on, without recompiling a step.
 
-        They are copied, array by array, each taking the place of the one before; the caller's are
-        neither kept nor donated. What was cached is forgotten.
+        Arrays are copied one at a time, each replacing the engine's old one; the caller's arrays
+        are neither kept nor donated. Cached prefixes are flushed.
 
         Args:
-            weights: the target's: a tree like `params.target`, nested mappings or an nnx.State
-                with the same paths, or pairs (or a mapping) of Hugging Face name and array, whose
-                laying out is compiled at the first update. Floats are cast. With an MTP drafter,
-                tensors named mtp.* update it too.
-            version: above the one before; None for the next.
-            pause: what happens to rollouts on their way: "abort" ends them as they are, "wait"
-                lets them finish first, "keep" has them go on, under the new weights from their
-                next token on, all they have being run again.
+            weights: a tree like `params.target`, nested mappings or an nnx.State with the same
+                paths, or pairs (or a mapping) of Hugging Face name and array, for which the layout
+                conversion is compiled at the first update. Floats are cast. With an MTP drafter,
+                tensors named mtp.* update the drafter as well.
+            version: higher than the current one; None for the next integer.
+            pause: what to do with rollouts in flight: "abort" ends them with their tokens so far,
+                "wait" finishes them first, "keep" continues them: their cache is recomputed, and
+                their next tokens come from the new weights.
             drafter: weights for the drafter, as for `update_drafter`.
 
         Raises:
-            ValueError: weights that do not fit (all differences are named) or are not finite, or a
-                version that is not above the last; nothing has changed.
+            ValueError: weights that do not fit (the error lists all differences) or are not
+                finite, or a version that is not higher; nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
         named = read_finite(weights, self.params.target, "weights")
@@ -275,14 +274,15 @@ class RolloutEngine:
             return self._replace(target, self._stage_drafter(own), pause, number)
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
-        """Draft with other weights from the next step on; outputs do not depend on them.
+        """Replace the drafter's weights from the next step on; outputs do not depend on them.
 
         Args:
-            weights: like `params.drafter` or as for `update_weights`; published names.
+            weights: a tree like `params.drafter`, or the other forms of `update_weights`, with
+                the names of the drafter's published checkpoint.
             pause: as for `update_weights`.
 
         Raises:
-            ValueError: the drafter has no weights, or these do not fit; nothing has changed.
+            ValueError: the drafter has no weights, or the given do not fit; nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
         own = read_finite(weights, self.params.drafter, "drafter's weights")
@@ -291,7 +291,7 @@ class RolloutEngine:
             return self._replace(None, self._stage_drafter(own), pause, None)
 
     def pause(self, mode: str = "keep") -> None:
-        """Generate nothing until `resume`; see `update_weights` for what `mode` says."""
+        """Stop generating until `resume`; `mode` is the `pause` argument of `update_weights`."""
         check_choice("pause", mode, PAUSES)
         with self._turns:
             self._loop.check_open()
@@ -299,29 +299,29 @@ class RolloutEngine:
             self._loop.stop(PAUSED)
 
     def resume(self) -> None:
-        """Generate again after `pause`."""
+        """Continue generating after `pause`."""
         with self._turns:
             if self._loop.is_stopped(ASLEEP):
                 raise RuntimeError("the engine is asleep; call wake_up")
             self._loop.go(PAUSED)
 
     def abort(self, label: Hashable = None) -> None:
-        """End rollouts as they are, all or those of calls of one label.
+        """Abort the rollouts of all calls, or of calls with this label.
 
-        Whoever waits for them gets what there is, even while the engine is paused or asleep.
+        Their callers get the tokens generated so far, even while the engine is paused or asleep.
         """
         with self._turns:
             self._loop.check_open()
             self._loop.abort(label)
 
     def sleep(self, level: int = 1) -> None:
-        """Free the device's memory for others until `wake_up`.
+        """Free device memory until `wake_up`.
 
-        Level 1 frees caches and states, level 2 the weights as well, target's and drafter's, which
-        wait in the host's memory. Rollouts on their way are kept, and wait.
+        Level 1 frees caches and states; level 2 also moves the weights of target and drafter to
+        host memory. Rollouts in flight are kept and continue after `wake_up`.
 
         Raises:
-            ValueError: another level.
+            ValueError: `level` is neither 1 nor 2.
         """
         check_level(level)
         with self._turns:
@@ -333,9 +333,9 @@ class RolloutEngine:
             self._sleep.begin(level)
 
     def wake_up(self) -> None:
-        """Take back what `sleep` freed: weights as they were, or as they were updated since.
+        """Undo `sleep`: restore the device memory, with any weights updated in the meantime.
 
-        What was paused by `pause` stays so.
+        An engine that was paused by `pause` stays paused.
         """
         with self._turns:
             self._loop.check_open()
@@ -344,20 +344,20 @@ class RolloutEngine:
                 self._loop.go(ASLEEP)
 
     def acceptance(self) -> list[VersionAcceptance]:
-        """How drafts fared under each pair of weights, the last one still growing."""
+        """Return draft acceptance by pair of weights versions, the current pair last."""
         return self._freshness.read(self._mark())
 
     def checksum(self) -> str:
-        """`weights.checksum` of the target's weights; a trainer's, in the same dtype, is equal."""
+        """Return `weights.checksum` of the target; a trainer's in the same dtype is equal."""
         with self._turns:
             return checksum(self._engine.params.target)
 
     def metrics(self) -> Metrics:
-        """Counters since the engine was built."""
+        """Return counters since the engine was built."""
         return self._llm.metrics()
 
     def close(self) -> None:
-        """Free the device's memory; closing twice is harmless. Rollouts on their way are lost."""
+        """Free the device's memory and drop rollouts in flight; closing twice is harmless."""
         with self._turns:
             if not self._loop.is_closed:
                 self._loop.close()
@@ -377,7 +377,7 @@ class RolloutEngine:
     def _make_scored(
         self, samples: Sequence[Any], params: SamplingParams | None, features: bool
     ) -> list[Request | None]:
-        """A request for each sample that has tokens to score."""
+        """Return a request for each sample, None for those without tokens to score."""
         self._loop.check_ready()
         if params is not None and not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params={params!r} must be a SamplingParams")
@@ -409,9 +409,9 @@ class RolloutEngine:
         pause: str,
         version: int | None,
     ) -> WeightUpdate:
-        """Change weights between two steps, each array taking the place of the one before.
+        """Replace weights between two steps, one array at a time.
 
-        A target comes with its version.
+        `version` is given if `target` is, and None otherwise.
         """
         start, loop, engine = time.perf_counter(), self._loop, self._engine
         loop.hold(pause)
@@ -427,7 +427,7 @@ class RolloutEngine:
             if (source := sources[i]) is None:
                 return leaf
             new = source.copy(leaf.dtype, self._sleep.home(i, leaf))
-            loop.is_torn |= i < num_target  # until the last of them is there
+            loop.is_torn |= i < num_target  # until all arrays are replaced
             return on_host(new) if self._sleep.level == 2 else new
 
         change_weights(engine, change)

@@ -1,4 +1,4 @@
-"""How well a drafter still knows its target: acceptance under each pair of weights."""
+"""Draft acceptance by pair of target and drafter versions: shows when a drafter is outdated."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from specjax.engine.metrics import Metrics
 
 
 class Mark(NamedTuple):
-    """An engine's counters at a moment, and the weights it ran with until then."""
+    """Snapshot of an engine's counters, and the versions of the weights that it ran with."""
 
     version: int
     drafter_version: int
@@ -18,17 +18,17 @@ class Mark(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class VersionAcceptance:
-    """What came of drafts while the same weights were in use.
+    """Draft acceptance during the use of one pair of weights versions.
 
     Attributes:
-        version: of the target.
-        drafter_version: of the drafter; 0 is the one that the engine was built with.
-        num_tokens: generated.
-        num_drafts: rounds of one request that had drafts.
-        mean_acceptance_length: tokens per such a round.
-        acceptance_rate_per_pos: of the drafts at a position that could have stood, the part that
-            did; not conditional on those before.
-        k_histogram: rounds by K.
+        version: of the target's weights.
+        drafter_version: of the drafter's weights; 0 for those that the engine was built with.
+        num_tokens: generated tokens.
+        num_drafts: rounds with drafts, counted once per request.
+        mean_acceptance_length: tokens per such round.
+        acceptance_rate_per_pos: accepted drafts at a position, as a fraction of those that could
+            have been accepted; not conditional on earlier positions.
+        k_histogram: number of rounds by K.
     """
 
     version: int
@@ -40,30 +40,30 @@ class VersionAcceptance:
     k_histogram: dict[int, int]
 
     def acceptance_length(self, k: int) -> float:
-        """Tokens per round of `k` drafts, by the rates: comparable whatever K was."""
+        """Return the expected tokens per round of `k` drafts, comparable between different Ks."""
         return 1 + sum(self.acceptance_rate_per_pos[:k])
 
     @property
     def mean_k(self) -> float:
-        """Drafts per round."""
+        """Mean K over all rounds."""
         num_rounds = sum(self.k_histogram.values())
         return sum(k * n for k, n in self.k_histogram.items()) / num_rounds if num_rounds else 0.0
 
 
 class Freshness:
-    """Cuts an engine's counters where weights changed."""
+    """Splits an engine's counters by weights version."""
 
     def __init__(self, start: Metrics):
         self._start = start
         self._closed: list[VersionAcceptance] = []
 
     def close(self, mark: Mark) -> None:
-        """End the stretch of the weights of `mark`."""
+        """End the period of the weights of `mark`."""
         self._closed.append(_since(self._start, mark))
         self._start = mark.metrics
 
     def read(self, mark: Mark) -> list[VersionAcceptance]:
-        """All stretches, `mark` being now."""
+        """Return all periods, the current one up to `mark`."""
         return [*self._closed, _since(self._start, mark)]
 
 

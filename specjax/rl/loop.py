@@ -1,7 +1,7 @@
-"""The loop around an engine, a turn for every step: other callers come between two of them.
+"""The loop around an engine. It locks the engine per step, so that calls can run between steps.
 
-Whoever generates steps the engine himself. There is no thread of the engine's own, and one thread
-is enough; with several, each steps for all.
+There is no background thread: a thread that waits for rollouts runs the engine's steps itself. If
+several threads wait, each step advances the rollouts of all of them.
 """
 
 import threading
@@ -21,19 +21,20 @@ from specjax.text.completions import Completion
 from specjax.text.tokenizer import ChatTokenizer
 
 PAUSES = ("abort", "wait", "keep")  # what `Loop.hold` does with rollouts in flight
-PAUSED, ASLEEP = "paused", "asleep"  # why a loop is stopped
+PAUSED, ASLEEP = "paused", "asleep"  # reasons why a loop is stopped
 
 T = TypeVar("T")
 
 
 class Loop:
-    """Rollouts and scores on their way, and what stops them.
+    """Runs the rollouts and scores of an engine, and can be stopped.
 
     Attributes:
-        turns: to be taken by whoever touches the engine; what says "within a turn" does not.
-        version: of the weights that the engine has.
-        is_torn: whether these are of two versions, an update having failed half-way.
-        is_closed: whether there is an engine no more.
+        turns: lock of the engine. Callers of methods marked "within a turn" must hold it; the
+            others acquire it themselves.
+        version: of the engine's weights.
+        is_torn: whether the weights mix two versions, because an update failed half-way.
+        is_closed: whether `close` was called.
     """
 
     def __init__(self, engine: Engine, tokenizer: ChatTokenizer | None, *, has_raw: bool):
@@ -44,17 +45,16 @@ class Loop:
         self.is_closed = False
         self._tokenizer = tokenizer
         self._has_raw = has_raw
-        self._stops: dict[str, threading.Thread] = {}  # why nothing runs, and who said so
+        self._stops: dict[str, threading.Thread] = {}  # thread that called `stop`, by reason
         self._running: set[Running] = set()
-        self._failures: dict[Hashable, Exception] = {}  # by request, until its caller has heard
-        self._left: list[Request] = []  # by callers who could not take a turn to leave
+        self._failures: dict[Hashable, Exception] = {}  # by request, until its call ends
+        self._left: list[Request] = []  # to abort at the next step; see `_queued`
 
     def run(self, starts: list[Start], label: Hashable = None) -> Iterator[tuple[Running, Rollout]]:
-        """Rollouts as they end.
+        """Yield rollouts as they finish.
 
         Raises:
-            RolloutError: after all of them, if some ended because the device failed, or because
-                nothing will ever run again.
+            RolloutError: after all rollouts, if the device failed or nothing can run any more.
         """
         failure: Exception | None = None
         requests = [start.request for start in starts]
@@ -77,15 +77,15 @@ class Loop:
             raise RolloutError(f"{failure}", RolloutBatch(())) from failure
 
     def complete(self, requests: list[Request]) -> list[Sample]:
-        """The samples of requests that nobody aborts, run to their ends.
+        """Run requests to completion and return their samples.
 
         Raises:
-            RuntimeError: the device failed, or nothing will ever run again.
+            RuntimeError: the device failed, or nothing can run any more.
         """
         with self._queued(requests, list) as samples:
             while not all(sample.is_finished for sample in samples):
                 self._step_until(lambda: all(sample.is_finished for sample in samples))
-            with self.turns:  # so that who dropped one of them has said so
+            with self.turns:  # another thread may be recording a failure
                 failure = self._failure_of(samples)
         failure = failure or next((sample.error for sample in samples if sample.error), None)
         if failure is not None:
@@ -93,22 +93,22 @@ class Loop:
         return samples
 
     def stop(self, why: str) -> None:
-        """Within a turn: let nothing run until `go`, which must give the same reason."""
+        """Within a turn: run no steps until `go` with the same reason."""
         self._stops[why] = threading.current_thread()
 
     def go(self, why: str) -> None:
-        """Within a turn: take a `stop` back."""
+        """Within a turn: undo `stop` for this reason."""
         self._stops.pop(why, None)
 
     def is_stopped(self, why: str) -> bool:
-        """Whether there was a `stop` for this reason."""
+        """Whether the loop is stopped for this reason."""
         return why in self._stops
 
     def hold(self, pause: str) -> None:
-        """Within a turn: bring what runs to where weights may change.
+        """Within a turn: treat rollouts as `pause` says, and read all steps in flight.
 
         Raises:
-            ValueError: all is to be waited for, but will not run.
+            ValueError: `pause` is "wait", and no steps can run.
             Exception: the device failed.
         """
         if pause == "wait":
@@ -120,27 +120,27 @@ class Loop:
             self._end(self._running)
 
     def abort(self, label: Hashable = None) -> None:
-        """Within a turn: end rollouts as they are; those of calls with a label, or all."""
+        """Within a turn: abort the rollouts of calls with this label, or all."""
         self._advance(self.engine.land)
         self._end(one for one in self._running if label is None or one.label == label)
 
     def close_spans(self) -> None:
-        """Within a turn: note that what has come is of the weights as they are."""
+        """Within a turn: note that all tokens so far come from the current weights version."""
         for running in self._running:
             running.close_span(self.version)
 
     def close(self) -> None:
-        """Within a turn: let go of the engine; whoever waits hears of it."""
+        """Within a turn: drop the engine; waiting calls raise an error."""
         self.is_closed = True
         del self.engine
 
     def check_open(self) -> None:
-        """Refuse to touch an engine that is no more."""
+        """Raise an error if the engine is closed."""
         if self.is_closed:
             raise RuntimeError("this RolloutEngine is closed; build a new one")
 
     def check_ready(self) -> None:
-        """Refuse to generate what nobody could use."""
+        """Raise an error if the engine is closed or its weights are torn."""
         self.check_open()
         if self.is_torn:
             raise RuntimeError(
@@ -152,9 +152,9 @@ class Loop:
     def _queued(
         self, requests: list[Request], track: Callable[[list[Sample]], list[T]]
     ) -> Iterator[list[T]]:
-        """Queue requests, and abort those that have not ended when the block is left.
+        """Queue requests; abort the unfinished ones when the block is left.
 
-        What `track` makes of their samples is there before anything can happen to them.
+        `track` is called with their samples before any step can run them.
         """
         try:
             with self.turns:
@@ -163,7 +163,7 @@ class Loop:
                 tracked = track([sample for one in requests for sample in self.engine.add(one)])
             yield tracked
         finally:
-            if self.turns.is_mine:  # thrown away in the midst of a step, by the garbage collector
+            if self.turns.is_mine:  # the garbage collector closed this generator during a step
                 self._left += requests
             else:
                 with self.turns:
@@ -177,11 +177,11 @@ class Loop:
             if not self.is_closed:
                 self.engine.abort(request_id)
         if not self.is_closed:
-            with suppress(Exception):  # nobody waits for what is read there
+            with suppress(Exception):  # no caller waits for these steps
                 self._advance(self.engine.drain)
 
     def _track(self, starts: list[Start], label: Hashable, samples: list[Sample]) -> list[Running]:
-        """Keep an account of the versions that draw these samples."""
+        """Record samples as running, to track which weights versions generate their tokens."""
         owner = {start.request.request_id: start for start in starts}
         tracked = []
         for place, sequence in enumerate(samples):
@@ -209,9 +209,9 @@ class Loop:
             return running.rollout(self.version, has_raw=self._has_raw)
 
     def _step_until(self, is_done: Callable[[], bool]) -> None:
-        """One step, as soon as nobody else has the turn and nothing stops it; none if it is done.
+        """Run one step once the lock is free and the loop not stopped; none if `is_done`.
 
-        What fails in it is told to every call that had something on its way, this one included.
+        A failure is recorded for every call with unfinished requests, including this one.
         """
         me = threading.current_thread()
         with self.turns:
@@ -233,12 +233,12 @@ class Loop:
                 self._advance(self.engine.step)
 
     def _advance(self, move: Callable[[], Any]) -> None:
-        """Have the engine do something in which the device may fail."""
+        """Call `move`; if it fails, record the error for all unfinished requests and drop them."""
         before = list(self.engine.unfinished_ids)
         try:
             move()
         except BaseException as error:
-            # It has dropped everything by itself, unless it was interrupted: who knows where.
+            # The engine drops all requests after an error, but an interrupt may leave any state.
             if not isinstance(error, Exception) or self.engine.has_work:
                 self.engine.reset()
             cause = error if isinstance(error, Exception) else RuntimeError("it was interrupted")
@@ -246,12 +246,12 @@ class Loop:
             raise
 
     def _failure_of(self, samples: Iterable[Sample]) -> Exception | None:
-        """What made the device drop one of these samples."""
+        """Return the failure that ended one of these samples, or None."""
         found = (self._failures.get(one.request.request_id) for one in samples)
         return next((failure for failure in found if failure is not None), None)
 
     def _end(self, rollouts: Iterable[Running]) -> None:
-        """End rollouts as they are; nothing of them is on its way."""
+        """Abort rollouts; no step may be in flight."""
         for running in list(rollouts):
             self.engine.abort(running.request_id)
 

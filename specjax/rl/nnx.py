@@ -1,9 +1,9 @@
-"""The bridge between flax nnx and the engine's weights, in both directions.
+"""Conversion between flax nnx and the engine's weights, in both directions.
 
-`PolicyModule` makes an nnx module of an engine's model, to train with nnx and optax; its state is
-what `RolloutEngine.update_weights` takes. `hf_named` translates the state of any other model, by
-rules, into the names and layouts of Hugging Face checkpoints, which `update_weights` takes as well.
-So no second model is ever built to move weights.
+`PolicyModule` wraps an engine's model as an nnx module, to train with nnx and optax; its state can
+be passed to `RolloutEngine.update_weights`. `hf_named` converts the state of any other model, by
+rules, to the names and layouts of Hugging Face checkpoints, which `update_weights` takes as well.
+No second model is built to transfer weights.
 """
 
 import re
@@ -27,14 +27,14 @@ Names = Mapping[str, "str | ArrayRule"]
 class PolicyModule(nnx.Module):
     """An engine's model as a trainable module.
 
-    Its parameters stand under the paths of the engine's tree (`layers.0.attention.qkv`), so
-    `nnx.state(policy, nnx.Param)` goes to `RolloutEngine.update_weights` as it is. It owns copies:
-    an optimiser may donate them, whatever the engine still holds.
+    Its parameters have the paths of the engine's tree (`layers.0.attention.qkv`), so
+    `nnx.state(policy, nnx.Param)` can be passed to `RolloutEngine.update_weights` unchanged. They
+    are copies, so an optimiser may donate them.
 
     Args:
         target: the model, as `RolloutEngine.target`.
         params: its parameters, as `RolloutEngine.params.target`.
-        dtype: what to keep floating-point parameters in; None for what they are in.
+        dtype: of floating-point parameters; None for their present one.
     """
 
     def __init__(self, target: Model, params: Any, dtype: Any = None):
@@ -45,9 +45,9 @@ class PolicyModule(nnx.Module):
             setattr(self, name, _module(child, dtype))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """Logits f32[B, T, V] of sequences i32[B, T] that start at position 0.
+        """Return logits f32[B, T, V] of sequences i32[B, T] that start at position 0.
 
-        Pad on the right: no token sees one after it.
+        Pad on the right: attention is causal.
         """
         params = self.params()
         rows = CausalRows.of(*tokens.shape)
@@ -55,12 +55,12 @@ class PolicyModule(nnx.Module):
         return self.target.logits(params, features.hidden).reshape(*tokens.shape, -1)
 
     def params(self) -> Any:
-        """The engine's tree of this module's arrays, which stay the module's own."""
+        """Return this module's arrays as the engine's tree, without copying them."""
         return jax.tree.unflatten(self.structure, [_at(self, path)[...] for path in self.paths])
 
 
 class _Branch(nnx.Module):
-    """A node of the engine's tree: what is in it are attributes."""
+    """A node of the engine's tree, with its children as attributes."""
 
 
 def _module(tree: Any, dtype: Any) -> Any:
@@ -91,14 +91,14 @@ def _at(node: Any, path: str) -> Any:
 
 @dataclass(frozen=True)
 class ArrayRule:
-    """How one kind of array of a foreign model becomes a tensor of a checkpoint.
+    """How one kind of array of another model is converted to tensors of a checkpoint.
 
     Attributes:
-        name: the tensor's name; its "*" stand for what those of the path's pattern matched, in that
-            order, its "#" for the index along each axis of `stacked`.
-        layout: makes an array what the file has; projections are [out, in] there.
+        name: the tensor's name; each "*" is replaced by the match of the same "*" of the path's
+            pattern, each "#" by the index along an axis of `stacked`.
+        layout: converts an array to the checkpoint's layout, where projections are [out, in].
         stacked: axes along which tensors are stacked, as scanned layers or experts are.
-        is_optional: whether a state may lack it, as a tied head.
+        is_optional: whether a state may lack the array, such as a tied head.
     """
 
     name: str
@@ -114,7 +114,7 @@ class ArrayRule:
             )
 
     def tensors(self, matched: tuple[str, ...], array: Any) -> Iterator[tuple[str, Any]]:
-        """The tensors that an array holds, by name."""
+        """Yield the tensors of an array as (name, tensor)."""
         name = _filled(self.name, "*", matched)
         num_stacked = len(self.stacked)
         rows = jnp.moveaxis(array, self.stacked, range(num_stacked)) if num_stacked else array
@@ -123,18 +123,18 @@ class ArrayRule:
 
 
 def transposed(array: Any) -> Any:
-    """A projection [in, out] as [out, in]."""
+    """Convert a projection [in, out] to [out, in]."""
     return array.T
 
 
 def from_heads(array: Any) -> Any:
-    """A projection [D, heads, size] onto heads, as [heads size, D]."""
+    """Convert a projection [D, heads, size] onto heads to [heads size, D]."""
     dim, heads, size = array.shape
     return array.reshape(dim, heads * size).T
 
 
 def to_heads(array: Any) -> Any:
-    """A projection [heads, size, D] from heads, as [D, heads size]."""
+    """Convert a projection [heads, size, D] from heads to [D, heads size]."""
     heads, size, dim = array.shape
     return array.reshape(heads * size, dim).T
 
@@ -142,18 +142,18 @@ def to_heads(array: Any) -> Any:
 def hf_named(
     state: Any, names: Names, *, lora_scale: float | None = None
 ) -> Iterator[tuple[str, Any]]:
-    """The parameters of any nnx model as (name, tensor) of a Hugging Face checkpoint, one by one.
+    """Yield the parameters of an nnx model as (name, tensor) of a Hugging Face checkpoint.
 
     Args:
         state: `nnx.state(model, nnx.Param)`, or nested mappings of arrays.
-        names: by pattern of a path ("layers.*.attn.q_proj.w", a "*" being one part), its rule, or
-            only the name where the tensor is stored as it is.
+        names: rule by path pattern ("layers.*.attn.q_proj.w"; "*" matches one part of the path).
+            A plain name stands for a rule that keeps the layout.
         lora_scale: alpha / rank of LoRA adapters in the state (`x_lora_a` and `x_lora_b` beside
             `x`), which are merged into the weights.
 
     Raises:
-        ValueError: paths without a rule or with several, rules without a path, tensors of one
-            name, or adapters without `lora_scale`; all there are, before the first tensor.
+        ValueError: paths without a rule or with several, rules without a path, duplicate names,
+            or adapters without `lora_scale`; lists all such errors, before the first tensor.
     """
     arrays = _merged(_flat(state), lora_scale)
     rules = {
@@ -180,7 +180,7 @@ def _tensors(
 
 
 def _flat(state: Any) -> dict[str, Any]:
-    """Arrays by path, whether the state holds them bare or in variables."""
+    """Return arrays by path; the state holds them bare or in nnx variables."""
 
     def is_variable(node: Any) -> bool:
         return isinstance(node, nnx.Variable)
@@ -190,7 +190,7 @@ def _flat(state: Any) -> dict[str, Any]:
 
 
 def _merged(arrays: dict[str, Any], lora_scale: float | None) -> dict[str, Any]:
-    """The arrays with LoRA adapters added to what they adapt: w + scale A B."""
+    """Merge LoRA adapters into the weights that they adapt: w + scale A B."""
     firsts = [path for path in arrays if path.endswith("_lora_a")]
     if firsts and lora_scale is None:
         raise ValueError(
@@ -213,7 +213,7 @@ def _merged(arrays: dict[str, Any], lora_scale: float | None) -> dict[str, Any]:
 
 
 def _matched(pattern: str, path: str) -> tuple[str, ...] | None:
-    """What the pattern's "*" stand for in a path; None if it is not that of the path."""
+    """Return what the pattern's "*" match in a path; None if the path does not match."""
     found = re.fullmatch(re.escape(pattern).replace(r"\*", "([^.]+)"), path)
     return found.groups() if found else None
 
@@ -225,7 +225,7 @@ def _filled(name: str, mark: str, parts: Iterable[object]) -> str:
 
 
 def _check(chosen: Mapping[str, list[str]], rules: Mapping[str, ArrayRule]) -> None:
-    """Refuse a table that does not name every array once, and nothing else."""
+    """Raise an error unless the rules match every array exactly once, and nothing else."""
     used = {pattern for found in chosen.values() for pattern in found}
     named = {
         path: (rules[pattern].name, _matched(pattern, path))

@@ -1,8 +1,8 @@
-"""A pool of Ray actors that are alike: work is shared out among them, and who dies is replaced.
+"""A pool of identical Ray actors that share work; workers that die are replaced.
 
-It hands a group of work to whichever worker is free, so that long outputs do not hold up the rest.
-What a worker was given and did not answer when it died goes back to the queue, and another takes
-its place with the weights of the day.
+Each group of work goes to the next free worker, so that long outputs do not delay the others. If a
+worker dies, its unfinished group returns to the queue, and a new worker with the current weights
+replaces it.
 """
 
 import itertools
@@ -17,16 +17,16 @@ from specjax.rl.rollouts import RolloutBatch, RolloutError
 from specjax.rl.weights import WeightUpdate
 from specjax.rl.work import Group, WorkQueue, num_fitting
 
-MAX_DEATHS = 3  # of workers at the same work, before it is given up
-MAX_CALLS = 16  # that generate or score at once in a worker; more wait
+MAX_DEATHS = 3  # of workers at the same work item, before it fails
+MAX_CALLS = 16  # concurrent generate or score calls in a worker; more wait
 
 
 class WorkersDied(RolloutError):
-    """Workers died, and no other can do their work. `rollouts` has those of all that finished."""
+    """Workers died and their work could not be done. `rollouts` holds all finished rollouts."""
 
 
 class _Busy(NamedTuple):
-    """Who does a group of work."""
+    """A worker and the group of work it is doing."""
 
     number: int
     worker: Any
@@ -34,16 +34,16 @@ class _Busy(NamedTuple):
 
 
 class WorkerPool:
-    """As many workers as were asked for, each of which can be told what the others were.
+    """A fixed number of workers; new workers get the current weights and sleep level.
 
     Args:
-        ray: the module, initialized.
+        ray: the ray module, initialized.
         model, options: of every worker's engine.
-        num_workers: how many.
-        ray_options: what Ray gives each of their actors.
+        num_workers: number of workers.
+        ray_options: Ray options of each worker's actor.
 
     Raises:
-        ValueError: the cluster is too small for them.
+        ValueError: the cluster is too small for the workers.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class WorkerPool:
         ray_options: Mapping[str, Any],
     ):
         self._ray = ray
-        self.state = WorkerState()  # what a new worker is told
+        self.state = WorkerState()  # given to new workers
         self._ray_options = ray_options
         actor = ray.remote(concurrency_groups={"work": MAX_CALLS})(Worker)
         self._actor = actor.options(**ray_options)
@@ -75,36 +75,36 @@ class WorkerPool:
         self.workers = []
 
     def check_awake(self) -> None:
-        """Refuse to go on while the workers are asleep, or closed."""
+        """Raise an error if the workers are asleep, or the pool is closed."""
         self._check_open()
         if self.state.sleep_level:
             raise RuntimeError("the workers are asleep; call wake_up")
 
     def put(self, value: Any) -> Any:
-        """The reference of a value in the object store, where all workers find it."""
+        """Put a value in the object store; returns its reference."""
         return self._ray.put(value)
 
     def call_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """What a method of the engine gives on every worker."""
+        """Call a method of the engine on every worker; returns the results."""
         numbers = range(len(self.workers))
         return _values(self._outcomes(numbers, "call", method, *args, **kwargs))
 
     def call_first(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What a method of the engine gives on one worker."""
+        """Call a method of the engine on the first worker; returns the result."""
         (value,) = _values(self._outcomes([0], "call", method, *args, **kwargs))
         return value
 
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
-        """The slowest worker's update, and the drafter's version; all are updated, or none."""
+        """Update all workers or none; returns the slowest update, and the drafter's version."""
         outcomes: list[Any] = [None] * len(self.workers)
         try:
             outcomes = self._outcomes(range(len(self.workers)), "update", method, *args, **kwargs)
             return max(_values(outcomes), key=lambda one: one[0].seconds)
         except BaseException:
             for number, outcome in enumerate(outcomes):
-                if not isinstance(outcome, ValueError):  # by which it would have refused it
-                    # At once: one that is killed may still answer, by weights that others lack.
-                    with suppress(WorkersDied):  # the next call says so
+                if not isinstance(outcome, ValueError):  # refused, nothing changed
+                    # Before the next call: a killed worker may still answer, with the new weights.
+                    with suppress(WorkersDied):  # the next call raises it
                         self._replace(number, self.workers[number])
             raise
 
@@ -115,18 +115,17 @@ class WorkerPool:
         send: Callable[[Any, int, Sequence[int]], Any],
         read: Callable[[Sequence[int], Any], Sequence[Any]],
     ) -> Iterator[tuple[int, Any]]:
-        """Have the workers do pieces of work, each once, in groups; each place with its value.
+        """Run work items on the workers, each once, in groups; yields (place, value) pairs.
 
         Args:
-            name: what errors call a piece.
-            groups: places of the pieces that a worker is given at once.
-            send: gives a worker, under the label of this call, the pieces at some places, and
-                returns the reference of its answer.
-            read: an answer, as one value for each of the places.
+            name: name of a work item in error messages.
+            groups: places (indices) of the items that a worker is given together.
+            send: (worker, label of this call, places) -> reference of the worker's answer.
+            read: (places, answer) -> one value for each place.
 
         Raises:
-            WorkersDied: workers died again and again at the same piece, or cannot be replaced.
-            RolloutError: a device failed; values that there are come before it.
+            WorkersDied: workers died repeatedly at the same item, or cannot be replaced.
+            RolloutError: a device failed; raised after the available values were yielded.
         """
         label = next(self._labels)
         work = WorkQueue(groups, MAX_DEATHS)
@@ -134,7 +133,7 @@ class WorkerPool:
         busy: dict[Any, _Busy] = {}  # by reference
         try:
             while work.is_left:
-                self.check_awake()  # whatever has happened since the last rollout was handed out
+                self.check_awake()  # `sleep` or `close` may have been called since the last value
                 while free and (group := work.take()):
                     worker = self.workers[free[0]]
                     reference = send(worker, label, group.places)
@@ -159,20 +158,20 @@ class WorkerPool:
         return self._actor.remote(self._model, self._options, bare, state.weights, state.drafter)
 
     def _replace(self, number: int, dead: Any) -> None:
-        """A new worker in the place of one that died, unless it has been replaced already.
+        """Replace a dead worker by a new one, unless it has been replaced already.
 
         Raises:
-            WorkersDied: the cluster has lost what it needs.
+            WorkersDied: the cluster no longer has the resources for all workers.
         """
         if not self.workers or self.workers[number] is not dead:
             return
-        self._ray.kill(dead)  # though it may only have been out of reach
+        self._ray.kill(dead)  # it may be alive and only unreachable
         if lack := self._lack():
             raise WorkersDied(f"a worker died and cannot be replaced: {lack}", RolloutBatch(()))
         self.workers[number] = self._start()
 
     def _lack(self) -> str | None:
-        """What keeps the cluster from ever having room for all workers."""
+        """Return why the cluster has too few resources for all workers; None if it has enough."""
         options = self._ray_options
         names = {"num_cpus": "CPU", "num_gpus": "GPU", "memory": "memory"}
         needs = {name: options.get(option) or 0 for option, name in names.items()}
@@ -192,12 +191,12 @@ class WorkerPool:
     def _outcomes(
         self, numbers: Sequence[int], method: str, *args: Any, **kwargs: Any
     ) -> list[Any]:
-        """What a worker's method gives on some workers, or the exceptions that it raises there.
+        """Call a method on some workers; returns the results, or the exceptions it raised.
 
-        Those that died are replaced, and asked again.
+        Workers that die are replaced and called again.
 
         Raises:
-            WorkersDied: one of them did again and again, or cannot be replaced.
+            WorkersDied: one of them died repeatedly, or cannot be replaced.
         """
         self._check_open()
         work = WorkQueue([(number,) for number in numbers], MAX_DEATHS)
@@ -217,7 +216,7 @@ class WorkerPool:
                 self._replace(number, self.workers[number])
                 continue
             except NotBuilt as error:
-                self._ray.kill(self.workers[number])  # so that the next call builds another
+                self._ray.kill(self.workers[number])  # the next call then replaces it
                 outcomes[number] = error.error
             except Exception as error:
                 outcomes[number] = error
@@ -235,7 +234,7 @@ class WorkerPool:
         reference: Any,
         read: Callable[[Sequence[int], Any], Sequence[Any]],
     ) -> Iterator[tuple[int, Any]]:
-        """What a worker has made of a group; nothing if it died, and the work is left."""
+        """Yield a group's values by place; if the worker died, queue the group again instead."""
         places = done.group.places
         try:
             answer = self._get(reference)
@@ -255,13 +254,13 @@ class WorkerPool:
         yield from zip(places, read(places, answer), strict=True)
 
     def _abort(self, label: int, busy: Mapping[Any, _Busy]) -> None:
-        """End what workers still do for a call that nobody waits for any more."""
+        """Abort the unfinished work of a call."""
         references = [*busy, *(one.worker.abort.remote(label) for one in busy.values())]
         if references:
             self._ray.wait(references, num_returns=len(references))
 
     def _get(self, reference: Any) -> Any:
-        """An answer; what the engine raised is raised as it was."""
+        """Return an answer; exceptions of the engine are raised without Ray's wrapper."""
         try:
             return self._ray.get(reference)
         except self._ray.exceptions.RayTaskError as error:
@@ -272,7 +271,7 @@ class WorkerPool:
 
     @property
     def _deaths(self) -> tuple[type[Exception], ...]:
-        """What Ray raises for a worker that is no more, or whose answer went with it."""
+        """Ray's exceptions for a worker that died, or whose answer was lost with it."""
         found = self._ray.exceptions
         return found.RayActorError, found.WorkerCrashedError, found.ObjectLostError
 
@@ -282,12 +281,12 @@ class WorkerPool:
 
 
 def send_work(method: Any, *args: Any, **kwargs: Any) -> Any:
-    """Have a worker do what takes long, on threads that what pauses or aborts it does not need."""
+    """Call a long-running method on threads of its own, so that pause and abort can still run."""
     return method.options(concurrency_group="work").remote(*args, **kwargs)
 
 
 def _values(outcomes: list[Any]) -> list[Any]:
-    """The outcomes, none of which may be an exception."""
+    """Return the outcomes; raises the first exception among them."""
     for outcome in outcomes:
         if isinstance(outcome, Exception):
             raise outcome

@@ -1,4 +1,4 @@
-"""A rollout engine inside a Ray actor: what a worker process runs."""
+"""A rollout engine inside a Ray actor, as run by each worker process."""
 
 import threading
 from collections.abc import Mapping
@@ -9,11 +9,11 @@ from specjax.rl.engine import RolloutEngine
 from specjax.rl.rollouts import RolloutBatch
 from specjax.rl.weights import WeightUpdate
 
-RETRY_S = 0.05  # between attempts to abort a call that has not reached the engine yet
+RETRY_S = 0.05  # seconds between attempts to abort a call
 
 
 class NotBuilt(RuntimeError):
-    """A worker has no engine, because of the error that it was built with."""
+    """A worker has no engine, because building it failed with `error`."""
 
     def __init__(self, error: Exception):
         super().__init__(error)
@@ -22,17 +22,17 @@ class NotBuilt(RuntimeError):
 
 @dataclass(frozen=True)
 class WorkerState:
-    """What a new worker must be told to be like the others; arrays are in the object store."""
+    """State that a new worker needs to match the others; arrays are in the object store."""
 
     version: int = 0
     drafter_version: int = 0
     weights: Any = None
-    drafter: Any = None  # of the last update that had any, perhaps among the target's
+    drafter: Any = None  # of the last update; may be the target's, with tensors mtp.*
     sleep_level: int = 0
 
 
 class Worker:
-    """An engine in an actor. An error of building it is raised by every call."""
+    """An engine in an actor. If building it failed, every call raises that error."""
 
     def __init__(
         self, model: Any, options: Mapping[str, Any], state: WorkerState, weights: Any, drafter: Any
@@ -55,21 +55,21 @@ class Worker:
 
     @property
     def engine(self) -> RolloutEngine:
-        """The engine, if it could be built."""
+        """The engine; raises NotBuilt if it could not be built."""
         if self._failure is not None:
             raise NotBuilt(self._failure)
         return self._engine
 
     def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """What a method of the engine gives."""
+        """Call a method of the engine."""
         return getattr(self.engine, method)(*args, **kwargs)
 
     def update(self, method: str, *args: Any, **kwargs: Any) -> tuple[WeightUpdate, int]:
-        """What an update gives, and the drafter's version after it."""
+        """Run an update; returns its result and the drafter's version after it."""
         return self.call(method, *args, **kwargs), self.engine.drafter_version
 
     def generate(self, label: int, *args: Any) -> RolloutBatch | None:
-        """Rollouts; None for a call that was aborted before it began."""
+        """Generate rollouts; returns None if the call was aborted before it began."""
         with self._ended:
             if label in self._aborted:
                 return None
@@ -82,9 +82,9 @@ class Worker:
                 self._ended.notify_all()
 
     def abort(self, label: int) -> None:
-        """End the rollouts of a call, and return when they have ended."""
+        """Abort the rollouts of a call, and return when they have ended."""
         with self._ended:
             self._aborted.add(label)
             while label in self._running:
                 self.engine.abort(label)
-                self._ended.wait(RETRY_S)  # for it may be on its way to the engine
+                self._ended.wait(RETRY_S)  # it may not have reached the engine yet

@@ -1,7 +1,7 @@
 """Rollouts on many engines at once: one per Ray actor, all with the same weights.
 
-The driver cuts prompts into small groups, which `ray_pool` shares out. The seed of a prompt is
-fixed before it is handed out, so that who answers it makes no difference.
+The driver splits prompts into small groups, which `ray_pool` distributes. Seeds are assigned by
+the driver, so that outputs do not depend on which worker runs a prompt.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,26 +22,26 @@ from specjax.rl.weights import Weights, WeightUpdate, read_named
 from specjax.sampling_params import SamplingParams
 from specjax.text.prompts import Prompt, as_prompt_list, derived_seed, one_each
 
-_USUAL_SEQS = 16  # of an engine on the least of devices, which the driver does not see
+_USUAL_SEQS = 16  # max_num_seqs on the smallest device; the driver cannot see the workers'
 
 
 class RayRollouts:
-    """As many `RolloutEngine`s as workers, to be used as if they were one, by one thread.
+    """One `RolloutEngine` per worker, used like a single engine. Not thread-safe.
 
     Outputs are those of a single engine with the same options: they depend neither on the number
-    of workers nor on which of them answers, or dies.
+    of workers, nor on which worker runs a prompt, nor on workers that die.
 
     Args:
-        model: a checkpoint that every worker finds, a folder or hub id.
-        num_workers: how many engines.
-        ray_options: what Ray gives each of their actors (`num_gpus`, `runtime_env`, ...).
-        group_size: most prompts that a worker is given at once; None for at most half of what
-            would be its even share, and no more than `max_num_seqs`.
+        model: a folder or hub id that every worker can load.
+        num_workers: number of workers, each with one engine.
+        ray_options: Ray options of each worker's actor (`num_gpus`, `runtime_env`, ...).
+        group_size: maximum number of prompts given to a worker at once; None for half of an even
+            share, at most `max_num_seqs`.
         speculative_config, options: as for `RolloutEngine`.
 
     Raises:
         ImportError: Ray is not installed.
-        ValueError, CheckpointError: as `RolloutEngine`; or the cluster is too small for them.
+        ValueError, CheckpointError: as `RolloutEngine`; or the cluster is too small.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RayRollouts:
 
     @property
     def version(self) -> int:
-        """Of the weights in use."""
+        """Version of the target's weights."""
         return self._pool.state.version
 
     def generate(
@@ -91,13 +91,13 @@ class RayRollouts:
         prompts: Prompt | Rollout | Sequence[Prompt | Rollout],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> RolloutBatch:
-        """Continue prompts, or rollouts that were aborted; see `RolloutEngine.generate`.
+        """Continue prompts or aborted rollouts; see `RolloutEngine.generate`.
 
         Raises:
             ValueError: a prompt or parameters that cannot be served.
-            WorkersDied: workers died again and again at the same prompt, or cannot be replaced; it
-                has all that finished.
-            RolloutError: a device failed; it has what that worker had, and all that finished.
+            WorkersDied: workers died repeatedly at the same prompt, or cannot be replaced; it
+                holds all finished rollouts.
+            RolloutError: a device failed; it holds that worker's rollouts and all finished ones.
         """
         answers: dict[int, list[Rollout]] = {}
         try:
@@ -113,11 +113,11 @@ class RayRollouts:
         prompts: Prompt | Rollout | Sequence[Prompt | Rollout],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
     ) -> Iterator[Rollout]:
-        """As `generate`, the rollouts of a group of prompts as soon as all of them are complete.
+        """Like `generate`, but yield the rollouts of a group of prompts once all are complete.
 
-        Leaving the iteration aborts the others. Other calls may come between: weights that are
-        updated then serve whatever has not been generated yet. After `sleep`, it goes on if
-        `wake_up` comes before the next rollout is asked for, and else ends in a RuntimeError.
+        Leaving the iteration aborts the others. Other methods may be called during the iteration:
+        updated weights apply to all tokens not generated yet. After `sleep`, call `wake_up` before
+        the next iteration, which otherwise raises a RuntimeError.
         """
         groups = self._continue(prompts, sampling_params)
         return (rollout for _, rollouts in groups for rollout in rollouts)
@@ -129,11 +129,11 @@ class RayRollouts:
         *,
         features: bool = False,
     ) -> list[Score]:
-        """What the target says of given tokens; see `RolloutEngine.score`.
+        """Score given tokens with the target; see `RolloutEngine.score`.
 
         Raises:
-            ValueError: as `RolloutEngine.score`, before anything is scored anywhere.
-            WorkersDied: workers died again and again at the same sample, or cannot be replaced.
+            ValueError: as `RolloutEngine.score`, before anything is scored.
+            WorkersDied: workers died repeatedly at the same sample, or cannot be replaced.
         """
         self._pool.check_awake()
         self._pool.call_first("check_score", samples, sampling_params, features=features)
@@ -154,10 +154,10 @@ class RayRollouts:
         pause: str = "keep",
         drafter: Weights | None = None,
     ) -> WeightUpdate:
-        """Run with other weights; see `RolloutEngine.update_weights`.
+        """Replace the target's weights; see `RolloutEngine.update_weights`.
 
-        They go to the object store once, wherever the workers are. All workers take them, or none:
-        if one of them fails at it, those that have changed are built again as they were.
+        They are put in the object store once for all workers. The update is all or nothing: if a
+        worker fails, the updated workers are rebuilt with the previous weights.
         """
         placed = self._place(weights)
         own = None if drafter is None else self._place(drafter)
@@ -177,39 +177,39 @@ class RayRollouts:
         return update
 
     def update_drafter(self, weights: Weights, *, pause: str = "keep") -> WeightUpdate:
-        """Draft with other weights; see `RolloutEngine.update_drafter`. All workers do, or none."""
+        """Replace the drafter's weights, on all workers or none. See `RolloutEngine`."""
         placed = self._place(weights)
         update, version = self._pool.update("update_drafter", placed, pause=pause)
         self._pool.state = replace(self._pool.state, drafter_version=version, drafter=placed)
         return update
 
     def sleep(self, level: int = 1) -> None:
-        """Free the devices' memory until `wake_up`; see `RolloutEngine.sleep`.
+        """Free device memory until `wake_up`; see `RolloutEngine.sleep`.
 
-        If a worker fails at it, all count as asleep: call it again, or `wake_up`.
+        If a worker fails, all count as asleep: call `sleep` or `wake_up` again.
         """
         before, self._pool.state = self._pool.state, replace(self._pool.state, sleep_level=level)
         try:
             self._pool.call_all("sleep", level)
-        except ValueError:  # refused by all
+        except ValueError:  # all workers refused it
             self._pool.state = before
             raise
 
     def wake_up(self) -> None:
-        """Take back what `sleep` freed; if a worker fails at it, call it again."""
+        """Undo `sleep`; if a worker fails, call it again."""
         self._pool.call_all("wake_up")
         self._pool.state = replace(self._pool.state, sleep_level=0)
 
     def acceptance(self) -> list[list[VersionAcceptance]]:
-        """How drafts fared under each pair of weights, by worker, since it was started."""
+        """Return `RolloutEngine.acceptance` of each worker since it was started."""
         return self._pool.call_all("acceptance")
 
     def metrics(self) -> list[Metrics]:
-        """The counters of each worker, since it was started."""
+        """Return the counters of each worker since it was started."""
         return self._pool.call_all("metrics")
 
     def checksums(self) -> list[str]:
-        """Of each worker's weights; see `RolloutEngine.checksum`."""
+        """Return the checksum of each worker's weights; see `RolloutEngine.checksum`."""
         return self._pool.call_all("checksum")
 
     def close(self) -> None:
@@ -223,12 +223,12 @@ class RayRollouts:
         self.close()
 
     def _place(self, weights: Weights) -> Any:
-        """Weights of any form in the object store, by name and as NumPy's arrays."""
+        """Put weights of any form in the object store, as NumPy arrays by name."""
         named = read_named(weights, weights if is_dataclass(weights) else None, "weights")
         return self._pool.put({name: np.asarray(x) for name, x in jax.device_get(named).items()})
 
     def _continue(self, prompts: Any, sampling_params: Any) -> Iterator[tuple[int, list[Rollout]]]:
-        """The samples of each prompt, by its place, as they come.
+        """Yield (index of the prompt, its samples) as they finish.
 
         Raises:
             ValueError: as `RolloutEngine.check`, before anything is generated.
@@ -268,7 +268,7 @@ class RayRollouts:
         return self._pool.run("rollout", self._groups(len(rollouts)), send, read)
 
     def _seed(self, index: int, params: SamplingParams) -> int:
-        """The seed that an engine by itself would give the prompt."""
+        """Return the seed that a single engine would give the prompt."""
         if params.seed is not None:
             return params.seed
         return derived_seed(self._options.get("seed", 0), self._num_prompts + index)

@@ -1,4 +1,4 @@
-"""What a trainer gets of a rollout, and batches of them as arrays."""
+"""Rollouts and scores as a trainer receives them, and batches of them as padded arrays."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from specjax.sampling_params import SamplingParams
 
 
 class Span(NamedTuple):
-    """Tokens in a row that were drawn from the same weights."""
+    """Consecutive tokens that were sampled from the same weights version."""
 
     version: int
     num_tokens: int
@@ -18,23 +18,23 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rollout:
-    """One continuation of a prompt, and how it came about.
+    """One sampled continuation of a prompt.
 
     Attributes:
         prompt_token_ids: i32[P].
-        token_ids: i32[T], an end of sequence included.
-        logprobs: f32[T], of each token in the distribution that it was drawn from: after
-            penalties, temperature, top-k and the rest. Whether a token was drafted makes no
-            difference to it.
-        raw_logprobs: f32[T], in the model's own distribution; None unless asked for.
-        versions: which weights drew which tokens, in order.
-        finish_reason: "stop", "length", "abort" (to be gone on with) or "error".
+        token_ids: i32[T], including an end-of-sequence token.
+        logprobs: f32[T], log-probability of each token in the distribution it was sampled from:
+            after penalties, temperature, top-k and so on. Independent of whether the token was
+            drafted.
+        raw_logprobs: f32[T], in the model's own distribution; None unless requested.
+        versions: the weights versions of the tokens, in order.
+        finish_reason: "stop", "length", "abort" (can be resumed) or "error".
         text: None without a tokenizer, or with detokenize=False.
-        params: what the prompt was continued under.
-        seed: of this sample.
-        prompt_index: number of the prompt in the call.
-        sample_index: number among the samples of the prompt.
-        error: what failed, of this rollout alone.
+        params: sampling parameters.
+        seed: seed of this sample.
+        prompt_index: index of the prompt in the call.
+        sample_index: index among the samples of the prompt.
+        error: the error of a rollout that failed by itself.
     """
 
     prompt_token_ids: np.ndarray
@@ -52,23 +52,23 @@ class Rollout:
 
     @property
     def is_partial(self) -> bool:
-        """Whether there is more to come of it."""
+        """Whether it was aborted and can be resumed."""
         return self.finish_reason == "abort"
 
 
 class PaddedRollouts(NamedTuple):
-    """N rollouts side by side: prompts that end, and outputs that begin, in the same column."""
+    """N rollouts as arrays, with prompts aligned at their ends and outputs at their starts."""
 
     prompt_tokens: np.ndarray  # i32[N, P], padded on the left
     tokens: np.ndarray  # i32[N, T], padded on the right
-    mask: np.ndarray  # bool[N, T], true where a token was drawn
+    mask: np.ndarray  # bool[N, T], true at tokens, false at padding
     logprobs: np.ndarray  # f32[N, T], 0 at padding
-    raw_logprobs: np.ndarray | None  # likewise; None unless all rollouts have them
-    versions: np.ndarray  # i32[N, T], of the weights that drew each token; -1 at padding
+    raw_logprobs: np.ndarray | None  # like logprobs; None unless all rollouts have them
+    versions: np.ndarray  # i32[N, T], weights version of each token; -1 at padding
     prompt_lengths: np.ndarray  # i32[N]
     lengths: np.ndarray  # i32[N]
     prompt_indices: np.ndarray  # i32[N], equal for the samples of a prompt
-    is_complete: np.ndarray  # bool[N], false for what was aborted or failed
+    is_complete: np.ndarray  # bool[N], false for aborted and failed rollouts
 
 
 class RolloutBatch(Sequence[Rollout]):
@@ -90,16 +90,16 @@ class RolloutBatch(Sequence[Rollout]):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all outputs."""
+        """Number of output tokens of all rollouts."""
         return sum(len(rollout.token_ids) for rollout in self)
 
     def padded(
         self, pad_id: int, *, prompt_length: int | None = None, length: int | None = None
     ) -> PaddedRollouts:
-        """The rollouts as arrays, as wide as the longest or as given.
+        """Return the rollouts as arrays, padded to the longest one or to the given lengths.
 
         Raises:
-            ValueError: a rollout is longer than the given width.
+            ValueError: a rollout is longer than a given length.
         """
         prompts = [rollout.prompt_token_ids for rollout in self]
         outputs = [rollout.token_ids for rollout in self]
@@ -122,27 +122,27 @@ class RolloutBatch(Sequence[Rollout]):
 
 
 class RolloutError(RuntimeError):
-    """Generating ended early. `rollouts` has what there was; what is partial can go on."""
+    """Generation ended early. `rollouts` holds those so far; partial ones can be resumed."""
 
     def __init__(self, message: str, rollouts: RolloutBatch):
         super().__init__(message)
         self.rollouts = rollouts
 
-    def __reduce__(self) -> Any:  # between processes, with its rollouts
+    def __reduce__(self) -> Any:  # keeps `rollouts` when pickled between processes
         return type(self), (str(self), self.rollouts)
 
 
 class Score(NamedTuple):
-    """What the target says of a prompt and a completion of T tokens, L = P + T - 1 rows.
+    """The target's scores of a prompt of P and a completion of T tokens; L = P + T - 1 positions.
 
-    Where top-k, top-p or min-p cut the distribution, a token that was drawn at the very edge may be
-    outside by the rounding of another program, and is -inf then.
+    If top-k, top-p or min-p truncates the distribution, a token sampled at the threshold may fall
+    below it here because of different rounding; its log-probability is -inf then.
     """
 
-    logprobs: np.ndarray  # f32[T], of the completion, as `Rollout.logprobs`
+    logprobs: np.ndarray  # f32[T], of the completion; see `Rollout.logprobs`
     raw_logprobs: np.ndarray | None  # f32[T]
-    hidden: np.ndarray | None = None  # [L, D], after the final norm, if asked for
-    auxiliary: np.ndarray | None = None  # [L, A D], of the drafter's auxiliary layers, if any
+    hidden: np.ndarray | None = None  # [L, D], after the final norm, if requested
+    auxiliary: np.ndarray | None = None  # [L, A D], of the drafter's A auxiliary layers, if any
 
 
 def _width(name: str, rows: list[np.ndarray], given: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Rollouts and scores on their way, and what becomes of them."""
+"""Unfinished rollouts, and how finished ones and scores are read from the engine."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
@@ -14,25 +14,25 @@ from specjax.text.completions import Completion
 
 @dataclass(eq=False)
 class Running:
-    """A rollout that has not been handed out."""
+    """A rollout that has not been returned to its caller."""
 
     sequence: Sample
     completion: Completion
-    params: SamplingParams  # as the user gave them
-    place: int  # among the rollouts of the call
+    params: SamplingParams  # as given by the user
+    place: int  # index among the rollouts of the call
     prompt_index: int
     sample_index: int
     label: Hashable = None  # of the call
-    before: Rollout | None = None  # what there was when it was aborted
-    spans: list[Span] = field(default_factory=list)  # of weights that are not in use any more
+    before: Rollout | None = None  # the aborted rollout that this one resumes
+    spans: list[Span] = field(default_factory=list)  # of earlier weights versions
 
     @property
     def request_id(self) -> Hashable:
-        """Of the request that it is a sample of."""
+        """Id of the request that this is a sample of."""
         return self.sequence.request.request_id
 
     def close_span(self, version: int) -> None:
-        """Note that what has come since the last span is of `version`."""
+        """Note that the tokens since the last span come from `version`."""
         num_new = self.sequence.num_output - sum(span.num_tokens for span in self.spans)
         if num_new and self.spans and self.spans[-1].version == version:
             num_new += self.spans.pop().num_tokens
@@ -40,7 +40,7 @@ class Running:
             self.spans.append(Span(version, num_new))
 
     def rollout(self, version: int, *, has_raw: bool) -> Rollout:
-        """All there is, the newest tokens being of `version`."""
+        """Return the rollout so far; tokens since the last span come from `version`."""
         self.close_span(version)
         sequence, before = self.sequence, self.before
         assert sequence.finish_reason is not None
@@ -69,7 +69,7 @@ class Running:
 def read_logprobs(
     entries: Sequence[TokenLogprobs], *, has_raw: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Log-probabilities f32[n] of tokens, and the model's own, from an entry for each token."""
+    """Return f32[n] log-probabilities of n tokens, and the raw ones if `has_raw`."""
     found = [next(iter(entry.values())) for entry in entries]  # the token itself is first
     logprobs = np.array([one.logprob for one in found], np.float32)
     if not has_raw:
@@ -78,7 +78,7 @@ def read_logprobs(
 
 
 def read_score(sequence: Sample, *, has_raw: bool) -> Score:
-    """What a scored sequence was told."""
+    """Return the score of a finished sequence."""
     entries = [entry for entry in sequence.prompt_logprobs[sequence.num_prompt_tokens :] if entry]
     logprobs, raw = read_logprobs(entries, has_raw=has_raw)
     if not sequence.features:
@@ -89,7 +89,7 @@ def read_score(sequence: Sample, *, has_raw: bool) -> Score:
     auxiliary = None
     if first.auxiliary is not None:
         auxiliary = np.empty((num_rows, first.auxiliary.shape[1]), first.auxiliary.dtype)
-    # In the order in which they were run: what was run again, after a change of weights, counts.
+    # In execution order: rows recomputed after a change of weights overwrite the earlier ones.
     for start, features in sequence.features:
         rows = slice(start, start + len(features.hidden))
         hidden[rows] = features.hidden

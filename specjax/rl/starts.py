@@ -1,4 +1,4 @@
-"""What a user asks of a rollout engine, checked, as requests that have not been queued."""
+"""Validates the arguments of a rollout engine's calls and makes requests, not yet queued."""
 
 import itertools
 import threading
@@ -13,28 +13,28 @@ from specjax.text.prompts import RequestMaker, as_prompt_list, one_each
 
 
 class Start(NamedTuple):
-    """A request for the samples of a prompt, or for one that goes on."""
+    """A request for the samples of a prompt, or for a rollout to resume."""
 
     request: Request
-    params: SamplingParams  # as the user gave them
+    params: SamplingParams  # as given by the user
     prompt_index: int
     before: Rollout | None = None
 
 
 class StartMaker:
-    """Makes requests. Prompts are numbered through all calls, and have seeds by their number."""
+    """Makes requests. Prompts are numbered across calls, and the number determines the seed."""
 
     def __init__(self, request_maker: RequestMaker):
         self._request_maker = request_maker
         self._ids = itertools.count()
-        self._lock = threading.Lock()  # no two calls may number their prompts alike
+        self._lock = threading.Lock()  # numbers must be unique across threads
         self.num_prompts = 0
 
     def make(self, prompts: Any, sampling_params: Any, *, counts: bool = True) -> list[Start]:
-        """Requests for prompts, or for rollouts that go on.
+        """Return requests for prompts, or for rollouts to resume.
 
         Args:
-            counts: whether prompts take their numbers, which the next call then begins after.
+            counts: whether the prompts use up their numbers; False to check them only.
 
         Raises:
             ValueError: one of them cannot be served.
@@ -55,12 +55,12 @@ class StartMaker:
     def make_scored(
         self, sample: Any, params: SamplingParams | None, where: str, *, exports_features: bool
     ) -> Request | None:
-        """A request for the scores of a rollout, or of a prompt and a completion.
+        """Return a request that scores a rollout, or a pair of prompt and completion.
 
-        None if there is nothing to score.
+        Returns None if there is nothing to score.
 
         Raises:
-            ValueError: it is neither, or has tokens that cannot be scored.
+            ValueError: `sample` is neither, or has tokens that cannot be scored.
         """
         if isinstance(sample, Rollout):
             params = sample.params if params is None else params
@@ -117,7 +117,7 @@ class StartMaker:
 
 
 def _reporting(params: Any, where: str) -> SamplingParams:
-    """Parameters under which every token's log-probability is reported."""
+    """Return the parameters with reporting of every token's log-probability turned on."""
     if not isinstance(params, SamplingParams):
         raise ValueError(f"{where}: sampling_params={params!r} must be a SamplingParams")
     for name in "logprobs", "prompt_logprobs":

@@ -1,8 +1,8 @@
-"""The engine as a rollout of Tunix (google-tunix), which trains with it as with its own.
+"""The engine as a rollout engine of Tunix (google-tunix).
 
-Plug it in as `ClusterConfig(rollout_engine=partial(TunixRollout, model=folder, ...))`. Nothing of
-Tunix is needed to import this module; where Tunix is installed, its cluster takes `TunixRollout`
-for a `BaseRollout`.
+Use it as `ClusterConfig(rollout_engine=partial(TunixRollout, model=folder, ...))`. This module can
+be imported without Tunix; where Tunix is installed, `TunixRollout` is registered as a subclass of
+its `BaseRollout`.
 """
 
 import importlib
@@ -25,13 +25,13 @@ from specjax.text.prompts import derived_seed
 
 try:
     _tunix: Any = importlib.import_module("tunix.rl.rollout.base_rollout")
-except ImportError:  # the adapter works by structure alone
+except ImportError:  # the adapter needs none of its classes
     _tunix = None
 
 
 @dataclass
 class RolloutOutput:
-    """What Tunix's class of this name has, for when Tunix is not installed."""
+    """The fields of Tunix's class of this name, used if Tunix is not installed."""
 
     text: list[str]
     logits: list[jax.Array] | None
@@ -41,33 +41,32 @@ class RolloutOutput:
 
 
 class TunixRollout:
-    """Rollouts of Tunix's actor by a `RolloutEngine`, on one device.
+    """Generates the rollouts of a Tunix actor with a `RolloutEngine`, on one device.
 
-    Tunix asks for a group of samples by repeating a prompt: equal prompts of a call become samples
-    of one request, which share its pages. Every call may bring other lengths and parameters;
-    nothing compiles for it.
+    Tunix requests a group of samples by repeating a prompt: equal prompts of a call become samples
+    of one request, which share its cache pages. Lengths and parameters may differ between calls
+    without recompilation.
 
-    Every call draws anew, as it must where Tunix's micro batches split the samples of a prompt over
-    calls. The seed of a config (the engine's, without one) and the number of the call since
-    construction fix what a call draws: a run of the same calls draws the same.
+    Every call samples with a new seed, because Tunix's micro batches may split the samples of a
+    prompt over calls. The seed is derived from the config's seed (or else the engine's) and the
+    number of the call since construction, so the same sequence of calls gives the same samples.
 
     Args:
         rollout_actor: the model being trained, whose weights the engine starts with.
         tokenizer: with Tunix's methods encode, decode, bos_id, eos_id and pad_id.
-        mesh: where Tunix wants the rollouts; one device.
-        rollout_config: Tunix's `RolloutConfig` for training, or one for each mode; the longest
-            prompts and outputs set `max_model_len`, `data_type` sets `dtype`, unless they are
-            given.
+        mesh: Tunix's mesh for rollouts; must be one device.
+        rollout_config: Tunix's `RolloutConfig` for training, or one per mode. Defaults: its
+            maximum prompt and output lengths set `max_model_len`, its `data_type` sets `dtype`.
         model: the checkpoint that the actor was made from, a folder or hub id, for the engine.
-        speculative_config: as `RolloutEngine` takes it.
-        names: rules that give the actor's parameters their names in the checkpoint, see
-            `hf_named`; None for those of Tunix's Llama3, Qwen2 and Qwen3, and for a `Policy`,
-            which has the engine's own paths.
+        speculative_config: as for `RolloutEngine`.
+        names: rules that map the actor's parameters to names of the checkpoint, see `hf_named`;
+            None for Tunix's Llama3, Qwen2 and Qwen3, and for a `PolicyModule`, which has the
+            engine's paths.
         lora_scale: alpha / rank of the actor's LoRA adapters, which are merged at every update.
-        options: as `RolloutEngine` takes them.
+        options: as for `RolloutEngine`.
 
     Raises:
-        ValueError: settings that the engine does not have, or an actor whose parameters do not fit.
+        ValueError: unsupported settings, or an actor whose parameters do not fit.
     """
 
     def __init__(
@@ -114,16 +113,17 @@ class TunixRollout:
             raise
 
     def generate(self, prompts: Sequence[str], rollout_config: Any, **kwargs: Any) -> Any:
-        """Continue each prompt; Tunix's `RolloutOutput`, in the order of the prompts.
+        """Continue each prompt; returns Tunix's `RolloutOutput`, in the order of the prompts.
 
-        Prompts are padded to max_prompt_length, and never cut: as Tunix's samplers do, a longer
-        one widens all to the next power of two. An end of sequence is the last token of an output.
+        Prompts are padded to max_prompt_length and never truncated: as in Tunix's samplers, the
+        width becomes the next power of two if one is longer. Outputs include their end-of-sequence
+        token.
 
         Args:
-            kwargs: more fields of `SamplingParams`.
+            kwargs: further fields of `SamplingParams`.
 
         Raises:
-            ValueError: a setting that the engine does not have, or a prompt that does not fit.
+            ValueError: an unsupported setting, or a prompt that does not fit.
         """
         _check_config(rollout_config)
         params = self._sampling_params(rollout_config, kwargs)
@@ -140,7 +140,7 @@ class TunixRollout:
                 f"{longest} tokens exceeds max_model_len={self._max_model_len}; lower it, or give "
                 "TunixRollout a higher max_model_len"
             )
-        samples: dict[tuple[int, ...], list[int]] = {}  # places in the call, by prompt
+        samples: dict[tuple[int, ...], list[int]] = {}  # indices in the call, by prompt
         for place, tokens in enumerate(encoded):
             samples.setdefault(tokens, []).append(place)
         seed = self._seed(rollout_config.seed)
@@ -171,10 +171,9 @@ class TunixRollout:
     def get_per_token_logps(
         self, prompt_tokens: jax.Array, completion_tokens: jax.Array
     ) -> jax.Array:
-        """Log-probabilities f32[B, T] of completions under the engine's weights, 0 at padding.
+        """Return log-probabilities f32[B, T] of completions under the engine's weights.
 
-        They are of the logits over the temperature of training, and not truncated: recomputed, not
-        remembered.
+        They are recomputed, with the training temperature but no truncation, and 0 at padding.
 
         Args:
             prompt_tokens: i32[B, P], padded on the left.
@@ -186,11 +185,11 @@ class TunixRollout:
         for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
             start, end = _first(prompt, pad), len(completion) - _first(completion[::-1], pad)
             if pad == self.eos_id() and end < len(completion):
-                end += 1  # the end of sequence that looks like padding
+                end += 1  # the end of sequence has the same id as padding
             if end:
                 pairs[row] = prompt[start:].tolist(), completion[:end].tolist()
-        # Tunix asks when it trains, and takes the actor's and the reference's by its config of that
-        # mode, whatever was generated meanwhile to evaluate. Over 0 it divides nothing.
+        # Tunix calls this in training and computes the actor's and the reference's with the config
+        # of that mode, even after an evaluation. It does not divide by a temperature of 0.
         params = SamplingParams(temperature=self._temperature or 1.0)
         scores = self.engine.score(list(pairs.values()), params)
         for row, score in zip(pairs, scores, strict=True):
@@ -198,35 +197,35 @@ class TunixRollout:
         return jnp.asarray(logps)
 
     def update_params(self, params: Any, filter_types: tuple[Any, ...] | None = None) -> None:
-        """Take over the actor's parameters, as a new version of the weights.
+        """Update the engine to the actor's parameters, as a new weights version.
 
         Args:
-            params: `nnx.state` of the actor, of its parameters, or of its LoRA adapters alone.
-            filter_types: what the state was filtered by.
+            params: `nnx.state` of the actor, its parameters, or only its LoRA adapters.
+            filter_types: the types that the state was filtered by.
         """
         if isinstance(params, nnx.State):
             params = nnx.filter_state(params, nnx.Param)
             if filter_types is not None and nnx.LoRAParam in filter_types:
                 params = nnx.merge_state(nnx.state(self._actor, nnx.Param), params)
-        # Tunix forbids transfers meanwhile, to find those that nobody meant; these are meant.
+        # Tunix's guard finds unintended transfers; these are intended.
         with jax.transfer_guard("allow"):
             if self._names is not None:
                 params = hf_named(params, self._names, lora_scale=self._lora_scale)
             self.engine.update_weights(params)
 
     def pad_id(self) -> int:
-        """Id of the tokenizer's padding."""
+        """Return the id of the tokenizer's padding."""
         return self._tokenizer.pad_id()
 
     def eos_id(self) -> int:
-        """Id of the tokenizer's end of sequence."""
+        """Return the id of the tokenizer's end of sequence."""
         return self._tokenizer.eos_id()
 
     def model(self) -> None:
-        """No model: Tunix would take the actor for shared with it, and not bring new weights."""
+        """Return None: given a model, Tunix would assume shared weights and skip updates."""
 
     def close(self) -> None:
-        """Let go of the engine."""
+        """Close the engine."""
         self.engine.close()
 
     def _sampling_params(self, config: Any, more: Mapping[str, Any]) -> SamplingParams:
@@ -236,7 +235,7 @@ class TunixRollout:
             "top_k": config.top_k or 0,
             "max_tokens": config.max_tokens_to_generate,
             "stop_token_ids": tuple(config.eos_tokens or [self.eos_id()]),
-            "ignore_eos": True,  # the model's own; Tunix says which ids end an output
+            "ignore_eos": True,  # Tunix's config gives the ids that end an output
             "detokenize": False,
         }
         allowed = {field.name for field in fields(SamplingParams)} - given.keys() - {"n", "seed"}
@@ -248,7 +247,7 @@ class TunixRollout:
         return SamplingParams(**given, **more)
 
     def _encode(self, prompt: str) -> tuple[int, ...]:
-        """Token ids as Tunix's samplers have them: begun once, if the tokenizer has a beginning."""
+        """Return token ids as Tunix's samplers do: with one BOS, if the tokenizer has it."""
         tokens, bos = list(self._tokenizer.encode(prompt)), self._tokenizer.bos_id()
         if bos:
             start = next((i for i, token in enumerate(tokens) if token != bos), len(tokens))
@@ -256,11 +255,11 @@ class TunixRollout:
         return tuple(map(int, tokens))
 
     def _is_masked(self, tokens: tuple[int, ...]) -> bool:
-        """Whether a prompt begins with what nothing tells from the padding before it."""
+        """Whether a prompt begins with the padding id, which Tunix would mask."""
         return tokens[:1] == (self.pad_id(),)
 
     def _seed(self, seed: Any) -> int:
-        """A seed for the next call, from a key or a number, or the engine's without one."""
+        """Return a seed for the next call, from a key, an integer, or the engine's seed if None."""
         if seed is None:
             words = [self._root_seed]
         elif isinstance(seed, int | np.integer):
@@ -277,7 +276,7 @@ def _by_mode(config: Any) -> Mapping[Any, Any]:
 
 
 def _training(by_mode: Mapping[Any, Any]) -> Any:
-    """The config of Tunix's Mode.TRAIN, or of its value."""
+    """Return the config of Tunix's Mode.TRAIN, or of the key "train"."""
     found = [config for mode, config in by_mode.items() if getattr(mode, "value", mode) == "train"]
     if not found:
         raise ValueError(
@@ -288,7 +287,7 @@ def _training(by_mode: Mapping[Any, Any]) -> Any:
 
 
 def _sized(configs: Sequence[Any], options: Mapping[str, Any]) -> dict[str, Any]:
-    """The engine's options, with lengths and dtype from Tunix's configs where none are given."""
+    """Return the engine's options; lengths and dtype default to those of Tunix's configs."""
     if options.get("exact"):
         raise ValueError("exact=True engines score no tokens, as Tunix asks for; leave it out")
     longest = max(config.max_prompt_length + config.max_tokens_to_generate for config in configs)
@@ -342,7 +341,7 @@ def _check_on_device(actor: Any) -> None:
 
 
 def _check_config(config: Any) -> None:
-    """Refuse what a `RolloutConfig` asks for and the engine lacks."""
+    """Raise an error for settings of a `RolloutConfig` that the engine does not support."""
     refused = {}
     for name in "tensor_parallel_size", "data_parallel_size", "expert_parallel_size":
         if getattr(config, name, 1) not in (-1, 1):
@@ -361,7 +360,7 @@ def _check_config(config: Any) -> None:
 
 
 def _check_complete(batch: Sequence[Rollout]) -> None:
-    """Refuse to hand out what failed: Tunix's output has no place that says so."""
+    """Raise an error if a rollout failed: Tunix's output cannot represent that."""
     for rollout in batch:
         if rollout.finish_reason not in ("stop", "length"):
             raise RuntimeError(
@@ -371,7 +370,7 @@ def _check_complete(batch: Sequence[Rollout]) -> None:
 
 
 def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.ndarray:
-    """Prompts i32[B, P], P being `width` or, if one is longer, the next power of two."""
+    """Return prompts i32[B, P]; P is `width` or, if one is longer, the next power of two."""
     longest = max(map(len, prompts), default=0)
     if longest > width:
         width = 1 << (longest - 1).bit_length()
@@ -382,12 +381,12 @@ def _left_padded(prompts: Sequence[Sequence[int]], width: int, pad: int) -> np.n
 
 
 def _first(tokens: np.ndarray, pad: int) -> int:
-    """Where the first token stands that is not padding."""
+    """Return the index of the first token that is not padding."""
     return next((i for i, token in enumerate(tokens.tolist()) if token != pad), len(tokens))
 
 
 def _register() -> None:
-    """Be a subclass of Tunix's BaseRollout to its cluster, which takes nothing else."""
+    """Register as a subclass of Tunix's BaseRollout, which its cluster requires."""
     if _tunix is not None:
         _tunix.BaseRollout.register(TunixRollout)
 

@@ -1,13 +1,13 @@
-"""Whose turn it is to touch an engine."""
+"""A fair lock for the threads that use an engine."""
 
 import threading
 from collections.abc import Callable
 
 
 class Turns:
-    """A lock that a loop cannot keep to itself by taking it again at once.
+    """A lock whose waiters are not starved by a loop that releases and reacquires it at once.
 
-    Who waits for it holds the gate, before which the loop has to wait then.
+    A waiting thread holds the gate, a second lock that the loop must pass to reacquire the lock.
     """
 
     def __init__(self):
@@ -29,13 +29,13 @@ class Turns:
 
     @property
     def is_mine(self) -> bool:
-        """Whether this thread has the turn, which it cannot take twice."""
+        """Whether this thread holds the lock, which is not reentrant."""
         return self._owner == threading.get_ident()
 
     def wait_for(self, is_so: Callable[[], bool]) -> None:
-        """Within one's own turn, let others have theirs until something is so."""
+        """Holding the lock, release it to other threads until `is_so` returns true."""
         while not is_so():
-            num_ended = self._num_ended  # of a turn that ends at this moment, again: no harm
+            num_ended = self._num_ended  # a turn may end now: `is_so` is then checked once more
             self._release()
             try:
                 with self._ended:

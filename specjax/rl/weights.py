@@ -1,8 +1,8 @@
-"""New weights for an engine: checked as a whole before anything changes, then copied in.
+"""Weight updates of an engine: all arrays are validated before the first one is copied.
 
-A trainer may bring them as the engine's own tree, as nested mappings (or a flax nnx.State) with
-the same paths, or under Hugging Face names. Its arrays are read and never kept: what it does with
-them afterwards, donating them included, is its own affair.
+A trainer may pass them as the engine's own tree, as nested mappings (or a flax nnx.State) with
+the same paths, or under Hugging Face names. Its arrays are read and never kept, so that it may
+donate them afterwards.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,25 +18,23 @@ from jax.sharding import Sharding
 
 from specjax.checkpoint.finite import all_finite
 from specjax.checkpoint.spec import TensorSpec
-from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Drafter
-from specjax.device.drafters.mtp import MTPHead
 from specjax.device.loading import lay_out
 from specjax.device.models.model import Model
 from specjax.device.models.registry import is_unused
 
-Weights: TypeAlias = Any  # what trainers bring; see above
+Weights: TypeAlias = Any  # in any of the forms above
 
 
 @dataclass(frozen=True)
 class ArraySource:
-    """What one of the engine's arrays will be made from."""
+    """The given arrays that make up one of the engine's arrays."""
 
     parts: tuple[Any, ...]
-    spec: TensorSpec | None  # how, or None where the one part is the array itself
+    spec: TensorSpec | None  # how to combine them; None if the only part is the array
 
     def copy(self, dtype: np.dtype, sharding: Sharding) -> jax.Array:
-        """The array where `sharding` says, in memory of its own."""
+        """Return the array as a copy with this dtype and sharding."""
         if self.spec is not None:
             return lay_out(self.parts, self.spec, dtype, sharding)
         (whole,) = self.parts
@@ -44,50 +42,51 @@ class ArraySource:
 
 
 class WeightUpdate(NamedTuple):
-    """What an update did."""
+    """Result of an update."""
 
     version: int
     num_arrays: int
     num_bytes: int
-    seconds: float  # that nothing was generated, pausing included
+    seconds: float  # during which nothing was generated, including the pause
 
     @classmethod
     def of(cls, version: int, sources: Sequence[ArraySource], seconds: float) -> "WeightUpdate":
-        """An update from these sources."""
+        """Return the result of an update from these sources."""
         parts = [part for source in sources for part in source.parts]
         num_bytes = sum(part.size * part.dtype.itemsize for part in parts)
         return cls(version, len(sources), num_bytes, seconds)
 
 
 def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[ArraySource]:
-    """`stage` for the parameters `current` of a target."""
+    """Run `stage` for the parameters `current` of a target."""
     return stage(given, current, target.specs, "weights", partial(is_unused, target))
 
 
 def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[ArraySource]:
-    """`stage` for the parameters `current` of a drafter, by its published names.
+    """Run `stage` for the parameters `current` of a drafter, with its published names.
 
     Raises:
-        ValueError: it has no weights, or these do not fit.
+        ValueError: the drafter has no weights, or the given ones do not fit.
     """
-    if not isinstance(drafter, ChainDrafter):
+    own = drafter.weights
+    if own is None:
         raise ValueError(
             "the engine has no drafter with weights; build it with a speculative_config of "
             "method eagle, eagle3 or mtp"
         )
-    head, name = drafter.head, "drafter's weights"
+    name = "drafter's weights"
     given = read_named(weights, current, name)
-    if "fc.weight" not in given and "model.fc.weight" in given:  # a re-export's prefix
+    if "fc.weight" not in given and "model.fc.weight" in given:  # prefix of re-exports
         given = {tensor.removeprefix("model."): array for tensor, array in given.items()}
-    sources = stage(given, current, head.specs, name, partial(_is_beside, head))
-    _check_vocabulary(given, head.target_ids(current))
+    sources = stage(given, current, own.specs, name, own.is_unused)
+    _check_vocabulary(given, own.target_ids(current))
     return sources
 
 
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
-    """Whether a target's weights bring those of its own drafting module, which is in use, along."""
-    is_own = isinstance(drafter, ChainDrafter) and isinstance(drafter.head, MTPHead)
-    return is_own and any(tensor.startswith("mtp.") for tensor in given)
+    """Whether a target's weights include the MTP module, and the drafter is that module."""
+    prefix = None if drafter.weights is None else drafter.weights.prefix_in_target
+    return prefix is not None and any(tensor.startswith(prefix) for tensor in given)
 
 
 def stage(
@@ -97,19 +96,19 @@ def stage(
     name: str,
     is_unused: Callable[[str], bool],
 ) -> list[ArraySource]:
-    """Where each array of the tree `current` is to come from, in the order of its leaves.
+    """Return the source of each array of the tree `current`, in the order of its leaves.
 
     Args:
         given: arrays by path in the tree or by Hugging Face name, see `read_named`.
-        specs_of: the tree of `TensorSpec` of `current`, given the names at hand.
-        name: what errors call the weights.
-        is_unused: whether an array of this name may be there unused.
+        specs_of: returns the tree of `TensorSpec` of `current` for the given names.
+        name: name of the weights in error messages.
+        is_unused: whether an array of this name is allowed although it is not used.
 
     Raises:
-        ValueError: they do not fit; names everything that is missing, wrong or unexpected.
+        ValueError: they do not fit; the error lists all that is missing, wrong or unexpected.
     """
     places = paths(current)
-    # What the weights are made of, none but floats: a draft vocabulary stays as it is.
+    # Only floats are updated; integers, such as a draft vocabulary, are not.
     floats = {path: leaf for path, leaf in places.items() if _is_float(leaf.dtype)}
     specs: dict[str, Any] = {}
     if not any(tensor in places for tensor in given):
@@ -183,7 +182,7 @@ def _is_deleted(array: Any) -> bool:
 
 
 def copies(params: Any) -> Any:
-    """The same tree in memory of its own."""
+    """Return a copy of the tree in new memory."""
 
     def copy(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array):
@@ -194,13 +193,13 @@ def copies(params: Any) -> Any:
 
 
 def paths(tree: Any) -> dict[str, Any]:
-    """The leaves of a tree by path, like "layers.0.attention.qkv", in their order."""
+    """Return the leaves of a tree by path, like "layers.0.attention.qkv", in tree order."""
     return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 @jax.jit
 def _digest(x: jax.Array) -> jax.Array:
-    """Two sums u32[2] of the words of an array that change when words do, or change places."""
+    """Return two sums u32[2] of an array's words that depend on their values and order."""
     kind = jnp.uint32 if x.dtype.itemsize == 4 else jnp.uint16
     words = jax.lax.bitcast_convert_type(x.ravel(), kind).astype(jnp.uint32)
     place = jnp.arange(words.size, dtype=jnp.uint32)
@@ -210,10 +209,10 @@ def _digest(x: jax.Array) -> jax.Array:
 
 
 def checksum(params: Any) -> str:
-    """A digest of the bits, shapes and places of a tree's arrays, of 16 or 32 bits per element.
+    """Return a digest of bits, shapes and paths of a tree's arrays (16 or 32 bits per element).
 
-    Equal trees have equal ones on any device. It finds mistakes, not forgeries: every array is
-    summed where it lies, so that no weights move.
+    It is the same on any device, and each array is summed on its own device, so that no weights
+    are transferred. Not cryptographic: it detects mistakes, not forgeries.
     """
     leaves = paths(params)
     digests = jax.device_get([_digest(jnp.asarray(leaf)) for leaf in leaves.values()])
@@ -224,10 +223,10 @@ def checksum(params: Any) -> str:
 
 
 def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
-    """Arrays by dotted name, of weights in any form; iterables are read to their end.
+    """Return weights given in any form as arrays by dotted name; iterables are exhausted.
 
     Raises:
-        ValueError: it is no such form, or a name comes twice.
+        ValueError: not one of these forms, or a duplicate name.
     """
     if isinstance(weights, Mapping | type(current)):
         tree = dict(weights) if isinstance(weights, Mapping) else weights
@@ -255,16 +254,16 @@ def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
 
 
 def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
-    """`read_named` of weights without NaN and infinity; the engine need not stop for the look.
+    """Run `read_named` and check for NaN and infinity; the engine may generate meanwhile.
 
-    On an accelerator that runs a program for each shape and dtype: `LLM` compiles those of the
-    engine's own arrays as it reads a checkpoint, others are compiled at the first update.
+    On an accelerator the check is a program for each shape and dtype. Those of the engine's own
+    arrays are compiled when `LLM` reads a checkpoint, others at the first update.
 
     Raises:
         ValueError: as `read_named`, or an array is not finite.
     """
     named = read_named(weights, current, name)
-    # Deleted ones are refused when they are compared with the engine's.
+    # `stage` reports deleted arrays.
     checks = {
         tensor: all_finite(array) for tensor, array in named.items() if not _is_deleted(array)
     }
@@ -279,19 +278,19 @@ def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
 
 
 def _is_variable(node: Any) -> bool:
-    """Whether it is a variable of flax nnx, which an nnx.State has for leaves."""
+    """Whether it is a flax nnx variable, as the leaves of an nnx.State are."""
     return hasattr(node, "get_value")
 
 
 def _as_array(array: Any) -> Any:
-    """A JAX or NumPy array, without a copy."""
+    """Return a JAX or NumPy array without copying."""
     if isinstance(array, jax.Array | np.ndarray):
         return array
-    return jnp.from_dlpack(array)  # of another library
+    return jnp.from_dlpack(array)  # an array of another library
 
 
 def _is_float(dtype: Any) -> bool:
-    """Whether weights can be of this type. Of 8 bits they need a scale, which nobody brings."""
+    """Whether weights may have this type. 8-bit floats are excluded: they would need scales."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
 
 
@@ -300,15 +299,8 @@ def _dotted(path: tuple[Any, ...]) -> str:
     return ".".join(str(key) for key in keys)
 
 
-def _is_beside(head: Any, tensor: str) -> bool:
-    """Whether a tensor that is not among a head's weights may lie beside them."""
-    if isinstance(head, MTPHead):
-        return not tensor.startswith("mtp.")
-    return tensor in ("d2t", "t2d", "embed_tokens.weight")
-
-
 def _check_vocabulary(given: Mapping[str, Any], target_ids: jax.Array | None) -> None:
-    """Refuse another draft vocabulary than the one that is compiled in."""
+    """Raise an error if the draft vocabulary differs from the compiled one."""
     if "d2t" in given and target_ids is not None:
         own = np.asarray(target_ids) - np.arange(len(target_ids))
         if not np.array_equal(given["d2t"], own):

@@ -1,6 +1,6 @@
-"""Work that is shared out to workers who may die: what there is to do, and how many fit where.
+"""A queue of work for workers that may die, and how many workers fit in a cluster.
 
-It knows numbers only, neither what a worker is nor what it is given.
+Plain bookkeeping on indices and resource amounts, independent of Ray.
 """
 
 from collections import deque
@@ -8,29 +8,29 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-SLACK = 1e-6  # of how often a part of a device goes into a whole
+SLACK = 1e-6  # rounding tolerance for fractional resources, as 0.1 of a GPU
 
 
 @dataclass(frozen=True)
 class Group:
-    """What one worker does at once: places in a call."""
+    """Work items given to one worker together, as their indices (places) in a call."""
 
     places: tuple[int, ...]
-    num_deaths: int = 0  # of workers that had it
+    num_deaths: int = 0  # of workers that were given it
 
 
 class Deadly(NamedTuple):
-    """A place at which worker after worker died."""
+    """A work item at which `max_deaths` workers died."""
 
     place: int
-    error: Exception  # of the last
+    error: Exception  # of the last death
 
 
 class WorkQueue:
-    """Places, each of which is to be done once, whoever dies over it.
+    """A queue of groups of work items, each to be done once even if workers die.
 
-    What a dead worker had comes next, place by place, so that it shows which of them is deadly. A
-    place that has cost `max_deaths` workers is not handed out again, and nothing else is either.
+    The items of a dead worker are retried next, one at a time, to find the one that is deadly. Once
+    `max_deaths` workers have died at the same item, no more work is handed out.
     """
 
     def __init__(self, groups: Iterable[Sequence[int]], max_deaths: int):
@@ -41,11 +41,11 @@ class WorkQueue:
 
     @property
     def is_left(self) -> bool:
-        """Whether anything is to be taken, or to be waited for."""
+        """Whether any group is waiting to be taken or has not been answered."""
         return bool(self._taken or (self._waiting and self.deadly is None))
 
     def take(self) -> Group | None:
-        """The next group, or None if there is none for now."""
+        """Take the next group; returns None if there is none now."""
         if not self._waiting or self.deadly is not None:
             return None
         group = self._waiting.popleft()
@@ -53,11 +53,11 @@ class WorkQueue:
         return group
 
     def done(self, group: Group) -> None:
-        """Note that a group that was taken has been answered."""
+        """Mark a taken group as answered."""
         self._taken.remove(group)
 
     def died(self, group: Group, error: Exception) -> None:
-        """Note that the worker that had taken a group is no more."""
+        """Queue the items of a taken group again, because its worker died."""
         self._taken.remove(group)
         num_deaths = group.num_deaths + 1
         if len(group.places) == 1 and num_deaths >= self._max_deaths:
@@ -66,7 +66,7 @@ class WorkQueue:
 
 
 def num_fitting(needs: Mapping[str, float], nodes: Iterable[Mapping[str, float]]) -> float:
-    """How many that need these resources each, all of one node, fit on the nodes together."""
+    """Return how many workers fit on the nodes; each needs `needs` on a single node."""
     needed = {name: amount for name, amount in needs.items() if amount}
     if not needed:
         return float("inf")

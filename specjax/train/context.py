@@ -1,4 +1,4 @@
-"""Rows without a cache: whole sequences under a causal mask, as training sees them."""
+"""Rows without a cache, for training: whole sequences under a causal mask."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,7 @@ from specjax.device.cache.kind import CacheKind
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class CausalRows:
-    """B sequences of T tokens laid end to end; row b*T + t stands at position t of sequence b."""
+    """B concatenated sequences of T tokens; row b*T + t is position t of sequence b."""
 
     positions: jax.Array  # i32[B T]
     length: int = field(metadata={"static": True})
@@ -20,23 +20,23 @@ class CausalRows:
 
     @classmethod
     def of(cls, batch: int, length: int) -> "CausalRows":
-        """Rows of `batch` sequences that all start at position 0."""
+        """Return the rows of `batch` sequences that all start at position 0."""
         return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32), batch), length)
 
     def mix(
         self, kind: CacheKind, cache: Any, layer: jax.Array, inputs: Any
     ) -> tuple[jax.Array, Any]:
-        """See `Rows.mix`; there is nothing to keep."""
+        """See `Rows.mix`; the cache is not used."""
         return kind.causal(self.length, inputs), cache
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class UnrolledRows:
-    """Causal rows on the `step`-th draft of an unrolled chain (EAGLE-3's training-time test).
+    """Causal rows at the `step`-th draft of an unrolled chain (EAGLE-3's training-time test).
 
-    As at inference, a row sees the verified rows up to its own (step 0, causal) and, of each later
-    step, only what it drafted itself. What they keep of the steps so far begins as ().
+    As at inference, a row attends to the verified rows up to its own (step 0, causal) and, in each
+    later step, only to its own drafts. The cache collects the steps so far and starts as ().
     """
 
     positions: jax.Array  # i32[B T], shifted by `step`
@@ -45,7 +45,7 @@ class UnrolledRows:
 
     @classmethod
     def of(cls, batch: int, length: int, step: int) -> "UnrolledRows":
-        """Rows of `batch` sequences, `step` drafts on."""
+        """Return the rows of `batch` sequences at draft `step`."""
         return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32) + step, batch), length)
 
     def mix(

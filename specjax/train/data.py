@@ -1,4 +1,4 @@
-"""Text to token rows: reading documents, training the tokenizer, cutting epochs into batches."""
+"""Text to token rows: reads documents, trains the tokenizer, splits epochs into batches."""
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,19 +19,19 @@ CHAT_TEMPLATE = (
 
 
 class Document(NamedTuple):
-    """Tokens i32[n], of which the first `num_prompt` were given and the rest are to be learnt."""
+    """Tokens i32[n]: the first `num_prompt` are the prompt, the rest the answer to train on."""
 
     tokens: np.ndarray
     num_prompt: int
 
 
 def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
-    """(prompt, answer) texts of every file or folder named; see `read_rows` for the formats."""
+    """Return (prompt, answer) texts of files or folders; see `read_rows` for the formats."""
     return [(row["prompt"], row["answer"]) for row in read_rows(paths) if "answer" in row]
 
 
 def read_documents(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Document]:
-    """The documents of every file or folder named as <s> prompt answer </s>."""
+    """Return the documents of files or folders, tokenized as <s> prompt answer </s>."""
     eos = tokenizer.token_to_id(EOS)
     documents = []
     for row in read_rows(paths):
@@ -46,14 +46,14 @@ def read_documents(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Document
 
 
 def read_rows(paths: Sequence[Path]) -> Iterator[dict[str, Any]]:
-    """Rows with "prompt" and "answer", or "prompt_token_ids" and "output_token_ids".
+    """Yield rows with "prompt" and "answer", or "prompt_token_ids" and "output_token_ids".
 
     A .jsonl row holds "question" and "answer", or "text" (a document without a prompt), or the
     token ids of a regenerated answer. Any other file is one document; a folder stands for all
     .jsonl, .txt and .py files below it.
 
     Raises:
-        ValueError: a path that does not exist, a row that is none of these, or no rows at all.
+        ValueError: a path that does not exist, a row in another format, or no rows at all.
     """
     count = 0
     for path in _files(paths):
@@ -97,7 +97,7 @@ def _files(paths: Sequence[Path]) -> list[Path]:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE with single digits, <s> as token 0 and </s> as token 1."""
+    """Train a byte-level BPE with single digits, <s> as token 0 and </s> as token 1."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -122,10 +122,10 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
 def packed_rows(
     documents: Sequence[Document], step: int, batch: int, length: int, seed: int
 ) -> np.ndarray:
-    """Rows i32[batch, length + 1] of training step `step`, a pure function of its arguments.
+    """Return rows i32[batch, length + 1] of step `step`, a pure function of the arguments.
 
-    Each epoch lays the documents end to end in a new order and cuts the stream into rows that
-    overlap by one token, so that resuming at a step needs no other state.
+    Each epoch concatenates the documents in a new order and splits the stream into rows that
+    overlap by one token. Resuming at a step needs no other state.
     """
     total = sum(len(document.tokens) for document in documents)
     steps_per_epoch = max(1, (total - 1) // (batch * length))
@@ -138,7 +138,7 @@ def packed_rows(
 
 
 def padded_rows(documents: Sequence[Document], length: int) -> tuple[np.ndarray, np.ndarray]:
-    """One document per row, cut or padded: tokens i32[N, length], and which are an answer's."""
+    """Return documents truncated or padded: tokens i32[N, length], and a mask of answer tokens."""
     tokens = np.zeros((len(documents), length), np.int32)
     is_answer = np.zeros((len(documents), length), bool)
     for row, document in enumerate(documents):
@@ -149,9 +149,9 @@ def padded_rows(documents: Sequence[Document], length: int) -> tuple[np.ndarray,
 
 
 def window(document: Document, length: int) -> slice:
-    """The part of a document to keep in a row of `length` tokens: as much of the answer as fits.
+    """Return the slice of a document that is kept in a row of `length` tokens.
 
-    The front of the prompt goes first, all but its last token, and then the end of the answer.
+    The beginning of the prompt is dropped first (never its last token), then the answer's end.
     """
     excess = max(0, len(document.tokens) - length)
     start = min(excess, max(0, document.num_prompt - 1))
@@ -159,7 +159,7 @@ def window(document: Document, length: int) -> slice:
 
 
 def shuffled_indices(count: int, step: int, batch: int, seed: int) -> np.ndarray:
-    """Which of `count` rows make up step `step`: every epoch a new order, no row left out long."""
+    """Return the indices of step `step` among `count` rows, in a new order every epoch."""
     steps_per_epoch = max(1, count // batch)
     epoch, index = divmod(step, steps_per_epoch)
     order = np.random.default_rng([seed, epoch]).permutation(count)

@@ -1,4 +1,4 @@
-"""Training drafters (EAGLE-1, EAGLE-3, MTP) against a frozen target, by the engine's forward."""
+"""Trains drafters (EAGLE-1, EAGLE-3, MTP) for a frozen target, with the engine's forward."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -12,7 +12,7 @@ import numpy as np
 import optax
 
 from specjax.device.drafters.chain import Head
-from specjax.device.drafters.drafter import Params
+from specjax.device.drafters.drafter import DrafterWeights, Params
 from specjax.device.drafters.eagle import EagleHead, EagleParams
 from specjax.device.drafters.eagle3 import Eagle3Head, Eagle3Params
 from specjax.device.drafters.mtp import MTPHead, MTPParams
@@ -24,14 +24,14 @@ from specjax.train.data import Document, padded_rows, shuffled_indices, window
 from specjax.train.loop import Loss, Schedule, fit
 from specjax.train.target import init_params, matrix_labels
 
-# The target's features of a document: hidden [n - 1, D], and auxiliary [n - 1, A D] if it has any.
+# The target's features of a document: hidden [n - 1, D], and auxiliary [n - 1, A D] or None.
 Exported: TypeAlias = tuple[np.ndarray, np.ndarray | None]
 
-UNTRAINED = ("embedding", "target_ids")  # fields of drafters' parameters
+UNTRAINED = ("embedding", "target_ids")  # fields of drafters' parameters that are frozen
 
 
 class Batch(NamedTuple):
-    """Documents and what the target made of them, B rows of T tokens."""
+    """Documents and the target's features of them, B rows of T tokens."""
 
     tokens: Any  # i32[B, T]
     is_answer: Any  # bool[B, T]
@@ -55,7 +55,7 @@ class FeatureSet:
         aux_layers: tuple[int, ...],
         batch: int = 16,
     ) -> "FeatureSet":
-        """Run the target over every document, cut or padded to `length`; float16 holds the most.
+        """Run the target on the documents, truncated or padded to `length`; stored as float16.
 
         Raises:
             ValueError: no document has an answer within `length`.
@@ -97,10 +97,10 @@ class FeatureSet:
         features: Iterable[Exported],
         length: int,
     ) -> "FeatureSet":
-        """Features that were computed elsewhere, of all but each document's last token.
+        """Return features computed elsewhere, of all but each document's last token.
 
-        What is longer than `length` is cut as `window` says; the features are of the whole, and
-        none are kept while the next are made, if `features` makes them one by one.
+        `features` are of whole documents; longer ones than `length` are cut by `window`. If
+        `features` is lazy, each document's features are freed before the next are computed.
 
         Raises:
             ValueError: no document has an answer within `length`.
@@ -114,20 +114,20 @@ class FeatureSet:
             length,
         )
         _check_answers(is_answer, length)
-        # Not a loop, whose variables would outlive their turn.
+        # Not a loop, whose variables would keep features alive.
         rows = list(map(partial(_window_row, length=length), features, windows))
         hidden, auxiliary = (np.stack(part) for part in zip(*rows, strict=True))
         return cls(Batch(tokens, is_answer, hidden, auxiliary))
 
     def batch_at(self, step: int, batch: int, seed: int) -> Batch:
-        """The rows of a training step, a pure function of its arguments."""
+        """Return the rows of a training step, a pure function of its arguments."""
         index = shuffled_indices(len(self.rows.tokens), step, batch, seed)
         tokens, is_answer, hidden, auxiliary = (jnp.array(part[index]) for part in self.rows)
         return Batch(tokens, is_answer, hidden.astype(jnp.float32), auxiliary.astype(jnp.float32))
 
 
 def _window_row(one: Exported, kept: slice, *, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """What is kept of a document's features, in arrays of their own [length, ...]."""
+    """Return the kept rows of a document's features, copied into arrays [length, ...]."""
     hidden, auxiliary = one
     if auxiliary is None:
         auxiliary = np.zeros((len(hidden), 0), np.float32)
@@ -148,40 +148,49 @@ def _check_answers(is_answer: np.ndarray, length: int) -> None:
 
 
 def shift(x: jax.Array, count: int) -> jax.Array:
-    """x [B, T, ...] moved `count` positions earlier, zeros at the end."""
+    """Shift x [B, T, ...] by `count` positions to the left, with zeros at the end."""
     return jnp.pad(x[:, count:], ((0, 0), (0, count)) + ((0, 0),) * (x.ndim - 2))
 
 
 class Frozen(NamedTuple):
-    """What a drafter's loss reads and does not train."""
+    """Parameters that a drafter's loss uses and does not train."""
 
     target: Any  # the target's parameters
-    drafter: dict[str, Any]  # of the drafter's own, by field
+    drafter: dict[str, Any]  # the drafter's frozen parameters, by field
 
     def join(self, trainable: Any) -> Params:
-        """The parameters of both, whole."""
+        """Return the full parameters of target and drafter."""
         return Params(self.target, replace(trainable, **self.drafter))
 
 
 def split_frozen(params: Any) -> tuple[Any, dict[str, Any]]:
-    """A drafter's parameters without those that are not trained, and these by field.
+    """Split a drafter's parameters into the trained ones, and the frozen ones by field.
 
-    A draft vocabulary is no weight. An embedding of the drafter's own stays what it is a copy of:
-    of its rows training would move those alone whose tokens it happens to meet.
+    A draft vocabulary is not a weight. An embedding of the drafter is a copy and stays frozen:
+    training would change only the rows of tokens that occur in the data.
     """
     frozen = {name: getattr(params, name) for name in UNTRAINED if hasattr(params, name)}
     return replace(params, **dict.fromkeys(frozen)), frozen
 
 
-def drafter_loss(target: Model, head: Head, *, num_unrolled: int) -> Loss:
-    """What a head of this kind is trained by: the one place that tells them apart."""
-    if isinstance(head, EagleHead):
-        return partial(eagle1_loss, target, head)
-    return partial(unrolled_loss, target, head, num_unrolled=num_unrolled)
+def drafter_loss(target: Model, weights: DrafterWeights, *, num_unrolled: int) -> Loss:
+    """Return the training loss of a kind of head.
+
+    Raises:
+        ValueError: a kind that has none.
+    """
+    unrolled = partial(unrolled_loss, num_unrolled=num_unrolled)
+    losses = {EagleHead: eagle1_loss, Eagle3Head: unrolled, MTPHead: unrolled}
+    if type(weights) not in losses:
+        raise ValueError(
+            f"drafters of kind {type(weights).__name__} cannot be trained here; one of "
+            f"{', '.join(kind.__name__ for kind in losses)} can"
+        )
+    return partial(losses[type(weights)], target, weights)
 
 
 def drafter_labels(params: Any) -> Any:
-    """The rule of each array for `muon_and_adamw`; heads over a vocabulary are AdamW's."""
+    """Return each array's optimiser for `muon_and_adamw`; AdamW for LM heads."""
     labels = matrix_labels(params)
     return replace(labels, lm_head="adamw") if isinstance(params, Eagle3Params) else labels
 
@@ -200,8 +209,8 @@ def unrolled_loss(
     """Cross-entropy to the target's distribution over the draft vocabulary, over an unrolled chain.
 
     Step j runs the head on its own previous output, as drafting does, and is weighted decay^j
-    (Li et al. 2025, section 3.2, training-time test). Positions whose most likely token the draft
-    vocabulary lacks do not count.
+    (Li et al. 2025, section 3.2, training-time test). Positions whose most likely token is not in
+    the draft vocabulary are ignored.
     """
     params = frozen.join(trainable)
     target_ids = head.target_ids(params.drafter)
@@ -245,8 +254,8 @@ def eagle1_loss(
 ) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Smooth L1 to the target's next feature plus 0.1 cross-entropy (Li et al. 2024, section 3.2).
 
-    Uniform noise on the input features stands in for the head's own errors, which it meets
-    when it drafts on from its output.
+    Uniform noise on the input features simulates the head's own errors, since it drafts from its
+    own outputs.
     """
     size, length = batch.tokens.shape
     params = frozen.join(trainable)
@@ -270,7 +279,7 @@ def eagle1_loss(
 
 
 def draft_vocabulary(documents: Sequence[Document], vocab_size: int, size: int) -> np.ndarray:
-    """The `size` most frequent tokens of the answers, ascending, i32[size]."""
+    """Return the `size` most frequent token ids of the answers, ascending, i32[size]."""
     counts = np.bincount(
         np.concatenate([document.tokens[document.num_prompt :] for document in documents]),
         minlength=vocab_size,
@@ -324,9 +333,9 @@ def train_mtp(
     *,
     num_unrolled: int,
 ) -> tuple[MTPHead, MTPParams, list[dict[str, float]]]:
-    """Train the target's own module; checkpoints go to `directory`, from which it resumes.
+    """Train the target's MTP module; checkpoints go to `directory`, from which it resumes.
 
-    Its drafts are recursive, so the one layer is unrolled (FastMTP, Cai et al. 2025).
+    Drafting applies its one layer recursively, so it is unrolled (FastMTP, Cai et al. 2025).
     """
     head = MTPHead(target)
     frozen = Frozen(target_params, {})

@@ -1,4 +1,4 @@
-"""The training loop: steps, progress, and checkpoints from which a killed run goes on."""
+"""The training loop: steps, progress, and checkpoints from which a killed run resumes."""
 
 import time
 from collections.abc import Callable
@@ -22,17 +22,17 @@ Loss = Callable[[Any, Any, Any, jax.Array], tuple[jax.Array, dict[str, jax.Array
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How long and on what a training run works."""
+    """Length, batch shape, learning rate and seed of a training run."""
 
     steps: int
     batch_size: int  # rows per step
     length: int  # tokens per row
-    learning_rate: float  # at its peak
+    learning_rate: float  # peak
     seed: int
 
 
 class TrainState(NamedTuple):
-    """What a step of training leaves for the next one."""
+    """State that is passed from one training step to the next."""
 
     trainable: Any
     opt_state: Any
@@ -44,12 +44,12 @@ TrainStep = Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Arr
 
 
 def begin(trainable: Any, optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step."""
+    """Return the state before the first step."""
     return TrainState(trainable, optimizer.init(trainable), jax.numpy.int32(0))
 
 
 def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, seed: int) -> TrainStep:
-    """One step of minimising `loss`, compiled; its randomness depends on the step number alone."""
+    """Return a compiled step that minimises `loss`; its random key depends on the step only."""
 
     @jax.jit
     def train_step(state: TrainState, frozen: Any, batch: Any):
@@ -58,7 +58,7 @@ def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, seed: i
         (value, metrics), grads = jax.value_and_grad(loss, has_aux=True)(
             trainable, frozen, batch, key
         )
-        with jax.numpy_dtype_promotion("standard"):  # optax relies on it
+        with jax.numpy_dtype_promotion("standard"):  # optax needs it
             updates, opt_state = optimizer.update(grads, opt_state, trainable)
         metrics = {"loss": value, **metrics, "grad_norm": optax.tree.norm(grads)}
         return TrainState(optax.apply_updates(trainable, updates), opt_state, step + 1), metrics
@@ -80,11 +80,11 @@ def fit(
 ) -> tuple[Any, list[dict[str, float]]]:
     """Minimise `loss` over `trainable` and return the trained tree with the log of metrics.
 
-    `frozen` holds the arrays that the loss reads but does not train; `labels` names the rule of
-    each trained array, see `muon_and_adamw`.
+    `frozen` holds the arrays that the loss reads but does not train; `labels` names the optimiser
+    of each trained array, see `muon_and_adamw`.
 
-    The state is saved under `directory` every `save_every` steps, atomically, and a run that finds
-    a checkpoint there goes on from it: batches and randomness depend on the step number alone.
+    The state is saved under `directory` every `save_every` steps, atomically. A run that finds a
+    checkpoint there resumes from it: batches and randomness depend on the step number alone.
     """
     console = Console(stderr=True)
     steps = schedule.steps

@@ -1,4 +1,4 @@
-"""The optimisers: Muon and AdamW for a run from the beginning, AdamW for one that goes on."""
+"""Optimisers: Muon and AdamW to train from scratch, AdamW to refit trained weights."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -10,7 +10,7 @@ import optax.contrib
 def muon_and_adamw(labels: Any, peak: float, steps: int) -> optax.GradientTransformation:
     """Muon (Jordan 2024) where `labels` says "muon", AdamW where it says "adamw".
 
-    The rate warms up over a twenty-fifth of `steps`, then falls linearly to 2 % of `peak`. Muon's
+    The rate warms up over 1/25 of `steps`, then falls linearly to 2 % of `peak`. Muon's
     updates are scaled to AdamW's RMS, so that one rate serves both (Liu et al. 2025, eq. 4).
     """
     warmup = steps // 25 + 1
@@ -29,9 +29,9 @@ def muon_and_adamw(labels: Any, peak: float, steps: int) -> optax.GradientTransf
 
 
 def steady_adamw(rate: float, warmup: int = 10) -> optax.GradientTransformation:
-    """AdamW whose rate rises over `warmup` steps and stays, for weights that are good already.
+    """AdamW with a rate that is constant after `warmup` steps, for weights already trained.
 
-    Muon moves every direction of a matrix alike, those that are right as they are included.
+    Not Muon, which updates all directions of a matrix equally, including those already right.
     """
     schedule = optax.linear_schedule(rate / warmup, rate, warmup - 1)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.01)

@@ -47,7 +47,7 @@ CARD_TOKENS = 128
 
 
 def run(args: Namespace) -> int:
-    """Carry out `specjax train KIND ...`."""
+    """Run `specjax train KIND ...`."""
     recipes = {
         "target": _target,
         "answers": _answers,
@@ -61,7 +61,7 @@ def run(args: Namespace) -> int:
 
 
 def _check(args: Namespace) -> None:
-    """Refuse what would else be noticed after hours, or never."""
+    """Validate options that would otherwise fail late or silently."""
     for name in COUNTS:
         if (value := getattr(args, name, None)) is not None:
             check_positive(**{f"--{name.replace('_', '-')}": value})
@@ -102,7 +102,7 @@ def _target(args: Namespace) -> None:
 def _answers(args: Namespace) -> None:
     texts = [prompt for prompt, _ in read_texts(args.data) if prompt]
     order = np.random.default_rng(args.seed).permutation(len(texts))[: args.num_prompts]
-    # Half greedy, half sampled: the drafter meets both kinds of text.
+    # Half greedy, half sampled, so that the drafter is trained on both.
     params = [
         SamplingParams(temperature=float(i % 2), max_tokens=args.max_tokens, detokenize=False)
         for i in range(len(order))
@@ -162,7 +162,7 @@ def _mtp(args: Namespace) -> None:
         _schedule(args),
         num_unrolled=args.num_unrolled,
     )
-    # The module lies in the target's own files, as it is published.
+    # MTP modules are published inside the target's checkpoint.
     save_checkpoint(
         args.out,
         (target.specs(), head.specs()),

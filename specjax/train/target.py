@@ -23,7 +23,7 @@ from specjax.train.loop import Schedule, fit
 
 
 def demo_llama(vocab_size: int, num_layers: int, hidden_size: int) -> Llama:
-    """A Llama of the given depth and width, with 64-wide heads in groups of three."""
+    """Return a Llama with 64-wide heads and three query heads per key-value head."""
     heads = hidden_size // 64
     return Llama(
         vocab_size=vocab_size,
@@ -40,8 +40,8 @@ def demo_llama(vocab_size: int, num_layers: int, hidden_size: int) -> Llama:
 
 
 def demo_qwen3_5(vocab_size: int, num_layers: int, hidden_size: int) -> Qwen35:
-    """A hybrid of the given depth and width: 64-wide heads, two value heads to a key head, every
-    fourth layer attention."""
+    """Return a hybrid with 64-wide heads and attention in every fourth layer; the other layers
+    have two value heads per key head."""
     heads = hidden_size // 64
     return Qwen35(
         vocab_size=vocab_size,
@@ -60,7 +60,7 @@ def demo_qwen3_5(vocab_size: int, num_layers: int, hidden_size: int) -> Qwen35:
     )
 
 
-# By the name that asks for them.
+# By the value of --architecture.
 DEMOS: dict[str, Callable[[int, int, int], Llama | Qwen35]] = {
     "llama": demo_llama,
     "qwen3_5": demo_qwen3_5,
@@ -68,13 +68,13 @@ DEMOS: dict[str, Callable[[int, int, int], Llama | Qwen35]] = {
 
 
 def to_hf(model: Llama | Qwen35) -> Mapping[str, Any]:
-    """The Hugging Face `config.json` of a model."""
+    """Return the Hugging Face `config.json` of a model."""
     return llama.to_hf(model) if isinstance(model, Llama) else qwen3_5.to_hf(model)
 
 
 def init_params(specs: Any, key: jax.Array) -> Any:
-    """f32 weights for a tree of `TensorSpec`: norms one, biases zero, matrices normal with the
-    usual 1 / sqrt(fan in); heads of the gated delta rule forget at rates spread as in Mamba-2."""
+    """Return f32 weights for a tree of `TensorSpec`: norms one, biases zero, matrices normal with
+    standard deviation 1 / sqrt(fan in); decay rates of gated delta rule heads as in Mamba-2."""
     leaves, tree = jax.tree.flatten(specs)
     keys = jax.random.split(key, len(leaves))
     return jax.tree.unflatten(tree, [_init(s, k) for s, k in zip(leaves, keys, strict=True)])
@@ -85,7 +85,7 @@ def _init(spec: TensorSpec, key: jax.Array) -> jax.Array:
         return jnp.full(spec.shape, spec.fill, jnp.float32)
     if spec.names[0].endswith("A_log"):
         return jnp.log(jnp.linspace(1.0, 16.0, spec.shape[0]))
-    if spec.names[0].endswith("dt_bias"):  # softplus of it is 0.001 to 0.1
+    if spec.names[0].endswith("dt_bias"):  # its softplus is 0.001 to 0.1
         return jnp.log(jnp.expm1(jnp.logspace(-3.0, -1.0, spec.shape[0])))
     if len(spec.shape) == 1:
         return jnp.zeros(spec.shape) if "bias" in spec.names[0] else jnp.ones(spec.shape)
@@ -94,7 +94,7 @@ def _init(spec: TensorSpec, key: jax.Array) -> jax.Array:
 
 
 def next_token_loss(model: Model, params: Any, rows: jax.Array) -> jax.Array:
-    """Mean cross-entropy (nats) of tokens 1.. given those before, for rows i32[B, T + 1]."""
+    """Return the mean next-token cross-entropy (nats) of rows i32[B, T + 1]."""
     batch, length = rows.shape[0], rows.shape[1] - 1
     features, _ = model.extend(params, rows[:, :-1].reshape(-1), CausalRows.of(batch, length), None)
     logits = model.logits(params, features.hidden)
@@ -102,7 +102,7 @@ def next_token_loss(model: Model, params: Any, rows: jax.Array) -> jax.Array:
 
 
 def evaluate(model: Model, params: Any, documents: Sequence[Document], length: int) -> float:
-    """Held-out loss (nats per token) over one epoch of packed rows."""
+    """Return the held-out loss (nats per token) over one epoch of packed rows."""
     loss = jax.jit(lambda params, rows: next_token_loss(model, params, rows))
     total = sum(len(document.tokens) for document in documents)
     steps = max(1, (total - 1) // (8 * length))
@@ -111,7 +111,7 @@ def evaluate(model: Model, params: Any, documents: Sequence[Document], length: i
 
 
 def matrix_labels(params: Any) -> Any:
-    """The rule of each array for `muon_and_adamw`: Muon for projections, whose sides are wide."""
+    """Return each array's optimiser for `muon_and_adamw`: Muon for matrices larger than 8 x 8."""
     return jax.tree.map(lambda p: "muon" if p.ndim == 2 and min(p.shape) > 8 else "adamw", params)
 
 
