@@ -10,8 +10,9 @@ from typing import Any
 
 from report import FOLDER, RESULTS, provenance, render, write_result
 
-from specjax.commands.info import GPU_MEMORY_UTILIZATION, H200_BYTES, describe
+from specjax.commands.info import GPU_MEMORY_UTILIZATION, describe
 from specjax.config import SpeculativeConfig
+from specjax.inspect.gpus import GPU
 
 # By size; those without a module of their own decode plainly.
 MODELS = {
@@ -51,6 +52,7 @@ def tables(k: int, page_size: int) -> dict[str, Any]:
     """The tables of all models, and the reports behind them."""
     reports = {name: report(name, method, k, page_size) for name, method in MODELS.items()}
     usable = next(iter(reports.values()))["h200"]["usable_bytes"] / GIB
+    total = GPU.named("h200").memory_bytes
     return {
         "tables": [
             {
@@ -77,7 +79,7 @@ def tables(k: int, page_size: int) -> dict[str, Any]:
                 "rows": [batch_row(name, report) for name, report in reports.items()],
                 "notes": [
                     f"Weights, pages of {page_size} tokens for all requests at full length, and "
-                    f"slots in {GPU_MEMORY_UTILIZATION:.0%} of the {H200_BYTES // MIB} MiB that "
+                    f"slots in {GPU_MEMORY_UTILIZATION:.0%} of the {total // MIB} MiB that "
                     f"nvidia-smi reports ({usable:.1f} GiB). Activations and logits are to fit the "
                     "rest. 0: the weights alone do not fit."
                 ],

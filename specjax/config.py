@@ -3,10 +3,9 @@
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from itertools import pairwise
 from os import PathLike
-from typing import Any
+from typing import Any, NamedTuple
 
 from pallas_kernels import KERNELS
 from specjax.checks import (
@@ -22,9 +21,6 @@ from specjax.checks import (
 )
 
 DTYPES = ("float32", "bfloat16")
-METHODS = ("eagle", "eagle3", "mtp", "ngram")
-OWN_METHODS = ("mtp", "ngram")  # that need no checkpoint of their own
-WEIGHTLESS_METHODS = ("ngram",)  # that have no weights
 # A drafter of which reports ask no more than what it takes.
 OWN_SHAPE = "a head of the model's own shape, without weights"
 AUX_ID_CONVENTIONS = ("entering", "output")
@@ -37,28 +33,31 @@ SCHEDULING_POLICIES = ("fcfs", "priority")
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
 ADAPTIVE_DRAFTS = 5  # the most that adaptive K may be, unless told
 MANY_DRAFTS, MAX_DRAFTS = 16, 64  # beyond which a K is warned of, and refused
-REMOVED_OPTIONS = {
-    "steps_per_dispatch": "it gained nothing on a GPU; async_scheduling=True, the default, hides "
-    "the host's time",
-    "show_progress": "verbose=False quiets bars and lines of the log",
-    "always_logprobs": "every step can report log-probabilities",
-}
 
 
-def refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Refuse unknown options.
+class Method(NamedTuple):
+    """What a method of drafting needs.
 
-    Raises:
-        ValueError: an option that was removed; what to use instead.
-        TypeError: any other; names the nearest known option.
+    Attributes:
+        needs_model: a checkpoint of its own.
+        has_weights: whether it has any, in a checkpoint of its own or in the target's.
+        needs_shape: whether reports take OWN_SHAPE where they are given no checkpoint.
+        options: fields of a `SpeculativeConfig` that go with this method alone.
     """
-    for name, value in given.items():
-        if name in REMOVED_OPTIONS:
-            raise ValueError(f"{name}={value!r} was removed: {REMOVED_OPTIONS[name]}; leave it out")
-        near = get_close_matches(name, list(known), 1)
-        raise TypeError(
-            f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+
+    needs_model: bool = True
+    has_weights: bool = True
+    needs_shape: bool = False
+    options: tuple[str, ...] = ()
+
+
+METHODS = {
+    "eagle": Method(needs_shape=True),
+    "eagle3": Method(),
+    "mtp": Method(needs_model=False),
+    "ngram": Method(False, False, options=("prompt_lookup_min", "prompt_lookup_max")),
+}
+OWN_METHODS = tuple(name for name, method in METHODS.items() if not method.needs_model)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +108,7 @@ class SpeculativeConfig:
     adaptive: bool = False
 
     def __post_init__(self):
-        check_choice("speculative_config.method", self.method, METHODS)
+        check_choice("speculative_config.method", self.method, tuple(METHODS))
         self._check_lookup()
         is_own = self.model is None and self.method in OWN_METHODS
         if not is_own and not isinstance(self.model, str | PathLike):
@@ -126,14 +125,14 @@ class SpeculativeConfig:
         self._check_synthetic()
 
     def _check_lookup(self) -> None:
-        low, high = self.prompt_lookup_min, self.prompt_lookup_max
-        if self.method != "ngram":
-            if low is not None or high is not None:
-                raise ValueError(
-                    "speculative_config.prompt_lookup_min and _max go with method='ngram', not "
-                    f"{self.method!r}"
-                )
+        for method, needs in METHODS.items():
+            given = [name for name in needs.options if getattr(self, name) is not None]
+            if given and method != self.method:
+                where = f"speculative_config.{given[0]}"
+                raise ValueError(f"{where} goes with method={method!r}, not {self.method!r}")
+        if "prompt_lookup_min" not in METHODS[self.method].options:
             return
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
         if self.model is not None:
             raise ValueError(
                 f"speculative_config.model={self.model!r}: method='ngram' has no checkpoint; leave "

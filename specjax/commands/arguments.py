@@ -1,4 +1,4 @@
-"""Arguments that commands share: declared and read in one place. Imports nothing heavy."""
+"""Declaration and parsing of arguments shared by commands. Imports nothing slow."""
 
 import argparse
 import json
@@ -11,14 +11,14 @@ MODEL_HELP = f"a checkpoint in Hugging Face layout (folder or hub id), or a demo
 
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:
-    """Declare what `read_speculation` reads."""
+    """Declare the arguments that `read_speculation` reads."""
     group = parser.add_argument_group("speculation")
     group.add_argument(
         "--drafter",
         metavar="CHECKPOINT",
         help="folder, hub id or demo; for --method mtp, by default, the model itself",
     )
-    group.add_argument("--method", choices=METHODS, help="of drafting; default: eagle3")
+    group.add_argument("--method", choices=tuple(METHODS), help="of drafting; default: eagle3")
     group.add_argument(
         "--k", type=int, metavar="K", help="drafts per step; default: 3, with --adaptive at most 5"
     )
@@ -31,7 +31,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def add_engine(parser: argparse.ArgumentParser) -> None:
-    """Declare the sizes of an engine."""
+    """Declare the dtype and sizes of an engine."""
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--dtype",
@@ -49,22 +49,23 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def read_speculation(
     args: argparse.Namespace, *, takes_shapes: bool = False
 ) -> dict[str, Any] | None:
-    """The `speculative_config` of an LLM; None for plain decoding.
+    """Return the `speculative_config` of an LLM; None for plain decoding.
 
-    With `takes_shapes`, the drafter of method "eagle" is OWN_SHAPE where none is named.
+    With `takes_shapes`, the drafter defaults to OWN_SHAPE for methods that need a shape.
     """
     flags = {"--drafter": args.drafter, "--method": args.method, "--k": args.k}
     given = [name for name, value in flags.items() if value is not None]
     given += ["--adaptive"] if args.adaptive else []
     if args.speculative_config is None:
+        method = args.method or "eagle3"
         is_own = args.method in OWN_METHODS
-        is_shape = takes_shapes and args.drafter is None and args.method == "eagle"
+        is_shape = takes_shapes and args.drafter is None and METHODS[method].needs_shape
         if args.drafter is None and given and not is_own and not is_shape:
             raise ValueError(f"{given[0]} goes with --drafter, which is missing")
         if not given:
             return None
         config = {
-            "method": args.method or "eagle3",
+            "method": method,
             "model": OWN_SHAPE if is_shape else args.drafter,
         } | _read_k(args)
     else:
@@ -81,7 +82,7 @@ def _read_k(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def read_object(option: str, text: str) -> dict[str, Any]:
-    """The JSON object that an option was given."""
+    """Parse the JSON object given to an option."""
     try:
         value = json.loads(text)
     except ValueError as error:

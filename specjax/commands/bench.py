@@ -1,4 +1,4 @@
-"""The arguments of `specjax bench` and `specjax profile`. Imports nothing heavy, so that help is
+"""The arguments of `specjax bench` and `specjax profile`. Imports nothing slow, so that help is
 instant."""
 
 import argparse
@@ -17,7 +17,7 @@ PROFILE_HELP = "a profile, as `specjax profile` writes it"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what `specjax.bench.speculation.run` reads."""
+    """Declare the arguments that `specjax.bench.speculation.run` reads."""
     parser.add_argument("--model", default=TARGET, help=f"{MODEL_HELP}; the default")
     parser.add_argument(
         "--drafter",
@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what `specjax.bench.profile.run` reads, and the modules of the subcommands."""
+    """Declare the arguments of `specjax.bench.profile.run` and of its subcommands."""
     _add_setup(parser, ks="0,1,3,5", batch_sizes="1,4,16", max_tokens=64, rounds=3)
     parser.add_argument(
         "--output", default="profile.json", metavar="FILE", help="default: %(default)s"

@@ -1,4 +1,4 @@
-"""The arguments of `specjax info --compile`. Imports nothing heavy."""
+"""The arguments of `specjax info --compile`. Imports nothing slow."""
 
 import argparse
 
@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter stands for an EAGLE-1 head of the model's own shape (one layer, no weights). "
         "--k 0 is a step without drafts. Weights are never read. Needs jax's CUDA plugin.",
     )
-    group.add_argument("--compile", metavar="TARGET", help="compile for TARGET: h200")
+    group.add_argument("--compile", metavar="TARGET", help="compile for TARGET: h100 or h200")
     group.add_argument("--batch-size", type=int, metavar="B", help="requests; default: 1")
     group.add_argument(
         "--context", type=int, metavar="TOKENS", help="of each request; default: 2048"

@@ -1,4 +1,4 @@
-"""`specjax info --compile`: what XLA makes of a decode step, printed."""
+"""`specjax info --compile`: compile a decode step and print a report."""
 
 import argparse
 import json
@@ -10,18 +10,18 @@ from specjax.bench.environment import describe_versions
 from specjax.commands.arguments import read_speculation
 from specjax.commands.info import as_size, read_model
 from specjax.commands.info import as_text as value_text
-from specjax.config import OWN_SHAPE
+from specjax.config import METHODS, OWN_SHAPE
 from specjax.inspect.report import PARTS, StepReport, StepRequest, compile_steps, describe
 
 _SIZES = {"max_num_seqs": "--batch-size", "max_model_len": "--context"}
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `specjax info --compile`."""
+    """Run `specjax info --compile`."""
     request = read_request(args)
     (report,) = compile_steps([request], resources=args.resources)
     if args.json:
-        # Not the devices here: nothing runs on them.
+        # Without this machine's devices: nothing runs on them.
         print(json.dumps({**as_json(report), "versions": describe_versions()}, indent=2))
     else:
         print("\n".join(as_lines(report)))
@@ -29,10 +29,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_request(args: argparse.Namespace) -> StepRequest:
-    """The step that the arguments describe.
+    """Return the step that the arguments describe.
 
     Raises:
-        ValueError: they do not, or contradict each other.
+        ValueError: the arguments are invalid or contradict each other.
     """
     for name, instead in _SIZES.items():
         if getattr(args, name) is not None:
@@ -42,8 +42,9 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         given = "--adaptive" if args.adaptive else "--speculative-config"
         raise ValueError(f"{given} does not go with --compile; give --method and --k instead")
     is_drafting = args.method is not None or args.drafter is not None
-    if args.method == "ngram":
-        raise ValueError("--method ngram drafts without a model; give eagle, eagle3 or mtp")
+    if is_drafting and args.method is not None and not METHODS[args.method].has_weights:
+        known = ", ".join(name for name, method in METHODS.items() if method.has_weights)
+        raise ValueError(f"--method {args.method} drafts without a model; give one of {known}")
     k = args.k if args.k is not None else 3 if is_drafting else 0
     given = argparse.Namespace(**{**vars(args), "k": None})
     speculation = read_speculation(given, takes_shapes=True) or {}
@@ -63,7 +64,7 @@ def read_request(args: argparse.Namespace) -> StepRequest:
 
 
 def as_json(report: StepReport) -> dict[str, Any]:
-    """The report as plain types."""
+    """Return the report as JSON-compatible types."""
     made = asdict(report)
     for name in "verify", "step":
         moved = getattr(report, name)
@@ -84,7 +85,7 @@ def as_json(report: StepReport) -> dict[str, Any]:
 
 
 def as_lines(report: StepReport) -> Iterator[str]:
-    """The report as text."""
+    """Yield the report as lines of text."""
     yield from _about(report)
     yield from _graph(report)
     yield from _launches(report)

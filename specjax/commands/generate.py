@@ -1,4 +1,4 @@
-"""`specjax generate`: prompts from the command line or a file, continuations to the terminal."""
+"""`specjax generate`: complete prompts from the command line or a file, and print the outputs."""
 
 import argparse
 import json
@@ -16,10 +16,10 @@ _ROW_KEYS = ("prompt", "question", "prompt_token_ids")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `specjax generate`."""
+    """Run `specjax generate`."""
     prompts = read_prompts(args.prompts, args.prompts_file)
     params = read_sampling_params(args)
-    # Few prompts need small steps.
+    # With few prompts, a smaller maximum keeps the steps small.
     usual = device_defaults()
     num_seqs = args.max_num_seqs
     if num_seqs is None:
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_sampling_params(args: argparse.Namespace) -> SamplingParams:
-    """The options' parameters, and those of --sampling-params, which win."""
+    """Merge the options with --sampling-params, which takes precedence."""
     given = read_object("--sampling-params", args.sampling_params)
     known = {field.name for field in fields(SamplingParams)} - {"logits_processors", "output_kind"}
     if unknown := sorted(set(given) - known):
@@ -75,7 +75,7 @@ def read_sampling_params(args: argparse.Namespace) -> SamplingParams:
 
 
 def read_prompts(listed: list[str], file: str | None) -> list[Prompt]:
-    """The prompts of the command line and those of a file: a text per line, or JSON rows."""
+    """Return the prompts of the command line and of a file: one text or JSON object per line."""
     prompts: list[Prompt] = [*listed]
     if file is not None:
         try:
@@ -107,21 +107,21 @@ def _read_row(line: str, where: str) -> Prompt:
 
 
 def as_conversations(prompts: list[Prompt]) -> list[list[dict[str, str]]]:
-    """Each text as the first message of a user."""
+    """Return each text as a conversation with one user message."""
     if not all(isinstance(prompt, str) for prompt in prompts):
         raise ValueError("--chat needs prompts of text, not token ids")
     return [[{"role": "user", "content": str(prompt)}] for prompt in prompts]
 
 
 def as_rows(output: RequestOutput) -> list[dict[str, Any]]:
-    """An output as plain types, a row per sample."""
+    """Return an output as JSON-compatible types, one row per sample."""
     apart = ("outputs", "metrics", "num_cached_tokens")
     request = {key: value for key, value in asdict(output).items() if key not in apart}
     return [request | asdict(completion) for completion in output.outputs]
 
 
 def as_text(prompt: Prompt, output: RequestOutput, num_outputs: int) -> str:
-    """An output as text, or as token ids without a tokenizer; below its prompt if not alone."""
+    """Return an output as text (token ids without a tokenizer), below its prompt if not alone."""
     samples = [
         " ".join(map(str, one.token_ids)) if one.text is None else one.text.strip()
         for one in output.outputs

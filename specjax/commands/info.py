@@ -1,4 +1,4 @@
-"""`specjax info`: what a checkpoint is, or would be by its config, and what serving it takes."""
+"""`specjax info`: describe a checkpoint or config, and the memory that serving it needs."""
 
 import argparse
 import json
@@ -22,6 +22,7 @@ from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, NoDrafter
 from specjax.device.models.model import Model, is_recurrent
 from specjax.device.placement import default_device
+from specjax.inspect.gpus import GPU, GPUS
 from specjax.serving.assembly import make_plan
 from specjax.serving.defaults import DtypeChoice
 from specjax.serving.memory import (
@@ -34,14 +35,12 @@ from specjax.serving.memory import (
 from specjax.serving.source import ModelSource, open_model
 from specjax.text.tokenizer import load_tokenizer
 
-# What nvidia-smi reports as the memory of an H200, a card that is sold with 141 GB.
-H200_BYTES = 143771 * 2**20
-H200_CONTEXTS = (4096, 32768)
+GPU_CONTEXTS = (4096, 32768)
 GPU_MEMORY_UTILIZATION = 0.9  # the rest is for activations, logits and compiled programs
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out `specjax info`, all but --compile."""
+    """Run `specjax info` without --compile."""
     for name in "batch_size", "context", "gemm", "layers", "resources":
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} goes with --compile, which is missing")
@@ -60,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_model(args: argparse.Namespace) -> str:
-    """The model, which may be given in either of two ways."""
+    """Return the model, given as MODEL or with --model."""
     if args.positional_model is not None and args.model is not None:
         raise ValueError(
             f"the model is given twice, as MODEL {args.positional_model} and as --model "
@@ -81,15 +80,15 @@ def describe(
     max_num_seqs: int | None = None,
     page_size: int = 16,
 ) -> dict[str, Any]:
-    """The report as plain types, a section per key; None for what does not apply.
+    """Return the report as JSON-compatible types, a section per key; None if it does not apply.
 
     Args:
-        model: a checkpoint's folder, hub id or demo name, or a config, in a folder or as a file.
-        dtype: of weights and caches, except in the section "h200".
-        max_model_len, max_num_seqs: None for what suits the device, as for `LLM`.
+        model: a checkpoint's folder, hub id or demo name; or a config file, or a folder with one.
+        dtype: of weights and caches, except in the sections of GPUs, "h100" and "h200".
+        max_model_len, max_num_seqs: None for the device's defaults, as for `LLM`.
 
     Raises:
-        ValueError: sizes that do not fit the model, or files that are not what they are used as.
+        ValueError: sizes that do not fit the model, or files of the wrong kind.
     """
     plan = make_plan(
         open_model(model, takes_configs=True),
@@ -109,35 +108,35 @@ def describe(
         "cache": describe_cache(setup, config.dtype),
         "defaults": describe_defaults(plan.dtype, config),
         "requests": describe_requests(setup, config),
-        "h200": describe_h200(setup),
+        **{name: describe_gpu(setup, GPU.named(name)) for name in GPUS},
         "this_device": describe_device(setup, config),
     }
 
 
 @dataclass(frozen=True)
 class Needs:
-    """What weights and requests take, in bytes."""
+    """Memory that weights and requests need, in bytes."""
 
     weights: int
     cache: CacheBytes
     page_size: int
 
     def request(self, num_tokens: int) -> int:
-        """One request of so many tokens."""
+        """Return the bytes of one request of `num_tokens`."""
         return self.cache.per_slot + -(-num_tokens // self.page_size) * self.cache.per_page
 
     def total(self, num_requests: int, num_tokens: int) -> int:
-        """The weights and so many requests."""
+        """Return the bytes of the weights and `num_requests` requests."""
         return self.weights + num_requests * self.request(num_tokens)
 
     def largest_batch(self, num_tokens: int, num_bytes: int) -> int:
-        """Requests of so many tokens that fit `num_bytes` beside the weights."""
+        """Return how many requests of `num_tokens` fit in `num_bytes` beside the weights."""
         return max(0, (num_bytes - self.weights) // self.request(num_tokens))
 
 
 @dataclass(frozen=True)
 class Described:
-    """A target with what drafts for it."""
+    """A target with its drafter."""
 
     target: Model
     drafter: Drafter
@@ -146,8 +145,8 @@ class Described:
     page_size: int
 
     def slot(self, dtype: str) -> dict[str, int] | None:
-        """Bytes that the target keeps of a request beside pages, the "state" and what brings it up
-        to date; None if it is not recurrent."""
+        """Return the bytes per request that the target keeps outside pages: "state", and what is
+        needed to advance it; None if it is not recurrent."""
         sizes = CacheSizes(1, 0, self.page_size, self.num_drafts + 1)
         total: Counter[str] = Counter()
         for kind in self.target.cache_kinds:
@@ -158,27 +157,27 @@ class Described:
         return dict(total) if any(total.values()) else None
 
     def drafter_weights(self, dtype: str) -> int:
-        """Bytes of the drafter's parameters in `dtype`."""
+        """Return the bytes of the drafter's parameters in `dtype`."""
         return sum(
             x.size * np.dtype(dtype if _is_float(x) else x.dtype).itemsize
             for x in jax.tree.leaves(self.drafter_params)
         )
 
     def caches(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
-        """The target's cache and the drafter's."""
+        """Return the bytes of the target's cache and of the drafter's."""
         return (
             target_cache_bytes(self.target, self.page_size, self.num_drafts, dtype),
             drafter_cache_bytes(self.drafter, self.page_size, dtype),
         )
 
     def needs(self, dtype: str) -> Needs:
-        """With one state per request, which lags behind and is brought up to date."""
+        """Return the needs with one state per request, which lags behind and is advanced later."""
         own, drafter = self.caches(dtype)
         weights = weight_bytes(self.target, dtype) + self.drafter_weights(dtype)
         return Needs(weights, own + drafter, self.page_size)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
-        """With the state after each of K + 1 tokens instead, and nothing beside those states.
+        """Return the needs if a request kept only snapshots: the state after each of K + 1 tokens.
 
         None if the target is not recurrent.
         """
@@ -190,7 +189,7 @@ class Described:
 
 
 def describe_target(source: ModelSource) -> dict[str, Any]:
-    """What the config and the folder say."""
+    """Describe the target, by its config and folder."""
     tokenizer = None if source.folder is None else load_tokenizer(source.folder)
     target, hf = source.target, source.hf
     fields = asdict(target) if is_dataclass(target) else {}
@@ -206,7 +205,7 @@ def describe_target(source: ModelSource) -> dict[str, Any]:
 
 
 def describe_weights(source: ModelSource) -> dict[str, Any]:
-    """Parameters, and their bytes as stored and in each dtype that they can be loaded in."""
+    """Count the parameters, and their bytes as stored and as loaded in each dtype."""
     target, stored = source.target, Counter[str]()
     if source.folder is not None and source.has_weights:
         for tensor in open_checkpoint(source.folder).tensors.values():
@@ -220,7 +219,7 @@ def describe_weights(source: ModelSource) -> dict[str, Any]:
 
 
 def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, Any]:
-    """What drafts, and its weights in each dtype."""
+    """Describe the drafter, and its weights in each dtype."""
     leaves = jax.tree.leaves(setup.drafter_params)
     return {
         "checkpoint": "the target's own" if config.model is None else str(config.model),
@@ -233,9 +232,9 @@ def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, A
 
 
 def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
-    """What the caches take, per token and per request, and what snapshots would take."""
+    """Return the cache bytes per token and request, and what snapshots would take instead."""
     own, drafter = setup.caches(dtype)
-    has_drafter = not isinstance(setup.drafter, NoDrafter)
+    has_drafter = setup.drafter != NoDrafter()
     kv = [cache.per_page // setup.page_size for cache in (own, drafter)]
     slot, num_states = setup.slot(dtype), setup.num_drafts + 1
     return {
@@ -255,7 +254,7 @@ def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
 
 
 def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any]:
-    """What "auto" and None became on this device, and why."""
+    """Return what "auto" and None resolve to on this device, and why."""
     return {
         "dtype": dtype.name,
         "dtype_reason": dtype.reason,
@@ -267,7 +266,7 @@ def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any
 
 
 def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
-    """What `max_num_seqs` requests at full length take."""
+    """Return the bytes that `max_num_seqs` requests of maximum length need."""
     num_requests, num_tokens = config.max_num_seqs, config.max_model_len
     needs = setup.needs(config.dtype)
     snapshots = setup.needs_with_snapshots(config.dtype)
@@ -285,19 +284,19 @@ def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def describe_h200(setup: Described) -> dict[str, Any]:
-    """The most requests that one H200 holds in bf16, by their length."""
+def describe_gpu(setup: Described, gpu: GPU) -> dict[str, Any]:
+    """Return the maximum number of requests that one GPU holds in bf16, by context length."""
     needs = setup.needs("bfloat16")
     snapshots = setup.needs_with_snapshots("bfloat16")
-    usable, longest = int(GPU_MEMORY_UTILIZATION * H200_BYTES), setup.target.max_position
-    contexts = [n for n in H200_CONTEXTS if n <= longest] or [longest]
+    usable, longest = int(GPU_MEMORY_UTILIZATION * gpu.memory_bytes), setup.target.max_position
+    contexts = [n for n in GPU_CONTEXTS if n <= longest] or [longest]
 
     def largest(needs: Needs) -> dict[str, int]:
         return {f"{n} tokens": needs.largest_batch(n, usable) for n in contexts}
 
     return {
         "dtype": "bfloat16",
-        "memory_bytes": H200_BYTES,
+        "memory_bytes": gpu.memory_bytes,
         "usable_bytes": usable,
         "weight_bytes": needs.weights,
         "largest_batch": largest(needs),
@@ -307,12 +306,12 @@ def describe_h200(setup: Described) -> dict[str, Any]:
 
 
 def describe_device(setup: Described, config: EngineConfig) -> dict[str, Any]:
-    """The pool that an engine of these sizes would have on this device."""
+    """Return the page pool that an engine of these sizes would have on this device."""
     needs, reason = setup.needs(config.dtype), None
     try:
         whole = EngineNeeds.of(config, setup.target, needs.cache, needs.weights, setup.num_drafts)
         num_pages = whole.num_pages(config, needs.cache, GPU_MEMORY_UTILIZATION)
-    except ValueError as error:  # a report says what does not fit
+    except ValueError as error:  # the report says what does not fit
         num_pages, reason = 0, str(error)
     return {
         "kind": default_device().device_kind,
@@ -324,7 +323,7 @@ def describe_device(setup: Described, config: EngineConfig) -> dict[str, Any]:
 
 
 def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """The report as text, a section per key."""
+    """Yield the report as lines of text, a section per key."""
     for section, values in report.items():
         if values is None:
             continue
@@ -335,7 +334,7 @@ def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
 
 
 def as_text(key: str, value: Any) -> str:
-    """A value as text; counts of bytes in readable units."""
+    """Return a value as text; bytes in readable units."""
     if value is None:
         return "none"
     if isinstance(value, Mapping):
@@ -352,7 +351,7 @@ def as_text(key: str, value: Any) -> str:
 
 
 def as_size(num_bytes: int) -> str:
-    """Bytes in the largest unit of which they are at least one."""
+    """Return bytes as text, in the largest unit that gives at least 1."""
     for unit, size in ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"
@@ -364,7 +363,7 @@ def _is_float(x: Any) -> bool:
 
 
 def _plain(value: Any) -> Any:
-    """A field of a model without types of its own; names in a row are counted."""
+    """Convert a model's field to plain types; a tuple of names becomes their counts."""
     if hasattr(value, "_asdict"):
         return value._asdict()
     if isinstance(value, tuple) and value and all(isinstance(one, str) for one in value):

@@ -1,11 +1,11 @@
-"""The arguments of `specjax train`. Imports nothing heavy, so that help is instant."""
+"""The arguments of `specjax train`. Imports nothing slow, so that help is instant."""
 
 import argparse
 from pathlib import Path
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what `specjax.train.recipes.run` reads."""
+    """Declare the arguments that `specjax.train.recipes.run` reads."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
     target = kinds.add_parser("target", help="a small model and its tokenizer, from scratch")

@@ -11,7 +11,7 @@ from specjax.inspect.hlo_text import Computation, Instruction
 
 
 class Leaf(NamedTuple):
-    """An array: an instruction's result, or a leaf of it, by number."""
+    """An array: one leaf, by number, of an instruction's result."""
 
     computation: str
     name: str
@@ -30,13 +30,13 @@ class Buffers:
                     self._parents[self.of(one)] = self.of(other)
 
     def of(self, leaf: Leaf) -> Leaf:
-        """The leaf that stands for the buffer of this one."""
+        """Return the representative leaf of this leaf's buffer."""
         while leaf in self._parents and self._parents[leaf] != leaf:
             leaf = self._parents[leaf]
         return leaf
 
     def shapes(self) -> Iterator[tuple[Leaf, str]]:
-        """Every array of the module with its shape."""
+        """Yield every array of the module with its shape."""
         for name, computation in self._computations.items():
             for instruction in computation.values():
                 for i, shape in enumerate(instruction.leaves):
@@ -47,7 +47,7 @@ class Buffers:
         return [Leaf(computation, name, i) for i in range(count)]
 
     def _aliases(self, name: str, instruction: Instruction) -> Iterator[tuple[Leaf, Leaf]]:
-        """Pairs of leaves that are one buffer by reason of an instruction."""
+        """Yield the pairs of leaves that an instruction makes one buffer."""
         results = self._leaves(name, instruction.name)
         inputs = [self._leaves(name, operand) for operand in instruction.operands]
         flat = [leaf for leaves in inputs for leaf in leaves]

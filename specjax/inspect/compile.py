@@ -1,14 +1,15 @@
-"""Compile jitted functions for an H200 on a machine that has no GPU, and report what XLA made.
+"""Compile jitted functions for a named GPU on a machine without one, and report the result.
 
     compile_functions(FILE, [{"function": NAME, "arguments": {...}, ...}, ...])
 
-NAME(**arguments) in FILE returns (jitted, args, kwargs): `jitted` from `jax.jit`, with whatever it
-donates; args, pytrees of `jax.ShapeDtypeStruct`; and kwargs, the static arguments. A request may
-add "options", XLA's by name; "passes_over", the arguments of `hlo.passes_over`; and "traffic", see
-`report`. Nothing runs: GEMMs are as XLA configures them without autotuning. XLA reads its flags
-once, so this is done in a process of its own, python -m specjax.inspect.compile, which prints the
-reports as one JSON list. Needs jax's CUDA plugin, and ptxas and libdevice: a toolkit in
-/usr/local/cuda, or the packages nvidia-cuda-nvcc and nvidia-nvvm.
+NAME(**arguments) in FILE returns (jitted, args, kwargs): `jitted` from `jax.jit`, donations
+included; args, pytrees of `jax.ShapeDtypeStruct`; and kwargs, the static arguments. A request may
+add "gpu", a name of `gpus` (default: h200); "options", XLA compiler options by name; "passes_over",
+the arguments of `hlo.passes_over`; and "traffic", see `report`. Nothing runs, so GEMMs keep the
+configuration that XLA chooses without autotuning. XLA reads its flags once, so a separate process,
+python -m specjax.inspect.compile, compiles and prints the reports as one JSON list. Needs jax's
+CUDA plugin, and ptxas and libdevice: a toolkit in /usr/local/cuda, or the packages nvidia-cuda-nvcc
+and nvidia-nvvm.
 """
 
 import argparse
@@ -27,56 +28,57 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from specjax.inspect.gpus import GPU
 from specjax.inspect.hlo import large_copies, launches, num_passes, passes_over, unknown_loops
 from specjax.inspect.pallas_bytes import CachedContext
 from specjax.inspect.resources import Resources, find_ptxas, read_resources
 
-TARGET = Path(__file__).with_name("h200.txtpb")
 PLUGINS = "xla_cuda13", "xla_cuda12"
 THUNK = re.compile(r"( *)(?:\d+: (k\w+) +\[[^\]]*\] *(\S*)|(\w+):$)")
-AFTER_LAYERS = 1_000_000  # the layer of what follows the last one
+AFTER_LAYERS = 1_000_000  # layer number of kernels after the last layer
 ROOT = Path(__file__).parents[2]
 
 
 @dataclass(frozen=True)
 class Thunk:
-    """A line of XLA's plan of what the host launches."""
+    """One thunk: an entry of XLA's plan of what the host launches."""
 
     kind: str  # kCustomKernel, kCublasLtMatmul, kConditional, kCommandBuffer, ...
     name: str
-    # Kinds of the thunks around it, and labels as XLA prints them: body, branch_0, and for a
-    # predicate, the wrong way round, true_branch for what runs when it is false.
+    # Kinds and labels of the enclosing thunks, as XLA prints them: body, branch_0. For a boolean
+    # predicate XLA prints the labels swapped: true_branch runs when it is false.
     within: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """What XLA made of a function."""
+    """A compiled function."""
 
+    device_kind: str  # as kernels see it
     hlo: str  # optimized
     thunks: tuple[Thunk, ...]  # after command buffers were formed
     memory: Mapping[str, int]  # bytes: argument, output, alias, temp
     seconds: Mapping[str, float]  # trace, compile
-    resources: tuple[Resources, ...] | None  # of its kernels; None if they were not asked for
+    resources: tuple[Resources, ...] | None  # of its kernels; None if not requested
 
 
 def has_cuda_plugin() -> bool:
-    """Whether jax's CUDA plugin is installed; it need not find a GPU."""
+    """Return whether jax's CUDA plugin is installed, with or without a GPU."""
     if importlib.util.find_spec("jax_plugins") is None:
         return False
     return any(importlib.util.find_spec(f"jax_plugins.{plugin}") for plugin in PLUGINS)
 
 
 def check_tools() -> None:
-    """Refuse to begin without what compiling takes.
+    """Check that the tools for compiling are installed.
 
     Raises:
-        ValueError: jax's CUDA plugin or ptxas is missing, with what to install.
+        ValueError: jax's CUDA plugin or ptxas is missing; the message says what to install.
     """
     if not has_cuda_plugin():
         version = importlib.metadata.version("jax")
         raise ValueError(
-            f"jax {version} has no CUDA plugin, which compiling for an H200 takes (a GPU it does "
+            f"jax {version} has no CUDA plugin, which compiling for a GPU takes (a GPU it does "
             f"not); pip install 'jax[cuda13]=={version}', or without CUDA's libraries "
             f"jax-cuda13-plugin=={version} and jax-cuda13-pjrt=={version}"
         )
@@ -90,15 +92,15 @@ def compile_functions(
     resources: bool = False,
     timeout: float = 600,
 ) -> list[dict[str, Any]]:
-    """The reports of requests, in a process of its own: what `report` says of each.
+    """Compile the requests in a separate process; return the `report` of each.
 
     Args:
         resources: have ptxas report registers, spills and shared memory of every kernel.
-        timeout: in seconds, of all requests together.
+        timeout: in seconds, for all requests together.
 
     Raises:
         ValueError: see `check_tools`.
-        RuntimeError: the process failed, with the end of what it said.
+        RuntimeError: the process failed; the message has the end of its stderr.
     """
     check_tools()
     environment = {k: v for k, v in os.environ.items() if k != "XLA_FLAGS"}
@@ -113,12 +115,12 @@ def compile_functions(
         env=environment,
     )
     if done.returncode:
-        raise RuntimeError(f"compiling for an H200 failed: {done.stderr[-4000:]}")
+        raise RuntimeError(f"compiling failed: {done.stderr[-4000:]}")
     return json.loads(done.stdout)
 
 
 def configure(dump: Path, *, resources: bool = False) -> None:
-    """Set the environment that XLA and Mosaic read; before jax is imported."""
+    """Set the environment variables of XLA and Mosaic; call before importing jax."""
     assert "jax" not in sys.modules
     os.environ["JAX_PLATFORMS"] = "cpu"  # the CUDA plugin then does not look for a driver
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"  # a cached executable dumps nothing
@@ -126,12 +128,13 @@ def configure(dump: Path, *, resources: bool = False) -> None:
     if resources:
         os.environ["MOSAIC_GPU_DUMP_PTXAS"] = "1"
         if importlib.metadata.version("jax").split(".")[:2] != ["0", "10"]:
-            # Before 0.11 XLA dumps PTX anyway. Other emitters' dumps would take seconds each.
+            # jax 0.10 dumps PTX anyway. The dumps of other emitters would take seconds each.
             flags += " --xla_gpu_dump_llvmir=true --xla_dump_emitter_re=ptx"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
 
 
-def compile_for_h200(
+def compile_for(
+    gpu: GPU,
     jitted: Any,
     args: tuple,
     kwargs: Mapping[str, Any],
@@ -140,9 +143,9 @@ def compile_for_h200(
     *,
     resources: bool = False,
 ) -> Compiled:
-    """Compile `jitted` at the shapes of `args` for one H200; `dump` is what `configure` was told.
+    """Compile `jitted` at the shapes of `args` for one GPU; `dump` is as given to `configure`.
 
-    Options are XLA's for this compilation, such as {"xla_gpu_enable_triton_gemm": False}.
+    `options` are XLA's for this compilation, such as {"xla_gpu_enable_triton_gemm": False}.
     """
     import jax
     import numpy as np
@@ -153,14 +156,14 @@ def compile_for_h200(
     topology = topologies.get_topology_desc(
         platform="cuda",
         topology_name="",
-        target_config=TARGET.read_text(),
+        target_config=gpu.target_config,
         topology="1x1x1",
     )
     mesh = Mesh(np.array(topology.devices[:1]), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec())
     placed = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), args)
     before, start = set(dump.iterdir()), time.perf_counter()
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask it for the device kind
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels read the device kind from it
         with _stdout_into(dump / "mosaic.txt") as said:
             lowered = jitted.lower(*placed, **kwargs)
             traced = time.perf_counter()
@@ -178,13 +181,14 @@ def compile_for_h200(
     thunks, found = _thunk_sequence(dumped), None
     if resources:
         ptx = [file for file in dumped if file.suffix == ".ptx"]
-        found = tuple(read_resources(ptx, thunks, said.read_text()))
-    return Compiled(hlo, parse_thunks(thunks), memory, seconds, found)
+        found = tuple(read_resources(ptx, thunks, said.read_text(), gpu.architecture))
+    kind = topology.devices[0].device_kind
+    return Compiled(kind, hlo, parse_thunks(thunks), memory, seconds, found)
 
 
 @contextmanager
 def _stdout_into(file: Path) -> Iterator[Path]:
-    """Have the process's standard output, C's included, written to `file`."""
+    """Redirect the process's standard output, that of C code included, to `file`."""
     sys.stdout.flush()
     kept = os.dup(1)
     with file.open("wb") as opened:
@@ -197,7 +201,7 @@ def _stdout_into(file: Path) -> Iterator[Path]:
 
 
 def parse_thunks(text: str) -> tuple[Thunk, ...]:
-    """The thunks of a dumped sequence, each with those around it."""
+    """Parse a dumped thunk sequence; each thunk knows the thunks around it."""
     thunks: list[Thunk] = []
     around: list[tuple[int, str]] = []
     indent = 0
@@ -215,7 +219,7 @@ def parse_thunks(text: str) -> tuple[Thunk, ...]:
 
 
 def _thunk_sequence(dumped: list[Path]) -> str:
-    """XLA writes a second sequence only if its passes changed the first."""
+    """Return the final sequence: XLA writes a second one only if its passes changed the first."""
     for ending in "thunk_sequence_after_thunk_passes.txt", "thunk_sequence.txt":
         for file in dumped:
             if file.name.endswith(ending):
@@ -228,15 +232,15 @@ def report(
     over: Mapping[str, int] | None = None,
     traffic: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """What a test asserts on, as JSON can hold it.
+    """Return what a test asserts on, as JSON-compatible types.
 
-    `num_passes` is for runs in which every conditional takes its branch 0, and its branch 1.
+    `num_passes` counts a run in which every conditional takes branch 0, and one with branch 1.
 
     Args:
-        traffic: "batch", "context" and "rows", a `CachedContext`; "launches" are then all
-            kernels, with their bytes. "layers", a pattern with a group for the number, and "after",
-            one of what follows them all, say of parameters' names which layer reads them;
-            "inside" is a pattern of the operations that count as a layer's.
+        traffic: if given, "launches" lists every kernel with its bytes. Keys: "batch", "context"
+            and "rows", the fields of `CachedContext`; "layers", a regex over parameter names whose
+            group is the layer that reads them; "after", a regex for the parameters read after all
+            layers; "inside", a regex for the operations that belong to layers.
     """
     made = asdict(compiled)
     made["top_level"] = [thunk.kind for thunk in compiled.thunks if not thunk.within]
@@ -287,8 +291,9 @@ def main() -> None:
             make = getattr(module, request["function"])
             jitted, args, kwargs = make(**request.get("arguments", {}))
             options = request.get("options", {})
-            compiled = compile_for_h200(
-                jitted, args, kwargs, Path(folder), options, resources=parsed.resources
+            gpu = GPU.named(request.get("gpu", "h200"))
+            compiled = compile_for(
+                gpu, jitted, args, kwargs, Path(folder), options, resources=parsed.resources
             )
             reports.append(report(compiled, request.get("passes_over"), request.get("traffic")))
     print(json.dumps(reports))

@@ -1,12 +1,12 @@
 """What the kernels of an optimized HLO module read and write. Text in, numbers out; no JAX.
 
-A pass is one kernel reading, or writing, at least `num_elements` elements of an array that has a
-dimension of `columns`. So a GEMM that writes the logits is one pass and an argmax that reads them
-is another; a copy is two. kernels.py says what counts, and besides:
+A pass is one kernel reading, or writing, at least `num_elements` elements of an array with a
+dimension of size `columns`. So a GEMM that writes the logits is one pass and an argmax that reads
+them is another; a copy is two. kernels.py says how accesses are counted. In addition:
 
-- A Pallas call of `pallas_bytes.TOUCHED` takes what that table says where traffic is counted, as
-  whole pools pass through it.
-- A buffer that is a parameter of the module (a weight, the state) is no pass; a copy or a
+- The traffic of a Pallas kernel in `pallas_bytes.TOUCHED` comes from that table, because its
+  operands are whole pools.
+- Accessing a parameter of the module (a weight, the state) is not a pass; accessing a copy or a
   conversion of it is.
 """
 
@@ -24,7 +24,7 @@ from specjax.inspect.hlo_text import (
 from specjax.inspect.kernels import accesses, kernels_of, kind_of, source_of
 from specjax.inspect.pallas_bytes import Array, CachedContext, Call, touched
 
-LARGE_COPY = 30_000_000  # bytes written by a kernel that is no GEMM: a pool, a state, a weight
+LARGE_COPY = 30_000_000  # bytes written by a kernel other than a GEMM: a pool, a state, a weight
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Pass:
     """One kernel's reading or writing of an array."""
 
     kernel: str
-    source: str  # the JAX operation that it comes from
+    source: str  # JAX operation that it was compiled from
     access: str  # "read" or "write"
     shape: str
     num_bytes: int
-    branches: tuple[tuple[str, int], ...]  # conditionals around it, outermost first, and which one
+    branches: tuple[tuple[str, int], ...]  # enclosing conditionals, outermost first, and branch
     times: int
 
 
@@ -45,23 +45,23 @@ class Launch:
     """A kernel as XLA launches it, and its traffic in bytes."""
 
     name: str
-    kind: str  # "pallas", "gemm", or what the instruction is: "loop fusion", "copy", ...
-    source: str  # the JAX operation that it comes from
-    # And where that stands: of a loop or a conditional, its own, as what is in it may be shared
-    # with another and be named after that.
+    kind: str  # "pallas", "gemm", or the instruction: "loop fusion", "copy", ...
+    source: str  # JAX operation that it was compiled from
+    # Where that operation was traced. In a loop or conditional, that of the loop or conditional:
+    # XLA may share its body with another one, and the body then carries the other's name.
     scope: str
     num_read: int
     num_written: int
     branches: tuple[tuple[str, int], ...]
     times: int
     layer: int | None  # see `launches`
-    pallas: str | None = None  # the name that the Pallas kernel was given
+    pallas: str | None = None  # name given to the Pallas kernel
     shape: str = ""  # of its outputs
-    parameters: tuple[str, ...] = ()  # of the module that it takes, by JAX's names
+    parameters: tuple[str, ...] = ()  # parameters of the module that it reads, by JAX's names
 
     @property
     def num_bytes(self) -> int:
-        """Read and written, over all of its runs."""
+        """Bytes read and written, over all of its runs."""
         return self.times * (self.num_read + self.num_written)
 
     @property
@@ -71,7 +71,7 @@ class Launch:
 
 
 def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
-    """Every pass over an array with a dimension of `columns`, `num_elements` or more of it."""
+    """Return the passes over at least `num_elements` of an array with a dimension `columns`."""
     computations, entry = parse(hlo)
     buffers = Buffers(computations)
     given = {
@@ -104,7 +104,7 @@ def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:
 
 
 def num_passes(passes: list[Pass], branch: int = 0) -> int:
-    """Passes of a run in which every conditional takes its branch of that number."""
+    """Count the passes of a run in which every conditional takes this branch."""
     return sum(p.times for p in passes if all(taken == branch for _, taken in p.branches))
 
 
@@ -114,13 +114,13 @@ def launches(
     layer_of: Callable[[str], int | None] = lambda _: None,
     is_inside: Callable[[str], bool] = lambda _: True,
 ) -> list[Launch]:
-    """Every kernel with its traffic, in the order in which they are launched.
+    """Return every kernel with its traffic, in launch order.
 
     Args:
-        load: what Pallas kernels find in the pools that they are given.
-        layer_of: of the name of one of the module's parameters, as JAX has it, the layer that reads
-            it. A kernel is of the last layer that any of its inputs comes from.
-        is_inside: whether an operation, by its scope, is part of what has these layers.
+        load: how much of their pools the Pallas kernels read.
+        layer_of: maps JAX's name of a module parameter to the layer that reads it. A kernel belongs
+            to the last layer that any of its inputs comes from.
+        is_inside: whether an operation, by its scope, is in the part that these layers make up.
     """
     computations, entry = parse(hlo)
     buffers = Buffers(computations)
@@ -167,7 +167,7 @@ def launches(
 
 
 def large_copies(found: list[Launch]) -> list[Launch]:
-    """Kernels that write so much without being GEMMs that it must be a whole pool, or a weight."""
+    """Return kernels, GEMMs aside, that write enough to be copying a whole pool or a weight."""
     return [
         one
         for one in found
@@ -176,7 +176,7 @@ def large_copies(found: list[Launch]) -> list[Launch]:
 
 
 def unknown_loops(hlo: str) -> list[str]:
-    """Loops whose number of trips XLA does not know, so that what is in them counts once."""
+    """Return the loops of unknown trip count; their kernels count once."""
     computations, _ = parse(hlo)
     return [
         instruction.name
@@ -191,7 +191,7 @@ def _layers(
     layer_of: Callable[[str], int | None],
     is_inside: Callable[[str], bool],
 ) -> dict[str, int]:
-    """The layer of each instruction that has one."""
+    """Return the layer of each instruction that belongs to one."""
     layers: dict[str, int] = {}
     for instruction in computation.values():
         if instruction.op == "parameter":

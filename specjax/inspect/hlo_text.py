@@ -1,4 +1,4 @@
-"""The text of an optimized HLO module, parsed into computations of instructions."""
+"""Parser of optimized HLO text, into computations of instructions."""
 
 import math
 import re
@@ -49,20 +49,20 @@ class Instruction:
 
     @property
     def target(self) -> str:
-        """What a custom call calls."""
+        """The target of a custom call."""
         found = re.search(r'custom_call_target="([^"]*)"', self.attributes)
         return found[1] if found else ""
 
     @property
     def pallas_name(self) -> str | None:
-        """The name of a Pallas kernel, which stands before the primitive in its operation."""
+        """The name of a Pallas kernel: the part of op_name before the primitive."""
         if not self.target.startswith(PALLAS_TARGETS):
             return None
         return (["", *self.source.split("/")])[-2]
 
     @property
     def aliases(self) -> list[tuple[int, int]]:
-        """Outputs that take an operand's place, with that operand's number."""
+        """Pairs of an output and the operand whose buffer it reuses, by number."""
         found = re.search(r"output_to_operand_aliasing=\{(.*?\))\}", self.attributes)
         pairs = re.findall(r"\{(\d*)\}: \((\d+), \{\}", found[1] if found else "")
         return [(int(output or 0), int(operand)) for output, operand in pairs]
@@ -82,24 +82,24 @@ class Computation(dict[str, Instruction]):
 
 
 def num_elements_of(shape: str) -> int:
-    """Elements of a shape such as f32[256,1024]."""
+    """Return the number of elements of a shape such as f32[256,1024]."""
     return math.prod(dimensions_of(shape))
 
 
 def element_bytes_of(shape: str) -> int:
-    """Bytes of an element of a shape such as bf16[256,1024]; less than eight bits count as one."""
+    """Return the bytes per element of a shape such as bf16[256,1024]; sub-byte types count as 1."""
     bits = re.match(r"[a-z]+(\d+)", shape)
     return max(int(bits[1]) // 8, 1) if bits else 1
 
 
 def dimensions_of(shape: str) -> list[int]:
-    """Dimensions of a shape such as f32[256,1024]."""
+    """Return the dimensions of a shape such as f32[256,1024]."""
     found = SHAPE.match(shape)
     return [int(size) for size in found[1].split(",") if size] if found else []
 
 
 def parse(hlo: str) -> tuple[dict[str, Computation], str]:
-    """Computations by name, and the name of the entry."""
+    """Return the computations by name, and the name of the entry computation."""
     computations: dict[str, Computation] = {}
     current, entry = Computation(), ""
     for line in hlo.splitlines():
@@ -124,7 +124,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """Where the parenthesis that opens `text` is closed, past it."""
+    """Return the index after the parenthesis that closes the first one of `text`."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -134,7 +134,7 @@ def _closing(text: str) -> int:
 
 
 def _top_level(text: str) -> list[str]:
-    """Split at the commas outside brackets of any kind."""
+    """Split at commas that are not inside brackets of any kind."""
     parts, depth, start = [], 0, 0
     for i, character in enumerate(text):
         depth += (character in "([{") - (character in ")]}")

@@ -1,14 +1,13 @@
-"""The kernels of an HLO module: what they are, and how much of which arrays each reads and writes.
+"""The kernels of an HLO module, and how much of which arrays each reads and writes.
 
-- A kernel is an instruction outside fusions that is not mere naming (tuple, bitcast, ...): a
-  fusion, a custom call, a copy. It reads each buffer among its operands once, however often its
-  body mentions it, and writes each of its outputs once.
-- Of an operand that a fusion only slices or gathers from, it reads what it takes; an update in
-  place writes the update alone. A custom call takes its operands whole.
-- A cuBLAS call's scratch is not an output.
-- A kernel inside a conditional carries the branch it is in, numbered as `jax.lax.cond` numbers
-  them: 0 is the false branch. One inside a loop counts once per trip where XLA knows their number,
-  and once where it does not.
+- A kernel is an instruction outside fusions that does work, unlike tuple or bitcast: a fusion, a
+  custom call, a copy. It reads each operand buffer once, however often its body uses it, and writes
+  each of its outputs once.
+- A fusion that only slices or gathers from an operand reads only the selected elements; an in-place
+  update writes only the update. A custom call reads its operands whole.
+- A cuBLAS call's scratch buffer is not an output.
+- A kernel inside a conditional records its branch, numbered as in `jax.lax.cond`: 0 is the false
+  branch. One inside a loop counts once per trip, or once if XLA does not know the trip count.
 """
 
 import re
@@ -21,7 +20,7 @@ from specjax.inspect.hlo_text import Computation, Instruction, num_elements_of
 NAMING = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "after-all"}
 NAMING |= {"opt-barrier", "add-dependency", "partition-id", "replica-id", "copy-done", "async-done"}
 CONTROL = {"while", "conditional", "call", "async-start"}
-# Of a first operand these read what they take; of theirs, these write the operand with the number.
+# Ops that read only part of operand 0; ops that write only an update, the operand with this index.
 SELECTING = {"slice", "dynamic-slice", "gather"}
 UPDATING = {"dynamic-update-slice": 1, "scatter": 2}
 
@@ -31,9 +30,9 @@ class Kernel(NamedTuple):
 
     computation: str
     instruction: Instruction
-    branches: tuple[tuple[str, int], ...]  # conditionals around it, and which branch of each
+    branches: tuple[tuple[str, int], ...]  # enclosing conditionals, and which branch of each
     times: int
-    outermost: str  # the entry's instruction that it is in, or is
+    outermost: str  # instruction of the entry that it is, or is inside of
 
 
 def kernels_of(
@@ -43,7 +42,7 @@ def kernels_of(
     times: int = 1,
     outermost: str | None = None,
 ) -> Iterator[Kernel]:
-    """What a computation launches, that of the computations it calls included."""
+    """Yield the kernels of a computation and of the computations that it calls."""
     for instruction in computations[name].values():
         top = outermost or instruction.name
         if instruction.op == "conditional":
@@ -66,7 +65,7 @@ def kernels_of(
 def accesses(
     computations: dict[str, Computation], name: str, kernel: Instruction
 ) -> Iterator[tuple[str, list[tuple[Leaf, int, str]]]]:
-    """What a kernel reads and writes: leaf, number of elements of it, shape."""
+    """Yield what a kernel reads, then what it writes: leaf, number of elements, shape."""
     operands = [computations[name][operand] for operand in kernel.operands]
     whole = [[num_elements_of(shape) for shape in operand.leaves] for operand in operands]
     written = [num_elements_of(shape) for shape in kernel.leaves]
@@ -104,7 +103,7 @@ def _with(kernel: Instruction, amounts: list[int]) -> list[tuple[str, int]]:
 
 
 def _touched_by_fusion(body: Computation) -> tuple[list[int], list[int]]:
-    """How many elements a fusion reads of each parameter, and writes of each output."""
+    """Return the number of elements read of each parameter, and written of each output."""
     needed = dict.fromkeys(body, 0)
     in_place, written = set(), []
     outputs = body.root.operands if body.root.op == "tuple" else (body.root.name,)
@@ -130,14 +129,14 @@ def _touched_by_fusion(body: Computation) -> tuple[list[int], list[int]]:
 
 
 def _needed_of_operand(user: Instruction, position: int, size: int, needed: int) -> int:
-    """How many elements of an operand it takes to compute `needed` of an instruction's."""
+    """Return how many operand elements `user` reads to compute `needed` of its own."""
     is_selected = user.op in ("slice", "dynamic-slice") or (user.op == "gather" and position == 0)
     is_elementwise = len(user.leaves) == 1 and num_elements_of(user.leaves[0]) == size
     return min(size, needed) if is_selected or is_elementwise or user.op == "broadcast" else size
 
 
 def source_of(computations: dict[str, Computation], kernel: Instruction) -> str:
-    """The JAX operation of a kernel; of a fusion without one, that of its root."""
+    """Return the JAX operation of a kernel; for a fusion without one, that of its root."""
     body = kernel.called("calls")
     while not kernel.source and body in computations:
         kernel = computations[str(body)].root
@@ -146,7 +145,7 @@ def source_of(computations: dict[str, Computation], kernel: Instruction) -> str:
 
 
 def kind_of(computations: dict[str, Computation], kernel: Instruction) -> str:
-    """What a kernel other than Pallas' is: "gemm", or its instruction ("copy", ...)."""
+    """Return the kind of a kernel other than Pallas: "gemm", or its instruction ("copy", ...)."""
     if "cublas" in kernel.target or _has_dot(computations, kernel):
         return "gemm"
     if kernel.op == "custom-call":

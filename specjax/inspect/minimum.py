@@ -1,18 +1,18 @@
-"""The bytes that a decode step cannot do without.
+"""The minimum number of bytes that a decode step has to move.
 
-    verify = W + S B L c + 2 R B + S B L T        W: weights, less the rows of an embedding
+    verify = W + S B L c + 2 R B + S B L T        W: weights, without an untied embedding
     draft  = K (W_d + W_h) + S_d B (K c + K - 1)  W_d: the drafter's weights, W_h: the head's
     observe = W_o + S_d B T                       W_o: what makes the drafter's keys and values
     step   = verify + draft + observe
 
 for B requests of c tokens, T = K + 1 rows each; L attention layers whose keys and values take S
-bytes a token, R bytes of recurrent states a request, S_d bytes a token in the drafter's cache.
-Weights are read once, states read and written once, keys and values read once by each pass over
-them and written once. Of a mixture of experts no more are read than B T k choices can name. The
-drafts' K passes each read the context; all but the first write a row, which the cache lacked.
-W_o are the weights that come before attention, its queries' columns included: one matrix holds
-queries, keys and values. Activations are not in it. `with_activations` adds what the figures of
-our design counted as ideal: the rows that are embedded, and new keys and values read back.
+bytes per token and layer, R bytes of recurrent states per request, S_d bytes per token in the
+drafter's cache. Weights are read once, states read and written once, keys and values read once per
+pass over them and written once. Of a mixture of experts, at most B T k experts are read, k per row.
+Each of the K draft passes reads the context; all but the first write a new row to the cache. W_o
+are the weights up to attention, query columns included, because one matrix holds queries, keys and
+values. Activations are not counted; `with_activations` adds the two that our design's figures
+counted as ideal: the embedded rows, and reading new keys and values back.
 """
 
 import math
@@ -26,29 +26,29 @@ from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
 from specjax.serving.memory import drafter_cache_bytes
 
-# Parts of a drafter's tree that are not read to make keys and values.
+# Parts of a drafter's parameters that are not read to compute keys and values.
 _AFTER_KEYS = ("mlp", "out", "out_bias", "mlp_norm", "norm", "lm_head", "embedding", "target_ids")
 
 
 @dataclass(frozen=True)
 class Minimum:
-    """Bytes of a step, by its parts."""
+    """Minimum bytes of a step, by part."""
 
     weights: int  # of the target, read once
     keys_and_values: int  # of the target, read once and new rows written
     states: int  # recurrent, read and written once
     draft: int
     observe: int
-    activations: int  # that `with_activations` adds to the target's
+    activations: int  # of the target, not included in `verify`
 
     @property
     def verify(self) -> int:
-        """The target's forward pass."""
+        """Bytes of the target's forward pass."""
         return self.weights + self.keys_and_values + self.states
 
     @property
     def step(self) -> int:
-        """All of it."""
+        """Bytes of the whole step."""
         return self.verify + self.draft + self.observe
 
 
@@ -63,14 +63,14 @@ def minimum_bytes(
     context: int,
     dtype: str,
 ) -> Minimum:
-    """The sums of this module's docstring; parameters are arrays or their shapes."""
+    """Compute the formulas of this module's docstring; parameters are arrays or their shapes."""
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
     token, state = _cache_bytes(target, dtype)
     own_token = drafter_cache_bytes(drafter, 1, dtype).per_page
     draft = observe = 0
     if drafter_params is not None:
-        # `specs` keeps the embedding apart from weights that every draft reads.
+        # The drafter's embedding is not among the weights that every draft reads.
         once = _size(drafter_params) - _size(getattr(drafter_params, "embedding", None))
         own_head = getattr(drafter_params, "lm_head", None) is not None
         head = 0 if own_head else _head_bytes(params)
@@ -87,7 +87,7 @@ def minimum_bytes(
 
 
 def _cache_bytes(target: Model, dtype: str) -> tuple[int, int]:
-    """Of a token's keys and values, and of a request's recurrent states without their rings."""
+    """Return bytes of keys and values per token, and of recurrent states (no rings) per request."""
     token = state = 0
     for kind in target.cache_kinds:
         token += kind.num_layers * math.prod(kind.token_shape) * np.dtype(dtype).itemsize
@@ -100,7 +100,7 @@ def _head_bytes(params: Any) -> int:
 
 
 def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
-    """Every weight once; of an embedding that is not the head, none, and of experts those used."""
+    """Return the bytes of all weights, without an untied embedding and unused experts."""
     size = _size(params) - _size(params.embedding) - _size(params.lm_head) + _head_bytes(params)
     experts = getattr(target, "experts", None)
     if experts is None:

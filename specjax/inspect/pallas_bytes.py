@@ -1,12 +1,12 @@
-"""What our Pallas kernels read and write, which their operands do not tell: pools come whole.
+"""Bytes that our Pallas kernels read and write; operands are whole pools, so sizes do not tell.
 
-By the name that a kernel was given; one that is not listed reads all operands and writes all
-outputs. Operands are known by what they look like, as their order is the kernels' own affair:
+Kernels are listed by name; one that is not listed reads all operands and writes all outputs.
+Operands are recognized by shape, so that the kernels are free to order them:
 
 - a pool of keys and values has six axes, [L, pages, page_size, 2, H_kv, D];
-- a recurrent state is the operand of five axes that ends [H_v, D_v, D_k], updated in place, beside
-  its ring [L, S, columns, C] and the ring's gates [L, S, columns, 2, H_v];
-- the weights of experts are the operand of three axes, [E, K, N].
+- a recurrent state has five axes that end in [H_v, D_v, D_k] and is updated in place, like its
+  ring [L, S, columns, C] and the ring's gates [L, S, columns, 2, H_v];
+- expert weights have three axes, [E, K, N].
 """
 
 import math
@@ -15,11 +15,11 @@ from typing import NamedTuple
 
 
 class CachedContext(NamedTuple):
-    """What the requests of a step find in the caches."""
+    """How much context the requests of a step have in the caches."""
 
     batch: int
-    context: int  # keys that each attends over
-    rows: int | None = None  # of each, at most so many are no padding; all if None
+    context: int  # keys that each request attends over
+    rows: int | None = None  # maximum rows per request that are not padding; None: all
 
 
 class Array(NamedTuple):
@@ -31,11 +31,11 @@ class Array(NamedTuple):
 
     @property
     def size(self) -> int:
-        """Bytes of all of it."""
+        """Bytes of the whole array."""
         return math.prod(self.shape) * self.element_bytes
 
     def per(self, num_axes: int) -> int:
-        """Bytes of what one index of the first `num_axes` axes holds."""
+        """Return the bytes at one index into the first `num_axes` axes."""
         return math.prod(self.shape[num_axes:]) * self.element_bytes
 
 
@@ -43,7 +43,7 @@ class Call(NamedTuple):
     """A kernel's arguments."""
 
     operands: tuple[Array, ...]
-    outputs: tuple[Array, ...]  # without those that take an operand's place
+    outputs: tuple[Array, ...]  # without those aliased to an operand
     aliased: frozenset[int]  # operands that are updated in place
 
     @property
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
     @property
     def others(self) -> list[Array]:
-        """Operands that are neither a pool nor updated in place."""
+        """Operands that are neither a key-value pool nor updated in place."""
         return [
             one
             for i, one in enumerate(self.operands)
@@ -62,9 +62,9 @@ class Call(NamedTuple):
 
 
 def touched(name: str, call: Call, load: CachedContext) -> tuple[int, int]:
-    """Bytes that the kernel of that name reads, and writes.
+    """Return the bytes that a kernel reads and writes.
 
-    A call that does not look as this table expects counts whole.
+    If the operands are not as expected, they count whole.
     """
     count = TOUCHED.get(name)
     if name.startswith("grouped_matmul"):
@@ -85,19 +85,19 @@ def _whole(call: Call) -> tuple[int, int]:
 
 
 def _paged_attention(call: Call, load: CachedContext) -> tuple[int, int]:
-    """The keys and values of every request's context, once; queries, and partial results."""
+    """Read every request's keys and values once, and the queries; write partial results."""
     context = load.batch * load.context * call.pool.per(3)
     return _total(call.others) + context, sum(_of_real_rows(one, load) for one in call.outputs)
 
 
 def _paged_attention_combine(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Partial results in, and the output out."""
+    """Read partial results, write the output."""
     return sum(_of_real_rows(one, load) for one in call.operands), _total(call.outputs)
 
 
 def _of_real_rows(one: Array, load: CachedContext) -> int:
-    """Bytes of partial results [B, T, H, splits, ...], which padding rows do not have; of outputs
-    [B, T, H, D], all."""
+    """Return the bytes written: padding rows have no partial results [B, T, H, splits, ...], but
+    outputs [B, T, H, D] count whole."""
     if one.element_bytes != 4 or len(one.shape) < 4 or load.rows is None:
         return one.size
     _, num_rows, *_ = one.shape
@@ -105,13 +105,13 @@ def _of_real_rows(one: Array, load: CachedContext) -> int:
 
 
 def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
-    """q | k | v in; q [B, T, H, D] out, and a row of keys and values for each row of it."""
+    """Read q | k | v; write q [B, T, H, D], and one row of keys and values per row of it."""
     num_rows = math.prod(call.outputs[0].shape[:2])
     return _total(call.others), _total(call.outputs) + num_rows * call.pool.per(3)
 
 
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Each request's state once in and once out; its ring in, and the new columns out."""
+    """Read and write each request's state once; read its ring, write the new columns."""
     state, ring, gates = _recurrent(call)
     x = max(call.others, key=lambda one: one.is_float * one.size)
     columns = load.batch * ring.shape[2]
@@ -125,7 +125,7 @@ def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
 
 
 def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
-    """The outputs in and out; of x, as many gates; and the norm's weights."""
+    """Read the outputs, as many gates (from x) and the norm's weights; write the outputs."""
     out = _total(call.operands[i] for i in call.aliased)
     norm = min(one.size for one in call.others)
     return 2 * out + norm, out
@@ -141,7 +141,7 @@ def _recurrent(call: Call) -> tuple[Array, Array, Array]:
 
 
 def _grouped_matmul(call: Call, load: CachedContext) -> tuple[int, int]:
-    """The weights of as many experts as there are, or rows, whichever is less."""
+    """Read the weights of min(number of experts, number of rows) experts."""
     weights = max((one for one in call.others if len(one.shape) == 3), key=lambda one: one.size)
     rows = max((one for one in call.others if len(one.shape) == 2), key=lambda one: one.size)
     num_used = min(weights.shape[0], rows.shape[0])

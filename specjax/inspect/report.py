@@ -1,9 +1,9 @@
-"""What XLA makes of a decode step on an H200: one CUDA graph or not, kernels, bytes, memory.
+"""Report on a decode step compiled for a named GPU: CUDA graph, kernels, bytes, memory.
 
     compile_step("benchmarks/configs/Llama-3.1-8B", batch=64, k=0).bytes.verify.ratio
 
-Counted from the optimized program, as hlo.py says, for a batch that decodes greedily (of every
-conditional, branch 0). What is in a loop of unknown length counts once, and such loops are listed.
+Counted in the optimized program, as hlo.py says, for a batch that decodes greedily (branch 0 of
+every conditional). Kernels in a loop of unknown length count once, and such loops are listed.
 """
 
 import re
@@ -14,15 +14,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from specjax.config import OWN_SHAPE, SpeculativeConfig, check_count, check_positive
+from specjax.config import METHODS, OWN_SHAPE, SpeculativeConfig, check_count, check_positive
 from specjax.engine.precompile import GPU_OPTIONS
 from specjax.inspect import step
 from specjax.inspect.compile import AFTER_LAYERS, compile_functions
+from specjax.inspect.gpus import GPU
 from specjax.inspect.hlo import Launch
 from specjax.inspect.minimum import Minimum, minimum_bytes
 from specjax.inspect.resources import Resources
 
-TARGETS = ("h200",)
 GEMMS = {"triton": {}, "cublas": {"xla_gpu_enable_triton_gemm": False}}  # XLA's options
 DTYPE = "bfloat16"
 PARTS = "draft", "verify", "settle", "observe", "other"
@@ -33,15 +33,16 @@ class StepRequest:
     """A decode step to compile.
 
     Attributes:
-        model: a checkpoint or a config, as `specjax info` takes it; weights are not read.
-        batch: requests.
-        k: drafts; 0 for a step without.
-        context: tokens of each request, which its pages have room for and little more.
+        target: the GPU, a name of `gpus`.
+        model: a checkpoint or a config, as for `specjax info`; weights are not read.
+        batch: number of requests.
+        k: number of drafts; 0 for a step without drafting.
+        context: tokens of each request; its pages have room for one round more.
         gemm: "triton", XLA's choice without autotuning, or "cublas".
-        method: of drafting; None for plain decoding, which k > 0 is not.
-        drafter: its checkpoint; without one, "mtp" is the model's own module and "eagle" a head of
+        method: of drafting; None for plain decoding, which needs k = 0.
+        drafter: its checkpoint; if None, "mtp" uses the model's own module and "eagle" a head of
             the model's own shape.
-        num_layers: compile the target's first layers alone; None for all.
+        num_layers: compile only this many of the target's layers, the first ones; None for all.
         page_size: tokens per page.
     """
 
@@ -57,10 +58,10 @@ class StepRequest:
     target: str = "h200"
 
     def __post_init__(self):
-        if self.target not in TARGETS:
-            raise ValueError(
-                f"compile={self.target!r} is not a known target; choose one of {', '.join(TARGETS)}"
-            )
+        try:
+            GPU.named(self.target)
+        except ValueError as error:
+            raise ValueError(f"compile={error}") from None
         if self.gemm not in GEMMS:
             raise ValueError(
                 f"gemm={self.gemm!r} is not supported; choose one of {', '.join(GEMMS)}"
@@ -76,11 +77,11 @@ class StepRequest:
 
     @cached_property
     def speculation(self) -> dict[str, Any] | None:
-        """Fields of a SpeculativeConfig."""
+        """Fields of the SpeculativeConfig."""
         if self.method is None:
             return None
         drafter = self.drafter
-        if drafter is None and self.method == "eagle":
+        if drafter is None and self.method in METHODS and METHODS[self.method].needs_shape:
             drafter = OWN_SHAPE
         maximum = max(self.k, 1)
         fields = {"method": self.method, "model": drafter, "num_speculative_tokens": maximum}
@@ -89,7 +90,7 @@ class StepRequest:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Those of `step.decode_step`."""
+        """Arguments of `step.decode_step`."""
         return {
             "model": str(self.model),
             "batch": self.batch,
@@ -104,17 +105,17 @@ class StepRequest:
 
 @dataclass(frozen=True)
 class Layers:
-    """What the layers of a kind launch."""
+    """The kernels that the layers of one kind launch."""
 
     num_layers: int
-    minimum: int  # kernels of a layer
+    minimum: int  # kernels per layer
     maximum: int
-    kernels: tuple[Launch, ...]  # of one that has as many as most of them have
+    kernels: tuple[Launch, ...]  # of a layer with the most common number of kernels
 
 
 @dataclass(frozen=True)
 class Moved:
-    """Bytes that kernels read and write, and those that they cannot do without."""
+    """Bytes that kernels read and write, and the minimum that they have to."""
 
     moved: int
     minimum: int  # without activations, see `minimum`
@@ -122,23 +123,23 @@ class Moved:
 
     @property
     def ratio(self) -> float:
-        """Against weights, keys and values, and states alone."""
+        """Ratio to weights, keys and values, and states alone."""
         return self.moved / self.minimum
 
     @property
     def ratio_with_activations(self) -> float:
-        """Against those, embedded rows, and new keys and values once more."""
+        """Ratio to these plus embedded rows, and new keys and values read back."""
         return self.moved / self.with_activations
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What XLA made of a step. Bytes and kernels are of one step."""
+    """Report on a compiled step. Bytes and kernels are those of one step."""
 
     request: StepRequest
-    num_layers: int  # of the model, whether compiled or not
+    num_layers: int  # of the whole model, even if fewer are compiled
     is_one_command_buffer: bool
-    top_level: Mapping[str, int]  # thunks outside which there is none, by kind
+    top_level: Mapping[str, int]  # number of top-level thunks, by kind
     unknown_loops: tuple[str, ...]
     uncaptured_conditionals: tuple[str, ...]
     state_bytes: int
@@ -148,16 +149,16 @@ class StepReport:
     launches: tuple[Launch, ...] = field(repr=False)
     layers: Mapping[str, Layers]
     minimum: Minimum
-    resources: tuple[Resources, ...] | None  # of Pallas kernels, and of others that spill
+    resources: tuple[Resources, ...] | None  # of Pallas kernels, and of others that spill registers
 
     @property
     def is_state_in_place(self) -> bool:
-        """Whether all of the donated state is where it was."""
+        """Whether the whole donated state is updated in place."""
         return self.memory["alias"] >= self.state_bytes
 
     @cached_property
     def num_launches(self) -> dict[str, int]:
-        """Kernels of the step, and of its parts: "settle" is without what the drafter observes."""
+        """Kernels of the step, and of its parts; "settle" does not include "observe"."""
         by_part: Counter[str] = Counter()
         for one in self.taken:
             by_part[part_of(one)] += one.times
@@ -165,7 +166,7 @@ class StepReport:
 
     @cached_property
     def taken(self) -> list[Launch]:
-        """The kernels of a greedy batch."""
+        """The kernels that a greedy batch runs."""
         return [one for one in self.launches if one.is_taken]
 
     @cached_property
@@ -178,13 +179,13 @@ class StepReport:
 
     @property
     def verify(self) -> Moved:
-        """The target's forward pass, up to the logits."""
+        """Bytes of the target's forward pass, up to the logits."""
         minimum = self.minimum.verify
         return Moved(self.num_bytes["verify"], minimum, minimum + self.minimum.activations)
 
     @property
     def step(self) -> Moved:
-        """All of the step."""
+        """Bytes of the whole step."""
         minimum = self.minimum.step
         return Moved(self.num_bytes["step"], minimum, minimum + self.minimum.activations)
 
@@ -198,7 +199,7 @@ def compile_step(
     timeout: float = 1800,
     **settings: Any,
 ) -> StepReport:
-    """The report of one step; settings are a StepRequest's."""
+    """Compile one step and report on it; `settings` are further fields of StepRequest."""
     request = StepRequest(model=model, batch=batch, k=k, **settings)
     return compile_steps([request], resources=resources, timeout=timeout)[0]
 
@@ -206,16 +207,17 @@ def compile_step(
 def compile_steps(
     requests: Sequence[StepRequest], *, resources: bool = False, timeout: float = 1800
 ) -> list[StepReport]:
-    """The reports of several, from one process.
+    """Compile several steps in one process and report on each.
 
     Raises:
         ValueError: a request does not describe a step, or the tools are missing.
         RuntimeError: compilation failed.
     """
-    parts = [_open(request) for request in requests]  # before any work
+    parts = [_open(request) for request in requests]  # raises before any compilation
     asked = [
         {
             "function": "decode_step",
+            "gpu": request.target,
             "arguments": request.arguments,
             "options": GPU_OPTIONS | GEMMS[request.gemm],
             "traffic": {
@@ -236,13 +238,13 @@ def compile_steps(
 def kernel_resources(
     file: str | Path, requests: Sequence[Mapping[str, Any]], *, timeout: float = 600
 ) -> list[list[Resources]]:
-    """What each kernel takes of the functions that `compile_functions` would compile."""
+    """Run `compile_functions`; return the resources of each kernel of each function."""
     made = compile_functions(file, requests, resources=True, timeout=timeout)
     return [[_resources(one) for one in report["resources"]] for report in made]
 
 
 def part_of(launch: Launch) -> str:
-    """The part of a step that a kernel belongs to, by the named scopes that it was traced in."""
+    """Return the part of a step that a kernel belongs to, by the named scopes of its trace."""
     scopes = launch.scope.split("/")
     found = next((scope for scope in scopes if scope in PARTS), None)
     if found == "settle" and "observe" in scopes:
@@ -325,7 +327,7 @@ def _resources(fields: Mapping[str, Any]) -> Resources:
 
 
 def describe(launch: Launch) -> str:
-    """A kernel in a line: what and which it is, the operation it comes from, weights it reads."""
+    """Describe a kernel in a line: its kind and name, JAX operation, and weights it reads."""
     source = re.sub(r"^.*?/(?:jit\([^)]*\)/)*", "", launch.source.removeprefix("jit(run_decode)/"))
     weights = [name.partition(".")[2] for name in launch.parameters if name.startswith("params.")]
     names = f"{launch.pallas or launch.kind:16} {launch.name:32} {source or '-'}"

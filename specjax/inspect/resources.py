@@ -1,4 +1,4 @@
-"""What ptxas says of the kernels of a module: registers, spills, shared memory."""
+"""What ptxas reports for the kernels of a module: registers, spills, shared memory."""
 
 import os
 import re
@@ -8,10 +8,10 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-ARCHITECTURE = "sm_90a"
 PTXAS = Path("/usr/local/cuda/bin/ptxas"), Path("/usr/local/bin/ptxas")
 MOSAIC_SUFFIX = "_mosaic_gpu_kernel"
 
@@ -28,34 +28,34 @@ LAUNCH = re.compile(
 
 @dataclass(frozen=True)
 class Resources:
-    """What one kernel takes, and how it is launched."""
+    """Resources that one kernel uses, and its launch dimensions."""
 
-    name: str  # of a Pallas kernel, the name that it was given; XLA numbers those of one name
+    name: str  # for Pallas, the name given to the kernel; XLA numbers kernels of the same name
     registers: int  # per thread
     stack_bytes: int
     spill_store_bytes: int
     spill_load_bytes: int
     static_shared_bytes: int
-    # None of Mosaic kernels, whose launch XLA does not know.
+    # None for Mosaic kernels, whose launch XLA does not know.
     dynamic_shared_bytes: int | None = None
     grid: tuple[int, ...] | None = None
     threads: tuple[int, ...] | None = None
     is_mosaic: bool = False
-    products: tuple[str, ...] = ()  # of matrices, as PTX names them: "mma.sync bf16"
+    products: tuple[str, ...] = ()  # matrix products, as PTX names them: "mma.sync bf16"
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory of a program."""
+        """Shared memory of a program, static and dynamic."""
         return self.static_shared_bytes + (self.dynamic_shared_bytes or 0)
 
     @property
     def kernel(self) -> str:
-        """The name without XLA's number."""
+        """The name without the number that XLA appends."""
         return re.sub(r"_+\d+$", "", self.name)
 
     @property
     def spills(self) -> bool:
-        """Whether registers did not suffice."""
+        """Whether the kernel spills registers."""
         return self.spill_store_bytes + self.spill_load_bytes > 0
 
 
@@ -66,10 +66,10 @@ class _Launched(NamedTuple):
 
 
 def find_ptxas() -> str:
-    """The assembler's path.
+    """Return the path of ptxas.
 
     Raises:
-        ValueError: there is none, with what to install.
+        ValueError: it was not found; the message says what to install.
     """
     packages = Path(sysconfig.get_paths()["purelib"]) / "nvidia"
     found = shutil.which("ptxas")
@@ -78,22 +78,25 @@ def find_ptxas() -> str:
         if place.exists() and os.access(place, os.X_OK):
             return str(place)
     raise ValueError(
-        "ptxas was not found, which compiling for an H200 takes; pip install nvidia-cuda-nvcc "
+        "ptxas was not found, which compiling for a GPU takes; pip install nvidia-cuda-nvcc "
         "nvidia-nvvm, or install a CUDA toolkit in /usr/local/cuda"
     )
 
 
-def read_resources(ptx: Sequence[Path], thunks: str, mosaic: str) -> Iterator[Resources]:
-    """The kernels of a module.
+def read_resources(
+    ptx: Sequence[Path], thunks: str, mosaic: str, architecture: str
+) -> Iterator[Resources]:
+    """Yield the resources of the kernels of a module.
 
     Args:
         ptx: its dumped PTX.
         thunks: its dumped thunk sequence.
-        mosaic: what was printed while it was compiled, with MOSAIC_GPU_DUMP_PTXAS.
+        mosaic: the output printed during compilation with MOSAIC_GPU_DUMP_PTXAS.
+        architecture: of the GPU, like "sm_90a".
     """
     launched = dict(_launches(thunks))
     with ThreadPoolExecutor() as pool:
-        said = "\n".join(pool.map(assemble, ptx))
+        said = "\n".join(pool.map(partial(assemble, architecture), ptx))
     bodies = dict(_bodies(ptx))
     for found in parse_ptxas(said):
         if launch := launched.get(found.name):
@@ -103,9 +106,9 @@ def read_resources(ptx: Sequence[Path], thunks: str, mosaic: str) -> Iterator[Re
         yield Resources(**{**vars(found), "name": name, "is_mosaic": True})
 
 
-def assemble(ptx: Path) -> str:
-    """What ptxas -v says of a file."""
-    command = [find_ptxas(), "-v", f"-arch={ARCHITECTURE}", str(ptx), "-o", os.devnull]
+def assemble(architecture: str, ptx: Path) -> str:
+    """Return the output of ptxas -v for a file."""
+    command = [find_ptxas(), "-v", f"-arch={architecture}", str(ptx), "-o", os.devnull]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed: {done.stderr[-2000:]}")
@@ -113,7 +116,7 @@ def assemble(ptx: Path) -> str:
 
 
 def parse_ptxas(text: str) -> Iterator[Resources]:
-    """The entry functions that `ptxas -v` speaks of."""
+    """Yield the resources of each entry function in the output of `ptxas -v`."""
     names = ENTRY.split(text)[1:]
     for name, said in zip(names[::2], names[1::2], strict=True):
         spills, used = SPILLS.search(said), USED.search(said)

@@ -1,4 +1,4 @@
-"""The decode step of an engine, to be compiled without one: jitted, its shapes, its statics."""
+"""The decode step of an engine, for compiling without one: jitted function and its arguments."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,19 +17,19 @@ from specjax.engine.precompile import empty_state, step_model
 from specjax.engine.programs import FEW_LOGPROBS
 from specjax.serving.source import open_drafter, open_model
 
-LAYERS = r"^params\.target\.layers\[(\d+)\]"  # names of the step's parameters
+LAYERS = r"^params\.target\.layers\[(\d+)\]"  # matches names of the step's parameters
 AFTER_LAYERS = r"^params\.target\.(norm|lm_head)"
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a step is made of; parameters are shapes."""
+    """The components of a step; parameters are shapes."""
 
     target: Model
     drafter: Drafter
     verification: Verification
     params: Params
-    num_layers: int  # of the model, of which the target may have fewer
+    num_layers: int  # of the whole model; the target may have fewer
 
 
 def decode_step(
@@ -42,9 +42,9 @@ def decode_step(
     page_size: int = 16,
     dtype: str = "bfloat16",
 ) -> tuple[Any, tuple, dict[str, Any]]:
-    """A round of K = k for `batch` requests of `context` tokens, in an engine that fits them.
+    """Return a round with K = k for `batch` requests of `context` tokens, in an engine that fits.
 
-    For `compile_functions`; arguments are as `open_parts` has them.
+    For `compile_functions`; other arguments are as in `open_parts` and `fit_engine`.
     """
     parts = open_parts(model, speculation, num_layers, dtype)
     config = fit_engine(parts.target, batch, k, context, page_size, dtype)
@@ -66,14 +66,14 @@ def decode_step(
 def open_parts(
     model: str, speculation: Mapping[str, Any] | None, num_layers: int | None, dtype: str
 ) -> Parts:
-    """Target and drafter by their configs alone.
+    """Build target and drafter from their configs, without weights.
 
     Args:
         speculation: fields of a SpeculativeConfig; None for plain decoding.
-        num_layers: compile so many of the target's layers, its first; None for all.
+        num_layers: compile only this many of the target's layers, the first ones; None for all.
 
     Raises:
-        ValueError: the files do not describe a model, or the model has not so many layers.
+        ValueError: the files do not describe a model, or the model has fewer layers.
     """
     source = open_model(model, takes_configs=True)
     target = source.target
@@ -91,7 +91,7 @@ def open_parts(
 
 
 def with_layers(target: Model, num_layers: int) -> Model:
-    """The target with its first layers alone."""
+    """Return the target with only its first `num_layers` layers."""
     if not 1 <= num_layers <= target.num_layers:
         raise ValueError(
             f"layers={num_layers} must be in 1..{target.num_layers}, the layers of the model"
@@ -102,10 +102,10 @@ def with_layers(target: Model, num_layers: int) -> Model:
 def fit_engine(
     target: Model, batch: int, k: int, context: int, page_size: int, dtype: str
 ) -> EngineConfig:
-    """Room for `batch` requests of `context` tokens and a round more, and for nothing else.
+    """Return an engine config that just fits `batch` requests of `context` tokens plus a round.
 
     Raises:
-        ValueError: sizes that are not positive, or a context that the model was not made for.
+        ValueError: sizes that are not positive, or a context beyond the model's maximum.
     """
     max_model_len = context + 2 * (k + 1)
     if max_model_len > target.max_position:
@@ -124,7 +124,7 @@ def fit_engine(
 
 
 def state_bytes(parts: Parts, config: EngineConfig, k: int) -> int:
-    """Bytes of the state that a step is given."""
+    """Return the bytes of the state that a step takes."""
     static = step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
     state = jax.eval_shape(lambda: empty_state(config, static, k))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

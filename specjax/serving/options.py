@@ -3,11 +3,12 @@
 `LLM` describes them; None and "auto" mean what suits the device.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypedDict
 
-from specjax.config import SpeculativeConfig, refuse_unknown
+from specjax.config import SpeculativeConfig
 from specjax.serving.vllm_options import take_vllm_options
 
 
@@ -69,6 +70,13 @@ DEFAULTS: LLMOptions = {
     "verbose": True,
 }
 
+REMOVED_OPTIONS = {
+    "steps_per_dispatch": "it gained nothing on a GPU; async_scheduling=True, the default, hides "
+    "the host's time",
+    "show_progress": "verbose=False quiets bars and lines of the log",
+    "always_logprobs": "every step can report log-probabilities",
+}
+
 
 def read_options(
     given: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS
@@ -80,5 +88,21 @@ def read_options(
         ValueError: one of vLLM's that would change outputs, or one that was removed.
     """
     others = {name: value for name, value in given.items() if name not in defaults}
-    refuse_unknown(take_vllm_options(others), defaults)
+    _refuse_unknown(take_vllm_options(others), defaults)
     return {**defaults, **{name: given[name] for name in given if name in defaults}}
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
+    """Refuse unknown options.
+
+    Raises:
+        ValueError: an option that was removed; what to use instead.
+        TypeError: any other; names the nearest known option.
+    """
+    for name, value in given.items():
+        if name in REMOVED_OPTIONS:
+            raise ValueError(f"{name}={value!r} was removed: {REMOVED_OPTIONS[name]}; leave it out")
+        near = get_close_matches(name, list(known), 1)
+        raise TypeError(
+            f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+        )

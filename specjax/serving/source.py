@@ -10,7 +10,7 @@ import numpy as np
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.finite import check_params
 from specjax.checkpoint.hub import resolve
-from specjax.config import OWN_SHAPE, WEIGHTLESS_METHODS, SpeculativeConfig
+from specjax.config import METHODS, OWN_SHAPE, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.drafters.registry import OWN_SHAPES, load_drafter, shape_drafter
 from specjax.device.models.hf_config import HFConfig
@@ -84,7 +84,7 @@ def open_drafter(config: SpeculativeConfig, source: ModelSource, dtype: str) -> 
     if config.model == OWN_SHAPE or (is_module and is_described):
         return shape_drafter(config.method, target, source.origin, dtype)
     folder = source.folder
-    if config.method in WEIGHTLESS_METHODS:
+    if not METHODS[config.method].has_weights:
         folder = None
     elif config.model is not None:
         folder = resolve(config.model)

@@ -27,7 +27,7 @@ STATE_MIB = {
 }
 LLAMA = "Llama-3.1-8B"
 MODELS = [*STATE_MIB, LLAMA]
-H200_USABLE = 143771 * MIB * 9 // 10
+USABLE = {"h100": 81559 * MIB * 9 // 10, "h200": 143771 * MIB * 9 // 10}
 
 
 class Sums:
@@ -192,9 +192,10 @@ def test_parameters_of_27b_are_those_published(reports):
     assert round(report["drafter"]["num_parameters"] / 1e9, 2) == 0.42
 
 
+@pytest.mark.parametrize("gpu", USABLE)
 @pytest.mark.parametrize("name", MODELS)
-def test_the_largest_batch_is_the_last_that_fits(reports, name):
-    sums, h200 = Sums(name), reports[name]["h200"]
+def test_the_largest_batch_is_the_last_that_fits(reports, name, gpu):
+    sums, found = Sums(name), reports[name][gpu]
     is_hybrid = sums.is_hybrid
     weights = 2 * (sums.parameters() + sums.exact()) + (2 * sums.mtp() if is_hybrid else 0)
     per_token = sums.kv_per_token(sums.num_attention + is_hybrid)
@@ -204,15 +205,15 @@ def test_the_largest_batch_is_the_last_that_fits(reports, name):
         slots["largest_batch"] += sums.state() + sums.columns(3)
         slots["largest_batch_with_snapshots"] += 4 * sums.state()
     else:
-        assert h200["largest_batch_with_snapshots"] is None
+        assert found["largest_batch_with_snapshots"] is None
         del slots["largest_batch_with_snapshots"]
-    assert h200["usable_bytes"] == H200_USABLE and h200["weight_bytes"] == weights
+    assert found["usable_bytes"] == USABLE[gpu] and found["weight_bytes"] == weights
     for key, slot in slots.items():
         for length in 4096, 32768:
             batch = 0
-            while weights + (batch + 1) * (slot + length * per_token) <= H200_USABLE:
+            while weights + (batch + 1) * (slot + length * per_token) <= USABLE[gpu]:
                 batch += 1
-            assert h200[key][f"{length} tokens"] == batch
+            assert found[key][f"{length} tokens"] == batch
 
 
 def test_weights_that_do_not_fit_are_said_not_to(reports):
@@ -259,7 +260,7 @@ def test_requests_add_up(capsys, monkeypatch):
 
 def test_float32_doubles_all_but_what_is_float32_already():
     half, full = (describe("Qwen3.5-0.8B", dtype=dtype) for dtype in ("bfloat16", "float32"))
-    for section in "h200", "weights", "drafter":
+    for section in "h100", "h200", "weights", "drafter":
         assert half[section] == full[section]  # these do not depend on it
     assert full["cache"]["kv_bytes_per_token"]["all"] == 2 * 14 * 1024
     one, two = half["cache"]["slot_bytes"], full["cache"]["slot_bytes"]

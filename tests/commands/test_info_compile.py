@@ -42,7 +42,7 @@ def nothing_runs(monkeypatch):
 @pytest.mark.parametrize(
     "argv, message",
     [
-        (["--compile", "h300"], "compile='h300' is not a known target; choose one of h200"),
+        (["--compile", "h300"], "compile='h300' is not a known target; choose one of h100, h200"),
         ([*COMPILE, "--batch-size", "0"], "batch_size=0 must be an integer of at least 1"),
         ([*COMPILE, "--k", "-1", "--method", "eagle"], "k=-1 must be an integer of at least 0"),
         ([*COMPILE, "--context", "0"], "context=0 must be"),
@@ -237,5 +237,7 @@ def test_what_ptxas_says():
     assert first.spills and first.static_shared_bytes == 1024
     assert (first.stack_bytes, first.spill_store_bytes, first.spill_load_bytes) == (8, 12, 16)
     assert not second.spills and second.registers == 138
-    (mosaic,) = [one for one in resources.read_resources([], "", PTXAS_SAYS) if "my" in one.name]
+    (mosaic,) = [
+        one for one in resources.read_resources([], "", PTXAS_SAYS, "sm_90a") if "my" in one.name
+    ]
     assert mosaic.name == "my_mosaic" and mosaic.is_mosaic

@@ -122,3 +122,10 @@ def test_each_branch_counts_for_itself(reports):
     assert report["uncaptured_conditionals"] == [""]  # fewer thunks than XLA makes a graph of
     around = {thunk["name"]: thunk["within"] for thunk in report["thunks"]}
     assert around["wrapped_sine"] == ["kConditional", "branch_0"]
+
+
+def test_the_named_gpu_is_the_one_compiled_for(compile_for_h200):
+    request = {"function": "program", "arguments": {"name": "double"}}
+    reports = compile_for_h200(__file__, [request, request | {"gpu": "h100"}])
+    kinds = [report["device_kind"] for report in reports]
+    assert kinds == ["NVIDIA H200", "NVIDIA H100 80GB HBM3"]

@@ -7,7 +7,6 @@ from the head's own output. Rows written while drafting are overwritten when the
 are verified, so the head's cache never needs undoing (Li et al. 2024, EAGLE, section 3).
 """
 
-from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -15,13 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from specjax.device.cache.kind import CacheKind, CacheSizes
-from specjax.device.drafters.drafter import DraftContext, Observation, Params
+from specjax.device.drafters.drafter import DraftContext, DrafterWeights, Observation, Params
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
 from specjax.device.verification import Draft
 
 
-class Head(Protocol):
+class Head(DrafterWeights, Protocol):
     """What sets one chain drafter apart from another. Hashable; its weights are arguments."""
 
     @property
@@ -32,10 +31,6 @@ class Head(Protocol):
     def aux_layers(self) -> tuple[int, ...]: ...
     @property
     def has_embedding(self) -> bool: ...
-
-    def specs(self, names: Collection[str] = ()) -> Any:
-        """The float weights as a tree of `TensorSpec`; see `Model.specs`."""
-        ...
 
     def fuse(self, params: Any, features: Features) -> jax.Array:
         """The target's features as the head's hidden state [N, D]."""
@@ -55,10 +50,6 @@ class Head(Protocol):
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
         """Draft logits f32[N, V_d]."""
-        ...
-
-    def target_ids(self, params: Any) -> jax.Array | None:
-        """The target's token id of each draft logit, i32[V_d]; None when they are the same."""
         ...
 
 
@@ -82,6 +73,11 @@ class ChainDrafter:
     def aux_layers(self) -> tuple[int, ...]:
         """Layers of the target whose input the head reads."""
         return self.head.aux_layers
+
+    @property
+    def weights(self) -> Head:
+        """The head's."""
+        return self.head
 
     def draft_slots(self, k: int) -> int:
         """See `Drafter.draft_slots`: one token is drafted after another, outside of the budgets."""

@@ -24,6 +24,9 @@ LEGACY_NAMES = {
     f"fc_norm.{i}.weight": f"aux_norm_{level}.weight"
     for i, level in enumerate(("low", "mid", "high"))
 }
+# Tensors that lie beside the weights of EAGLE heads: a draft vocabulary, which is no float, and an
+# embedding, where it is a copy of the target's.
+PUBLISHED_BESIDE = "d2t", "t2d", "embed_tokens.weight"
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What the step asks of a drafter: propose tokens, then observe what the target made of them."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -121,12 +122,38 @@ class Observation(NamedTuple):
     last: Int32[jax.Array, "B"]  # the index of each request's last row that was accepted
 
 
+class DrafterWeights(Protocol):
+    """What an update of a drafter's weights asks about them."""
+
+    @property
+    def prefix_in_target(self) -> str | None:
+        """How the names of its tensors begin among the target's; None if they are not there."""
+        ...
+
+    def specs(self, names: Collection[str] = ()) -> Any:
+        """The float weights as a tree of `TensorSpec`; see `Model.specs`."""
+        ...
+
+    def is_unused(self, name: str) -> bool:
+        """Whether a tensor may lie among the weights, and is not one of them."""
+        ...
+
+    def target_ids(self, params: Any) -> jax.Array | None:
+        """The target's token id of each draft logit, i32[V_d]; None when they are the same."""
+        ...
+
+
 class Drafter(Protocol):
     """A strategy as a hashable value of pure methods; its state is a pytree only it looks into."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """Layers of the target whose input the drafter wants to observe."""
+        ...
+
+    @property
+    def weights(self) -> DrafterWeights | None:
+        """The drafter's weights by their published names; None for a drafter without weights."""
         ...
 
     def draft_slots(self, k: int) -> int:
@@ -170,6 +197,10 @@ class Stateless:
     def aux_layers(self) -> tuple[int, ...]:
         """The target's features are not looked at."""
         return ()
+
+    @property
+    def weights(self) -> None:
+        """There are none."""
 
     def draft_slots(self, k: int) -> int:
         """Drafting runs no rows."""

@@ -19,7 +19,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import projection, stored
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind
-from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens
+from specjax.device.drafters.checkpoint import PUBLISHED_BESIDE, DrafterFiles, embed_tokens
 from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.layers.attention import Attention, attention
@@ -52,6 +52,7 @@ class EagleHead:
     has_fc_bias: bool = False
     has_embedding: bool = False
     aux_layers: tuple[int, ...] = ()
+    prefix_in_target: None = None
 
     @property
     def hidden_size(self) -> int:
@@ -77,6 +78,10 @@ class EagleHead:
             mlp_norm=stored([f"{layer}.post_attention_layernorm.weight"], (dim,)),
             mlp=mlp_specs(f"{layer}.mlp", dim, self.shape.intermediate_size),
         )
+
+    def is_unused(self, name: str) -> bool:
+        """See `DrafterWeights.is_unused`."""
+        return name in PUBLISHED_BESIDE
 
     def fuse(self, params: EagleParams, features: Features) -> jax.Array:
         """The target's final hidden state, as it is."""

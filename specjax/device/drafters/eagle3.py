@@ -22,7 +22,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import projection, stored
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind
-from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens
+from specjax.device.drafters.checkpoint import PUBLISHED_BESIDE, DrafterFiles, embed_tokens
 from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
@@ -67,6 +67,7 @@ class Eagle3Head:
     has_input_norm: bool = False
     has_aux_norms: bool = False
     has_embedding: bool = False
+    prefix_in_target: None = None
 
     @property
     def hidden_size(self) -> int:
@@ -106,6 +107,10 @@ class Eagle3Head:
                 ["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab")
             ),
         )
+
+    def is_unused(self, name: str) -> bool:
+        """See `DrafterWeights.is_unused`."""
+        return name in PUBLISHED_BESIDE
 
     def fuse(self, params: Eagle3Params, features: Features) -> jax.Array:
         """g = fc of the auxiliary hidden states, normed first where the checkpoint has norms."""

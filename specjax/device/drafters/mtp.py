@@ -58,6 +58,7 @@ class MTPHead:
     shape: Qwen35
     has_embedding: bool = False
     aux_layers: tuple[int, ...] = ()
+    prefix_in_target: str = "mtp."
 
     @property
     def hidden_size(self) -> int:
@@ -80,6 +81,10 @@ class MTPHead:
             layer=layer_specs(shape, "mtp.layers.0", ATTENTION, names, is_sparse),
             norm=norm_spec("mtp.norm", dim),
         )
+
+    def is_unused(self, name: str) -> bool:
+        """See `DrafterWeights.is_unused`: the target's tensors."""
+        return not name.startswith(self.prefix_in_target)
 
     def fuse(self, params: MTPParams, features: Features) -> jax.Array:
         """The target's final hidden state, as it is."""

@@ -1,0 +1,58 @@
+"""The contract of drafters that serving and updates of weights rely on."""
+
+import jax
+import pytest
+
+from specjax.config import METHODS, SpeculativeConfig
+from specjax.device.drafters.chain import ChainDrafter
+from specjax.device.drafters.drafter import NoDrafter
+from specjax.device.drafters.mtp import MTPHead
+from specjax.device.drafters.ngram import NGramDrafter
+from specjax.device.drafters.registry import DRAFTERS
+from specjax.rl.weights import brings_module, stage_drafter
+from specjax.train.drafter import drafter_loss
+from specjax.train.target import demo_qwen3_5
+
+
+def test_every_method_can_be_loaded():
+    assert set(DRAFTERS) == set(METHODS)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_a_method_without_a_model_of_its_own_may_leave_it_out(method):
+    fields = {"method": method, "num_speculative_tokens": 2}
+    if METHODS[method].needs_model:
+        with pytest.raises(ValueError, match="lacks \\['model'\\]"):
+            SpeculativeConfig.of(fields)
+    else:
+        assert SpeculativeConfig.of(fields).model is None
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_options_of_another_method_are_refused(method):
+    for other, needs in METHODS.items():
+        for option in needs.options if other != method else ():
+            with pytest.raises(ValueError, match=f"{option} goes with method='{other}'"):
+                SpeculativeConfig(method=method, model="x", num_speculative_tokens=2, **{option: 3})
+
+
+@pytest.mark.parametrize("drafter", [NoDrafter(), NGramDrafter()])
+def test_a_drafter_without_weights_takes_none(drafter):
+    with pytest.raises(ValueError, match="no drafter with weights"):
+        stage_drafter({"fc.weight": jax.numpy.zeros(1)}, drafter, None)
+    assert not brings_module({"mtp.fc.weight": 0}, drafter)
+
+
+def test_a_module_in_the_targets_files_is_told_by_its_names():
+    own = ChainDrafter(MTPHead(demo_qwen3_5(48, 2, 64)))
+    assert brings_module({"model.norm.weight": 0, "mtp.fc.weight": 0}, own)
+    assert not brings_module({"model.norm.weight": 0}, own)
+    assert own.weights.is_unused("model.norm.weight") and not own.weights.is_unused("mtp.x")
+
+
+def test_weights_of_an_unknown_kind_have_no_loss():
+    class Parallel:
+        pass
+
+    with pytest.raises(ValueError, match="kind Parallel cannot be trained here; one of EagleHead"):
+        drafter_loss(demo_qwen3_5(48, 2, 64), Parallel(), num_unrolled=1)
