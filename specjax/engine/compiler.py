@@ -24,7 +24,7 @@ class Compiler:
 
     Attributes:
         ready: those that are compiled.
-        failures: the exceptions of those that do not compile; they are not tried again.
+        failures: the exceptions of those that do not compile; tried again only if `ask` says so.
     """
 
     def __init__(self, compile: Callable[[Any], Any]):
@@ -55,10 +55,22 @@ class Compiler:
         now = time.perf_counter() if self._under_way else self._began
         return self._seconds + now - self._began
 
-    def ask(self, keys: Iterable[Hashable], *, is_urgent: bool, num_threads: int = 1) -> None:
-        """Queue keys that are not compiled yet, in their order, for `num_threads` threads."""
+    def ask(
+        self,
+        keys: Iterable[Hashable],
+        *,
+        is_urgent: bool,
+        num_threads: int = 1,
+        retries: bool = False,
+    ) -> None:
+        """Queue keys that are not compiled yet, in their order, for `num_threads` threads.
+
+        Those that failed before are queued again only if `retries`.
+        """
         with self._changed:
             for key in dict.fromkeys(keys):
+                if retries:
+                    self.failures.pop(key, None)
                 if key in self.ready or key in self.failures or key in self._under_way:
                     continue
                 if key in self._urgent or (key in self._later and not is_urgent):
@@ -82,11 +94,11 @@ class Compiler:
         """Wait for keys that were asked for; `tell` is called with the number that are ready.
 
         Raises:
-            Exception: one of them does not compile; it may be tried again.
+            Exception: one of them does not compile.
         """
         while (num_there := sum(key in self.ready for key in keys)) < len(keys):
             if failed := [key for key in keys if key in self.failures]:
-                raise self.failures.pop(failed[0])
+                raise self.failures[failed[0]]
             tell(num_there)
             self.wait(0.5)
         tell(num_there)
@@ -99,7 +111,7 @@ class Compiler:
         """
         program = self.ready.get(key)
         if program is None:
-            self.ask([key], is_urgent=True)
+            self.ask([key], is_urgent=True, retries=True)
             self.wait_for([key], lambda num_there: None)
             program = self.ready[key]
         return program

@@ -212,7 +212,7 @@ class CompiledPrograms:
     def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
         """See `Programs`."""
         keys = list(dict.fromkeys(keys))
-        self._compiler.ask(keys, is_urgent=True, num_threads=MAX_THREADS)
+        self._compiler.ask(keys, is_urgent=True, num_threads=MAX_THREADS, retries=True)
         with _progress_bar(len(keys), show_progress) as tell:
             self._compiler.wait_for(keys, tell)
 

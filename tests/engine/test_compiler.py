@@ -109,6 +109,27 @@ def test_one_that_fails_keeps_no_other_from_its_turn(compiler, gate):
     assert gate.started == ["bad", "a", "bad"]
 
 
+def test_all_who_wait_for_one_that_fails_are_told(compiler, gate):
+    """Nobody takes the failure away from another, who would wait for ever."""
+    found: list[str] = []
+
+    def wait():
+        try:
+            compiler.get("bad")
+        except ValueError as error:
+            found.append(str(error))
+
+    threads = [threading.Thread(target=wait, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: gate.started)
+    time.sleep(0.05)  # all of them wait
+    gate.let(4)
+    for thread in threads:
+        thread.join(timeout=5)
+    assert found == ["bad is bad"] * 4
+
+
 def test_closing_waits_for_what_is_under_way_and_starts_nothing_more(gate):
     compiler = Compiler(gate)
     compiler.ask("ab", is_urgent=True)
