@@ -1,7 +1,7 @@
 """GPU operations of speculative decoding, one folder each, usable without specjax.
 
 Every folder holds the equation and the argument checks (`__init__.py`), a plain JAX reference
-(`reference.py`) that runs anywhere, and the hardware implementations beside it.
+(`reference.py`) that runs anywhere, and the hardware implementations.
 """
 
 KERNELS = ("auto", "reference", "triton", "mosaic", "interpret")  # see `dispatch`

@@ -1,8 +1,8 @@
-"""Which implementation of an operation runs: one place, one rule.
+"""Choice of the implementation of an operation.
 
 `kernels` names it: "reference" is plain JAX; "triton" and "mosaic" are kernels for NVIDIA GPUs;
-"interpret" runs the Triton kernels on any device, slowly, as tests want it; "auto" is the first
-kernel of the operation where there is a GPU that can run it, and the reference elsewhere.
+"interpret" runs the Triton kernels on any device, slowly, for tests; "auto" is the operation's
+first kernel that the GPU can run, or else the reference.
 """
 
 import logging
@@ -16,26 +16,26 @@ import jax
 from pallas_kernels import KERNELS
 
 MIN_COMPUTE_CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0)}
-ABSTRACT_CAPABILITY = (9, 0)  # what a compilation without a GPU is for
+ABSTRACT_CAPABILITY = (9, 0)  # target of a compilation without a GPU
 
 logger = logging.getLogger("pallas_kernels")
 
 
 class UnsupportedError(ValueError):
-    """An argument that the reference takes and a kernel does not."""
+    """An argument that the reference supports and a kernel does not."""
 
 
 def run(
     op: str, kernels: str, implementations: Mapping[str, Callable[..., Any]], *args: Any, **kwargs
 ) -> Any:
-    """The result of the implementation of `op` that `kernels` names; "reference" must be one.
+    """Run the implementation of `op` that `kernels` names; one must be "reference".
 
-    Where `kernels` is "auto", what a kernel does not take goes to the reference, which is logged
-    once. On a device that cannot run the kernel asked for, the reference runs, with one warning.
+    With "auto", arguments that a kernel does not support go to the reference, which is logged once.
+    On a device that cannot run the named kernel, the reference runs, with one warning.
 
     Raises:
         ValueError: `kernels` is unknown, or `op` has no such implementation.
-        UnsupportedError: the kernel that `kernels` names does not take the arguments.
+        UnsupportedError: the kernel that `kernels` names does not support the arguments.
     """
     reference = implementations["reference"]
     name = choose(op, kernels, tuple(implementations))
@@ -51,7 +51,7 @@ def run(
 
 
 def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
-    """The name of the implementation of `op` to run, of those it has, the best first.
+    """Return which of the implementations `names` of `op` to run; `names` has the best first.
 
     Raises:
         ValueError: see `run`.
@@ -77,7 +77,7 @@ def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
 
 
 def why_not(name: str) -> str | None:
-    """Why the kernels of a kind cannot run on this device with this jax; None if they can."""
+    """Return why kernels of this kind cannot run on this device with this jax; None if they can."""
     if not has_backend(name):
         return f"jax {jax.__version__} has no Pallas backend for {name}"
     capability = compute_capability()
@@ -90,9 +90,9 @@ def why_not(name: str) -> str | None:
 
 
 def compute_capability() -> tuple[int, int] | None:
-    """Of the NVIDIA GPU that programs are compiled for; None where it is no such GPU."""
+    """Return that of the NVIDIA GPU that programs are compiled for; None for other devices."""
     abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:  # compilation for a device that is not here
+    if abstract is not None:  # compilation without the device
         return ABSTRACT_CAPABILITY if "NVIDIA" in abstract.device_kind else None
     device = jax.devices()[0]
     if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
@@ -103,7 +103,7 @@ def compute_capability() -> tuple[int, int] | None:
 
 @cache
 def has_backend(name: str) -> bool:
-    """Whether this jax can import Pallas' backend of a kind."""
+    """Return whether this jax can import Pallas' backend of this kind."""
     try:
         if name == "triton":
             from jax.experimental.pallas import triton  # noqa: F401

@@ -1,7 +1,7 @@
-"""Pallas' Triton backend as the kernels here use it, the same for every supported jax.
+"""The parts of Pallas' Triton backend that the kernels use, the same for every supported jax.
 
-Kernels get their operands whole, in global memory, and load what they need: masked loads index
-every dimension with arrays, which is what interpret mode can do.
+Kernels get whole operands in global memory, and load what they need: masked loads index every
+dimension with arrays, because interpret mode supports only that.
 """
 
 import warnings
@@ -12,7 +12,7 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
-# Known since jax 0.11: one file per operation has to move, to Mosaic, when the backend goes.
+# Since jax 0.11. If the backend is removed, one file per operation has to be ported to Mosaic.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
 load, store, dot, barrier = plt.load, plt.store, plt.dot, plt.debug_barrier
@@ -30,10 +30,10 @@ def triton_call(
     aliases: Mapping[int, int] | None = None,
     interpret: bool = False,
 ) -> tuple[Any, ...]:
-    """Run `kernel` on `grid`, with refs of whole operands, then of the outputs: the outputs.
+    """Run `kernel` on `grid`, with refs to the whole operands, then to the outputs; return these.
 
-    `aliases` names operands that outputs take the place of, operand to output: updated in place
-    where the caller donated them or made them itself.
+    `aliases` maps operands to the outputs that reuse their buffers: updated in place if the caller
+    donated or created them.
     """
     whole = pl.no_block_spec
     return tuple(
@@ -44,7 +44,7 @@ def triton_call(
             out_specs=[whole] * len(out_shapes),
             out_shape=list(out_shapes),
             input_output_aliases=dict(aliases or {}),
-            # Without compiler parameters the backend would depend on jax's version.
+            # Without compiler parameters, jax's version would decide which backend runs.
             compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
             interpret=interpret,
             name=name,

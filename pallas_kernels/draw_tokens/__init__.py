@@ -1,13 +1,13 @@
-"""Drawing a token from every row of logits, with noise that is a function of seed and place.
+"""Sampling a token per row of logits, with noise that is a function of seed and position.
 
     token = argmax_v (logits_v / T + g(seed, stream, counters, v)),     g = -log(-log u)
 
-That is a draw from softmax(logits / T) (Gumbel-max). At temperature 0 it is the plain argmax.
-Ties go to the first. The noise is counter-based (threefry): a token's does not depend on the row,
-the batch, or how many others are drawn.
+This samples from softmax(logits / T) (Gumbel-max). At temperature 0 it is the plain argmax. Ties
+go to the first token. The noise is counter-based (threefry): that of a token does not depend on the
+row, the batch, or how many others are drawn.
 
-XLA draws with a second program in a conditional, and launches a kernel for every small array that
-the noise is made from; the Triton kernel reads the logits once and does it all, row by row.
+XLA samples with a second program in a conditional, and launches a kernel for every small array that
+the noise is computed from; the Triton kernel reads the logits once and does everything per row.
 """
 
 import jax
@@ -34,22 +34,22 @@ def draw_tokens(
     vocab_size: int | None = None,
     kernels: str = "auto",
 ) -> jax.Array:
-    """A token i32[N] for each row of logits, N = B T: T rows for each of B requests, end to end.
+    """Sample a token i32[N] per row, N = B T: T consecutive rows for each of B requests.
 
     Args:
-        logits: f32[N, V], of which -inf is never drawn where anything else is there.
-        temperature: f32[B], 0 for the argmax; others are at least MIN_TEMPERATURE.
+        logits: f32[N, V]; -inf is never drawn unless all logits of the row are -inf.
+        temperature: f32[B], 0 for the argmax; others count as at least MIN_TEMPERATURE.
         seeds: u32[B].
         stream: which of the independent sources of noise under a seed.
-        counters: i32[B] each, what else keys the noise. The first is that of a request's first row
-            and grows by one with every row, as a token's position does.
-        token_ids: i32[V], distinct: what the columns are called, in the noise and in the result, if
-            not by their number.
-        vocab_size: how many tokens there are, with `token_ids`.
+        counters: i32[B] each, further keys of the noise. The first is for a request's first row,
+            and increases by one per row, like a token's position.
+        token_ids: i32[V], distinct: token ids of the columns, for the noise and the result; None
+            if they are the column numbers.
+        vocab_size: number of all tokens, with `token_ids`.
         kernels: implementation to use, see `dispatch`.
 
     Raises:
-        ValueError: shapes that do not fit each other, naming the argument.
+        ValueError: shapes are inconsistent; the message names the argument.
     """
     if logits.ndim != 2:
         raise ValueError(f"logits must be [N, V]; got {logits.shape}")

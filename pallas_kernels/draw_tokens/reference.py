@@ -1,10 +1,10 @@
-"""Drawing tokens in plain JAX, and the noise itself."""
+"""Sampling tokens in plain JAX, and the noise."""
 
 import jax
 import jax.numpy as jnp
 
-MIN_TEMPERATURE = 1e-5  # of those above 0; draws as good as greedily
-MIN_TAIL = 2.0**-24  # of 1 - u: what f32 holds
+MIN_TEMPERATURE = 1e-5  # for temperatures above 0; almost greedy
+MIN_TAIL = 2.0**-24  # minimum of 1 - u: the resolution of f32
 
 
 def draw_tokens_reference(
@@ -24,12 +24,12 @@ def draw_tokens_reference(
 
     def drawn(logits):
         if token_ids is not None:
-            # All columns of all tokens, so that the noise is made as for them.
+            # Expanded to the full vocabulary, so that the noise is that of the token ids.
             full = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
             logits = full.at[:, token_ids].set(logits)
         noise = gumbel_noise(seeds, stream, tuple(keyed), logits.shape[1])
         is_greedy = (temperature == 0)[:, None]
-        # Below the least one the quotients, or their rounding errors, would overflow.
+        # Below the minimum, the quotients or their rounding errors would overflow.
         divisor = jnp.maximum(temperature, MIN_TEMPERATURE)[:, None]
         return argmax(jnp.where(is_greedy, logits, logits / divisor + noise))
 
@@ -41,13 +41,13 @@ def draw_tokens_reference(
 
 
 def argmax(logits: jax.Array) -> jax.Array:
-    """The first best token i32[N] of each row."""
+    """Return the first token i32[N] with the maximum logit of each row."""
 
     def best(logits):
         return jnp.argmax(logits, axis=-1).astype(jnp.int32)
 
     def first_best(logits):
-        # XLA's reduction to an index is not vectorised on a CPU: two plain ones take a third.
+        # XLA's argmax is not vectorised on a CPU: two plain reductions take a third of the time.
         token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
         is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
         return jnp.min(jnp.where(is_best, token, token[-1]), axis=-1)
@@ -58,9 +58,9 @@ def argmax(logits: jax.Array) -> jax.Array:
 def gumbel_noise(
     seeds: jax.Array, stream: int, counters: tuple[jax.Array, ...], vocab_size: int
 ) -> jax.Array:
-    """Standard Gumbel noise f32[N, V], keyed by seed u32[N], stream, counters i32[N] and token.
+    """Return Gumbel noise f32[N, V], keyed by seed u32[N], stream, counters i32[N] and token.
 
-    The draw for a token does not depend on the row, the batch or the number of drafts, so that
+    The noise of a token does not depend on the row, the batch or the number of drafts, so that
     plain decoding, verification and drafting see the same noise at the same position.
     """
 
@@ -71,14 +71,14 @@ def gumbel_noise(
 
 
 def as_gumbel(bits: jax.Array) -> jax.Array:
-    """Random bits u32 as standard Gumbel noise f32."""
-    # -log(-log(1 - u)) resolves its upper tail, which decides the argmax, down to u = 2^-33.
+    """Convert random bits u32 to standard Gumbel noise f32."""
+    # This form resolves the upper tail, which decides the argmax, down to u = 2^-33.
     u = jnp.minimum((bits.astype(jnp.float32) + 0.5) * 2.0**-32, 1 - MIN_TAIL)
     return -jnp.log(-jnp.log1p(-u))
 
 
 def keys(seeds: jax.Array, stream: int, counters: tuple[jax.Array, ...]) -> jax.Array:
-    """A key of JAX's for each row."""
+    """Return a JAX random key for each row."""
 
     def row(seed, *counters):
         key = jax.random.fold_in(jax.random.key(seed), int(stream))

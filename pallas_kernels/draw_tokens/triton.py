@@ -1,4 +1,4 @@
-"""The draw in two kernels: the best of every tile of a row, then the best of those."""
+"""Sampling in two Triton kernels: the best token of every tile of a row, then of these."""
 
 import functools
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ PARITY = 0x1BD11BDA
 
 @dataclass(frozen=True)
 class DrawTuning:
-    """Tokens of a tile. A row of 128k makes 32: a few rows fill the GPU, and many keep it full."""
+    """Tile size. A row of 128k has 32 tiles, so that even a few rows fill the GPU."""
 
     block_tokens: int = 4096
     num_warps: int = 8
@@ -107,7 +107,7 @@ def _kernel(
 
     scores = jax.lax.cond(temperature == 0, lambda: logits, perturbed)
     best = jnp.max(scores)
-    # The last column of a tile stands for one that is not a number.
+    # If the maximum is NaN, no column equals it, and the last column is taken.
     place = jnp.min(jnp.where(scores == best, column, num_tokens - 1))
     best_ref, token_ref = refs[-2:]
     best_ref[row, tile] = best
@@ -124,7 +124,7 @@ def _combine_kernel(best_ref, token_ref, out_ref, *, num_tiles):
 def threefry(
     key: tuple[jax.Array, jax.Array], count: tuple[jax.Array, jax.Array]
 ) -> tuple[jax.Array, jax.Array]:
-    """Two words u32 of a key and two of a counter, mixed in 20 rounds, as `jax.random` does."""
+    """Mix two words u32 of a key and two of a counter in 20 rounds, as `jax.random` does."""
     schedule = *key, key[0] ^ key[1] ^ jnp.uint32(PARITY)
     x, y = count[0] + schedule[0], count[1] + schedule[1]
     for i in range(5):

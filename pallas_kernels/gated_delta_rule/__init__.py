@@ -1,28 +1,28 @@
-"""The gated delta rule over one lazily advanced state per request (Yang et al. 2024).
+"""The gated delta rule with one lazily advanced state per request (Yang et al. 2024).
 
-For every value head, with state S [D_v, D_k], decay first, then read, write and read out:
+For every value head with state S [D_v, D_k]: decay, read, write, then read the output:
 
     S <- e^g S      u = beta (v - S k)      S <- S + u k^T      o = S q
 
-with g = -exp(log_decay) softplus(a + decay_bias) and beta = sigmoid(b). What comes out is o, or,
-with weights for it, w rmsnorm(o) silu(z). q, k and v are a causal depthwise convolution of raw
-inputs over the last W tokens, through silu; q and k are then l2-normalised per head and q scaled by
+with g = -exp(log_decay) softplus(a + decay_bias) and beta = sigmoid(b). The output is o, or, with
+a norm weight w, w rmsnorm(o) silu(z). q, k and v are a causal depthwise convolution of raw inputs
+over the last W tokens, followed by silu; q and k are then l2-normalised per head and q is scaled by
 D_k^-1/2. Value head j reads key head j // (H_v / H_k).
 
-A request's cache is one state, and a ring of the raw inputs and gates of its last tokens, where the
-token at position p lies in column p mod R. The state lags behind: it holds all tokens but the last
-`pending` ones, which stand but came out of a step that could not know how many would. A call first
-folds those in from the ring and writes the state once; then it runs the T new tokens on a copy,
-and leaves their inputs in the ring for the next call, which knows how many stand. So however many
-tokens are verified, one state is read and one is written, and a rejected token is never undone:
-its column is written again. Raw inputs are kept, and not what follows from them, so that folding a
-token in is the very computation that its own step made.
+A request's cache is one state, and a ring of the raw inputs and gates of its last tokens: the token
+at position p is in column p mod R. The state lags behind: it contains all tokens but the last
+`pending` ones. These are accepted, but the step that ran them could not know that. A call first
+folds them into the state from the ring and writes the state once. Then it runs the T new tokens on
+a copy of the state, and writes their inputs to the ring for the next call, which knows how many
+were accepted. So one state is read and written, however many tokens are verified, and rejected
+tokens need no rollback: their columns are overwritten. The ring has raw inputs, not derived values,
+so that folding a token in repeats exactly the computation of its own step.
 
-With up to M tokens pending and up to M new ones, R = W - 1 + 2 M columns are so many that a call
-writes none that it reads: the window of a call, the W - 1 tokens before the pending ones, those,
-and the new ones, is at most the whole ring. That is M columns more than a sequential program needs,
-and it is what lets a kernel's programs run in any order: those of all value heads that share a key
-head read its channels, and one of them writes the new ones, while another has yet to read.
+With up to M pending and up to M new tokens, R = W - 1 + 2 M columns are enough that a call writes
+none that it reads: its window (W - 1 tokens before the pending ones, the pending ones, the new
+ones) fits in the ring. A sequential program would need M columns less; these let the programs of a
+kernel run in any order: the programs of all value heads that share a key head read its channels,
+and one of them may write the new columns before another has read.
 """
 
 import jax
@@ -51,29 +51,30 @@ def gated_delta_rule(
     eps: float,
     kernels: str = "auto",
 ) -> tuple[jax.Array, DeltaRuleCache]:
-    """Outputs [B, T, H_v, D_v] in x's dtype and the cache; use only the cache returned.
+    """Return outputs [B, T, H_v, D_v] in x's dtype and the cache; use only the returned cache.
 
     Args:
         x: [B, T, C + H_v D_v + 2 H_v], q | k | v before the convolution, output gate z, write gate
-            b and decay a of the new tokens: the input projection's output, as it is.
+            b and decay a of the new tokens: the unchanged output of the input projection.
         weights: see `DeltaRuleWeights`.
-        cache: updated in place where the caller donated it.
+        cache: updated in place if the caller donated it.
         layer: i32[] layer of the cache.
-        slots: i32[B], distinct; past the last slot for a padding row.
+        slots: i32[B], distinct; out of range for a padding row.
         positions: i32[B, T], absolute and consecutive in each request; -1 for padding, which
-            follows the real rows. A request without real rows is left as it is.
-        pending: i32[B], tokens before the new ones that stand but are not in the state; at most M.
-        folds: fold the new tokens in as well, as for a prompt, which nothing can reject. They leave
-            nothing pending; columns that no call should look at any more are filled with NaN. Large
-            T runs in chunks of matrix products (the WY form). Without it, at most M rows are real.
-        eps: of the output's norm.
+            follows the real rows. A request without real rows is left unchanged.
+        pending: i32[B], accepted tokens before the new ones that the state lacks; at most M.
+        folds: also fold the new tokens into the state, for prompts, which cannot be rejected. Then
+            no tokens are pending; columns that no later call should read are filled with NaN. Large
+            T runs in chunks of matrix products (the WY form). Without `folds`, at most M rows of a
+            request are real.
+        eps: of the output norm.
         kernels: implementation to use, see `dispatch.run`.
 
-    Everything is f32 within, but for what `gated_norm` rounds. What a slot holds before position 0
-    counts as zero.
+    Computes in f32, except for the roundings of `gated_norm`. Before position 0, state and inputs
+    are zero whatever the slot contains.
 
     Raises:
-        ValueError: shapes that do not fit each other, naming the argument.
+        ValueError: shapes are inconsistent; the message names the argument.
         UnsupportedError: see `dispatch.run`.
     """
     if cache.state.ndim != 5 or cache.ring.ndim != 4:

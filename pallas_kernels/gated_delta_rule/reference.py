@@ -9,14 +9,14 @@ import jax.numpy as jnp
 from pallas_kernels.gated_delta_rule.types import DeltaRuleCache, DeltaRuleWeights, Heads
 
 CHUNK = 64
-EPSILON = 1e-6  # of the l2 norm
+EPSILON = 1e-6  # of the l2 normalisation
 
-# Without it, GPUs multiply f32 in tf32, whose error a state would keep.
+# By default GPUs multiply f32 as tf32, whose errors would accumulate in the state.
 einsum, matmul = partial(jnp.einsum, precision="highest"), partial(jnp.matmul, precision="highest")
 
 
 class Tokens(NamedTuple):
-    """What the rule reads of T tokens, f32."""
+    """Inputs of the rule for T tokens, f32."""
 
     q: jax.Array  # [B, T, H_v, D_k]
     k: jax.Array  # [B, T, H_v, D_k]
@@ -25,8 +25,8 @@ class Tokens(NamedTuple):
     beta: jax.Array  # [B, T, H_v]
 
     def only(self, is_real: jax.Array) -> "Tokens":
-        """Where not is_real bool[B, T], a token that leaves every state as it is, whatever this
-        one holds."""
+        """Replace tokens that are not is_real bool[B, T] by ones that leave every state unchanged,
+        even if they are NaN."""
         wide = is_real[..., None]
         q, k, v = (jnp.where(wide[..., None], x, 0.0) for x in (self.q, self.k, self.v))
         g, beta = (jnp.where(wide, x, 0.0) for x in (self.g, self.beta))
@@ -52,17 +52,17 @@ def gated_delta_rule_reference(
     max_pending = cache.max_pending(num_taps)
     counts = (positions >= 0).sum(axis=1)
     starts = positions[:, 0]
-    # Steps of any width are computed in one shape, the widest: XLA rounds by the shape.
+    # Steps of any width use one shape, the widest, because XLA's rounding depends on the shape.
     width = positions.shape[1]
     num_new = width if folds else max_pending
     raw, z, new_gates = split_inputs(_resize(x, num_new), weights, heads)
     is_new = _resize(positions >= 0, num_new)
-    first = (starts - pending)[:, None]  # tokens in the state
+    first = (starts - pending)[:, None]  # number of tokens in the state
 
-    # All that this call looks at: tokens of the ring in their order, then the new ones.
+    # All tokens that this call reads: those of the ring in their order, then the new ones.
     places = starts[:, None] + jnp.arange(-(num_taps - 1 + max_pending), 0)
     columns = places % num_columns
-    read = jnp.minimum(slots, num_slots - 1)[:, None]  # a padding row reads, and drops, another's
+    read = jnp.minimum(slots, num_slots - 1)[:, None]  # padding reads another slot, unused
     is_known = (places >= 0) & (places >= first - (num_taps - 1))
     known = jnp.where(is_known[..., None], ring[layer, read, columns], 0)
     inputs = jnp.concatenate([known, raw.astype(ring.dtype)], axis=1)
@@ -75,13 +75,13 @@ def gated_delta_rule_reference(
         s, out = carry
         token = (jax.lax.dynamic_index_in_dim(x, t, 1, keepdims=False) for x in tokens)
         s, o = advance(s, *token)
-        # Before the first new token, the place is 0, which that one overwrites.
+        # Outputs of pending tokens go to index 0, which the first new token overwrites.
         return s, jax.lax.dynamic_update_index_in_dim(out, o, t - max_pending, 1)
 
     s = jnp.where(first[..., None, None] > 0, state[layer, read[:, 0]], 0.0)
     out = jnp.zeros((len(slots), num_new, heads.num_values, heads.value_dim), jnp.float32)
-    # One body for both loops, and bounds that XLA cannot unroll: a token is the same machine code
-    # and has the same bits whichever call runs it.
+    # Both loops have the same body, and bounds that XLA cannot unroll, so that a token runs the
+    # same machine code and gives the same bits in every call.
     longest = jnp.max(jnp.where(counts > 0, pending, 0))
     s, out = jax.lax.fori_loop(max_pending - longest, max_pending, step, (s, out))
     if folds:
@@ -116,7 +116,7 @@ def gated_delta_rule_reference(
 def split_inputs(
     x: jax.Array, weights: DeltaRuleWeights, heads: Heads
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Of the projected x [B, T, C + H_v D_v + 2 H_v]: q | k | v [B, T, C], the output gate
+    """Split the projection x [B, T, C + H_v D_v + 2 H_v] into q | k | v [B, T, C], the output gate
     [B, T, H_v, D_v], and g and beta f32[B, T, 2, H_v]."""
     inner = heads.num_values * heads.value_dim
     ends = heads.channels, heads.channels + inner, heads.channels + inner + heads.num_values
@@ -128,7 +128,7 @@ def split_inputs(
 
 
 def gated_norm(o: jax.Array, z: jax.Array, norm: jax.Array, eps: float) -> jax.Array:
-    """w rmsnorm(o) silu(z) of o and z [..., D_v], statistics and gate in f32, in o's dtype."""
+    """Compute w rmsnorm(o) silu(z) of o and z [..., D_v] in o's dtype; statistics, gate in f32."""
     y = o.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     y = (norm * y.astype(o.dtype)).astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
@@ -136,13 +136,13 @@ def gated_norm(o: jax.Array, z: jax.Array, norm: jax.Array, eps: float) -> jax.A
 
 
 def _resize(x: jax.Array, length: int) -> jax.Array:
-    """x [B, T, ...] cut, or padded with zeros, to T = length."""
+    """Truncate or zero-pad x [B, T, ...] to T = length."""
     padding = max(0, length - x.shape[1])
     return jnp.pad(x[:, :length], ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
 
 
 def convolve(x: jax.Array, conv: jax.Array) -> jax.Array:
-    """silu of the causal convolution f32[B, T, C] of x [B, W - 1 + T, C] with weights [W, C]."""
+    """Return silu(causal convolution) f32[B, T, C] of x [B, W - 1 + T, C], weights [W, C]."""
     num_taps = conv.shape[0]
     length = x.shape[1] - num_taps + 1
     x, conv = x.astype(jnp.float32), conv.astype(jnp.float32)
@@ -153,7 +153,7 @@ def convolve(x: jax.Array, conv: jax.Array) -> jax.Array:
 
 
 def split_tokens(y: jax.Array, gates: jax.Array, heads: Heads) -> Tokens:
-    """Convolved channels f32[B, T, C] as q, k and v per value head; gates f32[B, T, 2, H_v]."""
+    """Split channels f32[B, T, C] into q, k and v per value head; gates are f32[B, T, 2, H_v]."""
     batch, length, _ = y.shape
     key_channels = heads.num_keys * heads.key_dim
     q, k, v = jnp.split(y, [key_channels, 2 * key_channels], axis=-1)
@@ -175,7 +175,7 @@ def split_tokens(y: jax.Array, gates: jax.Array, heads: Heads) -> Tokens:
 def advance(
     s: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """One token of every head: states f32[B, H_v, D_v, D_k] and outputs f32[B, H_v, D_v]."""
+    """Run one token: return states f32[B, H_v, D_v, D_k] and outputs f32[B, H_v, D_v]."""
     s = s * jnp.exp(g)[..., None, None]
     u = beta[..., None] * (v - einsum("bhvk,bhk->bhv", s, k))
     s = s + u[..., None] * k[..., None, :]
@@ -183,8 +183,8 @@ def advance(
 
 
 def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
-    """`advance` over T tokens in chunks of matrix products (the WY form; paper, section 3.3):
-    the states after them and the outputs f32[B, T, H_v, D_v].
+    """Run `advance` over T tokens in chunks of matrix products (the WY form; paper, section 3.3);
+    return the states after them and the outputs f32[B, T, H_v, D_v].
 
     With G the running sum of g inside a chunk, A = tril(beta_i e^(G_i - G_j) k_i . k_j, -1) and
     U = (I + A)^-1 beta (V - e^G K S^T):
@@ -195,7 +195,7 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     size = min(CHUNK, 1 << (length - 1).bit_length())
     padding = -length % size
 
-    def chunks(x):  # [B, T, H, ...] -> [T / size, B, H, size, ...]; zeros leave a state as it is
+    def chunks(x):  # [B, T, H, ...] -> [T / size, B, H, size, ...]; zeros keep the state
         x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
         x = x.reshape(batch, -1, size, *x.shape[2:])
         return jnp.moveaxis(x, (1, 3), (0, 2))
@@ -206,7 +206,7 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
     def step(s, chunk):
         q, k, v, g, beta = chunk
         total = jnp.cumsum(g, axis=-1)  # [B, H, size]
-        # Above the diagonal the difference is positive, and may be too large for exp.
+        # Above the diagonal the difference is positive, and exp might overflow.
         decay = jnp.exp(jnp.where(is_before, total[..., :, None] - total[..., None, :], -jnp.inf))
         grown = jnp.exp(total)[..., None]
         beta = beta[..., None]
@@ -226,11 +226,11 @@ def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:
 
 
 def invert_unit_lower(lower: jax.Array) -> jax.Array:
-    """(I + A)^-1 of strictly lower triangular A [..., n, n], n a power of two.
+    """Return (I + A)^-1 of strictly lower triangular A [..., n, n], n a power of two.
 
     Pairs of inverted diagonal blocks are merged until one is left: the corner of the inverse of
-    [[P, 0], [C, Q]] is -Q^-1 C P^-1. A batched triangular solve would do the same on fewer
-    elements, but XLA's on the CPU calls out to BLAS for every matrix, and may hang there.
+    [[P, 0], [C, Q]] is -Q^-1 C P^-1. A batched triangular solve would touch fewer elements, but on
+    the CPU XLA's calls BLAS for every matrix, and may hang there.
     """
     *batch, n, _ = lower.shape
     inverse = jnp.ones((*batch, n, 1, 1), lower.dtype)

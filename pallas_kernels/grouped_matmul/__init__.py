@@ -1,9 +1,9 @@
-"""Rows times the matrix of their group, as a mixture of experts wants it.
+"""Product of rows with the matrix of their group, for a mixture of experts.
 
     out[targets[n]] = x[sources[n]] @ weights[g(n)]
 
-where n runs over rows sorted by group: the first group_sizes[0] are of group 0, and so on. Without
-`sources` the rows of x are sorted, without `targets` those of the result.
+where n runs over rows sorted by group: the first group_sizes[0] belong to group 0, and so on.
+Without `sources`, the rows of x are in this order; without `targets`, those of the result are.
 """
 
 import jax
@@ -24,18 +24,18 @@ def grouped_matmul(
     *,
     kernels: str = "auto",
 ) -> jax.Array:
-    """The products [N, F] in x's dtype, accumulated in f32.
+    """Return the products [N, F] in x's dtype, accumulated in f32.
 
     Args:
-        x: [N, D] rows; [M, D] with sources.
-        weights: [G, D, F] a matrix per group.
+        x: [N, D] rows; [M, D] with `sources`.
+        weights: [G, D, F], a matrix per group.
         group_sizes: i32[G], summing to N.
-        sources: i32[N] rows of x, of which one may be wanted more than once.
+        sources: i32[N] rows of x; may repeat.
         targets: i32[N] rows of the result, a permutation.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:
-        ValueError: shapes that do not fit each other, naming the argument.
+        ValueError: shapes are inconsistent; the message names the argument.
     """
     if x.ndim != 2 or weights.ndim != 3 or weights.shape[1] != x.shape[1]:
         raise ValueError(

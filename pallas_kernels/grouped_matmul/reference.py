@@ -13,10 +13,10 @@ def grouped_matmul_reference(
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
 ) -> jax.Array:
-    """See `grouped_matmul`. Reads each used matrix once per block, and no other.
+    """See `grouped_matmul`. Reads each used matrix once per block, and no other matrices.
 
-    A block runs on past the end of its group; what it writes there, the next group's first block
-    writes again.
+    A block may extend past the end of its group; the next group's first block overwrites these
+    rows.
     """
     x = x if sources is None else x[sources]
     num_rows = x.shape[0]

@@ -1,7 +1,7 @@
 """The grouped product on tensor cores: a program per block of rows that share a group.
 
-How many blocks there are is known on the device only, so the grid is as large as they can become.
-A program finds its group by the sums of the sizes before it, and has nothing to do past the last.
+The number of blocks is known only on the device, so the grid has the maximum number. A program
+finds its group from the cumulative group sizes; programs past the last block do nothing.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.triton_call import dot, load, store, triton_call
 
 DTYPES = "bfloat16", "float16", "float32"
-MAX_GROUPS = 4096  # whose sizes every program sums
+MAX_GROUPS = 4096  # every program sums the sizes of all groups
 MAX_ELEMENTS = 2**31  # offsets into an array are i32
 
 
 @dataclass(frozen=True)
 class GroupedMatmulTuning:
-    """Tiles and how they are run; the tiles' sizes are powers of two of 16 or more."""
+    """Tile sizes (powers of two of at least 16) and launch parameters."""
 
     block_rows: int
     block_columns: int
@@ -31,7 +31,7 @@ class GroupedMatmulTuning:
     num_stages: int
 
 
-# By the rows that a group has on average, up to so many; few rows are bound by reading weights.
+# By maximum for twice the average rows per group. Few rows are bound by reading weights.
 BFLOAT16 = {
     16: GroupedMatmulTuning(16, 64, 128, 4, 4),
     64: GroupedMatmulTuning(64, 128, 64, 4, 4),
@@ -41,9 +41,9 @@ FLOAT32 = {16: GroupedMatmulTuning(16, 64, 32, 4, 3), None: GroupedMatmulTuning(
 
 
 def choose_config(num_rows: int, num_groups: int, dtype: Any) -> GroupedMatmulTuning:
-    """The tiles for N rows of G groups."""
+    """Choose the tiles for N rows in G groups."""
     configs = FLOAT32 if jnp.dtype(dtype) == jnp.float32 else BFLOAT16
-    # Twice the average: the rows of an expert that many tokens choose fit its block.
+    # Twice the average, so that the rows of a popular expert fit in one block.
     fits = [
         max_rows
         for max_rows in configs
@@ -62,10 +62,10 @@ def grouped_matmul_triton(
     config: GroupedMatmulTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `grouped_matmul`. Reads a used matrix once per block of its rows, and no other.
+    """See `grouped_matmul`. Reads each used matrix once per block, and no other matrices.
 
     Raises:
-        UnsupportedError: dtypes differ or are none of DTYPES, or an array is too large.
+        UnsupportedError: dtypes differ or are not in DTYPES, or an array is too large.
     """
     num_groups, depth, num_columns = weights.shape
     num_rows = x.shape[0] if sources is None else sources.shape[0]
@@ -92,7 +92,7 @@ def grouped_matmul_triton(
         (x, weights, group_sizes.astype(jnp.int32), *given.values()),
         [jax.ShapeDtypeStruct((num_rows, num_columns), x.dtype)],
         name="grouped_matmul",
-        # Blocks of one group are neighbours, so that its matrix is in the L2 cache for the second.
+        # Blocks of a group are adjacent, so that from the second on its matrix is in the L2 cache.
         grid=(
             pl.cdiv(num_columns, config.block_columns),
             max_blocks(num_rows, num_groups, config.block_rows),
@@ -105,7 +105,7 @@ def grouped_matmul_triton(
 
 
 def max_blocks(num_rows: int, num_groups: int, block_rows: int) -> int:
-    """How many blocks N > 0 rows can come to, no block being of two groups."""
+    """Return the maximum number of blocks for N > 0 rows, as no block spans two groups."""
     max_used = min(num_rows, num_groups)
     return max_used + (num_rows - max_used) // block_rows
 
@@ -124,7 +124,7 @@ def _kernel(
     places = dict(zip(given, place_refs, strict=True))
     column_block, row_block = pl.program_id(0), pl.program_id(1)
     num_groups = sizes_ref.shape[0]
-    # Groups by number, padded as Triton's blocks are.
+    # Padded, because Triton's blocks have sizes that are powers of two.
     group = jnp.arange(pl.next_power_of_2(num_groups))
     sizes = load(sizes_ref.at[group], mask=group < num_groups, other=0)
     num_blocks = (sizes + config.block_rows - 1) // config.block_rows
@@ -141,8 +141,8 @@ def _kernel(
         is_mine = rows < end
 
         def placed(name):
-            # A row that is not there is past the end: interpreted, a masked store writes back what
-            # it has read, and must not to a row that another lane has written.
+            # Masked rows point past the end: in interpret mode a masked store writes the old value,
+            # which must not overwrite a row that another lane has written.
             if name not in places:
                 return rows
             return load(places[name].at[rows], mask=is_mine, other=out_ref.shape[0])

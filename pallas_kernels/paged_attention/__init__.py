@@ -4,11 +4,11 @@ For query row t of request b at absolute position p = positions[b, t]:
 
     out[b, t, h] = sum_j softmax_j(f(q[b, t, h] . K_j[h'] / sqrt(D))) V_j[h'],   h' = h // G
 
-over p - window < j <= p, where token j of request b lies in page `page_table[b, j // page_size]` at
+over p - window < j <= p, where token j of request b is in page `page_table[b, j // page_size]` at
 offset `j % page_size`, and G = H / H_kv query heads share a key head. f(x) = x, or with a soft cap
-c, f(x) = c tanh(x / c). K and V are what the pool stores, times `kv_scale[0, h']` and
-`kv_scale[1, h']` where it stores float8. The new tokens' own keys are already in the pool. Prefill
-is T = chunk, verification T = K + 1, plain decoding T = 1.
+c, f(x) = c tanh(x / c). K and V are the contents of the pool, times `kv_scale[0, h']` and
+`kv_scale[1, h']` for a pool of float8. The new tokens' own keys are already in the pool. Prefill
+has T = chunk, verification T = K + 1, plain decoding T = 1.
 """
 
 import jax
@@ -33,7 +33,7 @@ def paged_attention(
     kv_scale: jax.Array | None = None,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Attention output [B, T, H, D] in q's dtype; softmax statistics are f32.
+    """Return the attention output [B, T, H, D] in q's dtype; softmax statistics are f32.
 
     Args:
         q: [B, T, H, D] queries.
@@ -41,17 +41,17 @@ def paged_attention(
         layer: i32[] layer of the pool to read.
         page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
         positions: i32[B, T] absolute position of each row; a row at -1 is padding and returns 0.
-        window: how many tokens a row sees, itself among them; all if None.
-        soft_cap: the bound that scores are squashed into; none if None.
-        kv_scale: f32[2, H_kv] of keys and of values, with a pool of float8_e4m3fn and only then.
+        window: how many tokens a row attends to, itself included; None for all.
+        soft_cap: c, the bound on the absolute value of scores; None for no bound.
+        kv_scale: f32[2, H_kv] scales of keys and values; only for a pool of float8_e4m3fn.
         kernels: implementation to use, see `dispatch.run`.
 
-    No page past a request's last position, and none before its first row's window, is read into
-    the result: it may hold NaN.
+    Pages past a request's last position or before its first row's window do not affect the
+    result: they may contain NaN.
 
     Raises:
-        ValueError: arguments that do not fit each other, or a scale that is missing; names them.
-        UnsupportedError: the kernel that `kernels` names does not take the arguments.
+        ValueError: arguments are inconsistent, or a scale is missing; the message names them.
+        UnsupportedError: the kernel that `kernels` names does not support the arguments.
     """
     if q.ndim != 4 or q.shape[:2] != positions.shape:
         raise ValueError(

@@ -19,9 +19,9 @@ def paged_attention_reference(
 ) -> jax.Array:
     """See `paged_attention`.
 
-    Context is read in blocks of a fixed size, as many as the longest request of the batch needs,
-    from the first one that any row's window holds. A block that a row does not see adds exactly
-    nothing to it, so a row's bits do not depend on how long its neighbours are.
+    The context is read in blocks of a fixed size, from the first one in any row's window to the
+    last one of the longest request. A block that a row does not attend to adds exactly 0 to it, so
+    a row's bits do not depend on the lengths of other requests.
     """
     batch, num_rows, num_heads, dim = q.shape
     num_pages, page_size, _, num_kv_heads = kv.shape[1:5]
@@ -29,17 +29,17 @@ def paged_attention_reference(
     page_table = jnp.pad(
         page_table, ((0, 0), (0, -page_table.shape[1] % pages)), constant_values=-1
     )
-    # [B, H_kv, T G, D]: rows that share a key head are one matrix.
+    # [B, H_kv, T G, D]: rows that share a key head form one matrix.
     queries = q.reshape(batch, num_rows, num_kv_heads, -1, dim).transpose(0, 2, 1, 3, 4)
     group = queries.shape[3]
     queries = queries.reshape(batch, num_kv_heads, num_rows * group, dim) * (dim**-0.5)
     row_positions = jnp.repeat(positions, group, axis=1)[:, None, :, None]
     heads = jnp.arange(num_kv_heads)[:, None]
-    # The first position that a page does not serve: 0 for one that is not assigned.
+    # End of the positions used of a page: 0 for a page that is not assigned.
     ends = jnp.where(page_table >= 0, positions.max(axis=1, keepdims=True) + 1, 0)
     page_table = jnp.clip(page_table, 0, num_pages - 1)
     no_row = page_table.shape[1] * page_size
-    starts = jnp.zeros((batch, 1), jnp.int32)  # the first position that a request's rows see
+    starts = jnp.zeros((batch, 1), jnp.int32)  # first position a request attends to
     if window is not None:
         oldest = jnp.where(positions >= 0, positions, no_row).min(axis=1, keepdims=True)
         starts = jnp.maximum(oldest - window + 1, 0)
@@ -54,12 +54,12 @@ def paged_attention_reference(
         used = used[:, None]  # [B, 1, C]
 
         def load(which):
-            # Gathered with the heads in front, where the products want them: no transpose.
+            # Gathered with heads first, as the products need them, to avoid a transpose.
             tokens = kv.at[layer, ids[:, None], :, which, heads].get(mode="promise_in_bounds")
             return tokens.reshape(batch, num_kv_heads, pages * page_size, dim).astype(q.dtype)
 
         keys = load(0)
-        # A weight of zero would still turn a NaN of an unused page into NaN.
+        # NaN in an unused page would give NaN even with a weight of zero.
         values = jnp.where(used[..., None], load(1), 0)
         visible = (column <= row_positions) & used[:, :, None]
         if window is not None:

@@ -1,9 +1,9 @@
 """Paged attention as Pallas Triton kernels: a flash kernel split over the context, and a combine.
 
-A program takes up to `block_rows` of the T G rows of one request that share a key head, and every
-`num_splits`-th block of `block_tokens` of its context. Which program adds a block, and when, is
-thus fixed by the block's number alone, and blocks that a row does not see add exactly nothing:
-a row's bits depend on neither the neighbours nor the other rows of its request.
+A program computes up to `block_rows` of the T G rows of one request that share a key head, over
+every `num_splits`-th block of `block_tokens` of its context. So a block's number alone determines
+which program adds it, and in which order, and blocks that a row does not attend to add exactly 0: a
+row's bits depend neither on other requests nor on the other rows of its request.
 """
 
 import functools
@@ -23,8 +23,8 @@ DTYPES = ("bfloat16", "float32")
 FP8 = "float8_e4m3fn"
 
 LOG2_E = math.log2(math.e)
-UNSEEN = -1e30  # a finite maximum of no scores: differences with it are never NaN
-NOWHERE = 2**30  # a column that no row sees
+UNSEEN = -1e30  # maximum of no scores; finite, so that differences are never NaN
+NOWHERE = 2**30  # a column that no row attends to
 
 
 def paged_attention_triton(
@@ -40,10 +40,10 @@ def paged_attention_triton(
     config: AttentionTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """See `paged_attention`. `config` overrides what `choose_config` says.
+    """See `paged_attention`. `config` overrides the result of `choose_config`.
 
     Raises:
-        UnsupportedError: an argument is outside of what the kernel was written for.
+        UnsupportedError: the kernel does not support an argument.
     """
     _check_supported(q, kv)
     batch, num_rows, num_heads, dim = q.shape
@@ -72,8 +72,8 @@ def paged_attention_triton(
         operands,
         attended,
         name="paged_attention",
-        # Neighbours in the grid run together: blocks of rows that read the same keys, then heads
-        # whose keys lie side by side.
+        # Adjacent programs of the grid run together: blocks of rows that read the same keys, then
+        # heads whose keys are adjacent.
         grid=(num_blocks * num_kv_heads, batch, config.num_splits),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
@@ -88,7 +88,7 @@ def paged_attention_triton(
         [jax.ShapeDtypeStruct(q.shape, q.dtype)],
         name="paged_attention_combine",
         grid=(num_heads, num_rows, batch),
-        # 32 numbers of the partials to a thread: enough loads in flight, no spills.
+        # 32 elements of the partial results per thread: enough loads in flight, no spills.
         num_warps=min(8, max(1, width * dim // 1024)),
         interpret=interpret,
     )
@@ -96,7 +96,7 @@ def paged_attention_triton(
 
 
 def _check_supported(q: jax.Array, kv: jax.Array) -> None:
-    # Conversion to f32 would spill registers, as f32 tiles hold whole rows of D already.
+    # Conversion of float8 to f32 would spill: a thread of f32 tiles already has whole rows of D.
     stored = (q.dtype.name, FP8) if q.dtype == jnp.bfloat16 else (q.dtype.name,)
     supported = {
         "head dimension D": (q.shape[3], DIMS),
@@ -109,7 +109,7 @@ def _check_supported(q: jax.Array, kv: jax.Array) -> None:
             raise UnsupportedError(
                 f"{name} {value}: the Triton kernel takes {', '.join(map(str, values))}"
             )
-    # Pallas counts elements in 32 bits up to 4 GiB, which are signed for Triton.
+    # Up to 4 GiB, Pallas uses 32-bit element offsets, which Triton treats as signed.
     if kv.dtype.itemsize == 1 and 2**31 < kv.size <= 2**32:
         raise UnsupportedError(
             f"kv of {kv.size / 2**30:.1f} GiB in {kv.dtype}: the Triton kernel takes up to 2 GiB "
@@ -145,15 +145,15 @@ def _attention_kernel(
     element = jnp.arange(dim, dtype=jnp.int32)[None]
     mask = jnp.broadcast_to(exists[:, None], (config.block_rows, dim))
     q = load(q_ref.at[request, t[:, None], head[:, None], element], mask=mask, other=0.0)
-    last = load(positions_ref.at[request, t], mask=exists, other=-1)  # that a row sees; [R]
+    last = load(positions_ref.at[request, t], mask=exists, other=-1)  # last visible; [R]
 
-    # Columns that some row of this block sees, and none of them is a page of nobody's.
+    # Range of columns that rows of this block attend to, within the page table.
     end = jnp.minimum(jnp.max(last) + 1, page_table_ref.shape[1] * page_size)
     first = jnp.int32(0)
     if window is not None:
         oldest = jnp.min(jnp.where(last >= 0, last, NOWHERE))
         first = jnp.maximum(oldest - window + 1, 0)
-    scale = LOG2_E / math.sqrt(dim)  # for exp2, which is what the hardware has
+    scale = LOG2_E / math.sqrt(dim)  # for exp2, the hardware's instruction
     if scale_ref is not None:
         scale = scale * scale_ref[0, kv_head]
 
@@ -172,7 +172,7 @@ def _attention_kernel(
             at = (layer, page[:, None], offset, jnp.int32(which), kv_head, element)
             return load(kv_ref.at[at], mask=mask, other=0.0).astype(q.dtype)  # [C, D]
 
-        # Without a precision, f32 would be multiplied as tf32.
+        # By default f32 would be multiplied as tf32.
         scores = dot(q, load_tokens(0), trans_b=True, precision="highest") * scale  # [R, C]
         if soft_cap is not None:
             scores = jnp.tanh(scores * (1 / (LOG2_E * soft_cap))) * (LOG2_E * soft_cap)
@@ -193,7 +193,7 @@ def _attention_kernel(
         jnp.full((config.block_rows,), UNSEEN, jnp.float32),
         jnp.zeros((config.block_rows,), jnp.float32),
     )
-    # Blocks split, split + num_splits, ...: from the one that holds `first` to that of `end` - 1.
+    # Blocks split, split + num_splits, ..., from that of `first` to that of `end` - 1.
     first_block = jax.lax.div(first, config.block_tokens)
     end_block = pl.cdiv(end, config.block_tokens)
     start, stop = (
@@ -210,7 +210,7 @@ def _attention_kernel(
         mask = jnp.broadcast_to(exists[:, None], out.shape)
         store(out_refs[0].at[*where, element], out.astype(q.dtype), mask=mask)
         return
-    # Of a split that saw nothing, the combine kernel reads nothing but the statistics.
+    # For a split without visible tokens, the combine kernel reads only the statistics.
     mask = jnp.broadcast_to((exists & (total > 0))[:, None], out.shape)
     store(out_refs[0].at[*where, split, element], out, mask=mask)
     for ref, statistic in zip(out_refs[1:], (maximum, total), strict=True):
@@ -218,7 +218,7 @@ def _attention_kernel(
 
 
 def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
-    """One row: the sum of its splits [splits, D], each with the weight of its maximum."""
+    """Combine one row: sum its splits [splits, D], each weighted by its maximum."""
     head, t, request = (pl.program_id(axis) for axis in range(3))
     num_splits, dim = partial_ref.shape[3:]
     split = jnp.arange(width, dtype=jnp.int32)

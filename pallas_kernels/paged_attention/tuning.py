@@ -1,50 +1,50 @@
-"""Tile sizes of the paged attention kernels, by shape. Chosen by registers and shared memory."""
+"""Tile sizes of the paged attention kernels, by shape; limited by registers and shared memory."""
 
 from dataclasses import dataclass
 
 import jax.numpy as jnp
 
-NUM_SMS = 132  # of an H100 or H200
-MIN_BLOCKS = 3  # to a split: of fewer, the partial results weigh too much against what was read
-MAX_SPLITS = 64  # the combine kernel holds a row's partials [splits, D] in registers
+NUM_SMS = 132  # multiprocessors of an H100 or H200
+MIN_BLOCKS = 3  # per split; with fewer, partial results are too large compared to the keys read
+MAX_SPLITS = 64  # the combine kernel has a row's partial results [splits, D] in registers
 
 
 @dataclass(frozen=True)
 class AttentionTuning:
-    """What a program of the attention kernel takes, and what it takes it with."""
+    """Tile sizes and launch parameters of the attention kernel."""
 
-    block_rows: int  # query rows, of the T G that share a key head
-    block_tokens: int  # keys and values per turn of the loop
-    num_splits: int  # programs that share the context of a block of rows
+    block_rows: int  # query rows per program, of the T G that share a key head
+    block_tokens: int  # keys and values per iteration
+    num_splits: int  # programs that divide the context of a block of rows
     num_warps: int
-    num_stages: int  # Triton's: a page's id and then its tokens take two each, so 5 is 2 blocks
+    num_stages: int  # of Triton; page ids and tokens take two each, so 5 is 2 blocks
 
 
-# By bytes of an element of q, then D, then block_rows: block_tokens, num_warps, num_stages.
+# Bytes per element of q -> D -> block_rows: (block_tokens, num_warps, num_stages).
 TILES = {
     2: {
         64: {
             16: (64, 4, 5),
             32: (64, 4, 5),
-            64: (64, 4, 5),  # from 64 rows on, wgmma: one warpgroup for each 64
+            64: (64, 4, 5),  # from 64 rows on, wgmma: one warpgroup per 64 rows
             128: (64, 8, 5),
         },
         128: {
-            16: (64, 4, 5),  # 71 KiB: three programs to an SM, 64 KiB in flight each
+            16: (64, 4, 5),  # 71 KiB: three programs per SM, 64 KiB in flight each
             32: (64, 4, 5),
             64: (64, 4, 5),
-            128: (64, 8, 3),  # 178 registers: one program to an SM; by now it computes, not waits
+            128: (64, 8, 3),  # 178 registers: one program per SM; compute-bound
         },
-        256: {  # an accumulator of D columns takes twice the registers: half the tokens
+        256: {  # the accumulator takes twice the registers, so half the tokens
             16: (32, 4, 5),
             32: (32, 4, 5),  # 64 tokens would spill
-            64: (32, 8, 3),  # two warpgroups share the D columns: one would spill
+            64: (32, 8, 3),  # two warpgroups divide the D columns: one would spill
             128: (32, 8, 3),
         },
     },
-    # No tensor core multiplies f32 exactly: every thread holds whole rows of D, so tiles are small
-    # and warps many; 64 rows would spill. Multiplying takes longer than reading: one block in
-    # flight is enough.
+    # Tensor cores do not multiply f32 exactly. Without them every thread has whole rows of D, so
+    # tiles are small with many warps; 64 rows would spill. Multiplying takes longer than reading,
+    # so one block in flight is enough.
     4: {
         64: {16: (32, 8, 3), 32: (32, 8, 3)},
         128: {16: (16, 8, 3), 32: (16, 8, 3)},
@@ -62,16 +62,16 @@ def choose_config(
     context: int,
     dtype: jnp.dtype,
 ) -> AttentionTuning:
-    """The tiles for T = `num_rows` new tokens of each request, over `context` tokens at most."""
+    """Choose tiles for T = `num_rows` new tokens per request, over at most `context` tokens."""
     tiles = TILES[dtype.itemsize][dim]
     rows = num_rows * (num_heads // num_kv_heads)
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))
     block_tokens, num_warps, num_stages = tiles[block_rows]
     programs = batch * num_kv_heads * -(-rows // block_rows)
-    # Two small programs run on an SM at once, and hide each other's softmax.
+    # Two small programs run on an SM at once, and overlap their softmax with other work.
     room = NUM_SMS * (2 if block_rows <= 32 else 1)
     if 8 * programs >= 7 * NUM_SMS:
-        num_splits = 1  # a second kernel would cost more than the idle eighth
+        num_splits = 1  # a second kernel would cost more than an idle eighth of the GPU
     else:
         max_splits = min(-(-context // (MIN_BLOCKS * block_tokens)), MAX_SPLITS)
         num_splits = max(1, min(room // programs, max_splits))

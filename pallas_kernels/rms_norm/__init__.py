@@ -2,8 +2,8 @@
 
     y = x + delta      out = w y / sqrt(mean(y^2) + eps)
 
-with 1 + w for w where a checkpoint stores a weight as its distance from one. The norm alone is
-left to XLA, which makes one kernel of it; of the sum and the norm it makes two, or recomputes.
+with 1 + w for w if the checkpoint stores weights minus one. The norm alone is left to XLA, which
+compiles it to one kernel; for the sum and the norm XLA makes two kernels, or recomputes the sum.
 """
 
 import jax
@@ -25,18 +25,18 @@ def add_rms_norm(
     *,
     kernels: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """The sum y and its norm, both [N, D] in x's dtype; statistics are f32.
+    """Return the sum y and its norm, both [N, D] in x's dtype; statistics are f32.
 
     Args:
         x: [N, D].
         delta: [N, D].
         weight: [D].
         eps: added to the mean square.
-        is_centred: the weight is stored as its distance from one.
+        is_centred: the weight is stored minus one.
         kernels: implementation to use, see `dispatch`.
 
     Raises:
-        ValueError: shapes that do not fit each other, naming the argument.
+        ValueError: shapes are inconsistent; the message names the argument.
     """
     if x.ndim != 2 or weight.shape != x.shape[1:]:
         raise ValueError(f"x must be [N, D] and weight [D]; got {x.shape} and {weight.shape}")

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, is_centred: bool = False) -> jax.Array:
-    """RMSNorm over the last axis of x [..., D], statistics in f32.
+    """Compute RMSNorm over the last axis of x [..., D], with statistics in f32.
 
-    A weight is applied in x's dtype; one that is stored as its distance from one, in f32.
+    The weight is applied in x's dtype; if it is stored minus one, in f32.
     """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)

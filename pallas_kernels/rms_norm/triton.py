@@ -1,4 +1,4 @@
-"""The residual sum and the norm of a row in one program."""
+"""Triton kernel that computes the residual sum and the norm of one row per program."""
 
 import functools
 
@@ -9,7 +9,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.triton_call import load, store, triton_call
 
-MAX_DIM = 16384  # a row lives in the registers of one program
+MAX_DIM = 16384  # a row has to fit in the registers of one program
 ELEMENTS_PER_WARP = 1024
 
 

@@ -1,13 +1,13 @@
-"""Queries, keys and values out of one projection: normed, rotated, and the keys and values paged.
+"""Norm and rotation of projected queries and keys, and the write of keys and values to pages.
 
-Of a row's projection, heads q | gate | k | v side by side in that order, with position p:
+For a row at position p, whose projection is heads q | gate | k | v in that order:
 
     q' = rotate(norm(q), p)      k' = rotate(norm(k), p)
     kv[layer, page_table[b, p // page_size], p % page_size] = (k', v)
 
-where rotate turns dimensions i and i + n of a head by the row's i-th angle, for i < n, and leaves
-those past 2 n (Su et al. 2021; partial rotation, HF's pairing), and the norm is there if its weight
-is. Gates, if there are any, stay where they are.
+where rotate turns dimensions i and i + n of a head by the row's i-th angle, for i < n, and keeps
+dimensions past 2 n (Su et al. 2021; partial rotation, HF's pairing). The norm is applied only if a
+weight is given. Gates, if any, are not touched.
 
 Rows at position -1, past the page table, or on a page that is not assigned (-1) write nothing.
 """
@@ -25,7 +25,7 @@ IMPLEMENTATIONS = {"triton": rope_write_triton, "reference": rope_write_referenc
 
 
 class HeadWeights(NamedTuple):
-    """What a projection's heads go through; None where a model does without."""
+    """Bias and norm weights of the projected heads; None if a model has none."""
 
     bias: jax.Array | None = None  # [F]
     q_norm: jax.Array | None = None  # [D], RMSNorm over a head
@@ -47,24 +47,23 @@ def rope_write(
     writes: bool = True,
     kernels: str = "auto",
 ) -> tuple[jax.Array, jax.Array]:
-    """Queries [B, T, H, D] in the pool's dtype, and the pool; use only the pool returned.
+    """Return queries [B, T, H, D] in the pool's dtype, and the pool; use only the returned pool.
 
     Args:
         qkv: [B, T, F], F = (H + gates + 2 H_kv) D.
         weights: bias and norms.
         angles: cos and sin, f32[B, T, n] each, n <= D / 2.
-        kv: the pool [L, pages, page_size, 2, H_kv, D], updated in place where the caller donated
-            it.
+        kv: the pool [L, pages, page_size, 2, H_kv, D], updated in place if the caller donated it.
         layer: i32[] layer of the pool to write.
         page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
         positions: i32[B, T] absolute position of each row.
         num_heads: H, query heads.
         eps, is_centred: of the norms, see `rms_norm`.
-        writes: without it the pool stays as it is, and only queries are made.
+        writes: if False, the pool stays unchanged, and only queries are computed.
         kernels: implementation to use, see `dispatch`.
 
     Raises:
-        ValueError: shapes that do not fit each other, naming the argument.
+        ValueError: shapes are inconsistent; the message names the argument.
     """
     if kv.ndim != 6 or kv.shape[3] != 2:
         raise ValueError(f"kv must be [L, pages, page_size, 2, H_kv, D]; got {kv.shape}")

@@ -1,4 +1,4 @@
-"""Splitting, norming, rotating and writing in plain JAX: one scatter of whole rows."""
+"""`rope_write` in plain JAX: the write is one scatter of whole rows."""
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ def split_heads(
     eps: float,
     is_centred: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """q [..., H, D], k and v [..., H_kv, D] of projections [..., F], normed and rotated."""
+    """Return q [..., H, D], k and v [..., H_kv, D] of projections [..., F], normed and rotated."""
     if bias is not None:
         qkv = qkv + bias
     heads = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
@@ -72,7 +72,7 @@ def split_heads(
 def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     """Rotate x [..., heads, head_dim] by the angles [..., n] of its first 2 n dimensions.
 
-    Dimension i is paired with i + n (the HF layout); dimensions past 2 n stay as they are.
+    Dimension i is paired with i + n (the HF layout); dimensions past 2 n are unchanged.
     """
     cos, sin = (a[..., None, :].astype(x.dtype) for a in (cos, sin))
     half = cos.shape[-1]
@@ -89,11 +89,11 @@ def write_pages(
     k: jax.Array,
     v: jax.Array,
 ) -> jax.Array:
-    """The pool with k and v [B, T, H_kv, D] in the pages of their positions i32[B, T]."""
+    """Write k and v [B, T, H_kv, D] to the pages of their positions i32[B, T]."""
     num_pages, page_size = kv.shape[1:3]
     index = positions // page_size
     page = jnp.take_along_axis(page_table, index, axis=1, mode="fill", fill_value=-1)
-    # An id past the pool is dropped by the scatter; a negative one would wrap around.
+    # The scatter drops a page id past the pool; a negative id would wrap around.
     page = jnp.where((positions >= 0) & (page >= 0), page, num_pages)
     rows = jnp.stack([k, v], axis=2).astype(kv.dtype)  # [B, T, 2, H_kv, D]
     return kv.at[layer, page, positions % page_size].set(rows, mode="drop")

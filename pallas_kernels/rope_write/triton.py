@@ -1,4 +1,4 @@
-"""One kernel for all that happens between the projection of q, k and v and attention."""
+"""One Triton kernel for everything between the projection of q, k and v and attention."""
 
 import functools
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 @dataclass(frozen=True)
 class RopeWriteTuning:
-    """A program takes `block_heads` heads of one row; heads are small, so one warp has several."""
+    """A program computes `block_heads` heads of a row; heads are small, so a warp has several."""
 
     block_heads: int = 8
     num_warps: int = 4
@@ -116,7 +116,7 @@ def _kernel(
     is_q = head < num_heads
     is_v = head >= num_heads + num_kv_heads
     is_made = head < num_heads + (2 * num_kv_heads if writes else 0)
-    # Heads of the projection, past the gates that may lie after the queries.
+    # Source heads in the projection; keys and values come after any gates.
     source = (jnp.where(is_q, head, head - num_heads + k_at) * dim)[:, None]
     i = jnp.arange(dim, dtype=jnp.int32)[None, :]
     partner = jnp.where(i < half, i + half, jnp.where(i < 2 * half, i - half, i))
@@ -129,7 +129,7 @@ def _kernel(
             x = (x + bias.astype(jnp.float32)).astype(dtype).astype(jnp.float32)
         return x
 
-    def weight(column):  # of the norm; of queries and keys without one, and of values, 1
+    def weight(column):  # of the norm; 1 for heads without one
         w = jnp.ones((block_heads, dim), jnp.float32)
         for ref, of in (q_norm_ref, is_q), (k_norm_ref, ~(is_q | is_v)):
             if ref is not None:
@@ -174,5 +174,5 @@ def _kernel(
             y,
             mask=mask & ~is_q[:, None] & stands,
         )
-    # Masked lanes keep indices of their own: interpreted, they write back what they have read.
+    # In interpret mode masked lanes store the old value, so their indices must be distinct, too.
     store(q_ref.at[b, t, head[:, None], i], y, mask=mask & is_q[:, None])

@@ -1,13 +1,13 @@
 """Top-k, top-p and min-p: which logits of a row a token may be drawn from.
 
-With p = softmax(logits / temperature), each works on what the ones before it left:
+With p = softmax(logits / temperature), each applies to the tokens that those before it keep:
 
     min_p keeps p >= min_p max(p)
     top_k keeps the k largest; 0 keeps all
-    top_p keeps the fewest largest that sum to at least top_p of what is left; 1 keeps all
+    top_p keeps the fewest largest that sum to at least top_p of the remaining mass; 1 keeps all
 
-Logits that tie with the last one kept stay, so that the outcome does not depend on an order among
-equals, and is one threshold for each row.
+Logits that tie with the last one kept are kept, too. So the result does not depend on an order
+among equals, and is given by one threshold per row.
 """
 
 import jax
@@ -30,18 +30,18 @@ def truncate(
     *,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Logits f32[N, V] with those outside of min_p, top_k and top_p at -inf.
+    """Return logits f32[N, V] with those excluded by min_p, top_k or top_p set to -inf.
 
     Args:
         logits: f32[N, V].
-        temperature: f32[N] above 0, of the probabilities.
+        temperature: f32[N] above 0, for the probabilities.
         top_k: i32[N].
         top_p: f32[N].
         min_p: f32[N].
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:
-        ValueError: shapes that do not fit each other, naming the argument.
+        ValueError: shapes are inconsistent; the message names the argument.
     """
     if logits.ndim != 2:
         raise ValueError(f"logits must be [N, V]; got {logits.shape}")

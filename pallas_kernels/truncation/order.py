@@ -1,4 +1,4 @@
-"""Unsigned integers in the order of floats, by which a threshold is found bit by bit."""
+"""Order-preserving map of floats to unsigned integers, to find a threshold bit by bit."""
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ INFINITE = 0x007FFFFF  # the key of -inf
 
 
 def ordered(x: jax.Array) -> jax.Array:
-    """Keys u32 in the order of the floats f32 they are made of; -0.0 ties with 0.0."""
+    """Map floats f32 to keys u32 of the same order; -0.0 ties with 0.0."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     bits = jnp.where(bits == jnp.uint32(SIGN), jnp.uint32(0), bits)
     return jnp.where(bits >= jnp.uint32(SIGN), ~bits, bits | jnp.uint32(SIGN))

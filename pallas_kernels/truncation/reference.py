@@ -1,4 +1,4 @@
-"""The thresholds without a sort: bisection over the floats' bits, a pass over the logits each."""
+"""Thresholds without a sort: bisection over the floats' bits, one pass over the logits per bit."""
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ def least_kept_reference(
     top_p: jax.Array,
     min_p: jax.Array,
 ) -> jax.Array:
-    """The key u32[N] of the least logit that `truncate` keeps of each row; 0 where it keeps all."""
+    """Return the key u32[N] of the smallest logit that `truncate` keeps per row; 0 keeps all."""
     keys = ordered(logits)
 
     def cut_min_p(threshold):
@@ -22,14 +22,14 @@ def least_kept_reference(
 
     def cut_top_k(threshold):
         wanted = jnp.where(top_k > 0, top_k, logits.shape[-1]).astype(jnp.float32)
-        # Those that min_p took away are no fewer to count: below its floor nothing is kept.
+        # Counting logits that min_p removed is harmless: the threshold never drops below its floor.
         return jnp.maximum(threshold, _smallest_of(keys, jnp.ones_like(logits), wanted))
 
     def cut_top_p(threshold):
         left = jnp.where(keys < threshold[:, None], -jnp.inf, logits)
         probs = jax.nn.softmax(left / temperature[:, None], axis=-1)
-        # A row that keeps all must not lose what rounding leaves of its sum, and one whose top_p
-        # rounds to 0 keeps the best.
+        # A row with top_p = 1 must not lose tokens to rounding of its sum, and one whose top_p
+        # rounds to 0 keeps the best token.
         wanted = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
         wanted = jnp.where(top_p < 1, wanted, jnp.inf)
         return jnp.maximum(threshold, _smallest_of(keys, probs, wanted))
@@ -41,13 +41,13 @@ def least_kept_reference(
 
 
 def _smallest_of(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-    """The least of the fewest largest keys of each row whose weights sum to `wanted` [N].
+    """Return, per row, the smallest of the fewest largest keys whose weights sum to `wanted` [N].
 
-    Rows whose weights do not come to it keep everything.
+    A row whose weights do not sum to it returns 0, which keeps everything.
     """
 
     def refine(bit, threshold):
-        # The highest threshold that still lets enough through, one bit at a time.
+        # Find the highest threshold that keeps enough weight, one bit at a time.
         trial = threshold | (jnp.uint32(1) << (NUM_BITS - 1 - bit).astype(jnp.uint32))
         through = jnp.where(keys >= trial[:, None], weights, 0).sum(axis=-1)
         return jnp.where(through >= wanted, trial, threshold)

@@ -1,10 +1,10 @@
-"""The thresholds in one kernel, a program per row, which mostly reads it twice.
+"""Thresholds in one Triton kernel, with a program per row that usually reads it twice.
 
-The first time it takes the largest of each of a few thousand columns of the row, and the sum of
-all probabilities. The k-th largest of those maxima has k logits at or above it, and not many more;
-likewise for top_p, where the maxima alone come to the mass that is wanted. The second time it
-gathers the logits from there on, the candidates, which then fit in registers. Rows with too many
-of them (a flat distribution, a large k) are read again for every few bits of the threshold.
+The first read computes the maximum of each of a few thousand strided columns of the row, and the
+sum of all probabilities. At least k logits are at or above the k-th largest of these maxima, and
+not many more; for top_p the bound is where the maxima alone reach the required mass. The second
+read gathers the logits from this bound on, the candidates, which usually fit in registers. Rows
+with too many (a flat distribution, a large k) are read again for every few bits of the threshold.
 """
 
 from collections.abc import Callable
@@ -20,28 +20,28 @@ from pallas_kernels.triton_call import barrier, load, store, triton_call
 from pallas_kernels.truncation.order import INFINITE, NUM_BITS, ordered
 
 MAX_ELEMENTS = 2**31  # offsets into an array are i32
-ROUGH_BITS = 16  # of the bound below the candidates: all of a logit that was bf16
-STEP_BITS = 2  # found by one reading of a row
+ROUGH_BITS = 16  # bits of the lower bound of the candidates: all bits of a bf16 logit
+STEP_BITS = 2  # bits of the threshold found per read of a row
 LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class TruncationTuning:
-    """Sizes are powers of two."""
+    """Block sizes (powers of two) and number of warps."""
 
     block: int  # columns at a time
     max_candidates: int
     num_warps: int
 
 
-# Two programs share a multiprocessor, or one has it for itself and must keep it busy alone.
+# With many rows two programs share a multiprocessor; with few, one must keep it busy alone.
 MANY_ROWS = TruncationTuning(block=4096, max_candidates=4096, num_warps=8)
 FEW_ROWS = TruncationTuning(block=8192, max_candidates=4096, num_warps=16)
-FEW_ROWS_UP_TO = 132  # multiprocessors of an H200
+FEW_ROWS_UP_TO = 132  # number of multiprocessors of an H200
 
 
 def choose_config(num_rows: int) -> TruncationTuning:
-    """The blocks for N rows."""
+    """Choose the block sizes for N rows."""
     return FEW_ROWS if num_rows <= FEW_ROWS_UP_TO else MANY_ROWS
 
 
@@ -55,10 +55,10 @@ def least_kept_triton(
     config: TruncationTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """The key u32[N] of the least logit that `truncate` keeps of each row; 0 where it keeps all.
+    """Return the key u32[N] of the smallest logit that `truncate` keeps per row; 0 keeps all.
 
     Raises:
-        UnsupportedError: logits are not float32, or too many.
+        UnsupportedError: logits are not float32, or have too many elements.
     """
     num_rows, vocab_size = logits.shape
     if logits.dtype != jnp.float32:
@@ -107,7 +107,7 @@ def _kernel(
     row = pl.program_id(0)
     top_k, top_p, min_p = top_k_ref[row], top_p_ref[row], min_p_ref[row]
     cuts_k, cuts_p, cuts_min = (top_k > 0) & (top_k < vocab_size), top_p < 1, min_p > 0
-    zero = (0 * row).astype(jnp.uint32)  # no literal, which a branch may not return
+    zero = (0 * row).astype(jnp.uint32)  # not a literal: a branch may not return one
     column = jnp.arange(block)
     num_blocks = pl.cdiv(vocab_size, block)
 
@@ -130,7 +130,7 @@ def _kernel(
             shrunk = mass * jnp.exp2((largest - larger) * rate)
             return larger, shrunk + jnp.exp2((x - larger) * rate)
 
-        lowest = jnp.finfo(jnp.float32).min  # where -inf would make differences NaN
+        lowest = jnp.finfo(jnp.float32).min  # finite, because differences of -inf are NaN
         start = jnp.full(block, lowest), jnp.zeros(block, jnp.float32)
         largest, mass = jax.lax.fori_loop(0, num_blocks, summarise, start)
         best = jnp.max(largest)
@@ -140,7 +140,7 @@ def _kernel(
         def weigh(x, counts):
             return jnp.where(counts, 1.0, jnp.exp2((x - best) * rate))
 
-        # What is wanted at or above the bound, except where top_p is of what min_p leaves.
+        # Required weight at or above the bound; not valid for top_p if min_p applies before it.
         wanted_p = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
         wanted = jnp.where(cuts_k, top_k.astype(jnp.float32), wanted_p * mass)
         keys, weights = ordered(largest), weigh(largest, cuts_k)
@@ -163,7 +163,7 @@ def _kernel(
             def _():
                 place = count + jnp.cumsum(is_candidate.astype(jnp.int32)) - 1
                 fits = is_candidate & (place < max_candidates)
-                # In interpret mode what is masked is written, too: as it was, to its own place.
+                # In interpret mode masked lanes store the old value, so each needs its own place.
                 place = jnp.where(fits, place, max_candidates + column)
                 store(candidates_ref.at[row, place], x, mask=fits)
 
@@ -171,10 +171,10 @@ def _kernel(
 
         count = _repeat(num_blocks, gather, zero.astype(jnp.int32), cuts_k | cuts_p)
         if has_threads:
-            barrier()  # others stored what this one loads
+            barrier()  # a thread loads what other threads stored
 
         def finish(find: Callable, total: Callable):
-            """By `find`, the highest key that lets enough through, and `total` of a threshold."""
+            """Return the row's threshold: `find` gives that of a cut, `total` the mass it keeps."""
             left = find(True, top_k.astype(jnp.float32), cuts_k)
             left = jnp.maximum(left, ordered(floor))
             all_left = jnp.where(cuts_k | cuts_min, total(left), mass)
@@ -225,7 +225,7 @@ def _kernel(
 def _search(
     through: Callable, wanted: jax.Array, zero: jax.Array, num_bits: int, is_asked: jax.Array
 ) -> jax.Array:
-    """The highest key, of that many leading bits, that lets as much through as is wanted."""
+    """Return the highest key with `num_bits` leading bits for which through(key) >= wanted."""
 
     def refine(bit, key):
         trial = key | (jnp.uint32(1) << (NUM_BITS - 1 - bit).astype(jnp.uint32))
@@ -235,7 +235,7 @@ def _search(
 
 
 def _repeat(times: int, refine: Callable, start: jax.Array, is_asked: jax.Array) -> jax.Array:
-    """What `refine` makes of `start` in so many times; `start` where it is not asked."""
+    """Apply `refine` to `start` this many times if `is_asked`; otherwise return `start`."""
     return jax.lax.cond(
         is_asked, lambda x: jax.lax.fori_loop(0, times, refine, x), lambda x: x, start
     )

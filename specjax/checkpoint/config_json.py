@@ -1,4 +1,4 @@
-"""JSON files of a checkpoint folder: config.json and the indexes of shards."""
+"""Reader of a checkpoint's JSON files: config.json and shard indexes."""
 
 import json
 from pathlib import Path
@@ -8,7 +8,7 @@ from specjax.checkpoint.errors import CheckpointError, damaged
 
 
 def read_json(folder: Path, name: str) -> dict[str, Any]:
-    """The JSON object in `folder/name`. Raises CheckpointError if it is missing or not one."""
+    """Return the JSON object in `folder/name`; CheckpointError if missing or not an object."""
     path = Path(folder) / name
     try:
         content = json.loads(path.read_bytes())

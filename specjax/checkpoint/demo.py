@@ -1,9 +1,9 @@
-"""Where the demo checkpoints lie: beside the sources, or inside the installed package."""
+"""Locations of the demo checkpoints: beside the sources, or inside the installed package."""
 
 from pathlib import Path
 
 TARGET = "demo-llama"
-# Of each demo target, the drafters by method; a module of the target's own lies in its folder.
+# Drafter checkpoints of each demo target, by method; an MTP module is in the target's own folder.
 DRAFTERS = {
     TARGET: {"eagle": "demo-llama-eagle1", "eagle3": "demo-llama-eagle3"},
     "demo-qwen3.5": {"mtp": "demo-qwen3.5"},
@@ -14,7 +14,7 @@ _ROOTS = (_PACKAGE / "checkpoints", _PACKAGE.parent / "checkpoints")
 
 
 def demo_folders() -> dict[str, Path]:
-    """The folders of the demo checkpoints that are here, by name."""
+    """Return the folders of the available demo checkpoints, by name."""
     return {
         config.parent.name: config.parent
         for root in _ROOTS
@@ -23,5 +23,5 @@ def demo_folders() -> dict[str, Path]:
 
 
 def demo_folder(name: str) -> Path:
-    """The folder of a demo checkpoint."""
+    """Return the folder of a demo checkpoint."""
     return demo_folders()[name]

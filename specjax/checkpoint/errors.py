@@ -1,12 +1,12 @@
-"""The error of bad checkpoint files."""
+"""The error for bad checkpoint files."""
 
 from pathlib import Path
 
 
 class CheckpointError(ValueError):
-    """A checkpoint is missing, damaged, or not what it is used as. Raised before any work."""
+    """A checkpoint is missing, damaged, or of the wrong kind. Raised before any work."""
 
 
 def damaged(path: Path, reason: str) -> CheckpointError:
-    """The error for a file whose bytes are not what its format asks for."""
+    """Return the error for a file that violates its format."""
     return CheckpointError(f"{path} is damaged: {reason}; download or export the file again")

@@ -1,4 +1,4 @@
-"""One way to read the weights in a Hugging Face folder, whichever files they are in."""
+"""Reader of the weights in a Hugging Face folder, whatever their file format."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,25 +21,25 @@ _GIT_LFS_START = b"version https://git-lfs"
 
 @dataclass(frozen=True)
 class TensorFiles:
-    """The tensors of a checkpoint, by the names that the files give them."""
+    """The tensors of a checkpoint, by their names in the files."""
 
     folder: Path
     tensors: Mapping[str, StoredTensor]
 
     def names(self) -> frozenset[str]:
-        """Names of all tensors."""
+        """Return the names of all tensors."""
         return frozenset(self.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of one tensor, without reading it."""
+        """Return the shape of one tensor, without reading it."""
         return self._tensor(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Dtype that one tensor is stored in."""
+        """Return the dtype that one tensor is stored in."""
         return self._tensor(name).dtype
 
     def read(self, name: str) -> np.ndarray:
-        """One tensor as a fresh array in the dtype it is stored in; nothing else is read."""
+        """Read one tensor into a new array of its stored dtype; nothing else is read."""
         return self._tensor(name).read()
 
     def _tensor(self, name: str) -> StoredTensor:
@@ -51,9 +51,9 @@ class TensorFiles:
 
 
 def open_checkpoint(folder: Path) -> TensorFiles:
-    """The weights of `folder`, checked to be whole as far as sizes and tables can tell.
+    """Open the weights of `folder`; sizes and tables are checked, tensors are not read.
 
-    Raises CheckpointError if there are none, or one of their files is missing or damaged.
+    Raises CheckpointError if there are no weights, or a file is missing or damaged.
     """
     folder = Path(folder)
     tensors: dict[str, StoredTensor] = {}
@@ -67,14 +67,14 @@ def open_checkpoint(folder: Path) -> TensorFiles:
 
 
 def open_file(path: Path) -> TensorFiles:
-    """The tensors of one file. Raises CheckpointError if it is missing or damaged."""
+    """Open the tensors of one file. Raises CheckpointError if it is missing or damaged."""
     return TensorFiles(path.parent, _locate(path))
 
 
 def find_weights(folder: Path) -> dict[Path, frozenset[str] | None]:
-    """The files with the weights, each with the tensors an index promises (None without index).
+    """Return the weight files, each with its tensors according to the index (None without one).
 
-    Raises CheckpointError if there are none, or an index names one that does not exist.
+    Raises CheckpointError if there are none, or the index names a file that does not exist.
     """
     if not folder.is_dir():
         raise CheckpointError(f"no such folder: {folder}; pass a folder in Hugging Face layout")
@@ -102,7 +102,7 @@ def _find_shards(folder: Path, index: str, suffix: str) -> dict[Path, frozenset[
         raise damaged(folder / index, "it has no weight_map")
     shards: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
-        # A plain name, so that an index cannot reach outside its folder.
+        # Only plain file names, so that an index cannot point outside its folder.
         if not isinstance(shard, str) or Path(shard).name != shard or not shard.endswith(suffix):
             raise damaged(folder / index, f"its weight_map puts {name} in {shard!r}")
         shards.setdefault(shard, set()).add(name)

@@ -1,4 +1,4 @@
-"""Whether arrays are free of NaN and infinity, at the price of reading them once."""
+"""Check of arrays for NaN and infinity, in one read of each."""
 
 import math
 from typing import Any
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-_CHUNK = 2**16  # elements, which stay in the cache
+_CHUNK = 2**16  # elements; small enough for the CPU's cache
 _BITS = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 2**63 - 1)}
 _INFINITY = {
     np.dtype(kind): np.array(math.inf, kind)
@@ -16,13 +16,13 @@ _INFINITY = {
 }
 
 
-FLOATS = frozenset(_INFINITY)  # dtypes of weights that need no scale
+FLOATS = frozenset(_INFINITY)  # dtypes of weights that are not quantised
 
 
 def all_finite(array: Any) -> Any:
-    """A bool, or one that a device is still working out; see `jax.device_get`.
+    """Return whether all elements are finite, as a bool or a device array (see `jax.device_get`).
 
-    Of floats of 16 bits or more; anything else is finite.
+    Checks floats of 16 bits or more; other dtypes count as finite.
     """
     dtype = np.dtype(array.dtype)
     if dtype not in _INFINITY:
@@ -37,8 +37,8 @@ def _is_near(array: jax.Array) -> bool:
 
 
 def _on_host(array: np.ndarray) -> bool:
-    # As integers without a sign, NaN and infinity are the largest: NumPy is slow with bfloat16, and
-    # XLA's reductions are slow on a CPU.
+    # With the sign bit masked, NaN and infinity are the largest integers. Integers, because NumPy
+    # is slow with bfloat16 and XLA's reductions are slow on a CPU.
     word, mask = _BITS[array.dtype.itemsize]
     words = np.ascontiguousarray(array).reshape(-1).view(word)
     limit = _INFINITY[array.dtype].view(word)
@@ -52,10 +52,10 @@ def _on_device(array: jax.Array) -> jax.Array:
 
 
 def check_params(params: Any) -> None:
-    """Refuse a tree with NaN or infinity.
+    """Check that a pytree has no NaN or infinity.
 
     Raises:
-        ValueError: with the paths of such arrays.
+        ValueError: it has; the message names the arrays.
     """
     leaves = jax.tree_util.tree_leaves_with_path(params)
     are_finite = jax.device_get([all_finite(leaf) for _, leaf in leaves])

@@ -1,4 +1,4 @@
-"""A checkpoint's folder, from its path, a demo's name or an id on the Hugging Face hub."""
+"""Resolution of a path, demo name or Hugging Face hub id to a checkpoint folder."""
 
 import re
 from pathlib import Path
@@ -16,14 +16,14 @@ _UNUSED_FILES = ["*/*", "consolidated*"]  # other exports of the same weights
 
 
 def resolve(name_or_path: str | Path) -> Path:
-    """The folder `name_or_path`, or that of a demo or a hub id of this name.
+    """Return the folder `name_or_path`, or that of the demo or hub id with this name.
 
-    A hub id is looked for in the local cache, and else downloaded.
+    A hub id that is not in the local cache is downloaded.
 
-    Raises CheckpointError if it is none of these, or cannot be had.
+    Raises CheckpointError if it is none of these, or cannot be downloaded.
     """
     folder = Path(name_or_path).expanduser()
-    if str(name_or_path) and folder.is_dir():  # "" would be the working folder
+    if str(name_or_path) and folder.is_dir():  # "" would be the working directory
         return folder
     demos = demo_folders()
     if str(name_or_path) in demos:
@@ -35,7 +35,7 @@ def resolve(name_or_path: str | Path) -> Path:
             f"no such folder: {str(name_or_path)!r}; pass a folder with a config.json, a hub id "
             f"like org/name, or a demo: {', '.join(demos) or 'none are here'}"
         )
-    # What the hub's client raises depends on its version and on its network library.
+    # The exceptions of the hub's client depend on its version and network library.
     try:
         snapshot = _snapshot(name_or_path, _FILES, local_files_only=True)
         find_weights(snapshot)
@@ -57,7 +57,7 @@ def _download(hub_id: str) -> Path:
     snapshot = _snapshot(hub_id, _FILES)
     if not any(snapshot.glob("*.safetensors")):
         snapshot = _snapshot(hub_id, _FILES + _TORCH_FILES)
-    find_weights(snapshot)  # offline, the client may hand out a part of one
+    find_weights(snapshot)  # offline, the client may return an incomplete snapshot
     return snapshot
 
 

@@ -1,8 +1,8 @@
 """The safetensors format: a JSON table of offsets, then the tensors' bytes.
 
-Only the table is held, and tensors are read and written one at a time. (The `safetensors`
-package maps the whole file to read, wants every tensor in memory to write, and cannot give
-float8 to numpy.)
+Only the table stays in memory; tensors are read and written one at a time. (The `safetensors`
+package maps the whole file to read it, needs all tensors in memory to write them, and cannot
+return float8 as NumPy arrays.)
 """
 
 import json
@@ -39,9 +39,9 @@ _MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
 def locate(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the file by name. Raises CheckpointError unless the table is sound.
+    """Return every tensor of the file by name. Raises CheckpointError unless the table is valid.
 
-    Sound: the tensors lie end to end from the table to the end of the file.
+    Valid: the tensors fill the file from the table to the end, without gaps or overlaps.
     """
     header, start = _read_header(path)
     header.pop("__metadata__", None)
@@ -63,7 +63,7 @@ def write(
 ) -> None:
     """Write a file with the dtypes and shapes of `layout`.
 
-    `tensors` must yield each name of `layout` once, in any order; each is written and let go.
+    `tensors` must yield each name of `layout` once, in any order; none is kept after its write.
     """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     begins, end = {}, 0
@@ -91,7 +91,7 @@ def write(
 
 
 def _read_header(path: Path) -> tuple[dict[str, object], int]:
-    """The table and the offset of the first byte after it."""
+    """Return the table and the offset of the first byte after it."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         room = path.stat().st_size - 8

@@ -1,4 +1,4 @@
-"""The inverse of loading: parameters to a Hugging Face folder, one tensor at a time."""
+"""Export of parameters to a Hugging Face folder, one tensor at a time."""
 
 import json
 import os
@@ -27,17 +27,16 @@ def save_checkpoint(
 ) -> None:
     """Write `params`, cast to `dtype`, and `config` as model.safetensors and config.json.
 
-    Each file appears whole or not at all. Loading gives back the same bits when `dtype` is that
-    of the parameters.
+    Each file is written atomically. Loading returns the same bits if `dtype` is the parameters'.
 
     Args:
-        specs: The tree of `TensorSpec` that `params` has the structure of.
-        extra: More tensors by their name in the file, kept in their own dtype.
+        specs: The tree of `TensorSpec`, with the structure of `params`.
+        extra: More tensors by their name in the file, written in their own dtype.
 
     Raises:
         ValueError: `params` do not fit `specs`, a name is used twice, or `folder` holds a
             sharded checkpoint that would hide the new file.
-        OSError: no room, or no permission; names the folder.
+        OSError: no space or no permission; names the folder.
     """
     folder, dtype = Path(folder), np.dtype(dtype)
     text = json.dumps(dict(config), indent=2) + "\n"
@@ -91,7 +90,7 @@ def _tensors(
     pairs: list[tuple[TensorSpec, jax.Array]], dtype: np.dtype, extra: Mapping[str, np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
     for spec, array in pairs:
-        # From a copy, as JAX keeps what it brought to the host for as long as the device array.
+        # A copy, because JAX caches the host version of an array as long as the array lives.
         kept = jnp.array(array, spec.dtype or dtype, copy=True)
         yield from spec.split(np.asarray(kept)).items()
     yield from extra.items()

@@ -1,7 +1,7 @@
-"""How one engine array is made from the tensors of a checkpoint file, and back.
+"""How one engine array is made from the tensors of a checkpoint, and converted back.
 
 A model describes its parameters as a pytree of `TensorSpec` with the structure of the parameters
-themselves, so loading, exporting, initialising and checking are each one walk over that tree.
+themselves, so loading, exporting, initialising and checking each traverse that tree once.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,22 +16,23 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """An engine array as file tensors laid end to end along their first axis, then transposed.
+    """An engine array: file tensors concatenated along their first axis, then transposed.
 
-    Checkpoints store projections as [out, in]; the engine holds [in, out], projections that share
-    an input merged into one.
+    Checkpoints store projections as [out, in]; the engine uses [in, out], and merges projections
+    that share an input.
 
     Attributes:
         transpose: swap the last two axes.
-        interleaved: of each tensor, sizes of the parts that its rows hold in turn, as one group per
-            head; the engine has all rows of the first part, then all of the second, ... () where
-            the order is the engine's.
-        num_stacked: 0, or the number of equal runs of tensors that become a leading axis (experts).
-        is_squeezed: drop the second axis, which is of size one.
-        dtype: what the array is kept in whatever the rest of the model is; None follows the model.
-        fill: what training starts from; None for random matrices and norms of one.
-        axes: of each axis of the array, the logical name by which a `Placement` may divide it
-            ("vocab", "heads", "mlp", "experts"), or None; () for an array that is never divided.
+        interleaved: for each tensor, the row counts of the parts that alternate in it, one group of
+            parts per head; the engine has all rows of the first part, then all of the second, ...
+            () if the tensor already has the engine's order.
+        num_stacked: 0, or the number of equal groups of tensors, stacked in a new leading axis
+            (experts).
+        is_squeezed: drop the second axis, which has size one.
+        dtype: fixed dtype of the array; None for the model's.
+        fill: initial value for training; None for random matrices and norms of one.
+        axes: for each axis of the array, the logical name by which a `Placement` may shard it
+            ("vocab", "heads", "mlp", "experts"), or None; () for an array that is never sharded.
     """
 
     names: tuple[str, ...]
@@ -55,7 +56,7 @@ class TensorSpec:
         return (*shape[:-2], *shape[:-3:-1]) if self.transpose else shape
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
-        """The engine array in `dtype`, of the file's tensors; their names do not matter."""
+        """Build the engine array in `dtype` from the file's tensors, in the order of `names`."""
         pairs = zip(parts, self.file_shapes, self._interleaved, strict=True)
         rows = [
             _regroup(part.reshape(shape[0], *self._row_shape), sizes)
@@ -68,7 +69,7 @@ class TensorSpec:
 
     @property
     def is_stored(self) -> bool:
-        """Whether the array is the one tensor of the file, as it is."""
+        """Whether the array is one tensor of the file, unchanged."""
         return (
             len(self.names) == 1
             and self.file_shapes[0] == self.shape
@@ -76,7 +77,7 @@ class TensorSpec:
         )
 
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
-        """The file tensors, by name, that `join` would turn into `array`."""
+        """Return the file tensors, by name, that `join` would turn into `array`."""
         parts = zip(
             self.names, self.file_shapes, self._interleaved, self._places(array), strict=True
         )
@@ -95,7 +96,7 @@ class TensorSpec:
         return self.interleaved or ((),) * len(self.names)
 
     def _places(self, array: np.ndarray) -> list[np.ndarray]:
-        """The view of `array` that each file tensor fills."""
+        """Return the view of `array` that each file tensor fills."""
         rows = array.swapaxes(-1, -2) if self.transpose else array
         runs = list(rows) if self.num_stacked else [rows]
         per_run = len(self.names) // len(runs)
@@ -105,7 +106,7 @@ class TensorSpec:
 
 
 def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
-    """Rows that lie as groups of parts of these sizes, with every part's rows together."""
+    """Reorder rows from groups of parts of these sizes to all rows of each part in turn."""
     if not sizes:
         return x
     groups = x.reshape(-1, sum(sizes), *x.shape[1:])
@@ -114,7 +115,7 @@ def _regroup(x: jax.Array, sizes: tuple[int, ...]) -> jax.Array:
 
 
 def _interleave(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
-    """The inverse of `_regroup`."""
+    """Invert `_regroup`."""
     if not sizes:
         return x
     num_groups = len(x) // sum(sizes)
@@ -123,7 +124,7 @@ def _interleave(x: np.ndarray, sizes: tuple[int, ...]) -> np.ndarray:
     return np.concatenate(groups, axis=1).reshape(x.shape)
 
 
-# All are typed Any, as they take the places of arrays in a tree of parameters.
+# All return Any, because they take the place of arrays in a tree of parameters.
 def projection(
     names: Sequence[str],
     num_in: int,
@@ -131,10 +132,10 @@ def projection(
     interleaved: Mapping[str, tuple[int, ...]] | None = None,
     axes: tuple[str | None, str | None] = (None, None),
 ) -> Any:
-    """Projections [out, in] that share an input, merged into one [in, sum of outs].
+    """Merge projections [out, in] that share an input into one [in, sum of outs].
 
-    `interleaved` has, by name, the sizes of the parts whose rows alternate in the file. `axes` are
-    those of the merged array.
+    `interleaved` has, by name, the sizes of the parts whose rows alternate in the file. `axes`
+    describe the merged array.
     """
     sizes = tuple((interleaved or {}).get(name, ()) for name in names)
     return TensorSpec(
@@ -152,18 +153,18 @@ def stored(
     fill: float | None = None,
     axes: tuple[str | None, ...] = (),
 ) -> Any:
-    """Tensors kept as the file has them (norms, biases, embeddings), laid end to end."""
+    """Concatenate tensors without further changes (norms, biases, embeddings)."""
     return TensorSpec(tuple(names), shapes, fill=fill, axes=axes)
 
 
 def depthwise(name: str, channels: int, taps: int, axis: str | None = None) -> Any:
-    """Weights [channels, 1, taps] of a depthwise convolution, as [taps, channels]."""
+    """Convert depthwise convolution weights [channels, 1, taps] to [taps, channels]."""
     shapes = ((channels, 1, taps),)
     return TensorSpec((name,), shapes, transpose=True, is_squeezed=True, axes=(None, axis))
 
 
 def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]) -> Any:
-    """Projections of every expert, merged where they share an input: [experts, in, sum of outs]."""
+    """Stack the merged projections of every expert: [experts, in, sum of outs]."""
     return TensorSpec(
         tuple(name for one in names for name in one),
         tuple((n, num_in) for _ in names for n in num_outs),
@@ -174,6 +175,6 @@ def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]
 
 
 def fused_experts(name: str, num_experts: int, num_in: int, num_out: int) -> Any:
-    """The same, from one tensor [experts, out, in]."""
+    """Like `experts`, from one tensor [experts, out, in]."""
     shapes = ((num_experts, num_out, num_in),)
     return TensorSpec((name,), shapes, transpose=True, axes=("experts", None, None))

@@ -1,4 +1,4 @@
-"""Where one tensor lies in a file. Both formats are parsed into this, and read from it."""
+"""The location of one tensor in a file; the common form of both file formats."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +10,7 @@ from specjax.checkpoint.errors import CheckpointError, damaged
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A little-endian tensor in the bytes of a file, which is opened only to read it."""
+    """A little-endian tensor in a file that is opened only to read it."""
 
     path: Path
     dtype: np.dtype
@@ -19,7 +19,7 @@ class StoredTensor:
     strides: tuple[int, ...] | None = None  # elements, not bytes; None when C-contiguous
 
     def read(self) -> np.ndarray:
-        """The tensor as a fresh, writable, C-contiguous array."""
+        """Read the tensor into a new, writable, C-contiguous array."""
         strides = contiguous_strides(self.shape) if self.strides is None else self.strides
         count = span(self.shape, strides)
         try:
@@ -37,7 +37,7 @@ class StoredTensor:
 
 
 def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides, in elements, of a C-contiguous tensor."""
+    """Return the strides, in elements, of a C-contiguous tensor."""
     strides, step = [], 1
     for size in reversed(shape):
         strides.append(step)
@@ -46,7 +46,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def span(shape: tuple[int, ...], strides: tuple[int, ...]) -> int:
-    """Elements from the first to the last one that a strided tensor touches, both included."""
+    """Return the number of elements from the first to the last of a strided tensor, inclusive."""
     if 0 in shape:
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))

@@ -1,8 +1,8 @@
-"""The `.bin` format of torch, read without torch and without running what a pickle asks for.
+"""Reader of torch's `.bin` format, without torch and without running code from the pickle.
 
-Such a file is a zip of uncompressed storages and a pickle that lays tensors over them. Unpickling
-may call four names, each replaced here by something that only records its arguments; the tensors
-so described are checked against their storages and are read later, one at a time.
+Such a file is a zip of uncompressed storages and a pickle that describes tensors in them. The
+pickle may use four kinds of names, replaced here by objects that only record arguments. The tensors
+are checked against their storages and read later, one at a time.
 """
 
 import io
@@ -38,16 +38,16 @@ _LOCAL_HEADER_BYTES = 30  # followed by the member's name and extra field, then 
 
 
 def locate(path: Path) -> dict[str, StoredTensor]:
-    """Every tensor of the file by name.
+    """Return every tensor of the file by name.
 
-    Raises CheckpointError for a damaged file, and for a pickle that holds more than tensors.
+    Raises CheckpointError for a damaged file, and for a pickle with more than tensors.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             return _locate(path, file, archive)
     except CheckpointError:
         raise
-    # A damaged archive or pickle fails as almost any exception, so all are taken as that.
+    # A damaged archive or pickle may raise almost any exception, so all count as damage.
     except Exception as error:
         raise _unreadable(path, error) from error
 
@@ -86,8 +86,8 @@ class _View(NamedTuple):
 class _Unpickler(pickle.Unpickler):
     """Builds dicts of `_View`s.
 
-    What `find_class` returns must be immutable, for a pickle may set attributes on it: hence
-    strings, a C class and bound methods.
+    `find_class` returns only immutable objects (strings, a C class, bound methods), because a
+    pickle may set attributes on them.
     """
 
     def __init__(self, path: Path, stream: io.BytesIO):
@@ -124,9 +124,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_memory(path: Path, stream: bytes) -> None:
-    """Refuse a pickle for which the unpickler would allocate far more than its length.
+    """Raise for a pickle that makes the unpickler allocate far more than its length.
 
-    `genops` itself refuses strings longer than what is left; the memo is sized by its largest key.
+    `genops` rejects strings longer than the rest; the memo's size is given by its largest key.
     """
     for opcode, argument, _ in pickletools.genops(stream):
         key = argument if opcode.name in ("PUT", "LONG_BINPUT") else None
@@ -135,7 +135,7 @@ def _check_memory(path: Path, stream: bytes) -> None:
 
 
 def _unwrap(path: Path, state: Any) -> dict[str, _View]:
-    """The weights of an unpickled file, taken out of the dict that they may be nested in."""
+    """Return the weights of an unpickled file, from the dict that they may be nested in."""
     for key in _WRAPPERS:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
             state = state[key]
@@ -160,7 +160,7 @@ def _place(
     name: str,
     view: _View,
 ) -> StoredTensor:
-    """The tensor of `view` as bytes of the file, checked to lie inside its storage."""
+    """Return the location of `view` in the file, checked to be inside its storage."""
     storage, offset, shape, strides = view
     sizes = [offset, *shape, *strides]
     if (

@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and errors that say which could not be written."""
+"""Atomic writes of files, and errors that name the file."""
 
 import os
 import tempfile
@@ -9,7 +9,7 @@ from pathlib import Path
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Have an OSError name what was to be written: that of a full disk does not."""
+    """Add `path` to any OSError, because that of a full disk names no file."""
     try:
         yield
     except OSError as error:
@@ -17,10 +17,10 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def check_writable(option: str, path: Path) -> None:
-    """Refuse a place for a file before the work that is to fill it.
+    """Check that an output file can be written, before the work that produces it.
 
     Raises:
-        ValueError: with the option that named it, and what to name instead.
+        ValueError: it cannot; the message names the option and a remedy.
     """
     parent = path.expanduser().absolute().parent
     if path.expanduser().is_dir() or not parent.is_dir():
@@ -34,7 +34,7 @@ def check_writable(option: str, path: Path) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that has all of the text, or leave what was there before.
+    """Write a text file atomically: on failure the previous content stays.
 
     Raises:
         OSError: with the path.

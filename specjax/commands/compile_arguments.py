@@ -4,7 +4,7 @@ import argparse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Declare what `command.run` reads."""
+    """Declare the arguments that `compile_report.run` reads."""
     group = parser.add_argument_group(
         "compilation",
         "What XLA makes of a decode step on a GPU that need not be here, in bf16, with --drafter, "

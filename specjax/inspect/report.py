@@ -37,7 +37,7 @@ class StepRequest:
         model: a checkpoint or a config, as for `specjax info`; weights are not read.
         batch: number of requests.
         k: number of drafts; 0 for a step without drafting.
-        context: tokens of each request; its pages have room for one round more.
+        context: tokens of each request; its pages have room for little more.
         gemm: "triton", XLA's choice without autotuning, or "cublas".
         method: of drafting; None for plain decoding, which needs k = 0.
         drafter: its checkpoint; if None, "mtp" uses the model's own module and "eagle" a head of

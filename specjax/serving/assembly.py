@@ -100,9 +100,12 @@ def make_plan(
     max_num_seqs: int | None = None,
     num_pages: int | None = None,
     page_size: int = 16,
+    placement: Placement | None = None,
     **sizes: Any,
 ) -> Plan:
     """Sizes, and the drafter; `sizes` are the other options that an `EngineConfig` has.
+
+    The drafter's parameters go where `placement` says; None for `default_device`.
 
     Raises:
         ValueError: settings that do not fit each other, the model, or the device's memory.
@@ -129,7 +132,7 @@ def make_plan(
         plan.fitted(num_pages=num_pages, gpu_memory_utilization=1.0)
     if speculation is None:
         return plan
-    drafter, params = open_drafter(speculation, source, chosen.name)
+    drafter, params = open_drafter(speculation, source, chosen.name, placement)
     return replace(plan, drafter=drafter, drafter_params=params)
 
 
@@ -164,7 +167,7 @@ def assemble(
     if folder is not None:
         tokenizer, eos_ids = load_tokenizer(folder), read_eos_ids(folder)
         default_params = read_default_params(folder)
-    plan = make_plan(source, **options)
+    plan = make_plan(source, placement=placement, **options)
     dtype, speculation = plan.dtype.name, plan.speculation
     config = plan.fitted(
         num_pages=options["num_pages"], gpu_memory_utilization=gpu_memory_utilization

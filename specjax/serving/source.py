@@ -16,6 +16,7 @@ from specjax.device.drafters.registry import OWN_SHAPES, load_drafter, shape_dra
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.registry import describe_model, read_config
+from specjax.device.placement import Placement
 from specjax.serving.defaults import params_dtype, stored_dtype
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin*")
@@ -69,7 +70,9 @@ def open_model(
     return ModelSource(model, params_dtype(params), params=params)
 
 
-def open_drafter(config: SpeculativeConfig, source: ModelSource, dtype: str) -> tuple[Drafter, Any]:
+def open_drafter(
+    config: SpeculativeConfig, source: ModelSource, dtype: str, placement: Placement | None = None
+) -> tuple[Drafter, Any]:
     """The drafter and its parameters, after checking that it fits the target.
 
     Without weights, of a target's own module or of a head of the target's shape, the parameters are
@@ -93,4 +96,4 @@ def open_drafter(config: SpeculativeConfig, source: ModelSource, dtype: str) -> 
             f"speculative_config.model=None with method={config.method!r} stands for the "
             "target's own checkpoint, but the target is a Model value; give the folder"
         )
-    return load_drafter(folder, config, target, np.dtype(dtype))
+    return load_drafter(folder, config, target, np.dtype(dtype), placement)

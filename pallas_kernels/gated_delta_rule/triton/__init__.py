@@ -1,4 +1,4 @@
-"""The gated delta rule on Pallas' Triton backend: a step in two kernels, a prompt in four."""
+"""Triton kernels of the gated delta rule: two for a decode step, four for a prompt."""
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ def gated_delta_rule_triton(
     """See `gated_delta_rule`. Outputs of padding rows are zero.
 
     Raises:
-        UnsupportedError: sizes or types that the kernels do not take.
+        UnsupportedError: sizes or dtypes that the kernels do not support.
     """
     heads = cache.heads
     for name, dim in ("D_k", heads.key_dim), ("D_v", heads.value_dim):

@@ -7,8 +7,8 @@ from pallas_kernels.triton_call import dot
 
 
 def dot_f32(a, b, **transposed):
-    """a b in f32 on tensor cores, which take tf32: of both operands halves that it holds, without
-    the product of the lower two, 2^-24 of the whole."""
+    """Multiply a b in f32 on tf32 tensor cores: each operand is split into two tf32 halves, and
+    the product of the lower halves, 2^-24 of the whole, is dropped."""
     (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
     small = dot(a_high, b_low, allow_tf32=True, **transposed)
     small = small + dot(a_low, b_high, allow_tf32=True, **transposed)
@@ -25,14 +25,14 @@ def _halves(a):
 
 
 def _rounded(a):
-    """To tf32, which has ten bits after the first; the product itself would cut the others off."""
+    """Round to tf32, which has ten mantissa bits; the product would truncate the others."""
     bits = jax.lax.bitcast_convert_type(a, jnp.int32) + 0x1000
     return jax.lax.bitcast_convert_type(bits & ~0x1FFF, jnp.float32)
 
 
 def invert_unit_lower(lower, i):
-    """See `reference.invert_unit_lower`: blocks merge where they lie, in products of all of them,
-    X - X C X with the corners C of the pairs."""
+    """Compute `reference.invert_unit_lower`: all pairs of blocks merge in place at once, by
+    products X - X C X of whole matrices, with the corners C of the pairs."""
     i, j = i[:, None], i[None]
 
     def merge(level, inverse):

@@ -1,4 +1,4 @@
-"""A row of the batch as a kernel's program sees it: whose state it is, and which tokens are new."""
+"""A request of the batch as seen by a program of a kernel: its slot and its new tokens."""
 
 from typing import Any, NamedTuple
 
@@ -10,13 +10,13 @@ from pallas_kernels.triton_call import load
 
 
 class BatchRow(NamedTuple):
-    """One request's part of a call, in scalars."""
+    """The scalars of one request in a call."""
 
     index: Any
     layer: Any  # of the cache
     slot: Any
     count: Any  # new tokens
-    start: Any  # place of the first of them
+    start: Any  # position of the first new token
 
     @classmethod
     def read(cls, index, layer_ref, slots_ref, positions_ref):
@@ -28,14 +28,14 @@ class BatchRow(NamedTuple):
         return cls(index, layer, slot, count, positions_ref[index, 0])
 
     def is_live(self, num_slots):
-        """Whether there is a request, and not padding."""
+        """Return whether this is a request rather than padding."""
         return (self.count > 0) & (self.slot >= 0) & (self.slot < num_slots)
 
     def num_pending(self, pending_ref, max_pending):
-        """Tokens before the new ones that the state lacks."""
+        """Return the number of tokens before the new ones that the state lacks."""
         return jnp.clip(pending_ref[self.index], 0, jnp.minimum(self.start, max_pending))
 
 
 def column_of(place, num_columns):
-    """The ring's column of the token at a place, which may be the last few before 0."""
+    """Return the ring's column of a position, which may be slightly below 0."""
     return jax.lax.rem(place + num_columns, num_columns)

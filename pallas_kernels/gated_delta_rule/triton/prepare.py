@@ -1,4 +1,4 @@
-"""What a prompt's chunks are to any state, prepared for all of them at once."""
+"""The state-independent part of a prompt's chunks, computed for all chunks at once."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,8 +21,8 @@ from pallas_kernels.triton_call import load, triton_call
 
 
 class Chunks(NamedTuple):
-    """What a prompt's chunks of C tokens are to the state, f32: with `reference.recur_chunks`'
-    names and T = (I + A)^-1, 4 (3 D_k + D_v + C) bytes for each token and value head."""
+    """State-independent arrays of a prompt's N chunks of C tokens, f32, in the notation of
+    `reference.recur_chunks`, T = (I + A)^-1: 4 (3 D_k + D_v + C) bytes per token and value head."""
 
     u: Any  # [B, H_v, N C, D_v], T beta V
     w: Any  # [B, H_v, N C, D_k], T beta e^G K
@@ -33,10 +33,10 @@ class Chunks(NamedTuple):
 
 
 def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
-    """The cache's ring and gates, unchanged, and the `Chunks` of `chunk` tokens each.
+    """Return the cache's ring and gates, unchanged, and the `Chunks` of `chunk` tokens each.
 
-    `where` is from layer to pending. Of the cache the ring goes through every kernel of a prompt:
-    only when all programs have read it is it written.
+    `where` is (layer, slots, positions, pending). The ring passes through this kernel so that it is
+    written, by another kernel, only after all programs have read it.
     """
     heads, (batch, length, _) = cache.heads, x.shape
     num_chunks = pl.cdiv(cache.max_pending(weights.conv.shape[0]) + length, chunk)
@@ -59,17 +59,17 @@ def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a chunk: new ones are in x, those before them in the ring."""
+    """The tokens of a chunk: new ones are in x, earlier ones in the ring."""
 
     x: Any
     ring: Any
     gates: Any
     row: BatchRow
-    end: Any  # place after the last new one
+    end: Any  # position after the last new token
     places: Any  # i32[C]
 
     def convolved(self, conv_ref, channel):
-        """What the convolution makes of all tokens in these channels."""
+        """Convolve all tokens in these channels."""
         start = self.row.start
         y = jnp.zeros((len(self.places), len(channel)), jnp.float32)
         num_taps = conv_ref.shape[0]
@@ -87,7 +87,7 @@ class _Tokens(NamedTuple):
         return jnp.where(self.places[:, None] < self.end, silu(y), 0.0)
 
     def read_gates(self, head, log_decay_ref, decay_bias_ref):
-        """g and beta of all tokens in a head; zeros past the last."""
+        """Return g and beta of all tokens in one head; zeros past the last token."""
         places, start, num_heads = self.places, self.row.start, self.gates.shape[4]
         in_x, in_ring = (places >= start) & (places < self.end), places < start
         t = jnp.clip(places - start, 0, self.x.shape[1] - 1)
@@ -113,9 +113,8 @@ class _Tokens(NamedTuple):
 
 
 def _prepare_kernel(*refs, chunk, piece):
-    """Of a chunk in one value head, all that needs no state: see `Chunks`. Pending tokens are the
-    first of the first chunk. Channels are taken in pieces, twice over where they are normed: so
-    few registers hold a chunk."""
+    """Compute the `Chunks` of one chunk and value head. Pending tokens come first in the first
+    chunk. To save registers, channels are processed in pieces, twice if they are normalised."""
     _, _, x_ref, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
     conv_ref, log_decay_ref, decay_bias_ref, ring_ref, gates_ref, *chunks = refs
     chunks = Chunks(*chunks)
@@ -161,7 +160,7 @@ def _prepare_kernel(*refs, chunk, piece):
         g, beta = tokens.read_gates(head, log_decay_ref, decay_bias_ref)
         is_before, is_before_strictly = i[None] <= i[:, None], i[None] < i[:, None]
         total, last = jnp.sum(jnp.where(is_before, g[None], 0.0), axis=1), jnp.sum(g, axis=0)
-        # Above the diagonal the difference is positive, and may be too large for exp.
+        # Above the diagonal the difference is positive, and exp might overflow.
         difference = jnp.where(is_before, total[:, None] - total[None], 0.0)
         decay = jnp.where(is_before, jnp.exp(difference), 0.0) * k_norm[None]
         write(chunks.inner, i, decay * qk * q_norm[:, None])

@@ -1,9 +1,9 @@
-"""A prompt of the gated delta rule, in chunks: prepared, folded into a state, kept in the ring.
+"""A prompt of the gated delta rule, in chunks of tokens, by three kernels.
 
-What chunks are to any state is prepared for all of them at once; then each program folds them into
-its rows of one, one by one; and a third kernel writes what stays in the ring: without the first
-done, NaN would fill columns that a program has yet to read. In one kernel the first two would take
-more registers than there are.
+The first prepares, for all chunks at once, what does not depend on the state. In the second, each
+program folds the chunks one by one into its rows of a state. The third updates the ring, only after
+the first is done: otherwise NaN would fill columns that a program still has to read. The first two
+are separate because a joint kernel would not have enough registers.
 """
 
 from functools import partial
@@ -20,7 +20,10 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 
 def run_prompt(x, weights, cache, where, config, interpret):
-    """Outputs [B, T, H_v, D_v] before the norm, and the cache; `where` is from layer to pending."""
+    """Return outputs [B, T, H_v, D_v] before the norm, and the cache.
+
+    `where` is (layer, slots, positions, pending).
+    """
     heads, (batch, length, _) = cache.heads, x.shape
     num_taps = weights.conv.shape[0]
     max_pending = cache.max_pending(num_taps)
@@ -61,8 +64,8 @@ def run_prompt(x, weights, cache, where, config, interpret):
 
 
 def _chunk_kernel(*refs, chunk, tile, piece, max_pending):
-    """See `reference.recur_chunks`. A row of the state needs no other, so a program may own a tile
-    of them."""
+    """Compute `reference.recur_chunks`. Rows of the state are independent, so each program owns a
+    tile of them."""
     _, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
     *chunks, state_ref, out_ref = refs
     chunks = Chunks(*chunks)
@@ -80,7 +83,7 @@ def _chunk_kernel(*refs, chunk, tile, piece, max_pending):
     i = jnp.arange(chunk, dtype=jnp.int32)
 
     def write_rows(is_written, t, o):
-        # The interpreter stores what was there where the mask is false: then not to a real row.
+        # In interpret mode masked lanes store the old value; they point to no real row.
         at = row.index, jnp.where(is_written, t, length)[None], head, values[:, None]
         mask = jnp.broadcast_to(is_written[None], (tile, chunk))
         store(out_ref.at[at], o.astype(out_ref.dtype), mask=mask)
@@ -91,7 +94,7 @@ def _chunk_kernel(*refs, chunk, tile, piece, max_pending):
             def read(ref, columns):
                 return ref[row.index, head, (n * chunk + i)[:, None], columns[None]]
 
-            # Transposed, as the state is: both are then rows of products, which stay in registers.
+            # Transposed, like the state: both are left operands of products, and stay in registers.
             u = chunks.u[row.index, head, (n * chunk + i)[None], values[:, None]]
             o = jnp.zeros((tile, chunk), jnp.float32)
             for p, s in enumerate(states):
@@ -126,8 +129,8 @@ def _chunk_kernel(*refs, chunk, tile, piece, max_pending):
 
 
 def _keep_kernel(*refs, num_taps, tile):
-    """Of what a prompt leaves in the ring, one column: NaN, unless it holds one of the last W - 1
-    tokens. Those older than the prompt are there already."""
+    """Write one column of the ring after a prompt: NaN, unless it is one of the last W - 1 tokens.
+    Tokens from before the call are already there."""
     _, _, x_ref, layer_ref, slots_ref, positions_ref, ring_ref, gates_ref = refs
     num_slots, num_columns, channels = ring_ref.shape[1:]
     num_heads, length = gates_ref.shape[4], x_ref.shape[1]
@@ -137,7 +140,7 @@ def _keep_kernel(*refs, num_taps, tile):
     @pl.when(row.is_live(num_slots))
     def _():
         end = row.start + row.count
-        # The last place before the end that has this column.
+        # The last position before the end that maps to this column.
         place = end - 1 - jax.lax.rem(end - 1 - column + num_columns, num_columns)
         is_kept = place >= end - (num_taps - 1)
         channel = part * tile + jnp.arange(tile, dtype=jnp.int32)

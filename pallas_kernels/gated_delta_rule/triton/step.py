@@ -1,15 +1,15 @@
-"""A step of the gated delta rule: pending tokens are folded into a state, new ones run on from it.
+"""A decode step of the gated delta rule: fold pending tokens into the state, then run new ones.
 
-A program owns some rows of the state of one value head of one request, which need no others: it
-reads them once, folds the pending tokens in, writes them once, and runs the new tokens on in
-registers. Every token goes through one loop body, whether it is folded in or verified and however
-many there are: a token is the same machine code, and has the same bits, in every step.
+A program owns some rows of the state of one value head of one request, which are independent of
+other rows: it reads them once, folds the pending tokens in, writes them once, and runs the new
+tokens in registers. All tokens, folded or verified, go through the same loop body, so that a token
+runs the same machine code and gives the same bits in every step.
 
-The programs of the value heads that share a key head are not synchronised, and one of them writes
-the raw q and k of the new tokens to the ring. No other reads them there: a call takes new tokens
-from x, and the ring has so many columns that those written are none of those read, which are of the
-last W - 1 + M tokens (`num_ring_columns`). So it is with the new tokens' gates, which one of a
-head's programs writes. All else that a program writes is its own.
+The programs of value heads that share a key head are not synchronised, and one of them writes the
+new tokens' raw q and k to the ring. No program reads these columns: new tokens are read from x, and
+the ring has enough columns that those of the last W - 1 + M tokens, which are read, are not written
+(`num_ring_columns`). The same holds for the new tokens' gates, written by one program per head. All
+other data that a program writes is its own.
 """
 
 from functools import partial
@@ -27,7 +27,10 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 
 def run_step(x, weights, cache, where, config, interpret):
-    """Outputs [B, T, H_v, D_v] before the norm, and the cache; `where` is from layer to pending."""
+    """Return outputs [B, T, H_v, D_v] before the norm, and the cache.
+
+    `where` is (layer, slots, positions, pending).
+    """
     heads, (batch, length, _) = cache.heads, x.shape
     tile = min(config.values, heads.value_dim)
     out = jax.ShapeDtypeStruct((batch, length, heads.num_values, heads.value_dim), x.dtype)
@@ -45,22 +48,22 @@ def run_step(x, weights, cache, where, config, interpret):
 
 
 class _Tokens(NamedTuple):
-    """A request's tokens by their place: new ones are in x, those before them in the ring."""
+    """A request's tokens by position: new ones are in x, earlier ones in the ring."""
 
     x: Any
     ring: Any
     gates: Any
     row: BatchRow
-    end: Any  # place after the last
+    end: Any  # position after the last token
 
     def find(self, place):
-        """Whether a token is new, its column in the ring, and its row in x."""
+        """Return whether a token is new, its column in the ring, and its row in x."""
         start = self.row.start
         is_new, column = place >= start, column_of(place, self.ring.shape[2])
         return is_new, column, jnp.clip(place, start, self.end - 1) - start
 
     def raw(self, place, kinds):
-        """What a token has in the channels of each kind, before the convolution."""
+        """Load a token's raw inputs (before the convolution) in the channels of each kind."""
         is_new, column, t = self.find(place)
 
         def one(kind):
@@ -74,7 +77,7 @@ class _Tokens(NamedTuple):
         return tuple(one(kind) for kind in kinds)
 
     def read_gates(self, found, head, rate, bias):
-        """g and beta of a token that was found, in a head."""
+        """Return g and beta, in one head, of a token located by `find`."""
         is_new, column, t = found
         num_heads = self.gates.shape[4]
         first = self.x.shape[2] - 2 * num_heads
@@ -99,7 +102,7 @@ def _step_kernel(*refs, piece, tile):
     row = BatchRow.read(row, layer_ref, slots_ref, positions_ref)
     is_live = row.is_live(state_ref.shape[1])
 
-    # q and k lie as [2, D_k / piece, piece], states as [D_k / piece, D_v, piece].
+    # q and k are laid out as [2, D_k / piece, piece], states as [D_k / piece, D_v, piece].
     parts = jnp.arange(key_dim // piece, dtype=jnp.int32) * piece
     lanes = jnp.arange(piece, dtype=jnp.int32)
     values = part * tile + jnp.arange(tile, dtype=jnp.int32)
@@ -165,7 +168,7 @@ def _step_kernel(*refs, piece, tile):
 
 
 def _convolved(conv_ref, channels, window):
-    """What the convolution makes of a window of W tokens, in these channels."""
+    """Convolve a window of W tokens in these channels."""
     num_taps = conv_ref.shape[0]
     taps = [conv_ref[i, channels].astype(jnp.float32) for i in range(num_taps)]
     y = sum(z.astype(jnp.float32) * w for z, w in zip(window, taps, strict=True))
@@ -178,5 +181,5 @@ def _normed(qk):
 
 
 def _over_keys(s, k):
-    """Sums [D_v] over the keys of s [D_k / piece, D_v, piece] times k [D_k / piece, 1, piece]."""
+    """Contract s [D_k / piece, D_v, piece] with k [D_k / piece, 1, piece] over D_k: [D_v]."""
     return jnp.sum(jnp.sum(s * k, axis=0), axis=1)

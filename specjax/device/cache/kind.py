@@ -1,7 +1,7 @@
-"""What a kind of cache is: arrays that layers of a model share, and how rows use them.
+"""The interface of a kind of cache: arrays shared by layers of a model, and how rows use them.
 
-A model lists its kinds, and holds one tree of arrays for each. The step, the engine and the plan of
-memory go through that list, and know none of them by name.
+A model lists its kinds, and has one pytree of arrays for each. The step, the engine and the memory
+planning iterate over that list, and do not depend on specific kinds.
 """
 
 from typing import Any, NamedTuple, Protocol
@@ -10,78 +10,78 @@ import jax
 
 
 class CacheSizes(NamedTuple):
-    """How much room a cache has."""
+    """The capacity of a cache."""
 
     num_slots: int  # requests that may be resident
     num_pages: int
     page_size: int  # tokens
-    max_rows: int  # of a request in one step, of which some may be rejected
+    max_rows: int  # of a request in one step; some may be rejected
 
 
 class CacheKind(Protocol):
-    """One kind of cache. Hashable; its arrays are arguments, layers being their first axis.
+    """One kind of cache. Hashable; its arrays, with layers as first axis, are passed in.
 
-    Rows use it in one of three forms, see `Rows.mix`: `cached` serves, `causal` and `unrolled` are
-    of training, without a cache, and have gradients. `inputs` are what the kind's layers project.
+    Rows use it in one of three forms, see `Rows.mix`: `cached` for serving; `causal` and `unrolled`
+    for training, without a cache and with gradients. `inputs` are the layer's projections.
     """
 
     @property
     def name(self) -> str:
-        """What Hugging Face configs call its layers."""
+        """The name of its layers in Hugging Face configs."""
         ...
 
     @property
     def num_layers(self) -> int: ...
     @property
     def is_recurrent(self) -> bool:
-        """Whether requests keep a state beside their pages, so that pages alone do not spare
-        running the tokens in them."""
+        """Whether requests have a state besides their pages, so that reusing pages alone does not
+        save running their tokens."""
         ...
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Of what a layer keeps of a token in pages, in the cache's dtype; (0,) for nothing."""
+        """Shape of a token's entry in the pages of a layer, in the cache's dtype; (0,) if none."""
         ...
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Of the f32 state that a layer keeps of a request; (0,) for none."""
+        """Shape of a request's f32 state in a layer; (0,) if none."""
         ...
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Any:
-        """An empty cache."""
+        """Create an empty cache."""
         ...
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> Any:
-        """Room for copies of what requests keep beside their pages; None if that is nothing."""
+        """Allocate snapshots of what requests keep outside pages; None if that is nothing."""
         ...
 
     def take(
         self, snapshots: Any, ids: jax.Array, cache: Any, slots: jax.Array, ends: jax.Array
     ) -> Any:
-        """Snapshots with `ids` i32[B] of `slots` i32[B], which hold `ends` tokens, none pending.
+        """Copy `slots` i32[B], at `ends` tokens with none pending, to snapshots `ids` i32[B].
 
-        An id past the last is dropped.
+        Out-of-range ids are dropped. Returns the snapshots.
         """
         ...
 
     def restore(
         self, cache: Any, slots: jax.Array, snapshots: Any, ids: jax.Array, ends: jax.Array
     ) -> Any:
-        """The cache with `slots` as they were when `ids` were taken, `ends` tokens in.
+        """Copy snapshots `ids`, taken at `ends` tokens, back to `slots`; return the cache.
 
-        A slot past the last is dropped.
+        Out-of-range slots are dropped.
         """
         ...
 
     def cached(self, rows: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        """What `CachedRows` read of the cache [N, ...], and the cache with the rows in it."""
+        """Return the output [N, ...] of `CachedRows` on the cache, and the cache with the rows."""
         ...
 
     def causal(self, length: int, inputs: Any) -> jax.Array:
-        """The same of whole sequences of `length` rows, each over those before it."""
+        """Return the output for whole sequences of `length` rows, each causal in itself."""
         ...
 
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
-        """The same of a further draft for every row; `kept` () is of the drafts so far."""
+        """Return the output for one more draft of every row, and `kept` with it; () at first."""
         ...

@@ -1,4 +1,4 @@
-"""Softmax attention over pages of keys and values, which requests share out by a page table."""
+"""Softmax attention over pages of keys and values, assigned to requests by a page table."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,19 +13,18 @@ from specjax.device.cache.rows import CachedRows
 
 
 class ProjectedHeads(NamedTuple):
-    """Queries, gates, keys and values of N rows as their projection left them."""
+    """Queries, gates, keys and values of N rows, as projected."""
 
     qkv: jax.Array  # [N, F]
-    weights: HeadWeights  # what each goes through
+    weights: HeadWeights  # bias and norms, applied next
     angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, n]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention:
-    """Grouped-query attention, each row over all rows of its request up to itself.
+    """Grouped-query attention of each row over all rows of its request up to itself.
 
-    The cache is a pool [layers, pages, page_size, 2, H_kv, D_h], where a token's key and value lie
-    side by side.
+    The cache is a pool [layers, pages, page_size, 2, H_kv, D_h]; axis 3 is a token's key and value.
     """
 
     num_layers: int
@@ -33,45 +32,45 @@ class PagedAttention:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    has_centred_norms: bool = False  # norms of q and k are stored as their distance from one
+    has_centred_norms: bool = False  # weights of q and k norms are stored minus one
 
     @property
     def name(self) -> str:
-        """As configs call it."""
+        """The name in configs."""
         return "full_attention"
 
     @property
     def is_recurrent(self) -> bool:
-        """Requests keep pages only."""
+        """False: requests have pages only."""
         return False
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Key and value."""
+        """Shape of a key and value."""
         return 2, self.num_kv_heads, self.head_dim
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """There is none."""
+        """(0,): there is no state."""
         return (0,)
 
     def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:
-        """An empty pool."""
+        """Create an empty pool."""
         pages = self.num_layers, sizes.num_pages, sizes.page_size
         return jnp.zeros((*pages, *self.token_shape), dtype)
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> None:
-        """Pages are kept as they are."""
+        """Return None: pages are kept and need no snapshots."""
 
     def take(
         self, snapshots: None, ids: jax.Array, cache: jax.Array, slots: jax.Array, ends: jax.Array
     ) -> None:
-        """Nothing is copied."""
+        """Copy nothing: the pages themselves are kept."""
 
     def restore(
         self, cache: jax.Array, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array
     ) -> jax.Array:
-        """The page table finds what there is."""
+        """Return the cache unchanged: the page table refers to the kept pages."""
         return cache
 
     def cached(
@@ -98,14 +97,14 @@ class PagedAttention:
         return out.reshape(-1, *out.shape[2:]), cache
 
     def causal(self, length: int, inputs: ProjectedHeads) -> jax.Array:
-        """Attention within each sequence: [N, H, D_h]."""
+        """Attend within each sequence: [N, H, D_h]."""
         q, k, v = self._split(inputs)
         weights = jax.nn.softmax(_causal_scores(q, k, length), axis=-1)
         return _weighted_values(weights, v, q.shape)
 
     def unrolled(self, length: int, kept: tuple, inputs: ProjectedHeads) -> tuple[jax.Array, tuple]:
-        """Attention over step 0's rows up to the row's own, and its own drafts since, one softmax
-        over both; `kept` is a tuple of (k, v) per step so far."""
+        """Attend over the rows of step 0 up to the row's own, and over its own later drafts, in
+        one softmax; `kept` is a tuple of (k, v) per step so far."""
         q, k, v = self._split(inputs)
         kept = (*kept, (k, v))
         (k0, v0), drafted = kept[0], kept[1:]
@@ -123,7 +122,7 @@ class PagedAttention:
         return out, kept
 
     def _split(self, inputs: ProjectedHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
-        """Rotated queries [N, H, D_h], keys and values [N, H_kv, D_h]."""
+        """Return rotated queries [N, H, D_h], keys and values [N, H_kv, D_h]."""
         return split_heads(
             inputs.qkv,
             *inputs.weights,
@@ -137,18 +136,18 @@ class PagedAttention:
 
 
 def _heads_first(x: jax.Array, length: int) -> jax.Array:
-    """[N, H, D_h] -> [B, H, T, D_h]."""
+    """Transpose [N, H, D_h] to [B, H, T, D_h]."""
     return x.reshape(-1, length, *x.shape[1:]).transpose(0, 2, 1, 3)
 
 
 def _grouped(q: jax.Array, num_kv_heads: int, length: int) -> jax.Array:
-    """Queries [N, H, D_h] as [B, H_kv, H / H_kv, T, D_h], next to the keys that they share."""
+    """Group queries [N, H, D_h] by key head: [B, H_kv, H / H_kv, T, D_h]."""
     q = _heads_first(q, length)
     return q.reshape(q.shape[0], num_kv_heads, -1, *q.shape[2:])
 
 
 def _causal_scores(q: jax.Array, k: jax.Array, length: int) -> jax.Array:
-    """Masked scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] against k [N, H_kv, D_h]."""
+    """Return causal scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k [N, H_kv, D_h]."""
     queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
     scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))
     mask = jnp.tril(jnp.ones((length, length), bool))
@@ -156,7 +155,7 @@ def _causal_scores(q: jax.Array, k: jax.Array, length: int) -> jax.Array:
 
 
 def _weighted_values(weights: jax.Array, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """Attention output of `shape` [N, H, D_h] from weights [B, H_kv, G, T, T] over v."""
+    """Return the output of `shape` [N, H, D_h] of attention weights [B, H_kv, G, T, T] and v."""
     length = weights.shape[-2]
     out = jnp.einsum("bhgts,bhsd->bhgtd", weights.astype(v.dtype), _heads_first(v, length))
     return out.transpose(0, 3, 1, 2, 4).reshape(shape)

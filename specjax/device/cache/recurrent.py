@@ -1,4 +1,4 @@
-"""The gated delta rule: one recurrent state per slot, and the ring that brings it up to date."""
+"""Cache of the gated delta rule: one recurrent state per slot, and the ring that updates it."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,17 +25,17 @@ from specjax.device.cache.rows import CachedRows
 
 
 class DeltaInputs(NamedTuple):
-    """What a mixer's projection made of N rows, and the weights they go through."""
+    """The projection of N rows, and the weights of the rule."""
 
     x: jax.Array  # [N, C + H_v D_v + 2 H_v], q | k | v, output gate, write gate, decay
     weights: DeltaRuleWeights
 
 
 class Snapshots(NamedTuple):
-    """Copies of N states, with what the convolution still reads of the tokens before them.
+    """Copies of S states, with the tokens before them that the convolution still reads.
 
-    A snapshot serves requests that begin with its tokens, together with the pages that hold their
-    keys and values: neither is of use without the other.
+    Together, a snapshot and the pages with the keys and values of its tokens serve requests that
+    begin with these tokens; neither is useful alone.
     """
 
     state: jax.Array  # f32[layers, S, H_v, D_v, D_k]
@@ -44,38 +44,38 @@ class Snapshots(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaRule:
-    """Gated DeltaNet's memory, a matrix per head, after a short convolution."""
+    """The memory of Gated DeltaNet: a matrix per head, written after a short convolution."""
 
     num_layers: int
     heads: Heads
     conv_width: int  # W
-    rms_norm_eps: float  # of the output's norm
+    rms_norm_eps: float  # of the output norm
 
     @property
     def name(self) -> str:
-        """As configs call it."""
+        """The name in configs."""
         return "linear_attention"
 
     @property
     def is_recurrent(self) -> bool:
-        """Requests keep a state by slot."""
+        """True: requests have a state in their slot."""
         return True
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Nothing is kept in pages."""
+        """(0,): pages hold nothing."""
         return (0,)
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """A matrix per head."""
+        """Shape of the state: a matrix per head."""
         return self.heads.num_values, self.heads.value_dim, self.heads.key_dim
 
     def init(self, sizes: CacheSizes, dtype: Any) -> DeltaRuleCache:
-        """Empty states and rings.
+        """Create empty states and rings.
 
-        The ring has columns for the rows of a step that may be rejected, for as many that the next
-        step runs, and for the W - 1 before: no step writes a column that it reads (see
+        The ring has columns for the pending rows of a step, for as many rows of the next step, and
+        for the W - 1 before them, so that no step writes a column that it reads (see
         `pallas_kernels.gated_delta_rule`).
         """
         num_columns = num_ring_columns(self.conv_width, sizes.max_rows)
@@ -87,7 +87,7 @@ class DeltaRule:
         )
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> Snapshots:
-        """Room for `num_snapshots` states."""
+        """Allocate `num_snapshots` snapshots."""
         shape = self.num_layers, num_snapshots
         return Snapshots(
             jnp.zeros((*shape, *self.state_shape), jnp.float32),
@@ -118,9 +118,9 @@ class DeltaRule:
         ids: jax.Array,
         ends: jax.Array,
     ) -> DeltaRuleCache:
-        """See `CacheKind.restore`; nothing is pending then."""
+        """See `CacheKind.restore`; afterwards no tokens are pending."""
         columns = self._tail_columns(cache, ends)
-        # As after a prompt: what no step should look at is NaN.
+        # As after a prompt: entries that no step should read are NaN.
         ring = cache.ring.at[:, slots].set(jnp.nan, mode="drop")
         return DeltaRuleCache(
             cache.state.at[:, slots].set(snapshots.state[:, ids], mode="drop"),
@@ -131,7 +131,7 @@ class DeltaRule:
     def cached(
         self, rows: CachedRows, cache: DeltaRuleCache, layer: jax.Array, inputs: DeltaInputs
     ) -> tuple[jax.Array, DeltaRuleCache]:
-        """Bring the states up to date, then run the rows on from them: [N, H_v, D_v]."""
+        """Fold pending tokens into the states, then run the rows from there: [N, H_v, D_v]."""
         assert rows.slots is not None and rows.pending is not None, "rows without slots"
         out, cache = gated_delta_rule(
             rows.by_request(inputs.x),
@@ -148,7 +148,7 @@ class DeltaRule:
         return out.reshape(-1, *out.shape[2:]), cache
 
     def causal(self, length: int, inputs: DeltaInputs) -> jax.Array:
-        """From an empty state: [N, H_v, D_v]."""
+        """Run sequences from an empty state: [N, H_v, D_v]."""
         weights = inputs.weights
         x = inputs.x.reshape(-1, length, inputs.x.shape[-1])
         raw, z, gates = split_inputs(x, weights, self.heads)
@@ -161,7 +161,7 @@ class DeltaRule:
         return out.reshape(-1, *out.shape[2:])
 
     def unrolled(self, length: int, kept: Any, inputs: DeltaInputs) -> tuple[jax.Array, Any]:
-        """Drafters have no recurrent layers."""
+        """Raise NotImplementedError: drafters have no recurrent layers."""
         raise NotImplementedError("a chain of drafts runs attention layers only")
 
     def _tail_places(self, ends: jax.Array) -> jax.Array:

@@ -18,6 +18,7 @@ from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
+from specjax.device.placement import Placement
 
 # What early EAGLE-3 exports call a tensor.
 LEGACY_NAMES = {
@@ -35,6 +36,7 @@ class DrafterFiles:
 
     tensors: TensorFiles
     hf: HFConfig
+    placement: Placement | None = None  # where the parameters go
 
     @property
     def prefix(self) -> str:
@@ -55,7 +57,12 @@ class DrafterFiles:
         """The parameters; tensors whose published names are in `unused` may lie there unread."""
         ignored = {self.stored_name(name) for name in unused}
         return load_params(
-            self.tensors, specs, dtype, rename=self.stored_name, ignore=ignored.__contains__
+            self.tensors,
+            specs,
+            dtype,
+            placement=self.placement,
+            rename=self.stored_name,
+            ignore=ignored.__contains__,
         )
 
     def geometry(self, layer: str, target: Model) -> llama.Llama:
@@ -87,16 +94,22 @@ HeadLoad = Callable[[DrafterFiles, SpeculativeConfig, Model, np.dtype], tuple[An
 
 def chain_loader(
     load_head: HeadLoad,
-) -> Callable[[Path | None, SpeculativeConfig, Model, np.dtype], tuple[ChainDrafter, Any]]:
+) -> Callable[
+    [Path | None, SpeculativeConfig, Model, np.dtype, Placement | None], tuple[ChainDrafter, Any]
+]:
     """How a chain drafter is loaded whose head and its parameters `load_head` reads."""
 
     def load(
-        folder: Path | None, config: SpeculativeConfig, target: Model, dtype: np.dtype
+        folder: Path | None,
+        config: SpeculativeConfig,
+        target: Model,
+        dtype: np.dtype,
+        placement: Placement | None,
     ) -> tuple[ChainDrafter, Any]:
         assert folder is not None, config.method
         hf = read_config(folder)
         refuse_quantised(hf)
-        files = DrafterFiles(open_checkpoint(folder), hf)
+        files = DrafterFiles(open_checkpoint(folder), hf, placement)
         head, params = load_head(files, config, target, dtype)
         return ChainDrafter(head, is_greedy=config.draft_sample_method == "greedy"), params
 

@@ -33,6 +33,7 @@ from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
+from specjax.device.placement import Placement, default_device
 
 
 @jax.tree_util.register_dataclass
@@ -270,7 +271,8 @@ def read_target_ids(files: DrafterFiles, head: Eagle3Head, target: Model) -> jax
         raise CheckpointError(
             f"{files.hf.origin}: d2t points outside the target's vocabulary of {target.vocab_size}"
         )
-    return jnp.array(ids.astype(np.int32))
+    placement = files.placement or Placement.on(default_device())
+    return placement.put(ids.astype(np.int32))
 
 
 def to_hf(head: Eagle3Head) -> dict[str, Any]:

@@ -155,7 +155,8 @@ def load(
         )
     head = MTPHead(target)
     specs = head.specs(tensors.names())
-    return head, load_params(tensors, specs, dtype, ignore=lambda name: not name.startswith("mtp."))
+    params = load_params(tensors, specs, dtype, placement=files.placement, ignore=head.is_unused)
+    return head, params
 
 
 def of_own_shape(target: Model, origin: str) -> MTPHead:

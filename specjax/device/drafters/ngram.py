@@ -47,7 +47,7 @@ class NGramDrafter(Stateless):
 
 
 def load(
-    folder: Path | None, config: SpeculativeConfig, target: Model, dtype: Any
+    folder: Path | None, config: SpeculativeConfig, target: Model, dtype: Any, placement: Any
 ) -> tuple[NGramDrafter, None]:
     """The drafter that a config describes; there is no checkpoint."""
     min_size, max_size = config.prompt_lookup_min, config.prompt_lookup_max

@@ -14,8 +14,11 @@ from specjax.device.drafters.chain import ChainDrafter, Head
 from specjax.device.drafters.checkpoint import chain_loader
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
+from specjax.device.placement import Placement
 
-Load = Callable[[Path | None, SpeculativeConfig, Model, np.dtype], tuple[Drafter, Any]]
+Load = Callable[
+    [Path | None, SpeculativeConfig, Model, np.dtype, Placement | None], tuple[Drafter, Any]
+]
 DRAFTERS: dict[str, Load] = {
     "eagle": chain_loader(eagle.load),
     "eagle3": chain_loader(eagle3.load),
@@ -30,7 +33,11 @@ OWN_SHAPES: dict[str, Callable[[Model, str], Head]] = {
 
 
 def load_drafter(
-    folder: Path | None, config: SpeculativeConfig, target: Model, dtype: np.dtype
+    folder: Path | None,
+    config: SpeculativeConfig,
+    target: Model,
+    dtype: np.dtype,
+    placement: Placement | None = None,
 ) -> tuple[Drafter, Any]:
     """The drafter that a config names and its parameters, checked against the target.
 
@@ -39,7 +46,7 @@ def load_drafter(
     Raises:
         CheckpointError: the files are damaged, or made for another target.
     """
-    return DRAFTERS[config.method](folder, config, target, dtype)
+    return DRAFTERS[config.method](folder, config, target, dtype, placement)
 
 
 def shape_drafter(method: str, target: Model, origin: str, dtype: str) -> tuple[Drafter, Any]:

@@ -1,9 +1,10 @@
-"""Which fields of a Hugging Face config are read, which do not matter, and which are refused.
+"""Which fields of a Hugging Face config are read, which are harmless, and which raise an error.
 
-transformers is the measure: what its class for a model type reads is read here, or refused where it
-is set. Other fields it ignores, and so do we, in two ways. Some change the mathematics of other
-models, so that a config that sets them describes another model than its type says: an error. Of the
-rest nobody can know, and published configs are full of such: a warning names those that are set.
+transformers is the reference: a field that its class for a model type reads is read here too, or
+raises an error if set. It ignores other fields. Of these, fields that change the mathematics of
+other models raise an error, because the config then describes another model than its type says.
+The effect of the rest is unknown, and published configs have many: those that are set are named in
+a warning.
 """
 
 import warnings
@@ -32,7 +33,7 @@ _HYBRID = (
     *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     *("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
-    # The text part of one with a vision tower, which is not used.
+    # For models with a vision tower, which is not used.
     *("text_config", "vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "language_model_only"),
 )
@@ -40,7 +41,7 @@ _HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe
 READ: Mapping[str, frozenset[str]] = {
     kind: frozenset(fields) for kind, fields in (_DENSE | dict.fromkeys(_HYBRIDS, _HYBRID)).items()
 }
-# Of tools, training, the tokenizer or how to generate.
+# Fields for tools, training, the tokenizer or generation.
 HARMLESS = frozenset(
     (
         *("architectures", "auto_map", "model_type", "_name_or_path", "name_or_path"),
@@ -67,7 +68,7 @@ HARMLESS = frozenset(
         *("bos_token", "eos_token", "pad_token", "is_llama_config"),
     )
 )
-# Of other models, with what they do there.
+# Fields of other models, and their effect there.
 CHANGES = {
     "attn_logit_softcapping": "a cap on attention scores",
     "final_logit_softcapping": "a cap on logits",
@@ -110,10 +111,10 @@ _FACTORS = frozenset(
 
 
 def check_fields(hf: HFConfig, kind: str) -> None:
-    """Refuse what changes the mathematics and is not read; warn of what nobody knows.
+    """Raise for unread fields that change the mathematics; warn about unknown fields.
 
     Raises:
-        CheckpointError: with the field, and what it would do.
+        CheckpointError: with the field and its effect.
     """
     refuse_quantised(hf)
     nested = hf.get("text_config", None)
@@ -139,10 +140,10 @@ def _inside(hf: HFConfig) -> str:
 
 
 def refuse_quantised(hf: HFConfig) -> None:
-    """Refuse weights that are stored as integers or narrow floats with scales.
+    """Raise if the weights are quantised: integers or narrow floats with scales.
 
     Raises:
-        CheckpointError: with the method, and what to use instead.
+        CheckpointError: with the quantisation method, and what to use instead.
     """
     for name in "quantization_config", "compression_config":
         given = hf.fields.get(name)
@@ -158,7 +159,7 @@ def refuse_quantised(hf: HFConfig) -> None:
 
 
 def _is_neutral(name: str, value: Any) -> bool:
-    """Whether a field says that what it is for is off."""
+    """Return whether the value of a field switches its feature off."""
     if name == "layer_types":
         return isinstance(value, list) and all(kind == "full_attention" for kind in value)
     return not value or (name in _FACTORS and value == 1)

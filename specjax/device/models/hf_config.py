@@ -1,4 +1,4 @@
-"""A Hugging Face `config.json`, read with errors that name field, value and remedy."""
+"""Reader of a Hugging Face `config.json`; errors name field, value and remedy."""
 
 import math
 from collections.abc import Mapping
@@ -11,36 +11,36 @@ from specjax.device.models.layers.rope import Rope
 
 @dataclass(frozen=True)
 class HFConfig:
-    """The fields of a config and where they were read, for messages."""
+    """The fields of a config, and their origin for error messages."""
 
     fields: Mapping[str, Any]
     origin: str
 
     def get(self, key: str, default: Any) -> Any:
-        """The field, or `default` where it is absent or null."""
+        """Return the field, or `default` if it is absent or null."""
         value = self.fields.get(key)
         return default if value is None else value
 
     def integer(self, key: str, default: int | None = None) -> int:
-        """The field as a positive integer."""
+        """Return the field as a positive integer."""
         value = self.get(key, default)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             raise CheckpointError(f"{self.origin}: {key} must be a positive integer, got {value!r}")
         return value
 
     def number(self, key: str, default: float) -> float:
-        """The field as a positive number."""
+        """Return the field as a positive number."""
         return _positive(self.get(key, default), f"{self.origin}: {key}")
 
     def flag(self, key: str, default: bool = False) -> bool:
-        """The field as true or false."""
+        """Return the field as a bool."""
         value = self.get(key, default)
         if not isinstance(value, bool):
             raise CheckpointError(f"{self.origin}: {key} must be true or false, got {value!r}")
         return value
 
     def kv_heads(self, num_heads: int, default: int | None) -> int:
-        """Heads of keys and values, of which each serves as many of the `num_heads` queries'."""
+        """Return the number of key-value heads, which must divide `num_heads`."""
         value = self.integer("num_key_value_heads", default)
         if num_heads % value:
             raise CheckpointError(
@@ -50,7 +50,7 @@ class HFConfig:
         return value
 
     def require(self, key: str, expected: Any) -> None:
-        """Refuse a field that is set to anything but `expected`."""
+        """Raise if the field is set to anything but `expected`."""
         value = self.get(key, expected)
         if value != expected:
             raise CheckpointError(
@@ -58,7 +58,7 @@ class HFConfig:
             )
 
     def require_unset(self, *keys: str) -> None:
-        """Refuse features that are switched on but not implemented."""
+        """Raise if one of these unimplemented features is switched on."""
         for key in keys:
             if self.fields.get(key):
                 raise CheckpointError(
@@ -67,10 +67,10 @@ class HFConfig:
                 )
 
     def rope(self, head_dim: int, partial_factor: float | None = None) -> Rope:
-        """Rotary embedding, from `rope_parameters` or the older `rope_theta` + `rope_scaling`.
+        """Read the rotary embedding: `rope_parameters`, or older `rope_theta` + `rope_scaling`.
 
-        `partial_factor` is the part of a head that is rotated where the config does not say; None
-        for models that always rotate all of it.
+        `partial_factor` is the default for the fraction of a head that is rotated; None for models
+        that always rotate whole heads.
         """
         fields = self._object("rope_scaling") | self._object("rope_parameters")
         theta = _positive(

@@ -1,8 +1,8 @@
 """Dense decoders of the Llama family: `llama`, `qwen2` and `qwen3`.
 
-One architecture. What sets the three apart is data: Qwen2 has a bias on q, k and v, Qwen3
-normalises q and k per head, Llama may have a bias on every attention projection. Those tensors
-are None where a checkpoint has none, and the forward pass reads accordingly.
+One architecture; the three differ only in optional tensors: Qwen2 has a bias on q, k and v, Qwen3
+normalises q and k per head, Llama may have a bias on every attention projection. A tensor that a
+model does not have is None, and the forward pass skips it.
 """
 
 from collections.abc import Collection, Mapping
@@ -39,7 +39,7 @@ class LlamaLayer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LlamaParams:
-    """Weights of a decoder; `lm_head` is None when it is the embedding."""
+    """Weights of a decoder; `lm_head` is None if it is tied to the embedding."""
 
     embedding: jax.Array  # [V, D]
     layers: tuple[LlamaLayer, ...]
@@ -49,7 +49,7 @@ class LlamaParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """A dense decoder. Hashable, so that a compiled step can hold it as a static value."""
+    """A dense decoder. Hashable, so that it can be a static argument of a compiled step."""
 
     vocab_size: int
     hidden_size: int
@@ -68,12 +68,12 @@ class Llama:
 
     @property
     def has_centred_norms(self) -> bool:
-        """Norms are stored as they are."""
+        """False: norm weights are stored unchanged."""
         return False
 
     @property
     def attention(self) -> PagedAttention:
-        """What all layers keep."""
+        """The cache of all layers."""
         return PagedAttention(
             num_layers=self.num_layers,
             num_heads=self.num_heads,
@@ -84,12 +84,12 @@ class Llama:
 
     @property
     def cache_kinds(self) -> tuple[PagedAttention]:
-        """Attention alone."""
+        """Attention only."""
         return (self.attention,)
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """All alike."""
+        """All layers have the same kind."""
         return (0,) * self.num_layers
 
     def with_layers(self, num_layers: int) -> "Llama":
@@ -98,11 +98,11 @@ class Llama:
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """Nothing but the model is expected in a checkpoint."""
+        """None: a checkpoint has only the model's tensors."""
         return ()
 
     def specs(self, names: Collection[str] = ()) -> LlamaParams:
-        """See `Model.specs`; there is one layout."""
+        """See `Model.specs`; there is only one layout."""
         prefix, dim = "model", self.hidden_size
         return LlamaParams(
             embedding=stored(
@@ -137,16 +137,16 @@ class Llama:
         return Features.of(hidden, [entering[i].sum() for i in aux_layers]), (kv,)
 
     def embed(self, params: LlamaParams, tokens: jax.Array) -> jax.Array:
-        """Input embeddings [N, D] of tokens i32[N]."""
+        """Return the input embeddings [N, D] of tokens i32[N]."""
         return params.embedding[tokens]
 
     def logits(self, params: LlamaParams, hidden: jax.Array) -> jax.Array:
-        """Next-token logits f32[N, V] of hidden states [N, D]."""
+        """Return the next-token logits f32[N, V] of hidden states [N, D]."""
         head = params.embedding.T if params.lm_head is None else params.lm_head
         return linear(hidden, head, jnp.float32)
 
 
-# One trace serves every layer: the index is an operand, and XLA inlines the calls.
+# Traced once for all layers, because the layer index is an operand; XLA inlines the calls.
 @partial(jax.jit, static_argnames="model")
 def decoder_layer(
     params: LlamaLayer,
@@ -157,7 +157,7 @@ def decoder_layer(
     layer: jax.Array,
     model: Llama,
 ) -> tuple[Residual, Any]:
-    """One pre-norm decoder layer."""
+    """Run one pre-norm decoder layer."""
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, model.attention)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
@@ -165,7 +165,7 @@ def decoder_layer(
 
 
 def layer_specs(model: Llama, prefix: str) -> LlamaLayer:
-    """One decoder layer as a tree of `TensorSpec`."""
+    """Return one decoder layer as a tree of `TensorSpec`."""
     dim = model.hidden_size
     return LlamaLayer(
         attention_norm=stored([f"{prefix}.input_layernorm.weight"], (dim,)),
@@ -176,7 +176,7 @@ def layer_specs(model: Llama, prefix: str) -> LlamaLayer:
 
 
 def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
-    """Attention weights as `TensorSpec`s; `num_in` is the width the projections read."""
+    """Return attention weights as `TensorSpec`s; `num_in` is the projections' input width."""
     q, kv, head = (
         model.num_heads * model.head_dim,
         model.num_kv_heads * model.head_dim,
@@ -200,7 +200,7 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
 
 
 def from_hf(hf: HFConfig) -> Llama:
-    """The model that a Hugging Face config of type `llama`, `qwen2` or `qwen3` describes."""
+    """Return the model that a Hugging Face config of type `llama`, `qwen2` or `qwen3` describes."""
     hf.require_unset("mlp_bias", "use_sliding_window")
     hf.require("hidden_act", "silu")
     kind = hf.get("model_type", "llama")
@@ -226,7 +226,7 @@ def from_hf(hf: HFConfig) -> Llama:
 
 
 def to_hf(model: Llama) -> Mapping[str, Any]:
-    """A Hugging Face `config.json` of type `llama` for a model that this package trained."""
+    """Return a `config.json` of type `llama` for a model that this package trained."""
     return {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",

@@ -1,8 +1,8 @@
 """Hybrid decoders of the Qwen3-Next family: `qwen3_next`, `qwen3_5` and `qwen3_5_moe`.
 
-One architecture: three layers of Gated DeltaNet to one of gated attention with partial rotary
-embedding, norms stored as their distance from one, a dense feed-forward layer or a mixture of
-experts. What sets the three apart is how their checkpoints name and interleave the tensors.
+One architecture: three Gated DeltaNet layers per gated attention layer with partial rotary
+embedding, norm weights stored minus one, and a dense feed-forward layer or a mixture of experts.
+The three differ in how their checkpoints name and interleave the tensors.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -36,7 +36,7 @@ from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features
 
 KINDS = ATTENTION, DELTA = "full_attention", "linear_attention"
-IGNORED = ("model.visual.", "visual.", "mtp.")  # what a text model does without
+IGNORED = ("model.visual.", "visual.", "mtp.")  # tensors that a text model does not use
 
 
 @jax.tree_util.register_dataclass
@@ -53,7 +53,7 @@ class Qwen35Layer:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Qwen35Params:
-    """Weights of a decoder; `lm_head` is None when it is the embedding."""
+    """Weights of a decoder; `lm_head` is None if it is tied to the embedding."""
 
     embedding: jax.Array  # [V, D]
     layers: tuple[Qwen35Layer, ...]
@@ -63,7 +63,7 @@ class Qwen35Params:
 
 @dataclass(frozen=True, kw_only=True)
 class Qwen35:
-    """A hybrid decoder. Hashable, so that a compiled step can hold it as a static value."""
+    """A hybrid decoder. Hashable, so that it can be a static argument of a compiled step."""
 
     vocab_size: int
     hidden_size: int
@@ -79,18 +79,18 @@ class Qwen35:
     max_position: int
     tie_word_embeddings: bool = False
     experts: Experts | None = None
-    dense_layers: tuple[int, ...] = ()  # of a model with experts, those without
+    dense_layers: tuple[int, ...] = ()  # layers without experts, if `experts` is given
     is_interleaved: bool = False  # Qwen3-Next's names and order of the recurrent projections
-    num_mtp_layers: int = 0  # modules that predict further tokens, beside the model
+    num_mtp_layers: int = 0  # modules for multi-token prediction (MTP)
 
     @property
     def num_layers(self) -> int:
-        """Layers of either kind."""
+        """The number of layers of both kinds."""
         return len(self.layer_types)
 
     @property
     def attention(self) -> PagedAttention:
-        """What the attention layers keep."""
+        """The cache of the attention layers."""
         return PagedAttention(
             num_layers=self.layer_types.count(ATTENTION),
             num_heads=self.num_heads,
@@ -102,7 +102,7 @@ class Qwen35:
 
     @property
     def delta_rule(self) -> DeltaRule:
-        """What the recurrent layers keep."""
+        """The cache of the recurrent layers."""
         return DeltaRule(
             num_layers=self.layer_types.count(DELTA),
             heads=self.delta_heads,
@@ -112,12 +112,12 @@ class Qwen35:
 
     @property
     def cache_kinds(self) -> tuple[CacheKind, ...]:
-        """In the order of `KINDS`."""
+        """Both kinds, in the order of `KINDS`."""
         return self.attention, self.delta_rule
 
     @property
     def layer_kinds(self) -> tuple[int, ...]:
-        """By the names of the config."""
+        """See `Model.layer_kinds`; from the config's `layer_types`."""
         return tuple(map(KINDS.index, self.layer_types))
 
     def with_layers(self, num_layers: int) -> "Qwen35":
@@ -126,7 +126,7 @@ class Qwen35:
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """The vision tower, and the modules that predict further tokens."""
+        """The vision tower and the MTP modules."""
         return IGNORED
 
     def specs(self, names: Collection[str] = ()) -> Qwen35Params:
@@ -150,7 +150,7 @@ class Qwen35:
 
     @property
     def has_centred_norms(self) -> bool:
-        """Norms are stored as their distance from one."""
+        """True: norm weights are stored minus one."""
         return True
 
     def extend(
@@ -176,11 +176,11 @@ class Qwen35:
         return Features.of(hidden, [entering[i].sum() for i in aux_layers]), tuple(held)
 
     def embed(self, params: Qwen35Params, tokens: jax.Array) -> jax.Array:
-        """Input embeddings [N, D] of tokens i32[N]."""
+        """Return the input embeddings [N, D] of tokens i32[N]."""
         return params.embedding[tokens]
 
     def logits(self, params: Qwen35Params, hidden: jax.Array) -> jax.Array:
-        """Next-token logits f32[N, V] of hidden states [N, D]."""
+        """Return the next-token logits f32[N, V] of hidden states [N, D]."""
         head = params.embedding.T if params.lm_head is None else params.lm_head
         return linear(hidden, head, jnp.float32)
 
@@ -188,7 +188,7 @@ class Qwen35:
         return self.experts is not None and layer not in self.dense_layers
 
 
-# One trace serves all layers of a kind: the index, within the kind, is an operand.
+# Traced once per kind of layer, because the index within the kind is an operand.
 @partial(jax.jit, static_argnames="model")
 def decoder_layer(
     params: Qwen35Layer,
@@ -199,7 +199,7 @@ def decoder_layer(
     layer: jax.Array,
     model: Qwen35,
 ) -> tuple[Residual, Any]:
-    """One pre-norm decoder layer; `cache` is of its kind."""
+    """Run one pre-norm decoder layer; `cache` is that of its kind."""
     mixer = params.mixer
     x, normed = stream.normed(params.mixer_norm, model, rows.kernels)
     if isinstance(mixer, Attention):
@@ -216,7 +216,7 @@ def decoder_layer(
 def layer_specs(
     model: Qwen35, prefix: str, kind: str, names: Collection[str], is_sparse: bool
 ) -> Qwen35Layer:
-    """One decoder layer as a tree of `TensorSpec`; `names` are those in the files."""
+    """Return one decoder layer as a tree of `TensorSpec`; `names` are those in the checkpoint."""
     dim, mixture = model.hidden_size, model.experts if is_sparse else None
     return Qwen35Layer(
         mixer_norm=norm_spec(f"{prefix}.input_layernorm", dim),
@@ -231,7 +231,7 @@ def layer_specs(
 
 
 def norm_spec(name: str, dim: int) -> Any:
-    """The weight of a norm, stored as its distance from one."""
+    """Return the spec of a norm's weight, stored minus one."""
     return stored([f"{name}.weight"], (dim,), fill=0.0)
 
 
@@ -288,7 +288,7 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
 
 
 def from_hf(hf: HFConfig) -> Qwen35:
-    """The model that a Hugging Face config of the family describes, its text part if nested."""
+    """Return the model of a Hugging Face config of the family, from its `text_config` if nested."""
     kind, outer = hf.get("model_type", "qwen3_5"), hf
     if (nested := hf.get("text_config", None)) is not None:
         if not isinstance(nested, Mapping):
@@ -317,7 +317,7 @@ def from_hf(hf: HFConfig) -> Qwen35:
         rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
         rope=hf.rope(head_dim, partial_factor=0.25),
         max_position=hf.integer("max_position_embeddings", 32768),
-        # Beside a text part, transformers ties by what stands outside.
+        # With a nested `text_config`, transformers uses the outer flag.
         tie_word_embeddings=outer.flag("tie_word_embeddings", hf.flag("tie_word_embeddings")),
         experts=experts,
         dense_layers=_dense_layers(hf, num_layers) if experts else (),
@@ -391,7 +391,7 @@ def _dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
 
 
 def to_hf(model: Qwen35) -> Mapping[str, Any]:
-    """A Hugging Face `config.json` of type `qwen3_5_text` for a model that this package trained."""
+    """Return a `config.json` of type `qwen3_5_text` for a model that this package trained."""
     heads = model.delta_heads
     return {
         "architectures": ["Qwen3_5ForCausalLM"],

@@ -1,4 +1,4 @@
-"""Models by the `model_type` of their config."""
+"""Registry of models by the `model_type` of their config."""
 
 from collections.abc import Callable
 from functools import partial
@@ -30,12 +30,12 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
 
 
 def read_config(folder: Path) -> HFConfig:
-    """The config of a checkpoint folder."""
+    """Read the config of a checkpoint folder."""
     return HFConfig(read_json(folder, "config.json"), str(folder / "config.json"))
 
 
 def describe_model(hf: HFConfig) -> Model:
-    """The model a config describes, without its weights."""
+    """Return the model that a config describes, without its weights."""
     kind = hf.get("model_type", None)
     if not isinstance(kind, str) or kind not in MODELS:
         raise CheckpointError(
@@ -48,7 +48,7 @@ def describe_model(hf: HFConfig) -> Model:
 def load_model(
     folder: Path, dtype: np.dtype, placement: Placement | None = None
 ) -> tuple[Model, Any]:
-    """The model in a checkpoint folder and its parameters in `dtype`, see `load_params`."""
+    """Load the model in a checkpoint folder and its parameters in `dtype`, see `load_params`."""
     model, files = describe_model(read_config(folder)), open_checkpoint(folder)
     specs = model.specs(files.names())
     ignore = partial(is_unused, model)
@@ -56,7 +56,7 @@ def load_model(
 
 
 def is_unused(model: Model, name: str) -> bool:
-    """Whether a tensor that none of a model's specs name may lie beside the others."""
-    # Old exports store the rotary frequencies; tied ones may store the head a second time.
+    """Return whether a checkpoint may have this tensor although no spec of the model names it."""
+    # Old exports store rotary frequencies; with tied embeddings the head may be stored, too.
     is_derived = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
     return is_derived or name.startswith(model.ignored_prefixes)

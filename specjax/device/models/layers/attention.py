@@ -1,4 +1,4 @@
-"""Softmax attention with grouped keys, over whatever the rows' context is."""
+"""Attention layer: grouped-query softmax attention over the context of `Rows`."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,9 +14,9 @@ from specjax.device.models.layers.rows import Rows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Attention:
-    """Weights of an attention layer; optional ones are None where an architecture lacks them."""
+    """Weights of an attention layer; optional ones are None if an architecture lacks them."""
 
-    qkv: jax.Array  # [D_in, (H + 2 H_kv) head_dim]; with an output gate after q, H head_dim more
+    qkv: jax.Array  # [D_in, (H + 2 H_kv) head_dim], plus H head_dim for an output gate after q
     out: jax.Array  # [H head_dim, D]
     qkv_bias: jax.Array | None = None
     out_bias: jax.Array | None = None
@@ -33,7 +33,7 @@ def attention(
     layer: jax.Array,
     kind: PagedAttention,
 ) -> tuple[jax.Array, Any]:
-    """Project x [N, D_in], rotate, attend and project back: ([N, D], kv)."""
+    """Project x [N, D_in], rotate, attend and project back; return ([N, D], kv)."""
     qkv = linear(x, params.qkv)
     weights = HeadWeights(params.qkv_bias, params.q_norm, params.k_norm)
     mixed, kv = rows.mix(kind, kv, layer, ProjectedHeads(qkv, weights, angles))

@@ -1,4 +1,4 @@
-"""Gated DeltaNet (Yang et al. 2024): a mixer whose memory is one matrix per head."""
+"""Gated DeltaNet (Yang et al. 2024): a recurrent layer whose memory is one matrix per head."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from specjax.device.models.layers.rows import Rows
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class GatedDeltaNet:
-    """Weights of the mixer; decay parameters are f32 whatever the others are."""
+    """Weights of the layer; decay parameters are always f32."""
 
     in_proj: jax.Array  # [D, C + H_v D_v + 2 H_v], q | k | v, output gate z, write gate b, decay a
     conv: jax.Array  # [W, C]
@@ -32,7 +32,7 @@ def gated_delta_net(
     layer: jax.Array,
     kind: DeltaRule,
 ) -> tuple[jax.Array, Any]:
-    """Project x [N, D], run the gated delta rule with its gates and norm, project its output back:
+    """Project x [N, D], run the gated delta rule with its gates and norm, and project back; return
     ([N, D], cache)."""
     weights = DeltaRuleWeights(params.conv, params.log_decay, params.decay_bias, params.norm)
     inputs = DeltaInputs(linear(x, params.in_proj), weights)

@@ -1,4 +1,4 @@
-"""The one place that multiplies rows by a weight, and so the one that knows how weights lie."""
+"""Multiplication of rows by a weight; only this module depends on the layout of weights."""
 
 from typing import Any
 
@@ -7,5 +7,5 @@ import jax.numpy as jnp
 
 
 def linear(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
-    """Rows [N, in] times a weight [in, out]: [N, out], summed and kept in `dtype` if given."""
+    """Multiply rows [N, in] by a weight [in, out]: [N, out], accumulated in `dtype` if given."""
     return jnp.matmul(x, weight, preferred_element_type=dtype)

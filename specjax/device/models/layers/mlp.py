@@ -1,4 +1,4 @@
-"""The gated feed-forward layer."""
+"""The gated feed-forward layer (SwiGLU)."""
 
 from dataclasses import dataclass
 
@@ -12,25 +12,25 @@ from specjax.device.models.layers.linear import linear
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MLP:
-    """Weights of a SwiGLU layer, gate and up side by side."""
+    """Weights of a SwiGLU layer; gate and up are concatenated."""
 
     gate_up: jax.Array  # [D, 2 F]
     down: jax.Array  # [F, D]
 
 
 def mlp(params: MLP, x: jax.Array) -> jax.Array:
-    """down(swiglu(gate_up x)) for x [N, D]."""
+    """Compute down(swiglu(gate_up x)) for x [N, D]."""
     return linear(swiglu(linear(x, params.gate_up)), params.down)
 
 
 def swiglu(x: jax.Array) -> jax.Array:
-    """silu(gate) * up for gate and up side by side, [N, 2 F] (Shazeer 2020)."""
+    """Compute silu(gate) * up for concatenated gate | up [N, 2 F] (Shazeer 2020)."""
     gate, up = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
 def mlp_specs(prefix: str, dim: int, inner: int) -> MLP:
-    """The weights as `TensorSpec`s, by the names of Hugging Face."""
+    """Return the weights as `TensorSpec`s, with Hugging Face's names."""
     gate, up, down = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
     return MLP(
         gate_up=projection([gate, up], dim, [inner, inner], axes=(None, "mlp")),

@@ -1,4 +1,4 @@
-"""A mixture of experts with a shared expert beside it."""
+"""A mixture of experts with a shared expert."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -15,19 +15,19 @@ from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs, swiglu
 
 
 class Experts(NamedTuple):
-    """The static geometry of a mixture."""
+    """The static sizes of a mixture."""
 
     num_experts: int  # E
     num_chosen: int  # per token
     intermediate_size: int  # F
     shared_intermediate_size: int
-    normalises: bool  # weights of the chosen sum to one
+    normalises: bool  # router weights of the chosen experts sum to one
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoE:
-    """Weights of a mixture; every expert is a SwiGLU layer, gate and up side by side."""
+    """Weights of a mixture; every expert is a SwiGLU layer with gate and up concatenated."""
 
     router: jax.Array  # [D, E]
     gate_up: jax.Array  # [E, D, 2 F]
@@ -37,9 +37,9 @@ class MoE:
 
 
 def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
-    """sum_e w_e expert_e(x) + sigmoid(shared_gate x) shared(x) for x [N, D].
+    """Compute sum_e w_e expert_e(x) + sigmoid(shared_gate x) shared(x) for x [N, D].
 
-    w is the softmax over all experts (in f32), of which the largest are chosen.
+    w is the softmax over all experts (in f32); the sum runs over the experts with the largest w.
     """
     num_rows, num_chosen = x.shape[0], experts.num_chosen
     logits = linear(x, params.router)
@@ -52,9 +52,9 @@ def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
         weights = jnp.exp(best - total)
 
     chosen = chosen.reshape(-1)
-    # One array is sorted, as the indices beside another would be copied first.
+    # Sorting one array, because sorting keys and indices as two would copy them first.
     order = jnp.sort(chosen * chosen.size + jnp.arange(chosen.size)) % chosen.size
-    # Counted by comparisons, in one kernel; a scatter would clear its result in another.
+    # Counting by comparison takes one kernel; a scatter needs another to clear its result.
     sizes = jnp.sum(chosen[:, None] == jnp.arange(experts.num_experts), axis=0, dtype=jnp.int32)
     hidden = grouped_matmul(x, params.gate_up, sizes, order // num_chosen, kernels=kernels)
     outputs = grouped_matmul(swiglu(hidden), params.down, sizes, targets=order, kernels=kernels)
@@ -64,10 +64,11 @@ def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
 
 
 def moe_specs(mixture: Experts, dim: int, prefix: str, names: Collection[str]) -> MoE:
-    """The weights as `TensorSpec`s; a file with `names` has all experts in one tensor, or each.
+    """Return the weights as `TensorSpec`s. `names`, those in the checkpoint, tell whether all
+    experts share a tensor or each has its own.
 
     Raises:
-        CheckpointError: it has both.
+        CheckpointError: both layouts are present.
     """
     num_experts, _, inner, shared, _ = mixture
     fused = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"

@@ -1,4 +1,4 @@
-"""Rotary position embedding, with the frequency scalings that checkpoints ask for."""
+"""Rotary position embedding, with the frequency scalings of supported checkpoints."""
 
 import math
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ import numpy as np
 
 @dataclass(frozen=True, kw_only=True)
 class Rope:
-    """Rotary frequencies of one model, for the `head_dim` dimensions of a head that are rotated.
+    """Rotary frequencies of one model; `head_dim` is the number of rotated dimensions per head.
 
     `scaling` is "default", "linear" (positions divided by `factor`) or "llama3" (Llama 3.1: long
     wavelengths divided by `factor`, short ones kept, a smooth ramp between).
@@ -25,7 +25,7 @@ class Rope:
     original_max_position: int = 8192
 
     def inverse_frequencies(self) -> np.ndarray:
-        """Angular frequency of each rotated pair, f32[head_dim / 2]."""
+        """Return the angular frequency of each rotated pair, f32[head_dim / 2]."""
         exponents = np.arange(0, self.head_dim, 2, dtype=np.float32) / np.float32(self.head_dim)
         freq = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
         if self.scaling == "linear":
@@ -40,6 +40,6 @@ class Rope:
         return freq
 
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """cos and sin, each f32[N, head_dim / 2], of the rotation at positions i32[N]."""
+        """Return cos and sin, each f32[N, head_dim / 2], of the rotation at positions i32[N]."""
         angle = positions.astype(jnp.float32)[:, None] * self.inverse_frequencies()[None, :]
         return jnp.cos(angle), jnp.sin(angle)

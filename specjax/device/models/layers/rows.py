@@ -1,4 +1,4 @@
-"""What a layer asks of the rows it runs on."""
+"""The interface of the rows that a layer runs on."""
 
 from typing import Any, Protocol
 
@@ -18,15 +18,15 @@ class Rows(Protocol):
     def mix(
         self, kind: CacheKind, cache: Any, layer: jax.Array, inputs: Any
     ) -> tuple[jax.Array, Any]:
-        """Let each row look at those before it, in the form of `kind` that suits these rows.
+        """Mix each row with the rows before it, in the form of `kind` for these rows.
 
         Args:
-            kind: of cache, and so how rows look at each other.
-            cache: its arrays; without any, what the rows themselves keep.
-            layer: i32[], which of the kind's layers this is.
-            inputs: what the layer's projections made of the rows, as `kind` has it.
+            kind: the kind of cache, which determines the mixing (attention, delta rule).
+            cache: the arrays of `kind`; for rows without a cache, their own state.
+            layer: i32[], the layer's index within its kind.
+            inputs: the layer's projections of the rows, as `kind` expects them.
 
         Returns:
-            The output [N, H, D_h], and the cache with the rows in it.
+            The output [N, H, D_h], and the cache with the rows added.
         """
         ...
