@@ -1,16 +1,15 @@
-"""The device's side of an engine: pure functions of arrays, compiled by JAX.
+"""The device side of an engine: pure array functions, compiled by JAX.
 
-The host's side plans; what it has to say arrives as packed arrays of integers. Values never return
-to Python inside a step, and only the device knows how many drafts are accepted until the results
-of the step are read.
+The host plans each step and sends its inputs as packed integer arrays. No value returns to Python
+inside a step: only the device knows how many drafts are accepted until the step's results are read.
 
-Shapes are written in these letters. `f32`, `i32`, `u32` and `bool` are dtypes; without one an array
-has that of the model.
+Shapes are written in these letters. `f32`, `i32`, `u32` and `bool` are dtypes; an array without one
+has the model's dtype.
 
     B   requests in a step, padding included
     S   slots: requests that can be resident
     T   rows of a request in a step: tokens of a chunk; the last token, its drafts and padding
-    N   rows in all, B T, those of a request side by side
+    N   rows in total, B T; the rows of a request are adjacent
     K   drafts of a request
     R   results of a request: K + 1, or 1 at the end of a chunk
     L   tokens of a sequence, max_model_len

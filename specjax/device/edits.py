@@ -1,7 +1,7 @@
-"""Edits of logits before tokens are drawn: penalties, forbidden and favoured tokens.
+"""Edits of logits before tokens are sampled: penalties, forbidden and favoured tokens.
 
-Row t of a request follows its committed tokens and the first t of its drafts, and is edited as if
-those drafts had been committed, so that verification sees what plain decoding would.
+Row t of a request follows its committed tokens and its first t drafts. It is edited as if those
+drafts were committed, so verification sees the same logits as plain decoding.
 """
 
 from collections.abc import Callable
@@ -14,27 +14,27 @@ from jaxtyping import Int32
 from specjax.device.requests import Requests
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
-# The rows of logits processors that requests use, each by its number in `Edits.processor`.
+# The sequences of logits processors that requests use, with their `Edits.processor` numbers.
 Processors = tuple[tuple[int, tuple[Callable, ...]], ...]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class History:
-    """The tokens that B requests consist of, drafts of the step included."""
+    """The tokens of B requests, including the drafts of the step."""
 
-    tokens: Int32[jax.Array, "B L"]  # the first lengths[b] are committed, then come the drafts
+    tokens: Int32[jax.Array, "B L"]  # lengths[b] committed tokens, then the drafts
     lengths: Int32[jax.Array, "B"]
 
     def then(self, drafts: jax.Array) -> "History":
-        """With drafts i32[B, K] after the committed tokens."""
+        """Return the history with drafts i32[B, K] after the committed tokens."""
         batch, k = drafts.shape
         places = self.lengths[:, None] + jnp.arange(k)
         row = jnp.arange(batch)[:, None]
         return History(self.tokens.at[row, places].set(drafts, mode="drop"), self.lengths)
 
     def extended(self, tokens: list[jax.Array]) -> "History":
-        """With each of `tokens` i32[B] committed."""
+        """Return the history with `tokens`, each i32[B], appended as committed."""
         if not tokens:
             return self
         longer = self.then(jnp.stack(tokens, axis=1))
@@ -50,7 +50,7 @@ def edit(
 ) -> jax.Array:
     """Edit logits f32[B, T, V] as `SamplingParams` describes; row t follows lengths[b] + t tokens.
 
-    `masks` i32[B, T, ceil(V/32)] are the grammars' permissions.
+    `masks` i32[B, T, ceil(V/32)] has a bit for each token that the request's grammar allows.
     """
     batch, num_rows, vocab_size = logits.shape
     edits, lengths = requests.edits, history.lengths[:, None] + jnp.arange(num_rows)  # [B, T]
@@ -90,7 +90,7 @@ def edit(
 
 
 def unpack_bits(words: jax.Array, count: int) -> jax.Array:
-    """bool[..., count] of i32[..., ceil(count/32)]: bit v % 32 of word v // 32."""
+    """Unpack i32[..., ceil(count/32)] to bool[..., count]: bit v % 32 of word v // 32."""
     bits = (words[..., None] >> jnp.arange(32)) & 1
     return bits.reshape(*words.shape[:-1], -1)[..., :count] == 1
 
@@ -109,7 +109,7 @@ def _penalise(
     in_prompt = empty.at[row, history.tokens].max(is_prompt.astype(jnp.int32))[:, None]
     committed = empty.at[row, history.tokens].add(is_output.astype(jnp.int32))
 
-    # Draft j counts for the rows after it; a prompt that is being scored has none in it.
+    # Draft j counts for the rows after it, unless it is a prompt token that is being scored.
     places = history.lengths[:, None] + jnp.arange(num_rows - 1)
     drafts = jnp.take_along_axis(history.tokens, places, axis=1, mode="clip")
     counts = jnp.broadcast_to(committed[:, None], logits.shape)
@@ -128,7 +128,7 @@ def _penalise(
 def _bad_words(
     bad_words: jax.Array, history: History, lengths: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """The last token of each word [B, W], and whether a row would complete it [B, T, W]."""
+    """Return each word's last token [B, W], and whether a row would complete it [B, T, W]."""
     batch = bad_words.shape[0]
     words = bad_words.reshape(batch, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
     starts, ends = words[..., :-1], words[..., -1]

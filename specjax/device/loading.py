@@ -1,7 +1,6 @@
-"""Parameters from the tensors of a checkpoint: one check of all, then several read at a time.
+"""Loading of checkpoint tensors as parameters: all are checked first, then read in parallel.
 
-A tensor goes to the device as the file has it, and is merged with others, transposed and cast
-there.
+Tensors are copied to the device unchanged, then merged, transposed and cast there.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,17 +19,17 @@ from specjax.checkpoint.finite import FLOATS, all_finite
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.placement import Placement, default_device
 
-NUM_READERS = 4  # arrays that are read at the same time
+NUM_READERS = 4  # arrays read concurrently
 _MAX_LISTED = 20
 
 
 def keep_name(name: str) -> str:
-    """The `rename` of a checkpoint whose names are those of the specs."""
+    """Return `name` unchanged: the `rename` for files that use the names of the specs."""
     return name
 
 
 def ignore_none(name: str) -> bool:
-    """The `ignore` under which every tensor of the files must be used."""
+    """Return False: the `ignore` that requires every tensor of the files to be used."""
     return False
 
 
@@ -43,18 +42,18 @@ def load_params(
     rename: Callable[[str], str] = keep_name,
     ignore: Callable[[str], bool] = ignore_none,
 ) -> Any:
-    """The tree `specs` of `TensorSpec` as a tree of `jax.Array` in `dtype`.
+    """Load the tree `specs` of `TensorSpec` as a tree of `jax.Array` in `dtype`.
 
     The host holds the tensors of at most `NUM_READERS` arrays at a time.
 
     Args:
-        placement: Where arrays live; None for `default_device`.
-        rename: The name in the files of a name in the specs.
-        ignore: Whether a tensor in the files, by its name there, may go unused.
+        placement: Where arrays are placed; None for `default_device`.
+        rename: Maps a name in the specs to the name in the files.
+        ignore: Whether a tensor with this name in the files may be unused.
 
     Raises:
-        CheckpointError: Before any tensor is read, with all that are missing, wrong or unused; or
-            afterwards, with those that hold NaN or infinity.
+        CheckpointError: Before any read, listing all missing, wrong or unused tensors; or after
+            it, listing tensors that hold NaN or infinity.
     """
     leaves, tree = jax.tree.flatten(specs)
     _check(files, leaves, rename, ignore)
@@ -64,7 +63,7 @@ def load_params(
         parts = [_narrowed(files.read(rename(name))) for name in spec.names]
         array = lay_out(parts, spec, dtype, placement.sharding(spec.axes))
         is_finite = all_finite(array)
-        # What was read can be let go of when the device has it.
+        # The host's copy can be freed once the device has the array.
         return jax.block_until_ready(array), is_finite
 
     with ThreadPoolExecutor(NUM_READERS) as readers:
@@ -83,23 +82,23 @@ def load_params(
 def lay_out(
     parts: Sequence[Any], spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> jax.Array:
-    """The array of a spec, in memory of its own, from the tensors `parts` as a file has them.
+    """Build the array of a spec, in newly allocated memory, from its file tensors `parts`.
 
     Args:
-        parts: Arrays of NumPy, or of JAX on any device.
-        dtype: Of the array, unless the spec has one.
-        sharding: Where the array is to live.
+        parts: NumPy arrays, or JAX arrays on any device.
+        dtype: Dtype of the array, unless the spec has one.
+        sharding: Where the array is placed.
     """
     dtype = np.dtype(spec.dtype or dtype)
     if spec.is_stored and parts[0].dtype == dtype:
         return jax.device_put(parts[0], sharding, may_alias=False)
     on_device = tuple(jax.device_put(part, _whole(sharding)) for part in parts)
-    # Layers have tensors of the same shapes under other names: one program joins those of all.
+    # Layers differ only in tensor names: without the names, all share one compiled program.
     return _join(replace(spec, names=("",) * len(parts)), dtype, sharding)(on_device)
 
 
 def _narrowed(tensor: np.ndarray) -> np.ndarray:
-    """As f32 if it is f64, which JAX does not take; what is too large for it becomes infinite."""
+    """Cast f64, which JAX does not take, to f32; values that are too large become infinite."""
     if tensor.dtype != np.float64:
         return tensor
     with np.errstate(over="ignore"):
@@ -107,13 +106,13 @@ def _narrowed(tensor: np.ndarray) -> np.ndarray:
 
 
 def _whole(sharding: Sharding) -> Sharding:
-    """The same devices, each with all of an array."""
+    """Return a sharding that replicates an array on the same devices."""
     if not isinstance(sharding, NamedSharding):
         return sharding
     return NamedSharding(sharding.mesh, PartitionSpec(), memory_kind=sharding.memory_kind)
 
 
-@lru_cache(maxsize=32)  # each holds a compiled program
+@lru_cache(maxsize=32)  # each entry holds a compiled program
 def _join(
     spec: TensorSpec, dtype: np.dtype, sharding: Sharding
 ) -> Callable[[Sequence[jax.Array]], jax.Array]:

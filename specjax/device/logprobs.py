@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, for requests that want them."""
+"""Log-probabilities of tokens, for requests that ask for them."""
 
 from typing import NamedTuple
 
@@ -7,17 +7,17 @@ import jax.numpy as jnp
 
 
 class Logprobs(NamedTuple):
-    """Log-probabilities of one token per row, and of the likeliest tokens."""
+    """Log-probabilities of one token per row, and of the most likely tokens."""
 
     logprobs: jax.Array  # f32[N]
-    ranks: jax.Array  # i32[N], 1 for the likeliest
-    top_ids: jax.Array  # i32[N, n], likeliest first
+    ranks: jax.Array  # i32[N], 1 for the most likely
+    top_ids: jax.Array  # i32[N, n], most likely first
     top_logprobs: jax.Array  # f32[N, n]
-    raw: jax.Array | None = None  # f32[N], of the model's own distribution, where both are wanted
+    raw: jax.Array | None = None  # f32[N], by the raw logits, if both are wanted
 
 
 def token_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
-    """Log-softmax of logits f32[N, V] at tokens i32[N], and the `num_top` largest."""
+    """Return the log-softmax of logits f32[N, V] at tokens i32[N], and the `num_top` largest."""
     all_logprobs = jax.nn.log_softmax(logits, axis=-1)
     logprobs = jnp.take_along_axis(all_logprobs, tokens[:, None], axis=1)
     ranks = 1 + (all_logprobs > logprobs).sum(axis=1, dtype=jnp.int32)
@@ -26,13 +26,13 @@ def token_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logpro
 
 
 def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Log-softmax f32[N] of logits f32[N, V] at tokens i32[N]."""
+    """Return the log-softmax f32[N] of logits f32[N, V] at tokens i32[N]."""
     at_token = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
     return at_token - jax.nn.logsumexp(logits, axis=-1)
 
 
 def pack_logprobs(found: Logprobs, batch: int) -> jax.Array:
-    """The fields of N rows, N / B for each of B requests, side by side as i32[B, ...]."""
+    """Concatenate the fields of N rows, N / B for each of B requests, as i32[B, ...]."""
 
     def as_ints(x):
         return x if x.dtype == jnp.int32 else jax.lax.bitcast_convert_type(x, jnp.int32)

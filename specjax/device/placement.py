@@ -1,4 +1,4 @@
-"""Where arrays live: a mesh of devices, and which of its axes divides which axis of an array."""
+"""Placement of arrays: a mesh of devices, and which mesh axis shards which array axis."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,22 +8,22 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
-Device: TypeAlias = Any  # a `jax.Device`, which is no type to checkers
+Device: TypeAlias = Any  # a `jax.Device`, which type checkers reject as a type
 
 
 def default_device() -> Device:
-    """The device that engines run on: JAX's first."""
+    """Return the device that engines run on: JAX's first."""
     return jax.devices()[0]
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A mesh of devices, and rules that divide arrays among them.
+    """A mesh of devices, and rules that shard arrays over them.
 
     Attributes:
-        mesh: the devices; one device is a mesh of one.
-        rules: pairs of a logical axis, see `TensorSpec.axes`, and the axis of the mesh that divides
-            it. An axis without a rule is whole on every device.
+        mesh: the devices; a single device is a mesh of size one.
+        rules: pairs of a logical axis, see `TensorSpec.axes`, and the mesh axis that shards it. An
+            axis without a rule is replicated.
     """
 
     mesh: Mesh
@@ -31,24 +31,24 @@ class Placement:
 
     @classmethod
     def on(cls, device: Device) -> "Placement":
-        """Everything on one device."""
+        """Return a placement of all arrays on one device."""
         return cls(Mesh(np.array([device]), ("model",)))
 
     @property
     def device(self) -> Device:
-        """One of the devices, which are all alike."""
+        """One of the devices, which are all of the same kind."""
         return self.mesh.devices.flat[0]
 
     def sharding(self, axes: Sequence[str | None] = ()) -> Sharding:
-        """Sharding of an array with these logical axes; without axes, whole on every device."""
-        memory = self.device.default_memory().kind  # not the host's, where an array may come from
+        """Return the sharding of an array with these logical axes; without axes, replicate it."""
+        memory = self.device.default_memory().kind  # a source array may be in host memory
         if self.mesh.size == 1:
-            # Programs over a named mesh are compiled and called through more layers.
+            # Programs over a named mesh have more overhead to compile and to call.
             return SingleDeviceSharding(self.device, memory_kind=memory)
         rules = dict(self.rules)
         spec = PartitionSpec(*(rules.get(axis) if axis else None for axis in axes))
         return NamedSharding(self.mesh, spec, memory_kind=memory)
 
     def put(self, tree: Any) -> Any:
-        """A tree of arrays on every device, whole. Arrays of NumPy must be fresh."""
+        """Replicate a tree of arrays on every device. NumPy arrays must not be modified later."""
         return jax.device_put(tree, self.sharding())

@@ -1,4 +1,4 @@
-"""What each request asked for: arrays by slot, written once, when it is admitted."""
+"""Parameters of each request: arrays indexed by slot, written once, at admission."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -18,7 +18,7 @@ from specjax.sampling_params import (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn from logits. [S] by slot, or [B] for the rows of a step."""
+    """Sampling parameters: [S] by slot, or [B] for the rows of a step."""
 
     temperature: Float32[jax.Array, "B"]  # 0 is greedy
     seeds: UInt32[jax.Array, "B"]
@@ -27,30 +27,30 @@ class Sampling:
     min_p: Float32[jax.Array, "B"]
 
     def repeat(self, count: int) -> "Sampling":
-        """The parameters of each request, `count` times in a row."""
+        """Return the parameters with each request repeated `count` times in a row."""
         return jax.tree.map(lambda x: jnp.repeat(x, count), self)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Edits:
-    """What changes logits before tokens are drawn from them. Ids of -1 are unused places."""
+    """Edits of logits before tokens are sampled. Ids of -1 are unused entries."""
 
-    repetition: Float32[jax.Array, "B"]  # 1 is none
+    repetition: Float32[jax.Array, "B"]  # 1 is no penalty
     presence: Float32[jax.Array, "B"]
     frequency: Float32[jax.Array, "B"]
     min_tokens: Int32[jax.Array, "B"]
     bias_ids: Int32[jax.Array, "B biased"]
     bias: Float32[jax.Array, "B biased"]
-    bad_words: Int32[jax.Array, "B bad_words"]  # each word flush right
+    bad_words: Int32[jax.Array, "B bad_words"]  # each word right-aligned
     allowed: Int32[jax.Array, "B mask_words"]  # bit v % 32 of word v // 32 is token v
-    processor: Int32[jax.Array, "B"]  # number of the request's row of logits processors; -1 is none
+    processor: Int32[jax.Array, "B"]  # number of the request's logits processors; -1 is none
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Requests:
-    """Everything that a request's admission fixes."""
+    """All parameters of requests; they are fixed at admission."""
 
     prompt_lengths: Int32[jax.Array, "B"]
     limits: Int32[jax.Array, "B"]  # maximum tokens of a request, prompt included
@@ -59,16 +59,16 @@ class Requests:
     edits: Edits
 
     def at(self, slots: jax.Array) -> "Requests":
-        """The requests at `slots` i32[B]."""
+        """Return the requests at `slots` i32[B]."""
         return jax.tree.map(lambda x: x[slots], self)
 
     def put(self, slots: jax.Array, new: "Requests") -> "Requests":
-        """With `new` [B] at `slots`; slots past the last are dropped."""
+        """Return the requests with `new` [B] at `slots`; out-of-range slots are dropped."""
         return jax.tree.map(lambda x, y: x.at[slots].set(y, mode="drop"), self, new)
 
 
 def init_requests(num_slots: int, vocab_size: int, *, xp: Any = jnp) -> Requests:
-    """No requests: greedy, unedited. `xp` is `jax.numpy` or `numpy`."""
+    """Return empty slots: greedy, no edits. `xp` is `jax.numpy` or `numpy`."""
 
     def full(value, dtype, width=None):
         return xp.full(num_slots if width is None else (num_slots, width), value, dtype)

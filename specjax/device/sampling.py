@@ -1,4 +1,4 @@
-"""From logits to tokens: the one path of prefill, plain decoding, drafts and verification."""
+"""Sampling of tokens from logits, shared by prefill, plain decoding, drafts and verification."""
 
 from collections.abc import Callable
 from typing import Any
@@ -22,10 +22,10 @@ def process(
     *,
     kernels: str = "auto",
 ) -> jax.Array:
-    """Logits f32[B, T, V] edited, and truncated for requests above temperature 0.
+    """Edit logits f32[B, T, V], and truncate them for requests with temperature above 0.
 
-    Row t of a request follows its committed tokens and t drafts (see `edits`). The result
-    is not yet divided by temperature, so that raw logits serve where nothing is edited.
+    Row t of a request follows its committed tokens and t drafts (see `edits`). The result is not
+    divided by the temperature, so raw logits can replace it where nothing is edited.
     """
     edited = edit(logits, requests, history, processors, masks)
     sampling = requests.sampling.repeat(logits.shape[1])
@@ -47,10 +47,10 @@ def through_edits(
     edit: Callable[[jax.Array], jax.Array] | None,
     wants_edits: jax.Array | None,
 ) -> Any:
-    """`use` of edited logits; of the logits as they are where `wants_edits` bool[] says no.
+    """Call `use` on the edited logits, or on the unedited ones if `wants_edits` bool[] is False.
 
-    The condition is around all of `use`, so that nothing as large as the logits comes out of it.
-    Without `edit` there is nothing to be edited, and without `wants_edits` it is always done.
+    The conditional encloses `use`, so that it need not return an array as large as the logits.
+    If `edit` is None nothing is edited; if `wants_edits` is None the edits are unconditional.
     """
     if edit is None:
         return use(logits)
@@ -60,18 +60,18 @@ def through_edits(
 
 
 def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
-    """Logits f32[N, V] over the temperature; greedy rows as they are."""
+    """Divide logits f32[N, V] by the temperature; greedy rows are unchanged."""
     return logits / _divisor(sampling)[:, None]
 
 
 def choose(
     logits: jax.Array, sampling: Sampling, positions: jax.Array, *, kernels: str = "auto"
 ) -> jax.Array:
-    """The token i32[N] of each row of logits f32[N, V]: argmax(logits / T + Gumbel).
+    """Sample a token i32[N] for each row of logits f32[N, V]: argmax(logits / T + Gumbel).
 
-    That is a draw from softmax(logits / T) (Gumbel-max), made a function of the request's seed and
-    the position that the token will have; positions i32[B] are those of the requests' first
-    rows. Rows at temperature 0 take the plain argmax; ties go to the lowest id.
+    This samples from softmax(logits / T) (Gumbel-max) as a function of the request's seed and the
+    token's position; positions i32[B] are those of each request's first row. Rows at
+    temperature 0 take the plain argmax; ties go to the lowest id.
     """
     return draw_tokens(
         logits,
@@ -94,12 +94,11 @@ def draw_draft(
     wants_probs: bool,
     kernels: str = "auto",
 ) -> tuple[jax.Array, jax.Array | None]:
-    """A draft token i32[B] for each row of logits f32[B, V_d], drawn as the target's are.
+    """Sample a draft token i32[B] for each row of logits f32[B, V_d], as for the target.
 
-    `token_ids` i32[V_d] names the columns of a reduced vocabulary; the noise is keyed by the
-    target's ids, so that a reduced one shares it too. With `wants_probs` the distribution that
-    was drawn from comes along, f32[B, vocab_size]; it is zero in a greedy batch, where no one
-    asks for it.
+    `token_ids` i32[V_d] are the target's ids of a reduced vocabulary; they key the noise, so that
+    a reduced vocabulary shares it too. With `wants_probs` also return the distribution sampled
+    from, f32[B, vocab_size]; it is zero in a greedy batch, where it is not used.
     """
     token = draw_tokens(
         logits,
@@ -118,7 +117,7 @@ def draw_draft(
         if token_ids is not None:
             logits = spread(logits, token_ids, vocab_size)
         probs = jax.nn.softmax(scale(logits, sampling), axis=-1)
-        # A drafter may have none of the tokens that a request allows. No such draft is accepted.
+        # The drafter may lack all tokens that a request allows. Such a draft is never accepted.
         is_empty = (logits == -jnp.inf).all(axis=-1, keepdims=True)
         probs = jnp.where(is_empty, 0.0, probs)
         greedy = (sampling.temperature == 0)[:, None]
@@ -131,12 +130,12 @@ def draw_draft(
 
 
 def spread(logits: jax.Array, token_ids: jax.Array, vocab_size: int) -> jax.Array:
-    """Logits f32[N, V_d] of a reduced vocabulary over the whole one; -inf where it has no token."""
+    """Scatter logits f32[N, V_d] of a reduced vocabulary to the full one; -inf elsewhere."""
     full = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
     return full.at[:, token_ids].set(logits)
 
 
 def _divisor(sampling: Sampling) -> jax.Array:
-    # Below the least one the quotients, or their rounding errors, would overflow.
+    # Below the minimum, the quotients or their rounding errors would overflow.
     temperature = jnp.maximum(sampling.temperature, MIN_TEMPERATURE)
     return jnp.where(sampling.temperature == 0, 1.0, temperature)

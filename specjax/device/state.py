@@ -1,4 +1,4 @@
-"""The engine's state on the device: one donated pytree, keyed by slot."""
+"""The engine's state on the device: one donated pytree, indexed by slot."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,39 +13,39 @@ from specjax.device.requests import Requests, init_requests
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EngineState:
-    """Everything a step reads and writes. S slots; a request owns one from admission to finish.
+    """All state that steps read and write. A request owns one of S slots from admission to finish.
 
     Only the device knows these values: the host plans with upper bounds and learns results one
-    step later. Between steps a request has `lengths` tokens in the caches, and the token at that
-    position is its last: chosen, but not yet run through the target.
+    step later. Between steps a request has `lengths` tokens in the caches; the token at position
+    `lengths` is its last: sampled, but not yet run through the target.
     """
 
-    caches: tuple[Any, ...]  # the target's, one of each of its kinds
-    snapshots: tuple[Any, ...]  # of prompts' ends, by kind of cache; None of those without
+    caches: tuple[Any, ...]  # of the target, one per cache kind
+    snapshots: tuple[Any, ...]  # of the ends of prompts, per cache kind; None if it has none
     drafter: Any  # the drafter's own state
     tokens: Int32[jax.Array, "S L"]  # prompt and output
-    progress: Int32[jax.Array, "S 3"]  # the three below; one array, so that one kernel writes them
+    progress: Int32[jax.Array, "S 3"]  # the properties below; one array, written by one kernel
     requests: Requests  # [S]
 
     @property
     def lengths(self) -> jax.Array:
-        """Tokens in the caches, i32[S]."""
+        """Number of tokens in the caches, i32[S]."""
         return self.progress[:, 0]
 
     @property
     def pending(self) -> jax.Array:
-        """Of those tokens, the last that recurrent states lack, i32[S]."""
+        """How many of those tokens, the last ones, recurrent states lack, i32[S]."""
         return self.progress[:, 1]
 
     @property
     def is_active(self) -> jax.Array:
-        """Has a last token and may go on, bool[S]."""
+        """Whether a request has a last token and is not finished, bool[S]."""
         return self.progress[:, 2] > 0
 
     def with_progress(
         self, slots: jax.Array, lengths: jax.Array, pending: jax.Array, is_active: jax.Array
     ) -> "EngineState":
-        """With those of `slots` i32[B] set, all [B]; slots past the last are dropped."""
+        """Return the state with these values [B] set at `slots`; out-of-range slots are dropped."""
         new = jnp.stack([lengths, pending, is_active.astype(jnp.int32)], axis=1)
         return replace(self, progress=self.progress.at[slots].set(new, mode="drop"))
 
@@ -58,7 +58,7 @@ def init_state(
     snapshots: tuple[Any, ...],
     drafter: Any,
 ) -> EngineState:
-    """The state of an engine without requests."""
+    """Return the state of an engine without requests."""
     return EngineState(
         caches=caches,
         snapshots=snapshots,

@@ -1,20 +1,20 @@
-"""What the device does: admit requests, prefill their prompts, and rounds of speculation.
+"""The steps of the device: admit requests, prefill their prompts, and run speculation rounds.
 
-Read this file first. A prompt goes, a chunk at a time, through
+Read this file first. Each chunk of a prompt goes through
 
     prefill -> begin
 
-which runs the target, and samples the first token after the last chunk. A request that was
-preempted runs its prompt and its output in the same way, without sampling: the token that follows
-is known. A round drafts, runs the target over the drafts, and commits those that are accepted:
+which runs the target, and after the last chunk samples the first output token. A preempted request
+reruns its prompt and output in the same way, without sampling: its next token is already known. A
+round drafts, runs the target over the drafts, and commits the accepted ones:
 
     propose -> extend -> settle
 
-in one program, or in three where the host must act before the last part (the masks of a grammar).
-The parts that run the target are the same whatever requests ask of their logits.
+in one program, or in three if the host must act before `settle` (to make grammar masks). The parts
+that run the target do not depend on the logit options of requests.
 
-No input of a step says how many tokens were accepted, or how long a request is: the host plans
-with upper bounds, and the device has the exact numbers in its own state.
+No input of a step has the number of accepted tokens or the length of a request: the host plans with
+upper bounds, and the device keeps the exact numbers in its own state.
 """
 
 from collections.abc import Callable
@@ -38,78 +38,78 @@ from specjax.device.wanted import Wanted, Wants
 
 
 class AdmitInputs(NamedTuple):
-    """Requests that take their slots."""
+    """Requests to be admitted to slots."""
 
-    slots: Int32[jax.Array, "B"]  # past the last slot for a padding row
+    slots: Int32[jax.Array, "B"]  # out of range for a padding row
     requests: Requests  # [B]
-    tokens: Int32[jax.Array, "B L"]  # prompt and output so far; -1 past them
+    tokens: Int32[jax.Array, "B L"]  # prompt and output so far, padded with -1
 
 
 class SnapshotInputs(NamedTuple):
     """Slots whose recurrent states are copied to or from a snapshot."""
 
-    slots: Int32[jax.Array, "B"]  # past the last slot for a padding row
-    ids: Int32[jax.Array, "B"]  # of snapshots; likewise
-    ends: Int32[jax.Array, "B"]  # tokens that the states have seen
+    slots: Int32[jax.Array, "B"]  # out of range for a padding row
+    ids: Int32[jax.Array, "B"]  # of snapshots; out of range for a padding row
+    ends: Int32[jax.Array, "B"]  # tokens that the states cover
 
 
 class PrefillInputs(NamedTuple):
     """One chunk of each of B prompts."""
 
-    slots: Int32[jax.Array, "B"]  # past the last slot for a padding row
+    slots: Int32[jax.Array, "B"]  # out of range for a padding row
     starts: Int32[jax.Array, "B"]  # tokens already in the caches
-    counts: Int32[jax.Array, "B"]  # tokens of this chunk
-    is_last: Int32[jax.Array, "B"]  # 1 where decoding comes next
-    is_resumed: Int32[jax.Array, "B"]  # 1 where the token after the last chunk is known
-    wants: Int32[jax.Array, "B"]  # see `Wants`: of all requests together, the same in every row
+    counts: Int32[jax.Array, "B"]  # tokens in this chunk
+    is_last: Int32[jax.Array, "B"]  # 1 if decoding comes next
+    is_resumed: Int32[jax.Array, "B"]  # 1 if the token after the last chunk is known
+    wants: Int32[jax.Array, "B"]  # `Wants` of any request; equal in all rows
     page_table: Int32[jax.Array, "B P"]
 
 
 class DecodeInputs(NamedTuple):
-    """Who takes part in a round of speculation."""
+    """The requests of a speculation round."""
 
-    slots: Int32[jax.Array, "B"]  # past the last slot for a padding row
-    num_drafts: Int32[jax.Array, "B"]  # of the K drafts, those that may be accepted
-    wants: Int32[jax.Array, "B"]  # as of a chunk
+    slots: Int32[jax.Array, "B"]  # out of range for a padding row
+    num_drafts: Int32[jax.Array, "B"]  # how many of the K drafts may be accepted
+    wants: Int32[jax.Array, "B"]  # as in `PrefillInputs`
     page_table: Int32[jax.Array, "B P"]
 
 
 class Extension(NamedTuple):
-    """What the target made of T rows of B requests: a chunk, or last token, drafts and padding."""
+    """Target outputs for T rows of B requests: a chunk, or last token, drafts and padding."""
 
     features: Features  # [N]
-    logits: Float32[jax.Array, "B R V"]  # of a chunk, those of its last row
+    logits: Float32[jax.Array, "B R V"]  # for a chunk, of its last row only
 
 
 class StepOutputs(NamedTuple):
-    """What a step made known: the first num_tokens[b] of tokens[b] are new output of request b."""
+    """Results of a step: the first num_tokens[b] of tokens[b] are new output of request b."""
 
     tokens: Int32[jax.Array, "B R"]
     num_tokens: Int32[jax.Array, "B"]
     num_drafts: Int32[jax.Array, "B"]  # drafts that could have been accepted
-    # Of [B (K+1)] rows, see `logprobs.pack_logprobs`; zeros where nobody wants them.
+    # Of B R rows, see `logprobs.pack_logprobs`; zeros if no request asks for them.
     logprobs: Int32[jax.Array, "B ..."]
-    prompt_logprobs: jax.Array | None  # likewise of [N]: the token after each row of a chunk
+    prompt_logprobs: jax.Array | None  # of N rows of a chunk: the token after each
 
 
 class StepModel(NamedTuple):
-    """The static half of a step: what is compiled in. Hashable."""
+    """The static part of a step, which is compiled in. Hashable."""
 
     target: Model
     drafter: Drafter
     verification: Verification
     kernels: str
-    row_multiple: int  # rows of a matmul come in multiples of this
-    width_multiple: int  # and rows per request of a round in multiples of this
+    row_multiple: int  # the rows of a matmul are a multiple of this
+    width_multiple: int  # the rows per request of a round, too
     logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
 
     def width(self, k: int) -> int:
-        """Rows per request of a round of k drafts."""
+        """Return the rows per request of a round of k drafts."""
         return -(-(k + 1) // self.width_multiple) * self.width_multiple
 
 
 def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
-    """Give requests their slots."""
+    """Write requests to their slots."""
     return replace(
         state,
         tokens=state.tokens.at[inputs.slots].set(jnp.maximum(inputs.tokens, 0), mode="drop"),
@@ -137,7 +137,7 @@ def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> Eng
 def prefill(
     params: Params, state: EngineState, inputs: PrefillInputs, *, model: StepModel, width: int
 ) -> tuple[EngineState, Extension]:
-    """Run the target over a chunk of each prompt, `width` tokens; logits of its last row."""
+    """Run the target over `width` tokens of each prompt; return logits of the last row only."""
     batch = inputs.slots.shape[0]
     rows = _chunk_rows(state, inputs, width, model)
     tokens = jnp.take_along_axis(
@@ -150,7 +150,7 @@ def prefill(
     padding = -batch % model.row_multiple
     padded = jnp.pad(hidden, ((0, padding), (0, 0)))
     logits = model.target.logits(params.target, padded)[:batch, None]
-    # A prompt's tokens are certain, so they are in the states already.
+    # Prompt tokens cannot be rejected, so recurrent states include them already.
     progress = state.progress.at[inputs.slots, 1].set(0, mode="drop")
     return replace(state, caches=caches, progress=progress), Extension(features, logits)
 
@@ -165,10 +165,10 @@ def begin(
     model: StepModel,
     variant: Variant,
 ) -> tuple[EngineState, StepOutputs]:
-    """Show the drafter a chunk; after a prompt's last one, sample the first token of its output.
+    """Let the drafter observe a chunk; after a prompt's last chunk, sample the first output token.
 
-    A request that resumes after preemption samples nothing, and decodes as if it had never stopped.
-    `masks` i32[B, 1, ceil(V/32)] go with `variant.masks`.
+    A request that resumes after preemption samples nothing: its next token is already known.
+    `masks` i32[B, 1, ceil(V/32)] are required if `variant.masks`.
     """
     slots, starts = inputs.slots, inputs.starts
     batch = slots.shape[0]
@@ -225,7 +225,7 @@ def decode_step(
     variant: Variant,
     k: int,
 ) -> tuple[EngineState, StepOutputs]:
-    """One round for every request: draft k tokens, verify them, commit those accepted and one more.
+    """Draft k tokens per request, verify them, commit the accepted ones and one more token.
 
     With k = 0 this is plain decoding.
     """
@@ -290,16 +290,16 @@ def settle(
     model: StepModel,
     variant: Variant,
 ) -> tuple[EngineState, StepOutputs]:
-    """Verify the drafts, commit those accepted and one more token, and let the drafter observe it.
+    """Verify the drafts, commit the accepted ones and one more token, and update the drafter.
 
-    The drafter observes the same rows as the target, so that its cache agrees with the output when
-    the next round starts. `masks` i32[B, K+1, ceil(V/32)] go with `variant.masks`.
+    The drafter observes the same rows as the target, so that its cache matches the output when the
+    next round starts. `masks` i32[B, K+1, ceil(V/32)] are required if `variant.masks`.
     """
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     is_active, requests = _is_active(state, slots), state.requests.at(slots)
     k = draft.tokens.shape[1]
     remaining = requests.limits - (starts + 1)
-    # Of what is left to generate, the last token is never a draft.
+    # A round commits one token besides the drafts, so the last remaining one is no draft.
     num_drafts = jnp.clip(remaining - 1, 0, jnp.minimum(inputs.num_drafts, k))
     if draft.counts is not None:
         num_drafts = jnp.minimum(num_drafts, draft.counts)
@@ -352,7 +352,7 @@ class _Emitted(NamedTuple):
 
 
 def _emit(verdict: Verdict, remaining: jax.Array, stop_ids: jax.Array) -> _Emitted:
-    """How many of the verdict's tokens are output: none past a stop id (kept) or the limit."""
+    """Count the verdict's tokens up to the limit and the first stop id, which is kept."""
     num_tokens = jnp.minimum(verdict.num_accepted + 1, remaining)
     is_finished = num_tokens >= remaining
     # Column by column, since XLA launches a kernel for every reduction, however small.
@@ -375,7 +375,7 @@ def _pending(state: EngineState, slots: jax.Array) -> jax.Array:
 
 
 def _held(state: EngineState, slots: jax.Array, draft: Draft, width: int) -> jax.Array:
-    """What the rows of a round hold, i32[B, width]: last token, drafts and padding."""
+    """Return the tokens i32[B, width] of a round's rows: last token, drafts and padding."""
     last = state.tokens[slots, state.lengths[slots]]
     tokens = jnp.concatenate([last[:, None], draft.tokens], axis=1)
     return jnp.pad(tokens, ((0, 0), (0, width - tokens.shape[1])))

@@ -1,17 +1,17 @@
-"""Deciding which drafts are accepted, and which token follows. Four methods, one signature.
+"""Verification: which drafts are accepted, and which token follows. Four methods, one signature.
 
-Row t of the target's logits is for the token at position lengths[b] + t, given the tokens before
-and the first t drafts. A verdict is drafts[:a] and one more token: in place of the first draft that
-is rejected, or after the last.
+Row t of the target's logits predicts the token at position lengths[b] + t, given the committed
+tokens and the first t drafts. A verdict is drafts[:a] and one more token, which replaces the first
+rejected draft or follows the last.
 
-    seed_exact  the target draws its own tokens, and drafts that equal them are accepted. The output
+    seed_exact  the target's tokens are sampled, and drafts that equal them are accepted. The output
                 does not depend on the drafts (Daliri, Musco and Suresh 2024)
     rejection   a draft is accepted with probability min(1, p/q) (Leviathan et al. 2023, Chen et al.
                 2023)
-    block       the longest prefix of drafts that is accepted as a block (Sun et al. 2024)
-    synthetic   drafts are accepted at given rates, whatever they are: to measure speed only
+    block       the longest prefix that passes a joint test is accepted (Sun et al. 2024)
+    synthetic   drafts are accepted at given rates, whatever they are; only to measure speed
 
-The first three emit tokens distributed as the target's own; at temperature 0 they are the same.
+The first three emit tokens with the target's distribution; at temperature 0 they emit the same.
 """
 
 from collections.abc import Callable
@@ -34,25 +34,25 @@ class Draft(NamedTuple):
     """Tokens proposed for the K positions after the last committed token."""
 
     tokens: Int32[jax.Array, "B K"]
-    probs: Float32[jax.Array, "B K V"] | None  # drawn from these; None when they are certain
-    counts: Int32[jax.Array, "B"] | None = None  # how many were found; None when it is always K
+    probs: Float32[jax.Array, "B K V"] | None  # sampled from these; None if one-hot or unused
+    counts: Int32[jax.Array, "B"] | None = None  # how many were found; None if always K
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Target:
-    """The target's word on K + 1 positions, and where they are."""
+    """The target's logits for K + 1 positions, and those positions."""
 
-    logits: Float32[jax.Array, "B R V"]  # still to be processed by `edit` if there is one
+    logits: Float32[jax.Array, "B R V"]  # before `edit`, if there is one
     sampling: Sampling  # [B]
-    lengths: Int32[jax.Array, "B"]  # committed tokens: the position of row 0's token
-    num_drafts: Int32[jax.Array, "B"]  # of the K drafts, those that may be accepted
+    lengths: Int32[jax.Array, "B"]  # committed tokens; row 0 predicts this position
+    num_drafts: Int32[jax.Array, "B"]  # how many of the K drafts may be accepted
     wants_edits: Bool[jax.Array, ""] | None = None  # see `sampling.through_edits`
     edit: Callable[[jax.Array], jax.Array] | None = field(default=None, metadata={"static": True})
     kernels: str = field(default="auto", metadata={"static": True})
 
     def through_edits(self, use: Callable[["Target"], Any]) -> Any:
-        """`use` of the target with its logits processed."""
+        """Call `use` on the target with its logits processed."""
         done = replace(self, edit=None, wants_edits=None)
         return through_edits(
             lambda logits: use(replace(done, logits=logits)),
@@ -62,35 +62,35 @@ class Target:
         )
 
     def at(self, row: jax.Array) -> jax.Array:
-        """The logits [B, V] of one row i32[B] of each request."""
+        """Return the logits [B, V] of one row i32[B] of each request."""
         return jnp.take_along_axis(self.logits, row[:, None, None], axis=1)[:, 0]
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Verdict:
-    """What a verification emits: the first `num_accepted` + 1 of `tokens`."""
+    """Result of a verification: the first `num_accepted` + 1 of `tokens` are emitted."""
 
     tokens: Int32[jax.Array, "B R"]
     num_accepted: Int32[jax.Array, "B"]  # 0..K
 
 
 class Verification(Protocol):
-    """A method. Hashable: it is compiled in."""
+    """A verification method. Hashable, since it is compiled in."""
 
     @property
     def shares_noise(self) -> bool:
-        """Whether drafts are to be drawn with the target's noise, or with their own."""
+        """Whether drafts are sampled with the target's noise instead of their own."""
         ...
 
     def verify(self, draft: Draft, target: Target) -> Verdict:
-        """Which drafts are accepted, and what follows them."""
+        """Return which drafts are accepted, and the token after them."""
         ...
 
 
 @dataclass(frozen=True)
 class SeedExact:
-    """Accept the drafts that equal the target's own tokens."""
+    """Accept the leading drafts that equal the target's own samples."""
 
     shares_noise: bool = True
 
@@ -108,7 +108,7 @@ class SeedExact:
 
 @dataclass(frozen=True)
 class Rejection:
-    """Accept draft d with probability min(1, p(d)/q(d)); else draw from what p has more than q."""
+    """Accept draft d with probability min(1, p(d)/q(d)); if rejected, sample from max(p - q, 0)."""
 
     shares_noise: bool = False
 
@@ -129,7 +129,7 @@ class Rejection:
 
 @dataclass(frozen=True)
 class Block:
-    """Accept the longest prefix of drafts that its joint probability allows."""
+    """Accept the longest prefix of drafts that passes a test on its joint probability."""
 
     shares_noise: bool = False
 
@@ -139,7 +139,7 @@ class Block:
         def drawn(draft, target):
             p = target_probs(target)
             joint, chances = block_acceptance(p, draft, target.num_drafts)
-            # Every prefix has a coin of its own, and the longest that wins is accepted.
+            # Each prefix has its own coin; the longest prefix whose coin wins is accepted.
             k = chances.shape[1]
             wins = (_coins(target, k) < chances) & (jnp.arange(k) < target.num_drafts[:, None])
             num_accepted = jnp.max(jnp.where(wins, jnp.arange(1, k + 1), 0), axis=1, initial=0)
@@ -153,10 +153,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Accept draft i with probability rates[i] / rates[i-1], so that rates[i] of all steps do.
+    """Accept draft i, if those before it are, with probability rates[i] / rates[i-1].
 
-    The rates are unconditional and do not increase. Drafts that the target cannot produce, as
-    under a grammar, are never accepted.
+    The rates are thus unconditional; they must not increase. Drafts that the target cannot
+    produce, such as those that a grammar forbids, are never accepted.
     """
 
     rates: tuple[float, ...]
@@ -180,14 +180,14 @@ class Synthetic:
 
 
 def make_verification(config: SpeculativeConfig) -> Verification:
-    """The method that a config names."""
+    """Return the method that a config names."""
     if config.verification == "synthetic":
         return Synthetic(config.synthetic_rates)
     return {"seed_exact": SeedExact, "rejection": Rejection, "block": Block}[config.verification]()
 
 
 def target_probs(target: Target) -> jax.Array:
-    """softmax(logits / T) f32[B, K+1, V]; one at the best token where T = 0."""
+    """Return softmax(logits / T) f32[B, K+1, V]; one-hot at the argmax where T = 0."""
     num_rows, vocab_size = target.logits.shape[1:]
     rows = target.logits.reshape(-1, vocab_size)
     sampling = target.sampling.repeat(num_rows)
@@ -198,14 +198,14 @@ def target_probs(target: Target) -> jax.Array:
 
 
 def acceptance(probs: jax.Array, draft: Draft) -> jax.Array:
-    """min(1, p/q) f32[B, K] of each draft token, probs f32[B, K, V] being the target's."""
+    """Return min(1, p/q) f32[B, K] of each draft token; `probs` f32[B, K, V] are the target's."""
     return jnp.minimum(_ratios(probs, draft), 1.0)
 
 
 def block_acceptance(
     probs: jax.Array, draft: Draft, num_drafts: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Sun et al. 2024, algorithm 2: (p_i [B, K+1] for i = 0..K, h_i [B, K] for i = 1..K).
+    """Return (p_i [B, K+1] for i = 0..K, h_i [B, K] for i = 1..K), Sun et al. 2024, algorithm 2.
 
     p_i = min(p_{i-1} p(d_i)/q(d_i), 1) with p_0 = 1, and h_i = S_i / (S_i + 1 - p_i) with
     S_i = sum_v max(p_i p_{i+1}(v) - q_{i+1}(v), 0); h_i = p_i after a request's last draft.
@@ -228,7 +228,7 @@ def block_acceptance(
 
 
 def draft_probs(draft: Draft, vocab_size: int) -> jax.Array:
-    """What the drafts were drawn from, f32[B, K, V]."""
+    """Return the distributions the drafts were sampled from, f32[B, K, V]."""
     if draft.probs is None:
         return jax.nn.one_hot(draft.tokens, vocab_size)
     return draft.probs
@@ -244,7 +244,7 @@ def _ratios(probs: jax.Array, draft: Draft) -> jax.Array:
 
 
 def _draft_probs_at(draft: Draft, row: jax.Array, vocab_size: int) -> jax.Array:
-    """The drafts' distribution f32[B, V] at one row of each request; anything past the last."""
+    """Return the drafts' distribution f32[B, V] at one row per request; undefined past the last."""
     if draft.tokens.shape[1] == 0:
         return jnp.zeros((row.shape[0], vocab_size))
     row = jnp.minimum(row, draft.tokens.shape[1] - 1)
@@ -259,15 +259,15 @@ def _verify_drawn(
     target: Target,
     drawn: Callable[[Draft, Target], tuple[jax.Array, jax.Array]],
 ) -> Verdict:
-    """A verdict from accepted counts and the weights f32[B, V] to draw the last token from.
+    """Return a verdict: `drawn` gives accepted counts and weights f32[B, V] of the last token.
 
-    Weights below 0 count as 0. A greedy batch is compared with the argmax, which is the same thing
-    and draws nothing.
+    Negative weights count as 0. In a greedy batch drafts are compared with the argmax, which is
+    equivalent and needs no sampling.
     """
 
     def verify(draft, target):
         num_accepted, weights = drawn(draft, target)
-        # Rounding may leave nothing to draw from: then p and q are equal, and p will do.
+        # Rounding may leave no positive weight: then p and q are equal, and p can be used.
         is_empty = (weights <= 0).all(axis=1, keepdims=True)
         spare = _row(target_probs(target), num_accepted)
         weights = jnp.where(is_empty, spare, jnp.maximum(weights, 0.0))
@@ -287,16 +287,16 @@ def _verify_drawn(
 
 
 def _coins(target: Target, count: int) -> jax.Array:
-    """Uniform draws [B, count], new in every step.
+    """Return uniform draws [B, count], new in every step.
 
-    Positions alone would not do: a block's later coins and drafts decide how much is accepted, so
-    they are not fresh when the same positions come up again.
+    They are not keyed by position alone: with `Block`, later coins and drafts affect how many are
+    accepted, so they would not be independent when the next step reuses their positions.
     """
     return uniform_noise(target.sampling.seeds, Stream.ACCEPT, (target.lengths,), count)
 
 
 def _leading(accepted: jax.Array, num_drafts: jax.Array) -> jax.Array:
-    """How many drafts are accepted before the first that is rejected."""
+    """Count the drafts before the first rejected one."""
     # Column by column, since XLA launches a kernel for every reduction, however small.
     count, is_leading = jnp.zeros_like(num_drafts), num_drafts > 0
     for column in range(accepted.shape[1]):

@@ -1,4 +1,4 @@
-"""What requests want of a step's logits beyond a draw: edits, and log-probabilities."""
+"""What requests need from a step's logits beyond sampling: edits and log-probabilities."""
 
 from collections.abc import Callable
 from enum import IntFlag
@@ -13,21 +13,21 @@ from specjax.device.logprobs import Logprobs, logprobs_of, pack_logprobs, token_
 from specjax.device.requests import Requests
 from specjax.device.sampling import process, scale, through_edits
 
-SCORED_ROWS = 64  # of a prompt at a time, since their logits are large
+SCORED_ROWS = 64  # rows of prompts scored at a time, since their logits are large
 
 
 class Wants(IntFlag):
-    """What a step does only when a request of it wants that."""
+    """Optional work of a step, done only if one of its requests needs it."""
 
-    EDITS = 1  # logits changed before tokens are drawn: penalties, bias, truncation, ...
+    EDITS = 1  # of logits before tokens are sampled: penalties, bias, truncation, ...
     LOGPROBS = 2
 
 
 class Wanted(NamedTuple):
-    """What requests want of a step's logits f32[B, T, V] beyond a draw; else it is skipped."""
+    """Optional work on a step's logits f32[B, T, V]; skipped if no request needs it."""
 
     wants: jax.Array  # i32[], bits of `Wants`
-    requests: Callable[[], Requests]  # [B], made where they are needed, as is the next
+    requests: Callable[[], Requests]  # [B]; called only if needed, like `history`
     history: Callable[[], History]  # [B]
     masks: jax.Array | None
     variant: Variant
@@ -36,13 +36,13 @@ class Wanted(NamedTuple):
 
     @property
     def edits(self) -> jax.Array | None:
-        """Whether any request wants its logits edited, bool[]; None where the variant says so."""
+        """Whether any request needs edits, bool[]; None if the variant always edits."""
         if self.variant.processors or self.variant.masks:
             return None
         return self.wants & Wants.EDITS > 0
 
     def edit(self, logits: jax.Array) -> jax.Array:
-        """What tokens are drawn from; not yet over the temperature."""
+        """Return the logits that tokens are sampled from, before the division by temperature."""
         return process(
             logits,
             self.requests(),
@@ -53,7 +53,7 @@ class Wanted(NamedTuple):
         )
 
     def logprobs(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        """What the target says of tokens i32[B, T], by its logits, raw or processed; packed."""
+        """Return packed log-probabilities of tokens i32[B, T], by raw or processed logits."""
         mode, num_top = self.logprobs_mode, self.variant.num_logprobs
 
         def report_drawn(processed):
@@ -78,14 +78,14 @@ class Wanted(NamedTuple):
         known: jax.Array,
         starts: jax.Array,
     ) -> jax.Array:
-        """What the target says of the token after each row of a chunk; packed.
+        """Return packed log-probabilities of the token after each row of a chunk.
 
-        Of an output's tokens that is as in `logprobs`, the tokens of `known` i32[B, L] being
-        followed as drafts are. Of a prompt's it is the target's own: nothing was drawn.
+        Output tokens are scored as in `logprobs`, with the tokens of `known` i32[B, L] in place of
+        drafts. Prompt tokens, which were not sampled, are scored by the raw logits.
 
         Args:
-            logits_of: f32[N, V] of hidden states [N, D].
-            hidden: [B, T, D] of rows that start at position starts[b].
+            logits_of: Returns logits f32[N, V] of hidden states [N, D].
+            hidden: [B, T, D], of rows that start at position starts[b].
         """
         requests, variant, mode = self.requests(), self.variant, self.logprobs_mode
         (batch, width), num_top = hidden.shape[:2], variant.num_prompt_logprobs
@@ -120,7 +120,7 @@ class Wanted(NamedTuple):
 
 
 def _scaled(processed: jax.Array, requests: Requests) -> jax.Array:
-    """Processed logits [B, T, V] over each request's temperature: what tokens are drawn from."""
+    """Divide processed logits [B, T, V] by each request's temperature, as for sampling."""
     num_rows, vocab_size = processed.shape[1:]
     rows = processed.reshape(-1, vocab_size)
     return scale(rows, requests.sampling.repeat(num_rows)).reshape(processed.shape)
@@ -129,7 +129,7 @@ def _scaled(processed: jax.Array, requests: Requests) -> jax.Array:
 def _report(
     raw: jax.Array, drawn: jax.Array, tokens: jax.Array, num_top: int, mode: str
 ) -> Logprobs:
-    """Log-probabilities of tokens i32[B, T], and the likeliest, as `EngineConfig.logprobs_mode`."""
+    """Return `Logprobs` of tokens i32[B, T], as set by `EngineConfig.logprobs_mode`."""
     vocab_size = raw.shape[-1]
     raw, drawn, tokens = raw.reshape(-1, vocab_size), drawn.reshape(-1, vocab_size), tokens.ravel()
     found = token_logprobs(raw if mode == "raw" else drawn, tokens, num_top)

@@ -18,6 +18,7 @@ from jax.sharding import Sharding
 
 from specjax.checkpoint.finite import all_finite
 from specjax.checkpoint.spec import TensorSpec
+from specjax.config import METHODS
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.loading import lay_out
 from specjax.device.models.model import Model
@@ -71,8 +72,8 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
     own = drafter.weights
     if own is None:
         raise ValueError(
-            "the engine has no drafter with weights; build it with a speculative_config of "
-            "method eagle, eagle3 or mtp"
+            "the engine has no drafter with weights; build it with a speculative_config of one of "
+            f"the methods {', '.join(name for name, one in METHODS.items() if one.has_weights)}"
         )
     name = "drafter's weights"
     given = read_named(weights, current, name)

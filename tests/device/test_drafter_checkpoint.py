@@ -1,4 +1,4 @@
-"""Names that drafters' files use for the same tensors."""
+"""Drafters' files: names for the same tensors, and the device that they are loaded to."""
 
 import jax
 import numpy as np
@@ -7,6 +7,7 @@ import pytest
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
+from specjax.device.placement import Placement
 
 FP32 = np.dtype("float32")
 
@@ -31,3 +32,15 @@ def test_old_names_load_as_the_published_ones(checkpoints, prefix, tmp_path):
     again, loaded = load_drafter(tmp_path, config, model, FP32)
     assert again == drafter and drafter.head.has_aux_norms
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+@pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])
+def test_all_arrays_are_on_the_device_of_the_placement(checkpoints, method):
+    target = checkpoints.target("qwen3_5" if method == "mtp" else "llama")
+    options = {"draft_vocab": 15} if method == "eagle3" else {}
+    head = getattr(checkpoints, method)(target, **options)
+    model, _ = load_model(target.folder, FP32)
+    config = SpeculativeConfig(method=method, model="", num_speculative_tokens=2)
+    other = jax.devices()[1]
+    _, params = load_drafter(head.folder, config, model, FP32, Placement.on(other))
+    assert {device for leaf in jax.tree.leaves(params) for device in leaf.devices()} == {other}

@@ -1,10 +1,10 @@
 """Chain drafting: a one-layer head run once per draft, fed with its own output.
 
-The head sits at position p with the target's feature f_p and the token x_{p+1}, and predicts
-x_{p+2}. Of verified rows, whose features are the target's, only the keys and values are made:
-they depend on the row alone. A chain starts by running the head at the last of them, and goes on
-from the head's own output. Rows written while drafting are overwritten when the same positions
-are verified, so the head's cache never needs undoing (Li et al. 2024, EAGLE, section 3).
+At position p the head takes the target's feature f_p and the token x_{p+1}, and predicts x_{p+2}.
+For verified rows, whose features are the target's, it computes only keys and values, which depend
+on the row alone. A chain starts at the last verified row and continues with the head's own output.
+Rows written while drafting are overwritten when the same positions are verified, so the head's
+cache never needs a rollback (Li et al. 2024, EAGLE, section 3).
 """
 
 from dataclasses import dataclass, replace
@@ -21,7 +21,7 @@ from specjax.device.verification import Draft
 
 
 class Head(DrafterWeights, Protocol):
-    """What sets one chain drafter apart from another. Hashable; its weights are arguments."""
+    """The model of a chain drafter. Hashable; its weights are passed as arguments."""
 
     @property
     def cache_kind(self) -> CacheKind: ...
@@ -33,7 +33,7 @@ class Head(DrafterWeights, Protocol):
     def has_embedding(self) -> bool: ...
 
     def fuse(self, params: Any, features: Features) -> jax.Array:
-        """The target's features as the head's hidden state [N, D]."""
+        """Map the target's features to the head's input hidden state [N, D]."""
         ...
 
     def extend(
@@ -45,18 +45,18 @@ class Head(DrafterWeights, Protocol):
         rows: Rows,
         kv: Any,
     ) -> tuple[jax.Array, Any]:
-        """The next hidden state [N, D] of rows holding tokens i32[N] and hidden [N, D], and kv."""
+        """Return the next hidden state [N, D] for tokens i32[N] and hidden [N, D]; and kv."""
         ...
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Draft logits f32[N, V_d]."""
+        """Return draft logits f32[N, V_d]."""
         ...
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ChainState:
-    """The head's own cache, and where each request's next chain starts."""
+    """The head's own cache, and the hidden state that starts each request's next chain."""
 
     kv: jax.Array  # [1, pages, page_size, 2, H_kv, D]
     hidden: jax.Array  # [S, D], the head's input at the last verified position
@@ -64,7 +64,7 @@ class ChainState:
 
 @dataclass(frozen=True)
 class ChainDrafter:
-    """Drafts with `head`, one token after another."""
+    """A drafter that runs `head` once per draft token."""
 
     head: Head
     is_greedy: bool = False  # draft the argmax at any temperature
@@ -76,20 +76,20 @@ class ChainDrafter:
 
     @property
     def weights(self) -> Head:
-        """The head's."""
+        """The head, which describes its weights."""
         return self.head
 
     def draft_slots(self, k: int) -> int:
-        """See `Drafter.draft_slots`: one token is drafted after another, outside of the budgets."""
+        """See `Drafter.draft_slots`: drafting one token at a time takes no budget."""
         return 0
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> ChainState:
-        """An empty cache that shares the target's page table."""
+        """Return an empty cache, which is indexed by the target's page table."""
         hidden = jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype)
         return ChainState(self.head.cache_kind.init(sizes, dtype), hidden)
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["ChainDrafter", Any]:
-        """See `Drafter.share`: the embedding may be a copy of the target's."""
+        """See `Drafter.share`: drops an embedding that equals the target's."""
         if not self.head.has_embedding:
             return self, params
         shared = target.embed(target_params, jnp.arange(target.vocab_size))
@@ -109,7 +109,7 @@ class ChainDrafter:
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
         for i in range(k):
-            # The first row is the last verified one, whose keys and values are written.
+            # The first row is the last verified one: its keys and values are in the cache already.
             rows = context.rows_at(context.starts - 1 + i, writes=i > 0)
             padded, kv = self._advance(target, params, token, hidden, rows, kv)
             logits = self.head.logits(target, params, padded)[:: rows.width]
@@ -127,7 +127,7 @@ class ChainDrafter:
         return draft, ChainState(kv, state.hidden)
 
     def _advance(self, target, params, tokens, hidden, rows, kv):
-        """The head's next hidden states [B width, D], the real row of each request first."""
+        """Return the head's next hidden states [B width, D], each request's real row first."""
         width = rows.width
 
         def pad(x):  # [B, ...] -> [B width, ...], the real row first
@@ -143,8 +143,8 @@ class ChainDrafter:
         state: ChainState,
         seen: Observation,
     ) -> ChainState:
-        """See `Drafter.observe`. Nothing reads the head's output, so that only keys and values are
-        computed: attention and the feed-forward layer are dead code, which JAX or XLA drops.
+        """See `Drafter.observe`. The head's output is unused, so only keys and values are computed:
+        JAX or XLA removes attention and the feed-forward layer as dead code.
         """
         fused, following = self.head.fuse(params.drafter, seen.features), seen.following
         _, kv = self.head.extend(target, params, following.reshape(-1), fused, seen.rows, state.kv)

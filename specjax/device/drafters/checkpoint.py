@@ -1,4 +1,4 @@
-"""What chain drafters' files have in common: a config, one layer's geometry, name prefixes."""
+"""Reading the files of chain drafters: config, geometry of the one layer, name prefixes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,41 +20,41 @@ from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 from specjax.device.placement import Placement
 
-# What early EAGLE-3 exports call a tensor.
+# Names of tensors in early EAGLE-3 exports.
 LEGACY_NAMES = {
     f"fc_norm.{i}.weight": f"aux_norm_{level}.weight"
     for i, level in enumerate(("low", "mid", "high"))
 }
-# Tensors that lie beside the weights of EAGLE heads: a draft vocabulary, which is no float, and an
-# embedding, where it is a copy of the target's.
+# Tensors in checkpoints of EAGLE heads that are not loaded as weights: the integers of a draft
+# vocabulary, and an embedding that is a copy of the target's.
 PUBLISHED_BESIDE = "d2t", "t2d", "embed_tokens.weight"
 
 
 @dataclass(frozen=True)
 class DrafterFiles:
-    """The tensors and the config of a drafter, with the prefixes of re-exports taken off."""
+    """Tensors and config of a drafter; prefixes that re-exports add to names are ignored."""
 
     tensors: TensorFiles
     hf: HFConfig
-    placement: Placement | None = None  # where the parameters go
+    placement: Placement  # where the parameters go
 
     @property
     def prefix(self) -> str:
-        """ "model." where a re-export put it before the names, else nothing."""
+        """The prefix that a re-export added to names: "model." or nothing."""
         return "" if "fc.weight" in self.tensors.names() else "model."
 
     def has(self, name: str) -> bool:
-        """Whether the drafter has a tensor of this published name."""
+        """Return whether there is a tensor of this published name."""
         return self.stored_name(name) in self.tensors.names()
 
     def stored_name(self, name: str) -> str:
-        """The name in the files of a published name."""
+        """Return the name in the files of a published name."""
         prefixed = self.prefix + name
         candidates = prefixed, name, LEGACY_NAMES.get(name, name)
         return next((c for c in candidates if c in self.tensors.names()), prefixed)
 
     def load(self, specs: Any, dtype: np.dtype, unused: tuple[str, ...] = ()) -> Any:
-        """The parameters; tensors whose published names are in `unused` may lie there unread."""
+        """Load the parameters; tensors with published names in `unused` are not read."""
         ignored = {self.stored_name(name) for name in unused}
         return load_params(
             self.tensors,
@@ -66,7 +66,7 @@ class DrafterFiles:
         )
 
     def geometry(self, layer: str, target: Model) -> llama.Llama:
-        """The decoder geometry of the drafter's one layer, optional tensors told by presence."""
+        """Return the geometry of the drafter's layer; optional tensors are found by name."""
         fields = self.hf.get("transformer_layer_config", self.hf.get("model", self.hf.fields))
         config = HFConfig({**fields, "model_type": "llama"}, self.hf.origin)
         shape = llama.from_hf(config)
@@ -95,16 +95,16 @@ HeadLoad = Callable[[DrafterFiles, SpeculativeConfig, Model, np.dtype], tuple[An
 def chain_loader(
     load_head: HeadLoad,
 ) -> Callable[
-    [Path | None, SpeculativeConfig, Model, np.dtype, Placement | None], tuple[ChainDrafter, Any]
+    [Path | None, SpeculativeConfig, Model, np.dtype, Placement], tuple[ChainDrafter, Any]
 ]:
-    """How a chain drafter is loaded whose head and its parameters `load_head` reads."""
+    """Make the `Load` function of a chain drafter from one that reads its head."""
 
     def load(
         folder: Path | None,
         config: SpeculativeConfig,
         target: Model,
         dtype: np.dtype,
-        placement: Placement | None,
+        placement: Placement,
     ) -> tuple[ChainDrafter, Any]:
         assert folder is not None, config.method
         hf = read_config(folder)
@@ -117,6 +117,6 @@ def chain_loader(
 
 
 def embed_tokens(target: Model, params: Any, tokens: jax.Array) -> jax.Array:
-    """Embeddings [N, D] of tokens i32[N], the drafter's own where it has them."""
+    """Return embeddings [N, D] of tokens i32[N]: the drafter's own, or else the target's."""
     own = params.drafter.embedding
     return target.embed(params.target, tokens) if own is None else own[tokens]

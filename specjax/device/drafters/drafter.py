@@ -1,4 +1,4 @@
-"""What the step asks of a drafter: propose tokens, then observe what the target made of them."""
+"""The drafter interface: propose tokens, then observe the target's results for them."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -20,31 +20,31 @@ from specjax.device.verification import Draft
 
 
 class Params(NamedTuple):
-    """Weights of a step. They are arguments: another tree is another set of weights, no compile."""
+    """Weights of a step, passed as arguments so that new weights need no recompilation."""
 
     target: Any
     drafter: Any
 
 
 class Variant(NamedTuple):
-    """What a step does that is compiled in. All else that requests may want waits in every step."""
+    """Options that are compiled into a step. All other request options are in every step."""
 
     processors: Processors = ()
-    masks: bool = False  # grammars, by masks that arrive after the drafts are known
-    num_logprobs: int = 0  # likeliest tokens reported beside each, where they are wanted
-    num_prompt_logprobs: int | None = None  # None reports nothing
+    masks: bool = False  # grammar masks, which arrive after the drafts are known
+    num_logprobs: int = 0  # most likely tokens reported with each token, if asked for
+    num_prompt_logprobs: int | None = None  # None to report nothing
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftContext:
-    """What a drafter is given of B requests when drafting starts."""
+    """Input of a drafter for B requests."""
 
     slots: Int32[jax.Array, "B"]
     starts: Int32[jax.Array, "B"]  # the position of the last committed token
     is_active: Bool[jax.Array, "B"]
     page_table: Int32[jax.Array, "B P"]
-    requests: Requests  # [S], by slot: what nobody wants of it is not even gathered
+    requests: Requests  # [S], by slot, so that only fields that are used are gathered
     history: History  # [B]
     wants_edits: Bool[jax.Array, ""]  # whether any request has its logits edited
     kernels: str = field(metadata={"static": True})
@@ -53,7 +53,7 @@ class DraftContext:
     variant: Variant = field(metadata={"static": True})
 
     def rows_at(self, starts: jax.Array, *, writes: bool = True) -> CachedRows:
-        """One real row per request at position starts[b], then padding."""
+        """Return one real row per request at position starts[b], then padding."""
         width = padded_width(starts.shape[0], 1, self.row_multiple)
         counts = self.is_active.astype(starts.dtype)
         return CachedRows.starting_at(
@@ -69,18 +69,18 @@ class DraftContext:
         *,
         is_greedy: bool,
     ) -> tuple[jax.Array, jax.Array | None]:
-        """The draft i32[B] that follows the drafts `before`, and what it was drawn from.
+        """Return the draft i32[B] after the drafts `before`, and the distribution sampled from.
 
-        Logits f32[B, V_d] over `token_ids` (None for all) pass what the target's will, so that
-        drafts are likely to be accepted. The distribution f32[B, V] is returned where the
-        verification needs it: not for drafts that are certain, or drawn with the target's noise.
+        Logits f32[B, V_d] over `token_ids` (None for all) are edited like the target's, so that
+        drafts are likely to be accepted. The distribution is f32[B, V], or None for drafts that
+        are greedy or use the target's noise, where verification does not need it.
         """
         sampling = self.requests.at(self.slots).sampling
         step = len(before)
         if self.shares_noise:
             stream, counters = Stream.TARGET, (self.starts + 1 + step,)
         else:
-            # Keyed by the round, too: see `verification._coins`.
+            # Keyed by the round and not by position alone: see `verification._coins`.
             stream, counters = Stream.DRAFT, (self.starts, jnp.full_like(self.starts, step))
 
         def choose(logits, token_ids=token_ids):
@@ -116,62 +116,62 @@ class Observation(NamedTuple):
 
     slots: Int32[jax.Array, "B"]
     rows: CachedRows  # [N], their positions, pages and slots
-    tokens: Int32[jax.Array, "B T"]  # what they held
-    following: Int32[jax.Array, "B T"]  # the token after each: known, or drawn by the target
-    features: Features  # [N], what the target made of them
-    last: Int32[jax.Array, "B"]  # the index of each request's last row that was accepted
+    tokens: Int32[jax.Array, "B T"]  # the rows' tokens
+    following: Int32[jax.Array, "B T"]  # the token after each: known, or sampled by the target
+    features: Features  # [N], of the target
+    last: Int32[jax.Array, "B"]  # index of each request's last accepted row
 
 
 class DrafterWeights(Protocol):
-    """What an update of a drafter's weights asks about them."""
+    """A description of a drafter's weights, for loading and updating them."""
 
     @property
     def prefix_in_target(self) -> str | None:
-        """How the names of its tensors begin among the target's; None if they are not there."""
+        """Prefix of its tensors in the target's checkpoint; None if they are not in it."""
         ...
 
     def specs(self, names: Collection[str] = ()) -> Any:
-        """The float weights as a tree of `TensorSpec`; see `Model.specs`."""
+        """Return the float weights as a tree of `TensorSpec`; see `Model.specs`."""
         ...
 
     def is_unused(self, name: str) -> bool:
-        """Whether a tensor may lie among the weights, and is not one of them."""
+        """Return whether a tensor is allowed among the weights although it is not used."""
         ...
 
     def target_ids(self, params: Any) -> jax.Array | None:
-        """The target's token id of each draft logit, i32[V_d]; None when they are the same."""
+        """Return the target's token id of each draft logit, i32[V_d]; None if they are the same."""
         ...
 
 
 class Drafter(Protocol):
-    """A strategy as a hashable value of pure methods; its state is a pytree only it looks into."""
+    """A drafting strategy: hashable, with pure methods; its state is a pytree only it reads."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input the drafter wants to observe."""
+        """Layers of the target whose input the drafter observes."""
         ...
 
     @property
     def weights(self) -> DrafterWeights | None:
-        """The drafter's weights by their published names; None for a drafter without weights."""
+        """Description of the drafter's weights; None for a drafter without weights."""
         ...
 
     def draft_slots(self, k: int) -> int:
-        """Rows that drafting k tokens adds to a request's own in the budget of a step."""
+        """Return how many rows drafting k tokens adds per request to the budget of a step."""
         ...
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> Any:
-        """An empty state for so many requests and pages, which are the target's."""
+        """Return an empty state for the target's numbers of requests and pages."""
         ...
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:
-        """The drafter and its parameters without copies of what the target has already."""
+        """Return the drafter and its parameters without copies of the target's parameters."""
         ...
 
     def draft(
         self, target: Model, params: Params, state: Any, context: DraftContext, k: int
     ) -> tuple[Draft, Any]:
-        """k tokens for the positions after each request's last token, and the state."""
+        """Return k tokens for the positions after each request's last token, and the state."""
         ...
 
     def observe(
@@ -181,50 +181,50 @@ class Drafter(Protocol):
         state: Any,
         seen: Observation,
     ) -> Any:
-        """Learn from rows that the target ran: the state from which the next tokens are drafted.
+        """Return the state for the next drafts, updated with rows that the target ran.
 
-        The beginning of a prompt may have been found in the caches, and is then never observed:
-        what drafting needs of it must lie in pages, or follow from the last rows.
+        The beginning of a prompt is never observed if it was found in the prefix cache: what
+        drafting needs of it must be in the pages or follow from the last rows.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Stateless:
-    """What drafters have in common that have no weights, and look at tokens only."""
+    """Base of drafters that have no weights and read only tokens."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
-        """The target's features are not looked at."""
+        """Empty: the target's features are not used."""
         return ()
 
     @property
     def weights(self) -> None:
-        """There are none."""
+        """None: there are no weights."""
 
     def draft_slots(self, k: int) -> int:
-        """Drafting runs no rows."""
+        """Return 0: drafting runs no rows."""
         return 0
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> None:
-        """There is nothing to keep."""
+        """Return None: there is no state."""
 
     def share(self, params: None, target: Model, target_params: Any) -> tuple[Self, None]:
-        """There is nothing to share."""
+        """Return the drafter unchanged: it has no parameters."""
         return self, None
 
     def observe(self, target: Model, params: Params, state: None, seen: Observation) -> None:
-        """There is nothing to learn: the tokens are in the history."""
+        """Return None: the history has the tokens."""
 
 
 @dataclass(frozen=True)
 class NoDrafter(Stateless):
-    """Plain decoding."""
+    """The drafter of plain decoding, which drafts nothing."""
 
     def draft(
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
     ) -> tuple[Draft, None]:
-        """No tokens; k must be 0."""
+        """Return no tokens; k must be 0."""
         if k:
             raise ValueError(f"k={k} drafts asked of an engine without a drafter")
         return Draft(jnp.zeros((context.slots.shape[0], 0), jnp.int32), None), None

@@ -3,7 +3,7 @@
     x = fc [e(x_{p+1}); f_p]      a = x + Attn(x)      y = a + MLP(norm(a))
 
 There is no input norm and no final norm. The feature f is the target's hidden state after its
-final norm; y is both what the target's own head reads and the next step's feature.
+final norm; y is both the input of the target's output head and the next step's feature.
 """
 
 from collections.abc import Collection
@@ -34,7 +34,7 @@ from specjax.device.models.model import Features, Model
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class EagleParams:
-    """Weights of an EAGLE-1 head; `embedding` is None where it is the target's."""
+    """Weights of an EAGLE-1 head; `embedding` is None if the target's is used."""
 
     embedding: jax.Array | None  # [V, D]
     fc: jax.Array  # [2 D, D]
@@ -46,7 +46,7 @@ class EagleParams:
 
 @dataclass(frozen=True, kw_only=True)
 class EagleHead:
-    """The EAGLE-1 head. `shape` is the decoder whose first layer it resembles."""
+    """The EAGLE-1 head. `shape` is a decoder whose first layer has the head's shapes."""
 
     shape: Llama
     has_fc_bias: bool = False
@@ -56,7 +56,7 @@ class EagleHead:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the features, which is the target's."""
+        """Width of the features, equal to the target's."""
         return self.shape.hidden_size
 
     @property
@@ -65,7 +65,7 @@ class EagleHead:
         return self.shape.attention
 
     def specs(self, names: Collection[str] = ()) -> EagleParams:
-        """The weights as `TensorSpec`s under their published names, of which there is one set."""
+        """Return the weights as `TensorSpec`s; the published names have no variants."""
         dim, layer = self.hidden_size, "layers.0"
         embedding = stored(
             ["embed_tokens.weight"], (self.shape.vocab_size, dim), axes=("vocab", None)
@@ -84,7 +84,7 @@ class EagleHead:
         return name in PUBLISHED_BESIDE
 
     def fuse(self, params: EagleParams, features: Features) -> jax.Array:
-        """The target's final hidden state, as it is."""
+        """Return the target's final hidden state, unchanged."""
         return features.hidden
 
     def extend(
@@ -101,11 +101,11 @@ class EagleHead:
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """The target's head on y, without a norm."""
+        """Apply the target's output head to y, without a norm."""
         return target.logits(params.target, hidden)
 
     def target_ids(self, params: EagleParams) -> None:
-        """Drafts over the target's whole vocabulary."""
+        """Return None: drafts use the target's full vocabulary."""
 
 
 @partial(jax.jit, static_argnames="head")
@@ -130,7 +130,7 @@ def _layer(
 def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[EagleHead, EagleParams]:
-    """An EAGLE-1 head as published. The bias of fc is decided by its presence: configs omit it."""
+    """Load a published EAGLE-1 head. It has an fc bias if its files do: configs omit it."""
     shape = files.geometry("layers.0", target)
     if shape.hidden_size != target.hidden_size:
         raise CheckpointError(
@@ -146,7 +146,7 @@ def load(
 
 
 def of_own_shape(target: Model, origin: str) -> EagleHead:
-    """A head of the target's own shape, of which there are no weights."""
+    """Return a head of the target's own shape, without weights."""
     if not isinstance(target, Llama):
         raise CheckpointError(
             f"{origin}: method 'eagle' without a --drafter means a layer of the target's own "
@@ -156,5 +156,5 @@ def of_own_shape(target: Model, origin: str) -> EagleHead:
 
 
 def to_hf(head: EagleHead) -> dict[str, Any]:
-    """The published `config.json` of a head."""
+    """Return the `config.json` of a head in the published format."""
     return {**llama.to_hf(head.shape), "bias": head.has_fc_bias}

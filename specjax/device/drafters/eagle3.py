@@ -33,7 +33,6 @@ from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
-from specjax.device.placement import Placement, default_device
 
 
 @jax.tree_util.register_dataclass
@@ -81,8 +80,8 @@ class Eagle3Head:
         return self.shape.attention
 
     def specs(self, names: Collection[str] = ()) -> Eagle3Params:
-        """The float weights as `TensorSpec`s, in the published layout unless `names` have the
-        layer as speculators do."""
+        """Return the float weights as `TensorSpec`s; `names` of the files tell the published layout
+        from that of speculators."""
         layer = layer_name(names)
         dim, num_aux = self.hidden_size, len(self.aux_layers)
         wide = self.target_hidden_size
@@ -114,7 +113,7 @@ class Eagle3Head:
         return name in PUBLISHED_BESIDE
 
     def fuse(self, params: Eagle3Params, features: Features) -> jax.Array:
-        """g = fc of the auxiliary hidden states, normed first where the checkpoint has norms."""
+        """Return g = fc of the auxiliary hidden states, after norms if the checkpoint has them."""
         states, eps = features.auxiliary, self.shape.rms_norm_eps
         assert states is not None, "the target was run without the head's aux_layers"
         if params.aux_norms:
@@ -139,14 +138,14 @@ class Eagle3Head:
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Over the head's own vocabulary; a recycled state that is normed is not normed twice."""
+        """Return logits over the draft vocabulary; a recycled state may already be normed."""
         own = params.drafter
         if not self.recycle_normed:
             hidden = rms_norm(hidden, own.norm, self.shape.rms_norm_eps)
         return linear(hidden, own.lm_head, jnp.float32)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
-        """Ids of the draft vocabulary in the target's."""
+        """Return the target's ids of the draft vocabulary."""
         return params.target_ids
 
 
@@ -187,7 +186,7 @@ def load(
         target_hidden_size=target.hidden_size,
         draft_vocab_size=hf.integer("draft_vocab_size", shape.vocab_size),
         aux_layers=aux_layers,
-        # Raw checkpoints mean False when they say nothing, speculators' mean True.
+        # The default is False in raw checkpoints, True in those of speculators.
         norm_before_residual=bool(hf.get("norm_before_residual", is_speculators(hf))),
         recycle_normed=recycles_normed(hf),
         has_input_norm=files.has("input_norm.weight"),
@@ -199,27 +198,27 @@ def load(
             f"{hf.origin}: the drafter is {head.hidden_size} wide and has no embedding of its own, "
             f"the target is {target.hidden_size} wide; use a drafter trained for this target"
         )
-    # t2d is the mask that d2t spells out.
+    # t2d is the mask of the ids that d2t lists.
     params = files.load(head.specs(names), dtype, unused=("d2t", "t2d"))
     return head, replace(params, target_ids=read_target_ids(files, head, target))
 
 
 def layer_name(names: Collection[str]) -> str:
-    """What a file with tensors of these names calls the layer."""
+    """Return the layer's prefix in a file with tensors of these names."""
     is_numbered = any(name.endswith("layers.0.hidden_norm.weight") for name in names)
     return "layers.0" if is_numbered else "midlayer"
 
 
 def is_speculators(hf: HFConfig) -> bool:
-    """Whether the config is in the layout of the speculators library."""
+    """Return whether the config has the layout of the speculators library."""
     return "speculators_model_type" in hf.fields
 
 
 def recycles_normed(hf: HFConfig) -> bool:
-    """Whether the head recycles norm(y).
+    """Return whether the head recycles norm(y).
 
-    `norm_output` says so in speculators' and vLLM's configs. SpecForge uses the same word for the
-    norm before the head, which is always there: its checkpoints recycle y.
+    In configs of speculators and vLLM `norm_output` means this. In those of SpecForge it means the
+    norm before the head, which always exists: their heads recycle y.
     """
     if "LlamaForCausalLMEagle3" in hf.get("architectures", []):
         if not hf.get("norm_output", True):
@@ -229,7 +228,7 @@ def recycles_normed(hf: HFConfig) -> bool:
 
 
 def read_aux_layers(hf: HFConfig, num_layers: int, convention: str) -> tuple[int, ...]:
-    """Layers whose input the head reads; `convention` says how the config numbers them.
+    """Return the layers whose input the head reads; `convention`: how the config numbers them.
 
     "entering" i is the residual stream entering layer i, which is the output of layer i - 1; a
     config under "output" numbers that state i - 1. Default: 2, L // 2, L - 3, entering.
@@ -252,7 +251,7 @@ def read_aux_layers(hf: HFConfig, num_layers: int, convention: str) -> tuple[int
 
 
 def read_target_ids(files: DrafterFiles, head: Eagle3Head, target: Model) -> jax.Array | None:
-    """Target ids i32[V_d] of the draft vocabulary: i + d2t[i]. None where the two are the same."""
+    """Return the target's ids i32[V_d] of the draft vocabulary, i + d2t[i]; None if equal to i."""
     if not files.has("d2t"):
         if head.draft_vocab_size != target.vocab_size:
             raise CheckpointError(
@@ -271,12 +270,11 @@ def read_target_ids(files: DrafterFiles, head: Eagle3Head, target: Model) -> jax
         raise CheckpointError(
             f"{files.hf.origin}: d2t points outside the target's vocabulary of {target.vocab_size}"
         )
-    placement = files.placement or Placement.on(default_device())
-    return placement.put(ids.astype(np.int32))
+    return files.placement.put(ids.astype(np.int32))
 
 
 def to_hf(head: Eagle3Head) -> dict[str, Any]:
-    """The published `config.json` of a head."""
+    """Return the published `config.json` of a head."""
     return {
         **llama.to_hf(head.shape),
         "draft_vocab_size": head.draft_vocab_size,
@@ -288,7 +286,7 @@ def to_hf(head: Eagle3Head) -> dict[str, Any]:
 
 
 def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.ndarray]:
-    """d2t (offsets i64[V_d]) and t2d (mask bool[V]) of a head, as published."""
+    """Return d2t (offsets i64[V_d]) and t2d (mask bool[V]) of a head, as published."""
     if params.target_ids is None:
         return {}
     ids = np.asarray(params.target_ids, np.int64)
@@ -298,5 +296,5 @@ def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.n
 
 
 def float_params(params: Eagle3Params) -> Eagle3Params:
-    """The parameters that `Eagle3Head.specs` describes: all but the draft vocabulary."""
+    """Return the parameters without the draft vocabulary, as `Eagle3Head.specs` has them."""
     return replace(params, target_ids=None)

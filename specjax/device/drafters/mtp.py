@@ -2,9 +2,8 @@
 
     x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
 
-h is the target's hidden state after its final norm, embedding and head are the target's, and the
-layer is one of its attention layers with a cache of its own. For further drafts the layer is run
-again on h'.
+h is the target's hidden state after its final norm. Embedding and output head are the target's; the
+layer has the form of its attention layers, and its own cache. Further drafts rerun the layer on h'.
 """
 
 from collections.abc import Collection
@@ -42,7 +41,7 @@ from specjax.device.models.qwen3_5 import (
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MTPParams:
-    """Weights of the module."""
+    """Weights of an MTP module."""
 
     embedding_norm: jax.Array  # [D]
     hidden_norm: jax.Array  # [D]
@@ -53,7 +52,7 @@ class MTPParams:
 
 @dataclass(frozen=True)
 class MTPHead:
-    """The module as a chain drafter's head. `shape` is the target it belongs to."""
+    """The MTP module as a chain drafter's head. `shape` is its target."""
 
     shape: Qwen35
     has_embedding: bool = False
@@ -62,16 +61,16 @@ class MTPHead:
 
     @property
     def hidden_size(self) -> int:
-        """Width of the features, which is the target's."""
+        """Width of the features, equal to the target's."""
         return self.shape.hidden_size
 
     @property
     def cache_kind(self) -> CacheKind:
-        """One layer of attention, as the target has them."""
+        """One attention layer of the target's shape."""
         return replace(self.shape.attention, num_layers=1)
 
     def specs(self, names: Collection[str] = ()) -> MTPParams:
-        """The weights as `TensorSpec`s; `names` tell how a file has the experts."""
+        """Return the weights as `TensorSpec`s; `names` determine the file's layout of experts."""
         shape, dim = self.shape, self.hidden_size
         is_sparse = shape.experts is not None
         return MTPParams(
@@ -83,11 +82,11 @@ class MTPHead:
         )
 
     def is_unused(self, name: str) -> bool:
-        """See `DrafterWeights.is_unused`: the target's tensors."""
+        """See `DrafterWeights.is_unused`; true for the target's tensors."""
         return not name.startswith(self.prefix_in_target)
 
     def fuse(self, params: MTPParams, features: Features) -> jax.Array:
-        """The target's final hidden state, as it is."""
+        """Return the target's final hidden state, unchanged."""
         return features.hidden
 
     def extend(
@@ -104,11 +103,11 @@ class MTPHead:
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """The target's head; the hidden state is normed already."""
+        """Apply the target's output head; the hidden state is already normed."""
         return target.logits(params.target, hidden)
 
     def target_ids(self, params: MTPParams) -> None:
-        """Drafts over the target's whole vocabulary."""
+        """Return None: drafts use the target's full vocabulary."""
 
 
 @partial(jax.jit, static_argnames="head")
@@ -132,7 +131,7 @@ def _layer(
 def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[MTPHead, MTPParams]:
-    """The module from the target's own files, or from mtp.safetensors beside them."""
+    """Load the module from the target's files, or from mtp.safetensors in the same folder."""
     if not isinstance(target, Qwen35):
         raise CheckpointError(
             f"{files.hf.origin}: method 'mtp' needs a model with a module of its own (qwen3_next, "
@@ -160,7 +159,7 @@ def load(
 
 
 def of_own_shape(target: Model, origin: str) -> MTPHead:
-    """The module that a model of this shape has, of which there are no weights."""
+    """Return the module for this target's shape, without weights."""
     if not isinstance(target, Qwen35) or target.num_mtp_layers > 1:
         raise CheckpointError(
             f"{origin}: method 'mtp' needs a model with a module of its own, of one layer "

@@ -1,4 +1,4 @@
-"""Drafters by the `method` that asks for them: the only place that switches on the name."""
+"""Drafters by `method`. What each method needs of a config is in `config.METHODS`."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,18 +14,16 @@ from specjax.device.drafters.chain import ChainDrafter, Head
 from specjax.device.drafters.checkpoint import chain_loader
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
-from specjax.device.placement import Placement
+from specjax.device.placement import Placement, default_device
 
-Load = Callable[
-    [Path | None, SpeculativeConfig, Model, np.dtype, Placement | None], tuple[Drafter, Any]
-]
+Load = Callable[[Path | None, SpeculativeConfig, Model, np.dtype, Placement], tuple[Drafter, Any]]
 DRAFTERS: dict[str, Load] = {
     "eagle": chain_loader(eagle.load),
     "eagle3": chain_loader(eagle3.load),
     "mtp": chain_loader(mtp.load),
     "ngram": ngram.load,
 }
-# Heads that a target's config alone tells the shape of.
+# Heads whose shape follows from the target's config.
 OWN_SHAPES: dict[str, Callable[[Model, str], Head]] = {
     "eagle": eagle.of_own_shape,
     "mtp": mtp.of_own_shape,
@@ -39,21 +37,24 @@ def load_drafter(
     dtype: np.dtype,
     placement: Placement | None = None,
 ) -> tuple[Drafter, Any]:
-    """The drafter that a config names and its parameters, checked against the target.
+    """Load the drafter of a config and its parameters, checked against the target.
 
-    `folder` is its checkpoint; None for a method without one.
+    `folder` is its checkpoint; None for a method without one. The parameters go where `placement`
+    says; None for `default_device`.
 
     Raises:
-        CheckpointError: the files are damaged, or made for another target.
+        CheckpointError: the files are damaged, or were made for another target.
     """
-    return DRAFTERS[config.method](folder, config, target, dtype, placement)
+    return DRAFTERS[config.method](
+        folder, config, target, dtype, placement or Placement.on(default_device())
+    )
 
 
 def shape_drafter(method: str, target: Model, origin: str, dtype: str) -> tuple[Drafter, Any]:
-    """The drafter that a target's own shape makes, and the shapes of its parameters.
+    """Return a drafter of the target's own shape, and the shapes of its parameters.
 
     Raises:
-        CheckpointError: nothing is known of such; `origin` is what errors call the target.
+        CheckpointError: the method needs a checkpoint; `origin` names the target in the message.
     """
     if method not in OWN_SHAPES:
         raise CheckpointError(
