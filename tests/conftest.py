@@ -51,6 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
     wanted = config.getoption("markexpr").replace("not optimized", "")
     if "optimized" not in wanted:
         compile_quickly()
+        precompile.CPU_OPTIONS.clear()
 
 
 def pytest_collection_finish() -> None:

@@ -3,8 +3,6 @@
 import re
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-
 from specjax.checkpoint.demo import demo_folders
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import find_weights
@@ -62,6 +60,8 @@ def _download(hub_id: str) -> Path:
 
 
 def _snapshot(hub_id: str, files: list[str], *, local_files_only: bool = False) -> Path:
+    from huggingface_hub import snapshot_download  # half a second, which demos and folders save
+
     return Path(
         snapshot_download(
             hub_id,

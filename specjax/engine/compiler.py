@@ -5,6 +5,7 @@ default. Programs that no request waits for are compiled only while half of the 
 """
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -15,7 +16,8 @@ from specjax.host.memory import maps_in_use
 
 log = logging.getLogger(__name__)
 
-MAX_THREADS = 4  # even on two cores: XLA does parts of a program one after the other
+# Even on two cores four: XLA does parts of a program one after the other.
+MAX_THREADS = min(max(4, os.cpu_count() or 1), 32)
 FOR_SHAPES, FOR_ALL = 0.5, 0.9  # of the maps that a process may have
 
 

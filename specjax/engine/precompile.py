@@ -20,7 +20,6 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from pallas_kernels.dispatch import compute_capability
 from specjax.config import EXACT_WIDTH, EngineConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, Params, Variant
@@ -61,9 +60,16 @@ from specjax.engine.programs import (
 from specjax.engine.replay import measure_rounds
 from specjax.host.speculation.step_cost import StepCost
 
-# No split-K in XLA's own matmuls: it would split most of a step's, each of which then takes another
-# kernel to sum the parts. cuBLAS, which XLA tries as well, may still split.
-GPU_OPTIONS = {"xla_gpu_experimental_force_split_k": 1}
+GPU_OPTIONS = {
+    # No split-K in XLA's own matmuls: it would split most of a step's, each of which then takes
+    # another kernel to sum the parts. cuBLAS, which XLA tries as well, may still split.
+    "xla_gpu_experimental_force_split_k": 1,
+    # XLA gives this pass four fifths of the card, in which weights and pages leave it no room, so
+    # that it warns for every program. A step has nothing worth computing twice.
+    "xla_disable_hlo_passes": "rematerialization",
+}
+# Three quarters of the time to compile, and the same times of steps within noise.
+CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 
 
 def keep_compilations(folder: Path) -> None:
@@ -168,7 +174,7 @@ class CompiledPrograms:
         self._config, self._layout, self._max_drafts = config, layout, max_drafts
         self.renew()
         self._shapes = jax.tree.map(_shape, (params, self.state))
-        self._options = GPU_OPTIONS if compute_capability() else {}
+        self._options = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}.get(platform, {})
         self._executables = None
         if folder := executables_folder():
             origin = layout, self._shapes, self._options

@@ -204,9 +204,11 @@ class Repertoire:
     def _keys(
         self, keys_of_plan: Callable[..., list[Key]], variants: Iterable[Variant], shapes: Shapes
     ) -> list[Key]:
+        """The programs of some shapes, those that take the longest to compile first."""
+        by_drafts = sorted(shapes.decode, key=lambda shape: shape[::-1], reverse=True)
         plans = [
-            *(PrefillPlan((), *shape) for shape in shapes.prefill),
-            *(DecodePlan((), *shape, 0) for shape in shapes.decode),
+            *(DecodePlan((), *shape, 0) for shape in by_drafts),
+            *(PrefillPlan((), *shape) for shape in sorted(shapes.prefill, reverse=True)),
         ]
         return [
             key

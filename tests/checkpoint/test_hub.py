@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-import huggingface_hub
+import huggingface_hub.constants
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
@@ -84,7 +84,7 @@ def test_torch_files_are_downloaded_only_without_safetensors(tmp_path, monkeypat
             (tmp_path / weights).touch()
         return str(tmp_path)
 
-    monkeypatch.setattr(hub, "snapshot_download", fake_download)
+    monkeypatch.setattr("huggingface_hub.snapshot_download", fake_download)
     assert resolve("org/name") == tmp_path
     assert (tmp_path / weights).exists()
     assert len(calls) == (1 if weights == "model.safetensors" else 2)
