@@ -80,6 +80,8 @@ def as_json(report: StepReport) -> dict[str, Any]:
         **made,
         "is_state_in_place": report.is_state_in_place,
         "num_launches": report.num_launches,
+        "num_launches_asked": sum(one.times for one in report.asked),
+        "num_bytes_asked": sum(one.num_bytes for one in report.asked),
         "num_bytes": report.num_bytes,
     }
 
@@ -138,6 +140,11 @@ def _launches(report: StepReport) -> Iterator[str]:
     yield _line("step", str(report.num_launches["step"]))
     for part in PARTS:
         yield _line(f"  {part}", str(report.num_launches[part]))
+    num_asked = sum(one.times for one in report.asked)
+    moved = sum(one.num_bytes for one in report.asked) - report.num_bytes["step"]
+    yield "the same step, if requests ask for all: temperature, penalties, top-p, log-probabilities"
+    yield _line("kernels", str(num_asked))
+    yield _line("bytes moved in addition", as_size(moved))
     for kind, layers in report.layers.items():
         spread = str(layers.minimum)
         if layers.minimum != layers.maximum:

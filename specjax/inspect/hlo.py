@@ -67,7 +67,11 @@ class Launch:
     @property
     def is_taken(self) -> bool:
         """Whether it runs when every conditional takes its branch 0."""
-        return all(branch == 0 for _, branch in self.branches)
+        return self.is_taken_by(0)
+
+    def is_taken_by(self, branch: int) -> bool:
+        """Whether it runs when every conditional takes this branch."""
+        return all(taken == branch for _, taken in self.branches)
 
 
 def passes_over(hlo: str, num_elements: int, columns: int) -> list[Pass]:

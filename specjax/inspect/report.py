@@ -170,6 +170,12 @@ class StepReport:
         return [one for one in self.launches if one.is_taken]
 
     @cached_property
+    def asked(self) -> list[Launch]:
+        """The kernels of a batch that asks for all that a step has behind conditions: temperature,
+        penalties, truncation, bias, bad words and log-probabilities."""
+        return [one for one in self.launches if one.is_taken_by(1)]
+
+    @cached_property
     def num_bytes(self) -> dict[str, int]:
         """Bytes moved by the step and by its parts."""
         by_part: Counter[str] = Counter()

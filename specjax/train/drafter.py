@@ -11,14 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from specjax.device.drafters import mtp
 from specjax.device.drafters.chain import Head
 from specjax.device.drafters.drafter import DrafterWeights, Params
 from specjax.device.drafters.eagle import EagleHead, EagleParams
 from specjax.device.drafters.eagle3 import Eagle3Head, Eagle3Params
 from specjax.device.drafters.mtp import MTPHead, MTPParams
-from specjax.device.models.llama import Llama
 from specjax.device.models.model import Features, Model
-from specjax.device.models.qwen3_5 import Qwen35
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document, padded_rows, shuffled_indices, window
 from specjax.train.loop import Loss, Schedule, fit
@@ -288,7 +287,7 @@ def draft_vocabulary(documents: Sequence[Document], vocab_size: int, size: int) 
 
 
 def train_eagle3(
-    target: Llama,
+    target: Model,
     target_params: Any,
     documents: Sequence[Document],
     directory: Path,
@@ -300,7 +299,7 @@ def train_eagle3(
 ) -> tuple[Eagle3Head, Eagle3Params, list[dict[str, float]]]:
     """Train an EAGLE-3 head for `target`; checkpoints go to `directory`, from which it resumes."""
     head = Eagle3Head(
-        shape=replace(target, num_layers=1),
+        shape=target.head_shape,
         target_hidden_size=target.hidden_size,
         draft_vocab_size=draft_vocab_size,
         aux_layers=aux_layers,
@@ -312,20 +311,20 @@ def train_eagle3(
 
 
 def train_eagle1(
-    target: Llama,
+    target: Model,
     target_params: Any,
     documents: Sequence[Document],
     directory: Path,
     schedule: Schedule,
 ) -> tuple[EagleHead, Any, list[dict[str, float]]]:
     """Train an EAGLE-1 head for `target`; checkpoints go to `directory`, from which it resumes."""
-    head = EagleHead(shape=replace(target, num_layers=1))
+    head = EagleHead(shape=target.head_shape)
     params, log = _train(target, head, Frozen(target_params, {}), documents, directory, schedule)
     return head, params, log
 
 
 def train_mtp(
-    target: Qwen35,
+    target: Model,
     target_params: Any,
     documents: Sequence[Document],
     directory: Path,
@@ -337,7 +336,7 @@ def train_mtp(
 
     Drafting applies its one layer recursively, so it is unrolled (FastMTP, Cai et al. 2025).
     """
-    head = MTPHead(target)
+    head = mtp.of_own_shape(target, "target")
     frozen = Frozen(target_params, {})
     params, log = _train(target, head, frozen, documents, directory, schedule, num_unrolled)
     return head, params, log

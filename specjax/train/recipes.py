@@ -20,8 +20,7 @@ from specjax.checkpoint.save import save_checkpoint
 from specjax.checkpoint.writing import write_whole
 from specjax.checks import check_count, check_positive
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import eagle, eagle3
-from specjax.device.models import llama, qwen3_5
+from specjax.device.drafters import eagle, eagle3, mtp
 from specjax.device.models.registry import load_model
 from specjax.llm import LLM
 from specjax.sampling_params import SamplingParams
@@ -36,7 +35,7 @@ from specjax.train.data import (
 )
 from specjax.train.drafter import train_eagle1, train_eagle3, train_mtp
 from specjax.train.loop import Schedule
-from specjax.train.target import DEMOS, evaluate, to_hf, train_target
+from specjax.train.target import DEMOS, evaluate, train_target
 
 COUNTS = (
     *("steps", "batch_size", "length", "vocab_size", "num_layers", "hidden_size", "num_prompts"),
@@ -80,7 +79,8 @@ def _target(args: Namespace) -> None:
     texts = read_texts(args.data)
     tokenizer = train_tokenizer((prompt + answer for prompt, answer in texts), args.vocab_size)
     documents = read_documents(args.data, tokenizer)
-    model = DEMOS[args.architecture](tokenizer.get_vocab_size(), args.num_layers, args.hidden_size)
+    demo = DEMOS[args.architecture]
+    model = demo.make(tokenizer.get_vocab_size(), args.num_layers, args.hidden_size)
     params, log = train_target(model, documents, _runs(args), _schedule(args))
     facts = {"training loss": f"{log[-1]['loss']:.3f}" if log else "resumed after its last step"}
     if args.held_out:
@@ -89,7 +89,7 @@ def _target(args: Namespace) -> None:
             f"{evaluate(model, params, held_out, args.length):.3f}"
         )
     config = {
-        **to_hf(model),
+        **demo.to_hf(model),
         "bos_token_id": tokenizer.token_to_id(BOS),
         "eos_token_id": tokenizer.token_to_id(EOS),
         "torch_dtype": args.dtype,
@@ -123,8 +123,11 @@ def _answers(args: Namespace) -> None:
 def _drafter(args: Namespace) -> None:
     folder = resolve(args.target)
     target, target_params = load_model(folder, np.dtype("float32"))
-    if not isinstance(target, llama.Llama):
-        raise ValueError(f"--target {args.target}: EAGLE heads are trained for dense decoders")
+    if target.head_shape is None:
+        raise ValueError(
+            f"--target {args.target}: EAGLE heads have a dense layer of the target's sizes, which "
+            "a target with experts does not have"
+        )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     documents = read_documents(args.data, tokenizer)
     common = target, target_params, documents, _runs(args), _schedule(args)
@@ -150,8 +153,7 @@ def _drafter(args: Namespace) -> None:
 def _mtp(args: Namespace) -> None:
     folder = resolve(args.target)
     target, target_params = load_model(folder, np.dtype("float32"))
-    if not isinstance(target, qwen3_5.Qwen35):
-        raise ValueError(f"--target {args.target}: only hybrid decoders have an MTP module")
+    mtp.of_own_shape(target, f"--target {args.target}")  # refused before any work
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     documents = read_documents(args.data, tokenizer)
     head, params, log = train_mtp(

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,16 +60,18 @@ def demo_qwen3_5(vocab_size: int, num_layers: int, hidden_size: int) -> Qwen35:
     )
 
 
+class Demo(NamedTuple):
+    """A kind of demo model."""
+
+    make: Callable[[int, int, int], Any]  # from the sizes of vocabulary, layers and hidden states
+    to_hf: Callable[[Any], Mapping[str, Any]]  # its Hugging Face `config.json`
+
+
 # By the value of --architecture.
-DEMOS: dict[str, Callable[[int, int, int], Llama | Qwen35]] = {
-    "llama": demo_llama,
-    "qwen3_5": demo_qwen3_5,
+DEMOS = {
+    "llama": Demo(demo_llama, llama.to_hf),
+    "qwen3_5": Demo(demo_qwen3_5, qwen3_5.to_hf),
 }
-
-
-def to_hf(model: Llama | Qwen35) -> Mapping[str, Any]:
-    """Return the Hugging Face `config.json` of a model."""
-    return llama.to_hf(model) if isinstance(model, Llama) else qwen3_5.to_hf(model)
 
 
 def init_params(specs: Any, key: jax.Array) -> Any:
@@ -116,7 +118,7 @@ def matrix_labels(params: Any) -> Any:
 
 
 def train_target(
-    model: Llama | Qwen35,
+    model: Model,
     documents: Sequence[Document],
     directory: Path,
     schedule: Schedule,

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from specjax.checkpoint import hub
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.hub import resolve
 

@@ -16,7 +16,9 @@ from specjax.inspect.pallas_bytes import Array, CachedContext, Call, touched
 from specjax.inspect.report import StepRequest, part_of
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
-LLAMA, QWEN = str(CONFIGS / "Llama-3.1-8B"), str(CONFIGS / "Qwen3.5-4B")
+LLAMA, QWEN, EXPERTS = (
+    str(CONFIGS / name) for name in ("Llama-3.1-8B", "Qwen3.5-4B", "Qwen3.5-35B-A3B")
+)
 COMPILE = ["--compile", "h200"]
 
 
@@ -98,7 +100,9 @@ def test_a_head_of_the_models_own_shape(capsys):
     dim, inner = 4096, 14336
     layer = dim * (dim + 2 * 1024) + dim * dim + 3 * dim * inner + dim
     assert drafter["num_parameters"] == 2 * dim * dim + layer
-    assert "known of llama, qwen2 and qwen3" in fail(capsys, QWEN, "--method", "eagle")
+    assert main(["info", QWEN, "--method", "eagle", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["drafter"]["num_parameters"] > 0
+    assert "a target with experts" in fail(capsys, EXPERTS, "--method", "eagle")
 
 
 def minimum(request):

@@ -33,10 +33,11 @@ from specjax.train.drafter import (
     unrolled_loss,
 )
 from specjax.train.loop import Schedule
-from specjax.train.target import demo_llama, init_params
+from specjax.train.target import demo_llama, demo_qwen3_5, init_params
 
 LENGTH = 24
 TARGET = demo_llama(64, 3, 64)
+HYBRID = demo_qwen3_5(64, 4, 64)
 AUX = (0, 1, 2)
 
 
@@ -210,10 +211,13 @@ def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
     kind, target_params, documents, features, tmp_path
 ):
     schedule = Schedule(steps=12, batch_size=6, length=LENGTH, learning_rate=3e-3, seed=0)
-    if kind == "eagle1":
-        train = partial(train_eagle1, TARGET, target_params, documents)
+    target = TARGET
+    if kind == "eagle1":  # a dense layer for a hybrid
+        target, target_params = HYBRID, jax.device_put(random_params(HYBRID.specs(), 0))
+        features = FeatureSet.of(target, target_params, documents, LENGTH, ())
+        train = partial(train_eagle1, target, target_params, documents)
         head, params, _ = train(tmp_path / "run", schedule)
-        loss = partial(eagle1_loss, TARGET, head)
+        loss = partial(eagle1_loss, target, head)
         frozen, config, extra = Frozen(target_params, {}), eagle.to_hf(head), {}
         floats = params
     else:
@@ -233,7 +237,7 @@ def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
     save_checkpoint(tmp_path, head.specs(), floats, config, dtype=np.dtype("float32"), extra=extra)
     method = "eagle" if kind == "eagle1" else "eagle3"
     speculation = SpeculativeConfig(method=method, model="", num_speculative_tokens=3)
-    drafter, loaded = load_drafter(tmp_path, speculation, TARGET, np.dtype("float32"))
+    drafter, loaded = load_drafter(tmp_path, speculation, target, np.dtype("float32"))
     assert drafter.head == head
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
 

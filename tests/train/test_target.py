@@ -16,7 +16,7 @@ from specjax.train.target import DEMOS, evaluate, init_params, next_token_loss, 
 
 @pytest.fixture(scope="module", params=DEMOS)
 def model(request):
-    small = DEMOS[request.param](16, 2, 64)
+    small = DEMOS[request.param].make(16, 2, 64)
     return replace(small, layer_types=(DELTA, ATTENTION)) if isinstance(small, Qwen35) else small
 
 
@@ -44,13 +44,13 @@ def test_loss_is_the_mean_negative_log_probability(model):
 
 def test_initial_weights_have_the_types_of_trained_ones():
     """Or the second step of training compiles once more."""
-    specs = DEMOS["qwen3_5"](16, 2, 64).specs()
+    specs = DEMOS["qwen3_5"].make(16, 2, 64).specs()
     shapes = jax.eval_shape(lambda key: init_params(specs, key), jax.random.key(0))
     assert not any(x.weak_type for x in jax.tree.leaves(shapes))
 
 
 def test_a_text_of_less_than_a_batch_is_evaluated():
-    model = DEMOS["llama"](16, 1, 64)
+    model = DEMOS["llama"].make(16, 1, 64)
     rows = np.random.default_rng(0).integers(0, 16, (2, 4)).astype(np.int32)
     params = random_params(model.specs(), 0)
     assert np.isfinite(evaluate(model, params, [Document(row, 0) for row in rows], 3))

@@ -146,13 +146,18 @@ def load(
 
 
 def of_own_shape(target: Model, origin: str) -> EagleHead:
-    """Return a head of the target's own shape, without weights."""
-    if not isinstance(target, Llama):
+    """Return a head of the target's own shape, without weights.
+
+    Raises:
+        CheckpointError: the target's sizes do not say what shape that is.
+    """
+    if target.head_shape is None:
         raise CheckpointError(
-            f"{origin}: method 'eagle' without a --drafter means a layer of the target's own "
-            "shape, which is known of llama, qwen2 and qwen3; name a --drafter, or use --method mtp"
+            f"{origin}: method 'eagle' without a --drafter means a dense layer of the target's "
+            "own sizes, which a target with experts does not have; name a --drafter, or use "
+            "--method mtp"
         )
-    return EagleHead(shape=target.with_layers(1))
+    return EagleHead(shape=target.head_shape)
 
 
 def to_hf(head: EagleHead) -> dict[str, Any]:

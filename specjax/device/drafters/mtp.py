@@ -6,7 +6,7 @@ h is the target's hidden state after its final norm. Embedding and output head a
 layer has the form of its attention layers, and its own cache. Further drafts rerun the layer on h'.
 """
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -132,16 +132,8 @@ def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[MTPHead, MTPParams]:
     """Load the module from the target's files, or from mtp.safetensors in the same folder."""
-    if not isinstance(target, Qwen35):
-        raise CheckpointError(
-            f"{files.hf.origin}: method 'mtp' needs a model with a module of its own (qwen3_next, "
-            f"qwen3_5, qwen3_5_moe), not model_type={files.hf.get('model_type', None)!r}"
-        )
-    if target.num_mtp_layers > 1:
-        raise CheckpointError(
-            f"{files.hf.origin}: mtp_num_hidden_layers={target.num_mtp_layers} is not supported; "
-            "modules of one layer are"
-        )
+    kind = files.hf.get("model_type", None)
+    head = of_own_shape(target, f"{files.hf.origin} (model_type={kind!r})")
     tensors = files.tensors
     beside = tensors.folder / "mtp.safetensors"
     if not any(name.startswith("mtp.") for name in tensors.names()) and beside.exists():
@@ -152,17 +144,31 @@ def load(
             "with; add the mtp.* tensors of the original checkpoint, which exports leave out, as "
             "mtp.safetensors, or use another method"
         )
-    head = MTPHead(target)
     specs = head.specs(tensors.names())
     params = load_params(tensors, specs, dtype, placement=files.placement, ignore=head.is_unused)
     return head, params
 
 
 def of_own_shape(target: Model, origin: str) -> MTPHead:
-    """Return the module for this target's shape, without weights."""
-    if not isinstance(target, Qwen35) or target.num_mtp_layers > 1:
+    """Return the module for this target's shape, without weights.
+
+    Raises:
+        CheckpointError: the target has no such module, or one of several layers.
+    """
+    make = MODULES.get(type(target))
+    if make is None:
         raise CheckpointError(
-            f"{origin}: method 'mtp' needs a model with a module of its own, of one layer "
-            "(qwen3_next, qwen3_5, qwen3_5_moe); name a --drafter and its --method instead"
+            f"{origin}: method 'mtp' needs a model with a module of its own (qwen3_next, qwen3_5, "
+            "qwen3_5_moe); name a drafter and its method instead"
         )
-    return MTPHead(target)
+    module: MTPHead = make(target)
+    if module.shape.num_mtp_layers > 1:
+        raise CheckpointError(
+            f"{origin}: mtp_num_hidden_layers={module.shape.num_mtp_layers} is not supported; "
+            "modules of one layer are"
+        )
+    return module
+
+
+# By the class of the target, whose layers the module has.
+MODULES: dict[type, Callable[[Any], MTPHead]] = {Qwen35: MTPHead}

@@ -97,6 +97,11 @@ class Llama:
         return replace(self, num_layers=num_layers)
 
     @property
+    def head_shape(self) -> "Llama":
+        """See `Model.head_shape`: one of its own layers."""
+        return self.with_layers(1)
+
+    @property
     def ignored_prefixes(self) -> tuple[str, ...]:
         """None: a checkpoint has only the model's tensors."""
         return ()

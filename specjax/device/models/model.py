@@ -52,6 +52,12 @@ class Model(Protocol):
         ...
 
     @property
+    def head_shape(self) -> Any:
+        """The `llama.Llama` of one layer that an EAGLE head of this model's sizes has; None if its
+        sizes do not say."""
+        ...
+
+    @property
     def ignored_prefixes(self) -> tuple[str, ...]:
         """Name prefixes of checkpoint tensors that the model does not use."""
         ...

@@ -33,6 +33,7 @@ from specjax.device.models.layers.moe import Experts, MoE, moe, moe_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
+from specjax.device.models.llama import Llama
 from specjax.device.models.model import Features
 
 KINDS = ATTENTION, DELTA = "full_attention", "linear_attention"
@@ -123,6 +124,24 @@ class Qwen35:
     def with_layers(self, num_layers: int) -> "Qwen35":
         """See `Model.with_layers`."""
         return replace(self, layer_types=self.layer_types[:num_layers])
+
+    @property
+    def head_shape(self) -> Llama | None:
+        """See `Model.head_shape`: a dense layer with its heads; None with experts."""
+        if self.experts is not None:
+            return None
+        return Llama(
+            vocab_size=self.vocab_size,
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_layers=1,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
+            rope=Rope(head_dim=self.head_dim, theta=self.rope.theta),
+            max_position=self.max_position,
+        )
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
