@@ -63,6 +63,7 @@ class Served:
     sequences: list
     num_accepted_per_pos: tuple[int, ...]
     matchers: list
+    is_active: np.ndarray  # bool[slots], as the device has it afterwards
 
     @property
     def outcome(self):
@@ -87,7 +88,7 @@ def run(loaded):
     rng = np.random.default_rng(0)
     prompts = [tuple(rng.integers(0, VOCAB, length).tolist()) for length in (5, 40, 17)]
 
-    def serve(*, rule=None, row_multiple=1):
+    def serve(*, rule=None, row_multiple=1, **asks):
         matchers = []
 
         def follow():
@@ -109,14 +110,15 @@ def run(loaded):
             patch.setattr(specjax.engine.precompile, "step_model", make)
             engine = Engine(config, model, drafter, params, StaticPolicy(K))
         for i, prompt in enumerate(prompts):
-            asked = SamplingParams(temperature=TEMPERATURES[i], **(GRAMMAR if rule else {}))
+            asked = SamplingParams(temperature=TEMPERATURES[i], **(GRAMMAR if rule else asks))
             follows = follow if rule else None
             engine.add(Request(i, prompt, asked, 20, (i,), follow_grammar=follows))
         sequences = []
         while engine.has_work:
             sequences += [s for s in engine.step() if s.is_finished]
         sequences.sort(key=lambda sequence: sequence.request.request_id)
-        return Served(sequences, engine.metrics().num_accepted_tokens_per_pos, matchers)
+        accepted, state = engine.metrics().num_accepted_tokens_per_pos, engine.programs.state
+        return Served(sequences, accepted, matchers, np.asarray(state.is_active))
 
     return serve
 
@@ -147,6 +149,19 @@ def logits_of(loaded):
 def test_padded_rows_change_nothing(run, plain):
     assert run(row_multiple=8).outcome == plain.outcome
     assert sum(plain.num_accepted_per_pos) > 0
+
+
+def test_the_device_ends_requests_by_itself(plain):
+    assert all(sequence.finish_reason == "length" for sequence in plain.sequences)
+    assert not plain.is_active.any()
+
+
+def test_drafts_follow_what_requests_ask_of_logits(run):
+    """One token has all the probability, so a drafter that is told so is right every time."""
+    served = run(logit_bias={7: 100.0})
+    assert all(set(sequence.output) == {7} for sequence in served.sequences)
+    whole_rounds = 19 // (K + 1)  # of 20 tokens, the first comes with the prompt
+    assert min(served.num_accepted_per_pos) >= len(served.sequences) * whole_rounds
 
 
 def test_three_programs_do_what_one_does(run, plain):

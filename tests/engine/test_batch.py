@@ -438,6 +438,19 @@ def test_prompt_logprobs_are_of_the_tokens_after_a_chunks_rows():
     assert rows[2].prompt_logprobs is None
 
 
+def test_prompt_logprobs_come_after_logprobs_that_nobody_wants():
+    prompt = CHUNKS[1].sequence.request.prompt_token_ids
+    following, first = np.array([prompt[9:17]]), np.array([[6]])
+    logprobs, _ = make_logprobs(first, 4, 2)
+    prompt_logprobs, expected = make_logprobs(following, 3, 3)
+    none = int32s(0)
+    outputs = StepOutputs(first.astype(np.int32), none, none, logprobs, prompt_logprobs)
+    variant = Variant(num_logprobs=4, num_prompt_logprobs=3)
+    (row,) = unpack_round(outputs, PrefillPlan(CHUNKS[1:2], 1, WIDTH), variant)
+    assert row.logprobs is None
+    assert as_lists(row.prompt_logprobs) == [expected(0, t, 3) for t in range(8)]
+
+
 # --- the host's memory ----------------------------------------------------------------------------
 
 
