@@ -56,7 +56,7 @@ class Pair:
 
 
 # The others are fast elsewhere: in tests/oracle, and MTP in the async, stress and random schedules.
-SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("eagle", "mtp")]
+SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("eagle", "mtp", "draft_model")]
 
 
 @pytest.fixture(scope="module", params=["eagle3", *SLOW])
@@ -66,6 +66,8 @@ def pair(request, checkpoints):
         head = of_few_words(checkpoints, eagle3(checkpoints).folder)
     elif method == "eagle":
         head = checkpoints.eagle(llama(checkpoints)).folder
+    elif method == "draft_model":
+        head = of_few_words(checkpoints, llama(checkpoints, seed=1).folder)
     target = hybrid(checkpoints) if method == "mtp" else llama(checkpoints).folder
     folder = of_few_words(checkpoints, target)
     snapshots = {"num_snapshots": NUM_SNAPSHOTS}

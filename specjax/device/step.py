@@ -192,7 +192,7 @@ def begin(
     places = _chunk_places(inputs, width)
     held, following = (jnp.take_along_axis(known, places + i, axis=1, mode="clip") for i in (0, 1))
     rows = _chunk_rows(state, inputs, width, model)
-    seen = Observation(slots, rows, held, following, extension.features, last)
+    seen = Observation(slots, rows, held, following, extension.features, last, None)
     drafter = model.drafter.observe(model.target, params, state.drafter, seen)
     verdict = Verdict(sampled[:, None], jnp.zeros(batch, jnp.int32))
     emitted = _emit(verdict, requests.limits - ends, requests.stop_ids)
@@ -322,7 +322,7 @@ def settle(
     rows = _rows(state, inputs, k, model)
     following = jnp.pad(verdict.tokens, ((0, 0), (0, rows.width - (k + 1))))
     held = _held(state, slots, draft, rows.width)
-    seen = Observation(slots, rows, held, following, extension.features, verdict.num_accepted)
+    seen = Observation(slots, rows, held, following, extension.features, verdict.num_accepted, k)
     with jax.named_scope("observe"):
         drafter = model.drafter.observe(model.target, params, state.drafter, seen)
     emitted = _emit(verdict, remaining, requests.stop_ids)

@@ -85,7 +85,7 @@ def test_unrolled_chain_is_what_drafting_computes(target_params):
         rows, following = CachedRows(jnp.arange(last + 1), table), tokens[:, 1 : last + 2]
         features_seen = Features(features.hidden[: last + 1], features.auxiliary[: last + 1])
         seen = Observation(
-            slots, rows, tokens[:, : last + 1], following, features_seen, jnp.array([last])
+            slots, rows, tokens[:, : last + 1], following, features_seen, jnp.array([last]), None
         )
         state = drafter.observe(TARGET, params, state, seen)
         context = DraftContext(

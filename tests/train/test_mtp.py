@@ -66,7 +66,7 @@ def test_the_unrolled_chain_is_what_drafting_computes(target_params):
         following = tokens[:, 1 : last + 2]
         features_seen = Features(features.hidden[: last + 1], None)
         seen = Observation(
-            slots, rows, tokens[:, : last + 1], following, features_seen, jnp.array([last])
+            slots, rows, tokens[:, : last + 1], following, features_seen, jnp.array([last]), None
         )
         state = drafter.observe(TARGET, params, state, seen)
         context = DraftContext(

@@ -52,10 +52,16 @@ class DraftContext:
     shares_noise: bool = field(metadata={"static": True})
     variant: Variant = field(metadata={"static": True})
 
-    def rows_at(self, starts: jax.Array, *, writes: bool = True) -> CachedRows:
-        """Return one real row per request at position starts[b], then padding."""
-        width = padded_width(starts.shape[0], 1, self.row_multiple)
-        counts = self.is_active.astype(starts.dtype)
+    def rows_at(
+        self, starts: jax.Array, *, counts: jax.Array | None = None, writes: bool = True
+    ) -> CachedRows:
+        """Return rows from position starts[b]: counts[b] real ones, of at most 2, then padding.
+
+        Without `counts`, one real row per request.
+        """
+        width = padded_width(starts.shape[0], 1 if counts is None else 2, self.row_multiple)
+        is_active = self.is_active.astype(starts.dtype)
+        counts = is_active if counts is None else is_active * counts
         return CachedRows.starting_at(
             starts, counts, width, self.page_table, writes=writes, kernels=self.kernels
         )
@@ -120,6 +126,7 @@ class Observation(NamedTuple):
     following: Int32[jax.Array, "B T"]  # the token after each: known, or sampled by the target
     features: Features  # [N], of the target
     last: Int32[jax.Array, "B"]  # index of each request's last accepted row
+    k: int | None  # draft tokens of the round; None for a chunk
 
 
 class DrafterWeights(Protocol):

@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import eagle, eagle3, mtp, ngram
+from specjax.device.drafters import draft_model, eagle, eagle3, mtp, ngram
 from specjax.device.drafters.chain import ChainDrafter, Head
 from specjax.device.drafters.checkpoint import chain_loader
 from specjax.device.drafters.drafter import Drafter
@@ -22,6 +22,7 @@ DRAFTERS: dict[str, Load] = {
     "eagle3": chain_loader(eagle3.load),
     "mtp": chain_loader(mtp.load),
     "ngram": ngram.load,
+    "draft_model": draft_model.load,
 }
 # Heads whose shape follows from the target's config.
 OWN_SHAPES: dict[str, Callable[[Model, str], Head]] = {
