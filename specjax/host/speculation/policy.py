@@ -5,6 +5,7 @@ whether a draft is verified must not depend on its value, or on anything drawn a
 output would not have the target's distribution.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ LONG_LED = 50  # or be better for so many rounds in a row
 PROBE_BUDGET = 0.005  # part of the time that may be lost by trying a K that seems worse
 PROBE_EVERY = 200  # rounds between two tries, once both have been tried
 FIRST_PROBES, FIRST_EVERY = 3, 10  # tries of a new K, and rounds between them
+DOUBT = 2.0  # a K may be better than it seems by so many standard deviations of its time
 PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries, doubling
 PARKED_VERDICTS = 16  # verdicts that a try is to give
 OTHER_ROUNDS = 32  # over which the time of chunks is averaged
@@ -292,19 +294,27 @@ class GoodputPolicy:
             return self._try_drafting(goodput, load)
         self._parked, self._patience, self._trial = 0, PARKED_FIRST, 0
         self._since_probe += 1
-        at = self._choices.index(best)
-        near = self._choices[max(at - 1, 0) : at + 2]
-        tried = {k: self._tried[self.cost.padded(n), k] for k in near if k != best}
-        if not tried:
-            return best
-        k = min(tried, key=lambda k: tried[k])
-        is_new = tried[k] < FIRST_PROBES
-        if self._since_probe < (FIRST_EVERY if is_new else PROBE_EVERY):
-            return best
-        if not self._can_afford((1 - goodput[k] / goodput[best]) * self._ms(n, k)):
+        k = self._worth_a_try(best, goodput, n)
+        loss = (1 - goodput[k] / goodput[best]) * self._ms(n, k)
+        if k == best or not self._can_afford(loss):
             return best
         self._since_probe = 0
         return k
+
+    def _worth_a_try(self, best: int, goodput: Mapping[int, float], n: int) -> int:
+        """The K that may yet be better than the best, or in turn one beside it; else the best."""
+        tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}
+        if self._learns_cost and tried:
+            hopes = {k: goodput[k] * math.exp(DOUBT * self.cost.spread(n, k)) for k in tried}
+            k = max(hopes, key=lambda k: hopes[k])
+            every = min(FIRST_EVERY * max(1, tried[k] // FIRST_PROBES), PROBE_EVERY)
+            if hopes[k] > goodput[best] and self._since_probe >= every:
+                return k
+        if self._since_probe < PROBE_EVERY:
+            return best
+        at = self._choices.index(best)
+        near = [k for k in self._choices[max(at - 1, 0) : at + 2] if k != best]
+        return min(near, key=lambda k: tried[k], default=best)
 
     def _try_drafting(self, goodput: Mapping[int, float], load: DecodeLoad) -> int:
         """0, or for some rounds in a row the best K above it, to count accepted drafts."""
