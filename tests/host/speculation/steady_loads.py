@@ -1,11 +1,11 @@
 """Loads that stay as they are, on times measured on a GPU: what adaptive K reaches of static Ks.
 
-The tests' gates and benchmarks/policies_simulated.py share it. Times are of Llama-3.1-8B in
-bfloat16 with an EAGLE-1 drafter on an H100 (jax 0.11.2, commit 04df7ee), in milliseconds of a round.
-Batch sizes 1, 64 and 256 at K = 0, 1, 3 and 5 are steps measured as they were served, and so is
-K = 2 at 64, relative to its neighbours. Batch sizes 4 and 16 up to K = 3 follow from tokens per
-second of static Ks, prompts included. All other cells are estimates: lines in K, and beyond K = 3 at
-4 and 16 what a draft took at batch size 1 and rows of the target at 64.
+The tests' gates and benchmarks/policies_simulated.py share it. Times are milliseconds of a round of
+Llama-3.1-8B in bfloat16 with an EAGLE-1 drafter on an H100 (jax 0.11.2, commit 04df7ee). Batch
+sizes 1, 64 and 256 at K = 0, 1, 3 and 5 are steps measured as they were served. So is K = 2 at 64,
+relative to its neighbours. Batch sizes 4 and 16 up to K = 3 follow from tokens per second of static
+Ks, prompts included. All other cells are estimates: lines in K; beyond K = 3 at 4 and 16 what a
+draft takes at batch size 1, and rows of the target at 64.
 """
 
 import math

@@ -63,7 +63,7 @@ def test_it_loses_little_from_cold(runs, batch, law):
 
 
 def test_a_draft_that_only_replays_find_cheap_is_found_out(runs):
-    """At batch size 4, K = 2 and 3 are 16 rows of padded products; served, K = 3 takes 18 % more."""
+    """At batch size 4, K = 2 and 3 are both 16 padded rows, but served K = 3 takes 18 % more."""
     served = runs(4, "as measured", wrong_ms={3: 7.88})
     assert min(parts(served, 4, "as measured", STEADY)) >= 0.985
     assert min(parts(served, 4, "as measured", COLD)) >= 0.96
