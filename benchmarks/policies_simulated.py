@@ -6,7 +6,7 @@
 Rollouts of 256 requests that start together and end one by one, on three grids of step times
 (tests/host/speculation/baselines.py), in which acceptance stays as it was profiled, falls or rises
 half-way, or is nothing at all. Every policy has the same requests, seed by seed. Then loads that
-stay as they are, on these grids and on one measured on an H100 (steady_loads.py, beside the former).
+stay as they are, on these grids and on that of an H100 (steady_loads.py, beside the former).
 """
 
 import argparse
