@@ -41,6 +41,7 @@ from steady_loads import H100_MS, LAWS, REPLAY_ERROR, SPIKES, serve  # noqa: E40
 from specjax.bench.simulate import pool_regret  # noqa: E402
 from specjax.host.speculation.methods import adaptive_policy  # noqa: E402
 from specjax.host.speculation.policy import DecodeLoad, Policy, Round  # noqa: E402
+from specjax.host.speculation.profile import Profile  # noqa: E402
 from specjax.host.speculation.simulator import Outcome, Workload, simulate  # noqa: E402
 from specjax.host.speculation.step_cost import StepCost  # noqa: E402
 
@@ -179,6 +180,10 @@ class Watched:
         counts = outcome.verdicts.items()
         self.num_tokens.append(sum((v.num_accepted + 1) * count for v, count in counts))
         self.policy.observe(outcome)
+
+    def learned(self) -> Profile | None:
+        """See `Policy`."""
+        return self.policy.learned()
 
     def target_changed(self) -> None:
         """See `Policy`."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from specjax.host.speculation.acceptance import Acceptance, DraftOutcome, expected_tokens
+from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
 HYSTERESIS = 0.02  # another K must have better goodput by this part
@@ -98,6 +99,10 @@ class Policy(Protocol):
         """Learn from a round, a step or two after it was chosen."""
         ...
 
+    def learned(self) -> Profile | None:
+        """The times and rates as they are known now; None if times are not learned."""
+        ...
+
     def target_changed(self) -> None:
         """The target has new weights: learned acceptance may be outdated."""
         ...
@@ -120,6 +125,9 @@ class PolicyRule:
 
     def observe(self, outcome: Round) -> None:
         """There is nothing to learn."""
+
+    def learned(self) -> None:
+        """Nothing is."""
 
     def target_changed(self) -> None:
         """There is nothing to forget."""
@@ -190,7 +198,7 @@ class GoodputPolicy:
         For the first `warm_up_rounds` with drafts, rates are the priors of `acceptance`.
         """
         self._choices = tuple(sorted(choices))
-        self._cost = cost
+        self._cost, self._is_replayed = cost, cost is None
         self.acceptance = acceptance
         self._learns_cost = learns_cost
         self._learns_acceptance = learns_acceptance
@@ -225,7 +233,7 @@ class GoodputPolicy:
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
         """Measure the shape, unless costs were given."""
-        if self._learns_cost:
+        if self._is_replayed:
             self.cost.add(batch, k, time())
 
     def choose(self, load: DecodeLoad) -> int:
@@ -272,6 +280,20 @@ class GoodputPolicy:
         if self._learns_cost and outcome.ms is not None:
             self.cost.observe(outcome.batch, outcome.k, outcome.num_context, outcome.ms)
             self._other += (outcome.other_ms - self._other) / OTHER_ROUNDS
+
+    def learned(self) -> Profile | None:
+        """Of rounds of every shape, without context."""
+        if not self._learns_cost:
+            return None
+        cost = self.cost
+        step_ms = {b: {k: cost.ms(b, k) for k in self._choices} for b in cost.batches}
+        return Profile(
+            step_ms,
+            tuple(self.acceptance.rates()),
+            self._choices[-1],
+            is_online=True,
+            measured={"ms_per_context_token": cost.ms_per_context_token},
+        )
 
     def target_changed(self) -> None:
         """Give old counts less weight, and try drafts again soon if K was 0."""
