@@ -153,6 +153,10 @@ class AsyncLLM:
         """See `LLM.get_tokenizer`."""
         return self._llm.get_tokenizer()
 
+    async def save_dynamic_config(self, path: str | Path) -> None:
+        """See `LLM.save_dynamic_config`."""
+        await self._ask(self._llm.save_dynamic_config, path)
+
     async def reset_prefix_cache(self) -> bool:
         """See `LLM.reset_prefix_cache`."""
         return await self._ask(self._llm.reset_prefix_cache)

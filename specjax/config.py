@@ -76,9 +76,10 @@ class SpeculativeConfig:
             says it.
         num_speculative_tokens_per_batch_size: K by the number of requests that decode together, a
             table [[lo, hi, K], ...]; sizes that it leaves out have the K of the entry before.
-        dynamic_config_path: a profile, as `specjax profile` writes it; K is what it says is best.
+        dynamic_config_path: a profile, as `specjax profile` and `LLM.save_dynamic_config` write it;
+            K is what it says is best. With `adaptive` it is where learning begins.
         dynamic_config_force: use the profile even if it was measured on another model.
-        adaptive: choose K from times and acceptance as they are measured, without a profile.
+        adaptive: choose K from times and acceptance as they are measured while serving.
         verification: "seed_exact" emits what decoding without drafts would emit; "rejection" and
             "block" emit the same distribution, accepting more of probabilistic drafts;
             "synthetic" accepts drafts at given rates, to measure speed.
@@ -168,18 +169,15 @@ class SpeculativeConfig:
                 f"{where}.dynamic_config_force=True goes with dynamic_config_path; name the "
                 "profile, or leave it out"
             )
-        is_given = {
-            "num_speculative_tokens_per_batch_size": self.num_speculative_tokens_per_batch_size
-            is not None,
-            "dynamic_config_path": path is not None,
-            "adaptive": self.adaptive,
-        }
-        given = [name for name in is_given if is_given[name]]
-        if len(given) > 1:
+        others = {"dynamic_config_path": path is not None, "adaptive": self.adaptive}
+        given = [name for name, is_given in others.items() if is_given]
+        if given and self.num_speculative_tokens_per_batch_size is not None:
+            given = ["num_speculative_tokens_per_batch_size", *given]
             raise ValueError(f"{where} lets {' and '.join(given)} choose K; keep one of them")
 
     def _check_num_drafts(self) -> None:
-        if self.num_speculative_tokens is None and self.adaptive:
+        is_open = self.num_speculative_tokens is None and self.dynamic_config_path is None
+        if is_open and self.adaptive:
             object.__setattr__(self, "num_speculative_tokens", ADAPTIVE_DRAFTS)
         k, table = self.num_speculative_tokens, self.num_speculative_tokens_per_batch_size
         if k is not None or self.dynamic_config_path is None:

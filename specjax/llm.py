@@ -22,6 +22,7 @@ from specjax.host.sequence import Sequence as Sample
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.serving.assembly import assemble
+from specjax.serving.dynamic_k import save_profile
 from specjax.serving.options import LLMOptions, read_options
 from specjax.text.chat import render_conversations
 from specjax.text.completions import Outputs, Shown
@@ -95,8 +96,7 @@ class LLM:
         serving = assemble(model, **given)
         self._verbose = verbose = given["verbose"]
         self._lock = threading.RLock()  # of the engine; held for one step, not for a call
-        self._next_id = 0
-        self._is_closed = False
+        self._next_id, self._is_closed = 0, False
         self.target, self.tokenizer = serving.target, serving.tokenizer
         self._default_params = serving.default_params
         self.engine = Engine(
@@ -152,10 +152,7 @@ class LLM:
             ValueError: a prompt or parameter that cannot be served, before anything is generated.
         """
         refuse_lora(lora_request)
-        if tokenization_kwargs:
-            given = self._params_or_default(sampling_params)
-            sampling_params = truncated(given, tokenization_kwargs)
-        requests = self._requests(prompts, sampling_params, priority)
+        requests = self._requests(prompts, sampling_params, priority, tokenization_kwargs)
         with self._running(requests) as started:
             samples = [c.sequence for outputs in started for c in outputs.completions]
             with progress(samples, self.metrics, use_tqdm, verbose=self._verbose) as tick:
@@ -175,15 +172,13 @@ class LLM:
         """Continue each prompt; yields an output whenever it has grown.
 
         What it contains is `SamplingParams.output_kind`: by default the whole output each time.
-
         The last one of a request is `finished`. Requests start when the first output is asked for;
         leaving the iteration aborts those that have not finished. Other calls may come between.
 
         Raises:
             ValueError: as `generate`, when this is called.
         """
-        requests = self._requests(prompts, sampling_params, priority)
-        return self._stream(requests)
+        return self._stream(self._requests(prompts, sampling_params, priority))
 
     def _stream(self, requests: list[tuple[Request, str | None]]) -> Iterator[RequestOutput]:
         with self._running(requests) as growing:
@@ -288,6 +283,16 @@ class LLM:
         """The counters that vLLM has as well, one by one, under its names; see `metrics`."""
         return list_metrics(self.metrics())
 
+    def save_dynamic_config(self, path: str | Path) -> None:
+        """Write the times and rates that adaptive K has learned, for `dynamic_config_path`.
+
+        Raises:
+            ValueError: none were learned.
+        """
+        with self._lock:
+            self._check_open()
+            save_profile(self.engine, Path(path))
+
     def get_tokenizer(self) -> ChatTokenizer:
         """The checkpoint's tokenizer: encode, decode, apply_chat_template.
 
@@ -324,9 +329,7 @@ class LLM:
         with self._lock:
             self._check_open()
             if self.engine.has_work:
-                raise RuntimeError(
-                    "requests have not finished; let them, or abort them, before sleep"
-                )
+                raise RuntimeError("requests have not finished; let them, or abort them, first")
             self._sleep.begin(level)
 
     def wake_up(self) -> None:
@@ -393,10 +396,13 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         priority: int | Sequence[int] | None,
+        tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[tuple[Request, str | None]]:
         """A checked request for every prompt, and its text if it is one."""
         listed = as_prompt_list(prompts)
-        given = self._params_or_default(sampling_params)
+        given = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        if tokenization_kwargs:
+            given = truncated(given, tokenization_kwargs)
         all_params = one_each("sampling_params", given, len(listed))
         if bad := [one for one in all_params if not isinstance(one, SamplingParams)]:
             raise ValueError(f"sampling_params has {bad[0]!r}, which is not a SamplingParams")
@@ -413,9 +419,6 @@ class LLM:
             self._next_id = max(numbers, default=self._next_id - 1) + 1
         texts = [prompt_text(prompt) for prompt in listed]
         return list(zip(requests, texts, strict=True))
-
-    def _params_or_default(self, given: Any) -> Any:
-        return self.get_default_sampling_params() if given is None else given
 
     def _free_numbers(self, count: int) -> list[int]:
         """The next numbers that users have not given to unfinished requests as ids."""

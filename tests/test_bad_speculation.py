@@ -60,7 +60,6 @@ PATH = {"dynamic_config_path": "profile.json"}
         (PATH | {"dynamic_config_force": 1}, ["dynamic_config_force=1", "True or False"]),
         ({"dynamic_config_force": True}, ["dynamic_config_force=True", "name the profile"]),
         ({TABLE: [[1, 4, 3]], "adaptive": True}, [TABLE, "adaptive", "keep one"]),
-        (PATH | {"adaptive": True}, ["dynamic_config_path and adaptive", "keep one"]),
         (
             PATH | {TABLE: [[1, 4, 3]], "adaptive": True},
             [f"{TABLE} and dynamic_config_path and adaptive", "keep one"],
@@ -128,6 +127,8 @@ def test_a_table_is_kept_as_tuples_of_integers():
 def test_how_many_drafts_dynamic_speculation_may_leave_out():
     drafter = {"method": "eagle3", "model": "folder"}
     assert SpeculativeConfig.of(drafter | {"adaptive": True}).num_speculative_tokens == 5
+    resumed = drafter | PATH | {"adaptive": True}
+    assert SpeculativeConfig.of(resumed).num_speculative_tokens is None  # the profile says it
     two = drafter | {"num_speculative_tokens": 2}
     assert SpeculativeConfig.of(two | {"adaptive": True}).num_speculative_tokens == 2
     # Until the profile is read.

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from statistics import median
 
 import jax
@@ -31,8 +32,8 @@ from specjax.host.plans import DecodePlan
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput
-from specjax.host.speculation.acceptance import Acceptance
-from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
+from specjax.host.speculation.acceptance import Acceptance, DraftOutcome
+from specjax.host.speculation.policy import GoodputPolicy, Round, StaticPolicy
 from specjax.host.speculation.step_cost import StepCost
 from specjax.serving.dynamic_k import fingerprint
 
@@ -109,6 +110,46 @@ def test_a_profile_of_this_model_is_taken(tmp_path, checkpoints, folder, head, l
     other = llama(checkpoints, seed=5).folder
     with pytest.raises(ValueError, match="measured on another model"):
         make_llm(other, head, dynamic_config_path=path)
+
+
+def test_what_was_learned_is_where_a_later_engine_begins(tmp_path, folder, head, llm):
+    """Times and rates, without replays; then it goes on learning."""
+    path = tmp_path / "learned.json"
+    learned = GoodputPolicy(range(MOST + 1), None, Acceptance(MOST))
+    llm.engine.set_policy(learned)
+    for _ in range(200):
+        verdicts = {DraftOutcome(MOST, MOST): 3, DraftOutcome(MOST, 0): 1}
+        learned.observe(Round(4, MOST, 0, verdicts, 40.0))
+    llm.save_dynamic_config(path)
+    with make_llm(folder, head, adaptive=True, dynamic_config_path=path) as later:
+        policy = later.engine.scheduler.policy
+        assert policy.choices == learned.choices and policy.is_learning
+        for batch, k in product((1, 2, 4), policy.choices):
+            assert policy.cost.ms(batch, k) == pytest.approx(learned.cost.ms(batch, k))
+        assert policy.cost.ms(4, MOST) == pytest.approx(40.0, rel=0.05)
+        rates = policy.acceptance.rates()
+        assert rates == pytest.approx(learned.acceptance.rates(), abs=0.02)
+        assert rates[-1] == pytest.approx(0.75, abs=0.05)
+        for _ in range(40):
+            policy.observe(Round(4, MOST, 0, {}, 80.0))
+        assert policy.cost.ms(4, MOST) == pytest.approx(80.0, rel=0.05)
+
+
+def test_only_what_was_learned_can_be_saved(tmp_path, llm):
+    llm.engine.set_policy(StaticPolicy(MOST))
+    with pytest.raises(ValueError, match="no learned times.*adaptive"):
+        llm.save_dynamic_config(tmp_path / "learned.json")
+    llm.engine.set_policy(GoodputPolicy(range(MOST + 1), None, Acceptance(MOST)))
+    with pytest.raises(ValueError, match="existing folder"):
+        llm.save_dynamic_config(tmp_path / "none" / "learned.json")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_profile_of_another_device_comes_with_a_warning(tmp_path, folder, head):
+    path = write_profile(tmp_path, measured={"device": "abacus"})
+    with pytest.warns(UserWarning, match="measured on 'abacus'.*save_dynamic_config"):
+        make_llm(folder, head, dynamic_config_path=path, adaptive=True).close()
+    make_llm(folder, head, dynamic_config_path=path, dynamic_config_force=True).close()
 
 
 def test_more_drafts_than_the_profile_has_are_refused(tmp_path, folder, head):
@@ -268,6 +309,23 @@ def test_chunks_are_timed_beside_the_rounds(slow_engine):
     serve(slow_engine, [second])
     others = [outcome.other_ms for outcome in watched.rounds[alone:]]
     assert 1 <= sum(ms > 0 for ms in others) <= 3
+
+
+def test_timing_another_shape_is_no_part_of_a_round(slow_engine):
+    """Neither of the one that was in flight, nor of the one that is launched afterwards."""
+    watched, timed = Recording((2,), lambda load: 2), []
+    watched.shape_ready = lambda batch, k, time: timed.append(time())
+    slow_engine.set_policy(watched)
+    (request,) = requests_of(12, 1)
+    slow_engine.add(request)
+    for _ in range(4):
+        slow_engine.step()
+    slow_engine._timed.clear()
+    serve(slow_engine, [])
+    assert timed == [pytest.approx(1e3 * SLEEP, rel=0.2)]
+    times = [outcome.ms for outcome in watched.rounds]
+    assert len(times) > 4 and sum(ms is None for ms in times) <= 2
+    assert max(filter(None, times)) < 1.5e3 * SLEEP
 
 
 def test_times_with_a_compilation_in_them_mean_nothing(slow_engine):

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable
 from functools import partial
+from itertools import pairwise
 from statistics import median
 
 import jax
@@ -96,6 +97,7 @@ class Engine:
         self._done_time = 0.0  # of the results that were read last
         self._read_time: float | None = None  # of those; None once another step is launched
         self._compile_seconds = 0.0  # until the last step
+        self._timed_from = 0.0  # seconds; a round from before ran beside measurements
         self._other_ms = 0.0  # spent on chunks since the last round was read
         self._num_steps = 0
         self._is_stepping = threading.Lock()
@@ -303,17 +305,27 @@ class Engine:
             if shape not in self._timed:
                 self._timed.add(shape)
                 self.scheduler.policy.shape_ready(*shape, partial(self._time_padding, *shape))
+                self._timed_from = self._start_time = time.perf_counter()
 
     def _time_padding(self, batch: int, k: int) -> float:
-        """Milliseconds of a round of padding rows only, which changes nothing."""
-        times = []
-        for _ in range(TIMED_RUNS + 1):
-            start = time.perf_counter()
-            launched = self._launch(DecodePlan((), batch, k, k))
-            if isinstance(launched, InFlight):
-                jax.block_until_ready(launched.outputs)
-            times.append(time.perf_counter() - start)
-        return 1e3 * median(times[1:])  # the first also waits for what was launched before
+        """Milliseconds of a round of padding rows only, which changes nothing.
+
+        Each is launched before the one before it is waited for, as in serving.
+        """
+        plan, ends = DecodePlan((), batch, k, k), []
+
+        def wait_for(step: InFlight | Extended) -> None:
+            if isinstance(step, InFlight):
+                jax.device_get(step.outputs)
+            ends.append(time.perf_counter())
+
+        before = self._launch(plan)  # its end also waits for what was launched earlier
+        for _ in range(TIMED_RUNS):
+            launched = self._launch(plan)
+            wait_for(before)
+            before = launched
+        wait_for(before)
+        return 1e3 * median(b - a for a, b in pairwise(ends))
 
     def _launch(self, plan: Part) -> InFlight | Extended:
         if self._read_time is not None:
@@ -371,8 +383,9 @@ class Engine:
         self._done_time = done
         before, self._compile_seconds = self._compile_seconds, self.programs.compilations.seconds
         has_compiled = self._compile_seconds != before
+        is_disturbed = has_compiled or step.start < self._timed_from
         # A tiny program may be done before the one before it has been read.
-        return None if has_compiled or milliseconds <= 0 else milliseconds
+        return None if is_disturbed or milliseconds <= 0 else milliseconds
 
     def _teach(self, plan: DecodePlan, num_kept: list[int], milliseconds: float | None) -> None:
         """Tell the policy the outcome of a round."""

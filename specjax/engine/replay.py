@@ -5,7 +5,7 @@ random tokens, as much context as asked for, and shared pages if the pool is too
 """
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any, Protocol
@@ -15,11 +15,16 @@ import numpy as np
 
 from specjax.device.drafters.drafter import Variant
 from specjax.device.state import EngineState
+from specjax.engine.launcher import InFlight
 from specjax.engine.layout import Layout
 from specjax.engine.programs import Decode, Key
+from specjax.host.plans import DecodePlan
 from specjax.host.speculation.step_cost import StepCost
 
 MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
+MIN_MS = 1e-3  # a tiny round may be done before the one before it has been read
+
+Shape = tuple[int, int, int]  # batch size, K, tokens of context
 
 
 class TimedPrograms(Protocol):
@@ -45,29 +50,46 @@ def measure_rounds(
     All shapes are run in turn, several times, and the median counts, so that a disturbance falls on
     all alike. Context adds time in proportion to its tokens, whatever K is, as each is read once:
     two lengths at the largest batch tell how much.
+
+    Rounds run as in serving, each launched before the one before it is read, and times mean the
+    same (`Engine._time`): the host counts as far as the device waits for it. Only planning and
+    committing are not among its work here.
     """
     room = (MAX_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
     programs.state = _filled(programs.state, layout.vocab_size)
 
-    def run_once(batch: int, k: int, context: int) -> float:
-        """Milliseconds."""
+    def launch(shape: Shape) -> InFlight:
+        start, (batch, k, context) = time.perf_counter(), shape
         packed = _pack(batch, k, layout, num_pages)
         programs.state = replace(programs.state, progress=_progress(programs.state, context))
-        start = time.perf_counter()
-        programs.run(Decode(batch, k, variant), programs.put(packed)).block_until_ready()
-        return 1e3 * (time.perf_counter() - start)
+        outputs = programs.run(Decode(batch, k, variant), programs.put(packed))
+        outputs.copy_to_host_async()
+        launched = InFlight(DecodePlan((), batch, k, k), variant, outputs, start)
+        launched.look()
+        return launched
+
+    def run_all(shapes: Sequence[Shape]) -> Iterator[tuple[Shape, float]]:
+        """Run a round of each shape; its milliseconds. One at either end does not count."""
+        before, end = launch(shapes[-1]), 0.0
+        for i, shape in enumerate([*shapes, shapes[0]]):
+            before.look()
+            launched = launch(shape)
+            jax.device_get(before.outputs)
+            done = time.perf_counter() if before.done is None else before.done
+            if i:
+                yield shapes[i - 1], max(1e3 * (done - max(end, before.start)), MIN_MS)
+            before, end = launched, done
 
     max_batch, ends = batches[-1], {min(ks), max(ks)}
     shapes = [(batch, k, short) for batch in batches for k in ks]
     shapes += [(max_batch, k, long) for k in ends if long > 2 * short]
-    for shape in shapes:  # the first run touches new memory, and does not count
-        run_once(*shape)
-    times: dict[tuple[int, int, int], list[float]] = {shape: [] for shape in shapes}
+    list(run_all(shapes))  # the first run touches new memory, and does not count
+    times: dict[Shape, list[float]] = {shape: [] for shape in shapes}
     start = time.perf_counter()
     for i in range(MAX_PASSES):
-        for shape in shapes:
-            times[shape].append(run_once(*shape))
+        for shape, milliseconds in run_all(shapes):
+            times[shape].append(milliseconds)
         if i + 1 >= MIN_PASSES and time.perf_counter() - start > ENOUGH_SECONDS:
             break
     middle = {shape: median(found) for shape, found in times.items()}

@@ -1,17 +1,23 @@
 """The policy of a speculative_config, and a check that its profile fits the model."""
 
 import hashlib
+import json
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
+from specjax.checkpoint.writing import check_writable, write_whole
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.models.model import Model
-from specjax.host.speculation.methods import adaptive_policy, profile_policy
+from specjax.device.placement import default_device
+from specjax.engine.engine import Engine
+from specjax.host.speculation.methods import adaptive_policy, profile_policy, resumed_policy
 from specjax.host.speculation.policy import Policy, StaticPolicy, TablePolicy
 from specjax.host.speculation.profile import Profile
 
@@ -45,6 +51,8 @@ def make_policy(
     """The policy of a config; `batches` are the sizes to which rounds are padded."""
     if config is None:
         return StaticPolicy(0)
+    if config.adaptive and profile is not None:
+        return resumed_policy(profile, batches, config.num_speculative_tokens)
     if config.adaptive:
         return adaptive_policy(config.num_speculative_tokens)
     if profile is not None:
@@ -66,13 +74,50 @@ def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
 def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> None:
     """Refuse a profile that says it is of another model than the fingerprint `model`.
 
+    Warns of one that says it is of another kind of device. Neither with dynamic_config_force.
+
     Raises:
-        ValueError: it is, and dynamic_config_force is not set.
+        ValueError: it is of another model.
     """
+    if config.dynamic_config_force:
+        return
     measured: Any = profile.measured or {}
-    if measured.get("model", model) != model and not config.dynamic_config_force:
+    where = f"speculative_config.dynamic_config_path={str(config.dynamic_config_path)!r}"
+    if measured.get("model", model) != model:
         raise ValueError(
-            f"speculative_config.dynamic_config_path={str(config.dynamic_config_path)!r} was "
-            f"measured on another model or drafter (measured.model={measured['model']!r}, this is "
-            f"{model!r}); run `specjax profile` on this one, or set dynamic_config_force=True"
+            f"{where} was measured on another model or drafter (measured.model="
+            f"{measured['model']!r}, this is {model!r}); measure this one, by `specjax profile` or "
+            "LLM.save_dynamic_config, or set dynamic_config_force=True"
         )
+    device = device_kind()
+    if measured.get("device", device) != device:
+        warnings.warn(
+            f"{where} was measured on {measured['device']!r}, and this is {device!r}: times of "
+            "other Ks may be best here; measure this one, by `specjax profile` or "
+            "LLM.save_dynamic_config, or set dynamic_config_force=True",
+            stacklevel=2,
+        )
+
+
+def save_profile(engine: Engine, path: Path) -> None:
+    """Write what an engine's policy has learned as a profile.
+
+    Raises:
+        ValueError: nothing was learned, or there is no such folder.
+    """
+    profile = engine.scheduler.policy.learned()
+    if profile is None or engine.config.exact:  # exact steps take as long whatever K is
+        raise ValueError(
+            "there are no learned times to save: K is not adaptive, or exact=True; set "
+            'speculative_config={"adaptive": True, ...} without exact'
+        )
+    model = fingerprint(engine.target, engine.drafter, engine.params)
+    measured = {"model": model, "device": device_kind(), **(profile.measured or {})}
+    profile = replace(profile, measured=measured)
+    check_writable("path", path)
+    write_whole(path.expanduser(), json.dumps(profile.as_json(), indent=1) + "\n")
+
+
+def device_kind() -> str:
+    """The kind of the device in use, as "NVIDIA H100 80GB HBM3"."""
+    return default_device().device_kind

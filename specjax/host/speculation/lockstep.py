@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from specjax.host.speculation.policy import DecodeLoad, Policy, Round
+from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
 
@@ -71,6 +72,10 @@ class LockstepPolicy:
         """Let the leader's policy learn."""
         if self._replicas.is_leader:
             self._policy.observe(outcome)
+
+    def learned(self) -> Profile | None:
+        """What the leader learned, on its replica."""
+        return self._policy.learned() if self._replicas.is_leader else None
 
     def target_changed(self) -> None:
         """Tell the policy; all replicas change their weights together."""

@@ -27,7 +27,7 @@ def profile_policy(
     max_k = profile.max_drafts if max_k is None else max_k
     return GoodputPolicy(
         spread_ks(max_k),
-        StepCost(profile.step_ms, ks=spread_ks(max_k), batches=batches),
+        profile.cost(spread_ks(max_k), batches),
         Acceptance(max_k, profile.rates),
         learns_cost=False,
         learns_acceptance=profile.is_online,
@@ -38,6 +38,19 @@ def profile_policy(
 def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
     """The best K by times from an engine's replays and by rates, both learned while serving."""
     return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k))
+
+
+def resumed_policy(
+    profile: Profile, batches: Sequence[int], max_k: int | None = None
+) -> GoodputPolicy:
+    """Adaptive, from a profile's times and rates on, without replays."""
+    max_k = profile.max_drafts if max_k is None else max_k
+    return GoodputPolicy(
+        spread_ks(max_k),
+        profile.cost(spread_ks(max_k), batches),
+        Acceptance(max_k, profile.rates),
+        warm_up_rounds=WARM_UP_ROUNDS,
+    )
 
 
 def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:

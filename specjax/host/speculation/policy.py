@@ -5,12 +5,14 @@ whether a draft is verified must not depend on its value, or on anything drawn a
 output would not have the target's distribution.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from specjax.host.speculation.acceptance import Acceptance, DraftOutcome, expected_tokens
+from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
 HYSTERESIS = 0.02  # another K must have better goodput by this part
@@ -18,6 +20,7 @@ LONG_LED = 50  # or be better for so many rounds in a row
 PROBE_BUDGET = 0.005  # part of the time that may be lost by trying a K that seems worse
 PROBE_EVERY = 200  # rounds between two tries, once both have been tried
 FIRST_PROBES, FIRST_EVERY = 3, 10  # tries of a new K, and rounds between them
+DOUBT = 2.0  # a K may be better than it seems by so many standard deviations of its time
 PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries, doubling
 PARKED_VERDICTS = 16  # verdicts that a try is to give
 OTHER_ROUNDS = 32  # over which the time of chunks is averaged
@@ -96,6 +99,10 @@ class Policy(Protocol):
         """Learn from a round, a step or two after it was chosen."""
         ...
 
+    def learned(self) -> Profile | None:
+        """The times and rates as they are known now; None if times are not learned."""
+        ...
+
     def target_changed(self) -> None:
         """The target has new weights: learned acceptance may be outdated."""
         ...
@@ -118,6 +125,9 @@ class PolicyRule:
 
     def observe(self, outcome: Round) -> None:
         """There is nothing to learn."""
+
+    def learned(self) -> None:
+        """Nothing is."""
 
     def target_changed(self) -> None:
         """There is nothing to forget."""
@@ -188,7 +198,7 @@ class GoodputPolicy:
         For the first `warm_up_rounds` with drafts, rates are the priors of `acceptance`.
         """
         self._choices = tuple(sorted(choices))
-        self._cost = cost
+        self._cost, self._is_replayed = cost, cost is None
         self.acceptance = acceptance
         self._learns_cost = learns_cost
         self._learns_acceptance = learns_acceptance
@@ -223,7 +233,7 @@ class GoodputPolicy:
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
         """Measure the shape, unless costs were given."""
-        if self._learns_cost:
+        if self._is_replayed:
             self.cost.add(batch, k, time())
 
     def choose(self, load: DecodeLoad) -> int:
@@ -271,6 +281,20 @@ class GoodputPolicy:
             self.cost.observe(outcome.batch, outcome.k, outcome.num_context, outcome.ms)
             self._other += (outcome.other_ms - self._other) / OTHER_ROUNDS
 
+    def learned(self) -> Profile | None:
+        """Of rounds of every shape, without context."""
+        if not self._learns_cost:
+            return None
+        cost = self.cost
+        step_ms = {b: {k: cost.ms(b, k) for k in self._choices} for b in cost.batches}
+        return Profile(
+            step_ms,
+            tuple(self.acceptance.rates()),
+            self._choices[-1],
+            is_online=True,
+            measured={"ms_per_context_token": cost.ms_per_context_token},
+        )
+
     def target_changed(self) -> None:
         """Give old counts less weight, and try drafts again soon if K was 0."""
         if self._learns_acceptance:
@@ -292,19 +316,27 @@ class GoodputPolicy:
             return self._try_drafting(goodput, load)
         self._parked, self._patience, self._trial = 0, PARKED_FIRST, 0
         self._since_probe += 1
-        at = self._choices.index(best)
-        near = self._choices[max(at - 1, 0) : at + 2]
-        tried = {k: self._tried[self.cost.padded(n), k] for k in near if k != best}
-        if not tried:
-            return best
-        k = min(tried, key=lambda k: tried[k])
-        is_new = tried[k] < FIRST_PROBES
-        if self._since_probe < (FIRST_EVERY if is_new else PROBE_EVERY):
-            return best
-        if not self._can_afford((1 - goodput[k] / goodput[best]) * self._ms(n, k)):
+        k = self._worth_a_try(best, goodput, n)
+        loss = (1 - goodput[k] / goodput[best]) * self._ms(n, k)
+        if k == best or not self._can_afford(loss):
             return best
         self._since_probe = 0
         return k
+
+    def _worth_a_try(self, best: int, goodput: Mapping[int, float], n: int) -> int:
+        """The K that may yet be better than the best, or in turn one beside it; else the best."""
+        tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}
+        if self._learns_cost and tried:
+            hopes = {k: goodput[k] * math.exp(DOUBT * self.cost.spread(n, k)) for k in tried}
+            k = max(hopes, key=lambda k: hopes[k])
+            every = min(FIRST_EVERY * max(1, tried[k] // FIRST_PROBES), PROBE_EVERY)
+            if hopes[k] > goodput[best] and self._since_probe >= every:
+                return k
+        if self._since_probe < PROBE_EVERY:
+            return best
+        at = self._choices.index(best)
+        near = [k for k in self._choices[max(at - 1, 0) : at + 2] if k != best]
+        return min(near, key=lambda k: tried[k], default=best)
 
     def _try_drafting(self, goodput: Mapping[int, float], load: DecodeLoad) -> int:
         """0, or for some rounds in a row the best K above it, to count accepted drafts."""

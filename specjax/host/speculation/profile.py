@@ -45,7 +45,9 @@ class Profile:
         rates: of all steps, the part that accepts at least 1, 2, ... drafts; one per draft.
         max_drafts: the largest K.
         is_online: whether rates are learned while serving, from these on.
-        measured: on what, if known; "model" is the fingerprint of the model.
+        measured: on what, if known; "model" is the fingerprint of the model, "device" the device's
+            kind, and "ms_per_context_token" what each token before a step adds to its time, if
+            `step_ms` are of steps without.
     """
 
     step_ms: Mapping[int, Mapping[int, float]]
@@ -103,6 +105,11 @@ class Profile:
             is_online=is_online,
             measured=_read_measured(content[_OPTIONAL], where) if _OPTIONAL in content else None,
         )
+
+    def cost(self, ks: Sequence[int], batches: Sequence[int]) -> StepCost:
+        """The times of these Ks, where rounds are padded to `batches`."""
+        per_token = (self.measured or {}).get("ms_per_context_token", 0.0)
+        return StepCost(self.step_ms, ks=ks, batches=batches, ms_per_context_token=per_token)
 
     def as_json(self) -> dict[str, Any]:
         """The content of the file."""
@@ -238,11 +245,17 @@ def _read_measured(measured: Any, where: str) -> dict[str, Any]:
             f"{where}: measured={shown(measured)} must be an object that says what was measured; "
             "leave it out if that is unknown"
         )
-    model = measured.get("model", "")
-    if not isinstance(model, str):
+    for key, what in (("model", "fingerprint of the model"), ("device", "kind of the device")):
+        if not isinstance(value := measured.get(key, ""), str):
+            raise ValueError(
+                f'{where}: measured["{key}"]={shown(value)} must be a text, the {what} that was '
+                "measured; leave it out if that is unknown"
+            )
+    per_token = measured.get("ms_per_context_token", 0.0)
+    if not _is_finite(per_token) or per_token < 0:
         raise ValueError(
-            f'{where}: measured["model"]={shown(model)} must be a text, the fingerprint of what '
-            "was measured; leave it out if that is unknown"
+            f'{where}: measured["ms_per_context_token"]={shown(per_token)} must be milliseconds of '
+            "at least 0; leave it out if that is unknown"
         )
     return dict(measured)
 

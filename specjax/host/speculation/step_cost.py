@@ -1,29 +1,37 @@
 """Milliseconds of a round, by batch size, K and context.
 
 A round of B requests and K drafts runs B (K + 1) tokens through the target. Its time is known at
-points, from a profile or from replays of the compiled steps, and refined by the times of rounds.
-Between points it is linear in both directions; it never falls as tokens are added.
+points, from a profile or from replays of the compiled steps; between them it is linear in both
+directions, and never falls as tokens are added.
+
+Times of rounds that are served replace these. The logarithm of a served time over the replayed one
+is taken for a sum of what all points of a batch size share (as the host's part), what is a point's
+own, and noise. The estimate is the mean that follows (a random-effects model): a point that was
+served a few times goes by these alone, one that never was by its replay and what the others share.
 """
 
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from statistics import median
 
-_DRIFT_GAIN, _OWN_GAIN = 0.05, 0.05
-_REPLAYS, _MOST_SEEN = 4, 100  # weight of a point in rounds: at the start, and at most
-_NOTICEABLE = 0.005  # of a log ratio
-_CLIP = 0.25  # of a log ratio: a time further off moves estimates no more than this
+REPLAY_SPREAD, ROUND_SPREAD = 0.06, 0.04  # standard deviations of logarithms: own part, noise
+_NUM_KEPT = 31  # last rounds of a point, whose median counts
+_CLIP = 0.15  # of a log ratio: a time further off counts as this
+_SETTLED, _DRIFT_GAIN = 5, 0.15  # rounds after which a point tells of drift, and how much
+_SHARED_WEIGHT = 0.25  # of what is expected to be shared, in points
 
-Points = Mapping[int, Mapping[int, float]]  # milliseconds by batch size and K
+Column = Mapping[int, float]  # milliseconds by K
+Points = Mapping[int, Column]  # by batch size
 
 
 class StepCost:
     """Estimates times of rounds, and learns from observed ones.
 
-    What is learned has two parts, as factors: a drift that all rounds share (clocks, neighbours,
-    longer texts), so that a K that has not run lately is judged like the others, and what is a
-    point's own.
+    A drift is shared by all points (clocks, neighbours, longer texts), so that a K that has not run
+    lately is judged like the others.
     """
 
     def __init__(
@@ -43,17 +51,15 @@ class StepCost:
         if batches:
             rows = {batch: _between(rows, batch) for batch in sorted(batches)}
         self.batches = list(rows)
-        self._points = _monotone(list(rows.values()), [[1] * len(self.ks)] * len(rows))
-        self._own = [[0.0] * len(self.ks) for _ in rows]
-        self._drawn = [list(owns) for owns in self._own]  # as the grid has them
-        self._num_seen = [[0] * len(self.ks) for _ in rows]
-        self._drift, self._num_all = 0.0, 0
-        self._ms_per_context_token = ms_per_context_token
-        self._grid = dict(zip(self.batches, self._points, strict=True))
+        self._points = _monotone(list(rows.values()))
+        self.ms_per_context_token = ms_per_context_token
+        self._drift = 0.0
+        self._rows = [_Row(points) for points in _monotone(list(rows.values()))]
+        self._known: dict[int, tuple[Column, Column]] = {}  # of rows, since the last round
 
     def widened(self, ks: Sequence[int], batches: Sequence[int]) -> "StepCost":
         """The same points and their extrapolation to others, without what was learned."""
-        per_token = self._ms_per_context_token
+        per_token = self.ms_per_context_token
         return StepCost(self._measured, ks=ks, batches=batches, ms_per_context_token=per_token)
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
@@ -67,11 +73,11 @@ class StepCost:
         for batch in sorted(self._measured):
             ratios = {k: ms / _along_k(whole, k) for k, ms in self._measured[batch].items()}
             rows[batch] = [_line(ratios, k) * _along_k(whole, k) for k in self.ks]
-        points = [_between(rows, batch) for batch in self.batches]
-        self._points = _monotone(points, [[1] * len(self.ks)] * len(points))
-        row, column = self._row(batch_size), self.ks.index(k)
-        self._own[row][column], self._num_seen[row][column] = 0.0, 0
-        self._draw_grid()
+        points = _monotone([_between(rows, batch) for batch in self.batches])
+        for row, times in zip(self._rows, points, strict=True):
+            row.move(times)
+        self._row(batch_size).forget(self.ks.index(k))
+        self._known.clear()
 
     def ms(self, batch_size: int, k: int, num_context: float = 0) -> float:
         """Milliseconds of a round of k drafts, of requests with so many tokens before altogether.
@@ -79,45 +85,120 @@ class StepCost:
         Batch sizes beyond the points and Ks below take the nearest; Ks above are extrapolated.
         """
         if self._is_padded:
-            row = self._grid[self.batches[self._row(batch_size)]]
+            points, estimates = self._estimates(self._index(batch_size))
         else:
-            row = _between(self._grid, batch_size)
-        at_k = _along_k(dict(zip(self.ks, row, strict=True)), k)
-        return (at_k + self._ms_per_context_token * num_context) * math.exp(self._drift)
+            both = zip(*map(self._estimates, range(len(self.batches))), strict=True)
+            points, estimates = (self._between(columns, batch_size) for columns in both)
+        point, estimate = _along_k(points, k), _along_k(estimates, k)
+        context = self.ms_per_context_token * num_context
+        return estimate * (1 + context / point) * math.exp(self._drift)
+
+    def spread(self, batch_size: int, k: int) -> float:
+        """The standard deviation of the estimate's logarithm, for one of `ks`."""
+        num_served = len(self._row(batch_size).served[self.ks.index(k)])
+        return (REPLAY_SPREAD**-2 + num_served * ROUND_SPREAD**-2) ** -0.5
 
     def padded(self, batch_size: int) -> int:
         """The batch size at which such a round is counted."""
-        return self.batches[self._row(batch_size)]
+        return self.batches[self._index(batch_size)]
 
     def observe(self, batch_size: int, k: int, num_context: float, ms: float) -> None:
         """Learn from the time of a round of one of `ks`."""
-        row, column = self._row(batch_size), self.ks.index(k)
-        expected = self._points[row][column] + self._ms_per_context_token * num_context
-        surprise = math.log(ms / expected) - self._drift - self._own[row][column]
-        surprise = min(max(surprise, -_CLIP), _CLIP)
-        gain = max(1 / (1 + self._num_all), _DRIFT_GAIN)
-        own_gain = max(1 / (1 + _REPLAYS + self._num_seen[row][column]), _OWN_GAIN)
-        self._drift += gain * surprise
-        self._own[row][column] += own_gain * (1 - gain) * surprise
-        self._num_all += 1
-        seen = self._num_seen[row][column] = self._num_seen[row][column] + 1
-        # The grid is redrawn when a point's value has changed, or its weight has doubled.
-        has_moved = abs(self._own[row][column] - self._drawn[row][column]) > _NOTICEABLE
-        if has_moved or seen.bit_count() == 1:
-            self._draw_grid()
+        index, column = self._index(batch_size), self.ks.index(k)
+        row, (points, estimates) = self._rows[index], self._estimates(index)
+        expected = row.points[column] + self.ms_per_context_token * num_context
+        surprise = math.log(ms / expected) - self._drift
+        if len(row.served[column]) >= _SETTLED:
+            drift = _DRIFT_GAIN * _clipped(surprise - row.levels[column])
+            self._drift += drift
+            surprise -= drift
+        now = math.log(estimates[k] / points[k])
+        row.add(column, now + _clipped(surprise - now))
+        self._known.clear()
 
-    def _draw_grid(self) -> None:
-        """Points with their corrections, made monotone."""
-        self._drawn = [list(owns) for owns in self._own]
-        corrected = [
-            [point * math.exp(own) for point, own in zip(points, owns, strict=True)]
-            for points, owns in zip(self._points, self._own, strict=True)
-        ]
-        weights = [[_REPLAYS + min(seen, _MOST_SEEN) for seen in seens] for seens in self._num_seen]
-        self._grid = dict(zip(self.batches, _monotone(corrected, weights), strict=True))
+    def _estimates(self, index: int) -> tuple[Column, Column]:
+        """A row's points and their estimates."""
+        if index not in self._known:
+            row = self._rows[index]
+            both = row.points, row.estimates(self._elsewhere(row))
+            points, estimates = (dict(zip(self.ks, times, strict=True)) for times in both)
+            self._known[index] = points, estimates
+        return self._known[index]
 
-    def _row(self, batch_size: int) -> int:
+    def _between(self, columns: Sequence[Column], batch_size: int) -> Column:
+        rows = {b: list(column.values()) for b, column in zip(self.batches, columns, strict=True)}
+        return dict(zip(self.ks, _between(rows, batch_size), strict=True))
+
+    def _elsewhere(self, row: "_Row") -> float:
+        """What points of other batch sizes share."""
+        others = [other for other in self._rows if other is not row]
+        weight = sum(other.weight for other in others)
+        return sum(other.total for other in others) / (weight + _SHARED_WEIGHT)
+
+    def _index(self, batch_size: int) -> int:
         return min(bisect_left(self.batches, batch_size), len(self.batches) - 1)
+
+    def _row(self, batch_size: int) -> "_Row":
+        return self._rows[self._index(batch_size)]
+
+
+class _Row:
+    """The points of a batch size and what was served of them, as logarithms of ratios to them."""
+
+    def __init__(self, points: Sequence[float]):
+        self.points = points
+        self.served = [deque(maxlen=_NUM_KEPT) for _ in points]
+        self.levels = [0.0 for _ in points]  # medians of those
+        self.weight = self.total = 0.0  # of the levels, see `_weight`
+
+    def add(self, column: int, surprise: float) -> None:
+        """Note a round."""
+        self.served[column].append(surprise)
+        self.levels[column] = median(self.served[column])
+        self._sum()
+
+    def move(self, points: Sequence[float]) -> None:
+        """Take other points; what was served stays what it was."""
+        for served, old, new in zip(self.served, self.points, points, strict=True):
+            served.extend([x + math.log(old / new) for x in served])
+        self.levels = [median(served) if served else 0.0 for served in self.served]
+        self.points = points
+        self._sum()
+
+    def forget(self, column: int) -> None:
+        """Forget what was served of a point."""
+        self.served[column].clear()
+        self._sum()
+
+    def estimates(self, elsewhere: float) -> list[float]:
+        """Times of all points. Those that were not served lie between those that were."""
+        shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
+        replayed = [point * math.exp(shared) for point in self.points]
+        served = [point * math.exp(x) for point, x in zip(self.points, self.levels, strict=True)]
+        counts = [len(column) for column in self.served]
+        lows = [ms if n else 0.0 for ms, n in zip(served, counts, strict=True)]
+        highs = [ms if n else math.inf for ms, n in zip(served, counts, strict=True)]
+        lows = accumulate([0.0, *lows], max)
+        highs = [*accumulate([math.inf, *reversed(highs)], min)][-2::-1]
+        result = []
+        for ms, own, n, low, high in zip(replayed, served, counts, lows, highs, strict=False):
+            weight = _weight(n)
+            result.append(own**weight * min(max(ms, low), high) ** (1 - weight))
+        return result
+
+    def _sum(self) -> None:
+        weights = [_weight(len(column)) for column in self.served]
+        self.weight = sum(weights)
+        self.total = sum(w * level for w, level in zip(weights, self.levels, strict=True))
+
+
+def _weight(num_served: int) -> float:
+    """The weight of a point's served rounds against its prior, from 0 to 1."""
+    return num_served / (num_served + (ROUND_SPREAD / REPLAY_SPREAD) ** 2)
+
+
+def _clipped(x: float) -> float:
+    return min(max(x, -_CLIP), _CLIP)
 
 
 def _between(rows: Mapping[int, Sequence[float]], batch: int) -> list[float]:
@@ -129,7 +210,9 @@ def _width(rows: Mapping[int, Sequence[float]]) -> int:
     return len(next(iter(rows.values())))
 
 
-def _along_k(points: Mapping[int, float], k: int) -> float:
+def _along_k(points: Column, k: int) -> float:
+    if k in points:
+        return points[k]
     ks = sorted(points)
     if k <= ks[-1] or len(ks) == 1:
         return _line(points, k)
@@ -148,27 +231,21 @@ def _line(points: Mapping[int, float], x: float) -> float:
     return points[xs[-1]]
 
 
-def _monotone(
-    rows: Sequence[Sequence[float]], weights: Sequence[Sequence[float]]
-) -> list[list[float]]:
-    """The nearest rows, by weight, that rise to the right and downwards.
+def _monotone(rows: Sequence[Sequence[float]]) -> list[list[float]]:
+    """The rows as they rise to the right and downwards.
 
-    A last isotonic regression with equal weights, in one direction after the other, keeps both
-    orders; heavy points move little by then.
+    An isotonic regression in one direction after the other keeps both orders.
     """
-    for by_weight in (weights, [[1.0] * len(row) for row in rows]):
-        columns = zip(zip(*rows, strict=True), zip(*by_weight, strict=True), strict=True)
-        risen = zip(*(_rising(column, weight) for column, weight in columns), strict=True)
-        rows = [_rising(row, weight) for row, weight in zip(risen, by_weight, strict=True)]
-    return [list(row) for row in rows]
+    risen = zip(*(_rising(column) for column in zip(*rows, strict=True)), strict=True)
+    return [_rising(row) for row in risen]
 
 
-def _rising(values: Sequence[float], weights: Sequence[float]) -> list[float]:
+def _rising(values: Sequence[float]) -> list[float]:
     """Isotonic regression: pool adjacent violators (Ayer et al. 1955)."""
-    pools: list[tuple[float, float, int]] = []  # mean, weight, count
-    for value, weight in zip(values, weights, strict=True):
-        pools.append((value, weight, 1))
+    pools: list[tuple[float, int]] = []  # mean, count
+    for value in values:
+        pools.append((value, 1))
         while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (a, v, m), (b, w, n) = pools[-2:]
-            pools[-2:] = [((v * a + w * b) / (v + w), v + w, m + n)]
-    return [mean for mean, _, count in pools for _ in range(count)]
+            (a, m), (b, n) = pools[-2:]
+            pools[-2:] = [((a * m + b * n) / (m + n), m + n)]
+    return [mean for mean, count in pools for _ in range(count)]

@@ -167,6 +167,9 @@ class ThresholdPolicy:
         if slot.num_rounds > self.WARM_UP and (slot.num_rounds - self.WARM_UP) % self.EVERY == 0:
             slot.step()
 
+    def learned(self) -> None:
+        """It knows no times."""
+
     def _slot(self, num_sequences: int) -> _Slot:
         return self._slots[max(b for b in self._slots if b <= max(num_sequences, 1))]
 

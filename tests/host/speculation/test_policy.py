@@ -17,6 +17,7 @@ from specjax.host.speculation.policy import (
     PARKED_FIRST,
     PARKED_LAST,
     PROBE_BUDGET,
+    PROBE_EVERY,
     DecodeLoad,
     GoodputPolicy,
     Round,
@@ -283,21 +284,27 @@ def test_tries_are_few_and_cheap(batch, best, rates):
     assert lost <= PROBE_BUDGET * sum(times.values()) + 20 * ROW[5]
 
 
-def test_neighbours_are_tried_and_no_others():
-    ks = serve(adaptive(rates=RATES), lambda i: RATES, 10_000, batch=16)
-    assert Counter(ks).keys() == {1, 2, 3}
-    tries = [i for i, k in enumerate(ks) if k != 2]
-    assert min(np.diff(tries)) >= 10
-    assert abs(ks.count(1) - ks.count(3)) <= 5
+def test_neighbours_are_tried_and_hardly_others():
+    counts = Counter(serve(adaptive(rates=RATES), lambda i: RATES, 10_000, batch=16))
+    assert min(counts[1], counts[3]) >= 20
+    assert counts[1] + counts[3] >= 0.9 * (10_000 - counts[2])
 
 
 def test_tries_find_what_replays_got_wrong():
     """Replays made K = 3 look dear, though it is best."""
     row = {k: 1.3 * ms if k >= 3 else ms for k, ms in ROW.items()}
     rates = (0.8, 0.7, 0.62, 0.1, 0.05)
-    ks = serve(adaptive(alike(row)), lambda i: rates, 8_000, batch=16)
-    assert Counter(ks[:200]).most_common(1)[0][0] == 2
-    assert Counter(ks[-2000:]).most_common(1)[0][0] == 3
+    goodput = goodputs(rates, row)
+    assert max(goodput, key=goodput.__getitem__) == 2
+    ks = serve(adaptive(alike(row)), lambda i: rates, 1_000, batch=16)
+    assert Counter(ks[100:]).most_common(1)[0] == (3, pytest.approx(900, rel=0.05))
+
+
+def test_only_a_policy_that_learns_times_doubts_them():
+    """Without a lead, others are tried as rarely as ever."""
+    policy = adaptive(rates=RATES, learns_cost=False)
+    ks = serve(policy, lambda i: RATES, 1_000, batch=256)
+    assert 1_000 - ks.count(2) <= 1_000 // PROBE_EVERY
 
 
 def test_where_replays_were_right_nothing_is_found():

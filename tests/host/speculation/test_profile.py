@@ -155,6 +155,7 @@ def without(key):
 
 
 nan, inf = math.nan, math.inf
+PER_TOKEN = "ms_per_context_token"
 RATES, MOST = "acceptance_rate_per_pos", "max_num_speculative_tokens"
 BAD = [
     *(
@@ -215,6 +216,11 @@ BAD = [
         (small(measured={"model": x}), [f'measured["model"]={x!r}', "fingerprint"])
         for x in (5, None, ["ab"])
     ),
+    (small(measured={"device": 80}), ['measured["device"]=80', "kind of the device"]),
+    *(
+        (small(measured={PER_TOKEN: x}), [f'measured["{PER_TOKEN}"]={x!r}', "at least 0"])
+        for x in (-1e-4, nan, None, "0.1")
+    ),
 ]
 
 
@@ -223,6 +229,16 @@ def refusal(do):
     with pytest.raises(ValueError) as error:
         do()
     return str(error.value)
+
+
+def test_times_are_of_steps_without_context_if_it_says_what_that_adds():
+    ks, batches = (0, 1, 2), (64,)
+    times = [
+        Profile.of(small(measured=measured), "here").cost(ks, batches).ms(64, 2, num_context)
+        for measured in ({}, {PER_TOKEN: 0.01})
+        for num_context in (0, 500)
+    ]
+    assert times == pytest.approx([6.0, 6.0, 6.0, 11.0])
 
 
 def test_what_is_changed_below_is_a_profile():

@@ -1,0 +1,82 @@
+"""What replays measure, by a device and a host whose times are known; the clock is not real."""
+
+import time
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specjax.device.drafters.drafter import Variant
+from specjax.engine.layout import Layout
+from specjax.engine.replay import measure_rounds
+
+KS, BATCHES = (0, 2), (1, 4)
+MAX_MODEL_LEN, SHORT = 800, 100
+
+
+@dataclass
+class Requests:
+    limits: Any
+
+
+@dataclass
+class State:
+    tokens: Any
+    progress: Any
+    requests: Requests
+
+
+class Outputs:
+    """Ready when the device has come to them; reading them waits until then."""
+
+    def __init__(self, machine, done):
+        self.machine, self.done = machine, done
+
+    def copy_to_host_async(self):
+        """Nothing to do."""
+
+    def is_ready(self):
+        return self.machine.now >= self.done
+
+    def __array__(self, *arguments, **options):
+        self.machine.now = max(self.machine.now, self.done)
+        return np.zeros(1)
+
+
+class Machine:
+    """A host that takes `host_ms` to launch a round, and a device that runs one after another."""
+
+    def __init__(self, host_ms, round_ms):
+        self.host_ms, self.round_ms = host_ms, round_ms
+        self.now = self.free_at = 1e3
+        state = [jnp.zeros((4, n), jnp.int32) for n in (MAX_MODEL_LEN, 3, 1)]
+        self.state: Any = State(state[0], state[1], Requests(state[2]))
+
+    def put(self, array):
+        self.now += self.host_ms
+        return array
+
+    def run(self, key, packed):
+        context = int(self.state.progress[0, 0])
+        self.free_at = max(self.free_at, self.now) + self.round_ms(key.batch, key.k, context)
+        return Outputs(self, self.free_at)
+
+
+def round_ms(batch, k, context=0):
+    return 5.0 + 0.5 * batch + 2.0 * k + 0.002 * batch * context
+
+
+@pytest.mark.parametrize("host_ms", [1.0, 30.0])
+def test_a_round_takes_what_it_takes_while_serving(monkeypatch, host_ms):
+    """What the device takes, or the host if that is more: each works while the other does."""
+    machine = Machine(host_ms, round_ms)
+    monkeypatch.setattr(time, "perf_counter", lambda: machine.now / 1e3)
+    layout = Layout(4, MAX_MODEL_LEN, MAX_MODEL_LEN // 16, 10)
+    cost = measure_rounds(machine, Variant(), layout, 64, KS, BATCHES)
+    monkeypatch.undo()
+    for (batch, k), context in product(product(BATCHES, KS), (0, SHORT)):
+        expected = max(host_ms, round_ms(batch, k, context))
+        assert cost.ms(batch, k, batch * context) == pytest.approx(expected, rel=0.01)
