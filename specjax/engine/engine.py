@@ -16,6 +16,7 @@ from functools import partial
 from statistics import median
 
 import jax
+import numpy as np
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter, Params
@@ -319,11 +320,12 @@ class Engine:
         if self._read_time is not None:
             self._recorder.record_gap(time.perf_counter() - self._read_time)
             self._read_time = None
-        return self.launcher.launch(plan, self._start_time)
+        page_table = self.scheduler.residents.page_table
+        return self.launcher.launch(plan, page_table, self._start_time)
 
     def _read(self, step: InFlight) -> list[Sequence]:
         with self._recorder.time("wait"):
-            packed = jax.device_get(step.outputs)
+            packed = np.asarray(step.outputs)
         milliseconds = self._time(step)
         if isinstance(step.plan, PrefillPlan):
             self._other_ms += milliseconds or 0.0

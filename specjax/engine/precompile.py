@@ -238,10 +238,6 @@ class CompiledPrograms:
         """See `Programs`."""
         self._compiler.wait(seconds)
 
-    def put(self, array: np.ndarray) -> jax.Array:
-        """See `Programs`."""
-        return self._placement.put(array)
-
     def run(self, key: Key, *arguments: Any) -> Any:
         """See `Programs`."""
         program = self._compiler.ready.get(key)

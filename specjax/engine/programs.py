@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.engine.batch import Part
 from specjax.engine.metrics import Compilations
@@ -143,13 +141,10 @@ class Programs(Protocol):
         """Wait until another program is ready, nothing is left to compile, or the time is over."""
         ...
 
-    def put(self, array: np.ndarray) -> Any:
-        """A fresh array as an argument of `run`."""
-        ...
-
     def run(self, key: Key, *arguments: Any) -> Any:
         """Launch a program on the state, without waiting for it; compiles it if it is not ready.
 
+        Arguments are results of programs, or NumPy arrays that nobody else has: they are read later.
         Outputs have `copy_to_host_async` and `is_ready`, and are read as NumPy arrays.
         """
         ...

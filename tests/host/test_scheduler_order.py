@@ -220,7 +220,7 @@ def test_k_is_asked_for_once_a_step_whether_or_not_somebody_decodes():
         asked.append(load)
         return 1
 
-    policy = SimpleNamespace(choices=(1,), choose=choose)
+    policy = SimpleNamespace(choices=(1,), weighs_requests=False, choose=choose)
     scheduler = make_scheduler(make_config(), policy)
     scheduler.schedule()
     add(scheduler, 0, 3)
