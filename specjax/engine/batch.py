@@ -155,12 +155,20 @@ def export_features(plan: Part, features: Features) -> None:
 # arguments are keywords.
 
 
-def jitted(run: Callable[..., Any]) -> Any:
-    """`jax.jit` of one of these functions, with a cache that is freed together with the result."""
+def jitted(run: Callable[..., Any], trees: tuple[Any, Any] | None = None) -> Any:
+    """`jax.jit` of one of these functions, with a cache that is freed together with the result.
+
+    With the `trees` of parameters and state, it takes and returns lists of their leaves, as JAX
+    walks through nested dataclasses in every call.
+    """
 
     @wraps(run)
     def own(*arguments: Any, **static: Any) -> Any:
-        return run(*arguments, **static)
+        if trees is None:
+            return run(*arguments, **static)
+        params, state = map(jax.tree.unflatten, trees, arguments[:2])
+        state, result = run(params, state, *arguments[2:], **static)
+        return jax.tree.leaves(state), result
 
     parameters = inspect.signature(run).parameters.values()
     static = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

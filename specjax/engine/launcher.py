@@ -3,7 +3,6 @@
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np

@@ -144,7 +144,7 @@ class Programs(Protocol):
     def run(self, key: Key, *arguments: Any) -> Any:
         """Launch a program on the state, without waiting for it; compiles it if it is not ready.
 
-        Arguments are results of programs, or NumPy arrays that nobody else has: they are read later.
+        Arguments are results of programs, or NumPy arrays that nothing changes afterwards.
         Outputs have `copy_to_host_async` and `is_ready`, and are read as NumPy arrays.
         """
         ...

@@ -26,6 +26,7 @@ class Residents:
         self._config = config
         self._page_size = config.page_size
         self._num_snapshots = num_snapshots
+        self._keeps_pages = config.exact  # all that a request may need, from its start to its end
         # Recurrent models find pages up to a snapshot only: those that outputs fill have none.
         self._caches_outputs = config.enable_prefix_caching and num_snapshots is None
         self._own_nothing()
@@ -119,7 +120,7 @@ class Residents:
 
     def tidy(self, sequence: Sequence) -> None:
         """Free pages that no step in flight can need, and cache those that are full."""
-        if not sequence.is_prefilled or self._config.exact:
+        if self._keeps_pages or sequence.num_computed < sequence.goal:
             return
         page_size, num_known = self._page_size, len(sequence.token_ids) - 1
         max_tokens = num_known + sequence.max_tokens_in_flight

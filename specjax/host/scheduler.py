@@ -201,7 +201,8 @@ class Scheduler:
         prefilling: list[Sequence] = []
         ready: list[Sequence] = []
         for sequence in self.residents.running:
-            if not sequence.is_prefilled:
+            # Attributes, where properties would do: these loops are most of the host's time.
+            if sequence.num_computed < sequence.goal:
                 prefilling.append(sequence)
             elif sequence.may_go_on:
                 ready.append(sequence)
@@ -214,9 +215,9 @@ class Scheduler:
         num_drafts = min(wanted_k, k)
         # Residents are in order of rank, and sorting keeps the order of equals.
         for sequence in sorted(ready + prefilling, key=_turn):
-            if not sequence.is_resident:  # preempted by one before it
+            if sequence.slot < 0:  # preempted by one before it
                 continue
-            if not sequence.is_prefilled:
+            if sequence.num_computed < sequence.goal:
                 self._plan_chunk(step, sequence)
             elif budget.holds(k + 1):
                 self._plan_round(step, sequence, k, num_drafts)
@@ -248,18 +249,18 @@ class Scheduler:
             _land([chunk.sequence for chunk in part.chunks if chunk.samples], 1)
         num_kept, touched = [], []
         for sequence, row in zip(part.sequences, outputs, strict=True):
-            if sequence.is_finished:
+            if sequence.finish_reason is not None:
                 num_kept.append(0)
                 continue
             kept = sequence.append(row)
-            has_ended = sequence.is_finished
-            if sequence.is_resident:
-                self.residents.tidy(sequence)
-            if has_ended:
-                self._leave(sequence)
-            if kept or has_ended:
-                touched.append(sequence)
             num_kept.append(kept)
+            if sequence.slot >= 0:
+                self.residents.tidy(sequence)
+            if sequence.finish_reason is not None:
+                self._leave(sequence)
+                touched.append(sequence)
+            elif kept:
+                touched.append(sequence)
         return num_kept, touched
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
