@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -24,7 +23,7 @@ from report import RESULTS, provenance, summary, write_result
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "tests"))
 
-from support.simulated_device import SimulatedPrograms  # noqa: E402
+from support.engines import simulated_engine as support_engine  # noqa: E402
 
 from specjax import LLM  # noqa: E402
 from specjax.checkpoint.demo import demo_folder  # noqa: E402
@@ -147,12 +146,7 @@ def simulated_engine(num_requests: int, k: int, max_model_len: int) -> Iterator[
         page_size=PAGE_SIZE,
         compile_ahead=True,
     )
-    kind = SimpleNamespace(is_recurrent=False, num_layers=1)
-    target: Any = SimpleNamespace(vocab_size=VOCAB, cache_kinds=(kind,))
-    drafter: Any = SimpleNamespace(draft_slots=lambda k: 0)
-    nothing: Any = None
-    policy = StaticPolicy(k)
-    yield Engine(config, target, drafter, nothing, policy, make_programs=SimulatedPrograms)
+    yield support_engine(config, StaticPolicy(k), VOCAB)
 
 
 @contextmanager

@@ -136,7 +136,7 @@ class Sequence:
     @property
     def may_go_on(self) -> bool:
         """Whether tokens may be left to generate after the rounds in flight."""
-        return self.min_length < self.max_length
+        return len(self.token_ids) + self.num_in_flight < self.max_length
 
     def max_drafts(self, k: int, length: int) -> int:
         """How many of k drafts can be used after `length` tokens, prompt included."""
