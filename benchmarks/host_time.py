@@ -4,8 +4,8 @@
     python benchmarks/host_time.py --only simulated --steps 100
 
 The engine's own loop runs on the simulated device of the tests, whose time is not the host's and is
-left out, and on this machine's CPU with demo-llama and its EAGLE-3 drafter, where `run` has
-what XLA computes before it returns as well.
+left out, and for up to 64 requests on this machine's CPU, with demo-llama and its EAGLE-3 drafter,
+where `run` has what XLA computes before it returns as well.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from specjax.host.request import Request  # noqa: E402
 from specjax.host.speculation.policy import StaticPolicy  # noqa: E402
 from specjax.sampling_params import SamplingParams  # noqa: E402
 
-NUM_REQUESTS, KS = (1, 64, 256), (0, 3)
+NUM_REQUESTS, KS = {"simulated": (1, 64, 256), "cpu": (1, 64)}, (0, 3)
 PROMPT, VOCAB, PAGE_SIZE = 32, 1000, 16
 PHASES = ("schedule", "pack", "run", "unpack", "commit", "other")
 
@@ -50,8 +50,6 @@ def main() -> None:
     for device, make in devices.items():
         if settings.only in (None, device):
             tables.append(measure(device, make, settings.steps))
-            for row in [tables[-1]["columns"], *tables[-1]["rows"]]:
-                print(*row, sep="\t")
     result = {
         "title": "The host's time per step",
         "description": "Milliseconds of the loop's thread per step in which all requests decode, "
@@ -67,13 +65,14 @@ def main() -> None:
 def measure(device: str, make: Callable[..., Any], num_steps: int) -> dict[str, Any]:
     """A table of times by number of requests and K."""
     rows = []
-    for num_requests in NUM_REQUESTS:
+    for num_requests in NUM_REQUESTS[device]:
         for k in KS:
             with make(num_requests, k, PROMPT + (num_steps + 20) * (k + 1)) as engine:
                 times = step_times(engine, num_requests, num_steps)
             host = [sum(step.values()) - step["run"] * (device == "simulated") for step in times]
             parts = [summary([step[phase] for step in times])[0] for phase in PHASES]
             rows.append([num_requests, k, summary(host), *parts])
+            print(device, *rows[-1], sep="\t", flush=True)
     return {
         "title": f"On a {device} device",
         "columns": ["requests", "K", "ms per step", *PHASES],
@@ -162,7 +161,9 @@ def cpu_engine(num_requests: int, k: int, max_model_len: int) -> Iterator[Engine
         max_model_len=max_model_len,
         max_num_seqs=num_requests,
         decode_batches=(num_requests,),
+        prefill_shapes=((min(num_requests, 16), PROMPT),),
         page_size=PAGE_SIZE,
+        compile_ahead=True,
         verbose=False,
     ) as llm:
         llm.engine.set_policy(StaticPolicy(k))
