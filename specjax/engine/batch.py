@@ -51,7 +51,8 @@ def pack(plan: Part, page_table: np.ndarray, layout: Layout, wants: Wants) -> np
     Padding rows have slot `num_slots`, past the last. `page_table` is that of `Residents`; `wants`
     is what any of the requests wants.
     """
-    is_round, count = isinstance(plan, DecodePlan), len(plan.sequences)
+    is_round = isinstance(plan, DecodePlan)
+    count = len(plan.sequences)
     shape = layout.decode_shape(plan.batch) if is_round else layout.prefill_shape(plan.batch)
     packed = np.full(shape, -1, np.int32)
     packed[:, 0] = layout.num_slots
@@ -106,7 +107,8 @@ def unpack_outputs(
 
     `has_raw`: raw log-probabilities are reported beside processed ones.
     """
-    decoding, sequences = isinstance(plan, DecodePlan), plan.sequences
+    decoding = isinstance(plan, DecodePlan)
+    sequences = plan.sequences
     num_rows = plan.k + 1 if decoding else 1
     reader = _Reader(packed)
     counts, drafts = reader.take(2).T.tolist()

@@ -99,7 +99,13 @@ Key: TypeAlias = Admit | Restore | Take | Prefill | Begin | Decode | Propose | E
 class Programs(Protocol):
     """A device with an engine's weights and state, which its programs change in place."""
 
-    params: Params
+    @property
+    def params(self) -> Params:
+        """The weights in use."""
+        ...
+
+    @params.setter
+    def params(self, params: Params) -> None: ...
 
     @property
     def compilations(self) -> Compilations:

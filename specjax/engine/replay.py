@@ -25,7 +25,11 @@ MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
 class TimedPrograms(Protocol):
     """The programs to time, see `specjax.engine.programs.Programs`, with access to the state."""
 
-    state: EngineState
+    @property
+    def state(self) -> EngineState: ...
+
+    @state.setter
+    def state(self, state: EngineState) -> None: ...
 
     def run(self, key: Key, *arguments: Any) -> Any: ...
 
