@@ -1,18 +1,16 @@
-"""What a step in flight gains, and what the host's share of a step costs.
+"""What a step in flight gains, and what looking up a prefix costs.
 
     python benchmarks/scheduling_cpu.py
-    python benchmarks/scheduling_cpu.py --only host
+    python benchmarks/scheduling_cpu.py --only prefixes
 
 Asynchronous and synchronous scheduling serve the same requests in turn on one engine, so that
-whatever else the machine does falls on both alike. The host's share is measured without a device:
-planning, packing, unpacking and committing rounds in which every draft's fate is drawn at random.
+whatever else the machine does falls on both alike. `host_time.py` has the host's share of a step.
 """
 
 import argparse
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,24 +19,13 @@ from report import RESULTS, provenance, summary, write_result
 from specjax import LLM
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import demo_folder
-from specjax.config import EngineConfig
-from specjax.device.drafters.drafter import Variant
-from specjax.device.wanted import Wants
-from specjax.engine.batch import pack, unpack_outputs
 from specjax.engine.engine import Engine
-from specjax.engine.layout import Layout
-from specjax.engine.metrics import Recorder
 from specjax.host.pages import PageAllocator
-from specjax.host.plans import DecodePlan, StepPlan
 from specjax.host.prefix_cache import Key, PrefixCache, extend_keys
 from specjax.host.request import Request
-from specjax.host.scheduler import Scheduler
-from specjax.host.speculation.policy import StaticPolicy
-from specjax.sampling_params import SamplingParams
 
-K, PAGE_SIZE, PROMPT, NUM_ROUNDS = 3, 16, 500, 60
+K, PAGE_SIZE = 3, 16
 BATCHES = (16, 64)
-NUM_REQUESTS = (32, 64, 128, 256, 512)
 PREFIXES = (1024, 2048, 4096, 8192)
 
 
@@ -47,14 +34,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--pairs", type=int, default=7, help="default: %(default)s")
     parser.add_argument("--max-tokens", type=int, default=48, help="default: %(default)s")
-    parser.add_argument("--only", choices=("async", "host"))
+    parser.add_argument("--only", choices=("async", "prefixes"))
     settings = parser.parse_args()
     source = provenance()
     tables = []
-    if settings.only != "host":
+    if settings.only != "prefixes":
         tables.append(measure_async(settings))
     if settings.only != "async":
-        tables += [measure_host(), measure_prefixes()]
+        tables.append(measure_prefixes())
     for table in tables:
         print(table["title"])
         for row in [table["columns"], *table["rows"]]:
@@ -62,7 +49,7 @@ def main() -> None:
     result = {
         "title": "Scheduling on a CPU",
         "description": "Asynchronous against synchronous scheduling on demo-llama with its EAGLE-3 "
-        f"drafter, K = {K}, and the host's share of a step.",
+        f"drafter, K = {K}, and prefixes that are all cached.",
         "provenance": source,
         "settings": vars(settings),
         "tables": tables,
@@ -127,86 +114,6 @@ def serve(engine: Engine, requests: Sequence[Request], *, is_async: bool) -> flo
     while engine.has_work:
         engine.step()
     return sum(sample.num_output for sample in samples) / (time.perf_counter() - start)
-
-
-def measure_host() -> dict[str, Any]:
-    """Milliseconds of the host per round, by the number of requests in it."""
-    rows = []
-    for count in NUM_REQUESTS:
-        times = np.array([host_times(count, seed) for seed in range(3)]).reshape(-1, 4)
-        total = times.sum(axis=1)
-        parts = [float(x) for x in np.median(times, axis=0)]
-        rows.append([count, summary(total), *parts, float(np.median(total)) / count * 1e3])
-    return {
-        "title": "The host's share of a round",
-        "columns": [
-            "requests", "ms per round", "plan", "pack", "unpack", "commit", "us per request",
-        ],
-        "rows": rows,
-        "notes": [
-            f"K = {K}, prompts of {PROMPT} tokens, pages of {PAGE_SIZE}, prefix caching on, a step "
-            "in flight; without texts to look for, log-probabilities and grammars."
-        ],
-    }  # fmt: skip
-
-
-def host_times(num_requests: int, seed: int) -> list[list[float]]:
-    """Milliseconds to plan, pack, unpack and commit, of each round."""
-    rng = np.random.default_rng(seed)
-    most_tokens = 4 * (NUM_ROUNDS + num_requests + 20)
-    config = EngineConfig(
-        max_model_len=PROMPT + most_tokens,
-        max_num_seqs=num_requests,
-        max_num_batched_tokens=8 * PROMPT + (K + 1) * num_requests,
-        num_pages=num_requests * -(-(PROMPT + most_tokens) // PAGE_SIZE),
-        page_size=PAGE_SIZE,
-    )
-    scheduler = Scheduler(config, StaticPolicy(K))
-    layout = Layout(num_requests, config.max_model_len, config.pages_per_seq, 1000)
-    params = SamplingParams(ignore_eos=True)
-    for i in range(num_requests):
-        prompt = tuple(rng.integers(0, 1000, PROMPT).tolist())
-        scheduler.add(Request(i, prompt, params, most_tokens, (0,)))
-    while (before := scheduler.schedule()).prefill or scheduler.num_waiting:
-        read(scheduler, before, rng)
-    times, recorder = [], Recorder()
-    for _ in range(NUM_ROUNDS):
-        packed = give(before.decode, rng)
-        marks = [time.perf_counter()]
-        plan = scheduler.schedule()
-        # What the engine asks of them before it launches.
-        assert len({sequence.request.demands for sequence in plan.decode.sequences}) == 1
-        marks.append(time.perf_counter())
-        pack(plan.decode, layout, Wants(0))
-        marks.append(time.perf_counter())
-        (rows,) = unpack_outputs(packed, before.decode, Variant())
-        marks.append(time.perf_counter())
-        num_kept, _ = scheduler.commit(before.decode, rows)
-        recorder.record_part(before.decode, rows, num_kept)
-        marks.append(time.perf_counter())
-        assert len(plan.decode.sequences) == num_requests
-        times.append([1e3 * (b - a) for a, b in pairwise(marks)])
-        before = plan
-    return times
-
-
-def read(scheduler: Scheduler, plan: StepPlan, rng: np.random.Generator) -> None:
-    """Let results of a step be there."""
-    for part in plan.parts:
-        for rows in unpack_outputs(give(part, rng), part, Variant()):
-            scheduler.commit(part, rows)
-
-
-def give(part: Any, rng: np.random.Generator) -> np.ndarray:
-    """What a device might make of a part of a step."""
-    if not isinstance(part, DecodePlan):
-        packed = np.zeros((part.batch, 3), np.int32)
-        packed[: len(part.chunks), 0] = [chunk.samples for chunk in part.chunks]
-        return packed
-    packed = rng.integers(0, 1000, (1, part.batch, 3 + part.k), dtype=np.int32)
-    packed[..., 0] = rng.integers(1, part.k + 2, part.batch)
-    packed[..., 1] = part.k
-    return packed
 
 
 def measure_prefixes() -> dict[str, Any]:

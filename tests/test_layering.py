@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     ["pallas_kernels", "specjax.checkpoint", "specjax.checks"],
     ["specjax.config", "specjax.sampling_params", "specjax.outputs"],
-    ["specjax.host", "specjax.host.grammar", "specjax.device"],
+    ["specjax.host", "specjax.host.grammar", "specjax.host.residents", "specjax.device"],
     ["specjax.engine", "specjax.text"],
     ["specjax.serving"],
     ["specjax.llm", "specjax.engine_args"],
@@ -30,6 +30,7 @@ ONLY = {
     "pallas_kernels": {"jax", "pallas_kernels", *sys.stdlib_module_names},
     "specjax.host": {"specjax", *sys.stdlib_module_names},
     "specjax.host.grammar": {"specjax", "numpy", "llguidance", *sys.stdlib_module_names},
+    "specjax.host.residents": {"specjax", "numpy", *sys.stdlib_module_names},
 }
 LAZY = {"specjax", "specjax.cli"}  # may import inside functions
 

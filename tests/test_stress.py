@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.engines import K, make_llm
@@ -83,8 +84,8 @@ def counts(engine: Engine, wrong: Wrong, program: type) -> Iterator[None]:
             now = np.array(programs.state.pending)
             progress = np.array(programs.state.progress)
             progress[:, 1] = wrong(slots, now, before)
-            progress = programs.put(progress)
-            programs.state, before = replace(programs.state, progress=progress), now
+            state = replace(programs.state, progress=jnp.array(progress))
+            programs.state, before = state, now
         return result
 
     with pytest.MonkeyPatch.context() as patch:

@@ -45,30 +45,28 @@ from specjax.outputs import Logprob, TokenLogprobs
 Part = PrefillPlan | DecodePlan
 
 
-def pack(plan: Part, layout: Layout, wants: Wants) -> np.ndarray:
+def pack(plan: Part, page_table: np.ndarray, layout: Layout, wants: Wants) -> np.ndarray:
     """A plan as i32[B, ...], a column for each input. Rows without a request are padding.
 
-    Padding rows have slot `num_slots`, past the last. `wants` is what any of the requests wants.
+    Padding rows have slot `num_slots`, past the last. `page_table` is that of `Residents`; `wants`
+    is what any of the requests wants.
     """
     is_round = isinstance(plan, DecodePlan)
+    count = len(plan.sequences)
     shape = layout.decode_shape(plan.batch) if is_round else layout.prefill_shape(plan.batch)
     packed = np.full(shape, -1, np.int32)
     packed[:, 0] = layout.num_slots
     packed[:, -layout.pages_per_seq - 1] = wants
-    table = packed[:, -layout.pages_per_seq :]
     if is_round:
         packed[:, 1] = plan.num_drafts
-        for row, sequence in enumerate(plan.sequences):
-            max_drafts = sequence.request.params.num_speculative_tokens
-            if max_drafts is not None:
-                packed[row, 1] = min(max_drafts, plan.num_drafts)
+        packed[:count, 1] = [min(s.draft_limit, plan.num_drafts) for s in plan.sequences]
     else:
         packed[:, 2:5] = 0
         for row, chunk in enumerate(plan.chunks):
             packed[row, 1:5] = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
-    for row, sequence in enumerate(plan.sequences):
-        packed[row, 0] = sequence.slot
-        table[row, : len(sequence.pages)] = sequence.pages
+    slots = [sequence.slot for sequence in plan.sequences]
+    packed[:count, 0] = slots
+    packed[:count, -layout.pages_per_seq :][:, : page_table.shape[1]] = page_table[slots]
     return packed
 
 
@@ -110,28 +108,30 @@ def unpack_outputs(
     `has_raw`: raw log-probabilities are reported beside processed ones.
     """
     decoding = isinstance(plan, DecodePlan)
+    sequences = plan.sequences
     num_rows = plan.k + 1 if decoding else 1
     reader = _Reader(packed)
     counts, drafts = reader.take(2).T.tolist()
     tokens = reader.take(num_rows).tolist()
+    each = zip(sequences, tokens, counts, drafts, strict=False)  # padding rows come last
+    outputs = [RowOutput(row[:count], num_drafts) for _, row, count, num_drafts in each]
     width = 0 if decoding else plan.width
-    all_demands = [sequence.request.demands for sequence in plan.sequences]
     logprobs = reader.logprobs(
         num_rows,
         variant.num_logprobs,
         has_raw,
-        is_wanted=any(demands.logprobs is not None for demands in all_demands),
+        is_wanted=any(demands.logprobs is not None for demands in plan.demands),
     )
     prompts = reader.logprobs(
         width,
         variant.num_prompt_logprobs,
         has_raw,
-        is_wanted=any(demands.prompt_logprobs is not None for demands in all_demands),
+        is_wanted=any(demands.prompt_logprobs is not None for demands in plan.demands),
     )
-    outputs = []
-    for row, sequence in enumerate(plan.sequences):
-        output = RowOutput(tokens[row][: counts[row]], drafts[row])
-        wanted, wanted_of_prompt = all_demands[row][-2:]
+    if logprobs is None and prompts is None:
+        return outputs
+    for row, (sequence, output) in enumerate(zip(sequences, outputs, strict=True)):
+        wanted, wanted_of_prompt = sequence.request.demands[-2:]
         if logprobs is not None and wanted is not None:
             output.logprobs = _by_token(logprobs, row, output.tokens, wanted)
         if prompts is not None and wanted_of_prompt is not None:
@@ -140,7 +140,6 @@ def unpack_outputs(
             following = sequence.reported[chunk.start + 1 :][: chunk.count]
             output.prompt_logprobs = _by_token(prompts, row, following, wanted_of_prompt)
             output.start = chunk.start
-        outputs.append(output)
     return outputs
 
 
@@ -158,12 +157,20 @@ def export_features(plan: Part, features: Features) -> None:
 # arguments are keywords.
 
 
-def jitted(run: Callable[..., Any]) -> Any:
-    """`jax.jit` of one of these functions, with a cache that is freed together with the result."""
+def jitted(run: Callable[..., Any], trees: tuple[Any, Any] | None = None) -> Any:
+    """`jax.jit` of one of these functions, with a cache that is freed together with the result.
+
+    With the `trees` of parameters and state, it takes and returns lists of their leaves, as JAX
+    walks through nested dataclasses in every call.
+    """
 
     @wraps(run)
     def own(*arguments: Any, **static: Any) -> Any:
-        return run(*arguments, **static)
+        if trees is None:
+            return run(*arguments, **static)
+        params, state = map(jax.tree.unflatten, trees, arguments[:2])
+        state, result = run(params, state, *arguments[2:], **static)
+        return jax.tree.leaves(state), result
 
     parameters = inspect.signature(run).parameters.values()
     static = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]

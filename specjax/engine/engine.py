@@ -17,6 +17,7 @@ from itertools import pairwise
 from statistics import median
 
 import jax
+import numpy as np
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter, Params
@@ -316,7 +317,7 @@ class Engine:
 
         def wait_for(step: InFlight | Extended) -> None:
             if isinstance(step, InFlight):
-                jax.device_get(step.outputs)
+                np.asarray(step.outputs)
             ends.append(time.perf_counter())
 
         before = self._launch(plan)  # its end also waits for what was launched earlier
@@ -331,11 +332,12 @@ class Engine:
         if self._read_time is not None:
             self._recorder.record_gap(time.perf_counter() - self._read_time)
             self._read_time = None
-        return self.launcher.launch(plan, self._start_time)
+        page_table = self.scheduler.residents.page_table
+        return self.launcher.launch(plan, page_table, self._start_time)
 
     def _read(self, step: InFlight) -> list[Sequence]:
         with self._recorder.time("wait"):
-            packed = jax.device_get(step.outputs)
+            packed = np.asarray(step.outputs)
         milliseconds = self._time(step)
         if isinstance(step.plan, PrefillPlan):
             self._other_ms += milliseconds or 0.0

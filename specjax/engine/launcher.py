@@ -3,7 +3,6 @@
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import numpy as np
@@ -59,7 +58,7 @@ class Extended:
 
     plan: DecodePlan
     variant: Variant
-    packed: jax.Array
+    packed: np.ndarray
     draft: Draft
     extension: Extension
     start: float  # seconds, as of `InFlight`
@@ -74,14 +73,13 @@ class Launcher:
         self._config, self._layout = config, layout
         self._programs, self._repertoire = programs, repertoire
 
-    def launch(self, plan: Part, start: float) -> InFlight | Extended:
+    def launch(self, plan: Part, page_table: np.ndarray, start: float) -> InFlight | Extended:
         """Launch a part of a step whose planning began at `start`, in seconds.
 
         A round with grammars is not complete before `settle`.
         """
-        all_demands = frozenset(sequence.request.demands for sequence in plan.sequences)
-        variant = self._repertoire.variant_for(plan, all_demands)
-        packed = self._programs.put(pack(plan, self._layout, self.wants(all_demands)))
+        variant = self._repertoire.variant_for(plan, plan.demands)
+        packed = pack(plan, page_table, self._layout, self.wants(plan.demands))
         if isinstance(plan, PrefillPlan):
             return self._prefill(plan, variant, packed, start)
         run, batch, k = self._programs.run, plan.batch, plan.k
@@ -105,7 +103,8 @@ class Launcher:
         plan, variant, masks = step.plan, step.variant, None
         if variant.masks:
             has_grammar = any(sequence.matcher for sequence in plan.sequences)
-            masks = self._masks(plan, np.asarray(step.draft.tokens) if has_grammar else None)
+            drafts = np.asarray(step.draft.tokens) if has_grammar else None
+            masks = pack_masks(plan, drafts, self._layout)
         arguments = step.packed, step.draft, step.extension, masks
         outputs = self._programs.run(Settle(plan.batch, plan.k, variant), *arguments)
         return self._in_flight(plan, variant, outputs, step.start)
@@ -122,13 +121,13 @@ class Launcher:
         return wants
 
     def _prefill(
-        self, plan: PrefillPlan, variant: Variant, packed: jax.Array, start: float
+        self, plan: PrefillPlan, variant: Variant, packed: np.ndarray, start: float
     ) -> InFlight:
         run, batch, width = self._programs.run, plan.batch, plan.width
         self._admit(plan)
         self._move(Restore(batch), plan, is_taken=False)
         # Nothing comes before a first token, so its grammar's masks can be made now.
-        masks = self._masks(plan, None) if variant.masks else None
+        masks = pack_masks(plan, None, self._layout) if variant.masks else None
         extension = run(Prefill(batch, width), packed)
         self._move(Take(batch), plan, is_taken=True)
         outputs = run(Begin(batch, width, variant), packed, extension, masks)
@@ -141,7 +140,7 @@ class Launcher:
         new = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
         if new:
             packed = pack_admissions(new, plan.batch, self._layout)
-            self._programs.run(Admit(plan.batch), self._programs.put(packed))
+            self._programs.run(Admit(plan.batch), packed)
 
     def _move(self, key: Restore | Take, plan: PrefillPlan, *, is_taken: bool) -> None:
         """Copy recurrent states to snapshots, or restore them from snapshots."""
@@ -149,10 +148,7 @@ class Launcher:
         if chunks:
             sizes = plan.batch, self._config.num_snapshots, self._layout
             packed = pack_snapshots(chunks, *sizes, is_taken=is_taken)
-            self._programs.run(key, self._programs.put(packed))
-
-    def _masks(self, plan: Part, drafts: np.ndarray | None) -> Any:
-        return self._programs.put(pack_masks(plan, drafts, self._layout))
+            self._programs.run(key, packed)
 
     def _in_flight(
         self, plan: Part, variant: Variant, outputs: jax.Array, start: float

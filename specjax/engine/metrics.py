@@ -126,7 +126,7 @@ class Recorder:
 
     def record_finished(self, sequences: Iterable[Sequence]) -> None:
         """Count the samples that have ended."""
-        self._finished.update(s.finish_reason for s in sequences if s.finish_reason is not None)
+        self._finished.update([s.finish_reason for s in sequences if s.finish_reason is not None])
 
     def record_part(
         self, plan: PrefillPlan | DecodePlan, rows: SequenceOf[RowOutput], num_kept: list[int]
@@ -142,7 +142,7 @@ class Recorder:
         more = [0] * (plan.num_drafts - len(self._accepted))
         self._drafted += more
         self._accepted += more
-        pairs = Counter(zip((row.num_drafts for row in rows), num_kept, strict=True))
+        pairs = Counter(zip([row.num_drafts for row in rows], num_kept, strict=True))
         for (num_drafts, kept), count in pairs.items():
             if num_drafts and kept:
                 self._counts["drafts"] += count

@@ -139,10 +139,10 @@ def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]
 
 
 class _Jits(dict):
-    """Jitted functions, by the function of `batch.py` that they run."""
+    """Jitted functions over leaves, by the function of `batch.py` that they run and the trees."""
 
-    def __missing__(self, run: Callable[..., Any]) -> Any:
-        self[run] = made = jitted(run)
+    def __missing__(self, key: tuple[Callable[..., Any], tuple[Any, Any]]) -> Any:
+        self[key] = made = jitted(*key)
         return made
 
 
@@ -173,11 +173,13 @@ class CompiledPrograms:
         self._jits = _JITS.setdefault(self.model, _Jits())
         self._config, self._layout, self._max_drafts = config, layout, max_drafts
         self.renew()
-        self._shapes = jax.tree.map(_shape, (params, self.state))
+        shapes = jax.tree.map(_shape, (params, self.state))
+        self._shapes = [jax.tree.leaves(shape) for shape in shapes]
+        self._trees = jax.tree.structure(params), self._state_tree
         self._options = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}.get(platform, {})
         self._executables = None
         if folder := executables_folder():
-            origin = layout, self._shapes, self._options
+            origin = layout, shapes, self._options
             self._executables = open_executables(folder, self._placement, self.model, *origin)
         self._compiler = Compiler(self._compile)
         self._late: set[Key] = set()  # programs that requests have waited for
@@ -192,6 +194,24 @@ class CompiledPrograms:
             Extend: self._extend,
             Settle: self._settle,
         }
+
+    @property
+    def params(self) -> Params:
+        """See `Programs`."""
+        return self._params
+
+    @params.setter
+    def params(self, params: Params) -> None:
+        self._params, self._weights = params, jax.tree.leaves(params)
+
+    @property
+    def state(self) -> EngineState:
+        """The state of all requests."""
+        return jax.tree.unflatten(self._state_tree, self._state)
+
+    @state.setter
+    def state(self, state: EngineState) -> None:
+        self._state, self._state_tree = jax.tree.flatten(state)
 
     @property
     def ready(self) -> Collection[Key]:
@@ -244,17 +264,13 @@ class CompiledPrograms:
         """See `Programs`."""
         self._compiler.wait(seconds)
 
-    def put(self, array: np.ndarray) -> jax.Array:
-        """See `Programs`."""
-        return self._placement.put(array)
-
     def run(self, key: Key, *arguments: Any) -> Any:
         """See `Programs`."""
         program = self._compiler.ready.get(key)
         if program is None:
             self._late.add(key)
             program = self._compiler.get(key)
-        self.state, result = program(self.params, self.state, *arguments)
+        self._state, result = program(self._weights, self._state, *arguments)
         return result
 
     def time_rounds(
@@ -268,7 +284,7 @@ class CompiledPrograms:
 
     def release(self) -> None:
         """See `Programs`."""
-        for leaf in jax.tree.leaves(self.state):
+        for leaf in self._state:
             leaf.delete()
 
     def renew(self) -> None:
@@ -279,7 +295,7 @@ class CompiledPrograms:
         """See `Programs`."""
         self.release()
         self._compiler.close()
-        del self._jits, self._calls, self.state, self.params
+        del self._jits, self._calls, self._state, self._params, self._weights
 
     def _compile(self, key: Key) -> Any:
         def compile() -> Any:
@@ -289,7 +305,7 @@ class CompiledPrograms:
 
     def _trace(self, key: Key) -> Any:
         run, arguments, static = self._calls[type(key)](key)
-        return self._jits[run].trace(*self._shapes, *arguments, **static)
+        return self._jits[run, self._trees].trace(*self._shapes, *arguments, **static)
 
     def _result(self, key: Key) -> Any:
         """Shapes of the result that a program hands to the next."""

@@ -8,8 +8,6 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-import numpy as np
-
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.engine.batch import Part
 from specjax.engine.metrics import Compilations
@@ -101,7 +99,13 @@ Key: TypeAlias = Admit | Restore | Take | Prefill | Begin | Decode | Propose | E
 class Programs(Protocol):
     """A device with an engine's weights and state, which its programs change in place."""
 
-    params: Params
+    @property
+    def params(self) -> Params:
+        """The weights in use."""
+        ...
+
+    @params.setter
+    def params(self, params: Params) -> None: ...
 
     @property
     def compilations(self) -> Compilations:
@@ -143,13 +147,10 @@ class Programs(Protocol):
         """Wait until another program is ready, nothing is left to compile, or the time is over."""
         ...
 
-    def put(self, array: np.ndarray) -> Any:
-        """A fresh array as an argument of `run`."""
-        ...
-
     def run(self, key: Key, *arguments: Any) -> Any:
         """Launch a program on the state, without waiting for it; compiles it if it is not ready.
 
+        Arguments are results of programs, or NumPy arrays that nothing changes afterwards.
         Outputs have `copy_to_host_async` and `is_ready`, and are read as NumPy arrays.
         """
         ...

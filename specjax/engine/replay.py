@@ -30,9 +30,11 @@ Shape = tuple[int, int, int]  # batch size, K, tokens of context
 class TimedPrograms(Protocol):
     """The programs to time, see `specjax.engine.programs.Programs`, with access to the state."""
 
-    state: EngineState
+    @property
+    def state(self) -> EngineState: ...
 
-    def put(self, array: np.ndarray) -> Any: ...
+    @state.setter
+    def state(self, state: EngineState) -> None: ...
 
     def run(self, key: Key, *arguments: Any) -> Any: ...
 
@@ -63,7 +65,7 @@ def measure_rounds(
         start, (batch, k, context) = time.perf_counter(), shape
         packed = _pack(batch, k, layout, num_pages)
         programs.state = replace(programs.state, progress=_progress(programs.state, context))
-        outputs = programs.run(Decode(batch, k, variant), programs.put(packed))
+        outputs = programs.run(Decode(batch, k, variant), packed)
         outputs.copy_to_host_async()
         launched = InFlight(DecodePlan((), batch, k, k), variant, outputs, start)
         launched.look()
@@ -75,7 +77,7 @@ def measure_rounds(
         for i, shape in enumerate([*shapes, shapes[0]]):
             before.look()
             launched = launch(shape)
-            jax.device_get(before.outputs)
+            np.asarray(before.outputs)
             done = time.perf_counter() if before.done is None else before.done
             if i:
                 yield shapes[i - 1], max(1e3 * (done - max(end, before.start)), MIN_MS)

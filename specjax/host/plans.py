@@ -1,7 +1,9 @@
 """Plans of a step: chunks of prompts, and a round of speculation."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
+from specjax.host.request import Demands
 from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shape
 
@@ -34,10 +36,15 @@ class PrefillPlan:
     width: int
     wanted: Shape | None = None  # (batch, width) that would suit it better
 
-    @property
+    @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
         """The sequences of the chunks, in order."""
         return tuple(chunk.sequence for chunk in self.chunks)
+
+    @cached_property
+    def demands(self) -> frozenset[Demands]:
+        """What its requests ask for."""
+        return frozenset({sequence.request.demands for sequence in self.sequences})
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,11 @@ class DecodePlan:
     k: int
     num_drafts: int  # of the k, those that may be accepted
     wanted: Shape | None = None  # (batch, k) that would suit it better
+
+    @cached_property
+    def demands(self) -> frozenset[Demands]:
+        """What its requests ask for."""
+        return frozenset({sequence.request.demands for sequence in self.sequences})
 
 
 @dataclass(frozen=True)

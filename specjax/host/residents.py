@@ -1,5 +1,9 @@
 """Resident sequences and their memory: each has a slot, and pages for its tokens."""
 
+from bisect import insort
+
+import numpy as np
+
 from specjax.config import EngineConfig
 from specjax.host.pages import PageAllocator
 from specjax.host.plans import Chunk
@@ -11,11 +15,20 @@ class Residents:
     """Owns slots, pages and snapshots. It never preempts: callers do, when pages run out.
 
     `num_snapshots` is for recurrent models, None for others.
+
+    Attributes:
+        running: resident sequences, by their rank.
+        free_slots: those without a sequence.
+        page_table: i32[slots, P], the pages of each slot's sequence, then -1.
     """
 
     def __init__(self, config: EngineConfig, num_snapshots: int | None):
         self._config = config
+        self._page_size = config.page_size
         self._num_snapshots = num_snapshots
+        self._keeps_pages = config.exact  # all that a request may need, from its start to its end
+        # Recurrent models find pages up to a snapshot only: those that outputs fill have none.
+        self._caches_outputs = config.enable_prefix_caching and num_snapshots is None
         self._own_nothing()
 
     def _own_nothing(self) -> None:
@@ -25,6 +38,7 @@ class Residents:
         self.prefixes = PrefixCache(self.pages, snapshots)
         self.running: list[Sequence] = []
         self.free_slots = list(range(config.max_num_seqs - 1, -1, -1))
+        self.page_table = np.full((config.max_num_seqs, config.pages_per_seq), -1, np.int32)
 
     def drop_all(self) -> None:
         """Free all slots and pages, and keep the counters."""
@@ -58,27 +72,33 @@ class Residents:
         assert pages is not None, "one request always fits"
         num_cached = len(prefix.pages) * page_size
         sequence.settle_in(self.free_slots.pop(), [*prefix.pages, *pages], goal, num_cached)
+        self.page_table[sequence.slot, : len(sequence.pages)] = sequence.pages
         sequence.cuts = self._cuts(sequence, keys, len(prefix.pages), chunk_width)
-        self.running.append(sequence)
+        insort(self.running, sequence)
         return prefix
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence pages for `num_tokens` tokens; returns whether enough were free."""
+        num_pages = len(sequence.pages)
+        if num_tokens <= num_pages * self._page_size:  # in most steps
+            return True
         # The last token is never run through the target: its key and value need no room.
-        num_tokens = min(num_tokens, sequence.request.max_length - 1)
-        needed = -(-num_tokens // self._config.page_size) - len(sequence.pages)
+        num_tokens = min(num_tokens, sequence.max_length - 1)
+        needed = -(-num_tokens // self._page_size) - num_pages
         if needed <= 0:
             return True
         pages = self.pages.allocate(needed)
         if pages is None:
             return False
         sequence.pages.extend(pages)
+        self.page_table[sequence.slot, num_pages : num_pages + needed] = pages
         return True
 
     def vacate(self, sequence: Sequence) -> None:
         """Take back a sequence's slot and pages."""
         self.running.remove(sequence)
         slot, pages = sequence.move_out()
+        self.page_table[slot] = -1
         self.free_slots.append(slot)
         self.pages.release(pages)
 
@@ -100,20 +120,18 @@ class Residents:
 
     def tidy(self, sequence: Sequence) -> None:
         """Free pages that no step in flight can need, and cache those that are full."""
-        config = self._config
-        if not sequence.is_prefilled or config.exact:
+        if self._keeps_pages or sequence.num_computed < sequence.goal:
             return
-        num_known, page_size = len(sequence.token_ids) - 1, config.page_size
-        max_tokens = min(num_known + sequence.max_tokens_in_flight, sequence.request.max_length - 1)
-        needed = -(-max_tokens // page_size)
-        if needed < len(sequence.pages):
+        page_size, num_known = self._page_size, len(sequence.token_ids) - 1
+        max_tokens = num_known + sequence.max_tokens_in_flight
+        if max_tokens <= (len(sequence.pages) - 1) * page_size:
+            needed = -(-max_tokens // page_size)
             self.pages.release(sequence.pages[needed:])
+            self.page_table[sequence.slot, needed : len(sequence.pages)] = -1
             del sequence.pages[needed:]
-        num_filled = num_known // page_size
-        is_wanted = config.enable_prefix_caching and self.prefixes.snapshots is None
-        if is_wanted and num_filled > sequence.num_named:
+        if num_known >= (sequence.num_named + 1) * page_size and self._caches_outputs:
             extend_keys(sequence.keys, sequence.token_ids, page_size, b"")
-            self._name(sequence, num_filled)
+            self._name(sequence, num_known // page_size)
 
     def _name(self, sequence: Sequence, num_pages: int) -> None:
         self.prefixes.put(sequence.keys, sequence.pages, sequence.num_named, num_pages)

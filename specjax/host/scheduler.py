@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
+from operator import attrgetter
 
 from specjax.config import EngineConfig
 from specjax.host.pages import PageAllocator
@@ -40,6 +41,10 @@ class _Budget:
     def fitting(self, wanted: int) -> int:
         """How many of the wanted tokens one more sequence may run."""
         return max(0, min(wanted, self.tokens, self.inputs - self.draft_slots))
+
+    def holds(self, count: int) -> bool:
+        """Whether one more sequence may run so many tokens."""
+        return count <= self.tokens and count <= self.inputs - self.draft_slots
 
     def spend(self, count: int) -> None:
         self.tokens -= count
@@ -196,33 +201,36 @@ class Scheduler:
         prefilling: list[Sequence] = []
         ready: list[Sequence] = []
         for sequence in self.residents.running:
-            if not sequence.is_prefilled:
+            # Attributes, where properties would do: these loops are most of the host's time.
+            if sequence.num_computed < sequence.goal:
                 prefilling.append(sequence)
             elif sequence.may_go_on:
                 ready.append(sequence)
         has_all = self.shapes is self.all_shapes
-        wanted_chunks = None if has_all else self._wanted_chunks(prefilling)
-        width = self._choose_width(prefilling, self.shapes)
+        remaining = self._remaining(prefilling)
+        width = self._choose_width(remaining, self.shapes)
         step = _Step(budget, width, self.shapes.max_chunks(width))
         wanted_k = self._choose_k(ready)
         k = self.shapes.round(len(ready), wanted_k)[1]
         num_drafts = min(wanted_k, k)
-        for sequence in sorted(prefilling + ready, key=_turn):
-            if not sequence.is_resident:  # preempted by one before it
+        # Residents are in order of rank, and sorting keeps the order of equals.
+        for sequence in sorted(ready + prefilling, key=_turn):
+            if sequence.slot < 0:  # preempted by one before it
                 continue
-            if not sequence.is_prefilled:
+            if sequence.num_computed < sequence.goal:
                 self._plan_chunk(step, sequence)
-            elif budget.fitting(k + 1) == k + 1:
+            elif budget.holds(k + 1):
                 self._plan_round(step, sequence, k, num_drafts)
         self._admit(step)
         self._publish(step.chunks)
         prefill = decode = None
         if step.chunks:
             shape = self.shapes.chunks(len(step.chunks), width)
-            prefill = PrefillPlan(tuple(step.chunks), *shape, wanted_chunks)
+            wanted = None if has_all else self._wanted_chunks(remaining)
+            prefill = PrefillPlan(tuple(step.chunks), *shape, wanted)
         if step.decoding:
             count = len(step.decoding)
-            batch = min(b for b, drafts in self.shapes.decode if b >= count and drafts == k)
+            batch = self.shapes.batch(count, k)
             wanted = None if has_all else self.all_shapes.round(count, wanted_k)
             decode = DecodePlan(tuple(step.decoding), batch, k, num_drafts, wanted)
         return StepPlan(prefill, decode, step.budget.num_spent) if prefill or decode else None
@@ -241,18 +249,18 @@ class Scheduler:
             _land([chunk.sequence for chunk in part.chunks if chunk.samples], 1)
         num_kept, touched = [], []
         for sequence, row in zip(part.sequences, outputs, strict=True):
-            if sequence.is_finished:
+            if sequence.finish_reason is not None:
                 num_kept.append(0)
                 continue
             kept = sequence.append(row)
-            has_ended = sequence.is_finished
-            if sequence.is_resident:
-                self.residents.tidy(sequence)
-            if has_ended:
-                self._leave(sequence)
-            if kept or has_ended:
-                touched.append(sequence)
             num_kept.append(kept)
+            if sequence.slot >= 0:
+                self.residents.tidy(sequence)
+            if sequence.finish_reason is not None:
+                self._leave(sequence)
+                touched.append(sequence)
+            elif kept:
+                touched.append(sequence)
         return num_kept, touched
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
@@ -269,21 +277,18 @@ class Scheduler:
 
     def _choose_k(self, ready: list[Sequence]) -> int:
         """The policy's K for the next round."""
-        max_k = max(self.policy.choices)
-        load = DecodeLoad(
-            len(ready),
-            sum(len(sequence.token_ids) for sequence in ready),
-            self.config.max_num_scheduled_tokens,
-            Counter(
-                (s.request.group, s.max_drafts(max_k, s.num_output + s.num_in_flight))
-                for s in ready
-            ),
-        )
-        return self.policy.choose(load)
+        policy, num_context, members = self.policy, 0, {}
+        if policy.weighs_requests:
+            max_k = max(policy.choices)
+            num_context = sum(len(s.token_ids) for s in ready)
+            members = Counter((s.request.group, s.max_drafts(max_k, s.min_length)) for s in ready)
+        max_tokens = self.config.max_num_scheduled_tokens
+        return policy.choose(DecodeLoad(len(ready), num_context, max_tokens, members))
 
-    def _choose_width(self, prefilling: list[Sequence], shapes: Shapes) -> int:
+    def _choose_width(self, remaining: list[int], shapes: Shapes) -> int:
         """The chunk width that runs the most tokens: wider shapes hold fewer chunks."""
-        remaining = self._remaining(prefilling)
+        if not remaining:
+            return shapes.widths[0]
 
         def progress(width: int) -> int:
             rows = remaining[: shapes.max_chunks(width)]
@@ -291,10 +296,10 @@ class Scheduler:
 
         return max(shapes.widths, key=lambda width: (progress(width), -width))
 
-    def _wanted_chunks(self, prefilling: list[Sequence]) -> Shape:
+    def _wanted_chunks(self, remaining: list[int]) -> Shape:
         """The best shape for a step's chunks, whether it is ready or not."""
-        width = self._choose_width(prefilling, self.all_shapes)
-        return self.all_shapes.chunks(len(self._remaining(prefilling)), width)
+        width = self._choose_width(remaining, self.all_shapes)
+        return self.all_shapes.chunks(len(remaining), width)
 
     def _remaining(self, prefilling: list[Sequence]) -> list[int]:
         """Tokens left to run of sequences in prefill, and of waiting ones that may join."""
@@ -308,13 +313,14 @@ class Scheduler:
         return remaining
 
     def _plan_round(self, step: _Step, sequence: Sequence, k: int, num_drafts: int) -> None:
-        if not self._grow(sequence, sequence.max_computed + num_drafts + 1):
-            return
-        step.budget.spend(k + 1)
-        step.decoding.append(sequence)
-        sequence.last_step = self._num_steps
-        sequence.num_in_flight += 1
-        sequence.max_tokens_in_flight += num_drafts + 1
+        max_tokens = sequence.max_tokens_in_flight + num_drafts + 1
+        num_tokens = len(sequence.token_ids) - 1 + max_tokens
+        if self.residents.grow(sequence, num_tokens) or self._preempt_for(sequence, num_tokens):
+            step.budget.spend(k + 1)
+            step.decoding.append(sequence)
+            sequence.last_step = self._num_steps
+            sequence.num_in_flight += 1
+            sequence.max_tokens_in_flight = max_tokens
 
     def _plan_chunk(self, step: _Step, sequence: Sequence, restored: int | None = None) -> None:
         """Plan a chunk: as many of a sequence's tokens as the step has room for."""
@@ -378,13 +384,13 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0] if self._waiting else None
 
-    def _grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence pages for `num_tokens` tokens, preempting later ones if necessary.
+    def _preempt_for(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Give a sequence pages for `num_tokens` tokens, preempting later ones one by one.
 
         If that is not enough it keeps the pages it has, and waits.
         """
         running = self.residents.running
-        while not self.residents.grow(sequence, num_tokens):
+        while True:
             victim = max(
                 (s for s in running if s > sequence and s.last_step != self._num_steps),
                 default=None,
@@ -392,7 +398,8 @@ class Scheduler:
             if victim is None:
                 return False
             self._preempt(victim)
-        return True
+            if self.residents.grow(sequence, num_tokens):
+                return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1
@@ -426,7 +433,5 @@ def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
         sequence.max_tokens_in_flight -= max_tokens
 
 
-def _turn(sequence: Sequence) -> tuple[int, int, bool, int, int]:
-    """Sort key of the order in a step: the lowest goes first."""
-    priority, arrival, index = sequence.rank
-    return priority, sequence.last_step, not sequence.is_prefilled, arrival, index
+# Sort key of the order in a step: the lowest goes first.
+_turn = attrgetter("priority", "last_step")

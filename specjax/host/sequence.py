@@ -3,13 +3,14 @@
 import time
 from array import array
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 from specjax.host.prefix_cache import Key
 from specjax.host.request import Matcher, Request, TextWatch
 from specjax.host.speculation.acceptance import DraftOutcome
 from specjax.outputs import TokenLogprobs
+
+NO_LIMIT = 2**30  # more drafts than any round has
 
 
 @dataclass(slots=True)
@@ -60,6 +61,20 @@ class Sequence:
     features: list[Any] = field(default_factory=list)  # (start, those of a chunk), if exported
     watch: TextWatch | None = None
     matcher: Matcher | None = None
+    # Of the request, as attributes because every step asks for them:
+    priority: int = field(init=False)
+    rank: tuple[int, int, int] = field(init=False)  # sort key: the lowest goes first
+    num_prompt_tokens: int = field(init=False)
+    max_length: int = field(init=False)  # maximum tokens, prompt included
+    draft_limit: int = field(init=False)  # the most drafts of a round
+
+    def __post_init__(self):
+        request, limit = self.request, self.request.params.num_speculative_tokens
+        self.priority = request.priority
+        self.rank = request.priority, self.arrival, self.index
+        self.num_prompt_tokens = len(request.prompt_token_ids)
+        self.max_length = request.max_length
+        self.draft_limit = NO_LIMIT if limit is None else limit
 
     @classmethod
     def of(cls, request: Request, index: int, arrival: int) -> "Sequence":
@@ -75,11 +90,6 @@ class Sequence:
         sequence.prompt_logprobs = [None] * len(sequence.reported)
         return sequence
 
-    @cached_property
-    def rank(self) -> tuple[int, int, int]:
-        """Sort key among all sequences: the lowest goes first."""
-        return self.request.priority, self.arrival, self.index
-
     def __lt__(self, other: "Sequence") -> bool:
         return self.rank < other.rank
 
@@ -92,11 +102,6 @@ class Sequence:
     def num_output(self) -> int:
         """Number of tokens after the prompt."""
         return len(self.token_ids) - self.num_prompt_tokens
-
-    @cached_property
-    def num_prompt_tokens(self) -> int:
-        """Length of the prompt."""
-        return len(self.request.prompt_token_ids)
 
     @property
     def reported(self) -> list[int]:
@@ -124,22 +129,25 @@ class Sequence:
         return self.num_prompt_tokens - 1 if request.is_scored else len(self.token_ids)
 
     @property
+    def min_length(self) -> int:
+        """Minimum tokens, prompt included, after the rounds in flight."""
+        return len(self.token_ids) + self.num_in_flight
+
+    @property
     def may_go_on(self) -> bool:
         """Whether tokens may be left to generate after the rounds in flight."""
-        return self.num_output + self.num_in_flight < self.request.max_tokens
+        return len(self.token_ids) + self.num_in_flight < self.max_length
 
-    def max_drafts(self, k: int, num_before: int) -> int:
-        """How many of k drafts can be used after `num_before` tokens of output."""
-        limit = self.request.params.num_speculative_tokens
-        remaining = self.request.max_tokens - num_before
-        return max(0, min(k if limit is None else min(k, limit), remaining - 1))
+    def max_drafts(self, k: int, length: int) -> int:
+        """How many of k drafts can be used after `length` tokens, prompt included."""
+        return max(0, min(k, self.draft_limit, self.max_length - length - 1))
 
     def verdict(self, k: int, num_kept: int) -> DraftOutcome:
         """The outcome for drafts of a round of k that gave the last `num_kept` tokens.
 
         If the drafter found fewer than k, the next one counts as rejected.
         """
-        num_drafts = self.max_drafts(k, self.num_output - num_kept)
+        num_drafts = self.max_drafts(k, len(self.token_ids) - num_kept)
         num_accepted = min(num_kept - 1, num_drafts)
         if self.is_finished:  # drafts after the end were not looked at
             num_drafts = num_accepted
@@ -201,7 +209,15 @@ class Sequence:
         if row.logprobs:
             self.logprobs += row.logprobs[: len(tokens)]
         if self.finish_reason is None:
-            self._finish_if_done(tokens[-1])
+            last = tokens[-1]
+            if last in self.request.stop_ids:
+                self.finish_reason = "stop"
+                is_users = last in (self.request.params.stop_token_ids or ())
+                self.stop_reason = last if is_users else None
+            elif self.matcher is not None and self.matcher.is_finished:
+                self.finish_reason = "stop"
+            elif len(self.token_ids) >= self.max_length:
+                self.finish_reason = "length"
         return len(tokens)
 
     def _until_it_ends(self, tokens: list[int]) -> list[int]:
@@ -219,12 +235,3 @@ class Sequence:
             if self.matcher is not None and self.matcher.is_finished:
                 return tokens[:num_tokens]
         return tokens
-
-    def _finish_if_done(self, last: int) -> None:
-        if last in self.request.stop_ids:
-            self.finish_reason = "stop"
-            self.stop_reason = last if last in (self.request.params.stop_token_ids or ()) else None
-        elif self.matcher is not None and self.matcher.is_finished:
-            self.finish_reason = "stop"
-        elif self.num_output >= self.request.max_tokens:
-            self.finish_reason = "length"

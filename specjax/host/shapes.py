@@ -52,9 +52,30 @@ class Shapes:
 
     def round(self, num_sequences: int, k: int) -> Shape:
         """The smallest shape for so many sequences, with at least k drafts if there is one."""
-        wide = [shape for shape in self.decode if shape[0] >= num_sequences]
-        deep = [shape for shape in wide if shape[1] >= k]
-        return min(deep, key=num_rows) if deep else max(wide, key=lambda s: (s[1], -s[0]))
+        asked = num_sequences, k
+        if asked not in self._rounds:
+            wide = [shape for shape in self.decode if shape[0] >= num_sequences]
+            deep = [shape for shape in wide if shape[1] >= k]
+            best = min(deep, key=num_rows) if deep else max(wide, key=lambda s: (s[1], -s[0]))
+            self._rounds[asked] = best
+        return self._rounds[asked]
+
+    def batch(self, num_sequences: int, k: int) -> int:
+        """The smallest batch of rounds of k drafts that holds so many sequences."""
+        return next(batch for batch in self._decode_batches[k] if batch >= num_sequences)
+
+    @cached_property
+    def _rounds(self) -> dict[Shape, Shape]:
+        """Answers of `round`, which every step asks."""
+        return {}
+
+    @cached_property
+    def _decode_batches(self) -> dict[int, list[int]]:
+        """Batches of rounds by k, rising."""
+        batches: dict[int, list[int]] = {}
+        for batch, k in sorted(self.decode):
+            batches.setdefault(k, []).append(batch)
+        return batches
 
     @cached_property
     def _batches(self) -> dict[int, list[int]]:

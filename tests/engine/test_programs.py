@@ -84,7 +84,7 @@ def a_page_of_another(programs: Any, run: Callable, key: Any, arguments: tuple) 
     if isinstance(key, Prefill):
         packed = np.array(arguments[0])
         packed[:, 6] = np.where(packed[:, 6] >= 0, packed[:, 6] ^ 1, -1)
-        arguments = (programs.put(packed),)
+        arguments = (packed,)
     return run(key, *arguments)
 
 
@@ -93,7 +93,7 @@ def a_draft_too_few(programs: Any, run: Callable, key: Any, arguments: tuple) ->
     if isinstance(key, Decode):
         packed = np.array(arguments[0])
         packed[:, 1] = np.maximum(packed[:, 1] - 1, 0)
-        arguments = (programs.put(packed),)
+        arguments = (packed,)
     return run(key, *arguments)
 
 

@@ -220,13 +220,33 @@ def test_k_is_asked_for_once_a_step_whether_or_not_somebody_decodes():
         asked.append(load)
         return 1
 
-    policy = SimpleNamespace(choices=(1,), choose=choose)
+    policy = SimpleNamespace(choices=(1,), weighs_requests=False, choose=choose)
     scheduler = make_scheduler(make_config(), policy)
     scheduler.schedule()
     add(scheduler, 0, 3)
     assert scheduler.schedule().decode is None
     scheduler.schedule()
     assert [load.num_sequences for load in asked] == [0, 0, 1]
+
+
+@pytest.mark.parametrize("weighs", [True, False])
+def test_a_policy_is_told_of_requests_if_it_weighs_them(weighs):
+    """By group and drafts that are of use: of the last two tokens of a request, one."""
+    asked = []
+
+    def choose(load):
+        asked.append(load)
+        return 1
+
+    policy = SimpleNamespace(choices=(1, 3), weighs_requests=weighs, choose=choose)
+    scheduler = make_scheduler(make_config(shapes=((4, 16),)), policy)
+    for i, max_tokens in enumerate((9, 9, 3)):
+        add(scheduler, i, 4 + i, max_tokens)
+    give(scheduler, scheduler.schedule())
+    scheduler.schedule()
+    expected = (4 + 5 + 6 + 3, {(1.0, 3): 2, (1.0, 1): 1}) if weighs else (0, {})
+    assert (asked[-1].num_context, asked[-1].members) == expected
+    assert asked[-1].num_sequences == 3
 
 
 def test_exact_steps_all_have_one_shape():

@@ -33,6 +33,12 @@ def test_a_round_has_the_fewest_rows_that_hold_it(num_sequences, k, decode):
         assert drafts == max(s[1] for s in holding), "as many drafts as there are"
 
 
+def test_a_batch_of_its_k_is_the_smallest_that_holds_a_round():
+    for num_sequences, k in itertools.product(range(9), (0, 1, 3)):
+        holding = [b for b, drafts in DECODE if b >= num_sequences and drafts == k]
+        assert EVERY.batch(num_sequences, k) == min(holding)
+
+
 def test_with_all_shapes_a_round_has_its_own():
     for (batch, k), less in itertools.product(DECODE, (0, 1)):
         if batch - less in (1, 2, 3, 4, 7, 8):

@@ -206,8 +206,12 @@ class CheckedEngine(Engine):
             assert all(sharers[page] == s.request.request_id for s in running for page in s.pages)
         slots = [sequence.slot for sequence in running]
         assert sorted([*slots, *scheduler.residents.free_slots]) == list(range(config.max_num_seqs))
+        table = np.full((config.max_num_seqs, config.pages_per_seq), -1)
         for sequence in running:
+            table[sequence.slot, : len(sequence.pages)] = sequence.pages
             self._check_resident(sequence)
+        np.testing.assert_array_equal(scheduler.residents.page_table, table)
+        assert running == sorted(running)
         waiting = [s for s in scheduler._waiting if not s.is_finished]
         for samples in scheduler._live.values():
             is_followed = samples[0].index > 0 or samples[0].is_followed

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from support.scripts import Script
 from support.simulated_device import SimulatedPrograms
 
 from specjax import LLM
+from specjax.config import EngineConfig
 from specjax.engine.engine import Engine
+from specjax.host.speculation.policy import Policy
 
 VOCAB = 32  # small, so that drafts of untrained heads are right now and then
 K = 3
@@ -68,6 +71,15 @@ def hold_pages(llm: LLM, num_left: int) -> list[int]:
 def give_pages(llm: LLM, taken: list[int]) -> None:
     """Give back what `hold_pages` took."""
     llm.engine.scheduler.pages.release(taken)
+
+
+def simulated_engine(config: EngineConfig, policy: Policy, vocab_size: int = VOCAB) -> Engine:
+    """The loop alone, on a simulated device; requests are made by hand."""
+    kind = SimpleNamespace(is_recurrent=False, num_layers=1)
+    target: Any = SimpleNamespace(vocab_size=vocab_size, cache_kinds=(kind,))
+    drafter: Any = SimpleNamespace(draft_slots=lambda k: 0)
+    nothing: Any = None
+    return Engine(config, target, drafter, nothing, policy, make_programs=SimulatedPrograms)
 
 
 @contextmanager

@@ -53,6 +53,11 @@ class LockstepPolicy:
         """Whether the leader learns, from its own rounds."""
         return self._replicas.is_leader and self._policy.is_learning
 
+    @property
+    def weighs_requests(self) -> bool:
+        """The policy's."""
+        return self._policy.weighs_requests
+
     def begin(self, replay: Callable[[], StepCost]) -> None:
         """All replicas time their rounds together; the leader's times count."""
         self._policy.begin(replay)

@@ -83,6 +83,11 @@ class Policy(Protocol):
         """Whether `observe` learns anything."""
         ...
 
+    @property
+    def weighs_requests(self) -> bool:
+        """Whether `choose` looks at `num_context` and `members` of a load; else both are empty."""
+        ...
+
     def choose(self, load: DecodeLoad) -> int:
         """K for the next round. Called once a step, even if nothing decodes."""
         ...
@@ -116,6 +121,7 @@ class PolicyRule:
     """Base of policies that learn nothing."""
 
     is_learning = False
+    weighs_requests = True
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
         """There is nothing to prepare."""
@@ -140,6 +146,7 @@ class PolicyRule:
 class StaticPolicy(PolicyRule):
     """The same K always."""
 
+    weighs_requests = False
     k: int
 
     @property
@@ -159,6 +166,7 @@ class TablePolicy(PolicyRule):
     Sizes that no entry names have the K of the entry before.
     """
 
+    weighs_requests = False
     table: tuple[tuple[int, int, int], ...]
 
     @property
@@ -182,6 +190,8 @@ class GoodputPolicy:
     and then, and drafting at all when K = 0 is best, as nothing is learned without drafts. A try
     that changes nothing doubles the time to the next.
     """
+
+    weighs_requests = True
 
     def __init__(
         self,

@@ -1,0 +1,70 @@
+"""What a step costs the host, in Python calls: unlike times they are the same in every run."""
+
+import sys
+from pathlib import Path
+
+import pytest
+from support.engines import simulated_engine
+
+import specjax
+from specjax.config import EngineConfig
+from specjax.host.request import Request
+from specjax.host.speculation.policy import StaticPolicy
+from specjax.sampling_params import SamplingParams
+
+SOURCES = str(Path(specjax.__file__).parent)
+NUM_STEPS, PROMPT = 24, 8
+MANY_SHAPES = {
+    "decode_batches": (1, 2, 4, 8, 16, 32),
+    "prefill_shapes": ((1, 8), (4, 8), (32, 8), (1, 16), (4, 16), (1, 32), (8, 32)),
+}
+FEW_SHAPES = {"decode_batches": (32,), "prefill_shapes": ((32, 8),)}
+
+
+def calls_per_step(num_requests, k, **shapes):
+    """Calls of this package's functions in a step in which all requests decode."""
+    config = EngineConfig(
+        max_model_len=256,
+        max_num_seqs=32,
+        max_num_batched_tokens=32 * PROMPT,
+        num_pages=32 * 16,
+        page_size=16,
+        compile_ahead=True,
+        **shapes,
+    )
+    engine = simulated_engine(config, StaticPolicy(k))
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    samples = []
+    for i in range(num_requests):
+        samples += engine.add(Request(i, (i,) * PROMPT, params, 200, (i,)))
+    while not all(sample.num_output for sample in samples):
+        engine.step()
+    engine.step()
+    num_calls = 0
+
+    def count(frame, event, argument):
+        nonlocal num_calls
+        num_calls += event == "call" and frame.f_code.co_filename.startswith(SOURCES)
+
+    sys.setprofile(count)
+    try:
+        for _ in range(NUM_STEPS):
+            engine.step()
+    finally:
+        sys.setprofile(None)
+    assert not any(sample.is_finished for sample in samples)
+    return num_calls / NUM_STEPS
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_a_request_costs_a_step_few_calls(k):
+    """Of which some come only when a page is full."""
+    few, many = (calls_per_step(count, k, **FEW_SHAPES) for count in (8, 32))
+    per_request = (many - few) / 24
+    assert per_request < 9
+    assert few - 8 * per_request < 100
+
+
+def test_shapes_cost_a_step_nothing():
+    """What depends on them alone is not looked for anew."""
+    assert calls_per_step(8, 3, **MANY_SHAPES) == calls_per_step(8, 3, **FEW_SHAPES)
