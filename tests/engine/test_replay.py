@@ -55,11 +55,8 @@ class Machine:
         state = [jnp.zeros((4, n), jnp.int32) for n in (MAX_MODEL_LEN, 3, 1)]
         self.state: Any = State(state[0], state[1], Requests(state[2]))
 
-    def put(self, array):
-        self.now += self.host_ms
-        return array
-
     def run(self, key, packed):
+        self.now += self.host_ms
         context = int(self.state.progress[0, 0])
         self.free_at = max(self.free_at, self.now) + self.round_ms(key.batch, key.k, context)
         return Outputs(self, self.free_at)
