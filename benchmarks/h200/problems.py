@@ -153,7 +153,7 @@ def delta_rule(
         x, *where = item
         options = {"folds": folds, "eps": EPS}
         if config is not None:
-            run = partial(gated_delta_rule_triton, config=config)
+            run = partial(gated_delta_rule_triton, config=config, interpret=kernels == "interpret")
         else:
             run = partial(gated_delta_rule, kernels=kernels)
         out, cache = run(x, weights, cache, *where, **options)
