@@ -137,13 +137,14 @@ def _check_cache(cache: DeltaRuleCache) -> None:
             f"u [L, S, M, H_v, D_v] and k [L, S, 2 M, H_k, D_k]; got {state.shape}, {ring.shape}, "
             f"{u.shape}, {k.shape}"
         )
+    layers, slots, *_ = state.shape
     heads, max_pending = cache.heads, cache.max_pending
     if not heads.num_keys or heads.num_values % heads.num_keys:
         raise ValueError(
             f"cache.k must have H_k heads that divide H_v={heads.num_values}; got {k.shape}"
         )
     num_taps = max(1, ring.shape[2] - max_pending + 1)
-    expected = DeltaRuleCache.shapes(*state.shape[:2], heads, num_taps, max_pending, ring.dtype)
+    expected = DeltaRuleCache.shapes(layers, slots, heads, num_taps, max_pending, ring.dtype)
     for name, array, fits in zip(cache._fields, cache, expected, strict=True):
         if array.shape != fits.shape:
             raise ValueError(

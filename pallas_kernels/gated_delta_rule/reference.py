@@ -64,17 +64,15 @@ def gated_delta_rule_reference(
     tokens = tokens.only(_resize(positions >= 0, num_new))
     folded = _read_pending(cache, layer, read, starts, pending)
 
-    # Pending tokens, then new ones: what is already known of u, and what the state still tells.
-    verified = jnp.zeros_like(tokens.v), *tokens[:3], jnp.exp(tokens.g), tokens.beta
+    # Pending tokens, whose u is known, then new ones.
+    verified = *tokens[:3], jnp.exp(tokens.g), tokens.beta, jnp.zeros_like(tokens.v)
     pairs = zip(folded, verified, strict=True)
-    known, q, k, v, decay, beta = (jnp.concatenate(pair, axis=1) for pair in pairs)
+    everything = [jnp.concatenate(pair, axis=1) for pair in pairs]
 
     def step(t, carry):
         s, out, corrections = carry
-        token = (
-            jax.lax.dynamic_index_in_dim(x, t, 1, keepdims=False) for x in (q, k, v, decay, beta)
-        )
-        s, o, u = advance(s, *token, jax.lax.dynamic_index_in_dim(known, t, 1, keepdims=False))
+        token = (jax.lax.dynamic_index_in_dim(x, t, 1, keepdims=False) for x in everything)
+        s, o, u = advance(s, *token)
         # Those of pending tokens go to index 0, which the first new token overwrites.
         at = t - max_pending
         out = jax.lax.dynamic_update_index_in_dim(out, o, at, 1)
@@ -107,7 +105,7 @@ def gated_delta_rule_reference(
 def _read_pending(
     cache: DeltaRuleCache, layer: jax.Array, slots: jax.Array, starts: jax.Array, pending: jax.Array
 ) -> tuple[jax.Array, ...]:
-    """Return u, q, k, v, e^g and beta [B, M, H_v, ...] of the M tokens before the new ones. Where
+    """Return q, k, v, e^g, beta and u [B, M, H_v, ...] of the M tokens before the new ones. Where
     they are not pending they leave every state unchanged. Their q, v and beta are zero: outputs of
     pending tokens are not used, and their u is known."""
     heads, max_pending = cache.heads, cache.max_pending
@@ -118,7 +116,7 @@ def _read_pending(
     k = jnp.repeat(cache.k[at], heads.num_values // heads.num_keys, axis=2)
     u, k = (jnp.where(is_pending[..., None], x, 0.0) for x in (u, k))
     decay = jnp.where(is_pending, cache.decay[at], 1.0)
-    return u, jnp.zeros_like(k), k, jnp.zeros_like(u), decay, jnp.zeros_like(decay)
+    return jnp.zeros_like(k), k, jnp.zeros_like(u), decay, jnp.zeros_like(decay), u
 
 
 def _keep_tokens(
