@@ -19,10 +19,11 @@ load, store, dot, barrier = plt.load, plt.store, plt.dot, plt.debug_barrier
 
 
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
-    """Return a b + c of f32 arrays of one shape, rounded once, where c is rounded before.
+    """Return a b + c of f32 arrays of one shape, rounded once, after c itself has been rounded.
 
-    Of a product and a sum compilers may make such an instruction, or not; and if c is a product,
-    too, they choose which of the two stays unrounded. In interpret mode the barrier decides that.
+    Compilers may fuse a product into the sum that follows, or not; of two products, either one.
+    This is always the same instruction. In interpret mode there is none to ask for, but c is still
+    rounded first: the barrier keeps its product apart.
     """
     if interpret:
         return a * b + jax.lax.optimization_barrier(c)
