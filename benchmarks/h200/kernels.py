@@ -117,6 +117,7 @@ def time_delta_rule_tiles(setting: Setting) -> Iterator[dict[str, Any]]:
             replace(base, piece=piece, values=values, num_warps=warps)
             for piece, values, warps in setting.pick(tiles, tiles[:1])
         ]
+        others += [replace(base, fold_tokens=tokens) for tokens in setting.pick((1, 2, 4), ())]
         others += [
             replace(base, inputs_tokens=tokens, inputs_warps=warps)
             for tokens, warps in setting.pick(inputs if rows == 4 else [], inputs[-1:])

@@ -13,7 +13,7 @@ from pallas_kernels.gated_delta_rule import (
     Heads,
     gated_delta_rule,
 )
-from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning
+from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning, choose_tuning
 from specjax.inspect.resources import Resources
 
 MODELS = {"Qwen3.5-4B": Heads(16, 32, 128, 128), "Qwen3.5-27B": Heads(16, 48, 128, 128)}
@@ -129,13 +129,13 @@ def test_many_programs_of_a_step_share_a_multiprocessor(reports, case):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_folding_rounds_as_verifying_does(reports, case):
-    """Both add u k^T to e^g S by a multiply-add that no compiler chose: once in the kernel's loop
-    over pending tokens, and in a step once more in its loop over new ones, beside two sums over
-    keys, in which all pieces but the first are added so."""
+    """Both add u k^T to e^g S by a multiply-add that no compiler chose: in the kernel's loop over
+    pending tokens, and in a step once more in its loop over new ones, beside two sums over keys, in
+    which all pieces but the first are added so."""
     name = "gated_delta_rule_chunks" if case[3] else "gated_delta_rule"
     (kernel,) = (kernel for kernel in reports[case]["resources"] if kernel["name"] == name)
-    heads = MODELS[case[0]]
+    heads, tuning = MODELS[case[0]], choose_tuning(case[1])
     per_thread = heads.value_dim // kernel["grid"][0] * heads.key_dim // kernel["threads"][0]
-    num_pieces = heads.key_dim // DeltaRuleTuning().piece
-    sums = 2 * (num_pieces - 1) / num_pieces
-    assert kernel["multiply_adds"] == per_thread * (1 if case[3] else 2 + sums)
+    num_pieces = heads.key_dim // tuning.piece
+    verified = 1 + 2 * (num_pieces - 1) / num_pieces
+    assert kernel["multiply_adds"] == per_thread * (1 if case[3] else tuning.fold_tokens + verified)

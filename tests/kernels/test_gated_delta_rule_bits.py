@@ -142,4 +142,4 @@ def test_a_folded_token_leaves_the_bits_of_the_step_that_verified_it():
     verified, u = run(q, k, v, decay, beta, jnp.zeros_like(v))
     folded, _ = run(0 * q, k, 0 * v, decay, 0 * beta, u)
     np.testing.assert_array_equal(folded, verified)
-    assert np.abs(verified).max() > 1
+    assert np.abs(verified).max() > 0.1

@@ -118,7 +118,7 @@ def _chunk_kernel(*refs, chunk, tile, piece, interpret):
         known = jnp.broadcast_to(first > 0, (tile, piece))
         states = [load(state_ref.at[at], mask=known, other=0.0) for at in own]
         rings = Rings(u_ref, k_ref, decay_ref, row, head, values, pieces)
-        states = rings.fold(states, first, interpret=interpret)
+        states = rings.fold(states, first, tokens=1, interpret=interpret)
         num_chunks = (row.count + chunk - 1) // chunk
         states = jax.lax.fori_loop(0, num_chunks, fold, states)
         for at, s in zip(own, states, strict=True):

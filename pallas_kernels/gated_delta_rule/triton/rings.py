@@ -35,15 +35,23 @@ class Rings(NamedTuple):
         key_head = self.head // (num_heads // num_keys)
         return self.decay[*at, self.head], [self.k[*at, key_head, piece] for piece in self.pieces]
 
-    def fold(self, states, first, *, interpret):
-        """Fold the tokens from position `first` on, up to the first new one, into the states."""
+    def fold(self, states, first, *, tokens, interpret):
+        """Fold the tokens from position `first` on, up to the first new one, into the states;
+        `tokens` at a time, whose loads wait for the memory together."""
+        start = self.row.start
 
-        def fold_one(place, states):
-            decay, k = self.read(place)
-            states = [s * decay for s in states]
-            return correct(states, self.u_at(place)[...], k, interpret=interpret)
+        def fold_some(i, states):
+            places = [first + i * tokens + n for n in range(tokens)]
+            read = [self.read(jnp.minimum(place, start - 1)) for place in places]
+            us = [self.u_at(jnp.minimum(place, start - 1))[...] for place in places]
+            for place, (decay, k), u in zip(places, read, us, strict=True):
+                # Past the last one, with 1 and 0 for e^g and u, the states keep their bits.
+                decay, u = (jnp.where(place < start, *z) for z in ((decay, 1.0), (u, 0.0)))
+                states = correct([s * decay for s in states], u, k, interpret=interpret)
+            return states
 
-        return jax.lax.fori_loop(first, self.row.start, fold_one, states)
+        num_steps = (start - first + tokens - 1) // tokens
+        return jax.lax.fori_loop(0, num_steps, fold_some, states)
 
 
 def correct(states, u, k, *, interpret):

@@ -31,7 +31,11 @@ def run_step(x, weights, cache, where, config, interpret):
     out = jax.ShapeDtypeStruct((batch, length, heads.num_values, heads.value_dim), x.dtype)
     state, u, out = triton_call(
         partial(
-            _step_kernel, piece=min(config.piece, heads.key_dim), tile=tile, interpret=interpret
+            _step_kernel,
+            piece=min(config.piece, heads.key_dim),
+            tile=tile,
+            fold_tokens=min(config.fold_tokens, cache.max_pending),
+            interpret=interpret,
         ),
         [*owned, cache.k, cache.decay, *inputs, *where],
         [*(jax.ShapeDtypeStruct(z.shape, z.dtype) for z in owned), out],
@@ -44,7 +48,7 @@ def run_step(x, weights, cache, where, config, interpret):
     return out, cache._replace(state=state, u=u)
 
 
-def _step_kernel(*refs, piece, tile, interpret):
+def _step_kernel(*refs, piece, tile, fold_tokens, interpret):
     _, _, k_ref, decay_ref, q_ref, v_ref, beta_ref, *refs = refs
     layer_ref, slots_ref, positions_ref, pending_ref, state_ref, u_ref, out_ref = refs
     _, num_slots, num_heads, _, key_dim = state_ref.shape
@@ -75,7 +79,7 @@ def _step_kernel(*refs, piece, tile, interpret):
         own = [(row.layer, row.slot, head, values[:, None], keys[None]) for keys in pieces]
         known = jnp.broadcast_to(first > 0, (tile, piece))
         states = [load(state_ref.at[at], mask=known, other=0.0) for at in own]
-        states = rings.fold(states, first, interpret=interpret)
+        states = rings.fold(states, first, tokens=fold_tokens, interpret=interpret)
         for at, s in zip(own, states, strict=True):
             state_ref[at] = s
         if not interpret:

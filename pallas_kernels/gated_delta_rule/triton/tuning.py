@@ -14,6 +14,7 @@ class DeltaRuleTuning:
     # multiprocessor, some of which load while others compute.
     values: int = 32
     num_warps: int = 4
+    fold_tokens: int = 2  # pending tokens that are loaded at a time
     inputs_tokens: int = 8  # new tokens per program of the inputs kernel, one after the other
     inputs_warps: int = 2
     chunk: int = 32  # tokens per chunk of a prompt
@@ -30,5 +31,5 @@ def choose_tuning(batch: int) -> DeltaRuleTuning:
     """Return the tiles for so many requests: for few, smaller ones, so that all multiprocessors
     have some and each thread has less to do. Chosen by counts, not yet measured."""
     if batch < 8:
-        return DeltaRuleTuning(values=16, inputs_tokens=1, inputs_warps=4)
+        return DeltaRuleTuning(values=16, fold_tokens=4, inputs_tokens=1, inputs_warps=4)
     return DeltaRuleTuning()
