@@ -64,10 +64,10 @@ def tables(k: int, page_size: int) -> dict[str, Any]:
                 ],
                 "rows": [slot_row(name, report) for name, report in reports.items()],
                 "notes": [
-                    "A lazy slot is one state, and the raw inputs and gates of the W - 1 tokens "
-                    "that the convolution (of W taps) looks back to, of K + 1 pending ones and of "
-                    "K + 1 new ones. Snapshots are K + 1 states, "
-                    "their convolution windows not counted."
+                    "A lazy slot is one state, and rings of tokens: the raw inputs of W + K, where "
+                    "W is the width of the convolution, the corrections of K + 1, and the keys and "
+                    "decays of 2 (K + 1). Snapshots are K + 1 states, their convolution windows "
+                    "not counted."
                 ],
             },
             {

@@ -18,6 +18,25 @@ warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecat
 load, store, dot, barrier = plt.load, plt.store, plt.dot, plt.debug_barrier
 
 
+def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
+    """Return a b + c of f32 arrays of one shape, rounded once, after c itself has been rounded.
+
+    Compilers may fuse a product into the sum that follows, or not; of two products, either one.
+    This is always the same instruction. In interpret mode there is none to ask for, but c is still
+    rounded first: the barrier keeps its product apart.
+    """
+    if interpret:
+        return a * b + jax.lax.optimization_barrier(c)
+    (sum_,) = plt.elementwise_inline_asm(
+        "fma.rn.f32 $0, $1, $2, $3;",
+        args=[a, b, c],
+        constraints="=f,f,f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(c.shape, c.dtype)],
+    )
+    return sum_
+
+
 def triton_call(
     kernel: Callable[..., None],
     operands: Sequence[jax.Array],

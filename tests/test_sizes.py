@@ -18,7 +18,6 @@ EXCEPTIONS = {
     "benchmarks/h200/snapshots.py:_kernel": REFS,
     "benchmarks/sampler_cpu.py:main": SCRIPT,
     "benchmarks/transformers_cpu.py:main": SCRIPT,
-    "pallas_kernels/gated_delta_rule/__init__.py:gated_delta_rule": OPERANDS,
     "pallas_kernels/gated_delta_rule/triton/__init__.py:gated_delta_rule_triton": OPERANDS,
     "pallas_kernels/paged_attention/reference.py:paged_attention_reference": OPERANDS,
     "pallas_kernels/paged_attention/triton.py:_attention_kernel": REFS,

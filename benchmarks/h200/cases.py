@@ -103,13 +103,14 @@ CASES = (
     _grid(1, 110),
     _grid(64, 110),
     _kernels("attention", 80, "paged attention by batch, rows and context, and other tiles"),
-    _kernels("delta_rule", 60, "the gated delta rule, other tiles, and K + 1 snapshots instead"),
+    _kernels("delta_rule", 60, "the gated delta rule, and K + 1 snapshots instead"),
     _grid(256, 80),
     _correct("float32"),
     _kernels("others", 60, "rope_write, add_rms_norm, grouped products, truncation"),
     _grid(16, 60),
     _model("Qwen3.5-4B", 100),
     _model("Qwen3.5-27B", 130),
+    _kernels("delta_rule_tiles", 400, "other tiles of the gated delta rule's step"),
     *(
         Case(
             name=f"host/{batch}",

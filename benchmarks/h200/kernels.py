@@ -26,7 +26,7 @@ from problems import (
 from snapshots import snapshot_rule
 from timing import Setting, attempt, measure
 
-from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning as DeltaConfig
+from pallas_kernels.gated_delta_rule.triton.tuning import choose_tuning
 from pallas_kernels.paged_attention.tuning import choose_config
 from pallas_kernels.rms_norm import add_rms_norm
 from specjax.engine.precompile import GPU_OPTIONS
@@ -91,7 +91,7 @@ def tune_attention(
 def time_delta_rule(setting: Setting) -> Iterator[dict[str, Any]]:
     """And beside it the same recurrence with a state kept after every token."""
     models = setting.pick(DELTA_HEADS, {"tiny": TINY_HEADS})
-    for batch in setting.pick((64, 1, 256, 32), (2,)):
+    for batch in setting.pick((64, 1, 256, 16), (2,)):
         for model, heads in models.items():
             for rows in setting.pick((1, 4), (2,)):
                 row = _row("gated_delta_rule", model, batch, rows)
@@ -101,18 +101,30 @@ def time_delta_rule(setting: Setting) -> Iterator[dict[str, Any]]:
                 make = partial(snapshot_rule, heads, batch, rows)
                 if rows > 1:
                     yield attempt(row, lambda make=make: time_problem(make(), setting))
-    base = DeltaConfig()
-    others = [
-        replace(base, piece=piece, num_warps=warps)
-        for piece in (16, 32, 64)
-        for warps in (4, 8)
-        if (piece, warps) != (base.piece, base.num_warps)
-    ]
-    for batch in setting.pick((64, 1), ()):
-        row, heads = _row("gated_delta_rule", "27B", batch, 4), DELTA_HEADS["27B"]
-        yield from tune(
-            row, partial(delta_rule, heads, batch, 4, DTYPE), base, others, setting
-        )  # fmt: skip
+
+
+def time_delta_rule_tiles(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Tiles of a step: how many rows of a state a program has, over how many warps; and for the
+    kernel that prepares the inputs of new tokens, how many of them a program has."""
+    heads = setting.pick(DELTA_HEADS["27B"], TINY_HEADS)
+    tiles = [(32, 32, 4), (32, 16, 2), (32, 16, 4), (32, 32, 8), (32, 64, 4), (32, 64, 8)]
+    tiles += [(32, 8, 1), (16, 32, 4), (16, 16, 2), (64, 32, 4)]
+    inputs = [(1, 1), (1, 2), (1, 4), (8, 1), (8, 2), (8, 4)]
+    shapes = [(batch, rows) for rows in (4, 1, 6) for batch in (64, 1, 16, 256)]
+    for batch, rows in setting.pick(shapes, [(2, 2)]):
+        base = choose_tuning(batch)
+        others = [
+            replace(base, piece=piece, values=values, num_warps=warps)
+            for piece, values, warps in setting.pick(tiles, tiles[:1])
+        ]
+        others += [replace(base, fold_tokens=tokens) for tokens in setting.pick((1, 2, 4), ())]
+        others += [
+            replace(base, inputs_tokens=tokens, inputs_warps=warps)
+            for tokens, warps in setting.pick(inputs if rows == 4 else [], inputs[-1:])
+        ]
+        row = _row("gated_delta_rule", "27B", batch, rows)
+        make = partial(delta_rule, heads, batch, rows, DTYPE, layers=setting.pick(0, 2))
+        yield from tune(row, make, base, others, setting)
 
 
 def tune(

@@ -20,7 +20,6 @@ from pallas_kernels.gated_delta_rule import (
     DeltaRuleWeights,
     Heads,
     gated_delta_rule,
-    num_ring_columns,
 )
 from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
 from pallas_kernels.grouped_matmul import grouped_matmul
@@ -31,7 +30,7 @@ from pallas_kernels.rope_write import HeadWeights, rope_write
 from pallas_kernels.truncation import truncate
 
 CACHE_BYTES = 2**28  # several times the card's cache: what the items of a problem come to
-PAGE_SIZE, TAPS, MAX_ROWS, EPS = 16, 4, 4, 1e-6
+PAGE_SIZE, TAPS, MAX_ROWS, EPS = 16, 4, 6, 1e-6
 DELTA_HEADS = {"4B": Heads(16, 32, 128, 128), "27B": Heads(16, 48, 128, 128)}
 TINY_HEADS = Heads(1, 2, 16, 16)
 # Query heads, key heads and their dimension.
@@ -128,24 +127,16 @@ def delta_rule(
     """Steps whose last one left up to T tokens pending; each call is of another layer."""
     state_bytes = 4 * batch * heads.num_values * heads.value_dim * heads.key_dim
     layers = layers or int(min(max(4, CACHE_BYTES // state_bytes), 32))
-    columns, channels = num_ring_columns(TAPS, MAX_ROWS), heads.channels
-    cache = DeltaRuleCache(
-        0.1
-        * normal(1, (layers, batch, heads.num_values, heads.value_dim, heads.key_dim), "float32"),
-        normal(2, (layers, batch, columns, channels), dtype),
-        jnp.stack(
-            [
-                -jnp.abs(normal(3, (layers, batch, columns, heads.num_values), "float32")),
-                jax.nn.sigmoid(normal(4, (layers, batch, columns, heads.num_values), "float32")),
-            ],
-            axis=3,
-        ),
-    )
+    channels = heads.channels
+    shapes = DeltaRuleCache.shapes(layers, batch, heads, TAPS, MAX_ROWS, jnp.dtype(dtype))
+    state, ring, u, k, decay = (normal(1 + i, x.shape, x.dtype) for i, x in enumerate(shapes))
+    unit = heads.key_dim**-0.5
+    cache = DeltaRuleCache(0.1 * state, ring, 0.1 * u, unit * k, jnp.exp(-jnp.abs(decay)))
     weights = DeltaRuleWeights(
-        normal(5, (TAPS, channels), dtype) / 2,
+        normal(6, (TAPS, channels), dtype) / 2,
         jnp.linspace(-7.0, 1.0, heads.num_values),
-        normal(6, (heads.num_values,), "float32"),
-        1 + normal(7, (heads.value_dim,), dtype) / 8,
+        normal(7, (heads.num_values,), "float32"),
+        1 + normal(8, (heads.value_dim,), dtype) / 8,
     )
     rng = np.random.default_rng(0)
     slots = rng.permutation(batch).astype(np.int32)
@@ -162,7 +153,7 @@ def delta_rule(
         x, *where = item
         options = {"folds": folds, "eps": EPS}
         if config is not None:
-            run = partial(gated_delta_rule_triton, config=config)
+            run = partial(gated_delta_rule_triton, config=config, interpret=kernels == "interpret")
         else:
             run = partial(gated_delta_rule, kernels=kernels)
         out, cache = run(x, weights, cache, *where, **options)

@@ -9,20 +9,30 @@ a norm weight w, w rmsnorm(o) silu(z). q, k and v are a causal depthwise convolu
 over the last W tokens, followed by silu; q and k are then l2-normalised per head and q is scaled by
 D_k^-1/2. Value head j reads key head j // (H_v / H_k).
 
-A request's cache is one state, and a ring of the raw inputs and gates of its last tokens: the token
-at position p is in column p mod R. The state lags behind: it contains all tokens but the last
-`pending` ones. These are accepted, but the step that ran them could not know that. A call first
-folds them into the state from the ring and writes the state once. Then it runs the T new tokens on
-a copy of the state, and writes their inputs to the ring for the next call, which knows how many
-were accepted. So one state is read and written, however many tokens are verified, and rejected
-tokens need no rollback: their columns are overwritten. The ring has raw inputs, not derived values,
-so that folding a token in repeats exactly the computation of its own step.
+A request's cache is one state and rings of its last tokens. The state lags behind: it contains all
+tokens but the last `pending` ones. These are accepted, but the step that ran them could not know
+that. It knew their e^g, k and u, though, and left these in the rings. So a call first folds the
+pending tokens into the state, S <- e^g S + u k^T, and writes the state once. Then it runs the T new
+tokens on a copy of the state, and leaves their e^g, k and u for the next call, which knows how many
+were accepted. One state is read and written, however many tokens are verified, and rejected tokens
+need no rollback: their columns are overwritten. Of raw inputs, the convolution reads the W - 1
+before the new tokens.
 
-With up to M pending and up to M new tokens, R = W - 1 + 2 M columns are enough that a call writes
-none that it reads: its window (W - 1 tokens before the pending ones, the pending ones, the new
-ones) fits in the ring. A sequential program would need M columns less; these let the programs of a
-kernel run in any order: the programs of all value heads that share a key head read its channels,
-and one of them may write the new columns before another has read.
+Folding rounds as verifying did, in the same order: e^g S is rounded, then u k^T is added to it by
+one fused multiply-add. So a state has the same bits however its tokens were split over steps.
+
+How many columns a ring has follows from who reads and writes it. The token at position p is in
+column p mod the ring's length, so no two of as many consecutive tokens share a column.
+
+- Raw inputs, W - 1 + M columns: the programs that prepare the new tokens run in any order. They
+  read the W - 1 tokens before the new ones and write up to M new ones, which follow these.
+- k and e^g, 2 M columns: up to M new tokens are written before the state's programs read up to M
+  pending ones, which precede them.
+- u, M columns: a column's rows are read and written by one program only, which owns these rows of
+  the state. It reads all pending tokens before it writes the first new one.
+
+Rejected tokens of earlier steps lie at positions that the new tokens take, or that a later step
+takes before any step reads them.
 """
 
 import jax
@@ -33,7 +43,6 @@ from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
 from pallas_kernels.gated_delta_rule.types import DeltaRuleCache as DeltaRuleCache
 from pallas_kernels.gated_delta_rule.types import DeltaRuleWeights as DeltaRuleWeights
 from pallas_kernels.gated_delta_rule.types import Heads as Heads
-from pallas_kernels.gated_delta_rule.types import num_ring_columns as num_ring_columns
 
 IMPLEMENTATIONS = {"triton": gated_delta_rule_triton, "reference": gated_delta_rule_reference}
 
@@ -77,44 +86,27 @@ def gated_delta_rule(
         ValueError: shapes are inconsistent; the message names the argument.
         UnsupportedError: see `dispatch.run`.
     """
-    if cache.state.ndim != 5 or cache.ring.ndim != 4:
+    _check_cache(cache)
+    conv, log_decay, decay_bias, norm = weights
+    heads = cache.heads
+    if x.ndim != 3 or x.shape[:2] != positions.shape or x.shape[2] != heads.inputs:
         raise ValueError(
-            f"cache.state must be [L, S, H_v, D_v, D_k] and cache.ring [L, S, R, C]; got "
-            f"{cache.state.shape}, {cache.ring.shape}"
-        )
-    num_layers, num_slots, num_heads, value_dim, key_dim = cache.state.shape
-    columns, channels = cache.ring.shape[2:]
-    key_channels = channels - num_heads * value_dim
-    if key_channels <= 0 or key_channels % (2 * key_dim) or num_heads * 2 * key_dim % key_channels:
-        raise ValueError(
-            f"cache.ring has C={channels} channels, which are not q, k and v for states "
-            f"{cache.state.shape}"
-        )
-    inputs = cache.heads.inputs
-    if x.ndim != 3 or x.shape[:2] != positions.shape or x.shape[2] != inputs:
-        raise ValueError(
-            f"x must be [B, T, C + H_v D_v + 2 H_v = {inputs}] with positions [B, T]; got "
+            f"x must be [B, T, C + H_v D_v + 2 H_v = {heads.inputs}] with positions [B, T]; got "
             f"{x.shape}, {positions.shape}"
         )
-    expected = (num_layers, num_slots, columns)
-    if cache.ring.shape[:3] != expected or cache.gates.shape != (*expected, 2, num_heads):
+    num_taps = cache.ring.shape[2] - cache.max_pending + 1
+    if conv.shape != (num_taps, heads.channels):
         raise ValueError(
-            f"cache.ring and cache.gates must start with {expected} [L, S, R], gates end with "
-            f"{(2, num_heads)}; got {cache.ring.shape}, {cache.gates.shape}"
+            f"weights.conv must be [W={num_taps}, C={heads.channels}] for a ring of W - 1 + M "
+            f"columns; got {conv.shape}"
         )
-    conv, log_decay, decay_bias, norm = weights
-    if conv.ndim != 2 or conv.shape[1] != channels or conv.shape[0] + 1 > columns:
+    if log_decay.shape != (heads.num_values,) or decay_bias.shape != log_decay.shape:
         raise ValueError(
-            f"weights.conv must be [W < R={columns}, C={channels}], R = W - 1 + 2 M; got "
-            f"{conv.shape}"
-        )
-    if log_decay.shape != (num_heads,) or decay_bias.shape != log_decay.shape:
-        raise ValueError(
-            f"weights.log_decay and weights.decay_bias must be [H_v={num_heads}]; got "
+            f"weights.log_decay and weights.decay_bias must be [H_v={heads.num_values}]; got "
             f"{log_decay.shape}, {decay_bias.shape}"
         )
-    if norm is not None and norm.shape != (value_dim,):
-        raise ValueError(f"weights.norm must be [D_v={value_dim}] or None; got {norm.shape}")
+    if norm is not None and norm.shape != (heads.value_dim,):
+        raise ValueError(f"weights.norm must be [D_v={heads.value_dim}] or None; got {norm.shape}")
     if slots.shape != positions.shape[:1] or pending.shape != slots.shape:
         raise ValueError(
             f"slots and pending must be [B={positions.shape[0]}]; got {slots.shape}, "
@@ -134,3 +126,28 @@ def gated_delta_rule(
         folds=folds,
         eps=eps,
     )
+
+
+def _check_cache(cache: DeltaRuleCache) -> None:
+    """Check that the arrays of a cache are of the same sizes."""
+    state, ring, u, k, decay = cache
+    if (state.ndim, ring.ndim, u.ndim, k.ndim) != (5, 4, 5, 5):
+        raise ValueError(
+            "cache must have state [L, S, H_v, D_v, D_k], ring [L, S, W - 1 + M, C], "
+            f"u [L, S, M, H_v, D_v] and k [L, S, 2 M, H_k, D_k]; got {state.shape}, {ring.shape}, "
+            f"{u.shape}, {k.shape}"
+        )
+    layers, slots, *_ = state.shape
+    heads, max_pending = cache.heads, cache.max_pending
+    if not heads.num_keys or heads.num_values % heads.num_keys:
+        raise ValueError(
+            f"cache.k must have H_k heads that divide H_v={heads.num_values}; got {k.shape}"
+        )
+    num_taps = max(1, ring.shape[2] - max_pending + 1)
+    expected = DeltaRuleCache.shapes(layers, slots, heads, num_taps, max_pending, ring.dtype)
+    for name, array, fits in zip(cache._fields, cache, expected, strict=True):
+        if array.shape != fits.shape:
+            raise ValueError(
+                f"cache.{name} must be {fits.shape} beside u {u.shape} and k {k.shape}, with "
+                f"W > 0; got {array.shape}"
+            )

@@ -46,71 +46,119 @@ def gated_delta_rule_reference(
     eps: float,
 ) -> tuple[jax.Array, DeltaRuleCache]:
     """See `gated_delta_rule`."""
-    state, ring, ring_gates = cache
-    heads, conv = cache.heads, weights.conv
-    num_slots, num_columns, num_taps = state.shape[1], ring.shape[2], conv.shape[0]
-    max_pending = cache.max_pending(num_taps)
+    num_slots, num_taps, max_pending = cache.state.shape[1], len(weights.conv), cache.max_pending
+    heads = cache.heads
     counts = (positions >= 0).sum(axis=1)
     starts = positions[:, 0]
     # Steps of any width use one shape, the widest, because XLA's rounding depends on the shape.
     width = positions.shape[1]
     num_new = width if folds else max_pending
-    raw, z, new_gates = split_inputs(_resize(x, num_new), weights, heads)
-    is_new = _resize(positions >= 0, num_new)
-    first = (starts - pending)[:, None]  # number of tokens in the state
-
-    # All tokens that this call reads: those of the ring in their order, then the new ones.
-    places = starts[:, None] + jnp.arange(-(num_taps - 1 + max_pending), 0)
-    columns = places % num_columns
+    raw, z, gates = split_inputs(_resize(x, num_new), weights, heads)
     read = jnp.minimum(slots, num_slots - 1)[:, None]  # padding reads another slot, unused
-    is_known = (places >= 0) & (places >= first - (num_taps - 1))
-    known = jnp.where(is_known[..., None], ring[layer, read, columns], 0)
-    inputs = jnp.concatenate([known, raw.astype(ring.dtype)], axis=1)
-    columns, places = columns[:, num_taps - 1 :], places[:, num_taps - 1 :]
-    all_gates = jnp.concatenate([ring_gates[layer, read, columns], new_gates], axis=1)
-    is_real = jnp.concatenate([(places >= 0) & (places >= first), is_new], axis=1)
-    tokens = split_tokens(convolve(inputs, conv), all_gates, heads).only(is_real)
+
+    places = starts[:, None] + jnp.arange(1 - num_taps, 0)
+    history = cache.ring[layer, read, places % cache.ring.shape[2]]
+    history = jnp.where((places >= 0)[..., None], history, 0)
+    inputs = jnp.concatenate([history, raw.astype(history.dtype)], axis=1)
+    tokens = split_tokens(convolve(inputs, weights.conv), gates, heads)
+    tokens = tokens.only(_resize(positions >= 0, num_new))
+    folded = _read_pending(cache, layer, read, starts, pending)
+
+    # Pending tokens, whose u is known, then new ones.
+    verified = *tokens[:3], jnp.exp(tokens.g), tokens.beta, jnp.zeros_like(tokens.v)
+    pairs = zip(folded, verified, strict=True)
+    everything = [jnp.concatenate(pair, axis=1) for pair in pairs]
 
     def step(t, carry):
-        s, out = carry
-        token = (jax.lax.dynamic_index_in_dim(x, t, 1, keepdims=False) for x in tokens)
-        s, o = advance(s, *token)
-        # Outputs of pending tokens go to index 0, which the first new token overwrites.
-        return s, jax.lax.dynamic_update_index_in_dim(out, o, t - max_pending, 1)
+        s, out, corrections = carry
+        token = (jax.lax.dynamic_index_in_dim(x, t, 1, keepdims=False) for x in everything)
+        s, o, u = advance(s, *token)
+        # Those of pending tokens go to index 0, which the first new token overwrites.
+        at = t - max_pending
+        out = jax.lax.dynamic_update_index_in_dim(out, o, at, 1)
+        return s, out, jax.lax.dynamic_update_index_in_dim(corrections, u, at, 1)
 
-    s = jnp.where(first[..., None, None] > 0, state[layer, read[:, 0]], 0.0)
+    first = starts - pending  # number of tokens in the state
+    s = jnp.where(first[:, None, None, None] > 0, cache.state[layer, read[:, 0]], 0.0)
     out = jnp.zeros((len(slots), num_new, heads.num_values, heads.value_dim), jnp.float32)
     # Both loops have the same body, and bounds that XLA cannot unroll, so that a token runs the
-    # same machine code and gives the same bits in every call.
+    # same machine code and gives the same bits whether it is folded or verified.
     longest = jnp.max(jnp.where(counts > 0, pending, 0))
-    s, out = jax.lax.fori_loop(max_pending - longest, max_pending, step, (s, out))
+    s, *carry = jax.lax.fori_loop(max_pending - longest, max_pending, step, (s, out, out))
     if folds:
-        s, out = recur_chunks(s, Tokens(*(x[:, max_pending:] for x in tokens)))
+        s, out = recur_chunks(s, tokens)
+        cache = _keep_history(cache, layer, slots, counts, starts, inputs)
     else:
-        _, out = jax.lax.fori_loop(max_pending, max_pending + counts.max(), step, (s, out))
-
+        ends = max_pending, max_pending + counts.max()
+        _, out, u = jax.lax.fori_loop(*ends, step, (s, *carry))
+        k = tokens.k[:, :, :: heads.num_values // heads.num_keys]
+        made = raw, u, k, jnp.exp(tokens.g)
+        cache = _keep_tokens(cache, layer, slots, positions, made)
     write = jnp.where(counts > 0, slots, num_slots)  # past the end: dropped
-    state = state.at[layer, write].set(s, mode="drop")
-    if folds:
-        tail = counts[:, None] + jnp.arange(num_taps - 1)
-        last = jnp.take_along_axis(inputs, (max_pending + tail)[..., None], axis=1)
-        kept = jnp.full((len(slots), *ring.shape[2:]), jnp.nan, ring.dtype)
-        columns = (starts[:, None] - (num_taps - 1) + tail) % num_columns
-        kept = kept.at[jnp.arange(len(slots))[:, None], columns].set(last)
-        ring = ring.at[layer, write].set(kept, mode="drop")
-        ring_gates = ring_gates.at[layer, write].set(jnp.nan, mode="drop")
-    else:
-        column = jnp.where(positions >= 0, positions % num_columns, num_columns)
-        ring = ring.at[layer, write[:, None], column].set(
-            x[..., : heads.channels].astype(ring.dtype), mode="drop"
-        )
-        ring_gates = ring_gates.at[layer, write[:, None], column].set(
-            _resize(new_gates, width), mode="drop"
-        )
+    cache = cache._replace(state=cache.state.at[layer, write].set(s, mode="drop"))
     out = out.astype(x.dtype)
     if weights.norm is not None:
         out = gated_norm(out, z, weights.norm, eps)
-    return _resize(out, width), DeltaRuleCache(state, ring, ring_gates)
+    return _resize(out, width), cache
+
+
+def _read_pending(
+    cache: DeltaRuleCache, layer: jax.Array, slots: jax.Array, starts: jax.Array, pending: jax.Array
+) -> tuple[jax.Array, ...]:
+    """Return q, k, v, e^g, beta and u [B, M, H_v, ...] of the M tokens before the new ones. Where
+    they are not pending they leave every state unchanged. Their q, v and beta are zero: outputs of
+    pending tokens are not used, and their u is known."""
+    heads, max_pending = cache.heads, cache.max_pending
+    places = starts[:, None] + jnp.arange(-max_pending, 0)
+    is_pending = ((places >= 0) & (places >= (starts - pending)[:, None]))[..., None]
+    u = cache.u[layer, slots, places % max_pending]
+    at = layer, slots, places % (2 * max_pending)
+    k = jnp.repeat(cache.k[at], heads.num_values // heads.num_keys, axis=2)
+    u, k = (jnp.where(is_pending[..., None], x, 0.0) for x in (u, k))
+    decay = jnp.where(is_pending, cache.decay[at], 1.0)
+    return jnp.zeros_like(k), k, jnp.zeros_like(u), decay, jnp.zeros_like(decay), u
+
+
+def _keep_tokens(
+    cache: DeltaRuleCache,
+    layer: jax.Array,
+    slots: jax.Array,
+    positions: jax.Array,
+    tokens: tuple[jax.Array, ...],
+) -> DeltaRuleCache:
+    """Write raw inputs, u, k and e^g [B, M, ...] of new tokens to their columns."""
+    width = positions.shape[1]
+
+    def write(ring, x):
+        # Padding, and rows past the last slot, point past the end: dropped.
+        column = jnp.where(positions >= 0, positions % ring.shape[2], ring.shape[2])
+        x = _resize(x, width).astype(ring.dtype)
+        return ring.at[layer, slots[:, None], column].set(x, mode="drop")
+
+    return DeltaRuleCache(cache.state, *map(write, cache[1:], tokens))
+
+
+def _keep_history(
+    cache: DeltaRuleCache,
+    layer: jax.Array,
+    slots: jax.Array,
+    counts: jax.Array,
+    starts: jax.Array,
+    inputs: jax.Array,
+) -> DeltaRuleCache:
+    """Keep the last W - 1 of raw inputs [B, W - 1 + T, C]; fill the rest of the rings with NaN."""
+    state, ring, *rings = cache
+    num_columns = ring.shape[2]
+    length = num_columns - cache.max_pending  # W - 1
+    write = jnp.where(counts > 0, slots, state.shape[1])
+    tail = counts[:, None] + jnp.arange(length)
+    last = jnp.take_along_axis(inputs, tail[..., None], axis=1)
+    kept = jnp.full((len(slots), *ring.shape[2:]), jnp.nan, ring.dtype)
+    columns = (starts[:, None] - length + tail) % num_columns
+    kept = kept.at[jnp.arange(len(slots))[:, None], columns].set(last)
+    ring = ring.at[layer, write].set(kept, mode="drop")
+    rings = (x.at[layer, write].set(jnp.nan, mode="drop") for x in rings)
+    return DeltaRuleCache(state, ring, *rings)
 
 
 def split_inputs(
@@ -173,13 +221,22 @@ def split_tokens(y: jax.Array, gates: jax.Array, heads: Heads) -> Tokens:
 
 
 def advance(
-    s: jax.Array, q: jax.Array, k: jax.Array, v: jax.Array, g: jax.Array, beta: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Run one token: return states f32[B, H_v, D_v, D_k] and outputs f32[B, H_v, D_v]."""
-    s = s * jnp.exp(g)[..., None, None]
-    u = beta[..., None] * (v - einsum("bhvk,bhk->bhv", s, k))
+    s: jax.Array,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    decay: jax.Array,
+    beta: jax.Array,
+    known: jax.Array | float = 0.0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Run one token: return states f32[B, H_v, D_v, D_k], outputs and u f32[B, H_v, D_v].
+
+    u is `known` + beta (v - S k): of a new token 0 is known, of a pending one all, and beta is 0.
+    """
+    s = s * decay[..., None, None]
+    u = known + beta[..., None] * (v - einsum("bhvk,bhk->bhv", s, k))
     s = s + u[..., None] * k[..., None, :]
-    return s, einsum("bhvk,bhk->bhv", s, q)
+    return s, einsum("bhvk,bhk->bhv", s, q), u
 
 
 def recur_chunks(s: jax.Array, tokens: Tokens) -> tuple[jax.Array, jax.Array]:

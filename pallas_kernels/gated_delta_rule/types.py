@@ -1,8 +1,9 @@
 """Sizes, weights and cache of the gated delta rule."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 
 class Heads(NamedTuple):
@@ -34,24 +35,41 @@ class DeltaRuleWeights(NamedTuple):
 
 
 class DeltaRuleCache(NamedTuple):
-    """States and rings of S slots in L layers."""
+    """States of S slots in L layers, and rings of their last tokens: the token at position p is in
+    column p mod the ring's length. With up to M pending and M new tokens, see
+    `pallas_kernels.gated_delta_rule` for these lengths."""
 
     state: jax.Array  # f32[L, S, H_v, D_v, D_k]
-    ring: jax.Array  # [L, S, R, C], raw inputs q | k | v
-    gates: jax.Array  # f32[L, S, R, 2, H_v], g and beta
+    ring: jax.Array  # [L, S, W - 1 + M, C], raw inputs q | k | v
+    u: jax.Array  # f32[L, S, M, H_v, D_v], corrections
+    k: jax.Array  # f32[L, S, 2 M, H_k, D_k], keys after convolution and norm
+    decay: jax.Array  # f32[L, S, 2 M, H_v], e^g
+
+    @classmethod
+    def shapes(
+        cls, layers: int, slots: int, heads: Heads, num_taps: int, max_pending: int, dtype: Any
+    ) -> "DeltaRuleCache":
+        """Return the shapes and dtypes (`jax.ShapeDtypeStruct`) of a cache, for a convolution over
+        W = `num_taps` tokens, M = `max_pending`, and raw inputs in `dtype`."""
+
+        def shape(*sizes: int, dtype: Any = jnp.float32) -> Any:
+            return jax.ShapeDtypeStruct((layers, slots, *sizes), dtype)
+
+        num_keys, num_values, key_dim, value_dim = heads
+        return cls(
+            shape(num_values, value_dim, key_dim),
+            shape(num_taps - 1 + max_pending, heads.channels, dtype=dtype),
+            shape(max_pending, num_values, value_dim),
+            shape(2 * max_pending, num_keys, key_dim),
+            shape(2 * max_pending, num_values),
+        )
 
     @property
     def heads(self) -> Heads:
         """Head counts and dimensions, derived from the shapes."""
-        num_values, value_dim, key_dim = self.state.shape[2:]
-        key_channels = self.ring.shape[3] - num_values * value_dim
-        return Heads(key_channels // (2 * key_dim), num_values, key_dim, value_dim)
+        return Heads(self.k.shape[3], self.u.shape[3], self.k.shape[4], self.u.shape[4])
 
-    def max_pending(self, num_taps: int) -> int:
-        """Return M, for a convolution over W = `num_taps` tokens."""
-        return (self.ring.shape[2] - (num_taps - 1)) // 2
-
-
-def num_ring_columns(num_taps: int, max_pending: int) -> int:
-    """Return R = W - 1 + 2 M: convolution history, pending tokens and new tokens."""
-    return num_taps - 1 + 2 * max_pending
+    @property
+    def max_pending(self) -> int:
+        """M."""
+        return self.u.shape[2]

@@ -4,8 +4,9 @@ Kernels are listed by name; one that is not listed reads all operands and writes
 Operands are recognized by shape, so that the kernels are free to order them:
 
 - a pool of keys and values has six axes, [L, pages, page_size, 2, H_kv, D];
-- a recurrent state has five axes that end in [H_v, D_v, D_k] and is updated in place, like its
-  ring [L, S, columns, C] and the ring's gates [L, S, columns, 2, H_v];
+- one kernel updates a recurrent state [L, S, H_v, D_v, D_k] and its ring of corrections
+  [L, S, M, H_v, D_v] in place; another the rings of raw inputs [L, S, columns, C], of keys
+  [L, S, 2 M, H_k, D_k] and of decays [L, S, 2 M, H_v];
 - expert weights have three axes, [E, K, N].
 """
 
@@ -52,6 +53,11 @@ class Call(NamedTuple):
         return next(one for one in self.operands if len(one.shape) == 6)
 
     @property
+    def in_place(self) -> list[Array]:
+        """Operands that are updated in place."""
+        return [self.operands[i] for i in sorted(self.aliased)]
+
+    @property
     def others(self) -> list[Array]:
         """Operands that are neither a key-value pool nor updated in place."""
         return [
@@ -80,8 +86,7 @@ def _total(arrays: Iterable[Array]) -> int:
 
 
 def _whole(call: Call) -> tuple[int, int]:
-    in_place = _total([call.operands[i] for i in call.aliased])
-    return _total(call.operands), _total(call.outputs) + in_place
+    return _total(call.operands), _total(call.outputs) + _total(call.in_place)
 
 
 def _paged_attention(call: Call, load: CachedContext) -> tuple[int, int]:
@@ -110,34 +115,40 @@ def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
     return _total(call.others), _total(call.outputs) + num_rows * call.pool.per(3)
 
 
+def _gated_delta_rule_inputs(call: Call, load: CachedContext) -> tuple[int, int]:
+    """Read the projections, and of each request the raw inputs that the convolution reaches back
+    to; write what the rule needs of the new tokens, and their columns of the rings."""
+    rings = call.in_place
+    ring = max((one for one in rings if len(one.shape) == 4), key=lambda one: one.size)
+    conv = next(one for one in call.others if one.is_float and len(one.shape) == 2)
+    x = next(one for one in call.others if len(one.shape) == 3)
+    history = load.batch * (conv.shape[0] - 1) * ring.per(3)
+    new = math.prod(x.shape[:2]) * sum(one.per(3) for one in rings)
+    return _total(call.others) + history, _total(call.outputs) + new
+
+
 def _gated_delta_rule(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read and write each request's state once; read its ring, write the new columns."""
-    state, ring, gates = _recurrent(call)
-    x = max(call.others, key=lambda one: one.is_float * one.size)
-    columns = load.batch * ring.shape[2]
-    num_new = min(columns, math.prod(x.shape[:-1]))
-    per_column = ring.per(3) + gates.per(3)
+    """Read and write each request's state once; read the rings of M pending tokens, the most there
+    may be, and of the new ones; write the corrections of these."""
+    u, state = sorted(call.in_place, key=lambda one: one.size)
+    places = *state.shape[:2], 2 * u.shape[2]
+    rings = [one for one in call.others if one.shape[:3] == places]
+    inputs = [one for one in call.others if one not in rings]
+    num_new = math.prod(max(inputs, key=lambda one: one.is_float * one.size).shape[:2])
+    num_pending = load.batch * u.shape[2]
     states = load.batch * state.per(2)
+    read = num_pending * u.per(3) + (num_pending + num_new) * sum(one.per(3) for one in rings)
     return (
-        _total(call.others) + states + columns * per_column,
-        _total(call.outputs) + states + num_new * per_column,
+        _total(inputs) + states + read,
+        _total(call.outputs) + states + num_new * u.per(3),
     )
 
 
 def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
     """Read the outputs, as many gates (from x) and the norm's weights; write the outputs."""
-    out = _total(call.operands[i] for i in call.aliased)
+    out = _total(call.in_place)
     norm = min(one.size for one in call.others)
     return 2 * out + norm, out
-
-
-def _recurrent(call: Call) -> tuple[Array, Array, Array]:
-    aliased = [call.operands[i] for i in sorted(call.aliased)]
-    ring = next(one for one in aliased if len(one.shape) == 4)
-    five = [one for one in aliased if len(one.shape) == 5]
-    gates = next(one for one in five if one.shape[2:4] == (ring.shape[2], 2))
-    state = next(one for one in five if one is not gates)
-    return state, ring, gates
 
 
 def _grouped_matmul(call: Call, load: CachedContext) -> tuple[int, int]:
@@ -146,7 +157,7 @@ def _grouped_matmul(call: Call, load: CachedContext) -> tuple[int, int]:
     rows = max((one for one in call.others if len(one.shape) == 2), key=lambda one: one.size)
     num_used = min(weights.shape[0], rows.shape[0])
     others = _total(call.others) - weights.size
-    in_place = _total([call.operands[i] for i in call.aliased])
+    in_place = _total(call.in_place)
     return others + num_used * weights.per(1), _total(call.outputs) + in_place
 
 
@@ -154,6 +165,7 @@ TOUCHED: dict[str, Callable[[Call, CachedContext], tuple[int, int]]] = {
     "paged_attention": _paged_attention,
     "paged_attention_combine": _paged_attention_combine,
     "rope_write": _rope_write,
+    "gated_delta_rule_inputs": _gated_delta_rule_inputs,
     "gated_delta_rule": _gated_delta_rule,
     "gated_delta_rule_norm": _gated_delta_rule_norm,
 }

@@ -16,7 +16,9 @@ BATCH, WIDTH, CONTEXT = 8, 2, 100
 ROWS = BATCH * WIDTH
 DIM, WIDE = 256, 1024
 POOL = (3, 64, 16, 2, 4, 64)  # layers, pages, page size, 2, heads, head dim: 1 KiB a token
-STATE, RING, GATES = (2, 32, 4, 64, 64), (2, 32, 5, 512), (2, 32, 5, 2, 4)
+# Recurrent state and rings of M = 2 and W = 4: 2 key heads, 4 value heads.
+STATE, RING, CORRECTIONS = (2, 32, 4, 64, 64), (2, 32, 5, 512), (2, 32, 2, 4, 64)
+KEYS, DECAYS = (2, 32, 4, 2, 64), (2, 32, 4, 4)
 HEADS = 8
 EXPERTS = 16
 TOKEN = 2 * 4 * 64 * 2
@@ -53,7 +55,7 @@ INT_BYTES = 4 * (1 + BATCH * 7)
 QUERY = ROWS * HEADS * 64 * 2  # bytes of q
 KV = ROWS * TOKEN  # and of new keys and values
 STATES = BATCH * 4 * 64 * 64 * 4
-COLUMN = 512 * 2 + 2 * 4 * 4
+U, K_AND_DECAY = 4 * 64 * 4, 2 * 64 * 4 + 4 * 4  # bytes of a column
 
 # Operands, outputs, operands updated in place; then the bytes read and written.
 PALLAS = {
@@ -85,16 +87,29 @@ PALLAS = {
         2 * ROWS * DIM * 2 + 2 * DIM,
         2 * ROWS * DIM * 2,
     ),
+    "gated_delta_rule_inputs": (
+        (
+            shape(BATCH, WIDTH, 776),
+            shape(BATCH, WIDTH, dtype=jnp.int32),
+            shape(4, 512),
+            *(shape(*RING), shape(*KEYS, dtype=jnp.float32), shape(*DECAYS, dtype=jnp.float32)),
+        ),
+        (shape(BATCH, WIDTH, 4, 64, dtype=jnp.float32),),
+        (3, 4, 5),
+        ROWS * (776 * 2 + 4) + 4 * 1024 + BATCH * 3 * 1024,
+        ROWS * (1024 + 1024 + K_AND_DECAY),
+    ),
     "gated_delta_rule": (
         (
-            shape(BATCH, WIDTH, 512),
-            shape(4, 512),
-            *(shape(*STATE, dtype=jnp.float32), shape(*RING), shape(*GATES, dtype=jnp.float32)),
+            shape(BATCH, WIDTH, 4, 64, dtype=jnp.float32),
+            shape(BATCH, WIDTH, dtype=jnp.int32),
+            *(shape(*KEYS, dtype=jnp.float32), shape(*DECAYS, dtype=jnp.float32)),
+            *(shape(*STATE, dtype=jnp.float32), shape(*CORRECTIONS, dtype=jnp.float32)),
         ),
         (shape(BATCH, WIDTH, 4, 64),),
-        (2, 3, 4),
-        ROWS * 1024 + 4 * 1024 + STATES + BATCH * 5 * COLUMN,
-        ROWS * 512 + STATES + ROWS * COLUMN,
+        (4, 5),
+        ROWS * (1024 + 4) + STATES + BATCH * 2 * U + (BATCH * 2 + ROWS) * K_AND_DECAY,
+        ROWS * 512 + STATES + ROWS * U,
     ),
     "gated_delta_rule_norm": (
         (shape(BATCH, WIDTH, 4, 64), shape(BATCH, WIDTH, 776), shape(64)),

@@ -36,16 +36,21 @@ from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
         ("slots and pending", {"slots": (2, 1)}),
         ("slots and pending", {"pending": (3,)}),
         ("slots and pending", {"pending": ()}),
-        ("cache.state", {"state": (5, 4, 16, 8)}),
-        ("cache.state", {"ring": (5, 9, 96)}),
-        ("cache.ring", {"ring": (2, 5, 9, 64)}),  # no keys
-        ("cache.ring", {"ring": (2, 5, 9, 104)}),  # half a key head
-        ("cache.ring", {"ring": (2, 5, 9, 112)}),  # 3 key heads of 4
-        ("cache.ring and cache.gates", {"ring": (3, 5, 9, 96)}),
-        ("cache.ring and cache.gates", {"ring": (2, 6, 9, 96)}),
-        ("cache.ring and cache.gates", {"cache_gates": (2, 5, 8, 2, 4)}),
-        ("cache.ring and cache.gates", {"cache_gates": (2, 5, 9, 4, 2)}),
-        ("cache.ring and cache.gates", {"cache_gates": (2, 5, 9, 8)}),
+        ("cache", {"state": (5, 4, 16, 8)}),
+        ("cache", {"ring": (5, 6, 96)}),
+        ("cache", {"u": (2, 5, 3, 64)}),
+        ("cache", {"k": (2, 5, 6, 16)}),
+        ("cache.k", {"k": (2, 5, 6, 3, 8)}),  # 3 key heads of 4
+        ("cache.k", {"k": (2, 5, 6, 0, 8)}),  # no keys
+        ("cache.k", {"k": (2, 5, 5, 2, 8)}),
+        ("cache.state", {"k": (2, 5, 6, 2, 4)}),
+        ("cache.state", {"u": (2, 5, 3, 2, 16)}),
+        ("cache.ring", {"ring": (2, 5, 6, 104)}),
+        ("cache.ring", {"ring": (3, 5, 6, 96)}),
+        ("cache.ring", {"ring": (2, 5, 2, 96)}),  # less than M
+        ("cache.u", {"u": (2, 6, 3, 4, 16)}),
+        ("cache.decay", {"decay": (2, 5, 6, 4, 1)}),
+        ("cache.decay", {"decay": (2, 5, 3, 4)}),
     ],
 )
 def test_shapes_that_do_not_fit_are_named(name, shapes):
@@ -56,8 +61,10 @@ def test_shapes_that_do_not_fit_are_named(name, shapes):
         "decay_bias": (4,),
         "norm": (16,),
         "state": (2, 5, 4, 16, 8),
-        "ring": (2, 5, 9, 96),
-        "cache_gates": (2, 5, 9, 2, 4),
+        "ring": (2, 5, 6, 96),
+        "u": (2, 5, 3, 4, 16),
+        "k": (2, 5, 6, 2, 8),
+        "decay": (2, 5, 6, 4),
         "slots": (2,),
         "positions": (2, 3),
         "pending": (2,),

@@ -1,10 +1,13 @@
 """Bits of the gated delta rule do not depend on how a request came to its tokens."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.kernels_delta_rule import BF16_TOLERANCE, TOLERANCE, Sizes, Streams, error
 
 from pallas_kernels.gated_delta_rule import Heads
+from pallas_kernels.gated_delta_rule.reference import advance
 
 # The interpreter takes long here.
 INTERPRETED_SLOWLY = ["reference", pytest.param("interpret", marks=pytest.mark.slow)]
@@ -112,3 +115,31 @@ def test_a_forced_rejection_leaves_the_bits_of_plain_decoding(implementation):
         other = decode(*steps)
         np.testing.assert_array_equal(other.out, plain.out)
         np.testing.assert_array_equal(other.states, plain.states)
+
+
+@pytest.mark.optimized
+def test_a_folded_token_leaves_the_bits_of_the_step_that_verified_it():
+    """Of the reference: what `advance` makes with a token's u, and what it made of it."""
+    rng, batch, length, num_heads = np.random.default_rng(0), 3, 40, 2
+
+    def random(*shape):
+        return rng.normal(size=(batch, length, num_heads, *shape)).astype(np.float32)
+
+    q, k, v = random(16), random(16) / 4, random(32)
+    decay, beta = rng.uniform(size=(2, batch, length, num_heads)).astype(np.float32)
+    state = np.zeros((batch, num_heads, 32, 16), np.float32)
+
+    @jax.jit
+    def run(q, k, v, decay, beta, known):
+        def step(t, carry):
+            s, us = carry
+            token = (x[:, t] for x in (q, k, v, decay, beta, known))
+            s, _, u = advance(s, *token)
+            return s, us.at[:, t].set(u)
+
+        return jax.lax.fori_loop(0, length, step, (jnp.asarray(state), jnp.zeros_like(v)))
+
+    verified, u = run(q, k, v, decay, beta, jnp.zeros_like(v))
+    folded, _ = run(0 * q, k, 0 * v, decay, 0 * beta, u)
+    np.testing.assert_array_equal(folded, verified)
+    assert np.abs(verified).max() > 0.1

@@ -49,7 +49,13 @@ def recur_in_f64(s, tokens):
 def recur_by_scan(s, tokens):
     """What steps do, in a form that can be differentiated."""
     by_time = jax.tree.map(lambda x: jnp.moveaxis(x, 1, 0), tokens)
-    s, out = jax.lax.scan(lambda s, token: advance(s, *token), s, by_time)
+
+    def step(s, token):
+        q, k, v, g, beta = token
+        s, o, _ = advance(s, q, k, v, jnp.exp(g), beta)
+        return s, o
+
+    s, out = jax.lax.scan(step, s, by_time)
     return s, jnp.moveaxis(out, 0, 1)
 
 

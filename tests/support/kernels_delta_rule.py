@@ -15,13 +15,13 @@ from pallas_kernels.gated_delta_rule import (
     DeltaRuleWeights,
     Heads,
     gated_delta_rule,
-    num_ring_columns,
 )
 
 LAYER, NUM_LAYERS = 1, 3
 # Unless told, calls are so wide, with the sizes, slots and rows that are the defaults: each
 # implementation is then two programs, of prompts and of steps.
 PROMPT_WIDTH, STEP_WIDTH = 64, 6
+RINGS = DeltaRuleCache._fields[1:]
 TOLERANCE = 2e-5
 BF16_TOLERANCE = 5 * 2**-9  # four roundings of an output, the first of its norm as well
 EPS = 1e-3  # of the norm: so large that it shows
@@ -37,9 +37,10 @@ class Sizes:
     dtype: str = "float32"
     is_normed: bool = True
 
-    @property
-    def columns(self) -> int:
-        return num_ring_columns(self.taps, self.most_rows)
+    def cache(self, layers: int, slots: int) -> DeltaRuleCache:
+        """Shapes and dtypes."""
+        sizes = layers, slots, self.heads, self.taps, self.most_rows
+        return DeltaRuleCache.shapes(*sizes, jnp.dtype(self.dtype))
 
 
 @dataclass(frozen=True)
@@ -164,14 +165,9 @@ class Serving:
         self.pending, self.length = np.zeros_like(self.stream), np.zeros_like(self.stream)
         self.rng = np.random.default_rng(0)
         heads, dtype = sizes.heads, jnp.dtype(sizes.dtype)
-        places = (NUM_LAYERS, self.num_slots)
-        self.cache = on_device(
-            DeltaRuleCache(
-                np.full((*places, heads.num_values, heads.value_dim, heads.key_dim), fill, "f4"),
-                np.full((*places, sizes.columns, heads.channels), fill, dtype),
-                np.full((*places, sizes.columns, 2, heads.num_values), fill, "f4"),
-            )
-        )
+        shapes = sizes.cache(NUM_LAYERS, num_slots)
+        filled = (np.full(shape.shape, fill, shape.dtype) for shape in shapes)
+        self.cache = on_device(DeltaRuleCache(*filled))
         conv, log_decay, decay_bias, norm = streams.weights
         norm = None if norm is None else norm.astype(dtype)
         self.weights = DeltaRuleWeights(conv.astype(dtype), log_decay, decay_bias, norm)
@@ -247,8 +243,20 @@ class Serving:
         return np.asarray(self.cache.state)[LAYER, self.slots]
 
     def of_requests(self) -> list[np.ndarray]:
-        """What the cache holds of them, in f32: states, rings and gates."""
+        """What the cache holds of them, in f32: states and rings."""
         return [np.asarray(x)[LAYER, self.slots].astype(np.float32) for x in self.cache]
+
+    @property
+    def rings(self) -> list[np.ndarray]:
+        """f32[rows, columns, n] of the requests, one for each of RINGS."""
+        _, *rings = self.of_requests()
+        return [x.reshape(*x.shape[:2], -1) for x in rings]
+
+    def poison(self, name: str, columns: Sequence[int]) -> None:
+        """Fill columns of a ring of the requests with NaN."""
+        ring = np.array(getattr(self.cache, name))
+        ring[LAYER, self.slots[:, None], columns] = np.nan
+        self.cache = self.cache._replace(**{name: jnp.array(ring)})
 
     def check(self) -> None:
         """Outputs and states are those of the definition."""

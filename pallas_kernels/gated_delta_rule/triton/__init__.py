@@ -1,4 +1,4 @@
-"""Triton kernels of the gated delta rule: two for a decode step, four for a prompt."""
+"""Triton kernels of the gated delta rule: three for a decode step, four for a prompt."""
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +7,7 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.gated_delta_rule.triton.norm import run_norm
 from pallas_kernels.gated_delta_rule.triton.prompt import run_prompt
 from pallas_kernels.gated_delta_rule.triton.step import run_step
-from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning
+from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning, choose_tuning
 from pallas_kernels.gated_delta_rule.types import DeltaRuleCache, DeltaRuleWeights
 
 DIMS = 16, 32, 64, 128
@@ -42,7 +42,7 @@ def gated_delta_rule_triton(
     for name, dtype in ("x", x.dtype), ("cache.ring", cache.ring.dtype):
         if dtype.name not in DTYPES:
             raise UnsupportedError(f"{name} is {dtype}; the kernel takes {', '.join(DTYPES)}")
-    config = config or DeltaRuleTuning()
+    config = config or choose_tuning(x.shape[0])
     layer = jnp.asarray(layer, jnp.int32).reshape(1)
     run = run_prompt if folds else run_step
     out, cache = run(x, weights, cache, (layer, slots, positions, pending), config, interpret)

@@ -33,37 +33,36 @@ class Chunks(NamedTuple):
 
 
 def prepare_chunks(x, weights, cache, where, *, chunk, config, interpret):
-    """Return the cache's ring and gates, unchanged, and the `Chunks` of `chunk` tokens each.
+    """Return the cache's ring, unchanged, and the `Chunks` of `chunk` tokens each.
 
-    `where` is (layer, slots, positions, pending). The ring passes through this kernel so that it is
-    written, by another kernel, only after all programs have read it.
+    `where` is (layer, slots, positions). The ring passes through this kernel so that it is written,
+    by another kernel, only after all programs have read it.
     """
     heads, (batch, length, _) = cache.heads, x.shape
-    num_chunks = pl.cdiv(cache.max_pending(weights.conv.shape[0]) + length, chunk)
+    num_chunks = pl.cdiv(length, chunk)
     columns = heads.value_dim, *(heads.key_dim,) * 3, chunk
     wide = batch, heads.num_values, num_chunks * chunk
     chunks = [jax.ShapeDtypeStruct((*wide, n), jnp.float32) for n in columns]
     chunks += [jax.ShapeDtypeStruct((*wide[:2], num_chunks), jnp.float32)]
     piece = min(config.prepare_piece, heads.key_dim, heads.value_dim)
-    ring, gates, *chunks = triton_call(
+    ring, *chunks = triton_call(
         partial(_prepare_kernel, chunk=chunk, piece=piece),
-        [*cache[1:], x, *where, *weights[:3]],
-        [*(jax.ShapeDtypeStruct(z.shape, z.dtype) for z in cache[1:]), *chunks],
+        [cache.ring, x, *where, *weights[:3]],
+        [jax.ShapeDtypeStruct(cache.ring.shape, cache.ring.dtype), *chunks],
         name="gated_delta_rule_prepare",
         grid=(num_chunks, heads.num_values, batch),
         num_warps=config.prepare_warps,
-        aliases={0: 0, 1: 1},
+        aliases={0: 0},
         interpret=interpret,
     )
-    return ring, gates, Chunks(*chunks)
+    return ring, Chunks(*chunks)
 
 
 class _Tokens(NamedTuple):
-    """The tokens of a chunk: new ones are in x, earlier ones in the ring."""
+    """The tokens of a chunk, which are in x; those before the new ones are in the ring."""
 
     x: Any
     ring: Any
-    gates: Any
     row: BatchRow
     end: Any  # position after the last new token
     places: Any  # i32[C]
@@ -88,50 +87,35 @@ class _Tokens(NamedTuple):
 
     def read_gates(self, head, log_decay_ref, decay_bias_ref):
         """Return g and beta of all tokens in one head; zeros past the last token."""
-        places, start, num_heads = self.places, self.row.start, self.gates.shape[4]
-        in_x, in_ring = (places >= start) & (places < self.end), places < start
-        t = jnp.clip(places - start, 0, self.x.shape[1] - 1)
-        first = self.x.shape[2] - 2 * num_heads
+        is_real, num_heads = self.places < self.end, log_decay_ref.shape[0]
+        t = jnp.clip(self.places - self.row.start, 0, self.x.shape[1] - 1)
+        first = self.x.shape[2] - 2 * num_heads + head
         b, a = (
-            load(
-                self.x.at[self.row.index, t, first + n * num_heads + head], mask=in_x, other=0.0
-            ).astype(jnp.float32)
+            load(self.x.at[self.row.index, t, first + n * num_heads], mask=is_real, other=0.0)
             for n in range(2)
         )
-        at = self.row.layer, self.row.slot
-        g, beta = (
-            load(
-                self.gates.at[*at, column_of(places, self.ring.shape[2]), jnp.int32(n), head],
-                mask=in_ring,
-                other=0.0,
-            )
-            for n in range(2)
-        )
-        rate, bias = -jnp.exp(log_decay_ref[head]), decay_bias_ref[head]
-        g = jnp.where(in_x, rate * softplus(a + bias), g)
-        return g, jnp.where(in_x, sigmoid(b), beta)
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        g = -jnp.exp(log_decay_ref[head]) * softplus(a + decay_bias_ref[head])
+        return jnp.where(is_real, g, 0.0), jnp.where(is_real, sigmoid(b), 0.0)
 
 
 def _prepare_kernel(*refs, chunk, piece):
-    """Compute the `Chunks` of one chunk and value head. Pending tokens come first in the first
-    chunk. To save registers, channels are processed in pieces, twice if they are normalised."""
-    _, _, x_ref, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
-    conv_ref, log_decay_ref, decay_bias_ref, ring_ref, gates_ref, *chunks = refs
+    """Compute the `Chunks` of one chunk and value head. To save registers, channels are processed
+    in pieces, twice if they are normalised."""
+    _, x_ref, layer_ref, slots_ref, positions_ref, conv_ref, *refs = refs
+    log_decay_ref, decay_bias_ref, ring_ref, *chunks = refs
     chunks = Chunks(*chunks)
-    num_slots, num_columns, channels = ring_ref.shape[1:]
-    num_heads, value_dim, key_dim = gates_ref.shape[4], chunks.u.shape[3], chunks.w.shape[3]
-    num_taps = conv_ref.shape[0]
-    max_pending = (num_columns - num_taps + 1) // 2
+    num_slots, _, channels = ring_ref.shape[1:]
+    num_heads, value_dim, key_dim = chunks.u.shape[1], chunks.u.shape[3], chunks.w.shape[3]
     key_channels = (channels - num_heads * value_dim) // 2
     heads_per_key = num_heads * key_dim // key_channels
 
     n, head, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     row = BatchRow.read(row, layer_ref, slots_ref, positions_ref)
-    num_pending = row.num_pending(pending_ref, max_pending)
     end = row.start + row.count
     i = jnp.arange(chunk, dtype=jnp.int32)
-    places = row.start - num_pending + n * chunk + i
-    tokens = _Tokens(x_ref, ring_ref, gates_ref, row, end, places)
+    places = row.start + n * chunk + i
+    tokens = _Tokens(x_ref, ring_ref, row, end, places)
     lanes = jnp.arange(piece, dtype=jnp.int32)
     q_channels = head // heads_per_key * key_dim
     k_channels = key_channels + q_channels
@@ -143,7 +127,7 @@ def _prepare_kernel(*refs, chunk, piece):
     def write(ref, columns, z):
         ref[row.index, head, (n * chunk + i)[:, None], columns[None]] = z
 
-    @pl.when(row.is_live(num_slots) & (n * chunk < num_pending + row.count))
+    @pl.when(row.is_live(num_slots) & (n * chunk < row.count))
     def _():
         def over_keys(p, sums):
             qk, kk, qq, norms = sums

@@ -1,11 +1,13 @@
 """A prompt of the gated delta rule, in chunks of tokens, by three kernels.
 
 The first prepares, for all chunks at once, what does not depend on the state. In the second, each
-program folds the chunks one by one into its rows of a state. The third updates the ring, only after
-the first is done: otherwise NaN would fill columns that a program still has to read. The first two
-are separate because a joint kernel would not have enough registers.
+program folds pending tokens and then the chunks one by one into its rows of a state. The third
+updates the rings, only after the others are done: otherwise NaN would fill columns that a program
+still has to read. The first two are separate because a joint kernel would not have enough
+registers.
 """
 
+import math
 from functools import partial
 
 import jax
@@ -15,6 +17,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.gated_delta_rule.triton.arithmetic import dot_f32, dot_f32_t
 from pallas_kernels.gated_delta_rule.triton.batch_row import BatchRow
 from pallas_kernels.gated_delta_rule.triton.prepare import Chunks, prepare_chunks
+from pallas_kernels.gated_delta_rule.triton.rings import Rings
 from pallas_kernels.gated_delta_rule.types import DeltaRuleCache
 from pallas_kernels.triton_call import load, store, triton_call
 
@@ -25,60 +28,61 @@ def run_prompt(x, weights, cache, where, config, interpret):
     `where` is (layer, slots, positions, pending).
     """
     heads, (batch, length, _) = cache.heads, x.shape
-    num_taps = weights.conv.shape[0]
-    max_pending = cache.max_pending(num_taps)
-    chunk = max(16, min(config.chunk, pl.next_power_of_2(max_pending + length)))
-    ring, gates, chunks = prepare_chunks(
-        x, weights, cache, where, chunk=chunk, config=config, interpret=interpret
+    chunk = max(16, min(config.chunk, pl.next_power_of_2(length)))
+    ring, chunks = prepare_chunks(
+        x, weights, cache, where[:3], chunk=chunk, config=config, interpret=interpret
     )
     tile = min(config.chunk_values, heads.value_dim)
-    state_shape, *ring_shapes = (jax.ShapeDtypeStruct(z.shape, z.dtype) for z in cache)
+    state_shape, ring_shape, *kept_shapes = (jax.ShapeDtypeStruct(z.shape, z.dtype) for z in cache)
     out_shape = batch, length, heads.num_values, heads.value_dim
-    state, out = triton_call(
+    state, *kept, out = triton_call(
         partial(
             _chunk_kernel,
             chunk=chunk,
             tile=tile,
             piece=min(config.chunk_piece, heads.key_dim),
-            max_pending=max_pending,
+            interpret=interpret,
         ),
-        [cache.state, *where, *chunks],
-        [state_shape, jax.ShapeDtypeStruct(out_shape, x.dtype)],
+        [cache.state, *cache[2:], *where, *chunks],
+        [state_shape, *kept_shapes, jax.ShapeDtypeStruct(out_shape, x.dtype)],
         name="gated_delta_rule_chunks",
         grid=(heads.value_dim // tile, heads.num_values, batch),
         num_warps=config.chunk_warps,
-        aliases={0: 0},
+        aliases={i: i for i in range(4)},
         interpret=interpret,
     )
-    ring, gates = triton_call(
-        partial(_keep_kernel, num_taps=num_taps, tile=config.keep_channels),
-        [ring, gates, x, *where[:3]],
-        ring_shapes,
+    rings = triton_call(
+        partial(_keep_kernel, tile=config.keep_channels),
+        [ring, *kept, x, *where[:3]],
+        [ring_shape, *kept_shapes],
         name="gated_delta_rule_keep",
-        grid=(pl.cdiv(heads.channels, config.keep_channels), ring.shape[2], batch),
+        grid=(
+            pl.cdiv(heads.channels, config.keep_channels),
+            max(ring.shape[2], 2 * cache.max_pending),
+            batch,
+        ),
         num_warps=4,
-        aliases={0: 0, 1: 1},
+        aliases={i: i for i in range(4)},
         interpret=interpret,
     )
-    return out, DeltaRuleCache(state, ring, gates)
+    return out, DeltaRuleCache(state, *rings)
 
 
-def _chunk_kernel(*refs, chunk, tile, piece, max_pending):
+def _chunk_kernel(*refs, chunk, tile, piece, interpret):
     """Compute `reference.recur_chunks`. Rows of the state are independent, so each program owns a
     tile of them."""
-    _, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
-    *chunks, state_ref, out_ref = refs
+    _, _, _, _, layer_ref, slots_ref, positions_ref, pending_ref, *refs = refs
+    *chunks, state_ref, u_ref, k_ref, decay_ref, out_ref = refs
     chunks = Chunks(*chunks)
     _, num_slots, _, _, key_dim = state_ref.shape
     length = out_ref.shape[1]
-    pieces = range(key_dim // piece)
+    lanes = jnp.arange(piece, dtype=jnp.int32)
+    pieces = [p * piece + lanes for p in range(key_dim // piece)]
 
     head, row = pl.program_id(1), pl.program_id(2)
     row = BatchRow.read(row, layer_ref, slots_ref, positions_ref)
-    num_pending = row.num_pending(pending_ref, max_pending)
     is_live = row.is_live(num_slots)
 
-    lanes = jnp.arange(piece, dtype=jnp.int32)
     values = pl.program_id(0) * tile + jnp.arange(tile, dtype=jnp.int32)
     i = jnp.arange(chunk, dtype=jnp.int32)
 
@@ -97,24 +101,25 @@ def _chunk_kernel(*refs, chunk, tile, piece, max_pending):
             # Transposed, like the state: both are left operands of products, and stay in registers.
             u = chunks.u[row.index, head, (n * chunk + i)[None], values[:, None]]
             o = jnp.zeros((tile, chunk), jnp.float32)
-            for p, s in enumerate(states):
-                u = u - dot_f32_t(s, read(chunks.w, p * piece + lanes))
-                o = o + dot_f32_t(s, read(chunks.q, p * piece + lanes))
+            for s, keys in zip(states, pieces, strict=True):
+                u = u - dot_f32_t(s, read(chunks.w, keys))
+                o = o + dot_f32_t(s, read(chunks.q, keys))
             o = o + dot_f32_t(u, read(chunks.inner, i))
-            t = n * chunk + i - num_pending
-            write_rows((t >= 0) & (t < row.count), t, o)
+            t = n * chunk + i
+            write_rows(t < row.count, t, o)
             grown = chunks.grown[row.index, head, n]
-            return tuple(
-                grown * s + dot_f32(u, read(chunks.k, p * piece + lanes))
-                for p, s in enumerate(states)
-            )
+            return [
+                grown * s + dot_f32(u, read(chunks.k, keys))
+                for s, keys in zip(states, pieces, strict=True)
+            ]
 
-        own = [
-            (row.layer, row.slot, head, values[:, None], (p * piece + lanes)[None]) for p in pieces
-        ]
-        known = jnp.broadcast_to(row.start > num_pending, (tile, piece))
-        states = tuple(load(state_ref.at[at], mask=known, other=0.0) for at in own)
-        num_chunks = (num_pending + row.count + chunk - 1) // chunk
+        own = [(row.layer, row.slot, head, values[:, None], keys[None]) for keys in pieces]
+        first = row.start - row.num_pending(pending_ref, u_ref.shape[2])
+        known = jnp.broadcast_to(first > 0, (tile, piece))
+        states = [load(state_ref.at[at], mask=known, other=0.0) for at in own]
+        rings = Rings(u_ref, k_ref, decay_ref, row, head, values, pieces)
+        states = rings.fold(states, first, tokens=1, interpret=interpret)
+        num_chunks = (row.count + chunk - 1) // chunk
         states = jax.lax.fori_loop(0, num_chunks, fold, states)
         for at, s in zip(own, states, strict=True):
             state_ref[at] = s
@@ -128,22 +133,22 @@ def _chunk_kernel(*refs, chunk, tile, piece, max_pending):
     jax.lax.fori_loop(num_done // chunk, (length + chunk - 1) // chunk, clear, None)
 
 
-def _keep_kernel(*refs, num_taps, tile):
-    """Write one column of the ring after a prompt: NaN, unless it is one of the last W - 1 tokens.
-    Tokens from before the call are already there."""
-    _, _, x_ref, layer_ref, slots_ref, positions_ref, ring_ref, gates_ref = refs
+def _keep_kernel(*refs, tile):
+    """Write one column of each ring after a prompt: NaN, unless it has raw inputs of one of the
+    last W - 1 tokens. Tokens from before the call are already there."""
+    x_ref, layer_ref, slots_ref, positions_ref, ring_ref, *kept = refs[4:]
     num_slots, num_columns, channels = ring_ref.shape[1:]
-    num_heads, length = gates_ref.shape[4], x_ref.shape[1]
+    num_kept, length = num_columns - kept[0].shape[2], x_ref.shape[1]
     part, column, row = pl.program_id(0), pl.program_id(1), pl.program_id(2)
     row = BatchRow.read(row, layer_ref, slots_ref, positions_ref)
+    channel = part * tile + jnp.arange(tile, dtype=jnp.int32)
 
-    @pl.when(row.is_live(num_slots))
+    @pl.when(row.is_live(num_slots) & (column < num_columns))
     def _():
         end = row.start + row.count
         # The last position before the end that maps to this column.
         place = end - 1 - jax.lax.rem(end - 1 - column + num_columns, num_columns)
-        is_kept = place >= end - (num_taps - 1)
-        channel = part * tile + jnp.arange(tile, dtype=jnp.int32)
+        is_kept = place >= end - num_kept
         t = jnp.clip(place - row.start, 0, length - 1)
         from_x = jnp.broadcast_to(is_kept & (place >= row.start), (tile,)) & (channel < channels)
         new = load(x_ref.at[row.index, t, channel], mask=from_x, other=0.0).astype(ring_ref.dtype)
@@ -152,9 +157,13 @@ def _keep_kernel(*refs, num_taps, tile):
         is_written = jnp.broadcast_to(~is_there, (tile,)) & (channel < channels)
         store(ring_ref.at[row.layer, row.slot, column, channel], new, mask=is_written)
 
-        @pl.when(part == 0)
-        def _():
-            gate = jnp.arange(pl.next_power_of_2(2 * num_heads), dtype=jnp.int32)
-            at = row.layer, row.slot, column, gate // num_heads, jax.lax.rem(gate, num_heads)
-            nan = jnp.full(gate.shape, jnp.nan, jnp.float32)
-            store(gates_ref.at[at], nan, mask=gate < 2 * num_heads)
+    for ref in kept:
+        # One that ends in [heads] has one value per head.
+        dim = math.prod(ref.shape[4:])
+        is_there = jnp.broadcast_to(column < ref.shape[2], (tile,)) & (channel < ref.shape[3] * dim)
+
+        @pl.when(row.is_live(num_slots))
+        def _(ref=ref, dim=dim, mask=is_there):
+            at = row.layer, row.slot, column, channel // dim
+            at = (*at, jax.lax.rem(channel, dim)) if ref.shape[4:] else at
+            store(ref.at[at], jnp.full((tile,), jnp.nan, jnp.float32), mask=mask)

@@ -1,17 +1,17 @@
-"""Cache of the gated delta rule: one recurrent state per slot, and the ring that updates it."""
+"""Cache of the gated delta rule: one recurrent state per slot, and the rings that update it."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels.gated_delta_rule import (
     DeltaRuleCache,
     DeltaRuleWeights,
     Heads,
     gated_delta_rule,
-    num_ring_columns,
 )
 from pallas_kernels.gated_delta_rule.reference import (
     convolve,
@@ -72,19 +72,12 @@ class DeltaRule:
         return self.heads.num_values, self.heads.value_dim, self.heads.key_dim
 
     def init(self, sizes: CacheSizes, dtype: Any) -> DeltaRuleCache:
-        """Create empty states and rings.
-
-        The ring has columns for the pending rows of a step, for as many rows of the next step, and
-        for the W - 1 before them, so that no step writes a column that it reads (see
-        `pallas_kernels.gated_delta_rule`).
-        """
-        num_columns = num_ring_columns(self.conv_width, sizes.max_rows)
-        shape = self.num_layers, sizes.num_slots
-        return DeltaRuleCache(
-            state=jnp.zeros((*shape, *self.state_shape), jnp.float32),
-            ring=jnp.zeros((*shape, num_columns, self.heads.channels), dtype),
-            gates=jnp.zeros((*shape, num_columns, 2, self.heads.num_values), jnp.float32),
+        """Create empty states, and rings for steps of up to `sizes.max_rows` rows per request."""
+        places = self.num_layers, sizes.num_slots
+        shapes = DeltaRuleCache.shapes(
+            *places, self.heads, self.conv_width, sizes.max_rows, np.dtype(dtype)
         )
+        return DeltaRuleCache(*(jnp.zeros(x.shape, x.dtype) for x in shapes))
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> Snapshots:
         """Allocate `num_snapshots` snapshots."""
@@ -121,11 +114,13 @@ class DeltaRule:
         """See `CacheKind.restore`; afterwards no tokens are pending."""
         columns = self._tail_columns(cache, ends)
         # As after a prompt: entries that no step should read are NaN.
-        ring = cache.ring.at[:, slots].set(jnp.nan, mode="drop")
-        return DeltaRuleCache(
-            cache.state.at[:, slots].set(snapshots.state[:, ids], mode="drop"),
-            ring.at[:, slots[:, None], columns].set(snapshots.tail[:, ids], mode="drop"),
-            cache.gates.at[:, slots].set(jnp.nan, mode="drop"),
+        empty = (x.at[:, slots].set(jnp.nan, mode="drop") for x in cache[1:])
+        restored = DeltaRuleCache(
+            cache.state.at[:, slots].set(snapshots.state[:, ids], mode="drop"), *empty
+        )
+        tail = snapshots.tail[:, ids]
+        return restored._replace(
+            ring=restored.ring.at[:, slots[:, None], columns].set(tail, mode="drop")
         )
 
     def cached(

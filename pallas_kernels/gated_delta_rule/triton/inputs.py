@@ -1,0 +1,145 @@
+"""What a step needs of its new tokens, once for all programs that own rows of states.
+
+A program takes some tokens of one key head, and of the value heads that read it. All go through
+the same loop body, so that a token runs the same machine code whatever its place in a step.
+Programs run in any order: none reads a ring's column that another writes (see
+`pallas_kernels.gated_delta_rule`).
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.gated_delta_rule.reference import EPSILON
+from pallas_kernels.gated_delta_rule.triton.arithmetic import sigmoid, silu, softplus
+from pallas_kernels.gated_delta_rule.triton.batch_row import BatchRow, column_of
+from pallas_kernels.triton_call import load, store, triton_call
+
+
+class Inputs(NamedTuple):
+    """Of the new tokens, what is not kept for later steps; f32, undefined in padding rows."""
+
+    q: Any  # [B, T, H_k, D_k]
+    v: Any  # [B, T, H_v, D_v]
+    beta: Any  # [B, T, H_v]
+
+
+def prepare_inputs(x, weights, cache, where, *, config, interpret):
+    """Return the `Inputs` of the new tokens, and the cache with their raw inputs, k and e^g.
+
+    `where` is (layer, slots, positions).
+    """
+    heads, (batch, length, _) = cache.heads, x.shape
+    per_head = (heads.num_keys, heads.key_dim), (heads.num_values, heads.value_dim)
+    shapes = *per_head, (heads.num_values,)
+    inputs = [jax.ShapeDtypeStruct((batch, length, *shape), jnp.float32) for shape in shapes]
+    kept = cache.ring, cache.k, cache.decay
+    tokens = min(config.inputs_tokens, length)
+    ring, k, decay, *inputs = triton_call(
+        partial(_inputs_kernel, tokens=tokens),
+        [*kept, x, *where, *weights[:3]],
+        [*(jax.ShapeDtypeStruct(z.shape, z.dtype) for z in kept), *inputs],
+        name="gated_delta_rule_inputs",
+        grid=(heads.num_keys, pl.cdiv(length, tokens), batch),
+        num_warps=config.inputs_warps,
+        aliases={0: 0, 1: 1, 2: 2},
+        interpret=interpret,
+    )
+    return Inputs(*inputs), cache._replace(ring=ring, k=k, decay=decay)
+
+
+def _inputs_kernel(*refs, tokens):
+    _, _, _, x_ref, layer_ref, slots_ref, positions_ref, conv_ref, *refs = refs
+    log_decay_ref, decay_bias_ref, ring_ref, k_ref, decay_ref, *inputs = refs
+    inputs = Inputs(*inputs)
+    num_keys, key_dim = inputs.q.shape[2:]
+    num_values, value_dim = inputs.v.shape[2:]
+    heads_per_key, num_taps = num_values // num_keys, conv_ref.shape[0]
+
+    key_head, part, row = (pl.program_id(i) for i in range(3))
+    row = BatchRow.read(row, layer_ref, slots_ref, positions_ref)
+    first, heads = part * tokens, [key_head * heads_per_key + i for i in range(heads_per_key)]
+    keys, values = (jnp.arange(n, dtype=jnp.int32) for n in (key_dim, value_dim))
+    kinds = [(n * num_keys + key_head) * key_dim + keys for n in range(2)]  # channels of q, of k
+    kinds += [2 * num_keys * key_dim + head * value_dim + values for head in heads]
+
+    @pl.when(row.is_live(ring_ref.shape[1]) & (first < row.count))
+    def _():
+        read = partial(_read_raw, x_ref, ring_ref, row)
+        taps = [[conv_ref[i, kind].astype(jnp.float32) for i in range(num_taps)] for kind in kinds]
+        gates = _Gates.read(log_decay_ref, decay_bias_ref, key_head, heads_per_key)
+
+        def run(t, history):
+            raw = [x_ref[row.index, t, kind].astype(ring_ref.dtype) for kind in kinds]
+            windows = [[*past, z.astype(jnp.float32)] for past, z in zip(history, raw, strict=True)]
+            q, k, *vs = (
+                silu(sum(z * w for z, w in zip(*pair, strict=True)))
+                for pair in zip(windows, taps, strict=True)
+            )
+            for kind, z in zip(kinds, raw, strict=True):
+                ring_ref[*_column(ring_ref, row, t), kind] = z
+            inputs.q[row.index, t, key_head, keys] = _normed(q) * key_dim**-0.5
+            k_ref[*_column(k_ref, row, t), key_head, keys] = _normed(k)
+            for head, v in zip(heads, vs, strict=True):
+                inputs.v[row.index, t, head, values] = v
+            gates.write(x_ref, row, t, decay_ref, inputs.beta)
+            return [window[1:] for window in windows]
+
+        history = [
+            [read(first - back, kind) for back in range(num_taps - 1, 0, -1)] for kind in kinds
+        ]
+        jax.lax.fori_loop(first, jnp.minimum(first + tokens, row.count), run, history)
+
+
+def _column(ring, row, t):
+    return row.layer, row.slot, column_of(row.start + t, ring.shape[2])
+
+
+def _read_raw(x_ref, ring_ref, row, t, kind):
+    """Load raw inputs in some channels of the new token t; if t < 0, of one before the new ones."""
+    in_x = jnp.broadcast_to(t >= 0, kind.shape)
+    in_ring = jnp.broadcast_to((t < 0) & (row.start + t >= 0), kind.shape)
+    new = load(x_ref.at[row.index, jnp.maximum(t, 0), kind], mask=in_x, other=0.0)
+    old = load(ring_ref.at[*_column(ring_ref, row, t), kind], mask=in_ring, other=0.0)
+    return jnp.where(in_x, new.astype(old.dtype), old).astype(jnp.float32)
+
+
+def _normed(z):
+    return z * jax.lax.rsqrt(jnp.sum(z * z) + EPSILON)
+
+
+class _Gates(NamedTuple):
+    """Weights of the gates of the value heads that share a key head, padded to a power of two."""
+
+    heads: Any
+    is_head: Any
+    rate: Any
+    bias: Any
+
+    @classmethod
+    def read(cls, log_decay_ref, decay_bias_ref, key_head, count):
+        i = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
+        # In interpret mode masked lanes store the old value; they point out of range, to no head.
+        is_head = i < count
+        heads = jnp.where(is_head, key_head * count + i, log_decay_ref.shape[0])
+        log_decay, bias = (
+            load(ref.at[heads], mask=is_head, other=0.0) for ref in (log_decay_ref, decay_bias_ref)
+        )
+        return cls(heads, is_head, -jnp.exp(log_decay), bias)
+
+    def write(self, x_ref, row, t, decay_ref, beta_ref):
+        """Compute e^g and beta of a new token."""
+        num_heads = beta_ref.shape[2]
+        first = x_ref.shape[2] - 2 * num_heads
+        at = row.index, t
+        b, a = (
+            load(x_ref.at[*at, first + n * num_heads + self.heads], mask=self.is_head, other=0.0)
+            for n in range(2)
+        )
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        store(beta_ref.at[*at, self.heads], sigmoid(b), mask=self.is_head)
+        decay = jnp.exp(self.rate * softplus(a + self.bias))
+        store(decay_ref.at[*_column(decay_ref, row, t), self.heads], decay, mask=self.is_head)
