@@ -56,6 +56,7 @@ METHODS = {
     "eagle3": Method(),
     "mtp": Method(needs_model=False),
     "draft_model": Method(),
+    "medusa": Method(),
     "ngram": Method(False, False, options=("prompt_lookup_min", "prompt_lookup_max")),
 }
 OWN_METHODS = tuple(name for name, method in METHODS.items() if not method.needs_model)
@@ -67,8 +68,8 @@ class SpeculativeConfig:
 
     Attributes:
         method: "eagle" (EAGLE-1), "eagle3", "mtp", the target's own module, "draft_model", a
-            smaller model of the same vocabulary, or "ngram", which looks for the last tokens in the
-            text so far.
+            smaller model of the same vocabulary, "medusa", a head for every draft, or "ngram",
+            which looks for the last tokens in the text so far.
         model: the drafter's checkpoint, a folder or hub id; for "mtp" None is the target's, "ngram"
             has none.
         num_speculative_tokens: K, drafts per step, at most 64; the most of them where K changes. It

@@ -11,7 +11,11 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError, damaged
 from specjax.checkpoint.stored_tensor import StoredTensor
 
-_LOCATE = {".safetensors": safetensors_file.locate, ".bin": torch_pickle.locate}
+_LOCATE = {
+    ".safetensors": safetensors_file.locate,
+    ".bin": torch_pickle.locate,
+    ".pt": torch_pickle.locate,
+}
 _LOOKED_FOR = (
     "model.safetensors.index.json, model.safetensors, another *.safetensors, "
     "pytorch_model.bin.index.json, pytorch_model.bin"

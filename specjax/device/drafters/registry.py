@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import draft_model, eagle, eagle3, mtp, ngram
+from specjax.device.drafters import draft_model, eagle, eagle3, medusa, mtp, ngram
 from specjax.device.drafters.chain import ChainDrafter, Head
 from specjax.device.drafters.checkpoint import chain_loader
 from specjax.device.drafters.drafter import Drafter
@@ -21,6 +21,7 @@ DRAFTERS: dict[str, Load] = {
     "eagle": chain_loader(eagle.load),
     "eagle3": chain_loader(eagle3.load),
     "mtp": chain_loader(mtp.load),
+    "medusa": medusa.load,
     "ngram": ngram.load,
     "draft_model": draft_model.load,
 }
