@@ -15,7 +15,7 @@ REFS = "a kernel takes a reference for each of its operands"
 ENGINES = "its tests share engines that are built once for the module"
 SCRIPT = "a script's options and output, read from top to bottom"
 EXCEPTIONS = {
-    "benchmarks/h200/snapshots.py:_kernel": REFS,
+    "benchmarks/gpu/snapshots.py:_kernel": REFS,
     "benchmarks/sampler_cpu.py:main": SCRIPT,
     "benchmarks/transformers_cpu.py:main": SCRIPT,
     "pallas_kernels/gated_delta_rule/__init__.py:gated_delta_rule": OPERANDS,
