@@ -46,13 +46,14 @@ def _correct(dtype: str) -> Case:
     )
 
 
-def _kernels(name: str, seconds: float, about: str) -> Case:
+def _kernels(name: str, seconds: float, about: str, *, on_cpu: bool = True) -> Case:
     return Case(
         name=f"kernels/{name}",
         function=f"kernels:time_{name}",
         about=about,
         seconds=seconds,
         environment=NO_GRAPHS,
+        on_cpu=on_cpu,
     )
 
 
@@ -103,7 +104,7 @@ CASES = (
     _correct("bfloat16"),
     _grid(1, 110),
     _grid(64, 110),
-    _kernels("attention", 80, "paged attention by batch, rows and context, and other tiles"),
+    _kernels("attention", 80, "paged attention by batch, rows and context"),
     _kernels("delta_rule", 60, "the gated delta rule, other tiles, and K + 1 snapshots instead"),
     _grid(256, 80),
     _correct("float32"),
@@ -163,6 +164,7 @@ CASES = (
         least=120,
         on_cpu=False,  # two processes that compile all of an engine's programs take a minute
     ),
+    _kernels("tiles", 150, "paged attention with other tiles", on_cpu=False),
     _grid(4, 60),
     _grid(128, 60),
     Case(
