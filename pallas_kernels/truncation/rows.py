@@ -70,9 +70,10 @@ def select_kernel(
         lane = jnp.arange(max_candidates, dtype=jnp.int32)
         end, at = 0 * row, lane
         for tile in range(count_ref.shape[1]):
-            end += count_ref[row, tile]
+            in_tile = count_ref[row, tile]
+            end += in_tile
             # The lanes beyond lie in a later tile's room, which begins after the rest of this one.
-            at += jnp.where(lane >= end, width - count_ref[row, tile], 0)
+            at += jnp.where(lane >= end, width - in_tile, 0)
         is_there = lane < end
         x = load(candidates_ref.at[row, at], mask=is_there, other=-jnp.inf)
         keys = ordered(x)

@@ -34,10 +34,12 @@ class TruncationTuning:
     """Sizes (powers of two) and numbers of warps."""
 
     tile: int = 8192  # logits of a program that reads them: 19 tiles of a row of 152k
-    columns: int = 512  # of a tile; four logits of a thread in a load of 16 bytes
+    columns: int = 512  # of a tile, whose maxima are kept; a load of four logits per thread
+    summarise_warps: int = 4
+    mask_columns: int = 1024  # likewise, in fewer rows, as more registers are needed
+    mask_warps: int = 8
     tile_candidates: int = 512
     max_candidates: int = 4096  # of a row
-    tile_warps: int = 4
     bound_warps: int = 8  # with a row's maxima in registers, so that two rows share them
     row_warps: int = 16
 
@@ -67,11 +69,11 @@ def truncate_triton(
         raise UnsupportedError(f"logits must have less than 2^31 elements; got {logits.size}")
     whole = max(pl.next_power_of_2(vocab_size), 16)
     tile, columns = min(config.tile, whole), min(config.columns, whole)
+    mask_columns = min(config.mask_columns, whole)
     num_tiles = pl.cdiv(vocab_size, tile)
-    by_tile = {"tile": tile, "columns": columns, "num_warps": config.tile_warps}
     room = {"tile_candidates": config.tile_candidates, "max_candidates": config.max_candidates}
     # In interpret mode masked lanes store the old value, so each needs a place of its own.
-    size = num_tiles * (config.tile_candidates + columns)
+    size = num_tiles * (config.tile_candidates + mask_columns)
     asked = temperature, top_k.astype(jnp.int32), top_p, min_p
 
     def call(kernel, operands, outputs, *, num_warps, aliases=None, **sizes):
@@ -90,13 +92,15 @@ def truncate_triton(
     f32, i32, u32 = jnp.float32, jnp.int32, jnp.uint32
     # Maxima; of each tile the largest logit, and the sum of exp((x - largest) / temperature).
     summary = [(f32, num_tiles * columns), (f32, num_tiles), (f32, num_tiles)]
-    summary = call(_summarise_kernel, [logits], summary, **by_tile)
+    sizes = {"tile": tile, "columns": columns, "num_warps": config.summarise_warps}
+    summary = call(_summarise_kernel, [logits], summary, **sizes)
     # A key, the largest logit and the sum of the row.
     bounds = call(bound_kernel, summary, [(u32,), (f32,), (f32,)], num_warps=config.bound_warps)
     # The logits; candidates, their tokens, and their number by tile, which may be more than fit.
     result = [(f32, vocab_size), (f32, size), (i32, size), (i32, num_tiles)]
+    sizes = {"tile": tile, "columns": mask_columns, "num_warps": config.mask_warps}
     masked, *candidates, counts = call(
-        _mask_kernel, [logits, bounds[0]], result, **by_tile, tile_candidates=config.tile_candidates
+        _mask_kernel, [logits, bounds[0]], result, tile_candidates=config.tile_candidates, **sizes
     )
     in_place = {"outputs": result[:1], "aliases": {0: 0}, "num_warps": config.row_warps, **room}
     (selected,) = call(select_kernel, [masked, *candidates, counts, *bounds], **in_place)
@@ -154,16 +158,21 @@ def _mask_kernel(
     @pl.when(asked.cuts_k | asked.cuts_p)
     def _():
         in_column = reduce(jnp.add, [is_kept.astype(jnp.int32) for is_kept in kept])
-        through = jnp.cumsum(in_column)
+        place = jnp.cumsum(in_column) - in_column  # of the first of a column
         count_ref[row, number] = jnp.sum(in_column)
         column, width = jnp.arange(columns), tile_candidates + columns
 
-        @pl.when(jnp.sum(in_column) > 0)
-        def _():
-            place = through - in_column
-            for at, x, is_kept in zip(tokens, parts, kept, strict=True):
-                fits = is_kept & (place < tile_candidates)
-                to = number * width + jnp.where(fits, place, tile_candidates + column)
-                store(candidates_ref.at[row, to], x, mask=fits)
-                store(tokens_ref.at[row, to], at, mask=fits)
-                place += is_kept.astype(jnp.int32)
+        def put(i, carry):
+            """Store the i-th candidate of every column; rarely has one of them more than a few."""
+            x, token, seen = parts[0], tokens[0], jnp.zeros_like(in_column)
+            for at, other, is_kept in zip(tokens, parts, kept, strict=True):
+                is_next = is_kept & (seen == i)
+                x, token = jnp.where(is_next, other, x), jnp.where(is_next, at, token)
+                seen += is_kept.astype(jnp.int32)
+            fits = (in_column > i) & (place + i < tile_candidates)
+            to = number * width + jnp.where(fits, place + i, tile_candidates + column)
+            store(candidates_ref.at[row, to], x, mask=fits)
+            store(tokens_ref.at[row, to], token, mask=fits)
+            return carry
+
+        jax.lax.fori_loop(0, jnp.max(in_column), put, 0)

@@ -18,7 +18,7 @@ ROWS = BATCH * (K + 1)
 REGISTERS = 2**16  # of a multiprocessor
 # At least so many programs run on one at once. Those of tiles have 32 KiB in flight each; those of
 # rows are all there at once, but for those that a row rarely needs.
-PROGRAMS = {"summarise": 6, "bound": 2, "mask": 3, "select": 2, "reread": 1}
+PROGRAMS = {"summarise": 6, "bound": 2, "mask": 2, "select": 2, "reread": 1}
 
 pytestmark = pytest.mark.h200
 
@@ -75,7 +75,7 @@ def test_nothing_spills_and_programs_share_multiprocessors(compile_for_h200):
             assert not kernel.spills, kernel
             registers = 8 * -(-kernel.registers // 8) * kernel.threads[0]  # as they are given out
             assert REGISTERS // registers >= PROGRAMS[name], kernel
-            assert kernel.shared_bytes <= 4096, kernel
+            assert kernel.shared_bytes <= 8192, kernel
 
 
 @pytest.fixture(scope="module", params=["seed_exact", "rejection"])

@@ -16,7 +16,7 @@ SHAPE = 240, 200  # what smaller problems are padded to: every shape is a compil
 
 def in_small_blocks(logits, *params):
     """The kernels with tiles and candidates that rows of 200 do not fit in."""
-    config = TruncationTuning(tile=64, columns=16, tile_candidates=16, max_candidates=32)
+    config = TruncationTuning(64, 16, mask_columns=32, tile_candidates=16, max_candidates=32)
     return truncate_triton(logits, *params, config=config, interpret=True)
 
 
