@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -241,6 +242,26 @@ def test_a_figure_measured_again_counts_once(section):
     again = lines[0] | {"gbps": 4321.0}
     assert "4321" in made.render_section([*lines, again])
     assert "4000" not in made.render_section([*lines, again])
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_the_pages_show_what_was_recorded(page):
+    """Milliseconds per step, and in brackets those of the pull request."""
+    root = BENCHMARKS.parent
+    recorded = (root / "benchmarks" / "results" / "gpu.jsonl").read_text().splitlines()
+    steps = {
+        (line["batch"], line["k"]): line
+        for line in map(json.loads, recorded)
+        if line["case"].startswith("grid/") and line.get("what") == "step"
+    }
+    rows = re.findall(
+        r"^\| (\d+) \|((?: [\d.]+ \([\d.]+\) \|){4})$", (root / page).read_text(), re.M
+    )
+    assert [int(batch) for batch, _ in rows] == [1, 64, 256]
+    for batch, cells in rows:
+        figures = [steps[int(batch), k] for k in (0, 1, 3, 5)]
+        shown = [f"{x['ms_per_step']:.2f} ({x['h100_ms_per_step']:.2f})" for x in figures]
+        assert [cell.strip() for cell in cells.split("|")[:-1]] == shown
 
 
 def test_other_cards_are_not_held_against_the_h200s_bandwidth(section):
