@@ -141,6 +141,7 @@ CASES = (
         about="32 prompts of 1,900 tokens, Llama-3.1-8B: tokens/s, and part of the card's product",
         seconds=60,
         least=40,
+        on_cpu=False,  # an engine as in grid/1
     ),
     Case(
         name="adaptive",
@@ -172,6 +173,7 @@ CASES = (
         function="kernels:time_projections",
         about="o, qkv and down with their consumers, whole and as XLA splits them",
         seconds=70,
+        on_cpu=False,  # kernels/others times add_rms_norm
         environment=NO_GRAPHS,
     ),
     Case(
