@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from h200.section import read_lines, render_section
+from gpu.section import read_lines, render_section
 
 from specjax.bench.environment import describe_environment, package_version
 
@@ -87,7 +87,7 @@ def main() -> None:
     spread = "Cells with a range are median (lower to upper quartile)."
     lines = read_lines(RESULTS / "gpu.jsonl")
     if lines:
-        from h200.plot import plot  # the other benchmarks do without matplotlib
+        from gpu.plot import plot  # the other benchmarks do without matplotlib
 
         plot(lines, FOLDER / "plots" / "gpu.png")
     text = "\n\n".join([head, spread, render_section(lines), *map(render, results)])

@@ -15,7 +15,7 @@ REFS = "a kernel takes a reference for each of its operands"
 ENGINES = "its tests share engines that are built once for the module"
 SCRIPT = "a script's options and output, read from top to bottom"
 EXCEPTIONS = {
-    "benchmarks/h200/snapshots.py:_kernel": REFS,
+    "benchmarks/gpu/snapshots.py:_kernel": REFS,
     "benchmarks/sampler_cpu.py:main": SCRIPT,
     "benchmarks/transformers_cpu.py:main": SCRIPT,
     "pallas_kernels/gated_delta_rule/triton/__init__.py:gated_delta_rule_triton": OPERANDS,
@@ -26,8 +26,6 @@ EXCEPTIONS = {
     "pallas_kernels/rope_write/reference.py:split_heads": OPERANDS,
     "pallas_kernels/rope_write/triton.py:_kernel": REFS,
     "pallas_kernels/rope_write/triton.py:rope_write_triton": OPERANDS,
-    "pallas_kernels/truncation/triton.py:_kernel": REFS,
-    "pallas_kernels/truncation/triton.py:_kernel._": "the branch that holds most of its kernel",
     "tests/engine/test_precompile.py": ENGINES,
     "tests/host/test_grammar.py": "one brute-force reader of grammars serves all its tests",
     "tests/support/simulated_device.py:SimulatedPrograms.__init__": "how a device behaves",

@@ -11,14 +11,12 @@ among equals, and is given by one threshold per row.
 """
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.dispatch import run
-from pallas_kernels.truncation.order import ordered
-from pallas_kernels.truncation.reference import least_kept_reference
-from pallas_kernels.truncation.triton import least_kept_triton
+from pallas_kernels.truncation.reference import truncate_reference
+from pallas_kernels.truncation.triton import truncate_triton
 
-IMPLEMENTATIONS = {"triton": least_kept_triton, "reference": least_kept_reference}
+IMPLEMENTATIONS = {"triton": truncate_triton, "reference": truncate_reference}
 
 
 def truncate(
@@ -49,5 +47,4 @@ def truncate(
     for name, values in given.items():
         if values.shape != logits.shape[:1]:
             raise ValueError(f"{name} must be [N={logits.shape[0]}]; got {values.shape}")
-    threshold = run("truncation", kernels, IMPLEMENTATIONS, logits, *given.values())
-    return jnp.where(ordered(logits) >= threshold[:, None], logits, -jnp.inf)
+    return run("truncation", kernels, IMPLEMENTATIONS, logits, *given.values())

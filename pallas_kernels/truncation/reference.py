@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from pallas_kernels.truncation.order import NUM_BITS, ordered
 
 
-def least_kept_reference(
+def truncate_reference(
     logits: jax.Array,
     temperature: jax.Array,
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
 ) -> jax.Array:
-    """Return the key u32[N] of the smallest logit that `truncate` keeps per row; 0 keeps all."""
+    """See `truncate`."""
     keys = ordered(logits)
 
     def cut_min_p(threshold):
@@ -34,10 +34,12 @@ def least_kept_reference(
         wanted = jnp.where(top_p < 1, wanted, jnp.inf)
         return jnp.maximum(threshold, _smallest_of(keys, probs, wanted))
 
+    # The key of the smallest logit to keep; 0 keeps all.
     threshold = jnp.zeros(logits.shape[0], jnp.uint32)
     threshold = jax.lax.cond((min_p > 0).any(), cut_min_p, lambda x: x, threshold)
     threshold = jax.lax.cond((top_k > 0).any(), cut_top_k, lambda x: x, threshold)
-    return jax.lax.cond((top_p < 1).any(), cut_top_p, lambda x: x, threshold)
+    threshold = jax.lax.cond((top_p < 1).any(), cut_top_p, lambda x: x, threshold)
+    return jnp.where(keys >= threshold[:, None], logits, -jnp.inf)
 
 
 def _smallest_of(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:

@@ -1,61 +1,63 @@
-"""Thresholds in one Triton kernel, with a program per row that usually reads it twice.
+"""Truncation in five Triton kernels, of which two read the logits, with several programs per row.
 
-The first read computes the maximum of each of a few thousand strided columns of the row, and the
-sum of all probabilities. At least k logits are at or above the k-th largest of these maxima, and
-not many more; for top_p the bound is where the maxima alone reach the required mass. The second
-read gathers the logits from this bound on, the candidates, which usually fit in registers. Rows
-with too many (a flat distribution, a large k) are read again for every few bits of the threshold.
+1. `summarise` reads each tile of a row, and leaves the maxima of its columns, each of a few logits,
+   and the sum of its probabilities.
+2. `bound` finds a lower bound of each row's threshold: at least k logits are at or above the k-th
+   largest of the maxima, and not many more; for top_p it is where the maxima alone reach the
+   required mass.
+3. `mask` reads the tiles again and writes the result, as if the bound were the threshold. It
+   gathers the logits from the bound on, the candidates.
+4. `select` finds the threshold among a row's candidates, in registers, and overwrites those below
+   it.
+5. `reread` does so where there are more candidates than fit (a flat distribution, a large k): it
+   reads such a row again for every few bits of the threshold.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.dispatch import UnsupportedError
-from pallas_kernels.triton_call import barrier, load, store, triton_call
-from pallas_kernels.truncation.order import INFINITE, NUM_BITS, ordered
+from pallas_kernels.triton_call import load, store, triton_call
+from pallas_kernels.truncation.asked import LOG2_E, Asked
+from pallas_kernels.truncation.order import ordered
+from pallas_kernels.truncation.rows import bound_kernel, reread_kernel, select_kernel
 
 MAX_ELEMENTS = 2**31  # offsets into an array are i32
-ROUGH_BITS = 16  # bits of the lower bound of the candidates: all bits of a bf16 logit
-STEP_BITS = 2  # bits of the threshold found per read of a row
-LOG2_E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
 class TruncationTuning:
-    """Block sizes (powers of two) and number of warps."""
+    """Sizes (powers of two) and numbers of warps."""
 
-    block: int  # columns at a time
-    max_candidates: int
-    num_warps: int
-
-
-# With many rows two programs share a multiprocessor; with few, one must keep it busy alone.
-MANY_ROWS = TruncationTuning(block=4096, max_candidates=4096, num_warps=8)
-FEW_ROWS = TruncationTuning(block=8192, max_candidates=4096, num_warps=16)
-FEW_ROWS_UP_TO = 132  # number of multiprocessors of an H200
-
-
-def choose_config(num_rows: int) -> TruncationTuning:
-    """Choose the block sizes for N rows."""
-    return FEW_ROWS if num_rows <= FEW_ROWS_UP_TO else MANY_ROWS
+    tile: int = 8192  # logits of a program that reads them: 19 tiles of a row of 152k
+    columns: int = 512  # of a tile, whose maxima are kept; a load of four logits per thread
+    summarise_warps: int = 4
+    mask_columns: int = 1024  # likewise, in fewer rows, as more registers are needed
+    mask_warps: int = 8
+    tile_candidates: int = 512
+    max_candidates: int = 4096  # of a row
+    bound_warps: int = 8  # with a row's maxima in registers, so that two rows share them
+    row_warps: int = 16
 
 
-def least_kept_triton(
+DEFAULT = TruncationTuning()
+
+
+def truncate_triton(
     logits: jax.Array,
     temperature: jax.Array,
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
     *,
-    config: TruncationTuning | None = None,
+    config: TruncationTuning = DEFAULT,
     interpret: bool = False,
 ) -> jax.Array:
-    """Return the key u32[N] of the smallest logit that `truncate` keeps per row; 0 keeps all.
+    """See `truncate`.
 
     Raises:
         UnsupportedError: logits are not float32, or have too many elements.
@@ -65,177 +67,112 @@ def least_kept_triton(
         raise UnsupportedError(f"logits must be float32; got {logits.dtype}")
     if logits.size >= MAX_ELEMENTS:
         raise UnsupportedError(f"logits must have less than 2^31 elements; got {logits.size}")
-    config = config or choose_config(num_rows)
     whole = max(pl.next_power_of_2(vocab_size), 16)
-    block, num_candidates = min(config.block, whole), min(config.max_candidates, whole)
-    kernel = partial(
-        _kernel,
-        vocab_size=vocab_size,
-        block=block,
-        max_candidates=num_candidates,
-        has_threads=not interpret,
-    )
-    threshold, _ = triton_call(
-        kernel,
-        (logits, temperature, top_k.astype(jnp.int32), top_p, min_p),
-        [
-            jax.ShapeDtypeStruct((num_rows,), jnp.uint32),
-            jax.ShapeDtypeStruct((num_rows, num_candidates + block), jnp.float32),  # candidates
-        ],
-        name="truncation",
-        grid=(num_rows,),
-        num_warps=config.num_warps,
-        interpret=interpret,
-    )
-    return threshold
+    tile, columns = min(config.tile, whole), min(config.columns, whole)
+    mask_columns = min(config.mask_columns, whole)
+    num_tiles = pl.cdiv(vocab_size, tile)
+    room = {"tile_candidates": config.tile_candidates, "max_candidates": config.max_candidates}
+    # In interpret mode masked lanes store the old value, so each needs a place of its own.
+    size = num_tiles * (config.tile_candidates + mask_columns)
+    asked = temperature, top_k.astype(jnp.int32), top_p, min_p
 
-
-def _kernel(
-    logits_ref,
-    temperature_ref,
-    top_k_ref,
-    top_p_ref,
-    min_p_ref,
-    threshold_ref,
-    candidates_ref,
-    *,
-    vocab_size: int,
-    block: int,
-    max_candidates: int,
-    has_threads: bool,
-):
-    row = pl.program_id(0)
-    top_k, top_p, min_p = top_k_ref[row], top_p_ref[row], min_p_ref[row]
-    cuts_k, cuts_p, cuts_min = (top_k > 0) & (top_k < vocab_size), top_p < 1, min_p > 0
-    zero = (0 * row).astype(jnp.uint32)  # not a literal: a branch may not return one
-    column = jnp.arange(block)
-    num_blocks = pl.cdiv(vocab_size, block)
-
-    def read(i):
-        at = i * block + column
-        return load(logits_ref.at[row, at], mask=at < vocab_size, other=-jnp.inf)
-
-    @pl.when(~(cuts_k | cuts_p | cuts_min))
-    def _():
-        threshold_ref[row] = jnp.uint32(0)
-
-    @pl.when(cuts_k | cuts_p | cuts_min)
-    def _():
-        rate = LOG2_E / temperature_ref[row]
-
-        def summarise(i, carry):
-            largest, mass = carry
-            x = read(i)
-            larger = jnp.maximum(largest, x)
-            shrunk = mass * jnp.exp2((largest - larger) * rate)
-            return larger, shrunk + jnp.exp2((x - larger) * rate)
-
-        lowest = jnp.finfo(jnp.float32).min  # finite, because differences of -inf are NaN
-        start = jnp.full(block, lowest), jnp.zeros(block, jnp.float32)
-        largest, mass = jax.lax.fori_loop(0, num_blocks, summarise, start)
-        best = jnp.max(largest)
-        mass = jnp.sum(mass * jnp.exp2((largest - best) * rate))
-        floor = jnp.where(cuts_min, best + jnp.log(min_p) * temperature_ref[row], -jnp.inf)
-
-        def weigh(x, counts):
-            return jnp.where(counts, 1.0, jnp.exp2((x - best) * rate))
-
-        # Required weight at or above the bound; not valid for top_p if min_p applies before it.
-        wanted_p = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
-        wanted = jnp.where(cuts_k, top_k.astype(jnp.float32), wanted_p * mass)
-        keys, weights = ordered(largest), weigh(largest, cuts_k)
-        is_bounded = cuts_k | (cuts_p & ~cuts_min)
-        rough = _search(
-            lambda trial: jnp.sum(jnp.where(keys >= trial, weights, 0.0)),
-            wanted,
-            zero,
-            ROUGH_BITS,
-            is_bounded,
+    def call(kernel, operands, outputs, *, num_warps, aliases=None, **sizes):
+        is_tiled, name = "columns" in sizes, kernel.__name__.strip("_").removesuffix("_kernel")
+        return triton_call(
+            partial(kernel, vocab_size=vocab_size, **sizes),
+            [*operands, *asked],
+            [jax.ShapeDtypeStruct((num_rows, *shape), dtype) for dtype, *shape in outputs],
+            name=f"truncation_{name}",
+            grid=(num_rows, num_tiles) if is_tiled else (num_rows,),
+            num_warps=num_warps,
+            aliases=aliases,
+            interpret=interpret,
         )
-        bound = jnp.maximum(jnp.maximum(rough, ordered(floor)), jnp.uint32(INFINITE + 1))
 
-        def gather(i, count):
-            x = read(i)
-            is_candidate = ordered(x) >= bound
-            number = jnp.sum(is_candidate.astype(jnp.int32))
-
-            @pl.when(number > 0)
-            def _():
-                place = count + jnp.cumsum(is_candidate.astype(jnp.int32)) - 1
-                fits = is_candidate & (place < max_candidates)
-                # In interpret mode masked lanes store the old value, so each needs its own place.
-                place = jnp.where(fits, place, max_candidates + column)
-                store(candidates_ref.at[row, place], x, mask=fits)
-
-            return count + number
-
-        count = _repeat(num_blocks, gather, zero.astype(jnp.int32), cuts_k | cuts_p)
-        if has_threads:
-            barrier()  # a thread loads what other threads stored
-
-        def finish(find: Callable, total: Callable):
-            """Return the row's threshold: `find` gives that of a cut, `total` the mass it keeps."""
-            left = find(True, top_k.astype(jnp.float32), cuts_k)
-            left = jnp.maximum(left, ordered(floor))
-            all_left = jnp.where(cuts_k | cuts_min, total(left), mass)
-            return jnp.maximum(left, find(False, wanted_p * all_left, cuts_p))
-
-        def in_registers():
-            place = jnp.arange(max_candidates)
-            x = load(candidates_ref.at[row, place], mask=place < count, other=-jnp.inf)
-            keys = ordered(x)
-
-            def through(counts):
-                weights = weigh(x, counts)
-                return lambda trial: jnp.sum(jnp.where(keys >= trial, weights, 0.0))
-
-            def find(counts, wanted, is_asked):
-                key = _search(through(counts), wanted, zero, NUM_BITS, is_asked)
-                return jnp.where(is_asked, jnp.maximum(key, bound), jnp.uint32(0))
-
-            return finish(find, through(False))
-
-        def in_memory():
-            def through(counts, trials):
-                def add(i, sums):
-                    x = read(i)
-                    keys, weights = ordered(x), weigh(x, counts)
-                    parts = [jnp.where(keys >= trial, weights, 0.0) for trial in trials]
-                    return tuple(a + b for a, b in zip(sums, parts, strict=True))
-
-                zero = tuple(jnp.zeros(block, jnp.float32) for _ in trials)
-                return [jnp.sum(x) for x in jax.lax.fori_loop(0, num_blocks, add, zero)]
-
-            def find(counts, wanted, is_asked):
-                def refine(i, key):
-                    shift = (NUM_BITS - STEP_BITS * (i + 1)).astype(jnp.uint32)
-                    trials = [key | (jnp.uint32(j) << shift) for j in range(1, 2**STEP_BITS)]
-                    for trial, sum_through in zip(trials, through(counts, trials), strict=True):
-                        key = jnp.where(sum_through >= wanted, trial, key)
-                    return key
-
-                return _repeat(NUM_BITS // STEP_BITS, refine, zero, is_asked)
-
-            return finish(find, lambda key: through(False, [key])[0])
-
-        key = jax.lax.cond(count <= max_candidates, in_registers, in_memory)
-        threshold_ref[row] = key
-
-
-def _search(
-    through: Callable, wanted: jax.Array, zero: jax.Array, num_bits: int, is_asked: jax.Array
-) -> jax.Array:
-    """Return the highest key with `num_bits` leading bits for which through(key) >= wanted."""
-
-    def refine(bit, key):
-        trial = key | (jnp.uint32(1) << (NUM_BITS - 1 - bit).astype(jnp.uint32))
-        return jnp.where(through(trial) >= wanted, trial, key)
-
-    return _repeat(num_bits, refine, zero, is_asked)
-
-
-def _repeat(times: int, refine: Callable, start: jax.Array, is_asked: jax.Array) -> jax.Array:
-    """Apply `refine` to `start` this many times if `is_asked`; otherwise return `start`."""
-    return jax.lax.cond(
-        is_asked, lambda x: jax.lax.fori_loop(0, times, refine, x), lambda x: x, start
+    f32, i32, u32 = jnp.float32, jnp.int32, jnp.uint32
+    # Maxima; of each tile the largest logit, and the sum of exp((x - largest) / temperature).
+    summary = [(f32, num_tiles * columns), (f32, num_tiles), (f32, num_tiles)]
+    sizes = {"tile": tile, "columns": columns, "num_warps": config.summarise_warps}
+    summary = call(_summarise_kernel, [logits], summary, **sizes)
+    # A key, the largest logit and the sum of the row.
+    bounds = call(bound_kernel, summary, [(u32,), (f32,), (f32,)], num_warps=config.bound_warps)
+    # The logits; candidates, their tokens, and their number by tile, which may be more than fit.
+    result = [(f32, vocab_size), (f32, size), (i32, size), (i32, num_tiles)]
+    sizes = {"tile": tile, "columns": mask_columns, "num_warps": config.mask_warps}
+    masked, *candidates, counts = call(
+        _mask_kernel, [logits, bounds[0]], result, tile_candidates=config.tile_candidates, **sizes
     )
+    in_place = {"outputs": result[:1], "aliases": {0: 0}, "num_warps": config.row_warps, **room}
+    (selected,) = call(select_kernel, [masked, *candidates, counts, *bounds], **in_place)
+    (truncated,) = call(reread_kernel, [selected, counts, *bounds], block=tile, **in_place)
+    return truncated
+
+
+def _parts(tile: jax.Array, *, size: int, columns: int) -> list[jax.Array]:
+    """The tokens of a tile, a row of columns at a time."""
+    column = tile * size + jnp.arange(columns)
+    return [column + i * columns for i in range(size // columns)]
+
+
+def _summarise_kernel(logits_ref, *refs, vocab_size: int, tile: int, columns: int):
+    row, number = pl.program_id(0), pl.program_id(1)
+    asked = Asked.read(refs[:4], row, vocab_size)
+    maxima_ref, largest_ref, mass_ref = refs[4:]
+
+    @pl.when(asked.cuts)
+    def _():
+        rate = LOG2_E / asked.temperature
+        parts = [
+            load(logits_ref.at[row, at], mask=at < vocab_size, other=-jnp.inf)
+            for at in _parts(number, size=tile, columns=columns)
+        ]
+        maxima = reduce(jnp.maximum, parts)
+        # Finite, because differences of -inf are NaN.
+        largest = jnp.maximum(jnp.max(maxima), jnp.finfo(jnp.float32).min)
+        weights = [jnp.exp2((x - largest) * rate) for x in parts]
+        maxima_ref[row, pl.ds(number * columns, columns)] = maxima
+        largest_ref[row, number] = largest
+        mass_ref[row, number] = jnp.sum(reduce(jnp.add, weights))
+
+
+def _mask_kernel(
+    logits_ref,
+    bound_ref,
+    *refs,
+    vocab_size: int,
+    tile: int,
+    columns: int,
+    tile_candidates: int,
+):
+    # From the last row on: the cache still holds those that `summarise` read last.
+    row, number = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
+    asked = Asked.read(refs[:4], row, vocab_size)
+    out_ref, candidates_ref, tokens_ref, count_ref = refs[4:]
+    bound = bound_ref[row]
+    tokens = _parts(number, size=tile, columns=columns)
+    parts = [load(logits_ref.at[row, at], mask=at < vocab_size, other=-jnp.inf) for at in tokens]
+    kept = [ordered(x) >= bound for x in parts]
+    for at, x, is_kept in zip(tokens, parts, kept, strict=True):
+        store(out_ref.at[row, at], jnp.where(is_kept, x, -jnp.inf), mask=at < vocab_size)
+
+    @pl.when(asked.cuts_k | asked.cuts_p)
+    def _():
+        in_column = reduce(jnp.add, [is_kept.astype(jnp.int32) for is_kept in kept])
+        place = jnp.cumsum(in_column) - in_column  # of the first of a column
+        count_ref[row, number] = jnp.sum(in_column)
+        column, width = jnp.arange(columns), tile_candidates + columns
+
+        def put(i, carry):
+            """Store the i-th candidate of every column; rarely has one of them more than a few."""
+            x, token, seen = parts[0], tokens[0], jnp.zeros_like(in_column)
+            for at, other, is_kept in zip(tokens, parts, kept, strict=True):
+                is_next = is_kept & (seen == i)
+                x, token = jnp.where(is_next, other, x), jnp.where(is_next, at, token)
+                seen += is_kept.astype(jnp.int32)
+            fits = (in_column > i) & (place + i < tile_candidates)
+            to = number * width + jnp.where(fits, place + i, tile_candidates + column)
+            store(candidates_ref.at[row, to], x, mask=fits)
+            store(tokens_ref.at[row, to], token, mask=fits)
+            return carry
+
+        jax.lax.fori_loop(0, jnp.max(in_column), put, 0)

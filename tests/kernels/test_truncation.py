@@ -9,17 +9,15 @@ import pytest
 
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.truncation import truncate
-from pallas_kernels.truncation.order import ordered
-from pallas_kernels.truncation.triton import TruncationTuning, least_kept_triton
+from pallas_kernels.truncation.triton import TruncationTuning, truncate_triton
 
 SHAPE = 240, 200  # what smaller problems are padded to: every shape is a compilation
 
 
 def in_small_blocks(logits, *params):
-    """The kernel with blocks and candidates that rows of 200 do not fit in."""
-    config = TruncationTuning(block=64, max_candidates=32, num_warps=4)
-    least = least_kept_triton(logits, *params, config=config, interpret=True)
-    return jnp.where(ordered(logits) >= least[:, None], logits, -np.inf)
+    """The kernels with tiles and candidates that rows of 200 do not fit in."""
+    config = TruncationTuning(64, 16, mask_columns=32, tile_candidates=16, max_candidates=32)
+    return truncate_triton(logits, *params, config=config, interpret=True)
 
 
 IMPLEMENTATIONS = {

@@ -61,31 +61,36 @@ def time_attention(setting: Setting) -> Iterator[dict[str, Any]]:
         row = _row("paged_attention", model, batch, rows, context=context)
         return attempt(row, lambda: time_problem(make(model, batch, rows, context), setting))
 
-    for model in models:
-        yield from (timed(model, *shapes[0][:1], rows, shapes[0][1]) for rows in (1, 4))
-    for model in setting.pick(list(models), []):
-        yield from tune_attention(setting, models[model], model, make, 64, 4, 4096)
-        yield from tune_attention(setting, models[model], model, make, 1, 4, 4096)
-    for batch, context in shapes[1:]:
+    for batch, context in shapes:
         for model in models:
             yield from (timed(model, batch, rows, context) for rows in (1, 4))
 
 
-def tune_attention(
-    setting: Setting, heads: Any, model: str, make: Any, batch: int, rows: int, context: int
-) -> Iterator[dict[str, Any]]:
-    """Tiles around those that are chosen, one change at a time."""
-    base = choose_config(batch, rows, *heads, context, jnp.dtype(DTYPE))
-    others = [
-        replace(base, num_stages=max(1, base.num_stages - 2)),
-        replace(base, num_stages=base.num_stages + 2),
-        replace(base, block_tokens=max(16, base.block_tokens // 2)),
-        replace(base, block_tokens=2 * base.block_tokens),
-        replace(base, num_splits=max(1, base.num_splits // 2)),
-        replace(base, num_splits=min(64, 2 * base.num_splits)),
-    ]
-    row = _row("paged_attention", model, batch, rows, context=context)
-    yield from tune(row, lambda: make(model, batch, rows, context), base, others, setting)
+def time_tiles(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Paged attention with other tiles than those that are chosen."""
+    models = setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION})
+    for model, heads in models.items():
+        kv = pool(heads, setting.pick(POOL_BYTES, 2**18), DTYPE)
+        for batch, rows, context in setting.pick(
+            [(64, 4, 4096), (64, 1, 4096), (256, 1, 512), (16, 4, 4096), (1, 4, 4096)],
+            [(2, 1, 64)],
+        ):
+
+            def make(heads=heads, kv=kv, batch=batch, rows=rows, context=context):
+                return attention(heads, batch, rows, context, DTYPE, jnp.copy(kv))
+
+            base = choose_config(batch, rows, *heads, context, jnp.dtype(DTYPE))
+            others = [
+                replace(base, block_tokens=tokens, num_stages=stages)
+                for tokens in setting.pick((16, 32, 64), (16,))
+                for stages in setting.pick((3, 5, 7), (5,))
+            ]
+            others += [
+                replace(base, num_splits=splits)
+                for splits in (max(1, base.num_splits // 2), min(64, 2 * base.num_splits))
+            ]
+            row = _row("paged_attention", model, batch, rows, context=context)
+            yield from tune(row, make, base, others, setting)
 
 
 def time_delta_rule(setting: Setting) -> Iterator[dict[str, Any]]:

@@ -27,20 +27,19 @@ def measure_card(setting: Setting) -> Iterator[dict[str, Any]]:
 
     x = jax.random.bits(jax.random.key(0, impl="rbg"), (num_bytes // 4,), jnp.uint32)
     for what, program, moved in ("copy", copy, 2 * num_bytes), ("read", read, num_bytes):
-        times = spread(launch_times(partial(program, x), setting))
+        ms = spread(launch_times(partial(program, x), setting), 1e3)
         yield device | {
             "what": what,
-            "ms": {k: v * 1e3 if k != "count" else v for k, v in times.items()},
+            "ms": ms,
             "bytes": moved,
-            "gbps": moved / times["median"] / 1e9,
+            "gbps": moved / ms["median"] / 1e6,
         }
     for size in setting.pick((4096, 8192), (64,)):
-        a, b = (normal(i, (size, size), jnp.bfloat16) for i in range(2))
-        product = jax.jit(jnp.matmul)
-        times = spread(launch_times(partial(product, a, b), setting))
-        yield device | {
-            "what": "bf16 product",
-            "size": size,
-            "ms": {k: v * 1e3 if k != "count" else v for k, v in times.items()},
-            "tflops": 2 * size**3 / times["median"] / 1e12,
-        }
+        yield device | {"what": "bf16 product", "size": size} | measure_product(size, setting)
+
+
+def measure_product(size: int, setting: Setting) -> dict[str, Any]:
+    """Two square matrices in bfloat16."""
+    a, b = (normal(i, (size, size), jnp.bfloat16) for i in range(2))
+    ms = spread(launch_times(partial(jax.jit(jnp.matmul), a, b), setting), 1e3)
+    return {"ms": ms, "tflops": 2 * size**3 / ms["median"] / 1e9}

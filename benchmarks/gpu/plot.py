@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from h200.section import MIN_OF_COPY, Line, kernel_name, latest, pick
+from gpu.section import MIN_OF_COPY, Line, kernel_name, latest, pick
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 

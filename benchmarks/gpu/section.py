@@ -5,14 +5,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from h200.seed import BAR, PEAK_TBPS, peak_gbps
+from gpu.pairs import key
+from gpu.seed import BAR, PEAK_TBPS, peak_gbps
 
 TITLE = "On a GPU"
 PREPARED = (
-    "Prepared, not run: there are no results yet. `python benchmarks/h200/run.py` on a machine "
-    "with the card measures all that this section has tables for, within ten minutes."
+    "Prepared, not run: there are no results yet. `python benchmarks/gpu/run.py` on a machine "
+    "with the card measures all that this section has tables for."
 )
 MIN_OF_COPY, MIN_OF_FLOOR, MAX_STEP, MAX_TAX = 0.7, 0.75, 1.1, 1.01
+HOST_WAYS = "device", "async", "sync"
 Line = Mapping[str, Any]
 
 
@@ -43,10 +45,7 @@ def render_section(lines: Sequence[Line]) -> str:
 
 def latest(lines: Iterable[Line]) -> list[Line]:
     """Of lines that measured the same thing, the last."""
-    names = ("what", "model", "shape", "dtype", "batch", "rows", "context", "k", "way", "buffers",
-             "config", "part", "tokens", "dim", "way", "size", "peer", "message")  # fmt: skip
-    found = {(line["case"], *(str(line.get(name)) for name in names)): line for line in lines}
-    return list(found.values())
+    return list({key(line): line for line in lines}.values())
 
 
 def _sources(lines: Sequence[Line]) -> list[str]:
@@ -55,6 +54,7 @@ def _sources(lines: Sequence[Line]) -> list[str]:
     versions = ", ".join(f"{name} {v}" for name, v in last["versions"].items())
     commands = dict.fromkeys(line["provenance"]["command"] for line in lines)
     commits = dict.fromkeys(line["provenance"]["commit"] for line in lines)
+    days = sorted({line["date"][:10] for line in lines})
     return [
         "Weights are random, of the shapes named; times are medians of what was measured. Bytes "
         "are the fewest that the work can do with, so that a part of the copy bandwidth is one of "
@@ -64,7 +64,7 @@ def _sources(lines: Sequence[Line]) -> list[str]:
         f"- Device: {last['device']}, driver {gpu.get('driver_version', 'unknown')}, power limit "
         f"{gpu.get('power.limit', 'unknown')}",
         f"- Versions: {versions}",
-        f"- Time and commit: {lines[0]['date']} to {lines[-1]['date']}, {', '.join(commits)}",
+        f"- Time and commit: {' to '.join(days)}, {', '.join(commits)}",
     ]
 
 
@@ -188,15 +188,64 @@ def _lazy(results: Sequence[Line], device: str) -> tuple[list[str], list[list[An
 
 
 def _host(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    # "host gap" are lines of an earlier way to measure, of which the engine's times hold.
     rows = [
-        [x["batch"], x["k"], x["way"], *_or_error(x, "ms_per_step", "gap_ms", "gap", "host_ms",
-         "wait_ms")]
-        for x in pick(results, "host gap")
+        [x["model"], x["batch"], x["k"], x["way"],
+         *_or_error(x, "ms_per_step", "busy", "host_ms", "wait_ms")]
+        for x in [*pick(results, "host gap"), *pick(results, "host")]
+        if x["way"] in HOST_WAYS
     ]  # fmt: skip
     return [
-        "requests", "K", "how", "ms per step", "over back to back, ms", "of the step", "host ms",
-        "wait ms",
+        "model", "requests", "K", "how", "ms per step", "device busy", "host ms", "wait ms",
     ], rows  # fmt: skip
+
+
+def _adaptive(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = []
+    for x in pick(results, "adaptive K"):
+        speeds = x.get("tokens_per_second", {})
+        shown = ", ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
+        rows.append([x["model"], x["batch"], shown, *_or_error(x, "ratio")])
+    return ["model", "requests", "tokens/s", "adaptive / best static"], rows
+
+
+def _prompts(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [x["model"], x["batch"], x["tokens"],
+         *_or_error(x, "ms", "tokens_per_second", "tflops", "of_product")]
+        for x in pick(results, "prefill")
+    ]  # fmt: skip
+    return [
+        "model", "prompts", "tokens each", "ms", "tokens/s", "TFLOP/s", "of the card's product",
+    ], rows  # fmt: skip
+
+
+def _starts(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [x["model"], x["k"], x["way"], *_or_error(x, "ms", "programs_at_first_token",
+         "ms_to_all", "programs", "compile_ms")]
+        for x in pick(results, "start")
+    ]  # fmt: skip
+    return [
+        "model", "K", "how", "ms until the first token", "programs then",
+        "ms until the last program", "programs", "ms compiling",
+    ], rows  # fmt: skip
+
+
+def _loading(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [x["model"], *_or_error(x, "ms", "file_gbps", "plain_gbps")]
+        for x in pick(results, "loading")
+    ]
+    return ["model", "ms", "GB/s", "GB/s of a plain read"], rows
+
+
+def _outputs(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [x["model"], x["dtype"], x["way"], f"{x['differ']} of {x['outputs']}"]
+        for x in pick(results, "same outputs")
+    ]
+    return ["model", "type", "how", "outputs that differ from plain decoding's"], rows
 
 
 def _buffers(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
@@ -237,6 +286,11 @@ TABLES: dict[str, Callable[[Sequence[Line], str], tuple[list[str], list[list[Any
     "Steps": _steps,
     "Lazy states": _lazy,
     "The host": _host,
+    "Prompts": _prompts,
+    "Adaptive K": _adaptive,
+    "Start": _starts,
+    "Loading": _loading,
+    "Outputs": _outputs,
     "Command buffers": _buffers,
     "Others' programs": _peers,
 }

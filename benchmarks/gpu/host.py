@@ -1,4 +1,10 @@
-"""What the host costs: gaps between steps, and how steps are launched."""
+"""What the host costs: how busy steps keep the device, and how steps are launched.
+
+    busy = ms of a step on the device / ms per step of the engine
+
+The first is of the same program launched many times in a row, with no host work between launches;
+1 means that the device never waits for the host.
+"""
 
 import os
 from collections.abc import Iterator
@@ -7,7 +13,7 @@ from typing import Any
 from engines import Chosen, free, make_config, make_engine, make_models, measure_engine, step_floor
 from seed import RATES
 from steps import Step
-from timing import Setting, attempt, launch_times, spread
+from timing import Setting, attempt, step_times
 
 MODEL, KS = "Llama-3.1-8B", (0, 3)
 CPU_KS = (1,)  # one compilation of each is enough to see that it runs
@@ -18,19 +24,19 @@ WAYS = {
 
 
 def measure_host(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
-    """The engine's time per step against that of steps launched back to back."""
+    """The part of the engine's time in which the device works."""
     models, ks = make_models(MODEL, setting), setting.pick(KS, CPU_KS)
-    row = {"what": "host gap", "model": MODEL, "batch": batch}
+    row = {"what": "host", "model": MODEL, "batch": batch}
     device_ms = {}
     for k in ks:
 
-        def back_to_back(k=k):
+        def on_device(k=k):
             step = Step(models, make_config(batch, setting, 3), k, RATES[:3], setting, max_drafts=3)
-            times = spread(launch_times(step.launch, setting), 1e3)
+            times = step_times(step.launch, setting)
             device_ms[k] = times["median"]
             return {"ms_per_step": times["median"], "ms": times}
 
-        yield attempt(row | {"k": k, "way": "back to back"}, back_to_back)
+        yield attempt(row | {"k": k, "way": "device"}, on_device)
     for way, options in WAYS.items():
         policy = Chosen(ks)
         engine = make_engine(models, batch, policy, RATES[:3], setting, **options)
@@ -39,8 +45,7 @@ def measure_host(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
             def one(k=k, engine=engine, policy=policy):
                 found = measure_engine(engine, policy, k, setting)
                 if k in device_ms:
-                    found["gap_ms"] = found["ms_per_step"] - device_ms[k]
-                    found["gap"] = found["gap_ms"] / found["ms_per_step"]
+                    found["busy"] = device_ms[k] / found["ms_per_step"]
                 return found
 
             yield attempt(row | {"k": k, "way": way}, one)
@@ -55,7 +60,7 @@ def measure_step(setting: Setting, label: str) -> Iterator[dict[str, Any]]:
 
         def one(k=k):
             step = Step(models, make_config(1, setting, 3), k, RATES[:3], setting, max_drafts=3)
-            times = spread(launch_times(step.launch, setting), 1e3)
+            times = step_times(step.launch, setting)
             floor = step_floor(models, 1, k, setting)
             return {
                 "ms_per_step": times["median"],

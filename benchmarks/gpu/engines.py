@@ -25,7 +25,7 @@ from specjax.device.verification import Synthetic
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Metrics
 from specjax.host.request import Request
-from specjax.host.speculation.policy import DecodeLoad, PolicyRule, Round
+from specjax.host.speculation.policy import DecodeLoad, Policy, PolicyRule, Round
 from specjax.inspect.minimum import minimum_bytes
 from specjax.sampling_params import SamplingParams
 
@@ -79,13 +79,18 @@ class Models:
     plain_params: Params  # the target's alone
 
 
-def make_models(name: str, setting: Setting) -> Models:
-    """Llama gets an EAGLE-1 head, Qwen3.5 its MTP module."""
+def read_config(name: str, setting: Setting) -> dict[str, Any]:
+    """The config of a published model, or a tiny one of its kind."""
     config = json.loads((CONFIGS / name / "config.json").read_text())
     text = config.get("text_config", config)
     if setting.is_cpu:
         text |= TINY | (TINY_HYBRID if text is not config else TINY_LLAMA)
-    target = describe_model(HFConfig(config, name))
+    return config
+
+
+def make_models(name: str, setting: Setting) -> Models:
+    """Llama gets an EAGLE-1 head, Qwen3.5 its MTP module."""
+    target = describe_model(HFConfig(read_config(name, setting), name))
     head = EagleHead(shape=target) if name.startswith("Llama") else MTPHead(target)
     dtype = setting.pick("bfloat16", "float32")
     weights = random_params(target.specs(), dtype, 0), random_params(head.specs(), dtype, 1)
@@ -145,7 +150,7 @@ def lengths(setting: Setting) -> tuple[int, int]:
 def make_engine(
     models: Models,
     batch: int,
-    policy: Chosen,
+    policy: Policy,
     rates: Sequence[float],
     setting: Setting,
     *,
@@ -160,11 +165,13 @@ def make_engine(
     return Engine(config, models.target, models.drafter, models.params, policy, verification)
 
 
-def make_requests(batch: int, vocab_size: int, output: int, setting: Setting) -> list[Request]:
+def make_requests(
+    batch: int, vocab_size: int, output: int, setting: Setting, *, num_prompt: int | None = None
+) -> list[Request]:
     """Random prompts, greedy, to the last token."""
     rng = np.random.default_rng(0)
     params = SamplingParams(temperature=0.0, max_tokens=output, ignore_eos=True)
-    prompts = rng.integers(0, vocab_size, (batch, lengths(setting)[0])).tolist()
+    prompts = rng.integers(0, vocab_size, (batch, num_prompt or lengths(setting)[0])).tolist()
     return [Request(i, tuple(p), params, output, (i,)) for i, p in enumerate(prompts)]
 
 

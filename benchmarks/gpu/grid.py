@@ -15,7 +15,7 @@ from engines import (
 )
 from seed import RATES, seed_figures
 from steps import Step
-from timing import Setting, attempt, launch_times, spread
+from timing import Setting, attempt, step_times
 
 FIRST_KS, OTHER_KS = (0, 3), (1, 5)
 COMPARED = (1, 64)  # batch sizes at which more is measured than the grid
@@ -43,10 +43,19 @@ def measure_grid(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
         yield attempt(row | {"what": "drafts"}, lambda: measure_drafts(models, batch, setting))
 
 
-def measure_hybrid(setting: Setting, name: str) -> Iterator[dict[str, Any]]:
-    """A recurrent model: each batch size is an engine of its own, all of the same weights."""
+def measure_models(
+    setting: Setting, names: tuple[str, ...], batches: tuple[int, ...]
+) -> Iterator[dict[str, Any]]:
+    """Other models: each batch size is an engine of its own, all of the same weights."""
+    for name in names:
+        yield from _measure_model(name, setting.pick(batches, (2,)), setting)
+
+
+def _measure_model(
+    name: str, batches: tuple[int, ...], setting: Setting
+) -> Iterator[dict[str, Any]]:
     models = make_models(name, setting)
-    for batch in setting.pick((1, 64, 16), (2,)):
+    for batch in batches:
         row = {"what": "step", "model": name, "batch": batch}
         policy = Chosen(FIRST_KS, k=max(FIRST_KS))
         engine = make_engine(models, batch, policy, RATES, setting)
@@ -97,7 +106,7 @@ def measure_drafts(models: Models, batch: int, setting: Setting) -> dict[str, An
     config, ms = make_config(batch, setting, max(FIRST_KS), room=ROOM), {}
     for name, k, only_drafts in ("target", 0, False), ("drafts", 3, True), ("round", 3, False):
         step = Step(models, config, k, RATES, setting, only_drafts=only_drafts, max_drafts=3)
-        ms[name] = spread(launch_times(step.launch, setting), 1e3)
+        ms[name] = step_times(step.launch, setting)
         del step
     middle = {name: times["median"] for name, times in ms.items()}
     return {

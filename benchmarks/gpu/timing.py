@@ -13,6 +13,9 @@ from jax.stages import Wrapped
 
 T = TypeVar("T")
 REPEATS, REPEAT_SECONDS, MAX_LAUNCHES = 10, 0.015, 200
+# Of whole steps, which take milliseconds. In a row of one or two the launch itself, some 0.4 ms
+# before the device begins, would count as the step's time.
+STEP_ROW_SECONDS = 0.2
 CUPTI_RUNS = 10
 
 
@@ -38,7 +41,9 @@ def spread(samples: list[float], unit: float = 1.0) -> dict[str, float]:
     return {"median": p50, "p10": p10, "p90": p90, "count": len(samples)}
 
 
-def launch_times(launch: Callable[[], Any], setting: Setting) -> list[float]:
+def launch_times(
+    launch: Callable[[], Any], setting: Setting, *, row_seconds: float = REPEAT_SECONDS
+) -> list[float]:
     """Seconds of a launch, in each of several rows of launches that wait for the last alone."""
 
     def seconds(count: int) -> float:
@@ -50,8 +55,13 @@ def launch_times(launch: Callable[[], Any], setting: Setting) -> list[float]:
 
     seconds(1)  # compiles, and touches memory for the first time
     one = seconds(setting.pick(3, 1))
-    count = setting.pick(min(max(int(REPEAT_SECONDS / one), 1), MAX_LAUNCHES), 1)
+    count = setting.pick(min(max(int(row_seconds / one), 1), MAX_LAUNCHES), 1)
     return [seconds(count) for _ in range(setting.pick(REPEATS, 2))]
+
+
+def step_times(launch: Callable[[], Any], setting: Setting) -> dict[str, float]:
+    """Milliseconds of a whole step, launched so often in a row that the device never waits."""
+    return spread(launch_times(launch, setting, row_seconds=STEP_ROW_SECONDS), 1e3)
 
 
 def kernel_times(launch: Callable[[], Any], setting: Setting) -> tuple[dict[str, float], str]:

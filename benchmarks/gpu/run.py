@@ -1,8 +1,9 @@
-"""Everything worth timing on an H200, within ten minutes.
+"""Everything worth timing on an H100 or H200; by itself as much as ten minutes have room for.
 
-    python benchmarks/h200/run.py                  all that fits the budget, most telling first
-    python benchmarks/h200/run.py --only grid      cases by name or group; --list has them
-    python benchmarks/h200/run.py --cpu            tiny shapes, to see that it runs
+    python benchmarks/gpu/run.py                  all that fits the budget, most telling first
+    python benchmarks/gpu/run.py --only grid      cases by name or group; --list has them
+    python benchmarks/gpu/run.py --cpu            tiny shapes, to see that it runs
+    python benchmarks/gpu/run.py --pair FOLDER    old against new, see `pairs`
 
 Every case is a process of its own, killed with all it started when its time is up. Each result is
 a line of JSON in --output as soon as it is there, with what it depends on; so is a failure, with
@@ -19,11 +20,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pairs
 from cases import Case, select
-from machine import describe, gpu_state, now
+from machine import commit_of, describe, gpu_state, now
 
 FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
@@ -65,21 +68,40 @@ class Results:
             print(fields["stderr"], flush=True)
 
 
+@dataclass(frozen=True)
+class Checkout:
+    """Sources to run cases with, and where results go that say so."""
+
+    root: Path
+    results: Results
+
+
 def run_cases(
-    cases: Sequence[Case], results: Results, *, budget: float, is_cpu: bool, cache: Path
+    cases: Sequence[Case],
+    checkouts: Sequence[Checkout],
+    *,
+    budget: float,
+    is_cpu: bool,
+    cache: Path,
 ) -> None:
-    """Run cases in turn while the budget lasts, and record those that it does not."""
+    """Run cases in turn while the budget lasts, and record those that it does not.
+
+    Each case runs with every one of the checkouts, which may repeat, before the next one does.
+    """
     start = time.monotonic()
     for case in cases:
-        left = budget - (time.monotonic() - start)
-        if left < min(case.least, case.seconds):
-            results.append(case, "skipped", 0.0, reason=f"{max(left, 0):.0f} s of budget left")
-            continue
-        run_case(case, results, limit=min(case.seconds, left), is_cpu=is_cpu, cache=cache)
+        for one in checkouts:
+            left = budget - (time.monotonic() - start)
+            if left < min(case.least, case.seconds):
+                reason = f"{max(left, 0):.0f} s of budget left"
+                one.results.append(case, "skipped", 0.0, reason=reason)
+                continue
+            run_case(case, one, limit=min(case.seconds, left), is_cpu=is_cpu, cache=cache)
 
 
-def run_case(case: Case, results: Results, *, limit: float, is_cpu: bool, cache: Path) -> None:
+def run_case(case: Case, checkout: Checkout, *, limit: float, is_cpu: bool, cache: Path) -> None:
     """One process: its results, then how it ended."""
+    results = checkout.results
     setting = {"function": case.function, "is_cpu": is_cpu, "arguments": dict(case.arguments)}
     start, before = time.monotonic(), gpu_state()
     with tempfile.TemporaryFile("w+", errors="replace") as said:
@@ -89,7 +111,7 @@ def run_case(case: Case, results: Results, *, limit: float, is_cpu: bool, cache:
             stderr=said,
             text=True,
             errors="replace",
-            env=_environment(case, is_cpu=is_cpu, cache=cache),
+            env=_environment(case, checkout.root, is_cpu=is_cpu, cache=cache),
             process_group=0,  # of its own, to be killed as one; who ends the session ends it, too
         )
 
@@ -114,7 +136,7 @@ def run_case(case: Case, results: Results, *, limit: float, is_cpu: bool, cache:
         fields: dict[str, Any] = {"gpu": {"before": before, "after": gpu_state()}}
         if status != "done":
             said.seek(0)
-            tail = said.read()[-TAIL:].replace(str(ROOT), ".")
+            tail = said.read()[-TAIL:].replace(str(checkout.root), ".").replace(str(ROOT), ".")
             fields |= {"code": code, "limit": round(limit, 1), "stderr": tail}
         results.append(case, status, time.monotonic() - start, **fields)
 
@@ -131,12 +153,12 @@ def _kill(process: subprocess.Popen) -> None:
         pass
 
 
-def _environment(case: Case, *, is_cpu: bool, cache: Path) -> dict[str, str]:
+def _environment(case: Case, root: Path, *, is_cpu: bool, cache: Path) -> dict[str, str]:
     environment = os.environ | {
         "JAX_COMPILATION_CACHE_DIR": str(cache),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
         "XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92",
-        "PYTHONPATH": os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), str(ROOT)])),
+        "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
         **case.environment,
@@ -178,6 +200,9 @@ def main() -> int:
         "--cache", type=Path, metavar="FOLDER", help="for compiled programs; default: a new one"
     )
     parser.add_argument("--cpu", action="store_true", help="tiny shapes on the CPU")
+    parser.add_argument(
+        "--pair", type=Path, metavar="FOLDER", help="a checkout of the commit to compare with"
+    )
     settings = parser.parse_args()
     try:
         cases = select(settings.only)
@@ -191,12 +216,28 @@ def main() -> int:
         print(f"{'':20} {sum(case.seconds for case in cases):5.0f} s if all took their limits")
         return 0
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # ends the case that runs, too
-    with tempfile.TemporaryDirectory(prefix="h200-") as folder:
-        output = settings.output or (Path(folder) / "cpu.jsonl" if settings.cpu else OUTPUT)
-        results = Results(output, describe(is_cpu=settings.cpu, commit=settings.commit))
+    with tempfile.TemporaryDirectory(prefix="gpu-") as folder:
+        usual = pairs.OUTPUT if settings.pair else OUTPUT
+        output = settings.output or (Path(folder) / "cpu.jsonl" if settings.cpu else usual)
+        source = describe(is_cpu=settings.cpu, commit=settings.commit)
+        checkouts = [Checkout(ROOT, Results(output, source))]
+        if settings.pair:
+            checkouts = _pair(settings.pair.resolve(), output, source) * pairs.ROUNDS
         cache = (settings.cache or Path(folder) / "jax").resolve()
-        run_cases(cases, results, budget=settings.budget, is_cpu=settings.cpu, cache=cache)
+        run_cases(cases, checkouts, budget=settings.budget, is_cpu=settings.cpu, cache=cache)
+        if settings.pair:
+            print(pairs.show(map(json.loads, output.read_text().splitlines())))
     return 0
+
+
+def _pair(other: Path, output: Path, source: Mapping[str, Any]) -> list[Checkout]:
+    """The old checkout and this one; every line has both commits."""
+    commits = {"old": commit_of(other), "new": source["commit"]}
+    return [
+        Checkout(root, Results(output, {**source, "commit": commits[side],
+                                        "pair": {"side": side, **commits}}))
+        for side, root in (("old", other), ("new", ROOT))
+    ]  # fmt: skip
 
 
 if __name__ == "__main__":

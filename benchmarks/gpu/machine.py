@@ -12,7 +12,7 @@ from typing import Any
 FOLDER = Path(__file__).resolve().parent
 PACKAGES = (
     "jax", "jaxlib", "jax-cuda13-plugin", "jax-cuda12-plugin", "numpy", "torch", "triton",
-    "transformers", "flash-linear-attention",
+    "transformers", "flash-linear-attention", "flashinfer-python", "vllm", "sglang",
 )  # fmt: skip
 FIXED = ("name", "driver_version", "memory.total", "power.limit", "clocks.max.sm", "clocks.max.mem")
 MOVING = ("clocks.sm", "clocks.mem", "power.draw", "temperature.gpu")
@@ -22,8 +22,8 @@ def describe(*, is_cpu: bool, commit: str | None = None) -> dict[str, Any]:
     """Commit, unless it is given, versions and device."""
     gpu = None if is_cpu else _query(FIXED)
     return {
-        "command": " ".join(["python", "benchmarks/h200/run.py", *_arguments()]),
-        "commit": commit or _commit(),
+        "command": " ".join(["python", "benchmarks/gpu/run.py", *_arguments()]),
+        "commit": commit or commit_of(FOLDER.parents[1]),
         "versions": {"python": platform.python_version(), **_versions()},
         "device": gpu["name"] if gpu else platform.machine(),
         "gpu": gpu,
@@ -67,13 +67,15 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _commit() -> str:
+def commit_of(root: Path) -> str:
+    """Of a checkout, and whether it has changes; "unknown" where git cannot tell."""
+
     def git(*arguments: str) -> str:
-        command = ["git", "-C", str(FOLDER), *arguments]
+        command = ["git", "-C", str(root), *arguments]
         return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
     try:
-        changes = " with changes" if git("status", "--porcelain", "--", "../..") else ""
+        changes = " with changes" if git("status", "--porcelain") else ""
         return git("rev-parse", "--short=12", "HEAD") + changes
     except (OSError, subprocess.CalledProcessError):
         return "unknown"

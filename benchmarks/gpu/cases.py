@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NO_GRAPHS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}  # so that CUPTI sees every kernel
-GRAPHS_OF_LOOPS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer=+WHILE"}
 SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # beside another framework
 
 
@@ -34,24 +33,27 @@ class Case:
 
 
 def _correct(dtype: str) -> Case:
+    # Most of it is the compilation of references: on an H100 float32 took 2 to 17 s a shape, and
+    # bfloat16, which has a reference more and whose matmuls are tuned, 4 to 10 s of attention.
     return Case(
         name=f"correct/{dtype}",
         function="correct:check_kernels",
         about=f"every kernel in {dtype} against its reference in float32, and against itself",
-        seconds=80,
+        seconds=200,
         arguments={"dtype": dtype},
         environment=NO_GRAPHS,
         on_cpu=dtype == "float32",
     )
 
 
-def _kernels(name: str, seconds: float, about: str) -> Case:
+def _kernels(name: str, seconds: float, about: str, *, on_cpu: bool = True) -> Case:
     return Case(
         name=f"kernels/{name}",
         function=f"kernels:time_{name}",
         about=about,
         seconds=seconds,
         environment=NO_GRAPHS,
+        on_cpu=on_cpu,
     )
 
 
@@ -70,11 +72,11 @@ def _grid(batch: int, seconds: float) -> Case:
 def _model(name: str, seconds: float) -> Case:
     return Case(
         name=f"models/{name}",
-        function="grid:measure_hybrid",
+        function="grid:measure_models",
         about=f"{name} + MTP, K 0 and 3, 1, 16 and 64 requests",
         seconds=seconds,
         least=50,
-        arguments={"name": name},
+        arguments={"names": (name,), "batches": (1, 64, 16)},
         on_cpu=name == "Qwen3.5-4B",
     )
 
@@ -87,7 +89,7 @@ def _command_buffers(name: str, environment: Mapping[str, str]) -> Case:
         seconds=50,
         arguments={"label": name},
         environment=environment,
-        on_cpu=name == "off",
+        on_cpu=False,  # `Step` runs in host/1, too
     )
 
 
@@ -102,7 +104,7 @@ CASES = (
     _correct("bfloat16"),
     _grid(1, 110),
     _grid(64, 110),
-    _kernels("attention", 80, "paged attention by batch, rows and context, and other tiles"),
+    _kernels("attention", 80, "paged attention by batch, rows and context"),
     _kernels("delta_rule", 60, "the gated delta rule, and K + 1 snapshots instead"),
     _grid(256, 80),
     _correct("float32"),
@@ -115,7 +117,7 @@ CASES = (
         Case(
             name=f"host/{batch}",
             function="host:measure_host",
-            about=f"gaps between steps at {batch} requests: sync, async, 4 rounds a dispatch",
+            about=f"how busy steps keep the device at {batch} requests, async and sync",
             seconds=90,
             least=30,
             arguments={"batch": batch},
@@ -125,7 +127,46 @@ CASES = (
     ),
     _command_buffers("off", NO_GRAPHS),
     _command_buffers("on", {}),
-    _command_buffers("while", GRAPHS_OF_LOOPS),
+    Case(
+        name="small",
+        function="grid:measure_models",
+        about="Llama-3.2-1B + EAGLE-1 and Qwen3.5-4B + MTP, K 0 and 3, 1 request",
+        seconds=80,
+        least=40,
+        arguments={"names": ("Llama-3.2-1B", "Qwen3.5-4B"), "batches": (1,)},
+        on_cpu=False,  # models/Qwen3.5-4B is of the same kind
+    ),
+    Case(
+        name="prefill",
+        function="prefill:measure_prefill",
+        about="32 prompts of 1,900 tokens, Llama-3.1-8B: tokens/s, and part of the card's product",
+        seconds=60,
+        least=40,
+        on_cpu=False,  # an engine as in grid/1
+    ),
+    Case(
+        name="adaptive",
+        function="adaptive:measure_adaptive",
+        about="adaptive K against K 0 to 3 at 1, 4, 16 and 64 requests, Llama-3.1-8B + EAGLE-1",
+        seconds=240,
+        least=120,
+    ),
+    Case(
+        name="loading",
+        function="start:measure_loading",
+        about="a random checkpoint of 5.6 GB, against a plain read of its file",
+        seconds=150,
+        least=90,
+    ),
+    Case(
+        name="start",
+        function="start:measure_start",
+        about="an engine until its first token and its last program, without and with kept ones",
+        seconds=200,
+        least=120,
+        on_cpu=False,  # two processes that compile all of an engine's programs take a minute
+    ),
+    _kernels("tiles", 150, "paged attention with other tiles", on_cpu=False),
     _grid(4, 60),
     _grid(128, 60),
     Case(
@@ -133,12 +174,13 @@ CASES = (
         function="kernels:time_projections",
         about="o, qkv and down with their consumers, whole and as XLA splits them",
         seconds=70,
+        on_cpu=False,  # kernels/others times add_rms_norm
         environment=NO_GRAPHS,
     ),
     Case(
         name="peers/attention",
         function="peers:time_attention",
-        about="torch SDPA and jax's own paged_attention",
+        about="FlashInfer, torch SDPA and jax's own paged_attention",
         seconds=50,
         environment=SHARED_MEMORY | NO_GRAPHS,
     ),
@@ -146,17 +188,30 @@ CASES = (
         name="peers/delta_rule",
         function="peers:time_delta_rule",
         about="flash-linear-attention's recurrent kernel",
-        seconds=50,
+        seconds=90,
         environment=SHARED_MEMORY | NO_GRAPHS,
         on_cpu=False,
     ),
     Case(
-        name="peers/decode",
-        function="peers:time_decode",
+        name="peers/transformers",
+        function="peer_engines:time_transformers",
         about="transformers' Llama-3.1-8B, static cache, eager and torch.compile, 1 request",
         seconds=150,
         least=60,
         environment=SHARED_MEMORY,
+        on_cpu=False,
+    ),
+    *(
+        Case(
+            name=f"peers/{name}",
+            function=f"peer_engines:time_{name}",
+            about=f"{name}'s Llama-3.1-8B without drafts, 1 and 64 requests",
+            seconds=240,
+            least=15,
+            environment=SHARED_MEMORY,
+            on_cpu=False,
+        )
+        for name in ("vllm", "sglang")
     ),
 )
 

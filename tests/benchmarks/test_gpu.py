@@ -1,8 +1,9 @@
-"""The runner of benchmarks/h200: no case takes another one's results with it. None needs a GPU."""
+"""The runner of benchmarks/gpu: no case takes another one's results with it. None needs a GPU."""
 
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-FOLDER = BENCHMARKS / "h200"
+FOLDER = BENCHMARKS / "gpu"
 CASES = """
 import os
 import subprocess
@@ -22,6 +23,7 @@ import time
 def good(setting, value=1, **_):
     yield {"what": "copy", "gbps": 100.0, "is_cpu": setting.is_cpu}
     yield {"what": "other", "gbps": 50.0, "value": value, "flag": os.environ.get("FLAG")}
+    yield {"what": "sources", "root": os.path.basename(os.environ["PYTHONPATH"].split(":")[0])}
 
 
 def hangs(setting):
@@ -43,9 +45,9 @@ def dies(setting):
 
 @pytest.fixture
 def runner(monkeypatch):
-    """benchmarks/h200's run and cases, imported as its scripts import each other."""
+    """benchmarks/gpu's run and cases, imported as its scripts import each other."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = "run", "cases", "machine"
+    names = "run", "cases", "machine", "pairs"
     modules = [importlib.import_module(name) for name in names]
     yield modules
     for name in names:
@@ -55,11 +57,11 @@ def runner(monkeypatch):
 @pytest.fixture
 def results(runner, tmp_path, monkeypatch):
     """Runs cases of the module above: (name, function, seconds, others), ... -> the lines."""
-    run, cases, machine = runner
+    run, cases, machine, _ = runner
     (tmp_path / "made_up.py").write_text(CASES)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
 
-    def go(*given, budget=60.0):
+    def go(*given, budget=60.0, roots=(run.ROOT,)):
         made = [
             cases.Case(
                 name=name,
@@ -72,7 +74,8 @@ def results(runner, tmp_path, monkeypatch):
         ]
         output = tmp_path / "lines.jsonl"
         file = run.Results(output, machine.describe(is_cpu=True))
-        run.run_cases(made, file, budget=budget, is_cpu=True, cache=tmp_path / "cache")
+        checkouts = [run.Checkout(root, file) for root in roots]
+        run.run_cases(made, checkouts, budget=budget, is_cpu=True, cache=tmp_path / "cache")
         return [json.loads(line) for line in output.read_text().splitlines()]
 
     return go
@@ -121,22 +124,48 @@ def is_running(pid):
     return True
 
 
-def test_what_lines_say(results):
+def test_what_lines_say(results, tmp_path):
     """Where they come from; what figures are of the copy bandwidth; what the budget left out."""
-    lines = results(("good", "good", 30.0, {}), ("late", "good", 30.0, {"least": 30.0}), budget=20)
+    given = ("good", "good", 30.0, {}), ("late", "good", 30.0, {"least": 30.0})
+    lines = results(*given, budget=20, roots=(tmp_path / "old", BENCHMARKS.parent))
     for line in lines:
         assert {"case", "status", "seconds", "date"} <= line.keys()
         source = line["provenance"]
         assert {"command", "commit", "versions", "device", "gpu", "system"} <= source.keys()
         assert {"python", "jax", "jaxlib"} <= source["versions"].keys()
         assert str(BENCHMARKS.parent) not in json.dumps(line)
-    assert [line["of_copy"] for line in lines if "gbps" in line] == [1.0, 0.5]
+    assert [line["of_copy"] for line in lines if "gbps" in line] == [1.0, 0.5] * 2
+    roots = [line["root"] for line in lines if "root" in line]
+    assert roots == ["old", BENCHMARKS.parent.name]  # whose specjax each of them imports
     assert endings(lines) == {"good": "done", "late": "skipped"}
     assert "budget left" in lines[-1]["reason"]
 
 
+def test_a_pair_of_commits_is_compared_line_by_line(runner):
+    pairs = runner[-1]
+
+    def line(side, old="a", case="kernels/others", **fields):
+        pair = {"side": side, "old": old, "new": "b"}
+        result = {"case": case, "status": "result", "provenance": {"pair": pair}}
+        return result | {"what": "truncation", "rows": 256} | fields
+
+    lines = [
+        line("old", device_us=1.0, old="earlier"),  # of another pair
+        *(line("old", device_us=us, wall_us={"median": 999.0}) for us in (8.0, 6.0)),
+        *(line("new", device_us=us) for us in (3.0, 4.0)),
+        line("old", rows=1, device_us=5.0),  # the new one failed
+        line("new", rows=1, error="no"),
+        *(line(side, case="prefill", ms={"median": 2.0}) for side in ("old", "new")),
+        {"case": "grid/1", "status": "done", "provenance": line("new")["provenance"]},
+    ]
+    name = "kernels/others truncation 256"
+    assert pairs.ratios(lines) == [(name, 7.0, 3.5), ("prefill truncation 256", 2.0, 2.0)]
+    assert "2.000  " + name in pairs.show(lines)
+    assert pairs.ratios([{"case": "card", "status": "result", "provenance": {}}]) == []
+
+
 def test_cases_by_name_and_group(runner):
-    _, cases, _ = runner
+    _, cases, *_ = runner
     assert [case.name for case in cases.select(["card", "grid/1"])] == ["card", "grid/1"]
     assert {case.group for case in cases.select(["peers"])} == {"peers"}
     assert cases.select(None) == list(cases.CASES)
@@ -150,8 +179,8 @@ def test_cases_by_name_and_group(runner):
 @pytest.fixture
 def section(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("h200.section"), importlib.import_module("h200.plot")
-    for name in [name for name in sys.modules if name == "h200" or name.startswith("h200.")]:
+    yield importlib.import_module("gpu.section"), importlib.import_module("gpu.plot")
+    for name in [name for name in sys.modules if name == "gpu" or name.startswith("gpu.")]:
         del sys.modules[name]
 
 
@@ -162,7 +191,7 @@ def test_without_results_the_report_says_so(section, tmp_path):
 
 def sample_lines(device="NVIDIA H200"):
     source = {
-        "command": "python benchmarks/h200/run.py",
+        "command": "python benchmarks/gpu/run.py",
         "commit": "abc",
         "versions": {"jax": "0.0"},
         "device": device,
@@ -213,6 +242,26 @@ def test_a_figure_measured_again_counts_once(section):
     again = lines[0] | {"gbps": 4321.0}
     assert "4321" in made.render_section([*lines, again])
     assert "4000" not in made.render_section([*lines, again])
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/performance.md"])
+def test_the_pages_show_what_was_recorded(page):
+    """Milliseconds per step, and in brackets those of the pull request."""
+    root = BENCHMARKS.parent
+    recorded = (root / "benchmarks" / "results" / "gpu.jsonl").read_text().splitlines()
+    steps = {
+        (line["batch"], line["k"]): line
+        for line in map(json.loads, recorded)
+        if line["case"].startswith("grid/") and line.get("what") == "step"
+    }
+    rows = re.findall(
+        r"^\| (\d+) \|((?: [\d.]+ \([\d.]+\) \|){4})$", (root / page).read_text(), re.M
+    )
+    assert [int(batch) for batch, _ in rows] == [1, 64, 256]
+    for batch, cells in rows:
+        figures = [steps[int(batch), k] for k in (0, 1, 3, 5)]
+        shown = [f"{x['ms_per_step']:.2f} ({x['h100_ms_per_step']:.2f})" for x in figures]
+        assert [cell.strip() for cell in cells.split("|")[:-1]] == shown
 
 
 def test_other_cards_are_not_held_against_the_h200s_bandwidth(section):

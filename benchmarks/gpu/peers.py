@@ -1,4 +1,4 @@
-"""Others' programs for the same work on the same card, as far as they are installed."""
+"""Others' kernels for the same work on the same card, as far as they are installed."""
 
 import importlib
 import time
@@ -9,7 +9,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from engines import CONFIGS, TINY, TINY_LLAMA
 from problems import (
     ATTENTION_HEADS,
     DELTA_HEADS,
@@ -35,7 +34,7 @@ def time_attention(setting: Setting) -> Iterator[dict[str, Any]]:
             moved = 2 * 2 * batch * context * heads[1] * heads[2]
             for peer, function in PEERS_OF_ATTENTION.items():
                 timed = partial(function, heads, batch, context, setting, moved)
-                yield _try_peer(row | {"peer": peer}, timed)
+                yield try_peer(row | {"peer": peer}, timed)
 
 
 def _torch_attention(
@@ -51,8 +50,34 @@ def _torch_attention(
     pairs = [[random(batch, num_kv_heads, context, dim) for _ in "kv"] for _ in range(4)]
     q = random(batch, num_heads, 1, dim)
     attend = partial(torch.nn.functional.scaled_dot_product_attention, enable_gqa=True)
-    times = _torch_times(lambda: [attend(q, *pair) for pair in pairs], setting)
+    times = torch_times(lambda: [attend(q, *pair) for pair in pairs], setting)
     return _figures(times, len(pairs), moved) | {"peer_version": torch.__version__}
+
+
+def _flashinfer_attention(
+    heads: tuple[int, int, int], batch: int, context: int, setting: Setting, moved: int
+) -> dict[str, Any]:
+    flashinfer = importlib.import_module("flashinfer")
+    torch = importlib.import_module("torch")
+    num_heads, num_kv_heads, dim = heads
+    columns = -(-context // PAGE_SIZE)
+    kinds = {"device": "cuda", "dtype": torch.bfloat16}
+    pools = [
+        torch.randn(batch * columns, 2, PAGE_SIZE, num_kv_heads, dim, **kinds) for _ in range(4)
+    ]
+    q = torch.randn(batch, num_heads, dim, **kinds)
+    pages = torch.randperm(batch * columns, dtype=torch.int32, device="cuda")
+    ends = torch.arange(batch + 1, dtype=torch.int32, device="cuda") * columns
+    last = torch.full((batch,), context - (columns - 1) * PAGE_SIZE, dtype=torch.int32)
+    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+        torch.empty(2**27, dtype=torch.uint8, device="cuda"), "NHD", use_tensor_cores=True
+    )
+    wrapper.plan(
+        ends, pages, last.cuda(), num_heads, num_kv_heads, dim, PAGE_SIZE,
+        q_data_type=torch.bfloat16, kv_data_type=torch.bfloat16,
+    )  # fmt: skip
+    times = torch_times(lambda: [wrapper.run(q, kv) for kv in pools], setting)
+    return _figures(times, len(pools), moved) | {"peer_version": flashinfer.__version__}
 
 
 def _jax_attention(
@@ -107,6 +132,7 @@ def _ours(problem: Problem, kernels: str, setting: Setting) -> dict[str, Any]:
 
 PEERS_OF_ATTENTION = {
     "specjax": _our_attention,
+    "FlashInfer": _flashinfer_attention,
     "torch SDPA, contiguous": _torch_attention,
     "jax paged_attention": _jax_attention,
     "plain jax (our reference)": _reference_attention,
@@ -123,11 +149,11 @@ def time_delta_rule(setting: Setting) -> Iterator[dict[str, Any]]:
             ("plain jax (our reference)", "reference"),
         ):
             problem = partial(delta_rule, heads, batch, rows, DTYPE)
-            yield _try_peer(
+            yield try_peer(
                 row | {"peer": peer}, lambda p=problem, k=kernels: _ours(p(), k, setting)
             )
         timed = partial(_fla_delta_rule, heads, batch, rows, setting)
-        yield _try_peer(row | {"peer": "flash-linear-attention"}, timed)
+        yield try_peer(row | {"peer": "flash-linear-attention"}, timed)
 
 
 def _fla_delta_rule(heads: Any, batch: int, rows: int, setting: Setting) -> dict[str, Any]:
@@ -155,59 +181,10 @@ def _fla_delta_rule(heads: Any, batch: int, rows: int, setting: Setting) -> dict
         ]  # fmt: skip
 
     moved = 2 * 4 * int(np.prod(size))
-    return _figures(_torch_times(launch, setting), len(states), moved)
+    return _figures(torch_times(launch, setting), len(states), moved)
 
 
-def time_decode(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Milliseconds of one token of one request of about the grid's length."""
-    row = {"what": "peer decode", "model": "Llama-3.1-8B", "batch": 1}
-    step: dict[str, Callable[[], Any]] = {}
-
-    def eager() -> dict[str, Any]:
-        step["run"] = _transformers_step(setting)
-        return _decode_figures(step["run"], setting)
-
-    def compiled() -> dict[str, Any]:
-        torch = importlib.import_module("torch")
-        start = time.perf_counter()
-        run = torch.compile(step["run"], mode="reduce-overhead")
-        run()
-        found = {"compile_seconds": time.perf_counter() - start}
-        return found | _decode_figures(run, setting)
-
-    yield _try_peer(row | {"peer": "transformers, eager"}, eager)
-    if not setting.is_cpu:
-        yield _try_peer(row | {"peer": "transformers, torch.compile"}, compiled)
-
-
-def _transformers_step(setting: Setting) -> Callable[[], Any]:
-    torch = importlib.import_module("torch")
-    transformers = importlib.import_module("transformers")
-    sizes = setting.pick({}, TINY | TINY_LLAMA)
-    config = transformers.AutoConfig.from_pretrained(CONFIGS / "Llama-3.1-8B", **sizes)
-    device = setting.pick("cuda", "cpu")
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    cache = transformers.StaticCache(config=config, max_cache_len=640)
-    ids = torch.ones((1, 128), dtype=torch.long, device=device)
-
-    def run(ids, places):
-        with torch.no_grad():
-            arguments = {"past_key_values": cache, "cache_position": places}
-            return model(ids, **arguments).logits.argmax(-1)
-
-    run(ids, torch.arange(128, device=device))
-    # The same position each time, which costs what the next one does.
-    return partial(run, ids[:, :1], torch.tensor([128], device=device))
-
-
-def _decode_figures(run: Callable[[], Any], setting: Setting) -> dict[str, Any]:
-    times = spread(_torch_times(run, setting), 1e3)
-    return {"ms_per_step": times["median"], "ms": times}
-
-
-def _torch_times(launch: Callable[[], Any], setting: Setting) -> list[float]:
+def torch_times(launch: Callable[[], Any], setting: Setting) -> list[float]:
     """As `launch_times`, for programs of torch."""
     torch = importlib.import_module("torch")
     if setting.is_cpu:
@@ -233,7 +210,7 @@ def _figures(times: list[float], calls: int, moved: float) -> dict[str, Any]:
     return {"wall_us": wall, "timed_by": "wall", "bytes": moved, "gbps": gbps}
 
 
-def _try_peer(row: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def try_peer(row: dict[str, Any], function: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """As `attempt`; a peer that is not installed is absent, which is no error."""
 
     def run() -> dict[str, Any]:

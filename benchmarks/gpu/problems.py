@@ -106,7 +106,8 @@ def attention(
     def call(kv, item, kernels, config):
         arguments = item[0], kv, jnp.int32(0), *item[1:]
         if config is not None:
-            return kv, paged_attention_triton(*arguments, config=config)
+            interpret = kernels == "interpret"
+            return kv, paged_attention_triton(*arguments, config=config, interpret=interpret)
         return kv, paged_attention(*arguments, kernels=kernels)
 
     width = jnp.dtype(dtype).itemsize

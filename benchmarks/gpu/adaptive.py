@@ -1,0 +1,83 @@
+"""Adaptive K against every static K, once it has seen the load."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from engines import make_engine, make_models, make_requests
+from seed import RATES
+from timing import Setting, attempt
+
+from specjax.bench.measure import decode
+from specjax.engine.engine import Engine
+from specjax.host.speculation.methods import adaptive_policy
+from specjax.host.speculation.policy import DecodeLoad, Policy, PolicyRule, Round
+from specjax.host.speculation.step_cost import StepCost
+
+MODEL, MAX_K, OUTPUT, ROUNDS = "Llama-3.1-8B", 3, 256, 3
+
+
+@dataclass
+class Switched(PolicyRule):
+    """One static K while it is set, the adaptive one otherwise: one engine, times taken once."""
+
+    adaptive: Policy
+    k: int | None = None
+    is_learning: bool = True
+
+    @property
+    def choices(self) -> tuple[int, ...]:
+        """The adaptive policy's."""
+        return self.adaptive.choices
+
+    def begin(self, replay: Callable[[], StepCost]) -> None:
+        """The adaptive policy does."""
+        self.adaptive.begin(replay)
+
+    def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
+        """The adaptive policy measures it."""
+        self.adaptive.shape_ready(batch, k, time)
+
+    def choose(self, load: DecodeLoad) -> int:
+        """As set."""
+        return self.adaptive.choose(load) if self.k is None else self.k
+
+    def observe(self, outcome: Round) -> None:
+        """The adaptive policy learns from its own rounds alone."""
+        if self.k is None:
+            self.adaptive.observe(outcome)
+
+
+def measure_adaptive(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Tokens per second by batch size: all in turn, after a run of adaptive K that teaches it."""
+    batches = setting.pick((64, 4, 1, 16), (1,))  # on a CPU, programs of host/1
+    policy = Switched(adaptive_policy(setting.pick(MAX_K, 1)))
+    models = make_models(MODEL, setting)
+    engine = make_engine(
+        models, max(batches), policy, RATES[:MAX_K], setting,
+        decode_batches=tuple(sorted(batches)), room=setting.pick(OUTPUT, 0),
+    )  # fmt: skip
+    for batch in batches:
+        row = {"what": "adaptive K", "model": MODEL, "batch": batch}
+        yield attempt(row, lambda batch=batch: _compare(engine, policy, batch, setting))
+
+
+def _compare(engine: Engine, policy: Switched, batch: int, setting: Setting) -> dict[str, Any]:
+    output = setting.pick(OUTPUT, 8)
+
+    def run(k: int | None) -> float:
+        policy.k = k
+        requests = make_requests(batch, engine.target.vocab_size, output, setting)
+        return decode(engine, requests).tokens_per_second
+
+    run(None)
+    names = {"adaptive": None} | {f"K={k}": k for k in policy.choices}
+    rounds = [{name: run(k) for name, k in names.items()} for _ in range(setting.pick(ROUNDS, 1))]
+    middle = {name: median(one[name] for one in rounds) for name in names}
+    best = max(speed for name, speed in middle.items() if name != "adaptive")
+    return {
+        "tokens_per_second": middle,
+        "runs": rounds,
+        "ratio": middle["adaptive"] / best,
+    }

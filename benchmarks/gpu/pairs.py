@@ -1,0 +1,72 @@
+"""Two commits against each other: what each line of a paired run measured, old over new.
+
+    python benchmarks/gpu/run.py --pair OTHER_CHECKOUT --only kernels/others
+    python benchmarks/gpu/pairs.py                 the ratios again
+
+Every case runs with the old sources and with the new ones in turn, twice, in processes of their
+own. The benchmarks are this checkout's both times; specjax and pallas_kernels are each commit's.
+"""
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+OUTPUT = Path(__file__).resolve().parents[1] / "results" / "gpu_pairs.jsonl"
+ROUNDS = 2
+# What makes two lines measurements of the same thing.
+SETTINGS = ("what", "model", "shape", "dtype", "batch", "rows", "context", "k", "way", "buffers",
+            "config", "part", "tokens", "dim", "size", "peer", "message")  # fmt: skip
+TIMES = "device_us", "wall_us", "ms_per_step", "ms"  # the first that a line has is compared
+
+Line = Mapping[str, Any]
+
+
+def key(line: Line) -> tuple[str, ...]:
+    """Equal for lines that measured the same thing."""
+    return line["case"], *(str(line.get(name)) for name in SETTINGS)
+
+
+def ratios(lines: Iterable[Line]) -> list[tuple[str, float, float]]:
+    """What was measured with both commits: its name, the old and the new time, medians of rounds.
+
+    Of the lines, those of the last pair of commits count.
+    """
+    paired = [line for line in lines if "pair" in line["provenance"] and line["status"] == "result"]
+    if not paired:
+        return []
+    commits = _commits(paired[-1])
+    times: dict[tuple[str, ...], dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for line in paired:
+        if _commits(line) == commits and (found := time_of(line)):
+            times[key(line)][line["provenance"]["pair"]["side"]].append(found)
+    return [
+        (" ".join(word for word in name if word != "None"), median(of["old"]), median(of["new"]))
+        for name, of in times.items()
+        if {"old", "new"} <= of.keys()
+    ]
+
+
+def time_of(line: Line) -> float | None:
+    """The time that a line is about; None if it failed, or is not about one."""
+    found = next((line[name] for name in TIMES if line.get(name)), None)
+    return found["median"] if isinstance(found, Mapping) else found
+
+
+def show(lines: Iterable[Line]) -> str:
+    """A line for each ratio."""
+    rows = [f"{old:10.4g} {new:10.4g} {old / new:7.3f}  {name}" for name, old, new in ratios(lines)]
+    return "\n".join([f"{'old':>10} {'new':>10} {'old/new':>7}", *rows])
+
+
+def _commits(line: Line) -> tuple[str, str]:
+    pair = line["provenance"]["pair"]
+    return pair["old"], pair["new"]
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1]) if len(sys.argv) > 1 else OUTPUT
+    print(show(map(json.loads, file.read_text().splitlines())))
