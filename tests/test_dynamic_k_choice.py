@@ -211,10 +211,11 @@ def test_rates_are_of_drafts_that_could_have_stood():
 SLEEP = 0.2  # far above what a busy machine takes for a tiny round
 
 
+@dataclass
 class LateArray(HostArray):
     """Outputs that are there at a time."""
 
-    done: float = 0.0
+    done: float = 0.0  # seconds
 
     def is_ready(self):
         return time.perf_counter() >= self.done
@@ -239,9 +240,8 @@ class TimedPrograms(SimulatedPrograms):
         if not isinstance(key, Begin | Decode):
             return result
         seconds = SLEEP if isinstance(key, Decode) and key.k else 0.005
-        result = LateArray.of(result)
-        self.free_at = result.done = max(self.free_at, time.perf_counter()) + seconds
-        return result
+        self.free_at = max(self.free_at, time.perf_counter()) + seconds
+        return LateArray(result.array, done=self.free_at)
 
 
 @dataclass(frozen=True)

@@ -264,22 +264,25 @@ def test_compilations_are_seen(compilations):
         jax.jit(lambda x: x * 3 - 1)(jnp.ones(7)).block_until_ready()
 
 
-def test_one_transfer_each_way_per_step(llm, works, monkeypatch):
+def test_a_step_moves_one_array_per_program_in_and_one_out(llm, works, monkeypatch):
     """All others are forbidden to JAX, and every way to wait for an array is watched.
 
-    Requests that take their slots bring an array of their own, and so do snapshots of their states.
+    Chunks are two programs. Requests that take their slots bring an array of their own, and so do
+    snapshots of their states.
     """
     moved = {"in": 0, "out": 0, "copies_ahead": 0}
     num_admissions = num_moves = 0
     is_reading = False
 
-    def put(*arguments):
-        moved["in"] += 1
+    def run(key, *arguments):
+        moved["in"] += sum(isinstance(x, np.ndarray) for x in arguments)
         with jax.transfer_guard("allow"):
-            return real_put(*arguments)
+            return real_run(key, *arguments)
 
-    def get(x):
+    def get(x, *arguments, **options):
         nonlocal is_reading
+        if not isinstance(x, jax.Array):
+            return real_get(x, *arguments, **options)
         moved["out"] += 1
         assert isinstance(x, jax.Array) and x.dtype == jnp.int32 and x.ndim in (2, 3)
         is_reading = True
@@ -316,7 +319,7 @@ def test_one_transfer_each_way_per_step(llm, works, monkeypatch):
     monkeypatch.setattr(specjax.engine.launcher, "pack_snapshots", pack_snapshots)
     real_pack = specjax.engine.launcher.pack_admissions
     monkeypatch.setattr(specjax.engine.launcher, "pack_admissions", pack_admissions)
-    real_put, real_get = jax.device_put, jax.device_get
+    real_run, real_get = llm.engine.programs.run, np.asarray
     kind = type(jnp.zeros(1))
     real_copy = kind.copy_to_host_async
     for name in "__array__", "__bool__", "__int__", "__float__", "__index__", "__iter__":
@@ -324,8 +327,8 @@ def test_one_transfer_each_way_per_step(llm, works, monkeypatch):
     for name in "item", "tolist", "block_until_ready":
         watch(name)
     monkeypatch.setattr(kind, "copy_to_host_async", copy_ahead)
-    monkeypatch.setattr(specjax.engine.engine.jax, "device_put", put)
-    monkeypatch.setattr(specjax.engine.engine.jax, "device_get", get)
+    monkeypatch.setattr(llm.engine.programs, "run", run)
+    monkeypatch.setattr(np, "asarray", get)
 
     before, work = llm.metrics(), works[0.8]
     with jax.transfer_guard("disallow_explicit"):
@@ -333,9 +336,9 @@ def test_one_transfer_each_way_per_step(llm, works, monkeypatch):
     monkeypatch.undo()
     assert_same(llm, work, outputs)
     after = llm.metrics()
-    num_steps = after.num_prefill_steps + after.num_decode_steps
-    num_steps -= before.num_prefill_steps + before.num_decode_steps
-    assert 0 < num_admissions <= after.num_prefill_steps - before.num_prefill_steps
+    num_prefills = after.num_prefill_steps - before.num_prefill_steps
+    num_steps = num_prefills + after.num_decode_steps - before.num_decode_steps
+    assert 0 < num_admissions <= num_prefills
     assert (num_moves > 0) == is_recurrent(llm.target)
-    num_in = num_steps + num_admissions + num_moves
+    num_in = num_steps + num_prefills + num_admissions + num_moves
     assert moved == {"in": num_in, "out": num_steps, "copies_ahead": num_steps}

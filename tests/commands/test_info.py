@@ -135,7 +135,8 @@ def fail(capsys, *argv):
 
 
 def test_every_config_is_known():
-    assert {path.parent.name for path in CONFIGS.glob("*/config.json")} == set(MODELS)
+    known = set(MODELS) | {"Llama-3.2-1B"}  # of which there are times, and no table of memory
+    assert {path.parent.name for path in CONFIGS.glob("*/config.json")} == known
 
 
 def test_a_slot_of_27b_is_little_more_than_a_state(reports):

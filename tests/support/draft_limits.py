@@ -122,14 +122,16 @@ def k_of(make: Callable[[], Policy], num_sequences, past):
         load = DecodeLoad(num_sequences(past.rounds[:i]))
         assert policy.choose(load) == seen.k
         verdict = DraftOutcome(seen.num_drafts, seen.num_accepted)
-        ms = 1 + 0.1 * seen.num_accepted
+        ms = STEP_MS[seen.k] * (1 + 0.01 * seen.num_accepted)
         policy.observe(Round(load.num_sequences, seen.k, 0, {verdict: 1}, ms))
     return policy.choose(DecodeLoad(num_sequences(past.rounds)))
 
 
+STEP_MS = {0: 1.0, 1: 1.45, 2: 1.8, 3: 2.1}
+
+
 def goodput_policy():
-    cost = StepCost({1: {0: 1.0, 1: 1.45, 2: 1.8, 3: 2.1}})
-    return GoodputPolicy(range(K + 1), cost, Acceptance(K))
+    return GoodputPolicy(range(K + 1), StepCost({1: STEP_MS}), Acceptance(K))
 
 
 def table_policy():

@@ -299,7 +299,7 @@ class SimulatedPrograms:
         drafts = np.zeros((key.batch, key.k), np.int32)
         for number, row in self._proposed.items():
             drafts[number] = row.drafts
-        return Draft(drafts.view(HostArray))
+        return Draft(HostArray(drafts))
 
     def _extend(self, key: Extend, packed: np.ndarray, draft: Draft) -> None:
         self._extend_rows(key.k, self._proposed)
@@ -467,4 +467,4 @@ class SimulatedPrograms:
         if "read" in self.to_fail:
             self.to_fail.remove("read")
             self._error = jax.errors.JaxRuntimeError("reading was to fail")
-        return HostArray.of(packed, self._error)  # what comes after a failure fails as well
+        return HostArray(packed, self._error)  # what comes after a failure fails as well

@@ -1,5 +1,6 @@
 """What the programs of a simulated device give."""
 
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,17 +15,12 @@ class Draft(NamedTuple):
     tokens: Any  # i32[B, K]
 
 
-class HostArray(np.ndarray):
+@dataclass
+class HostArray:
     """An array that looks as if it came from the device; reading it may fail."""
 
+    array: np.ndarray
     error: Exception | None = None
-
-    @classmethod
-    def of(cls, array: np.ndarray, error: Exception | None = None) -> "HostArray":
-        """`array`, or the error that reading it meets."""
-        made = array.view(cls)
-        made.error = error
-        return made
 
     def copy_to_host_async(self) -> None:
         """Nothing is to be done."""
@@ -36,7 +32,7 @@ class HostArray(np.ndarray):
     def __array__(self, *arguments: Any, **options: Any) -> np.ndarray:
         if self.error is not None:
             raise self.error
-        return self.view(np.ndarray)
+        return self.array
 
 
 class Extension(NamedTuple):
