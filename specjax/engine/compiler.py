@@ -80,8 +80,11 @@ class Compiler:
                 if is_urgent and key in self._later:
                     self._later.remove(key)
                 (self._urgent if is_urgent else self._later).append(key)
-            num_wanted = min(num_threads, len(self._urgent) + len(self._later))
-            for _ in range(num_wanted - len(self._threads)):
+            # What is urgent does not wait for a thread that has begun something else.
+            num_busy = len(self._under_way)
+            num_wanted = num_threads if is_urgent else num_threads - num_busy
+            num_wanted = min(num_wanted, len(self._urgent) + len(self._later))
+            for _ in range(num_wanted - (len(self._threads) - num_busy)):
                 thread = threading.Thread(target=self._work, name="specjax-compiler")
                 self._threads.add(thread)
                 thread.start()

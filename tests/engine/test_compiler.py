@@ -60,6 +60,14 @@ def test_the_urgent_go_first_in_their_order(compiler, gate):
     assert compiler.ready == {key: key.upper() for key in "abcxy"} and not compiler.is_busy
 
 
+def test_the_urgent_wait_for_no_thread_that_compiles_something_else(compiler, gate):
+    compiler.ask("ab", is_urgent=False)
+    wait_until(lambda: gate.started)
+    compiler.ask("xy", is_urgent=True, num_threads=2)
+    wait_until(lambda: len(gate.started) == 3)
+    assert gate.started[0] == "a" and set(gate.started[1:]) == set("xy")
+
+
 def test_each_is_compiled_once(compiler, gate):
     got: list[str] = []
     threads = [threading.Thread(target=lambda: got.append(compiler.get("a"))) for _ in range(4)]
