@@ -55,6 +55,7 @@ METHODS = {
     "eagle": Method(needs_shape=True),
     "eagle3": Method(),
     "mtp": Method(needs_model=False),
+    "dflash": Method(),
     "draft_model": Method(),
     "medusa": Method(),
     "ngram": Method(False, False, options=("prompt_lookup_min", "prompt_lookup_max")),
@@ -67,9 +68,9 @@ class SpeculativeConfig:
     """How drafts are made.
 
     Attributes:
-        method: "eagle" (EAGLE-1), "eagle3", "mtp", the target's own module, "draft_model", a
-            smaller model of the same vocabulary, "medusa", a head for every draft, or "ngram",
-            which looks for the last tokens in the text so far.
+        method: "eagle" (EAGLE-1), "eagle3", "mtp", the target's own module, "dflash", which drafts
+            all tokens in one pass, "draft_model", a smaller model of the same vocabulary, "medusa",
+            a head for every draft, or "ngram", which looks for the last tokens in the text so far.
         model: the drafter's checkpoint, a folder or hub id; for "mtp" None is the target's, "ngram"
             has none.
         num_speculative_tokens: K, drafts per step, at most 64; the most of them where K changes. It

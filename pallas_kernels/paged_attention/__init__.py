@@ -40,7 +40,8 @@ def paged_attention(
         kv: [L, pages, page_size, 2, H_kv, D] pool of keys (index 0) and values (index 1).
         layer: i32[] layer of the pool to read.
         page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
-        positions: i32[B, T] absolute position of each row; a row at -1 is padding and returns 0.
+        positions: i32[B, T] the position up to which each row attends, usually its own; a row at -1
+            is padding and returns 0.
         window: how many tokens a row attends to, itself included; None for all.
         soft_cap: c, the bound on the absolute value of scores; None for no bound.
         kv_scale: f32[2, H_kv] scales of keys and values; only for a pool of float8_e4m3fn.

@@ -93,7 +93,8 @@ class PagedAttention:
             writes=rows.writes,
             kernels=rows.kernels,
         )
-        out = paged_attention(q, cache, layer, rows.page_table, positions, kernels=rows.kernels)
+        reach = positions if rows.reach is None else rows.by_request(rows.reach)
+        out = paged_attention(q, cache, layer, rows.page_table, reach, kernels=rows.kernels)
         return out.reshape(-1, *out.shape[2:]), cache
 
     def causal(self, length: int, inputs: ProjectedHeads) -> jax.Array:

@@ -26,6 +26,7 @@ class CachedRows:
     page_table: Int32[jax.Array, "B P"]  # -1 where no page is assigned
     slots: Int32[jax.Array, "B"] | None = None  # of recurrent states; out of range for padding
     pending: Int32[jax.Array, "B"] | None = None
+    reach: Int32[jax.Array, "N"] | None = None  # what a row attends up to, if not itself
     folds: bool = field(default=False, metadata={"static": True})
     writes: bool = field(default=True, metadata={"static": True})
     kernels: str = field(default="auto", metadata={"static": True})

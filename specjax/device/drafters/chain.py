@@ -7,16 +7,25 @@ Rows written while drafting are overwritten when the same positions are verified
 cache never needs a rollback (Li et al. 2024, EAGLE, section 3).
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from specjax.checkpoint.files import open_checkpoint
+from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind, CacheSizes
+from specjax.device.drafters.checkpoint import DrafterFiles, without_shared_embedding
 from specjax.device.drafters.drafter import DraftContext, DrafterWeights, Observation, Params
+from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
+from specjax.device.models.registry import read_config
+from specjax.device.placement import Placement
 from specjax.device.verification import Draft
 
 
@@ -90,14 +99,8 @@ class ChainDrafter:
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["ChainDrafter", Any]:
         """See `Drafter.share`: drops an embedding that equals the target's."""
-        if not self.head.has_embedding:
-            return self, params
-        shared = target.embed(target_params, jnp.arange(target.vocab_size))
-        if shared.shape != params.embedding.shape or not bool((shared == params.embedding).all()):
-            return self, params
-        head: Any = self.head
-        head = replace(head, has_embedding=False)
-        return replace(self, head=head), replace(params, embedding=None)
+        head, params = without_shared_embedding(self.head, params, target, target_params)
+        return replace(self, head=head), params
 
     def draft(
         self, target: Model, params: Params, state: ChainState, context: DraftContext, k: int
@@ -150,3 +153,30 @@ class ChainDrafter:
         _, kv = self.head.extend(target, params, following.reshape(-1), fused, seen.rows, state.kv)
         hidden = fused.reshape(*following.shape, -1)[jnp.arange(len(following)), seen.last]
         return ChainState(kv, state.hidden.at[seen.slots].set(hidden, mode="drop"))
+
+
+HeadLoad = Callable[[DrafterFiles, SpeculativeConfig, Model, np.dtype], tuple[Any, Any]]
+
+
+def chain_loader(
+    load_head: HeadLoad,
+) -> Callable[
+    [Path | None, SpeculativeConfig, Model, np.dtype, Placement], tuple[ChainDrafter, Any]
+]:
+    """Make the `Load` function of a chain drafter from one that reads its head."""
+
+    def load(
+        folder: Path | None,
+        config: SpeculativeConfig,
+        target: Model,
+        dtype: np.dtype,
+        placement: Placement,
+    ) -> tuple[ChainDrafter, Any]:
+        assert folder is not None, config.method
+        hf = read_config(folder)
+        refuse_quantised(hf)
+        files = DrafterFiles(open_checkpoint(folder), hf, placement)
+        head, params = load_head(files, config, target, dtype)
+        return ChainDrafter(head, is_greedy=config.draft_sample_method == "greedy"), params
+
+    return load

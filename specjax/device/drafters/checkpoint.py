@@ -1,23 +1,18 @@
-"""Reading the files of chain drafters: config, geometry of the one layer, name prefixes."""
+"""Reading the files of drafting heads: config, geometry of a layer, name prefixes, token ids."""
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import TensorFiles, open_checkpoint
-from specjax.config import SpeculativeConfig
-from specjax.device.drafters.chain import ChainDrafter
+from specjax.checkpoint.files import TensorFiles
 from specjax.device.loading import load_params
 from specjax.device.models import llama
-from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
-from specjax.device.models.registry import read_config
 from specjax.device.placement import Placement
 
 # Names of tensors in early EAGLE-3 exports.
@@ -89,34 +84,42 @@ class DrafterFiles:
         )
 
 
-HeadLoad = Callable[[DrafterFiles, SpeculativeConfig, Model, np.dtype], tuple[Any, Any]]
-
-
-def chain_loader(
-    load_head: HeadLoad,
-) -> Callable[
-    [Path | None, SpeculativeConfig, Model, np.dtype, Placement], tuple[ChainDrafter, Any]
-]:
-    """Make the `Load` function of a chain drafter from one that reads its head."""
-
-    def load(
-        folder: Path | None,
-        config: SpeculativeConfig,
-        target: Model,
-        dtype: np.dtype,
-        placement: Placement,
-    ) -> tuple[ChainDrafter, Any]:
-        assert folder is not None, config.method
-        hf = read_config(folder)
-        refuse_quantised(hf)
-        files = DrafterFiles(open_checkpoint(folder), hf, placement)
-        head, params = load_head(files, config, target, dtype)
-        return ChainDrafter(head, is_greedy=config.draft_sample_method == "greedy"), params
-
-    return load
-
-
 def embed_tokens(target: Model, params: Any, tokens: jax.Array) -> jax.Array:
     """Return embeddings [N, D] of tokens i32[N]: the drafter's own, or else the target's."""
     own = params.drafter.embedding
     return target.embed(params.target, tokens) if own is None else own[tokens]
+
+
+def read_target_ids(files: DrafterFiles, draft_vocab_size: int, target: Model) -> jax.Array | None:
+    """Return the target's ids i32[V_d] of the draft vocabulary, i + d2t[i]; None if equal to i."""
+    if not files.has("d2t"):
+        if draft_vocab_size != target.vocab_size:
+            raise CheckpointError(
+                f"{files.hf.origin}: draft_vocab_size={draft_vocab_size} differs from the "
+                f"target's {target.vocab_size}, but the weights have no d2t"
+            )
+        return None
+    offsets = files.tensors.read(files.stored_name("d2t"))
+    if offsets.shape != (draft_vocab_size,) or offsets.dtype.kind not in "iu":
+        raise CheckpointError(
+            f"{files.hf.origin}: d2t must be integers [{draft_vocab_size}], got "
+            f"{offsets.dtype}{list(offsets.shape)}"
+        )
+    ids = np.arange(draft_vocab_size) + offsets.astype(np.int64)
+    if ids.min() < 0 or ids.max() >= target.vocab_size:
+        raise CheckpointError(
+            f"{files.hf.origin}: d2t points outside the target's vocabulary of {target.vocab_size}"
+        )
+    return files.placement.put(ids.astype(np.int32))
+
+
+def without_shared_embedding(
+    head: Any, params: Any, target: Model, target_params: Any
+) -> tuple[Any, Any]:
+    """Return a head and its parameters without an embedding that equals the target's."""
+    if not head.has_embedding:
+        return head, params
+    shared = target.embed(target_params, jnp.arange(target.vocab_size))
+    if shared.shape != params.embedding.shape or not bool((shared == params.embedding).all()):
+        return head, params
+    return replace(head, has_embedding=False), replace(params, embedding=None)

@@ -22,7 +22,12 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import projection, stored
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind
-from specjax.device.drafters.checkpoint import PUBLISHED_BESIDE, DrafterFiles, embed_tokens
+from specjax.device.drafters.checkpoint import (
+    PUBLISHED_BESIDE,
+    DrafterFiles,
+    embed_tokens,
+    read_target_ids,
+)
 from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
@@ -200,7 +205,7 @@ def load(
         )
     # t2d is the mask of the ids that d2t lists.
     params = files.load(head.specs(names), dtype, unused=("d2t", "t2d"))
-    return head, replace(params, target_ids=read_target_ids(files, head, target))
+    return head, replace(params, target_ids=read_target_ids(files, head.draft_vocab_size, target))
 
 
 def layer_name(names: Collection[str]) -> str:
@@ -248,29 +253,6 @@ def read_aux_layers(hf: HFConfig, num_layers: int, convention: str) -> tuple[int
             "target's; set eagle_aux_hidden_state_layer_ids, or use another drafter"
         )
     return layers
-
-
-def read_target_ids(files: DrafterFiles, head: Eagle3Head, target: Model) -> jax.Array | None:
-    """Return the target's ids i32[V_d] of the draft vocabulary, i + d2t[i]; None if equal to i."""
-    if not files.has("d2t"):
-        if head.draft_vocab_size != target.vocab_size:
-            raise CheckpointError(
-                f"{files.hf.origin}: draft_vocab_size={head.draft_vocab_size} differs from the "
-                f"target's {target.vocab_size}, but the weights have no d2t"
-            )
-        return None
-    offsets = files.tensors.read(files.stored_name("d2t"))
-    if offsets.shape != (head.draft_vocab_size,) or offsets.dtype.kind not in "iu":
-        raise CheckpointError(
-            f"{files.hf.origin}: d2t must be integers [{head.draft_vocab_size}], got "
-            f"{offsets.dtype}{list(offsets.shape)}"
-        )
-    ids = np.arange(head.draft_vocab_size) + offsets.astype(np.int64)
-    if ids.min() < 0 or ids.max() >= target.vocab_size:
-        raise CheckpointError(
-            f"{files.hf.origin}: d2t points outside the target's vocabulary of {target.vocab_size}"
-        )
-    return files.placement.put(ids.astype(np.int32))
 
 
 def to_hf(head: Eagle3Head) -> dict[str, Any]:
