@@ -44,10 +44,12 @@ CASES = [
     # without splits
     Case(LLAMA, 64, 0, ((ATTENTION, 9),), 1.05),
     Case(LLAMA, 64, 3, ((ATTENTION, 9),), 1.10),
-    # norm, in, the rule and its norm, out, norm, gate and up, silu, down; attention with a gate
-    Case("Qwen3.5-4B", 1, 3, ((DELTA, 9), (ATTENTION, 11)), 1.02, num_layers=8),
-    Case("Qwen3.5-4B", 32, 3, ((DELTA, 9), (ATTENTION, 10)), 1.12, num_layers=8),
-    Case("Qwen3.5-27B", 16, 3, ((DELTA, 9), (ATTENTION, 11)), 1.04, num_layers=8),
+    # norm, in, the rule and its norm, out, norm, gate and up, silu, down; attention with a gate.
+    # The rule is two launches: what its new tokens need is prepared once. What a step keeps of them
+    # for the next one, in f32, is 0.4 % of the 27B's bytes.
+    Case("Qwen3.5-4B", 1, 3, ((DELTA, 10), (ATTENTION, 11)), 1.02, num_layers=8),
+    Case("Qwen3.5-4B", 32, 3, ((DELTA, 10), (ATTENTION, 10)), 1.12, num_layers=8),
+    Case("Qwen3.5-27B", 16, 3, ((DELTA, 10), (ATTENTION, 11)), 1.045, num_layers=8),
 ]
 
 
