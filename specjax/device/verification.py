@@ -14,7 +14,7 @@ rejected draft or follows the last.
 The first three emit tokens with the target's distribution; at temperature 0 they emit the same.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -36,6 +36,16 @@ class Draft(NamedTuple):
     tokens: Int32[jax.Array, "B K"]
     probs: Float32[jax.Array, "B K V"] | None  # sampled from these; None if one-hot or unused
     counts: Int32[jax.Array, "B"] | None = None  # how many were found; None if always K
+
+    @classmethod
+    def stacked(
+        cls, tokens: Sequence[jax.Array], probs: Sequence[jax.Array], batch: int
+    ) -> "Draft":
+        """Return the draft of tokens i32[B] by position, and their distributions, if any."""
+        return cls(
+            jnp.stack(tokens, axis=1) if tokens else jnp.zeros((batch, 0), jnp.int32),
+            jnp.stack(probs, axis=1) if probs else None,
+        )
 
 
 @jax.tree_util.register_dataclass

@@ -122,11 +122,7 @@ class ChainDrafter:
             )
             drafts.append(token)
             probs += [] if q is None else [q]
-        empty = jnp.zeros((context.slots.shape[0], 0), jnp.int32)
-        draft = Draft(
-            jnp.stack(drafts, axis=1) if drafts else empty,
-            jnp.stack(probs, axis=1) if probs else None,
-        )
+        draft = Draft.stacked(drafts, probs, context.slots.shape[0])
         return draft, ChainState(kv, state.hidden)
 
     def _advance(self, target, params, tokens, hidden, rows, kv):

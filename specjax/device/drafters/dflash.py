@@ -159,7 +159,7 @@ class DFlashDrafter:
         """See `Drafter.draft`."""
         batch, own = context.starts.shape[0], params.drafter
         if not k:
-            return Draft(jnp.zeros((batch, 0), jnp.int32), None), state
+            return Draft.stacked([], [], batch), state
         rows = self._block(context, k)
         last = context.history.tokens[jnp.arange(batch), context.starts]
         masks = jnp.full((batch, rows.width - 1), self.head.mask_token_id, jnp.int32)
@@ -177,8 +177,7 @@ class DFlashDrafter:
             )
             drafts.append(token)
             probs += [] if q is None else [q]
-        draft = Draft(jnp.stack(drafts, axis=1), jnp.stack(probs, axis=1) if probs else None)
-        return draft, DFlashState(kv)
+        return Draft.stacked(drafts, probs, batch), DFlashState(kv)
 
     def _block(self, context: DraftContext, k: int) -> CachedRows:
         """Return k + 1 rows per request from its last token on, each of which sees all of them."""

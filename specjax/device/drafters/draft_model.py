@@ -88,7 +88,7 @@ class DraftModel:
         self, target: Model, params: Params, state: DraftModelState, context: DraftContext, k: int
     ) -> tuple[Draft, DraftModelState]:
         """See `Drafter.draft`."""
-        batch, caches = context.slots.shape[0], state.caches
+        caches = state.caches
         behind = state.is_behind.at[context.slots].get(mode="fill", fill_value=False)
         behind = behind.astype(jnp.int32)
         rows = context.rows_at(context.starts - behind, counts=1 + behind)
@@ -108,12 +108,7 @@ class DraftModel:
             )
             drafts.append(token)
             probs += [] if q is None else [q]
-        empty = jnp.zeros((batch, 0), jnp.int32)
-        draft = Draft(
-            jnp.stack(drafts, axis=1) if drafts else empty,
-            jnp.stack(probs, axis=1) if probs else None,
-        )
-        return draft, replace(state, caches=caches)
+        return Draft.stacked(drafts, probs, context.slots.shape[0]), replace(state, caches=caches)
 
     def _run(
         self,

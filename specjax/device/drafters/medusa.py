@@ -157,12 +157,7 @@ class MedusaDrafter:
             )
             drafts.append(token)
             probs += [] if q is None else [q]
-        empty = jnp.zeros((batch, 0), jnp.int32)
-        draft = Draft(
-            jnp.stack(drafts, axis=1) if drafts else empty,
-            jnp.stack(probs, axis=1) if probs else None,
-        )
-        return draft, state
+        return Draft.stacked(drafts, probs, batch), state
 
     def observe(
         self, target: Model, params: Params, state: MedusaState, seen: Observation
