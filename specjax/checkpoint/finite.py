@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-_CHUNK = 2**16  # elements; small enough for the CPU's cache
-_BITS = {2: (np.uint16, 0x7FFF), 4: (np.uint32, 0x7FFFFFFF), 8: (np.uint64, 2**63 - 1)}
+_CHUNK = 2**18  # elements; small enough for the CPU's cache
+_INTEGERS = {2: (np.int16, np.uint16), 4: (np.int32, np.uint32), 8: (np.int64, np.uint64)}
 _INFINITY = {
     np.dtype(kind): np.array(math.inf, kind)
     for kind in (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
@@ -37,13 +37,17 @@ def _is_near(array: jax.Array) -> bool:
 
 
 def _on_host(array: np.ndarray) -> bool:
-    # With the sign bit masked, NaN and infinity are the largest integers. Integers, because NumPy
-    # is slow with bfloat16 and XLA's reductions are slow on a CPU.
-    word, mask = _BITS[array.dtype.itemsize]
-    words = np.ascontiguousarray(array).reshape(-1).view(word)
-    limit = _INFINITY[array.dtype].view(word)
-    chunks = (words[i : i + _CHUNK] for i in range(0, len(words), _CHUNK))
-    return all((chunk & word(mask)).max() < limit for chunk in chunks)
+    # As integers, because NumPy is slow with bfloat16 and XLA's reductions are slow on a CPU:
+    # infinity and NaN are the largest, with signs among those above 0, without among the others.
+    signed, unsigned = _INTEGERS[array.dtype.itemsize]
+    flat, limit = np.ascontiguousarray(array).reshape(-1), _INFINITY[array.dtype]
+    for i in range(0, len(flat), _CHUNK):
+        chunk = flat[i : i + _CHUNK]
+        if chunk.view(signed).max() >= limit.view(signed):
+            return False
+        if chunk.view(unsigned).max() >= (-limit).view(unsigned):
+            return False
+    return True
 
 
 @jax.jit

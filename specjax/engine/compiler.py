@@ -1,15 +1,18 @@
-"""Compiles programs in threads: first those that requests wait for, then better shapes.
+"""Compiles programs in threads: those that requests wait for, and better shapes.
 
-An XLA program for a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by
-default. Programs that no request waits for are compiled only while half of the maps are free.
+Better shapes are compiled at the lowest priority, so that they take no time from serving, nor from
+programs that requests wait for. An XLA program for a CPU takes hundreds of memory maps, and Linux
+allows a process 65,530 by default: better shapes are compiled only while half of them are free.
 """
 
 import logging
 import os
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Hashable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 from specjax.host.memory import maps_in_use
@@ -19,6 +22,17 @@ log = logging.getLogger(__name__)
 # Even on two cores four: XLA does parts of a program one after the other.
 MAX_THREADS = min(max(4, os.cpu_count() or 1), 32)
 FOR_SHAPES, FOR_ALL = 0.5, 0.9  # of the maps that a process may have
+NICENESS = 19  # the lowest priority, of threads whose programs no request waits for
+
+
+@dataclass
+class _Line:
+    """Keys that wait for threads of their own."""
+
+    niceness: int  # of the threads
+    keys: deque[Any] = field(default_factory=deque)
+    threads: set[threading.Thread] = field(default_factory=set)
+    num_busy: int = 0  # threads that compile
 
 
 class Compiler:
@@ -33,10 +47,8 @@ class Compiler:
         self.ready: dict[Any, Any] = {}
         self.failures: dict[Any, Exception] = {}
         self._compile = compile
-        self._urgent: deque[Any] = deque()
-        self._later: deque[Any] = deque()
+        self._urgent, self._later = _Line(0), _Line(NICENESS)
         self._under_way: set[Any] = set()
-        self._threads: set[threading.Thread] = set()
         self._changed = threading.Condition()
         self._seconds, self._began = 0.0, 0.0
         self._is_closed = self._is_full = False
@@ -44,7 +56,7 @@ class Compiler:
     @property
     def num_asked(self) -> int:
         """How many programs are still to be compiled."""
-        return len(self._urgent) + len(self._later) + len(self._under_way)
+        return len(self._urgent.keys) + len(self._later.keys) + len(self._under_way)
 
     @property
     def is_busy(self) -> bool:
@@ -69,24 +81,25 @@ class Compiler:
 
         Those that failed before are queued again only if `retries`.
         """
+        line, urgent, later = self._later, self._urgent.keys, self._later.keys
         with self._changed:
             for key in dict.fromkeys(keys):
                 if retries:
                     self.failures.pop(key, None)
                 if key in self.ready or key in self.failures or key in self._under_way:
                     continue
-                if key in self._urgent or (key in self._later and not is_urgent):
+                if key in urgent or (key in later and not is_urgent):
                     continue
-                if is_urgent and key in self._later:
-                    self._later.remove(key)
-                (self._urgent if is_urgent else self._later).append(key)
-            # What is urgent does not wait for a thread that has begun something else.
-            num_busy = len(self._under_way)
-            num_wanted = num_threads if is_urgent else num_threads - num_busy
-            num_wanted = min(num_wanted, len(self._urgent) + len(self._later))
-            for _ in range(num_wanted - (len(self._threads) - num_busy)):
-                thread = threading.Thread(target=self._work, name="specjax-compiler")
-                self._threads.add(thread)
+                if is_urgent and key in later:
+                    later.remove(key)
+                (urgent if is_urgent else later).append(key)
+            num_wanted = num_threads - self._later.num_busy
+            if is_urgent:  # what is urgent waits for no thread that has begun something else
+                line, num_wanted = self._urgent, num_threads
+            num_idle = len(line.threads) - line.num_busy
+            for _ in range(min(num_wanted, len(line.keys)) - num_idle):
+                thread = threading.Thread(target=self._work, args=[line], name="specjax-compiler")
+                line.threads.add(thread)
                 thread.start()
 
     def wait(self, seconds: float) -> None:
@@ -124,12 +137,14 @@ class Compiler:
     def close(self) -> None:
         """Wait for programs that are being compiled, then free all."""
         self._is_closed = True
-        for thread in list(self._threads):
+        for thread in [*self._urgent.threads, *self._later.threads]:
             thread.join()
         self.ready.clear()
 
-    def _work(self) -> None:
-        while (found := self._next()) is not None:
+    def _work(self, line: _Line) -> None:
+        if line.niceness and sys.platform == "linux":  # elsewhere it is of the whole process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), line.niceness)
+        while (found := self._next(line)) is not None:
             (key,) = found
             try:
                 program, error = self._compile(key), None
@@ -137,6 +152,7 @@ class Compiler:
                 program, error = None, caught
             with self._changed:
                 self._under_way.discard(key)
+                line.num_busy -= 1
                 if not self._under_way:
                     self._seconds += time.perf_counter() - self._began
                 if error is None:
@@ -146,32 +162,33 @@ class Compiler:
                     log.warning("%s does not compile: %s", key, error)
                 self._changed.notify_all()
 
-    def _next(self) -> tuple[Any] | None:
+    def _next(self, line: _Line) -> tuple[Any] | None:
         """The next key; None lets the thread end."""
         with self._changed:
-            while queue := self._urgent or self._later:
+            while line.keys:
                 if self._is_closed or not threading.main_thread().is_alive():
                     break
-                if self._has_room(queue):
+                if self._has_room(line):
                     if not self._under_way:
                         self._began = time.perf_counter()
-                    self._under_way.add(key := queue.popleft())
+                    self._under_way.add(key := line.keys.popleft())
+                    line.num_busy += 1
                     return (key,)
-            self._threads.discard(threading.current_thread())
+            line.threads.discard(threading.current_thread())
             self._changed.notify_all()
             return None
 
-    def _has_room(self, queue: deque[Any]) -> bool:
-        """Whether the process may have more maps; if not, the queue is given up."""
+    def _has_room(self, line: _Line) -> bool:
+        """Whether the process may have more maps; if not, the line is given up."""
         used = maps_in_use()
-        if used < (FOR_ALL if queue is self._urgent else FOR_SHAPES):
+        if used < (FOR_ALL if line is self._urgent else FOR_SHAPES):
             return True
-        if queue is self._urgent:
+        if line is self._urgent:
             error = MemoryError(
                 f"{used:.0%} of the memory maps that a process may have are in use, and another "
                 "program needs hundreds; close LLMs that are not needed, or raise vm.max_map_count"
             )
-            self.failures |= dict.fromkeys(queue, error)
+            self.failures |= dict.fromkeys(line.keys, error)
         elif not self._is_full:
             self._is_full = True
             log.warning(
@@ -180,5 +197,5 @@ class Compiler:
                 "or raise vm.max_map_count",
                 100 * used,
             )
-        queue.clear()
+        line.keys.clear()
         return False

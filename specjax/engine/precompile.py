@@ -235,10 +235,13 @@ class CompiledPrograms:
         compiler = self._compiler
         return Compilations(len(self.ready), num_late, compiler.num_asked, compiler.seconds)
 
-    def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
+    def compile_ahead(
+        self, keys: Iterable[Key], *, then: Iterable[Key] = (), show_progress: bool
+    ) -> None:
         """See `Programs`."""
         keys = list(dict.fromkeys(keys))
         self._compiler.ask(keys, is_urgent=True, num_threads=MAX_THREADS, retries=True)
+        self._compiler.ask(then, is_urgent=False, num_threads=MAX_THREADS)
         with _progress_bar(len(keys), show_progress) as tell:
             self._compiler.wait_for(keys, tell)
 

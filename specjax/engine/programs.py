@@ -127,8 +127,10 @@ class Programs(Protocol):
         """Whether programs are being compiled."""
         ...
 
-    def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
-        """Return when all these are ready.
+    def compile_ahead(
+        self, keys: Iterable[Key], *, then: Iterable[Key] = (), show_progress: bool
+    ) -> None:
+        """Return when all these are ready; `then` are compiled beside and after them.
 
         Raises:
             Exception: one of them does not compile.

@@ -187,9 +187,9 @@ class Repertoire:
             first = self._keys(first_keys_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)
             return
-        self._programs.compile_behind(self._keys(keys_of, variants, shapes), is_urgent=False)
         first = self._keys(keys_of, variants, shapes.first)
-        self._programs.compile_ahead(first, show_progress=show_progress)
+        every = self._keys(keys_of, variants, shapes)
+        self._programs.compile_ahead(first, then=every, show_progress=show_progress)
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:

@@ -12,7 +12,7 @@ FLOATS = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64]
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
-@pytest.mark.parametrize("size", [7, 2**16, 2**16 + 3])
+@pytest.mark.parametrize("size", [7, 2**18, 2**18 + 3])
 def test_a_single_bad_value_is_found(dtype, size):
     rng = np.random.default_rng(0)
     array = rng.standard_normal(size).astype(dtype)

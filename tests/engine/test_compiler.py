@@ -1,12 +1,14 @@
 """Programs compiled in threads: in which order, how often, and what becomes of those that fail."""
 
+import os
+import sys
 import threading
 import time
 
 import pytest
 
 from specjax.engine import compiler as module
-from specjax.engine.compiler import Compiler
+from specjax.engine.compiler import NICENESS, Compiler
 
 
 class Gate:
@@ -56,7 +58,8 @@ def test_the_urgent_go_first_in_their_order(compiler, gate):
     compiler.ask("c", is_urgent=False)
     gate.let(5)
     compiler.wait_for(list("abcxy"), lambda num_there: None)
-    assert gate.started == list("axybc")
+    urgent, later = ([key for key in gate.started if key in keys] for keys in ("xyb", "ac"))
+    assert (urgent, later) == (list("xyb"), list("ac"))
     assert compiler.ready == {key: key.upper() for key in "abcxy"} and not compiler.is_busy
 
 
@@ -66,6 +69,22 @@ def test_the_urgent_wait_for_no_thread_that_compiles_something_else(compiler, ga
     compiler.ask("xy", is_urgent=True, num_threads=2)
     wait_until(lambda: len(gate.started) == 3)
     assert gate.started[0] == "a" and set(gate.started[1:]) == set("xy")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
+def test_what_no_request_waits_for_is_compiled_at_a_low_priority():
+    """So that serving, and programs that requests wait for, get the cores."""
+
+    def priority(key):
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    compiler, own = Compiler(priority), priority("")
+    for key, is_urgent in (("later", False), ("urgent", True), ("last", False)):
+        compiler.ask([key], is_urgent=is_urgent)
+        wait_until(lambda key=key: key in compiler.ready)
+    assert compiler.ready == {"later": NICENESS, "urgent": own, "last": NICENESS}
+    assert own < NICENESS and priority("") == own
+    compiler.close()
 
 
 def test_each_is_compiled_once(compiler, gate):
@@ -151,10 +170,11 @@ def test_closing_waits_for_what_is_under_way_and_starts_nothing_more(gate):
 
 def test_threads_end_when_there_is_nothing_to_do(compiler, gate):
     compiler.ask("a", is_urgent=True)
-    (thread,) = compiler._threads
+    threads = compiler._urgent.threads
+    (thread,) = threads
     gate.let(1)
     thread.join(20)
-    assert not thread.is_alive() and not compiler._threads
+    assert not thread.is_alive() and not threads
 
 
 def test_with_few_maps_left_only_what_is_needed_is_compiled(compiler, gate, monkeypatch, caplog):

@@ -154,9 +154,12 @@ class SimulatedPrograms:
         """Whether any are pending."""
         return bool(self.pending)
 
-    def compile_ahead(self, keys: Iterable[Key], *, show_progress: bool) -> None:
+    def compile_ahead(
+        self, keys: Iterable[Key], *, then: Iterable[Key] = (), show_progress: bool
+    ) -> None:
         """Remember what was asked for."""
         self.ready |= set(keys)
+        self.compile_behind(then, is_urgent=False)
 
     def compile_behind(self, keys: Iterable[Key], *, is_urgent: bool) -> None:
         """Ready at once, unless it is slow."""
