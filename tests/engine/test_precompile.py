@@ -430,8 +430,9 @@ def test_what_is_compiled_behind_changes_no_token():
     behind = make_engine(**TWO_SHAPES, compile_ahead=False)
     behind.repertoire.patience_ms = 0.0
     assert not any(isinstance(key, Decode) for key in behind.programs.ready)
-    assert run_all(behind, make_requests(behind, {})) == expected
-    behind.programs.finish(show_progress=False)
+    for _ in range(2):  # what a round loses is not counted while a new shape becomes ready
+        assert run_all(behind, make_requests(behind, {})) == expected
+        behind.programs.finish(show_progress=False)
     whole = {key.batch for key in behind.programs.ready if isinstance(key, Decode)}
     assert whole == {1, 2}
     assert run_all(behind, make_requests(behind, {})) == expected
