@@ -60,15 +60,16 @@ class DrafterFiles:
             ignore=ignored.__contains__,
         )
 
-    def geometry(self, layer: str, target: Model) -> llama.Llama:
-        """Return the geometry of the drafter's layer; optional tensors are found by name."""
+    def geometry(self, layer: str, target: Model, *, is_deep: bool = False) -> llama.Llama:
+        """Return the geometry of the drafter's layer, or layers if it `is_deep`; optional tensors
+        are found by name in `layer`."""
         fields = self.hf.get("transformer_layer_config", self.hf.get("model", self.hf.fields))
         config = HFConfig({**fields, "model_type": "llama"}, self.hf.origin)
         shape = llama.from_hf(config)
-        if shape.num_layers != 1:
+        if shape.num_layers != 1 and not is_deep:
             raise CheckpointError(
-                f"{self.hf.origin}: num_hidden_layers={shape.num_layers}; drafters of one layer "
-                "are supported"
+                f"{self.hf.origin}: num_hidden_layers={shape.num_layers}; this method's have "
+                "one layer; heads with a mask_hidden go with method 'p_eagle'"
             )
         if shape.vocab_size != target.vocab_size:
             raise CheckpointError(

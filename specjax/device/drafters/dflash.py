@@ -283,7 +283,7 @@ def _check(files: DrafterFiles, head: DFlashHead, config: SpeculativeConfig, tar
         )
     if files.has("mask_hidden"):
         raise CheckpointError(
-            f"{hf.origin}: it has a mask_hidden, as P-EAGLE heads do, which are not supported"
+            f"{hf.origin}: it has a mask_hidden, as P-EAGLE heads do; use method 'p_eagle'"
         )
     if (files.tensors.folder / "mask_embedding.pt").exists():
         raise CheckpointError(
