@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.device.drafters.checkpoint import without_shared_embedding
-from specjax.device.drafters.drafter import DraftContext, DrafterWeights, Params
+from specjax.device.drafters.drafter import DraftContext, DrafterWeights, NotRecurrent, Params
 from specjax.device.models.model import Model
 from specjax.device.verification import Draft
 
@@ -31,7 +31,7 @@ HeadT = TypeVar("HeadT", bound=DraftHead)
 
 
 @dataclass(frozen=True)
-class HeadDrafter(Generic[HeadT]):
+class HeadDrafter(NotRecurrent, Generic[HeadT]):
     """Base of drafters that run `head`."""
 
     head: HeadT
