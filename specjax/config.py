@@ -56,6 +56,7 @@ METHODS = {
     "eagle3": Method(),
     "mtp": Method(needs_model=False),
     "dflash": Method(),
+    "p_eagle": Method(),
     "draft_model": Method(),
     "medusa": Method(),
     "ngram": Method(False, False, options=("prompt_lookup_min", "prompt_lookup_max")),
@@ -68,9 +69,9 @@ class SpeculativeConfig:
     """How drafts are made.
 
     Attributes:
-        method: "eagle" (EAGLE-1), "eagle3", "mtp", the target's own module, "dflash", which drafts
-            all tokens in one pass, "draft_model", a smaller model of the same vocabulary, "medusa",
-            a head for every draft, or "ngram", which looks for the last tokens in the text so far.
+        method: "eagle" (EAGLE-1), "eagle3", "mtp" (the target's own module), "dflash" or "p_eagle"
+            (all drafts in one pass), "draft_model" (a smaller model), "medusa" (a head for every
+            draft), or "ngram", which looks for the last tokens in the text so far.
         model: the drafter's checkpoint, a folder or hub id; for "mtp" None is the target's, "ngram"
             has none.
         num_speculative_tokens: K, drafts per step, at most 64; the most of them where K changes. It
@@ -92,8 +93,7 @@ class SpeculativeConfig:
             with the target's noise; "greedy" drafts are always the argmax.
         aux_id_convention: how an EAGLE-3 config numbers auxiliary hidden states: "entering" layer
             i (vLLM, the default), or "output" of 0-based layer i (SGLang).
-        prompt_lookup_min: "ngram" looks for the last so many tokens, at least; 2 by default.
-        prompt_lookup_max: and at most; 5 by default.
+        prompt_lookup_min, prompt_lookup_max: "ngram" looks for the last 2 to 5 tokens, unless told.
     """
 
     method: str

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.engines import give_pages, hold_pages, make_llm
-from support.shared_models import VOCAB, llama
+from support.shared_models import VOCAB, hybrid, llama
 
 from specjax import SamplingParams
 from specjax.checkpoint.errors import CheckpointError
@@ -32,18 +32,22 @@ class Turns(PolicyRule):
         return TURNS[self.num_rounds % len(TURNS)]
 
 
+@pytest.fixture(scope="module", params=["llama", pytest.param("hybrid", marks=pytest.mark.slow)])
+def folder(request, checkpoints):
+    return llama(checkpoints).folder if request.param == "llama" else hybrid(checkpoints)
+
+
 @pytest.fixture(scope="module")
-def llm(checkpoints):
+def llm(folder):
     """The target drafts for itself, and K is another in every round."""
-    folder = llama(checkpoints).folder
     with make_llm(folder, "draft_model", folder) as llm:
         llm.engine.set_policy(Turns())
         yield llm
 
 
 @pytest.fixture(scope="module")
-def plain(checkpoints):
-    with make_llm(llama(checkpoints).folder) as llm:
+def plain(folder):
+    with make_llm(folder) as llm:
         yield llm
 
 
@@ -114,7 +118,24 @@ def test_another_vocabulary_is_refused(checkpoints):
         make_llm(llama(checkpoints).folder, "draft_model", other)
 
 
-def test_recurrent_layers_are_refused(checkpoints):
-    hybrid = checkpoints.target("qwen3_5_text", vocab_size=VOCAB).folder
-    with pytest.raises(CheckpointError, match="recurrent layers .* attention"):
-        make_llm(llama(checkpoints).folder, "draft_model", hybrid)
+@pytest.mark.slow
+def test_a_recurrent_drafter_goes_on_from_a_snapshot_of_its_own(checkpoints):
+    """Of a target that has no state, and would need no snapshots."""
+    (*_, prompt, _, _), _ = requests(0.0)
+    longer = [*prompt, 3, 5]
+    target, drafter = llama(checkpoints).folder, hybrid(checkpoints)
+    with make_llm(target, "draft_model", drafter, k=1, compile_ahead=False) as llm:
+
+        def state_after(prompt):
+            llm.generate([prompt], SamplingParams(max_tokens=1), use_tqdm=False)
+            caches = llm.engine.programs.state.drafter.caches
+            return np.concatenate([c.state[:, 0].ravel() for c in caches if hasattr(c, "state")])
+
+        cold = state_after(longer)
+        llm.reset_prefix_cache()
+        state_after(prompt)
+        hits = llm.metrics().prefix_cache_hits
+        other = state_after(prompt[:7])  # what is in the slot otherwise
+        assert np.abs(other - cold).max() > 0.01
+        np.testing.assert_allclose(state_after(longer), cold, rtol=0, atol=1e-5)
+        assert llm.metrics().prefix_cache_hits > hits

@@ -167,7 +167,7 @@ class Described:
         """Return the bytes of the target's cache and of the drafter's."""
         return (
             target_cache_bytes(self.target, self.page_size, self.num_drafts, dtype),
-            drafter_cache_bytes(self.drafter, self.page_size, dtype),
+            drafter_cache_bytes(self.drafter, self.page_size, self.num_drafts, dtype),
         )
 
     def needs(self, dtype: str) -> Needs:
@@ -309,7 +309,8 @@ def describe_device(setup: Described, config: EngineConfig) -> dict[str, Any]:
     """Return the page pool that an engine of these sizes would have on this device."""
     needs, reason = setup.needs(config.dtype), None
     try:
-        whole = EngineNeeds.of(config, setup.target, needs.cache, needs.weights, setup.num_drafts)
+        models = setup.target, setup.drafter
+        whole = EngineNeeds.of(config, *models, needs.cache, needs.weights, setup.num_drafts)
         num_pages = whole.num_pages(config, needs.cache, GPU_MEMORY_UTILIZATION)
     except ValueError as error:  # the report says what does not fit
         num_pages, reason = 0, str(error)

@@ -119,19 +119,22 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
 
 
 def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Copy snapshots to the recurrent states of slots."""
+    """Copy snapshots to the recurrent states of slots, the drafter's as well."""
     slots, ids, ends = inputs
     each = zip(model.target.cache_kinds, state.caches, state.snapshots, strict=True)
     caches = tuple(kind.restore(cache, slots, kept, ids, ends) for kind, cache, kept in each)
-    return replace(state, caches=caches)
+    return replace(state, caches=caches, drafter=model.drafter.restore(state.drafter, *inputs))
 
 
 def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
-    """Copy the recurrent states of slots to snapshots; no slot may have pending tokens."""
+    """Copy the recurrent states of slots to snapshots; no slot may have pending tokens.
+
+    It comes after `begin`, in which the drafter observes the chunk.
+    """
     slots, ids, ends = inputs
     each = zip(model.target.cache_kinds, state.caches, state.snapshots, strict=True)
     kept = tuple(kind.take(kept, ids, cache, slots, ends) for kind, cache, kept in each)
-    return replace(state, snapshots=kept)
+    return replace(state, snapshots=kept, drafter=model.drafter.take(state.drafter, *inputs))
 
 
 def prefill(

@@ -66,13 +66,14 @@ class Engine:
         self.target = target
         self.drafter = drafter
         self._max_drafts = max(policy.choices)
+        self._is_recurrent = is_recurrent(target) or drafter.is_recurrent
         draft_slots = drafter.draft_slots(self._max_drafts)
         config.check_budgets(self._max_drafts, draft_slots)
         self.scheduler = Scheduler(
             config,
             policy,
             draft_slots=draft_slots,
-            num_snapshots=config.num_snapshots if is_recurrent(target) else None,
+            num_snapshots=config.num_snapshots if self._is_recurrent else None,
         )
         self.layout = Layout(
             config.max_num_seqs, config.max_model_len, config.pages_per_seq, target.vocab_size
@@ -88,7 +89,7 @@ class Engine:
             placement=placement,
         )
         self.repertoire = Repertoire(
-            self.programs, config, target.vocab_size, is_recurrent=is_recurrent(target)
+            self.programs, config, target.vocab_size, is_recurrent=self._is_recurrent
         )
         self.launcher = Launcher(config, self.layout, self.programs, self.repertoire)
         self._timed: set[Shape] = set()  # shapes of rounds whose times the policy knows
@@ -122,7 +123,7 @@ class Engine:
         """
         num_drafts = max(policy.choices)
         self.config.check_budgets(num_drafts, self.drafter.draft_slots(num_drafts))
-        if is_recurrent(self.target) and num_drafts > self._max_drafts:
+        if self._is_recurrent and num_drafts > self._max_drafts:
             raise ValueError(
                 f"policy: K={num_drafts} does not fit the recurrent cache, whose ring was "
                 f"sized for the {self._max_drafts} drafts of num_speculative_tokens when the "

@@ -129,8 +129,8 @@ class Launcher:
         # Nothing comes before a first token, so its grammar's masks can be made now.
         masks = pack_masks(plan, None, self._layout) if variant.masks else None
         extension = run(Prefill(batch, width), packed)
-        self._move(Take(batch), plan, is_taken=True)
         outputs = run(Begin(batch, width, variant), packed, extension, masks)
+        self._move(Take(batch), plan, is_taken=True)
         launched = self._in_flight(plan, variant, outputs, start)
         if any(chunk.sequence.request.exports_features for chunk in plan.chunks):
             launched.features = extension.features

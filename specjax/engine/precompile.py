@@ -105,8 +105,8 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
     """The state of an engine without requests, whose steps have up to `max_drafts` drafts."""
     dtype, target = np.dtype(config.dtype), model.target
     rows = model.width(max_drafts)
-    sizes = CacheSizes(config.max_num_seqs, config.num_pages, config.page_size, rows)
     kinds, num_snapshots = target.cache_kinds, config.num_snapshots
+    sizes = CacheSizes(config.max_num_seqs, config.num_pages, config.page_size, rows, num_snapshots)
     return init_state(
         config.max_num_seqs,
         config.max_model_len,

@@ -67,7 +67,7 @@ def minimum_bytes(
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
     token, state = _cache_bytes(target, dtype)
-    own_token = drafter_cache_bytes(drafter, 1, dtype).per_page
+    own_token = drafter_cache_bytes(drafter, 1, 0, dtype).per_page
     draft = observe = 0
     if drafter_params is not None:
         # The drafter's embedding is not among the weights that every draft reads.

@@ -57,7 +57,7 @@ class Plan:
         page_size, dtype = self.config.page_size, self.dtype.name
         return (
             target_cache_bytes(self.source.target, page_size, self.num_drafts, dtype),
-            drafter_cache_bytes(self.drafter, page_size, dtype),
+            drafter_cache_bytes(self.drafter, page_size, self.num_drafts, dtype),
         )
 
     def fitted(self, *, num_pages: int | None, gpu_memory_utilization: float) -> EngineConfig:
@@ -68,7 +68,7 @@ class Plan:
         """
         own, drafters = self.cache_bytes()
         cache, config, target = own + drafters, self.config, self.source.target
-        needs = EngineNeeds.of(config, target, cache, self.weights, self.num_drafts)
+        needs = EngineNeeds.of(config, target, self.drafter, cache, self.weights, self.num_drafts)
         if num_pages is None:
             num_pages = needs.num_pages(config, cache, gpu_memory_utilization)
             config = replace(config, num_pages=num_pages)

@@ -35,11 +35,13 @@ def target_cache_bytes(target: Model, page_size: int, max_drafts: int, dtype: st
     return _per_page_and_slot(measure)
 
 
-def drafter_cache_bytes(drafter: Drafter, page_size: int, dtype: str) -> CacheBytes:
-    """Bytes of a drafter's state."""
+def drafter_cache_bytes(
+    drafter: Drafter, page_size: int, max_drafts: int, dtype: str
+) -> CacheBytes:
+    """Bytes of a drafter's state, without snapshots."""
 
     def measure(num_slots: int, num_pages: int) -> int:
-        sizes = CacheSizes(num_slots, num_pages, page_size, max_rows=1)
+        sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1)
         return _total(lambda: drafter.init_state(sizes, np.dtype(dtype)))
 
     return _per_page_and_slot(measure)
@@ -61,11 +63,18 @@ class EngineNeeds(NamedTuple):
 
     @classmethod
     def of(
-        cls, config: EngineConfig, target: Model, cache: CacheBytes, weights: int, max_drafts: int
+        cls,
+        config: EngineConfig,
+        target: Model,
+        drafter: Drafter,
+        cache: CacheBytes,
+        weights: int,
+        max_drafts: int,
     ) -> "EngineNeeds":
         """The needs of an engine; `cache` includes its drafter's."""
         # A snapshot is a state and a part of the ring: not more than a slot.
-        num_snapshots = config.num_snapshots if is_recurrent(target) else 0
+        takes_snapshots = is_recurrent(target) or drafter.is_recurrent
+        num_snapshots = config.num_snapshots if takes_snapshots else 0
         rows = config.max_num_seqs * (max_drafts + 1)
         # The largest step: logits, their sorted copy and noise in f32; and the activations of a
         # layer, which are a few times the width of the model per token.

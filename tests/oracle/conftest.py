@@ -158,6 +158,16 @@ class RecordingDrafter:
     def aux_layers(self):
         return self.inner.aux_layers
 
+    @property
+    def is_recurrent(self):
+        return self.inner.is_recurrent
+
+    def take(self, state, *moves):
+        return self.inner.take(state[0], *moves), state[1]
+
+    def restore(self, state, *moves):
+        return self.inner.restore(state[0], *moves), state[1]
+
     def draft_slots(self, k):
         return self.inner.draft_slots(k)
 

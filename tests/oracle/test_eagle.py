@@ -3,13 +3,12 @@
 The oracle is written from the published description; conftest.py has how it is run.
 """
 
-from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from support.torch_heads import OracleHead, oracle_of
 
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.drafter import Params
@@ -23,116 +22,6 @@ torch = pytest.importorskip("torch")
 VOCAB = 24  # small, so that an untrained head is right now and then
 TORCH_FILE = "pytorch_model.bin"
 FLOAT32 = np.dtype(np.float32)
-
-
-# --- the oracle -----------------------------------------------------------------------------------
-
-
-def rms_norm(x, weight, eps):
-    return weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
-
-
-def rotate(x, theta):
-    """Rotary embedding of x [T, H, D], row t at position t."""
-    half = x.shape[-1] // 2
-    frequencies = theta ** (-torch.arange(half, dtype=torch.float64) / half)
-    angles = torch.arange(x.shape[0], dtype=torch.float64)[:, None, None] * frequencies
-    cos, sin = angles.cos().float(), angles.sin().float()
-    low, high = x[..., :half], x[..., half:]
-    return torch.cat([low * cos - high * sin, high * cos + low * sin], -1)
-
-
-@dataclass(frozen=True)
-class OracleHead:
-    """An EAGLE head in torch, from the tensors and config of its checkpoint."""
-
-    tensors: dict[str, torch.Tensor]
-    decoder: dict[str, Any]
-    embedding: torch.Tensor
-    lm_head: torch.Tensor
-    aux_layers: tuple[int, ...] = ()  # none: EAGLE-1
-    norm_before_residual: bool = False
-    recycle_normed: bool = False
-
-    @property
-    def layer(self):
-        return "midlayer" if "midlayer.hidden_norm.weight" in self.tensors else "layers.0"
-
-    def weight(self, name):
-        return self.tensors[name + ".weight"]
-
-    def norm(self, x, name):
-        return rms_norm(x, self.weight(name), self.decoder["rms_norm_eps"])
-
-    def attend(self, x):
-        dim, theta = self.decoder["head_dim"], self.decoder["rope_theta"]
-        q, k, v = (
-            (x @ self.weight(f"{self.layer}.self_attn.{n}_proj").T).unflatten(-1, (-1, dim))
-            for n in "qkv"
-        )
-        group = q.shape[1] // k.shape[1]
-        q, k = rotate(q, theta), rotate(k, theta)
-        k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-        scores = torch.einsum("thd,shd->hts", q, k) / dim**0.5
-        scores = scores.masked_fill(torch.ones(scores.shape[1:]).triu(1).bool(), -torch.inf)
-        mixed = torch.einsum("hts,shd->thd", scores.softmax(-1), v).flatten(1)
-        return mixed @ self.weight(f"{self.layer}.self_attn.o_proj").T
-
-    def mlp(self, x):
-        gate, up, down = (self.weight(f"{self.layer}.mlp.{n}_proj") for n in ("gate", "up", "down"))
-        return (torch.nn.functional.silu(x @ gate.T) * (x @ up.T)) @ down.T
-
-    def after_attention(self, a):
-        return a + self.mlp(self.norm(a, f"{self.layer}.post_attention_layernorm"))
-
-    def run(self, embedded, hidden):
-        """y of all rows: x = fc [e; f] for EAGLE-1, u = [norm(e); norm(g)] for EAGLE-3."""
-        if not self.aux_layers:
-            x = torch.cat([embedded, hidden], -1) @ self.weight("fc").T
-            x = x + self.tensors.get("fc.bias", torch.zeros(()))
-            return self.after_attention(x + self.attend(x))
-        normed = self.norm(hidden, f"{self.layer}.hidden_norm")
-        u = torch.cat([self.norm(embedded, f"{self.layer}.input_layernorm"), normed], -1)
-        residual = normed if self.norm_before_residual else hidden
-        return self.after_attention(residual + self.attend(u))
-
-    def fuse(self, final, entering):
-        """The target's features as the head's hidden states."""
-        if not self.aux_layers:
-            return final
-        states = [entering[i] for i in self.aux_layers]
-        if "fc_norm.0.weight" in self.tensors:
-            states = [self.norm(x, f"fc_norm.{i}") for i, x in enumerate(states)]
-        states = torch.cat(states, -1)
-        if "input_norm.weight" in self.tensors:
-            states = self.norm(states, "input_norm")
-        return states @ self.weight("fc").T
-
-    def logits(self, y):
-        """Over the target's vocabulary; ids that the head cannot draft are at -inf."""
-        if not self.aux_layers:
-            return y @ self.lm_head.T
-        small = self.norm(y, "norm") @ self.lm_head.T
-        if "d2t" not in self.tensors:
-            return small
-        ids = torch.arange(len(small)) + self.tensors["d2t"]
-        return torch.full((VOCAB,), -torch.inf).index_copy(0, ids, small)
-
-    def recycled(self, y):
-        return self.norm(y, "norm") if self.recycle_normed else y
-
-
-def oracle_of(target, files, *, aux_layers=(), **options):
-    embedding = target.hf.get_input_embeddings().weight
-    own_head = files.tensors.get("lm_head.weight")
-    return OracleHead(
-        files.tensors,
-        files.config,
-        files.tensors.get("embed_tokens.weight", embedding).detach(),
-        (target.hf.get_output_embeddings().weight if own_head is None else own_head).detach(),
-        aux_layers,
-        **options,
-    )
 
 
 @pytest.fixture(scope="module")

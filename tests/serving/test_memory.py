@@ -10,6 +10,7 @@ from support.refusals import refusal
 
 from specjax import LLM
 from specjax.device.cache.kind import CacheSizes
+from specjax.device.drafters.drafter import NoDrafter
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import init_caches
 from specjax.device.models.registry import load_model
@@ -83,7 +84,7 @@ def needs_of(target, **sizes):
     given = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32}
     config = make_config(target, num_pages=None, page_size=8, dtype="float32", **given | sizes)
     cache = target_cache_bytes(target, 8, 0, "float32")
-    return EngineNeeds.of(config, target, cache, 10**6, 0), config, cache
+    return EngineNeeds.of(config, target, NoDrafter(), cache, 10**6, 0), config, cache
 
 
 @pytest.mark.parametrize("kind", ["target", "hybrid"])

@@ -147,7 +147,9 @@ class CheckedEngine(Engine):
         policy = AnyPolicy(schedule.choices, np.random.default_rng([schedule.seed, 2]))
         kind = SimpleNamespace(is_recurrent=schedule.is_recurrent, num_layers=1)
         target: Any = SimpleNamespace(vocab_size=schedule.vocab_size, cache_kinds=(kind,))
-        drafter: Any = SimpleNamespace(draft_slots=lambda k: schedule.draft_slots)
+        drafter: Any = SimpleNamespace(
+            draft_slots=lambda k: schedule.draft_slots, is_recurrent=False
+        )
         nothing: Any = None
         super().__init__(
             config,

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from support.heads import eagle3_tensors, eagle_tensors, write_head
+from support.heads import eagle3_tensors, eagle_tensors, p_eagle_tensors, write_head
 from support.targets import write_fused, write_mtp, write_target
 from support.weights import HeadFiles, TargetFiles
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -61,6 +61,10 @@ class Checkpoints:
     ) -> HeadFiles:
         """An EAGLE-3 head for `target`; see `eagle3_tensors` for the options."""
         return self._once(write_head, eagle3_tensors, target, seed, file, options)
+
+    def p_eagle(self, target: TargetFiles, *, seed: int = 1, **options: Any) -> HeadFiles:
+        """A P-EAGLE head for `target`; see `p_eagle_tensors` for the options."""
+        return self._once(write_head, p_eagle_tensors, target, seed, "model.safetensors", options)
 
     def copy(self, folder: Path, **edits: Any) -> Path:
         """A copy of a checkpoint folder with `edits` to its config.json; None removes a field."""

@@ -103,6 +103,30 @@ def eagle3_tensors(
     }
 
 
+def p_eagle_tensors(
+    target: TargetFiles, *, bias: bool = False, num_layers: int = 3, **options: Any
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """P-EAGLE: an EAGLE-3 head with more layers, and what stands for the target's states.
+
+    `options` are those of `eagle3_tensors`; with `bias`, attention has it everywhere.
+    """
+    import torch
+
+    tensors, config = eagle3_tensors(target, num_hidden_layers=num_layers, **options)
+    decoder = config.get("transformer_layer_config", config)
+    dim, wide = decoder["hidden_size"], tensors["fc.weight"].shape[1]
+    for i in range(1, num_layers):
+        tensors |= _decoder_layer(decoder, f"layers.{i}", dim)
+        tensors[f"layers.{i}.input_layernorm.weight"] = torch.empty(dim)
+    if bias:
+        names = [name for name in tensors if ".self_attn." in name]
+        for name in names:
+            stem = name.removesuffix(".weight")
+            tensors[f"{stem}.bias"] = torch.empty(len(tensors[name]))
+    tensors["mask_hidden"] = torch.empty(1, 1, wide)
+    return tensors, config
+
+
 def _decoder_config(target: TargetFiles) -> dict[str, Any]:
     hf = target.hf.config
     return {

@@ -16,6 +16,7 @@ class CacheSizes(NamedTuple):
     num_pages: int
     page_size: int  # tokens
     max_rows: int  # of a request in one step; some may be rejected
+    num_snapshots: int = 0  # of recurrent states
 
 
 class CacheKind(Protocol):

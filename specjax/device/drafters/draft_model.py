@@ -1,6 +1,6 @@
 """A whole model as the drafter (Leviathan et al. 2023): a small decoder of the same vocabulary.
 
-It keeps keys and values of its own, by the target's page table. A round of K drafts runs it K
+It keeps caches of its own, by the target's page table and slots. A round of K drafts runs it K
 times: the last token gives the first draft, each draft the next one. So the last draft is not run:
 if all are accepted, its keys and values are missing, and the next round runs it before the last
 token, in one pass of two rows. A round without drafts makes this pass, too, without its logits.
@@ -8,6 +8,7 @@ token, in one pass of two rows. A round without drafts makes this pass, too, wit
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
+from specjax.device.drafters.head import HeadDrafter, on_rows
 from specjax.device.models.model import Model, init_caches, is_recurrent
 from specjax.device.models.registry import is_unused, load_model
 from specjax.device.placement import Placement
@@ -31,6 +33,8 @@ class ModelWeights:
     """The weights of a `DraftModel`, see `DrafterWeights`."""
 
     model: Model
+    has_embedding: bool = False
+    aux_layers: tuple[int, ...] = ()
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> Any:
@@ -48,67 +52,91 @@ class ModelWeights:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DraftModelState:
-    """The drafter's caches, and which requests' last accepted draft they lack."""
+    """The drafter's caches, and how far they lag behind."""
 
     caches: tuple[Any, ...]  # one per cache kind of the model
-    is_behind: jax.Array  # bool[S]
+    snapshots: tuple[Any, ...]  # likewise; None for a kind that has none
+    num_missing: jax.Array  # i32[S], 1 if the last accepted draft was never run
+    pending: jax.Array  # i32[S], accepted tokens that were run, but recurrent states lack
 
 
 @dataclass(frozen=True)
-class DraftModel:
-    """A drafter that runs a model, whose layers are all attention, once per draft token."""
-
-    model: Model
-    is_greedy: bool = False  # draft the argmax at any temperature
+class DraftModel(HeadDrafter[ModelWeights]):
+    """A drafter that runs a model once per draft token."""
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Empty: the target's features are not used."""
-        return ()
-
-    @property
-    def weights(self) -> ModelWeights:
-        """The model's own."""
-        return ModelWeights(self.model)
+    def is_recurrent(self) -> bool:
+        """Whether the model is."""
+        return is_recurrent(self.head.model)
 
     def draft_slots(self, k: int) -> int:
         """Return 1: the row that a round runs again if the drafter is behind."""
         return 1
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DraftModelState:
-        """Return empty caches, which are indexed by the target's page table."""
-        is_behind = jnp.zeros(sizes.num_slots, bool)
-        return DraftModelState(init_caches(self.model, sizes, dtype), is_behind)
+        """Return empty caches, which are indexed by the target's page table and slots."""
+        model, count = self.head.model, sizes.num_snapshots
+        return DraftModelState(
+            init_caches(model, sizes, dtype),
+            tuple(kind.init_snapshots(count, dtype) for kind in model.cache_kinds),
+            num_missing=jnp.zeros(sizes.num_slots, jnp.int32),
+            pending=jnp.zeros(sizes.num_slots, jnp.int32),
+        )
 
-    def share(self, params: Any, target: Model, target_params: Any) -> tuple["DraftModel", Any]:
-        """Return the drafter unchanged: it has copies of nothing."""
-        return self, params
+    def take(
+        self, state: DraftModelState, slots: jax.Array, ids: jax.Array, ends: jax.Array
+    ) -> DraftModelState:
+        """See `Drafter.take`."""
+        each = zip(self.head.model.cache_kinds, state.caches, state.snapshots, strict=True)
+        kept = tuple(kind.take(kept, ids, cache, slots, ends) for kind, cache, kept in each)
+        return replace(state, snapshots=kept)
+
+    def restore(
+        self, state: DraftModelState, slots: jax.Array, ids: jax.Array, ends: jax.Array
+    ) -> DraftModelState:
+        """See `Drafter.restore`."""
+        each = zip(self.head.model.cache_kinds, state.caches, state.snapshots, strict=True)
+        caches = tuple(kind.restore(cache, slots, kept, ids, ends) for kind, cache, kept in each)
+        return replace(state, caches=caches)
 
     def draft(
         self, target: Model, params: Params, state: DraftModelState, context: DraftContext, k: int
     ) -> tuple[Draft, DraftModelState]:
-        """See `Drafter.draft`."""
-        caches = state.caches
-        behind = state.is_behind.at[context.slots].get(mode="fill", fill_value=False)
-        behind = behind.astype(jnp.int32)
-        rows = context.rows_at(context.starts - behind, counts=1 + behind)
-        places = context.starts[:, None] - behind[:, None] + jnp.arange(rows.width)
+        """See `Drafter.draft`.
+
+        A recurrent state takes in what is accepted, and nothing else. So a recurrent model runs the
+        round's rows again with each draft, from the state before them.
+        """
+        caches, starts = state.caches, context.starts
+        missing, pending = (
+            x.at[context.slots].get(mode="fill", fill_value=0)
+            for x in (state.num_missing, state.pending)
+        )
+        places = starts[:, None] + jnp.arange(-1, 1)
         tokens = jnp.take_along_axis(context.history.tokens, places, axis=1, mode="clip")
-        logits, caches = self._run(params.drafter, tokens, rows, behind, caches, context)
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
-        for i in range(k):
-            if i:
-                rows = context.rows_at(context.starts + i)
-                tokens = jnp.pad(drafts[-1][:, None], ((0, 0), (0, rows.width - 1)))
-                first = jnp.zeros_like(behind)
-                logits, caches = self._run(params.drafter, tokens, rows, first, caches, context)
-            token, q = context.draw(
-                logits, None, target.vocab_size, drafts, is_greedy=self.is_greedy
+        for i in range(max(k, 1)):
+            is_first = i == 0 or self.is_recurrent
+            num_before = i + missing if is_first else jnp.zeros_like(missing)
+            rows = context.rows_at(
+                starts + i - num_before,
+                counts=num_before + 1,
+                most=i + 2 if is_first else 1,
+                pending=pending,
             )
-            drafts.append(token)
-            probs += [] if q is None else [q]
-        return Draft.stacked(drafts, probs, context.slots.shape[0]), replace(state, caches=caches)
+            places = i + 1 - num_before[:, None] + jnp.arange(rows.width)
+            held = jnp.take_along_axis(tokens, places, axis=1, mode="clip")
+            logits, caches = self._run(params.drafter, held, rows, num_before, caches, context)
+            pending = jnp.zeros_like(pending)
+            if k:
+                token, q = context.draw(
+                    logits, None, target.vocab_size, drafts, is_greedy=self.is_greedy
+                )
+                tokens = jnp.concatenate([tokens, token[:, None]], axis=1)
+                drafts.append(token)
+                probs += [] if q is None else [q]
+        return Draft.stacked(drafts, probs, len(starts)), replace(state, caches=caches)
 
     def _run(
         self,
@@ -120,23 +148,31 @@ class DraftModel:
         context: DraftContext,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Run tokens i32[B, T]; return the logits f32[B, V] of row `last` i32[B], and caches."""
-        batch = tokens.shape[0]
-        features, caches = self.model.extend(params, tokens.reshape(-1), rows, caches)
-        hidden = rows.by_request(features.hidden)[jnp.arange(batch), last]
-        padding = -batch % context.row_multiple
-        return self.model.logits(params, jnp.pad(hidden, ((0, padding), (0, 0))))[:batch], caches
+        model = self.head.model
+        features, caches = model.extend(params, tokens.reshape(-1), rows, caches)
+        hidden = rows.by_request(features.hidden)[jnp.arange(len(last)), last]
+        return on_rows(partial(model.logits, params), hidden, context.row_multiple), caches
 
     def observe(
         self, target: Model, params: Params, state: DraftModelState, seen: Observation
     ) -> DraftModelState:
         """See `Drafter.observe`. Of a round `draft` has run all rows but the last draft."""
-        is_behind, caches = jnp.zeros_like(seen.last, bool), state.caches
+        caches, slots, none = state.caches, seen.slots, jnp.zeros_like(seen.last)
         if seen.k is None:
+            rows = replace(seen.rows, pending=none)
             tokens = seen.tokens.reshape(-1)
-            _, caches = self.model.extend(params.drafter, tokens, seen.rows, caches)
-        elif seen.k:
-            is_behind = seen.last == seen.k
-        return DraftModelState(caches, state.is_behind.at[seen.slots].set(is_behind, mode="drop"))
+            _, caches = self.head.model.extend(params.drafter, tokens, rows, caches)
+            missing = pending = none
+        else:
+            before = state.num_missing.at[slots].get(mode="fill", fill_value=0)
+            missing = ((seen.last == seen.k) & (seen.k > 0)).astype(none.dtype)
+            pending = before + 1 + seen.last - missing
+        return replace(
+            state,
+            caches=caches,
+            num_missing=state.num_missing.at[slots].set(missing, mode="drop"),
+            pending=state.pending.at[slots].set(pending, mode="drop"),
+        )
 
 
 def load(
@@ -146,10 +182,10 @@ def load(
     dtype: np.dtype,
     placement: Placement,
 ) -> tuple[DraftModel, Any]:
-    """Load a checkpoint of any model that has the target's vocabulary, and attention only.
+    """Load a checkpoint of any model that has the target's vocabulary.
 
     Raises:
-        CheckpointError: it has another vocabulary, or recurrent layers.
+        CheckpointError: it has another vocabulary.
     """
     assert folder is not None, config.method
     model, params = load_model(folder, dtype, placement)
@@ -158,9 +194,4 @@ def load(
             f"{folder}: vocab_size={model.vocab_size}, the target's is {target.vocab_size}; use a "
             "draft model with the target's tokenizer"
         )
-    if is_recurrent(model):
-        raise CheckpointError(
-            f"{folder}: a draft model with recurrent layers is not supported; use one whose layers "
-            "are all attention"
-        )
-    return DraftModel(model, is_greedy=config.draft_sample_method == "greedy"), params
+    return DraftModel(ModelWeights(model), is_greedy=config.draft_sample_method == "greedy"), params

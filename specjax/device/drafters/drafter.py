@@ -53,17 +53,27 @@ class DraftContext:
     variant: Variant = field(metadata={"static": True})
 
     def rows_at(
-        self, starts: jax.Array, *, counts: jax.Array | None = None, writes: bool = True
+        self,
+        starts: jax.Array,
+        *,
+        counts: jax.Array | int = 1,
+        most: int = 1,
+        writes: bool = True,
+        pending: jax.Array | None = None,
     ) -> CachedRows:
-        """Return rows from position starts[b]: counts[b] real ones, of at most 2, then padding.
+        """Return rows from position starts[b]: counts[b] real ones, at most `most`, then padding.
 
-        Without `counts`, one real row per request.
+        `pending` i32[B] is for recurrent states, see `CachedRows`.
         """
-        width = padded_width(starts.shape[0], 1 if counts is None else 2, self.row_multiple)
-        is_active = self.is_active.astype(starts.dtype)
-        counts = is_active if counts is None else is_active * counts
         return CachedRows.starting_at(
-            starts, counts, width, self.page_table, writes=writes, kernels=self.kernels
+            starts,
+            self.is_active.astype(starts.dtype) * counts,
+            padded_width(starts.shape[0], most, self.row_multiple),
+            self.page_table,
+            slots=self.slots,
+            pending=pending,
+            writes=writes,
+            kernels=self.kernels,
         )
 
     def draw(
@@ -163,12 +173,26 @@ class Drafter(Protocol):
         """Description of the drafter's weights; None for a drafter without weights."""
         ...
 
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether a request has a state in it that no later rows give, so that reusing pages alone
+        does not save observing their tokens."""
+        ...
+
     def draft_slots(self, k: int) -> int:
         """Return how many rows drafting k tokens adds per request to the budget of a step."""
         ...
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> Any:
         """Return an empty state for the target's numbers of requests and pages."""
+        ...
+
+    def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
+        """Return the state with snapshots `ids` of its recurrent states, see `CacheKind.take`."""
+        ...
+
+    def restore(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
+        """Return the state with its recurrent states as in these snapshots."""
         ...
 
     def share(self, params: Any, target: Model, target_params: Any) -> tuple["Drafter", Any]:
@@ -191,13 +215,31 @@ class Drafter(Protocol):
         """Return the state for the next drafts, updated with rows that the target ran.
 
         The beginning of a prompt is never observed if it was found in the prefix cache: what
-        drafting needs of it must be in the pages or follow from the last rows.
+        drafting needs of it must be in the pages, follow from the last rows, or be restored.
         """
         ...
 
 
 @dataclass(frozen=True)
-class Stateless:
+class NotRecurrent:
+    """Base of drafters without a recurrent state."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """False: pages and the last rows are all that drafting needs."""
+        return False
+
+    def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
+        """Return the state unchanged."""
+        return state
+
+    def restore(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
+        """Return the state unchanged."""
+        return state
+
+
+@dataclass(frozen=True)
+class Stateless(NotRecurrent):
     """Base of drafters that have no weights and read only tokens."""
 
     @property

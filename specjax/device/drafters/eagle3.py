@@ -163,6 +163,21 @@ def _layer(
     kv: Any,
     head: Eagle3Head,
 ) -> tuple[jax.Array, Any]:
+    stream, kv = first_layer(params, embedded, hidden, rows, kv, head)
+    if not head.recycle_normed:
+        return stream.sum(), kv
+    return stream.normed(params.norm, head.shape, rows.kernels)[1], kv
+
+
+def first_layer(
+    params: Eagle3Params,
+    embedded: jax.Array,
+    hidden: jax.Array,
+    rows: Rows,
+    kv: Any,
+    head: Eagle3Head,
+) -> tuple[Residual, Any]:
+    """Run the layer that reads embeddings e [N, D] and hidden states g [N, D]; return y, and kv."""
     shape, eps = head.shape, head.shape.rms_norm_eps
     normed = rms_norm(hidden, params.hidden_norm, eps)
     x = jnp.concatenate([rms_norm(embedded, params.embedding_norm, eps), normed], axis=-1)
@@ -170,42 +185,55 @@ def _layer(
     mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape.attention)
     residual = Residual(normed if head.norm_before_residual else hidden, mixed)
     residual, normed = residual.normed(params.mlp_norm, shape, rows.kernels)
-    stream = Residual(residual, mlp(params.mlp, normed))
-    if not head.recycle_normed:
-        return stream.sum(), kv
-    return stream.normed(params.norm, shape, rows.kernels)[1], kv
+    return Residual(residual, mlp(params.mlp, normed)), kv
 
 
 def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[Eagle3Head, Eagle3Params]:
     """An EAGLE-3 head in the published layout (`midlayer.*`) or speculators' (`layers.0.*`)."""
-    hf, aux_layers = (
-        files.hf,
-        read_aux_layers(files.hf, target.num_layers, config.aux_id_convention),
-    )
-    names = files.tensors.names()
-    shape = files.geometry(layer_name(names), target)
-    head = Eagle3Head(
-        shape=shape,
-        target_hidden_size=target.hidden_size,
-        draft_vocab_size=hf.integer("draft_vocab_size", shape.vocab_size),
-        aux_layers=aux_layers,
+    hf = files.hf
+    shape = files.geometry(layer_name(files.tensors.names()), target)
+    head = replace(
+        read_head(files, config, target, shape),
         # The default is False in raw checkpoints, True in those of speculators.
         norm_before_residual=bool(hf.get("norm_before_residual", is_speculators(hf))),
         recycle_normed=recycles_normed(hf),
+    )
+    return head, load_weights(files, head, target, dtype)
+
+
+def read_head(
+    files: DrafterFiles, config: SpeculativeConfig, target: Model, shape: Llama
+) -> Eagle3Head:
+    """Return the head that the config and the tensors' names describe, but for what it recycles.
+
+    Raises:
+        CheckpointError: it was made for another target.
+    """
+    head = Eagle3Head(
+        shape=shape,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=files.hf.integer("draft_vocab_size", shape.vocab_size),
+        aux_layers=read_aux_layers(files.hf, target.num_layers, config.aux_id_convention),
         has_input_norm=files.has("input_norm.weight"),
         has_aux_norms=files.has("fc_norm.0.weight"),
         has_embedding=files.has("embed_tokens.weight"),
     )
     if not head.has_embedding and head.hidden_size != target.hidden_size:
         raise CheckpointError(
-            f"{hf.origin}: the drafter is {head.hidden_size} wide and has no embedding of its own, "
-            f"the target is {target.hidden_size} wide; use a drafter trained for this target"
+            f"{files.hf.origin}: the drafter is {head.hidden_size} wide and has no embedding of "
+            f"its own, the target is {target.hidden_size} wide; use a drafter trained for this "
+            "target"
         )
+    return head
+
+
+def load_weights(files: DrafterFiles, head: Eagle3Head, target: Model, dtype: np.dtype) -> Any:
+    """Return the parameters of a head, with its draft vocabulary."""
     # t2d is the mask of the ids that d2t lists.
-    params = files.load(head.specs(names), dtype, unused=("d2t", "t2d"))
-    return head, replace(params, target_ids=read_target_ids(files, head.draft_vocab_size, target))
+    params = files.load(head.specs(files.tensors.names()), dtype, unused=("d2t", "t2d"))
+    return replace(params, target_ids=read_target_ids(files, head.draft_vocab_size, target))
 
 
 def layer_name(names: Collection[str]) -> str:

@@ -9,7 +9,7 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import dflash, draft_model, eagle, eagle3, medusa, mtp, ngram
+from specjax.device.drafters import dflash, draft_model, eagle, eagle3, medusa, mtp, ngram, p_eagle
 from specjax.device.drafters.chain import ChainDrafter, Head, chain_loader
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
@@ -23,6 +23,7 @@ DRAFTERS: dict[str, Load] = {
     "medusa": medusa.load,
     "ngram": ngram.load,
     "dflash": dflash.load,
+    "p_eagle": p_eagle.load,
     "draft_model": draft_model.load,
 }
 # Heads whose shape follows from the target's config.

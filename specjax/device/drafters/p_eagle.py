@@ -1,0 +1,201 @@
+"""P-EAGLE (2026): an EAGLE-3 head of several layers that drafts all tokens in one pass.
+
+    rows      (g_p, e(x_{p+1})) at the positions p that the target has run, as EAGLE-3 has them,
+              then (g_mask, e(MASK)) at the K - 1 positions after the last of them, n - 1
+    layers    the first as in EAGLE-3, the others those of a decoder; causal
+    drafts    rows n - 1, n, ..., n + K - 2 give the tokens at n + 1, ..., n + K
+
+g_mask is fc of `mask_hidden`, which stands for the target's hidden states; x_n is the last token.
+`observe` runs the first kind of rows, whose keys and values stay, and `draft` the masks, whose keys
+and values are overwritten when the target has run their positions.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import open_checkpoint
+from specjax.checkpoint.spec import stored
+from specjax.config import SpeculativeConfig
+from specjax.device.cache.kind import CacheSizes
+from specjax.device.cache.rows import CachedRows, padded_width
+from specjax.device.drafters import eagle3
+from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens
+from specjax.device.drafters.drafter import DraftContext, Observation, Params
+from specjax.device.drafters.eagle3 import Eagle3Head, Eagle3Params
+from specjax.device.drafters.head import HeadDrafter, on_rows
+from specjax.device.models.config_fields import refuse_quantised
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.layers.rows import Rows
+from specjax.device.models.llama import LlamaLayer, decoder_layer, layer_specs
+from specjax.device.models.model import Features, Model
+from specjax.device.models.registry import read_config
+from specjax.device.placement import Placement
+from specjax.device.verification import Draft
+
+MASK_KEYS = "mask_token_id", "pard_token", "ptd_token_id"  # in configs of speculators and AWS
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True, kw_only=True)
+class PEagleParams(Eagle3Params):
+    """Weights of a P-EAGLE head: those of EAGLE-3, whose layer is the first, and more."""
+
+    layers: tuple[LlamaLayer, ...]  # after the first
+    mask_hidden: jax.Array  # [1, 1, A D_target]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PEagleHead(Eagle3Head):
+    """The P-EAGLE head. `shape` is a decoder with as many layers."""
+
+    mask_token_id: int
+    recycle_normed: bool = True  # what `extend` returns is normed
+
+    def specs(self, names: Collection[str] = ()) -> PEagleParams:
+        """Return the float weights as `TensorSpec`s, see `Eagle3Head.specs`."""
+        width = len(self.aux_layers) * self.target_hidden_size
+        return PEagleParams(
+            **vars(super().specs(names)),
+            layers=tuple(
+                layer_specs(self.shape, f"layers.{i}") for i in range(1, self.shape.num_layers)
+            ),
+            mask_hidden=stored(["mask_hidden"], (1, 1, width)),
+        )
+
+    def extend(
+        self,
+        target: Model,
+        params: Params,
+        tokens: jax.Array,
+        hidden: jax.Array,
+        rows: Rows,
+        kv: Any,
+    ) -> tuple[jax.Array, Any]:
+        """Return the normed output [N, D] for tokens i32[N] and g [N, D]; and kv."""
+        own, shape = params.drafter, self.shape
+        embedded = embed_tokens(target, params, tokens)
+        stream, kv = eagle3.first_layer(own, embedded, hidden, rows, kv, self)
+        angles = shape.rope.angles(rows.positions)
+        for i, layer in enumerate(own.layers, start=1):
+            stream, kv = decoder_layer(layer, stream, rows, angles, kv, jnp.int32(i), shape)
+        return stream.normed(own.norm, shape, rows.kernels)[1], kv
+
+    def mask_rows(self, params: PEagleParams, num_rows: int) -> tuple[jax.Array, jax.Array]:
+        """Return tokens i32[N] and hidden states [N, D] of rows that are all masks."""
+        states = params.mask_hidden.reshape(1, -1)
+        fused = self.fuse(params, Features(states, states))
+        tokens = jnp.full(num_rows, self.mask_token_id, jnp.int32)
+        return tokens, jnp.broadcast_to(fused, (num_rows, self.hidden_size))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PEagleState:
+    """The head's own cache, and its output that gives each request's first draft."""
+
+    kv: jax.Array  # [layers, pages, page_size, 2, H_kv, D]
+    hidden: jax.Array  # [S, D], normed, at the last accepted row
+
+
+@dataclass(frozen=True)
+class PEagleDrafter(HeadDrafter[PEagleHead]):
+    """A drafter that runs a head over masks once per round."""
+
+    def draft_slots(self, k: int) -> int:
+        """Return k - 1: a row for every draft after the first."""
+        return max(k - 1, 0)
+
+    def init_state(self, sizes: CacheSizes, dtype: Any) -> PEagleState:
+        """Return an empty cache."""
+        hidden = jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype)
+        return PEagleState(self.head.cache_kind.init(sizes, dtype), hidden)
+
+    def draft(
+        self, target: Model, params: Params, state: PEagleState, context: DraftContext, k: int
+    ) -> tuple[Draft, PEagleState]:
+        """See `Drafter.draft`."""
+        batch, kv = context.starts.shape[0], state.kv
+        if not k:
+            return Draft.stacked([], [], batch), state
+        hidden = state.hidden.at[context.slots].get(mode="fill", fill_value=0)[:, None]
+        if k > 1:
+            rows = CachedRows.starting_at(
+                context.starts,
+                jnp.where(context.is_active, k - 1, 0),
+                padded_width(batch, k - 1, context.row_multiple),
+                context.page_table,
+                kernels=context.kernels,
+            )
+            tokens, masks = self.head.mask_rows(params.drafter, len(rows.positions))
+            masks, kv = self.head.extend(target, params, tokens, masks, rows, kv)
+            hidden = jnp.concatenate([hidden, rows.by_request(masks)[:, : k - 1]], axis=1)
+        logits = on_rows(
+            lambda x: self.head.logits(target, params, x),
+            hidden.reshape(batch * k, -1),
+            context.row_multiple,
+        ).reshape(batch, k, -1)
+        return self.draw_each(target, params, context, logits), PEagleState(kv, state.hidden)
+
+    def observe(
+        self, target: Model, params: Params, state: PEagleState, seen: Observation
+    ) -> PEagleState:
+        """See `Drafter.observe`."""
+        fused, following = self.head.fuse(params.drafter, seen.features), seen.following
+        hidden, kv = self.head.extend(
+            target, params, following.reshape(-1), fused, seen.rows, state.kv
+        )
+        last = seen.rows.by_request(hidden)[jnp.arange(len(following)), seen.last]
+        return PEagleState(kv, state.hidden.at[seen.slots].set(last, mode="drop"))
+
+
+def load(
+    folder: Path | None,
+    config: SpeculativeConfig,
+    target: Model,
+    dtype: np.dtype,
+    placement: Placement,
+) -> tuple[PEagleDrafter, PEagleParams]:
+    """Load a head in the layout of EAGLE-3 (AWS) or of speculators ("peagle").
+
+    Raises:
+        CheckpointError: it was made for another target, or is a head of another kind.
+    """
+    assert folder is not None, config.method
+    hf = read_config(folder)
+    refuse_quantised(hf)
+    files = DrafterFiles(open_checkpoint(folder), hf, placement)
+    if not files.has("mask_hidden"):
+        raise CheckpointError(
+            f"{files.tensors.folder} has no tensor mask_hidden, which P-EAGLE drafts with; use "
+            "method 'eagle3' if it is an EAGLE-3 head"
+        )
+    layer = eagle3.layer_name(files.tensors.names())
+    body = eagle3.read_head(files, config, target, files.geometry(layer, target, is_deep=True))
+    head = PEagleHead(
+        **vars(body)
+        | {
+            "norm_before_residual": hf.flag("norm_before_residual"),
+            "recycle_normed": True,
+            "mask_token_id": _read_mask(hf, target),
+        }
+    )
+    params = eagle3.load_weights(files, head, target, dtype)
+    return PEagleDrafter(head, is_greedy=config.draft_sample_method == "greedy"), params
+
+
+def _read_mask(hf: HFConfig, target: Model) -> int:
+    given = [key for key in MASK_KEYS if hf.get(key, None) is not None]
+    token = hf.get(given[0], None) if given else None
+    if type(token) is not int or not 0 <= token < target.vocab_size:
+        raise CheckpointError(
+            f"{hf.origin}: {given[0] if given else MASK_KEYS[0]}={token!r} must be one of the "
+            f"target's {target.vocab_size} tokens; set it to the mask token of training"
+        )
+    return token
