@@ -8,7 +8,7 @@ cache never needs a rollback (Li et al. 2024, EAGLE, section 3).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +19,9 @@ import numpy as np
 from specjax.checkpoint.files import open_checkpoint
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind, CacheSizes
-from specjax.device.drafters.checkpoint import DrafterFiles, without_shared_embedding
-from specjax.device.drafters.drafter import DraftContext, DrafterWeights, Observation, Params
+from specjax.device.drafters.checkpoint import DrafterFiles
+from specjax.device.drafters.drafter import DraftContext, Observation, Params
+from specjax.device.drafters.head import DraftHead, HeadDrafter
 from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
@@ -29,17 +30,13 @@ from specjax.device.placement import Placement
 from specjax.device.verification import Draft
 
 
-class Head(DrafterWeights, Protocol):
-    """The model of a chain drafter. Hashable; its weights are passed as arguments."""
+class Head(DraftHead, Protocol):
+    """The model of a chain drafter."""
 
     @property
     def cache_kind(self) -> CacheKind: ...
     @property
     def hidden_size(self) -> int: ...
-    @property
-    def aux_layers(self) -> tuple[int, ...]: ...
-    @property
-    def has_embedding(self) -> bool: ...
 
     def fuse(self, params: Any, features: Features) -> jax.Array:
         """Map the target's features to the head's input hidden state [N, D]."""
@@ -72,35 +69,13 @@ class ChainState:
 
 
 @dataclass(frozen=True)
-class ChainDrafter:
+class ChainDrafter(HeadDrafter[Head]):
     """A drafter that runs `head` once per draft token."""
-
-    head: Head
-    is_greedy: bool = False  # draft the argmax at any temperature
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input the head reads."""
-        return self.head.aux_layers
-
-    @property
-    def weights(self) -> Head:
-        """The head, which describes its weights."""
-        return self.head
-
-    def draft_slots(self, k: int) -> int:
-        """See `Drafter.draft_slots`: drafting one token at a time takes no budget."""
-        return 0
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> ChainState:
         """Return an empty cache, which is indexed by the target's page table."""
         hidden = jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype)
         return ChainState(self.head.cache_kind.init(sizes, dtype), hidden)
-
-    def share(self, params: Any, target: Model, target_params: Any) -> tuple["ChainDrafter", Any]:
-        """See `Drafter.share`: drops an embedding that equals the target's."""
-        head, params = without_shared_embedding(self.head, params, target, target_params)
-        return replace(self, head=head), params
 
     def draft(
         self, target: Model, params: Params, state: ChainState, context: DraftContext, k: int

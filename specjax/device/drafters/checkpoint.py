@@ -36,7 +36,7 @@ class DrafterFiles:
     @property
     def prefix(self) -> str:
         """The prefix that a re-export added to names: "model." or nothing."""
-        return "" if "fc.weight" in self.tensors.names() else "model."
+        return "model." if "model.fc.weight" in self.tensors.names() else ""
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this published name."""
@@ -90,25 +90,40 @@ def embed_tokens(target: Model, params: Any, tokens: jax.Array) -> jax.Array:
     return target.embed(params.target, tokens) if own is None else own[tokens]
 
 
-def read_target_ids(files: DrafterFiles, draft_vocab_size: int, target: Model) -> jax.Array | None:
-    """Return the target's ids i32[V_d] of the draft vocabulary, i + d2t[i]; None if equal to i."""
-    if not files.has("d2t"):
-        if draft_vocab_size != target.vocab_size:
+def read_target_ids(
+    files: DrafterFiles,
+    draft_vocab_size: int,
+    target: Model,
+    name: str = "d2t",
+    *,
+    are_offsets: bool = True,
+    size: str = "draft_vocab_size",
+) -> jax.Array | None:
+    """Return the target's ids i32[V_d] of the draft vocabulary; None if the two are the same.
+
+    The tensor `name` has these ids, or what to add to i for the i-th one if they `are_offsets`;
+    `size` names the draft vocabulary's size in error messages.
+
+    Raises:
+        CheckpointError: there is no such tensor where one is needed, or it is not such ids.
+    """
+    origin, vocab_size = files.hf.origin, target.vocab_size
+    if not files.has(name):
+        if draft_vocab_size != vocab_size:
             raise CheckpointError(
-                f"{files.hf.origin}: draft_vocab_size={draft_vocab_size} differs from the "
-                f"target's {target.vocab_size}, but the weights have no d2t"
+                f"{origin}: {size}={draft_vocab_size} differs from the target's {vocab_size}, but "
+                f"the weights have no {name}"
             )
         return None
-    offsets = files.tensors.read(files.stored_name("d2t"))
-    if offsets.shape != (draft_vocab_size,) or offsets.dtype.kind not in "iu":
+    ids = files.tensors.read(files.stored_name(name))
+    is_map = ids.shape == (draft_vocab_size,) and ids.dtype.kind in "iu"
+    if is_map:
+        ids = ids.astype(np.int64) + (np.arange(draft_vocab_size) if are_offsets else 0)
+    if not is_map or ids.min() < 0 or ids.max() >= vocab_size:
+        what = "offsets of ids" if are_offsets else "ids"
         raise CheckpointError(
-            f"{files.hf.origin}: d2t must be integers [{draft_vocab_size}], got "
-            f"{offsets.dtype}{list(offsets.shape)}"
-        )
-    ids = np.arange(draft_vocab_size) + offsets.astype(np.int64)
-    if ids.min() < 0 or ids.max() >= target.vocab_size:
-        raise CheckpointError(
-            f"{files.hf.origin}: d2t points outside the target's vocabulary of {target.vocab_size}"
+            f"{origin}: {name} must be {draft_vocab_size} {what} within the target's {vocab_size} "
+            f"tokens, got {ids.dtype}{list(ids.shape)}; use a drafter made for this target"
         )
     return files.placement.put(ids.astype(np.int32))
 

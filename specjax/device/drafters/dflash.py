@@ -32,9 +32,9 @@ from specjax.device.drafters.checkpoint import (
     DrafterFiles,
     embed_tokens,
     read_target_ids,
-    without_shared_embedding,
 )
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
+from specjax.device.drafters.head import HeadDrafter
 from specjax.device.models import llama
 from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.hf_config import HFConfig
@@ -124,34 +124,12 @@ class DFlashState:
 
 
 @dataclass(frozen=True)
-class DFlashDrafter:
+class DFlashDrafter(HeadDrafter[DFlashHead]):
     """A drafter that runs a head once per round."""
-
-    head: DFlashHead
-    is_greedy: bool = False  # draft the argmax at any temperature
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Layers of the target whose input the head reads."""
-        return self.head.aux_layers
-
-    @property
-    def weights(self) -> DFlashHead:
-        """The head, which describes its weights."""
-        return self.head
-
-    def draft_slots(self, k: int) -> int:
-        """Return 0: the block has as many rows as the target's round."""
-        return 0
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DFlashState:
         """Return an empty cache."""
         return DFlashState(self.head.shape.attention.init(sizes, dtype))
-
-    def share(self, params: Any, target: Model, target_params: Any) -> tuple["DFlashDrafter", Any]:
-        """See `Drafter.share`: drops an embedding that equals the target's."""
-        head, params = without_shared_embedding(self.head, params, target, target_params)
-        return replace(self, head=head), params
 
     def draft(
         self, target: Model, params: Params, state: DFlashState, context: DraftContext, k: int
@@ -169,15 +147,7 @@ class DFlashDrafter:
         hidden = rows.by_request(hidden)[:, 1 : k + 1].reshape(batch * k, -1)
         hidden = jnp.pad(hidden, ((0, -(batch * k) % context.row_multiple), (0, 0)))
         logits = self.head.logits(target, params, hidden)[: batch * k].reshape(batch, k, -1)
-        drafts: list[jax.Array] = []
-        probs: list[jax.Array] = []
-        for i in range(k):
-            token, q = context.draw(
-                logits[:, i], own.target_ids, target.vocab_size, drafts, is_greedy=self.is_greedy
-            )
-            drafts.append(token)
-            probs += [] if q is None else [q]
-        return Draft.stacked(drafts, probs, batch), DFlashState(kv)
+        return self.draw_each(target, params, context, logits), DFlashState(kv)
 
     def _block(self, context: DraftContext, k: int) -> CachedRows:
         """Return k + 1 rows per request from its last token on, each of which sees all of them."""

@@ -8,6 +8,7 @@ token, in one pass of two rows. A round without drafts makes this pass, too, wit
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
+from specjax.device.drafters.head import HeadDrafter, on_rows
 from specjax.device.models.model import Model, init_caches, is_recurrent
 from specjax.device.models.registry import is_unused, load_model
 from specjax.device.placement import Placement
@@ -31,6 +33,8 @@ class ModelWeights:
     """The weights of a `DraftModel`, see `DrafterWeights`."""
 
     model: Model
+    has_embedding: bool = False
+    aux_layers: tuple[int, ...] = ()
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> Any:
@@ -55,21 +59,8 @@ class DraftModelState:
 
 
 @dataclass(frozen=True)
-class DraftModel:
+class DraftModel(HeadDrafter[ModelWeights]):
     """A drafter that runs a model, whose layers are all attention, once per draft token."""
-
-    model: Model
-    is_greedy: bool = False  # draft the argmax at any temperature
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Empty: the target's features are not used."""
-        return ()
-
-    @property
-    def weights(self) -> ModelWeights:
-        """The model's own."""
-        return ModelWeights(self.model)
 
     def draft_slots(self, k: int) -> int:
         """Return 1: the row that a round runs again if the drafter is behind."""
@@ -78,11 +69,7 @@ class DraftModel:
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DraftModelState:
         """Return empty caches, which are indexed by the target's page table."""
         is_behind = jnp.zeros(sizes.num_slots, bool)
-        return DraftModelState(init_caches(self.model, sizes, dtype), is_behind)
-
-    def share(self, params: Any, target: Model, target_params: Any) -> tuple["DraftModel", Any]:
-        """Return the drafter unchanged: it has copies of nothing."""
-        return self, params
+        return DraftModelState(init_caches(self.head.model, sizes, dtype), is_behind)
 
     def draft(
         self, target: Model, params: Params, state: DraftModelState, context: DraftContext, k: int
@@ -120,11 +107,10 @@ class DraftModel:
         context: DraftContext,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
         """Run tokens i32[B, T]; return the logits f32[B, V] of row `last` i32[B], and caches."""
-        batch = tokens.shape[0]
-        features, caches = self.model.extend(params, tokens.reshape(-1), rows, caches)
-        hidden = rows.by_request(features.hidden)[jnp.arange(batch), last]
-        padding = -batch % context.row_multiple
-        return self.model.logits(params, jnp.pad(hidden, ((0, padding), (0, 0))))[:batch], caches
+        model = self.head.model
+        features, caches = model.extend(params, tokens.reshape(-1), rows, caches)
+        hidden = rows.by_request(features.hidden)[jnp.arange(len(last)), last]
+        return on_rows(partial(model.logits, params), hidden, context.row_multiple), caches
 
     def observe(
         self, target: Model, params: Params, state: DraftModelState, seen: Observation
@@ -133,7 +119,7 @@ class DraftModel:
         is_behind, caches = jnp.zeros_like(seen.last, bool), state.caches
         if seen.k is None:
             tokens = seen.tokens.reshape(-1)
-            _, caches = self.model.extend(params.drafter, tokens, seen.rows, caches)
+            _, caches = self.head.model.extend(params.drafter, tokens, seen.rows, caches)
         elif seen.k:
             is_behind = seen.last == seen.k
         return DraftModelState(caches, state.is_behind.at[seen.slots].set(is_behind, mode="drop"))
@@ -163,4 +149,4 @@ def load(
             f"{folder}: a draft model with recurrent layers is not supported; use one whose layers "
             "are all attention"
         )
-    return DraftModel(model, is_greedy=config.draft_sample_method == "greedy"), params
+    return DraftModel(ModelWeights(model), is_greedy=config.draft_sample_method == "greedy"), params

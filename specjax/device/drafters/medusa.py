@@ -8,7 +8,8 @@ the drafts before it, and nothing is kept but f_p.
 """
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from specjax.checkpoint.files import open_checkpoint, open_file
 from specjax.checkpoint.spec import projection, stored
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
+from specjax.device.drafters.checkpoint import DrafterFiles, read_target_ids
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
-from specjax.device.loading import load_params
-from specjax.device.models.hf_config import HFConfig
+from specjax.device.drafters.head import HeadDrafter, on_rows
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
@@ -62,6 +63,8 @@ class MedusaHeads:
     hidden_size: int
     draft_vocab_size: int
     has_bias: bool
+    has_embedding: bool = False
+    aux_layers: tuple[int, ...] = ()
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> MedusaParams:
@@ -96,12 +99,17 @@ class MedusaHeads:
         """Return the target's ids of the draft vocabulary."""
         return params.target_ids
 
-    def logits(self, params: MedusaParams, hidden: jax.Array, i: int) -> jax.Array:
-        """Return the logits f32[B, V_d] of head i for hidden states [B, D]."""
-        for block in params.blocks[i]:
-            y = linear(hidden, block.weight)
-            hidden = hidden + jax.nn.silu(y if block.bias is None else y + block.bias)
-        return linear(hidden, params.lm_heads[i], jnp.float32)
+    def logits(self, params: MedusaParams, k: int, hidden: jax.Array) -> jax.Array:
+        """Return the logits f32[B, k, V_d] of the first k heads for hidden states [B, D]."""
+
+        def of_head(i: int) -> jax.Array:
+            x = hidden
+            for block in params.blocks[i]:
+                y = linear(x, block.weight)
+                x = x + jax.nn.silu(y if block.bias is None else y + block.bias)
+            return linear(x, params.lm_heads[i], jnp.float32)
+
+        return jnp.stack([of_head(i) for i in range(k)], axis=1)
 
 
 @jax.tree_util.register_dataclass
@@ -113,58 +121,30 @@ class MedusaState:
 
 
 @dataclass(frozen=True)
-class MedusaDrafter:
-    """A drafter by `heads`."""
-
-    heads: MedusaHeads
-    is_greedy: bool = False  # draft the argmax at any temperature
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """Empty: the heads read the last hidden state."""
-        return ()
-
-    @property
-    def weights(self) -> MedusaHeads:
-        """The heads, which describe their weights."""
-        return self.heads
-
-    def draft_slots(self, k: int) -> int:
-        """Return 0: drafting runs no rows of its own."""
-        return 0
+class MedusaDrafter(HeadDrafter[MedusaHeads]):
+    """A drafter by heads that do not know of each other."""
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> MedusaState:
         """Return hidden states of zeros."""
-        return MedusaState(jnp.zeros((sizes.num_slots, self.heads.hidden_size), dtype))
-
-    def share(self, params: Any, target: Model, target_params: Any) -> tuple["MedusaDrafter", Any]:
-        """Return the drafter unchanged: it has copies of nothing."""
-        return self, params
+        return MedusaState(jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype))
 
     def draft(
         self, target: Model, params: Params, state: MedusaState, context: DraftContext, k: int
     ) -> tuple[Draft, MedusaState]:
         """See `Drafter.draft`."""
-        batch, own = context.slots.shape[0], params.drafter
+        if not k:
+            return Draft.stacked([], [], context.slots.shape[0]), state
         hidden = state.hidden.at[context.slots].get(mode="fill", fill_value=0)
-        hidden = jnp.pad(hidden, ((0, -batch % context.row_multiple), (0, 0)))
-        drafts: list[jax.Array] = []
-        probs: list[jax.Array] = []
-        for i in range(k):
-            logits, ids = self.heads.logits(own, hidden, i)[:batch], own.target_ids
-            token, q = context.draw(
-                logits, ids, target.vocab_size, drafts, is_greedy=self.is_greedy
-            )
-            drafts.append(token)
-            probs += [] if q is None else [q]
-        return Draft.stacked(drafts, probs, batch), state
+        heads = partial(self.head.logits, params.drafter, k)
+        logits = on_rows(heads, hidden, context.row_multiple)
+        return self.draw_each(target, params, context, logits), state
 
     def observe(
         self, target: Model, params: Params, state: MedusaState, seen: Observation
     ) -> MedusaState:
         """See `Drafter.observe`: keep the hidden state of the last accepted row."""
         batch = len(seen.following)
-        hidden = seen.features.hidden.reshape(batch, -1, self.heads.hidden_size)
+        hidden = seen.features.hidden.reshape(batch, -1, self.head.hidden_size)
         last = hidden[jnp.arange(batch), seen.last]
         return MedusaState(state.hidden.at[seen.slots].set(last, mode="drop"))
 
@@ -184,8 +164,8 @@ def load(
     assert folder is not None, config.method
     hf = read_config(folder)
     first = [folder / name for name in FIRST_FILES if (folder / name).exists()]
-    files = open_file(first[0]) if first else open_checkpoint(folder)
-    names = files.names()
+    tensors = open_file(first[0]) if first else open_checkpoint(folder)
+    files, names = DrafterFiles(tensors, hf, placement), tensors.names()
     num_heads = hf.integer("num_heads", hf.integer("medusa_num_heads", 5))
     if config.num_speculative_tokens > num_heads:
         raise CheckpointError(
@@ -200,31 +180,8 @@ def load(
         draft_vocab_size=vocab_size,
         has_bias=any(name.endswith(".bias") for name in names),
     )
-    ids = _read_token_map(files, hf, heads, target)
-    params = load_params(
-        files, heads.specs(names), dtype, placement=placement, ignore=heads.is_unused
+    ids = read_target_ids(
+        files, vocab_size, target, TOKEN_MAP, are_offsets=False, size="truncated_vocab_size"
     )
-    if ids is not None:
-        params = MedusaParams(params.blocks, params.lm_heads, placement.put(ids))
+    params = replace(files.load(heads.specs(names), dtype, unused=(TOKEN_MAP,)), target_ids=ids)
     return MedusaDrafter(heads, is_greedy=config.draft_sample_method == "greedy"), params
-
-
-def _read_token_map(
-    files: Any, hf: HFConfig, heads: MedusaHeads, target: Model
-) -> np.ndarray | None:
-    """Return the target's ids i32[V_d] of the draft vocabulary; None if it is the target's."""
-    if TOKEN_MAP not in files.names():
-        if heads.draft_vocab_size != target.vocab_size:
-            raise CheckpointError(
-                f"{hf.origin}: truncated_vocab_size={heads.draft_vocab_size} differs from the "
-                f"target's {target.vocab_size}, but the weights have no {TOKEN_MAP}"
-            )
-        return None
-    ids = files.read(TOKEN_MAP)
-    fits = ids.shape == (heads.draft_vocab_size,) and ids.dtype.kind in "iu"
-    if not fits or ids.min() < 0 or ids.max() >= target.vocab_size:
-        raise CheckpointError(
-            f"{hf.origin}: {TOKEN_MAP} must be {heads.draft_vocab_size} ids of the target's "
-            f"{target.vocab_size} tokens, got {ids.dtype}{list(ids.shape)}"
-        )
-    return ids.astype(np.int32)

@@ -1,0 +1,77 @@
+"""What drafters with weights have in common."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, Generic, Protocol, Self, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from specjax.device.drafters.checkpoint import without_shared_embedding
+from specjax.device.drafters.drafter import DraftContext, DrafterWeights, Params
+from specjax.device.models.model import Model
+from specjax.device.verification import Draft
+
+
+class DraftHead(DrafterWeights, Protocol):
+    """The model of a drafter. Hashable; its weights are passed as arguments."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose input it reads."""
+        ...
+
+    @property
+    def has_embedding(self) -> bool:
+        """Whether its weights have an `embedding` that the target's may replace."""
+        ...
+
+
+HeadT = TypeVar("HeadT", bound=DraftHead)
+
+
+@dataclass(frozen=True)
+class HeadDrafter(Generic[HeadT]):
+    """Base of drafters that run `head`."""
+
+    head: HeadT
+    is_greedy: bool = False  # draft the argmax at any temperature
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """Layers of the target whose input the head reads."""
+        return self.head.aux_layers
+
+    @property
+    def weights(self) -> HeadT:
+        """The head, which describes its weights."""
+        return self.head
+
+    def draft_slots(self, k: int) -> int:
+        """Return 0: drafting runs no more rows than the target's round has."""
+        return 0
+
+    def share(self, params: Any, target: Model, target_params: Any) -> tuple[Self, Any]:
+        """See `Drafter.share`: drops an embedding that equals the target's."""
+        head, params = without_shared_embedding(self.head, params, target, target_params)
+        return replace(self, head=head), params
+
+    def draw_each(
+        self, target: Model, params: Params, context: DraftContext, logits: jax.Array
+    ) -> Draft:
+        """Return the drafts of logits f32[B, K, V_d], each drawn with those before it known."""
+        ids = self.head.target_ids(params.drafter)
+        drafts: list[jax.Array] = []
+        probs: list[jax.Array] = []
+        for i in range(logits.shape[1]):
+            token, q = context.draw(
+                logits[:, i], ids, target.vocab_size, drafts, is_greedy=self.is_greedy
+            )
+            drafts.append(token)
+            probs += [] if q is None else [q]
+        return Draft.stacked(drafts, probs, logits.shape[0])
+
+
+def on_rows(apply: Callable[[jax.Array], jax.Array], x: jax.Array, multiple: int) -> jax.Array:
+    """Return `apply` of rows x [N, D], which it gets padded to a multiple of rows."""
+    return apply(jnp.pad(x, ((0, -len(x) % multiple), (0, 0))))[: len(x)]
