@@ -2,6 +2,7 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,24 +25,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     answers.add_argument("--batch-size", type=int, default=32)
     answers.add_argument("--seed", type=int, default=0)
 
-    helps = {
-        "eagle1": "an EAGLE-1 head for a target",
-        "eagle3": "an EAGLE-3 head for a target",
-        "mtp": "a hybrid target's own module; OUT is the target with it",
-    }
-    for kind, text in helps.items():
+    for kind, text in DRAFTERS.items():
         drafter = kinds.add_parser(kind, help=text)
         drafter.add_argument("--target", type=Path, required=True, help=TARGET_HELP)
-        if kind == "eagle3":
-            drafter.add_argument("--draft-vocab-size", type=int, default=1024)
-            drafter.add_argument("--aux-layers", type=int, nargs="+", help="default: 2 L/2 L-3")
-        if kind != "eagle1":
-            drafter.add_argument(
-                "--num-unrolled", type=int, default=4, help="steps of the training-time test"
-            )
+        drafter.add_argument("--init", type=Path, help="a head to begin with, instead of a new one")
+        for name, options in SIZES.get(kind, {}).items():
+            drafter.add_argument(name, type=int, **options)
         _add_common(drafter, steps=600, batch_size=16, length=256, learning_rate=2e-3)
 
 
+DRAFTERS = {
+    "eagle1": "an EAGLE-1 head for a target",
+    "eagle3": "an EAGLE-3 head for a target",
+    "mtp": "a hybrid target's own module; OUT is the target with it",
+    "dflash": "a DFlash head for a target",
+    "medusa": "Medusa heads for a target",
+}
+AUX_LAYERS = {"nargs": "+", "help": "whose input the head reads; default: 2 L/2 L-3"}
+UNROLLED = {"default": 4, "help": "steps of the training-time test"}
+# Options of one kind. Those of a new head's sizes have no default, so that --init can refuse them.
+SIZES: dict[str, dict[str, dict[str, Any]]] = {
+    "eagle3": {
+        "--draft-vocab-size": {"help": "default: 1024"},
+        "--aux-layers": AUX_LAYERS,
+        "--num-unrolled": UNROLLED,
+    },
+    "mtp": {"--num-unrolled": UNROLLED},
+    "dflash": {
+        "--num-layers": {"help": "default: 2"},
+        "--block-size": {"help": "one more than the drafts; default: 8"},
+        "--aux-layers": AUX_LAYERS,
+        "--mask-token-id": {"help": "a token that texts do not have; default: bos_token_id"},
+    },
+    "medusa": {"--num-heads": {"help": "default: 3"}},
+}
 TARGET_HELP = "the model's folder, or a demo like demo-llama"
 DATA_HELP = ".jsonl (question + answer, text, or answers of the target), .txt, .py, or folders"
 

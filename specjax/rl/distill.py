@@ -20,14 +20,9 @@ from specjax.checks import check_positive
 from specjax.rl.engine import RolloutEngine
 from specjax.rl.rollouts import Rollout, Score
 from specjax.train.data import Document
-from specjax.train.drafter import (
-    Exported,
-    FeatureSet,
-    Frozen,
-    drafter_loss,
-    split_frozen,
-)
+from specjax.train.features import Exported, FeatureSet
 from specjax.train.loop import TrainState, begin, make_train_step
+from specjax.train.losses import Frozen, drafter_loss, split_frozen
 from specjax.train.optimizer import steady_adamw
 
 KEPT_CHECKPOINTS = 2  # the newest, and the one before in case that is damaged

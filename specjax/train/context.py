@@ -1,4 +1,4 @@
-"""Rows without a cache, for training: whole sequences under a causal mask."""
+"""Rows without a cache, for training: whole sequences, and blocks of drafts within them."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -53,3 +53,67 @@ class UnrolledRows:
     ) -> tuple[jax.Array, Any]:
         """See `Rows.mix`."""
         return kind.unrolled(self.length, cache, inputs)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ContextRows:
+    """Rows of B sequences of T tokens that leave their keys and values for `BlockRows`.
+
+    The cache is a pair (keys, values), each [L, B T, H_kv, D_h].
+    """
+
+    positions: jax.Array  # i32[B T]
+    kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
+
+    @classmethod
+    def of(cls, batch: int, length: int) -> "ContextRows":
+        """Return the rows of `batch` sequences that all start at position 0."""
+        return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32), batch))
+
+    def mix(self, kind: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+        """See `Rows.mix`. Nothing is attended to: the output is zero."""
+        queries, *made = kind.split(inputs)
+        kept = tuple(x.at[layer].set(new) for x, new in zip(cache, made, strict=True))
+        return jnp.zeros_like(queries), kept
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class BlockRows:
+    """N blocks of W rows in each of B sequences, at positions from `starts` on.
+
+    A row attends to the context before its block, in the cache that `ContextRows` left, and to the
+    rows of its own block: all of them, or with `is_causal` those up to itself.
+    """
+
+    starts: jax.Array  # i32[B, N]
+    width: int = field(metadata={"static": True})
+    is_causal: bool = field(default=False, metadata={"static": True})
+    kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
+
+    @property
+    def positions(self) -> jax.Array:
+        """The positions of all rows, i32[B N W]."""
+        offsets = jnp.arange(self.width, dtype=jnp.int32)
+        return (self.starts[..., None] + offsets).reshape(-1)
+
+    def mix(self, kind: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
+        """See `Rows.mix`; `kind` is a `PagedAttention`."""
+        queries, *own = kind.split(inputs)
+        (size, count), heads = self.starts.shape, own[0].shape[1:]
+        k, v = (x.reshape(size, count, self.width, *heads) for x in own)
+        seen_k, seen_v = (x[layer].reshape(size, -1, *heads) for x in cache)
+        length = seen_k.shape[1]
+        q = queries.reshape(size, count, self.width, heads[0], -1, heads[1]) * heads[1] ** -0.5
+        before = jnp.einsum("bnwhgd,bthd->bnhgwt", q, seen_k).astype(jnp.float32)
+        is_before = jnp.arange(length) < self.starts[..., None]  # [B, N, T]
+        before = jnp.where(is_before[:, :, None, None, None], before, -jnp.inf)
+        within = jnp.einsum("bnwhgd,bnshd->bnhgws", q, k).astype(jnp.float32)
+        if self.is_causal:
+            within = jnp.where(jnp.tri(self.width, dtype=bool), within, -jnp.inf)
+        weights = jax.nn.softmax(jnp.concatenate([before, within], axis=-1), axis=-1)
+        weights = weights.astype(v.dtype)
+        out = jnp.einsum("bnhgwt,bthd->bnwhgd", weights[..., :length], seen_v)
+        out = out + jnp.einsum("bnhgws,bnshd->bnwhgd", weights[..., length:], v)
+        return out.reshape(queries.shape), cache

@@ -1,280 +1,173 @@
-"""Trains drafters (EAGLE-1, EAGLE-3, MTP) for a frozen target, with the engine's forward."""
+"""Trains drafters for a frozen target, with the engine's forward: a table of kinds, and the run."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
+from rich.console import Console
 
-from specjax.device.drafters import mtp
-from specjax.device.drafters.chain import Head
-from specjax.device.drafters.drafter import DrafterWeights, Params
-from specjax.device.drafters.eagle import EagleHead, EagleParams
-from specjax.device.drafters.eagle3 import Eagle3Head, Eagle3Params
-from specjax.device.drafters.mtp import MTPHead, MTPParams
-from specjax.device.models.model import Features, Model
-from specjax.train.context import CausalRows, UnrolledRows
-from specjax.train.data import Document, padded_rows, shuffled_indices, window
-from specjax.train.loop import Loss, Schedule, fit
-from specjax.train.target import init_params, matrix_labels
-
-# The target's features of a document: hidden [n - 1, D], and auxiliary [n - 1, A D] or None.
-Exported: TypeAlias = tuple[np.ndarray, np.ndarray | None]
-
-UNTRAINED = ("embedding", "target_ids")  # fields of drafters' parameters that are frozen
-
-
-class Batch(NamedTuple):
-    """Documents and the target's features of them, B rows of T tokens."""
-
-    tokens: Any  # i32[B, T]
-    is_answer: Any  # bool[B, T]
-    hidden: Any  # [B, T, D], after the target's final norm
-    auxiliary: Any  # [B, T, A D], empty without auxiliary layers
+from specjax.checkpoint.config_json import read_json
+from specjax.checkpoint.files import open_checkpoint
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters import dflash, eagle, eagle3, medusa, mtp
+from specjax.device.drafters.dflash import DFlashHead
+from specjax.device.drafters.eagle import EagleHead
+from specjax.device.drafters.eagle3 import Eagle3Head
+from specjax.device.drafters.medusa import MedusaHeads
+from specjax.device.drafters.registry import load_drafter
+from specjax.device.models.model import Model
+from specjax.train.data import Document
+from specjax.train.features import FeatureSet, feature_bytes
+from specjax.train.loop import Schedule, fit
+from specjax.train.losses import Frozen, drafter_labels, drafter_loss, split_frozen
+from specjax.train.optimizer import muon_and_adamw
+from specjax.train.target import init_params
 
 
-@dataclass(frozen=True)
-class FeatureSet:
-    """Features of all documents, computed once and kept in host memory."""
+@dataclass(frozen=True, kw_only=True)
+class HeadSizes:
+    """Sizes of a new head; None for a kind's default. A kind ignores those that it does not have.
 
-    rows: Batch
-
-    @classmethod
-    def of(
-        cls,
-        target: Model,
-        params: Any,
-        documents: Sequence[Document],
-        length: int,
-        aux_layers: tuple[int, ...],
-        batch: int = 16,
-    ) -> "FeatureSet":
-        """Run the target on the documents, truncated or padded to `length`; stored as float16.
-
-        Raises:
-            ValueError: no document has an answer within `length`.
-        """
-
-        @jax.jit
-        def run(params, tokens):
-            rows = CausalRows.of(batch, length)
-            features, _ = target.extend(params, tokens.reshape(-1), rows, None, aux_layers)
-            auxiliary = features.auxiliary
-            if auxiliary is None:
-                auxiliary = jnp.zeros((batch * length, 0))
-            return (
-                features.hidden.reshape(batch, length, -1).astype(jnp.float16),
-                auxiliary.reshape(batch, length, -1).astype(jnp.float16),
-            )
-
-        tokens, is_answer = padded_rows(documents, length)
-        _check_answers(is_answer, length)
-        hidden, auxiliary = [], []
-        for start in range(0, len(tokens), batch):
-            chunk = np.resize(tokens[start : start + batch], (batch, length))
-            for kept, part in zip((hidden, auxiliary), run(params, jnp.array(chunk)), strict=True):
-                kept.append(np.asarray(part))
-        count = len(tokens)
-        return cls(
-            Batch(
-                tokens,
-                is_answer,
-                np.concatenate(hidden)[:count],
-                np.concatenate(auxiliary)[:count],
-            )
-        )
-
-    @classmethod
-    def exported(
-        cls,
-        documents: Sequence[Document],
-        features: Iterable[Exported],
-        length: int,
-    ) -> "FeatureSet":
-        """Return features computed elsewhere, of all but each document's last token.
-
-        `features` are of whole documents; longer ones than `length` are cut by `window`. If
-        `features` is lazy, each document's features are freed before the next are computed.
-
-        Raises:
-            ValueError: no document has an answer within `length`.
-        """
-        windows = [window(document, length) for document in documents]
-        tokens, is_answer = padded_rows(
-            [
-                Document(d.tokens[w], max(0, d.num_prompt - w.start))
-                for d, w in zip(documents, windows, strict=True)
-            ],
-            length,
-        )
-        _check_answers(is_answer, length)
-        # Not a loop, whose variables would keep features alive.
-        rows = list(map(partial(_window_row, length=length), features, windows))
-        hidden, auxiliary = (np.stack(part) for part in zip(*rows, strict=True))
-        return cls(Batch(tokens, is_answer, hidden, auxiliary))
-
-    def batch_at(self, step: int, batch: int, seed: int) -> Batch:
-        """Return the rows of a training step, a pure function of its arguments."""
-        index = shuffled_indices(len(self.rows.tokens), step, batch, seed)
-        tokens, is_answer, hidden, auxiliary = (jnp.array(part[index]) for part in self.rows)
-        return Batch(tokens, is_answer, hidden.astype(jnp.float32), auxiliary.astype(jnp.float32))
-
-
-def _window_row(one: Exported, kept: slice, *, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the kept rows of a document's features, copied into arrays [length, ...]."""
-    hidden, auxiliary = one
-    if auxiliary is None:
-        auxiliary = np.zeros((len(hidden), 0), np.float32)
-
-    def padded(features: np.ndarray) -> np.ndarray:
-        rows = features[kept]
-        return np.pad(rows, ((0, length - len(rows)), (0, 0)))
-
-    return padded(hidden), padded(auxiliary)
-
-
-def _check_answers(is_answer: np.ndarray, length: int) -> None:
-    if not is_answer.any():
-        raise ValueError(
-            f"length={length} cuts every document before its answer, so there is nothing to "
-            "learn; raise it"
-        )
-
-
-def shift(x: jax.Array, count: int) -> jax.Array:
-    """Shift x [B, T, ...] by `count` positions to the left, with zeros at the end."""
-    return jnp.pad(x[:, count:], ((0, 0), (0, count)) + ((0, 0),) * (x.ndim - 2))
-
-
-class Frozen(NamedTuple):
-    """Parameters that a drafter's loss uses and does not train."""
-
-    target: Any  # the target's parameters
-    drafter: dict[str, Any]  # the drafter's frozen parameters, by field
-
-    def join(self, trainable: Any) -> Params:
-        """Return the full parameters of target and drafter."""
-        return Params(self.target, replace(trainable, **self.drafter))
-
-
-def split_frozen(params: Any) -> tuple[Any, dict[str, Any]]:
-    """Split a drafter's parameters into the trained ones, and the frozen ones by field.
-
-    A draft vocabulary is not a weight. An embedding of the drafter is a copy and stays frozen:
-    training would change only the rows of tokens that occur in the data.
+    Attributes:
+        aux_layers: layers of the target whose input the head reads.
+        draft_vocab_size: tokens that can be drafted, the most frequent of the answers.
+        num_layers: layers of a DFlash head.
+        block_size: of a DFlash head, one more than the tokens that it drafts.
+        mask_token_id: which a DFlash head reads where it drafts, a token that texts do not have.
+        num_heads: of Medusa, the tokens that it drafts.
     """
-    frozen = {name: getattr(params, name) for name in UNTRAINED if hasattr(params, name)}
-    return replace(params, **dict.fromkeys(frozen)), frozen
+
+    aux_layers: Sequence[int] | None = None
+    draft_vocab_size: int | None = None
+    num_layers: int | None = None
+    block_size: int | None = None
+    mask_token_id: int | None = None
+    num_heads: int | None = None
 
 
-def drafter_loss(target: Model, weights: DrafterWeights, *, num_unrolled: int) -> Loss:
-    """Return the training loss of a kind of head.
+class InitialHead(NamedTuple):
+    """What training begins with."""
+
+    head: Any  # `DrafterWeights`
+    frozen: dict[str, Any]  # parameters that are not trained, by field
+    trainable: Any | None  # None for random weights
+    config: Mapping[str, Any]  # its `config.json`
+    names: Sequence[str] = ()  # of the tensors that it was read from: their layout is kept
+
+
+class Kind(NamedTuple):
+    """How drafters of a kind are made and stored."""
+
+    method: str  # in a `SpeculativeConfig`
+    make: Callable[[Model, HeadSizes, Sequence[Document]], InitialHead]
+    num_drafts: Callable[[Mapping[str, Any]], int | None] = lambda config: None  # None: any number
+    # Tensors that are not weights, from the head and its parameters.
+    vocabulary: Callable[[Any, Any], Mapping[str, np.ndarray]] = lambda head, params: {}
+
+
+def _eagle1(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
+    head = EagleHead(shape=_shape(target))
+    return InitialHead(head, {}, None, eagle.to_hf(head))
+
+
+def _eagle3(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
+    vocab_size = sizes.draft_vocab_size or 1024
+    head = Eagle3Head(
+        shape=_shape(target),
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=vocab_size,
+        aux_layers=_aux_layers(target, sizes),
+    )
+    ids = jnp.array(draft_vocabulary(documents, target.vocab_size, vocab_size))
+    return InitialHead(head, {"target_ids": ids}, None, eagle3.to_hf(head))
+
+
+def _mtp(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
+    return InitialHead(mtp.of_own_shape(target, "target"), {}, None, {})
+
+
+def _dflash(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
+    if sizes.mask_token_id is None or not 0 <= sizes.mask_token_id < target.vocab_size:
+        raise ValueError(
+            f"--mask-token-id={sizes.mask_token_id} must be one of the target's "
+            f"{target.vocab_size} tokens, best one that texts do not have"
+        )
+    shape = replace(_shape(target), num_layers=sizes.num_layers or 2, qk_norm=True)
+    head = DFlashHead(
+        shape=shape,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
+        aux_layers=_aux_layers(target, sizes),
+        mask_token_id=sizes.mask_token_id,
+    )
+    return InitialHead(
+        head, {}, None, dflash.to_hf(head, target.num_layers, sizes.block_size or BLOCK_SIZE)
+    )
+
+
+def _medusa(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
+    heads = MedusaHeads(
+        num_heads=sizes.num_heads or 3,
+        num_blocks=1,
+        hidden_size=target.hidden_size,
+        draft_vocab_size=target.vocab_size,
+        has_bias=True,
+    )
+    return InitialHead(heads, {}, None, medusa.to_hf(heads))
+
+
+BLOCK_SIZE = 8
+# By the word after `specjax train`.
+KINDS = {
+    "eagle1": Kind("eagle", _eagle1),
+    "eagle3": Kind("eagle3", _eagle3, vocabulary=eagle3.vocabulary_tensors),
+    "mtp": Kind("mtp", _mtp),
+    "dflash": Kind(
+        "dflash",
+        _dflash,
+        lambda config: config.get("block_size", 16) - 1,
+        eagle3.vocabulary_tensors,
+    ),
+    "medusa": Kind(
+        "medusa",
+        _medusa,
+        lambda config: config.get("num_heads", config.get("medusa_num_heads", 5)),
+        medusa.vocabulary_tensors,
+    ),
+}
+
+
+def warm_start(kind: Kind, folder: Path, target: Model) -> InitialHead:
+    """Return a head from `folder` to train further, in float32.
 
     Raises:
-        ValueError: a kind that has none.
+        CheckpointError: the files are damaged, or were made for another target.
     """
-    unrolled = partial(unrolled_loss, num_unrolled=num_unrolled)
-    losses = {EagleHead: eagle1_loss, Eagle3Head: unrolled, MTPHead: unrolled}
-    if type(weights) not in losses:
+    speculation = SpeculativeConfig(method=kind.method, model=str(folder), num_speculative_tokens=1)
+    drafter, params = load_drafter(folder, speculation, target, np.dtype("float32"))
+    assert drafter.weights is not None, kind.method
+    trainable, frozen = split_frozen(params)
+    config, names = read_json(folder, "config.json"), open_checkpoint(folder).names()
+    return InitialHead(drafter.weights, frozen, trainable, config, tuple(names))
+
+
+def _shape(target: Model) -> Any:
+    if target.head_shape is None:
         raise ValueError(
-            f"drafters of kind {type(weights).__name__} cannot be trained here; one of "
-            f"{', '.join(kind.__name__ for kind in losses)} can"
+            "EAGLE and DFlash heads have dense layers of the target's sizes, which a target with "
+            "experts does not have; begin with a published head (--init)"
         )
-    return partial(losses[type(weights)], target, weights)
+    return target.head_shape
 
 
-def drafter_labels(params: Any) -> Any:
-    """Return each array's optimiser for `muon_and_adamw`; AdamW for LM heads."""
-    labels = matrix_labels(params)
-    return replace(labels, lm_head="adamw") if isinstance(params, Eagle3Params) else labels
-
-
-def unrolled_loss(
-    target: Model,
-    head: Head,
-    trainable: Any,
-    frozen: Frozen,
-    batch: Batch,
-    key: jax.Array,
-    *,
-    num_unrolled: int,
-    decay: float = 0.8,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Cross-entropy to the target's distribution over the draft vocabulary, over an unrolled chain.
-
-    Step j runs the head on its own previous output, as drafting does, and is weighted decay^j
-    (Li et al. 2025, section 3.2, training-time test). Positions whose most likely token is not in
-    the draft vocabulary are ignored.
-    """
-    params = frozen.join(trainable)
-    target_ids = head.target_ids(params.drafter)
-    size, length = batch.tokens.shape
-    hidden = batch.hidden.reshape(size * length, -1)
-    teacher = target.logits(params.target, hidden)
-    is_drafted = jnp.ones((size, length), bool)
-    if target_ids is not None:
-        is_drafted = jnp.isin(teacher.argmax(-1), target_ids).reshape(size, length)
-        teacher = teacher[:, target_ids]
-    teacher = jax.nn.softmax(teacher).reshape(size, length, -1)
-
-    auxiliary = batch.auxiliary.reshape(size * length, -1)
-    hidden = head.fuse(params.drafter, Features(hidden, auxiliary))
-    kv: tuple = ()
-    total, metrics = jnp.float32(0), {}
-    for step in range(num_unrolled):
-        tokens = shift(batch.tokens, step + 1).reshape(-1)
-        rows = UnrolledRows.of(size, length, step)
-        hidden, kv = head.extend(target, params, tokens, hidden, rows, kv)
-        logits = head.logits(target, params, hidden).reshape(size, length, -1)
-        expected = shift(teacher, step + 1)
-        counts = shift(batch.is_answer, step + 2) & shift(is_drafted, step + 1)
-        weight = counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
-        loss = -(expected * jax.nn.log_softmax(logits)).sum(-1)
-        total += decay**step * (loss * weight).sum()
-        right = logits.argmax(-1) == expected.argmax(-1)
-        metrics[f"accuracy_{step + 1}"] = (right.astype(jnp.float32) * weight).sum()
-    return total, metrics
-
-
-def eagle1_loss(
-    target: Model,
-    head: EagleHead,
-    trainable: EagleParams,
-    frozen: Frozen,
-    batch: Batch,
-    key: jax.Array,
-    *,
-    noise: float = 0.1,
-) -> tuple[jax.Array, dict[str, jax.Array]]:
-    """Smooth L1 to the target's next feature plus 0.1 cross-entropy (Li et al. 2024, section 3.2).
-
-    Uniform noise on the input features simulates the head's own errors, since it drafts from its
-    own outputs.
-    """
-    size, length = batch.tokens.shape
-    params = frozen.join(trainable)
-    flat = batch.hidden.reshape(size * length, -1)
-    noisy = flat + noise * jax.random.uniform(key, flat.shape, minval=-1.0)
-    tokens = shift(batch.tokens, 1).reshape(-1)
-    rows = CausalRows.of(size, length)
-    predicted, _ = head.extend(target, params, tokens, noisy, rows, None)
-    expected = shift(batch.hidden, 1).reshape(flat.shape)
-    counts = shift(batch.is_answer, 2).reshape(-1)
-    weight = counts.astype(jnp.float32) / jnp.maximum(counts.sum(), 1).astype(jnp.float32)
-    feature_loss = (optax.losses.huber_loss(predicted, expected).mean(-1) * weight).sum()
-    logits = head.logits(target, params, predicted)
-    teacher = target.logits(params.target, expected)
-    token_loss = -(jax.nn.softmax(teacher) * jax.nn.log_softmax(logits)).sum(-1)
-    token_loss = (token_loss * weight).sum()
-    right = logits.argmax(-1) == teacher.argmax(-1)
-    accuracy = (right.astype(jnp.float32) * weight).sum()
-    metrics = {"feature_loss": feature_loss, "accuracy_1": accuracy}
-    return feature_loss + 0.1 * token_loss, metrics
+def _aux_layers(target: Model, sizes: HeadSizes) -> tuple[int, ...]:
+    num_layers = target.num_layers
+    return tuple(sizes.aux_layers or (2, num_layers // 2, num_layers - 3))
 
 
 def draft_vocabulary(documents: Sequence[Document], vocab_size: int, size: int) -> np.ndarray:
@@ -286,79 +179,72 @@ def draft_vocabulary(documents: Sequence[Document], vocab_size: int, size: int) 
     return np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int32)
 
 
-def train_eagle3(
+def train_drafter(
     target: Model,
     target_params: Any,
+    start: InitialHead,
     documents: Sequence[Document],
     directory: Path,
     schedule: Schedule,
     *,
-    aux_layers: tuple[int, ...],
-    draft_vocab_size: int,
-    num_unrolled: int,
-) -> tuple[Eagle3Head, Eagle3Params, list[dict[str, float]]]:
-    """Train an EAGLE-3 head for `target`; checkpoints go to `directory`, from which it resumes."""
-    head = Eagle3Head(
-        shape=target.head_shape,
-        target_hidden_size=target.hidden_size,
-        draft_vocab_size=draft_vocab_size,
-        aux_layers=aux_layers,
-    )
-    ids = jnp.array(draft_vocabulary(documents, target.vocab_size, draft_vocab_size))
-    frozen = Frozen(target_params, {"target_ids": ids})
-    params, log = _train(target, head, frozen, documents, directory, schedule, num_unrolled)
-    return head, replace(params, target_ids=ids), log
-
-
-def train_eagle1(
-    target: Model,
-    target_params: Any,
-    documents: Sequence[Document],
-    directory: Path,
-    schedule: Schedule,
-) -> tuple[EagleHead, Any, list[dict[str, float]]]:
-    """Train an EAGLE-1 head for `target`; checkpoints go to `directory`, from which it resumes."""
-    head = EagleHead(shape=target.head_shape)
-    params, log = _train(target, head, Frozen(target_params, {}), documents, directory, schedule)
-    return head, params, log
-
-
-def train_mtp(
-    target: Model,
-    target_params: Any,
-    documents: Sequence[Document],
-    directory: Path,
-    schedule: Schedule,
-    *,
-    num_unrolled: int,
-) -> tuple[MTPHead, MTPParams, list[dict[str, float]]]:
-    """Train the target's MTP module; checkpoints go to `directory`, from which it resumes.
-
-    Drafting applies its one layer recursively, so it is unrolled (FastMTP, Cai et al. 2025).
-    """
-    head = mtp.of_own_shape(target, "target")
-    frozen = Frozen(target_params, {})
-    params, log = _train(target, head, frozen, documents, directory, schedule, num_unrolled)
-    return head, params, log
-
-
-def _train(
-    target: Model,
-    head: Any,
-    frozen: Frozen,
-    documents: Sequence[Document],
-    directory: Path,
-    schedule: Schedule,
-    num_unrolled: int = 1,
+    num_unrolled: int = 4,
 ) -> tuple[Any, list[dict[str, float]]]:
-    features = FeatureSet.of(target, frozen.target, documents, schedule.length, head.aux_layers)
-    params = init_params(head.specs(), jax.random.key(schedule.seed))
-    return fit(
-        params,
+    """Train a head for `target`; checkpoints go to `directory`, from which it resumes.
+
+    Args:
+        num_unrolled: consecutive drafts that are trained together, see `drafter_loss`. The one
+            layer of an MTP module is applied recursively in drafting, so it is unrolled too
+            (FastMTP, Cai et al. 2025).
+
+    Returns:
+        The head's parameters in float32, and the log of metrics.
+    """
+    head, frozen = start.head, Frozen(target_params, start.frozen)
+    trainable = start.trainable
+    if trainable is None:
+        trainable = init_params(head.specs(), jax.random.key(schedule.seed))
+    labels = drafter_labels(trainable)
+    _say_memory(target, head, frozen, trainable, labels, len(documents), schedule)
+    features = FeatureSet.of(target, target_params, documents, schedule.length, head.aux_layers)
+    trained, log = fit(
+        trainable,
         frozen,
-        drafter_labels(params),
+        labels,
         drafter_loss(target, head, num_unrolled=num_unrolled),
         partial(features.batch_at, batch=schedule.batch_size, seed=schedule.seed),
         directory,
         schedule,
     )
+    return replace(trained, **start.frozen), log
+
+
+def _say_memory(
+    target: Model,
+    head: Any,
+    frozen: Frozen,
+    trainable: Any,
+    labels: Any,
+    num_documents: int,
+    schedule: Schedule,
+) -> None:
+    """Print the memory that training holds from its first step to its last."""
+    optimizer = muon_and_adamw(labels, schedule.learning_rate, schedule.steps)
+    parts = {
+        "features in host memory": feature_bytes(
+            target, num_documents, schedule.length, head.aux_layers
+        ),
+        "the target": _num_bytes(frozen),
+        "the drafter": _num_bytes(trainable),
+        "gradients": _num_bytes(trainable),
+        "optimizer": _num_bytes(jax.eval_shape(optimizer.init, trainable)),
+    }
+    text = ", ".join(f"{name} {size / 2**20:,.0f} MiB" for name, size in parts.items())
+    Console(stderr=True).print(
+        f"memory, by the arrays' sizes and without activations: {text}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))

@@ -14,6 +14,8 @@ from rich.console import Console
 from specjax.checkpoint.writing import naming
 from specjax.train.optimizer import muon_and_adamw
 
+TIMED_STEPS = 5  # from which the time of all is told
+
 # One batch of arrays for a step number; the same number always gives the same batch.
 Batches = Callable[[int], Any]
 # (trainable, frozen, batch, key) -> (loss, metrics)
@@ -102,9 +104,15 @@ def fit(
             abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
             state = checkpoints.restore(first, args=ocp.args.StandardRestore(abstract))
             console.print(f"resumed at step {first} from {directory}")
-        start = time.perf_counter()
+        start = measured = time.perf_counter()
         for step in range(first, steps):
             state, metrics = train_step(state, frozen, batches(step))
+            if step in (first, first + TIMED_STEPS):  # the first one compiles
+                jax.block_until_ready(metrics)
+                begun, measured = measured, time.perf_counter()
+                if step > first:
+                    text = _time_left((measured - begun) / TIMED_STEPS, steps - step - 1)
+                    console.print(text, highlight=False, soft_wrap=True)
             if (step + 1) % log_every == 0 or step + 1 == steps:
                 row = {"step": step + 1, **{name: float(value) for name, value in metrics.items()}}
                 log.append(row)
@@ -114,3 +122,10 @@ def fit(
             checkpoints.save(step + 1, args=ocp.args.StandardSave(state), force=step + 1 == steps)
         checkpoints.wait_until_finished()
     return state.trainable, log
+
+
+def _time_left(seconds: float, steps: int) -> str:
+    return (
+        f"about {seconds * steps / 60:.1f} minutes for the other {steps} steps: measured, "
+        f"{TIMED_STEPS} steps took {seconds:.2f} s each"
+    )

@@ -5,7 +5,8 @@ import math
 import shlex
 import shutil
 from argparse import Namespace
-from dataclasses import fields
+from collections.abc import Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from specjax.checkpoint.save import save_checkpoint
 from specjax.checkpoint.writing import write_whole
 from specjax.checks import check_count, check_positive
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import eagle, eagle3, mtp
+from specjax.device.models.model import Model
 from specjax.device.models.registry import load_model
 from specjax.llm import LLM
 from specjax.sampling_params import SamplingParams
@@ -33,13 +34,13 @@ from specjax.train.data import (
     read_texts,
     train_tokenizer,
 )
-from specjax.train.drafter import train_eagle1, train_eagle3, train_mtp
+from specjax.train.drafter import KINDS, HeadSizes, InitialHead, Kind, train_drafter, warm_start
 from specjax.train.loop import Schedule
 from specjax.train.target import DEMOS, evaluate, train_target
 
 COUNTS = (
     *("steps", "batch_size", "length", "vocab_size", "num_layers", "hidden_size", "num_prompts"),
-    *("max_tokens", "num_unrolled", "draft_vocab_size"),
+    *("max_tokens", "num_unrolled", "draft_vocab_size", "block_size", "num_heads"),
 )
 CARD_PROMPTS = 64
 CARD_TOKENS = 128
@@ -47,15 +48,9 @@ CARD_TOKENS = 128
 
 def run(args: Namespace) -> int:
     """Run `specjax train KIND ...`."""
-    recipes = {
-        "target": _target,
-        "answers": _answers,
-        "eagle1": _drafter,
-        "eagle3": _drafter,
-        "mtp": _mtp,
-    }
+    recipes = {"target": _target, "answers": _answers}
     _check(args)
-    recipes[args.kind](args)
+    recipes.get(args.kind, _drafter)(args)
     return 0
 
 
@@ -69,6 +64,8 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"--learning-rate={rate} must be above 0 and finite")
     if (width := getattr(args, "hidden_size", 64)) % 64:
         raise ValueError(f"--hidden-size={width} must be a multiple of 64, the size of a head")
+    if getattr(args, "block_size", None) == 1:
+        raise ValueError("--block-size=1 drafts nothing; use at least 2")
     if args.kind == "answers" and args.out.is_dir():
         raise ValueError(f"--out {args.out} is a folder; name the .jsonl to write")
     if args.kind != "answers" and args.out.is_file():
@@ -121,83 +118,79 @@ def _answers(args: Namespace) -> None:
 
 
 def _drafter(args: Namespace) -> None:
-    folder = resolve(args.target)
+    kind, folder = KINDS[args.kind], resolve(args.target)
     target, target_params = load_model(folder, np.dtype("float32"))
-    if target.head_shape is None:
-        raise ValueError(
-            f"--target {args.target}: EAGLE heads have a dense layer of the target's sizes, which "
-            "a target with experts does not have"
-        )
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     documents = read_documents(args.data, tokenizer)
-    common = target, target_params, documents, _runs(args), _schedule(args)
-    if args.kind == "eagle1":
-        head, params, log = train_eagle1(*common)
-        config, extra = eagle.to_hf(head), {}
-    else:
-        layers = target.num_layers
-        head, params, log = train_eagle3(
-            *common,
-            aux_layers=tuple(args.aux_layers or (2, layers // 2, layers - 3)),
-            draft_vocab_size=args.draft_vocab_size,
-            num_unrolled=args.num_unrolled,
-        )
-        config, extra = eagle3.to_hf(head), eagle3.vocabulary_tensors(head, params)
-        params = eagle3.float_params(params)
-    save_checkpoint(
-        args.out, head.specs(), params, config, dtype=jax.numpy.dtype(args.dtype), extra=extra
-    )
-    _write_drafter_card(args, documents, params, log)
-
-
-def _mtp(args: Namespace) -> None:
-    folder = resolve(args.target)
-    target, target_params = load_model(folder, np.dtype("float32"))
-    mtp.of_own_shape(target, f"--target {args.target}")  # refused before any work
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    documents = read_documents(args.data, tokenizer)
-    head, params, log = train_mtp(
+    start = _start(args, kind, target, documents)
+    num_drafts = kind.num_drafts(start.config)
+    params, log = train_drafter(
         target,
         target_params,
+        start,
         documents,
         _runs(args),
         _schedule(args),
-        num_unrolled=args.num_unrolled,
+        num_unrolled=num_drafts or getattr(args, "num_unrolled", 1),
     )
-    # MTP modules are published inside the target's checkpoint.
+    head, extra = start.head, kind.vocabulary(start.head, params)
+    if "target_ids" in start.frozen:  # no weights, but among the extra tensors
+        params = replace(params, target_ids=None)
+    specs, weights, config = head.specs(start.names), params, start.config
+    if head.prefix_in_target is not None:  # it is published inside the target's checkpoint
+        specs, weights = (target.specs(), specs), (target_params, weights)
+        config = read_json(folder, "config.json")
+        args.out.mkdir(parents=True, exist_ok=True)
+        for name in "tokenizer.json", "tokenizer_config.json":
+            shutil.copyfile(folder / name, args.out / name)
     save_checkpoint(
-        args.out,
-        (target.specs(), head.specs()),
-        (target_params, params),
-        read_json(folder, "config.json"),
-        dtype=jax.numpy.dtype(args.dtype),
+        args.out, specs, weights, config, dtype=jax.numpy.dtype(args.dtype), extra=extra
     )
-    for name in "tokenizer.json", "tokenizer_config.json":
-        shutil.copyfile(folder / name, args.out / name)
-    _write_drafter_card(args, documents, params, log)
+    ks = sorted({min(3, num_drafts or 3), num_drafts or 3})
+    _write_drafter_card(args, documents, params, log, ks)
+
+
+def _start(args: Namespace, kind: Kind, target: Model, documents: list[Document]) -> InitialHead:
+    """Return the head that training begins with: of --init, or a new one."""
+    sizes = {field.name: getattr(args, field.name, None) for field in fields(HeadSizes)}
+    if args.init is not None:
+        if given := [name for name, value in sizes.items() if value is not None]:
+            raise ValueError(
+                f"--{given[0].replace('_', '-')} is a new head's; that of --init {args.init} has "
+                "its own, so leave it out"
+            )
+        return warm_start(kind, resolve(args.init), target)
+    if args.kind == "dflash" and sizes["mask_token_id"] is None:
+        sizes["mask_token_id"] = read_json(resolve(args.target), "config.json").get("bos_token_id")
+    return kind.make(target, HeadSizes(**sizes), documents)
 
 
 def _write_drafter_card(
-    args: Namespace, documents: list[Document], params: Any, log: list[dict[str, float]]
+    args: Namespace,
+    documents: list[Document],
+    params: Any,
+    log: list[dict[str, float]],
+    ks: Sequence[int],
 ) -> None:
     facts = {name: f"{value:.3f}" for name, value in (log[-1] if log else {}).items()}
-    if args.held_out:
-        facts |= _measure_acceptance(args)
+    for k in ks if args.held_out else ():
+        facts |= _measure_acceptance(args, k)
     _write_card(args, documents, params, facts)
 
 
-def _measure_acceptance(args: Namespace) -> dict[str, str]:
+def _measure_acceptance(args: Namespace, k: int) -> dict[str, str]:
     prompts = [prompt for prompt, _ in read_texts(args.held_out) if prompt][:CARD_PROMPTS]
-    method = "eagle" if args.kind == "eagle1" else args.kind
-    config = SpeculativeConfig(method=method, model=str(args.out), num_speculative_tokens=3)
+    config = SpeculativeConfig(
+        method=KINDS[args.kind].method, model=str(args.out), num_speculative_tokens=k
+    )
     with LLM(args.target, speculative_config=config, max_model_len=512) as llm:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=CARD_TOKENS))
         metrics = llm.metrics()
     rates = ", ".join(f"{n / metrics.num_drafts:.2f}" for n in metrics.num_accepted_tokens_per_pos)
     return {
-        f"mean acceptance length at K = 3 (greedy, {len(prompts)} held-out prompts, up to "
+        f"mean acceptance length at K = {k} (greedy, {len(prompts)} held-out prompts, up to "
         f"{CARD_TOKENS} tokens each)": f"{metrics.mean_acceptance_length:.2f}",
-        "acceptance per position": rates,
+        f"acceptance per position at K = {k}": rates,
     }
 
 

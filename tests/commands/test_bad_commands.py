@@ -203,6 +203,21 @@ def test_bad_options_of_training(refused, data, tmp_path, options, words):
     assert [*tmp_path.iterdir()] == [data]
 
 
+@pytest.mark.parametrize(
+    "options, words",
+    [
+        ("--mask-token-id 9999", ["--mask-token-id=9999", "of the target's"]),
+        ("--init none --block-size 4", ["--block-size is a new head's", "--init none"]),
+        ("--block-size 1", ["--block-size=1", "at least 2"]),
+    ],
+)
+def test_bad_sizes_of_a_new_drafter(refused, data, model, tmp_path, options, words):
+    out = str(tmp_path / "out")
+    argv = ["train", "dflash", "--target", model, "--data", str(data), "--out", out]
+    refused([*argv, *options.split()], *words)
+    assert [*tmp_path.iterdir()] == [data]
+
+
 def test_a_place_that_cannot_be_written(refused, data, model, tmp_path):
     """It is noticed before anything is trained or generated."""
     given = ["--data", str(data), "--out"]

@@ -10,7 +10,7 @@ from specjax.device.drafters.mtp import MTPHead
 from specjax.device.drafters.ngram import NGramDrafter
 from specjax.device.drafters.registry import DRAFTERS
 from specjax.rl.weights import brings_module, stage_drafter
-from specjax.train.drafter import drafter_loss
+from specjax.train.losses import drafter_loss
 from specjax.train.target import demo_qwen3_5
 
 

@@ -25,7 +25,7 @@ from specjax import SamplingParams
 from specjax.device.drafters.drafter import Params
 from specjax.device.models.model import Features
 from specjax.train.context import CausalRows, UnrolledRows
-from specjax.train.drafter import shift
+from specjax.train.losses import shift
 
 CHAINS = "eagle3", pytest.param("mtp", marks=pytest.mark.slow)
 METHODS = pytest.param("eagle", marks=pytest.mark.slow), *CHAINS

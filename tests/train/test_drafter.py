@@ -13,7 +13,7 @@ from specjax.checkpoint.save import save_checkpoint
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
-from specjax.device.drafters import eagle, eagle3
+from specjax.device.drafters import eagle3
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import DraftContext, Observation, Params, Variant
 from specjax.device.drafters.registry import load_drafter
@@ -22,17 +22,10 @@ from specjax.device.models.model import Features
 from specjax.device.requests import init_requests
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document
-from specjax.train.drafter import (
-    FeatureSet,
-    Frozen,
-    draft_vocabulary,
-    eagle1_loss,
-    shift,
-    train_eagle1,
-    train_eagle3,
-    unrolled_loss,
-)
+from specjax.train.drafter import KINDS, HeadSizes, draft_vocabulary, train_drafter, warm_start
+from specjax.train.features import FeatureSet
 from specjax.train.loop import Schedule
+from specjax.train.losses import Frozen, drafter_loss, shift, split_frozen, unrolled_loss
 from specjax.train.target import demo_llama, demo_qwen3_5, init_params
 
 LENGTH = 24
@@ -206,7 +199,7 @@ def test_draft_vocabulary_holds_the_most_frequent_answer_tokens():
     np.testing.assert_array_equal(draft_vocabulary(documents, 10, 2), [3, 5])
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "dflash", "medusa"])
 def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
     kind, target_params, documents, features, tmp_path
 ):
@@ -214,32 +207,29 @@ def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
     target = TARGET
     if kind == "eagle1":  # a dense layer for a hybrid
         target, target_params = HYBRID, jax.device_put(random_params(HYBRID.specs(), 0))
+    sizes = HeadSizes(aux_layers=AUX, draft_vocab_size=32, mask_token_id=0, num_heads=2)
+    start = KINDS[kind].make(target, sizes, documents)
+    params, _ = train_drafter(
+        target, target_params, start, documents, tmp_path / "run", schedule, num_unrolled=2
+    )
+    head, extra = start.head, KINDS[kind].vocabulary(start.head, params)
+    if target is HYBRID:
         features = FeatureSet.of(target, target_params, documents, LENGTH, ())
-        train = partial(train_eagle1, target, target_params, documents)
-        head, params, _ = train(tmp_path / "run", schedule)
-        loss = partial(eagle1_loss, target, head)
-        frozen, config, extra = Frozen(target_params, {}), eagle.to_hf(head), {}
-        floats = params
-    else:
-        train = partial(train_eagle3, TARGET, target_params, documents)
-        head, params, _ = train(
-            tmp_path / "run", schedule, aux_layers=AUX, draft_vocab_size=32, num_unrolled=2
-        )
-        loss = partial(unrolled_loss, TARGET, head, num_unrolled=2)
-        frozen = Frozen(target_params, {"target_ids": params.target_ids})
-        config = eagle3.to_hf(head)
-        extra, floats = eagle3.vocabulary_tensors(head, params), eagle3.float_params(params)
-    loss, batch = jax.jit(loss), features.batch_at(0, 12, 0)
+    loss, batch = jax.jit(drafter_loss(target, head, num_unrolled=2)), features.batch_at(0, 12, 0)
+    frozen, (floats, _) = Frozen(target_params, start.frozen), split_frozen(params)
     before = loss(init_params(head.specs(), jax.random.key(0)), frozen, batch, jax.random.key(1))[0]
     after = loss(floats, frozen, batch, jax.random.key(1))[0]
     assert after < before
 
-    save_checkpoint(tmp_path, head.specs(), floats, config, dtype=np.dtype("float32"), extra=extra)
-    method = "eagle" if kind == "eagle1" else "eagle3"
-    speculation = SpeculativeConfig(method=method, model="", num_speculative_tokens=3)
-    drafter, loaded = load_drafter(tmp_path, speculation, target, np.dtype("float32"))
-    assert drafter.head == head
+    dtype = np.dtype("float32")
+    save_checkpoint(tmp_path, head.specs(), floats, start.config, dtype=dtype, extra=extra)
+    speculation = SpeculativeConfig(method=KINDS[kind].method, model="", num_speculative_tokens=2)
+    drafter, loaded = load_drafter(tmp_path, speculation, target, dtype)
+    assert drafter.weights == head
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
+    again = warm_start(KINDS[kind], tmp_path, target)  # what was saved is what one begins with
+    assert again.head == head and again.config == start.config
+    jax.tree.map(np.testing.assert_array_equal, again.trainable, floats)
 
 
 def test_a_length_without_answers_is_refused(target_params, documents):

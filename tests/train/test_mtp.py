@@ -25,8 +25,10 @@ from specjax.device.models.registry import load_model
 from specjax.device.requests import init_requests
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document
-from specjax.train.drafter import FeatureSet, Frozen, shift, train_mtp, unrolled_loss
+from specjax.train.drafter import KINDS, HeadSizes, train_drafter
+from specjax.train.features import FeatureSet
 from specjax.train.loop import Schedule
+from specjax.train.losses import Frozen, shift, unrolled_loss
 from specjax.train.target import demo_qwen3_5, init_params
 
 LENGTH, K = 24, 3
@@ -128,8 +130,10 @@ def test_training_lowers_the_loss_and_the_module_lies_in_the_targets_files(
     target_params, documents, features, tmp_path
 ):
     schedule = Schedule(steps=12, batch_size=6, length=LENGTH, learning_rate=3e-3, seed=0)
-    head, params, _ = train_mtp(
-        TARGET, target_params, documents, tmp_path / "run", schedule, num_unrolled=2
+    start = KINDS["mtp"].make(TARGET, HeadSizes(), documents)
+    head = start.head
+    params, _ = train_drafter(
+        TARGET, target_params, start, documents, tmp_path / "run", schedule, num_unrolled=2
     )
     loss = jax.jit(partial(unrolled_loss, TARGET, head, num_unrolled=2))
     batch = features.batch_at(0, 12, 0)

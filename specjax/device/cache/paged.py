@@ -99,14 +99,14 @@ class PagedAttention:
 
     def causal(self, length: int, inputs: ProjectedHeads) -> jax.Array:
         """Attend within each sequence: [N, H, D_h]."""
-        q, k, v = self._split(inputs)
+        q, k, v = self.split(inputs)
         weights = jax.nn.softmax(_causal_scores(q, k, length), axis=-1)
         return _weighted_values(weights, v, q.shape)
 
     def unrolled(self, length: int, kept: tuple, inputs: ProjectedHeads) -> tuple[jax.Array, tuple]:
         """Attend over the rows of step 0 up to the row's own, and over its own later drafts, in
         one softmax; `kept` is a tuple of (k, v) per step so far."""
-        q, k, v = self._split(inputs)
+        q, k, v = self.split(inputs)
         kept = (*kept, (k, v))
         (k0, v0), drafted = kept[0], kept[1:]
         queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
@@ -122,7 +122,7 @@ class PagedAttention:
             out = out + (own * value[:, :, None]).reshape(q.shape)
         return out, kept
 
-    def _split(self, inputs: ProjectedHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
+    def split(self, inputs: ProjectedHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries [N, H, D_h], keys and values [N, H_kv, D_h]."""
         return split_heads(
             inputs.qkv,

@@ -41,6 +41,7 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import attention
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.residual import Residual
+from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, LlamaLayer, decoder_layer, layer_specs
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
@@ -142,7 +143,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         last = context.history.tokens[jnp.arange(batch), context.starts]
         masks = jnp.full((batch, rows.width - 1), self.head.mask_token_id, jnp.int32)
         tokens = jnp.concatenate([last[:, None], masks], axis=1).reshape(-1)
-        hidden, kv = self._run(own, embed_tokens(target, params, tokens), rows, state.kv)
+        hidden, kv = self.run(own, embed_tokens(target, params, tokens), rows, state.kv)
         # Logits of the rows that draft alone: row 0 has the last token.
         hidden = rows.by_request(hidden)[:, 1 : k + 1].reshape(batch * k, -1)
         hidden = jnp.pad(hidden, ((0, -(batch * k) % context.row_multiple), (0, 0)))
@@ -162,9 +163,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         ends = jnp.repeat(starts + k, width)
         return replace(rows, reach=jnp.where(rows.positions >= 0, ends, -1))
 
-    def _run(
-        self, params: DFlashParams, x: jax.Array, rows: CachedRows, kv: jax.Array
-    ) -> tuple[jax.Array, jax.Array]:
+    def run(self, params: DFlashParams, x: jax.Array, rows: Rows, kv: Any) -> tuple[jax.Array, Any]:
         """Run rows x [N, D] through all layers; return them normed, and kv."""
         shape = self.head.shape
         stream, angles = Residual(x, jnp.zeros_like(x)), shape.rope.angles(rows.positions)
@@ -175,17 +174,21 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
     def observe(
         self, target: Model, params: Params, state: DFlashState, seen: Observation
     ) -> DFlashState:
-        """See `Drafter.observe`. Of each layer only keys and values are used: JAX or XLA removes
-        the rest as dead code."""
-        own, shape = params.drafter, self.head.shape
-        assert seen.features.auxiliary is not None, "the target was run without `aux_layers`"
-        fused = linear(seen.features.auxiliary, own.fc)
-        fused = rms_norm(fused, own.hidden_norm, shape.rms_norm_eps)
-        angles, kv = shape.rope.angles(seen.rows.positions), state.kv
-        for i, layer in enumerate(own.layers):
-            where = seen.rows, angles, kv, jnp.int32(i), shape.attention
+        """See `Drafter.observe`."""
+        states = seen.features.auxiliary
+        assert states is not None, "the target was run without `aux_layers`"
+        return DFlashState(self.read(params.drafter, states, seen.rows, state.kv))
+
+    def read(self, params: DFlashParams, states: jax.Array, rows: Rows, kv: Any) -> Any:
+        """Return kv with the keys and values of the target's states [N, A D_target] at `rows`. Of
+        each layer only these are used: JAX or XLA removes the rest as dead code."""
+        shape = self.head.shape
+        fused = rms_norm(linear(states, params.fc), params.hidden_norm, shape.rms_norm_eps)
+        angles = shape.rope.angles(rows.positions)
+        for i, layer in enumerate(params.layers):
+            where = rows, angles, kv, jnp.int32(i), shape.attention
             _, kv = attention(layer.attention, fused, *where)
-        return DFlashState(kv)
+        return kv
 
 
 def load(
@@ -222,6 +225,22 @@ def load(
     ids = read_target_ids(files, head.draft_vocab_size, target)
     drafter = DFlashDrafter(head, is_greedy=config.draft_sample_method == "greedy")
     return drafter, replace(params, target_ids=ids)
+
+
+def to_hf(head: DFlashHead, num_target_layers: int, block_size: int) -> dict[str, Any]:
+    """Return the authors' `config.json` of a head that drafts at most block_size - 1 tokens."""
+    return {
+        **llama.to_hf(head.shape),
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": block_size,
+        "num_target_layers": num_target_layers,
+        "is_causal": head.is_causal,
+        "dflash_config": {
+            "mask_token_id": head.mask_token_id,
+            "target_layer_ids": [i - 1 for i in head.aux_layers],
+        },
+    }
 
 
 def _own(hf: HFConfig) -> dict[str, Any]:

@@ -185,3 +185,21 @@ def load(
     )
     params = replace(files.load(heads.specs(names), dtype, unused=(TOKEN_MAP,)), target_ids=ids)
     return MedusaDrafter(heads, is_greedy=config.draft_sample_method == "greedy"), params
+
+
+def to_hf(heads: MedusaHeads) -> dict[str, Any]:
+    """Return the `config.json` of heads in vLLM's layout."""
+    return {
+        "architectures": ["MedusaModel"],
+        "model_type": "medusa",
+        "hidden_size": heads.hidden_size,
+        "num_heads": heads.num_heads,
+        "num_hidden_layers": heads.num_blocks,
+        "truncated_vocab_size": heads.draft_vocab_size,
+    }
+
+
+def vocabulary_tensors(heads: MedusaHeads, params: MedusaParams) -> dict[str, np.ndarray]:
+    """Return the token map i64[V_d] of heads, as vLLM has it; nothing if there is none."""
+    ids = params.target_ids
+    return {} if ids is None else {TOKEN_MAP: np.asarray(ids, np.int64)}

@@ -1,0 +1,142 @@
+"""The target's features of documents, which drafters are trained on."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.device.models.model import Model
+from specjax.train.context import CausalRows
+from specjax.train.data import Document, padded_rows, shuffled_indices, window
+
+# The target's features of a document: hidden [n - 1, D], and auxiliary [n - 1, A D] or None.
+Exported: TypeAlias = tuple[np.ndarray, np.ndarray | None]
+
+
+class Batch(NamedTuple):
+    """Documents and the target's features of them, B rows of T tokens."""
+
+    tokens: Any  # i32[B, T]
+    is_answer: Any  # bool[B, T]
+    hidden: Any  # [B, T, D], after the target's final norm
+    auxiliary: Any  # [B, T, A D], empty without auxiliary layers
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """Features of all documents, computed once and kept in host memory."""
+
+    rows: Batch
+
+    @classmethod
+    def of(
+        cls,
+        target: Model,
+        params: Any,
+        documents: Sequence[Document],
+        length: int,
+        aux_layers: tuple[int, ...],
+        batch: int = 16,
+    ) -> "FeatureSet":
+        """Run the target on the documents, truncated or padded to `length`; stored as float16.
+
+        Raises:
+            ValueError: no document has an answer within `length`.
+        """
+
+        @jax.jit
+        def run(params, tokens):
+            rows = CausalRows.of(batch, length)
+            features, _ = target.extend(params, tokens.reshape(-1), rows, None, aux_layers)
+            auxiliary = features.auxiliary
+            if auxiliary is None:
+                auxiliary = jnp.zeros((batch * length, 0))
+            return (
+                features.hidden.reshape(batch, length, -1).astype(jnp.float16),
+                auxiliary.reshape(batch, length, -1).astype(jnp.float16),
+            )
+
+        tokens, is_answer = padded_rows(documents, length)
+        _check_answers(is_answer, length)
+        hidden, auxiliary = [], []
+        for start in range(0, len(tokens), batch):
+            chunk = np.resize(tokens[start : start + batch], (batch, length))
+            for kept, part in zip((hidden, auxiliary), run(params, jnp.array(chunk)), strict=True):
+                kept.append(np.asarray(part))
+        count = len(tokens)
+        return cls(
+            Batch(
+                tokens,
+                is_answer,
+                np.concatenate(hidden)[:count],
+                np.concatenate(auxiliary)[:count],
+            )
+        )
+
+    @classmethod
+    def exported(
+        cls,
+        documents: Sequence[Document],
+        features: Iterable[Exported],
+        length: int,
+    ) -> "FeatureSet":
+        """Return features computed elsewhere, of all but each document's last token.
+
+        `features` are of whole documents; longer ones than `length` are cut by `window`. If
+        `features` is lazy, each document's features are freed before the next are computed.
+
+        Raises:
+            ValueError: no document has an answer within `length`.
+        """
+        windows = [window(document, length) for document in documents]
+        tokens, is_answer = padded_rows(
+            [
+                Document(d.tokens[w], max(0, d.num_prompt - w.start))
+                for d, w in zip(documents, windows, strict=True)
+            ],
+            length,
+        )
+        _check_answers(is_answer, length)
+        # Not a loop, whose variables would keep features alive.
+        rows = list(map(partial(_window_row, length=length), features, windows))
+        hidden, auxiliary = (np.stack(part) for part in zip(*rows, strict=True))
+        return cls(Batch(tokens, is_answer, hidden, auxiliary))
+
+    def batch_at(self, step: int, batch: int, seed: int) -> Batch:
+        """Return the rows of a training step, a pure function of its arguments."""
+        index = shuffled_indices(len(self.rows.tokens), step, batch, seed)
+        tokens, is_answer, hidden, auxiliary = (jnp.array(part[index]) for part in self.rows)
+        return Batch(tokens, is_answer, hidden.astype(jnp.float32), auxiliary.astype(jnp.float32))
+
+
+def feature_bytes(
+    target: Model, num_documents: int, length: int, aux_layers: tuple[int, ...]
+) -> int:
+    """Return the bytes of a `FeatureSet.of` so many documents."""
+    per_token = 2 * target.hidden_size * (1 + len(aux_layers)) + 4 + 1  # i32 and bool
+    return num_documents * length * per_token
+
+
+def _window_row(one: Exported, kept: slice, *, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the kept rows of a document's features, copied into arrays [length, ...]."""
+    hidden, auxiliary = one
+    if auxiliary is None:
+        auxiliary = np.zeros((len(hidden), 0), np.float32)
+
+    def padded(features: np.ndarray) -> np.ndarray:
+        rows = features[kept]
+        return np.pad(rows, ((0, length - len(rows)), (0, 0)))
+
+    return padded(hidden), padded(auxiliary)
+
+
+def _check_answers(is_answer: np.ndarray, length: int) -> None:
+    if not is_answer.any():
+        raise ValueError(
+            f"length={length} cuts every document before its answer, so there is nothing to "
+            "learn; raise it"
+        )
