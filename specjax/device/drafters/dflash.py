@@ -236,7 +236,7 @@ def load(
     refuse_quantised(hf)
     files = DrafterFiles(open_checkpoint(folder), hf, placement)
     names = files.tensors.names()
-    shape = _read_shape(hf, files)
+    shape = _read_shape(hf, files, target.vocab_size)
     head = DFlashHead(
         shape=shape,
         target_hidden_size=target.hidden_size,
@@ -258,8 +258,9 @@ def _own(hf: HFConfig) -> dict[str, Any]:
     return hf.get("dflash_config", {})
 
 
-def _read_shape(hf: HFConfig, files: DrafterFiles) -> Llama:
-    fields = dict(hf.get("transformer_layer_config", hf.fields))
+def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
+    """Return the decoder's sizes; a config without a vocabulary's size means the target's."""
+    fields = {"vocab_size": vocab_size, **hf.get("transformer_layer_config", hf.fields)}
     kinds = fields.pop("layer_types", None) or []
     if _own(hf).get("use_swa") or any(kind != "full_attention" for kind in kinds):
         raise CheckpointError(
@@ -285,10 +286,11 @@ def _read_aux_layers(hf: HFConfig, num_layers: int, num_own: int) -> tuple[int, 
         outputs = [round(1 + i * (num_layers - 4) / spread) for i in range(num_own)]
         outputs = [num_layers // 2] if num_own == 1 else outputs
     layers = tuple(entering) if entering is not None else tuple(int(i) + 1 for i in outputs or ())
-    if not layers or not all(0 <= i <= num_layers for i in layers):
+    if not layers or not all(0 <= i < num_layers for i in layers):
         raise CheckpointError(
-            f"{hf.origin}: the head reads layers {[i - 1 for i in layers]}, the target has 0.."
-            f"{num_layers - 1}; use a drafter trained for this target"
+            f"{hf.origin}: the head reads the outputs of layers {[i - 1 for i in layers]}; the "
+            f"target has 0..{num_layers - 1}, and that of the last one, which some frameworks take "
+            "before the final norm and some after, is not supported"
         )
     return layers
 
