@@ -10,12 +10,17 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 from support.weights import randomise
 
 from specjax import LLM
 from specjax.checkpoint.errors import CheckpointError
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.dflash import Span
+from specjax.device.drafters.registry import load_drafter
+from specjax.device.models.registry import load_model
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -31,6 +36,8 @@ SIZES = {
     "max_position_embeddings": 64,
     "hidden_act": "silu",
 }
+IN_CONFIG = {"target_layer_ids": [0, 1], "mask_token_id": MASK}
+SWA = {**IN_CONFIG, "use_swa": True, "swa_window_size": 2}
 ENCODER = {
     "encoder.fc.weight": "fc.weight",
     "encoder.output_norm_enc.weight": "hidden_norm.weight",
@@ -43,15 +50,16 @@ class Files:
     model: Any  # of transformers
     own: dict[str, torch.Tensor]  # what its model does not have
     ids: torch.Tensor  # of the draft vocabulary
-    is_causal: bool | None  # None for the mask of transformers
+    sees: Any  # (row, positions, anchor) to a mask, by kind of layer; None for transformers' own
 
 
-def make_model(dim, aux, num_layers, block_size, seed):
+def make_model(dim, aux, kinds, window, block_size, seed):
     """Transformers' model of random weights."""
     config = transformers.MuseGlimmerAssistantConfig(
         hidden_size=dim,
-        num_hidden_layers=num_layers,
-        layer_types=["full_attention"] * num_layers,
+        num_hidden_layers=len(kinds),
+        layer_types=[f"{kind}_attention" for kind in kinds],
+        sliding_window=window,
         target_layer_ids=list(aux),
         mask_token_id=MASK,
         block_size=block_size,
@@ -68,15 +76,17 @@ def write_head(
     dim,
     *,
     aux=(0, 1),
-    num_layers=2,
+    kinds=("full", "full"),
+    window=5,
     block_size=4,
     layout="authors",
+    sees=None,
     has_own=False,
     seed=0,
     **edits,
 ):
     """A head with random weights; `has_own`: an embedding and a draft vocabulary of its own."""
-    model = make_model(dim, aux, num_layers, block_size, seed)
+    model = make_model(dim, aux, kinds, window, block_size, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     ids, own, config = torch.arange(VOCAB), {}, model.config.to_dict()
     if has_own:
@@ -89,7 +99,8 @@ def write_head(
     if layout == "transformers":
         tensors = model.state_dict()
     else:
-        shape = {name: config.pop(name) for name in (*SIZES, "hidden_size", "num_hidden_layers")}
+        kept = *SIZES, "hidden_size", "num_hidden_layers", "layer_types", "sliding_window"
+        shape = {name: config.pop(name) for name in kept}
         shape |= {"vocab_size": VOCAB, "rope_theta": 5e2, "model_type": "qwen3"}
         config = {**shape, **fields, "architectures": ["DFlashDraftModel"]}
         config["dflash_config"] = {"target_layer_ids": list(aux), "mask_token_id": MASK}
@@ -99,8 +110,7 @@ def write_head(
     folder.mkdir()
     safetensors.torch.save_file(tensors, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(config | edits))
-    causal = None if layout == "transformers" else bool(edits.get("is_causal"))
-    return Files(folder, model, own, ids, causal)
+    return Files(folder, model, own, ids, sees)
 
 
 @dataclass(frozen=True)
@@ -134,12 +144,11 @@ class OracleBlock:
 
     def masks(self, length, k):
         """What rows of the block see of context and block, by kind of layer."""
-        if self.files.is_causal is None:
+        if self.files.sees is None:
             return None
         at = torch.arange(length + k + 1)
-        row = at[length:, None]
-        seen = at <= row if self.files.is_causal else at <= at[-1].expand_as(row)
-        return {"full_attention": seen[None, None]}
+        seen = {kind: rule(at[length:, None], at, length) for kind, rule in self.files.sees.items()}
+        return {f"{kind}_attention": one[None, None] for kind, one in seen.items()}
 
 
 @pytest.fixture(scope="module")
@@ -156,16 +165,55 @@ def oracle_of(target, files):
     )
 
 
-@pytest.mark.parametrize(
-    "options, ks",
-    [
-        ({"layout": "speculators", "has_own": True}, (3, 0, 1)),
-        pytest.param({"is_causal": True}, (2,), marks=pytest.mark.slow),
-    ],
-    ids=["own-embedding-d2t-speculators-k-changes", "causal"],
-)
-def test_dflash_drafts(target, check_drafts, tmp_path, options, ks):
-    files = write_head(tmp_path / "head", target.hf.config.hidden_size, **options)
+def everything(row, at, anchor):
+    return (row >= 0) & (at >= 0)
+
+
+WINDOW = 5
+# What a row at a position sees at others, by layout and kind of layer.
+RULES = {
+    "speculators": {
+        "full": everything,
+        "sliding": lambda row, at, anchor: (at <= row) & (at >= anchor - WINDOW),
+    },
+    "speculators-non-causal": {
+        "sliding": lambda row, at, anchor: (row >= 0) & (at >= anchor - WINDOW),
+    },
+    "authors": {
+        "full": everything,
+        "sliding": lambda row, at, anchor: (at <= row) & (row - at < WINDOW),
+    },
+    # All layers slide, which their layer_types do not say.
+    "authors-non-causal": {"full": lambda row, at, anchor: (row - at).abs() < 2},
+}
+SLOW = pytest.mark.slow
+CASES = [
+    (
+        "speculators",
+        {"layout": "speculators", "has_own": True, "kinds": ("sliding", "full")},
+        (3, 0, 1),
+    ),
+    pytest.param(
+        "speculators-non-causal",
+        {"layout": "speculators", "kinds": ("sliding",), "sliding_window_non_causal": True},
+        (3,),
+        marks=SLOW,
+    ),
+    pytest.param("authors", {"kinds": ("sliding", "full")}, (3, 2), marks=SLOW),
+    pytest.param("authors-non-causal", {"dflash_config": SWA}, (3,), marks=SLOW),
+]
+IDS = [
+    "windows-from-the-anchor-own-embedding-d2t-k-changes",
+    "windows-from-the-anchor-non-causal",
+    "causal-windows-of-some-layers",
+    "non-causal-windows-of-all-layers",
+]
+
+
+@pytest.mark.parametrize("rules, options, ks", CASES, ids=IDS)
+def test_dflash_drafts(target, check_drafts, tmp_path, rules, options, ks):
+    sees = RULES[rules]
+    files = write_head(tmp_path / "head", target.hf.config.hidden_size, sees=sees, **options)
     check_drafts(
         target,
         SimpleNamespace(folder=files.folder),
@@ -203,11 +251,13 @@ def candidates(target, assistant, prompt, num_tokens, monkeypatch):
 @pytest.mark.parametrize(
     "options, k",
     [
-        ({}, 3),
-        pytest.param({"aux": (1,), "num_layers": 1, "block_size": 6}, 5, marks=pytest.mark.slow),
-        pytest.param({"aux": (1, 0, 1), "num_layers": 3}, 3, marks=pytest.mark.slow),
+        ({"kinds": ("full", "sliding")}, 3),
+        pytest.param(
+            {"aux": (1,), "kinds": ("sliding",), "window": 3, "block_size": 6}, 5, marks=SLOW
+        ),
+        pytest.param({"aux": (1, 0, 1), "kinds": ("full", "full", "full")}, 3, marks=SLOW),
     ],
-    ids=["two-layers", "one-layer-block6", "three-layers"],
+    ids=["a-window", "one-window-shorter-than-the-block", "three-layers"],
 )
 def test_drafts_are_those_of_transformers_generation(
     target, check_drafts, ragged_prompts, tmp_path, monkeypatch, options, k
@@ -244,6 +294,34 @@ def test_drafts_are_those_of_transformers_generation(
     assert num_rounds > 40
 
 
+MIXED = ["sliding_attention", "full_attention"]
+SPANS = {
+    "full": ({}, [Span(), Span()]),
+    "causal": ({"is_causal": True}, [Span(ahead=0)] * 2),
+    "causal-in-own-config": ({"dflash_config": {**IN_CONFIG, "causal": True}}, [Span(ahead=0)] * 2),
+    "mixed": ({"layer_types": MIXED}, [Span(back=4, ahead=0), Span()]),
+    "mixed-non-causal": (
+        {"layer_types": MIXED, "is_causal": False},
+        [Span(back=4, ahead=4), Span()],
+    ),
+    "swa": ({"dflash_config": SWA}, [Span(back=1, ahead=1)] * 2),
+    "swa-causal": ({"dflash_config": {**SWA, "causal": True}}, [Span(back=1, ahead=0)] * 2),
+    "swa-of-one-layer": (
+        {"dflash_config": SWA, "layer_types": MIXED},
+        [Span(back=1, ahead=0), Span()],
+    ),
+}
+
+
+@pytest.mark.parametrize("edits, spans", SPANS.values(), ids=SPANS)
+def test_what_rows_see_is_read_from_the_authors_configs(target, tmp_path, edits, spans):
+    files = write_head(tmp_path / "head", target.hf.config.hidden_size, **edits)
+    config = SpeculativeConfig(method="dflash", model="", num_speculative_tokens=3)
+    model, _ = load_model(target.folder, np.dtype("float32"))
+    drafter, _ = load_drafter(files.folder, config, model, np.dtype("float32"))
+    assert drafter.head.spans == tuple(spans)
+
+
 REFUSED = {
     "block": ({"block_size": 3}, "block_size=3 is a token and 2 drafts; lower .*tokens=3"),
     "mask": ({"dflash_config": {"mask_token_id": VOCAB}}, "mask_token_id=24 must be one of .* 24"),
@@ -251,7 +329,15 @@ REFUSED = {
         {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [2]}},
         r"outputs of layers \[2\]; the target has 0..2",
     ),
-    "window": ({"layer_types": ["sliding_attention"] * 2}, "sliding window"),
+    "window": (
+        {"layer_types": ["sliding_attention"] * 2, "sliding_window": None},
+        "no sliding_window says how long",
+    ),
+    "windows": ({"layer_types": ["sliding_attention"]}, "layer_types must name .* each of .*=2"),
+    "window-of-none": (
+        {"dflash_config": SWA | {"swa_window_size": 0}},
+        "a window of 0 tokens must be at least 1",
+    ),
     "vocabulary": ({"vocab_size": 30}, "vocab_size=30, the target's is 24"),
 }
 

@@ -96,6 +96,7 @@ class PagedAttention:
             kernels=rows.kernels,
         )
         reach = positions if rows.reach is None else rows.by_request(rows.reach)
+        origin = None if rows.origin is None else rows.by_request(rows.origin)
         out = paged_attention(
             q,
             cache,
@@ -103,6 +104,7 @@ class PagedAttention:
             rows.page_table,
             reach,
             window=self.window,
+            origins=None if self.window is None else origin,
             kernels=rows.kernels,
         )
         return out.reshape(-1, *out.shape[2:]), cache
