@@ -4,7 +4,7 @@ For query row t of request b at absolute position p = positions[b, t]:
 
     out[b, t, h] = sum_j softmax_j(f(q[b, t, h] . K_j[h'] / sqrt(D))) V_j[h'],   h' = h // G
 
-over p - window < j <= p, where token j of request b is in page `page_table[b, j // page_size]` at
+over o - window < j <= p, where o is p or origins[b, t], and token j of request b is in page `page_table[b, j // page_size]` at
 offset `j % page_size`, and G = H / H_kv query heads share a key head. f(x) = x, or with a soft cap
 c, f(x) = c tanh(x / c). K and V are the contents of the pool, times `kv_scale[0, h']` and
 `kv_scale[1, h']` for a pool of float8. The new tokens' own keys are already in the pool. Prefill
@@ -29,6 +29,7 @@ def paged_attention(
     positions: jax.Array,
     *,
     window: int | None = None,
+    origins: jax.Array | None = None,
     soft_cap: float | None = None,
     kv_scale: jax.Array | None = None,
     kernels: str = "auto",
@@ -42,7 +43,9 @@ def paged_attention(
         page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
         positions: i32[B, T] the position up to which each row attends, usually its own; a row at -1
             is padding and returns 0.
-        window: how many tokens a row attends to, itself included; None for all.
+        window: how many tokens up to its origin a row attends to, itself included; None for all.
+        origins: i32[B, T] the position that a row's window is counted back from; None for
+            `positions`.
         soft_cap: c, the bound on the absolute value of scores; None for no bound.
         kv_scale: f32[2, H_kv] scales of keys and values; only for a pool of float8_e4m3fn.
         kernels: implementation to use, see `dispatch.run`.
@@ -67,6 +70,11 @@ def paged_attention(
         raise ValueError(f"page_table must be [B={q.shape[0]}, P]; got {page_table.shape}")
     if window is not None and window < 1:
         raise ValueError(f"window must be at least 1, or None for no window; got {window}")
+    if origins is not None and (window is None or origins.shape != positions.shape):
+        raise ValueError(
+            f"origins go with a window, and must be as positions {positions.shape}; got "
+            f"{origins.shape} with window={window}"
+        )
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap must be positive, or None for no cap; got {soft_cap}")
     _check_scale(kv, kv_scale)
@@ -80,6 +88,7 @@ def paged_attention(
         page_table,
         positions,
         window=window,
+        origins=origins,
         soft_cap=soft_cap,
         kv_scale=kv_scale,
     )

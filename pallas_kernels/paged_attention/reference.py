@@ -14,6 +14,7 @@ def paged_attention_reference(
     positions: jax.Array,
     *,
     window: int | None = None,
+    origins: jax.Array | None = None,
     soft_cap: float | None = None,
     kv_scale: jax.Array | None = None,
 ) -> jax.Array:
@@ -33,7 +34,10 @@ def paged_attention_reference(
     queries = q.reshape(batch, num_rows, num_kv_heads, -1, dim).transpose(0, 2, 1, 3, 4)
     group = queries.shape[3]
     queries = queries.reshape(batch, num_kv_heads, num_rows * group, dim) * (dim**-0.5)
-    row_positions = jnp.repeat(positions, group, axis=1)[:, None, :, None]
+    origins = positions if origins is None else origins
+    row_positions, row_origins = (
+        jnp.repeat(x, group, axis=1)[:, None, :, None] for x in (positions, origins)
+    )
     heads = jnp.arange(num_kv_heads)[:, None]
     # End of the positions used of a page: 0 for a page that is not assigned.
     ends = jnp.where(page_table >= 0, positions.max(axis=1, keepdims=True) + 1, 0)
@@ -41,7 +45,7 @@ def paged_attention_reference(
     no_row = page_table.shape[1] * page_size
     starts = jnp.zeros((batch, 1), jnp.int32)  # first position a request attends to
     if window is not None:
-        oldest = jnp.where(positions >= 0, positions, no_row).min(axis=1, keepdims=True)
+        oldest = jnp.where(positions >= 0, origins, no_row).min(axis=1, keepdims=True)
         starts = jnp.maximum(oldest - window + 1, 0)
 
     def block(i, carry):
@@ -63,7 +67,7 @@ def paged_attention_reference(
         values = jnp.where(used[..., None], load(1), 0)
         visible = (column <= row_positions) & used[:, :, None]
         if window is not None:
-            visible &= column > row_positions - window
+            visible &= column > row_origins - window
         scores = jnp.einsum("bhrd,bhcd->bhrc", queries, keys, preferred_element_type=jnp.float32)
         if kv_scale is not None:
             scores *= kv_scale[0][:, None, None]

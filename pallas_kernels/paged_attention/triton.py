@@ -35,6 +35,7 @@ def paged_attention_triton(
     positions: jax.Array,
     *,
     window: int | None = None,
+    origins: jax.Array | None = None,
     soft_cap: float | None = None,
     kv_scale: jax.Array | None = None,
     config: AttentionTuning | None = None,
@@ -53,8 +54,7 @@ def paged_attention_triton(
         seen = capacity if window is None else min(capacity, window + num_rows)
         config = choose_config(batch, num_rows, num_heads, num_kv_heads, dim, seen, q.dtype)
     operands = [q, kv, jnp.asarray(layer, jnp.int32).reshape(1), page_table, positions]
-    if kv_scale is not None:
-        operands.append(kv_scale)
+    operands += [one for one in (origins, kv_scale) if one is not None]
     attended = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if config.num_splits > 1:
         partials = (batch, num_rows, num_heads, config.num_splits)
@@ -66,12 +66,14 @@ def paged_attention_triton(
             _attention_kernel,
             window=window,
             soft_cap=soft_cap,
+            has_origins=origins is not None,
             is_scaled=kv_scale is not None,
             config=config,
         ),
         operands,
         attended,
-        name="paged_attention",
+        # The name tells profiles and reports of compiled programs the window.
+        name="paged_attention" if window is None else f"paged_attention_window_{window}",
         # Adjacent programs of the grid run together: blocks of rows that read the same keys, then
         # heads whose keys are adjacent.
         grid=(num_blocks * num_kv_heads, batch, config.num_splits),
@@ -123,12 +125,14 @@ def _attention_kernel(
     layer_ref,  # [1]
     page_table_ref,  # [B, P]
     positions_ref,  # [B, T]
-    *refs,  # f32[2, H_kv] scales if is_scaled, then the outputs
+    *refs,  # [B, T] origins if has_origins, f32[2, H_kv] scales if is_scaled, then the outputs
     window: int | None,
     soft_cap: float | None,
+    has_origins: bool,
     is_scaled: bool,
     config: AttentionTuning,
 ):
+    origins_ref, *refs = refs if has_origins else (None, *refs)
     scale_ref, *out_refs = refs if is_scaled else (None, *refs)
     num_rows, num_heads, dim = q_ref.shape[1:]
     page_size, _, num_kv_heads = kv_ref.shape[2:5]
@@ -149,9 +153,11 @@ def _attention_kernel(
 
     # Range of columns that rows of this block attend to, within the page table.
     end = jnp.minimum(jnp.max(last) + 1, page_table_ref.shape[1] * page_size)
-    first = jnp.int32(0)
+    first, origin = jnp.int32(0), last
+    if origins_ref is not None:
+        origin = load(origins_ref.at[request, t], mask=exists, other=-1)
     if window is not None:
-        oldest = jnp.min(jnp.where(last >= 0, last, NOWHERE))
+        oldest = jnp.min(jnp.where(last >= 0, origin, NOWHERE))
         first = jnp.maximum(oldest - window + 1, 0)
     scale = LOG2_E / math.sqrt(dim)  # for exp2, the hardware's instruction
     if scale_ref is not None:
@@ -179,7 +185,7 @@ def _attention_kernel(
         column = jnp.where(used, column, NOWHERE)[None]
         visible = column <= last[:, None]
         if window is not None:
-            visible &= column > last[:, None] - window
+            visible &= column > origin[:, None] - window
         scores = jnp.where(visible, scores, -jnp.inf)
         new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
         weights = jnp.exp2(scores - new_maximum[:, None])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.device.cache.kind import CacheKind
+from specjax.device.drafters.dflash import Span
 
 
 @jax.tree_util.register_dataclass
@@ -83,13 +84,13 @@ class ContextRows:
 class BlockRows:
     """N blocks of W rows in each of B sequences, at positions from `starts` on.
 
-    A row attends to the context before its block, in the cache that `ContextRows` left, and to the
-    rows of its own block: all of them, or with `is_causal` those up to itself.
+    A row attends to what `span` says of the context before its block, in the cache that
+    `ContextRows` left, and of its own block.
     """
 
     starts: jax.Array  # i32[B, N]
     width: int = field(metadata={"static": True})
-    is_causal: bool = field(default=False, metadata={"static": True})
+    span: Span = field(default=Span(), metadata={"static": True})
     kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
 
     @property
@@ -107,11 +108,13 @@ class BlockRows:
         length = seen_k.shape[1]
         q = queries.reshape(size, count, self.width, heads[0], -1, heads[1]) * heads[1] ** -0.5
         before = jnp.einsum("bnwhgd,bthd->bnhgwt", q, seen_k).astype(jnp.float32)
-        is_before = jnp.arange(length) < self.starts[..., None]  # [B, N, T]
-        before = jnp.where(is_before[:, :, None, None, None], before, -jnp.inf)
         within = jnp.einsum("bnwhgd,bnshd->bnhgws", q, k).astype(jnp.float32)
-        if self.is_causal:
-            within = jnp.where(jnp.tri(self.width, dtype=bool), within, -jnp.inf)
+        own, begins = jnp.arange(self.width), self.starts[..., None, None]
+        # Offsets from the block's first row: negative in the context.
+        seen = jnp.arange(length) - begins  # [B, N, 1, T]
+        is_before = (seen < 0) & self.span.sees(own[:, None], seen)  # [B, N, W, T]
+        before = jnp.where(is_before[:, :, None, None], before, -jnp.inf)
+        within = jnp.where(self.span.sees(own[:, None], own), within, -jnp.inf)
         weights = jax.nn.softmax(jnp.concatenate([before, within], axis=-1), axis=-1)
         weights = weights.astype(v.dtype)
         out = jnp.einsum("bnhgwt,bthd->bnwhgd", weights[..., :length], seen_v)

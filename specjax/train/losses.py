@@ -237,7 +237,7 @@ def block_logits(
     kv = drafter.read(params.drafter, auxiliary, context, (empty, empty))
     masks = jnp.full((size, count, num_drafts), head.mask_token_id, batch.tokens.dtype)
     tokens = jnp.concatenate([_at(batch.tokens, starts)[..., None], masks], axis=-1)
-    rows = BlockRows(starts, num_drafts + 1, head.is_causal)
+    rows = [BlockRows(starts, num_drafts + 1, span) for span in head.spans]
     hidden, _ = drafter.run(
         params.drafter, embed_tokens(target, params, tokens.reshape(-1)), rows, kv
     )

@@ -40,6 +40,7 @@ CASES = {
     ),
     "chunks-page32": Case((0, 128, 64), (130, 1, 33), 130, page_size=32),  # many blocks of rows
     "window-rows16": Case((0, 37, 200, 90), (16, 4, 15, 0), 16, group=1, window=20),
+    "window-block": Case((20, 37, 200, 90, 5), (4, 4, 3, 1, 0), 4, window=20, is_block=True),
     "window-of-one": Case((70, 300), (3, 2), 3, window=1),
     "window-chunk-soft-cap": Case((64, 0), (150, 90), 150, window=50, soft_cap=2.0),
 }
@@ -121,13 +122,14 @@ def test_matches_the_equation(attend, name):
     assert_matches_the_equation(attend(*inputs, **chosen), inputs, chosen)
 
 
-# A window that only the longest request outgrows: of others, every block is added.
+# A window that only the longest requests outgrow: of others, every block is added.
 WINDOW = replace(
     VERIFY,
     starts=(0, 12, 60, 125, 253, 10),
     counts=(4, 3, 1, 4, 4, 0),
     table_columns=17,
     window=200,
+    is_block=True,
 )
 
 

@@ -32,7 +32,7 @@ from specjax.sampling_params import SamplingParams
 
 torch = pytest.importorskip("torch")
 
-K = 3  # the most drafts of a step
+K = 3  # the most drafts of a step, unless a test asks for more
 MAX_LEN = 64
 # Of the prompts: 1 to 3 chunks, one of them exact; chunks of 1, K, K + 1, K + 2 tokens.
 LENGTHS = (3, 20, 16, 37, 1, 4)
@@ -153,6 +153,7 @@ class RecordingDrafter:
     """
 
     inner: ChainDrafter
+    most: int  # drafts of a step
 
     @property
     def aux_layers(self):
@@ -174,7 +175,7 @@ class RecordingDrafter:
     def init_state(self, sizes, dtype):
         inner = self.inner.init_state(sizes, dtype)
         shape, width = (len(LENGTHS), MAX_LEN), hidden_of(inner, sizes.num_slots).shape[1]
-        return inner, (jnp.full((*shape, K), -1), jnp.full((*shape, width), jnp.nan))
+        return inner, (jnp.full((*shape, self.most), -1), jnp.full((*shape, width), jnp.nan))
 
     def draft(self, target, params, state, context, k):
         inner, record = state
@@ -183,7 +184,7 @@ class RecordingDrafter:
         seeds = context.requests.at(context.slots).sampling.seeds
         number = seeds.astype(jnp.int32) - SEED
         row = jnp.where(context.is_active, number, len(LENGTHS))
-        padded = jnp.pad(draft.tokens, ((0, 0), (0, K - k)), constant_values=-1)
+        padded = jnp.pad(draft.tokens, ((0, 0), (0, self.most - k)), constant_values=-1)
         record = tuple(
             kept.at[row, context.starts].set(new, mode="drop")
             for kept, new in zip(record, (padded, hidden), strict=True)
@@ -215,13 +216,14 @@ class CyclicPolicy(PolicyRule):
 def recording_engine(target, files, policy, method, speculative):
     """(drafter, engine) of a target and a head in `files`."""
     model, params = load_model(target.folder, FLOAT32)
+    most = max(K, *policy.choices)
     config = SpeculativeConfig(
-        method=method, model=str(files.folder), num_speculative_tokens=K, **speculative
+        method=method, model=str(files.folder), num_speculative_tokens=most, **speculative
     )
     drafter, head_params = load_drafter(files.folder, config, model, FLOAT32)
     drafter, head_params = drafter.share(head_params, model, params)
-    weights = Params(params, head_params)
-    return drafter, Engine(EngineConfig(**SIZES), model, RecordingDrafter(drafter), weights, policy)
+    weights, recording = Params(params, head_params), RecordingDrafter(drafter, most)
+    return drafter, Engine(EngineConfig(**SIZES), model, recording, weights, policy)
 
 
 def run(engine, requests):
@@ -298,6 +300,46 @@ def check(
     assert metrics.num_accepted_tokens == sum(num_accepted)
     assert metrics.num_preemptions > 0
     return drafter, engine
+
+
+def check_plain(target, drafter, *, make_prompts, asked):
+    """Run requests, then others that begin with their outputs, through an engine that drafts, is
+    short of pages and finds those of earlier requests; compare every token with plain decoding.
+
+    Temperatures 0 and 0.8 take turns. Returns the engine.
+    """
+    model, params = load_model(target.folder, FLOAT32)
+    engine = Engine(EngineConfig(**SIZES), model, drafter, Params(params, None), CyclicPolicy((K,)))
+    prompts = make_prompts(*LENGTHS, vocab_size=model.vocab_size)
+    for _ in range(2):
+        requests = [
+            Request(
+                i,
+                tuple(prompt),
+                SamplingParams(temperature=0.8 * (i % 2)),
+                MAX_LEN - len(prompt) - 2 * i,
+                (SEED + i,),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        sequences = run(engine, requests)
+        for request, tokens in zip(requests, sequences, strict=True):
+            assert len(tokens) == request.max_length
+            with torch.no_grad():
+                logits = target.hf(input_ids=torch.tensor([tokens])).logits[0]
+            for i in range(len(request.prompt_token_ids), len(tokens)):
+                assert tokens[i] == choose(request, asked, logits[i - 1], tokens[:i]), i
+        prompts = [tokens[:40] for tokens in sequences]
+    metrics = engine.metrics()
+    assert metrics.num_preemptions > 0 and metrics.prefix_cache_hits > 0
+    assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
+    return engine
+
+
+@pytest.fixture
+def check_tokens(ragged_prompts, asked) -> Callable[..., Engine]:
+    """`check_plain`, with prompts to run."""
+    return partial(check_plain, make_prompts=ragged_prompts, asked=asked)
 
 
 @pytest.fixture

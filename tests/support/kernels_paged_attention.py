@@ -32,6 +32,7 @@ class Case:
     dtype: str = "float32"
     pool: str | None = None  # its dtype, if another
     window: int | None = None
+    is_block: bool = False  # rows see each other; windows count from the row or from the first
     soft_cap: float | None = None
     seed: int = 0
 
@@ -73,7 +74,8 @@ def arguments(case: Case) -> tuple[np.ndarray, ...]:
             kv[LAYER, page, seen] = rng.normal(size=kv[LAYER, page, seen].shape)
     row = np.arange(case.num_rows)[None]
     starts, counts = np.array(case.starts)[:, None], np.array(case.counts)[:, None]
-    positions = np.where(row < counts, starts + row, -1).astype(np.int32)
+    ends = starts + counts - 1 if case.is_block else starts + row
+    positions = np.where(row < counts, ends, -1).astype(np.int32)
     num_heads = case.num_kv_heads * case.group
     q = rng.normal(size=(batch, case.num_rows, num_heads, case.dim))
     return (
@@ -86,38 +88,41 @@ def arguments(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def options(case: Case) -> dict[str, Any]:
-    """window, soft_cap and kv_scale, those that the case has."""
-    found = {"window": case.window, "soft_cap": case.soft_cap, "kv_scale": None}
+    """window, origins, soft_cap and kv_scale, those that the case has."""
+    found: dict[str, Any] = {"window": case.window, "soft_cap": case.soft_cap}
+    if case.is_block:
+        starts = np.array(case.starts, np.int32)[:, None]
+        rows = np.arange(case.num_rows, dtype=np.int32)
+        found["origins"] = starts + rows * (np.arange(len(starts)) % 2)[:, None].astype(np.int32)
     if case.pool == "float8_e4m3fn":
         scale = np.random.default_rng(case.seed).uniform(0.5, 2.0, (2, case.num_kv_heads))
         found["kv_scale"] = scale.astype(np.float32)
     return {name: value for name, value in found.items() if value is not None}
 
 
-def context(pool: np.ndarray, page_table: np.ndarray, position: int, window: int) -> np.ndarray:
-    """Keys and values [n, H_kv, D] in f64 of the tokens that a row at `position` attends to."""
+def context(pool: np.ndarray, page_table: np.ndarray, first: int, position: int) -> np.ndarray:
+    """Keys and values [n, H_kv, D] in f64 of the tokens from `first` to `position`."""
     page_size = pool.shape[1]
     tokens = [
         pool[page_table[j // page_size], j % page_size]
-        for j in range(
-            max(0, position - window + 1), min(position + 1, len(page_table) * page_size)
-        )
+        for j in range(max(0, first), min(position + 1, len(page_table) * page_size))
         if page_table[j // page_size] >= 0
     ]
     return np.stack(tokens).astype(np.float64).transpose(1, 0, 2, 3)
 
 
 def attention_by_definition(
-    q, kv, layer, page_table, positions, *, window=10**6, soft_cap=None, kv_scale=None
+    q, kv, layer, page_table, positions, *, window=10**6, origins=None, soft_cap=None, kv_scale=None
 ):
     """The equation, one row and head at a time."""
     pool = kv[layer].astype(np.float64)
     if kv_scale is not None:
         pool = pool * kv_scale[:, :, None]
     out = np.zeros(q.shape, np.float64)
+    origins = positions if origins is None else origins
     group = q.shape[2] // pool.shape[3]
     for b, t in np.argwhere(positions >= 0):
-        keys, values = context(pool, page_table[b], positions[b, t], window)
+        keys, values = context(pool, page_table[b], origins[b, t] - window + 1, positions[b, t])
         for h in range(q.shape[2]):
             scores = keys[:, h // group] @ q[b, t, h].astype(np.float64) / np.sqrt(q.shape[3])
             if soft_cap is not None:

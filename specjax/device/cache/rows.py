@@ -27,6 +27,7 @@ class CachedRows:
     slots: Int32[jax.Array, "B"] | None = None  # of recurrent states; out of range for padding
     pending: Int32[jax.Array, "B"] | None = None
     reach: Int32[jax.Array, "N"] | None = None  # what a row attends up to, if not itself
+    origin: Int32[jax.Array, "N"] | None = None  # what windows count back from, if not that
     folds: bool = field(default=False, metadata={"static": True})
     writes: bool = field(default=True, metadata={"static": True})
     kernels: str = field(default="auto", metadata={"static": True})

@@ -3,7 +3,7 @@
     context   g_p = norm(fc f_p)            f_p: hidden states of some of the target's layers
               K_l, V_l of every layer l from g_p, in the drafter's cache at position p
     block     rows [e(x_n), e(MASK), ..., e(MASK)] at positions n, n + 1, ..., n + K
-              through decoder layers, each row attending to the context and to all of the block
+              through decoder layers; in each, a row sees a `Span` of the context and the block
     drafts    row j gives the token at n + j
 
 x_n is the last token, which the target has not run. The block writes its own keys and values at its
@@ -11,41 +11,30 @@ positions; when the target has run these, `observe` writes the context's over th
 than the block that the head was trained with.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.rms_norm import rms_norm
-from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.spec import projection, stored
-from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.checkpoint import (
     PUBLISHED_BESIDE,
-    DrafterFiles,
     embed_tokens,
-    read_target_ids,
 )
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
-from specjax.device.drafters.head import HeadDrafter
-from specjax.device.models import llama
-from specjax.device.models.config_fields import refuse_quantised
-from specjax.device.models.hf_config import HFConfig
+from specjax.device.drafters.head import HeadDrafter, on_rows
 from specjax.device.models.layers.attention import attention
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, LlamaLayer, decoder_layer, layer_specs
 from specjax.device.models.model import Model
-from specjax.device.models.registry import read_config
-from specjax.device.placement import Placement
 from specjax.device.verification import Draft
 
 # transformers' names of two tensors that others call fc and hidden_norm.
@@ -67,15 +56,52 @@ class DFlashParams:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Span:
+    """What the rows of a block see in a layer: positions from `back` before a row on, or before the
+    block's first row, up to `ahead` after the row, or to the end of the block."""
+
+    back: int | None = None  # None: everything before
+    ahead: int | None = None  # None: all of the block
+    is_anchored: bool = False  # `back` counts from the block's first row
+
+    @property
+    def window(self) -> int | None:
+        """The window of the layer's attention, in tokens; None for no limit."""
+        return None if self.back is None else self.back + 1
+
+    def sees(self, row: jax.Array, other: jax.Array) -> jax.Array:
+        """Return whether a row of the block sees another position; both count from the first row,
+        and `other` is at most the last."""
+        is_seen = jnp.array(True) if self.ahead is None else other <= row + self.ahead
+        if self.back is None:
+            return is_seen
+        return is_seen & (other >= (0 if self.is_anchored else row) - self.back)
+
+    def of(self, rows: CachedRows, starts: jax.Array, k: int) -> CachedRows:
+        """Return rows of a block with what they see: starts i32[B] are its positions, k + 1 rows
+        of each are real."""
+        own = rows.positions
+        first = jnp.repeat(starts, rows.width)
+        end = first + k
+        reach = end if self.ahead is None else jnp.minimum(own + self.ahead, end)
+        origin = first if self.is_anchored else own
+        return replace(
+            rows,
+            reach=jnp.where(own >= 0, reach, -1),
+            origin=None if self.back is None else origin,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class DFlashHead:
-    """The sizes of a DFlash head. `shape` is a decoder with its layers."""
+    """The sizes of a DFlash head. `shape` is a decoder with its layers, `spans` what they see."""
 
     shape: Llama
     target_hidden_size: int
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     mask_token_id: int
-    is_causal: bool = False  # a row attends to the rows of the block before it only
+    spans: tuple[Span, ...]
     has_embedding: bool = False
     has_lm_head: bool = False
     prefix_in_target: None = None
@@ -143,33 +169,34 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         last = context.history.tokens[jnp.arange(batch), context.starts]
         masks = jnp.full((batch, rows.width - 1), self.head.mask_token_id, jnp.int32)
         tokens = jnp.concatenate([last[:, None], masks], axis=1).reshape(-1)
-        hidden, kv = self.run(own, embed_tokens(target, params, tokens), rows, state.kv)
+        seen = [span.of(rows, context.starts, k) for span in self.head.spans]
+        hidden, kv = self.run(own, embed_tokens(target, params, tokens), seen, state.kv)
         # Logits of the rows that draft alone: row 0 has the last token.
         hidden = rows.by_request(hidden)[:, 1 : k + 1].reshape(batch * k, -1)
-        hidden = jnp.pad(hidden, ((0, -(batch * k) % context.row_multiple), (0, 0)))
-        logits = self.head.logits(target, params, hidden)[: batch * k].reshape(batch, k, -1)
+        logits = on_rows(partial(self.head.logits, target, params), hidden, context.row_multiple)
+        logits = logits.reshape(batch, k, -1)
         return self.draw_each(target, params, context, logits), DFlashState(kv)
 
     def _block(self, context: DraftContext, k: int) -> CachedRows:
-        """Return k + 1 rows per request from its last token on, each of which sees all of them."""
+        """Return k + 1 rows per request from its last token on."""
         starts, batch = context.starts, context.starts.shape[0]
         counts = jnp.where(context.is_active, k + 1, 0)
         width = padded_width(batch, k + 1, context.row_multiple)
-        rows = CachedRows.starting_at(
+        return CachedRows.starting_at(
             starts, counts, width, context.page_table, kernels=context.kernels
         )
-        if self.head.is_causal:
-            return rows
-        ends = jnp.repeat(starts + k, width)
-        return replace(rows, reach=jnp.where(rows.positions >= 0, ends, -1))
 
-    def run(self, params: DFlashParams, x: jax.Array, rows: Rows, kv: Any) -> tuple[jax.Array, Any]:
-        """Run rows x [N, D] through all layers; return them normed, and kv."""
+    def run(
+        self, params: DFlashParams, x: jax.Array, rows: Sequence[Rows], kv: Any
+    ) -> tuple[jax.Array, Any]:
+        """Run rows x [N, D] through all layers, as `rows` of each; return them normed, and kv."""
         shape = self.head.shape
-        stream, angles = Residual(x, jnp.zeros_like(x)), shape.rope.angles(rows.positions)
-        for i, layer in enumerate(params.layers):
-            stream, kv = decoder_layer(layer, stream, rows, angles, kv, jnp.int32(i), shape)
-        return stream.normed(params.norm, shape, rows.kernels)[1], kv
+        stream, angles = Residual(x, jnp.zeros_like(x)), shape.rope.angles(rows[0].positions)
+        for i, (layer, span) in enumerate(zip(params.layers, self.head.spans, strict=True)):
+            kind = replace(shape.attention, window=span.window)
+            where = rows[i], angles, kv, jnp.int32(i), shape, kind
+            stream, kv = decoder_layer(layer, stream, *where)
+        return stream.normed(params.norm, shape, rows[0].kernels)[1], kv
 
     def observe(
         self, target: Model, params: Params, state: DFlashState, seen: Observation
@@ -189,135 +216,3 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
             where = rows, angles, kv, jnp.int32(i), shape.attention
             _, kv = attention(layer.attention, fused, *where)
         return kv
-
-
-def load(
-    folder: Path | None,
-    config: SpeculativeConfig,
-    target: Model,
-    dtype: np.dtype,
-    placement: Placement,
-) -> tuple[DFlashDrafter, DFlashParams]:
-    """Load a head in the layout of its authors, of speculators, or of transformers.
-
-    Raises:
-        CheckpointError: it was made for another target, for fewer drafts, or is of a kind that is
-            not supported.
-    """
-    assert folder is not None, config.method
-    hf = read_config(folder)
-    refuse_quantised(hf)
-    files = DrafterFiles(open_checkpoint(folder), hf, placement)
-    names = files.tensors.names()
-    shape = _read_shape(hf, files)
-    head = DFlashHead(
-        shape=shape,
-        target_hidden_size=target.hidden_size,
-        draft_vocab_size=hf.integer("draft_vocab_size", shape.vocab_size),
-        aux_layers=_read_aux_layers(hf, target.num_layers, shape.num_layers),
-        mask_token_id=_read_mask(hf, target),
-        is_causal=bool(hf.get("is_causal", _own(hf).get("causal", False))),
-        has_embedding=files.has("embed_tokens.weight"),
-        has_lm_head=files.has("lm_head.weight"),
-    )
-    _check(files, head, config, target)
-    params = files.load(head.specs(names), dtype, unused=("d2t", "t2d"))
-    ids = read_target_ids(files, head.draft_vocab_size, target)
-    drafter = DFlashDrafter(head, is_greedy=config.draft_sample_method == "greedy")
-    return drafter, replace(params, target_ids=ids)
-
-
-def to_hf(head: DFlashHead, num_target_layers: int, block_size: int) -> dict[str, Any]:
-    """Return the authors' `config.json` of a head that drafts at most block_size - 1 tokens."""
-    return {
-        **llama.to_hf(head.shape),
-        "architectures": ["DFlashDraftModel"],
-        "model_type": "qwen3",
-        "block_size": block_size,
-        "num_target_layers": num_target_layers,
-        "is_causal": head.is_causal,
-        "dflash_config": {
-            "mask_token_id": head.mask_token_id,
-            "target_layer_ids": [i - 1 for i in head.aux_layers],
-        },
-    }
-
-
-def _own(hf: HFConfig) -> dict[str, Any]:
-    return hf.get("dflash_config", {})
-
-
-def _read_shape(hf: HFConfig, files: DrafterFiles) -> Llama:
-    fields = dict(hf.get("transformer_layer_config", hf.fields))
-    kinds = fields.pop("layer_types", None) or []
-    if _own(hf).get("use_swa") or any(kind != "full_attention" for kind in kinds):
-        raise CheckpointError(
-            f"{hf.origin}: layers with a sliding window are not supported; use a head whose "
-            "layer_types are all full_attention"
-        )
-    shape = llama.from_hf(HFConfig({**fields, "model_type": "qwen3"}, hf.origin))
-    layer = "layers.0.self_attn"
-    return replace(
-        shape,
-        qkv_bias=files.has(f"{layer}.q_proj.bias"),
-        out_bias=files.has(f"{layer}.o_proj.bias"),
-        qk_norm=files.has(f"{layer}.q_norm.weight"),
-    )
-
-
-def _read_aux_layers(hf: HFConfig, num_layers: int, num_own: int) -> tuple[int, ...]:
-    """Return the layers whose input the head reads: the outputs of the layers before them."""
-    entering = hf.get("aux_hidden_state_layer_ids", None)  # of speculators
-    outputs = _own(hf).get("target_layer_ids", hf.get("target_layer_ids", None))
-    if entering is None and outputs is None:
-        spread = max(num_own - 1, 1)
-        outputs = [round(1 + i * (num_layers - 4) / spread) for i in range(num_own)]
-        outputs = [num_layers // 2] if num_own == 1 else outputs
-    layers = tuple(entering) if entering is not None else tuple(int(i) + 1 for i in outputs or ())
-    if not layers or not all(0 <= i <= num_layers for i in layers):
-        raise CheckpointError(
-            f"{hf.origin}: the head reads layers {[i - 1 for i in layers]}, the target has 0.."
-            f"{num_layers - 1}; use a drafter trained for this target"
-        )
-    return layers
-
-
-def _read_mask(hf: HFConfig, target: Model) -> int:
-    token = _own(hf).get("mask_token_id", hf.get("mask_token_id", None))
-    if not isinstance(token, int) or not 0 <= token < target.vocab_size:
-        raise CheckpointError(
-            f"{hf.origin}: mask_token_id={token!r} must be one of the target's "
-            f"{target.vocab_size} tokens"
-        )
-    return token
-
-
-def _check(files: DrafterFiles, head: DFlashHead, config: SpeculativeConfig, target: Model) -> None:
-    hf, k = files.hf, config.num_speculative_tokens
-    block = hf.integer("block_size", 16)
-    if k >= block:
-        raise CheckpointError(
-            f"{hf.origin}: block_size={block} is a token and {block - 1} drafts; lower "
-            f"speculative_config.num_speculative_tokens={k}"
-        )
-    if files.has("mask_hidden"):
-        raise CheckpointError(
-            f"{hf.origin}: it has a mask_hidden, as P-EAGLE heads do; use method 'p_eagle'"
-        )
-    if (files.tensors.folder / "mask_embedding.pt").exists():
-        raise CheckpointError(
-            f"{files.tensors.folder} has a mask_embedding.pt, which is not supported; put the "
-            "embedding into embed_tokens.weight, at mask_token_id"
-        )
-    is_whole = head.has_embedding and head.has_lm_head
-    if not is_whole and head.shape.hidden_size != target.hidden_size:
-        raise CheckpointError(
-            f"{hf.origin}: the head is {head.shape.hidden_size} wide and uses the target's "
-            f"embedding or output head, which is {target.hidden_size} wide; use a drafter trained "
-            "for this target"
-        )
-    if head.shape.vocab_size != target.vocab_size:
-        raise CheckpointError(
-            f"{hf.origin}: vocab_size={head.shape.vocab_size}, the target's is "
-            f"{target.vocab_size}; use a drafter trained for this target"
-        )

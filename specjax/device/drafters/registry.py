@@ -9,7 +9,16 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import dflash, draft_model, eagle, eagle3, medusa, mtp, ngram, p_eagle
+from specjax.device.drafters import (
+    dflash_files,
+    draft_model,
+    eagle,
+    eagle3,
+    medusa,
+    mtp,
+    ngram,
+    p_eagle,
+)
 from specjax.device.drafters.chain import ChainDrafter, Head, chain_loader
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
@@ -22,7 +31,7 @@ DRAFTERS: dict[str, Load] = {
     "mtp": chain_loader(mtp.load),
     "medusa": medusa.load,
     "ngram": ngram.load,
-    "dflash": dflash.load,
+    "dflash": dflash_files.load,
     "p_eagle": p_eagle.load,
     "draft_model": draft_model.load,
 }

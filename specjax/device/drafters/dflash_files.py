@@ -1,0 +1,216 @@
+"""Files of DFlash heads: the layouts of the authors, of speculators and of transformers."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import open_checkpoint
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.checkpoint import DrafterFiles, read_target_ids
+from specjax.device.drafters.dflash import DFlashDrafter, DFlashHead, DFlashParams, Span
+from specjax.device.models import llama
+from specjax.device.models.config_fields import refuse_quantised
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.llama import Llama
+from specjax.device.models.model import Model
+from specjax.device.models.registry import read_config
+from specjax.device.models.windows import FULL, SLIDING
+from specjax.device.placement import Placement
+
+OF_TRANSFORMERS = "muse_glimmer_assistant"  # the model type of its layout
+_WINDOWS = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"
+
+
+def load(
+    folder: Path | None,
+    config: SpeculativeConfig,
+    target: Model,
+    dtype: np.dtype,
+    placement: Placement,
+) -> tuple[DFlashDrafter, DFlashParams]:
+    """Load a head in the layout of its authors, of speculators, or of transformers.
+
+    Raises:
+        CheckpointError: it was made for another target, for fewer drafts, or is of a kind that is
+            not supported.
+    """
+    assert folder is not None, config.method
+    hf = read_config(folder)
+    refuse_quantised(hf)
+    files = DrafterFiles(open_checkpoint(folder), hf, placement)
+    names = files.tensors.names()
+    shape = _read_shape(hf, files, target.vocab_size)
+    head = DFlashHead(
+        shape=shape,
+        target_hidden_size=target.hidden_size,
+        draft_vocab_size=hf.integer("draft_vocab_size", shape.vocab_size),
+        aux_layers=_read_aux_layers(hf, target.num_layers, shape.num_layers),
+        mask_token_id=_read_mask(hf, target),
+        spans=_read_spans(hf, shape.num_layers),
+        has_embedding=files.has("embed_tokens.weight"),
+        has_lm_head=files.has("lm_head.weight"),
+    )
+    _check(files, head, config, target)
+    params = files.load(head.specs(names), dtype, unused=("d2t", "t2d"))
+    ids = read_target_ids(files, head.draft_vocab_size, target)
+    drafter = DFlashDrafter(head, is_greedy=config.draft_sample_method == "greedy")
+    return drafter, replace(params, target_ids=ids)
+
+
+def to_hf(head: DFlashHead, num_target_layers: int, block_size: int) -> dict[str, Any]:
+    """Return the authors' `config.json` of a head without windows, for at most
+    block_size - 1 drafts."""
+    return {
+        **llama.to_hf(head.shape),
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "block_size": block_size,
+        "num_target_layers": num_target_layers,
+        "is_causal": all(span.ahead == 0 for span in head.spans),
+        "dflash_config": {
+            "mask_token_id": head.mask_token_id,
+            "target_layer_ids": [i - 1 for i in head.aux_layers],
+        },
+    }
+
+
+def _own(hf: HFConfig) -> Mapping[str, Any]:
+    return hf.get("dflash_config", {})
+
+
+def _decoder(hf: HFConfig) -> Mapping[str, Any]:
+    return hf.get("transformer_layer_config", hf.fields)
+
+
+def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
+    """Return the decoder's sizes; a config without a vocabulary's size means the target's."""
+    fields = {"vocab_size": vocab_size, **_decoder(hf)}
+    for name in _WINDOWS:  # in a head they mean something else: see `_read_spans`
+        fields.pop(name, None)
+    shape = llama.from_hf(HFConfig({**fields, "model_type": "qwen3"}, hf.origin))
+    layer = "layers.0.self_attn"
+    return replace(
+        shape,
+        qkv_bias=files.has(f"{layer}.q_proj.bias"),
+        out_bias=files.has(f"{layer}.o_proj.bias"),
+        qk_norm=files.has(f"{layer}.q_norm.weight"),
+    )
+
+
+def _read_spans(hf: HFConfig, num_layers: int) -> tuple[Span, ...]:
+    """Return what the rows of a block see, by layer.
+
+    A window of W tokens is, as each framework trains heads: W before the anchor, and the block
+    (speculators); W to either side (transformers); W - 1 to either side, or before a row that sees
+    the rows before it only (the authors).
+    """
+    windowed, window = _windowed_layers(hf, num_layers), _read_window(hf)
+    if any(windowed) and window is None:
+        raise CheckpointError(
+            f"{hf.origin}: layers with a sliding window, but no sliding_window says how long it is"
+        )
+    given = hf.get("is_causal", _own(hf).get("causal"))
+    is_marked = SLIDING in _layer_types(hf, num_layers)
+
+    def span(is_windowed: bool) -> Span:
+        is_causal = is_windowed and is_marked if given is None else bool(given)
+        if is_windowed and window is not None:
+            if _is_of_transformers(hf):
+                return Span(back=window, ahead=window)
+            if "speculators_model_type" in hf.fields:
+                sees_block = hf.flag("sliding_window_non_causal")
+                return Span(back=window, ahead=None if sees_block else 0, is_anchored=True)
+            return Span(back=window - 1, ahead=0 if is_causal else window - 1)
+        return Span(ahead=0 if is_causal else None)
+
+    return tuple(map(span, windowed))
+
+
+def _windowed_layers(hf: HFConfig, num_layers: int) -> list[bool]:
+    types = _layer_types(hf, num_layers)
+    if len(types) != num_layers or {*types} - {FULL, SLIDING}:
+        raise CheckpointError(
+            f"{hf.origin}: layer_types must name {FULL!r} or {SLIDING!r} for each of "
+            f"num_hidden_layers={num_layers}; got {types!r}"
+        )
+    is_everywhere = bool(_own(hf).get("use_swa")) and SLIDING not in types
+    return [is_everywhere or one == SLIDING for one in types]
+
+
+def _layer_types(hf: HFConfig, num_layers: int) -> list[str]:
+    default = SLIDING if _is_of_transformers(hf) else FULL
+    return _decoder(hf).get("layer_types") or [default] * num_layers
+
+
+def _read_window(hf: HFConfig) -> int | None:
+    window = _own(hf).get("swa_window_size", _decoder(hf).get("sliding_window"))
+    if window is not None and (type(window) is not int or window < 1):
+        raise CheckpointError(f"{hf.origin}: a window of {window!r} tokens must be at least 1")
+    return window
+
+
+def _is_of_transformers(hf: HFConfig) -> bool:
+    return hf.get("model_type", "") == OF_TRANSFORMERS
+
+
+def _read_aux_layers(hf: HFConfig, num_layers: int, num_own: int) -> tuple[int, ...]:
+    """Return the layers whose input the head reads: the outputs of the layers before them."""
+    entering = hf.get("aux_hidden_state_layer_ids", None)  # of speculators
+    outputs = _own(hf).get("target_layer_ids", hf.get("target_layer_ids", None))
+    if entering is None and outputs is None:
+        spread = max(num_own - 1, 1)
+        outputs = [round(1 + i * (num_layers - 4) / spread) for i in range(num_own)]
+        outputs = [num_layers // 2] if num_own == 1 else outputs
+    layers = tuple(entering) if entering is not None else tuple(int(i) + 1 for i in outputs or ())
+    if not layers or not all(0 <= i < num_layers for i in layers):
+        raise CheckpointError(
+            f"{hf.origin}: the head reads the outputs of layers {[i - 1 for i in layers]}; the "
+            f"target has 0..{num_layers - 1}, and that of the last one, which some frameworks take "
+            "before the final norm and some after, is not supported"
+        )
+    return layers
+
+
+def _read_mask(hf: HFConfig, target: Model) -> int:
+    token = _own(hf).get("mask_token_id", hf.get("mask_token_id", None))
+    if not isinstance(token, int) or not 0 <= token < target.vocab_size:
+        raise CheckpointError(
+            f"{hf.origin}: mask_token_id={token!r} must be one of the target's "
+            f"{target.vocab_size} tokens"
+        )
+    return token
+
+
+def _check(files: DrafterFiles, head: DFlashHead, config: SpeculativeConfig, target: Model) -> None:
+    hf, k = files.hf, config.num_speculative_tokens
+    block = hf.integer("block_size", 16)
+    if k >= block:
+        raise CheckpointError(
+            f"{hf.origin}: block_size={block} is a token and {block - 1} drafts; lower "
+            f"speculative_config.num_speculative_tokens={k}"
+        )
+    if files.has("mask_hidden"):
+        raise CheckpointError(
+            f"{hf.origin}: it has a mask_hidden, as P-EAGLE heads do; use method 'p_eagle'"
+        )
+    if (files.tensors.folder / "mask_embedding.pt").exists():
+        raise CheckpointError(
+            f"{files.tensors.folder} has a mask_embedding.pt, which is not supported; put the "
+            "embedding into embed_tokens.weight, at mask_token_id"
+        )
+    is_whole = head.has_embedding and head.has_lm_head
+    if not is_whole and head.shape.hidden_size != target.hidden_size:
+        raise CheckpointError(
+            f"{hf.origin}: the head is {head.shape.hidden_size} wide and uses the target's "
+            f"embedding or output head, which is {target.hidden_size} wide; use a drafter trained "
+            "for this target"
+        )
+    if head.shape.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"{hf.origin}: vocab_size={head.shape.vocab_size}, the target's is "
+            f"{target.vocab_size}; use a drafter trained for this target"
+        )
