@@ -71,7 +71,8 @@ def paged_attention_triton(
         ),
         operands,
         attended,
-        name="paged_attention",
+        # The name tells profiles and reports of compiled programs the window.
+        name="paged_attention" if window is None else f"paged_attention_window_{window}",
         # Adjacent programs of the grid run together: blocks of rows that read the same keys, then
         # heads whose keys are adjacent.
         grid=(num_blocks * num_kv_heads, batch, config.num_splits),

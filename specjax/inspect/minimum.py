@@ -8,11 +8,12 @@
 for B requests of c tokens, T = K + 1 rows each; L attention layers whose keys and values take S
 bytes per token and layer, R bytes of recurrent states per request, S_d bytes per token in the
 drafter's cache. Weights are read once, states read and written once, keys and values read once per
-pass over them and written once. Of a mixture of experts, at most B T k experts are read, k per row.
-Each of the K draft passes reads the context; all but the first write a new row to the cache. W_o
-are the weights up to attention, query columns included, because one matrix holds queries, keys and
-values. Activations are not counted; `with_activations` adds the two that our design's figures
-counted as ideal: the embedded rows, and reading new keys and values back.
+pass over them and written once; a layer with a window reads only the last of the c tokens. Of a
+mixture of experts, at most B T k experts are read, k per row. Each of the K draft passes reads the
+context; all but the first write a new row to the cache. W_o are the weights up to attention, query
+columns included, because one matrix holds queries, keys and values. Activations are not counted;
+`with_activations` adds the two that our design's figures counted as ideal: the embedded rows, and
+reading new keys and values back.
 """
 
 import math
@@ -66,7 +67,7 @@ def minimum_bytes(
     """Compute the formulas of this module's docstring; parameters are arrays or their shapes."""
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
-    token, state = _cache_bytes(target, dtype)
+    new, read, state = _cache_bytes(target, dtype, context)
     own_token = drafter_cache_bytes(drafter, 1, dtype).per_page
     draft = observe = 0
     if drafter_params is not None:
@@ -78,21 +79,24 @@ def minimum_bytes(
         observe = _observed_bytes(drafter_params) + own_token * num_rows
     return Minimum(
         weights=_read_bytes(target, params, num_rows),
-        keys_and_values=token * (batch * context + num_rows),
+        keys_and_values=read * batch + new * num_rows,
         states=2 * state * batch,
         draft=draft,
         observe=observe,
-        activations=embedded + token * num_rows,
+        activations=embedded + new * num_rows,
     )
 
 
-def _cache_bytes(target: Model, dtype: str) -> tuple[int, int]:
-    """Return bytes of keys and values per token, and of recurrent states (no rings) per request."""
-    token = state = 0
+def _cache_bytes(target: Model, dtype: str, context: int) -> tuple[int, int, int]:
+    """Return bytes of keys and values per new token, of those that a request of `context` tokens
+    reads, and of recurrent states (no rings) per request."""
+    new = read = state = 0
     for kind in target.cache_kinds:
-        token += kind.num_layers * math.prod(kind.token_shape) * np.dtype(dtype).itemsize
+        token = kind.num_layers * math.prod(kind.token_shape) * np.dtype(dtype).itemsize
+        new += token
+        read += token * (context if kind.window is None else min(context, kind.window))
         state += kind.num_layers * math.prod(kind.state_shape) * np.dtype(np.float32).itemsize
-    return token, state
+    return new, read, state
 
 
 def _head_bytes(params: Any) -> int:

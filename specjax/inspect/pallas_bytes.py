@@ -75,6 +75,9 @@ def touched(name: str, call: Call, load: CachedContext) -> tuple[int, int]:
     count = TOUCHED.get(name)
     if name.startswith("grouped_matmul"):
         count = _grouped_matmul
+    if name.startswith("paged_attention_window_"):
+        window = int(name.rpartition("_")[2])
+        count, load = _paged_attention, load._replace(context=min(load.context, window))
     try:
         return _whole(call) if count is None else count(call, load)
     except (StopIteration, IndexError, ValueError):

@@ -15,6 +15,8 @@ from specjax.device.models.registry import MODELS, describe_model, read_config
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 CLASSES = {
     "llama": "LlamaConfig",
+    "mistral": "MistralConfig",
+    "ministral": "MinistralConfig",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
     "qwen3_next": "Qwen3NextConfig",
@@ -84,11 +86,42 @@ def test_fields_that_change_the_mathematics(name):
     refusal(lambda: described(kind, **{name: value}), *words)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3"])
-def test_layers_within_a_window(kind):
-    types = ["full_attention"] * 3
-    assert described(kind, layer_types=[*types, "full_attention"]) == described(kind)
-    refusal(lambda: described(kind, layer_types=[*types, "sliding_attention"]), "layer_types=")
+SLIDING, FULL = "sliding_attention", "full_attention"
+# Fields of a model of four layers, and their windows.
+WINDOWS = [
+    ("mistral", {}, [4096] * 4),
+    ("mistral", {"sliding_window": None}, [None] * 4),
+    ("mistral", {"sliding_window": 7}, [7] * 4),
+    ("ministral", {"layer_types": [SLIDING, FULL] * 2}, [4096, None] * 2),
+    ("ministral", {"sliding_window": None}, [None] * 4),
+    ("qwen3", {"sliding_window": 7, "layer_types": [FULL] * 4}, [None] * 4),
+    ("qwen3", {"sliding_window": 7, "max_window_layers": 1}, [None] * 4),
+    ("qwen3", {"use_sliding_window": True}, [None] * 4),  # from layer 28 on
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [4096]),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
+    (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": 5, "layer_types": [FULL, SLIDING] * 2},
+        [None, 5] * 2,
+    ),
+]
+
+
+@pytest.mark.parametrize("kind, fields, windows", WINDOWS, ids=str)
+def test_layers_within_a_window(kind, fields, windows):
+    model = described(kind, **fields)
+    assert [model.cache_kinds[i].window for i in model.layer_kinds] == windows
+    first = model.with_layers(1)
+    assert [kind.window for kind in first.cache_kinds] == windows[:1]
+
+
+def test_windows_that_contradict_themselves():
+    types = {"layer_types": [FULL] * 3 + [SLIDING]}
+    refusal(lambda: described("qwen3", **types), "layer_types", "use_sliding_window is false")
+    given = types | {"sliding_window": None}
+    refusal(lambda: described("ministral", **given), "layer_types", "no sliding_window")
+    refusal(lambda: described("ministral", layer_types=[SLIDING]), "num_hidden_layers=4")
+    refusal(lambda: described("mistral", sliding_window=0), "sliding_window", "0")
 
 
 def test_fields_that_nobody_knows_are_warned_of():

@@ -66,6 +66,13 @@ PALLAS = {
         INT_BYTES + QUERY + BATCH * CONTEXT * TOKEN,
         2 * QUERY,
     ),
+    "paged_attention_window_30": (
+        (*INTS.values(), shape(BATCH, WIDTH, HEADS, 64), shape(*POOL)),
+        (shape(BATCH, WIDTH, HEADS, 64, dtype=jnp.float32),),
+        (),
+        INT_BYTES + QUERY + BATCH * 30 * TOKEN,
+        2 * QUERY,
+    ),
     "paged_attention_combine": (
         (shape(BATCH, WIDTH, HEADS, 4, 64, dtype=jnp.float32),),
         (shape(BATCH, WIDTH, HEADS, 64),),

@@ -290,6 +290,46 @@ def check(
     return drafter, engine
 
 
+def check_plain(target, drafter, *, make_prompts, asked):
+    """Run requests, then others that begin with their outputs, through an engine that drafts, is
+    short of pages and finds those of earlier requests; compare every token with plain decoding.
+
+    Temperatures 0 and 0.8 take turns. Returns the engine.
+    """
+    model, params = load_model(target.folder, FLOAT32)
+    engine = Engine(EngineConfig(**SIZES), model, drafter, Params(params, None), CyclicPolicy((K,)))
+    prompts = make_prompts(*LENGTHS, vocab_size=model.vocab_size)
+    for _ in range(2):
+        requests = [
+            Request(
+                i,
+                tuple(prompt),
+                SamplingParams(temperature=0.8 * (i % 2)),
+                MAX_LEN - len(prompt) - 2 * i,
+                (SEED + i,),
+            )
+            for i, prompt in enumerate(prompts)
+        ]
+        sequences = run(engine, requests)
+        for request, tokens in zip(requests, sequences, strict=True):
+            assert len(tokens) == request.max_length
+            with torch.no_grad():
+                logits = target.hf(input_ids=torch.tensor([tokens])).logits[0]
+            for i in range(len(request.prompt_token_ids), len(tokens)):
+                assert tokens[i] == choose(request, asked, logits[i - 1], tokens[:i]), i
+        prompts = [tokens[:40] for tokens in sequences]
+    metrics = engine.metrics()
+    assert metrics.num_preemptions > 0 and metrics.prefix_cache_hits > 0
+    assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
+    return engine
+
+
+@pytest.fixture
+def check_tokens(ragged_prompts, asked) -> Callable[..., Engine]:
+    """`check_plain`, with prompts to run."""
+    return partial(check_plain, make_prompts=ragged_prompts, asked=asked)
+
+
 @pytest.fixture
 def check_drafts(ragged_prompts, asked) -> Callable[..., tuple[ChainDrafter, Engine]]:
     """`check`, with prompts to run."""

@@ -62,6 +62,16 @@ CASES = {
         },
     ),
     "qwen3-head-dim": ("qwen3", {"head_dim": 12, "num_hidden_layers": 1}),
+    # Windows shorter than a chunk; in all layers, in some by name, and in the upper ones.
+    "mistral-window": ("mistral", {"sliding_window": 10, "head_dim": 12, "num_hidden_layers": 1}),
+    "ministral-windows-by-name": (
+        "ministral",
+        {
+            "head_dim": 8,
+            "sliding_window": 17,
+            "layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
 }
 # Those of the others are the targets of test_eagle.py, whose output is compared as well.
 FAMILIES = (
@@ -102,9 +112,9 @@ def paged_logits(folder, tokens):
     table = np.random.default_rng(1).permutation(num_pages + 3)[:num_pages]
     table = table.reshape(BATCH, -1).astype(np.int32)
     sizes = CacheSizes(BATCH, num_pages + 3, PAGE_SIZE, CHUNK)
-    (shape,) = jax.eval_shape(lambda: init_caches(model, sizes, "float32"))
+    shapes = jax.eval_shape(lambda: init_caches(model, sizes, "float32"))
     # What nothing was written to must not matter.
-    kv = (np.full(shape.shape, np.nan, np.float32),)
+    kv = tuple(np.full(shape.shape, np.nan, np.float32) for shape in shapes)
     chunks = []
     for start in range(0, LENGTH, CHUNK):
         starts = np.full(BATCH, start, np.int32)
@@ -196,7 +206,7 @@ def test_bfloat16_log_probabilities(checkpoints, tokens, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "mistral", "qwen2", "qwen3"])
 @pytest.mark.parametrize(
     "heads, kv_heads, head_dim, seed", [(2, 2, 20, 0), (6, 3, 8, 1), (8, 2, 4, 2)]
 )
@@ -210,6 +220,7 @@ def test_more_shapes(checkpoints, tokens, kind, heads, kv_heads, head_dim, seed)
         head_dim=head_dim,
         num_hidden_layers=1 + seed,
         tie_word_embeddings=bool(seed % 2),
+        **({"sliding_window": 5 + 25 * seed} if kind == "mistral" else {}),
     )
     expected = hf_logits(target.hf, tokens)
     np.testing.assert_allclose(causal_logits(target.folder, tokens), expected, rtol=0, atol=1e-4)

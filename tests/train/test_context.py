@@ -1,8 +1,11 @@
 """The cache-free rows of training against a direct rewrite in float64."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from pallas_kernels.rope_write import HeadWeights
 from specjax.device.cache.paged import PagedAttention, ProjectedHeads
@@ -10,6 +13,9 @@ from specjax.train.context import CausalRows, UnrolledRows
 
 B, T, H, H_KV, D = 2, 7, 4, 2, 8
 KIND = PagedAttention(num_layers=1, num_heads=H, num_kv_heads=H_KV, head_dim=D, rms_norm_eps=1e-6)
+
+# Of four steps, two are further back than the shorter window from the last.
+WINDOWS = pytest.mark.parametrize("window", [None, 5, 2])
 
 
 def _draw(rng, heads):
@@ -31,8 +37,9 @@ def _attend(query, keys, values):
     return (weights / weights.sum()) @ np.array(values, np.float64)
 
 
-def _expected(q, steps):
-    """What row t of a chain sees: step 0's rows up to t, and row t of every later step."""
+def _expected(q, steps, window):
+    """What row t of a chain sees: step 0's rows up to t, and row t of every later step; of these
+    the ones at the last `window` positions."""
     out = np.zeros((B * T, H, D))
     for row in range(B * T):
         first = row - row % T
@@ -40,28 +47,31 @@ def _expected(q, steps):
             shared = head // (H // H_KV)
             seen = [(steps[0], i) for i in range(first, row + 1)]
             seen += [(step, row) for step in steps[1:]]
+            seen = seen[-window:]  # they are at consecutive positions
             keys = [k[i, shared] for (k, _), i in seen]
             values = [v[i, shared] for (_, v), i in seen]
             out[row, head] = _attend(q[row, head], keys, values)
     return out
 
 
-def test_causal_rows_see_their_own_sequence_up_to_themselves():
+@WINDOWS
+def test_causal_rows_see_their_own_sequence_up_to_themselves(window):
     rng = np.random.default_rng(0)
     q, k, v = _draw(rng, H), _draw(rng, H_KV), _draw(rng, H_KV)
-    kept = np.zeros(3)
+    kept, kind = np.zeros(3), replace(KIND, window=window)
 
     @jax.jit
     def attend(kept, qkv):
-        return CausalRows.of(B, T).mix(KIND, kept, jnp.int32(0), _heads(qkv))
+        return CausalRows.of(B, T).mix(kind, kept, jnp.int32(0), _heads(qkv))
 
     out, kv = attend(kept, _joined(q, k, v))
     np.testing.assert_array_equal(kv, kept)
-    np.testing.assert_allclose(out, _expected(q, [(k, v)]), atol=2e-6)
+    np.testing.assert_allclose(out, _expected(q, [(k, v)], window or T), atol=2e-6)
 
 
-def test_unrolled_rows_see_the_verified_rows_and_their_own_drafts_only():
-    rng = np.random.default_rng(1)
+@WINDOWS
+def test_unrolled_rows_see_the_verified_rows_and_their_own_drafts_only(window):
+    rng, kind = np.random.default_rng(1), replace(KIND, window=window)
     drawn = [(_draw(rng, H), _draw(rng, H_KV), _draw(rng, H_KV)) for _ in range(4)]
 
     @jax.jit
@@ -69,11 +79,11 @@ def test_unrolled_rows_see_the_verified_rows_and_their_own_drafts_only():
         kv, found = (), []
         for step, qkv in enumerate(steps):
             rows = UnrolledRows.of(B, T, step)
-            out, kv = rows.mix(KIND, kv, jnp.int32(0), _heads(qkv))
+            out, kv = rows.mix(kind, kv, jnp.int32(0), _heads(qkv))
             found.append((rows.positions, out))
         return found
 
     for step, (positions, out) in enumerate(unroll([_joined(*qkv) for qkv in drawn])):
         np.testing.assert_array_equal(positions, np.tile(np.arange(T) + step, B))
         seen = [(k, v) for _, k, v in drawn[: step + 1]]
-        np.testing.assert_allclose(out, _expected(drawn[step][0], seen), atol=2e-6)
+        np.testing.assert_allclose(out, _expected(drawn[step][0], seen, window or 2 * T), atol=2e-6)

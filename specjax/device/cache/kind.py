@@ -44,6 +44,11 @@ class CacheKind(Protocol):
         ...
 
     @property
+    def window(self) -> int | None:
+        """How many tokens a row reads in the pages, itself included; None for all."""
+        ...
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
         """Shape of a request's f32 state in a layer; (0,) if none."""
         ...

@@ -22,7 +22,8 @@ class ProjectedHeads(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention:
-    """Grouped-query attention of each row over all rows of its request up to itself.
+    """Grouped-query attention of each row over the rows of its request up to itself: over all of
+    them, or over the last `window`, itself included.
 
     The cache is a pool [layers, pages, page_size, 2, H_kv, D_h]; axis 3 is a token's key and value.
     """
@@ -33,11 +34,12 @@ class PagedAttention:
     head_dim: int
     rms_norm_eps: float
     has_centred_norms: bool = False  # weights of q and k norms are stored minus one
+    window: int | None = None  # None: no limit
 
     @property
     def name(self) -> str:
         """The name in configs."""
-        return "full_attention"
+        return "full_attention" if self.window is None else "sliding_attention"
 
     @property
     def is_recurrent(self) -> bool:
@@ -94,13 +96,21 @@ class PagedAttention:
             kernels=rows.kernels,
         )
         reach = positions if rows.reach is None else rows.by_request(rows.reach)
-        out = paged_attention(q, cache, layer, rows.page_table, reach, kernels=rows.kernels)
+        out = paged_attention(
+            q,
+            cache,
+            layer,
+            rows.page_table,
+            reach,
+            window=self.window,
+            kernels=rows.kernels,
+        )
         return out.reshape(-1, *out.shape[2:]), cache
 
     def causal(self, length: int, inputs: ProjectedHeads) -> jax.Array:
         """Attend within each sequence: [N, H, D_h]."""
         q, k, v = self._split(inputs)
-        weights = jax.nn.softmax(_causal_scores(q, k, length), axis=-1)
+        weights = jax.nn.softmax(_causal_scores(q, k, length, self.window), axis=-1)
         return _weighted_values(weights, v, q.shape)
 
     def unrolled(self, length: int, kept: tuple, inputs: ProjectedHeads) -> tuple[jax.Array, tuple]:
@@ -110,10 +120,12 @@ class PagedAttention:
         kept = (*kept, (k, v))
         (k0, v0), drafted = kept[0], kept[1:]
         queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
-        scores = [_causal_scores(q, k0, length)]
-        for key, _ in drafted:
+        scores = [_causal_scores(q, k0, length, self.window, distance=len(drafted))]
+        for i, (key, _) in enumerate(drafted, start=1):
             own = _heads_first(key, length)[:, :, None]
-            scores.append((queries * own).sum(-1, keepdims=True).astype(jnp.float32))
+            score = (queries * own).sum(-1, keepdims=True).astype(jnp.float32)
+            is_seen = self.window is None or len(drafted) - i < self.window
+            scores.append(score if is_seen else jnp.full_like(score, -jnp.inf))
         weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
         out = _weighted_values(weights[..., :length], v0, q.shape)
         for i, (_, value) in enumerate(drafted):
@@ -147,11 +159,18 @@ def _grouped(q: jax.Array, num_kv_heads: int, length: int) -> jax.Array:
     return q.reshape(q.shape[0], num_kv_heads, -1, *q.shape[2:])
 
 
-def _causal_scores(q: jax.Array, k: jax.Array, length: int) -> jax.Array:
-    """Return causal scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k [N, H_kv, D_h]."""
+def _causal_scores(
+    q: jax.Array, k: jax.Array, length: int, window: int | None, distance: int = 0
+) -> jax.Array:
+    """Return causal scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k [N, H_kv, D_h].
+
+    Row t of q sees the keys up to t, of the `window` positions that end at its own, t + distance.
+    """
     queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
     scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))
     mask = jnp.tril(jnp.ones((length, length), bool))
+    if window is not None:
+        mask &= ~jnp.tril(mask, distance - window)
     return jnp.where(mask, scores.astype(jnp.float32), -jnp.inf)
 
 

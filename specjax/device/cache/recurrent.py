@@ -67,6 +67,10 @@ class DeltaRule:
         return (0,)
 
     @property
+    def window(self) -> None:
+        """None: pages hold nothing."""
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
         """Shape of the state: a matrix per head."""
         return self.heads.num_values, self.heads.value_dim, self.heads.key_dim

@@ -199,7 +199,8 @@ class DFlashDrafter:
         shape = self.head.shape
         stream, angles = Residual(x, jnp.zeros_like(x)), shape.rope.angles(rows.positions)
         for i, layer in enumerate(params.layers):
-            stream, kv = decoder_layer(layer, stream, rows, angles, kv, jnp.int32(i), shape)
+            where = rows, angles, kv, jnp.int32(i), shape, shape.attention
+            stream, kv = decoder_layer(layer, stream, *where)
         return stream.normed(params.norm, shape, rows.kernels)[1], kv
 
     def observe(
@@ -261,7 +262,8 @@ def _own(hf: HFConfig) -> dict[str, Any]:
 def _read_shape(hf: HFConfig, files: DrafterFiles) -> Llama:
     fields = dict(hf.get("transformer_layer_config", hf.fields))
     kinds = fields.pop("layer_types", None) or []
-    if _own(hf).get("use_swa") or any(kind != "full_attention" for kind in kinds):
+    is_windowed = _own(hf).get("use_swa") or fields.get("use_sliding_window")
+    if is_windowed or any(kind != "full_attention" for kind in kinds):
         raise CheckpointError(
             f"{hf.origin}: layers with a sliding window are not supported; use a head whose "
             "layer_types are all full_attention"

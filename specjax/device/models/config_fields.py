@@ -20,9 +20,11 @@ _SIZES = (
     *("hidden_act", "tie_word_embeddings", "attention_bias"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
 )
-_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
+_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
 _DENSE = {
     "llama": (*_SIZES, "mlp_bias"),
+    "mistral": (*_SIZES, "sliding_window"),
+    "ministral": (*_SIZES, "sliding_window", "layer_types"),
     "qwen2": (*_SIZES, *_WINDOWS),
     "qwen3": (*_SIZES, *_WINDOWS),
 }

@@ -1,8 +1,9 @@
-"""Dense decoders of the Llama family: `llama`, `qwen2` and `qwen3`.
+"""Dense decoders of the Llama family: `llama`, `mistral`, `ministral`, `qwen2` and `qwen3`.
 
-One architecture; the three differ only in optional tensors: Qwen2 has a bias on q, k and v, Qwen3
-normalises q and k per head, Llama may have a bias on every attention projection. A tensor that a
-model does not have is None, and the forward pass skips it.
+One architecture; they differ only in optional tensors and in windows: Qwen2 has a bias on q, k and
+v, Qwen3 normalises q and k per head, Llama may have a bias on every attention projection. A tensor
+that a model does not have is None, and the forward pass skips it. In all but Llama, some layers or
+all may attend within a window only.
 """
 
 from collections.abc import Collection, Mapping
@@ -23,6 +24,7 @@ from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features
+from specjax.device.models.windows import read_windows
 
 
 @jax.tree_util.register_dataclass
@@ -65,6 +67,7 @@ class Llama:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
+    windows: tuple[int | None, ...] = ()  # of each layer, in tokens; () if no layer has one
 
     @property
     def has_centred_norms(self) -> bool:
@@ -73,33 +76,45 @@ class Llama:
 
     @property
     def attention(self) -> PagedAttention:
-        """The cache of all layers."""
+        """The cache of a model whose layers have the same window, or none."""
+        (kind,) = self.cache_kinds
+        return kind
+
+    @property
+    def cache_kinds(self) -> tuple[PagedAttention, ...]:
+        """Attention; layers of the same window share a kind."""
+        windows = self._layer_windows
+        return tuple(self._attention(one, windows.count(one)) for one in dict.fromkeys(windows))
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """See `Model.layer_kinds`; by the layers' windows."""
+        windows = self._layer_windows
+        kinds = list(dict.fromkeys(windows))
+        return tuple(kinds.index(one) for one in windows)
+
+    @property
+    def _layer_windows(self) -> tuple[int | None, ...]:
+        return self.windows or (None,) * self.num_layers
+
+    def _attention(self, window: int | None, num_layers: int) -> PagedAttention:
         return PagedAttention(
-            num_layers=self.num_layers,
+            num_layers=num_layers,
             num_heads=self.num_heads,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             rms_norm_eps=self.rms_norm_eps,
+            window=window,
         )
-
-    @property
-    def cache_kinds(self) -> tuple[PagedAttention]:
-        """Attention only."""
-        return (self.attention,)
-
-    @property
-    def layer_kinds(self) -> tuple[int, ...]:
-        """All layers have the same kind."""
-        return (0,) * self.num_layers
 
     def with_layers(self, num_layers: int) -> "Llama":
         """See `Model.with_layers`."""
-        return replace(self, num_layers=num_layers)
+        return replace(self, num_layers=num_layers, windows=self.windows[:num_layers])
 
     @property
     def head_shape(self) -> "Llama":
-        """See `Model.head_shape`: one of its own layers."""
-        return self.with_layers(1)
+        """See `Model.head_shape`: one of its own layers, without a window."""
+        return replace(self, num_layers=1, windows=())
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
@@ -129,17 +144,21 @@ class Llama:
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Features, tuple[Any, ...]]:
         """See `Model.extend`."""
-        (kv,) = caches or (None,)
+        kinds, places = self.cache_kinds, self.layer_kinds
+        held = list(caches or (None,) * len(kinds))
         x = self.embed(params, tokens)
         stream = Residual(x, jnp.zeros_like(x))
         angles = self.rope.angles(rows.positions)
         entering = []
         for i, layer in enumerate(params.layers):
             entering.append(stream)
-            stream, kv = decoder_layer(layer, stream, rows, angles, kv, jnp.int32(i), self)
+            place, index = places[i], jnp.int32(places[:i].count(places[i]))
+            stream, held[place] = decoder_layer(
+                layer, stream, rows, angles, held[place], index, self, kinds[place]
+            )
         entering.append(stream)
         _, hidden = stream.normed(params.norm, self, rows.kernels)
-        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), (kv,)
+        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), tuple(held)
 
     def embed(self, params: LlamaParams, tokens: jax.Array) -> jax.Array:
         """Return the input embeddings [N, D] of tokens i32[N]."""
@@ -151,8 +170,9 @@ class Llama:
         return linear(hidden, head, jnp.float32)
 
 
-# Traced once for all layers, because the layer index is an operand; XLA inlines the calls.
-@partial(jax.jit, static_argnames="model")
+# Traced once per kind of layer, because the index within the kind is an operand; XLA inlines the
+# calls.
+@partial(jax.jit, static_argnames=("model", "kind"))
 def decoder_layer(
     params: LlamaLayer,
     stream: Residual,
@@ -161,10 +181,11 @@ def decoder_layer(
     kv: Any,
     layer: jax.Array,
     model: Llama,
+    kind: PagedAttention,
 ) -> tuple[Residual, Any]:
-    """Run one pre-norm decoder layer."""
+    """Run one pre-norm decoder layer, the `layer`-th of those with the cache `kv` of `kind`."""
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
-    mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, model.attention)
+    mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, kind)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
     return Residual(x, mlp(params.mlp, normed)), kv
 
@@ -205,18 +226,18 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
 
 
 def from_hf(hf: HFConfig) -> Llama:
-    """Return the model that a Hugging Face config of type `llama`, `qwen2` or `qwen3` describes."""
-    hf.require_unset("mlp_bias", "use_sliding_window")
+    """Return the model that a Hugging Face config of the family describes."""
+    hf.require_unset("mlp_bias")
     hf.require("hidden_act", "silu")
     kind = hf.get("model_type", "llama")
     bias = hf.flag("attention_bias")
     hidden, heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
-    head_dim = hf.integer("head_dim", hidden // heads)
+    head_dim, num_layers = hf.integer("head_dim", hidden // heads), hf.integer("num_hidden_layers")
     return Llama(
         vocab_size=hf.integer("vocab_size"),
         hidden_size=hidden,
         intermediate_size=hf.integer("intermediate_size"),
-        num_layers=hf.integer("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=heads,
         num_kv_heads=hf.kv_heads(heads, default=heads),
         head_dim=head_dim,
@@ -227,6 +248,7 @@ def from_hf(hf: HFConfig) -> Llama:
         qkv_bias=kind == "qwen2" or bias,
         out_bias=kind != "qwen2" and bias,
         qk_norm=kind == "qwen3",
+        windows=read_windows(hf, kind, num_layers),
     )
 
 

@@ -19,6 +19,8 @@ from specjax.device.placement import Placement
 
 MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "llama": llama.from_hf,
+    "mistral": llama.from_hf,
+    "ministral": llama.from_hf,
     "qwen2": llama.from_hf,
     "qwen3": llama.from_hf,
     "qwen3_next": qwen3_5.from_hf,

@@ -1,0 +1,60 @@
+"""Which layers of a Hugging Face config attend within a window only."""
+
+from collections.abc import Mapping, Sequence
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.device.models.hf_config import HFConfig
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+# `sliding_window` of configs without the field.
+_DEFAULTS: Mapping[str, int | None] = {
+    "mistral": 4096,
+    "ministral": 4096,
+    "qwen2": 4096,
+    "qwen3": 4096,
+}
+_SWITCHED = ("qwen2", "qwen3")  # `use_sliding_window` says whether there are windows
+_WITHOUT = ("llama",)
+
+
+def read_windows(hf: HFConfig, kind: str, num_layers: int) -> tuple[int | None, ...]:
+    """Return each layer's window in tokens, None for a layer without; () if all are without.
+
+    Args:
+        kind: the model type, which determines the defaults.
+
+    Raises:
+        CheckpointError: the fields contradict each other, or are not of this model type.
+    """
+    if kind in _WITHOUT:
+        hf.require_unset("use_sliding_window")
+        return ()
+    window = _read_window(hf, kind)
+    types = hf.get("layer_types", _default_types(hf, kind, num_layers, window))
+    if not isinstance(types, Sequence) or len(types) != num_layers or {*types} - {FULL, SLIDING}:
+        raise CheckpointError(
+            f"{hf.origin}: layer_types must name {FULL!r} or {SLIDING!r} for each of "
+            f"num_hidden_layers={num_layers}; got {types!r}"
+        )
+    if SLIDING not in types:
+        return ()
+    if window is None:
+        raise CheckpointError(
+            f"{hf.origin}: layer_types has {SLIDING!r}, but there is no sliding_window"
+            + (", or use_sliding_window is false" if kind in _SWITCHED else "")
+        )
+    return tuple(window if one == SLIDING else None for one in types)
+
+
+def _read_window(hf: HFConfig, kind: str) -> int | None:
+    is_on = hf.flag("use_sliding_window") if kind in _SWITCHED else True
+    # Null differs from a missing field: it says that there is no window.
+    given = hf.fields.get("sliding_window", _DEFAULTS.get(kind))
+    return hf.integer("sliding_window", given) if is_on and given is not None else None
+
+
+def _default_types(hf: HFConfig, kind: str, num_layers: int, window: int | None) -> list[str]:
+    if window is None:
+        return [FULL] * num_layers
+    first = hf.get("max_window_layers", 28) if kind in _SWITCHED else 0
+    return [FULL if i < first else SLIDING for i in range(num_layers)]
