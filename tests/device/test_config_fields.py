@@ -19,6 +19,8 @@ CLASSES = {
     "ministral": "MinistralConfig",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "phi3": "Phi3Config",
     "qwen3_next": "Qwen3NextConfig",
     "qwen3_5": "Qwen3_5Config",
     "qwen3_5_text": "Qwen3_5TextConfig",
@@ -98,6 +100,10 @@ WINDOWS = [
     ("qwen3", {"sliding_window": 7, "max_window_layers": 1}, [None] * 4),
     ("qwen3", {"use_sliding_window": True}, [None] * 4),  # from layer 28 on
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [4096]),
+    ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 3}, [4096] * 4),
+    ("qwen3_moe", {"sliding_window": 7}, [None] * 4),
+    ("phi3", {}, [None] * 4),
+    ("phi3", {"sliding_window": 2047}, [2047] * 4),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
     (
         "qwen2",

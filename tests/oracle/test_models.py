@@ -81,12 +81,21 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "phi3-partial-rope": (
+        "phi3",
+        {
+            "num_hidden_layers": 1,
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+    ),
+    "qwen3-moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
 }
 # Those of the others are the targets of test_eagle.py, whose output is compared as well.
 FAMILIES = (
     "llama",
     pytest.param("qwen2-tied-sharded", marks=pytest.mark.slow),
     pytest.param("qwen3-head-dim-yarn", marks=pytest.mark.slow),
+    pytest.param("qwen3-moe-dense-layer", marks=pytest.mark.slow),
 )
 
 

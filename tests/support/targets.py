@@ -36,7 +36,6 @@ MOE_SIZES = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 20,
 }
 VISION_SIZES = {
     "depth": 1,
@@ -68,6 +67,8 @@ def _hf_config(kind: str, given: Mapping[str, Any]) -> Any:
         sizes |= HYBRID_SIZES
     if "moe" in kind or kind == "qwen3_next":
         sizes |= MOE_SIZES
+        if kind != "qwen3_moe":
+            sizes["shared_expert_intermediate_size"] = 20
     config = sizes | given
     if not _has_vision(kind):
         return transformers.AutoConfig.for_model(kind, **config)

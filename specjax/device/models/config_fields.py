@@ -20,21 +20,26 @@ _SIZES = (
     *("hidden_act", "tie_word_embeddings", "attention_bias"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
 )
-_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
+_EXPERTS = (
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("decoder_sparse_step", "mlp_only_layers"),
+)
 _DENSE = {
     "llama": (*_SIZES, "mlp_bias"),
     "mistral": (*_SIZES, "sliding_window"),
     "ministral": (*_SIZES, "sliding_window", "layer_types"),
-    "qwen2": (*_SIZES, *_WINDOWS),
-    "qwen3": (*_SIZES, *_WINDOWS),
+    "phi3": (*_SIZES, "sliding_window", "original_max_position_embeddings"),
+    "qwen2": (*_SIZES, *_WINDOWS, "layer_types"),
+    "qwen3": (*_SIZES, *_WINDOWS, "layer_types"),
+    "qwen3_moe": (*_SIZES, *_WINDOWS, *_EXPERTS, "num_local_experts"),
 }
 _HYBRID = (
     *(*_SIZES, "layer_types", "full_attention_interval", "use_sliding_window"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "attn_output_gate", "output_gate_type"),
     *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
-    *("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+    *(*_EXPERTS, "shared_expert_intermediate_size"),
     # For models with a vision tower, which is not used.
     *("text_config", "vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "language_model_only"),
@@ -49,7 +54,14 @@ HARMLESS = frozenset(
         *("architectures", "auto_map", "model_type", "_name_or_path", "name_or_path"),
         *("transformers_version", "torch_dtype", "dtype", "use_cache", "cache_implementation"),
         *("initializer_range", "attention_dropout", "hidden_dropout", "resid_dropout"),
-        *("embd_dropout", "classifier_dropout", "hidden_dropout_prob", "pretraining_tp"),
+        *(
+            "resid_pdrop",
+            "embd_pdrop",
+            "embd_dropout",
+            "classifier_dropout",
+            "hidden_dropout_prob",
+            "pretraining_tp",
+        ),
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
         *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),

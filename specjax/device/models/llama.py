@@ -1,9 +1,11 @@
-"""Dense decoders of the Llama family: `llama`, `mistral`, `ministral`, `qwen2` and `qwen3`.
+"""Decoders of the Llama family: `llama`, `mistral`, `ministral`, `phi3`, `qwen2`, `qwen3` and
+`qwen3_moe`.
 
-One architecture; they differ only in optional tensors and in windows: Qwen2 has a bias on q, k and
-v, Qwen3 normalises q and k per head, Llama may have a bias on every attention projection. A tensor
-that a model does not have is None, and the forward pass skips it. In all but Llama, some layers or
-all may attend within a window only.
+One architecture; they differ only in optional tensors, windows and experts: Qwen2 has a bias on q,
+k and v, Qwen3 normalises q and k per head, Llama may have a bias on every attention projection. A
+tensor that a model does not have is None, and the forward pass skips it. In all but Llama, some
+layers or all may attend within a window only. Qwen3-MoE has experts. Phi-3 stores q, k and v in one
+tensor, gate and up in another.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,10 +18,12 @@ import jax.numpy as jnp
 
 from specjax.checkpoint.spec import projection, stored
 from specjax.device.cache.paged import PagedAttention
+from specjax.device.models.experts import read_dense_layers, read_experts
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
+from specjax.device.models.layers.mlp import MLP, mlp_specs
+from specjax.device.models.layers.moe import Experts, MoE, feed_forward, moe_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
@@ -35,7 +39,7 @@ class LlamaLayer:
     attention_norm: jax.Array  # [D]
     attention: Attention
     mlp_norm: jax.Array  # [D]
-    mlp: MLP
+    mlp: MLP | MoE
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +55,7 @@ class LlamaParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """A dense decoder. Hashable, so that it can be a static argument of a compiled step."""
+    """A decoder. Hashable, so that it can be a static argument of a compiled step."""
 
     vocab_size: int
     hidden_size: int
@@ -68,6 +72,9 @@ class Llama:
     out_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # of each layer, in tokens; () if no layer has one
+    experts: Experts | None = None
+    dense_layers: tuple[int, ...] = ()  # layers without experts, if `experts` is given
+    is_merged: bool = False  # checkpoints have q, k and v in one tensor, gate and up in another
 
     @property
     def has_centred_norms(self) -> bool:
@@ -113,8 +120,8 @@ class Llama:
 
     @property
     def head_shape(self) -> "Llama":
-        """See `Model.head_shape`: one of its own layers, without a window."""
-        return replace(self, num_layers=1, windows=())
+        """See `Model.head_shape`: one of its own layers, dense and without a window."""
+        return replace(self, num_layers=1, windows=(), experts=None, is_merged=False)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
@@ -122,13 +129,16 @@ class Llama:
         return ()
 
     def specs(self, names: Collection[str] = ()) -> LlamaParams:
-        """See `Model.specs`; there is only one layout."""
+        """See `Model.specs`; only experts have more than one layout."""
         prefix, dim = "model", self.hidden_size
         return LlamaParams(
             embedding=stored(
                 [f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim), axes=("vocab", None)
             ),
-            layers=tuple(layer_specs(self, f"{prefix}.layers.{i}") for i in range(self.num_layers)),
+            layers=tuple(
+                layer_specs(self, f"{prefix}.layers.{i}", names, i not in self.dense_layers)
+                for i in range(self.num_layers)
+            ),
             norm=stored([f"{prefix}.norm.weight"], (dim,)),
             lm_head=None
             if self.tie_word_embeddings
@@ -187,17 +197,21 @@ def decoder_layer(
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, kind)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    return Residual(x, mlp(params.mlp, normed)), kv
+    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows.kernels)), kv
 
 
-def layer_specs(model: Llama, prefix: str) -> LlamaLayer:
-    """Return one decoder layer as a tree of `TensorSpec`."""
-    dim = model.hidden_size
+def layer_specs(
+    model: Llama, prefix: str, names: Collection[str] = (), is_sparse: bool = True
+) -> LlamaLayer:
+    """Return one decoder layer as a tree of `TensorSpec`; `names` are those in the checkpoint."""
+    dim, mixture = model.hidden_size, model.experts if is_sparse else None
     return LlamaLayer(
         attention_norm=stored([f"{prefix}.input_layernorm.weight"], (dim,)),
         attention=attention_specs(model, f"{prefix}.self_attn", dim),
         mlp_norm=stored([f"{prefix}.post_attention_layernorm.weight"], (dim,)),
-        mlp=mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size),
+        mlp=mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size, model.is_merged)
+        if mixture is None
+        else moe_specs(mixture, dim, f"{prefix}.mlp", names),
     )
 
 
@@ -208,13 +222,15 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
         model.num_kv_heads * model.head_dim,
         model.head_dim,
     )
-    inputs = [f"{prefix}.{name}_proj" for name in "qkv"]
+    inputs, sizes = [f"{prefix}.{name}_proj" for name in "qkv"], [q, kv, kv]
+    if model.is_merged:
+        inputs, sizes = [f"{prefix}.qkv_proj"], [q + 2 * kv]
     return Attention(
-        qkv=projection(
-            [f"{name}.weight" for name in inputs], num_in, [q, kv, kv], axes=(None, "heads")
-        ),
+        qkv=projection([f"{name}.weight" for name in inputs], num_in, sizes, axes=(None, "heads")),
         out=projection([f"{prefix}.o_proj.weight"], q, [model.hidden_size], axes=("heads", None)),
-        qkv_bias=stored([f"{name}.bias" for name in inputs], (q,), (kv,), (kv,), axes=("heads",))
+        qkv_bias=stored(
+            [f"{name}.bias" for name in inputs], *((n,) for n in sizes), axes=("heads",)
+        )
         if model.qkv_bias
         else None,
         out_bias=stored([f"{prefix}.o_proj.bias"], (model.hidden_size,))
@@ -232,6 +248,7 @@ def from_hf(hf: HFConfig) -> Llama:
     kind = hf.get("model_type", "llama")
     bias = hf.flag("attention_bias")
     hidden, heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
+    experts = read_experts(hf, kind)
     head_dim, num_layers = hf.integer("head_dim", hidden // heads), hf.integer("num_hidden_layers")
     return Llama(
         vocab_size=hf.integer("vocab_size"),
@@ -242,13 +259,16 @@ def from_hf(hf: HFConfig) -> Llama:
         num_kv_heads=hf.kv_heads(heads, default=heads),
         head_dim=head_dim,
         rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
-        rope=hf.rope(head_dim),
+        rope=hf.rope(head_dim, partial_factor=1.0 if kind == "phi3" else None),
         max_position=hf.integer("max_position_embeddings", 2048),
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
         qkv_bias=kind == "qwen2" or bias,
         out_bias=kind != "qwen2" and bias,
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
         windows=read_windows(hf, kind, num_layers),
+        experts=experts,
+        dense_layers=read_dense_layers(hf, num_layers) if experts else (),
+        is_merged=kind == "phi3",
     )
 
 

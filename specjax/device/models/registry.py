@@ -23,6 +23,8 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "ministral": llama.from_hf,
     "qwen2": llama.from_hf,
     "qwen3": llama.from_hf,
+    "qwen3_moe": llama.from_hf,
+    "phi3": llama.from_hf,
     "qwen3_next": qwen3_5.from_hf,
     "qwen3_5": qwen3_5.from_hf,
     "qwen3_5_text": qwen3_5.from_hf,

@@ -29,10 +29,16 @@ def swiglu(x: jax.Array) -> jax.Array:
     return jax.nn.silu(gate) * up
 
 
-def mlp_specs(prefix: str, dim: int, inner: int) -> MLP:
-    """Return the weights as `TensorSpec`s, with Hugging Face's names."""
+def mlp_specs(prefix: str, dim: int, inner: int, is_merged: bool = False) -> MLP:
+    """Return the weights as `TensorSpec`s, with Hugging Face's names.
+
+    `is_merged` is for checkpoints that have gate and up in one tensor.
+    """
     gate, up, down = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    inputs, sizes = [gate, up], [inner, inner]
+    if is_merged:
+        inputs, sizes = [f"{prefix}.gate_up_proj.weight"], [2 * inner]
     return MLP(
-        gate_up=projection([gate, up], dim, [inner, inner], axes=(None, "mlp")),
+        gate_up=projection(inputs, dim, sizes, axes=(None, "mlp")),
         down=projection([down], inner, [dim], axes=("mlp", None)),
     )

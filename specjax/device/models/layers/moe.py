@@ -38,6 +38,16 @@ class MoE:
     shared_gate: jax.Array | None  # [D, 1]
 
 
+def feed_forward(
+    params: MLP | MoE, x: jax.Array, experts: Experts | None, kernels: str
+) -> jax.Array:
+    """Run the feed-forward layer of x [N, D]: a mixture of `experts`, or one SwiGLU layer."""
+    if isinstance(params, MLP):
+        return mlp(params, x)
+    assert experts is not None, "weights of experts without their sizes"
+    return moe(params, x, experts, kernels)
+
+
 def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
     """Compute sum_e w_e expert_e(x) + g shared(x) for x [N, D].
 
