@@ -141,7 +141,10 @@ def test_every_config_is_known():
 
 
 # Parameters as the model cards give them, and bytes of keys and values per token.
-PARAMETERS = {"Qwen3-30B-A3B": (30.5e9, 48 * 2 * 4 * 128 * 2)}
+PARAMETERS = {
+    "Qwen3-30B-A3B": (30.5e9, 48 * 2 * 4 * 128 * 2),
+    "gpt-oss-20b": (20.9e9, 24 * 2 * 8 * 64 * 2),
+}
 
 
 @pytest.mark.parametrize("name", PARAMETERS)

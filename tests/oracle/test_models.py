@@ -88,6 +88,7 @@ CASES = {
             "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
         },
     ),
+    "gpt-oss": ("gpt_oss", {"num_hidden_layers": 3}),
     "qwen3-moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
 }
 # Those of the others are the targets of test_eagle.py, whose output is compared as well.

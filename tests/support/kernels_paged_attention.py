@@ -33,6 +33,7 @@ class Case:
     pool: str | None = None  # its dtype, if another
     window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
     seed: int = 0
 
     @property
@@ -86,8 +87,12 @@ def arguments(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def options(case: Case) -> dict[str, Any]:
-    """window, soft_cap and kv_scale, those that the case has."""
-    found = {"window": case.window, "soft_cap": case.soft_cap, "kv_scale": None}
+    """window, soft_cap, kv_scale and sinks, those that the case has."""
+    found: dict[str, Any] = {"window": case.window, "soft_cap": case.soft_cap}
+    if case.has_sinks:
+        num_heads = case.num_kv_heads * case.group
+        sinks = 3 * np.random.default_rng(case.seed).standard_normal(num_heads)
+        found["sinks"] = sinks.astype(jnp.dtype(case.dtype))
     if case.pool == "float8_e4m3fn":
         scale = np.random.default_rng(case.seed).uniform(0.5, 2.0, (2, case.num_kv_heads))
         found["kv_scale"] = scale.astype(np.float32)
@@ -108,7 +113,7 @@ def context(pool: np.ndarray, page_table: np.ndarray, position: int, window: int
 
 
 def attention_by_definition(
-    q, kv, layer, page_table, positions, *, window=10**6, soft_cap=None, kv_scale=None
+    q, kv, layer, page_table, positions, *, window=10**6, soft_cap=None, kv_scale=None, sinks=None
 ):
     """The equation, one row and head at a time."""
     pool = kv[layer].astype(np.float64)
@@ -122,6 +127,9 @@ def attention_by_definition(
             scores = keys[:, h // group] @ q[b, t, h].astype(np.float64) / np.sqrt(q.shape[3])
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
-            weights = np.exp(scores - scores.max())
-            out[b, t, h] = weights @ values[:, h // group] / weights.sum()
+            sink = -np.inf if sinks is None else float(sinks[h])
+            maximum = max(scores.max(), sink)
+            weights = np.exp(scores - maximum)
+            total = weights.sum() + np.exp(sink - maximum)
+            out[b, t, h] = weights @ values[:, h // group] / total
     return out

@@ -8,7 +8,7 @@ a warning.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
@@ -32,6 +32,12 @@ _DENSE = {
     "phi3": (*_SIZES, "sliding_window", "original_max_position_embeddings"),
     "qwen2": (*_SIZES, *_WINDOWS, "layer_types"),
     "qwen3": (*_SIZES, *_WINDOWS, "layer_types"),
+    "gpt_oss": (
+        *(*_SIZES, "sliding_window", "layer_types", "num_local_experts", "num_experts_per_tok"),
+        *("swiglu_limit", "swiglu_alpha", "quantization_config"),
+        # Older names of other fields, which transformers does not read.
+        *("experts_per_token", "initial_context_length"),
+    ),
     "qwen3_moe": (*_SIZES, *_WINDOWS, *_EXPERTS, "num_local_experts"),
 }
 _HYBRID = (
@@ -48,6 +54,8 @@ _HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe
 READ: Mapping[str, frozenset[str]] = {
     kind: frozenset(fields) for kind, fields in (_DENSE | dict.fromkeys(_HYBRIDS, _HYBRID)).items()
 }
+# Quantised weights that are read, by the model type and `quant_method`.
+QUANTISED = {"gpt_oss": ("mxfp4",)}
 # Fields for tools, training, the tokenizer or generation.
 HARMLESS = frozenset(
     (
@@ -130,7 +138,7 @@ def check_fields(hf: HFConfig, kind: str) -> None:
     Raises:
         CheckpointError: with the field and its effect.
     """
-    refuse_quantised(hf)
+    refuse_quantised(hf, QUANTISED.get(kind, ()))
     nested = hf.get("text_config", None)
     parts = [hf] if not isinstance(nested, Mapping) else [hf, HFConfig(nested, _inside(hf))]
     read = READ[kind] | HARMLESS
@@ -153,8 +161,9 @@ def _inside(hf: HFConfig) -> str:
     return f"{hf.origin}: text_config"
 
 
-def refuse_quantised(hf: HFConfig) -> None:
-    """Raise if the weights are quantised: integers or narrow floats with scales.
+def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
+    """Raise if the weights are quantised: integers or narrow floats with scales; unless by one of
+    the `readable` methods.
 
     Raises:
         CheckpointError: with the quantisation method, and what to use instead.
@@ -163,8 +172,8 @@ def refuse_quantised(hf: HFConfig) -> None:
         given = hf.fields.get(name)
         if not given and isinstance(nested := hf.fields.get("text_config"), Mapping):
             given = nested.get(name)
-        if given:
-            method = given.get("quant_method") if isinstance(given, Mapping) else None
+        method = given.get("quant_method") if isinstance(given, Mapping) else None
+        if given and method not in readable:
             raise CheckpointError(
                 f"{hf.origin}: {name} says that the weights are quantised by "
                 f"{method or given!r}, which is not supported; use the checkpoint that they were "

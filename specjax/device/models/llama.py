@@ -74,6 +74,7 @@ class Llama:
     windows: tuple[int | None, ...] = ()  # of each layer, in tokens; () if no layer has one
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()  # layers without experts, if `experts` is given
+    has_sinks: bool = False
     is_merged: bool = False  # checkpoints have q, k and v in one tensor, gate and up in another
 
     @property
@@ -120,8 +121,10 @@ class Llama:
 
     @property
     def head_shape(self) -> "Llama":
-        """See `Model.head_shape`: one of its own layers, dense and without a window."""
-        return replace(self, num_layers=1, windows=(), experts=None, is_merged=False)
+        """See `Model.head_shape`: one of its own layers, dense, without window and sinks."""
+        return replace(
+            self, num_layers=1, windows=(), experts=None, has_sinks=False, is_merged=False
+        )
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
@@ -144,6 +147,11 @@ class Llama:
             if self.tie_word_embeddings
             else projection(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),
         )
+
+    def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
+        """Return the mixture of a layer as `TensorSpec`s; `names` are those in the checkpoint."""
+        assert self.experts is not None, "a mixture of no experts"
+        return moe_specs(self.experts, self.hidden_size, prefix, names)
 
     def extend(
         self,
@@ -204,14 +212,14 @@ def layer_specs(
     model: Llama, prefix: str, names: Collection[str] = (), is_sparse: bool = True
 ) -> LlamaLayer:
     """Return one decoder layer as a tree of `TensorSpec`; `names` are those in the checkpoint."""
-    dim, mixture = model.hidden_size, model.experts if is_sparse else None
+    dim = model.hidden_size
     return LlamaLayer(
         attention_norm=stored([f"{prefix}.input_layernorm.weight"], (dim,)),
         attention=attention_specs(model, f"{prefix}.self_attn", dim),
         mlp_norm=stored([f"{prefix}.post_attention_layernorm.weight"], (dim,)),
         mlp=mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size, model.is_merged)
-        if mixture is None
-        else moe_specs(mixture, dim, f"{prefix}.mlp", names),
+        if model.experts is None or not is_sparse
+        else model.mixture_specs(f"{prefix}.mlp", names),
     )
 
 
@@ -238,6 +246,9 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
         else None,
         q_norm=stored([f"{prefix}.q_norm.weight"], (head,)) if model.qk_norm else None,
         k_norm=stored([f"{prefix}.k_norm.weight"], (head,)) if model.qk_norm else None,
+        sinks=stored([f"{prefix}.sinks"], (model.num_heads,), axes=("heads",))
+        if model.has_sinks
+        else None,
     )
 
 

@@ -11,7 +11,7 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.device.loading import load_params
-from specjax.device.models import llama, qwen3_5
+from specjax.device.models import gpt_oss, llama, qwen3_5
 from specjax.device.models.config_fields import check_fields
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
@@ -25,6 +25,7 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "qwen3": llama.from_hf,
     "qwen3_moe": llama.from_hf,
     "phi3": llama.from_hf,
+    "gpt_oss": gpt_oss.from_hf,
     "qwen3_next": qwen3_5.from_hf,
     "qwen3_5": qwen3_5.from_hf,
     "qwen3_5_text": qwen3_5.from_hf,

@@ -23,6 +23,28 @@ def mlp(params: MLP, x: jax.Array) -> jax.Array:
     return linear(swiglu(linear(x, params.gate_up)), params.down)
 
 
+@dataclass(frozen=True)
+class SwiGLU:
+    """`swiglu` as a value, for models that choose between activations."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return [N, F] of [N, 2 F]."""
+        return swiglu(x)
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss's: gate sigmoid(alpha gate) (up + 1), both clamped; their columns alternate."""
+
+    limit: float
+    alpha: float
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return [N, F] of [N, 2 F]."""
+        gate, up = jnp.minimum(x[:, ::2], self.limit), jnp.clip(x[:, 1::2], -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(gate * self.alpha) * (up + 1)
+
+
 def swiglu(x: jax.Array) -> jax.Array:
     """Compute silu(gate) * up for concatenated gate | up [N, 2 F] (Shazeer 2020)."""
     gate, up = jnp.split(x, 2, axis=-1)

@@ -11,7 +11,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import experts, fused_experts, projection
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs, swiglu
+from specjax.device.models.layers.mlp import MLP, ClampedSwiGLU, SwiGLU, mlp, mlp_specs
 from specjax.device.models.layers.router import Router, SoftmaxRouter
 
 
@@ -24,18 +24,21 @@ class Experts(NamedTuple):
     shared_intermediate_size: int = 0  # 0 without a shared expert
     has_shared_gate: bool = False
     router: Router = SoftmaxRouter()
+    activation: SwiGLU | ClampedSwiGLU = SwiGLU()
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class MoE:
-    """Weights of a mixture; every expert is a SwiGLU layer with gate and up concatenated."""
+    """Weights of a mixture; every expert is a SwiGLU layer with gate and up in one matrix."""
 
     router: Any  # of `Experts.router`
     gate_up: jax.Array  # [E, D, 2 F]
     down: jax.Array  # [E, F, D]
-    shared: MLP | None
-    shared_gate: jax.Array | None  # [D, 1]
+    shared: MLP | None = None
+    shared_gate: jax.Array | None = None  # [D, 1]
+    gate_up_bias: jax.Array | None = None  # [E, 2 F]
+    down_bias: jax.Array | None = None  # [E, D]
 
 
 def feed_forward(
@@ -58,11 +61,17 @@ def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
 
     chosen = chosen.reshape(-1)
     # Sorting one array, because sorting keys and indices as two would copy them first.
-    order = jnp.sort(chosen * chosen.size + jnp.arange(chosen.size)) % chosen.size
+    places = jnp.sort(chosen * chosen.size + jnp.arange(chosen.size))
+    order = places % chosen.size
     # Counting by comparison takes one kernel; a scatter needs another to clear its result.
     sizes = jnp.sum(chosen[:, None] == jnp.arange(experts.num_experts), axis=0, dtype=jnp.int32)
     hidden = grouped_matmul(x, params.gate_up, sizes, order // num_chosen, kernels=kernels)
-    outputs = grouped_matmul(swiglu(hidden), params.down, sizes, targets=order, kernels=kernels)
+    if params.gate_up_bias is not None:
+        hidden += params.gate_up_bias[places // chosen.size]
+    hidden = experts.activation(hidden)
+    outputs = grouped_matmul(hidden, params.down, sizes, targets=order, kernels=kernels)
+    if params.down_bias is not None:
+        outputs += params.down_bias[chosen]
     outputs = outputs.reshape(num_rows, num_chosen, -1)
     mixed = jnp.einsum("nc,ncd->nd", weights.astype(x.dtype), outputs)
     if params.shared is None:
