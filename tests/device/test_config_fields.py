@@ -17,6 +17,7 @@ CLASSES = {
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
     "ministral": "MinistralConfig",
+    "ministral3": "Ministral3Config",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
     "qwen3_moe": "Qwen3MoeConfig",
@@ -131,6 +132,14 @@ def test_windows_that_contradict_themselves():
     refusal(lambda: described("ministral", **given), "layer_types", "no sliding_window")
     refusal(lambda: described("ministral", layer_types=[SLIDING]), "num_hidden_layers=4")
     refusal(lambda: described("mistral", sliding_window=0), "sliding_window", "0")
+
+
+@pytest.mark.parametrize(
+    "kind, near", [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None)]
+)
+def test_another_model_type_is_told_its_kin(kind, near):
+    text = refusal(lambda: described(kind), f"model_type={kind!r}", ", ".join(MODELS))
+    assert text.endswith(f"the nearest by name is {near!r}" if near else [*MODELS][-1])
 
 
 def test_fields_that_nobody_knows_are_warned_of():

@@ -81,6 +81,19 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "ministral3-window": (
+        "ministral3",
+        {
+            "num_hidden_layers": 1,
+            "head_dim": 8,
+            "sliding_window": 30,
+            "rope_parameters": {
+                **YARN_ROPE,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
     "phi3-partial-rope": (
         "phi3",
         {

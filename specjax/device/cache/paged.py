@@ -20,6 +20,7 @@ class ProjectedHeads(NamedTuple):
     weights: HeadWeights  # bias and norms, applied next
     angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, n]
     sinks: jax.Array | None = None  # [H], see `paged_attention`
+    query_scales: jax.Array | None = None  # f32[N, 1, 1], of rotated queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +98,8 @@ class PagedAttention:
             writes=rows.writes,
             kernels=rows.kernels,
         )
+        if inputs.query_scales is not None:
+            q *= rows.by_request(inputs.query_scales).astype(q.dtype)
         reach = positions if rows.reach is None else rows.by_request(rows.reach)
         out = paged_attention(
             q,
@@ -139,7 +142,7 @@ class PagedAttention:
 
     def _split(self, inputs: ProjectedHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries [N, H, D_h], keys and values [N, H_kv, D_h]."""
-        return split_heads(
+        q, k, v = split_heads(
             inputs.qkv,
             *inputs.weights,
             *inputs.angles,
@@ -149,6 +152,9 @@ class PagedAttention:
             eps=self.rms_norm_eps,
             is_centred=self.has_centred_norms,
         )
+        if inputs.query_scales is not None:
+            q = q * inputs.query_scales.astype(q.dtype)
+        return q, k, v
 
 
 def _heads_first(x: jax.Array, length: int) -> jax.Array:

@@ -29,6 +29,7 @@ _DENSE = {
     "llama": (*_SIZES, "mlp_bias"),
     "mistral": (*_SIZES, "sliding_window"),
     "ministral": (*_SIZES, "sliding_window", "layer_types"),
+    "ministral3": (*_SIZES, "sliding_window"),
     "phi3": (*_SIZES, "sliding_window", "original_max_position_embeddings"),
     "qwen2": (*_SIZES, *_WINDOWS, "layer_types"),
     "qwen3": (*_SIZES, *_WINDOWS, "layer_types"),

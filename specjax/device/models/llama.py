@@ -1,11 +1,11 @@
-"""Decoders of the Llama family: `llama`, `mistral`, `ministral`, `phi3`, `qwen2`, `qwen3` and
-`qwen3_moe`.
+"""Decoders of the Llama family: `llama`, `mistral`, `ministral`, `ministral3`, `phi3`, `qwen2`,
+`qwen3` and `qwen3_moe`.
 
 One architecture; they differ only in optional tensors, windows and experts: Qwen2 has a bias on q,
 k and v, Qwen3 normalises q and k per head, Llama may have a bias on every attention projection. A
 tensor that a model does not have is None, and the forward pass skips it. In all but Llama, some
 layers or all may attend within a window only. Qwen3-MoE has experts. Phi-3 stores q, k and v in one
-tensor, gate and up in another.
+tensor, gate and up in another. Ministral 3 scales queries by their position.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import projection, stored
 from specjax.device.cache.paged import PagedAttention
 from specjax.device.models.experts import read_dense_layers, read_experts
@@ -203,7 +204,8 @@ def decoder_layer(
 ) -> tuple[Residual, Any]:
     """Run one pre-norm decoder layer, the `layer`-th of those with the cache `kv` of `kind`."""
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
-    mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, kind)
+    scales = model.rope.query_scales(rows.positions)
+    mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, kind, scales)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
     return Residual(x, feed_forward(params.mlp, normed, model.experts, rows.kernels)), kv
 
@@ -259,8 +261,10 @@ def from_hf(hf: HFConfig) -> Llama:
     kind = hf.get("model_type", "llama")
     bias = hf.flag("attention_bias")
     hidden, heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
-    experts = read_experts(hf, kind)
     head_dim, num_layers = hf.integer("head_dim", hidden // heads), hf.integer("num_hidden_layers")
+    experts, rope = read_experts(hf, kind), hf.rope(head_dim, 1.0 if kind == "phi3" else None)
+    if kind == "ministral3":
+        rope = replace(rope, query_beta=_query_beta(hf))
     return Llama(
         vocab_size=hf.integer("vocab_size"),
         hidden_size=hidden,
@@ -270,7 +274,7 @@ def from_hf(hf: HFConfig) -> Llama:
         num_kv_heads=hf.kv_heads(heads, default=heads),
         head_dim=head_dim,
         rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
-        rope=hf.rope(head_dim, partial_factor=1.0 if kind == "phi3" else None),
+        rope=rope,
         max_position=hf.integer("max_position_embeddings", 2048),
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
         qkv_bias=kind == "qwen2" or bias,
@@ -281,6 +285,16 @@ def from_hf(hf: HFConfig) -> Llama:
         dense_layers=read_dense_layers(hf, num_layers) if experts else (),
         is_merged=kind == "phi3",
     )
+
+
+def _query_beta(hf: HFConfig) -> float:
+    fields = hf.rope_fields()
+    if "llama_4_scaling_beta" not in fields or "original_max_position_embeddings" not in fields:
+        raise CheckpointError(
+            f"{hf.origin}: rope_parameters must have llama_4_scaling_beta and "
+            f"original_max_position_embeddings for this model_type; got {dict(fields)}"
+        )
+    return HFConfig(fields, f"{hf.origin}: rope_parameters").number("llama_4_scaling_beta", 0.1)
 
 
 def to_hf(model: Llama) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Registry of models by the `model_type` of their config."""
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "llama": llama.from_hf,
     "mistral": llama.from_hf,
     "ministral": llama.from_hf,
+    "ministral3": llama.from_hf,
     "qwen2": llama.from_hf,
     "qwen3": llama.from_hf,
     "qwen3_moe": llama.from_hf,
@@ -43,8 +45,10 @@ def describe_model(hf: HFConfig) -> Model:
     """Return the model that a config describes, without its weights."""
     kind = hf.get("model_type", None)
     if not isinstance(kind, str) or kind not in MODELS:
+        near = get_close_matches(str(kind), MODELS, 1)
         raise CheckpointError(
             f"{hf.origin}: model_type={kind!r} is not supported; supported: {', '.join(MODELS)}"
+            + (f"; the nearest by name is {near[0]!r}" if near else "")
         )
     check_fields(hf, kind)
     return MODELS[kind](hf)

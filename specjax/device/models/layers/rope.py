@@ -30,6 +30,7 @@ class Rope:
     beta_slow: float = 1.0
     truncates: bool = True  # the ramp starts and ends at whole indices
     attention_factor: float = 1.0  # multiplies cos and sin
+    query_beta: float = 0.0  # how fast queries grow with their position, see `query_scales`
 
     def inverse_frequencies(self) -> np.ndarray:
         """Return the angular frequency of each rotated pair, f32[head_dim / 2]."""
@@ -49,6 +50,17 @@ class Rope:
         if self.attention_factor == 1.0:
             return cos, sin
         return cos * self.attention_factor, sin * self.attention_factor
+
+    def query_scales(self, positions: jax.Array) -> jax.Array | None:
+        """Return what multiplies the queries at positions i32[N], f32[N, 1, 1]; None for nothing.
+
+        It sharpens attention over long contexts: 1 within the original length, then growing with
+        the logarithm of how often that fits (Llama 4's temperature).
+        """
+        if not self.query_beta:
+            return None
+        lengths = (positions // self.original_max_position).astype(jnp.float32)
+        return (1 + self.query_beta * jnp.log1p(lengths))[:, None, None]
 
     def _llama3_kept(self, freq: np.ndarray) -> np.ndarray:
         """Return how much of each frequency is kept, between 0 and 1."""
