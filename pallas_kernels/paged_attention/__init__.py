@@ -4,11 +4,12 @@ For query row t of request b at absolute position p = positions[b, t]:
 
     out[b, t, h] = sum_j softmax_j(f(q[b, t, h] . K_j[h'] / sqrt(D))) V_j[h'],   h' = h // G
 
-over o - window < j <= p, where o is p or origins[b, t], and token j of request b is in page `page_table[b, j // page_size]` at
-offset `j % page_size`, and G = H / H_kv query heads share a key head. f(x) = x, or with a soft cap
-c, f(x) = c tanh(x / c). K and V are the contents of the pool, times `kv_scale[0, h']` and
-`kv_scale[1, h']` for a pool of float8. The new tokens' own keys are already in the pool. Prefill
-has T = chunk, verification T = K + 1, plain decoding T = 1.
+over o - window < j <= p, where o is p or origins[b, t], and token j of request b is in page
+`page_table[b, j // page_size]` at offset `j % page_size`. G = H / H_kv query heads share a key
+head. f(x) = x, or with a soft cap c, f(x) = c tanh(x / c). With sinks, the softmax's denominator
+has one more term, exp(sinks[h]), so that a row may attend to little. K and V are the contents of
+the pool, times `kv_scale[0, h']` and `kv_scale[1, h']` for a pool of float8. The new tokens' own
+keys are already in the pool. Prefill has T = chunk, verification T = K + 1, plain decoding T = 1.
 """
 
 import jax
@@ -32,6 +33,7 @@ def paged_attention(
     origins: jax.Array | None = None,
     soft_cap: float | None = None,
     kv_scale: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     kernels: str = "auto",
 ) -> jax.Array:
     """Return the attention output [B, T, H, D] in q's dtype; softmax statistics are f32.
@@ -48,6 +50,7 @@ def paged_attention(
             `positions`.
         soft_cap: c, the bound on the absolute value of scores; None for no bound.
         kv_scale: f32[2, H_kv] scales of keys and values; only for a pool of float8_e4m3fn.
+        sinks: [H] scores without values, one per head; None for none.
         kernels: implementation to use, see `dispatch.run`.
 
     Pages past a request's last position or before its first row's window do not affect the
@@ -77,6 +80,8 @@ def paged_attention(
         )
     if soft_cap is not None and soft_cap <= 0:
         raise ValueError(f"soft_cap must be positive, or None for no cap; got {soft_cap}")
+    if sinks is not None and sinks.shape != (q.shape[2],):
+        raise ValueError(f"sinks must be [H={q.shape[2]}]; got {sinks.shape}")
     _check_scale(kv, kv_scale)
     return run(
         "paged_attention",
@@ -91,6 +96,7 @@ def paged_attention(
         origins=origins,
         soft_cap=soft_cap,
         kv_scale=kv_scale,
+        sinks=sinks,
     )
 
 

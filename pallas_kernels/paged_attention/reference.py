@@ -17,6 +17,7 @@ def paged_attention_reference(
     origins: jax.Array | None = None,
     soft_cap: float | None = None,
     kv_scale: jax.Array | None = None,
+    sinks: jax.Array | None = None,
 ) -> jax.Array:
     """See `paged_attention`.
 
@@ -91,9 +92,13 @@ def paged_attention_reference(
         )
 
     shape = queries.shape[:3]
+    maximum = jnp.full((*shape, 1), -jnp.inf, jnp.float32)
+    if sinks is not None:  # seen by every row, with a value of 0
+        sink = jnp.tile(sinks.astype(jnp.float32).reshape(num_kv_heads, group), (1, num_rows))
+        maximum = jnp.broadcast_to(sink[..., None], maximum.shape)
     carry = (
-        jnp.full((*shape, 1), -jnp.inf, jnp.float32),
-        jnp.zeros((*shape, 1), jnp.float32),
+        maximum,
+        jnp.full_like(maximum, 0.0 if sinks is None else 1.0),
         jnp.zeros((*shape, dim), jnp.float32),
     )
     num_blocks = jnp.minimum(

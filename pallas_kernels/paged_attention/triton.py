@@ -38,6 +38,7 @@ def paged_attention_triton(
     origins: jax.Array | None = None,
     soft_cap: float | None = None,
     kv_scale: jax.Array | None = None,
+    sinks: jax.Array | None = None,
     config: AttentionTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -54,7 +55,7 @@ def paged_attention_triton(
         seen = capacity if window is None else min(capacity, window + num_rows)
         config = choose_config(batch, num_rows, num_heads, num_kv_heads, dim, seen, q.dtype)
     operands = [q, kv, jnp.asarray(layer, jnp.int32).reshape(1), page_table, positions]
-    operands += [one for one in (origins, kv_scale) if one is not None]
+    operands += [x for x in (origins, kv_scale, sinks) if x is not None]
     attended = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
     if config.num_splits > 1:
         partials = (batch, num_rows, num_heads, config.num_splits)
@@ -68,6 +69,7 @@ def paged_attention_triton(
             soft_cap=soft_cap,
             has_origins=origins is not None,
             is_scaled=kv_scale is not None,
+            has_sinks=sinks is not None,
             config=config,
         ),
         operands,
@@ -125,15 +127,17 @@ def _attention_kernel(
     layer_ref,  # [1]
     page_table_ref,  # [B, P]
     positions_ref,  # [B, T]
-    *refs,  # [B, T] origins if has_origins, f32[2, H_kv] scales if is_scaled, then the outputs
+    *refs,  # [B, T] origins, f32[2, H_kv] scales and [H] sinks if there are, then the outputs
     window: int | None,
     soft_cap: float | None,
     has_origins: bool,
     is_scaled: bool,
+    has_sinks: bool,
     config: AttentionTuning,
 ):
     origins_ref, *refs = refs if has_origins else (None, *refs)
-    scale_ref, *out_refs = refs if is_scaled else (None, *refs)
+    scale_ref, *refs = refs if is_scaled else (None, *refs)
+    sinks_ref, *out_refs = refs if has_sinks else (None, *refs)
     num_rows, num_heads, dim = q_ref.shape[1:]
     page_size, _, num_kv_heads = kv_ref.shape[2:5]
     group = num_heads // num_kv_heads
@@ -194,11 +198,13 @@ def _attention_kernel(
         out = out * decay[:, None] + dot(weights.astype(q.dtype), values, precision="highest")
         return out, new_maximum, total * decay + jnp.sum(weights, axis=1)
 
-    carry = (
-        jnp.zeros((config.block_rows, dim), jnp.float32),
-        jnp.full((config.block_rows,), UNSEEN, jnp.float32),
-        jnp.zeros((config.block_rows,), jnp.float32),
-    )
+    maximum = jnp.full((config.block_rows,), UNSEEN, jnp.float32)
+    total = jnp.zeros((config.block_rows,), jnp.float32)
+    if sinks_ref is not None:  # the first split has seen the sink, whose value is 0
+        sink = load(sinks_ref.at[head], mask=exists, other=0.0).astype(jnp.float32) * LOG2_E
+        maximum = jnp.where(split == 0, sink, maximum)
+        total = jnp.where(split == 0, 1.0, total)
+    carry = jnp.zeros((config.block_rows, dim), jnp.float32), maximum, total
     # Blocks split, split + num_splits, ..., from that of `first` to that of `end` - 1.
     first_block = jax.lax.div(first, config.block_tokens)
     end_block = pl.cdiv(end, config.block_tokens)

@@ -76,6 +76,11 @@ class TensorSpec:
             and not (self.transpose or any(self.interleaved))
         )
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether the file tensors are bytes, of numbers that `join` unpacks."""
+        return False
+
     def split(self, array: np.ndarray) -> dict[str, np.ndarray]:
         """Return the file tensors, by name, that `join` would turn into `array`."""
         parts = zip(

@@ -141,11 +141,10 @@ def _check(
     rename: Callable[[str], str],
     ignore: Callable[[str], bool],
 ) -> None:
-    shapes = {
-        rename(name): shape
-        for spec in specs
-        for name, shape in zip(spec.names, spec.file_shapes, strict=True)
-    }
+    shapes, packed = {}, set()
+    for spec in specs:
+        shapes |= zip(map(rename, spec.names), spec.file_shapes, strict=True)
+        packed |= {*map(rename, spec.names)} if spec.is_packed else set()
     found = files.names()
     faults = {
         "missing": sorted(shapes.keys() - found),
@@ -156,8 +155,13 @@ def _check(
         ],
         "not of floating point, or of 8 bits without their scales": [
             f"{name} ({files.dtype(name)})"
-            for name in sorted(shapes.keys() & found)
+            for name in sorted((shapes.keys() - packed) & found)
             if files.dtype(name) not in FLOATS
+        ],
+        "not of bytes": [
+            f"{name} ({files.dtype(name)})"
+            for name in sorted(packed & found)
+            if files.dtype(name) != np.uint8
         ],
         "unexpected": sorted(name for name in found - shapes.keys() if not ignore(name)),
     }

@@ -135,8 +135,24 @@ def fail(capsys, *argv):
 
 
 def test_every_config_is_known():
-    known = set(MODELS) | {"Llama-3.2-1B"}  # of which there are times, and no table of memory
+    # Of the 1B there are times, and no table of memory.
+    known = set(MODELS) | PARAMETERS.keys() | {"Llama-3.2-1B"}
     assert {path.parent.name for path in CONFIGS.glob("*/config.json")} == known
+
+
+# Parameters as the model cards give them, and bytes of keys and values per token.
+PARAMETERS = {
+    "Qwen3-30B-A3B": (30.5e9, 48 * 2 * 4 * 128 * 2),
+    "gpt-oss-20b": (20.9e9, 24 * 2 * 8 * 64 * 2),
+}
+
+
+@pytest.mark.parametrize("name", PARAMETERS)
+def test_models_without_recurrent_states(name):
+    report = info.describe(CONFIGS / name, dtype="bfloat16")
+    num_parameters, token = PARAMETERS[name]
+    assert report["weights"]["num_parameters"] == pytest.approx(num_parameters, rel=2e-3)
+    assert report["cache"]["kv_bytes_per_token"]["target"] == token
 
 
 def test_a_slot_of_27b_is_little_more_than_a_state(reports):

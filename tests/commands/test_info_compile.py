@@ -146,6 +146,13 @@ def test_the_minimum_of_a_hybrid_by_hand():
     assert with_module.draft > head and one.weights > head
 
 
+def test_the_minimum_within_windows_by_hand():
+    model = str(CONFIGS / "gpt-oss-20b")
+    least = minimum(StepRequest(model=model, batch=2, k=0, num_layers=4, context=1000))
+    token = 2 * 2 * 8 * 64
+    assert least.keys_and_values == 2 * 2 * token * (1000 + 128 + 2)
+
+
 def test_of_experts_no_more_are_read_than_are_chosen():
     model = str(CONFIGS / "Qwen3.5-35B-A3B")
     few, all_of_them = (

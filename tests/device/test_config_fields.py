@@ -17,8 +17,12 @@ CLASSES = {
     "llama": "LlamaConfig",
     "mistral": "MistralConfig",
     "ministral": "MinistralConfig",
+    "ministral3": "Ministral3Config",
     "qwen2": "Qwen2Config",
     "qwen3": "Qwen3Config",
+    "qwen3_moe": "Qwen3MoeConfig",
+    "phi3": "Phi3Config",
+    "gpt_oss": "GptOssConfig",
     "qwen3_next": "Qwen3NextConfig",
     "qwen3_5": "Qwen3_5Config",
     "qwen3_5_text": "Qwen3_5TextConfig",
@@ -98,6 +102,12 @@ WINDOWS = [
     ("qwen3", {"sliding_window": 7, "max_window_layers": 1}, [None] * 4),
     ("qwen3", {"use_sliding_window": True}, [None] * 4),  # from layer 28 on
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 3}, [None] * 3 + [4096]),
+    ("qwen3_moe", {"use_sliding_window": True, "max_window_layers": 3}, [4096] * 4),
+    ("qwen3_moe", {"sliding_window": 7}, [None] * 4),
+    ("gpt_oss", {}, [128, None] * 2),
+    ("gpt_oss", {"sliding_window": 9, "layer_types": [FULL, SLIDING] * 2}, [None, 9] * 2),
+    ("phi3", {}, [None] * 4),
+    ("phi3", {"sliding_window": 2047}, [2047] * 4),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
     (
         "qwen2",
@@ -122,6 +132,14 @@ def test_windows_that_contradict_themselves():
     refusal(lambda: described("ministral", **given), "layer_types", "no sliding_window")
     refusal(lambda: described("ministral", layer_types=[SLIDING]), "num_hidden_layers=4")
     refusal(lambda: described("mistral", sliding_window=0), "sliding_window", "0")
+
+
+@pytest.mark.parametrize(
+    "kind, near", [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None)]
+)
+def test_another_model_type_is_told_its_kin(kind, near):
+    text = refusal(lambda: described(kind), f"model_type={kind!r}", ", ".join(MODELS))
+    assert text.endswith(f"the nearest by name is {near!r}" if near else [*MODELS][-1])
 
 
 def test_fields_that_nobody_knows_are_warned_of():

@@ -41,6 +41,8 @@ CASES = {
     "chunks-page32": Case((0, 128, 64), (130, 1, 33), 130, page_size=32),  # many blocks of rows
     "window-rows16": Case((0, 37, 200, 90), (16, 4, 15, 0), 16, group=1, window=20),
     "window-block": Case((20, 37, 200, 90, 5), (4, 4, 3, 1, 0), 4, window=20, is_block=True),
+    "sinks": Case((700, 3, 131), (3, 4, 1), 4, has_sinks=True),  # split
+    "sinks-window": Case((300, 0, 70), (16, 3, 0), 16, group=4, window=40, has_sinks=True),
     "window-of-one": Case((70, 300), (3, 2), 3, window=1),
     "window-chunk-soft-cap": Case((64, 0), (150, 90), 150, window=50, soft_cap=2.0),
 }

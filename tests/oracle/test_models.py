@@ -28,6 +28,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 300.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 # Together they have all three families, tied and not; query heads that share keys with none, some
 # and all; every rope; biases of either kind; and one that is saved in shards.
@@ -61,8 +67,11 @@ CASES = {
             "max_shard_size": "10KB",
         },
     ),
-    "qwen3-head-dim": ("qwen3", {"head_dim": 12, "num_hidden_layers": 1}),
-    # Windows shorter than a chunk; in all layers, in some by name, and in the upper ones.
+    "qwen3-head-dim-yarn": (
+        "qwen3",
+        {"head_dim": 12, "num_hidden_layers": 1, "rope_parameters": YARN_ROPE},
+    ),
+    # Windows shorter than a chunk; in all layers, and in some by name.
     "mistral-window": ("mistral", {"sliding_window": 10, "head_dim": 12, "num_hidden_layers": 1}),
     "ministral-windows-by-name": (
         "ministral",
@@ -72,12 +81,35 @@ CASES = {
             "layer_types": ["sliding_attention", "full_attention"],
         },
     ),
+    "ministral3-window": (
+        "ministral3",
+        {
+            "num_hidden_layers": 1,
+            "head_dim": 8,
+            "sliding_window": 30,
+            "rope_parameters": {
+                **YARN_ROPE,
+                "original_max_position_embeddings": 16,
+                "llama_4_scaling_beta": 0.3,
+            },
+        },
+    ),
+    "phi3-partial-rope": (
+        "phi3",
+        {
+            "num_hidden_layers": 1,
+            "rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5},
+        },
+    ),
+    "gpt-oss": ("gpt_oss", {"num_hidden_layers": 3}),
+    "qwen3-moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
 }
 # Those of the others are the targets of test_eagle.py, whose output is compared as well.
 FAMILIES = (
     "llama",
     pytest.param("qwen2-tied-sharded", marks=pytest.mark.slow),
-    pytest.param("qwen3-head-dim", marks=pytest.mark.slow),
+    pytest.param("qwen3-head-dim-yarn", marks=pytest.mark.slow),
+    pytest.param("qwen3-moe-dense-layer", marks=pytest.mark.slow),
 )
 
 

@@ -34,6 +34,7 @@ class Case:
     window: int | None = None
     is_block: bool = False  # rows see each other; windows count from the row or from the first
     soft_cap: float | None = None
+    has_sinks: bool = False
     seed: int = 0
 
     @property
@@ -88,12 +89,16 @@ def arguments(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def options(case: Case) -> dict[str, Any]:
-    """window, origins, soft_cap and kv_scale, those that the case has."""
+    """window, origins, soft_cap, kv_scale and sinks, those that the case has."""
     found: dict[str, Any] = {"window": case.window, "soft_cap": case.soft_cap}
     if case.is_block:
         starts = np.array(case.starts, np.int32)[:, None]
         rows = np.arange(case.num_rows, dtype=np.int32)
         found["origins"] = starts + rows * (np.arange(len(starts)) % 2)[:, None].astype(np.int32)
+    if case.has_sinks:
+        num_heads = case.num_kv_heads * case.group
+        sinks = 3 * np.random.default_rng(case.seed).standard_normal(num_heads)
+        found["sinks"] = sinks.astype(jnp.dtype(case.dtype))
     if case.pool == "float8_e4m3fn":
         scale = np.random.default_rng(case.seed).uniform(0.5, 2.0, (2, case.num_kv_heads))
         found["kv_scale"] = scale.astype(np.float32)
@@ -112,7 +117,17 @@ def context(pool: np.ndarray, page_table: np.ndarray, first: int, position: int)
 
 
 def attention_by_definition(
-    q, kv, layer, page_table, positions, *, window=10**6, origins=None, soft_cap=None, kv_scale=None
+    q,
+    kv,
+    layer,
+    page_table,
+    positions,
+    *,
+    window=10**6,
+    origins=None,
+    soft_cap=None,
+    kv_scale=None,
+    sinks=None,
 ):
     """The equation, one row and head at a time."""
     pool = kv[layer].astype(np.float64)
@@ -127,6 +142,9 @@ def attention_by_definition(
             scores = keys[:, h // group] @ q[b, t, h].astype(np.float64) / np.sqrt(q.shape[3])
             if soft_cap is not None:
                 scores = soft_cap * np.tanh(scores / soft_cap)
-            weights = np.exp(scores - scores.max())
-            out[b, t, h] = weights @ values[:, h // group] / weights.sum()
+            sink = -np.inf if sinks is None else float(sinks[h])
+            maximum = max(scores.max(), sink)
+            weights = np.exp(scores - maximum)
+            total = weights.sum() + np.exp(sink - maximum)
+            out[b, t, h] = weights @ values[:, h // group] / total
     return out

@@ -36,7 +36,23 @@ MOE_SIZES = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 24,
-    "shared_expert_intermediate_size": 20,
+}
+GPT_OSS_SIZES = {
+    "intermediate_size": 64,
+    "head_dim": 8,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+    "sliding_window": 10,
+    "swiglu_limit": 0.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 1000.0,
+        "factor": 8.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 32,
+    },
 }
 VISION_SIZES = {
     "depth": 1,
@@ -68,6 +84,10 @@ def _hf_config(kind: str, given: Mapping[str, Any]) -> Any:
         sizes |= HYBRID_SIZES
     if "moe" in kind or kind == "qwen3_next":
         sizes |= MOE_SIZES
+        if kind != "qwen3_moe":
+            sizes["shared_expert_intermediate_size"] = 20
+    if kind == "gpt_oss":
+        sizes |= GPT_OSS_SIZES
     config = sizes | given
     if not _has_vision(kind):
         return transformers.AutoConfig.for_model(kind, **config)

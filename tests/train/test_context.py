@@ -16,6 +16,7 @@ KIND = PagedAttention(num_layers=1, num_heads=H, num_kv_heads=H_KV, head_dim=D, 
 
 # Of four steps, two are further back than the shorter window from the last.
 WINDOWS = pytest.mark.parametrize("window", [None, 5, 2])
+SINKS = np.linspace(-2, 2, H, dtype=np.float32)
 
 
 def _draw(rng, heads):
@@ -28,13 +29,15 @@ def _joined(q, k, v):
 
 def _heads(qkv):
     """As a projection leaves them, with nothing to be done to them but a rotation by nothing."""
-    return ProjectedHeads(qkv, HeadWeights(), (np.ones((B * T, D // 2)), np.zeros((B * T, D // 2))))
+    return ProjectedHeads(
+        qkv, HeadWeights(), (np.ones((B * T, D // 2)), np.zeros((B * T, D // 2))), SINKS
+    )
 
 
-def _attend(query, keys, values):
+def _attend(query, keys, values, sink):
     scores = np.array([query @ key for key in keys], np.float64) / np.sqrt(D)
-    weights = np.exp(scores - scores.max())
-    return (weights / weights.sum()) @ np.array(values, np.float64)
+    weights = np.exp(scores)
+    return (weights / (weights.sum() + np.exp(sink))) @ np.array(values, np.float64)
 
 
 def _expected(q, steps, window):
@@ -50,7 +53,7 @@ def _expected(q, steps, window):
             seen = seen[-window:]  # they are at consecutive positions
             keys = [k[i, shared] for (k, _), i in seen]
             values = [v[i, shared] for (_, v), i in seen]
-            out[row, head] = _attend(q[row, head], keys, values)
+            out[row, head] = _attend(q[row, head], keys, values, SINKS[head])
     return out
 
 

@@ -1,5 +1,6 @@
 """Softmax attention over pages of keys and values, assigned to requests by a page table."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -18,6 +19,8 @@ class ProjectedHeads(NamedTuple):
     qkv: jax.Array  # [N, F]
     weights: HeadWeights  # bias and norms, applied next
     angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, n]
+    sinks: jax.Array | None = None  # [H], see `paged_attention`
+    query_scales: jax.Array | None = None  # f32[N, 1, 1], of rotated queries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +98,8 @@ class PagedAttention:
             writes=rows.writes,
             kernels=rows.kernels,
         )
+        if inputs.query_scales is not None:
+            q *= rows.by_request(inputs.query_scales).astype(q.dtype)
         reach = positions if rows.reach is None else rows.by_request(rows.reach)
         origin = None if rows.origin is None else rows.by_request(rows.origin)
         out = paged_attention(
@@ -105,6 +110,7 @@ class PagedAttention:
             reach,
             window=self.window,
             origins=None if self.window is None else origin,
+            sinks=inputs.sinks,
             kernels=rows.kernels,
         )
         return out.reshape(-1, *out.shape[2:]), cache
@@ -112,7 +118,7 @@ class PagedAttention:
     def causal(self, length: int, inputs: ProjectedHeads) -> jax.Array:
         """Attend within each sequence: [N, H, D_h]."""
         q, k, v = self.split(inputs)
-        weights = jax.nn.softmax(_causal_scores(q, k, length, self.window), axis=-1)
+        weights = _softmax([_causal_scores(q, k, length, self.window)], inputs.sinks)
         return _weighted_values(weights, v, q.shape)
 
     def unrolled(self, length: int, kept: tuple, inputs: ProjectedHeads) -> tuple[jax.Array, tuple]:
@@ -128,7 +134,7 @@ class PagedAttention:
             score = (queries * own).sum(-1, keepdims=True).astype(jnp.float32)
             is_seen = self.window is None or len(drafted) - i < self.window
             scores.append(score if is_seen else jnp.full_like(score, -jnp.inf))
-        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+        weights = _softmax(scores, inputs.sinks)
         out = _weighted_values(weights[..., :length], v0, q.shape)
         for i, (_, value) in enumerate(drafted):
             own = weights[..., length + i].transpose(0, 3, 1, 2)  # [B, T, H_kv, G]
@@ -138,7 +144,7 @@ class PagedAttention:
 
     def split(self, inputs: ProjectedHeads) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return rotated queries [N, H, D_h], keys and values [N, H_kv, D_h]."""
-        return split_heads(
+        q, k, v = split_heads(
             inputs.qkv,
             *inputs.weights,
             *inputs.angles,
@@ -148,6 +154,9 @@ class PagedAttention:
             eps=self.rms_norm_eps,
             is_centred=self.has_centred_norms,
         )
+        if inputs.query_scales is not None:
+            q = q * inputs.query_scales.astype(q.dtype)
+        return q, k, v
 
 
 def _heads_first(x: jax.Array, length: int) -> jax.Array:
@@ -174,6 +183,16 @@ def _causal_scores(
     if window is not None:
         mask &= ~jnp.tril(mask, distance - window)
     return jnp.where(mask, scores.astype(jnp.float32), -jnp.inf)
+
+
+def _softmax(scores: Sequence[jax.Array], sinks: jax.Array | None) -> jax.Array:
+    """Return the attention weights of scores f32[B, H_kv, G, T, ...], concatenated."""
+    if sinks is None:
+        return jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+    shape = (*scores[0].shape[:-1], 1)
+    sink = sinks.astype(jnp.float32).reshape(1, *shape[1:3], 1, 1)
+    joined = jnp.concatenate([*scores, jnp.broadcast_to(sink, shape)], axis=-1)
+    return jax.nn.softmax(joined, axis=-1)[..., :-1]
 
 
 def _weighted_values(weights: jax.Array, v: jax.Array, shape: tuple[int, ...]) -> jax.Array:

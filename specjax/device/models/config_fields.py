@@ -8,7 +8,7 @@ a warning.
 """
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
@@ -20,21 +20,33 @@ _SIZES = (
     *("hidden_act", "tie_word_embeddings", "attention_bias"),
     *("rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"),
 )
-_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
+_WINDOWS = ("use_sliding_window", "sliding_window", "max_window_layers")
+_EXPERTS = (
+    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
+    *("decoder_sparse_step", "mlp_only_layers"),
+)
 _DENSE = {
     "llama": (*_SIZES, "mlp_bias"),
     "mistral": (*_SIZES, "sliding_window"),
     "ministral": (*_SIZES, "sliding_window", "layer_types"),
-    "qwen2": (*_SIZES, *_WINDOWS),
-    "qwen3": (*_SIZES, *_WINDOWS),
+    "ministral3": (*_SIZES, "sliding_window"),
+    "phi3": (*_SIZES, "sliding_window", "original_max_position_embeddings"),
+    "qwen2": (*_SIZES, *_WINDOWS, "layer_types"),
+    "qwen3": (*_SIZES, *_WINDOWS, "layer_types"),
+    "gpt_oss": (
+        *(*_SIZES, "sliding_window", "layer_types", "num_local_experts", "num_experts_per_tok"),
+        *("swiglu_limit", "swiglu_alpha", "quantization_config"),
+        # Older names of other fields, which transformers does not read.
+        *("experts_per_token", "initial_context_length"),
+    ),
+    "qwen3_moe": (*_SIZES, *_WINDOWS, *_EXPERTS, "num_local_experts"),
 }
 _HYBRID = (
     *(*_SIZES, "layer_types", "full_attention_interval", "use_sliding_window"),
     *("linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim"),
     *("linear_num_key_heads", "linear_num_value_heads", "attn_output_gate", "output_gate_type"),
     *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
-    *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
-    *("shared_expert_intermediate_size", "decoder_sparse_step", "mlp_only_layers"),
+    *(*_EXPERTS, "shared_expert_intermediate_size"),
     # For models with a vision tower, which is not used.
     *("text_config", "vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "language_model_only"),
@@ -43,13 +55,22 @@ _HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe
 READ: Mapping[str, frozenset[str]] = {
     kind: frozenset(fields) for kind, fields in (_DENSE | dict.fromkeys(_HYBRIDS, _HYBRID)).items()
 }
+# Quantised weights that are read, by the model type and `quant_method`.
+QUANTISED = {"gpt_oss": ("mxfp4",)}
 # Fields for tools, training, the tokenizer or generation.
 HARMLESS = frozenset(
     (
         *("architectures", "auto_map", "model_type", "_name_or_path", "name_or_path"),
         *("transformers_version", "torch_dtype", "dtype", "use_cache", "cache_implementation"),
         *("initializer_range", "attention_dropout", "hidden_dropout", "resid_dropout"),
-        *("embd_dropout", "classifier_dropout", "hidden_dropout_prob", "pretraining_tp"),
+        *(
+            "resid_pdrop",
+            "embd_pdrop",
+            "embd_dropout",
+            "classifier_dropout",
+            "hidden_dropout_prob",
+            "pretraining_tp",
+        ),
         *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "unk_token_id"),
         *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
@@ -118,7 +139,7 @@ def check_fields(hf: HFConfig, kind: str) -> None:
     Raises:
         CheckpointError: with the field and its effect.
     """
-    refuse_quantised(hf)
+    refuse_quantised(hf, QUANTISED.get(kind, ()))
     nested = hf.get("text_config", None)
     parts = [hf] if not isinstance(nested, Mapping) else [hf, HFConfig(nested, _inside(hf))]
     read = READ[kind] | HARMLESS
@@ -141,8 +162,9 @@ def _inside(hf: HFConfig) -> str:
     return f"{hf.origin}: text_config"
 
 
-def refuse_quantised(hf: HFConfig) -> None:
-    """Raise if the weights are quantised: integers or narrow floats with scales.
+def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
+    """Raise if the weights are quantised: integers or narrow floats with scales; unless by one of
+    the `readable` methods.
 
     Raises:
         CheckpointError: with the quantisation method, and what to use instead.
@@ -151,8 +173,8 @@ def refuse_quantised(hf: HFConfig) -> None:
         given = hf.fields.get(name)
         if not given and isinstance(nested := hf.fields.get("text_config"), Mapping):
             given = nested.get(name)
-        if given:
-            method = given.get("quant_method") if isinstance(given, Mapping) else None
+        method = given.get("quant_method") if isinstance(given, Mapping) else None
+        if given and method not in readable:
             raise CheckpointError(
                 f"{hf.origin}: {name} says that the weights are quantised by "
                 f"{method or given!r}, which is not supported; use the checkpoint that they were "

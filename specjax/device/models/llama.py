@@ -1,9 +1,11 @@
-"""Dense decoders of the Llama family: `llama`, `mistral`, `ministral`, `qwen2` and `qwen3`.
+"""Decoders of the Llama family: `llama`, `mistral`, `ministral`, `ministral3`, `phi3`, `qwen2`,
+`qwen3` and `qwen3_moe`.
 
-One architecture; they differ only in optional tensors and in windows: Qwen2 has a bias on q, k and
-v, Qwen3 normalises q and k per head, Llama may have a bias on every attention projection. A tensor
-that a model does not have is None, and the forward pass skips it. In all but Llama, some layers or
-all may attend within a window only.
+One architecture; they differ only in optional tensors, windows and experts: Qwen2 has a bias on q,
+k and v, Qwen3 normalises q and k per head, Llama may have a bias on every attention projection. A
+tensor that a model does not have is None, and the forward pass skips it. In all but Llama, some
+layers or all may attend within a window only. Qwen3-MoE has experts. Phi-3 stores q, k and v in one
+tensor, gate and up in another. Ministral 3 scales queries by their position.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,12 +16,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import projection, stored
 from specjax.device.cache.paged import PagedAttention
+from specjax.device.models.experts import read_dense_layers, read_experts
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
+from specjax.device.models.layers.mlp import MLP, mlp_specs
+from specjax.device.models.layers.moe import Experts, MoE, feed_forward, moe_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
@@ -35,7 +40,7 @@ class LlamaLayer:
     attention_norm: jax.Array  # [D]
     attention: Attention
     mlp_norm: jax.Array  # [D]
-    mlp: MLP
+    mlp: MLP | MoE
 
 
 @jax.tree_util.register_dataclass
@@ -51,7 +56,7 @@ class LlamaParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Llama:
-    """A dense decoder. Hashable, so that it can be a static argument of a compiled step."""
+    """A decoder. Hashable, so that it can be a static argument of a compiled step."""
 
     vocab_size: int
     hidden_size: int
@@ -68,6 +73,10 @@ class Llama:
     out_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # of each layer, in tokens; () if no layer has one
+    experts: Experts | None = None
+    dense_layers: tuple[int, ...] = ()  # layers without experts, if `experts` is given
+    has_sinks: bool = False
+    is_merged: bool = False  # checkpoints have q, k and v in one tensor, gate and up in another
 
     @property
     def has_centred_norms(self) -> bool:
@@ -113,8 +122,10 @@ class Llama:
 
     @property
     def head_shape(self) -> "Llama":
-        """See `Model.head_shape`: one of its own layers, without a window."""
-        return replace(self, num_layers=1, windows=())
+        """See `Model.head_shape`: one of its own layers, dense, without window and sinks."""
+        return replace(
+            self, num_layers=1, windows=(), experts=None, has_sinks=False, is_merged=False
+        )
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
@@ -122,18 +133,26 @@ class Llama:
         return ()
 
     def specs(self, names: Collection[str] = ()) -> LlamaParams:
-        """See `Model.specs`; there is only one layout."""
+        """See `Model.specs`; only experts have more than one layout."""
         prefix, dim = "model", self.hidden_size
         return LlamaParams(
             embedding=stored(
                 [f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim), axes=("vocab", None)
             ),
-            layers=tuple(layer_specs(self, f"{prefix}.layers.{i}") for i in range(self.num_layers)),
+            layers=tuple(
+                layer_specs(self, f"{prefix}.layers.{i}", names, i not in self.dense_layers)
+                for i in range(self.num_layers)
+            ),
             norm=stored([f"{prefix}.norm.weight"], (dim,)),
             lm_head=None
             if self.tie_word_embeddings
             else projection(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),
         )
+
+    def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
+        """Return the mixture of a layer as `TensorSpec`s; `names` are those in the checkpoint."""
+        assert self.experts is not None, "a mixture of no experts"
+        return moe_specs(self.experts, self.hidden_size, prefix, names)
 
     def extend(
         self,
@@ -185,19 +204,24 @@ def decoder_layer(
 ) -> tuple[Residual, Any]:
     """Run one pre-norm decoder layer, the `layer`-th of those with the cache `kv` of `kind`."""
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
-    mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, kind)
+    scales = model.rope.query_scales(rows.positions)
+    mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, kind, scales)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    return Residual(x, mlp(params.mlp, normed)), kv
+    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows.kernels)), kv
 
 
-def layer_specs(model: Llama, prefix: str) -> LlamaLayer:
-    """Return one decoder layer as a tree of `TensorSpec`."""
+def layer_specs(
+    model: Llama, prefix: str, names: Collection[str] = (), is_sparse: bool = True
+) -> LlamaLayer:
+    """Return one decoder layer as a tree of `TensorSpec`; `names` are those in the checkpoint."""
     dim = model.hidden_size
     return LlamaLayer(
         attention_norm=stored([f"{prefix}.input_layernorm.weight"], (dim,)),
         attention=attention_specs(model, f"{prefix}.self_attn", dim),
         mlp_norm=stored([f"{prefix}.post_attention_layernorm.weight"], (dim,)),
-        mlp=mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size),
+        mlp=mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size, model.is_merged)
+        if model.experts is None or not is_sparse
+        else model.mixture_specs(f"{prefix}.mlp", names),
     )
 
 
@@ -208,13 +232,15 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
         model.num_kv_heads * model.head_dim,
         model.head_dim,
     )
-    inputs = [f"{prefix}.{name}_proj" for name in "qkv"]
+    inputs, sizes = [f"{prefix}.{name}_proj" for name in "qkv"], [q, kv, kv]
+    if model.is_merged:
+        inputs, sizes = [f"{prefix}.qkv_proj"], [q + 2 * kv]
     return Attention(
-        qkv=projection(
-            [f"{name}.weight" for name in inputs], num_in, [q, kv, kv], axes=(None, "heads")
-        ),
+        qkv=projection([f"{name}.weight" for name in inputs], num_in, sizes, axes=(None, "heads")),
         out=projection([f"{prefix}.o_proj.weight"], q, [model.hidden_size], axes=("heads", None)),
-        qkv_bias=stored([f"{name}.bias" for name in inputs], (q,), (kv,), (kv,), axes=("heads",))
+        qkv_bias=stored(
+            [f"{name}.bias" for name in inputs], *((n,) for n in sizes), axes=("heads",)
+        )
         if model.qkv_bias
         else None,
         out_bias=stored([f"{prefix}.o_proj.bias"], (model.hidden_size,))
@@ -222,6 +248,9 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
         else None,
         q_norm=stored([f"{prefix}.q_norm.weight"], (head,)) if model.qk_norm else None,
         k_norm=stored([f"{prefix}.k_norm.weight"], (head,)) if model.qk_norm else None,
+        sinks=stored([f"{prefix}.sinks"], (model.num_heads,), axes=("heads",))
+        if model.has_sinks
+        else None,
     )
 
 
@@ -233,6 +262,9 @@ def from_hf(hf: HFConfig) -> Llama:
     bias = hf.flag("attention_bias")
     hidden, heads = hf.integer("hidden_size"), hf.integer("num_attention_heads")
     head_dim, num_layers = hf.integer("head_dim", hidden // heads), hf.integer("num_hidden_layers")
+    experts, rope = read_experts(hf, kind), hf.rope(head_dim, 1.0 if kind == "phi3" else None)
+    if kind == "ministral3":
+        rope = replace(rope, query_beta=_query_beta(hf))
     return Llama(
         vocab_size=hf.integer("vocab_size"),
         hidden_size=hidden,
@@ -242,14 +274,27 @@ def from_hf(hf: HFConfig) -> Llama:
         num_kv_heads=hf.kv_heads(heads, default=heads),
         head_dim=head_dim,
         rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
-        rope=hf.rope(head_dim),
+        rope=rope,
         max_position=hf.integer("max_position_embeddings", 2048),
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
         qkv_bias=kind == "qwen2" or bias,
         out_bias=kind != "qwen2" and bias,
-        qk_norm=kind == "qwen3",
+        qk_norm=kind in ("qwen3", "qwen3_moe"),
         windows=read_windows(hf, kind, num_layers),
+        experts=experts,
+        dense_layers=read_dense_layers(hf, num_layers) if experts else (),
+        is_merged=kind == "phi3",
     )
+
+
+def _query_beta(hf: HFConfig) -> float:
+    fields = hf.rope_fields()
+    if "llama_4_scaling_beta" not in fields or "original_max_position_embeddings" not in fields:
+        raise CheckpointError(
+            f"{hf.origin}: rope_parameters must have llama_4_scaling_beta and "
+            f"original_max_position_embeddings for this model_type; got {dict(fields)}"
+        )
+    return HFConfig(fields, f"{hf.origin}: rope_parameters").number("llama_4_scaling_beta", 0.1)
 
 
 def to_hf(model: Llama) -> Mapping[str, Any]:

@@ -24,12 +24,13 @@ from specjax.checkpoint.spec import (
 from specjax.device.cache.kind import CacheKind
 from specjax.device.cache.paged import PagedAttention
 from specjax.device.cache.recurrent import DeltaRule
+from specjax.device.models.experts import read_dense_layers, read_experts
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention, attention
 from specjax.device.models.layers.gated_delta_net import GatedDeltaNet, gated_delta_net
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
-from specjax.device.models.layers.moe import Experts, MoE, moe, moe_specs
+from specjax.device.models.layers.mlp import MLP, mlp_specs
+from specjax.device.models.layers.moe import Experts, MoE, feed_forward, moe_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.layers.rows import Rows
@@ -226,10 +227,7 @@ def decoder_layer(
     else:
         mixed, cache = gated_delta_net(mixer, normed, rows, cache, layer, model.delta_rule)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    if isinstance(params.mlp, MLP):
-        return Residual(x, mlp(params.mlp, normed)), cache
-    assert model.experts is not None
-    return Residual(x, moe(params.mlp, normed, model.experts, rows.kernels)), cache
+    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows.kernels)), cache
 
 
 def layer_specs(
@@ -322,7 +320,7 @@ def from_hf(hf: HFConfig) -> Qwen35:
         hf.require("output_gate_type", "swish")
     num_layers = hf.integer("num_hidden_layers")
     head_dim = hf.integer("head_dim", 256)
-    heads, experts = hf.integer("num_attention_heads"), _experts(hf, kind)
+    heads, experts = hf.integer("num_attention_heads"), read_experts(hf, kind)
     return Qwen35(
         vocab_size=hf.integer("vocab_size"),
         hidden_size=hf.integer("hidden_size"),
@@ -339,7 +337,7 @@ def from_hf(hf: HFConfig) -> Qwen35:
         # With a nested `text_config`, transformers uses the outer flag.
         tie_word_embeddings=outer.flag("tie_word_embeddings", hf.flag("tie_word_embeddings")),
         experts=experts,
-        dense_layers=_dense_layers(hf, num_layers) if experts else (),
+        dense_layers=read_dense_layers(hf, num_layers) if experts else (),
         is_interleaved=kind == "qwen3_next",
         num_mtp_layers=_num_mtp_layers(hf),
     )
@@ -381,32 +379,6 @@ def _delta_heads(hf: HFConfig) -> Heads:
             f"linear_num_key_heads={heads.num_keys}"
         )
     return heads
-
-
-def _experts(hf: HFConfig, kind: str) -> Experts | None:
-    if kind == "qwen3_next" or "moe" in kind:
-        default = {"qwen3_next": 512}.get(kind, 256)
-        if hf.get("num_experts", default) == 0:
-            return None
-        chosen = Experts(
-            num_experts=hf.integer("num_experts", default),
-            num_chosen=hf.integer("num_experts_per_tok", {"qwen3_next": 10}.get(kind, 8)),
-            intermediate_size=hf.integer("moe_intermediate_size", 512),
-            shared_intermediate_size=hf.integer("shared_expert_intermediate_size", 512),
-            normalises=kind != "qwen3_next" or hf.flag("norm_topk_prob", True),
-        )
-        if chosen.num_chosen > chosen.num_experts:
-            raise CheckpointError(
-                f"{hf.origin}: num_experts_per_tok={chosen.num_chosen} exceeds "
-                f"num_experts={chosen.num_experts}"
-            )
-        return chosen
-    return None
-
-
-def _dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
-    step, dense = hf.integer("decoder_sparse_step", 1), hf.get("mlp_only_layers", [])
-    return tuple(i for i in range(num_layers) if i in dense or (i + 1) % step)
 
 
 def to_hf(model: Qwen35) -> Mapping[str, Any]:

@@ -1,6 +1,7 @@
 """Registry of models by the `model_type` of their config."""
 
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.device.loading import load_params
-from specjax.device.models import llama, qwen3_5
+from specjax.device.models import gpt_oss, llama, qwen3_5
 from specjax.device.models.config_fields import check_fields
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
@@ -21,8 +22,12 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "llama": llama.from_hf,
     "mistral": llama.from_hf,
     "ministral": llama.from_hf,
+    "ministral3": llama.from_hf,
     "qwen2": llama.from_hf,
     "qwen3": llama.from_hf,
+    "qwen3_moe": llama.from_hf,
+    "phi3": llama.from_hf,
+    "gpt_oss": gpt_oss.from_hf,
     "qwen3_next": qwen3_5.from_hf,
     "qwen3_5": qwen3_5.from_hf,
     "qwen3_5_text": qwen3_5.from_hf,
@@ -40,8 +45,10 @@ def describe_model(hf: HFConfig) -> Model:
     """Return the model that a config describes, without its weights."""
     kind = hf.get("model_type", None)
     if not isinstance(kind, str) or kind not in MODELS:
+        near = get_close_matches(str(kind), MODELS, 1)
         raise CheckpointError(
             f"{hf.origin}: model_type={kind!r} is not supported; supported: {', '.join(MODELS)}"
+            + (f"; the nearest by name is {near[0]!r}" if near else "")
         )
     check_fields(hf, kind)
     return MODELS[kind](hf)

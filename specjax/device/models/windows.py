@@ -12,8 +12,12 @@ _DEFAULTS: Mapping[str, int | None] = {
     "ministral": 4096,
     "qwen2": 4096,
     "qwen3": 4096,
+    "qwen3_moe": 4096,
+    "gpt_oss": 128,
 }
-_SWITCHED = ("qwen2", "qwen3")  # `use_sliding_window` says whether there are windows
+# `use_sliding_window` says whether there are windows, `max_window_layers` from which layer on.
+_SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
+_FROM_LAYER = ("qwen2", "qwen3")
 _WITHOUT = ("llama",)
 
 
@@ -56,5 +60,7 @@ def _read_window(hf: HFConfig, kind: str) -> int | None:
 def _default_types(hf: HFConfig, kind: str, num_layers: int, window: int | None) -> list[str]:
     if window is None:
         return [FULL] * num_layers
-    first = hf.get("max_window_layers", 28) if kind in _SWITCHED else 0
+    if kind == "gpt_oss":
+        return [FULL if i % 2 else SLIDING for i in range(num_layers)]
+    first = hf.get("max_window_layers", 28) if kind in _FROM_LAYER else 0
     return [FULL if i < first else SLIDING for i in range(num_layers)]

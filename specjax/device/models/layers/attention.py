@@ -22,6 +22,7 @@ class Attention:
     out_bias: jax.Array | None = None
     q_norm: jax.Array | None = None  # [head_dim]
     k_norm: jax.Array | None = None
+    sinks: jax.Array | None = None  # [H], see `paged_attention`
 
 
 def attention(
@@ -32,11 +33,14 @@ def attention(
     kv: Any,
     layer: jax.Array,
     kind: PagedAttention,
+    query_scales: jax.Array | None = None,
 ) -> tuple[jax.Array, Any]:
     """Project x [N, D_in], rotate, attend and project back; return ([N, D], kv)."""
     qkv = linear(x, params.qkv)
     weights = HeadWeights(params.qkv_bias, params.q_norm, params.k_norm)
-    mixed, kv = rows.mix(kind, kv, layer, ProjectedHeads(qkv, weights, angles))
+    mixed, kv = rows.mix(
+        kind, kv, layer, ProjectedHeads(qkv, weights, angles, params.sinks, query_scales)
+    )
     gate_at = kind.num_heads * kind.head_dim
     gate_end = qkv.shape[1] - 2 * kind.num_kv_heads * kind.head_dim
     mixed = mixed.reshape(x.shape[0], -1)

@@ -23,16 +23,44 @@ def mlp(params: MLP, x: jax.Array) -> jax.Array:
     return linear(swiglu(linear(x, params.gate_up)), params.down)
 
 
+@dataclass(frozen=True)
+class SwiGLU:
+    """`swiglu` as a value, for models that choose between activations."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return [N, F] of [N, 2 F]."""
+        return swiglu(x)
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """gpt-oss's: gate sigmoid(alpha gate) (up + 1), both clamped; their columns alternate."""
+
+    limit: float
+    alpha: float
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return [N, F] of [N, 2 F]."""
+        gate, up = jnp.minimum(x[:, ::2], self.limit), jnp.clip(x[:, 1::2], -self.limit, self.limit)
+        return gate * jax.nn.sigmoid(gate * self.alpha) * (up + 1)
+
+
 def swiglu(x: jax.Array) -> jax.Array:
     """Compute silu(gate) * up for concatenated gate | up [N, 2 F] (Shazeer 2020)."""
     gate, up = jnp.split(x, 2, axis=-1)
     return jax.nn.silu(gate) * up
 
 
-def mlp_specs(prefix: str, dim: int, inner: int) -> MLP:
-    """Return the weights as `TensorSpec`s, with Hugging Face's names."""
+def mlp_specs(prefix: str, dim: int, inner: int, is_merged: bool = False) -> MLP:
+    """Return the weights as `TensorSpec`s, with Hugging Face's names.
+
+    `is_merged` is for checkpoints that have gate and up in one tensor.
+    """
     gate, up, down = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
+    inputs, sizes = [gate, up], [inner, inner]
+    if is_merged:
+        inputs, sizes = [f"{prefix}.gate_up_proj.weight"], [2 * inner]
     return MLP(
-        gate_up=projection([gate, up], dim, [inner, inner], axes=(None, "mlp")),
+        gate_up=projection(inputs, dim, sizes, axes=(None, "mlp")),
         down=projection([down], inner, [dim], axes=("mlp", None)),
     )

@@ -1,0 +1,62 @@
+"""Weights of experts in MXFP4 (OCP Microscaling, 2023): 4-bit floats that share scales by 32.
+
+A byte holds two numbers, the lower bits first. A scale is a power of two, stored as its exponent
+plus 127. They are unpacked while loading: every value is a number of bfloat16.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.checkpoint.spec import TensorSpec
+
+BLOCK = 32  # numbers that share a scale
+_VALUES = (
+    0.0,
+    0.5,
+    1.0,
+    1.5,
+    2.0,
+    3.0,
+    4.0,
+    6.0,
+)  # of the lower three bits; the fourth is the sign
+
+
+@dataclass(frozen=True)
+class MXFP4Spec(TensorSpec):
+    """Experts [E, in, out] from blocks u8[E, out, in / 32, 16] and scales u8[E, out, in / 32]."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the engine array."""
+        num_experts, num_out, num_blocks, _ = self.file_shapes[0]
+        return num_experts, num_blocks * BLOCK, num_out
+
+    @property
+    def is_packed(self) -> bool:
+        """True."""
+        return True
+
+    def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
+        """Unpack the blocks and scales `parts` to the engine array in `dtype`."""
+        blocks, scales = parts
+        halves = jnp.stack([blocks & 15, blocks >> 4], axis=-1)
+        values = jnp.array([*_VALUES, *(-x for x in _VALUES)], jnp.float32)[halves]
+        values = values.reshape(*scales.shape, BLOCK)
+        numbers = jnp.ldexp(values, scales.astype(jnp.int32)[..., None] - 127)
+        return numbers.reshape(*scales.shape[:2], -1).swapaxes(1, 2).astype(self.dtype or dtype)
+
+
+def mxfp4_experts(name: str, num_experts: int, num_in: int, num_out: int) -> Any:
+    """Unpack the experts `name` [experts, in, out] from `name`_blocks and `name`_scales."""
+    scales = num_experts, num_out, num_in // BLOCK
+    return MXFP4Spec(
+        (f"{name}_blocks", f"{name}_scales"),
+        ((*scales, BLOCK // 2), scales),
+        axes=("experts", None, None),
+    )

@@ -1,0 +1,64 @@
+"""Mixtures of experts as Hugging Face configs of the Qwen3 families describe them."""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.layers.moe import Experts
+from specjax.device.models.layers.router import SoftmaxRouter
+
+
+class _Defaults(NamedTuple):
+    """Values of missing fields."""
+
+    num_experts: int
+    num_chosen: int
+    intermediate_size: int
+    shared_intermediate_size: int | None  # None: there is no shared expert
+    norm_topk_prob: bool | None  # None: always, whatever the field says
+
+
+_QWEN3_5 = _Defaults(256, 8, 512, 512, None)
+_DEFAULTS: Mapping[str, _Defaults] = {
+    "qwen3_moe": _Defaults(128, 8, 768, None, False),
+    "qwen3_next": _Defaults(512, 10, 512, 512, True),
+    "qwen3_5_moe": _QWEN3_5,
+    "qwen3_5_moe_text": _QWEN3_5,
+}
+
+
+def read_experts(hf: HFConfig, kind: str) -> Experts | None:
+    """Return the mixture that a config of model type `kind` describes; None without experts.
+
+    Raises:
+        CheckpointError: a row is sent to more experts than there are.
+    """
+    default = _DEFAULTS.get(kind)
+    # Later versions of transformers save some of these types with the other name.
+    name = "num_local_experts" if "num_local_experts" in hf.fields else "num_experts"
+    if default is None or hf.get(name, default.num_experts) == 0:
+        return None
+    normalises, shared = default.norm_topk_prob, default.shared_intermediate_size
+    found = Experts(
+        num_experts=hf.integer(name, default.num_experts),
+        num_chosen=hf.integer("num_experts_per_tok", default.num_chosen),
+        intermediate_size=hf.integer("moe_intermediate_size", default.intermediate_size),
+        shared_intermediate_size=hf.integer("shared_expert_intermediate_size", shared)
+        if shared
+        else 0,
+        has_shared_gate=shared is not None,
+        router=SoftmaxRouter(normalises is None or hf.flag("norm_topk_prob", normalises)),
+    )
+    if found.num_chosen > found.num_experts:
+        raise CheckpointError(
+            f"{hf.origin}: num_experts_per_tok={found.num_chosen} exceeds "
+            f"{name}={found.num_experts}"
+        )
+    return found
+
+
+def read_dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
+    """Return the layers that have no experts although the model has."""
+    step, dense = hf.integer("decoder_sparse_step", 1), hf.get("mlp_only_layers", [])
+    return tuple(i for i in range(num_layers) if i in dense or (i + 1) % step)

@@ -1,0 +1,127 @@
+"""The gpt-oss family (`gpt_oss`): a Llama with attention sinks, alternating windows and experts.
+
+Every projection has a bias, those of experts and of their router included. The experts' weights are
+bfloat16, or packed in MXFP4 and unpacked while loading.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.mxfp4 import BLOCK, mxfp4_experts
+from specjax.checkpoint.spec import projection, stored
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.layers.linear import linear
+from specjax.device.models.layers.mlp import ClampedSwiGLU
+from specjax.device.models.layers.moe import Experts, MoE
+from specjax.device.models.llama import Llama
+from specjax.device.models.windows import read_windows
+
+_ROPE = {  # of configs that do not say
+    "rope_type": "yarn",
+    "rope_theta": 150000.0,
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
+class RouterWeights(NamedTuple):
+    """Weights of a `BiasedRouter`."""
+
+    weight: jax.Array  # [D, E]
+    bias: jax.Array  # [E]
+
+
+@dataclass(frozen=True)
+class BiasedRouter:
+    """Experts with the largest logits, weighted by the softmax over the chosen ones."""
+
+    def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
+        """See `Router.specs`."""
+        return RouterWeights(
+            projection([f"{prefix}.router.weight"], dim, [num_experts]),
+            stored([f"{prefix}.router.bias"], (num_experts,)),
+        )
+
+    def choose(
+        self, params: RouterWeights, x: jax.Array, num_chosen: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """See `Router.choose`."""
+        best, chosen = jax.lax.top_k(linear(x, params.weight) + params.bias, num_chosen)
+        return jax.nn.softmax(best.astype(jnp.float32)), chosen
+
+
+@dataclass(frozen=True, kw_only=True)
+class GptOss(Llama):
+    """A Llama whose experts have biases, and names of their own."""
+
+    def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
+        """See `Llama.mixture_specs`; packed if `names` say so."""
+        assert self.experts is not None, "a mixture of no experts"
+        dim, num, inner = self.hidden_size, self.experts.num_experts, self.experts.intermediate_size
+        gate_up, down = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
+
+        def weights(name: str, num_in: int, num_out: int) -> Any:
+            if f"{name}_blocks" in names:
+                return mxfp4_experts(name, num, num_in, num_out)
+            return stored([name], (num, num_in, num_out), axes=("experts", None, None))
+
+        def bias(name: str, num_out: int) -> Any:
+            return stored([f"{name}_bias"], (num, num_out), axes=("experts", None))
+
+        return MoE(
+            router=self.experts.router.specs(prefix, dim, num),
+            gate_up=weights(gate_up, dim, 2 * inner),
+            down=weights(down, inner, dim),
+            gate_up_bias=bias(gate_up, 2 * inner),
+            down_bias=bias(down, dim),
+        )
+
+
+def from_hf(hf: HFConfig) -> GptOss:
+    """Return the model that a Hugging Face config of type `gpt_oss` describes."""
+    hf.require("hidden_act", "silu")
+    if not hf.get("rope_parameters", hf.get("rope_scaling", None)):
+        hf = HFConfig({**hf.fields, "rope_parameters": _ROPE}, hf.origin)
+    num_layers, num_heads = hf.integer("num_hidden_layers"), hf.integer("num_attention_heads")
+    hidden, inner = hf.integer("hidden_size"), hf.integer("intermediate_size")
+    head_dim, has_bias = hf.integer("head_dim", 64), hf.flag("attention_bias", True)
+    if hf.get("quantization_config", None) and (hidden % BLOCK or inner % BLOCK):
+        raise CheckpointError(
+            f"{hf.origin}: hidden_size={hidden} and intermediate_size={inner} must be multiples of "
+            f"{BLOCK} for weights in mxfp4"
+        )
+    experts = Experts(
+        num_experts=hf.integer("num_local_experts", 128),
+        num_chosen=hf.integer("num_experts_per_tok", 4),
+        intermediate_size=inner,
+        router=BiasedRouter(),
+        activation=ClampedSwiGLU(
+            limit=hf.number("swiglu_limit", 7.0), alpha=hf.number("swiglu_alpha", 1.702)
+        ),
+    )
+    return GptOss(
+        vocab_size=hf.integer("vocab_size"),
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=hf.kv_heads(num_heads, default=8),
+        head_dim=head_dim,
+        rms_norm_eps=hf.number("rms_norm_eps", 1e-5),
+        rope=hf.rope(head_dim),
+        max_position=hf.integer("max_position_embeddings", 131072),
+        tie_word_embeddings=hf.flag("tie_word_embeddings"),
+        qkv_bias=has_bias,
+        out_bias=has_bias,
+        has_sinks=True,
+        windows=read_windows(hf, "gpt_oss", num_layers),
+        experts=experts,
+    )
