@@ -28,6 +28,12 @@ LLAMA3_ROPE = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }
+YARN_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 300.0,
+    "factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 500.0, "factor": 4.0}
 # Together they have all three families, tied and not; query heads that share keys with none, some
 # and all; every rope; biases of either kind; and one that is saved in shards.
@@ -61,13 +67,16 @@ CASES = {
             "max_shard_size": "10KB",
         },
     ),
-    "qwen3-head-dim": ("qwen3", {"head_dim": 12, "num_hidden_layers": 1}),
+    "qwen3-head-dim-yarn": (
+        "qwen3",
+        {"head_dim": 12, "num_hidden_layers": 1, "rope_parameters": YARN_ROPE},
+    ),
 }
 # Those of the others are the targets of test_eagle.py, whose output is compared as well.
 FAMILIES = (
     "llama",
     pytest.param("qwen2-tied-sharded", marks=pytest.mark.slow),
-    pytest.param("qwen3-head-dim", marks=pytest.mark.slow),
+    pytest.param("qwen3-head-dim-yarn", marks=pytest.mark.slow),
 )
 
 

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.device.models.layers.rope import Rope
+from specjax.device.models.layers.rope import Rope, yarn_magnitude
+
+_ROPE_KINDS = "default", "linear", "llama3", "yarn"
 
 
 @dataclass(frozen=True)
@@ -67,51 +69,82 @@ class HFConfig:
                 )
 
     def rope(self, head_dim: int, partial_factor: float | None = None) -> Rope:
-        """Read the rotary embedding: `rope_parameters`, or older `rope_theta` + `rope_scaling`.
+        """Read the rotary embedding of heads of `head_dim`, see `rope_fields`.
 
         `partial_factor` is the default for the fraction of a head that is rotated; None for models
         that always rotate whole heads.
         """
-        fields = self._object("rope_scaling") | self._object("rope_parameters")
-        theta = _positive(
-            fields.get("rope_theta", self.get("rope_theta", 10000.0)), f"{self.origin}: rope_theta"
-        )
-        kind = fields.get("rope_type", fields.get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
+        fields = self.rope_fields()
+        kind, theta = fields["rope_type"], fields["rope_theta"]
+        if kind not in _ROPE_KINDS:
             raise CheckpointError(
                 f"{self.origin}: rope_scaling {kind!r} is not supported; "
-                "supported: default, linear, llama3"
+                f"supported: {', '.join(_ROPE_KINDS)}"
             )
+        plain = Rope(
+            head_dim=self._rotated_dim(fields, head_dim, partial_factor),
+            theta=_positive(theta, f"{self.origin}: rope_theta"),
+        )
+        if kind == "default":
+            return plain
+
+        def scale(name: str, default: float | None = None) -> float:
+            value = default if fields.get(name) is None else fields[name]
+            if value is None:
+                raise CheckpointError(f"{self.origin}: rope_scaling {kind!r} lacks {name!r}")
+            return _positive(value, f"{self.origin}: rope_scaling {kind!r}: {name}")
+
+        scaled = replace(plain, scaling=kind, factor=scale("factor"))
+        if kind == "linear":
+            return scaled
+        if kind == "llama3":
+            return replace(
+                scaled,
+                low_freq_factor=scale("low_freq_factor"),
+                high_freq_factor=scale("high_freq_factor"),
+                original_max_position=int(scale("original_max_position_embeddings")),
+            )
+        original = scale(
+            "original_max_position_embeddings", self.integer("max_position_embeddings", 2048)
+        )
+        # As transformers has it: the quotient of two corrections, if both weights are given.
+        attention_factor = yarn_magnitude(scaled.factor)
+        if fields.get("mscale") and fields.get("mscale_all_dim"):
+            above, below = scale("mscale"), scale("mscale_all_dim")
+            attention_factor = yarn_magnitude(scaled.factor, above)
+            attention_factor /= yarn_magnitude(scaled.factor, below)
+        return replace(
+            scaled,
+            beta_fast=scale("beta_fast", 32.0),
+            beta_slow=scale("beta_slow", 1.0),
+            truncates=fields.get("truncate", True) is True,
+            attention_factor=scale("attention_factor", attention_factor),
+            original_max_position=int(original),
+        )
+
+    def rope_fields(self) -> Mapping[str, Any]:
+        """Return `rope_parameters`, or older `rope_scaling`; with `rope_type` and `rope_theta`."""
+        fields = self._object("rope_scaling") | self._object("rope_parameters")
+        kind = fields.get("rope_type", fields.get("type", "default"))
+        return {"rope_theta": self.get("rope_theta", 10000.0)} | fields | {"rope_type": kind}
+
+    def _rotated_dim(
+        self, fields: Mapping[str, Any], head_dim: int, partial_factor: float | None
+    ) -> int:
         default = self.get("partial_rotary_factor", partial_factor or 1.0)
         part = fields.get("partial_rotary_factor", default)
-        head_dim, whole = int(head_dim * part), head_dim
-        if not 0 < head_dim <= whole or head_dim % 2:
+        rotated = int(head_dim * part)
+        if not 0 < rotated <= head_dim or rotated % 2:
             raise CheckpointError(
                 f"{self.origin}: partial_rotary_factor={part!r} must leave an even number of the "
-                f"{whole} dimensions of a head"
+                f"{head_dim} dimensions of a head"
             )
-        if partial_factor is None and head_dim != whole:
+        if partial_factor is None and rotated != head_dim:
             raise CheckpointError(
                 f"{self.origin}: partial_rotary_factor={part!r} is not supported for this "
                 "model_type; it rotates whole heads"
             )
-
-        def scale(name: str) -> float:
-            if name not in fields:
-                raise CheckpointError(f"{self.origin}: rope_scaling {kind!r} lacks {name!r}")
-            return _positive(fields[name], f"{self.origin}: rope_scaling {kind!r}: {name}")
-
-        return Rope(
-            head_dim=head_dim,
-            theta=theta,
-            scaling=kind,
-            factor=scale("factor") if kind != "default" else 1.0,
-            low_freq_factor=scale("low_freq_factor") if kind == "llama3" else 1.0,
-            high_freq_factor=scale("high_freq_factor") if kind == "llama3" else 4.0,
-            original_max_position=int(scale("original_max_position_embeddings"))
-            if kind == "llama3"
-            else 8192,
-        )
+        return rotated
 
     def _object(self, key: str) -> dict[str, Any]:
         value = self.get(key, {})

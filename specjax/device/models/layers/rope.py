@@ -12,8 +12,9 @@ import numpy as np
 class Rope:
     """Rotary frequencies of one model; `head_dim` is the number of rotated dimensions per head.
 
-    `scaling` is "default", "linear" (positions divided by `factor`) or "llama3" (Llama 3.1: long
-    wavelengths divided by `factor`, short ones kept, a smooth ramp between).
+    `scaling` is "default", "linear" (positions divided by `factor`), "llama3" (Llama 3.1: long
+    wavelengths divided by `factor`, short ones kept, a smooth ramp between) or "yarn" (the same
+    with a ramp over the index of a frequency; Peng et al. 2023, section 3.2).
     """
 
     head_dim: int
@@ -23,6 +24,12 @@ class Rope:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position: int = 8192
+    # Of YaRN: with more rotations than `beta_fast` within the original length a frequency is kept,
+    # with fewer than `beta_slow` it is divided.
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncates: bool = True  # the ramp starts and ends at whole indices
+    attention_factor: float = 1.0  # multiplies cos and sin
 
     def inverse_frequencies(self) -> np.ndarray:
         """Return the angular frequency of each rotated pair, f32[head_dim / 2]."""
@@ -30,16 +37,44 @@ class Rope:
         freq = (1.0 / np.float32(self.theta) ** exponents).astype(np.float32)
         if self.scaling == "linear":
             return freq / np.float32(self.factor)
-        if self.scaling == "llama3":
-            wavelength = 2 * math.pi / freq
-            ramp = (self.original_max_position / wavelength - self.low_freq_factor) / (
-                self.high_freq_factor - self.low_freq_factor
-            )
-            keep = np.clip(ramp, 0.0, 1.0)
+        if self.scaling in ("llama3", "yarn"):
+            keep = self._llama3_kept(freq) if self.scaling == "llama3" else self._yarn_kept()
             return ((1 - keep) * freq / self.factor + keep * freq).astype(np.float32)
         return freq
 
     def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return cos and sin, each f32[N, head_dim / 2], of the rotation at positions i32[N]."""
         angle = positions.astype(jnp.float32)[:, None] * self.inverse_frequencies()[None, :]
-        return jnp.cos(angle), jnp.sin(angle)
+        cos, sin = jnp.cos(angle), jnp.sin(angle)
+        if self.attention_factor == 1.0:
+            return cos, sin
+        return cos * self.attention_factor, sin * self.attention_factor
+
+    def _llama3_kept(self, freq: np.ndarray) -> np.ndarray:
+        """Return how much of each frequency is kept, between 0 and 1."""
+        wavelength = 2 * math.pi / freq
+        ramp = (self.original_max_position / wavelength - self.low_freq_factor) / (
+            self.high_freq_factor - self.low_freq_factor
+        )
+        return np.clip(ramp, 0.0, 1.0)
+
+    def _yarn_kept(self) -> np.ndarray:
+        """Return how much of each frequency is kept, between 0 and 1."""
+
+        def index(rotations: float) -> float:
+            """Return the index of the frequency with that many rotations."""
+            wavelength = self.original_max_position / rotations
+            return self.head_dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(self.theta))
+
+        first, last = index(self.beta_fast), index(self.beta_slow)
+        if self.truncates:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, self.head_dim - 1)
+        width = last - first or 0.001
+        indices = np.arange(self.head_dim // 2, dtype=np.float32)
+        return 1 - np.clip((indices - first) / width, 0.0, 1.0)
+
+
+def yarn_magnitude(factor: float, weight: float = 1.0) -> float:
+    """Return YaRN's correction of attention scores for contexts that are `factor` times longer."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
