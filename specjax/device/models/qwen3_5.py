@@ -32,6 +32,7 @@ from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
 from specjax.device.models.layers.moe import Experts, MoE, moe, moe_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
+from specjax.device.models.layers.router import SoftmaxRouter
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama
 from specjax.device.models.model import Features
@@ -393,7 +394,8 @@ def _experts(hf: HFConfig, kind: str) -> Experts | None:
             num_chosen=hf.integer("num_experts_per_tok", {"qwen3_next": 10}.get(kind, 8)),
             intermediate_size=hf.integer("moe_intermediate_size", 512),
             shared_intermediate_size=hf.integer("shared_expert_intermediate_size", 512),
-            normalises=kind != "qwen3_next" or hf.flag("norm_topk_prob", True),
+            has_shared_gate=True,
+            router=SoftmaxRouter(kind != "qwen3_next" or hf.flag("norm_topk_prob", True)),
         )
         if chosen.num_chosen > chosen.num_experts:
             raise CheckpointError(

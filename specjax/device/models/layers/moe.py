@@ -1,8 +1,8 @@
-"""A mixture of experts with a shared expert."""
+"""A mixture of experts, with or without a shared expert."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import experts, fused_experts, projection
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs, swiglu
+from specjax.device.models.layers.router import Router, SoftmaxRouter
 
 
 class Experts(NamedTuple):
@@ -20,8 +21,9 @@ class Experts(NamedTuple):
     num_experts: int  # E
     num_chosen: int  # per token
     intermediate_size: int  # F
-    shared_intermediate_size: int
-    normalises: bool  # router weights of the chosen experts sum to one
+    shared_intermediate_size: int = 0  # 0 without a shared expert
+    has_shared_gate: bool = False
+    router: Router = SoftmaxRouter()
 
 
 @jax.tree_util.register_dataclass
@@ -29,27 +31,20 @@ class Experts(NamedTuple):
 class MoE:
     """Weights of a mixture; every expert is a SwiGLU layer with gate and up concatenated."""
 
-    router: jax.Array  # [D, E]
+    router: Any  # of `Experts.router`
     gate_up: jax.Array  # [E, D, 2 F]
     down: jax.Array  # [E, F, D]
-    shared: MLP
-    shared_gate: jax.Array  # [D, 1]
+    shared: MLP | None
+    shared_gate: jax.Array | None  # [D, 1]
 
 
 def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
-    """Compute sum_e w_e expert_e(x) + sigmoid(shared_gate x) shared(x) for x [N, D].
+    """Compute sum_e w_e expert_e(x) + g shared(x) for x [N, D].
 
-    w is the softmax over all experts (in f32); the sum runs over the experts with the largest w.
+    w is the router's. g is sigmoid(shared_gate x), or 1 without such a gate.
     """
     num_rows, num_chosen = x.shape[0], experts.num_chosen
-    logits = linear(x, params.router)
-    best, chosen = jax.lax.top_k(logits, num_chosen)  # [N, num_chosen]
-    best = best.astype(jnp.float32)
-    if experts.normalises:
-        weights = jax.nn.softmax(best)
-    else:
-        total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
-        weights = jnp.exp(best - total)
+    weights, chosen = experts.router.choose(params.router, x, num_chosen)  # [N, num_chosen]
 
     chosen = chosen.reshape(-1)
     # Sorting one array, because sorting keys and indices as two would copy them first.
@@ -60,17 +55,29 @@ def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
     outputs = grouped_matmul(swiglu(hidden), params.down, sizes, targets=order, kernels=kernels)
     outputs = outputs.reshape(num_rows, num_chosen, -1)
     mixed = jnp.einsum("nc,ncd->nd", weights.astype(x.dtype), outputs)
-    return mixed + jax.nn.sigmoid(linear(x, params.shared_gate)) * mlp(params.shared, x)
+    if params.shared is None:
+        return mixed
+    shared = mlp(params.shared, x)
+    if params.shared_gate is None:
+        return mixed + shared
+    return mixed + jax.nn.sigmoid(linear(x, params.shared_gate)) * shared
 
 
-def moe_specs(mixture: Experts, dim: int, prefix: str, names: Collection[str]) -> MoE:
+def moe_specs(
+    mixture: Experts,
+    dim: int,
+    prefix: str,
+    names: Collection[str],
+    shared_name: str = "shared_expert",
+) -> MoE:
     """Return the weights as `TensorSpec`s. `names`, those in the checkpoint, tell whether all
     experts share a tensor or each has its own.
 
     Raises:
         CheckpointError: both layouts are present.
     """
-    num_experts, _, inner, shared, _ = mixture
+    num_experts, inner = mixture.num_experts, mixture.intermediate_size
+    shared = mixture.shared_intermediate_size
     fused = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"
     single = [f"{prefix}.experts.{i}" for i in range(num_experts)]
     found_fused = [name for name in fused if name in names]
@@ -88,9 +95,11 @@ def moe_specs(mixture: Experts, dim: int, prefix: str, names: Collection[str]) -
         gate_up = experts(pairs, dim, [inner, inner])
         down = experts([(f"{one}.down_proj.weight",) for one in single], inner, [dim])
     return MoE(
-        router=projection([f"{prefix}.gate.weight"], dim, [num_experts]),
+        router=mixture.router.specs(prefix, dim, num_experts),
         gate_up=gate_up,
         down=down,
-        shared=mlp_specs(f"{prefix}.shared_expert", dim, shared),
-        shared_gate=projection([f"{prefix}.shared_expert_gate.weight"], dim, [1]),
+        shared=mlp_specs(f"{prefix}.{shared_name}", dim, shared) if shared else None,
+        shared_gate=projection([f"{prefix}.{shared_name}_gate.weight"], dim, [1])
+        if mixture.has_shared_gate
+        else None,
     )
