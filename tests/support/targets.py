@@ -38,6 +38,20 @@ MOE_SIZES = {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 20,
 }
+LATENT_SIZES = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT_KINDS = ("deepseek_v3", "glm4_moe_lite")
 VISION_SIZES = {
     "depth": 1,
     "hidden_size": 16,
@@ -66,8 +80,12 @@ def _hf_config(kind: str, given: Mapping[str, Any]) -> Any:
     }
     if _is_hybrid(kind):
         sizes |= HYBRID_SIZES
-    if "moe" in kind or kind == "qwen3_next":
+    if kind in LATENT_KINDS:
+        sizes |= LATENT_SIZES
+    elif "moe" in kind or kind == "qwen3_next":
         sizes |= MOE_SIZES
+    if kind == "deepseek_v3":
+        sizes |= {"first_k_dense_replace": 1}
     config = sizes | given
     if not _has_vision(kind):
         return transformers.AutoConfig.for_model(kind, **config)
@@ -106,7 +124,8 @@ def write_target(
     model = auto.from_config(hf_config, dtype=torch.float32).eval()
     # The norm of a recurrent layer's output is a plain one.
     plain_norms = "linear_attn.norm" if _is_hybrid(kind) else "norm"
-    randomise(dict(model.named_parameters()), seed, plain_norms)
+    buffers = {n: x for n, x in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    randomise(dict(model.named_parameters()) | buffers, seed, plain_norms)
     model.generation_config.eos_token_id = hf_config.get_text_config().eos_token_id
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return TargetFiles(folder, model)
