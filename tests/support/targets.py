@@ -162,13 +162,20 @@ def write_mtp(
 
     assert layout in ("fused", "single")
     hf, dim = target.hf.config.get_text_config(), target.hf.config.get_text_config().hidden_size
-    attention = max(i for i, kind in enumerate(hf.layer_types) if kind == "full_attention")
-    layer = target.hf.get_decoder().layers[attention]
-    tensors = {f"mtp.layers.0.{n}": torch.empty_like(x) for n, x in layer.state_dict().items()}
-    tensors["mtp.fc.weight"] = torch.empty(dim, 2 * dim)
-    for norm in "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden":
-        tensors[f"mtp.{norm}.weight"] = torch.empty(dim)
-    randomise(tensors, seed, plain_norms="none")
+    layers, is_latent = target.hf.get_decoder().layers, hf.model_type in LATENT_KINDS
+    if is_latent:
+        prefix, layer, fc = f"model.layers.{len(layers)}.", "", "eh_proj"
+        norms, attention = ("enorm", "hnorm", "shared_head.norm"), -1
+    else:
+        prefix, layer, fc = "mtp.", "layers.0.", "fc"
+        norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        attention = max(i for i, kind in enumerate(hf.layer_types) if kind == "full_attention")
+    held = layers[attention].state_dict()
+    tensors = {f"{prefix}{layer}{n}": torch.empty_like(x) for n, x in held.items()}
+    tensors[f"{prefix}{fc}.weight"] = torch.empty(dim, 2 * dim)
+    for norm in norms:
+        tensors[f"{prefix}{norm}.weight"] = torch.empty(dim)
+    randomise(tensors, seed, plain_norms="norm" if is_latent else "none")
 
     shutil.copytree(target.folder, folder)
     written = _unfused(tensors) if layout == "single" else tensors
@@ -177,7 +184,8 @@ def write_mtp(
     else:
         rewrite(folder / "model.safetensors", lambda old: old | written)
     config = json.loads((folder / "config.json").read_text())
-    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    field = "num_nextn_predict_layers" if is_latent else "mtp_num_hidden_layers"
+    config.get("text_config", config)[field] = 1
     (folder / "config.json").write_text(json.dumps(config))
     return HeadFiles(folder, tensors, config.get("text_config", config))
 
