@@ -25,7 +25,7 @@ LOG2_E = math.log2(math.e)
 UNSEEN = -1e30  # maximum of no scores; finite, so that differences are never NaN
 NOWHERE = 2**30  # a column that no row attends to
 NUM_SMS = 132  # multiprocessors of an H100 or H200
-MIN_BLOCKS = 3  # per split; with fewer, partial results are too large compared to what is read
+MIN_TOKENS = 2  # per split and row; with fewer, partial results are larger than what is read
 MAX_SPLITS = 32  # the combine kernel has a row's partial results [splits, rank] in registers
 
 
@@ -57,7 +57,7 @@ def choose_config(
     block_rows = min((size for size in tiles if size >= rows), default=max(tiles))
     block_tokens, num_warps, num_stages = tiles[block_rows]
     programs = batch * -(-rows // block_rows)
-    max_splits = min(-(-context // (MIN_BLOCKS * block_tokens)), MAX_SPLITS)
+    max_splits = min(-(-context // (MIN_TOKENS * block_rows)), MAX_SPLITS)
     # A second kernel would cost more than an idle eighth of the GPU.
     is_full = 8 * programs >= 7 * NUM_SMS
     num_splits = 1 if is_full else max(1, min(NUM_SMS // programs, max_splits))

@@ -21,7 +21,7 @@ class ProjectedLatents(NamedTuple):
     q: jax.Array  # [N, H (D_n + D_r)]
     latent: jax.Array  # [N, R + D_r], the latent, then the part of the key that all heads share
     norm: jax.Array  # [R], of the latent
-    up: jax.Array  # [H (D_n + D_v), R], the keys of all heads, then their values
+    up: jax.Array  # [H (D_n + D_v), R], a head's key, then its value
     angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, D_r / 2]
 
 
@@ -143,9 +143,9 @@ class LatentAttention:
 
     def _ups(self, up: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Return the up-projections of keys [H, D_n, R] and values [H, D_v, R]."""
-        keys_end = self.num_heads * self.nope_dim
-        keys = up[:keys_end].reshape(self.num_heads, -1, self.rank)
-        return keys, up[keys_end:].reshape(self.num_heads, -1, self.rank)
+        # Slices of this axis are fused into the products, others would be copied first.
+        up = up.reshape(self.num_heads, -1, self.rank)
+        return up[:, : self.nope_dim], up[:, self.nope_dim :]
 
     def _heads(self, inputs: ProjectedLatents) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Return queries and keys [N, H, D_n + D_r] and values [N, H, D_v] of every head."""

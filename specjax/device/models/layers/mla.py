@@ -6,7 +6,7 @@ from typing import Any
 import jax
 
 from pallas_kernels.rms_norm import rms_norm
-from specjax.checkpoint.spec import TensorSpec, projection, stored
+from specjax.checkpoint.spec import projection, stored
 from specjax.device.cache.latent import NORM_EPS, LatentAttention, ProjectedLatents
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.rows import Rows
@@ -21,7 +21,7 @@ class MLA:
     q_norm: jax.Array | None  # [Q]; None without a rank, as `q_up`
     q_up: jax.Array | None  # [Q, H (D_n + D_r)]
     latent_norm: jax.Array  # [R]
-    up: jax.Array  # [H (D_n + D_v), R], the keys of all heads, then their values
+    up: jax.Array  # [H (D_n + D_v), R], a head's key, then its value; used from both sides
     out: jax.Array  # [H D_v, D]
 
 
@@ -50,13 +50,7 @@ def mla_specs(kind: LatentAttention, prefix: str, dim: int, q_rank: int | None) 
     heads = kind.num_heads
     q_width, out_width = heads * (kind.nope_dim + kind.rope_dim), heads * kind.value_dim
     inputs = ["q_a_proj" if q_rank else "q_proj", "kv_a_proj_with_mqa"]
-    # In the file the keys' rows and the values' take turns, head by head.
-    up: Any = TensorSpec(
-        (f"{prefix}.kv_b_proj.weight",),
-        ((heads * (kind.nope_dim + kind.value_dim), kind.rank),),
-        interleaved=((kind.nope_dim, kind.value_dim),),
-        axes=("heads", None),
-    )
+    up_width = heads * (kind.nope_dim + kind.value_dim)
     return MLA(
         down=projection(
             [f"{prefix}.{name}.weight" for name in inputs],
@@ -68,6 +62,6 @@ def mla_specs(kind: LatentAttention, prefix: str, dim: int, q_rank: int | None) 
         if q_rank
         else None,
         latent_norm=stored([f"{prefix}.kv_a_layernorm.weight"], (kind.rank,)),
-        up=up,
+        up=stored([f"{prefix}.kv_b_proj.weight"], (up_width, kind.rank), axes=("heads", None)),
         out=projection([f"{prefix}.o_proj.weight"], out_width, [dim], axes=("heads", None)),
     )
