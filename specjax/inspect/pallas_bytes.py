@@ -4,6 +4,7 @@ Kernels are listed by name; one that is not listed reads all operands and writes
 Operands are recognized by shape, so that the kernels are free to order them:
 
 - a pool of keys and values has six axes, [L, pages, page_size, 2, H_kv, D];
+- one of latents has four, [L, pages, page_size, E];
 - one kernel updates a recurrent state [L, S, H_v, D_v, D_k] and its ring of corrections
   [L, S, M, H_v, D_v] in place; another the rings of raw inputs [L, S, columns, C], of keys
   [L, S, 2 M, H_k, D_k] and of decays [L, S, 2 M, H_v];
@@ -103,6 +104,13 @@ def _paged_attention_combine(call: Call, load: CachedContext) -> tuple[int, int]
     return sum(_of_real_rows(one, load) for one in call.operands), _total(call.outputs)
 
 
+def _latent_attention(call: Call, load: CachedContext) -> tuple[int, int]:
+    """Read every request's entries once, and the queries; write partial results."""
+    pool = next(one for one in call.operands if len(one.shape) == 4)
+    context = load.batch * load.context * pool.per(3)
+    return _total(call.operands) - pool.size + context, _total(call.outputs)
+
+
 def _of_real_rows(one: Array, load: CachedContext) -> int:
     """Return the bytes written: padding rows have no partial results [B, T, H, splits, ...], but
     outputs [B, T, H, D] count whole."""
@@ -167,6 +175,7 @@ def _grouped_matmul(call: Call, load: CachedContext) -> tuple[int, int]:
 TOUCHED: dict[str, Callable[[Call, CachedContext], tuple[int, int]]] = {
     "paged_attention": _paged_attention,
     "paged_attention_combine": _paged_attention_combine,
+    "latent_attention": _latent_attention,
     "rope_write": _rope_write,
     "gated_delta_rule_inputs": _gated_delta_rule_inputs,
     "gated_delta_rule": _gated_delta_rule,

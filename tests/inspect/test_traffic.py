@@ -80,6 +80,13 @@ PALLAS = {
         8 * QUERY,
         QUERY,
     ),
+    "latent_attention": (
+        (*INTS.values(), shape(BATCH, WIDTH * HEADS, 80), shape(2, 64, 16, 80)),
+        (shape(BATCH, WIDTH * HEADS, 64),),
+        (),
+        INT_BYTES + 2 * BATCH * 80 * (WIDTH * HEADS + CONTEXT),
+        QUERY,
+    ),
     "rope_write": (
         (*INTS.values(), shape(BATCH, WIDTH, (HEADS + 2 * 4) * 64), shape(*POOL)),
         (shape(BATCH, WIDTH, HEADS, 64),),

@@ -103,6 +103,31 @@ CASES = {
     ),
     "gpt-oss": ("gpt_oss", {"num_hidden_layers": 3}),
     "qwen3-moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
+    # Queries with a rank and without, three heads, groups of experts, YaRN with both weights or
+    # one, a rotation of halves, tied.
+    "deepseek_v3-groups-yarn": (
+        "deepseek_v3",
+        {
+            "num_hidden_layers": 3,
+            "n_group": 4,
+            "topk_group": 2,
+            "rope_parameters": {**YARN_ROPE, "mscale": 1.3, "mscale_all_dim": 0.8},
+        },
+    ),
+    "deepseek_v3-no-q-rank": (
+        "deepseek_v3",
+        {
+            "q_lora_rank": None,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "tie_word_embeddings": True,
+            "rope_interleave": False,
+            "norm_topk_prob": False,
+            "n_shared_experts": 2,
+            "rope_parameters": {**YARN_ROPE, "mscale_all_dim": 0.8},
+        },
+    ),
+    "glm4_moe_lite": ("glm4_moe_lite", {"num_attention_heads": 5, "num_key_value_heads": 5}),
 }
 # Those of the others are the targets of test_eagle.py, whose output is compared as well.
 FAMILIES = (
@@ -110,6 +135,8 @@ FAMILIES = (
     pytest.param("qwen2-tied-sharded", marks=pytest.mark.slow),
     pytest.param("qwen3-head-dim-yarn", marks=pytest.mark.slow),
     pytest.param("qwen3-moe-dense-layer", marks=pytest.mark.slow),
+    pytest.param("deepseek_v3-groups-yarn", marks=pytest.mark.slow),
+    pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
 )
 
 
@@ -119,7 +146,11 @@ def made(checkpoints, name):
     return checkpoints.target(kind, **({"num_hidden_layers": 2} | config))
 
 
-@pytest.fixture(scope="module", params=CASES)
+SLOW = "deepseek_v3-no-q-rank", "glm4_moe_lite"
+PARAMS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
+
+
+@pytest.fixture(scope="module", params=PARAMS)
 def target(request, checkpoints):
     return made(checkpoints, request.param)
 

@@ -54,6 +54,20 @@ GPT_OSS_SIZES = {
         "original_max_position_embeddings": 32,
     },
 }
+LATENT_SIZES = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 20,
+    "n_group": 1,
+    "topk_group": 1,
+}
+LATENT_KINDS = ("deepseek_v3", "glm4_moe_lite")
 VISION_SIZES = {
     "depth": 1,
     "hidden_size": 16,
@@ -82,12 +96,16 @@ def _hf_config(kind: str, given: Mapping[str, Any]) -> Any:
     }
     if _is_hybrid(kind):
         sizes |= HYBRID_SIZES
-    if "moe" in kind or kind == "qwen3_next":
+    if kind in LATENT_KINDS:
+        sizes |= LATENT_SIZES
+    elif "moe" in kind or kind == "qwen3_next":
         sizes |= MOE_SIZES
         if kind != "qwen3_moe":
             sizes["shared_expert_intermediate_size"] = 20
     if kind == "gpt_oss":
         sizes |= GPT_OSS_SIZES
+    if kind == "deepseek_v3":
+        sizes |= {"first_k_dense_replace": 1}
     config = sizes | given
     if not _has_vision(kind):
         return transformers.AutoConfig.for_model(kind, **config)
@@ -126,7 +144,8 @@ def write_target(
     model = auto.from_config(hf_config, dtype=torch.float32).eval()
     # The norm of a recurrent layer's output is a plain one.
     plain_norms = "linear_attn.norm" if _is_hybrid(kind) else "norm"
-    randomise(dict(model.named_parameters()), seed, plain_norms)
+    buffers = {n: x for n, x in model.named_buffers() if n.endswith("e_score_correction_bias")}
+    randomise(dict(model.named_parameters()) | buffers, seed, plain_norms)
     model.generation_config.eos_token_id = hf_config.get_text_config().eos_token_id
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return TargetFiles(folder, model)
@@ -163,13 +182,20 @@ def write_mtp(
 
     assert layout in ("fused", "single")
     hf, dim = target.hf.config.get_text_config(), target.hf.config.get_text_config().hidden_size
-    attention = max(i for i, kind in enumerate(hf.layer_types) if kind == "full_attention")
-    layer = target.hf.get_decoder().layers[attention]
-    tensors = {f"mtp.layers.0.{n}": torch.empty_like(x) for n, x in layer.state_dict().items()}
-    tensors["mtp.fc.weight"] = torch.empty(dim, 2 * dim)
-    for norm in "norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden":
-        tensors[f"mtp.{norm}.weight"] = torch.empty(dim)
-    randomise(tensors, seed, plain_norms="none")
+    layers, is_latent = target.hf.get_decoder().layers, hf.model_type in LATENT_KINDS
+    if is_latent:
+        prefix, layer, fc = f"model.layers.{len(layers)}.", "", "eh_proj"
+        norms, attention = ("enorm", "hnorm", "shared_head.norm"), -1
+    else:
+        prefix, layer, fc = "mtp.", "layers.0.", "fc"
+        norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+        attention = max(i for i, kind in enumerate(hf.layer_types) if kind == "full_attention")
+    held = layers[attention].state_dict()
+    tensors = {f"{prefix}{layer}{n}": torch.empty_like(x) for n, x in held.items()}
+    tensors[f"{prefix}{fc}.weight"] = torch.empty(dim, 2 * dim)
+    for norm in norms:
+        tensors[f"{prefix}{norm}.weight"] = torch.empty(dim)
+    randomise(tensors, seed, plain_norms="norm" if is_latent else "none")
 
     shutil.copytree(target.folder, folder)
     written = _unfused(tensors) if layout == "single" else tensors
@@ -178,7 +204,8 @@ def write_mtp(
     else:
         rewrite(folder / "model.safetensors", lambda old: old | written)
     config = json.loads((folder / "config.json").read_text())
-    config.get("text_config", config)["mtp_num_hidden_layers"] = 1
+    field = "num_nextn_predict_layers" if is_latent else "mtp_num_hidden_layers"
+    config.get("text_config", config)[field] = 1
     (folder / "config.json").write_text(json.dumps(config))
     return HeadFiles(folder, tensors, config.get("text_config", config))
 

@@ -4,12 +4,13 @@
 
 h is the target's hidden state after its final norm. Embedding and output head are the target's; the
 layer has the form of its attention layers, and its own cache. Further drafts rerun the layer on h'.
+Families of targets differ in what the layer is and how the tensors are called, see `MODULES`.
 """
 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +19,19 @@ import numpy as np
 from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_file
-from specjax.checkpoint.spec import projection
+from specjax.checkpoint.spec import projection, stored
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind
 from specjax.device.drafters.checkpoint import DrafterFiles
 from specjax.device.drafters.drafter import Params
 from specjax.device.loading import load_params
+from specjax.device.models import deepseek_v3, qwen3_5
+from specjax.device.models.deepseek_v3 import DeepSeek
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
-from specjax.device.models.qwen3_5 import (
-    ATTENTION,
-    Qwen35,
-    Qwen35Layer,
-    decoder_layer,
-    layer_specs,
-    norm_spec,
-)
+from specjax.device.models.qwen3_5 import ATTENTION, Qwen35, norm_spec
 
 
 @jax.tree_util.register_dataclass
@@ -46,18 +42,72 @@ class MTPParams:
     embedding_norm: jax.Array  # [D]
     hidden_norm: jax.Array  # [D]
     fc: jax.Array  # [2 D, D]
-    layer: Qwen35Layer
+    layer: Any  # of the target's family
     norm: jax.Array  # [D]
+
+
+class Module(NamedTuple):
+    """The modules of a family of targets."""
+
+    prefix: Callable[[Any], str]  # of the tensors of a target's first module
+    specs: Callable[[Any, str, Collection[str]], MTPParams]  # of a target, with prefix and names
+    layer: Callable[..., tuple[Residual, Any]]  # the family's `decoder_layer`
+    copies: tuple[str, ...] = ()  # tensors of a module that repeat the target's
+    num_field: str = "mtp_num_hidden_layers"  # of the config: how many modules there are
+
+
+def _qwen_specs(shape: Qwen35, prefix: str, names: Collection[str]) -> MTPParams:
+    dim, is_sparse = shape.hidden_size, shape.experts is not None
+    return MTPParams(
+        embedding_norm=norm_spec(f"{prefix}pre_fc_norm_embedding", dim),
+        hidden_norm=norm_spec(f"{prefix}pre_fc_norm_hidden", dim),
+        fc=projection([f"{prefix}fc.weight"], 2 * dim, [dim]),
+        layer=qwen3_5.layer_specs(shape, f"{prefix}layers.0", ATTENTION, names, is_sparse),
+        norm=norm_spec(f"{prefix}norm", dim),
+    )
+
+
+def _deepseek_specs(shape: DeepSeek, prefix: str, names: Collection[str]) -> MTPParams:
+    dim = shape.hidden_size
+    return MTPParams(
+        embedding_norm=stored([f"{prefix}enorm.weight"], (dim,)),
+        hidden_norm=stored([f"{prefix}hnorm.weight"], (dim,)),
+        fc=projection([f"{prefix}eh_proj.weight"], 2 * dim, [dim]),
+        layer=deepseek_v3.layer_specs(shape, prefix.removesuffix("."), names, is_sparse=True),
+        norm=stored([f"{prefix}shared_head.norm.weight"], (dim,)),
+    )
+
+
+# By the class of the target.
+MODULES: dict[type, Module] = {
+    Qwen35: Module(lambda shape: "mtp.", _qwen_specs, qwen3_5.decoder_layer),
+    DeepSeek: Module(
+        lambda shape: f"model.layers.{shape.num_layers}.",
+        _deepseek_specs,
+        deepseek_v3.decoder_layer,
+        copies=("embed_tokens.weight", "shared_head.head.weight"),
+        num_field="num_nextn_predict_layers",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class MTPHead:
     """The MTP module as a chain drafter's head. `shape` is its target."""
 
-    shape: Qwen35
+    shape: Any
     has_embedding: bool = False
     aux_layers: tuple[int, ...] = ()
-    prefix_in_target: str = "mtp."
+
+    @property
+    def module(self) -> Module:
+        """The modules of the target's family."""
+        return MODULES[type(self.shape)]
+
+    @property
+    def prefix_in_target(self) -> str:
+        """See `DrafterWeights.prefix_in_target`."""
+        return self.module.prefix(self.shape)
 
     @property
     def hidden_size(self) -> int:
@@ -71,19 +121,12 @@ class MTPHead:
 
     def specs(self, names: Collection[str] = ()) -> MTPParams:
         """Return the weights as `TensorSpec`s; `names` determine the file's layout of experts."""
-        shape, dim = self.shape, self.hidden_size
-        is_sparse = shape.experts is not None
-        return MTPParams(
-            embedding_norm=norm_spec("mtp.pre_fc_norm_embedding", dim),
-            hidden_norm=norm_spec("mtp.pre_fc_norm_hidden", dim),
-            fc=projection(["mtp.fc.weight"], 2 * dim, [dim]),
-            layer=layer_specs(shape, "mtp.layers.0", ATTENTION, names, is_sparse),
-            norm=norm_spec("mtp.norm", dim),
-        )
+        return self.module.specs(self.shape, self.prefix_in_target, names)
 
     def is_unused(self, name: str) -> bool:
-        """See `DrafterWeights.is_unused`; true for the target's tensors."""
-        return not name.startswith(self.prefix_in_target)
+        """See `DrafterWeights.is_unused`; true for the target's tensors, and copies of them."""
+        prefix = self.prefix_in_target
+        return not name.startswith(prefix) or name.removeprefix(prefix) in self.module.copies
 
     def fuse(self, params: MTPParams, features: Features) -> jax.Array:
         """Return the target's final hidden state, unchanged."""
@@ -123,7 +166,7 @@ def _layer(
     x = linear(jnp.concatenate(normed, axis=-1), params.fc)
     angles = shape.rope.angles(rows.positions)
     stream = Residual(x, jnp.zeros_like(x))
-    stream, kv = decoder_layer(params.layer, stream, rows, angles, kv, jnp.int32(0), shape)
+    stream, kv = head.module.layer(params.layer, stream, rows, angles, kv, jnp.int32(0), shape)
     _, hidden = stream.normed(params.norm, shape, rows.kernels)
     return hidden, kv
 
@@ -136,12 +179,15 @@ def load(
     head = of_own_shape(target, f"{files.hf.origin} (model_type={kind!r})")
     tensors = files.tensors
     beside = tensors.folder / "mtp.safetensors"
-    if not any(name.startswith("mtp.") for name in tensors.names()) and beside.exists():
+    prefix = head.prefix_in_target
+    if not any(name.startswith(prefix) for name in tensors.names()) and beside.exists():
         tensors = open_file(beside)
-    if "mtp.fc.weight" not in tensors.names():
+    spec: Any = head.specs().fc
+    (fc,) = spec.names
+    if fc not in tensors.names():
         raise CheckpointError(
-            f"{tensors.folder} has no tensor mtp.fc.weight, so method 'mtp' has nothing to draft "
-            "with; add the mtp.* tensors of the original checkpoint, which exports leave out, as "
+            f"{tensors.folder} has no tensor {fc}, so method 'mtp' has nothing to draft with; add "
+            f"the {prefix}* tensors of the original checkpoint, which exports leave out, as "
             "mtp.safetensors, or use another method"
         )
     specs = head.specs(tensors.names())
@@ -155,20 +201,15 @@ def of_own_shape(target: Model, origin: str) -> MTPHead:
     Raises:
         CheckpointError: the target has no such module, or one of several layers.
     """
-    make = MODULES.get(type(target))
-    if make is None:
+    if type(target) not in MODULES:
         raise CheckpointError(
             f"{origin}: method 'mtp' needs a model with a module of its own (qwen3_next, qwen3_5, "
-            "qwen3_5_moe); name a drafter and its method instead"
+            "qwen3_5_moe, deepseek_v3, glm4_moe_lite); name a drafter and its method instead"
         )
-    module: MTPHead = make(target)
+    module = MTPHead(target)
     if module.shape.num_mtp_layers > 1:
         raise CheckpointError(
-            f"{origin}: mtp_num_hidden_layers={module.shape.num_mtp_layers} is not supported; "
+            f"{origin}: {module.module.num_field}={module.shape.num_mtp_layers} is not supported; "
             "modules of one layer are"
         )
     return module
-
-
-# By the class of the target, whose layers the module has.
-MODULES: dict[type, Callable[[Any], MTPHead]] = {Qwen35: MTPHead}

@@ -51,9 +51,18 @@ _HYBRID = (
     *("text_config", "vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "language_model_only"),
 )
+_LATENT = (
+    *(*_SIZES, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *("v_head_dim", "qk_head_dim", "rope_interleave", "moe_intermediate_size"),
+    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob"),
+    *("n_group", "topk_group", "topk_method", "scoring_func", "routed_scaling_factor"),
+    *("first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "num_mtp_layers"),
+)
+_LATENTS = {"deepseek_v3": _LATENT, "glm4_moe_lite": (*_LATENT, "mlp_layer_types")}
 _HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 READ: Mapping[str, frozenset[str]] = {
-    kind: frozenset(fields) for kind, fields in (_DENSE | dict.fromkeys(_HYBRIDS, _HYBRID)).items()
+    kind: frozenset(fields)
+    for kind, fields in (_DENSE | dict.fromkeys(_HYBRIDS, _HYBRID) | _LATENTS).items()
 }
 # Quantised weights that are read, by the model type and `quant_method`.
 QUANTISED = {"gpt_oss": ("mxfp4",)}
@@ -75,6 +84,7 @@ HARMLESS = frozenset(
         *("decoder_start_token_id", "forced_bos_token_id", "forced_eos_token_id"),
         *("output_attentions", "output_hidden_states", "output_router_logits", "return_dict"),
         *("return_dict_in_generate", "router_aux_loss_coef", "id2label", "label2id"),
+        *("aux_loss_alpha", "seq_aux", "ep_size"),
         *("problem_type", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder"),
         *("add_cross_attention", "tie_encoder_decoder", "torchscript", "task_specific_params"),
         *("finetuning_task", "tokenizer_class", "prefix", "_attn_implementation"),

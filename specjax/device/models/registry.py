@@ -12,7 +12,7 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.device.loading import load_params
-from specjax.device.models import gpt_oss, llama, qwen3_5
+from specjax.device.models import deepseek_v3, gpt_oss, llama, qwen3_5
 from specjax.device.models.config_fields import check_fields
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
@@ -33,6 +33,8 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "qwen3_5_text": qwen3_5.from_hf,
     "qwen3_5_moe": qwen3_5.from_hf,
     "qwen3_5_moe_text": qwen3_5.from_hf,
+    "deepseek_v3": deepseek_v3.from_hf,
+    "glm4_moe_lite": deepseek_v3.from_hf,
 }
 
 

@@ -1,0 +1,78 @@
+"""Causal attention of T new tokens per request over a paged pool of latents (MLA, absorbed).
+
+A token's entry in the pool is (c, r): its latent c of `rank` numbers, of which the keys and values
+of all heads are made, and the rotated part r of the key, which all heads share (DeepSeek-V2,
+section 2.1). If the up-projection of keys is absorbed into the queries, q = (W_uk^T q_nope,
+q_rope), heads have one key in common, and its first `rank` numbers are their value: for row t of
+request b,
+
+    out[b, t, h] = sum_j softmax_j(scale q[b, t, h] . (c_j, r_j)) c_j
+
+over j <= positions[b, t], where token j of request b is in page `page_table[b, j // page_size]` at
+offset `j % page_size`. The new tokens' own entries are already in the pool. The up-projection of
+values is left to the caller.
+"""
+
+import jax
+
+from pallas_kernels.dispatch import run
+from pallas_kernels.latent_attention.reference import latent_attention_reference
+from pallas_kernels.latent_attention.triton import latent_attention_triton
+
+IMPLEMENTATIONS = {"triton": latent_attention_triton, "reference": latent_attention_reference}
+
+
+def latent_attention(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    rank: int,
+    scale: float,
+    kernels: str = "auto",
+) -> jax.Array:
+    """Return the mixed latents [B, T, H, rank] in q's dtype; softmax statistics are f32.
+
+    Args:
+        q: [B, T, H, E] absorbed queries, E = rank + rotated dimensions.
+        pool: [L, pages, page_size, E] entries.
+        layer: i32[] layer of the pool to read.
+        page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
+        positions: i32[B, T] the position up to which each row attends, usually its own; a row at -1
+            is padding and returns 0.
+        rank: how many of the numbers of an entry are its latent.
+        scale: multiplies the scores.
+        kernels: implementation to use, see `dispatch.run`.
+
+    Pages past a request's last position do not affect the result: they may contain NaN.
+
+    Raises:
+        ValueError: arguments are inconsistent; the message names them.
+        UnsupportedError: the kernel that `kernels` names does not support the arguments.
+    """
+    if q.ndim != 4 or q.shape[:2] != positions.shape:
+        raise ValueError(
+            f"q must be [B, T, H, E] with positions [B, T]; got {q.shape}, {positions.shape}"
+        )
+    if pool.ndim != 4 or pool.shape[3] != q.shape[3]:
+        raise ValueError(
+            f"pool must be [L, pages, page_size, E] with E={q.shape[3]}; got {pool.shape}"
+        )
+    if page_table.ndim != 2 or page_table.shape[0] != q.shape[0]:
+        raise ValueError(f"page_table must be [B={q.shape[0]}, P]; got {page_table.shape}")
+    if not 0 < rank < q.shape[3]:
+        raise ValueError(f"rank must lie between 0 and E={q.shape[3]}; got {rank}")
+    return run(
+        "latent_attention",
+        kernels,
+        IMPLEMENTATIONS,
+        q,
+        pool,
+        layer,
+        page_table,
+        positions,
+        rank=rank,
+        scale=scale,
+    )

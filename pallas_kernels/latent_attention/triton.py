@@ -1,0 +1,240 @@
+"""Attention over latents as Pallas Triton kernels: flash over splits of the context, a combine.
+
+A program computes up to `block_rows` of the T H rows of one request, over every `num_splits`-th
+block of `block_tokens` of its context; it reads an entry once, as key and as value. As in paged
+attention, a row's bits depend neither on other requests nor on the other rows of its request.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.triton_call import dot, load, store, triton_call
+
+RANKS = (64, 128, 256, 512)
+ROTATED = (16, 32, 64, 128)
+PAGE_SIZES = (16, 32, 64, 128)
+DTYPES = ("bfloat16", "float32")
+
+LOG2_E = math.log2(math.e)
+UNSEEN = -1e30  # maximum of no scores; finite, so that differences are never NaN
+NOWHERE = 2**30  # a column that no row attends to
+NUM_SMS = 132  # multiprocessors of an H100 or H200
+MIN_TOKENS = 2  # per split and row; with fewer, partial results are larger than what is read
+MAX_SPLITS = 32  # the combine kernel has a row's partial results [splits, rank] in registers
+
+
+@dataclass(frozen=True)
+class LatentTuning:
+    """Tile sizes and launch parameters of the attention kernel."""
+
+    block_rows: int  # query rows per program, of the T H of a request
+    block_tokens: int  # entries per iteration
+    num_splits: int  # programs that divide the context of a block of rows
+    num_warps: int
+    num_stages: int
+
+
+# Bytes per element of q -> block_rows: (block_tokens, num_warps, num_stages), for a rank of 512.
+# The accumulator [block_rows, rank] in f32 and the queries take the registers and the shared memory
+# that attention of smaller heads has for more rows or tokens: 128 rows do not fit.
+TILES = {
+    2: {16: (32, 4, 3), 32: (32, 8, 3), 64: (16, 8, 5)},  # 32 tokens would spill at 64 rows
+    4: {16: (16, 8, 2), 32: (16, 8, 2)},
+}
+
+
+def choose_config(
+    batch: int, num_rows: int, num_heads: int, context: int, dtype: jnp.dtype
+) -> LatentTuning:
+    """Choose tiles for T = `num_rows` new tokens per request, over at most `context` tokens."""
+    tiles, rows = TILES[dtype.itemsize], num_rows * num_heads
+    block_rows = min((size for size in tiles if size >= rows), default=max(tiles))
+    block_tokens, num_warps, num_stages = tiles[block_rows]
+    programs = batch * -(-rows // block_rows)
+    max_splits = min(-(-context // (MIN_TOKENS * block_rows)), MAX_SPLITS)
+    # A second kernel would cost more than an idle eighth of the GPU.
+    is_full = 8 * programs >= 7 * NUM_SMS
+    num_splits = 1 if is_full else max(1, min(NUM_SMS // programs, max_splits))
+    return LatentTuning(block_rows, block_tokens, num_splits, num_warps, num_stages)
+
+
+def latent_attention_triton(
+    q: jax.Array,
+    pool: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    rank: int,
+    scale: float,
+    config: LatentTuning | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """See `latent_attention`. `config` overrides the result of `choose_config`.
+
+    Raises:
+        UnsupportedError: the kernel does not support an argument.
+    """
+    _check_supported(q, pool, rank)
+    batch, num_rows, num_heads, _ = q.shape
+    if config is None:
+        capacity = page_table.shape[1] * pool.shape[2]
+        config = choose_config(batch, num_rows, num_heads, capacity, q.dtype)
+    # Rows and heads are one axis, which makes fewer addresses for the kernel to compute.
+    q = q.reshape(batch, num_rows * num_heads, -1)
+    out = jax.ShapeDtypeStruct((*q.shape[:2], rank), q.dtype)
+    attended = [out]
+    if config.num_splits > 1:
+        partials = (*q.shape[:2], config.num_splits)
+        statistic = jax.ShapeDtypeStruct(partials, jnp.float32)
+        attended = [jax.ShapeDtypeStruct((*partials, rank), jnp.float32), statistic, statistic]
+    attended = triton_call(
+        functools.partial(
+            _attention_kernel,
+            num_heads=num_heads,
+            rank=rank,
+            scale=scale * LOG2_E,
+            config=config,
+        ),
+        [q, pool, jnp.asarray(layer, jnp.int32).reshape(1), page_table, positions],
+        attended,
+        name="latent_attention",
+        grid=(pl.cdiv(q.shape[1], config.block_rows), batch, config.num_splits),
+        num_warps=config.num_warps,
+        num_stages=config.num_stages,
+        interpret=interpret,
+    )
+    shape = batch, num_rows, num_heads, rank
+    if config.num_splits == 1:
+        return attended[0].reshape(shape)
+    width = pl.next_power_of_2(config.num_splits)
+    (combined,) = triton_call(
+        functools.partial(_combine_kernel, width=width),
+        attended,
+        [out],
+        name="latent_attention_combine",
+        grid=q.shape[:2][::-1],
+        num_warps=min(8, max(1, width * rank // 1024)),
+        interpret=interpret,
+    )
+    return combined.reshape(shape)
+
+
+def _check_supported(q: jax.Array, pool: jax.Array, rank: int) -> None:
+    supported = {
+        "rank": (rank, RANKS),
+        "rotated dimensions": (q.shape[3] - rank, ROTATED),
+        "page_size": (pool.shape[2], PAGE_SIZES),
+        "dtype of q": (q.dtype.name, DTYPES),
+        "dtype of the pool": (pool.dtype.name, (q.dtype.name,)),
+    }
+    for name, (value, values) in supported.items():
+        if value not in values:
+            raise UnsupportedError(
+                f"{name} {value}: the Triton kernel takes {', '.join(map(str, values))}"
+            )
+
+
+def _attention_kernel(
+    q_ref,  # [B, T H, E]
+    pool_ref,  # [L, pages, page_size, E]
+    layer_ref,  # [1]
+    page_table_ref,  # [B, P]
+    positions_ref,  # [B, T]
+    *out_refs,
+    num_heads: int,
+    rank: int,
+    scale: float,  # for exp2, the hardware's instruction
+    config: LatentTuning,
+):
+    num_rows, width = q_ref.shape[1:]
+    page_size = pool_ref.shape[2]
+    request, split = pl.program_id(1), pl.program_id(2)
+    layer = layer_ref[0]
+
+    row = pl.program_id(0) * config.block_rows + jnp.arange(config.block_rows, dtype=jnp.int32)
+    exists = row < num_rows
+    # A tile's sides are powers of two, so a latent and its rotated part are two.
+    latent = jnp.arange(rank, dtype=jnp.int32)[None]
+    rotated = rank + jnp.arange(width - rank, dtype=jnp.int32)[None]
+
+    def load_queries(element):
+        mask = jnp.broadcast_to(exists[:, None], (config.block_rows, element.shape[1]))
+        return load(q_ref.at[request, row[:, None], element], mask=mask, other=0.0)
+
+    q, q_rotated = load_queries(latent), load_queries(rotated)
+    t = jax.lax.div(row, num_heads)
+    last = load(positions_ref.at[request, t], mask=exists, other=-1)  # last visible; [R]
+    end = jnp.minimum(jnp.max(last) + 1, page_table_ref.shape[1] * page_size)
+
+    def block(i, carry):
+        out, maximum, total = carry
+        column = (i * config.num_splits + split) * config.block_tokens
+        column += jnp.arange(config.block_tokens, dtype=jnp.int32)  # [C]
+        page_index = jax.lax.div(column, page_size)
+        page = load(page_table_ref.at[request, page_index], mask=column < end, other=-1)
+        used = page >= 0
+        offset = jax.lax.rem(column, page_size)[:, None]
+
+        def load_entries(element):
+            mask = jnp.broadcast_to(used[:, None], (config.block_tokens, element.shape[1]))
+            at = (layer, page[:, None], offset, element)
+            return load(pool_ref.at[at], mask=mask, other=0.0)
+
+        entries = load_entries(latent)  # [C, rank]
+        # By default f32 would be multiplied as tf32.
+        scores = dot(q, entries, trans_b=True, precision="highest")
+        scores += dot(q_rotated, load_entries(rotated), trans_b=True, precision="highest")
+        column = jnp.where(used, column, NOWHERE)[None]
+        scores = jnp.where(column <= last[:, None], scores * scale, -jnp.inf)  # [R, C]
+        new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=1))
+        weights = jnp.exp2(scores - new_maximum[:, None])
+        decay = jnp.exp2(maximum - new_maximum)
+        out = out * decay[:, None] + dot(weights.astype(q.dtype), entries, precision="highest")
+        return out, new_maximum, total * decay + jnp.sum(weights, axis=1)
+
+    carry = (
+        jnp.zeros((config.block_rows, rank), jnp.float32),
+        jnp.full((config.block_rows,), UNSEEN, jnp.float32),
+        jnp.zeros((config.block_rows,), jnp.float32),
+    )
+    # Blocks split, split + num_splits, ..., up to that of `end` - 1.
+    end_block = pl.cdiv(end, config.block_tokens)
+    stop = pl.cdiv(jnp.maximum(end_block - split, 0), config.num_splits)
+    out, maximum, total = jax.lax.fori_loop(0, stop, block, carry)
+
+    where = (request, row[:, None])
+    if config.num_splits == 1:
+        out = out / jnp.where(total > 0, total, 1.0)[:, None]
+        mask = jnp.broadcast_to(exists[:, None], out.shape)
+        store(out_refs[0].at[*where, latent], out.astype(q.dtype), mask=mask)
+        return
+    # For a split without visible tokens, the combine kernel reads only the statistics.
+    mask = jnp.broadcast_to((exists & (total > 0))[:, None], out.shape)
+    store(out_refs[0].at[*where, split, latent], out, mask=mask)
+    for ref, statistic in zip(out_refs[1:], (maximum, total), strict=True):
+        store(ref.at[request, row, split], statistic, mask=exists)
+
+
+def _combine_kernel(partial_ref, maximum_ref, total_ref, out_ref, *, width: int):
+    """Combine one row: sum its splits [splits, rank], each weighted by its maximum."""
+    row, request = pl.program_id(0), pl.program_id(1)
+    num_splits, rank = partial_ref.shape[2:]
+    split = jnp.arange(width, dtype=jnp.int32)
+    exists = split < num_splits
+    where = (request, row, split)
+    maximum = load(maximum_ref.at[where], mask=exists, other=UNSEEN)
+    total = load(total_ref.at[where], mask=exists, other=0.0)
+    element = jnp.arange(rank, dtype=jnp.int32)[None]
+    mask = jnp.broadcast_to((total > 0)[:, None], (width, rank))
+    partial = load(partial_ref.at[request, row, split[:, None], element], mask=mask, other=0.0)
+    weights = jnp.exp2(maximum - jnp.max(maximum))
+    total = jnp.sum(total * weights)
+    out = jnp.sum(partial * weights[:, None], axis=0) / jnp.where(total > 0, total, 1.0)
+    out_ref[request, row] = out.astype(out_ref.dtype)

@@ -1,0 +1,192 @@
+"""Attention over pages of latents, from which the keys and values of all heads derive (MLA)."""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.rms_norm import rms_norm
+from pallas_kernels.rope_write.reference import rotate
+from specjax.device.cache.kind import CacheSizes
+from specjax.device.cache.rows import CachedRows
+
+NORM_EPS = 1e-6  # of latents, whatever the model's own
+
+
+class ProjectedLatents(NamedTuple):
+    """Queries and latents of N rows, as projected, and what is applied to them next."""
+
+    q: jax.Array  # [N, H (D_n + D_r)]
+    latent: jax.Array  # [N, R + D_r], the latent, then the part of the key that all heads share
+    norm: jax.Array  # [R], of the latent
+    up: jax.Array  # [H (D_n + D_v), R], a head's key, then its value
+    angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, D_r / 2]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Attention of each row over all rows of its request up to itself (DeepSeek-V2, section 2.1).
+
+    A head's key is (W_k c, r) and its value W_v c. The latent c and the rotated r are what is kept,
+    in a pool [layers, pages, page_size, R + D_r]. On cached rows W_k is applied to the queries and
+    W_v to the output instead, so that kept latents are read as they are.
+    """
+
+    num_layers: int
+    num_heads: int
+    rank: int  # R, of the latent
+    nope_dim: int  # D_n, of a query and key, not rotated
+    rope_dim: int  # D_r, of a query and key, rotated
+    value_dim: int  # D_v
+    scale: float  # of the scores
+    is_interleaved: bool  # dimensions 2 i and 2 i + 1 are rotated together, not i and i + D_r / 2
+
+    @property
+    def name(self) -> str:
+        """The name in reports; configs have none."""
+        return "latent_attention"
+
+    @property
+    def is_recurrent(self) -> bool:
+        """False: requests have pages only."""
+        return False
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """Shape of a latent and the shared part of the key."""
+        return (self.rank + self.rope_dim,)
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """(0,): there is no state."""
+        return (0,)
+
+    def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:
+        """Create an empty pool."""
+        pages = self.num_layers, sizes.num_pages, sizes.page_size
+        return jnp.zeros((*pages, *self.token_shape), dtype)
+
+    def init_snapshots(self, num_snapshots: int, dtype: Any) -> None:
+        """Return None: pages are kept and need no snapshots."""
+
+    def take(
+        self, snapshots: None, ids: jax.Array, cache: jax.Array, slots: jax.Array, ends: jax.Array
+    ) -> None:
+        """Copy nothing: the pages themselves are kept."""
+
+    def restore(
+        self, cache: jax.Array, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array
+    ) -> jax.Array:
+        """Return the cache unchanged: the page table refers to the kept pages."""
+        return cache
+
+    def cached(
+        self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedLatents
+    ) -> tuple[jax.Array, jax.Array]:
+        """Write latents to the pages, then attend the queries over them: [N, H, D_v]."""
+        nope, rope = self._queries(inputs)
+        if rows.writes:
+            cache = _write(cache, layer, rows, jnp.concatenate(self._entries(inputs), axis=-1))
+        keys_up, values_up = self._ups(inputs.up)
+        q = jnp.concatenate([jnp.einsum("nhd,hdr->nhr", nope, keys_up), rope], axis=-1)
+        reach = rows.by_request(rows.positions if rows.reach is None else rows.reach)
+        mixed = latent_attention(
+            rows.by_request(q),
+            cache,
+            layer,
+            rows.page_table,
+            reach,
+            rank=self.rank,
+            scale=self.scale,
+            kernels=rows.kernels,
+        )
+        mixed = mixed.reshape(-1, *mixed.shape[2:])
+        return jnp.einsum("nhr,hdr->nhd", mixed, values_up), cache
+
+    def causal(self, length: int, inputs: ProjectedLatents) -> jax.Array:
+        """Attend within each sequence, over keys and values of every head: [N, H, D_v]."""
+        q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
+        weights = jax.nn.softmax(self._causal_scores(q, k), axis=-1)
+        return _mixed(weights, v).reshape(-1, *v.shape[2:])
+
+    def unrolled(
+        self, length: int, kept: tuple, inputs: ProjectedLatents
+    ) -> tuple[jax.Array, tuple]:
+        """Attend over the rows of step 0 up to the row's own, and over its own later drafts, in
+        one softmax; `kept` is a tuple of (k, v) per step so far."""
+        q, k, v = (_by_sequence(x, length) for x in self._heads(inputs))
+        kept = (*kept, (k, v))
+        (k0, v0), drafted = kept[0], kept[1:]
+        scores = [self._causal_scores(q, k0)]
+        for key, _ in drafted:
+            own = jnp.einsum("bthd,bthd->bht", q, key).astype(jnp.float32)
+            scores.append(own[..., None] * self.scale)
+        weights = jax.nn.softmax(jnp.concatenate(scores, axis=-1), axis=-1)
+        out = _mixed(weights[..., :length], v0)
+        for i, (_, value) in enumerate(drafted):
+            own = weights[..., length + i].swapaxes(1, 2)[..., None]  # [B, T, H, 1]
+            out = out + own.astype(v.dtype) * value
+        return out.reshape(-1, *v.shape[2:]), kept
+
+    def _queries(self, inputs: ProjectedLatents) -> tuple[jax.Array, jax.Array]:
+        """Return the plain and the rotated parts of queries, [N, H, D_n] and [N, H, D_r]."""
+        q = inputs.q.reshape(inputs.q.shape[0], self.num_heads, -1)
+        return q[..., : self.nope_dim], self._rotated(q[..., self.nope_dim :], inputs.angles)
+
+    def _entries(self, inputs: ProjectedLatents) -> tuple[jax.Array, jax.Array]:
+        """Return normed latents [N, R] and the rotated shared part of keys [N, D_r]."""
+        latent, rope = jnp.split(inputs.latent, [self.rank], axis=-1)
+        rotated = self._rotated(rope[:, None], inputs.angles)[:, 0]
+        return rms_norm(latent, inputs.norm, NORM_EPS), rotated
+
+    def _ups(self, up: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Return the up-projections of keys [H, D_n, R] and values [H, D_v, R]."""
+        # Slices of this axis are fused into the products, others would be copied first.
+        up = up.reshape(self.num_heads, -1, self.rank)
+        return up[:, : self.nope_dim], up[:, self.nope_dim :]
+
+    def _heads(self, inputs: ProjectedLatents) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Return queries and keys [N, H, D_n + D_r] and values [N, H, D_v] of every head."""
+        latent, shared = self._entries(inputs)
+        keys, values = (jnp.einsum("nr,hdr->nhd", latent, up) for up in self._ups(inputs.up))
+        shared = jnp.broadcast_to(shared[:, None], (*keys.shape[:2], self.rope_dim))
+        q = jnp.concatenate(self._queries(inputs), axis=-1)
+        return q, jnp.concatenate([keys, shared], axis=-1), values
+
+    def _rotated(self, x: jax.Array, angles: tuple[jax.Array, jax.Array]) -> jax.Array:
+        """Rotate x [N, heads, D_r]; the first dimensions of all pairs come first, then the second.
+
+        Scores do not depend on the order of dimensions, which queries and keys share.
+        """
+        if self.is_interleaved:
+            x = jnp.concatenate([x[..., 0::2], x[..., 1::2]], axis=-1)
+        return rotate(x, *angles)
+
+    def _causal_scores(self, q: jax.Array, k: jax.Array) -> jax.Array:
+        """Return causal scaled scores f32[B, H, T, T] of q and k [B, T, H, D]."""
+        scores = jnp.einsum("bthd,bshd->bhts", q, k).astype(jnp.float32) * self.scale
+        return jnp.where(jnp.tril(jnp.ones(scores.shape[2:], bool)), scores, -jnp.inf)
+
+
+def _by_sequence(x: jax.Array, length: int) -> jax.Array:
+    """Reshape [N, ...] to [B, T, ...]."""
+    return x.reshape(-1, length, *x.shape[1:])
+
+
+def _mixed(weights: jax.Array, v: jax.Array) -> jax.Array:
+    """Return the output [B, T, H, D_v] of attention weights f32[B, H, T, T] and v."""
+    return jnp.einsum("bhts,bshd->bthd", weights.astype(v.dtype), v)
+
+
+def _write(pool: jax.Array, layer: jax.Array, rows: CachedRows, entries: jax.Array) -> jax.Array:
+    """Write entries [N, R + D_r] to the pages of their rows; rows without one write nothing."""
+    num_pages, page_size = pool.shape[1:3]
+    positions = rows.by_request(rows.positions)
+    index = positions // page_size
+    page = jnp.take_along_axis(rows.page_table, index, axis=1, mode="fill", fill_value=-1)
+    # The scatter drops a page id past the pool; a negative id would wrap around.
+    page = jnp.where((positions >= 0) & (page >= 0), page, num_pages)
+    entries = rows.by_request(entries).astype(pool.dtype)
+    return pool.at[layer, page, positions % page_size].set(entries, mode="drop")

@@ -1,0 +1,67 @@
+"""Multi-head latent attention: queries and latents through narrow projections (DeepSeek-V2)."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from pallas_kernels.rms_norm import rms_norm
+from specjax.checkpoint.spec import projection, stored
+from specjax.device.cache.latent import NORM_EPS, LatentAttention, ProjectedLatents
+from specjax.device.models.layers.linear import linear
+from specjax.device.models.layers.rows import Rows
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MLA:
+    """Weights of a layer; Q is the rank of the queries, if they have one, or else their width."""
+
+    down: jax.Array  # [D, Q + R + D_r], queries and latents
+    q_norm: jax.Array | None  # [Q]; None without a rank, as `q_up`
+    q_up: jax.Array | None  # [Q, H (D_n + D_r)]
+    latent_norm: jax.Array  # [R]
+    up: jax.Array  # [H (D_n + D_v), R], a head's key, then its value; used from both sides
+    out: jax.Array  # [H D_v, D]
+
+
+def mla(
+    params: MLA,
+    x: jax.Array,
+    rows: Rows,
+    angles: tuple[jax.Array, jax.Array],
+    cache: Any,
+    layer: jax.Array,
+    kind: LatentAttention,
+) -> tuple[jax.Array, Any]:
+    """Project x [N, D], rotate, attend and project back; return ([N, D], cache)."""
+    down = linear(x, params.down)
+    latent_at = down.shape[1] - kind.rank - kind.rope_dim
+    q, latent = down[:, :latent_at], down[:, latent_at:]
+    if params.q_norm is not None and params.q_up is not None:
+        q = linear(rms_norm(q, params.q_norm, NORM_EPS), params.q_up)
+    inputs = ProjectedLatents(q, latent, params.latent_norm, params.up, angles)
+    mixed, cache = rows.mix(kind, cache, layer, inputs)
+    return linear(mixed.reshape(x.shape[0], -1), params.out), cache
+
+
+def mla_specs(kind: LatentAttention, prefix: str, dim: int, q_rank: int | None) -> MLA:
+    """Return the weights as `TensorSpec`s, with Hugging Face's names; `dim` is D, `q_rank` Q."""
+    heads = kind.num_heads
+    q_width, out_width = heads * (kind.nope_dim + kind.rope_dim), heads * kind.value_dim
+    inputs = ["q_a_proj" if q_rank else "q_proj", "kv_a_proj_with_mqa"]
+    up_width = heads * (kind.nope_dim + kind.value_dim)
+    return MLA(
+        down=projection(
+            [f"{prefix}.{name}.weight" for name in inputs],
+            dim,
+            [q_rank or q_width, kind.rank + kind.rope_dim],
+        ),
+        q_norm=stored([f"{prefix}.q_a_layernorm.weight"], (q_rank,)) if q_rank else None,
+        q_up=projection([f"{prefix}.q_b_proj.weight"], q_rank, [q_width], axes=(None, "heads"))
+        if q_rank
+        else None,
+        latent_norm=stored([f"{prefix}.kv_a_layernorm.weight"], (kind.rank,)),
+        up=stored([f"{prefix}.kv_b_proj.weight"], (up_width, kind.rank), axes=("heads", None)),
+        out=projection([f"{prefix}.o_proj.weight"], out_width, [dim], axes=("heads", None)),
+    )

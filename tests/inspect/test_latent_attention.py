@@ -1,0 +1,82 @@
+"""Attention over latents at the shapes of real models, as compiled for an H200."""
+
+from dataclasses import asdict, dataclass
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from pallas_kernels.latent_attention import latent_attention
+from specjax.inspect.resources import Resources
+
+CAPACITY = 8192  # tokens of a request
+NUM_PAGES, NUM_LAYERS, RANK, ROTATED = 8192, 8, 512, 64
+SHARED_MEMORY = 227 * 1024  # that one program may have
+
+pytestmark = pytest.mark.h200
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int
+    num_rows: int
+    num_heads: int
+    page_size: int = 16
+    dtype: str = "bfloat16"
+
+    def __str__(self):
+        return "-".join(map(str, asdict(self).values()))
+
+
+def program(**case):
+    """For the compiler: the jitted function, its shapes, and nothing static."""
+    case = Case(**case)
+    width = RANK + ROTATED
+    shapes = (
+        jax.ShapeDtypeStruct((case.batch, case.num_rows, case.num_heads, width), case.dtype),
+        jax.ShapeDtypeStruct((NUM_LAYERS, NUM_PAGES, case.page_size, width), case.dtype),
+        jax.ShapeDtypeStruct((), jnp.int32),
+        jax.ShapeDtypeStruct((case.batch, CAPACITY // case.page_size), jnp.int32),
+        jax.ShapeDtypeStruct((case.batch, case.num_rows), jnp.int32),
+    )
+
+    @jax.jit
+    def attend(q, pool, layer, page_table, positions):
+        return latent_attention(
+            q, pool, layer, page_table, positions, rank=RANK, scale=0.1, kernels="triton"
+        )
+
+    return attend, shapes, {}
+
+
+CASES = [
+    # GLM-4.7-Flash has 20 heads; DeepSeek-V3 128, of which 16 are on one of eight devices.
+    *(Case(batch, num_rows, 20) for batch in (1, 64) for num_rows in (1, 4)),
+    *(Case(8, 4, 16), Case(8, 1, 128), Case(1, 8, 128, page_size=64), Case(1, 512, 20)),
+    *(Case(8, 4, 20, dtype="float32"), Case(1, 1, 16, dtype="float32", page_size=64)),
+]
+
+
+@pytest.fixture(scope="module")
+def reports(compile_for_h200):
+    """Reports by case."""
+    requests = [{"function": "program", "arguments": asdict(case)} for case in CASES]
+    made = compile_for_h200(__file__, requests, resources=True, timeout=1200)
+    return dict(zip(CASES, made, strict=True))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_kernels_fit_the_device(reports, case):
+    """One kernel or two, in which nothing spills; bf16 on tensor cores; the pool is not copied."""
+    kernels = {one["name"]: Resources(**one) for one in reports[case]["resources"]}
+    assert kernels.keys() <= {"latent_attention", "latent_attention_combine"}
+    assert reports[case]["top_level"] == ["kCustomKernel"] * len(kernels)
+    for kernel in kernels.values():
+        print(case, kernel)
+        assert not kernel.spills, kernel
+        assert kernel.shared_bytes <= SHARED_MEMORY, kernel
+    products = kernels["latent_attention"].products
+    assert bool(products) == (case.dtype == "bfloat16")
+    assert all(product.endswith("bf16") for product in products)
+    layer = NUM_PAGES * case.page_size * (RANK + ROTATED) * 2
+    assert reports[case]["memory"]["temp"] < layer // 4

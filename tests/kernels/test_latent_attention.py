@@ -1,0 +1,137 @@
+"""Attention over latents, every implementation against the plain form of the published equation.
+
+The oracle has keys and values of every head, as up-projections of the latents make them, in f64; so
+it is also the proof that the absorbed form is the same.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.latent_attention import latent_attention, latent_attention_triton
+from pallas_kernels.latent_attention.triton import LatentTuning
+
+RANK, ROTATED, NOPE, VALUE, PAGE_SIZE, LAYER = 64, 16, 12, 20, 16, 1
+SCALE = 0.21
+# Starts and numbers of new tokens of requests, in T rows; heads. A page that is not full, one that
+# is, a request without rows, and more rows than a tile has.
+CASES = {
+    "decode": ((0, 16, 70, 200), (1, 1, 0, 1), 1, 3),
+    "verify": ((5, 31, 250, 0), (4, 2, 4, 0), 4, 5),
+    "chunk": ((0, 40), (24, 17), 24, 4),
+}
+
+
+def split(rows):
+    """The Triton kernel with three programs per block of `rows` rows."""
+    config = LatentTuning(rows, 32, 3, 4, 1)
+    return functools.partial(latent_attention_triton, config=config, interpret=True)
+
+
+IMPLEMENTATIONS = {
+    "reference": functools.partial(latent_attention, kernels="reference"),
+    "interpret": functools.partial(latent_attention, kernels="interpret"),
+    "split": split(16),
+}
+
+
+@functools.cache
+def made(name):
+    """(q_nope, q_rotated, W_uk, W_uv, pool, page_table, positions); NaN where no row may look."""
+    starts, counts, num_rows, num_heads = CASES[name]
+    rng = np.random.default_rng(len(name))
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    columns = -(-max(lengths) // PAGE_SIZE) + 1
+    pool = np.full((2, 4 * columns, PAGE_SIZE, RANK + ROTATED), np.nan, np.float32)
+    table, free = np.full((len(starts), columns), -1, np.int32), list(rng.permutation(4 * columns))
+    for b, length in enumerate(lengths):
+        for column in range(-(-length // PAGE_SIZE) if counts[b] else 0):
+            table[b, column] = page = free.pop()
+            seen = slice(0, length - column * PAGE_SIZE)
+            pool[LAYER, page, seen] = rng.normal(size=pool[LAYER, page, seen].shape)
+    row = np.arange(num_rows)[None]
+    starts, counts = np.array(starts)[:, None], np.array(counts)[:, None]
+    positions = np.where(row < counts, starts + row, -1).astype(np.int32)
+    rows = (len(starts), num_rows, num_heads)
+    return (
+        rng.normal(size=(*rows, NOPE)),
+        rng.normal(size=(*rows, ROTATED)),
+        rng.normal(size=(num_heads, NOPE, RANK)) * RANK**-0.5,
+        rng.normal(size=(num_heads, VALUE, RANK)) * RANK**-0.5,
+        pool,
+        table,
+        positions,
+    )
+
+
+def attention_by_definition(q_nope, q_rotated, key_up, value_up, pool, table, positions):
+    """The plain form, one row and head at a time."""
+    out = np.zeros((*q_nope.shape[:3], VALUE))
+    for b, t in np.argwhere(positions >= 0):
+        entries = np.stack(
+            [
+                pool[LAYER, table[b, j // PAGE_SIZE], j % PAGE_SIZE]
+                for j in range(positions[b, t] + 1)
+            ]
+        ).astype(np.float64)
+        latents, rotated = entries[:, :RANK], entries[:, RANK:]
+        for h in range(q_nope.shape[2]):
+            keys = np.concatenate([latents @ key_up[h].T, rotated], axis=1)
+            query = np.concatenate([q_nope[b, t, h], q_rotated[b, t, h]])
+            weights = np.exp(SCALE * (keys @ query - (keys @ query).max()))
+            out[b, t, h] = weights @ (latents @ value_up[h].T) / weights.sum()
+    return out
+
+
+@functools.cache
+def jitted(name):
+    options = {"rank": RANK, "scale": SCALE}
+    return jax.jit(functools.partial(IMPLEMENTATIONS[name], **options))
+
+
+def attend(name, arguments, dtype="float32"):
+    q_nope, q_rotated, key_up, _, pool, table, positions = arguments
+    absorbed = np.einsum("bthd,hdr->bthr", q_nope, key_up)
+    q = np.concatenate([absorbed, q_rotated], axis=-1).astype(jnp.dtype(dtype))
+    return jitted(name)(q, pool.astype(q.dtype), np.int32(LAYER), table, positions)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_absorbed_form_is_the_plain_one(case, implementation):
+    arguments = made(case)
+    mixed = np.asarray(attend(implementation, arguments), np.float64)
+    out = np.einsum("bthr,hdr->bthd", mixed, arguments[3])
+    np.testing.assert_allclose(out, attention_by_definition(*arguments), rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_bf16_and_bits_that_do_not_depend_on_other_requests(implementation):
+    arguments = made("verify")
+    mixed = np.asarray(attend(implementation, arguments, "bfloat16"), np.float64)
+    out = np.einsum("bthr,hdr->bthd", mixed, arguments[3])
+    np.testing.assert_allclose(out, attention_by_definition(*arguments), rtol=0, atol=0.1)
+    order = np.array([1, 3, 0, 2])
+    moved = [x if i in (2, 3, 4) else x[order] for i, x in enumerate(arguments)]
+    again = np.asarray(attend(implementation, moved, "bfloat16"), np.float64)
+    np.testing.assert_array_equal(again, mixed[order])
+
+
+def test_bad_arguments():
+    q, pool = np.zeros((1, 2, 3, 80), np.float32), np.zeros((1, 2, 16, 80), np.float32)
+    table, positions = np.zeros((1, 2), np.int32), np.zeros((1, 2), np.int32)
+    bad = [
+        (ValueError, "q must be", (q[0], pool, 0, table, positions), 64),
+        (ValueError, "pool must be .* E=80", (q, pool[..., 1:], 0, table, positions), 64),
+        (ValueError, "page_table must be", (q, pool, 0, table[0], positions), 64),
+        (ValueError, "rank must lie", (q, pool, 0, table, positions), 80),
+        (UnsupportedError, "rank 60", (q, pool, 0, table, positions), 60),
+        (UnsupportedError, "page_size 2", (q, pool[:, :, :2], 0, table, positions), 64),
+    ]
+    for error, message, given, rank in bad:
+        with pytest.raises(error, match=message):
+            latent_attention(*given, rank=rank, scale=1.0, kernels="interpret")

@@ -1,0 +1,173 @@
+"""MTP modules of DeepSeek-V3 and GLM-4.7-Flash against those of transformers.
+
+The engine's requests run at temperatures 0 and 1, with preemption; every draft is compared with
+what transformers' module makes of its own hidden states, and every token with the target's choice.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+
+from specjax import LLM, SamplingParams
+from specjax.checkpoint.errors import CheckpointError
+
+torch = pytest.importorskip("torch")
+
+VOCAB = 24  # small, so that an untrained module is right now and then
+YARN = {
+    **{"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "mscale_all_dim": 0.8},
+    "original_max_position_embeddings": 32,
+}
+CASES = {
+    "deepseek_v3": {"n_group": 4, "topk_group": 2, "rope_parameters": YARN},
+    "glm4_moe_lite": {"num_attention_heads": 3, "num_key_value_heads": 3},
+}
+
+
+@dataclass(frozen=True)
+class OracleModule:
+    """transformers' target and module, over all rows at once."""
+
+    hf: Any
+    module: Any
+
+    @property
+    def embedding(self):
+        return self.hf.get_input_embeddings().weight.detach()
+
+    def fuse(self, final, entering):
+        return final
+
+    def run(self, embedded, hidden):
+        from transformers.cache_utils import MtpCache
+
+        positions = torch.arange(len(embedded))[None]
+        cache = MtpCache(config=self.hf.config.get_mtp_config())
+        return self.module.forward_layer(
+            0, hidden[None], positions, cache, inputs_embeds=embedded[None]
+        )[0]
+
+    def recycled(self, y):
+        return y  # after the module's last norm
+
+    def logits(self, y):
+        return self.hf.get_output_embeddings()(y)
+
+
+def load_oracle(folder, kind):
+    """transformers' model and module of a folder."""
+    import transformers
+    from transformers.modeling_layers import MtpModel
+
+    auto = transformers.AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(folder)
+    cls = auto._model_mapping[type(config)]
+    # Its own pattern names the published model's module, and would report this one as unexpected.
+    pattern = rf"model\.layers\.{config.num_hidden_layers}\..*"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cls, "_keys_to_ignore_on_load_unexpected", [pattern])
+        hf = auto.from_pretrained(folder, attn_implementation="eager").eval()
+    if kind == "glm4_moe_lite":  # its class does not read how many modules there are
+        hf.config.num_mtp_layers, hf.config.mtp_mlp_layer_types = 1, ["sparse"]
+    return OracleModule(hf, MtpModel.from_pretrained(hf).eval())
+
+
+@pytest.fixture(
+    scope="module",
+    params=["deepseek_v3", pytest.param("glm4_moe_lite", marks=pytest.mark.slow)],
+)
+def case(request, checkpoints):
+    """(target with the module's files, these files, the oracle)."""
+    kind = request.param
+    target = checkpoints.target(kind, vocab_size=VOCAB, **CASES[kind])
+    files = checkpoints.mtp(target, layout="single")
+    return replace(target, folder=files.folder), files, load_oracle(files.folder, kind)
+
+
+def test_the_oracle_drafts_as_generation_does(case, monkeypatch):
+    from transformers.generation.candidate_generator import MTPCandidateGenerator
+
+    *_, oracle = case
+    rounds, propose = [], MTPCandidateGenerator.get_candidates
+
+    def record(*args, **kwargs):
+        found = propose(*args, **kwargs)
+        rounds.append((kwargs["input_ids"] if "input_ids" in kwargs else args[1], found[0]))
+        return found
+
+    monkeypatch.setattr(MTPCandidateGenerator, "get_candidates", record)
+    prompt = torch.tensor([[1, 17, 9, 20, 3]])
+    options = {"do_sample": False, "max_new_tokens": 16}
+    out = oracle.hf.generate(prompt, use_mtp=True, **options)
+    assert out.tolist() == oracle.hf.generate(prompt, **options).tolist()
+    num_drafts = 0
+    with torch.no_grad():
+        for known, candidates in rounds:
+            if candidates.shape == known.shape:
+                continue
+            hidden = oracle.hf.get_decoder()(input_ids=known[:, :-1]).last_hidden_state[0]
+            y = oracle.run(oracle.embedding[known[0, 1:]], hidden)[-1]
+            assert int(oracle.logits(y).argmax()) == candidates[0, -1]
+            num_drafts += 1
+    assert num_drafts > 6
+
+
+@pytest.mark.slow
+def test_drafts(case, check_drafts):
+    target, files, oracle = case
+    drafter, _ = check_drafts(target, files, "mtp", oracle, ks=(2, 0, 2))
+    assert not drafter.head.has_embedding and drafter.aux_layers == ()
+
+
+def generated(folder, prompts, num_pages, speculation):
+    """(output tokens by request, the number of preemptions), every other request at 0.8."""
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=40)
+        for i in range(len(prompts))
+    ]
+    with LLM(
+        folder,
+        max_model_len=64,
+        max_num_seqs=2,
+        max_num_batched_tokens=32,
+        num_pages=num_pages,
+        decode_batches=(2,),
+        prefill_shapes=((2, 16),),
+        speculative_config=speculation,
+        compile_ahead=True,
+        verbose=False,
+    ) as llm:
+        outputs = llm.generate(prompts, params, False)
+        metrics = llm.metrics()
+    assert speculation is None or metrics.num_accepted_tokens > 5
+    return [one.outputs[0].token_ids for one in outputs], metrics.num_preemptions
+
+
+@pytest.mark.slow
+def test_drafts_and_preemption_change_no_token(checkpoints, ragged_prompts):
+    target = checkpoints.target("deepseek_v3", vocab_size=VOCAB, **CASES["deepseek_v3"])
+    folder = checkpoints.mtp(target, layout="single").folder
+    prompts = ragged_prompts(3, 20, 1, 9, vocab_size=VOCAB)
+    expected, num_preemptions = generated(folder, prompts, None, None)
+    assert num_preemptions == 0
+    for method in "mtp", "ngram":
+        speculation = {"method": method, "num_speculative_tokens": 2}
+        found, num_preemptions = generated(folder, prompts, 5, speculation)
+        assert found == expected
+        assert num_preemptions > 0
+
+
+@pytest.mark.parametrize(
+    "edits, words",
+    [
+        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2 is not supported"),
+        ({}, "no tensor model.layers.2.eh_proj.weight"),
+    ],
+)
+def test_modules_that_are_not_there(checkpoints, edits, words):
+    folder = checkpoints.copy(checkpoints.target("deepseek_v3", vocab_size=VOCAB).folder, **edits)
+    with pytest.raises(CheckpointError, match=words):
+        LLM(
+            folder, speculative_config={"method": "mtp", "num_speculative_tokens": 2}, verbose=False
+        )
