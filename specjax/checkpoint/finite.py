@@ -40,12 +40,13 @@ def _on_host(array: np.ndarray) -> bool:
     # As integers, because NumPy is slow with bfloat16 and XLA's reductions are slow on a CPU:
     # infinity and NaN are the largest, with signs among those above 0, without among the others.
     signed, unsigned = _INTEGERS[array.dtype.itemsize]
-    flat, limit = np.ascontiguousarray(array).reshape(-1), _INFINITY[array.dtype]
+    flat = np.ascontiguousarray(array).reshape(-1)
+    limit: Any = _INFINITY[array.dtype]
     for i in range(0, len(flat), _CHUNK):
         chunk = flat[i : i + _CHUNK]
         if chunk.view(signed).max() >= limit.view(signed):
             return False
-        if chunk.view(unsigned).max() >= (-limit).view(unsigned):
+        if chunk.view(unsigned).max() >= np.negative(limit).view(unsigned):
             return False
     return True
 

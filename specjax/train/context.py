@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.device.cache.kind import CacheKind
-from specjax.device.drafters.dflash import Span
+from specjax.device.drafters.dflash import BlockSpan
 
 
 @jax.tree_util.register_dataclass
@@ -90,7 +90,7 @@ class BlockRows:
 
     starts: jax.Array  # i32[B, N]
     width: int = field(metadata={"static": True})
-    span: Span = field(default=Span(), metadata={"static": True})
+    span: BlockSpan = field(default=BlockSpan(), metadata={"static": True})
     kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
 
     @property

@@ -59,6 +59,10 @@ class LatentAttention:
         return (self.rank + self.rope_dim,)
 
     @property
+    def window(self) -> None:
+        """None: a row reads all latents up to its own."""
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
         """(0,): there is no state."""
         return (0,)

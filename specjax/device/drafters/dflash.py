@@ -3,7 +3,7 @@
     context   g_p = norm(fc f_p)            f_p: hidden states of some of the target's layers
               K_l, V_l of every layer l from g_p, in the drafter's cache at position p
     block     rows [e(x_n), e(MASK), ..., e(MASK)] at positions n, n + 1, ..., n + K
-              through decoder layers; in each, a row sees a `Span` of the context and the block
+              through decoder layers; in each, a row sees a `BlockSpan` of the context and the block
     drafts    row j gives the token at n + j
 
 x_n is the last token, which the target has not run. The block writes its own keys and values at its
@@ -56,7 +56,7 @@ class DFlashParams:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class BlockSpan:
     """What the rows of a block see in a layer: positions from `back` before a row on, or before the
     block's first row, up to `ahead` after the row, or to the end of the block."""
 
@@ -101,7 +101,7 @@ class DFlashHead:
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     mask_token_id: int
-    spans: tuple[Span, ...]
+    spans: tuple[BlockSpan, ...]
     has_embedding: bool = False
     has_lm_head: bool = False
     prefix_in_target: None = None

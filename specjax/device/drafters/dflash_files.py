@@ -11,7 +11,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.checkpoint import DrafterFiles, read_target_ids
-from specjax.device.drafters.dflash import DFlashDrafter, DFlashHead, DFlashParams, Span
+from specjax.device.drafters.dflash import BlockSpan, DFlashDrafter, DFlashHead, DFlashParams
 from specjax.device.models import llama
 from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.hf_config import HFConfig
@@ -101,7 +101,7 @@ def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
     )
 
 
-def _read_spans(hf: HFConfig, num_layers: int) -> tuple[Span, ...]:
+def _read_spans(hf: HFConfig, num_layers: int) -> tuple[BlockSpan, ...]:
     """Return what the rows of a block see, by layer.
 
     A window of W tokens is, as each framework trains heads: W before the anchor, and the block
@@ -116,16 +116,16 @@ def _read_spans(hf: HFConfig, num_layers: int) -> tuple[Span, ...]:
     given = hf.get("is_causal", _own(hf).get("causal"))
     is_marked = SLIDING in _layer_types(hf, num_layers)
 
-    def span(is_windowed: bool) -> Span:
+    def span(is_windowed: bool) -> BlockSpan:
         is_causal = is_windowed and is_marked if given is None else bool(given)
         if is_windowed and window is not None:
             if _is_of_transformers(hf):
-                return Span(back=window, ahead=window)
+                return BlockSpan(back=window, ahead=window)
             if "speculators_model_type" in hf.fields:
                 sees_block = hf.flag("sliding_window_non_causal")
-                return Span(back=window, ahead=None if sees_block else 0, is_anchored=True)
-            return Span(back=window - 1, ahead=0 if is_causal else window - 1)
-        return Span(ahead=0 if is_causal else None)
+                return BlockSpan(back=window, ahead=None if sees_block else 0, is_anchored=True)
+            return BlockSpan(back=window - 1, ahead=0 if is_causal else window - 1)
+        return BlockSpan(ahead=0 if is_causal else None)
 
     return tuple(map(span, windowed))
 
