@@ -18,7 +18,7 @@ from support.weights import randomise
 from specjax import LLM
 from specjax.checkpoint.errors import CheckpointError
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters.dflash import Span
+from specjax.device.drafters.dflash import BlockSpan
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
 
@@ -296,19 +296,22 @@ def test_drafts_are_those_of_transformers_generation(
 
 MIXED = ["sliding_attention", "full_attention"]
 SPANS = {
-    "full": ({}, [Span(), Span()]),
-    "causal": ({"is_causal": True}, [Span(ahead=0)] * 2),
-    "causal-in-own-config": ({"dflash_config": {**IN_CONFIG, "causal": True}}, [Span(ahead=0)] * 2),
-    "mixed": ({"layer_types": MIXED}, [Span(back=4, ahead=0), Span()]),
+    "full": ({}, [BlockSpan(), BlockSpan()]),
+    "causal": ({"is_causal": True}, [BlockSpan(ahead=0)] * 2),
+    "causal-in-own-config": (
+        {"dflash_config": {**IN_CONFIG, "causal": True}},
+        [BlockSpan(ahead=0)] * 2,
+    ),
+    "mixed": ({"layer_types": MIXED}, [BlockSpan(back=4, ahead=0), BlockSpan()]),
     "mixed-non-causal": (
         {"layer_types": MIXED, "is_causal": False},
-        [Span(back=4, ahead=4), Span()],
+        [BlockSpan(back=4, ahead=4), BlockSpan()],
     ),
-    "swa": ({"dflash_config": SWA}, [Span(back=1, ahead=1)] * 2),
-    "swa-causal": ({"dflash_config": {**SWA, "causal": True}}, [Span(back=1, ahead=0)] * 2),
+    "swa": ({"dflash_config": SWA}, [BlockSpan(back=1, ahead=1)] * 2),
+    "swa-causal": ({"dflash_config": {**SWA, "causal": True}}, [BlockSpan(back=1, ahead=0)] * 2),
     "swa-of-one-layer": (
         {"dflash_config": SWA, "layer_types": MIXED},
-        [Span(back=1, ahead=0), Span()],
+        [BlockSpan(back=1, ahead=0), BlockSpan()],
     ),
 }
 
