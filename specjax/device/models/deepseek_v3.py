@@ -18,8 +18,8 @@ from specjax.device.cache.latent import LatentAttention
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mla import MLA, mla, mla_specs
-from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
-from specjax.device.models.layers.moe import Experts, MoE, moe, moe_specs
+from specjax.device.models.layers.mlp import MLP, mlp_specs
+from specjax.device.models.layers.moe import Experts, MoE, feed_forward, moe_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope, yarn_magnitude
 from specjax.device.models.layers.router import SigmoidRouter
@@ -160,9 +160,7 @@ def decoder_layer(
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, pool = mla(params.attention, normed, rows, angles, pool, layer, model.attention)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    if isinstance(params.mlp, MLP):
-        return Residual(x, mlp(params.mlp, normed)), pool
-    return Residual(x, moe(params.mlp, normed, model.experts, rows.kernels)), pool
+    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows.kernels)), pool
 
 
 def layer_specs(
