@@ -218,7 +218,9 @@ def recording_engine(target, files, policy, method, speculative):
     config = SpeculativeConfig(
         method=method, model=str(files.folder), num_speculative_tokens=K, **speculative
     )
-    drafter, head_params = load_drafter(files.folder, config, model, FLOAT32)
+    drafter, head_params = load_drafter(
+        files.folder, config, model, FLOAT32, target_folder=target.folder
+    )
     drafter, head_params = drafter.share(head_params, model, params)
     weights = Params(params, head_params)
     return drafter, Engine(EngineConfig(**SIZES), model, RecordingDrafter(drafter), weights, policy)
