@@ -14,6 +14,9 @@ from support.shared_models import VOCAB, hybrid, llama
 
 from specjax import SamplingParams
 from specjax.checkpoint.errors import CheckpointError
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.registry import load_drafter
+from specjax.device.models.registry import describe_model, read_config
 from specjax.host.speculation.policy import PolicyRule
 
 TURNS = (3, 1, 0, 3, 0, 0, 1, 1, 3, 3)
@@ -112,10 +115,12 @@ def test_it_is_right_after_a_preemption(llm, plain):
     assert num_missed == 0
 
 
-def test_another_vocabulary_is_refused(checkpoints):
+def test_another_vocabulary_needs_the_targets_tokenizer(checkpoints):
     other = checkpoints.target("llama", vocab_size=VOCAB - 1).folder
-    with pytest.raises(CheckpointError, match="vocab_size=95, the target's is 96; .*tokenizer"):
-        make_llm(llama(checkpoints).folder, "draft_model", other)
+    target = describe_model(read_config(llama(checkpoints).folder))
+    config = SpeculativeConfig(method="draft_model", model=str(other), num_speculative_tokens=2)
+    with pytest.raises(CheckpointError, match="vocab_size=95, the target's is 96, .* Model value"):
+        load_drafter(other, config, target, np.dtype("float32"))
 
 
 @pytest.mark.slow

@@ -96,4 +96,4 @@ def open_drafter(
             f"speculative_config.model=None with method={config.method!r} stands for the "
             "target's own checkpoint, but the target is a Model value; give the folder"
         )
-    return load_drafter(folder, config, target, np.dtype(dtype), placement)
+    return load_drafter(folder, config, target, np.dtype(dtype), placement, source.folder)

@@ -5,9 +5,13 @@ import pytest
 
 from specjax.config import METHODS, SpeculativeConfig
 from specjax.device.drafters.chain import ChainDrafter
+from specjax.device.drafters.dflash import DFlashDrafter
+from specjax.device.drafters.draft_model import DraftModel
 from specjax.device.drafters.drafter import NoDrafter
+from specjax.device.drafters.medusa import MedusaDrafter
 from specjax.device.drafters.mtp import MTPHead
 from specjax.device.drafters.ngram import NGramDrafter
+from specjax.device.drafters.p_eagle import PEagleDrafter
 from specjax.device.drafters.registry import DRAFTERS
 from specjax.rl.weights import brings_module, stage_drafter
 from specjax.train.losses import drafter_loss
@@ -34,6 +38,23 @@ def test_options_of_another_method_are_refused(method):
         for option in needs.options if other != method else ():
             with pytest.raises(ValueError, match=f"{option} goes with method='{other}'"):
                 SpeculativeConfig(method=method, model="x", num_speculative_tokens=2, **{option: 3})
+
+
+def test_rows_that_drafting_adds_to_the_budget_of_a_step():
+    """As vLLM counts them (max_num_new_slots_for_drafting), which has no Medusa."""
+    table = {
+        "eagle": (ChainDrafter, 0, 0, 0),
+        "eagle3": (ChainDrafter, 0, 0, 0),
+        "mtp": (ChainDrafter, 0, 0, 0),
+        "dflash": (DFlashDrafter, 0, 0, 0),
+        "p_eagle": (PEagleDrafter, 0, 0, 4),
+        "draft_model": (DraftModel, 1, 1, 1),
+        "medusa": (MedusaDrafter, 0, 0, 0),
+    }
+    for kind, *slots in table.values():
+        assert [kind(None).draft_slots(k) for k in (0, 1, 5)] == slots
+    assert [NGramDrafter().draft_slots(k) for k in (0, 1, 5)] == [0, 0, 0]
+    assert {*table, "ngram"} == set(METHODS)
 
 
 @pytest.mark.parametrize("drafter", [NoDrafter(), NGramDrafter()])

@@ -220,7 +220,9 @@ def recording_engine(target, files, policy, method, speculative):
     config = SpeculativeConfig(
         method=method, model=str(files.folder), num_speculative_tokens=most, **speculative
     )
-    drafter, head_params = load_drafter(files.folder, config, model, FLOAT32)
+    drafter, head_params = load_drafter(
+        files.folder, config, model, FLOAT32, target_folder=target.folder
+    )
     drafter, head_params = drafter.share(head_params, model, params)
     weights, recording = Params(params, head_params), RecordingDrafter(drafter, most)
     return drafter, Engine(EngineConfig(**SIZES), model, recording, weights, policy)

@@ -1,9 +1,12 @@
-"""A whole model as the drafter (Leviathan et al. 2023): a small decoder of the same vocabulary.
+"""A whole model as the drafter (Leviathan et al. 2023): a small decoder.
 
 It keeps caches of its own, by the target's page table and slots. A round of K drafts runs it K
 times: the last token gives the first draft, each draft the next one. So the last draft is not run:
 if all are accepted, its keys and values are missing, and the next round runs it before the last
 token, in one pass of two rows. A round without drafts makes this pass, too, without its logits.
+
+A model with another tokenizer reads the target's tokens as its own of the same text, others as its
+unknown token, and drafts tokens that both have (Timor et al. 2025, token-level intersection).
 """
 
 from collections.abc import Collection
@@ -17,15 +20,29 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.token_map import TokenMap, match
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.head import HeadDrafter, on_rows
 from specjax.device.models.model import Model, init_caches, is_recurrent
-from specjax.device.models.registry import is_unused, load_model
+from specjax.device.models.registry import describe_model, is_unused, load_model, read_config
 from specjax.device.placement import Placement
 from specjax.device.verification import Draft
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DraftModelParams:
+    """The weights of a model, and its tokens among the target's."""
+
+    model: Any
+    tokens: TokenMap | None = None  # None if both have the same
+
+    def as_own(self, tokens: jax.Array) -> jax.Array:
+        """Return the model's tokens for the target's."""
+        return tokens if self.tokens is None else self.tokens.from_target[tokens]
 
 
 @dataclass(frozen=True)
@@ -39,14 +56,20 @@ class ModelWeights:
 
     def specs(self, names: Collection[str] = ()) -> Any:
         """Return the model's parameters, by the names of its checkpoint."""
-        return self.model.specs(names)
+        return DraftModelParams(self.model.specs(names))
 
     def is_unused(self, name: str) -> bool:
         """See `DrafterWeights.is_unused`."""
         return is_unused(self.model, name)
 
-    def target_ids(self, params: Any) -> None:
-        """Return None: both models have the same vocabulary."""
+    def target_ids(self, params: DraftModelParams) -> jax.Array | None:
+        """Return the target's ids of the tokens that both models have, if they are not the same."""
+        return None if params.tokens is None else params.tokens.target_ids
+
+    def logits(self, params: DraftModelParams, hidden: jax.Array) -> jax.Array:
+        """Return logits f32[N, V_d] of these tokens for hidden states [N, D]."""
+        logits = self.model.logits(params.model, hidden)
+        return logits if params.tokens is None else logits[:, params.tokens.draft_ids]
 
 
 @jax.tree_util.register_dataclass
@@ -112,7 +135,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
             x.at[context.slots].get(mode="fill", fill_value=0)
             for x in (state.num_missing, state.pending)
         )
-        places = starts[:, None] + jnp.arange(-1, 1)
+        own, places = params.drafter, starts[:, None] + jnp.arange(-1, 1)
         tokens = jnp.take_along_axis(context.history.tokens, places, axis=1, mode="clip")
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
@@ -127,11 +150,12 @@ class DraftModel(HeadDrafter[ModelWeights]):
             )
             places = i + 1 - num_before[:, None] + jnp.arange(rows.width)
             held = jnp.take_along_axis(tokens, places, axis=1, mode="clip")
-            logits, caches = self._run(params.drafter, held, rows, num_before, caches, context)
+            logits, caches = self._run(own, own.as_own(held), rows, num_before, caches, context)
             pending = jnp.zeros_like(pending)
             if k:
+                ids = self.head.target_ids(own)
                 token, q = context.draw(
-                    logits, None, target.vocab_size, drafts, is_greedy=self.is_greedy
+                    logits, ids, target.vocab_size, drafts, is_greedy=self.is_greedy
                 )
                 tokens = jnp.concatenate([tokens, token[:, None]], axis=1)
                 drafts.append(token)
@@ -140,18 +164,18 @@ class DraftModel(HeadDrafter[ModelWeights]):
 
     def _run(
         self,
-        params: Any,
+        params: DraftModelParams,
         tokens: jax.Array,
         rows: CachedRows,
         last: jax.Array,
         caches: tuple[Any, ...],
         context: DraftContext,
     ) -> tuple[jax.Array, tuple[Any, ...]]:
-        """Run tokens i32[B, T]; return the logits f32[B, V] of row `last` i32[B], and caches."""
-        model = self.head.model
-        features, caches = model.extend(params, tokens.reshape(-1), rows, caches)
+        """Run own tokens i32[B, T]; return logits f32[B, V_d] of row `last` i32[B], and caches."""
+        head = self.head
+        features, caches = head.model.extend(params.model, tokens.reshape(-1), rows, caches)
         hidden = rows.by_request(features.hidden)[jnp.arange(len(last)), last]
-        return on_rows(partial(model.logits, params), hidden, context.row_multiple), caches
+        return on_rows(partial(head.logits, params), hidden, context.row_multiple), caches
 
     def observe(
         self, target: Model, params: Params, state: DraftModelState, seen: Observation
@@ -160,8 +184,8 @@ class DraftModel(HeadDrafter[ModelWeights]):
         caches, slots, none = state.caches, seen.slots, jnp.zeros_like(seen.last)
         if seen.k is None:
             rows = replace(seen.rows, pending=none)
-            tokens = seen.tokens.reshape(-1)
-            _, caches = self.head.model.extend(params.drafter, tokens, rows, caches)
+            own, tokens = params.drafter, seen.tokens.reshape(-1)
+            _, caches = self.head.model.extend(own.model, own.as_own(tokens), rows, caches)
             missing = pending = none
         else:
             before = state.num_missing.at[slots].get(mode="fill", fill_value=0)
@@ -181,17 +205,24 @@ def load(
     target: Model,
     dtype: np.dtype,
     placement: Placement,
-) -> tuple[DraftModel, Any]:
-    """Load a checkpoint of any model that has the target's vocabulary.
+    target_folder: Path | None = None,
+) -> tuple[DraftModel, DraftModelParams]:
+    """Load a checkpoint of any model; tokenizers are compared if `target_folder` is known.
 
     Raises:
-        CheckpointError: it has another vocabulary.
+        CheckpointError: it has no token of the target's vocabulary, or this cannot be told.
     """
     assert folder is not None, config.method
-    model, params = load_model(folder, dtype, placement)
-    if model.vocab_size != target.vocab_size:
+    sizes = target.vocab_size, describe_model(read_config(folder)).vocab_size
+    if target_folder is None and sizes[0] != sizes[1]:
         raise CheckpointError(
-            f"{folder}: vocab_size={model.vocab_size}, the target's is {target.vocab_size}; use a "
-            "draft model with the target's tokenizer"
+            f"{folder}: vocab_size={sizes[1]}, the target's is {sizes[0]}, and the target is a "
+            "Model value, without a tokenizer to match tokens by; use a draft model with the "
+            "target's vocabulary"
         )
-    return DraftModel(ModelWeights(model), is_greedy=config.draft_sample_method == "greedy"), params
+    tokens = None if target_folder is None else match((target_folder, folder), sizes)
+    model, params = load_model(folder, dtype, placement)
+    if tokens is not None:
+        tokens = TokenMap(*map(placement.put, tokens))
+    drafter = DraftModel(ModelWeights(model), is_greedy=config.draft_sample_method == "greedy")
+    return drafter, DraftModelParams(params, tokens)

@@ -1,6 +1,7 @@
 """Drafters by `method`. What each method needs of a config is in `config.METHODS`."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
 from specjax.device.placement import Placement, default_device
 
-Load = Callable[[Path | None, SpeculativeConfig, Model, np.dtype, Placement], tuple[Drafter, Any]]
+Load = Callable[..., tuple[Drafter, Any]]  # (folder, config, target, dtype, placement)
 DRAFTERS: dict[str, Load] = {
     "eagle": chain_loader(eagle.load),
     "eagle3": chain_loader(eagle3.load),
@@ -35,6 +36,8 @@ DRAFTERS: dict[str, Load] = {
     "p_eagle": p_eagle.load,
     "draft_model": draft_model.load,
 }
+# Those that also compare tokenizers, and so read the target's folder.
+COMPARING = ("draft_model",)
 # Heads whose shape follows from the target's config.
 OWN_SHAPES: dict[str, Callable[[Model, str], Head]] = {
     "eagle": eagle.of_own_shape,
@@ -48,18 +51,20 @@ def load_drafter(
     target: Model,
     dtype: np.dtype,
     placement: Placement | None = None,
+    target_folder: Path | None = None,
 ) -> tuple[Drafter, Any]:
     """Load the drafter of a config and its parameters, checked against the target.
 
     `folder` is its checkpoint; None for a method without one. The parameters go where `placement`
-    says; None for `default_device`.
+    says; None for `default_device`. `target_folder` is the target's checkpoint, if it has one.
 
     Raises:
         CheckpointError: the files are damaged, or were made for another target.
     """
-    return DRAFTERS[config.method](
-        folder, config, target, dtype, placement or Placement.on(default_device())
-    )
+    load = DRAFTERS[config.method]
+    if config.method in COMPARING:
+        load = partial(load, target_folder=target_folder)
+    return load(folder, config, target, dtype, placement or Placement.on(default_device()))
 
 
 def shape_drafter(method: str, target: Model, origin: str, dtype: str) -> tuple[Drafter, Any]:

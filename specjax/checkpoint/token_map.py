@@ -1,0 +1,108 @@
+"""The texts of two checkpoints' tokens, and which of them are the same."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from specjax.checkpoint.config_json import read_json
+from specjax.checkpoint.errors import CheckpointError, damaged
+
+SPACES = "▁", "Ġ"  # how tokenizers write a space: sentencepiece's and byte-level ones
+
+
+@dataclass(frozen=True)
+class TokenTexts:
+    """The tokens of a tokenizer.json."""
+
+    texts: Mapping[int, str]  # by id, with spaces as such
+    unknown: int  # the id that stands for a text without a token
+
+    def below(self, vocab_size: int) -> Mapping[str, int]:
+        """Return the lowest id of each text among the ids that a model has logits for."""
+        ids = sorted((id for id in self.texts if id < vocab_size), reverse=True)
+        return {self.texts[id]: id for id in ids}
+
+
+class TokenMap(NamedTuple):
+    """What the tokens of a target are to a drafter with another vocabulary, as integer arrays."""
+
+    target_ids: Any  # i32[I], of the texts that both have
+    draft_ids: Any  # i32[I], of the same texts
+    from_target: Any  # i32[V], the drafter's id of each of the target's; or unknown
+
+
+def read_texts(folder: Path) -> TokenTexts | None:
+    """Return the tokens of a checkpoint folder; None if it has no tokenizer.json.
+
+    The unknown token is the tokenizer's, or else the config's end of sequence, or 0.
+
+    Raises:
+        CheckpointError: the file cannot be read.
+    """
+    if not (folder / "tokenizer.json").exists():
+        return None
+    document = read_json(folder, "tokenizer.json")
+    model: Any = document.get("model")
+    named = model.get("vocab") if isinstance(model, Mapping) else None
+    added = document.get("added_tokens") or []
+    try:
+        # A mapping, or of a unigram model pairs of text and score.
+        pairs = named.items() if isinstance(named, Mapping) else _numbered(named)
+        ids = dict(pairs) | {one["content"]: one["id"] for one in added}
+        texts = {int(id): _with_spaces(text) for text, id in ids.items()}
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise damaged(folder / "tokenizer.json", f"its vocabulary is not one ({error})") from error
+    unknown = model.get("unk_id", ids.get(model.get("unk_token") or ""))
+    if unknown is None:
+        ends = read_json(folder, "config.json").get("eos_token_id")
+        unknown = ends[0] if isinstance(ends, list) and ends else ends
+    return TokenTexts(texts, unknown if isinstance(unknown, int) else 0)
+
+
+def match(folders: tuple[Path, Path], sizes: tuple[int, int]) -> TokenMap | None:
+    """Return how a target's tokens map to a drafter's, from their folders and vocabulary sizes.
+
+    None if every id means the same to both: their tokenizers agree and so do their sizes, or these
+    do and there are no tokenizers to compare.
+
+    Raises:
+        CheckpointError: they have no token in common, or sizes differ and a tokenizer is missing.
+    """
+    target, drafter = map(read_texts, folders)
+    if target is None or drafter is None:
+        if sizes[0] == sizes[1]:
+            return None
+        lacks = folders[0] if target is None else folders[1]
+        raise CheckpointError(
+            f"{folders[1]}: vocab_size={sizes[1]}, the target's is {sizes[0]}, and {lacks} has no "
+            "tokenizer.json to match their tokens by; add it, or use a draft model with the "
+            "target's tokenizer"
+        )
+    if sizes[0] == sizes[1] and target.texts == drafter.texts:
+        return None
+    ours, theirs = target.below(sizes[0]), drafter.below(sizes[1])
+    pairs = sorted((ours[text], theirs[text]) for text in ours.keys() & theirs.keys())
+    if not pairs:
+        raise CheckpointError(
+            f"{folders[1]}: its tokenizer has no token in common with that of {folders[0]}; use a "
+            "draft model with a vocabulary like the target's"
+        )
+    from_target = np.full(sizes[0], min(drafter.unknown, sizes[1] - 1), np.int32)
+    for id, text in target.texts.items():
+        if id < sizes[0] and text in theirs:
+            from_target[id] = theirs[text]
+    target_ids, draft_ids = np.array(pairs, np.int32).T
+    return TokenMap(target_ids, draft_ids, from_target)
+
+
+def _numbered(pairs: Any) -> list[tuple[str, int]]:
+    return [(text, i) for i, (text, _) in enumerate(pairs)]
+
+
+def _with_spaces(text: str) -> str:
+    for mark in SPACES:
+        text = text.replace(mark, " ")
+    return text
