@@ -23,6 +23,7 @@ _MODULES = {
     "profile show": "specjax.bench.profile_show",
     "train": "specjax.train.recipes",
     "info": "specjax.commands.info",
+    "info --check": "specjax.commands.check",
     "info --compile": "specjax.commands.compile_report",
 }
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -39,8 +40,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[1] != subcommand:
             return _fail(f"{argv[1]} stands before {subcommand}; its options go after it")
         command = f"{command} {subcommand}"
-    if command == "info" and args.compile is not None:
-        command = "info --compile"
+    if command == "info" and (args.compile is not None or args.check):
+        command = "info --check" if args.check else "info --compile"
     try:
         return import_module(_MODULES[command]).run(args)
     except ModuleNotFoundError as error:
@@ -122,6 +123,16 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("positional_model", nargs="?", metavar="MODEL", help=text)
     parser.add_argument("--model", metavar="CONFIG", help="the same, as an option")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="run the drafter on answers of the target, and name what is wrong with it",
+    )
+    parser.add_argument(
+        "--data",
+        metavar="FILE",
+        help='for --check: a .jsonl of "question" (a message) or "text" (a prompt as it is)',
+    )
     arguments.add_speculation(parser)
     arguments.add_engine(parser)
     compile_arguments.add_arguments(parser)

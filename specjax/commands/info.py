@@ -44,6 +44,8 @@ def run(args: argparse.Namespace) -> int:
     for name in "batch_size", "context", "gemm", "layers", "resources":
         if getattr(args, name):
             raise ValueError(f"--{name.replace('_', '-')} goes with --compile, which is missing")
+    if args.data is not None:
+        raise ValueError("--data goes with --check, which is missing")
     speculation = read_speculation(args, takes_shapes=True)
     report = describe(
         read_model(args),

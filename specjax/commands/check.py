@@ -1,0 +1,171 @@
+"""`specjax info --check`: a drafter's acceptance on answers of its target, and what is wrong."""
+
+import argparse
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specjax.bench.checkup import Text, Trial, check, measure
+from specjax.bench.workload import read_questions
+from specjax.checkpoint.files import open_checkpoint
+from specjax.checkpoint.hub import resolve
+from specjax.commands.arguments import read_object, read_speculation
+from specjax.commands.info import read_model
+from specjax.config import SpeculativeConfig
+from specjax.llm import LLM
+from specjax.sampling_params import SamplingParams
+from specjax.text.prompts import TokensPrompt
+from specjax.text.tokenizer import ChatTokenizer
+
+NUM_PROMPTS = 24  # of --data, at most
+MAX_TOKENS = 64  # of an answer
+MAX_MASKS = 8  # special tokens tried as the mask
+PLAIN, CHAT = "plain text", "chat template"
+FORMS = {"question": CHAT, "text": PLAIN}  # by the key of --data
+# Ways to make a prompt of a text, by name.
+Forms = dict[str, Callable[[str], list[int]]]
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run `specjax info --check`; returns 1 if a fault is found."""
+    if args.compile is not None:
+        raise ValueError("--check runs a drafter and --compile only compiles a step; leave one out")
+    given = read_speculation(args)
+    if given is None:
+        raise ValueError("--check is of a drafter; name one with --drafter, or --method mtp")
+    config, model = SpeculativeConfig.of(given), read_model(args)
+    rows = read_rows(None if args.data is None else Path(args.data))
+    with LLM(
+        model,
+        speculative_config=given,
+        dtype=args.dtype,
+        max_num_seqs=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        page_size=args.page_size,
+        verbose=False,
+    ) as llm:
+        folder = resolve(model if config.model is None else config.model)
+        report = check_served(llm, rows, config.num_speculative_tokens, read_vocabularies(folder))
+    print(json.dumps(report, indent=2) if args.json else "\n".join(as_lines(report)))
+    return bool(report["faults"])
+
+
+def read_rows(path: Path | None) -> list[tuple[str, str]]:
+    """Return (form, text) of a .jsonl with "question" (a user's message) or "text" (a prompt as it
+    is); without one, the questions of `specjax bench`."""
+    if path is None:
+        return [(CHAT, question) for question in read_questions()]
+    rows = []
+    for number, line in enumerate(path.read_text().splitlines()[:NUM_PROMPTS], 1):
+        row = read_object(f"--data {path}:{number}", line)
+        found = [(form, row[key]) for key, form in FORMS.items() if isinstance(row.get(key), str)]
+        if not found:
+            raise ValueError(
+                f'--data {path}:{number}: a row needs "question" or "text", got {sorted(row)}'
+            )
+        rows += found[:1]
+    if not rows:
+        raise ValueError(f"--data {path} has no rows")
+    return rows
+
+
+def read_vocabularies(folder: Path) -> dict[str, np.ndarray]:
+    """Return the draft vocabulary that a checkpoint's t2d mask says, if it has one."""
+    if not any(folder.glob("*.safetensors")):
+        return {}
+    tensors = open_checkpoint(folder)
+    return {"t2d": np.flatnonzero(tensors.read("t2d"))} if "t2d" in tensors.names() else {}
+
+
+def read_forms(tokenizer: ChatTokenizer) -> Forms:
+    """Return the ways in which a text becomes a prompt, the default way of chat first."""
+    if tokenizer.template is None:
+        return {PLAIN: tokenizer.encode}
+
+    def chat(text: str, **variables: Any) -> list[int]:
+        messages = [{"role": "user", "content": text}]
+        return tokenizer.apply_chat_template(messages, add_generation_prompt=True, **variables)
+
+    forms: Forms = {CHAT: chat, PLAIN: tokenizer.encode}
+    if "enable_thinking" in tokenizer.template:
+        forms |= {
+            f"{CHAT}, {name}": partial(chat, enable_thinking=value)
+            for name, value in (("thinking", True), ("not thinking", False))
+        }
+    return forms
+
+
+def read_masks(tokenizer: ChatTokenizer) -> list[int]:
+    """Return special tokens, which may be what a drafter's mask should be."""
+    added = tokenizer.tokenizer.get_added_tokens_decoder()
+    return sorted(token for token, entry in added.items() if entry.special)[:MAX_MASKS]
+
+
+def answer(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Text]:
+    """Have the target continue prompts greedily."""
+    params = SamplingParams(temperature=0, max_tokens=MAX_TOKENS, detokenize=False)
+    given = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
+    outputs = llm.generate(given, params, use_tqdm=False)
+    return [
+        Text(np.array([*prompt, *output.outputs[0].token_ids], np.int32), len(prompt))
+        for prompt, output in zip(prompts, outputs, strict=True)
+    ]
+
+
+def check_served(
+    llm: LLM, rows: Sequence[tuple[str, str]], k: int, vocabularies: Mapping[str, np.ndarray]
+) -> dict[str, Any]:
+    """Return the report as JSON-compatible types: what is served, the reference, and the faults."""
+    tokenizer, engine = llm.get_tokenizer(), llm.engine
+    forms = read_forms(tokenizer)
+    used = [form if form in forms else PLAIN for form, _ in rows]
+    texts = answer(llm, [forms[form](text) for form, (_, text) in zip(used, rows, strict=True)])
+    served = llm.metrics()
+    found = check(
+        llm.target,
+        engine.params,
+        engine.drafter,
+        texts,
+        k,
+        mask_ids=read_masks(tokenizer),
+        vocabularies=vocabularies,
+    )
+    tried, faults = dict(found.tried), list(found.faults)
+    # Another form means other texts, which only a drafter without other faults is tried on.
+    for form in forms if not faults else ():
+        if form in used:
+            continue
+        own = Trial(form, engine.drafter, engine.params.drafter, engine.drafter.aux_layers)
+        texts = answer(llm, [forms[form](text) for _, text in rows])
+        tried |= measure(llm.target, engine.params.target, [own], texts, k)
+        if found.reference.is_clearly_below(tried[form], is_paired=False):
+            faults.append(
+                f"prompts unlike those of training: {' and '.join(sorted(set(used)))} is used, "
+                f"{form} is better ({tried[form].length:.2f} against {found.reference.length:.2f})"
+            )
+    return {
+        "num_texts": len(rows),
+        "served": {
+            "length": served.mean_acceptance_length,
+            "rates": [n / max(served.num_drafts, 1) for n in served.num_accepted_tokens_per_pos],
+        },
+        "reference": {"length": found.reference.length, "rates": found.reference.rates},
+        "tried": {name: tally.length for name, tally in tried.items()},
+        "faults": faults,
+    }
+
+
+def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the report as lines of text."""
+    yield f"{report['num_texts']} prompts, answered by the target, greedy"
+    yield f"{'':40}tokens per step, and of the drafts accepted"
+    for name, what in ("served", "served"), ("reference", "reference, each place by itself"):
+        rates = " ".join(f"{rate:.2f}" for rate in report[name]["rates"])
+        yield f"{what:40}{report[name]['length']:.2f}  {rates}"
+    for name, length in report["tried"].items():
+        yield f"{'with ' + name:40}{length:.2f}"
+    yield from (f"fault: {fault}" for fault in report["faults"] or ["none found"])

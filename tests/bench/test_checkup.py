@@ -1,0 +1,128 @@
+"""The check-up of drafters: a sound one passes, and every usual fault is named."""
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from support.params import random_params
+
+from specjax.bench.checkup import Text, check
+from specjax.bench.workload import read_questions
+from specjax.checkpoint.demo import DRAFTERS, TARGET, demo_folder
+from specjax.commands.check import CHAT, answer, check_served, read_forms, read_vocabularies
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.chain import ChainDrafter
+from specjax.device.drafters.draft_model import DraftModel, ModelWeights
+from specjax.device.drafters.drafter import Params
+from specjax.device.drafters.registry import load_drafter
+from specjax.llm import LLM
+from specjax.train.context import CausalRows
+from specjax.train.data import CHAT_TEMPLATE
+from specjax.train.target import demo_llama
+
+K = 3
+
+
+def test_a_draft_model_that_is_the_target_is_always_right():
+    """As far as the text goes on as the target would: all of a greedy one, made without a cache."""
+    target = demo_llama(64, 2, 64)
+    params = jax.device_put(random_params(target.specs(), 0))
+    length = 24
+
+    @jax.jit
+    def extend(tokens):
+        def step(i, tokens):
+            features, _ = target.extend(params, tokens, CausalRows.of(1, length), None)
+            best = target.logits(params, features.hidden).argmax(-1)
+            return tokens.at[i].set(best[i - 1].astype(jnp.int32))
+
+        return jax.lax.fori_loop(6, length, step, tokens)
+
+    drawn = np.random.default_rng(0).integers(0, 64, length).astype(np.int32)
+    greedy = np.asarray(extend(jnp.array(drawn)))
+    drafter = DraftModel(ModelWeights(target))
+    for tokens, is_greedy in (greedy, True), (drawn, False):
+        found = check(target, Params(params, params), drafter, [Text(tokens, 6)], K)
+        assert not found.faults
+        assert found.reference.rates == pytest.approx([1, 1, 1] if is_greedy else [1, 0, 0])
+        assert found.reference.is_counted.all() == is_greedy
+    with pytest.raises(ValueError, match="no answer is longer than 4"):
+        check(target, Params(params, params), drafter, [Text(drawn, 22)], K)
+
+
+class Demo(NamedTuple):
+    llm: LLM
+    texts: list[Text]
+
+    def load(self, method):
+        folder = demo_folder(DRAFTERS[TARGET][method])
+        config = SpeculativeConfig(method=method, model=str(folder), num_speculative_tokens=K)
+        return load_drafter(folder, config, self.llm.target, np.dtype("float32"))
+
+    def faults(self, drafter, params, num_texts=2, **options):
+        both, texts = Params(self.llm.engine.params.target, params), self.texts[:num_texts]
+        return check(self.llm.target, both, drafter, texts, K, **options).faults
+
+
+@pytest.fixture(scope="module")
+def demo():
+    speculation = {"method": "eagle3", "model": "demo-llama-eagle3", "num_speculative_tokens": K}
+    sizes = {"max_num_seqs": 8, "max_model_len": 256, "max_num_batched_tokens": 64}
+    with LLM(TARGET, speculative_config=speculation, verbose=False, **sizes) as llm:
+        make = read_forms(llm.get_tokenizer())[CHAT]
+        prompts = sorted((make(question) for question in read_questions()), key=len)[:8]
+        yield Demo(llm, answer(llm, prompts))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", DRAFTERS[TARGET])
+def test_demo_heads_pass(demo, method):
+    assert demo.faults(*demo.load(method), num_texts=4, mask_ids=(0, 1)) == []
+
+
+class Late(ChainDrafter):
+    """Its head gets the features of the row before."""
+
+    def observe(self, target, params, state, seen):
+        count, features = len(seen.following), seen.features
+
+        def late(x):
+            return jnp.roll(x.reshape(count, -1, x.shape[-1]), 1, axis=1).reshape(x.shape)
+
+        return super().observe(
+            target, params, state, seen._replace(features=jax.tree.map(late, features))
+        )
+
+
+@pytest.mark.slow
+def test_faults_of_heads_are_named(demo):
+    drafter, params = demo.load("eagle3")
+    head = replace(drafter.head, aux_layers=(0, 4, 7))  # for (2, 6, 9)
+    (fault,) = demo.faults(replace(drafter, head=head), params, num_texts=6)
+    assert fault.startswith("wrong auxiliary layers: (0, 4, 7) are read, (1, 5, 8) are better")
+    (fault,) = demo.faults(Late(drafter.head), params)
+    assert fault.startswith("features are shifted by one: those of the row after are better")
+    first = replace(params, target_ids=jnp.arange(len(params.target_ids)))
+    vocabularies = read_vocabularies(demo_folder(DRAFTERS[TARGET]["eagle3"]))
+    (fault,) = demo.faults(drafter, first, vocabularies=vocabularies)
+    assert fault.startswith("d2t is missing or wrong: the draft vocabulary of t2d is better")
+    if "dflash" in DRAFTERS[TARGET]:
+        drafter, params = demo.load("dflash")
+        head = replace(drafter.head, mask_token_id=1)
+        (fault,) = demo.faults(replace(drafter, head=head), params, mask_ids=(0, 1))
+        assert fault.startswith("wrong mask token: 1 is read where it drafts, 0 is better")
+
+
+@pytest.mark.nightly
+def test_a_mode_unlike_that_of_training_is_named(demo, monkeypatch):
+    other = "{% else %}<s>User: {{ messages[0]['content'] }}\nAssistant: {% endif %}"
+    template = "{% if enable_thinking is defined and not enable_thinking %}" + CHAT_TEMPLATE + other
+    monkeypatch.setattr(demo.llm, "tokenizer", replace(demo.llm.tokenizer, template=template))
+    rows = [(CHAT, question) for question in read_questions()[:8]]
+    report = check_served(demo.llm, rows, K, {})
+    (fault,) = report["faults"]
+    assert fault.startswith("prompts unlike those of training: chat template is used, chat templ")
+    assert "not thinking is better" in fault and len(report["served"]["rates"]) == K
