@@ -28,9 +28,16 @@ class Case:
     kv_dtype: str | None = None  # the same
     window: int | None = None
     soft_cap: float | None = None
+    has_sinks: bool = False
+
+    @property
+    def kernel(self):
+        """The name of the first kernel."""
+        return "paged_attention" + (f"_window_{self.window}" if self.window else "")
 
     def __str__(self):
-        return "-".join(str(value) for value in asdict(self).values() if value is not None)
+        given = asdict(self).values()
+        return "-".join(str(value) for value in given if value not in (None, False))
 
 
 def program(**case):
@@ -38,18 +45,19 @@ def program(**case):
     case = Case(**case)
     kv_dtype = jnp.dtype(case.kv_dtype or case.dtype)
     pool = (NUM_LAYERS, NUM_PAGES, case.page_size, 2, case.num_kv_heads, case.dim)
-    shapes = (
+    shapes: tuple[jax.ShapeDtypeStruct | None, ...] = (
         jax.ShapeDtypeStruct((case.batch, case.num_rows, case.num_heads, case.dim), case.dtype),
         jax.ShapeDtypeStruct(pool, kv_dtype),
         jax.ShapeDtypeStruct((), jnp.int32),
         jax.ShapeDtypeStruct((case.batch, CAPACITY // case.page_size), jnp.int32),
         jax.ShapeDtypeStruct((case.batch, case.num_rows), jnp.int32),
     )
-    if kv_dtype == jnp.float8_e4m3fn:
-        shapes += (jax.ShapeDtypeStruct((2, case.num_kv_heads), jnp.float32),)
+    is_scaled = kv_dtype == jnp.float8_e4m3fn
+    shapes += (jax.ShapeDtypeStruct((2, case.num_kv_heads), jnp.float32) if is_scaled else None,)
+    shapes += (jax.ShapeDtypeStruct((case.num_heads,), case.dtype) if case.has_sinks else None,)
 
     @jax.jit
-    def attend(q, kv, layer, page_table, positions, kv_scale=None):
+    def attend(q, kv, layer, page_table, positions, kv_scale, sinks):
         return paged_attention(
             q,
             kv,
@@ -59,6 +67,7 @@ def program(**case):
             window=case.window,
             soft_cap=case.soft_cap,
             kv_scale=kv_scale,
+            sinks=sinks,
             kernels="triton",
         )
 
@@ -84,6 +93,7 @@ OTHERS = [
     Case(64, 1, 32, 8, 128, window=1024),
     Case(8, 16, 32, 8, 128, soft_cap=50.0, window=1024),
     Case(1, 512, 16, 4, 256, soft_cap=50.0, window=1024),
+    *(Case(8, 4, 64, 8, 64, window=window, has_sinks=True) for window in (None, 128)),
     *(replace(case, kv_dtype="float8_e4m3fn") for case in (LLAMA_8B[2], LLAMA_8B[7], *QWEN[:3])),
 ]
 CASES = [
@@ -113,7 +123,7 @@ def kernels_of(report):
 def test_kernels_fit_the_device(reports, case):
     """One kernel or two, in which nothing spills."""
     kernels = kernels_of(reports[case])
-    assert kernels.keys() <= {"paged_attention", "paged_attention_combine"}
+    assert kernels.keys() <= {case.kernel, "paged_attention_combine"}
     assert reports[case]["top_level"] == ["kCustomKernel"] * len(kernels)
     for kernel in kernels.values():
         assert not kernel.spills, kernel
@@ -123,7 +133,7 @@ def test_kernels_fit_the_device(reports, case):
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_products_are_of_the_dtype(reports, case):
     """bf16 on tensor cores, those of Hopper where there are rows for them; f32 as it is."""
-    products = kernels_of(reports[case])["paged_attention"].products
+    products = kernels_of(reports[case])[case.kernel].products
     if case.dtype == "float32":
         assert not products
     else:

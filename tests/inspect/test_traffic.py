@@ -134,10 +134,10 @@ PALLAS = {
     ),
     "grouped_matmul_decode": (
         (shape(4, DIM), shape(EXPERTS, DIM, 512), shape(EXPERTS, dtype=jnp.int32)),
-        (shape(4, 512),),
+        (shape(8, 512),),  # two experts for each of four rows
         (),
-        4 * DIM * 2 + 4 * DIM * 512 * 2 + EXPERTS * 4,
-        4 * 512 * 2,
+        4 * DIM * 2 + 8 * DIM * 512 * 2 + EXPERTS * 4,
+        8 * 512 * 2,
     ),
     "something_else": ((shape(ROWS, DIM),), (), (0,), ROWS * DIM * 2, ROWS * DIM * 2),
 }

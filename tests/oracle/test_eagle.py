@@ -209,6 +209,13 @@ def test_eagle3_drafts(checkpoints, check_drafts, target):
     check_drafts(target, files, "eagle3", oracle)
 
 
+@pytest.mark.slow
+def test_eagle3_drafts_for_layers_of_two_kinds_with_experts(checkpoints, check_drafts):
+    target = checkpoints.target("gpt_oss", vocab_size=VOCAB, num_hidden_layers=3)
+    files, oracle = eagle3_of(checkpoints, target, "plain")
+    check_drafts(target, files, "eagle3", oracle)
+
+
 def test_drafts_are_edited_as_the_target_will_be(checkpoints, check_drafts, target):
     """By what stands and the drafts before; over ids of the target, though the head has fewer."""
     files, oracle = eagle3_of(checkpoints, target, "all")

@@ -134,7 +134,6 @@ FAMILIES = (
     "llama",
     pytest.param("qwen2-tied-sharded", marks=pytest.mark.slow),
     pytest.param("qwen3-head-dim-yarn", marks=pytest.mark.slow),
-    pytest.param("qwen3-moe-dense-layer", marks=pytest.mark.slow),
     pytest.param("deepseek_v3-groups-yarn", marks=pytest.mark.slow),
     pytest.param("glm4_moe_lite", marks=pytest.mark.slow),
 )

@@ -7,12 +7,6 @@ from specjax.device.drafters.ngram import NGramDrafter
 pytest.importorskip("torch")
 
 
-@pytest.mark.slow
-def test_every_other_layer_within_a_window_with_sinks(checkpoints, check_tokens):
-    engine = check_tokens(checkpoints.target("gpt_oss", num_hidden_layers=3), NGramDrafter(1, 3))
-    assert [kind.window for kind in engine.target.cache_kinds] == [10, None]
-
-
 def test_windows_with_drafts_of_ngrams(checkpoints, check_tokens):
     """The first of three layers attends to everything, the others to less than most prompts."""
     target = checkpoints.target(
