@@ -3,13 +3,14 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from specjax.checkpoint import safetensors_file, torch_pickle
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError, damaged
-from specjax.checkpoint.stored_tensor import StoredTensor
+from specjax.checkpoint.stored_tensor import Readable, StoredTensor
 
 _LOCATE = {
     ".safetensors": safetensors_file.locate,
@@ -28,7 +29,7 @@ class TensorFiles:
     """The tensors of a checkpoint, by their names in the files."""
 
     folder: Path
-    tensors: Mapping[str, StoredTensor]
+    tensors: Mapping[str, Readable]
 
     def names(self) -> frozenset[str]:
         """Return the names of all tensors."""
@@ -39,14 +40,14 @@ class TensorFiles:
         return self._tensor(name).shape
 
     def dtype(self, name: str) -> np.dtype:
-        """Return the dtype that one tensor is stored in."""
+        """Return the dtype that one tensor is read in."""
         return self._tensor(name).dtype
 
-    def read(self, name: str) -> np.ndarray:
-        """Read one tensor into a new array of its stored dtype; nothing else is read."""
+    def read(self, name: str) -> Any:
+        """Read one tensor into a new array of its dtype; nothing else is read."""
         return self._tensor(name).read()
 
-    def _tensor(self, name: str) -> StoredTensor:
+    def _tensor(self, name: str) -> Readable:
         if name not in self.tensors:
             raise CheckpointError(
                 f"{self.folder} has no tensor {name}; check that it is the checkpoint you mean"

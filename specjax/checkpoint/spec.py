@@ -57,7 +57,9 @@ class TensorSpec:
 
     def join(self, parts: Sequence[jax.Array], dtype: np.dtype) -> jax.Array:
         """Build the engine array in `dtype` from the file's tensors, in the order of `names`."""
-        pairs = zip(parts, self.file_shapes, self._interleaved, strict=True)
+        # Each part is cast, since a file may hold them in several dtypes.
+        cast = (part.astype(self.dtype or dtype) for part in parts)
+        pairs = zip(cast, self.file_shapes, self._interleaved, strict=True)
         rows = [
             _regroup(part.reshape(shape[0], *self._row_shape), sizes)
             for part, shape, sizes in pairs
@@ -65,7 +67,7 @@ class TensorSpec:
         per_run = len(rows) // max(1, self.num_stacked)
         runs = [jnp.concatenate(rows[i : i + per_run]) for i in range(0, len(rows), per_run)]
         array = jnp.stack(runs) if self.num_stacked else runs[0]
-        return (array.swapaxes(-1, -2) if self.transpose else array).astype(self.dtype or dtype)
+        return array.swapaxes(-1, -2) if self.transpose else array
 
     @property
     def is_stored(self) -> bool:

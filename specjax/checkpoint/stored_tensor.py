@@ -2,10 +2,26 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError, damaged
+
+
+class Readable(Protocol):
+    """A tensor that is read when it is asked for."""
+
+    @property
+    def path(self) -> Path: ...
+    @property
+    def dtype(self) -> np.dtype: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def read(self) -> Any:
+        """Return the tensor as a new NumPy array, or a JAX array."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def lay_out(
     return _join(replace(spec, names=("",) * len(parts)), dtype, sharding)(on_device)
 
 
-def _narrowed(tensor: np.ndarray) -> np.ndarray:
+def _narrowed(tensor: Any) -> Any:
     """Cast f64, which JAX does not take, to f32; values that are too large become infinite."""
     if tensor.dtype != np.float64:
         return tensor

@@ -165,7 +165,9 @@ def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
 def _grouped_matmul(call: Call, load: CachedContext) -> tuple[int, int]:
     """Read the weights of min(number of experts, number of products) experts."""
     weights = max((one for one in call.others if len(one.shape) == 3), key=lambda one: one.size)
-    num_used = min(weights.shape[0], call.outputs[0].shape[0])  # a row goes to several experts
+    # Not the input's rows, each of which goes to several experts.
+    rows = max(one.shape[0] for one in (*call.outputs, *call.in_place) if len(one.shape) == 2)
+    num_used = min(weights.shape[0], rows)
     others = _total(call.others) - weights.size
     in_place = _total(call.in_place)
     return others + num_used * weights.per(1), _total(call.outputs) + in_place

@@ -155,7 +155,9 @@ def test_fields_that_nobody_knows_are_warned_of():
 METHODS = [
     {"quant_method": "awq", "bits": 4, "group_size": 128},
     {"quant_method": "gptq", "bits": 4},
-    {"quant_method": "fp8", "weight_block_size": [128, 128]},
+    {"quant_method": "fp8"},
+    {"quant_method": "fp8", "weight_block_size": [128]},
+    {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e5m2"},
     {"quant_method": "compressed-tensors"},
     {"quant_method": "bitsandbytes", "load_in_8bit": True},
     {"quant_method": "mxfp4"},

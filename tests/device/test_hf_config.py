@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from support.targets import CONFIG_SIZES
+from support.targets import CONFIG_SIZES, LATENT_SIZES
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.config import EngineConfig
@@ -91,6 +91,45 @@ def test_quantised_weights_beside_a_nested_config(kind):
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"])
 def test_a_mixture_that_cannot_be(kind, fields, words):
     refusal(lambda: described(kind, **fields), *words)
+
+
+def latent(kind="deepseek_v3", **fields):
+    return described(kind, **{**LATENT_SIZES, "num_hidden_layers": 4, **fields})
+
+
+@pytest.mark.parametrize(
+    "fields, words",
+    [
+        ({"attention_bias": True}, ["attention_bias=True"]),
+        ({"num_key_value_heads": 2}, ["num_key_value_heads=2", "4"]),
+        ({"scoring_func": "softmax"}, ["scoring_func='softmax'", "sigmoid"]),
+        ({"topk_method": "greedy"}, ["topk_method='greedy'"]),
+        ({"moe_layer_freq": 2}, ["moe_layer_freq=2"]),
+        ({"n_group": 3}, ["n_group=3", "n_routed_experts=8"]),
+        ({"n_group": 8, "topk_group": 8}, ["n_group=8", "two or more"]),
+        ({"n_group": 2, "topk_group": 3}, ["topk_group=3", "n_group=2"]),
+        ({"n_group": 4, "topk_group": 1}, ["num_experts_per_tok=3", "2 experts"]),
+        ({"q_lora_rank": 0}, ["q_lora_rank", "0"]),
+        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor=0.5"]),
+        ({"first_k_dense_replace": -1}, ["first_k_dense_replace"]),
+    ],
+    ids=lambda x: str(x)[:60],
+)
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe_lite"])
+def test_a_field_that_latent_attention_cannot_have(kind, fields, words):
+    latent(kind)
+    refusal(lambda: latent(kind, **fields), "there/config.json", *words)
+
+
+def test_which_layers_of_latent_attention_are_dense():
+    assert latent().dense_layers == (0, 1, 2)
+    assert latent(first_k_dense_replace=0).dense_layers == ()
+    assert latent("glm4_moe_lite", first_k_dense_replace=1).dense_layers == (0,)
+    types = ["sparse", "dense", "sparse", "dense"]
+    assert latent("glm4_moe_lite", mlp_layer_types=types).dense_layers == (1, 3)
+    for bad in types[1:], "dense", ["linear"] * 4:
+        refusal(lambda bad=bad: latent("glm4_moe_lite", mlp_layer_types=bad), "mlp_layer_types")
+    refusal(lambda: latent("glm4_moe_lite", first_k_dense_replace=2), "first_k_dense_replace=2")
 
 
 @pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling", None])

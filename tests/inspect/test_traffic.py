@@ -139,6 +139,14 @@ PALLAS = {
         4 * DIM * 2 + 8 * DIM * 512 * 2 + EXPERTS * 4,
         8 * 512 * 2,
     ),
+    # Rows of a mixture: each is gathered for several experts.
+    "grouped_matmul_gathered": (
+        (shape(2, DIM), shape(EXPERTS, DIM, 512), shape(4, dtype=jnp.int32)),
+        (shape(4, 512),),
+        (),
+        2 * DIM * 2 + 4 * DIM * 512 * 2 + 4 * 4,
+        4 * 512 * 2,
+    ),
     "something_else": ((shape(ROWS, DIM),), (), (0,), ROWS * DIM * 2, ROWS * DIM * 2),
 }
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.params import random_params
+from support.targets import CONFIG_SIZES, LATENT_SIZES
 
 from specjax.checkpoint.save import save_checkpoint
 from specjax.config import SpeculativeConfig
@@ -19,9 +20,10 @@ from specjax.device.drafters.mtp import MTPHead
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.edits import History
 from specjax.device.models import qwen3_5
+from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Features
 from specjax.device.models.qwen3_5 import ATTENTION, DELTA
-from specjax.device.models.registry import load_model
+from specjax.device.models.registry import describe_model, load_model
 from specjax.device.requests import init_requests
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document
@@ -34,6 +36,7 @@ from specjax.train.target import demo_qwen3_5, init_params
 LENGTH, K = 24, 3
 TARGET = replace(demo_qwen3_5(48, 2, 64), layer_types=(DELTA, ATTENTION))
 HEAD = MTPHead(TARGET)
+SLOW = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -52,16 +55,25 @@ def features(target_params, documents):
     return FeatureSet.of(TARGET, target_params, documents, LENGTH, ())
 
 
-def test_the_unrolled_chain_is_what_drafting_computes(target_params):
+def latent_target():
+    """A target with latent attention and experts."""
+    sizes = {**CONFIG_SIZES, **LATENT_SIZES, "vocab_size": 48, "num_hidden_layers": 1}
+    return describe_model(HFConfig({"model_type": "glm4_moe_lite", **sizes}, "config.json"))
+
+
+@pytest.mark.parametrize("make", [lambda: TARGET, pytest.param(latent_target, marks=SLOW)])
+def test_the_unrolled_chain_is_what_drafting_computes(make):
     """Row i, step j of training equals the j-th draft after i + 1 verified tokens, paged."""
     last = 10  # rows 0..last are verified; token last + 1 is the newest
-    params = Params(target_params, random_params(HEAD.specs(), 5))
+    target = make()
+    head = MTPHead(target)
+    params = Params(*(jax.device_put(random_params(of.specs(), 0)) for of in (target, head)))
     tokens = np.random.default_rng(3).integers(0, 48, (1, LENGTH)).astype(np.int32)
 
     @jax.jit
     def draft(params, tokens):
-        features, _ = TARGET.extend(params.target, tokens[0], CausalRows.of(1, LENGTH), None)
-        drafter = ChainDrafter(HEAD)
+        features, _ = target.extend(params.target, tokens[0], CausalRows.of(1, LENGTH), None)
+        drafter = ChainDrafter(head)
         state = drafter.init_state(CacheSizes(1, 4, 8, 1), jnp.float32)
         table, slots = jnp.arange(4, dtype=jnp.int32)[None], jnp.zeros(1, jnp.int32)
         rows = CachedRows(jnp.arange(last + 1), table)
@@ -70,13 +82,13 @@ def test_the_unrolled_chain_is_what_drafting_computes(target_params):
         seen = Observation(
             slots, rows, tokens[:, : last + 1], following, features_seen, jnp.array([last]), None
         )
-        state = drafter.observe(TARGET, params, state, seen)
+        state = drafter.observe(target, params, state, seen)
         context = DraftContext(
             slots=slots,
             starts=jnp.array([last + 1]),
             is_active=jnp.ones(1, bool),
             page_table=table,
-            requests=init_requests(1, TARGET.vocab_size),  # greedy
+            requests=init_requests(1, target.vocab_size),  # greedy
             history=History(tokens, jnp.array([last + 2])),
             wants_edits=jnp.array(False),
             kernels="auto",
@@ -84,15 +96,15 @@ def test_the_unrolled_chain_is_what_drafting_computes(target_params):
             shares_noise=True,
             variant=Variant(),
         )
-        return features.hidden, drafter.draft(TARGET, params, state, context, K)[0].tokens
+        return features.hidden, drafter.draft(target, params, state, context, K)[0].tokens
 
     @jax.jit
     def unroll(params, hidden, chain):
         kv, found = (), []
         for step in range(K):
             fed, rows = shift(chain, step + 1).reshape(-1), UnrolledRows.of(1, LENGTH, step)
-            hidden, kv = HEAD.extend(TARGET, params, fed, hidden, rows, kv)
-            found.append(HEAD.logits(TARGET, params, hidden)[last].argmax())
+            hidden, kv = head.extend(target, params, fed, hidden, rows, kv)
+            found.append(head.logits(target, params, hidden)[last].argmax())
         return jnp.stack(found)
 
     hidden, drafts = draft(params, tokens)

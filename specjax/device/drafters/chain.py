@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specjax.checkpoint.files import open_checkpoint
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind, CacheSizes
 from specjax.device.drafters.checkpoint import DrafterFiles
@@ -25,7 +24,7 @@ from specjax.device.drafters.head import DraftHead, HeadDrafter
 from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
-from specjax.device.models.registry import read_config
+from specjax.device.models.registry import open_weights, read_config
 from specjax.device.placement import Placement
 from specjax.device.verification import Draft
 
@@ -146,7 +145,7 @@ def chain_loader(
         assert folder is not None, config.method
         hf = read_config(folder)
         refuse_quantised(hf)
-        files = DrafterFiles(open_checkpoint(folder), hf, placement)
+        files = DrafterFiles(open_weights(folder, hf, dtype), hf, placement)
         head, params = load_head(files, config, target, dtype)
         return ChainDrafter(head, is_greedy=config.draft_sample_method == "greedy"), params
 

@@ -135,6 +135,7 @@ CHANGES = {
     "mlp_bias": "biases of the feed-forward layers",
 }
 
+_QUANTISATION = "quantization_config", "compression_config"
 _FACTORS = frozenset(
     (
         *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "scale_emb"),
@@ -152,7 +153,7 @@ def check_fields(hf: HFConfig, kind: str) -> None:
     refuse_quantised(hf, QUANTISED.get(kind, ()))
     nested = hf.get("text_config", None)
     parts = [hf] if not isinstance(nested, Mapping) else [hf, HFConfig(nested, _inside(hf))]
-    read = READ[kind] | HARMLESS
+    read = READ[kind] | HARMLESS | set(_QUANTISATION)
     for part in parts:
         is_set = {name for name, value in part.fields.items() if not _is_neutral(name, value)}
         for name in sorted(is_set - read & CHANGES.keys()):
@@ -173,23 +174,41 @@ def _inside(hf: HFConfig) -> str:
 
 
 def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
-    """Raise if the weights are quantised: integers or narrow floats with scales; unless by one of
-    the `readable` methods.
+    """Raise if the weights are quantised; unless as `weight_blocks` knows, or by one of the
+    `readable` methods.
 
     Raises:
         CheckpointError: with the quantisation method, and what to use instead.
     """
-    for name in "quantization_config", "compression_config":
+    name, given = _quantisation(hf)
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    if given and method not in readable and weight_blocks(hf) is None:
+        raise CheckpointError(
+            f"{hf.origin}: {name} says that the weights are quantised by "
+            f"{method or given!r}, which is not supported; use the checkpoint that they were "
+            "made from, in bfloat16, float16 or float32, or dequantise it"
+        )
+
+
+def weight_blocks(hf: HFConfig) -> tuple[int, int] | None:
+    """Return the sides of blocks that share a scale, of weights in float8; None for others."""
+    match _quantisation(hf)[1]:
+        case {"quant_method": "fp8", "weight_block_size": [int(rows), int(columns)], **others}:
+            is_known = others.get("fmt", "e4m3") == "e4m3" and min(rows, columns) > 0
+            return (rows, columns) if is_known else None
+    return None
+
+
+def _quantisation(hf: HFConfig) -> tuple[str, Any]:
+    """Return the field that says how weights are quantised, and its value; None if they are not."""
+    nested = hf.fields.get("text_config")
+    for name in _QUANTISATION:
         given = hf.fields.get(name)
-        if not given and isinstance(nested := hf.fields.get("text_config"), Mapping):
+        if not given and isinstance(nested, Mapping):
             given = nested.get(name)
-        method = given.get("quant_method") if isinstance(given, Mapping) else None
-        if given and method not in readable:
-            raise CheckpointError(
-                f"{hf.origin}: {name} says that the weights are quantised by "
-                f"{method or given!r}, which is not supported; use the checkpoint that they were "
-                "made from, in bfloat16, float16 or float32, or dequantise it"
-            )
+        if given:
+            return name, given
+    return _QUANTISATION[0], None
 
 
 def _is_neutral(name: str, value: Any) -> bool:

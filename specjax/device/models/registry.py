@@ -8,12 +8,13 @@ from typing import Any
 
 import numpy as np
 
+from specjax.checkpoint.block_scaled import with_scales
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import open_checkpoint
+from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.device.loading import load_params
 from specjax.device.models import deepseek_v3, gpt_oss, llama, qwen3_5
-from specjax.device.models.config_fields import check_fields
+from specjax.device.models.config_fields import check_fields, weight_blocks
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.placement import Placement
@@ -60,10 +61,17 @@ def load_model(
     folder: Path, dtype: np.dtype, placement: Placement | None = None
 ) -> tuple[Model, Any]:
     """Load the model in a checkpoint folder and its parameters in `dtype`, see `load_params`."""
-    model, files = describe_model(read_config(folder)), open_checkpoint(folder)
+    hf = read_config(folder)
+    model, files = describe_model(hf), open_weights(folder, hf, dtype)
     specs = model.specs(files.names())
     ignore = partial(is_unused, model)
     return model, load_params(files, specs, dtype, placement=placement, ignore=ignore)
+
+
+def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
+    """Open the weights of a checkpoint folder; those in float8 with scales are read in `dtype`."""
+    files, block = open_checkpoint(folder), weight_blocks(hf)
+    return files if block is None else with_scales(files, block, dtype)
 
 
 def is_unused(model: Model, name: str) -> bool:

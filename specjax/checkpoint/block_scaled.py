@@ -1,0 +1,77 @@
+"""Weights in float8 with a scale per block, as DeepSeek-V3 publishes them, read as full floats.
+
+Beside a tensor X of float8_e4m3fn [..., M, N] is X_scale_inv [..., ceil(M / m), ceil(N / n)]: block
+(i, j) of m x n elements is multiplied by scale (i, j). Scales are hidden from readers.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.files import TensorFiles
+from specjax.checkpoint.stored_tensor import Readable
+
+STORED = np.dtype(ml_dtypes.float8_e4m3fn)
+SUFFIX = "_scale_inv"
+
+
+@dataclass(frozen=True)
+class ScaledTensor:
+    """A float8 tensor and its scales, which reads as their product."""
+
+    weight: Readable
+    scales: Readable
+    block: tuple[int, int]
+    dtype: np.dtype  # of the product, which is computed in f32
+
+    @property
+    def path(self) -> Path:
+        """The file of the float8 tensor."""
+        return self.weight.path
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
+        return self.weight.shape
+
+    def read(self) -> jax.Array:
+        """Read and multiply, on JAX's default device, which takes less than the host."""
+        return _multiply(self.weight.read(), self.scales.read(), self.block, self.dtype)
+
+
+def with_scales(files: TensorFiles, block: tuple[int, int], dtype: np.dtype) -> TensorFiles:
+    """Return the same tensors, those of float8 with scales as products in `dtype`.
+
+    Raises:
+        CheckpointError: scales are not of the shape that `block` gives; names the tensor.
+    """
+    tensors = dict(files.tensors)
+    for name, weight in files.tensors.items():
+        if weight.dtype != STORED or name + SUFFIX not in tensors:
+            continue
+        scales = tensors.pop(name + SUFFIX)
+        sizes = zip(weight.shape[-2:], block, strict=True)
+        expected = (*weight.shape[:-2], *(-(-size // side) for size, side in sizes))
+        if scales.shape != expected:
+            raise CheckpointError(
+                f"{files.folder}: {name}{SUFFIX} must be {list(expected)} for {name} "
+                f"{list(weight.shape)} in blocks of {list(block)}; got {list(scales.shape)}"
+            )
+        tensors[name] = ScaledTensor(weight, scales, block, np.dtype(dtype))
+    return replace(files, tensors=tensors)
+
+
+@partial(jax.jit, static_argnames=("block", "dtype"))
+def _multiply(
+    weight: jax.Array, scales: jax.Array, block: tuple[int, int], dtype: np.dtype
+) -> jax.Array:
+    rows, columns = weight.shape[-2:]
+    scales = jnp.repeat(scales.astype(jnp.float32), block[0], axis=-2)[..., :rows, :]
+    scales = jnp.repeat(scales, block[1], axis=-1)[..., :columns]
+    return (weight.astype(jnp.float32) * scales).astype(dtype)
