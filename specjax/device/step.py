@@ -29,7 +29,7 @@ from jaxtyping import Bool, Float32, Int32
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.drafter import DraftContext, Drafter, Observation, Params, Variant
 from specjax.device.edits import History
-from specjax.device.models.model import Features, Model
+from specjax.device.models.model import Features, Model, restore_snapshots, take_snapshots
 from specjax.device.requests import Requests
 from specjax.device.sampling import choose, through_edits
 from specjax.device.state import EngineState
@@ -120,9 +120,7 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
 
 def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
     """Copy snapshots to the recurrent states of slots, the drafter's as well."""
-    slots, ids, ends = inputs
-    each = zip(model.target.cache_kinds, state.caches, state.snapshots, strict=True)
-    caches = tuple(kind.restore(cache, slots, kept, ids, ends) for kind, cache, kept in each)
+    caches = restore_snapshots(model.target, state.snapshots, state.caches, inputs)
     return replace(state, caches=caches, drafter=model.drafter.restore(state.drafter, *inputs))
 
 
@@ -131,9 +129,7 @@ def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> Eng
 
     It comes after `begin`, in which the drafter observes the chunk.
     """
-    slots, ids, ends = inputs
-    each = zip(model.target.cache_kinds, state.caches, state.snapshots, strict=True)
-    kept = tuple(kind.take(kept, ids, cache, slots, ends) for kind, cache, kept in each)
+    kept = take_snapshots(model.target, state.snapshots, state.caches, inputs)
     return replace(state, snapshots=kept, drafter=model.drafter.take(state.drafter, *inputs))
 
 

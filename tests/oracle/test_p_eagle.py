@@ -4,15 +4,22 @@ compared: what its mask stands for, where it stands, and what it attends to.
 
 from dataclasses import dataclass
 
+import jax
+import numpy as np
 import pytest
 from support.torch_heads import OracleHead, oracle_of
 
 from specjax import LLM
 from specjax.checkpoint.errors import CheckpointError
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.registry import load_drafter
+from specjax.device.models.registry import load_model
+from specjax.rl.weights import stage_drafter
 
 torch = pytest.importorskip("torch")
 
 VOCAB, MASK = 24, 21
+FLOAT32 = np.dtype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -43,7 +50,7 @@ def target(checkpoints):
     "options, norm_before_residual, ks",
     [
         # As AWS publishes them; its norm is of no consequence, since nothing is recycled.
-        ({"pard_token": MASK, "norm_output": True, "embedding": "own"}, False, (3, 0, 1)),
+        ({"pard_token": MASK, "norm_output": True, "embedding": "own"}, False, (3, 0)),
         # What a head may have besides.
         pytest.param(
             {
@@ -62,7 +69,7 @@ def target(checkpoints):
                 "eagle_aux_hidden_state_layer_ids": [3, 1],
             },
             True,
-            (3,),
+            (3, 1, 2),
             marks=pytest.mark.slow,
         ),
         # One layer, and speculators' defaults: no norm before the residual, unlike EAGLE-3's.
@@ -73,7 +80,7 @@ def target(checkpoints):
             marks=pytest.mark.slow,
         ),
     ],
-    ids=["aws-k-changes", "all-speculators", "one-layer"],
+    ids=["aws", "all-speculators", "one-layer"],
 )
 def test_p_eagle_drafts(checkpoints, target, check_drafts, options, norm_before_residual, ks):
     files = checkpoints.p_eagle(target, **options)
@@ -87,6 +94,15 @@ def test_p_eagle_drafts(checkpoints, target, check_drafts, options, norm_before_
     )
     oracle = OracleBlock(**vars(oracle) | {"decoder": decoder})
     check_drafts(target, files, "p_eagle", oracle, ks=ks, least=20)
+
+
+def test_weights_are_updated_under_their_published_names(checkpoints, target):
+    files = checkpoints.p_eagle(target, pard_token=MASK)
+    model, _ = load_model(target.folder, FLOAT32)
+    config = SpeculativeConfig(method="p_eagle", model="", num_speculative_tokens=2)
+    drafter, params = load_drafter(files.folder, config, model, FLOAT32)
+    sources = stage_drafter({name: x.numpy() for name, x in files.tensors.items()}, drafter, params)
+    assert len(sources) == len(jax.tree.leaves(params))
 
 
 def refused(target, folder, method="p_eagle"):

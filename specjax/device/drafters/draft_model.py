@@ -26,7 +26,13 @@ from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.head import HeadDrafter, on_rows
-from specjax.device.models.model import Model, init_caches, is_recurrent
+from specjax.device.models.model import (
+    Model,
+    init_caches,
+    is_recurrent,
+    restore_snapshots,
+    take_snapshots,
+)
 from specjax.device.models.registry import describe_model, is_unused, load_model, read_config
 from specjax.device.placement import Placement
 from specjax.device.verification import Draft
@@ -93,7 +99,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
         return is_recurrent(self.head.model)
 
     def draft_slots(self, k: int) -> int:
-        """Return 1: the row that a round runs again if the drafter is behind."""
+        """Return 1: the row that a round runs beside its own if the drafter is behind."""
         return 1
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DraftModelState:
@@ -110,17 +116,15 @@ class DraftModel(HeadDrafter[ModelWeights]):
         self, state: DraftModelState, slots: jax.Array, ids: jax.Array, ends: jax.Array
     ) -> DraftModelState:
         """See `Drafter.take`."""
-        each = zip(self.head.model.cache_kinds, state.caches, state.snapshots, strict=True)
-        kept = tuple(kind.take(kept, ids, cache, slots, ends) for kind, cache, kept in each)
-        return replace(state, snapshots=kept)
+        stored = state.snapshots, state.caches, (slots, ids, ends)
+        return replace(state, snapshots=take_snapshots(self.head.model, *stored))
 
     def restore(
         self, state: DraftModelState, slots: jax.Array, ids: jax.Array, ends: jax.Array
     ) -> DraftModelState:
         """See `Drafter.restore`."""
-        each = zip(self.head.model.cache_kinds, state.caches, state.snapshots, strict=True)
-        caches = tuple(kind.restore(cache, slots, kept, ids, ends) for kind, cache, kept in each)
-        return replace(state, caches=caches)
+        stored = state.snapshots, state.caches, (slots, ids, ends)
+        return replace(state, caches=restore_snapshots(self.head.model, *stored))
 
     def draft(
         self, target: Model, params: Params, state: DraftModelState, context: DraftContext, k: int

@@ -48,7 +48,7 @@ class PEagleParams(Eagle3Params):
     """Weights of a P-EAGLE head: those of EAGLE-3, whose layer is the first, and more."""
 
     layers: tuple[LlamaLayer, ...]  # after the first
-    mask_hidden: jax.Array  # [1, 1, A D_target]
+    mask_states: jax.Array  # [1, 1, A D_target], `mask_hidden`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class PEagleHead(Eagle3Head):
             layers=tuple(
                 layer_specs(self.shape, f"layers.{i}") for i in range(1, self.shape.num_layers)
             ),
-            mask_hidden=stored(["mask_hidden"], (1, 1, width)),
+            mask_states=stored(["mask_hidden"], (1, 1, width)),
         )
 
     def extend(
@@ -89,7 +89,7 @@ class PEagleHead(Eagle3Head):
 
     def mask_rows(self, params: PEagleParams, num_rows: int) -> tuple[jax.Array, jax.Array]:
         """Return tokens i32[N] and hidden states [N, D] of rows that are all masks."""
-        states = params.mask_hidden.reshape(1, -1)
+        states = params.mask_states.reshape(1, -1)
         fused = self.fuse(params, Features(states, states))
         tokens = jnp.full(num_rows, self.mask_token_id, jnp.int32)
         return tokens, jnp.broadcast_to(fused, (num_rows, self.hidden_size))

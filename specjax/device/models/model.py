@@ -104,3 +104,21 @@ def is_recurrent(model: Model) -> bool:
 def init_caches(model: Model, sizes: CacheSizes, dtype: Any) -> tuple[Any, ...]:
     """Create an empty cache of each kind."""
     return tuple(kind.init(sizes, dtype) for kind in model.cache_kinds)
+
+
+def take_snapshots(
+    model: Model, snapshots: tuple[Any, ...], caches: tuple[Any, ...], moves: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
+    """Return the snapshots of each kind after `CacheKind.take`; `moves` are slots, ids and ends."""
+    slots, ids, ends = moves
+    each = zip(model.cache_kinds, snapshots, caches, strict=True)
+    return tuple(kind.take(kept, ids, cache, slots, ends) for kind, kept, cache in each)
+
+
+def restore_snapshots(
+    model: Model, snapshots: tuple[Any, ...], caches: tuple[Any, ...], moves: tuple[jax.Array, ...]
+) -> tuple[Any, ...]:
+    """Return the caches of each kind after `CacheKind.restore`; `moves` are slots, ids and ends."""
+    slots, ids, ends = moves
+    each = zip(model.cache_kinds, snapshots, caches, strict=True)
+    return tuple(kind.restore(cache, slots, kept, ids, ends) for kind, kept, cache in each)
