@@ -45,12 +45,13 @@ class OnlineDistiller:
     with its weights, a new optimiser state, and the same count of steps.
 
     Args:
-        engine: its drafter is EAGLE-1, EAGLE-3 or MTP.
+        engine: its drafter is EAGLE-1, EAGLE-3, MTP, DFlash or Medusa.
         learning_rate: reached after ten steps, then constant, as there is always another refit.
         batch_size: rollouts in a step.
         length: maximum tokens of a rollout to train on. Longer ones lose the beginning of the
             prompt first, then the end of the answer, after the target ran on all of it.
-        num_unrolled: consecutive drafts that are trained together; always one for EAGLE-1.
+        num_unrolled: consecutive drafts that are trained together; always one for EAGLE-1, and
+            those of all heads for Medusa.
         memory: number of recent rollouts that are kept, against forgetting of earlier ones.
         seed: of the order of rollouts.
 
