@@ -20,6 +20,7 @@ from support.shared_models import (
     hybrid,
     llama,
     of_few_words,
+    parallel_head,
 )
 
 import specjax.engine.engine
@@ -56,7 +57,9 @@ class Pair:
 
 
 # The others are fast elsewhere: in tests/oracle, and MTP in the async, stress and random schedules.
-SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("eagle", "mtp", "draft_model")]
+# EAGLE-1 drafts by the same chain as EAGLE-3; test_draft_model.py has draft models.
+PARALLEL = "p_eagle", "dflash", "medusa"
+SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("mtp", *PARALLEL)]
 
 
 @pytest.fixture(scope="module", params=["eagle3", *SLOW])
@@ -64,10 +67,8 @@ def pair(request, checkpoints):
     method, head = request.param, None
     if method == "eagle3":
         head = of_few_words(checkpoints, eagle3(checkpoints).folder)
-    elif method == "eagle":
-        head = checkpoints.eagle(llama(checkpoints)).folder
-    elif method == "draft_model":
-        head = of_few_words(checkpoints, llama(checkpoints, seed=1).folder)
+    elif method in PARALLEL:
+        head = parallel_head(checkpoints, method)
     target = hybrid(checkpoints) if method == "mtp" else llama(checkpoints).folder
     folder = of_few_words(checkpoints, target)
     snapshots = {"num_snapshots": NUM_SNAPSHOTS}

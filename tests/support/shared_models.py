@@ -7,15 +7,22 @@ these tests differ in data alone, and steps that do more than one thing do every
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
+import numpy as np
 from support.checkpoints import Checkpoints
+from support.params import random_params
 from support.weights import HeadFiles, TargetFiles, rewrite
 
 from specjax import LLM, SamplingParams
+from specjax.checkpoint.save import save_checkpoint
+from specjax.device.models.registry import load_model
+from specjax.train.drafter import KINDS, HeadSizes
 
 VOCAB = 96  # printable ASCII and an end, as `Checkpoints.with_letters` has them
 EOS = VOCAB - 1
 NUM_LIKELY = 8
 NUM_SNAPSHOTS = 2  # of hybrids' states
+MOST_DRAFTS = 7  # of heads that draft all tokens of a round at once
 
 
 def llama(checkpoints: Checkpoints, *, seed: int = 0) -> TargetFiles:
@@ -32,6 +39,21 @@ def hybrid(checkpoints: Checkpoints) -> Path:
     """A layer with a recurrent state and one of attention, and a module that drafts."""
     target = checkpoints.target("qwen3_5_text", vocab_size=VOCAB, eos_token_id=EOS)
     return checkpoints.mtp(target).folder
+
+
+def parallel_head(checkpoints: Checkpoints, method: str) -> Path:
+    """A head for `llama` that drafts all tokens of a round at once, at most seven."""
+    target = llama(checkpoints)
+    if method == "p_eagle":
+        return checkpoints.p_eagle(target, num_layers=2, mask_token_id=EOS).folder
+    model, _ = load_model(target.folder, np.dtype("float32"))
+    sizes = HeadSizes(
+        aux_layers=(0, 1), mask_token_id=EOS, num_layers=1, num_heads=MOST_DRAFTS, block_size=8
+    )
+    made = KINDS[method].make(model, sizes, [])
+    folder, specs = checkpoints.copy(target.folder) / method, made.head.specs()
+    save_checkpoint(folder, specs, random_params(specs, 1), made.config, dtype=jnp.float32)
+    return folder
 
 
 def of_few_words(checkpoints: Checkpoints, folder: Path) -> Path:
