@@ -59,7 +59,7 @@ def folders(checkpoints, rewrite_tensors):
     return checkpoints.copy(narrow, quantization_config=QUANTISATION), plain
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_they_load_as_what_they_stand_for(folders, dtype):
     config = SpeculativeConfig(method="mtp", num_speculative_tokens=1)
     loaded = []

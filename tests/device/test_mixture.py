@@ -62,7 +62,11 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+FAST = "sigmoid-in-groups", "softmax-not-normalised"
+PARAMS = [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for name in CASES]
+
+
+@pytest.mark.parametrize("name", PARAMS)
 def test_mixtures(name):
     module, sizes, shared = CASES[name]()
     module = module.eval()

@@ -73,10 +73,7 @@ def load_oracle(folder, kind):
     return OracleModule(hf, MtpModel.from_pretrained(hf).eval())
 
 
-@pytest.fixture(
-    scope="module",
-    params=["deepseek_v3", pytest.param("glm4_moe_lite", marks=pytest.mark.slow)],
-)
+@pytest.fixture(scope="module", params=CASES)
 def case(request, checkpoints):
     """(target with the module's files, these files, the oracle)."""
     kind = request.param
@@ -85,6 +82,7 @@ def case(request, checkpoints):
     return replace(target, folder=files.folder), files, load_oracle(files.folder, kind)
 
 
+@pytest.mark.slow
 def test_the_oracle_drafts_as_generation_does(case, monkeypatch):
     from transformers.generation.candidate_generator import MTPCandidateGenerator
 

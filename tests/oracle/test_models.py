@@ -108,7 +108,6 @@ CASES = {
     "deepseek_v3-groups-yarn": (
         "deepseek_v3",
         {
-            "num_hidden_layers": 3,
             "n_group": 4,
             "topk_group": 2,
             "rope_parameters": {**YARN_ROPE, "mscale": 1.3, "mscale_all_dim": 0.8},
