@@ -84,7 +84,8 @@ class PEagleHead(Eagle3Head):
         stream, kv = eagle3.first_layer(own, embedded, hidden, rows, kv, self)
         angles = shape.rope.angles(rows.positions)
         for i, layer in enumerate(own.layers, start=1):
-            stream, kv = decoder_layer(layer, stream, rows, angles, kv, jnp.int32(i), shape)
+            where = rows, angles, kv, jnp.int32(i), shape, shape.attention
+            stream, kv = decoder_layer(layer, stream, *where)
         return stream.normed(own.norm, shape, rows.kernels)[1], kv
 
     def mask_rows(self, params: PEagleParams, num_rows: int) -> tuple[jax.Array, jax.Array]:
