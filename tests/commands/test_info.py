@@ -135,8 +135,8 @@ def fail(capsys, *argv):
 
 
 def test_every_config_is_known():
-    # Of the 1B there are times, and no table of memory.
-    known = set(MODELS) | PARAMETERS.keys() | {"Llama-3.2-1B"}
+    others = {"Llama-3.2-1B", "GLM-4.7-Flash"}  # of one there are times, the other has a test
+    known = set(MODELS) | PARAMETERS.keys() | others
     assert {path.parent.name for path in CONFIGS.glob("*/config.json")} == known
 
 
@@ -153,6 +153,18 @@ def test_models_without_recurrent_states(name):
     num_parameters, token = PARAMETERS[name]
     assert report["weights"]["num_parameters"] == pytest.approx(num_parameters, rel=2e-3)
     assert report["cache"]["kv_bytes_per_token"]["target"] == token
+
+
+def test_latents_take_what_their_sizes_say():
+    report = describe("GLM-4.7-Flash")
+    queries, latents, out = 768 * 20 * (192 + 64), 20 * (192 + 256) * 512, 20 * 256 * 2048
+    attention = 2048 * (768 + 512 + 64) + 768 + queries + 512 + latents + out + 2 * 2048
+    experts = 64 * 2048 + 64 + (64 + 1) * 3 * 2048 * 1536
+    layers = 47 * attention + 3 * 2048 * 10240 + 46 * experts
+    assert report["weights"]["num_parameters"] == layers + 2 * 154880 * 2048 + 2048
+    module = attention + experts + 2 * 2048 * 2048 + 3 * 2048
+    assert report["drafter"]["num_parameters"] == module
+    assert report["cache"]["kv_bytes_per_token"]["all"] == (47 + 1) * (512 + 64) * 2
 
 
 def test_a_slot_of_27b_is_little_more_than_a_state(reports):
