@@ -5,7 +5,11 @@ from pathlib import Path
 TARGET = "demo-llama"
 # Drafter checkpoints of each demo target, by method; an MTP module is in the target's own folder.
 DRAFTERS = {
-    TARGET: {"eagle": "demo-llama-eagle1", "eagle3": "demo-llama-eagle3"},
+    TARGET: {
+        "eagle": "demo-llama-eagle1",
+        "eagle3": "demo-llama-eagle3",
+        "dflash": "demo-llama-dflash",
+    },
     "demo-qwen3.5": {"mtp": "demo-qwen3.5"},
 }
 

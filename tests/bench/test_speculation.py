@@ -177,4 +177,4 @@ def test_without_options_the_demo_is_measured():
     settings = speculation.read_settings(build_parser().parse_args(["bench"]))
     assert settings.model == "demo-llama" and settings.drafters == DRAFTERS[settings.model]
     assert settings.ks == (1, 2, 3, 5) and settings.batch_size == 1
-    assert settings.num_prompts == 24 and len(settings.configurations) == 9
+    assert settings.num_prompts == 24 and len(settings.configurations) == 13
