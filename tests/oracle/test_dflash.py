@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import safetensors.torch
@@ -85,7 +86,8 @@ def write_head(
     seed=0,
     **edits,
 ):
-    """A head with random weights; `has_own`: an embedding and a draft vocabulary of its own."""
+    """A head with random weights; `has_own`: an embedding and a draft vocabulary of its own, and of
+    masks an embedding in another file."""
     model = make_model(dim, aux, kinds, window, block_size, seed)
     generator = torch.Generator().manual_seed(seed + 1)
     ids, own, config = torch.arange(VOCAB), {}, model.config.to_dict()
@@ -94,7 +96,7 @@ def write_head(
         own["embed_tokens.weight"] = torch.randn(VOCAB, dim, generator=generator)
         own["lm_head.weight"] = torch.randn(len(ids), dim, generator=generator)
         own["d2t"] = ids - torch.arange(len(ids))
-    tensors = {ENCODER.get(name, name): x for name, x in model.state_dict().items()} | own
+    tensors = {ENCODER.get(name, name): x for name, x in model.state_dict().items()}
     fields = {"block_size": block_size, "mask_token_id": MASK, "draft_vocab_size": len(ids)}
     if layout == "transformers":
         tensors = model.state_dict()
@@ -108,7 +110,11 @@ def write_head(
             config = {"speculators_model_type": "dflash", "transformer_layer_config": shape}
             config |= {"aux_hidden_state_layer_ids": [i + 1 for i in aux], **fields}
     folder.mkdir()
-    safetensors.torch.save_file(tensors, folder / "model.safetensors")
+    safetensors.torch.save_file(tensors | own, folder / "model.safetensors")
+    if has_own:
+        own["mask"] = torch.randn(dim, generator=generator)
+        beside = {"embedding": own["mask"], "mask_token_id": MASK}
+        torch.save(beside, folder / "mask_embedding.pt")
     (folder / "config.json").write_text(json.dumps(config | edits))
     return Files(folder, model, own, ids, sees)
 
@@ -126,11 +132,13 @@ class OracleBlock:
 
     def drafts(self, fused, tokens, length, k, num_drafts, choose):
         k = min(k, CAPACITY - 1 - length)
-        block = torch.tensor([tokens[length], *[MASK] * k])
+        block = self.embedding[[tokens[length], *[MASK] * k]]
+        if (mask := self.files.own.get("mask")) is not None:
+            block[1:] = mask
         cache = transformers.cache_utils.DFlashCache(config=self.files.model.config)
         cache.set_previous_accepted_tokens(length)
         hidden = self.files.model(
-            noise_embeds=self.embedding[block][None],
+            noise_embeds=block[None],
             context_hidden_states=fused[None, :length],
             attention_mask=self.masks(length, k),
             cache=cache,
@@ -316,14 +324,46 @@ SPANS = {
 @pytest.mark.parametrize("edits, spans", SPANS.values(), ids=SPANS)
 def test_what_rows_see_is_read_from_the_authors_configs(target, tmp_path, edits, spans):
     files = write_head(tmp_path / "head", target.hf.config.hidden_size, **edits)
+    drafter, _ = load(target, files.folder)
+    assert drafter.head.spans == tuple(spans)
+
+
+def load(target, folder):
     config = SpeculativeConfig(method="dflash", model="", num_speculative_tokens=3)
     model, _ = load_model(target.folder, np.dtype("float32"))
-    drafter, _ = load_drafter(files.folder, config, model, np.dtype("float32"))
-    assert drafter.head.spans == tuple(spans)
+    return load_drafter(folder, config, model, np.dtype("float32"))
+
+
+@pytest.mark.parametrize("old, new", [("layers.0.", "midlayer."), ("", "model.")])
+def test_names_of_other_exports(target, tmp_path, rewrite_tensors, old, new):
+    files = write_head(tmp_path / "head", target.hf.config.hidden_size)
+    expected = load(target, files.folder)
+
+    def rename(tensors):
+        names = {n: new + n.removeprefix(old) if n.startswith(old) else n for n in tensors}
+        return {names[name]: x for name, x in tensors.items()}
+
+    rewrite_tensors(files.folder / "model.safetensors", rename)
+    drafter, params = load(target, files.folder)
+    assert drafter == expected[0]
+    jax.tree.map(np.testing.assert_array_equal, params, expected[1])
 
 
 REFUSED = {
     "block": ({"block_size": 3}, "block_size=3 is a token and 2 drafts; lower .*tokens=3"),
+    "block-of-one": ({"block_size": 1}, "block_size=1 leaves no drafts"),
+    "block-of-none": ({"block_size": 0}, "block_size must be a positive integer, got 0"),
+    "no-mask": (
+        {"dflash_config": {}, "mask_token_id": None},
+        "mask_token_id=None must be one of the target's 24",
+    ),
+    "own-vocabulary": ({"draft_vocab_size": 15}, "draft_vocab_size=15 needs a lm_head of its own"),
+    "another-width": ({"hidden_size": 30}, "head is 30 wide .* which is 32 wide"),
+    "more-layers": ({"num_hidden_layers": 3, "layer_types": None}, "missing: layers.2."),
+    "sinks": (
+        {"dflash_config": {"attention_sink_bias": True}},
+        "attention_sink_bias=True is not supported; use a head with False",
+    ),
     "mask": ({"dflash_config": {"mask_token_id": VOCAB}}, "mask_token_id=24 must be one of .* 24"),
     "layers": (
         {"dflash_config": {"mask_token_id": 1, "target_layer_ids": [2]}},
@@ -342,11 +382,28 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("edits, message", REFUSED.values(), ids=REFUSED)
-def test_heads_that_do_not_fit_are_refused(target, tmp_path, edits, message):
-    files = write_head(tmp_path / "head", target.hf.config.hidden_size)
-    config = json.loads((files.folder / "config.json").read_text())
-    (files.folder / "config.json").write_text(json.dumps(config | edits))
-    speculation = {"method": "dflash", "model": str(files.folder), "num_speculative_tokens": 3}
+def refused(target, folder, message):
+    speculation = {"method": "dflash", "model": str(folder), "num_speculative_tokens": 3}
     with pytest.raises(CheckpointError, match=message):
         LLM(target.folder, speculative_config=speculation, verbose=False)
+
+
+@pytest.mark.parametrize("edits, message", REFUSED.values(), ids=REFUSED)
+def test_heads_that_do_not_fit_are_refused(target, tmp_path, edits, message):
+    files = write_head(tmp_path / "head", target.hf.config.hidden_size, **edits)
+    refused(target, files.folder, message)
+
+
+def test_tensors_that_do_not_fit_are_refused(target, tmp_path, rewrite_tensors):
+    folder = write_head(tmp_path / "head", target.hf.config.hidden_size).folder
+    torch.save({"mask_token_id": MASK}, folder / "mask_embedding.pt")
+    refused(target, folder, "mask_embedding.pt must hold the tensor 'embedding'; it has .*")
+    torch.save({"embedding": torch.ones(5)}, folder / "mask_embedding.pt")
+    refused(target, folder, r"mask_embedding \(expected \[32\], found \[5\]\)")
+    (folder / "mask_embedding.pt").unlink()
+    file, hidden = folder / "model.safetensors", {"mask_hidden": torch.ones(1, 1, 64)}
+    rewrite_tensors(file, lambda old: old | hidden)
+    refused(target, folder, "it has a mask_hidden, as P-EAGLE heads do")
+    rewrite_tensors(file, lambda old: {**old, "fc.weight": torch.ones(32, 32)})
+    rewrite_tensors(file, lambda old: {n: x for n, x in old.items() if n != "mask_hidden"})
+    refused(target, folder, r"fc.weight \(expected \[32, 64\], found \[32, 32\]\)")

@@ -35,6 +35,8 @@ from specjax.device.models.llama import Llama, LlamaLayer, decoder_layer, layer_
 from specjax.device.models.model import Model
 from specjax.device.verification import Draft
 
+# Where a head's own embedding of masks is found, in place of its row of the embedding.
+MASK_EMBEDDING = "mask_embedding"
 # transformers' names of two tensors that others call fc and hidden_norm.
 ENCODER_NAMES = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
 
@@ -50,6 +52,7 @@ class DFlashParams:
     layers: tuple[LlamaLayer, ...]
     norm: jax.Array  # [D]
     lm_head: jax.Array | None  # [D, V_d]
+    mask: jax.Array | None = None  # [D], e(MASK), if it is not in the embedding
     target_ids: jax.Array | None = None  # i32[V_d]
 
 
@@ -94,6 +97,7 @@ class DFlashHead:
     spans: tuple[Span, ...]
     has_embedding: bool = False
     has_lm_head: bool = False
+    has_mask: bool = False
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
@@ -109,12 +113,14 @@ class DFlashHead:
             embedding=embedding if self.has_embedding else None,
             fc=projection([f"{fc}.weight"], num_in, [dim]),
             hidden_norm=stored([f"{norm}.weight"], (dim,)),
-            layers=tuple(
-                layer_specs(self.shape, f"layers.{i}") for i in range(self.shape.num_layers)
-            ),
+            layers=tuple(layer_specs(self.shape, name) for name in self._layer_names(names)),
             norm=stored(["norm.weight"], (dim,)),
             lm_head=head if self.has_lm_head else None,
+            mask=stored([MASK_EMBEDDING], (dim,)) if self.has_mask else None,
         )
+
+    def _layer_names(self, names: Collection[str]) -> list[str]:
+        return [first_layer(names), *(f"layers.{i}" for i in range(1, self.shape.num_layers))]
 
     def is_unused(self, name: str) -> bool:
         """See `DrafterWeights.is_unused`."""
@@ -130,6 +136,11 @@ class DFlashHead:
         if own is None:
             return target.logits(params.target, hidden)
         return linear(hidden, own, jnp.float32)
+
+
+def first_layer(names: Collection[str]) -> str:
+    """Return the first layer's name among the names of tensors."""
+    return "midlayer" if any("midlayer." in name for name in names) else "layers.0"
 
 
 @jax.tree_util.register_dataclass
@@ -178,11 +189,10 @@ class DFlashDrafter:
         if not k:
             return Draft.stacked([], [], batch), state
         rows = self._block(context, k)
-        last = context.history.tokens[jnp.arange(batch), context.starts]
-        masks = jnp.full((batch, rows.width - 1), self.head.mask_token_id, jnp.int32)
-        tokens = jnp.concatenate([last[:, None], masks], axis=1).reshape(-1)
         seen = [span.of(rows, context.starts, k) for span in self.head.spans]
-        hidden, kv = self._run(own, embed_tokens(target, params, tokens), seen, state.kv)
+        last = context.history.tokens[jnp.arange(batch), context.starts]
+        x = self._embed(target, params, last, rows.width)
+        hidden, kv = self._run(own, x, seen, state.kv)
         # Logits of the rows that draft alone: row 0 has the last token.
         hidden = rows.by_request(hidden)[:, 1 : k + 1].reshape(batch * k, -1)
         hidden = jnp.pad(hidden, ((0, -(batch * k) % context.row_multiple), (0, 0)))
@@ -205,6 +215,14 @@ class DFlashDrafter:
         return CachedRows.starting_at(
             starts, counts, width, context.page_table, kernels=context.kernels
         )
+
+    def _embed(self, target: Model, params: Params, last: jax.Array, width: int) -> jax.Array:
+        """Return rows [B width, D] of tokens i32[B], each followed by masks."""
+        x, mask = embed_tokens(target, params, last), params.drafter.mask
+        if mask is None:
+            (mask,) = embed_tokens(target, params, jnp.full(1, self.head.mask_token_id))
+        masks = jnp.broadcast_to(mask.astype(x.dtype), (len(x), width - 1, x.shape[1]))
+        return jnp.concatenate([x[:, None], masks], axis=1).reshape(-1, x.shape[1])
 
     def _run(
         self, params: DFlashParams, x: jax.Array, rows: list[CachedRows], kv: jax.Array

@@ -7,11 +7,19 @@ from typing import Any
 
 import numpy as np
 
+from specjax.checkpoint import torch_pickle
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import open_checkpoint
+from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.checkpoint import DrafterFiles, read_target_ids
-from specjax.device.drafters.dflash import DFlashDrafter, DFlashHead, DFlashParams, Span
+from specjax.device.drafters.dflash import (
+    MASK_EMBEDDING,
+    DFlashDrafter,
+    DFlashHead,
+    DFlashParams,
+    Span,
+    first_layer,
+)
 from specjax.device.models import llama
 from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.hf_config import HFConfig
@@ -22,6 +30,17 @@ from specjax.device.models.windows import FULL, SLIDING
 from specjax.device.placement import Placement
 
 OF_TRANSFORMERS = "muse_glimmer_assistant"  # the model type of its layout
+MASK_FILE = "mask_embedding.pt"  # a tensor "embedding" and, beside it, an id
+# What heads may have that is not supported, and the value that says that they have not.
+_UNSUPPORTED = {
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+    "is_neox_style": True,
+    "logit_scale": 1.0,
+    "projector_type": "dflash",
+    "sample_from_anchor": False,
+    "use_aux_hidden_state": True,
+}
 _WINDOWS = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"
 
 
@@ -41,7 +60,8 @@ def load(
     assert folder is not None, config.method
     hf = read_config(folder)
     refuse_quantised(hf)
-    files = DrafterFiles(open_checkpoint(folder), hf, placement)
+    _refuse_unsupported(hf)
+    files = DrafterFiles(_open(folder), hf, placement)
     names = files.tensors.names()
     shape = _read_shape(hf, files, target.vocab_size)
     head = DFlashHead(
@@ -53,12 +73,33 @@ def load(
         spans=_read_spans(hf, shape.num_layers),
         has_embedding=files.has("embed_tokens.weight"),
         has_lm_head=files.has("lm_head.weight"),
+        has_mask=files.has(MASK_EMBEDDING),
     )
     _check(files, head, config, target)
     params = files.load(head.specs(names), dtype, unused=("d2t", "t2d"))
     ids = read_target_ids(files, head.draft_vocab_size, target)
     drafter = DFlashDrafter(head, is_greedy=config.draft_sample_method == "greedy")
     return drafter, replace(params, target_ids=ids)
+
+
+def _open(folder: Path) -> TensorFiles:
+    """Open the weights, among them an embedding of masks that has a file of its own."""
+    files, path = open_checkpoint(folder), folder / MASK_FILE
+    if not path.exists():
+        return files
+    own = torch_pickle.locate(path, ignored=("mask_token_id",))
+    if "embedding" not in own:
+        raise CheckpointError(f"{path} must hold the tensor 'embedding'; it has {sorted(own)}")
+    return replace(files, tensors={**files.tensors, MASK_EMBEDDING: own["embedding"]})
+
+
+def _refuse_unsupported(hf: HFConfig) -> None:
+    for name, usual in _UNSUPPORTED.items():
+        value = _own(hf).get(name, hf.get(name, usual))
+        if value is not None and value != usual:
+            raise CheckpointError(
+                f"{hf.origin}: {name}={value!r} is not supported; use a head with {usual!r}"
+            )
 
 
 def _own(hf: HFConfig) -> Mapping[str, Any]:
@@ -75,7 +116,7 @@ def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
     for name in _WINDOWS:  # in a head they mean something else: see `_read_spans`
         fields.pop(name, None)
     shape = llama.from_hf(HFConfig({**fields, "model_type": "qwen3"}, hf.origin))
-    layer = "layers.0.self_attn"
+    layer = f"{first_layer(files.tensors.names())}.self_attn"
     return replace(
         shape,
         qkv_bias=files.has(f"{layer}.q_proj.bias"),
@@ -171,6 +212,8 @@ def _read_mask(hf: HFConfig, target: Model) -> int:
 def _check(files: DrafterFiles, head: DFlashHead, config: SpeculativeConfig, target: Model) -> None:
     hf, k = files.hf, config.num_speculative_tokens
     block = hf.integer("block_size", 16)
+    if block == 1:
+        raise CheckpointError(f"{hf.origin}: block_size=1 leaves no drafts after the last token")
     if k >= block:
         raise CheckpointError(
             f"{hf.origin}: block_size={block} is a token and {block - 1} drafts; lower "
@@ -179,11 +222,6 @@ def _check(files: DrafterFiles, head: DFlashHead, config: SpeculativeConfig, tar
     if files.has("mask_hidden"):
         raise CheckpointError(
             f"{hf.origin}: it has a mask_hidden, as P-EAGLE heads do, which are not supported"
-        )
-    if (files.tensors.folder / "mask_embedding.pt").exists():
-        raise CheckpointError(
-            f"{files.tensors.folder} has a mask_embedding.pt, which is not supported; put the "
-            "embedding into embed_tokens.weight, at mask_token_id"
         )
     is_whole = head.has_embedding and head.has_lm_head
     if not is_whole and head.shape.hidden_size != target.hidden_size:
@@ -196,4 +234,9 @@ def _check(files: DrafterFiles, head: DFlashHead, config: SpeculativeConfig, tar
         raise CheckpointError(
             f"{hf.origin}: vocab_size={head.shape.vocab_size}, the target's is "
             f"{target.vocab_size}; use a drafter trained for this target"
+        )
+    if head.draft_vocab_size != head.shape.vocab_size and not head.has_lm_head:
+        raise CheckpointError(
+            f"{hf.origin}: draft_vocab_size={head.draft_vocab_size} needs a lm_head of its own, "
+            "and the weights have none"
         )
