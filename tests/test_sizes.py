@@ -21,6 +21,7 @@ EXCEPTIONS = {
     "pallas_kernels/gated_delta_rule/triton/__init__.py:gated_delta_rule_triton": OPERANDS,
     "pallas_kernels/paged_attention/reference.py:paged_attention_reference": OPERANDS,
     "pallas_kernels/paged_attention/triton.py:_attention_kernel": REFS,
+    "pallas_kernels/paged_attention/triton.py:paged_attention_triton": OPERANDS,
     "pallas_kernels/rope_write/__init__.py:rope_write": OPERANDS,
     "pallas_kernels/rope_write/reference.py:rope_write_reference": OPERANDS,
     "pallas_kernels/rope_write/reference.py:split_heads": OPERANDS,

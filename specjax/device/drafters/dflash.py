@@ -3,8 +3,8 @@
     context   g_p = norm(fc f_p)            f_p: hidden states of some of the target's layers
               K_l, V_l of every layer l from g_p, in the drafter's cache at position p
     block     rows [e(x_n), e(MASK), ..., e(MASK)] at positions n, n + 1, ..., n + K
-              through decoder layers; in each, a row sees a `Span` of the context and the block
-    drafts    row j gives the token at n + j
+              through decoder layers, each with an `AttentionMask` over context and block
+    drafts    row j gives the token at n + j, whose logits a `Refinement` may change
 
 x_n is the last token, which the target has not run. The block writes its own keys and values at its
 positions; when the target has run these, `observe` writes the context's over them. K may be less
@@ -13,7 +13,7 @@ than the block that the head was trained with.
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,8 @@ from specjax.device.models.llama import Llama, LlamaLayer, decoder_layer, layer_
 from specjax.device.models.model import Model
 from specjax.device.verification import Draft
 
+# Tensors that are not loaded as weights.
+UNUSED = "d2t", "t2d", "confidence_head.proj.weight", "confidence_head.proj.bias"
 # Where a head's own embedding of masks is found, in place of its row of the embedding.
 MASK_EMBEDDING = "mask_embedding"
 # transformers' names of two tensors that others call fc and hidden_norm.
@@ -53,11 +55,12 @@ class DFlashParams:
     norm: jax.Array  # [D]
     lm_head: jax.Array | None  # [D, V_d]
     mask: jax.Array | None = None  # [D], e(MASK), if it is not in the embedding
+    refinement: Any = None
     target_ids: jax.Array | None = None  # i32[V_d]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Span:
+class AttentionMask:
     """What the rows of a block see in a layer: positions from `back` before a row on, or before the
     block's first row, up to `ahead` after the row, or to the end of the block."""
 
@@ -70,12 +73,12 @@ class Span:
         """The window of the layer's attention, in tokens; None for no limit."""
         return None if self.back is None else self.back + 1
 
-    def of(self, rows: CachedRows, starts: jax.Array, k: int) -> CachedRows:
-        """Return rows of a block with what they see: starts i32[B] are its positions, k + 1 rows
-        of each are real."""
+    def of(self, rows: CachedRows, starts: jax.Array, num_rows: int) -> CachedRows:
+        """Return rows of blocks from positions starts i32[B] with what they see; `num_rows` of each
+        block are real."""
         own = rows.positions
         first = jnp.repeat(starts, rows.width)
-        end = first + k
+        end = first + num_rows - 1
         reach = end if self.ahead is None else jnp.minimum(own + self.ahead, end)
         origin = first if self.is_anchored else own
         return replace(
@@ -85,19 +88,41 @@ class Span:
         )
 
 
+class Refinement(Protocol):
+    """What heads of the family add: drafts of a block depend on the drafts before. Hashable."""
+
+    def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Any:
+        """Return its weights as a tree of `TensorSpec`."""
+        ...
+
+    def logits(
+        self, params: Any, hidden: jax.Array, logits: jax.Array, previous: jax.Array
+    ) -> jax.Array:
+        """Return a draft's logits f32[B, V_d] after the tokens `previous` i32[B].
+
+        Args:
+            params: its weights.
+            hidden: [B, D] the block's rows for the draft, normed.
+            logits: f32[B, V_d] what these rows give by themselves.
+        """
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class DFlashHead:
-    """The sizes of a DFlash head. `shape` is a decoder with its layers, `spans` what they see."""
+    """The sizes of a DFlash head. `shape` is a decoder with its layers."""
 
     shape: Llama
     target_hidden_size: int
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     mask_token_id: int
-    spans: tuple[Span, ...]
+    attention_masks: tuple[AttentionMask, ...]  # by layer
     has_embedding: bool = False
     has_lm_head: bool = False
     has_mask: bool = False
+    refinement: Refinement | None = None
+    first_row: int = 1  # of the block, that gives the first draft
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
@@ -109,6 +134,10 @@ class DFlashHead:
             ["embed_tokens.weight"], (self.shape.vocab_size, dim), axes=("vocab", None)
         )
         head = projection(["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab"))
+        refinement = None
+        if self.refinement is not None:
+            sizes = dim, self.shape.vocab_size, self.draft_vocab_size
+            refinement = self.refinement.specs(*sizes)
         return DFlashParams(
             embedding=embedding if self.has_embedding else None,
             fc=projection([f"{fc}.weight"], num_in, [dim]),
@@ -117,6 +146,7 @@ class DFlashHead:
             norm=stored(["norm.weight"], (dim,)),
             lm_head=head if self.has_lm_head else None,
             mask=stored([MASK_EMBEDDING], (dim,)) if self.has_mask else None,
+            refinement=refinement,
         )
 
     def _layer_names(self, names: Collection[str]) -> list[str]:
@@ -124,7 +154,7 @@ class DFlashHead:
 
     def is_unused(self, name: str) -> bool:
         """See `DrafterWeights.is_unused`."""
-        return name in PUBLISHED_BESIDE or name == "lm_head.weight"
+        return name in (*PUBLISHED_BESIDE, *UNUSED, "lm_head.weight")
 
     def target_ids(self, params: DFlashParams) -> jax.Array | None:
         """Return the target's ids of the draft vocabulary."""
@@ -188,30 +218,34 @@ class DFlashDrafter:
         batch, own = context.starts.shape[0], params.drafter
         if not k:
             return Draft.stacked([], [], batch), state
-        rows = self._block(context, k)
-        seen = [span.of(rows, context.starts, k) for span in self.head.spans]
+        first = self.head.first_row
+        rows = self._block(context, first + k)
+        seen = [mask.of(rows, context.starts, first + k) for mask in self.head.attention_masks]
         last = context.history.tokens[jnp.arange(batch), context.starts]
         x = self._embed(target, params, last, rows.width)
         hidden, kv = self._run(own, x, seen, state.kv)
-        # Logits of the rows that draft alone: row 0 has the last token.
-        hidden = rows.by_request(hidden)[:, 1 : k + 1].reshape(batch * k, -1)
-        hidden = jnp.pad(hidden, ((0, -(batch * k) % context.row_multiple), (0, 0)))
-        logits = self.head.logits(target, params, hidden)[: batch * k].reshape(batch, k, -1)
+        hidden = rows.by_request(hidden)[:, first : first + k]  # of the rows that draft
+        flat = hidden.reshape(batch * k, -1)
+        flat = jnp.pad(flat, ((0, -(batch * k) % context.row_multiple), (0, 0)))
+        logits = self.head.logits(target, params, flat)[: batch * k].reshape(batch, k, -1)
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
         for i in range(k):
+            row, previous = logits[:, i], drafts[-1] if drafts else last
+            if self.head.refinement is not None:
+                row = self.head.refinement.logits(own.refinement, hidden[:, i], row, previous)
             token, q = context.draw(
-                logits[:, i], own.target_ids, target.vocab_size, drafts, is_greedy=self.is_greedy
+                row, own.target_ids, target.vocab_size, drafts, is_greedy=self.is_greedy
             )
             drafts.append(token)
             probs += [] if q is None else [q]
         return Draft.stacked(drafts, probs, batch), DFlashState(kv)
 
-    def _block(self, context: DraftContext, k: int) -> CachedRows:
-        """Return k + 1 rows per request from its last token on."""
+    def _block(self, context: DraftContext, num_rows: int) -> CachedRows:
+        """Return the real rows of a block, `num_rows` per request from its last token on."""
         starts, batch = context.starts, context.starts.shape[0]
-        counts = jnp.where(context.is_active, k + 1, 0)
-        width = padded_width(batch, k + 1, context.row_multiple)
+        counts = jnp.where(context.is_active, num_rows, 0)
+        width = padded_width(batch, num_rows, context.row_multiple)
         return CachedRows.starting_at(
             starts, counts, width, context.page_table, kernels=context.kernels
         )
@@ -231,8 +265,10 @@ class DFlashDrafter:
         kv."""
         shape = self.head.shape
         stream, angles = Residual(x, jnp.zeros_like(x)), shape.rope.angles(rows[0].positions)
-        for i, (layer, span) in enumerate(zip(params.layers, self.head.spans, strict=True)):
-            kind = replace(shape.attention, window=span.window)
+        for i, (layer, mask) in enumerate(
+            zip(params.layers, self.head.attention_masks, strict=True)
+        ):
+            kind = replace(shape.attention, window=mask.window)
             where = rows[i], angles, kv, jnp.int32(i), shape, kind
             stream, kv = decoder_layer(layer, stream, *where)
         return stream.normed(params.norm, shape, rows[0].kernels)[1], kv
