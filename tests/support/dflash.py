@@ -39,7 +39,7 @@ class Files:
     sees: Any  # (row, positions, anchor) to a mask, by kind of layer; None for transformers' own
 
 
-def make_model(dim, aux, kinds, window, block_size, seed):
+def make_model(dim, aux, kinds, window, block_size):
     """Transformers' model of random weights."""
     config = transformers.MuseGlimmerAssistantConfig(
         hidden_size=dim,
@@ -53,7 +53,7 @@ def make_model(dim, aux, kinds, window, block_size, seed):
         **SIZES,
     )
     model = transformers.MuseGlimmerAssistantModel(config).eval().requires_grad_(False)
-    randomise(dict(model.named_parameters()), seed)
+    randomise(dict(model.named_parameters()), seed=0)
     return model
 
 
@@ -69,13 +69,12 @@ def write_head(
     sees=None,
     markov_rank=0,
     has_own=False,
-    seed=0,
     **edits,
 ):
     """A head with random weights; `has_own`: an embedding and a draft vocabulary of its own, and of
     masks an embedding in another file. With `markov_rank` it is one of DSpark."""
-    model = make_model(dim, aux, kinds, window, block_size, seed)
-    generator = torch.Generator().manual_seed(seed + 1)
+    model = make_model(dim, aux, kinds, window, block_size)
+    generator = torch.Generator().manual_seed(1)
     ids, own, config = torch.arange(VOCAB), {}, model.config.to_dict()
     if has_own:
         ids = torch.randperm(VOCAB, generator=generator)[:15].sort().values

@@ -92,6 +92,10 @@ class ChainDrafter:
         """See `Drafter.draft_slots`: drafting one token at a time takes no budget."""
         return 0
 
+    def num_passes(self, k: int) -> int:
+        """Return k: a pass is for one draft."""
+        return k
+
     def init_state(self, sizes: CacheSizes, dtype: Any) -> ChainState:
         """Return an empty cache, which is indexed by the target's page table."""
         hidden = jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype)

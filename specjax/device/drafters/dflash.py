@@ -49,8 +49,8 @@ class DFlashParams:
     """Weights of a DFlash head; `embedding` and `lm_head` are None where they are the target's."""
 
     embedding: jax.Array | None  # [V, D]
-    fc: jax.Array  # [A D_target, D]
-    hidden_norm: jax.Array  # [D]
+    context_fc: jax.Array  # [A D_target, D]
+    context_norm: jax.Array  # [D]
     layers: tuple[LlamaLayer, ...]
     norm: jax.Array  # [D]
     lm_head: jax.Array | None  # [D, V_d]
@@ -140,8 +140,8 @@ class DFlashHead:
             refinement = self.refinement.specs(*sizes)
         return DFlashParams(
             embedding=embedding if self.has_embedding else None,
-            fc=projection([f"{fc}.weight"], num_in, [dim]),
-            hidden_norm=stored([f"{norm}.weight"], (dim,)),
+            context_fc=projection([f"{fc}.weight"], num_in, [dim]),
+            context_norm=stored([f"{norm}.weight"], (dim,)),
             layers=tuple(layer_specs(self.shape, name) for name in self._layer_names(names)),
             norm=stored(["norm.weight"], (dim,)),
             lm_head=head if self.has_lm_head else None,
@@ -201,6 +201,10 @@ class DFlashDrafter:
     def draft_slots(self, k: int) -> int:
         """Return 0: the block has as many rows as the target's round."""
         return 0
+
+    def num_passes(self, k: int) -> int:
+        """Return 1, if there are drafts."""
+        return min(k, 1)
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DFlashState:
         """Return an empty cache."""
@@ -280,8 +284,8 @@ class DFlashDrafter:
         the rest as dead code."""
         own, shape = params.drafter, self.head.shape
         assert seen.features.auxiliary is not None, "the target was run without `aux_layers`"
-        fused = linear(seen.features.auxiliary, own.fc)
-        fused = rms_norm(fused, own.hidden_norm, shape.rms_norm_eps)
+        fused = linear(seen.features.auxiliary, own.context_fc)
+        fused = rms_norm(fused, own.context_norm, shape.rms_norm_eps)
         angles, kv = shape.rope.angles(seen.rows.positions), state.kv
         for i, layer in enumerate(own.layers):
             where = seen.rows, angles, kv, jnp.int32(i), shape.attention

@@ -30,7 +30,7 @@ from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 from specjax.device.models.windows import FULL, SLIDING
-from specjax.device.placement import Placement
+from specjax.device.placement import Placement, default_device
 
 # What heads of an architecture, or of a kind of speculators, add.
 READERS: dict[str, Callable[..., tuple[Refinement | None, int]]] = {
@@ -67,11 +67,31 @@ def load(
             not supported.
     """
     assert folder is not None, config.method
-    hf = read_config(folder)
+    files = DrafterFiles(_open(folder), read_config(folder), placement)
+    head = _read_head(files, config, target)
+    params = files.load(head.specs(files.tensors.names()), dtype, unused=UNUSED)
+    ids = read_target_ids(files, head.draft_vocab_size, target)
+    drafter = DFlashDrafter(head, is_greedy=config.draft_sample_method == "greedy")
+    return drafter, replace(params, target_ids=ids)
+
+
+def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> DFlashDrafter:
+    """Return a drafter of the sizes in a folder's config, which has no weights: with the target's
+    embedding and vocabulary.
+
+    Raises:
+        CheckpointError: see `load`.
+    """
+    nothing = DrafterFiles(
+        TensorFiles(folder, {}), read_config(folder), Placement.on(default_device())
+    )
+    return DFlashDrafter(_read_head(nothing, config, target))
+
+
+def _read_head(files: DrafterFiles, config: SpeculativeConfig, target: Model) -> DFlashHead:
+    hf = files.hf
     refuse_quantised(hf)
     _refuse_unsupported(hf)
-    files = DrafterFiles(_open(folder), hf, placement)
-    names = files.tensors.names()
     shape = _read_shape(hf, files, target.vocab_size)
     refinement, first_row = _read_refinement(hf)
     head = DFlashHead(
@@ -88,10 +108,7 @@ def load(
         first_row=first_row,
     )
     _check(files, head, config, target)
-    params = files.load(head.specs(names), dtype, unused=UNUSED)
-    ids = read_target_ids(files, head.draft_vocab_size, target)
-    drafter = DFlashDrafter(head, is_greedy=config.draft_sample_method == "greedy")
-    return drafter, replace(params, target_ids=ids)
+    return head
 
 
 def _open(folder: Path) -> TensorFiles:
@@ -143,6 +160,8 @@ def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
     for name in _WINDOWS:  # in a head they mean something else: see `_read_attention_masks`
         fields.pop(name, None)
     shape = llama.from_hf(HFConfig({**fields, "model_type": "qwen3"}, hf.origin))
+    if not files.tensors.names():
+        return shape
     layer = f"{first_layer(files.tensors.names())}.self_attn"
     return replace(
         shape,

@@ -75,6 +75,10 @@ class DraftModel:
         """Return 1: the row that a round runs again if the drafter is behind."""
         return 1
 
+    def num_passes(self, k: int) -> int:
+        """Return k: a pass is for one draft."""
+        return k
+
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DraftModelState:
         """Return empty caches, which are indexed by the target's page table."""
         is_behind = jnp.zeros(sizes.num_slots, bool)

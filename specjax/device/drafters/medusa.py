@@ -133,6 +133,10 @@ class MedusaDrafter:
         """Return 0: drafting runs no rows of its own."""
         return 0
 
+    def num_passes(self, k: int) -> int:
+        """Return 1, if there are drafts: every head is read once."""
+        return min(k, 1)
+
     def init_state(self, sizes: CacheSizes, dtype: Any) -> MedusaState:
         """Return hidden states of zeros."""
         return MedusaState(jnp.zeros((sizes.num_slots, self.heads.hidden_size), dtype))
