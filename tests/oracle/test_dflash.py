@@ -75,32 +75,6 @@ def test_dflash_drafts(target, check_drafts, tmp_path, rules, options, ks):
     )
 
 
-@pytest.mark.parametrize(
-    "options, first_row, ks",
-    [
-        ({"architectures": ["Qwen3DSparkModel"], "block_size": 3}, 0, (3, 0, 1)),
-        pytest.param(
-            {"speculators_model_type": "dspark", "layout": "speculators", "has_own": True},
-            1,
-            (3,),
-            marks=SLOW,
-        ),
-    ],
-    ids=["authors-k-changes", "speculators-rows-as-dflash"],
-)
-def test_dspark_drafts(target, check_drafts, tmp_path, options, first_row, ks):
-    options = {"sees": {"full": everything}, "markov_rank": 6} | options
-    files = write_head(tmp_path / "head", target.hf.config.hidden_size, **options)
-    check_drafts(
-        target,
-        SimpleNamespace(folder=files.folder),
-        "dflash",
-        oracle_of(target, files, first_row),
-        ks=ks,
-        least=20,
-    )
-
-
 def candidates(target, assistant, prompt, num_tokens, monkeypatch):
     """The drafts of transformers' generation, by the number of tokens before the last one."""
     generator = transformers.generation.candidate_generator.DFlashTokenCandidateGenerator
@@ -130,11 +104,12 @@ def candidates(target, assistant, prompt, num_tokens, monkeypatch):
     [
         ({"kinds": ("full", "sliding")}, 3),
         pytest.param(
-            {"aux": (1,), "kinds": ("sliding",), "window": 3, "block_size": 6}, 5, marks=SLOW
+            {"aux": (1, 0, 1), "kinds": ("full", "sliding", "full"), "window": 3, "block_size": 6},
+            5,
+            marks=SLOW,
         ),
-        pytest.param({"aux": (1, 0, 1), "kinds": ("full", "full", "full")}, 3, marks=SLOW),
     ],
-    ids=["a-window", "one-window-shorter-than-the-block", "three-layers"],
+    ids=["two-layers", "three-layers-a-window-shorter-than-the-block"],
 )
 def test_drafts_are_those_of_transformers_generation(
     target, check_drafts, ragged_prompts, tmp_path, monkeypatch, options, k

@@ -9,7 +9,7 @@ from specjax import LLM
 from specjax.checkpoint.errors import CheckpointError
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.dflash import AttentionMask
-from specjax.device.drafters.registry import load_drafter
+from specjax.device.drafters.registry import drafter_from_config, load_drafter
 from specjax.device.models.registry import load_model
 
 
@@ -56,6 +56,22 @@ def load(target, folder):
     return load_drafter(folder, config, model, np.dtype("float32"))
 
 
+def test_a_config_alone_gives_the_head_that_the_weights_have(target, tmp_path):
+    folder = write_head(tmp_path / "head", target.hf.config.hidden_size).folder
+    drafter, params = load(target, folder)
+    (folder / "model.safetensors").unlink()
+    model, _ = load_model(target.folder, np.dtype("float32"))
+    config = SpeculativeConfig(method="dflash", model="", num_speculative_tokens=3)
+    described, shapes = drafter_from_config(folder, config, model, "float32")
+    assert described == drafter
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), shapes
+    )
+    config = SpeculativeConfig(method="eagle3", model="", num_speculative_tokens=3)
+    with pytest.raises(CheckpointError, match="has no weights, which method 'eagle3' needs"):
+        drafter_from_config(folder, config, model, "float32")
+
+
 @pytest.mark.parametrize("old, new", [("layers.0.", "midlayer."), ("", "model.")])
 def test_names_of_other_exports(target, tmp_path, rewrite_tensors, old, new):
     files = write_head(tmp_path / "head", target.hf.config.hidden_size)
@@ -85,6 +101,14 @@ REFUSED = {
     "gated": (
         {"architectures": ["Qwen3DSparkModel"], "markov_head_type": "gated"},
         "markov_head_type='gated' is not supported",
+    ),
+    "groups": (
+        {"architectures": ["DFlash2DraftModel"], "dflash_config": {"conv_group_size": 5}},
+        "conv_group_size=5 must divide hidden_size=32",
+    ),
+    "candidates": (
+        {"architectures": ["DFlash2DraftModel"], "draft_vocab_size": 15},
+        "candidates of a draft vocabulary are not supported",
     ),
     "domino": (
         {"dflash_config": {**IN_CONFIG, "projector_type": "domino"}},

@@ -36,6 +36,7 @@ class Files:
     model: Any  # of transformers
     own: dict[str, torch.Tensor]  # what its model does not have
     ids: torch.Tensor  # of the draft vocabulary
+    refine: Any  # (logits, hidden, previous) of a draft to its logits; None for what they are
     sees: Any  # (row, positions, anchor) to a mask, by kind of layer; None for transformers' own
 
 
@@ -67,12 +68,12 @@ def write_head(
     block_size=4,
     layout="authors",
     sees=None,
-    markov_rank=0,
+    add=None,
     has_own=False,
     **edits,
 ):
     """A head with random weights; `has_own`: an embedding and a draft vocabulary of its own, and of
-    masks an embedding in another file. With `markov_rank` it is one of DSpark."""
+    masks an embedding in another file. `add` adds tensors, and returns what drafts pass."""
     model = make_model(dim, aux, kinds, window, block_size)
     generator = torch.Generator().manual_seed(1)
     ids, own, config = torch.arange(VOCAB), {}, model.config.to_dict()
@@ -81,12 +82,7 @@ def write_head(
         own["embed_tokens.weight"] = torch.randn(VOCAB, dim, generator=generator)
         own["lm_head.weight"] = torch.randn(len(ids), dim, generator=generator)
         own["d2t"] = ids - torch.arange(len(ids))
-    if markov_rank:
-        for name, size in ("w1", VOCAB), ("w2", len(ids)):
-            drawn = torch.randn(size, markov_rank, generator=generator)
-            own[f"markov_head.markov_{name}.weight"] = drawn
-        own["confidence_head.proj.weight"] = torch.ones(1, dim + markov_rank)
-        own["confidence_head.proj.bias"] = torch.ones(1)
+    refine = None if add is None else add(own, model, len(ids), generator)
     tensors = {ENCODER.get(name, name): x for name, x in model.state_dict().items()}
     fields = {"block_size": block_size, "mask_token_id": MASK, "draft_vocab_size": len(ids)}
     if layout == "transformers":
@@ -95,7 +91,6 @@ def write_head(
         kept = *SIZES, "hidden_size", "num_hidden_layers", "layer_types", "sliding_window"
         shape = {name: config.pop(name) for name in kept}
         shape |= {"vocab_size": VOCAB, "rope_theta": 5e2, "model_type": "qwen3"}
-        fields["markov_rank"] = markov_rank
         config = {**shape, **fields, "architectures": ["DFlashDraftModel"]}
         config["dflash_config"] = {"target_layer_ids": list(aux), "mask_token_id": MASK}
         if layout == "speculators":
@@ -108,7 +103,7 @@ def write_head(
         beside = {"embedding": own["mask"], "mask_token_id": MASK}
         torch.save(beside, folder / "mask_embedding.pt")
     (folder / "config.json").write_text(json.dumps(config | edits))
-    return Files(folder, model, own, ids, sees)
+    return Files(folder, model, own, ids, refine, sees)
 
 
 @dataclass(frozen=True)
@@ -119,6 +114,7 @@ class OracleBlock:
     embedding: torch.Tensor
     lm_head: torch.Tensor
     first_row: int = 1  # of the block, that drafts
+    scale: float = 1.0  # of the block's embedding
 
     def fuse(self, final, entering):
         return torch.cat([entering[i + 1] for i in self.files.model.config.target_layer_ids], -1)
@@ -131,17 +127,16 @@ class OracleBlock:
         cache = transformers.cache_utils.DFlashCache(config=self.files.model.config)
         cache.set_previous_accepted_tokens(length)
         hidden = self.files.model(
-            noise_embeds=block[None],
+            noise_embeds=self.scale * block[None],
             context_hidden_states=fused[None, :length],
             attention_mask=self.masks(length, k),
             cache=cache,
         )
-        logits = hidden.last_hidden_state[0] @ self.lm_head.T
         found, committed = [], tokens[: length + 1]
-        for row in logits[self.first_row :][:num_drafts]:
-            if (first := self.files.own.get("markov_head.markov_w1.weight")) is not None:
-                previous = [*committed, *found][-1]
-                row = row + self.files.own["markov_head.markov_w2.weight"] @ first[previous]
+        for state in hidden.last_hidden_state[0, self.first_row :][:num_drafts]:
+            row = self.lm_head @ state
+            if self.files.refine is not None:
+                row = self.files.refine(row, state, [*committed, *found][-1])
             full = torch.full((VOCAB,), -torch.inf).index_copy(0, self.files.ids, row)
             found.append(choose(full, [*committed, *found]))
         return found
@@ -155,7 +150,7 @@ class OracleBlock:
         return {f"{kind}_attention": one[None, None] for kind, one in seen.items()}
 
 
-def oracle_of(target, files, first_row=1):
+def oracle_of(target, files, **options):
     embedding = target.hf.get_input_embeddings().weight
     lm_head = target.hf.get_output_embeddings().weight
     own = files.own
@@ -163,5 +158,5 @@ def oracle_of(target, files, first_row=1):
         files,
         own.get("embed_tokens.weight", embedding),
         own.get("lm_head.weight", lm_head),
-        first_row,
+        **options,
     )

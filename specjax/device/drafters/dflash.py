@@ -13,7 +13,7 @@ than the block that the head was trained with.
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.spec import projection, stored
 from specjax.device.cache.kind import CacheSizes
+from specjax.device.cache.paged import PagedAttention
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.checkpoint import (
     PUBLISHED_BESIDE,
@@ -88,12 +89,32 @@ class AttentionMask:
         )
 
 
-class Refinement(Protocol):
-    """What heads of the family add: drafts of a block depend on the drafts before. Hashable."""
+@dataclass(frozen=True, kw_only=True)
+class Refinement:
+    """What heads of the family add to DFlash: this one nothing."""
+
+    embedding_scale: float = 1.0  # of the block's embedded tokens
 
     def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Any:
-        """Return its weights as a tree of `TensorSpec`."""
-        ...
+        """Return the weights besides those of the layers as a tree of `TensorSpec`."""
+
+    def layer_specs(self, shape: Llama, name: str) -> Any:
+        """Return the weights of a layer of this name, a `LlamaLayer`, as `TensorSpec`s."""
+        return layer_specs(shape, name)
+
+    def layer(
+        self,
+        params: Any,
+        stream: Residual,
+        rows: CachedRows,
+        angles: tuple[jax.Array, jax.Array],
+        kv: jax.Array,
+        index: jax.Array,
+        shape: Llama,
+        kind: PagedAttention,
+    ) -> tuple[Residual, jax.Array]:
+        """Run the `index`-th layer on a block's rows; see `decoder_layer`."""
+        return decoder_layer(params, stream, rows, angles, kv, index, shape, kind)
 
     def logits(
         self, params: Any, hidden: jax.Array, logits: jax.Array, previous: jax.Array
@@ -101,11 +122,11 @@ class Refinement(Protocol):
         """Return a draft's logits f32[B, V_d] after the tokens `previous` i32[B].
 
         Args:
-            params: its weights.
+            params: the weights of `specs`.
             hidden: [B, D] the block's rows for the draft, normed.
             logits: f32[B, V_d] what these rows give by themselves.
         """
-        ...
+        return logits
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +142,7 @@ class DFlashHead:
     has_embedding: bool = False
     has_lm_head: bool = False
     has_mask: bool = False
-    refinement: Refinement | None = None
+    refinement: Refinement = Refinement()
     first_row: int = 1  # of the block, that gives the first draft
     prefix_in_target: None = None
 
@@ -134,19 +155,17 @@ class DFlashHead:
             ["embed_tokens.weight"], (self.shape.vocab_size, dim), axes=("vocab", None)
         )
         head = projection(["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab"))
-        refinement = None
-        if self.refinement is not None:
-            sizes = dim, self.shape.vocab_size, self.draft_vocab_size
-            refinement = self.refinement.specs(*sizes)
         return DFlashParams(
             embedding=embedding if self.has_embedding else None,
             context_fc=projection([f"{fc}.weight"], num_in, [dim]),
             context_norm=stored([f"{norm}.weight"], (dim,)),
-            layers=tuple(layer_specs(self.shape, name) for name in self._layer_names(names)),
+            layers=tuple(
+                self.refinement.layer_specs(self.shape, name) for name in self._layer_names(names)
+            ),
             norm=stored(["norm.weight"], (dim,)),
             lm_head=head if self.has_lm_head else None,
             mask=stored([MASK_EMBEDDING], (dim,)) if self.has_mask else None,
-            refinement=refinement,
+            refinement=self.refinement.specs(dim, self.shape.vocab_size, self.draft_vocab_size),
         )
 
     def _layer_names(self, names: Collection[str]) -> list[str]:
@@ -236,8 +255,7 @@ class DFlashDrafter:
         probs: list[jax.Array] = []
         for i in range(k):
             row, previous = logits[:, i], drafts[-1] if drafts else last
-            if self.head.refinement is not None:
-                row = self.head.refinement.logits(own.refinement, hidden[:, i], row, previous)
+            row = self.head.refinement.logits(own.refinement, hidden[:, i], row, previous)
             token, q = context.draw(
                 row, own.target_ids, target.vocab_size, drafts, is_greedy=self.is_greedy
             )
@@ -260,7 +278,8 @@ class DFlashDrafter:
         if mask is None:
             (mask,) = embed_tokens(target, params, jnp.full(1, self.head.mask_token_id))
         masks = jnp.broadcast_to(mask.astype(x.dtype), (len(x), width - 1, x.shape[1]))
-        return jnp.concatenate([x[:, None], masks], axis=1).reshape(-1, x.shape[1])
+        rows = jnp.concatenate([x[:, None], masks], axis=1).reshape(-1, x.shape[1])
+        return rows * self.head.refinement.embedding_scale
 
     def _run(
         self, params: DFlashParams, x: jax.Array, rows: list[CachedRows], kv: jax.Array
@@ -274,7 +293,7 @@ class DFlashDrafter:
         ):
             kind = replace(shape.attention, window=mask.window)
             where = rows[i], angles, kv, jnp.int32(i), shape, kind
-            stream, kv = decoder_layer(layer, stream, *where)
+            stream, kv = self.head.refinement.layer(layer, stream, *where)
         return stream.normed(params.norm, shape, rows[0].kernels)[1], kv
 
     def observe(

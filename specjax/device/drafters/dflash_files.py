@@ -11,7 +11,7 @@ from specjax.checkpoint import torch_pickle
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import dspark
+from specjax.device.drafters import dflash2, dspark
 from specjax.device.drafters.checkpoint import DrafterFiles, read_target_ids
 from specjax.device.drafters.dflash import (
     MASK_EMBEDDING,
@@ -33,7 +33,8 @@ from specjax.device.models.windows import FULL, SLIDING
 from specjax.device.placement import Placement, default_device
 
 # What heads of an architecture, or of a kind of speculators, add.
-READERS: dict[str, Callable[..., tuple[Refinement | None, int]]] = {
+READERS: dict[str, Callable[..., tuple[Refinement, int]]] = {
+    "DFlash2DraftModel": dflash2.read,
     "DSparkDraftModel": dspark.read,
     "Qwen3DSparkModel": dspark.read,
     "dspark": dspark.read,
@@ -135,7 +136,7 @@ def _refuse_unusual(hf: HFConfig, name: str, usual: Any) -> None:
         )
 
 
-def _read_refinement(hf: HFConfig) -> tuple[Refinement | None, int]:
+def _read_refinement(hf: HFConfig) -> tuple[Refinement, int]:
     """Return what is added to the block, and its row that gives the first draft."""
     names = hf.get("speculators_model_type", None), *hf.get("architectures", [])
     read = next((READERS[name] for name in names if name in READERS), None)
@@ -143,7 +144,7 @@ def _read_refinement(hf: HFConfig) -> tuple[Refinement | None, int]:
         return read(hf, _own(hf))
     for name, usual in {"sample_from_anchor": False, "projector_type": "dflash"}.items():
         _refuse_unusual(hf, name, usual)
-    return None, 1
+    return Refinement(), 1
 
 
 def _own(hf: HFConfig) -> Mapping[str, Any]:

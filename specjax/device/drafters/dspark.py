@@ -28,8 +28,8 @@ class MarkovParams:
     bias: jax.Array  # [r, V_d]
 
 
-@dataclass(frozen=True)
-class Markov:
+@dataclass(frozen=True, kw_only=True)
+class Markov(Refinement):
     """A correction of rank r; see `Refinement`."""
 
     rank: int
@@ -49,8 +49,8 @@ class Markov:
         return logits + linear(params.previous[previous], params.bias, jnp.float32)
 
 
-def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement | None, int]:
-    """Return the correction, None without one, and the row of a block that drafts first.
+def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
+    """Return the correction, if there is one, and the row of a block that drafts first.
 
     Raises:
         CheckpointError: the correction is not of the kind "vanilla".
@@ -63,4 +63,4 @@ def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement | None, int]:
     rank = hf.get("markov_rank", own.get("markov_rank", 0))
     is_exported = "speculators_model_type" in hf.fields  # which may have DFlash's rows
     from_anchor = hf.get("sample_from_anchor", own.get("sample_from_anchor", not is_exported))
-    return Markov(rank) if rank else None, 0 if from_anchor else 1
+    return Markov(rank=rank) if rank else Refinement(), 0 if from_anchor else 1
