@@ -4,11 +4,11 @@ For query row t of request b at absolute position p = positions[b, t]:
 
     out[b, t, h] = sum_j softmax_j(f(q[b, t, h] . K_j[h'] / sqrt(D))) V_j[h'],   h' = h // G
 
-over o - window < j <= p, where o is p or origins[b, t], and token j of request b is in page `page_table[b, j // page_size]` at
-offset `j % page_size`, and G = H / H_kv query heads share a key head. f(x) = x, or with a soft cap
-c, f(x) = c tanh(x / c). K and V are the contents of the pool, times `kv_scale[0, h']` and
-`kv_scale[1, h']` for a pool of float8. The new tokens' own keys are already in the pool. Prefill
-has T = chunk, verification T = K + 1, plain decoding T = 1.
+over o - window < j <= p, where o is p, or origins[b, t] where these are given. Token j of request b
+is in page `page_table[b, j // page_size]` at offset `j % page_size`, and G = H / H_kv query heads
+share a key head. f(x) = x, or with a soft cap c, f(x) = c tanh(x / c). K and V are the contents of
+the pool, times `kv_scale[0, h']` and `kv_scale[1, h']` for a pool of float8. The new tokens' own
+keys are already in the pool. Prefill has T = chunk, verification T = K + 1, plain decoding T = 1.
 """
 
 import jax
