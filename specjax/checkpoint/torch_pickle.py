@@ -10,6 +10,7 @@ import pickle
 import pickletools
 import zipfile
 from collections import OrderedDict
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,14 +38,15 @@ _LOCAL_HEADER = b"PK\x03\x04"
 _LOCAL_HEADER_BYTES = 30  # followed by the member's name and extra field, then its data
 
 
-def locate(path: Path) -> dict[str, StoredTensor]:
-    """Return every tensor of the file by name.
+def locate(path: Path, ignored: Collection[str] = ()) -> dict[str, StoredTensor]:
+    """Return every tensor of the file by name, without those named in `ignored`.
 
-    Raises CheckpointError for a damaged file, and for a pickle with more than tensors.
+    Raises CheckpointError for a damaged file, and for a pickle with more than tensors; what is
+    `ignored` need not be one.
     """
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
-            return _locate(path, file, archive)
+            return _locate(path, file, archive, ignored)
     except CheckpointError:
         raise
     # A damaged archive or pickle may raise almost any exception, so all count as damage.
@@ -53,7 +55,7 @@ def locate(path: Path) -> dict[str, StoredTensor]:
 
 
 def _locate(
-    path: Path, file: io.BufferedReader, archive: zipfile.ZipFile
+    path: Path, file: io.BufferedReader, archive: zipfile.ZipFile, ignored: Collection[str]
 ) -> dict[str, StoredTensor]:
     members = {info.filename: info for info in archive.infolist()}
     pickles = [name for name in members if name.count("/") == 1 and name.endswith("/data.pkl")]
@@ -66,7 +68,7 @@ def _locate(
         raise CheckpointError(f"{path} is big-endian; convert it to safetensors")
     stream = archive.read(pickles[0])
     _check_memory(path, stream)
-    views = _unwrap(path, _Unpickler(path, io.BytesIO(stream)).load())
+    views = _unwrap(path, _Unpickler(path, io.BytesIO(stream)).load(), ignored)
     return {name: _place(path, file, members, root, name, view) for name, view in views.items()}
 
 
@@ -134,7 +136,7 @@ def _check_memory(path: Path, stream: bytes) -> None:
             raise damaged(path, f"its pickle has {len(stream)} bytes but memo key {key}")
 
 
-def _unwrap(path: Path, state: Any) -> dict[str, _View]:
+def _unwrap(path: Path, state: Any, ignored: Collection[str]) -> dict[str, _View]:
     """Return the weights of an unpickled file, from the dict that they may be nested in."""
     for key in _WRAPPERS:
         if isinstance(state, dict) and isinstance(state.get(key), dict):
@@ -143,6 +145,7 @@ def _unwrap(path: Path, state: Any) -> dict[str, _View]:
         raise CheckpointError(
             f"{path} holds a {type(state).__name__}, not tensors by name; save a state dict"
         )
+    state = {name: view for name, view in state.items() if name not in ignored}
     for name, view in state.items():
         if not isinstance(name, str) or not isinstance(view, _View):
             raise CheckpointError(

@@ -1,19 +1,19 @@
 """The minimum number of bytes that a decode step has to move.
 
     verify = W + S B L c + 2 R B + S B L T        W: weights, without an untied embedding
-    draft  = K (W_d + W_h) + S_d B (K c + K - 1)  W_d: the drafter's weights, W_h: the head's
+    draft  = P (W_d + W_h) + S_d B (P c + P - 1)  W_d: the drafter's weights, W_h: the head's
     observe = W_o + S_d B T                       W_o: what makes the drafter's keys and values
     step   = verify + draft + observe
 
 for B requests of c tokens, T = K + 1 rows each; L attention layers whose keys and values take S
 bytes per token and layer, R bytes of recurrent states per request, S_d bytes per token in the
-drafter's cache. Weights are read once, states read and written once, keys and values read once per
-pass over them and written once; a layer with a window reads only the last of the c tokens. Of a
-mixture of experts, at most B T k experts are read, k per row. Each of the K draft passes reads the
-context; all but the first write a new row to the cache. W_o are the weights up to attention, query
-columns included, because one matrix holds queries, keys and values. Activations are not counted;
-`with_activations` adds the two that our design's figures counted as ideal: the embedded rows, and
-reading new keys and values back.
+drafter's cache, which makes P passes over its weights: K, or one for all drafts. Weights are read
+once, states read and written once, keys and values read once per pass over them and written once; a
+layer with a window reads only the last of the c tokens. Of a mixture of experts, at most B T k
+experts are read, k per row. Each of the P draft passes reads the context; all but the first write a
+new row to the cache. W_o are the weights up to attention, query columns included, because one
+matrix holds queries, keys and values. Activations are not counted; `with_activations` adds the two
+that our design's figures counted as ideal: the embedded rows, and reading new keys and values back.
 """
 
 import math
@@ -28,7 +28,12 @@ from specjax.device.models.model import Model
 from specjax.serving.memory import drafter_cache_bytes
 
 # Parts of a drafter's parameters that are not read to compute keys and values.
-_AFTER_KEYS = ("mlp", "out", "out_bias", "mlp_norm", "norm", "lm_head", "embedding", "target_ids")
+_AFTER_KEYS = (
+    *("mlp", "out", "out_bias", "mlp_norm", "norm", "lm_head", "embedding", "target_ids"),
+    *("mask", "refinement"),
+)
+# Parts that only keys and values of the context are computed from.
+_OF_CONTEXT = ("context_fc", "context_norm")
 
 
 @dataclass(frozen=True)
@@ -72,10 +77,14 @@ def minimum_bytes(
     draft = observe = 0
     if drafter_params is not None:
         # The drafter's embedding is not among the weights that every draft reads.
-        once = _size(drafter_params) - _size(getattr(drafter_params, "embedding", None))
+        unread = ("embedding", *_OF_CONTEXT)
+        once = _size(drafter_params)
+        once -= sum(_size(getattr(drafter_params, name, None)) for name in unread)
+        passes = drafter.num_passes(k)
         own_head = getattr(drafter_params, "lm_head", None) is not None
         head = 0 if own_head else _head_bytes(params)
-        draft = k * (once + head) + own_token * batch * (k * context + max(k - 1, 0))
+        draft = passes * (once + head)
+        draft += own_token * batch * (passes * context + max(passes - 1, 0))
         observe = _observed_bytes(drafter_params) + own_token * num_rows
     return Minimum(
         weights=_read_bytes(target, params, num_rows),

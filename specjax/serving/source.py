@@ -12,7 +12,12 @@ from specjax.checkpoint.finite import check_params
 from specjax.checkpoint.hub import resolve
 from specjax.config import METHODS, OWN_SHAPE, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter
-from specjax.device.drafters.registry import OWN_SHAPES, load_drafter, shape_drafter
+from specjax.device.drafters.registry import (
+    OWN_SHAPES,
+    drafter_from_config,
+    load_drafter,
+    shape_drafter,
+)
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.models.registry import describe_model, read_config
@@ -59,8 +64,7 @@ def open_model(
             return ModelSource(describe_model(hf), stored_dtype(hf), hf)
         folder = resolve(model)
         hf = read_config(folder)
-        has_weights = any(any(folder.glob(pattern)) for pattern in _WEIGHTS)
-        return ModelSource(describe_model(hf), stored_dtype(hf), hf, folder, has_weights)
+        return ModelSource(describe_model(hf), stored_dtype(hf), hf, folder, _has_weights(folder))
     if params is None:
         raise ValueError(
             f"model={reprlib.repr(model)} must be a checkpoint (a folder, hub id or demo), or "
@@ -75,8 +79,8 @@ def open_drafter(
 ) -> tuple[Drafter, Any]:
     """The drafter and its parameters, after checking that it fits the target.
 
-    Without weights, of a target's own module or of a head of the target's shape, the parameters are
-    shapes.
+    Without weights, of a target's own module, of a head of the target's shape, or of a config, the
+    parameters are shapes.
 
     Raises:
         ValueError: it is the target's own, and a Model value has no folder to take it from.
@@ -91,9 +95,15 @@ def open_drafter(
         folder = None
     elif config.model is not None:
         folder = resolve(config.model)
+        if is_described and not _has_weights(folder):
+            return drafter_from_config(folder, config, target, dtype)
     elif folder is None:
         raise ValueError(
             f"speculative_config.model=None with method={config.method!r} stands for the "
             "target's own checkpoint, but the target is a Model value; give the folder"
         )
     return load_drafter(folder, config, target, np.dtype(dtype), placement, source.folder)
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(any(folder.glob(pattern)) for pattern in _WEIGHTS)

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specjax.device.cache.kind import CacheKind
-from specjax.device.drafters.dflash import BlockSpan
+from specjax.device.drafters.dflash import AttentionMask
 
 
 @jax.tree_util.register_dataclass
@@ -84,13 +84,13 @@ class ContextRows:
 class BlockRows:
     """N blocks of W rows in each of B sequences, at positions from `starts` on.
 
-    A row attends to what `span` says of the context before its block, in the cache that
+    A row attends to what `mask` says of the context before its block, in the cache that
     `ContextRows` left, and of its own block.
     """
 
     starts: jax.Array  # i32[B, N]
     width: int = field(metadata={"static": True})
-    span: BlockSpan = field(default=BlockSpan(), metadata={"static": True})
+    mask: AttentionMask = field(default=AttentionMask(), metadata={"static": True})
     kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
 
     @property
@@ -112,9 +112,9 @@ class BlockRows:
         own, begins = jnp.arange(self.width), self.starts[..., None, None]
         # Offsets from the block's first row: negative in the context.
         seen = jnp.arange(length) - begins  # [B, N, 1, T]
-        is_before = (seen < 0) & self.span.sees(own[:, None], seen)  # [B, N, W, T]
+        is_before = (seen < 0) & self.mask.sees(own[:, None], seen)  # [B, N, W, T]
         before = jnp.where(is_before[:, :, None, None], before, -jnp.inf)
-        within = jnp.where(self.span.sees(own[:, None], own), within, -jnp.inf)
+        within = jnp.where(self.mask.sees(own[:, None], own), within, -jnp.inf)
         weights = jax.nn.softmax(jnp.concatenate([before, within], axis=-1), axis=-1)
         weights = weights.astype(v.dtype)
         out = jnp.einsum("bnhgwt,bthd->bnwhgd", weights[..., :length], seen_v)

@@ -15,7 +15,7 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.files import open_checkpoint
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters import dflash_files, eagle, eagle3, medusa, mtp
-from specjax.device.drafters.dflash import BlockSpan, DFlashHead
+from specjax.device.drafters.dflash import AttentionMask, DFlashHead
 from specjax.device.drafters.eagle import EagleHead
 from specjax.device.drafters.eagle3 import Eagle3Head
 from specjax.device.drafters.medusa import MedusaHeads
@@ -104,7 +104,7 @@ def _dflash(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> I
         draft_vocab_size=target.vocab_size,
         aux_layers=_aux_layers(target, sizes),
         mask_token_id=sizes.mask_token_id,
-        spans=(BlockSpan(),) * shape.num_layers,
+        attention_masks=(AttentionMask(),) * shape.num_layers,
     )
     return InitialHead(
         head, {}, None, dflash_files.to_hf(head, target.num_layers, sizes.block_size or BLOCK_SIZE)

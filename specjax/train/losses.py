@@ -10,8 +10,7 @@ import jax.numpy as jnp
 import optax
 
 from specjax.device.drafters.chain import Head
-from specjax.device.drafters.checkpoint import embed_tokens
-from specjax.device.drafters.dflash import DFlashDrafter, DFlashHead, DFlashParams
+from specjax.device.drafters.dflash import DFlashDrafter, DFlashHead, DFlashParams, Refinement
 from specjax.device.drafters.drafter import DrafterWeights, Params
 from specjax.device.drafters.eagle import EagleHead, EagleParams
 from specjax.device.drafters.eagle3 import Eagle3Head
@@ -226,7 +225,15 @@ def block_logits(
     starts: jax.Array,
     num_drafts: int,
 ) -> jax.Array:
-    """Return draft logits f32[B, N, num_drafts, V_d] of blocks that begin at `starts` i32[B, N]."""
+    """Return draft logits f32[B, N, num_drafts, V_d] of blocks that begin at `starts` i32[B, N].
+
+    Raises:
+        ValueError: while tracing; the head is a DSpark or DFlash2 head.
+    """
+    if head.refinement != Refinement() or head.first_row != 1:
+        raise ValueError(
+            "DSpark and DFlash2 heads are not trained here; begin with a DFlash head, or a new one"
+        )
     drafter, (size, count) = DFlashDrafter(head), starts.shape
     auxiliary = batch.auxiliary.reshape(batch.tokens.size, -1)
     kind = head.shape.attention
@@ -235,12 +242,10 @@ def block_logits(
     )
     context = ContextRows.of(*batch.tokens.shape)
     kv = drafter.read(params.drafter, auxiliary, context, (empty, empty))
-    masks = jnp.full((size, count, num_drafts), head.mask_token_id, batch.tokens.dtype)
-    tokens = jnp.concatenate([_at(batch.tokens, starts)[..., None], masks], axis=-1)
-    rows = [BlockRows(starts, num_drafts + 1, span) for span in head.spans]
-    hidden, _ = drafter.run(
-        params.drafter, embed_tokens(target, params, tokens.reshape(-1)), rows, kv
-    )
+    anchors = _at(batch.tokens, starts).reshape(-1)
+    x = drafter.embed(target, params, anchors, num_drafts + 1)
+    rows = [BlockRows(starts, num_drafts + 1, mask) for mask in head.attention_masks]
+    hidden, _ = drafter.run(params.drafter, x, rows, kv)
     hidden = hidden.reshape(size, count, num_drafts + 1, -1)[:, :, 1:]
     logits = head.logits(target, params, hidden.reshape(-1, hidden.shape[-1]))
     return logits.reshape(size, count, num_drafts, -1)

@@ -11,7 +11,7 @@ from support.params import random_params
 
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
-from specjax.device.drafters.dflash import BlockSpan, DFlashDrafter
+from specjax.device.drafters.dflash import AttentionMask, DFlashDrafter
 from specjax.device.drafters.drafter import DraftContext, Observation, Params, Variant
 from specjax.device.edits import History
 from specjax.device.models.model import Features
@@ -85,16 +85,16 @@ def drafting(drafter, params, batch, starts):
     return jnp.stack(kept, axis=1)
 
 
-SPANS = {
-    "full, causal": (BlockSpan(), BlockSpan(ahead=0)),
-    "windows": (BlockSpan(back=4, ahead=1), BlockSpan(back=5, is_anchored=True)),
+MASKS = {
+    "full, causal": (AttentionMask(), AttentionMask(ahead=0)),
+    "windows": (AttentionMask(back=4, ahead=1), AttentionMask(back=5, is_anchored=True)),
 }
 
 
-@pytest.mark.parametrize("spans", SPANS.values(), ids=list(SPANS))
-def test_a_block_in_training_is_a_block_in_drafting(target_params, features, spans):
+@pytest.mark.parametrize("masks", MASKS.values(), ids=list(MASKS))
+def test_a_block_in_training_is_a_block_in_drafting(target_params, features, masks):
     head = KINDS["dflash"].make(TARGET, SIZES, []).head
-    head = replace(head, spans=spans)
+    head = replace(head, attention_masks=masks)
     params = Params(target_params, random_params(head.specs(), 2))
     batch, starts = features.batch_at(0, 1, 0), jnp.array([1, 9, 16])
     expected = jax.jit(partial(drafting, DFlashDrafter(head)))(params, batch, starts)

@@ -71,6 +71,10 @@ class ChainState:
 class ChainDrafter(HeadDrafter[Head]):
     """A drafter that runs `head` once per draft token."""
 
+    def num_passes(self, k: int) -> int:
+        """Return k: a pass is for one draft."""
+        return k
+
     def init_state(self, sizes: CacheSizes, dtype: Any) -> ChainState:
         """Return an empty cache, which is indexed by the target's page table."""
         hidden = jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype)

@@ -3,8 +3,8 @@
     context   g_p = norm(fc f_p)            f_p: hidden states of some of the target's layers
               K_l, V_l of every layer l from g_p, in the drafter's cache at position p
     block     rows [e(x_n), e(MASK), ..., e(MASK)] at positions n, n + 1, ..., n + K
-              through decoder layers; in each, a row sees a `BlockSpan` of the context and the block
-    drafts    row j gives the token at n + j
+              through decoder layers, each with an `AttentionMask` over context and block
+    drafts    row j gives the token at n + j, whose logits a `Refinement` may change
 
 x_n is the last token, which the target has not run. The block writes its own keys and values at its
 positions; when the target has run these, `observe` writes the context's over them. K may be less
@@ -22,6 +22,7 @@ import jax.numpy as jnp
 from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.spec import projection, stored
 from specjax.device.cache.kind import CacheSizes
+from specjax.device.cache.paged import PagedAttention
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters.checkpoint import (
     PUBLISHED_BESIDE,
@@ -37,6 +38,10 @@ from specjax.device.models.llama import Llama, LlamaLayer, decoder_layer, layer_
 from specjax.device.models.model import Model
 from specjax.device.verification import Draft
 
+# Tensors that are not loaded as weights.
+UNUSED = "d2t", "t2d", "confidence_head.proj.weight", "confidence_head.proj.bias"
+# Where a head's own embedding of masks is found, in place of its row of the embedding.
+MASK_EMBEDDING = "mask_embedding"
 # transformers' names of two tensors that others call fc and hidden_norm.
 ENCODER_NAMES = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
 
@@ -47,16 +52,18 @@ class DFlashParams:
     """Weights of a DFlash head; `embedding` and `lm_head` are None where they are the target's."""
 
     embedding: jax.Array | None  # [V, D]
-    fc: jax.Array  # [A D_target, D]
-    hidden_norm: jax.Array  # [D]
+    context_fc: jax.Array  # [A D_target, D]
+    context_norm: jax.Array  # [D]
     layers: tuple[LlamaLayer, ...]
     norm: jax.Array  # [D]
     lm_head: jax.Array | None  # [D, V_d]
+    mask: jax.Array | None = None  # [D], e(MASK), if it is not in the embedding
+    refinement: Any = None
     target_ids: jax.Array | None = None  # i32[V_d]
 
 
 @dataclass(frozen=True, kw_only=True)
-class BlockSpan:
+class AttentionMask:
     """What the rows of a block see in a layer: positions from `back` before a row on, or before the
     block's first row, up to `ahead` after the row, or to the end of the block."""
 
@@ -77,12 +84,12 @@ class BlockSpan:
             return is_seen
         return is_seen & (other >= (0 if self.is_anchored else row) - self.back)
 
-    def of(self, rows: CachedRows, starts: jax.Array, k: int) -> CachedRows:
-        """Return rows of a block with what they see: starts i32[B] are its positions, k + 1 rows
-        of each are real."""
+    def of(self, rows: CachedRows, starts: jax.Array, num_rows: int) -> CachedRows:
+        """Return rows of blocks from positions starts i32[B] with what they see; `num_rows` of each
+        block are real."""
         own = rows.positions
         first = jnp.repeat(starts, rows.width)
-        end = first + k
+        end = first + num_rows - 1
         reach = end if self.ahead is None else jnp.minimum(own + self.ahead, end)
         origin = first if self.is_anchored else own
         return replace(
@@ -93,17 +100,60 @@ class BlockSpan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Refinement:
+    """What heads of the family add to DFlash: this one nothing."""
+
+    embedding_scale: float = 1.0  # of the block's embedded tokens
+
+    def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Any:
+        """Return the weights besides those of the layers as a tree of `TensorSpec`."""
+
+    def layer_specs(self, shape: Llama, name: str) -> Any:
+        """Return the weights of a layer of this name, a `LlamaLayer`, as `TensorSpec`s."""
+        return layer_specs(shape, name)
+
+    def layer(
+        self,
+        params: Any,
+        stream: Residual,
+        rows: Any,  # a block's
+        angles: tuple[jax.Array, jax.Array],
+        kv: Any,
+        index: jax.Array,
+        shape: Llama,
+        kind: PagedAttention,
+    ) -> tuple[Residual, Any]:
+        """Run the `index`-th layer on a block's rows; see `decoder_layer`."""
+        return decoder_layer(params, stream, rows, angles, kv, index, shape, kind)
+
+    def logits(
+        self, params: Any, hidden: jax.Array, logits: jax.Array, previous: jax.Array
+    ) -> jax.Array:
+        """Return a draft's logits f32[B, V_d] after the tokens `previous` i32[B].
+
+        Args:
+            params: the weights of `specs`.
+            hidden: [B, D] the block's rows for the draft, normed.
+            logits: f32[B, V_d] what these rows give by themselves.
+        """
+        return logits
+
+
+@dataclass(frozen=True, kw_only=True)
 class DFlashHead:
-    """The sizes of a DFlash head. `shape` is a decoder with its layers, `spans` what they see."""
+    """The sizes of a DFlash head. `shape` is a decoder with its layers."""
 
     shape: Llama
     target_hidden_size: int
     draft_vocab_size: int
     aux_layers: tuple[int, ...]
     mask_token_id: int
-    spans: tuple[BlockSpan, ...]
+    attention_masks: tuple[AttentionMask, ...]  # by layer
     has_embedding: bool = False
     has_lm_head: bool = False
+    has_mask: bool = False
+    refinement: Refinement = Refinement()
+    first_row: int = 1  # of the block, that gives the first draft
     prefix_in_target: None = None
 
     def specs(self, names: Collection[str] = ()) -> DFlashParams:
@@ -117,18 +167,23 @@ class DFlashHead:
         head = projection(["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab"))
         return DFlashParams(
             embedding=embedding if self.has_embedding else None,
-            fc=projection([f"{fc}.weight"], num_in, [dim]),
-            hidden_norm=stored([f"{norm}.weight"], (dim,)),
+            context_fc=projection([f"{fc}.weight"], num_in, [dim]),
+            context_norm=stored([f"{norm}.weight"], (dim,)),
             layers=tuple(
-                layer_specs(self.shape, f"layers.{i}") for i in range(self.shape.num_layers)
+                self.refinement.layer_specs(self.shape, name) for name in self._layer_names(names)
             ),
             norm=stored(["norm.weight"], (dim,)),
             lm_head=head if self.has_lm_head else None,
+            mask=stored([MASK_EMBEDDING], (dim,)) if self.has_mask else None,
+            refinement=self.refinement.specs(dim, self.shape.vocab_size, self.draft_vocab_size),
         )
+
+    def _layer_names(self, names: Collection[str]) -> list[str]:
+        return [first_layer(names), *(f"layers.{i}" for i in range(1, self.shape.num_layers))]
 
     def is_unused(self, name: str) -> bool:
         """See `DrafterWeights.is_unused`."""
-        return name in PUBLISHED_BESIDE or name == "lm_head.weight"
+        return name in (*PUBLISHED_BESIDE, *UNUSED, "lm_head.weight")
 
     def target_ids(self, params: DFlashParams) -> jax.Array | None:
         """Return the target's ids of the draft vocabulary."""
@@ -140,6 +195,11 @@ class DFlashHead:
         if own is None:
             return target.logits(params.target, hidden)
         return linear(hidden, own, jnp.float32)
+
+
+def first_layer(names: Collection[str]) -> str:
+    """Return the first layer's name among the names of tensors."""
+    return "midlayer" if any("midlayer." in name for name in names) else "layers.0"
 
 
 @jax.tree_util.register_dataclass
@@ -165,26 +225,41 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         batch, own = context.starts.shape[0], params.drafter
         if not k:
             return Draft.stacked([], [], batch), state
-        rows = self._block(context, k)
+        first = self.head.first_row
+        rows = self._block(context, first + k)
+        seen = [mask.of(rows, context.starts, first + k) for mask in self.head.attention_masks]
         last = context.history.tokens[jnp.arange(batch), context.starts]
-        masks = jnp.full((batch, rows.width - 1), self.head.mask_token_id, jnp.int32)
-        tokens = jnp.concatenate([last[:, None], masks], axis=1).reshape(-1)
-        seen = [span.of(rows, context.starts, k) for span in self.head.spans]
-        hidden, kv = self.run(own, embed_tokens(target, params, tokens), seen, state.kv)
-        # Logits of the rows that draft alone: row 0 has the last token.
-        hidden = rows.by_request(hidden)[:, 1 : k + 1].reshape(batch * k, -1)
-        logits = on_rows(partial(self.head.logits, target, params), hidden, context.row_multiple)
-        logits = logits.reshape(batch, k, -1)
-        return self.draw_each(target, params, context, logits), DFlashState(kv)
+        hidden, kv = self.run(own, self.embed(target, params, last, rows.width), seen, state.kv)
+        hidden = rows.by_request(hidden)[:, first : first + k]  # of the rows that draft
+        logits = on_rows(
+            partial(self.head.logits, target, params),
+            hidden.reshape(batch * k, -1),
+            context.row_multiple,
+        ).reshape(batch, k, -1)
 
-    def _block(self, context: DraftContext, k: int) -> CachedRows:
-        """Return k + 1 rows per request from its last token on."""
+        def refine(i: int, logits: jax.Array, drafts: Sequence[jax.Array]) -> jax.Array:
+            previous = drafts[-1] if drafts else last
+            return self.head.refinement.logits(own.refinement, hidden[:, i], logits, previous)
+
+        return self.draw_each(target, params, context, logits, refine), DFlashState(kv)
+
+    def _block(self, context: DraftContext, num_rows: int) -> CachedRows:
+        """Return the real rows of a block, `num_rows` per request from its last token on."""
         starts, batch = context.starts, context.starts.shape[0]
-        counts = jnp.where(context.is_active, k + 1, 0)
-        width = padded_width(batch, k + 1, context.row_multiple)
+        counts = jnp.where(context.is_active, num_rows, 0)
+        width = padded_width(batch, num_rows, context.row_multiple)
         return CachedRows.starting_at(
             starts, counts, width, context.page_table, kernels=context.kernels
         )
+
+    def embed(self, target: Model, params: Params, last: jax.Array, width: int) -> jax.Array:
+        """Return rows [B width, D] of tokens i32[B], each followed by masks."""
+        x, mask = embed_tokens(target, params, last), params.drafter.mask
+        if mask is None:
+            (mask,) = embed_tokens(target, params, jnp.full(1, self.head.mask_token_id))
+        masks = jnp.broadcast_to(mask.astype(x.dtype), (len(x), width - 1, x.shape[1]))
+        rows = jnp.concatenate([x[:, None], masks], axis=1).reshape(-1, x.shape[1])
+        return rows * self.head.refinement.embedding_scale
 
     def run(
         self, params: DFlashParams, x: jax.Array, rows: Sequence[Rows], kv: Any
@@ -192,10 +267,12 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         """Run rows x [N, D] through all layers, as `rows` of each; return them normed, and kv."""
         shape = self.head.shape
         stream, angles = Residual(x, jnp.zeros_like(x)), shape.rope.angles(rows[0].positions)
-        for i, (layer, span) in enumerate(zip(params.layers, self.head.spans, strict=True)):
-            kind = replace(shape.attention, window=span.window)
+        for i, (layer, mask) in enumerate(
+            zip(params.layers, self.head.attention_masks, strict=True)
+        ):
+            kind = replace(shape.attention, window=mask.window)
             where = rows[i], angles, kv, jnp.int32(i), shape, kind
-            stream, kv = decoder_layer(layer, stream, *where)
+            stream, kv = self.head.refinement.layer(layer, stream, *where)
         return stream.normed(params.norm, shape, rows[0].kernels)[1], kv
 
     def observe(
@@ -210,7 +287,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         """Return kv with the keys and values of the target's states [N, A D_target] at `rows`. Of
         each layer only these are used: JAX or XLA removes the rest as dead code."""
         shape = self.head.shape
-        fused = rms_norm(linear(states, params.fc), params.hidden_norm, shape.rms_norm_eps)
+        fused = rms_norm(linear(states, params.context_fc), params.context_norm, shape.rms_norm_eps)
         angles = shape.rope.angles(rows.positions)
         for i, layer in enumerate(params.layers):
             where = rows, angles, kv, jnp.int32(i), shape.attention

@@ -1,17 +1,28 @@
 """Files of DFlash heads: the layouts of the authors, of speculators and of transformers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from specjax.checkpoint import torch_pickle
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import open_checkpoint
+from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.config import SpeculativeConfig
+from specjax.device.drafters import dflash2, dspark
 from specjax.device.drafters.checkpoint import DrafterFiles, read_target_ids
-from specjax.device.drafters.dflash import BlockSpan, DFlashDrafter, DFlashHead, DFlashParams
+from specjax.device.drafters.dflash import (
+    MASK_EMBEDDING,
+    UNUSED,
+    AttentionMask,
+    DFlashDrafter,
+    DFlashHead,
+    DFlashParams,
+    Refinement,
+    first_layer,
+)
 from specjax.device.models import llama
 from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.hf_config import HFConfig
@@ -19,9 +30,27 @@ from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 from specjax.device.models.windows import FULL, SLIDING
-from specjax.device.placement import Placement
+from specjax.device.placement import Placement, default_device
 
+# What heads of an architecture, or of a kind of speculators, add.
+READERS: dict[str, Callable[..., tuple[Refinement, int]]] = {
+    "DFlash2DraftModel": dflash2.read,
+    "DSparkDraftModel": dspark.read,
+    "Qwen3DSparkModel": dspark.read,
+    "dspark": dspark.read,
+}
 OF_TRANSFORMERS = "muse_glimmer_assistant"  # the model type of its layout
+MASK_FILE = "mask_embedding.pt"  # a tensor "embedding" and, beside it, an id
+# What heads may have that is not supported, and the value that says that they have not.
+_UNSUPPORTED = {
+    "attention_sink_bias": False,
+    "attention_value_scale": 1.0,
+    "is_neox_style": True,
+    "logit_scale": 1.0,
+    "use_aux_hidden_state": True,
+}
+# The mask by the names of its field, in the order in which they count.
+_MASK_FIELDS = "mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id"
 _WINDOWS = "layer_types", "sliding_window", "use_sliding_window", "max_window_layers"
 
 
@@ -39,26 +68,83 @@ def load(
             not supported.
     """
     assert folder is not None, config.method
-    hf = read_config(folder)
+    files = DrafterFiles(_open(folder), read_config(folder), placement)
+    head = _read_head(files, config, target)
+    params = files.load(head.specs(files.tensors.names()), dtype, unused=UNUSED)
+    ids = read_target_ids(files, head.draft_vocab_size, target)
+    drafter = DFlashDrafter(head, is_greedy=config.draft_sample_method == "greedy")
+    return drafter, replace(params, target_ids=ids)
+
+
+def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> DFlashDrafter:
+    """Return a drafter of the sizes in a folder's config, which has no weights: with the target's
+    embedding and vocabulary.
+
+    Raises:
+        CheckpointError: see `load`.
+    """
+    nothing = DrafterFiles(
+        TensorFiles(folder, {}), read_config(folder), Placement.on(default_device())
+    )
+    return DFlashDrafter(_read_head(nothing, config, target))
+
+
+def _read_head(files: DrafterFiles, config: SpeculativeConfig, target: Model) -> DFlashHead:
+    hf = files.hf
     refuse_quantised(hf)
-    files = DrafterFiles(open_checkpoint(folder), hf, placement)
-    names = files.tensors.names()
+    _refuse_unsupported(hf)
     shape = _read_shape(hf, files, target.vocab_size)
+    refinement, first_row = _read_refinement(hf)
     head = DFlashHead(
         shape=shape,
         target_hidden_size=target.hidden_size,
         draft_vocab_size=hf.integer("draft_vocab_size", shape.vocab_size),
         aux_layers=_read_aux_layers(hf, target.num_layers, shape.num_layers),
         mask_token_id=_read_mask(hf, target),
-        spans=_read_spans(hf, shape.num_layers),
+        attention_masks=_read_attention_masks(hf, shape.num_layers),
         has_embedding=files.has("embed_tokens.weight"),
         has_lm_head=files.has("lm_head.weight"),
+        has_mask=files.has(MASK_EMBEDDING),
+        refinement=refinement,
+        first_row=first_row,
     )
     _check(files, head, config, target)
-    params = files.load(head.specs(names), dtype, unused=("d2t", "t2d"))
-    ids = read_target_ids(files, head.draft_vocab_size, target)
-    drafter = DFlashDrafter(head, is_greedy=config.draft_sample_method == "greedy")
-    return drafter, replace(params, target_ids=ids)
+    return head
+
+
+def _open(folder: Path) -> TensorFiles:
+    """Open the weights, among them an embedding of masks that has a file of its own."""
+    files, path = open_checkpoint(folder), folder / MASK_FILE
+    if not path.exists():
+        return files
+    own = torch_pickle.locate(path, ignored=("mask_token_id",))
+    if "embedding" not in own:
+        raise CheckpointError(f"{path} must hold the tensor 'embedding'; it has {sorted(own)}")
+    return replace(files, tensors={**files.tensors, MASK_EMBEDDING: own["embedding"]})
+
+
+def _refuse_unsupported(hf: HFConfig) -> None:
+    for name, usual in _UNSUPPORTED.items():
+        _refuse_unusual(hf, name, usual)
+
+
+def _refuse_unusual(hf: HFConfig, name: str, usual: Any) -> None:
+    value = _own(hf).get(name, hf.get(name, usual))
+    if value is not None and value != usual:
+        raise CheckpointError(
+            f"{hf.origin}: {name}={value!r} is not supported; use a head with {usual!r}"
+        )
+
+
+def _read_refinement(hf: HFConfig) -> tuple[Refinement, int]:
+    """Return what is added to the block, and its row that gives the first draft."""
+    names = hf.get("speculators_model_type", None), *hf.get("architectures", [])
+    read = next((READERS[name] for name in names if name in READERS), None)
+    if read is not None:
+        return read(hf, _own(hf))
+    for name, usual in {"sample_from_anchor": False, "projector_type": "dflash"}.items():
+        _refuse_unusual(hf, name, usual)
+    return Refinement(), 1
 
 
 def to_hf(head: DFlashHead, num_target_layers: int, block_size: int) -> dict[str, Any]:
@@ -70,7 +156,7 @@ def to_hf(head: DFlashHead, num_target_layers: int, block_size: int) -> dict[str
         "model_type": "qwen3",
         "block_size": block_size,
         "num_target_layers": num_target_layers,
-        "is_causal": all(span.ahead == 0 for span in head.spans),
+        "is_causal": all(mask.ahead == 0 for mask in head.attention_masks),
         "dflash_config": {
             "mask_token_id": head.mask_token_id,
             "target_layer_ids": [i - 1 for i in head.aux_layers],
@@ -89,10 +175,12 @@ def _decoder(hf: HFConfig) -> Mapping[str, Any]:
 def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
     """Return the decoder's sizes; a config without a vocabulary's size means the target's."""
     fields = {"vocab_size": vocab_size, **_decoder(hf)}
-    for name in _WINDOWS:  # in a head they mean something else: see `_read_spans`
+    for name in _WINDOWS:  # in a head they mean something else: see `_read_attention_masks`
         fields.pop(name, None)
     shape = llama.from_hf(HFConfig({**fields, "model_type": "qwen3"}, hf.origin))
-    layer = "layers.0.self_attn"
+    if not files.tensors.names():
+        return shape
+    layer = f"{first_layer(files.tensors.names())}.self_attn"
     return replace(
         shape,
         qkv_bias=files.has(f"{layer}.q_proj.bias"),
@@ -101,7 +189,7 @@ def _read_shape(hf: HFConfig, files: DrafterFiles, vocab_size: int) -> Llama:
     )
 
 
-def _read_spans(hf: HFConfig, num_layers: int) -> tuple[BlockSpan, ...]:
+def _read_attention_masks(hf: HFConfig, num_layers: int) -> tuple[AttentionMask, ...]:
     """Return what the rows of a block see, by layer.
 
     A window of W tokens is, as each framework trains heads: W before the anchor, and the block
@@ -116,18 +204,18 @@ def _read_spans(hf: HFConfig, num_layers: int) -> tuple[BlockSpan, ...]:
     given = hf.get("is_causal", _own(hf).get("causal"))
     is_marked = SLIDING in _layer_types(hf, num_layers)
 
-    def span(is_windowed: bool) -> BlockSpan:
+    def mask(is_windowed: bool) -> AttentionMask:
         is_causal = is_windowed and is_marked if given is None else bool(given)
         if is_windowed and window is not None:
             if _is_of_transformers(hf):
-                return BlockSpan(back=window, ahead=window)
+                return AttentionMask(back=window, ahead=window)
             if "speculators_model_type" in hf.fields:
                 sees_block = hf.flag("sliding_window_non_causal")
-                return BlockSpan(back=window, ahead=None if sees_block else 0, is_anchored=True)
-            return BlockSpan(back=window - 1, ahead=0 if is_causal else window - 1)
-        return BlockSpan(ahead=0 if is_causal else None)
+                return AttentionMask(back=window, ahead=None if sees_block else 0, is_anchored=True)
+            return AttentionMask(back=window - 1, ahead=0 if is_causal else window - 1)
+        return AttentionMask(ahead=0 if is_causal else None)
 
-    return tuple(map(span, windowed))
+    return tuple(map(mask, windowed))
 
 
 def _windowed_layers(hf: HFConfig, num_layers: int) -> list[bool]:
@@ -176,7 +264,8 @@ def _read_aux_layers(hf: HFConfig, num_layers: int, num_own: int) -> tuple[int, 
 
 
 def _read_mask(hf: HFConfig, target: Model) -> int:
-    token = _own(hf).get("mask_token_id", hf.get("mask_token_id", None))
+    given = [_own(hf).get("mask_token_id"), *(hf.get(name, None) for name in _MASK_FIELDS)]
+    token = next((one for one in given if one is not None), None)
     if not isinstance(token, int) or not 0 <= token < target.vocab_size:
         raise CheckpointError(
             f"{hf.origin}: mask_token_id={token!r} must be one of the target's "
@@ -188,19 +277,17 @@ def _read_mask(hf: HFConfig, target: Model) -> int:
 def _check(files: DrafterFiles, head: DFlashHead, config: SpeculativeConfig, target: Model) -> None:
     hf, k = files.hf, config.num_speculative_tokens
     block = hf.integer("block_size", 16)
-    if k >= block:
+    most = block - head.first_row
+    if most == 0:
+        raise CheckpointError(f"{hf.origin}: block_size=1 leaves no drafts after the last token")
+    if k > most:
         raise CheckpointError(
-            f"{hf.origin}: block_size={block} is a token and {block - 1} drafts; lower "
+            f"{hf.origin}: a block of block_size={block} has {most} drafts; lower "
             f"speculative_config.num_speculative_tokens={k}"
         )
     if files.has("mask_hidden"):
         raise CheckpointError(
             f"{hf.origin}: it has a mask_hidden, as P-EAGLE heads do; use method 'p_eagle'"
-        )
-    if (files.tensors.folder / "mask_embedding.pt").exists():
-        raise CheckpointError(
-            f"{files.tensors.folder} has a mask_embedding.pt, which is not supported; put the "
-            "embedding into embed_tokens.weight, at mask_token_id"
         )
     is_whole = head.has_embedding and head.has_lm_head
     if not is_whole and head.shape.hidden_size != target.hidden_size:
@@ -213,4 +300,9 @@ def _check(files: DrafterFiles, head: DFlashHead, config: SpeculativeConfig, tar
         raise CheckpointError(
             f"{hf.origin}: vocab_size={head.shape.vocab_size}, the target's is "
             f"{target.vocab_size}; use a drafter trained for this target"
+        )
+    if head.draft_vocab_size != head.shape.vocab_size and not head.has_lm_head:
+        raise CheckpointError(
+            f"{hf.origin}: draft_vocab_size={head.draft_vocab_size} needs a lm_head of its own, "
+            "and the weights have none"
         )

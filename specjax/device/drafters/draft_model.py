@@ -102,6 +102,10 @@ class DraftModel(HeadDrafter[ModelWeights]):
         """Return 1: the row that a round runs beside its own if the drafter is behind."""
         return 1
 
+    def num_passes(self, k: int) -> int:
+        """Return k: a pass is for one draft."""
+        return k
+
     def init_state(self, sizes: CacheSizes, dtype: Any) -> DraftModelState:
         """Return empty caches, which are indexed by the target's page table and slots."""
         model, count = self.head.model, sizes.num_snapshots

@@ -183,6 +183,10 @@ class Drafter(Protocol):
         """Return how many rows drafting k tokens adds per request to the budget of a step."""
         ...
 
+    def num_passes(self, k: int) -> int:
+        """Return how often drafting k tokens reads the drafter's weights and cache."""
+        ...
+
     def init_state(self, sizes: CacheSizes, dtype: Any) -> Any:
         """Return an empty state for the target's numbers of requests and pages."""
         ...
@@ -253,6 +257,10 @@ class Stateless(NotRecurrent):
 
     def draft_slots(self, k: int) -> int:
         """Return 0: drafting runs no rows."""
+        return 0
+
+    def num_passes(self, k: int) -> int:
+        """Return 0: there are no weights."""
         return 0
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> None:

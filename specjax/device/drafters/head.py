@@ -1,8 +1,8 @@
 """What drafters with weights have in common."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,15 @@ class DraftHead(DrafterWeights, Protocol):
     def has_embedding(self) -> bool:
         """Whether its weights have an `embedding` that the target's may replace."""
         ...
+
+
+# What the logits f32[B, V_d] of draft i become after the drafts i32[B] before it.
+Refine: TypeAlias = Callable[[int, jax.Array, Sequence[jax.Array]], jax.Array]
+
+
+def keep(i: int, logits: jax.Array, drafts: Sequence[jax.Array]) -> jax.Array:
+    """Return the logits unchanged."""
+    return logits
 
 
 HeadT = TypeVar("HeadT", bound=DraftHead)
@@ -51,22 +60,30 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
         """Return 0: drafting runs no more rows than the target's round has."""
         return 0
 
+    def num_passes(self, k: int) -> int:
+        """Return 1, if there are drafts: most heads make them all in one pass."""
+        return min(k, 1)
+
     def share(self, params: Any, target: Model, target_params: Any) -> tuple[Self, Any]:
         """See `Drafter.share`: drops an embedding that equals the target's."""
         head, params = without_shared_embedding(self.head, params, target, target_params)
         return replace(self, head=head), params
 
     def draw_each(
-        self, target: Model, params: Params, context: DraftContext, logits: jax.Array
+        self,
+        target: Model,
+        params: Params,
+        context: DraftContext,
+        logits: jax.Array,
+        refine: Refine = keep,
     ) -> Draft:
         """Return the drafts of logits f32[B, K, V_d], each drawn with those before it known."""
         ids = self.head.target_ids(params.drafter)
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
         for i in range(logits.shape[1]):
-            token, q = context.draw(
-                logits[:, i], ids, target.vocab_size, drafts, is_greedy=self.is_greedy
-            )
+            row = refine(i, logits[:, i], drafts)
+            token, q = context.draw(row, ids, target.vocab_size, drafts, is_greedy=self.is_greedy)
             drafts.append(token)
             probs += [] if q is None else [q]
         return Draft.stacked(drafts, probs, logits.shape[0])

@@ -43,6 +43,10 @@ OWN_SHAPES: dict[str, Callable[[Model, str], Head]] = {
     "eagle": eagle.of_own_shape,
     "mtp": mtp.of_own_shape,
 }
+# Heads whose shape follows from a config of their own.
+FROM_CONFIG: dict[str, Callable[[Path, SpeculativeConfig, Model], Drafter]] = {
+    "dflash": dflash_files.from_config,
+}
 
 
 def load_drafter(
@@ -77,8 +81,26 @@ def shape_drafter(method: str, target: Model, origin: str, dtype: str) -> tuple[
         raise CheckpointError(
             f"{origin}: method {method!r} needs a checkpoint of the drafter; name one"
         )
-    head = OWN_SHAPES[method](target, origin)
-    shapes = jax.tree.map(
-        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), head.specs()
+    drafter = ChainDrafter(OWN_SHAPES[method](target, origin))
+    return drafter, _shapes(drafter, dtype)
+
+
+def drafter_from_config(
+    folder: Path, config: SpeculativeConfig, target: Model, dtype: str
+) -> tuple[Drafter, Any]:
+    """Return a drafter of the sizes in a folder's config, and the shapes of its parameters.
+
+    Raises:
+        CheckpointError: the method needs weights, or the drafter was made for another target.
+    """
+    if config.method not in FROM_CONFIG:
+        raise CheckpointError(f"{folder} has no weights, which method {config.method!r} needs")
+    drafter = FROM_CONFIG[config.method](folder, config, target)
+    return drafter, _shapes(drafter, dtype)
+
+
+def _shapes(drafter: Drafter, dtype: str) -> Any:
+    assert drafter.weights is not None
+    return jax.tree.map(
+        lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), drafter.weights.specs()
     )
-    return ChainDrafter(head), shapes

@@ -1,0 +1,179 @@
+"""DFlash2 (2026): DFlash with convolutions along the block, and drafts chosen from few candidates.
+
+layers    before attention and MLP, and after each, every group of channels is mixed with the
+          rows before it in the block:  y_t = sum_i (b_i + c_ti) x_{t-i},  c = W_c x
+drafts    of the likeliest tokens of a row, each scored by its logit and by how it follows the
+          token before:  s_j = l_j + sum_r P[previous]_r (H h)_r S[j]_r
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.spec import projection, stored
+from specjax.device.cache.paged import PagedAttention
+from specjax.device.cache.rows import CachedRows
+from specjax.device.drafters.dflash import Refinement
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.layers.attention import attention
+from specjax.device.models.layers.linear import linear
+from specjax.device.models.layers.moe import feed_forward
+from specjax.device.models.layers.residual import Residual
+from specjax.device.models.llama import Llama, LlamaLayer, layer_specs
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Convolution:
+    """Weights of the convolutions before and after a part of a layer."""
+
+    base: jax.Array  # [2, taps, D]
+    projection: jax.Array  # [D, 2 taps groups]
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ConvolvedLayer(LlamaLayer):
+    """Weights of a decoder layer with convolutions."""
+
+    attention_conv: Convolution
+    mlp_conv: Convolution
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Selector:
+    """Weights of the scores of candidates."""
+
+    previous: jax.Array  # P [V, r]
+    candidates: jax.Array  # S [V, r]
+    hidden: jax.Array  # H [D, r]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DFlash2(Refinement):
+    """The sizes of what DFlash2 adds; see `Refinement`."""
+
+    num_taps: int
+    group_size: int
+    rank: int
+    num_candidates: int
+    multiplier: float  # of logits
+    soft_cap: float | None  # of logits
+
+    def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Selector:
+        """See `Refinement.specs`."""
+        name, codes = "candidate_selector", (vocab_size, self.rank)
+        return Selector(
+            previous=stored([f"{name}.predecessor_codebook"], codes, axes=("vocab", None)),
+            candidates=stored([f"{name}.successor_codebook"], codes, axes=("vocab", None)),
+            hidden=projection([f"{name}.hidden_projection.weight"], hidden_size, [self.rank]),
+        )
+
+    def layer_specs(self, shape: Llama, name: str) -> ConvolvedLayer:
+        """See `Refinement.layer_specs`."""
+        dim, plain = shape.hidden_size, layer_specs(shape, name)
+        num_out = 2 * self.num_taps * (dim // self.group_size)
+
+        def convolution(which: str) -> Any:
+            stem = f"{name}.{which}_conv"
+            return Convolution(
+                base=stored([f"{stem}.base_kernel"], (2, self.num_taps, dim)),
+                projection=projection([f"{stem}.kernel_projection.weight"], dim, [num_out]),
+            )
+
+        return ConvolvedLayer(
+            attention_norm=plain.attention_norm,
+            attention=plain.attention,
+            mlp_norm=plain.mlp_norm,
+            mlp=plain.mlp,
+            attention_conv=convolution("attention"),
+            mlp_conv=convolution("mlp"),
+        )
+
+    def layer(
+        self,
+        params: ConvolvedLayer,
+        stream: Residual,
+        rows: Any,
+        angles: tuple[jax.Array, jax.Array],
+        kv: Any,
+        index: jax.Array,
+        shape: Llama,
+        kind: PagedAttention,
+    ) -> tuple[Residual, Any]:
+        """See `Refinement.layer`."""
+        x, normed = stream.normed(params.attention_norm, shape, rows.kernels)
+        taps = self._taps(params.attention_conv, normed)
+        mixed = self._convolved(normed, taps[0], rows)
+        mixed, kv = attention(params.attention, mixed, rows, angles, kv, index, kind)
+        x, normed = Residual(x, self._convolved(mixed, taps[1], rows)).normed(
+            params.mlp_norm, shape, rows.kernels
+        )
+        taps = self._taps(params.mlp_conv, normed)
+        out = self._convolved(normed, taps[0], rows)
+        out = feed_forward(params.mlp, out, shape.experts, rows.kernels)
+        return Residual(x, self._convolved(out, taps[1], rows)), kv
+
+    def _taps(self, params: Convolution, x: jax.Array) -> jax.Array:
+        """Return the weights [2, taps, N, D] of rows x [N, D], before and after what follows."""
+        by_group = linear(x, params.projection).reshape(len(x), 2, self.num_taps, -1)
+        by_row = jnp.repeat(by_group, self.group_size, axis=-1).transpose(1, 2, 0, 3)
+        return params.base[:, :, None] + by_row
+
+    def _convolved(self, x: jax.Array, taps: jax.Array, rows: CachedRows) -> jax.Array:
+        """Mix rows x [N, D] by taps [taps, N, D] with those before them in their block."""
+        blocks = rows.by_request(x)
+        out = taps[0] * x
+        for i in range(1, self.num_taps):
+            before = jnp.pad(blocks, ((0, 0), (i, 0), (0, 0)))[:, : blocks.shape[1]]
+            out += taps[i] * before.reshape(x.shape)
+        return out
+
+    def logits(
+        self, params: Selector, hidden: jax.Array, logits: jax.Array, previous: jax.Array
+    ) -> jax.Array:
+        """See `Refinement.logits`: -inf for what is no candidate."""
+        best, ids = jax.lax.top_k(logits, self.num_candidates)
+        best = best * self.multiplier
+        if self.soft_cap is not None:
+            best = self.soft_cap * jnp.tanh(best / self.soft_cap)
+        wanted = params.previous[previous] * linear(hidden, params.hidden)
+        follows = jnp.einsum(
+            "br,bcr->bc", wanted, params.candidates[ids], preferred_element_type=jnp.float32
+        )
+        row = jnp.arange(len(ids))[:, None]
+        return jnp.full_like(logits, -jnp.inf).at[row, ids].set(best + follows)
+
+
+def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
+    """Return what a config of DFlash2 adds, and 1, the row of a block that drafts first.
+
+    Raises:
+        CheckpointError: sizes are missing, or contradict each other.
+    """
+    fields = HFConfig(own, f"{hf.origin}: dflash_config")
+    hidden, group = hf.integer("hidden_size"), fields.integer("conv_group_size", 16)
+    if hidden % group:
+        raise CheckpointError(
+            f"{fields.origin}: conv_group_size={group} must divide hidden_size={hidden}"
+        )
+    vocab_size = hf.get("vocab_size", None)
+    if hf.get("draft_vocab_size", vocab_size) != vocab_size:
+        raise CheckpointError(
+            f"{hf.origin}: candidates of a draft vocabulary are not supported; use a head whose "
+            f"draft_vocab_size is vocab_size={vocab_size}"
+        )
+    has_cap = bool(own.get("final_logit_softcapping"))
+    return DFlash2(
+        num_taps=fields.integer("conv_kernel_size", 2),
+        group_size=group,
+        rank=fields.integer("selector_rank", 256),
+        num_candidates=fields.integer("selector_top_k", 16),
+        embedding_scale=fields.number("input_embedding_scale", 1.0),
+        multiplier=fields.number("output_multiplier", 1.0),
+        soft_cap=fields.number("final_logit_softcapping", 1.0) if has_cap else None,
+    ), 1

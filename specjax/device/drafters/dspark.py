@@ -1,0 +1,66 @@
+"""DSpark (2026): a DFlash block whose drafts are corrected one after the other.
+
+    rows      as DFlash's, but row j gives the token at n + j + 1: K rows for K drafts
+    drafts    logits_j + W_2 W_1[previous token], a Markov chain of low rank over the block's logits
+
+The confidence head of such checkpoints is not read: K is chosen from measured acceptance.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.spec import projection, stored
+from specjax.device.drafters.dflash import Refinement
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.layers.linear import linear
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MarkovParams:
+    """Weights of a correction by the token before."""
+
+    previous: jax.Array  # [V, r]
+    bias: jax.Array  # [r, V_d]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Markov(Refinement):
+    """A correction of rank r; see `Refinement`."""
+
+    rank: int
+
+    def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> MarkovParams:
+        """See `Refinement.specs`."""
+        names = [f"markov_head.markov_{which}.weight" for which in ("w1", "w2")]
+        return MarkovParams(
+            previous=stored([names[0]], (vocab_size, self.rank), axes=("vocab", None)),
+            bias=projection([names[1]], self.rank, [draft_vocab_size], axes=(None, "vocab")),
+        )
+
+    def logits(
+        self, params: MarkovParams, hidden: jax.Array, logits: jax.Array, previous: jax.Array
+    ) -> jax.Array:
+        """See `Refinement.logits`."""
+        return logits + linear(params.previous[previous], params.bias, jnp.float32)
+
+
+def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
+    """Return the correction, if there is one, and the row of a block that drafts first.
+
+    Raises:
+        CheckpointError: the correction is not of the kind "vanilla".
+    """
+    kind = hf.get("markov_head_type", own.get("markov_head_type", "vanilla"))
+    if kind != "vanilla":
+        raise CheckpointError(
+            f"{hf.origin}: markov_head_type={kind!r} is not supported; use a head with 'vanilla'"
+        )
+    rank = hf.get("markov_rank", own.get("markov_rank", 0))
+    is_exported = "speculators_model_type" in hf.fields  # which may have DFlash's rows
+    from_anchor = hf.get("sample_from_anchor", own.get("sample_from_anchor", not is_exported))
+    return Markov(rank=rank) if rank else Refinement(), 0 if from_anchor else 1

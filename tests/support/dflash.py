@@ -1,0 +1,162 @@
+"""DFlash heads of random weights, and what transformers' model of them drafts."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import safetensors.torch
+from support.weights import randomise
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+VOCAB, MASK = 24, 21
+CAPACITY = 64  # tokens of a request in the engine; rows past them are nowhere
+SIZES = {
+    "intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 64,
+    "hidden_act": "silu",
+}
+IN_CONFIG = {"target_layer_ids": [0, 1], "mask_token_id": MASK}
+SWA = {**IN_CONFIG, "use_swa": True, "swa_window_size": 2}
+ENCODER = {
+    "encoder.fc.weight": "fc.weight",
+    "encoder.output_norm_enc.weight": "hidden_norm.weight",
+}
+
+
+@dataclass(frozen=True)
+class Files:
+    folder: Any
+    model: Any  # of transformers
+    own: dict[str, torch.Tensor]  # what its model does not have
+    ids: torch.Tensor  # of the draft vocabulary
+    refine: Any  # (logits, hidden, previous) of a draft to its logits; None for what they are
+    sees: Any  # (row, positions, anchor) to a mask, by kind of layer; None for transformers' own
+
+
+def make_model(dim, aux, kinds, window, block_size):
+    """Transformers' model of random weights."""
+    config = transformers.MuseGlimmerAssistantConfig(
+        hidden_size=dim,
+        num_hidden_layers=len(kinds),
+        layer_types=[f"{kind}_attention" for kind in kinds],
+        sliding_window=window,
+        target_layer_ids=list(aux),
+        mask_token_id=MASK,
+        block_size=block_size,
+        rope_parameters={"rope_type": "default", "rope_theta": 5e2},
+        **SIZES,
+    )
+    model = transformers.MuseGlimmerAssistantModel(config).eval().requires_grad_(False)
+    randomise(dict(model.named_parameters()), seed=0)
+    return model
+
+
+def write_head(
+    folder,
+    dim,
+    *,
+    aux=(0, 1),
+    kinds=("full", "full"),
+    window=5,
+    block_size=4,
+    layout="authors",
+    sees=None,
+    add=None,
+    has_own=False,
+    **edits,
+):
+    """A head with random weights; `has_own`: an embedding and a draft vocabulary of its own, and of
+    masks an embedding in another file. `add` adds tensors, and returns what drafts pass."""
+    model = make_model(dim, aux, kinds, window, block_size)
+    generator = torch.Generator().manual_seed(1)
+    ids, own, config = torch.arange(VOCAB), {}, model.config.to_dict()
+    if has_own:
+        ids = torch.randperm(VOCAB, generator=generator)[:15].sort().values
+        own["embed_tokens.weight"] = torch.randn(VOCAB, dim, generator=generator)
+        own["lm_head.weight"] = torch.randn(len(ids), dim, generator=generator)
+        own["d2t"] = ids - torch.arange(len(ids))
+    refine = None if add is None else add(own, model, len(ids), generator)
+    tensors = {ENCODER.get(name, name): x for name, x in model.state_dict().items()}
+    fields = {"block_size": block_size, "mask_token_id": MASK, "draft_vocab_size": len(ids)}
+    if layout == "transformers":
+        tensors = model.state_dict()
+    else:
+        kept = *SIZES, "hidden_size", "num_hidden_layers", "layer_types", "sliding_window"
+        shape = {name: config.pop(name) for name in kept}
+        shape |= {"vocab_size": VOCAB, "rope_theta": 5e2, "model_type": "qwen3"}
+        config = {**shape, **fields, "architectures": ["DFlashDraftModel"]}
+        config["dflash_config"] = {"target_layer_ids": list(aux), "mask_token_id": MASK}
+        if layout == "speculators":
+            config = {"speculators_model_type": "dflash", "transformer_layer_config": shape}
+            config |= {"aux_hidden_state_layer_ids": [i + 1 for i in aux], **fields}
+    folder.mkdir()
+    safetensors.torch.save_file(tensors | own, folder / "model.safetensors")
+    if has_own:
+        own["mask"] = torch.randn(dim, generator=generator)
+        beside = {"embedding": own["mask"], "mask_token_id": MASK}
+        torch.save(beside, folder / "mask_embedding.pt")
+    (folder / "config.json").write_text(json.dumps(config | edits))
+    return Files(folder, model, own, ids, refine, sees)
+
+
+@dataclass(frozen=True)
+class OracleBlock:
+    """A DFlash head over a whole context and one block."""
+
+    files: Files
+    embedding: torch.Tensor
+    lm_head: torch.Tensor
+    first_row: int = 1  # of the block, that drafts
+    scale: float = 1.0  # of the block's embedding
+
+    def fuse(self, final, entering):
+        return torch.cat([entering[i + 1] for i in self.files.model.config.target_layer_ids], -1)
+
+    def drafts(self, fused, tokens, length, k, num_drafts, choose):
+        k = min(max(k - 1 + self.first_row, 0), CAPACITY - 1 - length)
+        block = self.embedding[[tokens[length], *[MASK] * k]]
+        if (mask := self.files.own.get("mask")) is not None:
+            block[1:] = mask
+        cache = transformers.cache_utils.DFlashCache(config=self.files.model.config)
+        cache.set_previous_accepted_tokens(length)
+        hidden = self.files.model(
+            noise_embeds=self.scale * block[None],
+            context_hidden_states=fused[None, :length],
+            attention_mask=self.masks(length, k),
+            cache=cache,
+        )
+        found, committed = [], tokens[: length + 1]
+        for state in hidden.last_hidden_state[0, self.first_row :][:num_drafts]:
+            row = self.lm_head @ state
+            if self.files.refine is not None:
+                row = self.files.refine(row, state, [*committed, *found][-1])
+            full = torch.full((VOCAB,), -torch.inf).index_copy(0, self.files.ids, row)
+            found.append(choose(full, [*committed, *found]))
+        return found
+
+    def masks(self, length, k):
+        """What rows of the block see of context and block, by kind of layer."""
+        if self.files.sees is None:
+            return None
+        at = torch.arange(length + k + 1)
+        seen = {kind: rule(at[length:, None], at, length) for kind, rule in self.files.sees.items()}
+        return {f"{kind}_attention": one[None, None] for kind, one in seen.items()}
+
+
+def oracle_of(target, files, **options):
+    embedding = target.hf.get_input_embeddings().weight
+    lm_head = target.hf.get_output_embeddings().weight
+    own = files.own
+    return OracleBlock(
+        files,
+        own.get("embed_tokens.weight", embedding),
+        own.get("lm_head.weight", lm_head),
+        **options,
+    )
