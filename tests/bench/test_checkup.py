@@ -15,7 +15,7 @@ from specjax.checkpoint.demo import DRAFTERS, TARGET, demo_folder
 from specjax.commands.check import CHAT, answer, check_served, read_forms, read_vocabularies
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.chain import ChainDrafter
-from specjax.device.drafters.draft_model import DraftModel, ModelWeights
+from specjax.device.drafters.draft_model import DraftModel, DraftModelParams, ModelWeights
 from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.registry import load_drafter
 from specjax.llm import LLM
@@ -43,14 +43,14 @@ def test_a_draft_model_that_is_the_target_is_always_right():
 
     drawn = np.random.default_rng(0).integers(0, 64, length).astype(np.int32)
     greedy = np.asarray(extend(jnp.array(drawn)))
-    drafter = DraftModel(ModelWeights(target))
+    drafter, both = DraftModel(ModelWeights(target)), Params(params, DraftModelParams(params))
     for tokens, is_greedy in (greedy, True), (drawn, False):
-        found = check(target, Params(params, params), drafter, [Text(tokens, 6)], K)
+        found = check(target, both, drafter, [Text(tokens, 6)], K)
         assert not found.faults
         assert found.reference.rates == pytest.approx([1, 1, 1] if is_greedy else [1, 0, 0])
         assert found.reference.is_counted.all() == is_greedy
     with pytest.raises(ValueError, match="no answer is longer than 4"):
-        check(target, Params(params, params), drafter, [Text(drawn, 22)], K)
+        check(target, both, drafter, [Text(drawn, 22)], K)
 
 
 class Demo(NamedTuple):
