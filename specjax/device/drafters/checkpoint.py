@@ -123,8 +123,8 @@ def read_target_ids(
     if not is_map or ids.min() < 0 or ids.max() >= vocab_size:
         what = "offsets of ids" if are_offsets else "ids"
         raise CheckpointError(
-            f"{origin}: {name} must be {draft_vocab_size} {what} within the target's {vocab_size} "
-            f"tokens, got {ids.dtype}{list(ids.shape)}; use a drafter made for this target"
+            f"{origin}: {name} must be {draft_vocab_size} integers, {what} within the target's "
+            f"{vocab_size} tokens, got {ids.dtype}{list(ids.shape)}; use a drafter made for this target"
         )
     return files.placement.put(ids.astype(np.int32))
 
