@@ -68,7 +68,7 @@ class DrafterFiles:
         shape = llama.from_hf(config)
         if shape.num_layers != 1 and not is_deep:
             raise CheckpointError(
-                f"{self.hf.origin}: num_hidden_layers={shape.num_layers}; this method's have "
+                f"{self.hf.origin}: num_hidden_layers={shape.num_layers}; a drafter of this method has "
                 "one layer; heads with a mask_hidden go with method 'p_eagle'"
             )
         if shape.vocab_size != target.vocab_size:
@@ -124,7 +124,8 @@ def read_target_ids(
         what = "offsets of ids" if are_offsets else "ids"
         raise CheckpointError(
             f"{origin}: {name} must be {draft_vocab_size} integers, {what} within the target's "
-            f"{vocab_size} tokens, got {ids.dtype}{list(ids.shape)}; use a drafter made for this target"
+            f"{vocab_size} tokens, got {ids.dtype}{list(ids.shape)}; use a drafter made for this "
+            "target"
         )
     return files.placement.put(ids.astype(np.int32))
 
