@@ -68,8 +68,8 @@ class DrafterFiles:
         shape = llama.from_hf(config)
         if shape.num_layers != 1 and not is_deep:
             raise CheckpointError(
-                f"{self.hf.origin}: num_hidden_layers={shape.num_layers}; a drafter of this method has "
-                "one layer; heads with a mask_hidden go with method 'p_eagle'"
+                f"{self.hf.origin}: num_hidden_layers={shape.num_layers}; a drafter of this "
+                "method has one layer; heads with a mask_hidden go with method 'p_eagle'"
             )
         if shape.vocab_size != target.vocab_size:
             raise CheckpointError(
