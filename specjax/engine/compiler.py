@@ -1,8 +1,9 @@
 """Compiles programs in threads: those that requests wait for, and better shapes.
 
-Better shapes are compiled at the lowest priority, so that they take no time from serving, nor from
-programs that requests wait for. An XLA program for a CPU takes hundreds of memory maps, and Linux
-allows a process 65,530 by default: better shapes are compiled only while half of them are free.
+Better shapes are compiled at the lowest priority, for serving and for programs that requests wait
+for; XLA does a part of the work in threads of its own, which have the usual one. An XLA program for
+a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by default: better shapes are
+compiled only while half of them are free.
 """
 
 import logging
