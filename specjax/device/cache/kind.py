@@ -7,6 +7,7 @@ planning iterate over that list, and do not depend on specific kinds.
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
 
 class CacheSizes(NamedTuple):
@@ -91,3 +92,43 @@ class CacheKind(Protocol):
     def unrolled(self, length: int, kept: Any, inputs: Any) -> tuple[jax.Array, Any]:
         """Return the output for one more draft of every row, and `kept` with it; () at first."""
         ...
+
+
+class PagesOnly:
+    """Base of kinds that keep nothing of a request but its pages."""
+
+    num_layers: int
+
+    @property
+    def is_recurrent(self) -> bool:
+        """False: requests have pages only."""
+        return False
+
+    @property
+    def token_shape(self) -> tuple[int, ...]:
+        """See `CacheKind.token_shape`."""
+        raise NotImplementedError
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """(0,): there is no state."""
+        return (0,)
+
+    def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:
+        """Create an empty pool [layers, pages, page_size, *token_shape]."""
+        pages = self.num_layers, sizes.num_pages, sizes.page_size
+        return jnp.zeros((*pages, *self.token_shape), dtype)
+
+    def init_snapshots(self, num_snapshots: int, dtype: Any) -> None:
+        """Return None: pages are kept and need no snapshots."""
+
+    def take(
+        self, snapshots: None, ids: jax.Array, cache: jax.Array, slots: jax.Array, ends: jax.Array
+    ) -> None:
+        """Copy nothing: the pages themselves are kept."""
+
+    def restore(
+        self, cache: jax.Array, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array
+    ) -> jax.Array:
+        """Return the cache unchanged: the page table refers to the kept pages."""
+        return cache

@@ -1,7 +1,7 @@
 """Attention over pages of latents, from which the keys and values of all heads derive (MLA)."""
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.rms_norm import rms_norm
 from pallas_kernels.rope_write.reference import rotate
-from specjax.device.cache.kind import CacheSizes
+from specjax.device.cache.kind import PagesOnly
 from specjax.device.cache.rows import CachedRows
 
 NORM_EPS = 1e-6  # of latents, whatever the model's own
@@ -26,7 +26,7 @@ class ProjectedLatents(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LatentAttention:
+class LatentAttention(PagesOnly):
     """Attention of each row over all rows of its request up to itself (DeepSeek-V2, section 2.1).
 
     A head's key is (W_k c, r) and its value W_v c. The latent c and the rotated r are what is kept,
@@ -49,11 +49,6 @@ class LatentAttention:
         return "latent_attention"
 
     @property
-    def is_recurrent(self) -> bool:
-        """False: requests have pages only."""
-        return False
-
-    @property
     def token_shape(self) -> tuple[int, ...]:
         """Shape of a latent and the shared part of the key."""
         return (self.rank + self.rope_dim,)
@@ -61,30 +56,6 @@ class LatentAttention:
     @property
     def window(self) -> None:
         """None: a row reads all latents up to its own."""
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        """(0,): there is no state."""
-        return (0,)
-
-    def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:
-        """Create an empty pool."""
-        pages = self.num_layers, sizes.num_pages, sizes.page_size
-        return jnp.zeros((*pages, *self.token_shape), dtype)
-
-    def init_snapshots(self, num_snapshots: int, dtype: Any) -> None:
-        """Return None: pages are kept and need no snapshots."""
-
-    def take(
-        self, snapshots: None, ids: jax.Array, cache: jax.Array, slots: jax.Array, ends: jax.Array
-    ) -> None:
-        """Copy nothing: the pages themselves are kept."""
-
-    def restore(
-        self, cache: jax.Array, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array
-    ) -> jax.Array:
-        """Return the cache unchanged: the page table refers to the kept pages."""
-        return cache
 
     def cached(
         self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedLatents

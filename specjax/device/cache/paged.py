@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rope_write import HeadWeights, rope_write, split_heads
-from specjax.device.cache.kind import CacheSizes
+from specjax.device.cache.kind import PagesOnly
 from specjax.device.cache.rows import CachedRows
 
 
@@ -24,7 +24,7 @@ class ProjectedHeads(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PagedAttention:
+class PagedAttention(PagesOnly):
     """Grouped-query attention of each row over the rows of its request up to itself: over all of
     them, or over the last `window`, itself included.
 
@@ -45,38 +45,9 @@ class PagedAttention:
         return "full_attention" if self.window is None else "sliding_attention"
 
     @property
-    def is_recurrent(self) -> bool:
-        """False: requests have pages only."""
-        return False
-
-    @property
     def token_shape(self) -> tuple[int, ...]:
         """Shape of a key and value."""
         return 2, self.num_kv_heads, self.head_dim
-
-    @property
-    def state_shape(self) -> tuple[int, ...]:
-        """(0,): there is no state."""
-        return (0,)
-
-    def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:
-        """Create an empty pool."""
-        pages = self.num_layers, sizes.num_pages, sizes.page_size
-        return jnp.zeros((*pages, *self.token_shape), dtype)
-
-    def init_snapshots(self, num_snapshots: int, dtype: Any) -> None:
-        """Return None: pages are kept and need no snapshots."""
-
-    def take(
-        self, snapshots: None, ids: jax.Array, cache: jax.Array, slots: jax.Array, ends: jax.Array
-    ) -> None:
-        """Copy nothing: the pages themselves are kept."""
-
-    def restore(
-        self, cache: jax.Array, slots: jax.Array, snapshots: None, ids: jax.Array, ends: jax.Array
-    ) -> jax.Array:
-        """Return the cache unchanged: the page table refers to the kept pages."""
-        return cache
 
     def cached(
         self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedHeads
