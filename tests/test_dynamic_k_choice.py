@@ -229,6 +229,7 @@ class TimedPrograms(SimulatedPrograms):
     """A device that runs one program after another; rounds with drafts take long."""
 
     free_at = 0.0
+    runs_at_once = False  # long programs run while they are launched, as at times on a CPU
 
     @property
     def compilations(self):
@@ -239,8 +240,11 @@ class TimedPrograms(SimulatedPrograms):
         result = super().run(key, *arguments)
         if not isinstance(key, Begin | Decode):
             return result
-        seconds = SLEEP if isinstance(key, Decode) and key.k else 0.005
-        self.free_at = max(self.free_at, time.perf_counter()) + seconds
+        seconds = SLEEP if isinstance(key, Decode) and key.k else 0.01
+        wait = max(0.0, self.free_at - time.perf_counter())
+        self.free_at = time.perf_counter() + wait + seconds
+        if self.runs_at_once and seconds == SLEEP:
+            time.sleep(wait + seconds)
         return LateArray(result.array, done=self.free_at)
 
 
@@ -259,7 +263,10 @@ class SlowDrafter(Stateless):
         return Draft(tokens, None), state
 
 
-@pytest.fixture(scope="module", params=["simulated", pytest.param("real", marks=pytest.mark.slow)])
+REAL = pytest.param("real", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=["simulated", REAL])
 def slow_engine(request, llm):
     config = EngineConfig(
         max_model_len=SIZES["max_model_len"],
@@ -274,7 +281,9 @@ def slow_engine(request, llm):
     if request.param == "real":
         return Engine(config, llm.target, SlowDrafter(), params, StaticPolicy(2))
     make = partial(TimedPrograms, tally=Counter())
-    return Engine(config, llm.target, NoDrafter(), params, StaticPolicy(2), make_programs=make)
+    engine = Engine(config, llm.target, NoDrafter(), params, StaticPolicy(2), make_programs=make)
+    engine.programs.runs_at_once = request.param == "simulated_at_once"
+    return engine
 
 
 def serve(engine, requests):
@@ -284,6 +293,7 @@ def serve(engine, requests):
     return [sample.output for sample in samples]
 
 
+@pytest.mark.parametrize("slow_engine", ["simulated", "simulated_at_once", REAL], indirect=True)
 def test_a_time_belongs_to_its_own_round(slow_engine):
     """With a step in flight, results come while the next one runs; K changes every step."""
     ks = iter([0, 2] * 100)

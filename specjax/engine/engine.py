@@ -216,7 +216,12 @@ class Engine:
                     parts += plan.parts
                     with self._recorder.time("host"):
                         for part in plan.parts:
-                            launched.append(self._launch(part))
+                            began = time.perf_counter()
+                            step = self._launch(part)
+                            if step.done is not None:  # run as it was launched, so after all others
+                                for earlier in [*previous, *launched]:
+                                    earlier.done = min(began, earlier.done or began)
+                            launched.append(step)
                 for step in previous:
                     touched += self._read(step)
                 for step in launched:

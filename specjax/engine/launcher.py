@@ -52,7 +52,7 @@ class InFlight:
             self.done = time.perf_counter()
 
 
-@dataclass(frozen=True)
+@dataclass
 class Extended:
     """A round whose masks are still to be made."""
 
@@ -62,6 +62,7 @@ class Extended:
     draft: Draft
     extension: Extension
     start: float  # seconds, as of `InFlight`
+    done: float | None = None
 
 
 class Launcher:
