@@ -167,7 +167,7 @@ def begin(
     """Let the drafter observe a chunk; after a prompt's last chunk, sample the first output token.
 
     A request that resumes after preemption samples nothing: its next token is already known.
-    `masks` i32[B, 1, ceil(V/32)] are required if `variant.masks`.
+    `masks` i32[B, 1, ceil(V/32)] are those of grammars, if any request has one.
     """
     slots, starts = inputs.slots, inputs.starts
     batch = slots.shape[0]
@@ -292,7 +292,7 @@ def settle(
     """Verify the drafts, commit the accepted ones and one more token, and update the drafter.
 
     The drafter observes the same rows as the target, so that its cache matches the output when the
-    next round starts. `masks` i32[B, K+1, ceil(V/32)] are required if `variant.masks`.
+    next round starts. `masks` i32[B, K+1, ceil(V/32)] are those of grammars, as in `begin`.
     """
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     is_active, requests = _is_active(state, slots), state.requests.at(slots)

@@ -21,6 +21,7 @@ class Wants(IntFlag):
 
     EDITS = 1  # of logits before tokens are sampled: penalties, bias, truncation, ...
     LOGPROBS = 2
+    MASKS = 4  # of grammars; an edit that drafts do not have
 
 
 class Wanted(NamedTuple):
@@ -37,9 +38,9 @@ class Wanted(NamedTuple):
     @property
     def edits(self) -> jax.Array | None:
         """Whether any request needs edits, bool[]; None if the variant always edits."""
-        if self.variant.processors or self.variant.masks:
+        if self.variant.processors:
             return None
-        return self.wants & Wants.EDITS > 0
+        return self.wants & (Wants.EDITS | Wants.MASKS) > 0
 
     def edit(self, logits: jax.Array) -> jax.Array:
         """Return the logits that tokens are sampled from, before the division by temperature."""

@@ -28,6 +28,7 @@ from specjax.engine.programs import (
     Settle,
     Take,
     of_drafts,
+    without_masks,
 )
 from specjax.engine.repertoire import Repertoire
 from specjax.host.plans import DecodePlan, PrefillPlan
@@ -107,16 +108,19 @@ class Launcher:
             drafts = np.asarray(step.draft.tokens) if has_grammar else None
             masks = pack_masks(plan, drafts, self._layout)
         arguments = step.packed, step.draft, step.extension, masks
-        outputs = self._programs.run(Settle(plan.batch, plan.k, variant), *arguments)
+        key = Settle(plan.batch, plan.k, without_masks(variant))
+        outputs = self._programs.run(key, *arguments)
         return self._in_flight(plan, variant, outputs, step.start)
 
     def wants(self, all_demands: Collection[Demands]) -> Wants:
         """What any request of a step wants; in exact mode everything: all steps are alike."""
         if self._config.exact:
-            return Wants.EDITS | Wants.LOGPROBS
+            return Wants.EDITS | Wants.MASKS | Wants.LOGPROBS
         wants = Wants(0)
         if any(demands.edits for demands in all_demands):
             wants |= Wants.EDITS
+        if any(demands.masks for demands in all_demands):
+            wants |= Wants.MASKS
         if any(demands.logprobs is not None for demands in all_demands):
             wants |= Wants.LOGPROBS
         return wants
@@ -130,7 +134,7 @@ class Launcher:
         # Nothing comes before a first token, so its grammar's masks can be made now.
         masks = pack_masks(plan, None, self._layout) if variant.masks else None
         extension = run(Prefill(batch, width), packed)
-        outputs = run(Begin(batch, width, variant), packed, extension, masks)
+        outputs = run(Begin(batch, width, without_masks(variant)), packed, extension, masks)
         self._move(Take(batch), plan, is_taken=True)
         launched = self._in_flight(plan, variant, outputs, start)
         if any(chunk.sequence.request.exports_features for chunk in plan.chunks):

@@ -183,6 +183,7 @@ class CompiledPrograms:
             self._executables = open_executables(folder, self._placement, self.model, *origin)
         self._compiler = Compiler(self._compile)
         self._late: set[Key] = set()  # programs that requests have waited for
+        self._no_masks: dict[tuple[int, ...], jax.Array] = {}  # all ones, by shape
         self._calls: dict[type, Callable[[Any], tuple]] = {
             Admit: self._admit,
             Restore: lambda key: (run_restore, (self._ints(key.batch, 3),), {"model": self.model}),
@@ -273,6 +274,8 @@ class CompiledPrograms:
         if program is None:
             self._late.add(key)
             program = self._compiler.get(key)
+        if arguments and arguments[-1] is None:  # what no request asks for is already there
+            arguments = *arguments[:-1], self._all_ones(key)
         self._state, result = program(self._weights, self._state, *arguments)
         return result
 
@@ -298,7 +301,7 @@ class CompiledPrograms:
         """See `Programs`."""
         self.release()
         self._compiler.close()
-        del self._jits, self._calls, self._state, self._params, self._weights
+        del self._jits, self._calls, self._state, self._params, self._weights, self._no_masks
 
     def _compile(self, key: Key) -> Any:
         def compile() -> Any:
@@ -328,7 +331,7 @@ class CompiledPrograms:
     def _begin(self, key: Begin) -> tuple:
         packed = self._ints(*self._layout.prefill_shape(key.batch))
         extension = self._result(Prefill(key.batch, key.width))
-        arguments = packed, extension, self._masks(key.batch, 1, key.variant)
+        arguments = packed, extension, self._ints(*self._mask_shape(key))
         return run_begin, arguments, {"model": self.model, "variant": key.variant}
 
     def _decode(self, key: Decode) -> tuple:
@@ -348,12 +351,19 @@ class CompiledPrograms:
         packed = self._ints(*self._layout.decode_shape(key.batch))
         draft = self._result(Propose(key.batch, key.k, Variant()))
         extension = self._result(Extend(key.batch, key.k))
-        masks = self._masks(key.batch, key.k + 1, key.variant)
-        arguments = packed, draft, extension, masks
+        arguments = packed, draft, extension, self._ints(*self._mask_shape(key))
         return run_settle, arguments, {"model": self.model, "variant": key.variant}
 
-    def _masks(self, batch: int, num_rows: int, variant: Variant) -> Any:
-        return self._ints(batch, num_rows, self._layout.mask_words) if variant.masks else None
+    def _mask_shape(self, key: Begin | Settle) -> tuple[int, int, int]:
+        num_rows = key.k + 1 if isinstance(key, Settle) else 1
+        return key.batch, num_rows, self._layout.mask_words
+
+    def _all_ones(self, key: Begin | Settle) -> jax.Array:
+        """Masks that permit every token, which stay on the device."""
+        shape = self._mask_shape(key)
+        if shape not in self._no_masks:
+            self._no_masks[shape] = self._placement.put(np.full(shape, -1, np.int32))
+        return self._no_masks[shape]
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._placement.sharding())

@@ -50,7 +50,7 @@ class Prefill:
 class Begin:
     """Drafter observes the chunk, first tokens are sampled: (packed, extension, masks) -> outputs.
 
-    `masks` is None unless the variant has masks.
+    `masks` is None if no request has a grammar; `variant.masks` is False, as all take masks.
     """
 
     batch: int
@@ -86,7 +86,7 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Third piece: (packed, draft, extension, masks) -> outputs."""
+    """Third piece: (packed, draft, extension, masks) -> outputs; `masks` as in `Begin`."""
 
     batch: int
     k: int
@@ -181,7 +181,7 @@ def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
     batch = plan.batch
     if isinstance(plan, PrefillPlan):
         keys: list[Key] = [Admit(batch), Prefill(batch, plan.width)]
-        keys.append(Begin(batch, plan.width, variant))
+        keys.append(Begin(batch, plan.width, without_masks(variant)))
         return [*keys, Restore(batch), Take(batch)] if is_recurrent else keys
     variant = of_rounds(variant)
     if not is_in_pieces(variant):
@@ -189,7 +189,7 @@ def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
     return [
         Propose(batch, plan.k, of_drafts(variant)),
         Extend(batch, plan.k),
-        Settle(batch, plan.k, variant),
+        Settle(batch, plan.k, without_masks(variant)),
     ]
 
 
@@ -205,7 +205,7 @@ def first_keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[K
     return [
         Propose(batch, k, Variant()),
         Extend(batch, k),
-        Settle(batch, k, of_rounds(variant)),
+        Settle(batch, k, without_masks(of_rounds(variant))),
     ]
 
 
@@ -217,6 +217,14 @@ def is_in_pieces(variant: Variant) -> bool:
 def of_rounds(variant: Variant) -> Variant:
     """The part of a variant that concerns rounds: nothing about prompts."""
     return variant._replace(num_prompt_logprobs=None)
+
+
+def without_masks(variant: Variant) -> Variant:
+    """The part of a variant that is compiled: steps with masks run the programs of those without.
+
+    Only whole rounds have no place for masks.
+    """
+    return variant._replace(masks=False)
 
 
 def of_drafts(variant: Variant) -> Variant:

@@ -193,7 +193,7 @@ def test_names_follow_from_everything(tmp_path, monkeypatch):
         name(),
         name(replace(KEY, batch=4)),
         name(replace(KEY, k=1)),
-        name(replace(KEY, variant=Variant(masks=True))),
+        name(replace(KEY, variant=Variant(num_logprobs=5))),
         name(Settle(2, 0, Variant())),
         name(KEY, MODEL._replace(row_multiple=8)),
         name(KEY, MODEL._replace(target=replace(TARGET, rms_norm_eps=1e-6))),

@@ -160,7 +160,7 @@ def test_what_does_not_compile_is_done_without(engine):
 def test_who_needs_another_variant_waits_and_nobody_else_does(engine):
     first = add(engine, 0, 30)
     engine.step()
-    asking = add(engine, 1, 5, **GRAMMAR)
+    asking = add(engine, 1, 5, logits_processors=[double])
     second = add(engine, 2, 5)
     engine.programs.pace = 0.0
     while not second.is_finished:
@@ -169,9 +169,21 @@ def test_who_needs_another_variant_waits_and_nobody_else_does(engine):
     assert first.output and engine.programs.pending
     launches = run(engine)
     assert len(asking.output) == 5 and len(first.output) == 30
-    assert any(isinstance(key, Begin) and key.variant.masks for key in launches)
+    assert any(isinstance(key, Begin) and key.variant.processors for key in launches)
     # The programs before and after the target's, which is there.
     assert engine.metrics().num_compiles_after_warmup == 2
+
+
+def test_a_grammar_needs_no_program_of_its_own(engine):
+    """Masks are an operand of the pieces in which rounds begin; whole rounds have none."""
+    first = add(engine, 0, 30)
+    engine.programs.pace = 0.0
+    engine.step()
+    asking = add(engine, 1, 5, **GRAMMAR)
+    launches = run(engine)
+    assert len(asking.output) == 5 and len(first.output) == 30
+    assert Settle in {type(key) for key in launches}
+    assert engine.metrics().num_compiles_after_warmup == 0
 
 
 def test_drafts_are_made_plainly_until_their_own_program_is_there(engine):

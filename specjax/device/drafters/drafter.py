@@ -30,7 +30,7 @@ class Variant(NamedTuple):
     """Options that are compiled into a step. All other request options are in every step."""
 
     processors: Processors = ()
-    masks: bool = False  # grammar masks, which arrive after the drafts are known
+    masks: bool = False  # made when the drafts are known, so that rounds run in pieces
     num_logprobs: int = 0  # most likely tokens reported with each token, if asked for
     num_prompt_logprobs: int | None = None  # None to report nothing
 
