@@ -1,7 +1,8 @@
 """Compiles programs in threads: those that requests wait for, and better shapes.
 
 Better shapes are compiled at the lowest priority, for serving and for programs that requests wait
-for; XLA does a part of the work in threads of its own, which have the usual one. An XLA program for
+for; XLA does a part of the work in threads of its own, which have the usual one, so it is asked to
+take one thread at a time for them. An XLA program for
 a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by default: better shapes are
 compiled only while half of them are free.
 """
@@ -37,14 +38,16 @@ class _Line:
 
 
 class Compiler:
-    """Programs by key, compiled when they are asked for; `compile` makes one, in any thread.
+    """Programs by key, compiled when they are asked for.
+
+    `compile(key, is_urgent)` makes one, in any thread; `is_urgent` if requests wait for it.
 
     Attributes:
         ready: those that are compiled.
         failures: the exceptions of those that do not compile; tried again only if `ask` says so.
     """
 
-    def __init__(self, compile: Callable[[Any], Any]):
+    def __init__(self, compile: Callable[[Any, bool], Any]):
         self.ready: dict[Any, Any] = {}
         self.failures: dict[Any, Exception] = {}
         self._compile = compile
@@ -148,7 +151,7 @@ class Compiler:
         while (found := self._next(line)) is not None:
             (key,) = found
             try:
-                program, error = self._compile(key), None
+                program, error = self._compile(key, line is self._urgent), None
             except Exception as caught:  # others may compile
                 program, error = None, caught
             with self._changed:

@@ -70,6 +70,8 @@ GPU_OPTIONS = {
 }
 # Three quarters of the time to compile, and the same times of steps within noise.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
+# Of what no request waits for: the same code, made by one of XLA's threads and not by all.
+CPU_OPTIONS_BEHIND = {"xla_cpu_parallel_codegen_split_count": 1}
 
 
 def keep_compilations(folder: Path) -> None:
@@ -177,6 +179,7 @@ class CompiledPrograms:
         self._shapes = [jax.tree.leaves(shape) for shape in shapes]
         self._trees = jax.tree.structure(params), self._state_tree
         self._options = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}.get(platform, {})
+        self._options_behind = CPU_OPTIONS_BEHIND if platform == "cpu" else {}
         self._executables = None
         if folder := executables_folder():
             origin = layout, shapes, self._options
@@ -303,9 +306,11 @@ class CompiledPrograms:
         self._compiler.close()
         del self._jits, self._calls, self._state, self._params, self._weights, self._no_masks
 
-    def _compile(self, key: Key) -> Any:
+    def _compile(self, key: Key, is_urgent: bool) -> Any:
+        options = self._options | ({} if is_urgent else self._options_behind)
+
         def compile() -> Any:
-            return self._trace(key).lower().compile(compiler_options=self._options)
+            return self._trace(key).lower().compile(compiler_options=options)
 
         return self._executables.get(key, compile) if self._executables else compile()
 

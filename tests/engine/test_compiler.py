@@ -18,7 +18,7 @@ class Gate:
         self.started: list[str] = []
         self.permits = threading.Semaphore(0)
 
-    def __call__(self, key):
+    def __call__(self, key, is_urgent=True):
         self.started.append(key)
         assert self.permits.acquire(timeout=20)
         if key.startswith("bad"):
@@ -73,17 +73,18 @@ def test_the_urgent_wait_for_no_thread_that_compiles_something_else(compiler, ga
 
 @pytest.mark.skipif(sys.platform != "linux", reason="threads have no priority of their own")
 def test_what_no_request_waits_for_is_compiled_at_a_low_priority():
-    """So that serving, and programs that requests wait for, get the cores."""
+    """So that serving, and programs that requests wait for, get the cores; it is told which is."""
 
-    def priority(key):
-        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+    def priority(key=None, is_urgent=True):
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id()), is_urgent
 
-    compiler, own = Compiler(priority), priority("")
+    compiler, (own, _) = Compiler(priority), priority()
     for key, is_urgent in (("later", False), ("urgent", True), ("last", False)):
         compiler.ask([key], is_urgent=is_urgent)
         wait_until(lambda key=key: key in compiler.ready)
-    assert compiler.ready == {"later": NICENESS, "urgent": own, "last": NICENESS}
-    assert own < NICENESS and priority("") == own
+    later = NICENESS, False
+    assert compiler.ready == {"later": later, "urgent": (own, True), "last": later}
+    assert own < NICENESS and priority() == (own, True)
     compiler.close()
 
 
