@@ -72,9 +72,10 @@ def counts(engine: Engine, wrong: Wrong, program: type) -> Iterator[None]:
     run, before = programs.run, np.asarray(programs.state.pending)
     slots: list[int] = []
 
-    def launch_known(plan: Any) -> Any:
+    def launch_known(parts: Any) -> Any:
+        plan = parts[0 if program is Begin else -1]
         slots[:] = [sequence.slot for sequence in plan.sequences]
-        return launch(plan)
+        return launch(parts)
 
     def run_wrongly(key: Any, *arguments: Any) -> Any:
         nonlocal before

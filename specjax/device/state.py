@@ -49,6 +49,11 @@ class EngineState:
         new = jnp.stack([lengths, pending, is_active.astype(jnp.int32)], axis=1)
         return replace(self, progress=self.progress.at[slots].set(new, mode="drop"))
 
+    def nothing_pending(self, slots: jax.Array) -> "EngineState":
+        """Return the state after chunks at `slots`: prompt tokens cannot be rejected, so recurrent
+        states include them already."""
+        return replace(self, progress=self.progress.at[slots, 1].set(0, mode="drop"))
+
 
 def init_state(
     num_slots: int,

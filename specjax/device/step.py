@@ -11,7 +11,8 @@ round drafts, runs the target over the drafts, and commits the accepted ones:
     propose -> extend -> settle
 
 in one program, or in three if the host must act before `settle` (to make grammar masks). The parts
-that run the target do not depend on the logit options of requests.
+that run the target do not depend on the logit options of requests. Chunks and a round may also run
+in one program, see `joined.py`.
 
 No input of a step has the number of accepted tokens or the length of a request: the host plans with
 upper bounds, and the device keeps the exact numbers in its own state.
@@ -138,20 +139,14 @@ def prefill(
 ) -> tuple[EngineState, Extension]:
     """Run the target over `width` tokens of each prompt; return logits of the last row only."""
     batch = inputs.slots.shape[0]
-    rows = _chunk_rows(state, inputs, width, model)
-    tokens = jnp.take_along_axis(
-        state.tokens[inputs.slots], _chunk_places(inputs, width), axis=1, mode="clip"
-    )
+    rows, tokens = chunk_rows(state, inputs, width, model), chunk_tokens(state, inputs, width)
     features, caches = model.target.extend(
-        params.target, tokens.reshape(-1), rows, state.caches, model.drafter.aux_layers
+        params.target, tokens, rows, state.caches, model.drafter.aux_layers
     )
-    hidden = features.hidden.reshape(batch, width, -1)[jnp.arange(batch), inputs.counts - 1]
     padding = -batch % model.row_multiple
-    padded = jnp.pad(hidden, ((0, padding), (0, 0)))
+    padded = jnp.pad(last_of_chunks(features.hidden, inputs), ((0, padding), (0, 0)))
     logits = model.target.logits(params.target, padded)[:batch, None]
-    # Prompt tokens cannot be rejected, so recurrent states include them already.
-    progress = state.progress.at[inputs.slots, 1].set(0, mode="drop")
-    return replace(state, caches=caches, progress=progress), Extension(features, logits)
+    return replace(state, caches=caches).nothing_pending(inputs.slots), Extension(features, logits)
 
 
 def begin(
@@ -190,7 +185,7 @@ def begin(
 
     places = _chunk_places(inputs, width)
     held, following = (jnp.take_along_axis(known, places + i, axis=1, mode="clip") for i in (0, 1))
-    rows = _chunk_rows(state, inputs, width, model)
+    rows = chunk_rows(state, inputs, width, model)
     seen = Observation(slots, rows, held, following, extension.features, last, None)
     drafter = model.drafter.observe(model.target, params, state.drafter, seen)
     verdict = Verdict(sampled[:, None], jnp.zeros(batch, jnp.int32))
@@ -269,10 +264,10 @@ def extend(
 ) -> tuple[EngineState, Extension]:
     """Run the target over the last token and the drafts of every request."""
     batch, k = draft.tokens.shape
-    rows = _rows(state, inputs, k, model)
-    tokens = _held(state, inputs.slots, draft, rows.width)
+    rows = round_rows(state, inputs, k, model)
+    tokens = round_tokens(state, inputs.slots, draft, rows.width).reshape(-1)
     features, caches = model.target.extend(
-        params.target, tokens.reshape(-1), rows, state.caches, model.drafter.aux_layers
+        params.target, tokens, rows, state.caches, model.drafter.aux_layers
     )
     logits = model.target.logits(params.target, features.hidden).reshape(batch, rows.width, -1)
     return replace(state, caches=caches), Extension(features, logits[:, : k + 1])
@@ -318,9 +313,9 @@ def settle(
     )
     verdict = model.verification.verify(draft, target)
 
-    rows = _rows(state, inputs, k, model)
+    rows = round_rows(state, inputs, k, model)
     following = jnp.pad(verdict.tokens, ((0, 0), (0, rows.width - (k + 1))))
-    held = _held(state, slots, draft, rows.width)
+    held = round_tokens(state, slots, draft, rows.width)
     seen = Observation(slots, rows, held, following, extension.features, verdict.num_accepted, k)
     with jax.named_scope("observe"):
         drafter = model.drafter.observe(model.target, params, state.drafter, seen)
@@ -373,7 +368,7 @@ def _pending(state: EngineState, slots: jax.Array) -> jax.Array:
     return state.pending.at[slots].get(mode="fill", fill_value=0)
 
 
-def _held(state: EngineState, slots: jax.Array, draft: Draft, width: int) -> jax.Array:
+def round_tokens(state: EngineState, slots: jax.Array, draft: Draft, width: int) -> jax.Array:
     """Return the tokens i32[B, width] of a round's rows: last token, drafts and padding."""
     last = state.tokens[slots, state.lengths[slots]]
     tokens = jnp.concatenate([last[:, None], draft.tokens], axis=1)
@@ -384,9 +379,22 @@ def _chunk_places(inputs: PrefillInputs, width: int) -> jax.Array:
     return inputs.starts[:, None] + jnp.arange(width)
 
 
-def _chunk_rows(
+def chunk_tokens(state: EngineState, inputs: PrefillInputs, width: int) -> jax.Array:
+    """Return the tokens i32[B * width] of a chunk's rows."""
+    known, places = state.tokens[inputs.slots], _chunk_places(inputs, width)
+    return jnp.take_along_axis(known, places, axis=1, mode="clip").reshape(-1)
+
+
+def last_of_chunks(hidden: jax.Array, inputs: PrefillInputs) -> jax.Array:
+    """Return the rows [B, D] of hidden [B * width, D] that are the last of each chunk."""
+    batch = inputs.slots.shape[0]
+    return hidden.reshape(batch, -1, hidden.shape[1])[jnp.arange(batch), inputs.counts - 1]
+
+
+def chunk_rows(
     state: EngineState, inputs: PrefillInputs, width: int, model: StepModel
 ) -> CachedRows:
+    """Return the rows of a chunk, `width` for each request."""
     return CachedRows.starting_at(
         inputs.starts,
         inputs.counts,
@@ -399,7 +407,8 @@ def _chunk_rows(
     )
 
 
-def _rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepModel) -> CachedRows:
+def round_rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepModel) -> CachedRows:
+    """Return the rows of a round: last token, drafts and padding of each request."""
     batch = inputs.slots.shape[0]
     width = padded_width(batch, model.width(k), model.row_multiple)
     counts = jnp.where(_is_active(state, inputs.slots), k + 1, 0)

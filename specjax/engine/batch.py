@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.device.drafters.drafter import Params, Variant
+from specjax.device.joined import joined_step
 from specjax.device.models.model import Features
 from specjax.device.state import EngineState
 from specjax.device.step import (
@@ -235,6 +236,34 @@ def run_decode(
     inputs = DecodeInputs(*_columns(packed, DecodeInputs))
     state, outputs = decode_step(params, state, inputs, model=model, variant=variant, k=k)
     return state, pack_outputs(outputs)
+
+
+def run_joined(
+    params: Params,
+    state: EngineState,
+    packed_chunks: jax.Array,
+    packed_round: jax.Array,
+    *,
+    model: StepModel,
+    width: int,
+    chunk_variant: Variant,
+    variant: Variant,
+    k: int,
+) -> tuple[EngineState, tuple[jax.Array, jax.Array]]:
+    """`joined_step` between packed arrays."""
+    state, outputs = joined_step(
+        params,
+        state,
+        PrefillInputs(*_columns(packed_chunks, PrefillInputs)),
+        DecodeInputs(*_columns(packed_round, DecodeInputs)),
+        model=model,
+        width=width,
+        chunk_variant=chunk_variant,
+        variant=variant,
+        k=k,
+    )
+    of_chunks, of_round = map(pack_outputs, outputs)
+    return state, (of_chunks, of_round)
 
 
 def run_propose(

@@ -4,7 +4,8 @@
 
 While the device runs step N the host plans step N + 1. The state never leaves the device: each
 program takes one packed array and returns one. A step may have two parts, chunks of prompts and a
-round of decoding; both are launched before either is read. A round with grammars is launched in
+round of decoding; both are launched before either is read, as one program where steps often have
+both. A round with grammars is launched in
 pieces, so that the host makes the masks while the target runs over the drafts.
 """
 
@@ -12,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable
+from collections.abc import Sequence as SequenceOf
 from functools import partial
 from itertools import pairwise
 from statistics import median
@@ -25,7 +27,7 @@ from specjax.device.models.model import Model, is_recurrent
 from specjax.device.placement import Placement
 from specjax.device.verification import SeedExact, Verification
 from specjax.engine.batch import Part, export_features, unpack_outputs
-from specjax.engine.launcher import Extended, InFlight, Launcher
+from specjax.engine.launcher import Extended, InFlight, Launcher, note_ends
 from specjax.engine.layout import Layout
 from specjax.engine.metrics import Metrics, Recorder
 from specjax.engine.precompile import CompiledPrograms
@@ -215,13 +217,8 @@ class Engine:
                     self._recorder.record_launch(plan, len(previous) > 0)
                     parts += plan.parts
                     with self._recorder.time("host"):
-                        for part in plan.parts:
-                            began = time.perf_counter()
-                            step = self._launch(part)
-                            if step.done is not None:  # run as it was launched, so after all others
-                                for earlier in [*previous, *launched]:
-                                    earlier.done = min(began, earlier.done or began)
-                            launched.append(step)
+                        launched = self._launch(plan.parts)
+                    note_ends(previous, launched)
                 for step in previous:
                     touched += self._read(step)
                 for step in launched:
@@ -326,20 +323,20 @@ class Engine:
                 np.asarray(step.outputs)
             ends.append(time.perf_counter())
 
-        before = self._launch(plan)  # its end also waits for what was launched earlier
+        (before,) = self._launch([plan])  # its end also waits for what was launched earlier
         for _ in range(TIMED_RUNS):
-            launched = self._launch(plan)
+            (launched,) = self._launch([plan])
             wait_for(before)
             before = launched
         wait_for(before)
         return 1e3 * median(b - a for a, b in pairwise(ends))
 
-    def _launch(self, plan: Part) -> InFlight | Extended:
+    def _launch(self, parts: SequenceOf[Part]) -> list[InFlight | Extended]:
         if self._read_time is not None:
             self._recorder.record_gap(time.perf_counter() - self._read_time)
             self._read_time = None
         page_table = self.scheduler.residents.page_table
-        return self.launcher.launch(plan, page_table, self._start_time)
+        return self.launcher.launch_all(parts, page_table, self._start_time)
 
     def _read(self, step: InFlight) -> list[Sequence]:
         with self._recorder.time("wait"):
@@ -356,8 +353,10 @@ class Engine:
             self._recorder.record_part(step.plan, rows, num_kept)
             if milliseconds is not None:
                 self.repertoire.note(step.plan, step.variant, milliseconds)
+            if step.joins is not None and milliseconds is not None:
+                self.repertoire.note_apart(step.joins, min(self._other_ms, milliseconds))
             if isinstance(step.plan, DecodePlan) and any(num_kept):
-                self._teach(step.plan, num_kept, milliseconds)
+                self._teach(step, num_kept, milliseconds)
         self._recorder.record_finished(touched)
         return touched
 
@@ -395,9 +394,11 @@ class Engine:
         # A tiny program may be done before the one before it has been read.
         return None if is_disturbed or milliseconds <= 0 else milliseconds
 
-    def _teach(self, plan: DecodePlan, num_kept: list[int], milliseconds: float | None) -> None:
+    def _teach(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
         """Tell the policy the outcome of a round."""
-        policy, k = self.scheduler.policy, plan.num_drafts
+        plan, policy = step.plan, self.scheduler.policy
+        assert isinstance(plan, DecodePlan)
+        k = plan.num_drafts
         if not policy.is_learning or k not in policy.choices:  # of the previous policy
             return
         if self.config.exact or plan.k != k:
@@ -406,7 +407,8 @@ class Engine:
         verdicts = Counter(sequence.verdict(k, n) for sequence, n in pairs)
         num_context = sum(len(sequence.token_ids) - n for sequence, n in pairs)
         other_ms, self._other_ms = self._other_ms, 0.0
-        policy.observe(Round(plan.batch, k, num_context, verdicts, milliseconds, other_ms))
+        times = milliseconds, other_ms, step.is_joined
+        policy.observe(Round(plan.batch, k, num_context, verdicts, *times))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """End requests that may have caused a failure, and restart the others on a new state."""

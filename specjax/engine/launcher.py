@@ -1,7 +1,8 @@
 """Launches the parts of a step: packs their inputs, and runs the programs of their shape."""
 
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
 import jax
@@ -21,6 +22,7 @@ from specjax.engine.programs import (
     Begin,
     Decode,
     Extend,
+    Joined,
     Prefill,
     Programs,
     Propose,
@@ -43,8 +45,11 @@ class InFlight:
     variant: Variant
     outputs: jax.Array
     start: float  # seconds, when planning of the step began
+    launched: float  # when its program was about to be launched
     done: float | None = None  # when its outputs were first seen to be ready
     features: Features | None = None  # of a chunk's rows, if one of its requests exports them
+    is_joined: bool = False  # whether chunks and a round were one program
+    joins: Joined | None = None  # of a round: the program that could have run the chunks, too
 
     def look(self) -> None:
         """Note the time if the outputs are ready."""
@@ -53,7 +58,7 @@ class InFlight:
             self.done = time.perf_counter()
 
 
-@dataclass
+@dataclass(frozen=True)
 class Extended:
     """A round whose masks are still to be made."""
 
@@ -63,7 +68,18 @@ class Extended:
     draft: Draft
     extension: Extension
     start: float  # seconds, as of `InFlight`
-    done: float | None = None
+    launched: float
+
+
+def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
+    """Note when earlier programs ended if later ones ran while they were launched, as on a CPU."""
+    programs = [step for step in launched if isinstance(step, InFlight)]
+    for step in programs:
+        if step.done is None:
+            continue
+        for earlier in (*previous, *programs):
+            if earlier.launched < step.launched:
+                earlier.done = min(step.launched, earlier.done or step.launched)
 
 
 class Launcher:
@@ -75,19 +91,36 @@ class Launcher:
         self._config, self._layout = config, layout
         self._programs, self._repertoire = programs, repertoire
 
+    def launch_all(
+        self, parts: SequenceOf[Part], page_table: np.ndarray, start: float
+    ) -> list[InFlight | Extended]:
+        """Launch the parts of a step, in one program if there is one, as `launch` does."""
+        joined = self._joined_of(parts)
+        if joined is not None and joined in self._programs.ready:
+            return self._launch_joined(joined, parts, page_table, start)
+        launched = [self.launch(part, page_table, start) for part in parts]
+        if joined is not None and isinstance(launched[-1], InFlight):
+            launched[-1].joins = joined
+        return launched
+
     def launch(self, plan: Part, page_table: np.ndarray, start: float) -> InFlight | Extended:
         """Launch a part of a step whose planning began at `start`, in seconds.
 
         A round with grammars is not complete before `settle`.
         """
+        launched = time.perf_counter()
         variant = self._repertoire.variant_for(plan, plan.demands)
-        packed = pack(plan, page_table, self._layout, self.wants(plan.demands))
+        packed = self._pack(plan, page_table)
         if isinstance(plan, PrefillPlan):
-            return self._prefill(plan, variant, packed, start)
+            outputs, extension = self._prefill(plan, variant, packed)
+            step = self._in_flight(plan, variant, outputs, start, launched)
+            if exports_features(plan):
+                step.features = extension.features
+            return step
         run, batch, k = self._programs.run, plan.batch, plan.k
         whole = Decode(batch, k, variant)
         if whole in self._programs.ready:
-            return self._in_flight(plan, variant, run(whole, packed), start)
+            return self._in_flight(plan, variant, run(whole, packed), start, launched)
         propose = Propose(batch, k, of_drafts(variant))
         if propose not in self._programs.ready:
             propose = Propose(batch, k, Variant())
@@ -95,7 +128,7 @@ class Launcher:
         if variant.masks:
             draft.tokens.copy_to_host_async()
         extension = run(Extend(batch, k), packed, draft)
-        extended = Extended(plan, variant, packed, draft, extension, start)
+        extended = Extended(plan, variant, packed, draft, extension, start, launched)
         if any(sequence.matcher for sequence in plan.sequences):
             return extended
         return self.settle(extended)
@@ -110,7 +143,7 @@ class Launcher:
         arguments = step.packed, step.draft, step.extension, masks
         key = Settle(plan.batch, plan.k, without_masks(variant))
         outputs = self._programs.run(key, *arguments)
-        return self._in_flight(plan, variant, outputs, step.start)
+        return self._in_flight(plan, variant, outputs, step.start, step.launched)
 
     def wants(self, all_demands: Collection[Demands]) -> Wants:
         """What any request of a step wants; in exact mode everything: all steps are alike."""
@@ -125,9 +158,47 @@ class Launcher:
             wants |= Wants.LOGPROBS
         return wants
 
+    def _pack(self, plan: Part, page_table: np.ndarray) -> np.ndarray:
+        return pack(plan, page_table, self._layout, self.wants(plan.demands))
+
+    def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
+        """The program that runs chunks and a round; None if they must be apart, or there is one.
+
+        They are apart in exact mode, as all steps must be alike there, and if the host acts between
+        the pieces of a round, or needs more of a chunk than its outputs.
+        """
+        if len(parts) < 2 or self._config.exact:
+            return None
+        chunks, round_ = parts
+        assert isinstance(chunks, PrefillPlan) and isinstance(round_, DecodePlan)
+        variant, others = (self._repertoire.variant_for(part, part.demands) for part in parts)
+        whole = Decode(round_.batch, round_.k, others)
+        if variant.masks or whole not in self._programs.ready or exports_features(chunks):
+            return None
+        return Joined(Begin(chunks.batch, chunks.width, variant), whole)
+
+    def _launch_joined(
+        self, key: Joined, parts: SequenceOf[Part], page_table: np.ndarray, start: float
+    ) -> list[InFlight | Extended]:
+        launched, (chunks, _) = time.perf_counter(), parts
+        assert isinstance(chunks, PrefillPlan)
+        packed = [self._pack(part, page_table) for part in parts]
+        self._admit(chunks)
+        self._move(Restore(chunks.batch), chunks, is_taken=False)
+        outputs = self._programs.run(key, *packed)
+        self._move(Take(chunks.batch), chunks, is_taken=True)
+        variants = key.begin.variant, key.decode.variant
+        steps = [
+            self._in_flight(*each, start, launched)
+            for each in zip(parts, variants, outputs, strict=True)
+        ]
+        for step in steps:
+            step.is_joined = True
+        return [*steps]
+
     def _prefill(
-        self, plan: PrefillPlan, variant: Variant, packed: np.ndarray, start: float
-    ) -> InFlight:
+        self, plan: PrefillPlan, variant: Variant, packed: np.ndarray
+    ) -> tuple[jax.Array, Extension]:
         run, batch, width = self._programs.run, plan.batch, plan.width
         self._admit(plan)
         self._move(Restore(batch), plan, is_taken=False)
@@ -136,10 +207,7 @@ class Launcher:
         extension = run(Prefill(batch, width), packed)
         outputs = run(Begin(batch, width, without_masks(variant)), packed, extension, masks)
         self._move(Take(batch), plan, is_taken=True)
-        launched = self._in_flight(plan, variant, outputs, start)
-        if any(chunk.sequence.request.exports_features for chunk in plan.chunks):
-            launched.features = extension.features
-        return launched
+        return outputs, extension
 
     def _admit(self, plan: PrefillPlan) -> None:
         new = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
@@ -156,9 +224,14 @@ class Launcher:
             self._programs.run(key, packed)
 
     def _in_flight(
-        self, plan: Part, variant: Variant, outputs: jax.Array, start: float
+        self, plan: Part, variant: Variant, outputs: jax.Array, start: float, launched: float
     ) -> InFlight:
         outputs.copy_to_host_async()
-        launched = InFlight(plan, variant, outputs, start)
-        launched.look()  # a backend may run a program as it is launched
-        return launched
+        step = InFlight(plan, variant, outputs, start, launched)
+        step.look()  # a backend may run a program as it is launched
+        return step
+
+
+def exports_features(plan: PrefillPlan) -> bool:
+    """Whether any of its requests wants the features of its prompt."""
+    return any(chunk.sequence.request.exports_features for chunk in plan.chunks)

@@ -34,6 +34,7 @@ from specjax.engine.batch import (
     run_begin,
     run_decode,
     run_extend,
+    run_joined,
     run_prefill,
     run_propose,
     run_restore,
@@ -50,6 +51,7 @@ from specjax.engine.programs import (
     Begin,
     Decode,
     Extend,
+    Joined,
     Key,
     Prefill,
     Propose,
@@ -194,6 +196,7 @@ class CompiledPrograms:
             Prefill: self._prefill,
             Begin: self._begin,
             Decode: self._decode,
+            Joined: self._joined,
             Propose: self._propose,
             Extend: self._extend,
             Settle: self._settle,
@@ -277,7 +280,7 @@ class CompiledPrograms:
         if program is None:
             self._late.add(key)
             program = self._compiler.get(key)
-        if arguments and arguments[-1] is None:  # what no request asks for is already there
+        if isinstance(key, Begin | Settle) and arguments[-1] is None:  # no request has a grammar
             arguments = *arguments[:-1], self._all_ones(key)
         self._state, result = program(self._weights, self._state, *arguments)
         return result
@@ -342,6 +345,19 @@ class CompiledPrograms:
     def _decode(self, key: Decode) -> tuple:
         packed = self._ints(*self._layout.decode_shape(key.batch))
         return run_decode, (packed,), {"model": self.model, "variant": key.variant, "k": key.k}
+
+    def _joined(self, key: Joined) -> tuple:
+        begin, decode = key.begin, key.decode
+        packed = self._ints(*self._layout.prefill_shape(begin.batch))
+        packed_round = self._ints(*self._layout.decode_shape(decode.batch))
+        static = {
+            "model": self.model,
+            "width": begin.width,
+            "chunk_variant": begin.variant,
+            "variant": decode.variant,
+            "k": decode.k,
+        }
+        return run_joined, (packed, packed_round), static
 
     def _propose(self, key: Propose) -> tuple:
         packed = self._ints(*self._layout.decode_shape(key.batch))

@@ -68,6 +68,14 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class Joined:
+    """What `Prefill`, `begin` and `decode` do, in one: (packed, packed) -> (outputs, outputs)."""
+
+    begin: Begin
+    decode: Decode
+
+
+@dataclass(frozen=True, slots=True)
 class Propose:
     """First piece of a round: (packed) -> Draft. Pieces are compiled only where needed."""
 
@@ -93,7 +101,9 @@ class Settle:
     variant: Variant
 
 
-Key: TypeAlias = Admit | Restore | Take | Prefill | Begin | Decode | Propose | Extend | Settle
+Key: TypeAlias = (
+    Admit | Restore | Take | Prefill | Begin | Decode | Joined | Propose | Extend | Settle
+)
 
 
 class Programs(Protocol):

@@ -14,6 +14,7 @@ from specjax.device.drafters.drafter import Variant
 from specjax.engine.batch import Part
 from specjax.engine.programs import (
     FEW_LOGPROBS,
+    Joined,
     Key,
     Programs,
     covers,
@@ -28,6 +29,7 @@ from specjax.sampling_params import LogitsProcessor
 
 PATIENCE_MS = 3000.0  # that steps may lose before a better shape is compiled
 PIECES_LOSE = 0.05  # about this fraction of a round's time
+JOINED_SAVES = 0.5  # of the shorter of chunks and a round; an estimate for short chunks
 
 
 class Repertoire:
@@ -174,9 +176,23 @@ class Repertoire:
             own = PrefillPlan((), *plan.wanted)
             part = own.batch * own.width / (plan.batch * plan.width)
         keys = keys_of(own, variant, is_recurrent=self._is_recurrent)
+        self._lose(keys, max(PIECES_LOSE, 1 - part) * milliseconds)
+
+    def note_apart(self, key: Joined, milliseconds: float) -> None:
+        """Ask for a program of both chunks and a round once its lack has cost enough time.
+
+        `milliseconds` is what the shorter of the two took in a program of its own. There is one for
+        every pair of shapes, too many to be compiled ahead.
+        """
+        if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
+            return
+        self._lose([key], JOINED_SAVES * milliseconds)
+
+    def _lose(self, keys: list[Key], milliseconds: float) -> None:
+        """Count time that was lost for want of programs, and ask for them if it is enough."""
         if all(key in self._programs.ready for key in keys):
             return
-        self._lost_ms[keys[-1]] += max(PIECES_LOSE, 1 - part) * milliseconds
+        self._lost_ms[keys[-1]] += milliseconds
         if self._lost_ms[keys[-1]] >= self.patience_ms:
             self._lost_ms[keys[-1]] = 0.0
             self._programs.compile_behind(keys, is_urgent=False)

@@ -67,7 +67,7 @@ def measure_rounds(
         programs.state = replace(programs.state, progress=_progress(programs.state, context))
         outputs = programs.run(Decode(batch, k, variant), packed)
         outputs.copy_to_host_async()
-        launched = InFlight(DecodePlan((), batch, k, k), variant, outputs, start)
+        launched = InFlight(DecodePlan((), batch, k, k), variant, outputs, start, start)
         launched.look()
         return launched
 

@@ -272,9 +272,10 @@ class CheckedEngine(Engine):
             if sequence.matcher and not sequence.error and not sequence.is_finished
         }
 
-    def _launch(self, plan: Part) -> Any:
-        self._check_writable(plan)
-        return super()._launch(plan)
+    def _launch(self, parts: SequenceOf[Part]) -> Any:
+        for plan in parts:
+            self._check_writable(plan)
+        return super()._launch(parts)
 
     def _check_writable(self, plan: Part) -> None:
         """Where a step writes, nobody else may look."""

@@ -30,6 +30,7 @@ from specjax.engine.programs import (
     Begin,
     Decode,
     Extend,
+    Joined,
     Key,
     Prefill,
     Propose,
@@ -128,6 +129,7 @@ class SimulatedPrograms:
             Propose: self._propose,
             Extend: self._extend,
             Settle: self._settle,
+            Joined: self._joined,
         }
         self.renew()
 
@@ -296,6 +298,19 @@ class SimulatedPrograms:
         rows = self._rows(key.k, packed)
         self._extend_rows(key.k, rows)
         return self._out(self._settle_rows(key, rows, packed, None))
+
+    def _joined(
+        self, key: Joined, packed: np.ndarray, packed_round: np.ndarray
+    ) -> tuple[HostArray, HostArray]:
+        begin, decode = key.begin, key.decode
+        rows = self._rows(decode.k, packed_round)
+        for row in rows.values():  # neither may read what the other writes
+            self._check_reads(row.slot, row.start, row.table)
+        extension = self._prefill(Prefill(begin.batch, begin.width), packed)
+        self._extend_rows(decode.k, rows)
+        outputs = self._settle_rows(decode, rows, packed_round, None)
+        self.tally["joined"] += 1
+        return self._begin(begin, packed, extension, None), self._out(outputs)
 
     def _propose(self, key: Propose, packed: np.ndarray) -> Draft:
         self._proposed = self._rows(key.k, packed)

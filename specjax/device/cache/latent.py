@@ -24,6 +24,13 @@ class ProjectedLatents(NamedTuple):
     up: jax.Array  # [H (D_n + D_v), R], a head's key, then its value
     angles: tuple[jax.Array, jax.Array]  # cos and sin of the rotation, f32[N, D_r / 2]
 
+    def of_rows(self, part: slice) -> "ProjectedLatents":
+        """See `RowInputs.of_rows`."""
+        cos, sin = self.angles
+        return self._replace(
+            q=self.q[part], latent=self.latent[part], angles=(cos[part], sin[part])
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
 class LatentAttention(PagesOnly):

@@ -22,6 +22,12 @@ class ProjectedHeads(NamedTuple):
     sinks: jax.Array | None = None  # [H], see `paged_attention`
     query_scales: jax.Array | None = None  # f32[N, 1, 1], of rotated queries
 
+    def of_rows(self, part: slice) -> "ProjectedHeads":
+        """See `RowInputs.of_rows`."""
+        cos, sin = self.angles
+        scales = None if self.query_scales is None else self.query_scales[part]
+        return self._replace(qkv=self.qkv[part], angles=(cos[part], sin[part]), query_scales=scales)
+
 
 @dataclass(frozen=True, kw_only=True)
 class PagedAttention(PagesOnly):

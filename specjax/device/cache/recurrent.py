@@ -30,6 +30,10 @@ class DeltaInputs(NamedTuple):
     x: jax.Array  # [N, C + H_v D_v + 2 H_v], q | k | v, output gate, write gate, decay
     weights: DeltaRuleWeights
 
+    def of_rows(self, part: slice) -> "DeltaInputs":
+        """See `RowInputs.of_rows`."""
+        return self._replace(x=self.x[part])
+
 
 class Snapshots(NamedTuple):
     """Copies of S states, with the tokens before them that the convolution still reads.

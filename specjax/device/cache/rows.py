@@ -1,7 +1,8 @@
 """Rows that continue the cached sequences: the context of every serving step."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,51 @@ class CachedRows:
     ) -> tuple[jax.Array, Any]:
         """See `Rows.mix`."""
         return kind.cached(self, cache, layer, inputs)
+
+
+class RowInputs(Protocol):
+    """Projections of N rows as a kind of cache expects them, with weights that all rows share."""
+
+    def of_rows(self, part: slice) -> Any:
+        """Return those of some rows."""
+        ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class JoinedRows:
+    """Rows of several kinds, one after the other, that are apart only where they use the cache.
+
+    No part may read what another writes.
+    """
+
+    parts: tuple[CachedRows, ...]
+
+    @property
+    def positions(self) -> jax.Array:
+        """Those of all rows, i32[N]."""
+        return jnp.concatenate([rows.positions for rows in self.parts])
+
+    @property
+    def kernels(self) -> str:
+        """See `CachedRows.kernels`."""
+        return self.parts[0].kernels
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """Where each part's rows are."""
+        ends = list(accumulate((len(rows.positions) for rows in self.parts), initial=0))
+        return tuple(map(slice, ends, ends[1:]))
+
+    def mix(
+        self, kind: CacheKind, cache: Any, layer: jax.Array, inputs: RowInputs
+    ) -> tuple[jax.Array, Any]:
+        """See `Rows.mix`."""
+        outputs = []
+        for rows, part in zip(self.parts, self.slices, strict=True):
+            out, cache = rows.mix(kind, cache, layer, inputs.of_rows(part))
+            outputs.append(out)
+        return jnp.concatenate(outputs), cache
 
 
 def padded_width(batch: int, width: int, multiple: int) -> int:

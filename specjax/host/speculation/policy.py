@@ -60,6 +60,7 @@ class Round:
         verdicts: how often each was given.
         ms: milliseconds it took; None if unknown.
         other_ms: milliseconds that chunks of prompts took since the round before.
+        is_joined: whether `other_ms` includes the round, as they were one program.
     """
 
     batch: int
@@ -68,6 +69,7 @@ class Round:
     verdicts: Mapping[DraftOutcome, int]
     ms: float | None
     other_ms: float = 0.0
+    is_joined: bool = False
 
 
 class Policy(Protocol):
@@ -287,9 +289,16 @@ class GoodputPolicy:
         if self._learns_acceptance and outcome.k:
             self._warm_up_rounds -= 1
             self.acceptance.observe(outcome.verdicts)
-        if self._learns_cost and outcome.ms is not None:
-            self.cost.observe(outcome.batch, outcome.k, outcome.num_context, outcome.ms)
-            self._other += (outcome.other_ms - self._other) / OTHER_ROUNDS
+        if not self._learns_cost:
+            return
+        shape, other_ms = (outcome.batch, outcome.k, outcome.num_context), outcome.other_ms
+        if outcome.ms is not None:
+            self.cost.observe(*shape, outcome.ms)
+        elif outcome.is_joined and other_ms:
+            other_ms = max(0.0, other_ms - self.cost.ms(*shape))
+        else:
+            return
+        self._other += (other_ms - self._other) / OTHER_ROUNDS
 
     def learned(self) -> Profile | None:
         """Of rounds of every shape, without context."""

@@ -487,7 +487,7 @@ def test_a_policy_cannot_see_a_draft():
         "num_sequences", "num_context", "max_tokens", "members",
     ]  # fmt: skip
     assert [f.name for f in fields(Round)] == [
-        "batch", "k", "num_context", "verdicts", "ms", "other_ms",
+        "batch", "k", "num_context", "verdicts", "ms", "other_ms", "is_joined",
     ]  # fmt: skip
     assert DraftOutcome._fields == ("num_drafts", "num_accepted", "group")
     for kind in (DecodeLoad, Round, DraftOutcome):

@@ -1,0 +1,86 @@
+"""Chunks of prompts and a round in one pass of the target, which reads its weights once.
+
+A short chunk takes as long as it takes to read the weights, and so does a small round. Where
+requests come all the time, most steps have both.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from specjax.device.cache.rows import JoinedRows
+from specjax.device.drafters.drafter import Params, Variant
+from specjax.device.state import EngineState
+from specjax.device.step import (
+    DecodeInputs,
+    Extension,
+    PrefillInputs,
+    StepModel,
+    StepOutputs,
+    begin,
+    chunk_rows,
+    chunk_tokens,
+    last_of_chunks,
+    propose,
+    round_rows,
+    round_tokens,
+    settle,
+)
+
+
+def joined_step(
+    params: Params,
+    state: EngineState,
+    chunks: PrefillInputs,
+    round_: DecodeInputs,
+    *,
+    model: StepModel,
+    width: int,
+    chunk_variant: Variant,
+    variant: Variant,
+    k: int,
+) -> tuple[EngineState, tuple[StepOutputs, StepOutputs]]:
+    """Do what `prefill` and `begin` do for chunks, and `decode_step` for the other requests.
+
+    Args:
+        chunks: of `width` tokens of B prompts.
+        round_: other requests, which draft `k` tokens.
+        chunk_variant: of the chunks' outputs.
+        variant: of the round's.
+
+    Returns:
+        The state, and the outputs of the chunks and of the round.
+    """
+    target, aux_layers = model.target, model.drafter.aux_layers
+    with jax.named_scope("draft"):
+        state, draft = propose(params, state, round_, model=model, variant=variant, k=k)
+    with jax.named_scope("verify"):
+        drafted = round_rows(state, round_, k, model)
+        rows = JoinedRows((chunk_rows(state, chunks, width, model), drafted))
+        held = round_tokens(state, round_.slots, draft, drafted.width)
+        tokens = jnp.concatenate([chunk_tokens(state, chunks, width), held.reshape(-1)])
+        features, caches = target.extend(params.target, tokens, rows, state.caches, aux_layers)
+        of_chunks, of_round = (
+            jax.tree.map(lambda x, part=part: x[part], features) for part in rows.slices
+        )
+        # The rows of the head, too, are together, so that it is read once.
+        hidden = [of_round.hidden, last_of_chunks(of_chunks.hidden, chunks)]
+        padding = -sum(map(len, hidden)) % model.row_multiple
+        padded = jnp.pad(jnp.concatenate(hidden), ((0, padding), (0, 0)))
+        logits = target.logits(params.target, padded)
+        num_round, batch = len(of_round.hidden), chunks.slots.shape[0]
+        for_round = logits[:num_round].reshape(-1, drafted.width, logits.shape[1])[:, : k + 1]
+        for_chunks = logits[num_round : num_round + batch, None]
+    state = replace(state, caches=caches).nothing_pending(chunks.slots)
+    with jax.named_scope("settle"):
+        extension = Extension(of_round, for_round)
+        state, outputs = settle(
+            params, state, round_, draft, extension, model=model, variant=variant
+        )
+    with jax.named_scope("begin"):
+        extension = Extension(of_chunks, for_chunks)
+        state, chunk_outputs = begin(
+            params, state, chunks, extension, model=model, variant=chunk_variant
+        )
+    return state, (chunk_outputs, outputs)

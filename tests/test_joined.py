@@ -1,0 +1,81 @@
+"""Chunks and a round in one program: the same tokens as in two, with every kind of cache."""
+
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from support.engines import make_llm
+
+from specjax import SamplingParams
+from specjax.engine.programs import Begin, Decode, Joined, Prefill
+from specjax.host.speculation.acceptance import Acceptance
+from specjax.host.speculation.policy import GoodputPolicy, Round
+from specjax.host.speculation.step_cost import StepCost
+
+LENGTHS = (40, 3, 70, 1, 33, 20, 9, 50)  # of prompts: up to three chunks
+
+
+def make(checkpoints, name):
+    """An LLM of one model, with a drafter where there is one at hand."""
+    target = checkpoints.target(name)
+    if name == "llama":
+        return make_llm(target.folder, "eagle", checkpoints.eagle(target).folder)
+    if name == "qwen3_5_text":
+        return make_llm(checkpoints.mtp(target).folder, "mtp", k=2)
+    return make_llm(target.folder, "ngram")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "deepseek_v3", "gpt_oss"])
+def test_the_same_tokens_as_apart(checkpoints, name):
+    """With requests that come and go, some of them resumed, drawn, penalised, and reported."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(1, 30, length).tolist() for length in LENGTHS]
+    params = [
+        SamplingParams(
+            temperature=(0.0, 0.8)[i % 2],
+            seed=i,
+            max_tokens=5 + 4 * i % 11,
+            ignore_eos=True,
+            presence_penalty=(0.0, 0.5)[i == 2],
+            logprobs=(None, 2)[i == 3],
+        )
+        for i in range(len(LENGTHS))
+    ]
+    with make(checkpoints, name) as llm:
+        apart = llm.generate(prompts, params)
+        programs = llm.engine.programs
+        (begin,) = (key for key in programs.ready if isinstance(key, Begin))
+        (decode,) = (key for key in programs.ready if isinstance(key, Decode))
+        programs.compile_ahead([Joined(begin, decode)], show_progress=False)
+        run, runs = programs.run, Counter()
+        programs.run = lambda key, *rest: (runs.update([type(key)]), run(key, *rest))[1]
+        llm.reset_prefix_cache()
+        joined = llm.generate(prompts, params)
+    assert runs[Joined] >= 4 and runs[Prefill] < 4, "only the first chunks come without a round"
+    for one, other in zip(joined, apart, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        for here, there in zip(
+            one.outputs[0].logprobs or (), other.outputs[0].logprobs or (), strict=True
+        ):
+            assert list(here) == list(there)
+            values = [[x.logprob for x in row.values()] for row in (here, there)]
+            np.testing.assert_allclose(*values, atol=1e-4)
+
+
+def test_what_a_joined_round_says_of_the_chunks():
+    """Its own time is not known, so that of all, less what such a round takes, is the chunks'."""
+
+    def other_ms(**times):
+        cost = StepCost({4: {0: 10.0, 2: 14.0}})
+        policy = GoodputPolicy((0, 2), cost, Acceptance(2))
+        outcome = Round(4, 2, 0, Counter(), None)
+        for _ in range(300):
+            policy.observe(replace(outcome, **times))
+        return policy._other
+
+    assert other_ms(other_ms=30.0, is_joined=True) == pytest.approx(16, rel=0.05)
+    assert other_ms(other_ms=9.0, is_joined=True) == 0, "it can be faster than a round alone"
+    assert other_ms(other_ms=30.0) == 0, "what was disturbed says nothing"
+    assert other_ms(ms=14.0, other_ms=30.0) == pytest.approx(30, rel=0.05)
