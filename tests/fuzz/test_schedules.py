@@ -22,6 +22,7 @@ OFTEN = {  # at least so many times in all of them
     "failures met": 20,
     "masks": 200,
     "rounds in another's shape": 150,
+    "joined": 66,  # chunks and a round in one program
     "steps with requests held": 100,
 }
 
