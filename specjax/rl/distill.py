@@ -22,8 +22,9 @@ from specjax.rl.rollouts import Rollout, Score
 from specjax.train.data import Document
 from specjax.train.features import Exported, FeatureSet
 from specjax.train.loop import TrainState, begin, make_train_step
-from specjax.train.losses import Frozen, drafter_loss, split_frozen
+from specjax.train.losses import drafter_loss, split_frozen
 from specjax.train.optimizer import steady_adamw
+from specjax.train.teacher import Frozen
 
 KEPT_CHECKPOINTS = 2  # the newest, and the one before in case that is damaged
 

@@ -28,8 +28,9 @@ from specjax.device.models.model import Features
 from specjax.device.models.registry import load_model
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.drafter import KINDS, HeadSizes
-from specjax.train.losses import shift, split_frozen
+from specjax.train.losses import split_frozen
 from specjax.train.target import init_params
+from specjax.train.teacher import shift
 
 CHAINS = "eagle3", pytest.param("mtp", marks=pytest.mark.slow)
 PARALLEL = "dflash", "medusa"
