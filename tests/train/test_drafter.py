@@ -23,7 +23,7 @@ from specjax.device.requests import init_requests
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document
 from specjax.train.drafter import KINDS, HeadSizes, draft_vocabulary, train_drafter, warm_start
-from specjax.train.features import FeatureSet
+from specjax.train.features import FeatureSet, feature_bytes
 from specjax.train.loop import Schedule
 from specjax.train.losses import drafter_loss, split_frozen, unrolled_loss
 from specjax.train.target import demo_llama, demo_qwen3_5, init_params
@@ -154,6 +154,8 @@ def test_features_do_not_depend_on_the_padding_of_the_last_batch(
     split = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX, batch=5)
     for a, b in zip(features.rows, split.rows, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-3)
+    told = feature_bytes(TARGET, len(documents), LENGTH, AUX)
+    assert told == sum(part.nbytes for part in features.rows)
 
 
 def test_exported_features_are_those_of_the_rows_that_are_kept(documents, features):
