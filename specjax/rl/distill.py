@@ -46,7 +46,7 @@ class OnlineDistiller:
     with its weights, a new optimiser state, and the same count of steps.
 
     Args:
-        engine: its drafter is EAGLE-1, EAGLE-3, MTP, DFlash or Medusa.
+        engine: its drafter is EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or of the DFlash family.
         learning_rate: reached after ten steps, then constant, as there is always another refit.
         batch_size: rollouts in a step.
         length: maximum tokens of a rollout to train on. Longer ones lose the beginning of the
