@@ -202,7 +202,7 @@ def test_draft_vocabulary_holds_the_most_frequent_answer_tokens():
     np.testing.assert_array_equal(draft_vocabulary(documents, 10, 2), [3, 5])
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "dflash", "dspark", "p_eagle", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "dspark", "p_eagle", "medusa"])
 def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
     kind, target_params, documents, features, tmp_path
 ):

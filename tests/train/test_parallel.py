@@ -96,9 +96,9 @@ def head_of(kind, documents):
     return KINDS[kind].make(TARGET, SIZES, documents).head
 
 
-def masked(*masks):
-    """A DFlash head with what rows see, by layer."""
-    return lambda documents: replace(head_of("dflash", documents), attention_masks=masks)
+def masked(kind, *masks):
+    """A DFlash or DSpark head with what rows see, by layer."""
+    return lambda documents: replace(head_of(kind, documents), attention_masks=masks)
 
 
 def chosen(documents):
@@ -109,9 +109,10 @@ def chosen(documents):
 
 
 HEADS = {
-    "full, causal": masked(AttentionMask(), AttentionMask(ahead=0)),
-    "windows": masked(AttentionMask(back=4, ahead=1), AttentionMask(back=5, is_anchored=True)),
-    "DSpark": partial(head_of, "dspark"),
+    "DFlash, full, causal": masked("dflash", AttentionMask(), AttentionMask(ahead=0)),
+    "DSpark, windows": masked(
+        "dspark", AttentionMask(back=4, ahead=1), AttentionMask(back=5, is_anchored=True)
+    ),
     "DFlash2": chosen,
     "P-EAGLE": partial(head_of, "p_eagle"),
 }
@@ -217,6 +218,7 @@ def test_p_eagle_learns_what_it_would_in_torch(target_params, documents, feature
     """The loss, and its gradient by every tensor of the checkpoint."""
     torch, heads = pytest.importorskip("torch"), pytest.importorskip("support.torch_heads")
     safetensors = pytest.importorskip("safetensors.torch")
+    torch.set_num_threads(1)
     start = KINDS["p_eagle"].make(TARGET, SIZES, documents)
     head, batch = start.head, jax.device_get(features.batch_at(0, 1, 0))
     own, frozen = random_params(head.specs(), 2), Frozen(target_params, start.frozen)
