@@ -15,6 +15,8 @@ from specjax.checkpoint import safetensors_file
 from specjax.checkpoint.spec import TensorSpec
 from specjax.checkpoint.writing import naming
 
+FILE = "model.safetensors"  # the usual name of a checkpoint's weights
+
 
 def save_checkpoint(
     folder: Path,
@@ -24,14 +26,16 @@ def save_checkpoint(
     *,
     dtype: np.dtype,
     extra: Mapping[str, np.ndarray] = {},
+    file: str = FILE,
 ) -> None:
-    """Write `params`, cast to `dtype`, and `config` as model.safetensors and config.json.
+    """Write `params`, cast to `dtype`, and `config` as `file` and config.json.
 
     Each file is written atomically. Loading returns the same bits if `dtype` is the parameters'.
 
     Args:
         specs: The tree of `TensorSpec`, with the structure of `params`.
         extra: More tensors by their name in the file, written in their own dtype.
+        file: The name of the safetensors file.
 
     Raises:
         ValueError: `params` do not fit `specs`, a name is used twice, or `folder` holds a
@@ -44,11 +48,11 @@ def save_checkpoint(
     layout = _layout([spec for spec, _ in pairs], dtype, extra)
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        raise ValueError(f"{index} would hide the new model.safetensors; save to another folder")
+        raise ValueError(f"{index} would hide the new {file}; save to another folder")
     with naming(folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder, prefix=".saving-") as temporary:
-            weights, json_file = (Path(temporary, n) for n in ("model.safetensors", "config.json"))
+            weights, json_file = (Path(temporary, n) for n in (file, "config.json"))
             safetensors_file.write(weights, layout, _tensors(pairs, dtype, extra))
             json_file.write_text(text)
             for path in (weights, json_file):

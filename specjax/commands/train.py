@@ -38,11 +38,15 @@ DRAFTERS = {
     "eagle1": "an EAGLE-1 head for a target",
     "eagle3": "an EAGLE-3 head for a target",
     "mtp": "a hybrid target's own module; OUT is the target with it",
+    "p_eagle": "a P-EAGLE head for a target",
     "dflash": "a DFlash head for a target",
+    "dspark": "a DSpark head for a target",
     "medusa": "Medusa heads for a target",
 }
 AUX_LAYERS = {"nargs": "+", "help": "whose input the head reads; default: 2 L/2 L-3"}
 UNROLLED = {"default": 4, "help": "steps of the training-time test"}
+NUM_LAYERS = {"help": "default: 2"}
+MASK = {"help": "a token that texts do not have; default: bos_token_id"}
 # Options of one kind. Those of a new head's sizes have no default, so that --init can refuse them.
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "eagle3": {
@@ -51,11 +55,25 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
         "--num-unrolled": UNROLLED,
     },
     "mtp": {"--num-unrolled": UNROLLED},
+    "p_eagle": {
+        "--num-layers": NUM_LAYERS,
+        "--draft-vocab-size": {"help": "default: 1024"},
+        "--aux-layers": AUX_LAYERS,
+        "--mask-token-id": MASK,
+        "--num-unrolled": {"default": 4, "help": "drafts that are trained together"},
+    },
     "dflash": {
-        "--num-layers": {"help": "default: 2"},
+        "--num-layers": NUM_LAYERS,
         "--block-size": {"help": "one more than the drafts; default: 8"},
         "--aux-layers": AUX_LAYERS,
-        "--mask-token-id": {"help": "a token that texts do not have; default: bos_token_id"},
+        "--mask-token-id": MASK,
+    },
+    "dspark": {
+        "--num-layers": NUM_LAYERS,
+        "--block-size": {"help": "the drafts; default: 7"},
+        "--markov-rank": {"help": "of the correction by the token before; default: 256"},
+        "--aux-layers": AUX_LAYERS,
+        "--mask-token-id": MASK,
     },
     "medusa": {"--num-heads": {"help": "default: 3"}},
 }

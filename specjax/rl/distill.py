@@ -22,8 +22,9 @@ from specjax.rl.rollouts import Rollout, Score
 from specjax.train.data import Document
 from specjax.train.features import Exported, FeatureSet
 from specjax.train.loop import TrainState, begin, make_train_step
-from specjax.train.losses import Frozen, drafter_loss, split_frozen
+from specjax.train.losses import drafter_loss, split_frozen
 from specjax.train.optimizer import steady_adamw
+from specjax.train.teacher import Frozen
 
 KEPT_CHECKPOINTS = 2  # the newest, and the one before in case that is damaged
 
@@ -45,7 +46,7 @@ class OnlineDistiller:
     with its weights, a new optimiser state, and the same count of steps.
 
     Args:
-        engine: its drafter is EAGLE-1, EAGLE-3, MTP, DFlash or Medusa.
+        engine: its drafter is EAGLE-1, EAGLE-3, MTP, P-EAGLE, Medusa or of the DFlash family.
         learning_rate: reached after ten steps, then constant, as there is always another refit.
         batch_size: rollouts in a step.
         length: maximum tokens of a rollout to train on. Longer ones lose the beginning of the

@@ -1,12 +1,13 @@
 """Rows without a cache, for training: whole sequences, and blocks of drafts within them."""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 from specjax.device.cache.kind import CacheKind
+from specjax.device.cache.paged import PagedAttention
 from specjax.device.drafters.dflash import AttentionMask
 
 
@@ -20,7 +21,7 @@ class CausalRows:
     kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
 
     @classmethod
-    def of(cls, batch: int, length: int) -> "CausalRows":
+    def of(cls, batch: int, length: int) -> Self:
         """Return the rows of `batch` sequences that all start at position 0."""
         return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32), batch), length)
 
@@ -58,25 +59,22 @@ class UnrolledRows:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ContextRows:
-    """Rows of B sequences of T tokens that leave their keys and values for `BlockRows`.
+class ContextRows(CausalRows):
+    """Causal rows that leave their keys and values for `BlockRows`.
 
     The cache is a pair (keys, values), each [L, B T, H_kv, D_h].
     """
 
-    positions: jax.Array  # i32[B T]
-    kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
-
-    @classmethod
-    def of(cls, batch: int, length: int) -> "ContextRows":
-        """Return the rows of `batch` sequences that all start at position 0."""
-        return cls(jnp.tile(jnp.arange(length, dtype=jnp.int32), batch))
+    def init(self, kind: PagedAttention) -> tuple[jax.Array, jax.Array]:
+        """Return a cache to fill, in float32."""
+        shape = kind.num_layers, len(self.positions), kind.num_kv_heads, kind.head_dim
+        return jnp.zeros(shape), jnp.zeros(shape)
 
     def mix(self, kind: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
-        """See `Rows.mix`. Nothing is attended to: the output is zero."""
-        queries, *made = kind.split(inputs)
+        """See `Rows.mix`; `kind` is a `PagedAttention`."""
+        _, *made = kind.split(inputs)
         kept = tuple(x.at[layer].set(new) for x, new in zip(cache, made, strict=True))
-        return jnp.zeros_like(queries), kept
+        return kind.causal(self.length, inputs), kept
 
 
 @jax.tree_util.register_dataclass
@@ -98,6 +96,10 @@ class BlockRows:
         """The positions of all rows, i32[B N W]."""
         offsets = jnp.arange(self.width, dtype=jnp.int32)
         return (self.starts[..., None] + offsets).reshape(-1)
+
+    def by_request(self, x: jax.Array) -> jax.Array:
+        """Return x [B N W, ...] by block: [B N, W, ...]."""
+        return x.reshape(-1, self.width, *x.shape[1:])
 
     def mix(self, kind: Any, cache: Any, layer: jax.Array, inputs: Any) -> tuple[jax.Array, Any]:
         """See `Rows.mix`; `kind` is a `PagedAttention`."""

@@ -12,21 +12,25 @@ import numpy as np
 from rich.console import Console
 
 from specjax.checkpoint.config_json import read_json
-from specjax.checkpoint.files import open_checkpoint
+from specjax.checkpoint.files import open_checkpoint, open_file
+from specjax.checkpoint.save import FILE
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import dflash_files, eagle, eagle3, medusa, mtp
+from specjax.device.drafters import dflash_files, dspark, eagle, eagle3, medusa, mtp, p_eagle
 from specjax.device.drafters.dflash import AttentionMask, DFlashHead
+from specjax.device.drafters.dspark import Markov
 from specjax.device.drafters.eagle import EagleHead
 from specjax.device.drafters.eagle3 import Eagle3Head
 from specjax.device.drafters.medusa import MedusaHeads
+from specjax.device.drafters.p_eagle import PEagleHead
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.model import Model
 from specjax.train.data import Document
 from specjax.train.features import FeatureSet, feature_bytes
 from specjax.train.loop import Schedule, fit
-from specjax.train.losses import Frozen, drafter_labels, drafter_loss, split_frozen
+from specjax.train.losses import drafter_labels, drafter_loss, split_frozen
 from specjax.train.optimizer import muon_and_adamw
 from specjax.train.target import init_params
+from specjax.train.teacher import Frozen
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,9 +40,11 @@ class HeadSizes:
     Attributes:
         aux_layers: layers of the target whose input the head reads.
         draft_vocab_size: tokens that can be drafted, the most frequent of the answers.
-        num_layers: layers of a DFlash head.
-        block_size: of a DFlash head, one more than the tokens that it drafts.
-        mask_token_id: which a DFlash head reads where it drafts, a token that texts do not have.
+        num_layers: layers of a DFlash, DSpark or P-EAGLE head.
+        block_size: of a DFlash head, one more than the tokens that it drafts; of a DSpark head, the
+            tokens that it drafts.
+        mask_token_id: which these heads read where they draft, a token that texts do not have.
+        markov_rank: of a DSpark head's correction by the token before.
         num_heads: of Medusa, the tokens that it drafts.
     """
 
@@ -47,6 +53,7 @@ class HeadSizes:
     num_layers: int | None = None
     block_size: int | None = None
     mask_token_id: int | None = None
+    markov_rank: int | None = None
     num_heads: int | None = None
 
 
@@ -58,6 +65,7 @@ class InitialHead(NamedTuple):
     trainable: Any | None  # None for random weights
     config: Mapping[str, Any]  # its `config.json`
     names: Sequence[str] = ()  # of the tensors that it was read from: their layout is kept
+    file: str = FILE  # where the weights are written
 
 
 class Kind(NamedTuple):
@@ -65,9 +73,11 @@ class Kind(NamedTuple):
 
     method: str  # in a `SpeculativeConfig`
     make: Callable[[Model, HeadSizes, Sequence[Document]], InitialHead]
-    num_drafts: Callable[[Mapping[str, Any]], int | None] = lambda config: None  # None: any number
+    num_drafts: Callable[[InitialHead], int | None] = lambda start: None  # None: any number
     # Tensors that are not weights, from the head and its parameters.
     vocabulary: Callable[[Any, Any], Mapping[str, np.ndarray]] = lambda head, params: {}
+    # The file of a folder's weights; None if it has the usual name.
+    find_file: Callable[[Path], Path | None] = lambda folder: None
 
 
 def _eagle1(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
@@ -91,23 +101,35 @@ def _mtp(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> Init
     return InitialHead(mtp.of_own_shape(target, "target"), {}, None, {})
 
 
+def _p_eagle(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
+    body, frozen, *_ = _eagle3(target, sizes, documents)
+    shape = replace(body.shape, num_layers=sizes.num_layers or 2)
+    own = {"shape": shape, "mask_token_id": _mask_token_id(target, sizes), "recycle_normed": True}
+    head = PEagleHead(**vars(body) | own)
+    return InitialHead(head, frozen, None, p_eagle.to_hf(head))
+
+
 def _dflash(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
-    if sizes.mask_token_id is None or not 0 <= sizes.mask_token_id < target.vocab_size:
-        raise ValueError(
-            f"--mask-token-id={sizes.mask_token_id} must be one of the target's "
-            f"{target.vocab_size} tokens, best one that texts do not have"
-        )
     shape = replace(_shape(target), num_layers=sizes.num_layers or 2, qk_norm=True)
     head = DFlashHead(
         shape=shape,
         target_hidden_size=target.hidden_size,
         draft_vocab_size=target.vocab_size,
         aux_layers=_aux_layers(target, sizes),
-        mask_token_id=sizes.mask_token_id,
+        mask_token_id=_mask_token_id(target, sizes),
         attention_masks=(AttentionMask(),) * shape.num_layers,
     )
     return InitialHead(
         head, {}, None, dflash_files.to_hf(head, target.num_layers, sizes.block_size or BLOCK_SIZE)
+    )
+
+
+def _dspark(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
+    sizes = replace(sizes, block_size=sizes.block_size or BLOCK_SIZE - 1)
+    start, rank = _dflash(target, sizes, documents), sizes.markov_rank or 256
+    return start._replace(
+        head=replace(start.head, refinement=Markov(rank=rank), first_row=0),
+        config={**start.config, **dspark.to_hf(rank)},
     )
 
 
@@ -122,23 +144,25 @@ def _medusa(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> I
     return InitialHead(heads, {}, None, medusa.to_hf(heads))
 
 
+def _num_drafted_by_block(start: InitialHead) -> int:
+    return start.config.get("block_size", 16) - start.head.first_row
+
+
 BLOCK_SIZE = 8
 # By the word after `specjax train`.
 KINDS = {
     "eagle1": Kind("eagle", _eagle1),
     "eagle3": Kind("eagle3", _eagle3, vocabulary=eagle3.vocabulary_tensors),
     "mtp": Kind("mtp", _mtp),
-    "dflash": Kind(
-        "dflash",
-        _dflash,
-        lambda config: config.get("block_size", 16) - 1,
-        eagle3.vocabulary_tensors,
-    ),
+    "p_eagle": Kind("p_eagle", _p_eagle, vocabulary=eagle3.vocabulary_tensors),
+    "dflash": Kind("dflash", _dflash, _num_drafted_by_block, eagle3.vocabulary_tensors),
+    "dspark": Kind("dflash", _dspark, _num_drafted_by_block, eagle3.vocabulary_tensors),
     "medusa": Kind(
         "medusa",
         _medusa,
-        lambda config: config.get("num_heads", config.get("medusa_num_heads", 5)),
+        lambda start: start.head.num_heads,
         medusa.vocabulary_tensors,
+        medusa.find_first_file,
     ),
 }
 
@@ -153,8 +177,10 @@ def warm_start(kind: Kind, folder: Path, target: Model) -> InitialHead:
     drafter, params = load_drafter(folder, speculation, target, np.dtype("float32"))
     assert drafter.weights is not None, kind.method
     trainable, frozen = split_frozen(params)
-    config, names = read_json(folder, "config.json"), open_checkpoint(folder).names()
-    return InitialHead(drafter.weights, frozen, trainable, config, tuple(names))
+    config, own = read_json(folder, "config.json"), kind.find_file(folder)
+    files = open_checkpoint(folder) if own is None else open_file(own)
+    name = FILE if own is None else own.with_suffix(".safetensors").name
+    return InitialHead(drafter.weights, frozen, trainable, config, tuple(files.names()), name)
 
 
 def _shape(target: Model) -> Any:
@@ -164,6 +190,16 @@ def _shape(target: Model) -> Any:
             "experts does not have; begin with a published head (--init)"
         )
     return target.head_shape
+
+
+def _mask_token_id(target: Model, sizes: HeadSizes) -> int:
+    token = sizes.mask_token_id
+    if token is None or not 0 <= token < target.vocab_size:
+        raise ValueError(
+            f"--mask-token-id={token} must be one of the target's {target.vocab_size} tokens, best "
+            "one that texts do not have"
+        )
+    return token
 
 
 def _aux_layers(target: Model, sizes: HeadSizes) -> tuple[int, ...]:

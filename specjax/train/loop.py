@@ -41,17 +41,16 @@ class TrainState(NamedTuple):
     step: jax.Array  # i32[], steps taken
 
 
-# (state, frozen, batch) -> (state, metrics)
-TrainStep = Callable[[TrainState, Any, Any], tuple[TrainState, dict[str, jax.Array]]]
-
-
 def begin(trainable: Any, optimizer: optax.GradientTransformation) -> TrainState:
     """Return the state before the first step."""
     return TrainState(trainable, optimizer.init(trainable), jax.numpy.int32(0))
 
 
-def make_train_step(loss: Loss, optimizer: optax.GradientTransformation, seed: int) -> TrainStep:
-    """Return a compiled step that minimises `loss`; its random key depends on the step only."""
+def make_train_step(
+    loss: Loss, optimizer: optax.GradientTransformation, seed: int
+) -> jax.stages.Wrapped:
+    """Return a jitted function (state, frozen, batch) -> (state, metrics): a step that minimises
+    `loss`, whose random key depends on the step's number only."""
 
     @jax.jit
     def train_step(state: TrainState, frozen: Any, batch: Any):
@@ -95,6 +94,7 @@ def fit(
     state = begin(trainable, optimizer)
     options = ocp.CheckpointManagerOptions(max_to_keep=2, save_interval_steps=save_every)
     log: list[dict[str, float]] = []
+    compiled = None
     with (
         naming(directory),
         ocp.CheckpointManager(directory.absolute(), options=options) as checkpoints,
@@ -106,8 +106,12 @@ def fit(
             console.print(f"resumed at step {first} from {directory}")
         start = measured = time.perf_counter()
         for step in range(first, steps):
-            state, metrics = train_step(state, frozen, batches(step))
-            if step in (first, first + TIMED_STEPS):  # the first one compiles
+            batch = batches(step)
+            if compiled is None:
+                compiled = train_step.lower(state, frozen, batch).compile()
+                console.print(_memory(compiled), highlight=False, soft_wrap=True)
+            state, metrics = compiled(state, frozen, batch)
+            if step in (first, first + TIMED_STEPS):  # the first one takes longer
                 jax.block_until_ready(metrics)
                 begun, measured = measured, time.perf_counter()
                 if step > first:
@@ -122,6 +126,12 @@ def fit(
             checkpoints.save(step + 1, args=ocp.args.StandardSave(state), force=step + 1 == steps)
         checkpoints.wait_until_finished()
     return state.trainable, log
+
+
+def _memory(compiled: jax.stages.Compiled) -> str:
+    stats = compiled.memory_analysis()
+    size = "an unknown amount" if stats is None else f"{stats.temp_size_in_bytes / 2**20:,.0f} MiB"
+    return f"memory of activations, by the compiled step: {size}"
 
 
 def _time_left(seconds: float, steps: int) -> str:

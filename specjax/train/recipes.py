@@ -41,6 +41,7 @@ from specjax.train.target import DEMOS, evaluate, train_target
 COUNTS = (
     *("steps", "batch_size", "length", "vocab_size", "num_layers", "hidden_size", "num_prompts"),
     *("max_tokens", "num_unrolled", "draft_vocab_size", "block_size", "num_heads"),
+    "markov_rank",
 )
 CARD_PROMPTS = 64
 CARD_TOKENS = 128
@@ -64,7 +65,7 @@ def _check(args: Namespace) -> None:
         raise ValueError(f"--learning-rate={rate} must be above 0 and finite")
     if (width := getattr(args, "hidden_size", 64)) % 64:
         raise ValueError(f"--hidden-size={width} must be a multiple of 64, the size of a head")
-    if getattr(args, "block_size", None) == 1:
+    if args.kind == "dflash" and args.block_size == 1:
         raise ValueError("--block-size=1 drafts nothing; use at least 2")
     if args.kind == "answers" and args.out.is_dir():
         raise ValueError(f"--out {args.out} is a folder; name the .jsonl to write")
@@ -123,7 +124,7 @@ def _drafter(args: Namespace) -> None:
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     documents = read_documents(args.data, tokenizer)
     start = _start(args, kind, target, documents)
-    num_drafts = kind.num_drafts(start.config)
+    num_drafts = kind.num_drafts(start)
     params, log = train_drafter(
         target,
         target_params,
@@ -143,9 +144,8 @@ def _drafter(args: Namespace) -> None:
         args.out.mkdir(parents=True, exist_ok=True)
         for name in "tokenizer.json", "tokenizer_config.json":
             shutil.copyfile(folder / name, args.out / name)
-    save_checkpoint(
-        args.out, specs, weights, config, dtype=jax.numpy.dtype(args.dtype), extra=extra
-    )
+    dtype = jax.numpy.dtype(args.dtype)
+    save_checkpoint(args.out, specs, weights, config, dtype=dtype, extra=extra, file=start.file)
     ks = sorted({min(3, num_drafts or 3), num_drafts or 3})
     _write_drafter_card(args, documents, params, log, ks)
 
@@ -160,7 +160,7 @@ def _start(args: Namespace, kind: Kind, target: Model, documents: list[Document]
                 "its own, so leave it out"
             )
         return warm_start(kind, resolve(args.init), target)
-    if args.kind == "dflash" and sizes["mask_token_id"] is None:
+    if sizes["mask_token_id"] is None:
         sizes["mask_token_id"] = read_json(resolve(args.target), "config.json").get("bos_token_id")
     return kind.make(target, HeadSizes(**sizes), documents)
 

@@ -27,16 +27,18 @@ from specjax.device.drafters.drafter import Params
 from specjax.device.models.model import Features
 from specjax.device.models.registry import load_model
 from specjax.train.context import CausalRows, UnrolledRows
+from specjax.train.data import Document
 from specjax.train.drafter import KINDS, HeadSizes
-from specjax.train.losses import shift, split_frozen
+from specjax.train.losses import split_frozen
 from specjax.train.target import init_params
+from specjax.train.teacher import shift
 
 CHAINS = "eagle3", pytest.param("mtp", marks=pytest.mark.slow)
-PARALLEL = "dflash", "medusa"
+PARALLEL = "dflash", "medusa", "p_eagle"
 METHODS = (
     *CHAINS,
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("eagle", "dflash")),
-    pytest.param("medusa", marks=pytest.mark.nightly),
+    *(pytest.param(name, marks=pytest.mark.nightly) for name in ("medusa", "p_eagle")),
 )
 
 
@@ -67,11 +69,12 @@ def open_engine(checkpoints, build, target, module, tmp_path):
 def untrained(method, target, folder):
     """The folder of a head with random weights, as `specjax train` begins with."""
     model, _ = load_model(target.folder, np.dtype("float32"))
-    sizes = HeadSizes(aux_layers=(0, 1), mask_token_id=0, num_heads=K)
-    start = KINDS[method].make(model, sizes, [])
-    params = init_params(start.head.specs(), jax.random.key(0))
-    dtype = np.dtype("float32")
-    save_checkpoint(folder, start.head.specs(), params, start.config, dtype=dtype)
+    sizes = HeadSizes(aux_layers=(0, 1), mask_token_id=0, num_heads=K, draft_vocab_size=16)
+    kind, words = KINDS[method], Document(np.arange(VOCAB), 0)
+    start = kind.make(model, sizes, [words])
+    params, dtype = init_params(start.head.specs(), jax.random.key(0)), np.dtype("float32")
+    extra = kind.vocabulary(start.head, replace(params, **start.frozen))
+    save_checkpoint(folder, start.head.specs(), params, start.config, dtype=dtype, extra=extra)
     return folder
 
 

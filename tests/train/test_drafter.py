@@ -23,10 +23,11 @@ from specjax.device.requests import init_requests
 from specjax.train.context import CausalRows, UnrolledRows
 from specjax.train.data import Document
 from specjax.train.drafter import KINDS, HeadSizes, draft_vocabulary, train_drafter, warm_start
-from specjax.train.features import FeatureSet
+from specjax.train.features import FeatureSet, feature_bytes
 from specjax.train.loop import Schedule
-from specjax.train.losses import Frozen, drafter_loss, shift, split_frozen, unrolled_loss
+from specjax.train.losses import drafter_loss, split_frozen, unrolled_loss
 from specjax.train.target import demo_llama, demo_qwen3_5, init_params
+from specjax.train.teacher import Frozen, shift
 
 LENGTH = 24
 TARGET = demo_llama(64, 3, 64)
@@ -153,6 +154,8 @@ def test_features_do_not_depend_on_the_padding_of_the_last_batch(
     split = FeatureSet.of(TARGET, target_params, documents, LENGTH, AUX, batch=5)
     for a, b in zip(features.rows, split.rows, strict=True):
         np.testing.assert_allclose(a, b, atol=2e-3)
+    told = feature_bytes(TARGET, len(documents), LENGTH, AUX)
+    assert told == sum(part.nbytes for part in features.rows)
 
 
 def test_exported_features_are_those_of_the_rows_that_are_kept(documents, features):
@@ -199,7 +202,7 @@ def test_draft_vocabulary_holds_the_most_frequent_answer_tokens():
     np.testing.assert_array_equal(draft_vocabulary(documents, 10, 2), [3, 5])
 
 
-@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "dflash", "medusa"])
+@pytest.mark.parametrize("kind", ["eagle1", "eagle3", "dspark", "p_eagle", "medusa"])
 def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
     kind, target_params, documents, features, tmp_path
 ):
@@ -207,7 +210,9 @@ def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
     target = TARGET
     if kind == "eagle1":  # a dense layer for a hybrid
         target, target_params = HYBRID, jax.device_put(random_params(HYBRID.specs(), 0))
-    sizes = HeadSizes(aux_layers=AUX, draft_vocab_size=32, mask_token_id=0, num_heads=2)
+    sizes = HeadSizes(
+        aux_layers=AUX, draft_vocab_size=32, mask_token_id=0, num_heads=2, markov_rank=8
+    )
     start = KINDS[kind].make(target, sizes, documents)
     params, _ = train_drafter(
         target, target_params, start, documents, tmp_path / "run", schedule, num_unrolled=2
@@ -230,6 +235,30 @@ def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
     again = warm_start(KINDS[kind], tmp_path, target)  # what was saved is what one begins with
     assert again.head == head and again.config == start.config
     jax.tree.map(np.testing.assert_array_equal, again.trainable, floats)
+
+
+def test_medusa_heads_are_trained_further_in_their_authors_file(target_params, tmp_path):
+    """Its names and the file's are kept."""
+    start, dtype = KINDS["medusa"].make(TARGET, HeadSizes(), []), np.dtype("float32")
+    names = ["0.1.weight"]  # which tells the authors' layout
+    params = random_params(start.head.specs(names), 1)
+    config = {"medusa_num_heads": 3, "medusa_num_layers": 1}
+    written = {"specs": start.head.specs(names), "params": params, "config": config, "dtype": dtype}
+    save_checkpoint(tmp_path / "init", **written, file="medusa_lm_head.safetensors")
+    again = warm_start(KINDS["medusa"], tmp_path / "init", TARGET)
+    assert (again.file, again.config) == ("medusa_lm_head.safetensors", config)
+    jax.tree.map(np.testing.assert_array_equal, again.trainable, params)
+    assert KINDS["medusa"].num_drafts(again) == 3
+
+    specs, trained = again.head.specs(again.names), jax.tree.map(lambda x: 2 * x, again.trainable)
+    save_checkpoint(tmp_path, specs, trained, again.config, dtype=dtype, file=again.file)
+    assert {path.name for path in tmp_path.iterdir()} == {"init", "config.json", again.file}
+    speculation = SpeculativeConfig(method="medusa", model="", num_speculative_tokens=3)
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        load_drafter(tmp_path, speculation, TARGET, dtype)[1],
+        trained,
+    )
 
 
 def test_a_length_without_answers_is_refused(target_params, documents):

@@ -138,6 +138,10 @@ class Refinement:
         """
         return logits
 
+    def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
+        """Return what training fits to the target's distributions: the refined logits."""
+        return (refined,)
+
 
 @dataclass(frozen=True, kw_only=True)
 class DFlashHead:

@@ -148,6 +148,10 @@ class DFlash2(Refinement):
         row = jnp.arange(len(ids))[:, None]
         return jnp.full_like(logits, -jnp.inf).at[row, ids].set(best + follows)
 
+    def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
+        """See `Refinement.trained`: also the logits by which candidates are found."""
+        return logits, refined
+
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
     """Return what a config of DFlash2 adds, and 1, the row of a block that drafts first.

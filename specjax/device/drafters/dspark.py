@@ -64,3 +64,14 @@ def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:
     is_exported = "speculators_model_type" in hf.fields  # which may have DFlash's rows
     from_anchor = hf.get("sample_from_anchor", own.get("sample_from_anchor", not is_exported))
     return Markov(rank=rank) if rank else Refinement(), 0 if from_anchor else 1
+
+
+def to_hf(rank: int) -> dict[str, Any]:
+    """Return what the `config.json` of a head has besides DFlash's."""
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        "markov_head_type": "vanilla",
+        "markov_rank": rank,
+        "enable_confidence_head": False,
+        "sample_from_anchor": True,
+    }

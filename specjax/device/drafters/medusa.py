@@ -163,8 +163,8 @@ def load(
     """
     assert folder is not None, config.method
     hf = read_config(folder)
-    first = [folder / name for name in FIRST_FILES if (folder / name).exists()]
-    tensors = open_file(first[0]) if first else open_checkpoint(folder)
+    first = find_first_file(folder)
+    tensors = open_checkpoint(folder) if first is None else open_file(first)
     files, names = DrafterFiles(tensors, hf, placement), tensors.names()
     num_heads = hf.integer("num_heads", hf.integer("medusa_num_heads", 5))
     if config.num_speculative_tokens > num_heads:
@@ -185,6 +185,12 @@ def load(
     )
     params = replace(files.load(heads.specs(names), dtype, unused=(TOKEN_MAP,)), target_ids=ids)
     return MedusaDrafter(heads, is_greedy=config.draft_sample_method == "greedy"), params
+
+
+def find_first_file(folder: Path) -> Path | None:
+    """Return the file of heads in the authors' layout; None if the folder has none."""
+    paths = (folder / name for name in FIRST_FILES)
+    return next((path for path in paths if path.exists()), None)
 
 
 def to_hf(heads: MedusaHeads) -> dict[str, Any]:

@@ -200,3 +200,9 @@ def _read_mask(hf: HFConfig, target: Model) -> int:
             f"target's {target.vocab_size} tokens; set it to the mask token of training"
         )
     return token
+
+
+def to_hf(head: PEagleHead) -> dict[str, Any]:
+    """Return the published `config.json` of a head."""
+    own = {"parallel_drafting": True, "ptd_token_id": head.mask_token_id}
+    return {**eagle3.to_hf(head), **own}

@@ -1,0 +1,124 @@
+"""The loss of heads that draft all tokens of a round in one pass, over rows of masks.
+
+A block is such a round: it begins at a token of an answer, the last one that is known, and its
+drafts are the tokens after it. A head is trained on blocks at random tokens of each document, which
+share the rows of what the target has run.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.device.drafters.dflash import AttentionMask, DFlashDrafter, DFlashHead
+from specjax.device.drafters.drafter import DrafterWeights, Params
+from specjax.device.drafters.p_eagle import PEagleHead
+from specjax.device.models.model import Features, Model
+from specjax.train.context import BlockRows, ContextRows
+from specjax.train.features import Batch
+from specjax.train.teacher import Frozen, Teacher, at, cross_entropy, shift
+
+# (target, params, head, batch, starts i32[B, N], K) -> what is trained of the drafts' logits, each
+# f32[B, N, K, V_d]; the last are those that drafts are drawn from.
+BlockLogits = Callable[[Model, Params, Any, Batch, jax.Array, int], Sequence[jax.Array]]
+
+
+def block_loss(
+    logits_of: BlockLogits,
+    target: Model,
+    head: DrafterWeights,
+    trainable: Any,
+    frozen: Frozen,
+    batch: Batch,
+    key: jax.Array,
+    *,
+    num_drafts: int,
+    num_blocks: int = 32,
+    gamma: float = 4.0,
+) -> tuple[jax.Array, dict[str, jax.Array]]:
+    """Cross-entropy to the target's distribution of blocks at random tokens of answers.
+
+    Every document has `num_blocks` blocks, that begin at different tokens. Draft k is weighted
+    exp(-(k - 1) / gamma): one after a wrong draft is worth nothing (Chen et al. 2026).
+    """
+    params = frozen.join(trainable)
+    teacher = Teacher.of(target, params, head, batch)
+    length = batch.tokens.shape[1]
+    # A block comes after at least one token that the target has run.
+    is_start = batch.is_answer.at[:, 0].set(False)
+    noise = jax.random.uniform(key, batch.tokens.shape)
+    starts = jax.lax.top_k(jnp.where(is_start, noise, -1), min(num_blocks, length))[1]
+    trained = logits_of(target, params, head, batch, starts, num_drafts)
+    total, metrics = jnp.float32(0), {}
+    for k in range(1, num_drafts + 1):
+        spots = jnp.minimum(starts + k, length - 1)
+        counts = at(is_start, starts) & at(batch.is_answer, spots) & (starts + k < length)
+        counts &= at(teacher.is_drafted, spots - 1)
+        expected = at(teacher.probs, spots - 1)
+        for logits in trained:
+            loss, accuracy = cross_entropy(logits[:, :, k - 1], expected, counts)
+            total += math.exp(-(k - 1) / gamma) * loss
+            metrics[f"accuracy_{k}"] = accuracy
+    return total, metrics
+
+
+def dflash_logits(
+    target: Model,
+    params: Params,
+    head: DFlashHead,
+    batch: Batch,
+    starts: jax.Array,
+    num_drafts: int,
+) -> Sequence[jax.Array]:
+    """Return the logits of a DFlash, DSpark or DFlash2 head; see `BlockLogits`.
+
+    Where a draft's logits depend on the token before, that is the document's.
+    """
+    drafter, own, (size, count) = DFlashDrafter(head), params.drafter, starts.shape
+    context = ContextRows.of(*batch.tokens.shape)
+    auxiliary = batch.auxiliary.reshape(batch.tokens.size, -1)
+    kv = drafter.read(own, auxiliary, context, context.init(head.shape.attention))
+    width = head.first_row + num_drafts
+    x = drafter.embed(target, params, at(batch.tokens, starts).reshape(-1), width)
+    rows = [BlockRows(starts, width, mask) for mask in head.attention_masks]
+    hidden, _ = drafter.run(own, x, rows, kv)
+    hidden = hidden.reshape(size, count, width, -1)[:, :, head.first_row :]
+    hidden = hidden.reshape(size * count * num_drafts, -1)
+    logits = head.logits(target, params, hidden)
+    before = starts[..., None] + jnp.arange(num_drafts)
+    before = jnp.minimum(before, batch.tokens.shape[1] - 1).reshape(size, -1)
+    previous = at(batch.tokens, before).reshape(-1)
+    refined = head.refinement.logits(own.refinement, hidden, logits, previous)
+    trained = head.refinement.trained(logits, refined)
+    return [one.reshape(size, count, num_drafts, -1) for one in trained]
+
+
+def p_eagle_logits(
+    target: Model,
+    params: Params,
+    head: PEagleHead,
+    batch: Batch,
+    starts: jax.Array,
+    num_drafts: int,
+) -> Sequence[jax.Array]:
+    """Return the logits of a P-EAGLE head; see `BlockLogits`.
+
+    The first draft is that of the row before `starts`, the others are of masks.
+    """
+    own, (size, count), length = params.drafter, starts.shape, batch.tokens.shape[1]
+    context = ContextRows.of(size, length)
+    flat = (x.reshape(size * length, -1) for x in (batch.hidden, batch.auxiliary))
+    fused, tokens = head.fuse(own, Features(*flat)), shift(batch.tokens, 1).reshape(-1)
+    kv = context.init(head.shape.attention)
+    hidden, kv = head.extend(target, params, tokens, fused, context, kv)
+    hidden = at(hidden.reshape(size, length, -1), starts - 1)[:, :, None]
+    if num_drafts > 1:
+        rows = BlockRows(starts, num_drafts - 1, AttentionMask(ahead=0))
+        tokens, masks = head.mask_rows(own, len(rows.positions))
+        masks, _ = head.extend(target, params, tokens, masks, rows, kv)
+        masks = masks.reshape(size, count, num_drafts - 1, -1)
+        hidden = jnp.concatenate([hidden, masks], axis=2)
+    logits = head.logits(target, params, hidden.reshape(-1, hidden.shape[-1]))
+    return [logits.reshape(size, count, num_drafts, -1)]
