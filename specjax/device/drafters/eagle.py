@@ -22,7 +22,7 @@ from specjax.device.cache.kind import CacheKind
 from specjax.device.drafters.checkpoint import PUBLISHED_BESIDE, DrafterFiles, embed_tokens
 from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
-from specjax.device.models.layers.attention import Attention, attention
+from specjax.device.models.layers.attention import Attention
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
 from specjax.device.models.layers.residual import Residual
@@ -122,7 +122,7 @@ def _layer(
     if params.fc_bias is not None:
         x = x + params.fc_bias
     angles = shape.rope.angles(rows.positions)
-    mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape.attention)
+    mixed, kv = params.attention.mix(x, rows, angles, kv, jnp.int32(0), shape.attention)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, shape, rows.kernels)
     return Residual(x, mlp(params.mlp, normed)).sum(), kv
 

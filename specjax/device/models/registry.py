@@ -13,7 +13,7 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.device.loading import load_params
-from specjax.device.models import deepseek_v3, gpt_oss, llama, qwen3_5
+from specjax.device.models import deepseek_v3, glm4_moe, gpt_oss, llama, qwen3_5
 from specjax.device.models.config_fields import check_fields, weight_blocks
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
@@ -35,6 +35,7 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "qwen3_5_moe": qwen3_5.from_hf,
     "qwen3_5_moe_text": qwen3_5.from_hf,
     "deepseek_v3": deepseek_v3.from_hf,
+    "glm4_moe": glm4_moe.from_hf,
     "glm4_moe_lite": deepseek_v3.from_hf,
 }
 
