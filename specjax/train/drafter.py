@@ -71,14 +71,14 @@ class Kind(NamedTuple):
 
 
 def _eagle1(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
-    head = EagleHead(shape=_shape(target))
+    head = EagleHead(shape=target.head_shape)
     return InitialHead(head, {}, None, eagle.to_hf(head))
 
 
 def _eagle3(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
     vocab_size = sizes.draft_vocab_size or 1024
     head = Eagle3Head(
-        shape=_shape(target),
+        shape=target.head_shape,
         target_hidden_size=target.hidden_size,
         draft_vocab_size=vocab_size,
         aux_layers=_aux_layers(target, sizes),
@@ -97,7 +97,7 @@ def _dflash(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> I
             f"--mask-token-id={sizes.mask_token_id} must be one of the target's "
             f"{target.vocab_size} tokens, best one that texts do not have"
         )
-    shape = replace(_shape(target), num_layers=sizes.num_layers or 2, qk_norm=True)
+    shape = replace(target.head_shape, num_layers=sizes.num_layers or 2, qk_norm=True)
     head = DFlashHead(
         shape=shape,
         target_hidden_size=target.hidden_size,
@@ -155,15 +155,6 @@ def warm_start(kind: Kind, folder: Path, target: Model) -> InitialHead:
     trainable, frozen = split_frozen(params)
     config, names = read_json(folder, "config.json"), open_checkpoint(folder).names()
     return InitialHead(drafter.weights, frozen, trainable, config, tuple(names))
-
-
-def _shape(target: Model) -> Any:
-    if target.head_shape is None:
-        raise ValueError(
-            "EAGLE and DFlash heads have dense layers of the target's sizes, which a target with "
-            "experts does not have; begin with a published head (--init)"
-        )
-    return target.head_shape
 
 
 def _aux_layers(target: Model, sizes: HeadSizes) -> tuple[int, ...]:

@@ -29,6 +29,7 @@ CLASSES = {
     "qwen3_5_moe": "Qwen3_5MoeConfig",
     "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
     "deepseek_v3": "DeepseekV3Config",
+    "glm4_moe": "Glm4MoeConfig",
     "glm4_moe_lite": "Glm4MoeLiteConfig",
 }
 

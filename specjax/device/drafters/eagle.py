@@ -146,17 +146,7 @@ def load(
 
 
 def of_own_shape(target: Model, origin: str) -> EagleHead:
-    """Return a head of the target's own shape, without weights.
-
-    Raises:
-        CheckpointError: the target's sizes do not say what shape that is.
-    """
-    if target.head_shape is None:
-        raise CheckpointError(
-            f"{origin}: method 'eagle' without a --drafter means a dense layer of the target's "
-            "own sizes, which a target with experts does not have; name a --drafter, or use "
-            "--method mtp"
-        )
+    """Return a head of the target's own shape, without weights."""
     return EagleHead(shape=target.head_shape)
 
 

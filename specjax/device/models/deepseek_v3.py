@@ -4,8 +4,10 @@ Layers of latent attention, of which the first have a dense feed-forward layer a
 mixture with a sigmoid router and shared experts (DeepSeek-V3, section 2.1).
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from math import gcd
+from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.device.cache.latent import LatentAttention
@@ -137,3 +139,43 @@ def module_prefixes(num_layers: int, num_modules: int) -> tuple[str, ...]:
     """
     end = num_layers + max(1, num_modules)
     return tuple(f"model.layers.{i}." for i in range(num_layers, end))
+
+
+def to_hf(model: DeepSeek) -> Mapping[str, Any]:
+    """Return a `config.json` of type `glm4_moe_lite` for a model that this package trained."""
+    kind, experts = model.attention, model.experts
+    assert experts is not None, "a model without experts"
+    router: Any = experts.router
+    dense = len(model.dense_layers)
+    return {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": kind.num_heads,
+        "num_key_value_heads": kind.num_heads,
+        "q_lora_rank": model.q_rank,
+        "kv_lora_rank": kind.rank,
+        "qk_nope_head_dim": kind.nope_dim,
+        "qk_rope_head_dim": kind.rope_dim,
+        "v_head_dim": kind.value_dim,
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_chosen,
+        "moe_intermediate_size": experts.intermediate_size,
+        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
+        "routed_scaling_factor": router.scaling,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (model.num_layers - dense),
+        "first_k_dense_replace": dense,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": model.rope.theta,
+        "max_position_embeddings": model.max_position,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "attention_bias": False,
+        "num_nextn_predict_layers": model.num_mtp_layers,
+    }
