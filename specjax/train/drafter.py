@@ -14,7 +14,7 @@ from rich.console import Console
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.files import open_checkpoint
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import dflash_files, eagle, eagle3, medusa, mtp
+from specjax.device.drafters import dflash_files, eagle, eagle3, medusa, mtp_files
 from specjax.device.drafters.dflash import AttentionMask, DFlashHead
 from specjax.device.drafters.eagle import EagleHead
 from specjax.device.drafters.eagle3 import Eagle3Head
@@ -88,7 +88,7 @@ def _eagle3(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> I
 
 
 def _mtp(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
-    return InitialHead(mtp.of_own_shape(target, "target"), {}, None, {})
+    return InitialHead(mtp_files.of_own_shape(target, "target"), {}, None, {})
 
 
 def _dflash(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:

@@ -181,7 +181,7 @@ def write_fused(folder: Path, target: TargetFiles) -> TargetFiles:
 
 
 def write_mtp(
-    folder: Path, target: TargetFiles, seed: int, layout: str, is_beside: bool
+    folder: Path, target: TargetFiles, seed: int, layout: str, is_beside: bool, count: int
 ) -> HeadFiles:
     import safetensors.torch
     import torch
@@ -190,17 +190,18 @@ def write_mtp(
     hf, dim = target.hf.config.get_text_config(), target.hf.config.get_text_config().hidden_size
     layers, numbered = target.hf.get_decoder().layers, hf.model_type in SIGMOID_KINDS
     if numbered:
-        prefix, layer, fc = f"model.layers.{len(layers)}.", "", "eh_proj"
-        norms, attention = ("enorm", "hnorm", "shared_head.norm"), -1
+        prefixes = [f"model.layers.{len(layers) + i}." for i in range(count)]
+        layer, fc, norms, attention = "", "eh_proj", ("enorm", "hnorm", "shared_head.norm"), -1
     else:
-        prefix, layer, fc = "mtp.", "layers.0.", "fc"
+        prefixes, layer, fc = ["mtp."], "layers.0.", "fc"
         norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
         attention = max(i for i, kind in enumerate(hf.layer_types) if kind == "full_attention")
-    held = layers[attention].state_dict()
-    tensors = {f"{prefix}{layer}{n}": torch.empty_like(x) for n, x in held.items()}
-    tensors[f"{prefix}{fc}.weight"] = torch.empty(dim, 2 * dim)
-    for norm in norms:
-        tensors[f"{prefix}{norm}.weight"] = torch.empty(dim)
+    held, tensors = layers[attention].state_dict(), {}
+    for prefix in prefixes:
+        tensors |= {f"{prefix}{layer}{n}": torch.empty_like(x) for n, x in held.items()}
+        tensors[f"{prefix}{fc}.weight"] = torch.empty(dim, 2 * dim)
+        for norm in norms:
+            tensors[f"{prefix}{norm}.weight"] = torch.empty(dim)
     randomise(tensors, seed, plain_norms="norm" if numbered else "none")
 
     shutil.copytree(target.folder, folder)
@@ -211,7 +212,7 @@ def write_mtp(
         rewrite(folder / "model.safetensors", lambda old: old | written)
     config = json.loads((folder / "config.json").read_text())
     field = "num_nextn_predict_layers" if numbered else "mtp_num_hidden_layers"
-    config.get("text_config", config)[field] = 1
+    config.get("text_config", config)[field] = count
     (folder / "config.json").write_text(json.dumps(config))
     return HeadFiles(folder, tensors, config.get("text_config", config))
 

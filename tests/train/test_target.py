@@ -13,7 +13,6 @@ from specjax.train.data import Document
 from specjax.train.loop import Schedule
 from specjax.train.target import DEMOS, evaluate, init_params, next_token_loss, train_target
 
-
 SLOW = "glm4_moe_lite"
 
 

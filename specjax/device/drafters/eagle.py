@@ -145,11 +145,6 @@ def load(
     return head, files.load(head.specs(), dtype)
 
 
-def of_own_shape(target: Model, origin: str) -> EagleHead:
-    """Return a head of the target's own shape, without weights."""
-    return EagleHead(shape=target.head_shape)
-
-
 def to_hf(head: EagleHead) -> dict[str, Any]:
     """Return the `config.json` of a head in the published format."""
     return {**llama.to_hf(head.shape), "bias": head.has_fc_bias}

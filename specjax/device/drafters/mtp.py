@@ -3,7 +3,8 @@
     x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
 
 h is the target's hidden state after its final norm. Embedding and output head are the target's; the
-layer has the form of its attention layers, and its own cache. Further drafts rerun the layer on h'.
+layer has the form of its attention layers, and its own cache. Further drafts rerun the layer on h',
+unless the target has several modules: see `mtp_modules`.
 Families of targets differ in what the layer is and how the tensors are called, see `NAMES`.
 """
 
@@ -14,17 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.rms_norm import rms_norm
-from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import open_file
 from specjax.checkpoint.spec import projection
-from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind
-from specjax.device.drafters.checkpoint import DrafterFiles
+from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params
-from specjax.device.loading import load_params
 from specjax.device.models.decoder import decoder_layer
 from specjax.device.models.deepseek_v3 import DeepSeek
 from specjax.device.models.glm4_moe import Glm4Moe
@@ -56,7 +52,8 @@ class ModuleNames(NamedTuple):
     fc: str
     norm: str
     layer: str  # "" for tensors of the layer that follow the prefix itself
-    num_field: str  # of the config: how many modules there are
+    num_field: str  # of the config: how many modules there are, or layers of the module
+    has_several: bool = False  # whether it counts modules
     copies: tuple[str, ...] = ()  # tensors of a module that repeat the target's
 
 
@@ -68,6 +65,7 @@ _AS_LAYERS = ModuleNames(
     norm="shared_head.norm",
     layer="",
     num_field="num_nextn_predict_layers",
+    has_several=True,
     copies=("embed_tokens.weight", "shared_head.head.weight"),
 )
 # By the class of the target.
@@ -104,6 +102,10 @@ class MTPHead:
     def prefix_in_target(self) -> str:
         """See `DrafterWeights.prefix_in_target`."""
         return self.names.prefix(self.shape, self.number)
+
+    def drafter(self, is_greedy: bool) -> ChainDrafter:
+        """Return the drafter that runs the module."""
+        return ChainDrafter(self, is_greedy)
 
     @property
     def hidden_size(self) -> int:
@@ -175,48 +177,3 @@ def _layer(
     stream, kv = decoder_layer(params.layer, stream, *where)
     _, hidden = stream.normed(params.norm, shape, rows.kernels)
     return hidden, kv
-
-
-def load(
-    files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
-) -> tuple[MTPHead, MTPParams]:
-    """Load the module from the target's files, or from mtp.safetensors in the same folder."""
-    kind = files.hf.get("model_type", None)
-    head = of_own_shape(target, f"{files.hf.origin} (model_type={kind!r})")
-    tensors = files.tensors
-    beside = tensors.folder / "mtp.safetensors"
-    prefix = head.prefix_in_target
-    if not any(name.startswith(prefix) for name in tensors.names()) and beside.exists():
-        tensors = open_file(beside)
-    spec: Any = head.specs().fc
-    (fc,) = spec.names
-    if fc not in tensors.names():
-        raise CheckpointError(
-            f"{tensors.folder} has no tensor {fc}, so method 'mtp' has nothing to draft with; add "
-            f"the {prefix}* tensors of the original checkpoint, which exports leave out, as "
-            "mtp.safetensors, or use another method"
-        )
-    specs = head.specs(tensors.names())
-    params = load_params(tensors, specs, dtype, placement=files.placement, ignore=head.is_unused)
-    return head, params
-
-
-def of_own_shape(target: Model, origin: str) -> MTPHead:
-    """Return the module for this target's shape, without weights.
-
-    Raises:
-        CheckpointError: the target has no such module, or one of several layers.
-    """
-    if type(target) not in NAMES:
-        raise CheckpointError(
-            f"{origin}: method 'mtp' needs a model with a module of its own (qwen3_next, qwen3_5, "
-            "qwen3_5_moe, deepseek_v3, glm4_moe, glm4_moe_lite); name a drafter and its method "
-            "instead"
-        )
-    module = MTPHead(target)
-    if module.shape.num_mtp_layers > 1:
-        raise CheckpointError(
-            f"{origin}: {module.names.num_field}={module.shape.num_mtp_layers} is not supported; "
-            "modules of one layer are"
-        )
-    return module
