@@ -24,6 +24,11 @@ torch = pytest.importorskip("torch")
 FLOAT32 = np.dtype(np.float32)
 CONFIGS = {
     "mistral": {"sliding_window": 10},
+    "ministral": {
+        "head_dim": 8,
+        "sliding_window": 10,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
     "ministral3": {
         "head_dim": 8,
         "rope_parameters": {
@@ -73,7 +78,7 @@ def trained_head(kind, target, folder):
     model, params = load_model(target.folder, FLOAT32)
     rng = np.random.default_rng(0)
     documents = [Document(rng.integers(0, VOCAB, 20).astype(np.int32), 4) for _ in range(8)]
-    sizes = HeadSizes(aux_layers=(0, 1, 2), draft_vocab_size=VOCAB, mask_token_id=0)
+    sizes = HeadSizes(aux_layers=(0, 1), draft_vocab_size=VOCAB, mask_token_id=0)
     start = KINDS[kind].make(model, sizes, documents)
     schedule = Schedule(steps=4, batch_size=4, length=24, learning_rate=3e-3, seed=0)
     trained, _ = train_drafter(
