@@ -1,5 +1,8 @@
 """The grouped product in plain JAX: blocks of rows that share a group, one product each."""
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 
@@ -15,26 +18,80 @@ def grouped_matmul_reference(
 ) -> jax.Array:
     """See `grouped_matmul`. Reads each used matrix once per block, and no other matrices.
 
-    A block may extend past the end of its group; the next group's first block overwrites these
-    rows.
+    It has a gradient, by x and the weights.
     """
-    x = x if sources is None else x[sources]
-    num_rows = x.shape[0]
-    ends = jnp.cumsum(group_sizes)
-    num_blocks = -(-group_sizes // BLOCK_ROWS)
-    block_ends = jnp.cumsum(num_blocks)
-    x = jnp.pad(x, ((0, BLOCK_ROWS), (0, 0)))
-
-    def block(i, out):
-        group = jnp.searchsorted(block_ends, i, side="right")
-        within = i - (block_ends[group] - num_blocks[group])
-        start = ends[group] - group_sizes[group] + within * BLOCK_ROWS
-        rows = jax.lax.dynamic_slice_in_dim(x, start, BLOCK_ROWS)
-        product = jnp.matmul(rows, weights[group], preferred_element_type=jnp.float32)
-        return jax.lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), start, 0)
-
-    out = jnp.zeros((x.shape[0], weights.shape[2]), x.dtype)
-    out = jax.lax.fori_loop(0, block_ends[-1], block, out)[:num_rows]
+    out = _products(x if sources is None else x[sources], weights, group_sizes)
     if targets is None:
         return out
     return jnp.zeros_like(out).at[targets].set(out, unique_indices=True)
+
+
+@jax.custom_vjp
+def _products(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    """Return the products [N, F] of sorted rows."""
+    rows = _padded(x)
+
+    def add(block: _Block, out: jax.Array) -> jax.Array:
+        product = jnp.matmul(
+            _slice(rows, block), weights[block.group], preferred_element_type=jnp.float32
+        )
+        # The next group's first block overwrites what is past the end of this one.
+        return jax.lax.dynamic_update_slice_in_dim(out, product.astype(x.dtype), block.start, 0)
+
+    out = jnp.zeros((len(rows), weights.shape[2]), x.dtype)
+    return _over_blocks(group_sizes, add, out)[: len(x)]
+
+
+def _forward(x: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> tuple[jax.Array, tuple]:
+    return _products(x, weights, group_sizes), (x, weights, group_sizes)
+
+
+def _backward(kept: tuple[jax.Array, jax.Array, jax.Array], gradient: jax.Array) -> tuple:
+    x, weights, group_sizes = kept
+    rows, gradients = _padded(x), _padded(gradient)
+
+    def add(block: _Block, out: jax.Array) -> jax.Array:
+        is_own = jnp.arange(BLOCK_ROWS)[:, None] < block.num_own
+        own = jnp.where(is_own, _slice(rows, block), 0)
+        product = jnp.matmul(own.T, _slice(gradients, block), preferred_element_type=jnp.float32)
+        return out.at[block.group].add(product)
+
+    by_weights = _over_blocks(group_sizes, add, jnp.zeros(weights.shape, jnp.float32))
+    by_x = _products(gradient, weights.swapaxes(1, 2), group_sizes)
+    return by_x, by_weights.astype(weights.dtype), None
+
+
+_products.defvjp(_forward, _backward)
+
+
+class _Block(NamedTuple):
+    """`BLOCK_ROWS` rows; those before `num_own`, which may be more, belong to one group."""
+
+    group: jax.Array  # i32[]
+    start: jax.Array  # i32[]
+    num_own: jax.Array  # i32[]
+
+
+def _over_blocks(
+    group_sizes: jax.Array, add: Callable[[_Block, jax.Array], jax.Array], out: jax.Array
+) -> jax.Array:
+    """Return `out` after `add` of every block, in the order of rows."""
+    ends = jnp.cumsum(group_sizes)
+    num_blocks = -(-group_sizes // BLOCK_ROWS)
+    block_ends = jnp.cumsum(num_blocks)
+
+    def body(i: jax.Array, out: jax.Array) -> jax.Array:
+        group = jnp.searchsorted(block_ends, i, side="right")
+        within = i - (block_ends[group] - num_blocks[group])
+        start = ends[group] - group_sizes[group] + within * BLOCK_ROWS
+        return add(_Block(group, start, ends[group] - start), out)
+
+    return jax.lax.fori_loop(0, block_ends[-1], body, out)
+
+
+def _slice(rows: jax.Array, block: _Block) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(rows, block.start, BLOCK_ROWS)
+
+
+def _padded(x: jax.Array) -> jax.Array:
+    return jnp.pad(x, ((0, BLOCK_ROWS), (0, 0)))

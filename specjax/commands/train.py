@@ -4,6 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+ARCHITECTURES = "llama", "qwen3_5", "glm4_moe_lite"  # of `train.target.DEMOS`
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that `specjax.train.recipes.run` reads."""

@@ -7,6 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specjax.device.models.registry import save_model
     from specjax.rl.distill import OnlineDistiller, RefitReport
     from specjax.rl.engine import RolloutEngine
     from specjax.rl.freshness import VersionAcceptance
@@ -38,6 +39,7 @@ __all__ = [
     "VersionAcceptance",
     "WeightUpdate",
     "WorkersDied",
+    "save_model",
 ]
 
 _MODULES = {
@@ -55,6 +57,7 @@ _MODULES = {
     "Span": "specjax.rl.rollouts",
     "TunixRollout": "specjax.rl.tunix",
     "WeightUpdate": "specjax.rl.weights",
+    "save_model": "specjax.device.models.registry",
 }
 
 

@@ -15,7 +15,7 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.files import open_checkpoint, open_file
 from specjax.checkpoint.save import FILE
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters import dflash_files, dspark, eagle, eagle3, medusa, mtp, p_eagle
+from specjax.device.drafters import dflash_files, dspark, eagle, eagle3, medusa, mtp_files, p_eagle
 from specjax.device.drafters.dflash import AttentionMask, DFlashHead
 from specjax.device.drafters.dspark import Markov
 from specjax.device.drafters.eagle import EagleHead
@@ -81,14 +81,14 @@ class Kind(NamedTuple):
 
 
 def _eagle1(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
-    head = EagleHead(shape=_shape(target))
+    head = EagleHead(shape=target.head_shape)
     return InitialHead(head, {}, None, eagle.to_hf(head))
 
 
 def _eagle3(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
     vocab_size = sizes.draft_vocab_size or 1024
     head = Eagle3Head(
-        shape=_shape(target),
+        shape=target.head_shape,
         target_hidden_size=target.hidden_size,
         draft_vocab_size=vocab_size,
         aux_layers=_aux_layers(target, sizes),
@@ -98,7 +98,7 @@ def _eagle3(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> I
 
 
 def _mtp(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
-    return InitialHead(mtp.of_own_shape(target, "target"), {}, None, {})
+    return InitialHead(mtp_files.of_own_shape(target, "target"), {}, None, {})
 
 
 def _p_eagle(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
@@ -110,7 +110,7 @@ def _p_eagle(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> 
 
 
 def _dflash(target: Model, sizes: HeadSizes, documents: Sequence[Document]) -> InitialHead:
-    shape = replace(_shape(target), num_layers=sizes.num_layers or 2, qk_norm=True)
+    shape = replace(target.head_shape, num_layers=sizes.num_layers or 2, qk_norm=True)
     head = DFlashHead(
         shape=shape,
         target_hidden_size=target.hidden_size,
@@ -181,15 +181,6 @@ def warm_start(kind: Kind, folder: Path, target: Model) -> InitialHead:
     files = open_checkpoint(folder) if own is None else open_file(own)
     name = FILE if own is None else own.with_suffix(".safetensors").name
     return InitialHead(drafter.weights, frozen, trainable, config, tuple(files.names()), name)
-
-
-def _shape(target: Model) -> Any:
-    if target.head_shape is None:
-        raise ValueError(
-            "EAGLE and DFlash heads have dense layers of the target's sizes, which a target with "
-            "experts does not have; begin with a published head (--init)"
-        )
-    return target.head_shape
 
 
 def _mask_token_id(target: Model, sizes: HeadSizes) -> int:

@@ -3,7 +3,6 @@
 import json
 import math
 import shlex
-import shutil
 from argparse import Namespace
 from collections.abc import Sequence
 from dataclasses import fields, replace
@@ -17,7 +16,7 @@ from tokenizers import Tokenizer
 
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.hub import resolve
-from specjax.checkpoint.save import save_checkpoint
+from specjax.checkpoint.save import copy_tokenizer, plain_config, save_checkpoint
 from specjax.checkpoint.writing import write_whole
 from specjax.checks import check_count, check_positive
 from specjax.config import SpeculativeConfig
@@ -140,12 +139,11 @@ def _drafter(args: Namespace) -> None:
     specs, weights, config = head.specs(start.names), params, start.config
     if head.prefix_in_target is not None:  # it is published inside the target's checkpoint
         specs, weights = (target.specs(), specs), (target_params, weights)
-        config = read_json(folder, "config.json")
-        args.out.mkdir(parents=True, exist_ok=True)
-        for name in "tokenizer.json", "tokenizer_config.json":
-            shutil.copyfile(folder / name, args.out / name)
+        config = plain_config(read_json(folder, "config.json"))
     dtype = jax.numpy.dtype(args.dtype)
     save_checkpoint(args.out, specs, weights, config, dtype=dtype, extra=extra, file=start.file)
+    if head.prefix_in_target is not None:
+        copy_tokenizer(folder, args.out)
     ks = sorted({min(3, num_drafts or 3), num_drafts or 3})
     _write_drafter_card(args, documents, params, log, ks)
 

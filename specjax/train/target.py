@@ -12,8 +12,12 @@ import optax
 
 from pallas_kernels.gated_delta_rule import Heads
 from specjax.checkpoint.spec import TensorSpec
-from specjax.device.models import llama, qwen3_5
+from specjax.device.cache.latent import LatentAttention
+from specjax.device.models import deepseek_v3, llama, qwen3_5
+from specjax.device.models.deepseek_v3 import DeepSeek
+from specjax.device.models.layers.moe import Experts
 from specjax.device.models.layers.rope import Rope
+from specjax.device.models.layers.router import SigmoidRouter
 from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
 from specjax.device.models.qwen3_5 import ATTENTION, DELTA, Qwen35
@@ -60,6 +64,41 @@ def demo_qwen3_5(vocab_size: int, num_layers: int, hidden_size: int) -> Qwen35:
     )
 
 
+def demo_glm4_moe_lite(vocab_size: int, num_layers: int, hidden_size: int) -> DeepSeek:
+    """Return a decoder with latent attention whose layers have experts, the first one not."""
+    heads, inner = hidden_size // 64, hidden_size // 2
+    return DeepSeek(
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        intermediate_size=hidden_size * 8 // 3,
+        num_layers=num_layers,
+        attention=LatentAttention(
+            num_layers=num_layers,
+            num_heads=heads,
+            rank=64,
+            nope_dim=48,
+            rope_dim=16,
+            value_dim=64,
+            scale=64**-0.5,
+            is_interleaved=True,
+        ),
+        q_rank=None,
+        rms_norm_eps=1e-5,
+        rope=Rope(head_dim=16),
+        max_position=2048,
+        experts=Experts(
+            num_experts=8,
+            num_chosen=2,
+            intermediate_size=inner,
+            shared_intermediate_size=inner,
+            router=SigmoidRouter(scaling=1.8),
+            shared_name="shared_experts",
+        ),
+        dense_layers=(0,),
+        num_mtp_layers=1,
+    )
+
+
 class Demo(NamedTuple):
     """A kind of demo model."""
 
@@ -71,6 +110,7 @@ class Demo(NamedTuple):
 DEMOS = {
     "llama": Demo(demo_llama, llama.to_hf),
     "qwen3_5": Demo(demo_qwen3_5, qwen3_5.to_hf),
+    "glm4_moe_lite": Demo(demo_glm4_moe_lite, deepseek_v3.to_hf),
 }
 
 
@@ -91,7 +131,8 @@ def _init(spec: TensorSpec, key: jax.Array) -> jax.Array:
         return jnp.log(jnp.expm1(jnp.logspace(-3.0, -1.0, spec.shape[0])))
     if len(spec.shape) == 1:
         return jnp.zeros(spec.shape) if "bias" in spec.names[0] else jnp.ones(spec.shape)
-    scale = 0.02 if "embed" in spec.names[0] else spec.shape[0] ** -0.5
+    fan_in = spec.shape[-2 if spec.transpose else -1]
+    scale = 0.02 if "embed" in spec.names[0] else fan_in**-0.5
     return scale * jax.random.normal(key, spec.shape)
 
 

@@ -79,6 +79,6 @@ def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind):
     own = head.specs()
     plain = num_flops(target, Watching(head.aux_layers), None)
     speculating = num_flops(target, ChainDrafter(head), own)
-    attention = own.layer.mixer if kind.startswith("mtp") else own.attention
+    attention = own.layer.attention if kind.startswith("mtp") else own.attention
     projections = sum(spec.shape[0] * spec.shape[1] for spec in (own.fc, attention.qkv))
     assert 1 < (speculating - plain) / (2 * BATCH * projections) < 1.1

@@ -19,7 +19,7 @@ FLOAT32 = np.dtype(np.float32)
 
 
 def deepseek(normalises, groups, chosen_groups, scaling):
-    """(transformers' mixture, its sizes here, the shared expert's name)."""
+    """(transformers' mixture, its sizes here)."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3MoE
 
     config = transformers.DeepseekV3Config(
@@ -34,8 +34,10 @@ def deepseek(normalises, groups, chosen_groups, scaling):
         routed_scaling_factor=scaling,
     )
     router = SigmoidRouter(normalises, scaling, groups, chosen_groups)
-    sizes = Experts(NUM_EXPERTS, NUM_CHOSEN, INNER, 2 * INNER, router=router)
-    return DeepseekV3MoE(config), sizes, "shared_experts"
+    sizes = Experts(
+        NUM_EXPERTS, NUM_CHOSEN, INNER, 2 * INNER, router=router, shared_name="shared_experts"
+    )
+    return DeepseekV3MoE(config), sizes
 
 
 def qwen3(normalises):
@@ -50,7 +52,7 @@ def qwen3(normalises):
         norm_topk_prob=normalises,
     )
     sizes = Experts(NUM_EXPERTS, NUM_CHOSEN, INNER, router=SoftmaxRouter(normalises))
-    return Qwen3MoeSparseMoeBlock(config), sizes, "shared_expert"
+    return Qwen3MoeSparseMoeBlock(config), sizes
 
 
 CASES = {
@@ -68,11 +70,11 @@ PARAMS = [pytest.param(name, marks=[pytest.mark.slow] * (name not in FAST)) for 
 
 @pytest.mark.parametrize("name", PARAMS)
 def test_mixtures(name):
-    module, sizes, shared = CASES[name]()
+    module, sizes = CASES[name]()
     module = module.eval()
     tensors = dict(module.state_dict())
     randomise(tensors, seed=3)
-    specs = moe_specs(sizes, DIM, "mlp", ["mlp.experts.gate_up_proj"], shared)
+    specs = moe_specs(sizes, DIM, "mlp", ["mlp.experts.gate_up_proj"])
     params = jax.tree.map(
         lambda spec: spec.join(
             [tensors[name.removeprefix("mlp.")].numpy() for name in spec.names], FLOAT32

@@ -40,5 +40,5 @@ def test_scaled_rotations(name, dim):
     rope = HFConfig({"rope_parameters": fields, **length}, "config.json").rope(dim)
     np.testing.assert_allclose(rope.inverse_frequencies(), expected.numpy(), rtol=2e-6)
     assert rope.attention_factor == pytest.approx(factor, rel=1e-6)
-    cos, sin = rope.angles(jnp.arange(3))
+    cos, sin = rope.angles(jnp.arange(3)).rotation
     np.testing.assert_allclose(cos**2 + sin**2, factor**2, rtol=1e-5)

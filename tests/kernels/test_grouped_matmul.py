@@ -65,6 +65,27 @@ def test_matches_the_definition(multiply, name):
     np.testing.assert_allclose(out, expected, rtol=1e-6, atol=2e-6)
 
 
+def test_the_gradient_of_the_reference():
+    """Training a mixture runs it; by the definition in f64."""
+    x, weights, sizes = arguments(CASES["gaps"])
+    weights = np.nan_to_num(weights)
+    loss_by = np.random.default_rng(1).normal(size=(len(x), weights.shape[2])).astype(np.float32)
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradients(x, weights, sizes):
+        return (grouped_matmul(x, weights, sizes, kernels="reference") * loss_by).sum()
+
+    by_x, by_weights = gradients(x, weights, sizes)
+    expected = product_by_definition(loss_by, weights.swapaxes(1, 2), sizes)
+    np.testing.assert_allclose(by_x, expected, rtol=1e-5, atol=1e-5)
+    groups = np.repeat(np.arange(len(weights)), sizes)
+    for group in range(len(weights)):
+        own = groups == group
+        expected = x[own].astype(np.float64).T @ loss_by[own].astype(np.float64)
+        np.testing.assert_allclose(by_weights[group], expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("name", ["around-blocks", "more-groups-than-rows"])
 def test_nothing_but_the_result_is_rounded_to_bf16(multiply, name):
     inputs = arguments(CASES[name], "bfloat16")

@@ -73,7 +73,7 @@ class Oracle(Protocol):
 
 @runtime_checkable
 class BlockOracle(Protocol):
-    """A drafter in torch that makes all drafts of a round at once."""
+    """A drafter in torch that makes all drafts of a round by itself."""
 
     def fuse(self, final: torch.Tensor, entering: list[torch.Tensor]) -> torch.Tensor:
         """The target's features, as of `Oracle`."""
@@ -142,7 +142,7 @@ def expected_chain(head, fused, tokens, length, num_drafts, choose):
 
 def hidden_of(state, num_slots):
     """The hidden states [S, D] that drafts start from; zeros of a drafter that has none."""
-    return getattr(state, "hidden", jnp.zeros((num_slots, 1)))
+    return getattr(state, "hidden", jnp.zeros((num_slots, 1))).reshape(num_slots, -1)
 
 
 @dataclass(frozen=True)

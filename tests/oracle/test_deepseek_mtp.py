@@ -19,10 +19,45 @@ YARN = {
     **{"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0, "mscale_all_dim": 0.8},
     "original_max_position_embeddings": 32,
 }
+# By the name of a case: the model type, its config, the number of modules.
 CASES = {
-    "deepseek_v3": {"n_group": 4, "topk_group": 2, "rope_parameters": YARN},
-    "glm4_moe_lite": {"num_attention_heads": 3, "num_key_value_heads": 3},
+    "deepseek_v3": ("deepseek_v3", {"n_group": 4, "topk_group": 2, "rope_parameters": YARN}, 1),
+    "glm4_moe_lite": ("glm4_moe_lite", {"num_attention_heads": 3, "num_key_value_heads": 3}, 1),
+    "glm4_moe": ("glm4_moe", {"use_qk_norm": True}, 1),
+    "several": ("deepseek_v3", {}, 3),
 }
+
+
+@dataclass(frozen=True)
+class OracleModules:
+    """transformers' target and modules in turn; a round is run from its first token."""
+
+    hf: Any
+    module: Any
+
+    def fuse(self, final, entering):
+        return final
+
+    def drafts(self, fused, tokens, length, k, num_drafts, choose):
+        """Module i takes what the one before put out a row earlier, and zero where there is none;
+        the last one goes on with its own output."""
+        from transformers.cache_utils import MtpCache
+
+        committed, drafts = tokens[: length + 1], []
+        embedding, count = self.hf.get_input_embeddings().weight.detach(), len(self.module.layers)
+        hidden = fused[:length]
+        for i in range(num_drafts):
+            embedded = embedding[torch.tensor([*committed[1:], *drafts])][None]
+            positions = torch.arange(embedded.shape[1])[None]
+            cache = MtpCache(config=self.hf.config.get_mtp_config())
+            number = min(i, count - 1)
+            out = self.module.forward_layer(
+                number, hidden[None], positions, cache, inputs_embeds=embedded
+            )[0]
+            drafts.append(choose(self.hf.get_output_embeddings()(out[-1]), [*committed, *drafts]))
+            last = i + 1 >= count
+            hidden = torch.cat([hidden, out[-1:]] if last else [torch.zeros(1, len(out[0])), out])
+        return drafts
 
 
 @dataclass(frozen=True)
@@ -64,21 +99,23 @@ def load_oracle(folder, kind):
     config = transformers.AutoConfig.from_pretrained(folder)
     cls = auto._model_mapping[type(config)]
     # Its own pattern names the published model's module, and would report this one as unexpected.
-    pattern = rf"model\.layers\.{config.num_hidden_layers}\..*"
+    last = config.num_hidden_layers + 2
+    pattern = rf"model\.layers\.[{config.num_hidden_layers}-{last}]\..*"
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cls, "_keys_to_ignore_on_load_unexpected", [pattern])
         hf = auto.from_pretrained(folder, attn_implementation="eager").eval()
     if kind == "glm4_moe_lite":  # its class does not read how many modules there are
         hf.config.num_mtp_layers, hf.config.mtp_mlp_layer_types = 1, ["sparse"]
-    return OracleModule(hf, MtpModel.from_pretrained(hf).eval())
+    module = MtpModel.from_pretrained(hf).eval()
+    return (OracleModules if len(module.layers) > 1 else OracleModule)(hf, module)
 
 
 @pytest.fixture(scope="module", params=CASES)
 def case(request, checkpoints):
     """(target with the module's files, these files, the oracle)."""
-    kind = request.param
-    target = checkpoints.target(kind, vocab_size=VOCAB, **CASES[kind])
-    files = checkpoints.mtp(target, layout="single")
+    kind, config, count = CASES[request.param]
+    target = checkpoints.target(kind, vocab_size=VOCAB, **config)
+    files = checkpoints.mtp(target, layout="single", count=count)
     return replace(target, folder=files.folder), files, load_oracle(files.folder, kind)
 
 
@@ -87,6 +124,8 @@ def test_the_oracle_drafts_as_generation_does(case, monkeypatch):
     from transformers.generation.candidate_generator import MTPCandidateGenerator
 
     *_, oracle = case
+    if isinstance(oracle, OracleModules):
+        pytest.skip("its modules have no rows before the first that is theirs")
     rounds, propose = [], MTPCandidateGenerator.get_candidates
 
     def record(*args, **kwargs):
@@ -114,7 +153,8 @@ def test_the_oracle_drafts_as_generation_does(case, monkeypatch):
 @pytest.mark.slow
 def test_drafts(case, check_drafts):
     target, files, oracle = case
-    drafter, _ = check_drafts(target, files, "mtp", oracle, ks=(2, 0, 2))
+    ks = (4, 0, 4) if isinstance(oracle, OracleModules) else (2, 0, 2)
+    drafter, _ = check_drafts(target, files, "mtp", oracle, ks=ks)
     assert not drafter.head.has_embedding and drafter.aux_layers == ()
 
 
@@ -144,7 +184,7 @@ def generated(folder, prompts, num_pages, speculation):
 
 @pytest.mark.slow
 def test_drafts_and_preemption_change_no_token(checkpoints, ragged_prompts):
-    target = checkpoints.target("deepseek_v3", vocab_size=VOCAB, **CASES["deepseek_v3"])
+    target = checkpoints.target("deepseek_v3", vocab_size=VOCAB, **CASES["deepseek_v3"][1])
     folder = checkpoints.mtp(target, layout="single").folder
     prompts = ragged_prompts(3, 20, 1, 9, vocab_size=VOCAB)
     expected, num_preemptions = generated(folder, prompts, None, None)
@@ -157,15 +197,15 @@ def test_drafts_and_preemption_change_no_token(checkpoints, ragged_prompts):
 
 
 @pytest.mark.parametrize(
-    "edits, words",
-    [
-        ({"num_nextn_predict_layers": 2}, "num_nextn_predict_layers=2 is not supported"),
-        ({}, "no tensor model.layers.2.eh_proj.weight"),
-    ],
+    "num_modules, lost",
+    [(0, "no tensor model.layers.2.eh_proj.weight"), (1, "missing: model.layers.3.")],
 )
-def test_modules_that_are_not_there(checkpoints, edits, words):
-    folder = checkpoints.copy(checkpoints.target("deepseek_v3", vocab_size=VOCAB).folder, **edits)
-    with pytest.raises(CheckpointError, match=words):
+def test_modules_that_are_not_there(checkpoints, num_modules, lost):
+    """Of two that the config tells of."""
+    target = checkpoints.target("deepseek_v3", vocab_size=VOCAB)
+    files = checkpoints.mtp(target, layout="single") if num_modules else target
+    folder = checkpoints.copy(files.folder, num_nextn_predict_layers=2)
+    with pytest.raises(CheckpointError, match=lost):
         LLM(
             folder, speculative_config={"method": "mtp", "num_speculative_tokens": 2}, verbose=False
         )

@@ -266,15 +266,15 @@ def test_decays_are_kept_in_float32(checkpoints, rewrite_tensors, kind, in_file)
     )
     _, params = load_model(folder, np.dtype(ml_dtypes.bfloat16))
     for i, layer in enumerate(params.layers):
-        assert layer.mixer_norm.dtype == layer.mlp_norm.dtype == jnp.bfloat16
-        if isinstance(layer.mixer, Attention):
+        assert layer.attention_norm.dtype == layer.mlp_norm.dtype == jnp.bfloat16
+        if isinstance(layer.attention, Attention):
             continue
-        ours = {"A_log": layer.mixer.log_decay, "dt_bias": layer.mixer.decay_bias}
+        ours = {"A_log": layer.attention.log_decay, "dt_bias": layer.attention.decay_bias}
         for name, found in ours.items():
             tensor = target.hf.get_decoder().layers[i].linear_attn.get_parameter(name)
             assert found.dtype == jnp.float32
             np.testing.assert_array_equal(found, tensor.detach().to(dtype).float())
-        assert layer.mixer.in_proj.dtype == layer.mixer.conv.dtype == jnp.bfloat16
+        assert layer.attention.in_proj.dtype == layer.attention.conv.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])

@@ -126,6 +126,7 @@ CASES = {
             "rope_parameters": {**YARN_ROPE, "mscale_all_dim": 0.8},
         },
     ),
+    "glm4_moe-bias-norms": ("glm4_moe", {"attention_bias": True, "use_qk_norm": True}),
     "glm4_moe_lite": ("glm4_moe_lite", {"num_attention_heads": 5, "num_key_value_heads": 5}),
 }
 # Those of the others are the targets of test_eagle.py, whose output is compared as well.

@@ -43,12 +43,13 @@ class Checkpoints:
         seed: int = 1,
         layout: str = "fused",
         is_beside: bool = False,
+        count: int = 1,
     ) -> HeadFiles:
-        """A copy of `target` with an MTP module, in the same file or beside it.
+        """A copy of `target` with MTP modules, in the same file or beside it.
 
         Experts are in the `layout` "fused" (as published, and as the result has them) or "single".
         """
-        return self._once(write_mtp, target, seed, layout, is_beside)
+        return self._once(write_mtp, target, seed, layout, is_beside, count)
 
     def eagle(
         self, target: TargetFiles, *, seed: int = 1, file: str = "model.safetensors", **options: Any

@@ -54,20 +54,24 @@ GPT_OSS_SIZES = {
         "original_max_position_embeddings": 32,
     },
 }
-LATENT_SIZES = {
-    "num_key_value_heads": 4,
-    "q_lora_rank": 20,
-    "kv_lora_rank": 24,
-    "qk_nope_head_dim": 10,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 14,
+SIGMOID_SIZES = {
     "n_routed_experts": 8,
     "num_experts_per_tok": 3,
     "moe_intermediate_size": 20,
     "n_group": 1,
     "topk_group": 1,
 }
+LATENT_SIZES = {
+    **SIGMOID_SIZES,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 24,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 14,
+}
 LATENT_KINDS = ("deepseek_v3", "glm4_moe_lite")
+SIGMOID_KINDS = (*LATENT_KINDS, "glm4_moe")
 VISION_SIZES = {
     "depth": 1,
     "hidden_size": 16,
@@ -98,13 +102,15 @@ def _hf_config(kind: str, given: Mapping[str, Any]) -> Any:
         sizes |= HYBRID_SIZES
     if kind in LATENT_KINDS:
         sizes |= LATENT_SIZES
+    elif kind == "glm4_moe":
+        sizes |= SIGMOID_SIZES
     elif "moe" in kind or kind == "qwen3_next":
         sizes |= MOE_SIZES
         if kind != "qwen3_moe":
             sizes["shared_expert_intermediate_size"] = 20
     if kind == "gpt_oss":
         sizes |= GPT_OSS_SIZES
-    if kind == "deepseek_v3":
+    if kind in ("deepseek_v3", "glm4_moe"):
         sizes |= {"first_k_dense_replace": 1}
     config = sizes | given
     if not _has_vision(kind):
@@ -175,27 +181,28 @@ def write_fused(folder: Path, target: TargetFiles) -> TargetFiles:
 
 
 def write_mtp(
-    folder: Path, target: TargetFiles, seed: int, layout: str, is_beside: bool
+    folder: Path, target: TargetFiles, seed: int, layout: str, is_beside: bool, count: int
 ) -> HeadFiles:
     import safetensors.torch
     import torch
 
     assert layout in ("fused", "single")
     hf, dim = target.hf.config.get_text_config(), target.hf.config.get_text_config().hidden_size
-    layers, is_latent = target.hf.get_decoder().layers, hf.model_type in LATENT_KINDS
-    if is_latent:
-        prefix, layer, fc = f"model.layers.{len(layers)}.", "", "eh_proj"
-        norms, attention = ("enorm", "hnorm", "shared_head.norm"), -1
+    layers, numbered = target.hf.get_decoder().layers, hf.model_type in SIGMOID_KINDS
+    if numbered:
+        prefixes = [f"model.layers.{len(layers) + i}." for i in range(count)]
+        layer, fc, norms, attention = "", "eh_proj", ("enorm", "hnorm", "shared_head.norm"), -1
     else:
-        prefix, layer, fc = "mtp.", "layers.0.", "fc"
+        prefixes, layer, fc = ["mtp."], "layers.0.", "fc"
         norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
         attention = max(i for i, kind in enumerate(hf.layer_types) if kind == "full_attention")
-    held = layers[attention].state_dict()
-    tensors = {f"{prefix}{layer}{n}": torch.empty_like(x) for n, x in held.items()}
-    tensors[f"{prefix}{fc}.weight"] = torch.empty(dim, 2 * dim)
-    for norm in norms:
-        tensors[f"{prefix}{norm}.weight"] = torch.empty(dim)
-    randomise(tensors, seed, plain_norms="norm" if is_latent else "none")
+    held, tensors = layers[attention].state_dict(), {}
+    for prefix in prefixes:
+        tensors |= {f"{prefix}{layer}{n}": torch.empty_like(x) for n, x in held.items()}
+        tensors[f"{prefix}{fc}.weight"] = torch.empty(dim, 2 * dim)
+        for norm in norms:
+            tensors[f"{prefix}{norm}.weight"] = torch.empty(dim)
+    randomise(tensors, seed, plain_norms="norm" if numbered else "none")
 
     shutil.copytree(target.folder, folder)
     written = _unfused(tensors) if layout == "single" else tensors
@@ -204,8 +211,8 @@ def write_mtp(
     else:
         rewrite(folder / "model.safetensors", lambda old: old | written)
     config = json.loads((folder / "config.json").read_text())
-    field = "num_nextn_predict_layers" if is_latent else "mtp_num_hidden_layers"
-    config.get("text_config", config)[field] = 1
+    field = "num_nextn_predict_layers" if numbered else "mtp_num_hidden_layers"
+    config.get("text_config", config)[field] = count
     (folder / "config.json").write_text(json.dumps(config))
     return HeadFiles(folder, tensors, config.get("text_config", config))
 

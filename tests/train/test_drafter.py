@@ -18,6 +18,7 @@ from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import DraftContext, Observation, Params, Variant
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.edits import History
+from specjax.device.models.layers.moe import Experts
 from specjax.device.models.model import Features
 from specjax.device.requests import init_requests
 from specjax.train.context import CausalRows, UnrolledRows
@@ -26,12 +27,16 @@ from specjax.train.drafter import KINDS, HeadSizes, draft_vocabulary, train_draf
 from specjax.train.features import FeatureSet, feature_bytes
 from specjax.train.loop import Schedule
 from specjax.train.losses import drafter_loss, split_frozen, unrolled_loss
-from specjax.train.target import demo_llama, demo_qwen3_5, init_params
+from specjax.train.target import demo_glm4_moe_lite, demo_llama, demo_qwen3_5, init_params
 from specjax.train.teacher import Frozen, shift
 
 LENGTH = 24
 TARGET = demo_llama(64, 3, 64)
 HYBRID = demo_qwen3_5(64, 4, 64)
+# The targets of new heads: a head is a dense layer, whatever its target's layers are.
+LATENT = demo_glm4_moe_lite(64, 3, 64)
+SPARSE = replace(TARGET, experts=Experts(num_experts=4, num_chosen=2, intermediate_size=32))
+TARGETS = {"eagle1": HYBRID, "eagle3": LATENT, "dflash": SPARSE, "medusa": TARGET}
 AUX = (0, 1, 2)
 
 
@@ -207,9 +212,9 @@ def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
     kind, target_params, documents, features, tmp_path
 ):
     schedule = Schedule(steps=12, batch_size=6, length=LENGTH, learning_rate=3e-3, seed=0)
-    target = TARGET
-    if kind == "eagle1":  # a dense layer for a hybrid
-        target, target_params = HYBRID, jax.device_put(random_params(HYBRID.specs(), 0))
+    target = TARGETS[kind]
+    if target is not TARGET:
+        target_params = jax.device_put(random_params(target.specs(), 0))
     sizes = HeadSizes(
         aux_layers=AUX, draft_vocab_size=32, mask_token_id=0, num_heads=2, markov_rank=8
     )
@@ -218,8 +223,8 @@ def test_training_lowers_the_loss_and_its_export_reloads_bit_identically(
         target, target_params, start, documents, tmp_path / "run", schedule, num_unrolled=2
     )
     head, extra = start.head, KINDS[kind].vocabulary(start.head, params)
-    if target is HYBRID:
-        features = FeatureSet.of(target, target_params, documents, LENGTH, ())
+    if target is not TARGET:
+        features = FeatureSet.of(target, target_params, documents, LENGTH, head.aux_layers)
     loss, batch = jax.jit(drafter_loss(target, head, num_unrolled=2)), features.batch_at(0, 12, 0)
     frozen, (floats, _) = Frozen(target_params, start.frozen), split_frozen(params)
     before = loss(init_params(head.specs(), jax.random.key(0)), frozen, batch, jax.random.key(1))[0]

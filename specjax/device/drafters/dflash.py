@@ -30,11 +30,12 @@ from specjax.device.drafters.checkpoint import (
 )
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.head import HeadDrafter, on_rows
-from specjax.device.models.layers.attention import attention
+from specjax.device.models.decoder import DecoderLayer, decoder_layer
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.residual import Residual
+from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
-from specjax.device.models.llama import Llama, LlamaLayer, decoder_layer, layer_specs
+from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
 from specjax.device.verification import Draft
 
@@ -54,7 +55,7 @@ class DFlashParams:
     embedding: jax.Array | None  # [V, D]
     context_fc: jax.Array  # [A D_target, D]
     context_norm: jax.Array  # [D]
-    layers: tuple[LlamaLayer, ...]
+    layers: tuple[DecoderLayer, ...]
     norm: jax.Array  # [D]
     lm_head: jax.Array | None  # [D, V_d]
     mask: jax.Array | None = None  # [D], e(MASK), if it is not in the embedding
@@ -109,15 +110,15 @@ class Refinement:
         """Return the weights besides those of the layers as a tree of `TensorSpec`."""
 
     def layer_specs(self, shape: Llama, name: str) -> Any:
-        """Return the weights of a layer of this name, a `LlamaLayer`, as `TensorSpec`s."""
-        return layer_specs(shape, name)
+        """Return the weights of a layer of this name, a `DecoderLayer`, as `TensorSpec`s."""
+        return shape.layer_specs(name)
 
     def layer(
         self,
         params: Any,
         stream: Residual,
         rows: Any,  # a block's
-        angles: tuple[jax.Array, jax.Array],
+        angles: Angles,
         kv: Any,
         index: jax.Array,
         shape: Llama,
@@ -295,5 +296,5 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         angles = shape.rope.angles(rows.positions)
         for i, layer in enumerate(params.layers):
             where = rows, angles, kv, jnp.int32(i), shape.attention
-            _, kv = attention(layer.attention, fused, *where)
+            _, kv = layer.attention.mix(fused, *where)
         return kv

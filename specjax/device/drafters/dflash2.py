@@ -17,12 +17,12 @@ from specjax.checkpoint.spec import projection, stored
 from specjax.device.cache.paged import PagedAttention
 from specjax.device.cache.rows import CachedRows
 from specjax.device.drafters.dflash import Refinement
+from specjax.device.models.decoder import DecoderLayer
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.layers.attention import attention
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.moe import feed_forward
 from specjax.device.models.layers.residual import Residual
-from specjax.device.models.llama import Llama, LlamaLayer, layer_specs
+from specjax.device.models.layers.rope import Angles
+from specjax.device.models.llama import Llama
 
 
 @jax.tree_util.register_dataclass
@@ -36,7 +36,7 @@ class Convolution:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class ConvolvedLayer(LlamaLayer):
+class ConvolvedLayer(DecoderLayer):
     """Weights of a decoder layer with convolutions."""
 
     attention_conv: Convolution
@@ -75,7 +75,7 @@ class DFlash2(Refinement):
 
     def layer_specs(self, shape: Llama, name: str) -> ConvolvedLayer:
         """See `Refinement.layer_specs`."""
-        dim, plain = shape.hidden_size, layer_specs(shape, name)
+        dim, plain = shape.hidden_size, shape.layer_specs(name)
         num_out = 2 * self.num_taps * (dim // self.group_size)
 
         def convolution(which: str) -> Any:
@@ -99,7 +99,7 @@ class DFlash2(Refinement):
         params: ConvolvedLayer,
         stream: Residual,
         rows: Any,
-        angles: tuple[jax.Array, jax.Array],
+        angles: Angles,
         kv: Any,
         index: jax.Array,
         shape: Llama,
@@ -109,13 +109,13 @@ class DFlash2(Refinement):
         x, normed = stream.normed(params.attention_norm, shape, rows.kernels)
         taps = self._taps(params.attention_conv, normed)
         mixed = self._convolved(normed, taps[0], rows)
-        mixed, kv = attention(params.attention, mixed, rows, angles, kv, index, kind)
+        mixed, kv = params.attention.mix(mixed, rows, angles, kv, index, kind)
         x, normed = Residual(x, self._convolved(mixed, taps[1], rows)).normed(
             params.mlp_norm, shape, rows.kernels
         )
         taps = self._taps(params.mlp_conv, normed)
         out = self._convolved(normed, taps[0], rows)
-        out = feed_forward(params.mlp, out, shape.experts, rows.kernels)
+        out = params.mlp.feed(out, shape.experts, rows.kernels)
         return Residual(x, self._convolved(out, taps[1], rows)), kv
 
     def _taps(self, params: Convolution, x: jax.Array) -> jax.Array:

@@ -22,7 +22,7 @@ from specjax.device.cache.kind import CacheKind
 from specjax.device.drafters.checkpoint import PUBLISHED_BESIDE, DrafterFiles, embed_tokens
 from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
-from specjax.device.models.layers.attention import Attention, attention
+from specjax.device.models.layers.attention import Attention
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
 from specjax.device.models.layers.residual import Residual
@@ -122,7 +122,7 @@ def _layer(
     if params.fc_bias is not None:
         x = x + params.fc_bias
     angles = shape.rope.angles(rows.positions)
-    mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape.attention)
+    mixed, kv = params.attention.mix(x, rows, angles, kv, jnp.int32(0), shape.attention)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, shape, rows.kernels)
     return Residual(x, mlp(params.mlp, normed)).sum(), kv
 
@@ -143,21 +143,6 @@ def load(
         has_embedding=files.has("embed_tokens.weight"),
     )
     return head, files.load(head.specs(), dtype)
-
-
-def of_own_shape(target: Model, origin: str) -> EagleHead:
-    """Return a head of the target's own shape, without weights.
-
-    Raises:
-        CheckpointError: the target's sizes do not say what shape that is.
-    """
-    if target.head_shape is None:
-        raise CheckpointError(
-            f"{origin}: method 'eagle' without a --drafter means a dense layer of the target's "
-            "own sizes, which a target with experts does not have; name a --drafter, or use "
-            "--method mtp"
-        )
-    return EagleHead(shape=target.head_shape)
 
 
 def to_hf(head: EagleHead) -> dict[str, Any]:

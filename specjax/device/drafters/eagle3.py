@@ -31,7 +31,7 @@ from specjax.device.drafters.checkpoint import (
 from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.layers.attention import Attention, attention
+from specjax.device.models.layers.attention import Attention
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
 from specjax.device.models.layers.residual import Residual
@@ -182,7 +182,7 @@ def first_layer(
     normed = rms_norm(hidden, params.hidden_norm, eps)
     x = jnp.concatenate([rms_norm(embedded, params.embedding_norm, eps), normed], axis=-1)
     angles = shape.rope.angles(rows.positions)
-    mixed, kv = attention(params.attention, x, rows, angles, kv, jnp.int32(0), shape.attention)
+    mixed, kv = params.attention.mix(x, rows, angles, kv, jnp.int32(0), shape.attention)
     residual = Residual(normed if head.norm_before_residual else hidden, mixed)
     residual, normed = residual.normed(params.mlp_norm, shape, rows.kernels)
     return Residual(residual, mlp(params.mlp, normed)), kv

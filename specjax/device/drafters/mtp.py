@@ -3,8 +3,9 @@
     x = fc [norm_e(e(x_{p+1})); norm_h(h_p)]      h' = norm(Layer(x))      logits = head h'
 
 h is the target's hidden state after its final norm. Embedding and output head are the target's; the
-layer has the form of its attention layers, and its own cache. Further drafts rerun the layer on h'.
-Families of targets differ in what the layer is and how the tensors are called, see `MODULES`.
+layer has the form of its attention layers, and its own cache. Further drafts rerun the layer on h',
+unless the target has several modules: see `mtp_modules`.
+Families of targets differ in what the layer is and how the tensors are called, see `NAMES`.
 """
 
 from collections.abc import Callable, Collection
@@ -14,24 +15,20 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from pallas_kernels.rms_norm import rms_norm
-from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import open_file
-from specjax.checkpoint.spec import projection, stored
-from specjax.config import SpeculativeConfig
+from specjax.checkpoint.spec import projection
 from specjax.device.cache.kind import CacheKind
-from specjax.device.drafters.checkpoint import DrafterFiles
+from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params
-from specjax.device.loading import load_params
-from specjax.device.models import deepseek_v3, qwen3_5
+from specjax.device.models.decoder import decoder_layer
 from specjax.device.models.deepseek_v3 import DeepSeek
+from specjax.device.models.glm4_moe import Glm4Moe
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
-from specjax.device.models.qwen3_5 import ATTENTION, Qwen35, norm_spec
+from specjax.device.models.qwen3_5 import Qwen35
 
 
 @jax.tree_util.register_dataclass
@@ -46,68 +43,69 @@ class MTPParams:
     norm: jax.Array  # [D]
 
 
-class Module(NamedTuple):
-    """The modules of a family of targets."""
+class ModuleNames(NamedTuple):
+    """What the tensors of a family's modules are called; all but `layer` follow the prefix."""
 
-    prefix: Callable[[Any], str]  # of the tensors of a target's first module
-    specs: Callable[[Any, str, Collection[str]], MTPParams]  # of a target, with prefix and names
-    layer: Callable[..., tuple[Residual, Any]]  # the family's `decoder_layer`
+    prefix: Callable[[Any, int], str]  # of a target's module of this number
+    embedding_norm: str
+    hidden_norm: str
+    fc: str
+    norm: str
+    layer: str  # "" for tensors of the layer that follow the prefix itself
+    num_field: str  # of the config: how many modules there are, or layers of the module
+    has_several: bool = False  # whether it counts modules
     copies: tuple[str, ...] = ()  # tensors of a module that repeat the target's
-    num_field: str = "mtp_num_hidden_layers"  # of the config: how many modules there are
 
 
-def _qwen_specs(shape: Qwen35, prefix: str, names: Collection[str]) -> MTPParams:
-    dim, is_sparse = shape.hidden_size, shape.experts is not None
-    return MTPParams(
-        embedding_norm=norm_spec(f"{prefix}pre_fc_norm_embedding", dim),
-        hidden_norm=norm_spec(f"{prefix}pre_fc_norm_hidden", dim),
-        fc=projection([f"{prefix}fc.weight"], 2 * dim, [dim]),
-        layer=qwen3_5.layer_specs(shape, f"{prefix}layers.0", ATTENTION, names, is_sparse),
-        norm=norm_spec(f"{prefix}norm", dim),
-    )
-
-
-def _deepseek_specs(shape: DeepSeek, prefix: str, names: Collection[str]) -> MTPParams:
-    dim = shape.hidden_size
-    return MTPParams(
-        embedding_norm=stored([f"{prefix}enorm.weight"], (dim,)),
-        hidden_norm=stored([f"{prefix}hnorm.weight"], (dim,)),
-        fc=projection([f"{prefix}eh_proj.weight"], 2 * dim, [dim]),
-        layer=deepseek_v3.layer_specs(shape, prefix.removesuffix("."), names, is_sparse=True),
-        norm=stored([f"{prefix}shared_head.norm.weight"], (dim,)),
-    )
-
-
+_AS_LAYERS = ModuleNames(
+    prefix=lambda shape, number: shape.ignored_prefixes[number],
+    embedding_norm="enorm",
+    hidden_norm="hnorm",
+    fc="eh_proj",
+    norm="shared_head.norm",
+    layer="",
+    num_field="num_nextn_predict_layers",
+    has_several=True,
+    copies=("embed_tokens.weight", "shared_head.head.weight"),
+)
 # By the class of the target.
-MODULES: dict[type, Module] = {
-    Qwen35: Module(lambda shape: "mtp.", _qwen_specs, qwen3_5.decoder_layer),
-    DeepSeek: Module(
-        lambda shape: f"model.layers.{shape.num_layers}.",
-        _deepseek_specs,
-        deepseek_v3.decoder_layer,
-        copies=("embed_tokens.weight", "shared_head.head.weight"),
-        num_field="num_nextn_predict_layers",
+NAMES: dict[type, ModuleNames] = {
+    Qwen35: ModuleNames(
+        prefix=lambda shape, number: "mtp.",
+        embedding_norm="pre_fc_norm_embedding",
+        hidden_norm="pre_fc_norm_hidden",
+        fc="fc",
+        norm="norm",
+        layer="layers.0",
+        num_field="mtp_num_hidden_layers",
     ),
+    DeepSeek: _AS_LAYERS,
+    Glm4Moe: _AS_LAYERS,
 }
 
 
 @dataclass(frozen=True)
 class MTPHead:
-    """The MTP module as a chain drafter's head. `shape` is its target."""
+    """An MTP module as a chain drafter's head. `shape` is its target."""
 
     shape: Any
+    number: int = 0  # of the module among the target's
     has_embedding: bool = False
     aux_layers: tuple[int, ...] = ()
 
     @property
-    def module(self) -> Module:
-        """The modules of the target's family."""
-        return MODULES[type(self.shape)]
+    def names(self) -> ModuleNames:
+        """Names in the target's family."""
+        return NAMES[type(self.shape)]
 
     @property
     def prefix_in_target(self) -> str:
         """See `DrafterWeights.prefix_in_target`."""
-        return self.module.prefix(self.shape)
+        return self.names.prefix(self.shape, self.number)
+
+    def drafter(self, is_greedy: bool) -> ChainDrafter:
+        """Return the drafter that runs the module."""
+        return ChainDrafter(self, is_greedy)
 
     @property
     def hidden_size(self) -> int:
@@ -121,12 +119,21 @@ class MTPHead:
 
     def specs(self, names: Collection[str] = ()) -> MTPParams:
         """Return the weights as `TensorSpec`s; `names` determine the file's layout of experts."""
-        return self.module.specs(self.shape, self.prefix_in_target, names)
+        shape, called, prefix = self.shape, self.names, self.prefix_in_target
+        dim = shape.hidden_size
+        layer = f"{prefix}{called.layer}".removesuffix(".")
+        return MTPParams(
+            embedding_norm=shape.norm_spec(f"{prefix}{called.embedding_norm}"),
+            hidden_norm=shape.norm_spec(f"{prefix}{called.hidden_norm}"),
+            fc=projection([f"{prefix}{called.fc}.weight"], 2 * dim, [dim]),
+            layer=shape.layer_specs(layer, names, is_sparse=shape.experts is not None),
+            norm=shape.norm_spec(f"{prefix}{called.norm}"),
+        )
 
     def is_unused(self, name: str) -> bool:
         """See `DrafterWeights.is_unused`; true for the target's tensors, and copies of them."""
         prefix = self.prefix_in_target
-        return not name.startswith(prefix) or name.removeprefix(prefix) in self.module.copies
+        return not name.startswith(prefix) or name.removeprefix(prefix) in self.names.copies
 
     def fuse(self, params: MTPParams, features: Features) -> jax.Array:
         """Return the target's final hidden state, unchanged."""
@@ -166,50 +173,7 @@ def _layer(
     x = linear(jnp.concatenate(normed, axis=-1), params.fc)
     angles = shape.rope.angles(rows.positions)
     stream = Residual(x, jnp.zeros_like(x))
-    stream, kv = head.module.layer(params.layer, stream, rows, angles, kv, jnp.int32(0), shape)
+    where = rows, angles, kv, jnp.int32(0), shape, head.cache_kind
+    stream, kv = decoder_layer(params.layer, stream, *where)
     _, hidden = stream.normed(params.norm, shape, rows.kernels)
     return hidden, kv
-
-
-def load(
-    files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
-) -> tuple[MTPHead, MTPParams]:
-    """Load the module from the target's files, or from mtp.safetensors in the same folder."""
-    kind = files.hf.get("model_type", None)
-    head = of_own_shape(target, f"{files.hf.origin} (model_type={kind!r})")
-    tensors = files.tensors
-    beside = tensors.folder / "mtp.safetensors"
-    prefix = head.prefix_in_target
-    if not any(name.startswith(prefix) for name in tensors.names()) and beside.exists():
-        tensors = open_file(beside)
-    spec: Any = head.specs().fc
-    (fc,) = spec.names
-    if fc not in tensors.names():
-        raise CheckpointError(
-            f"{tensors.folder} has no tensor {fc}, so method 'mtp' has nothing to draft with; add "
-            f"the {prefix}* tensors of the original checkpoint, which exports leave out, as "
-            "mtp.safetensors, or use another method"
-        )
-    specs = head.specs(tensors.names())
-    params = load_params(tensors, specs, dtype, placement=files.placement, ignore=head.is_unused)
-    return head, params
-
-
-def of_own_shape(target: Model, origin: str) -> MTPHead:
-    """Return the module for this target's shape, without weights.
-
-    Raises:
-        CheckpointError: the target has no such module, or one of several layers.
-    """
-    if type(target) not in MODULES:
-        raise CheckpointError(
-            f"{origin}: method 'mtp' needs a model with a module of its own (qwen3_next, qwen3_5, "
-            "qwen3_5_moe, deepseek_v3, glm4_moe_lite); name a drafter and its method instead"
-        )
-    module = MTPHead(target)
-    if module.shape.num_mtp_layers > 1:
-        raise CheckpointError(
-            f"{origin}: {module.module.num_field}={module.shape.num_mtp_layers} is not supported; "
-            "modules of one layer are"
-        )
-    return module

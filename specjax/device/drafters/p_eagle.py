@@ -31,9 +31,9 @@ from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.eagle3 import Eagle3Head, Eagle3Params
 from specjax.device.drafters.head import HeadDrafter, on_rows
 from specjax.device.models.config_fields import refuse_quantised
+from specjax.device.models.decoder import DecoderLayer, decoder_layer
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.rows import Rows
-from specjax.device.models.llama import LlamaLayer, decoder_layer, layer_specs
 from specjax.device.models.model import Features, Model
 from specjax.device.models.registry import read_config
 from specjax.device.placement import Placement
@@ -47,7 +47,7 @@ MASK_KEYS = "mask_token_id", "pard_token", "ptd_token_id"  # in configs of specu
 class PEagleParams(Eagle3Params):
     """Weights of a P-EAGLE head: those of EAGLE-3, whose layer is the first, and more."""
 
-    layers: tuple[LlamaLayer, ...]  # after the first
+    layers: tuple[DecoderLayer, ...]  # after the first
     mask_states: jax.Array  # [1, 1, A D_target], `mask_hidden`
 
 
@@ -64,7 +64,7 @@ class PEagleHead(Eagle3Head):
         return PEagleParams(
             **vars(super().specs(names)),
             layers=tuple(
-                layer_specs(self.shape, f"layers.{i}") for i in range(1, self.shape.num_layers)
+                self.shape.layer_specs(f"layers.{i}") for i in range(1, self.shape.num_layers)
             ),
             mask_states=stored(["mask_hidden"], (1, 1, width)),
         )

@@ -16,12 +16,13 @@ from specjax.device.drafters import (
     eagle,
     eagle3,
     medusa,
-    mtp,
+    mtp_files,
     ngram,
     p_eagle,
 )
-from specjax.device.drafters.chain import ChainDrafter, Head, chain_loader
+from specjax.device.drafters.chain import ChainDrafter, chain_loader
 from specjax.device.drafters.drafter import Drafter
+from specjax.device.drafters.eagle import EagleHead
 from specjax.device.models.model import Model
 from specjax.device.placement import Placement, default_device
 
@@ -29,7 +30,7 @@ Load = Callable[..., tuple[Drafter, Any]]  # (folder, config, target, dtype, pla
 DRAFTERS: dict[str, Load] = {
     "eagle": chain_loader(eagle.load),
     "eagle3": chain_loader(eagle3.load),
-    "mtp": chain_loader(mtp.load),
+    "mtp": chain_loader(mtp_files.load, mtp_files.drafter),
     "medusa": medusa.load,
     "ngram": ngram.load,
     "dflash": dflash_files.load,
@@ -39,9 +40,9 @@ DRAFTERS: dict[str, Load] = {
 # Those that also compare tokenizers, and so read the target's folder.
 COMPARING = ("draft_model",)
 # Heads whose shape follows from the target's config.
-OWN_SHAPES: dict[str, Callable[[Model, str], Head]] = {
-    "eagle": eagle.of_own_shape,
-    "mtp": mtp.of_own_shape,
+OWN_SHAPES: dict[str, Callable[[Model, str], Drafter]] = {
+    "eagle": lambda target, origin: ChainDrafter(EagleHead(shape=target.head_shape)),
+    "mtp": lambda target, origin: mtp_files.drafter(mtp_files.of_own_shape(target, origin)),
 }
 # Heads whose shape follows from a config of their own.
 FROM_CONFIG: dict[str, Callable[[Path, SpeculativeConfig, Model], Drafter]] = {
@@ -81,7 +82,7 @@ def shape_drafter(method: str, target: Model, origin: str, dtype: str) -> tuple[
         raise CheckpointError(
             f"{origin}: method {method!r} needs a checkpoint of the drafter; name one"
         )
-    drafter = ChainDrafter(OWN_SHAPES[method](target, origin))
+    drafter = OWN_SHAPES[method](target, origin)
     return drafter, _shapes(drafter, dtype)
 
 

@@ -51,18 +51,25 @@ _HYBRID = (
     *("text_config", "vision_config", "image_token_id", "video_token_id"),
     *("vision_start_token_id", "vision_end_token_id", "language_model_only"),
 )
-_LATENT = (
-    *(*_SIZES, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
-    *("v_head_dim", "qk_head_dim", "rope_interleave", "moe_intermediate_size"),
-    *("n_routed_experts", "n_shared_experts", "num_experts_per_tok", "norm_topk_prob"),
-    *("n_group", "topk_group", "topk_method", "scoring_func", "routed_scaling_factor"),
-    *("first_k_dense_replace", "moe_layer_freq", "num_nextn_predict_layers", "num_mtp_layers"),
+_SIGMOID = (
+    *(*_SIZES, "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
+    *("num_experts_per_tok", "norm_topk_prob", "n_group", "topk_group", "routed_scaling_factor"),
+    *("first_k_dense_replace", "num_nextn_predict_layers", "num_mtp_layers"),
 )
-_LATENTS = {"deepseek_v3": _LATENT, "glm4_moe_lite": (*_LATENT, "mlp_layer_types")}
+_LATENT = (
+    *(*_SIGMOID, "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim"),
+    *("v_head_dim", "qk_head_dim", "rope_interleave"),
+    *("topk_method", "scoring_func", "moe_layer_freq"),
+)
+_SIGMOIDS = {
+    "deepseek_v3": _LATENT,
+    "glm4_moe_lite": (*_LATENT, "mlp_layer_types"),
+    "glm4_moe": (*_SIGMOID, "use_qk_norm"),
+}
 _HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
 READ: Mapping[str, frozenset[str]] = {
     kind: frozenset(fields)
-    for kind, fields in (_DENSE | dict.fromkeys(_HYBRIDS, _HYBRID) | _LATENTS).items()
+    for kind, fields in (_DENSE | dict.fromkeys(_HYBRIDS, _HYBRID) | _SIGMOIDS).items()
 }
 # Quantised weights that are read, by the model type and `quant_method`.
 QUANTISED = {"gpt_oss": ("mxfp4",)}

@@ -4,73 +4,29 @@ Layers of latent attention, of which the first have a dense feed-forward layer a
 mixture with a sigmoid router and shared experts (DeepSeek-V3, section 2.1).
 """
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from math import gcd
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import projection, stored
 from specjax.device.cache.latent import LatentAttention
+from specjax.device.models.decoder import Decoder
+from specjax.device.models.experts import read_first_dense, read_sigmoid_experts
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mla import MLA, mla, mla_specs
-from specjax.device.models.layers.mlp import MLP, mlp_specs
-from specjax.device.models.layers.moe import Experts, MoE, feed_forward, moe_specs
-from specjax.device.models.layers.residual import Residual
-from specjax.device.models.layers.rope import Rope, yarn_magnitude
-from specjax.device.models.layers.router import SigmoidRouter
-from specjax.device.models.layers.rows import Rows
-from specjax.device.models.model import Features
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DeepSeekLayer:
-    """Weights of one decoder layer."""
-
-    attention_norm: jax.Array  # [D]
-    attention: MLA
-    mlp_norm: jax.Array  # [D]
-    mlp: MLP | MoE
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class DeepSeekParams:
-    """Weights of a decoder; `lm_head` is None if it is tied to the embedding."""
-
-    embedding: jax.Array  # [V, D]
-    layers: tuple[DeepSeekLayer, ...]
-    norm: jax.Array  # [D]
-    lm_head: jax.Array | None  # [D, V]
+from specjax.device.models.layers.mla import MLA, mla_specs
+from specjax.device.models.layers.rope import yarn_magnitude
+from specjax.device.models.llama import Llama, head_shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepSeek:
-    """A decoder with latent attention. Hashable, so that it can be a static argument."""
+class DeepSeek(Decoder):
+    """A decoder with latent attention."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
     attention: LatentAttention  # its cache
     q_rank: int | None
-    rms_norm_eps: float
-    rope: Rope
-    max_position: int
-    experts: Experts
-    dense_layers: tuple[int, ...]  # layers without experts
-    tie_word_embeddings: bool = False
     num_mtp_layers: int = 0  # modules for multi-token prediction (MTP)
-
-    @property
-    def has_centred_norms(self) -> bool:
-        """False: norm weights are stored unchanged."""
-        return False
 
     @property
     def cache_kinds(self) -> tuple[LatentAttention]:
@@ -88,94 +44,21 @@ class DeepSeek:
         return replace(self, num_layers=num_layers, attention=attention)
 
     @property
-    def head_shape(self) -> None:
-        """None: the sizes do not say what an EAGLE head's attention is."""
+    def head_shape(self) -> Llama:
+        """See `Model.head_shape`: heads of up to 128, eight of keys, as the sizes of latents suit
+        no other attention."""
+        head_dim = gcd(self.hidden_size, 128)
+        num_heads = self.hidden_size // head_dim
+        return head_shape(self, num_heads, gcd(num_heads, 8), head_dim)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
         """The MTP modules, which follow the layers."""
-        end = self.num_layers + max(1, self.num_mtp_layers)
-        return tuple(f"model.layers.{i}." for i in range(self.num_layers, end))
+        return module_prefixes(self.num_layers, self.num_mtp_layers)
 
-    def specs(self, names: Collection[str] = ()) -> DeepSeekParams:
-        """See `Model.specs`."""
-        dim = self.hidden_size
-        return DeepSeekParams(
-            embedding=stored(
-                ["model.embed_tokens.weight"], (self.vocab_size, dim), axes=("vocab", None)
-            ),
-            layers=tuple(
-                layer_specs(self, f"model.layers.{i}", names, i not in self.dense_layers)
-                for i in range(self.num_layers)
-            ),
-            norm=stored(["model.norm.weight"], (dim,)),
-            lm_head=None
-            if self.tie_word_embeddings
-            else projection(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),
-        )
-
-    def extend(
-        self,
-        params: DeepSeekParams,
-        tokens: jax.Array,
-        rows: Rows,
-        caches: tuple[Any, ...] | None,
-        aux_layers: tuple[int, ...] = (),
-    ) -> tuple[Features, tuple[Any, ...]]:
-        """See `Model.extend`."""
-        (pool,) = caches or (None,)
-        x = self.embed(params, tokens)
-        stream = Residual(x, jnp.zeros_like(x))
-        angles = self.rope.angles(rows.positions)
-        entering = []
-        for i, layer in enumerate(params.layers):
-            entering.append(stream)
-            stream, pool = decoder_layer(layer, stream, rows, angles, pool, jnp.int32(i), self)
-        entering.append(stream)
-        _, hidden = stream.normed(params.norm, self, rows.kernels)
-        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), (pool,)
-
-    def embed(self, params: DeepSeekParams, tokens: jax.Array) -> jax.Array:
-        """Return the input embeddings [N, D] of tokens i32[N]."""
-        return params.embedding[tokens]
-
-    def logits(self, params: DeepSeekParams, hidden: jax.Array) -> jax.Array:
-        """Return the next-token logits f32[N, V] of hidden states [N, D]."""
-        head = params.embedding.T if params.lm_head is None else params.lm_head
-        return linear(hidden, head, jnp.float32)
-
-
-# Traced once for dense and once for sparse layers, because the layer index is an operand.
-@partial(jax.jit, static_argnames="model")
-def decoder_layer(
-    params: DeepSeekLayer,
-    stream: Residual,
-    rows: Rows,
-    angles: tuple[jax.Array, jax.Array],
-    pool: Any,
-    layer: jax.Array,
-    model: DeepSeek,
-) -> tuple[Residual, Any]:
-    """Run one pre-norm decoder layer."""
-    x, normed = stream.normed(params.attention_norm, model, rows.kernels)
-    mixed, pool = mla(params.attention, normed, rows, angles, pool, layer, model.attention)
-    x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows.kernels)), pool
-
-
-def layer_specs(
-    model: DeepSeek, prefix: str, names: Collection[str], is_sparse: bool
-) -> DeepSeekLayer:
-    """Return one decoder layer as a tree of `TensorSpec`; `names` are those in the checkpoint."""
-    dim = model.hidden_size
-    return DeepSeekLayer(
-        attention_norm=stored([f"{prefix}.input_layernorm.weight"], (dim,)),
-        attention=mla_specs(model.attention, f"{prefix}.self_attn", dim, model.q_rank),
-        mlp_norm=stored([f"{prefix}.post_attention_layernorm.weight"], (dim,)),
-        mlp=moe_specs(model.experts, dim, f"{prefix}.mlp", names, "shared_experts")
-        if is_sparse
-        else mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size),
-    )
+    def attention_specs(self, prefix: str, kind: int) -> MLA:
+        """See `Decoder.attention_specs`."""
+        return mla_specs(self.attention, f"{prefix}.self_attn", self.hidden_size, self.q_rank)
 
 
 def from_hf(hf: HFConfig) -> DeepSeek:
@@ -199,10 +82,10 @@ def from_hf(hf: HFConfig) -> DeepSeek:
         rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
         rope=hf.rope(rope_dim),
         max_position=hf.integer("max_position_embeddings", 4096),
-        experts=_experts(hf),
+        experts=read_sigmoid_experts(hf),
         dense_layers=_dense_layers(hf, num_layers),
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
-        num_mtp_layers=_num_mtp_layers(hf),
+        num_mtp_layers=read_num_modules(hf),
     )
 
 
@@ -223,41 +106,6 @@ def _attention(hf: HFConfig, num_layers: int, heads: int, rope_dim: int) -> Late
     )
 
 
-def _experts(hf: HFConfig) -> Experts:
-    is_deepseek = hf.get("model_type", "deepseek_v3") == "deepseek_v3"
-    inner = hf.integer("moe_intermediate_size")
-    router = SigmoidRouter(
-        normalises=hf.flag("norm_topk_prob", True),
-        scaling=hf.number("routed_scaling_factor", 2.5 if is_deepseek else 1.8),
-        num_groups=hf.integer("n_group", 8 if is_deepseek else 1),
-        num_chosen_groups=hf.integer("topk_group", 4 if is_deepseek else 1),
-    )
-    experts = Experts(
-        num_experts=hf.integer("n_routed_experts"),
-        num_chosen=hf.integer("num_experts_per_tok"),
-        intermediate_size=inner,
-        shared_intermediate_size=inner * hf.integer("n_shared_experts", 1),
-        router=router,
-    )
-    per_group, rest = divmod(experts.num_experts, router.num_groups)
-    if rest or router.num_groups > 1 and per_group < 2:
-        raise CheckpointError(
-            f"{hf.origin}: n_group={router.num_groups} must divide n_routed_experts="
-            f"{experts.num_experts} into groups of two or more"
-        )
-    if router.num_chosen_groups > router.num_groups:
-        raise CheckpointError(
-            f"{hf.origin}: topk_group={router.num_chosen_groups} exceeds "
-            f"n_group={router.num_groups}"
-        )
-    if experts.num_chosen > per_group * router.num_chosen_groups:
-        raise CheckpointError(
-            f"{hf.origin}: num_experts_per_tok={experts.num_chosen} exceeds the "
-            f"{per_group * router.num_chosen_groups} experts of topk_group groups"
-        )
-    return experts
-
-
 def _dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
     if hf.get("model_type", None) == "glm4_moe_lite":
         types = hf.get("mlp_layer_types", ["dense"] + ["sparse"] * (num_layers - 1))
@@ -275,13 +123,59 @@ def _dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
         if dense == tuple(range(len(dense))):
             hf.require("first_k_dense_replace", len(dense))
         return dense
-    return tuple(range(min(num_layers, _count(hf, "first_k_dense_replace", 3))))
+    return read_first_dense(hf, num_layers, default=3)
 
 
-def _num_mtp_layers(hf: HFConfig) -> int:
+def read_num_modules(hf: HFConfig) -> int:
+    """Return how many MTP modules a config of the DeepSeek-V3 and GLM-4 families tells of."""
     name = "num_mtp_layers" if "num_mtp_layers" in hf.fields else "num_nextn_predict_layers"
-    return _count(hf, name, 1)
+    return hf.count(name, 1)
 
 
-def _count(hf: HFConfig, key: str, default: int) -> int:
-    return 0 if hf.get(key, default) == 0 else hf.integer(key, default)
+def module_prefixes(num_layers: int, num_modules: int) -> tuple[str, ...]:
+    """Return what the tensors of each MTP module begin with: modules count as further layers.
+
+    One is always named, since configs may not tell of it.
+    """
+    end = num_layers + max(1, num_modules)
+    return tuple(f"model.layers.{i}." for i in range(num_layers, end))
+
+
+def to_hf(model: DeepSeek) -> Mapping[str, Any]:
+    """Return a `config.json` of type `glm4_moe_lite` for a model that this package trained."""
+    kind, experts = model.attention, model.experts
+    assert experts is not None, "a model without experts"
+    router: Any = experts.router
+    dense = len(model.dense_layers)
+    return {
+        "architectures": ["Glm4MoeLiteForCausalLM"],
+        "model_type": "glm4_moe_lite",
+        "vocab_size": model.vocab_size,
+        "hidden_size": model.hidden_size,
+        "intermediate_size": model.intermediate_size,
+        "num_hidden_layers": model.num_layers,
+        "num_attention_heads": kind.num_heads,
+        "num_key_value_heads": kind.num_heads,
+        "q_lora_rank": model.q_rank,
+        "kv_lora_rank": kind.rank,
+        "qk_nope_head_dim": kind.nope_dim,
+        "qk_rope_head_dim": kind.rope_dim,
+        "v_head_dim": kind.value_dim,
+        "n_routed_experts": experts.num_experts,
+        "num_experts_per_tok": experts.num_chosen,
+        "moe_intermediate_size": experts.intermediate_size,
+        "n_shared_experts": experts.shared_intermediate_size // experts.intermediate_size,
+        "routed_scaling_factor": router.scaling,
+        "norm_topk_prob": True,
+        "n_group": 1,
+        "topk_group": 1,
+        "mlp_layer_types": ["dense"] * dense + ["sparse"] * (model.num_layers - dense),
+        "first_k_dense_replace": dense,
+        "hidden_act": "silu",
+        "rms_norm_eps": model.rms_norm_eps,
+        "rope_theta": model.rope.theta,
+        "max_position_embeddings": model.max_position,
+        "tie_word_embeddings": model.tie_word_embeddings,
+        "attention_bias": False,
+        "num_nextn_predict_layers": model.num_mtp_layers,
+    }

@@ -1,4 +1,4 @@
-"""Mixtures of experts as Hugging Face configs of the Qwen3 families describe them."""
+"""Mixtures of experts as Hugging Face configs describe them."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 from specjax.checkpoint.errors import CheckpointError
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.moe import Experts
-from specjax.device.models.layers.router import SoftmaxRouter
+from specjax.device.models.layers.router import SigmoidRouter, SoftmaxRouter
 
 
 class _Defaults(NamedTuple):
@@ -62,3 +62,57 @@ def read_dense_layers(hf: HFConfig, num_layers: int) -> tuple[int, ...]:
     """Return the layers that have no experts although the model has."""
     step, dense = hf.integer("decoder_sparse_step", 1), hf.get("mlp_only_layers", [])
     return tuple(i for i in range(num_layers) if i in dense or (i + 1) % step)
+
+
+# What configs mean that do not say.
+_SIGMOID: Mapping[str, SigmoidRouter] = {
+    "deepseek_v3": SigmoidRouter(scaling=2.5, num_groups=8, num_chosen_groups=4),
+    "glm4_moe_lite": SigmoidRouter(scaling=1.8),
+    "glm4_moe": SigmoidRouter(),
+}
+
+
+def read_sigmoid_experts(hf: HFConfig) -> Experts:
+    """Return the mixture of a config of the DeepSeek-V3 and GLM-4 families.
+
+    Raises:
+        CheckpointError: the experts do not divide into groups as it says.
+    """
+    default = _SIGMOID[hf.get("model_type", "deepseek_v3")]
+    inner = hf.integer("moe_intermediate_size")
+    router = SigmoidRouter(
+        normalises=hf.flag("norm_topk_prob", True),
+        scaling=hf.number("routed_scaling_factor", default.scaling),
+        num_groups=hf.integer("n_group", default.num_groups),
+        num_chosen_groups=hf.integer("topk_group", default.num_chosen_groups),
+    )
+    experts = Experts(
+        num_experts=hf.integer("n_routed_experts"),
+        num_chosen=hf.integer("num_experts_per_tok"),
+        intermediate_size=inner,
+        shared_intermediate_size=inner * hf.integer("n_shared_experts", 1),
+        router=router,
+        shared_name="shared_experts",
+    )
+    per_group, rest = divmod(experts.num_experts, router.num_groups)
+    if rest or router.num_groups > 1 and per_group < 2:
+        raise CheckpointError(
+            f"{hf.origin}: n_group={router.num_groups} must divide n_routed_experts="
+            f"{experts.num_experts} into groups of two or more"
+        )
+    if router.num_chosen_groups > router.num_groups:
+        raise CheckpointError(
+            f"{hf.origin}: topk_group={router.num_chosen_groups} exceeds "
+            f"n_group={router.num_groups}"
+        )
+    if experts.num_chosen > per_group * router.num_chosen_groups:
+        raise CheckpointError(
+            f"{hf.origin}: num_experts_per_tok={experts.num_chosen} exceeds the "
+            f"{per_group * router.num_chosen_groups} experts of topk_group groups"
+        )
+    return experts
+
+
+def read_first_dense(hf: HFConfig, num_layers: int, default: int) -> tuple[int, ...]:
+    """Return the layers without experts, the first of them."""
+    return tuple(range(min(num_layers, hf.count("first_k_dense_replace", default))))

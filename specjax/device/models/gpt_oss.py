@@ -63,7 +63,7 @@ class GptOss(Llama):
     """A Llama whose experts have biases, and names of their own."""
 
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
-        """See `Llama.mixture_specs`; packed if `names` say so."""
+        """See `Decoder.mixture_specs`; packed if `names` say so."""
         assert self.experts is not None, "a mixture of no experts"
         dim, num, inner = self.hidden_size, self.experts.num_experts, self.experts.intermediate_size
         gate_up, down = f"{prefix}.experts.gate_up_proj", f"{prefix}.experts.down_proj"

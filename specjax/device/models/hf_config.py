@@ -30,6 +30,10 @@ class HFConfig:
             raise CheckpointError(f"{self.origin}: {key} must be a positive integer, got {value!r}")
         return value
 
+    def count(self, key: str, default: int) -> int:
+        """Return the field as an integer of zero or more."""
+        return 0 if self.get(key, default) == 0 else self.integer(key, default)
+
     def number(self, key: str, default: float) -> float:
         """Return the field as a positive number."""
         return _positive(self.get(key, default), f"{self.origin}: {key}")

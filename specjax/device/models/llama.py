@@ -8,80 +8,36 @@ layers or all may attend within a window only. Qwen3-MoE has experts. Phi-3 stor
 tensor, gate and up in another. Ministral 3 scales queries by their position.
 """
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import projection, stored
 from specjax.device.cache.paged import PagedAttention
+from specjax.device.models.decoder import Decoder
 from specjax.device.models.experts import read_dense_layers, read_experts
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.layers.attention import Attention, attention
-from specjax.device.models.layers.linear import linear
+from specjax.device.models.layers.attention import Attention
 from specjax.device.models.layers.mlp import MLP, mlp_specs
-from specjax.device.models.layers.moe import Experts, MoE, feed_forward, moe_specs
-from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Rope
-from specjax.device.models.layers.rows import Rows
-from specjax.device.models.model import Features
 from specjax.device.models.windows import read_windows
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LlamaLayer:
-    """Weights of one decoder layer."""
-
-    attention_norm: jax.Array  # [D]
-    attention: Attention
-    mlp_norm: jax.Array  # [D]
-    mlp: MLP | MoE
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class LlamaParams:
-    """Weights of a decoder; `lm_head` is None if it is tied to the embedding."""
-
-    embedding: jax.Array  # [V, D]
-    layers: tuple[LlamaLayer, ...]
-    norm: jax.Array  # [D]
-    lm_head: jax.Array | None  # [D, V]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Llama:
-    """A decoder. Hashable, so that it can be a static argument of a compiled step."""
+class Llama(Decoder):
+    """A decoder of grouped-query attention."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope: Rope
-    max_position: int
-    tie_word_embeddings: bool = False
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # of each layer, in tokens; () if no layer has one
-    experts: Experts | None = None
-    dense_layers: tuple[int, ...] = ()  # layers without experts, if `experts` is given
     has_sinks: bool = False
     is_merged: bool = False  # checkpoints have q, k and v in one tensor, gate and up in another
-
-    @property
-    def has_centred_norms(self) -> bool:
-        """False: norm weights are stored unchanged."""
-        return False
 
     @property
     def attention(self) -> PagedAttention:
@@ -122,106 +78,31 @@ class Llama:
 
     @property
     def head_shape(self) -> "Llama":
-        """See `Model.head_shape`: one of its own layers, dense, without window and sinks."""
-        return replace(
-            self, num_layers=1, windows=(), experts=None, has_sinks=False, is_merged=False
-        )
+        """See `Model.head_shape`: a layer with its heads."""
+        return head_shape(self, self.num_heads, self.num_kv_heads, self.head_dim)
 
-    @property
-    def ignored_prefixes(self) -> tuple[str, ...]:
-        """None: a checkpoint has only the model's tensors."""
-        return ()
+    def attention_specs(self, prefix: str, kind: int) -> Attention:
+        """See `Decoder.attention_specs`."""
+        return attention_specs(self, f"{prefix}.self_attn", self.hidden_size)
 
-    def specs(self, names: Collection[str] = ()) -> LlamaParams:
-        """See `Model.specs`; only experts have more than one layout."""
-        prefix, dim = "model", self.hidden_size
-        return LlamaParams(
-            embedding=stored(
-                [f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim), axes=("vocab", None)
-            ),
-            layers=tuple(
-                layer_specs(self, f"{prefix}.layers.{i}", names, i not in self.dense_layers)
-                for i in range(self.num_layers)
-            ),
-            norm=stored([f"{prefix}.norm.weight"], (dim,)),
-            lm_head=None
-            if self.tie_word_embeddings
-            else projection(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),
-        )
-
-    def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
-        """Return the mixture of a layer as `TensorSpec`s; `names` are those in the checkpoint."""
-        assert self.experts is not None, "a mixture of no experts"
-        return moe_specs(self.experts, self.hidden_size, prefix, names)
-
-    def extend(
-        self,
-        params: LlamaParams,
-        tokens: jax.Array,
-        rows: Rows,
-        caches: tuple[Any, ...] | None,
-        aux_layers: tuple[int, ...] = (),
-    ) -> tuple[Features, tuple[Any, ...]]:
-        """See `Model.extend`."""
-        kinds, places = self.cache_kinds, self.layer_kinds
-        held = list(caches or (None,) * len(kinds))
-        x = self.embed(params, tokens)
-        stream = Residual(x, jnp.zeros_like(x))
-        angles = self.rope.angles(rows.positions)
-        entering = []
-        for i, layer in enumerate(params.layers):
-            entering.append(stream)
-            place, index = places[i], jnp.int32(places[:i].count(places[i]))
-            stream, held[place] = decoder_layer(
-                layer, stream, rows, angles, held[place], index, self, kinds[place]
-            )
-        entering.append(stream)
-        _, hidden = stream.normed(params.norm, self, rows.kernels)
-        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), tuple(held)
-
-    def embed(self, params: LlamaParams, tokens: jax.Array) -> jax.Array:
-        """Return the input embeddings [N, D] of tokens i32[N]."""
-        return params.embedding[tokens]
-
-    def logits(self, params: LlamaParams, hidden: jax.Array) -> jax.Array:
-        """Return the next-token logits f32[N, V] of hidden states [N, D]."""
-        head = params.embedding.T if params.lm_head is None else params.lm_head
-        return linear(hidden, head, jnp.float32)
+    def dense_specs(self, prefix: str) -> MLP:
+        """See `Decoder.dense_specs`."""
+        return mlp_specs(prefix, self.hidden_size, self.intermediate_size, self.is_merged)
 
 
-# Traced once per kind of layer, because the index within the kind is an operand; XLA inlines the
-# calls.
-@partial(jax.jit, static_argnames=("model", "kind"))
-def decoder_layer(
-    params: LlamaLayer,
-    stream: Residual,
-    rows: Rows,
-    angles: tuple[jax.Array, jax.Array],
-    kv: Any,
-    layer: jax.Array,
-    model: Llama,
-    kind: PagedAttention,
-) -> tuple[Residual, Any]:
-    """Run one pre-norm decoder layer, the `layer`-th of those with the cache `kv` of `kind`."""
-    x, normed = stream.normed(params.attention_norm, model, rows.kernels)
-    scales = model.rope.query_scales(rows.positions)
-    mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, kind, scales)
-    x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows.kernels)), kv
-
-
-def layer_specs(
-    model: Llama, prefix: str, names: Collection[str] = (), is_sparse: bool = True
-) -> LlamaLayer:
-    """Return one decoder layer as a tree of `TensorSpec`; `names` are those in the checkpoint."""
-    dim = model.hidden_size
-    return LlamaLayer(
-        attention_norm=stored([f"{prefix}.input_layernorm.weight"], (dim,)),
-        attention=attention_specs(model, f"{prefix}.self_attn", dim),
-        mlp_norm=stored([f"{prefix}.post_attention_layernorm.weight"], (dim,)),
-        mlp=mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size, model.is_merged)
-        if model.experts is None or not is_sparse
-        else model.mixture_specs(f"{prefix}.mlp", names),
+def head_shape(target: Decoder, num_heads: int, num_kv_heads: int, head_dim: int) -> Llama:
+    """Return a dense layer of a target's sizes and of these heads, plainly rotated."""
+    return Llama(
+        vocab_size=target.vocab_size,
+        hidden_size=target.hidden_size,
+        intermediate_size=target.intermediate_size,
+        num_layers=1,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=target.rms_norm_eps,
+        rope=Rope(head_dim=head_dim, theta=target.rope.theta),
+        max_position=target.max_position,
     )
 
 

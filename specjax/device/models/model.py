@@ -53,8 +53,7 @@ class Model(Protocol):
 
     @property
     def head_shape(self) -> Any:
-        """The `llama.Llama` of one layer that an EAGLE head of this model's sizes has; None if its
-        sizes do not say."""
+        """The `llama.Llama` of one dense layer that a new EAGLE head for this model has."""
         ...
 
     @property

@@ -7,83 +7,42 @@ The three differ in how their checkpoints name and interleave the tensors.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
-
-import jax
-import jax.numpy as jnp
 
 from pallas_kernels.gated_delta_rule import Heads
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import (
-    TensorSpec,
-    depthwise,
-    projection,
-    stored,
-)
+from specjax.checkpoint.spec import TensorSpec, depthwise, projection, stored
 from specjax.device.cache.kind import CacheKind
 from specjax.device.cache.paged import PagedAttention
 from specjax.device.cache.recurrent import DeltaRule
+from specjax.device.models.decoder import Decoder
 from specjax.device.models.experts import read_dense_layers, read_experts
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.layers.attention import Attention, attention
-from specjax.device.models.layers.gated_delta_net import GatedDeltaNet, gated_delta_net
-from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mlp import MLP, mlp_specs
-from specjax.device.models.layers.moe import Experts, MoE, feed_forward, moe_specs
-from specjax.device.models.layers.residual import Residual
-from specjax.device.models.layers.rope import Rope
-from specjax.device.models.layers.rows import Rows
-from specjax.device.models.llama import Llama
-from specjax.device.models.model import Features
+from specjax.device.models.layers.attention import Attention
+from specjax.device.models.layers.gated_delta_net import GatedDeltaNet
+from specjax.device.models.llama import Llama, head_shape
 
 KINDS = ATTENTION, DELTA = "full_attention", "linear_attention"
 IGNORED = ("model.visual.", "visual.", "mtp.")  # tensors that a text model does not use
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Qwen35Layer:
-    """Weights of one decoder layer."""
-
-    mixer_norm: jax.Array  # [D]
-    mixer: Attention | GatedDeltaNet
-    mlp_norm: jax.Array  # [D]
-    mlp: MLP | MoE
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Qwen35Params:
-    """Weights of a decoder; `lm_head` is None if it is tied to the embedding."""
-
-    embedding: jax.Array  # [V, D]
-    layers: tuple[Qwen35Layer, ...]
-    norm: jax.Array  # [D]
-    lm_head: jax.Array | None  # [D, V]
-
-
 @dataclass(frozen=True, kw_only=True)
-class Qwen35:
-    """A hybrid decoder. Hashable, so that it can be a static argument of a compiled step."""
+class Qwen35(Decoder):
+    """A hybrid decoder."""
 
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     layer_types: tuple[str, ...]  # "full_attention" or "linear_attention"
     num_heads: int
     num_kv_heads: int
     head_dim: int
     delta_heads: Heads
     conv_width: int
-    rms_norm_eps: float
-    rope: Rope
-    max_position: int
-    tie_word_embeddings: bool = False
-    experts: Experts | None = None
-    dense_layers: tuple[int, ...] = ()  # layers without experts, if `experts` is given
     is_interleaved: bool = False  # Qwen3-Next's names and order of the recurrent projections
     num_mtp_layers: int = 0  # modules for multi-token prediction (MTP)
+
+    @property
+    def has_centred_norms(self) -> bool:
+        """True: norm weights are stored minus one."""
+        return True
 
     @property
     def num_layers(self) -> int:
@@ -127,129 +86,25 @@ class Qwen35:
         return replace(self, layer_types=self.layer_types[:num_layers])
 
     @property
-    def head_shape(self) -> Llama | None:
-        """See `Model.head_shape`: a dense layer with its heads; None with experts."""
-        if self.experts is not None:
-            return None
-        return Llama(
-            vocab_size=self.vocab_size,
-            hidden_size=self.hidden_size,
-            intermediate_size=self.intermediate_size,
-            num_layers=1,
-            num_heads=self.num_heads,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
-            rms_norm_eps=self.rms_norm_eps,
-            rope=Rope(head_dim=self.head_dim, theta=self.rope.theta),
-            max_position=self.max_position,
-        )
+    def head_shape(self) -> Llama:
+        """See `Model.head_shape`: a layer with the heads of its attention."""
+        return head_shape(self, self.num_heads, self.num_kv_heads, self.head_dim)
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
         """The vision tower and the MTP modules."""
         return IGNORED
 
-    def specs(self, names: Collection[str] = ()) -> Qwen35Params:
-        """See `Model.specs`."""
+    def root(self, names: Collection[str]) -> str:
+        """See `Decoder.root`: models with a vision tower name their text part."""
         text = "model.language_model"
-        prefix = text if any(name.startswith(f"{text}.") for name in names) else "model"
-        dim = self.hidden_size
-        return Qwen35Params(
-            embedding=stored(
-                [f"{prefix}.embed_tokens.weight"], (self.vocab_size, dim), axes=("vocab", None)
-            ),
-            layers=tuple(
-                layer_specs(self, f"{prefix}.layers.{i}", kind, names, self._is_sparse(i))
-                for i, kind in enumerate(self.layer_types)
-            ),
-            norm=norm_spec(f"{prefix}.norm", dim),
-            lm_head=None
-            if self.tie_word_embeddings
-            else projection(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),
-        )
+        return text if any(name.startswith(f"{text}.") for name in names) else "model"
 
-    @property
-    def has_centred_norms(self) -> bool:
-        """True: norm weights are stored minus one."""
-        return True
-
-    def extend(
-        self,
-        params: Qwen35Params,
-        tokens: jax.Array,
-        rows: Rows,
-        caches: tuple[Any, ...] | None,
-        aux_layers: tuple[int, ...] = (),
-    ) -> tuple[Features, tuple[Any, ...]]:
-        """See `Model.extend`."""
-        x = self.embed(params, tokens)
-        stream = Residual(x, jnp.zeros_like(x))
-        angles = self.rope.angles(rows.positions)
-        held, kinds = list(caches or (None, None)), self.layer_kinds
-        entering = []
-        for i, layer in enumerate(params.layers):
-            entering.append(stream)
-            kind, index = kinds[i], jnp.int32(kinds[:i].count(kinds[i]))
-            stream, held[kind] = decoder_layer(layer, stream, rows, angles, held[kind], index, self)
-        entering.append(stream)
-        _, hidden = stream.normed(params.norm, self, rows.kernels)
-        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), tuple(held)
-
-    def embed(self, params: Qwen35Params, tokens: jax.Array) -> jax.Array:
-        """Return the input embeddings [N, D] of tokens i32[N]."""
-        return params.embedding[tokens]
-
-    def logits(self, params: Qwen35Params, hidden: jax.Array) -> jax.Array:
-        """Return the next-token logits f32[N, V] of hidden states [N, D]."""
-        head = params.embedding.T if params.lm_head is None else params.lm_head
-        return linear(hidden, head, jnp.float32)
-
-    def _is_sparse(self, layer: int) -> bool:
-        return self.experts is not None and layer not in self.dense_layers
-
-
-# Traced once per kind of layer, because the index within the kind is an operand.
-@partial(jax.jit, static_argnames="model")
-def decoder_layer(
-    params: Qwen35Layer,
-    stream: Residual,
-    rows: Rows,
-    angles: tuple[jax.Array, jax.Array],
-    cache: Any,
-    layer: jax.Array,
-    model: Qwen35,
-) -> tuple[Residual, Any]:
-    """Run one pre-norm decoder layer; `cache` is that of its kind."""
-    mixer = params.mixer
-    x, normed = stream.normed(params.mixer_norm, model, rows.kernels)
-    if isinstance(mixer, Attention):
-        mixed, cache = attention(mixer, normed, rows, angles, cache, layer, model.attention)
-    else:
-        mixed, cache = gated_delta_net(mixer, normed, rows, cache, layer, model.delta_rule)
-    x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows.kernels)), cache
-
-
-def layer_specs(
-    model: Qwen35, prefix: str, kind: str, names: Collection[str], is_sparse: bool
-) -> Qwen35Layer:
-    """Return one decoder layer as a tree of `TensorSpec`; `names` are those in the checkpoint."""
-    dim, mixture = model.hidden_size, model.experts if is_sparse else None
-    return Qwen35Layer(
-        mixer_norm=norm_spec(f"{prefix}.input_layernorm", dim),
-        mixer=_attention_specs(model, f"{prefix}.self_attn")
-        if kind == ATTENTION
-        else _delta_specs(model, f"{prefix}.linear_attn"),
-        mlp_norm=norm_spec(f"{prefix}.post_attention_layernorm", dim),
-        mlp=mlp_specs(f"{prefix}.mlp", dim, model.intermediate_size)
-        if mixture is None
-        else moe_specs(mixture, dim, f"{prefix}.mlp", names),
-    )
-
-
-def norm_spec(name: str, dim: int) -> Any:
-    """Return the spec of a norm's weight, stored minus one."""
-    return stored([f"{name}.weight"], (dim,), fill=0.0)
+    def attention_specs(self, prefix: str, kind: int) -> Attention | GatedDeltaNet:
+        """See `Decoder.attention_specs`."""
+        if KINDS[kind] == ATTENTION:
+            return _attention_specs(self, f"{prefix}.self_attn")
+        return _delta_specs(self, f"{prefix}.linear_attn")
 
 
 def _attention_specs(model: Qwen35, prefix: str) -> Attention:
@@ -266,8 +121,8 @@ def _attention_specs(model: Qwen35, prefix: str) -> Attention:
             axes=(None, "heads"),
         ),
         out=projection([f"{prefix}.o_proj.weight"], q, [dim], axes=("heads", None)),
-        q_norm=norm_spec(f"{prefix}.q_norm", head),
-        k_norm=norm_spec(f"{prefix}.k_norm", head),
+        q_norm=stored([f"{prefix}.q_norm.weight"], (head,), fill=0.0),
+        k_norm=stored([f"{prefix}.k_norm.weight"], (head,), fill=0.0),
     )
 
 
@@ -324,7 +179,7 @@ def from_hf(hf: HFConfig) -> Qwen35:
     return Qwen35(
         vocab_size=hf.integer("vocab_size"),
         hidden_size=hf.integer("hidden_size"),
-        intermediate_size=hf.integer("intermediate_size", 1 if experts else None),
+        intermediate_size=hf.integer("intermediate_size", experts.active_size if experts else None),
         layer_types=_layer_types(hf, num_layers),
         num_heads=heads,
         num_kv_heads=hf.kv_heads(heads, default=None),
@@ -339,7 +194,7 @@ def from_hf(hf: HFConfig) -> Qwen35:
         experts=experts,
         dense_layers=read_dense_layers(hf, num_layers) if experts else (),
         is_interleaved=kind == "qwen3_next",
-        num_mtp_layers=_num_mtp_layers(hf),
+        num_mtp_layers=hf.count("mtp_num_hidden_layers", 0),
     )
 
 
@@ -359,11 +214,6 @@ def _layer_types(hf: HFConfig, num_layers: int) -> tuple[str, ...]:
             f"full_attention_interval={interval}; correct one, or remove the interval"
         )
     return types
-
-
-def _num_mtp_layers(hf: HFConfig) -> int:
-    key = "mtp_num_hidden_layers"
-    return hf.integer(key) if hf.get(key, 0) != 0 else 0
 
 
 def _delta_heads(hf: HFConfig) -> Heads:

@@ -12,8 +12,10 @@ from specjax.checkpoint.block_scaled import with_scales
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles, open_checkpoint
+from specjax.checkpoint.hub import resolve
+from specjax.checkpoint.save import copy_tokenizer, plain_config, save_checkpoint
 from specjax.device.loading import load_params
-from specjax.device.models import deepseek_v3, gpt_oss, llama, qwen3_5
+from specjax.device.models import deepseek_v3, glm4_moe, gpt_oss, llama, qwen3_5
 from specjax.device.models.config_fields import check_fields, weight_blocks
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
@@ -35,6 +37,7 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "qwen3_5_moe": qwen3_5.from_hf,
     "qwen3_5_moe_text": qwen3_5.from_hf,
     "deepseek_v3": deepseek_v3.from_hf,
+    "glm4_moe": glm4_moe.from_hf,
     "glm4_moe_lite": deepseek_v3.from_hf,
 }
 
@@ -66,6 +69,32 @@ def load_model(
     specs = model.specs(files.names())
     ignore = partial(is_unused, model)
     return model, load_params(files, specs, dtype, placement=placement, ignore=ignore)
+
+
+def save_model(folder: str | Path, model: Model, params: Any, source: str | Path) -> None:
+    """Write parameters of a model as a checkpoint that this package and transformers load.
+
+    Weights are stored in the parameters' dtypes, those that `source` has packed or in float8 in
+    full; a vision tower and MTP modules are left out.
+
+    Args:
+        source: the checkpoint that the model was read from (a folder, hub id or demo name), whose
+            config and tokenizer are copied.
+
+    Raises:
+        ValueError: `params` are not the model's.
+        CheckpointError: `source` cannot be read, or is of another model.
+        OSError: no space or no permission; names the folder.
+    """
+    origin, folder = resolve(source), Path(folder)
+    config = plain_config(read_json(origin, "config.json"))
+    if describe_model(HFConfig(config, str(origin / "config.json"))) != model:
+        raise CheckpointError(
+            f"{origin} is the checkpoint of another model than the one to save; name its own"
+        )
+    dtype = np.dtype(params.embedding.dtype)
+    save_checkpoint(folder, model.specs(), params, config | {"dtype": dtype.name}, dtype=dtype)
+    copy_tokenizer(origin, folder)
 
 
 def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:

@@ -8,6 +8,7 @@ import jax
 from pallas_kernels.rope_write import HeadWeights
 from specjax.device.cache.paged import PagedAttention, ProjectedHeads
 from specjax.device.models.layers.linear import linear
+from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
 
 
@@ -24,27 +25,24 @@ class Attention:
     k_norm: jax.Array | None = None
     sinks: jax.Array | None = None  # [H], see `paged_attention`
 
-
-def attention(
-    params: Attention,
-    x: jax.Array,
-    rows: Rows,
-    angles: tuple[jax.Array, jax.Array],
-    kv: Any,
-    layer: jax.Array,
-    kind: PagedAttention,
-    query_scales: jax.Array | None = None,
-) -> tuple[jax.Array, Any]:
-    """Project x [N, D_in], rotate, attend and project back; return ([N, D], kv)."""
-    qkv = linear(x, params.qkv)
-    weights = HeadWeights(params.qkv_bias, params.q_norm, params.k_norm)
-    mixed, kv = rows.mix(
-        kind, kv, layer, ProjectedHeads(qkv, weights, angles, params.sinks, query_scales)
-    )
-    gate_at = kind.num_heads * kind.head_dim
-    gate_end = qkv.shape[1] - 2 * kind.num_kv_heads * kind.head_dim
-    mixed = mixed.reshape(x.shape[0], -1)
-    if gate_at < gate_end:
-        mixed = mixed * jax.nn.sigmoid(qkv[:, gate_at:gate_end])
-    y = linear(mixed, params.out)
-    return (y if params.out_bias is None else y + params.out_bias), kv
+    def mix(
+        self,
+        x: jax.Array,
+        rows: Rows,
+        angles: Angles,
+        kv: Any,
+        layer: jax.Array,
+        kind: PagedAttention,
+    ) -> tuple[jax.Array, Any]:
+        """Project x [N, D_in], rotate, attend and project back; return ([N, D], kv)."""
+        qkv = linear(x, self.qkv)
+        weights = HeadWeights(self.qkv_bias, self.q_norm, self.k_norm)
+        inputs = ProjectedHeads(qkv, weights, angles.rotation, self.sinks, angles.query_scales)
+        mixed, kv = rows.mix(kind, kv, layer, inputs)
+        gate_at = kind.num_heads * kind.head_dim
+        gate_end = qkv.shape[1] - 2 * kind.num_kv_heads * kind.head_dim
+        mixed = mixed.reshape(x.shape[0], -1)
+        if gate_at < gate_end:
+            mixed = mixed * jax.nn.sigmoid(qkv[:, gate_at:gate_end])
+        y = linear(mixed, self.out)
+        return (y if self.out_bias is None else y + self.out_bias), kv

@@ -8,6 +8,7 @@ import jax
 from pallas_kernels.gated_delta_rule import DeltaRuleWeights
 from specjax.device.cache.recurrent import DeltaInputs, DeltaRule
 from specjax.device.models.layers.linear import linear
+from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
 
 
@@ -23,18 +24,18 @@ class GatedDeltaNet:
     norm: jax.Array  # [D_v], shared by the heads
     out: jax.Array  # [H_v D_v, D]
 
-
-def gated_delta_net(
-    params: GatedDeltaNet,
-    x: jax.Array,
-    rows: Rows,
-    cache: Any,
-    layer: jax.Array,
-    kind: DeltaRule,
-) -> tuple[jax.Array, Any]:
-    """Project x [N, D], run the gated delta rule with its gates and norm, and project back; return
-    ([N, D], cache)."""
-    weights = DeltaRuleWeights(params.conv, params.log_decay, params.decay_bias, params.norm)
-    inputs = DeltaInputs(linear(x, params.in_proj), weights)
-    y, cache = rows.mix(kind, cache, layer, inputs)
-    return linear(y.reshape(x.shape[0], -1), params.out), cache
+    def mix(
+        self,
+        x: jax.Array,
+        rows: Rows,
+        angles: Angles,
+        cache: Any,
+        layer: jax.Array,
+        kind: DeltaRule,
+    ) -> tuple[jax.Array, Any]:
+        """Project x [N, D], run the gated delta rule with its gates and norm, and project back;
+        return ([N, D], cache). Nothing is rotated."""
+        weights = DeltaRuleWeights(self.conv, self.log_decay, self.decay_bias, self.norm)
+        inputs = DeltaInputs(linear(x, self.in_proj), weights)
+        y, cache = rows.mix(kind, cache, layer, inputs)
+        return linear(y.reshape(x.shape[0], -1), self.out), cache

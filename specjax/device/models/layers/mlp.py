@@ -1,6 +1,7 @@
 """The gated feed-forward layer (SwiGLU)."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,10 @@ class MLP:
 
     gate_up: jax.Array  # [D, 2 F]
     down: jax.Array  # [F, D]
+
+    def feed(self, x: jax.Array, experts: Any, kernels: str) -> jax.Array:
+        """Run the layer on x [N, D]; it has no `experts`."""
+        return mlp(self, x)
 
 
 def mlp(params: MLP, x: jax.Array) -> jax.Array:

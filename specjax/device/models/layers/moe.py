@@ -25,6 +25,12 @@ class Experts(NamedTuple):
     has_shared_gate: bool = False
     router: Router = SoftmaxRouter()
     activation: SwiGLU | ClampedSwiGLU = SwiGLU()
+    shared_name: str = "shared_expert"  # in the names of tensors
+
+    @property
+    def active_size(self) -> int:
+        """The inner width of all experts that a token goes to."""
+        return self.num_chosen * self.intermediate_size + self.shared_intermediate_size
 
 
 @jax.tree_util.register_dataclass
@@ -40,15 +46,10 @@ class MoE:
     gate_up_bias: jax.Array | None = None  # [E, 2 F]
     down_bias: jax.Array | None = None  # [E, D]
 
-
-def feed_forward(
-    params: MLP | MoE, x: jax.Array, experts: Experts | None, kernels: str
-) -> jax.Array:
-    """Run the feed-forward layer of x [N, D]: a mixture of `experts`, or one SwiGLU layer."""
-    if isinstance(params, MLP):
-        return mlp(params, x)
-    assert experts is not None, "weights of experts without their sizes"
-    return moe(params, x, experts, kernels)
+    def feed(self, x: jax.Array, experts: Experts | None, kernels: str) -> jax.Array:
+        """Run the mixture of `experts` on x [N, D]."""
+        assert experts is not None, "weights of experts without their sizes"
+        return moe(self, x, experts, kernels)
 
 
 def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
@@ -87,7 +88,6 @@ def moe_specs(
     dim: int,
     prefix: str,
     names: Collection[str],
-    shared_name: str = "shared_expert",
 ) -> MoE:
     """Return the weights as `TensorSpec`s. `names`, those in the checkpoint, tell whether all
     experts share a tensor or each has its own.
@@ -117,8 +117,8 @@ def moe_specs(
         router=mixture.router.specs(prefix, dim, num_experts),
         gate_up=gate_up,
         down=down,
-        shared=mlp_specs(f"{prefix}.{shared_name}", dim, shared) if shared else None,
-        shared_gate=projection([f"{prefix}.{shared_name}_gate.weight"], dim, [1])
+        shared=mlp_specs(f"{prefix}.{mixture.shared_name}", dim, shared) if shared else None,
+        shared_gate=projection([f"{prefix}.{mixture.shared_name}_gate.weight"], dim, [1])
         if mixture.has_shared_gate
         else None,
     )

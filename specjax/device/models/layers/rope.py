@@ -2,10 +2,24 @@
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+
+class Angles(NamedTuple):
+    """The rotation of N rows, by their positions."""
+
+    cos: jax.Array  # f32[N, head_dim / 2]
+    sin: jax.Array  # f32[N, head_dim / 2]
+    query_scales: jax.Array | None = None  # f32[N, 1, 1], what multiplies queries; None for nothing
+
+    @property
+    def rotation(self) -> tuple[jax.Array, jax.Array]:
+        """Return cos and sin."""
+        return self.cos, self.sin
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +44,7 @@ class Rope:
     beta_slow: float = 1.0
     truncates: bool = True  # the ramp starts and ends at whole indices
     attention_factor: float = 1.0  # multiplies cos and sin
-    query_beta: float = 0.0  # how fast queries grow with their position, see `query_scales`
+    query_beta: float = 0.0  # how fast queries grow with their position, see `_query_scales`
 
     def inverse_frequencies(self) -> np.ndarray:
         """Return the angular frequency of each rotated pair, f32[head_dim / 2]."""
@@ -43,18 +57,18 @@ class Rope:
             return ((1 - keep) * freq / self.factor + keep * freq).astype(np.float32)
         return freq
 
-    def angles(self, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Return cos and sin, each f32[N, head_dim / 2], of the rotation at positions i32[N]."""
+    def angles(self, positions: jax.Array) -> Angles:
+        """Return the rotation at positions i32[N]."""
         angle = positions.astype(jnp.float32)[:, None] * self.inverse_frequencies()[None, :]
         cos, sin = jnp.cos(angle), jnp.sin(angle)
-        if self.attention_factor == 1.0:
-            return cos, sin
-        return cos * self.attention_factor, sin * self.attention_factor
+        if self.attention_factor != 1.0:
+            cos, sin = cos * self.attention_factor, sin * self.attention_factor
+        return Angles(cos, sin, self._query_scales(positions))
 
-    def query_scales(self, positions: jax.Array) -> jax.Array | None:
-        """Return what multiplies the queries at positions i32[N], f32[N, 1, 1]; None for nothing.
+    def _query_scales(self, positions: jax.Array) -> jax.Array | None:
+        """Return the scales of queries, f32[N, 1, 1].
 
-        It sharpens attention over long contexts: 1 within the original length, then growing with
+        They sharpen attention over long contexts: 1 within the original length, then growing with
         the logarithm of how often that fits (Llama 4's temperature).
         """
         if not self.query_beta:

@@ -1,0 +1,178 @@
+"""Several MTP modules in turn (DeepSeek-V3, section 2.2): the i-th makes the i-th draft token.
+
+At position p, module 0 takes the target's hidden state h_p, and module i > 0 what module i - 1 put
+out at p - 1; all take the token x_{p+1}, so that rows of the same position hold the same tokens in
+all caches. With x_n the last token, draft token i + 1 comes from module i at position n - 1 + i;
+there it attends over its own rows, of which those from n on are of this round's drafts. After the
+last module, the draft tokens come from it again, fed with its own output.
+
+What module i takes at the first rows of a request, p < i, does not exist; it is zero here.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.device.cache.kind import CacheSizes
+from specjax.device.drafters.drafter import DraftContext, Observation, Params
+from specjax.device.drafters.head import HeadDrafter
+from specjax.device.drafters.mtp import MTPHead, MTPParams
+from specjax.device.models.model import Model
+from specjax.device.verification import Draft
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ModulesParams:
+    """Weights of the modules."""
+
+    modules: tuple[MTPParams, ...]
+
+
+@dataclass(frozen=True)
+class ModulesHead:
+    """The modules of a target, see `DrafterWeights`."""
+
+    modules: tuple[MTPHead, ...]
+    has_embedding: bool = False
+    aux_layers: tuple[int, ...] = ()
+
+    @property
+    def prefix_in_target(self) -> str:
+        """That of the first module's tensors."""
+        return self.modules[0].prefix_in_target
+
+    def drafter(self, is_greedy: bool) -> "ModulesDrafter":
+        """Return the drafter that runs them."""
+        return ModulesDrafter(self, is_greedy)
+
+    def specs(self, names: Collection[str] = ()) -> ModulesParams:
+        """Return the weights as `TensorSpec`s, see `MTPHead.specs`."""
+        return ModulesParams(tuple(module.specs(names) for module in self.modules))
+
+    def is_unused(self, name: str) -> bool:
+        """See `DrafterWeights.is_unused`."""
+        return all(module.is_unused(name) for module in self.modules)
+
+    def target_ids(self, params: ModulesParams) -> None:
+        """Return None: drafts use the target's full vocabulary."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ModulesState:
+    """The modules' caches, and what they take next.
+
+    `hidden` is at the last verified row: the target's hidden state, then the output of every module
+    but the last.
+    """
+
+    kv: tuple[Any, ...]
+    hidden: jax.Array  # [S, M, D]
+    snapshots: jax.Array  # [snapshots, M, D], of `hidden`
+
+
+@dataclass(frozen=True)
+class ModulesDrafter(HeadDrafter[ModulesHead]):
+    """A drafter that runs a module per draft token, then the last one."""
+
+    @property
+    def is_recurrent(self) -> bool:
+        """True: what modules put out at the row before is in no page."""
+        return True
+
+    def num_passes(self, k: int) -> int:
+        """Return k: a pass is for one draft."""
+        return k
+
+    def init_state(self, sizes: CacheSizes, dtype: Any) -> ModulesState:
+        """Return empty caches, which are indexed by the target's page table."""
+        modules = self.head.modules
+        shape = len(modules), modules[0].hidden_size
+        return ModulesState(
+            tuple(module.cache_kind.init(sizes, dtype) for module in modules),
+            jnp.zeros((sizes.num_slots, *shape), dtype),
+            jnp.zeros((sizes.num_snapshots, *shape), dtype),
+        )
+
+    def take(
+        self, state: ModulesState, slots: jax.Array, ids: jax.Array, ends: jax.Array
+    ) -> ModulesState:
+        """See `Drafter.take`."""
+        kept = state.hidden.at[slots].get(mode="fill", fill_value=0)
+        return replace(state, snapshots=state.snapshots.at[ids].set(kept, mode="drop"))
+
+    def restore(
+        self, state: ModulesState, slots: jax.Array, ids: jax.Array, ends: jax.Array
+    ) -> ModulesState:
+        """See `Drafter.restore`."""
+        kept = state.snapshots.at[ids].get(mode="fill", fill_value=0)
+        return replace(state, hidden=state.hidden.at[slots].set(kept, mode="drop"))
+
+    def draft(
+        self, target: Model, params: Params, state: ModulesState, context: DraftContext, k: int
+    ) -> tuple[Draft, ModulesState]:
+        """See `Drafter.draft`. Module i runs the rows of this round's drafts before its own, too,
+        because it was never run on them."""
+        hidden, kv = state.hidden[context.slots], list(state.kv)
+        starts, most = context.starts, len(self.head.modules)
+        last = context.history.tokens[jnp.arange(len(starts)), starts]
+        drafts: list[jax.Array] = []
+        probs: list[jax.Array] = []
+        made = hidden[:, :0]  # [B, rows from x_n's on, D], of the module before
+        for i in range(k):
+            number = min(i, most - 1)
+            if i == 0:  # its keys and values are in the cache already
+                first, tokens, inputs = starts - 1, last[:, None], hidden[:, :1]
+            elif i < most:
+                first, tokens = starts, jnp.stack(drafts, axis=1)
+                inputs = jnp.concatenate([hidden[:, i : i + 1], made], axis=1)
+            else:
+                first, tokens, inputs = starts - 1 + i, drafts[-1][:, None], made[:, -1:]
+            out, kv[number] = self._run(target, params, number, context, first, tokens, inputs, kv)
+            made = out if i else made
+            logits = self.head.modules[number].logits(target, params, out[:, -1])
+            token, q = context.draw(
+                logits, None, target.vocab_size, drafts, is_greedy=self.is_greedy
+            )
+            drafts.append(token)
+            probs += [] if q is None else [q]
+        return Draft.stacked(drafts, probs, len(starts)), replace(state, kv=tuple(kv))
+
+    def _run(self, target, params, number, context, first, tokens, inputs, kv):
+        """Run a module on tokens i32[B, T] from positions `first` on; return [B, T, D], and kv."""
+        count = tokens.shape[1]
+        writes = number > 0
+        rows = context.rows_at(first, counts=count, most=count, writes=writes)
+        padding = (0, 0), (0, rows.width - count)
+        tokens, inputs = jnp.pad(tokens, padding), jnp.pad(inputs, (*padding, (0, 0)))
+        out, kv = self._extend(target, params, number, tokens, inputs, rows, kv[number])
+        return out[:, :count], kv
+
+    def _extend(self, target, params, number, tokens, inputs, rows, kv):
+        """Run a module on the rows' tokens i32[B, T] and inputs [B, T, D]."""
+        own = Params(params.target, params.drafter.modules[number])
+        flat = tokens.reshape(-1), inputs.reshape(-1, inputs.shape[-1])
+        out, kv = self.head.modules[number].extend(target, own, *flat, rows, kv)
+        return out.reshape(inputs.shape), kv
+
+    def observe(
+        self, target: Model, params: Params, state: ModulesState, seen: Observation
+    ) -> ModulesState:
+        """See `Drafter.observe`. Of the last module only keys and values are computed."""
+        begins = seen.rows.by_request(seen.rows.positions)[:, :1] == 0
+        before = state.hidden.at[seen.slots].get(mode="fill", fill_value=0)
+        before = jnp.where(begins[..., None], 0, before)
+        out = seen.features.hidden.reshape(*seen.following.shape, -1)
+        at_last, row, kv = [], jnp.arange(len(seen.last)), list(state.kv)
+        for i in range(len(kv)):
+            at_last.append(out[row, seen.last])
+            inputs = out
+            if i:
+                inputs = jnp.concatenate([before[:, i : i + 1], out[:, :-1]], axis=1)
+            out, kv[i] = self._extend(target, params, i, seen.following, inputs, seen.rows, kv[i])
+        hidden = state.hidden.at[seen.slots].set(jnp.stack(at_last, axis=1), mode="drop")
+        return replace(state, kv=tuple(kv), hidden=hidden)

@@ -1,0 +1,192 @@
+"""What all decoders share: an embedding, pre-norm layers on one residual stream, a norm, a head.
+
+A family of models adds its sizes, its kinds of cache, and the weights of a layer.
+"""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specjax.checkpoint.spec import projection, stored
+from specjax.device.cache.kind import CacheKind
+from specjax.device.models.layers.linear import linear
+from specjax.device.models.layers.mlp import MLP, mlp_specs
+from specjax.device.models.layers.moe import Experts, MoE, moe_specs
+from specjax.device.models.layers.residual import Residual
+from specjax.device.models.layers.rope import Angles, Rope
+from specjax.device.models.layers.rows import Rows
+from specjax.device.models.model import Features
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Weights of one decoder layer. Attention and feed-forward layer say by their class how they
+    compute."""
+
+    attention_norm: jax.Array  # [D]
+    attention: Any  # Attention, MLA or GatedDeltaNet
+    mlp_norm: jax.Array  # [D]
+    mlp: MLP | MoE
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecoderParams:
+    """Weights of a decoder; `lm_head` is None if it is tied to the embedding."""
+
+    embedding: jax.Array  # [V, D]
+    layers: tuple[DecoderLayer, ...]
+    norm: jax.Array  # [D]
+    lm_head: jax.Array | None  # [D, V]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoder:
+    """Base of decoders. Hashable, so that they can be static arguments of a compiled step."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    rms_norm_eps: float
+    rope: Rope
+    max_position: int
+    tie_word_embeddings: bool = False
+    experts: Experts | None = None
+    dense_layers: tuple[int, ...] = ()  # layers without experts, if `experts` is given
+
+    @property
+    def has_centred_norms(self) -> bool:
+        """Whether norm weights are stored minus one."""
+        return False
+
+    @property
+    def cache_kinds(self) -> tuple[CacheKind, ...]:
+        """See `Model.cache_kinds`."""
+        raise NotImplementedError
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """See `Model.layer_kinds`."""
+        raise NotImplementedError
+
+    @property
+    def ignored_prefixes(self) -> tuple[str, ...]:
+        """None: a checkpoint has only the model's tensors."""
+        return ()
+
+    def attention_specs(self, prefix: str, kind: int) -> Any:
+        """Return the attention weights of the layer `prefix` as `TensorSpec`s; `kind` is the index
+        into `cache_kinds`."""
+        raise NotImplementedError
+
+    def dense_specs(self, prefix: str) -> MLP:
+        """Return the weights of a dense feed-forward layer as `TensorSpec`s."""
+        return mlp_specs(prefix, self.hidden_size, self.intermediate_size)
+
+    def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
+        """Return the mixture of a layer as `TensorSpec`s; `names` are those in the checkpoint."""
+        assert self.experts is not None, "a mixture of no experts"
+        return moe_specs(self.experts, self.hidden_size, prefix, names)
+
+    def norm_spec(self, name: str) -> Any:
+        """Return the weight [D] of the norm `name` as a `TensorSpec`."""
+        fill = 0.0 if self.has_centred_norms else None
+        return stored([f"{name}.weight"], (self.hidden_size,), fill=fill)
+
+    def layer_specs(
+        self, prefix: str, names: Collection[str] = (), *, kind: int = 0, is_sparse: bool = False
+    ) -> DecoderLayer:
+        """Return one layer as a tree of `TensorSpec`; `names` are those in the checkpoint."""
+        mlp = f"{prefix}.mlp"
+        return DecoderLayer(
+            attention_norm=self.norm_spec(f"{prefix}.input_layernorm"),
+            attention=self.attention_specs(prefix, kind),
+            mlp_norm=self.norm_spec(f"{prefix}.post_attention_layernorm"),
+            mlp=self.mixture_specs(mlp, names) if is_sparse else self.dense_specs(mlp),
+        )
+
+    def root(self, names: Collection[str]) -> str:
+        """Return what names of tensors begin with; `names` are those in the checkpoint."""
+        return "model"
+
+    def specs(self, names: Collection[str] = ()) -> DecoderParams:
+        """See `Model.specs`."""
+        root, dim = self.root(names), self.hidden_size
+        has_experts = self.experts is not None
+        return DecoderParams(
+            embedding=stored(
+                [f"{root}.embed_tokens.weight"], (self.vocab_size, dim), axes=("vocab", None)
+            ),
+            layers=tuple(
+                self.layer_specs(
+                    f"{root}.layers.{i}",
+                    names,
+                    kind=kind,
+                    is_sparse=has_experts and i not in self.dense_layers,
+                )
+                for i, kind in enumerate(self.layer_kinds)
+            ),
+            norm=self.norm_spec(f"{root}.norm"),
+            lm_head=None
+            if self.tie_word_embeddings
+            else projection(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),
+        )
+
+    def extend(
+        self,
+        params: DecoderParams,
+        tokens: jax.Array,
+        rows: Rows,
+        caches: tuple[Any, ...] | None,
+        aux_layers: tuple[int, ...] = (),
+    ) -> tuple[Features, tuple[Any, ...]]:
+        """See `Model.extend`."""
+        kinds, places = self.cache_kinds, self.layer_kinds
+        held = list(caches or (None,) * len(kinds))
+        x = self.embed(params, tokens)
+        stream = Residual(x, jnp.zeros_like(x))
+        angles = self.rope.angles(rows.positions)
+        entering = []
+        for i, layer in enumerate(params.layers):
+            entering.append(stream)
+            place, index = places[i], jnp.int32(places[:i].count(places[i]))
+            stream, held[place] = decoder_layer(
+                layer, stream, rows, angles, held[place], index, self, kinds[place]
+            )
+        entering.append(stream)
+        _, hidden = stream.normed(params.norm, self, rows.kernels)
+        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), tuple(held)
+
+    def embed(self, params: DecoderParams, tokens: jax.Array) -> jax.Array:
+        """Return the input embeddings [N, D] of tokens i32[N]."""
+        return params.embedding[tokens]
+
+    def logits(self, params: DecoderParams, hidden: jax.Array) -> jax.Array:
+        """Return the next-token logits f32[N, V] of hidden states [N, D]."""
+        head = params.embedding.T if params.lm_head is None else params.lm_head
+        return linear(hidden, head, jnp.float32)
+
+
+# Traced once per kind of layer, because the index within the kind is an operand; XLA inlines the
+# calls.
+@partial(jax.jit, static_argnames=("model", "kind"))
+def decoder_layer(
+    params: DecoderLayer,
+    stream: Residual,
+    rows: Rows,
+    angles: Angles,
+    cache: Any,
+    layer: jax.Array,
+    model: Decoder,
+    kind: Any,
+) -> tuple[Residual, Any]:
+    """Run one pre-norm decoder layer, the `layer`-th of those with the `cache` of `kind`."""
+    x, normed = stream.normed(params.attention_norm, model, rows.kernels)
+    mixed, cache = params.attention.mix(normed, rows, angles, cache, layer, kind)
+    x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
+    return Residual(x, params.mlp.feed(normed, model.experts, rows.kernels)), cache

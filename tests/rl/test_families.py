@@ -1,0 +1,114 @@
+"""Every family: weights under Hugging Face names, and exports, against transformers."""
+
+import jax
+import numpy as np
+import pytest
+from support.engines import SIZES, VOCAB, K
+from support.logits import hf_logits
+from support.params import random_params
+from support.rollouts import PROMPTS
+
+from specjax import SamplingParams
+from specjax.checkpoint.save import save_checkpoint
+from specjax.device.models.registry import MODELS, load_model
+from specjax.rl import RolloutEngine, save_model
+from specjax.rl.weights import read_named, stage_target
+from specjax.train.data import Document
+from specjax.train.drafter import KINDS, HeadSizes, train_drafter
+from specjax.train.loop import Schedule
+from specjax.train.losses import split_frozen
+
+transformers = pytest.importorskip("transformers")
+torch = pytest.importorskip("torch")
+
+FLOAT32 = np.dtype(np.float32)
+CONFIGS = {
+    "mistral": {"sliding_window": 10},
+    "ministral": {
+        "head_dim": 8,
+        "sliding_window": 10,
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "ministral3": {
+        "head_dim": 8,
+        "rope_parameters": {
+            **{"rope_type": "yarn", "rope_theta": 300.0, "factor": 4.0},
+            **{"original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3},
+        },
+    },
+    "qwen2": {"tie_word_embeddings": True},
+    "glm4_moe": {"use_qk_norm": True},
+}
+
+
+def two_targets(checkpoints, kind):
+    """Two checkpoints of the same model that differ in every weight."""
+    return (
+        checkpoints.target(kind, seed=seed, vocab_size=VOCAB, **CONFIGS.get(kind, {}))
+        for seed in (0, 5)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
+def test_updates_and_exports(checkpoints, kind, tmp_path):
+    """Another checkpoint's weights, by their names, are what loading it gives; what is exported
+    then is that checkpoint to transformers."""
+    one, two = two_targets(checkpoints, kind)
+    model, params = load_model(one.folder, FLOAT32)
+    named = read_named(two.hf.state_dict(), params, "weights")
+    sources, sharding = stage_target(named, model, params), jax.tree.leaves(params)[0].sharding
+    updated = jax.tree.unflatten(
+        jax.tree.structure(params),
+        [
+            source.copy(leaf.dtype, sharding)
+            for source, leaf in zip(sources, jax.tree.leaves(params), strict=True)
+        ],
+    )
+    jax.tree.map(np.testing.assert_array_equal, updated, load_model(two.folder, FLOAT32)[1])
+    save_model(tmp_path, model, updated, one.folder)
+    tokens = np.random.default_rng(0).integers(0, VOCAB, (1, 24))
+    auto = transformers.AutoModelForCausalLM
+    exported = auto.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    np.testing.assert_array_equal(hf_logits(exported, tokens), hf_logits(two.hf, tokens))
+
+
+def trained_head(kind, target, folder):
+    """A speculative config of a new head, trained for a few steps."""
+    model, params = load_model(target.folder, FLOAT32)
+    rng = np.random.default_rng(0)
+    documents = [Document(rng.integers(0, VOCAB, 20).astype(np.int32), 4) for _ in range(8)]
+    sizes = HeadSizes(aux_layers=(0, 1), draft_vocab_size=VOCAB, mask_token_id=0)
+    start = KINDS[kind].make(model, sizes, documents)
+    schedule = Schedule(steps=4, batch_size=4, length=24, learning_rate=3e-3, seed=0)
+    trained, _ = train_drafter(
+        model, params, start, documents, folder / "run", schedule, num_unrolled=2
+    )
+    extra, floats = KINDS[kind].vocabulary(start.head, trained), split_frozen(trained)[0]
+    save_checkpoint(folder, start.head.specs(), floats, start.config, dtype=FLOAT32, extra=extra)
+    return {"method": KINDS[kind].method, "model": str(folder), "num_speculative_tokens": K}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, drafter", [("glm4_moe_lite", "eagle3"), ("gpt_oss", "dflash")])
+def test_trained_heads_and_updates(checkpoints, kind, drafter, tmp_path):
+    """Tokens are the target's with a head of its own shape, before an update and after it."""
+    one, two = two_targets(checkpoints, kind)
+    speculation = trained_head(drafter, one, tmp_path)
+    params = SamplingParams(temperature=0, max_tokens=20)
+    with RolloutEngine(one.folder, speculative_config=speculation, **SIZES) as engine:
+        for target in one, two:
+            if target is two:
+                engine.update_weights(target.hf.state_dict())
+            for prompt, rollout in zip(PROMPTS, engine.generate(PROMPTS, params), strict=True):
+                output = rollout.token_ids.tolist()
+                logits = hf_logits(target.hf, [[*prompt, *output]])[0, len(prompt) - 1 : -1]
+                assert output == logits.argmax(-1).tolist()
+        assert engine.metrics().num_accepted_tokens > 0
+
+
+def test_only_a_models_own_checkpoint_is_its_source(checkpoints, tmp_path):
+    model, _ = load_model(checkpoints.target("llama", vocab_size=VOCAB).folder, FLOAT32)
+    other = checkpoints.target("qwen3", vocab_size=VOCAB).folder
+    with pytest.raises(ValueError, match="of another model"):
+        save_model(tmp_path, model, random_params(model.specs(), 0), other)
