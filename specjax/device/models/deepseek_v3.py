@@ -160,7 +160,7 @@ def decoder_layer(
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, pool = mla(params.attention, normed, rows, angles, pool, layer, model.attention)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows.kernels)), pool
+    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows)), pool
 
 
 def layer_specs(

@@ -207,7 +207,7 @@ def decoder_layer(
     scales = model.rope.query_scales(rows.positions)
     mixed, kv = attention(params.attention, normed, rows, angles, kv, layer, kind, scales)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows.kernels)), kv
+    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows)), kv
 
 
 def layer_specs(

@@ -227,7 +227,7 @@ def decoder_layer(
     else:
         mixed, cache = gated_delta_net(mixer, normed, rows, cache, layer, model.delta_rule)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows.kernels)), cache
+    return Residual(x, feed_forward(params.mlp, normed, model.experts, rows)), cache
 
 
 def layer_specs(
