@@ -82,7 +82,8 @@ def minimum_bytes(
         model = getattr(drafter_params, "model", None)
         own_token = drafter_cache_bytes(drafter, 1, 0, dtype).per_page
         if model is not None:
-            draft = _model_bytes(drafter.weights.model, model, batch, k, context, dtype)
+            drafting: Any = drafter.weights
+            draft = _model_bytes(drafting.model, model, batch, k, context, dtype)
         else:
             passes = drafter.num_passes(k)
             draft = _drafted_bytes(drafter_params, target, params, passes, batch, k)
