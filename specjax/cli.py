@@ -124,6 +124,12 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="CONFIG", help="the same, as an option")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument(
+        "--devices",
+        type=int,
+        metavar="N",
+        help="what each of N GPUs would hold, as arithmetic: an engine runs on one device",
+    )
+    parser.add_argument(
         "--check",
         action="store_true",
         help="run the drafter on answers of the target, and name what is wrong with it",

@@ -38,6 +38,8 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         if getattr(args, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise ValueError(f"{option} does not go with --compile; give {instead} instead")
+    if args.devices is not None:
+        raise ValueError("--devices does not go with --compile, which is for one device")
     if args.adaptive or args.speculative_config is not None:
         given = "--adaptive" if args.adaptive else "--speculative-config"
         raise ValueError(f"{given} does not go with --compile; give --method and --k instead")

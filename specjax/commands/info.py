@@ -17,7 +17,7 @@ import numpy as np
 from specjax.bench.environment import describe_environment
 from specjax.checkpoint.files import open_checkpoint
 from specjax.commands.arguments import read_speculation
-from specjax.config import DTYPES, EngineConfig, SpeculativeConfig
+from specjax.config import DTYPES, EngineConfig, SpeculativeConfig, check_positive
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, NoDrafter
 from specjax.device.models.model import Model, is_recurrent
@@ -54,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         page_size=args.page_size,
+        num_devices=1 if args.devices is None else args.devices,
     )
     report["environment"] = describe_environment()
     print(json.dumps(report, indent=2) if args.json else "\n".join(as_lines(report)))
@@ -81,6 +82,7 @@ def describe(
     max_model_len: int | None = None,
     max_num_seqs: int | None = None,
     page_size: int = 16,
+    num_devices: int = 1,
 ) -> dict[str, Any]:
     """Return the report as JSON-compatible types, a section per key; None if it does not apply.
 
@@ -88,10 +90,12 @@ def describe(
         model: a checkpoint's folder, hub id or demo name; or a config file, or a folder with one.
         dtype: of weights and caches, except in the sections of GPUs, "h100" and "h200".
         max_model_len, max_num_seqs: None for the device's defaults, as for `LLM`.
+        num_devices: GPUs that the sections of GPUs divide everything among, as arithmetic.
 
     Raises:
         ValueError: sizes that do not fit the model, or files of the wrong kind.
     """
+    check_positive(devices=num_devices)
     plan = make_plan(
         open_model(model, takes_configs=True),
         speculative_config=speculation,
@@ -110,7 +114,7 @@ def describe(
         "cache": describe_cache(setup, config.dtype),
         "defaults": describe_defaults(plan.dtype, config),
         "requests": describe_requests(setup, config),
-        **{name: describe_gpu(setup, GPU.named(name)) for name in GPUS},
+        **{name: describe_gpu(setup, config, GPU.named(name), num_devices) for name in GPUS},
         "this_device": describe_device(setup, config),
     }
 
@@ -286,24 +290,40 @@ def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
     }
 
 
-def describe_gpu(setup: Described, gpu: GPU) -> dict[str, Any]:
-    """Return the maximum number of requests that one GPU holds in bf16, by context length."""
+def describe_gpu(
+    setup: Described, config: EngineConfig, gpu: GPU, num_devices: int
+) -> dict[str, Any]:
+    """Return the maximum number of requests that GPUs of a kind hold in bf16, by context length."""
     needs = setup.needs("bfloat16")
     snapshots = setup.needs_with_snapshots("bfloat16")
     usable, longest = int(GPU_MEMORY_UTILIZATION * gpu.memory_bytes), setup.target.max_position
     contexts = [n for n in GPU_CONTEXTS if n <= longest] or [longest]
 
     def largest(needs: Needs) -> dict[str, int]:
-        return {f"{n} tokens": needs.largest_batch(n, usable) for n in contexts}
+        return {f"{n} tokens": needs.largest_batch(n, num_devices * usable) for n in contexts}
 
+    num_needed = -(-needs.weights // usable)
     return {
         "dtype": "bfloat16",
         "memory_bytes": gpu.memory_bytes,
         "usable_bytes": usable,
         "weight_bytes": needs.weights,
+        **(_per_device(needs, config, num_devices) if num_devices > 1 else {}),
         "largest_batch": largest(needs),
         "largest_batch_with_snapshots": snapshots and largest(snapshots),
-        "reason": "the weights alone do not fit" if needs.weights > usable else None,
+        "reason": f"the weights alone do not fit; {num_needed} such devices would hold them"
+        if num_needed > num_devices
+        else None,
+    }
+
+
+def _per_device(needs: Needs, config: EngineConfig, num_devices: int) -> dict[str, Any]:
+    sizes = config.max_num_seqs, config.max_model_len
+    return {
+        "num_devices": num_devices,
+        "weight_bytes_per_device": -(-needs.weights // num_devices),
+        "request_bytes_per_device": -(-sizes[0] * needs.request(sizes[1]) // num_devices),
+        "note": "arithmetic, as if all were divided evenly: an engine runs on one device",
     }
 
 

@@ -237,8 +237,9 @@ def report(
     `num_passes` counts a run in which every conditional takes branch 0, and one with branch 1.
 
     Args:
-        traffic: if given, "launches" lists every kernel with its bytes. Keys: "batch", "context"
-            and "rows", the fields of `CachedContext`; "layers", a regex over parameter names whose
+        traffic: if given, "launches" lists every kernel with its bytes. Keys: "batch", "context",
+            "rows" and "num_chosen", the fields of `CachedContext`, and "rows_within", other rows by
+            a regex for the operations that have them; "layers", a regex over parameter names whose
             group is the layer that reads them; "after", a regex for the parameters read after all
             layers; "inside", a regex for the operations that belong to layers.
     """
@@ -255,7 +256,13 @@ def report(
         made["passes"] = [asdict(one) for one in passes]
         made["num_passes"] = [num_passes(passes, branch) for branch in (0, 1)]
     if traffic:
-        load = CachedContext(traffic["batch"], traffic["context"], traffic.get("rows"))
+        fields = {name: traffic[name] for name in CachedContext._fields if name in traffic}
+        rows_within = traffic.get("rows_within", {})
+
+        def load_of(scope: str) -> CachedContext:
+            rows = [rows for part, rows in rows_within.items() if re.search(part, scope)]
+            return CachedContext(**fields | {"rows": rows[0]} if rows else fields)
+
         layers, after = traffic.get("layers", "$^"), traffic.get("after", "$^")
         inside = re.compile(traffic.get("inside", ""))
 
@@ -263,7 +270,7 @@ def report(
             found = re.search(layers, name)
             return int(found[1]) if found else AFTER_LAYERS if re.search(after, name) else None
 
-        found = launches(compiled.hlo, load, layer_of, lambda name: bool(inside.search(name)))
+        found = launches(compiled.hlo, load_of, layer_of, lambda name: bool(inside.search(name)))
         made["launches"] = [asdict(one) for one in found]
         made["large_copies"] = [asdict(one) for one in large_copies(found)]
         made["unknown_loops"] = unknown_loops(compiled.hlo)

@@ -114,14 +114,14 @@ def num_passes(passes: list[Pass], branch: int = 0) -> int:
 
 def launches(
     hlo: str,
-    load: CachedContext,
+    load_of: Callable[[str], CachedContext],
     layer_of: Callable[[str], int | None] = lambda _: None,
     is_inside: Callable[[str], bool] = lambda _: True,
 ) -> list[Launch]:
     """Return every kernel with its traffic, in launch order.
 
     Args:
-        load: how much of their pools the Pallas kernels read.
+        load_of: how much of their pools the Pallas kernels read, by the scope of an operation.
         layer_of: maps JAX's name of a module parameter to the layer that reads it. A kernel belongs
             to the last layer that any of its inputs comes from.
         is_inside: whether an operation, by its scope, is in the part that these layers make up.
@@ -146,11 +146,11 @@ def launches(
                 largest[buffer] = max(largest.get(buffer, 0), size)
             traffic[access] = sum(largest.values())
         pallas = instruction.pallas_name
-        if pallas is not None:
-            call = _call(computations[kernel.computation], instruction)
-            traffic["read"], traffic["write"] = touched(pallas, call, load)
         source = source_of(computations, instruction)
         scope = computations[entry][kernel.outermost].source or source
+        if pallas is not None:
+            call = _call(computations[kernel.computation], instruction)
+            traffic["read"], traffic["write"] = touched(pallas, call, load_of(scope))
         found.append(
             Launch(
                 instruction.name,

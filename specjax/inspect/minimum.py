@@ -10,9 +10,11 @@ bytes per token and layer, R bytes of recurrent states per request, S_d bytes pe
 drafter's cache, which makes P passes over its weights: K, or one for all drafts. Weights are read
 once, states read and written once, keys and values read once per pass over them and written once; a
 layer with a window reads only the last of the c tokens. Of a mixture of experts, at most B T k
-experts are read, k per row. Each of the P draft passes reads the context; all but the first write a
-new row to the cache. W_o are the weights up to attention, query columns included, because one
-matrix holds queries, keys and values. Activations are not counted; `with_activations` adds the two
+experts are read, k per row; B k in a pass that drafts one token. Each of the P draft passes reads
+the context; all but the first write a new row to the cache. W_o are the weights up to attention,
+query columns included, because one matrix holds queries, keys and values; of a head whose observed
+rows give the first draft, all weights and the context. A draft model counts as the target does,
+once per pass, and observes nothing. Activations are not counted; `with_activations` adds the two
 that our design's figures counted as ideal: the embedded rows, and reading new keys and values back.
 """
 
@@ -30,10 +32,12 @@ from specjax.serving.memory import drafter_cache_bytes
 # Parts of a drafter's parameters that are not read to compute keys and values.
 _AFTER_KEYS = (
     *("mlp", "out", "out_bias", "mlp_norm", "norm", "lm_head", "embedding", "target_ids"),
-    *("mask", "refinement"),
+    *("mask", "refinement", "attention_conv", "mlp_conv"),
 )
 # Parts that only keys and values of the context are computed from.
 _OF_CONTEXT = ("context_fc", "context_norm")
+# Parts of which drafting reads a row per token, or nothing.
+_UNREAD = ("embedding", "target_ids", "mask_states", "previous", "candidates")
 
 
 @dataclass(frozen=True)
@@ -73,19 +77,20 @@ def minimum_bytes(
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
     new, read, state = _cache_bytes(target, dtype, context)
-    own_token = drafter_cache_bytes(drafter, 1, 0, dtype).per_page
     draft = observe = 0
     if drafter_params is not None:
-        # The drafter's embedding is not among the weights that every draft reads.
-        unread = ("embedding", *_OF_CONTEXT)
-        once = _size(drafter_params)
-        once -= sum(_size(getattr(drafter_params, name, None)) for name in unread)
-        passes = drafter.num_passes(k)
-        own_head = getattr(drafter_params, "lm_head", None) is not None
-        head = 0 if own_head else _head_bytes(params)
-        draft = passes * (once + head)
-        draft += own_token * batch * (passes * context + max(passes - 1, 0))
-        observe = _observed_bytes(drafter_params) + own_token * num_rows
+        model = getattr(drafter_params, "model", None)
+        own_token = drafter_cache_bytes(drafter, 1, 0, dtype).per_page
+        if model is not None:
+            drafting: Any = drafter.weights
+            draft = _model_bytes(drafting.model, model, batch, k, context, dtype)
+        else:
+            passes = drafter.num_passes(k)
+            draft = _drafted_bytes(drafter_params, target, params, passes, batch, k)
+            draft += own_token * batch * (passes * context + max(passes - 1, 0))
+            observe = _observed_bytes(drafter_params) + own_token * num_rows
+            if hasattr(drafter_params, "mask_states"):  # the observed rows attend, too
+                observe += own_token * batch * context
     return Minimum(
         weights=_read_bytes(target, params, num_rows),
         keys_and_values=read * batch + new * num_rows,
@@ -94,6 +99,34 @@ def minimum_bytes(
         observe=observe,
         activations=embedded + new * num_rows,
     )
+
+
+def _model_bytes(model: Any, params: Any, batch: int, k: int, context: int, dtype: str) -> int:
+    """Return the bytes that a model moves which drafts k tokens, one per pass: its states are read
+    in each and written once, as they take in only what was accepted."""
+    new, read, state = _cache_bytes(model, dtype, context)
+    per_request = k * (read + new) + (k + 1) * state
+    return k * _read_bytes(model, params, batch) + batch * per_request
+
+
+def _drafted_bytes(own: Any, target: Model, params: Any, passes: int, batch: int, k: int) -> int:
+    """Return the bytes of weights, a head's and the output head's, that drafting k tokens reads."""
+    size = passes * _head_bytes(params) if _uses_head_of_target(own) else 0
+    for path, leaf in jax.tree_util.tree_leaves_with_path(own):
+        names = _names(path)
+        if names[0] in ("blocks", "lm_heads"):  # of Medusa, by draft
+            times = int(int(names[1]) < k)
+        elif names[0] == "refinement" and names[-1] == "bias":  # of DSpark, after each draft
+            times = k
+        else:
+            times = 0 if {*names} & {*_UNREAD, *_OF_CONTEXT} else passes
+        size += times * _used_size(names, leaf, target, batch)
+    # A head that drafts by masks needs what they become, but not each time.
+    return size - (_size(own.fc) if hasattr(own, "mask_states") else 0) * passes
+
+
+def _uses_head_of_target(own: Any) -> bool:
+    return getattr(own, "lm_head", None) is None and not hasattr(own, "lm_heads")
 
 
 def _cache_bytes(target: Model, dtype: str, context: int) -> tuple[int, int, int]:
@@ -115,19 +148,28 @@ def _head_bytes(params: Any) -> int:
 def _read_bytes(target: Model, params: Any, num_rows: int) -> int:
     """Return the bytes of all weights, without an untied embedding and unused experts."""
     size = _size(params) - _size(params.embedding) - _size(params.lm_head) + _head_bytes(params)
-    experts = getattr(target, "experts", None)
-    if experts is None:
-        return size
-    used = min(1.0, num_rows * experts.num_chosen / experts.num_experts)
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if _names(path)[-1] in ("gate_up", "down") and len(leaf.shape) == 3:
-            size -= int(_size(leaf) * (1 - used))
+        size -= _size(leaf) - _used_size(_names(path), leaf, target, num_rows)
     return size
 
 
+def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int:
+    """Return the bytes of a weight, of a matrix per expert those that rows can go to."""
+    experts = getattr(target, "experts", None)
+    if experts is None or names[-1] not in ("gate_up", "down") or len(leaf.shape) != 3:
+        return _size(leaf)
+    used = min(experts.num_experts, num_rows * experts.num_chosen)
+    return _size(leaf) // experts.num_experts * used
+
+
 def _observed_bytes(params: Any) -> int:
+    if hasattr(params, "lm_heads"):  # they keep one of the target's states
+        return 0
+    after = _AFTER_KEYS
+    if hasattr(params, "mask_states"):  # the last row's output is the first draft's
+        after = "lm_head", "embedding", "target_ids", "mask_states"
     leaves = jax.tree_util.tree_leaves_with_path(params)
-    return sum(_size(leaf) for path, leaf in leaves if not set(_names(path)) & set(_AFTER_KEYS))
+    return sum(_size(leaf) for path, leaf in leaves if not set(_names(path)) & set(after))
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:

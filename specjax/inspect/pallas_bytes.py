@@ -22,6 +22,7 @@ class CachedContext(NamedTuple):
     batch: int
     context: int  # keys that each request attends over
     rows: int | None = None  # maximum rows per request that are not padding; None: all
+    num_chosen: int | None = None  # experts that a row goes to; None: each product has its own
 
 
 class Array(NamedTuple):
@@ -163,14 +164,21 @@ def _gated_delta_rule_norm(call: Call, load: CachedContext) -> tuple[int, int]:
 
 
 def _grouped_matmul(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read the weights of min(number of experts, number of products) experts."""
+    """Read the weights of as many experts as there are, or as real rows can go to; padding rows go
+    to the experts of a real one, see `layers.moe.moe`."""
     weights = max((one for one in call.others if len(one.shape) == 3), key=lambda one: one.size)
     # Not the input's rows, each of which goes to several experts.
-    rows = max(one.shape[0] for one in (*call.outputs, *call.in_place) if len(one.shape) == 2)
-    num_used = min(weights.shape[0], rows)
+    products = max(one.shape[0] for one in (*call.outputs, *call.in_place) if len(one.shape) == 2)
+    num_used = min(weights.shape[0], _of_real_products(products, load))
     others = _total(call.others) - weights.size
     in_place = _total(call.in_place)
     return others + num_used * weights.per(1), _total(call.outputs) + in_place
+
+
+def _of_real_products(products: int, load: CachedContext) -> int:
+    if load.num_chosen is None or load.rows is None:
+        return products
+    return min(products, load.batch * load.rows * load.num_chosen)
 
 
 TOUCHED: dict[str, Callable[[Call, CachedContext], tuple[int, int]]] = {

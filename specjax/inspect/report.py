@@ -226,16 +226,9 @@ def compile_steps(
             "gpu": request.target,
             "arguments": request.arguments,
             "options": GPU_OPTIONS | GEMMS[request.gemm],
-            "traffic": {
-                "batch": request.batch,
-                "context": request.context,
-                "rows": request.k + 1,
-                "layers": step.LAYERS,
-                "after": step.AFTER_LAYERS,
-                "inside": "/verify/",
-            },
+            "traffic": _traffic(request, part),
         }
-        for request in requests
+        for request, part in zip(requests, parts, strict=True)
     ]
     made = compile_functions(step.__file__, asked, resources=resources, timeout=timeout)
     return [_report(*each) for each in zip(requests, parts, made, strict=True)]
@@ -267,6 +260,22 @@ def _open(request: StepRequest) -> step.Parts:
 def _fit(request: StepRequest, parts: step.Parts) -> Any:
     sizes = request.batch, request.k, request.context, request.page_size
     return step.fit_engine(parts.target, *sizes, DTYPE)
+
+
+def _traffic(request: StepRequest, parts: step.Parts) -> dict[str, Any]:
+    """Return the argument of this name of `compile.report`."""
+    experts, rows = getattr(parts.target, "experts", None), request.k + 1
+    is_chain = parts.drafter.num_passes(request.k) > 1 and not parts.drafter.is_recurrent
+    return {
+        "batch": request.batch,
+        "context": request.context,
+        "rows": rows,
+        "rows_within": {"/draft/": 1} if is_chain else {},
+        "num_chosen": None if experts is None else experts.num_chosen,
+        "layers": step.LAYERS,
+        "after": step.AFTER_LAYERS,
+        "inside": "/verify/",
+    }
 
 
 def _report(request: StepRequest, parts: step.Parts, made: Mapping[str, Any]) -> StepReport:

@@ -1,7 +1,7 @@
 """The decode step of an engine, for compiling without one: jitted function and its arguments."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -83,6 +83,7 @@ def open_parts(
         drafter, drafter_params = open_drafter(config, source, dtype)
         verification = make_verification(config)
     fewer = target if num_layers is None else with_layers(target, num_layers)
+    drafter = reading_at_most(drafter, fewer.num_layers)
     params = jax.tree.map(
         lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype or dtype), fewer.specs()
     )
@@ -97,6 +98,15 @@ def with_layers(target: Model, num_layers: int) -> Model:
             f"layers={num_layers} must be in 1..{target.num_layers}, the layers of the model"
         )
     return target.with_layers(num_layers)
+
+
+def reading_at_most(drafter: Any, num_layers: int) -> Drafter:
+    """Return the drafter for a target of `num_layers` layers: it reads the input of layers that are
+    left out after the last one instead."""
+    layers = tuple(min(i, num_layers) for i in drafter.aux_layers)
+    if layers == drafter.aux_layers:
+        return drafter
+    return replace(drafter, head=replace(drafter.head, aux_layers=layers))
 
 
 def fit_engine(

@@ -85,12 +85,15 @@ def dflash_logits(
     rows = [BlockRows(starts, width, mask) for mask in head.attention_masks]
     hidden, _ = drafter.run(own, x, rows, kv)
     hidden = hidden.reshape(size, count, width, -1)[:, :, head.first_row :]
-    hidden = hidden.reshape(size * count * num_drafts, -1)
-    logits = head.logits(target, params, hidden)
+    hidden = hidden.reshape(size * count, num_drafts, -1)
+    logits = head.logits(target, params, hidden.reshape(-1, hidden.shape[-1]))
     before = starts[..., None] + jnp.arange(num_drafts)
     before = jnp.minimum(before, batch.tokens.shape[1] - 1).reshape(size, -1)
     previous = at(batch.tokens, before).reshape(-1)
-    refined = head.refinement.logits(own.refinement, hidden, logits, previous)
+    by_block = logits.reshape(size * count, num_drafts, -1)
+    block = head.refinement.of_block(own.refinement, hidden, by_block)
+    rows_of_block = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), block)
+    refined = head.refinement.logits(own.refinement, rows_of_block, previous)
     trained = head.refinement.trained(logits, refined)
     return [one.reshape(size, count, num_drafts, -1) for one in trained]
 

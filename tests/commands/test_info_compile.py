@@ -61,6 +61,7 @@ def nothing_runs(monkeypatch):
         ([*COMPILE, "--adaptive", "--method", "eagle"], "--adaptive does not go with --compile"),
         ([*COMPILE, "--speculative-config", "{}"], "--speculative-config does not go with"),
         ([*COMPILE, "--page-size", "0"], "page_size=0 must be"),
+        ([*COMPILE, "--devices", "2"], "--devices does not go with --compile"),
     ],
 )
 def test_bad_input_is_refused_before_any_work(capsys, nothing_runs, argv, message):
@@ -162,6 +163,65 @@ def test_of_experts_no_more_are_read_than_are_chosen():
     config = json.loads((CONFIGS / "Qwen3.5-35B-A3B" / "config.json").read_text())["text_config"]
     each = 3 * 2 * config["hidden_size"] * config["moe_intermediate_size"]
     assert all_of_them - few == each * (config["num_experts"] - config["num_experts_per_tok"])
+
+
+def test_the_minimum_of_drafters_by_hand():
+    """At batch size 1 and K = 5: once what one pass drafts with, and the output head."""
+    dim, inner, vocab, kv, k, rank = 4096, 14336, 128256, 1024, 5, 256
+    qkv, head, token = 2 * dim * (dim + 2 * kv), 2 * dim * vocab, 2 * 2 * kv
+    layer = qkv + 2 * (dim * dim + 3 * dim * inner) + 4 * dim
+
+    def of(method, name):
+        drafter = CONFIGS / "drafters" / f"Llama-3.1-8B-{name}"
+        return minimum(StepRequest(model=LLAMA, batch=1, k=k, method=method, drafter=str(drafter)))
+
+    block = of("dflash", "DFlash")
+    heads_norms = 2 * 128 * 2 * 5  # of queries and keys
+    assert block.draft == 5 * layer + heads_norms + 2 * dim + head + 5 * token * 2048
+    chain = of("dflash", "DSpark")
+    assert chain.draft == block.draft + k * 2 * rank * vocab and chain.observe == block.observe
+    chosen = of("dflash", "DFlash2")
+    sides = 2 * (2 * 2 * dim + dim * 2 * 2 * dim // 16)  # of a convolution: before and after
+    assert chosen.draft == block.draft + 5 * 2 * sides + 2 * dim * rank
+    assert chosen.observe == block.observe
+    masks, fused = of("p_eagle", "P-EAGLE"), 2 * 3 * dim * dim
+    first = layer + qkv + 2 * dim  # reads two vectors, and norms one more
+    assert masks.draft == first + 3 * layer + 2 * dim + head + 4 * token * 2048
+    assert masks.observe == fused + first + 3 * layer + 2 * dim + 4 * token * (2048 + k + 1)
+    heads = of("medusa", "Medusa")
+    assert heads.draft == 5 * (2 * dim * dim + head) and heads.observe == 0
+
+
+def test_the_minimum_of_a_draft_model_is_the_model_s_own_once_per_draft():
+    small = str(CONFIGS / "Qwen3.5-0.8B")
+    settings = {"model": QWEN, "batch": 2, "num_layers": 4}
+    own = minimum(StepRequest(model=small, batch=2, k=0))
+    both = minimum(StepRequest(**settings, k=3, method="draft_model", drafter=small))
+    assert both.draft == 3 * (own.weights + own.keys_and_values) + (3 + 1) * own.states // 2
+    assert both.observe == 0
+
+
+def test_only_experts_that_real_rows_can_reach_are_counted():
+    """Against routing that spreads as far as it can; padding goes where row 0 of the batch goes."""
+    for batch, width, rows, num_chosen, num_experts in [
+        *((1, 8, 1, 4, 64), (1, 8, 4, 4, 64), (2, 4, 3, 8, 32), (8, 4, 4, 2, 128), (1, 8, 1, 8, 4)),
+    ]:
+        places = iter(range(batch * width * num_chosen))
+        read = set()
+        for _ in range(batch * rows):
+            read |= {next(places) % num_experts for _ in range(num_chosen)}
+        products, dim, inner = batch * width * num_chosen, 16, 32
+        operands = (batch * width, dim), (num_experts, dim, inner), (num_experts,), (products,)
+        call = Call(
+            tuple(Array(shape, 2) for shape in operands),
+            (Array((products, inner), 2),),
+            frozenset(),
+        )
+        load = CachedContext(batch, 10, rows, num_chosen)
+        weights = touched("grouped_matmul", call, load)[0] - sum(
+            one.size for one in call.operands if len(one.shape) != 3
+        )
+        assert weights == len(read) * dim * inner * 2
 
 
 def test_a_pallas_call_that_looks_otherwise_counts_whole():

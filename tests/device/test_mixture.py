@@ -8,7 +8,7 @@ import pytest
 from support.weights import randomise
 
 from specjax.checkpoint.spec import TensorSpec
-from specjax.device.models.layers.moe import Experts, moe, moe_specs
+from specjax.device.models.layers.moe import Experts, MoE, moe, moe_specs
 from specjax.device.models.layers.router import SigmoidRouter, SoftmaxRouter
 
 torch = pytest.importorskip("torch")
@@ -88,3 +88,18 @@ def test_mixtures(name):
     expected = (expected[0] if isinstance(expected, tuple) else expected)[0]
     mixed = jax.jit(partial(moe, experts=sizes, kernels="reference"))(params, x.numpy())
     np.testing.assert_allclose(mixed, expected.numpy(), rtol=0, atol=1e-5)
+
+
+def test_padding_reads_no_experts_that_real_rows_do_not():
+    """Batch size 1: where all experts but those of the one real row are NaN, no row is NaN."""
+    rng, sizes = np.random.default_rng(0), Experts(NUM_EXPERTS, NUM_CHOSEN, INNER)
+    shapes = (DIM, NUM_EXPERTS), (NUM_EXPERTS, DIM, 2 * INNER), (NUM_EXPERTS, INNER, DIM)
+    x, *weights = (rng.normal(size=shape).astype(FLOAT32) for shape in [(ROWS, DIM), *shapes])
+    chosen = np.argsort(x @ weights[0], axis=1)[:, -NUM_CHOSEN:]
+    others = np.setdiff1d(np.arange(NUM_EXPERTS), chosen[0])
+    weights[1][others] = weights[2][others] = np.nan
+
+    run = jax.jit(partial(moe, MoE(*weights), experts=sizes, kernels="interpret"))
+    out = run(x, is_padding=np.arange(ROWS) > 0)
+    assert np.isfinite(out).all()
+    assert np.isin(chosen[1:], others).any()  # where padding would have gone by itself

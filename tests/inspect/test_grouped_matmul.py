@@ -46,18 +46,29 @@ def mixture(rows, num_experts=256, num_chosen=8):
     return jax.jit(functools.partial(moe, experts=experts, kernels="triton")), args, {}
 
 
+MIXTURES = 8, 256  # rows
+
+
 @pytest.fixture(scope="module")
-def kernels(compile_for_h200):
-    """Resources by shape and dtype."""
+def reports(compile_for_h200):
+    """Those of products by shape and dtype, those of mixtures by rows."""
     names = "rows", "groups", "depth", "columns", "dtype"
-    cases = [(*shape, "bfloat16") for shape in SHAPES]
-    cases += [(*SHAPES[0], "float32"), (*SHAPES[2], "float32")]
+    products = [(*SHAPES[0], "bfloat16"), (*SHAPES[1], "bfloat16"), (*SHAPES[2], "bfloat16")]
+    products += [(*SHAPES[0], "float32"), (*SHAPES[2], "float32")]
     requests = [
-        {"function": "product", "arguments": dict(zip(names, case, strict=True))} for case in cases
+        {"function": "product", "arguments": dict(zip(names, case, strict=True))}
+        for case in products
     ]
+    requests += [{"function": "mixture", "arguments": {"rows": rows}} for rows in MIXTURES]
     made = compile_for_h200(__file__, requests, resources=True)
-    (found,) = zip(*(report["resources"] for report in made), strict=True)
-    return {case: Resources(**fields) for case, fields in zip(cases, found, strict=True)}
+    return dict(zip([*products, *MIXTURES], made, strict=True))
+
+
+@pytest.fixture
+def kernels(reports):
+    """Resources of products by shape and dtype."""
+    found = {case: report["resources"] for case, report in reports.items() if case not in MIXTURES}
+    return {case: Resources(**fields) for case, (fields,) in found.items()}
 
 
 def test_nothing_spills_and_everything_fits(kernels):
@@ -72,23 +83,16 @@ def test_bf16_runs_on_tensor_cores_and_fp32_is_exact(kernels):
         assert bool(kernel.products) == (dtype == "bfloat16"), (shape, dtype, kernel)
 
 
-@pytest.fixture(scope="module")
-def layers(compile_for_h200):
-    """Reports by rows."""
-    requests = {rows: {"function": "mixture", "arguments": {"rows": rows}} for rows in (8, 256)}
-    return dict(zip(requests, compile_for_h200(__file__, list(requests.values())), strict=True))
-
-
-@pytest.mark.parametrize("rows", [8, 256])
-def test_a_mixture_is_one_cuda_graph_of_few_kernels(layers, rows):
-    layer = layers[rows]
+@pytest.mark.parametrize("rows", MIXTURES)
+def test_a_mixture_is_one_cuda_graph_of_few_kernels(reports, rows):
+    layer = reports[rows]
     assert layer["is_one_command_buffer"]
     kernels = [thunk for thunk in layer["thunks"] if thunk["kind"] != "kCommandBuffer"]
     assert len(kernels) <= 15, [thunk["name"] for thunk in kernels]
     assert sum("grouped_matmul" in thunk["name"] for thunk in kernels) == 2
 
 
-@pytest.mark.parametrize("rows", [8, 256])
-def test_no_weight_is_copied(layers, rows):
+@pytest.mark.parametrize("rows", MIXTURES)
+def test_no_weight_is_copied(reports, rows):
     """The largest of what is made on the way are the experts' outputs, 8 for each row."""
-    assert layers[rows]["memory"]["temp"] < 4 * rows * 8 * 2048 * 2
+    assert reports[rows]["memory"]["temp"] < 4 * rows * 8 * 2048 * 2

@@ -65,20 +65,26 @@ def decode(dtype, verification="seed_exact", edits=False):
     return jitted(run_decode), (params, jax.eval_shape(state), packed), static
 
 
-@pytest.fixture(scope="module", params=["bfloat16", "float32"])
-def dtype(request):
-    return request.param
+DTYPES = "bfloat16", "float32"
 
 
 @pytest.fixture(scope="module")
-def report(compile_for_h200, dtype):
-    """All passes over logits of at least the drafts' size."""
-    request = {
-        "function": "decode",
-        "arguments": {"dtype": dtype},
-        "passes_over": {"num_elements": BATCH * VOCAB, "columns": VOCAB},
-    }
-    return compile_for_h200(__file__, [request])[0]
+def reports(compile_for_h200):
+    """All passes over logits of at least the drafts' size, by dtype."""
+    requests = [
+        {
+            "function": "decode",
+            "arguments": {"dtype": dtype},
+            "passes_over": {"num_elements": BATCH * VOCAB, "columns": VOCAB},
+        }
+        for dtype in DTYPES
+    ]
+    return dict(zip(DTYPES, compile_for_h200(__file__, requests), strict=True))
+
+
+@pytest.fixture(params=DTYPES)
+def report(reports, request):
+    return reports[request.param]
 
 
 def of_rows(report, rows):

@@ -59,6 +59,10 @@ def drafting(drafter, params, batch, starts):
             kept.append(logits)
             return batch.tokens[0, starts + 1 + len(before)], None
 
+        def draw_together(self, logits, *others, **options):
+            kept.extend(logits.swapaxes(0, 1))
+            return super().draw_together(logits, *others, **options)
+
     def wide(x):  # one document for all requests
         return jnp.broadcast_to(x[0], (batch_size, *x.shape[1:])).reshape(-1, x.shape[-1])
 

@@ -1,6 +1,7 @@
 """Reading the files of drafting heads: config, geometry of a layer, name prefixes, token ids."""
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +14,8 @@ from specjax.device.loading import load_params
 from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
-from specjax.device.placement import Placement
+from specjax.device.models.registry import read_config
+from specjax.device.placement import Placement, default_device
 
 # Names of tensors in early EAGLE-3 exports.
 LEGACY_NAMES = {
@@ -32,6 +34,12 @@ class DrafterFiles:
     tensors: TensorFiles
     hf: HFConfig
     placement: Placement  # where the parameters go
+
+    @classmethod
+    def without_weights(cls, folder: Path) -> "DrafterFiles":
+        """Return the config of a folder that has nothing else."""
+        nothing = TensorFiles(folder, {})
+        return cls(nothing, read_config(folder), Placement.on(default_device()))
 
     @property
     def prefix(self) -> str:

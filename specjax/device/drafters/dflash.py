@@ -14,7 +14,7 @@ than the block that the head was trained with.
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -105,6 +105,7 @@ class Refinement:
     """What heads of the family add to DFlash: this one nothing."""
 
     embedding_scale: float = 1.0  # of the block's embedded tokens
+    is_serial: ClassVar[bool] = False  # whether a draft's logits depend on the draft before
 
     def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Any:
         """Return the weights besides those of the layers as a tree of `TensorSpec`."""
@@ -127,17 +128,20 @@ class Refinement:
         """Run the `index`-th layer on a block's rows; see `decoder_layer`."""
         return decoder_layer(params, stream, rows, angles, kv, index, shape, kind)
 
-    def logits(
-        self, params: Any, hidden: jax.Array, logits: jax.Array, previous: jax.Array
-    ) -> jax.Array:
-        """Return a draft's logits f32[B, V_d] after the tokens `previous` i32[B].
+    def of_block(self, params: Any, hidden: jax.Array, logits: jax.Array) -> Any:
+        """Return what `logits` takes of a block, a tree of arrays [B, K, ...].
 
         Args:
             params: the weights of `specs`.
-            hidden: [B, D] the block's rows for the draft, normed.
-            logits: f32[B, V_d] what these rows give by themselves.
+            hidden: [B, K, D] the block's rows for the drafts, normed.
+            logits: f32[B, K, V_d] what these rows give by themselves.
         """
         return logits
+
+    def logits(self, params: Any, block: Any, previous: jax.Array) -> jax.Array:
+        """Return a draft's logits f32[B, V_d] after the tokens `previous` i32[B]; `block` is the
+        draft's part [B, ...] of `of_block`. Called only if drafts are made one by one."""
+        return block
 
     def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
         """Return what training fits to the target's distributions: the refined logits."""
@@ -242,11 +246,17 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
             context.row_multiple,
         ).reshape(batch, k, -1)
 
-        def refine(i: int, logits: jax.Array, drafts: Sequence[jax.Array]) -> jax.Array:
-            previous = drafts[-1] if drafts else last
-            return self.head.refinement.logits(own.refinement, hidden[:, i], logits, previous)
+        refinement = self.head.refinement
+        if not refinement.is_serial:
+            return self.draw_together(target, params, context, logits), DFlashState(kv)
 
-        return self.draw_each(target, params, context, logits, refine), DFlashState(kv)
+        block = refinement.of_block(own.refinement, hidden, logits)
+
+        def refined(i: int, drafts: Sequence[jax.Array]) -> jax.Array:
+            mine = jax.tree.map(lambda x: x[:, i], block)
+            return refinement.logits(own.refinement, mine, drafts[-1] if drafts else last)
+
+        return self.draw_each(target, params, context, k, refined), DFlashState(kv)
 
     def _block(self, context: DraftContext, num_rows: int) -> CachedRows:
         """Return the real rows of a block, `num_rows` per request from its last token on."""

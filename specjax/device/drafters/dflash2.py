@@ -7,7 +7,7 @@ drafts    of the likeliest tokens of a row, each scored by its logit and by how 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,6 +53,14 @@ class Selector:
     hidden: jax.Array  # H [D, r]
 
 
+class Candidates(NamedTuple):
+    """The candidates of drafts."""
+
+    logits: jax.Array  # f32[B, K, C]
+    ids: jax.Array  # i32[B, K, C]
+    wanted: jax.Array  # [B, K, r], what their codes are compared with
+
+
 @dataclass(frozen=True, kw_only=True)
 class DFlash2(Refinement):
     """The sizes of what DFlash2 adds; see `Refinement`."""
@@ -63,6 +71,7 @@ class DFlash2(Refinement):
     num_candidates: int
     multiplier: float  # of logits
     soft_cap: float | None  # of logits
+    is_serial: ClassVar[bool] = True
 
     def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> Selector:
         """See `Refinement.specs`."""
@@ -115,7 +124,7 @@ class DFlash2(Refinement):
         )
         taps = self._taps(params.mlp_conv, normed)
         out = self._convolved(normed, taps[0], rows)
-        out = params.mlp.feed(out, shape.experts, rows.kernels)
+        out = params.mlp.feed(out, shape.experts, rows)
         return Residual(x, self._convolved(out, taps[1], rows)), kv
 
     def _taps(self, params: Convolution, x: jax.Array) -> jax.Array:
@@ -133,20 +142,25 @@ class DFlash2(Refinement):
             out += taps[i] * before.reshape(x.shape)
         return out
 
-    def logits(
-        self, params: Selector, hidden: jax.Array, logits: jax.Array, previous: jax.Array
-    ) -> jax.Array:
-        """See `Refinement.logits`: -inf for what is no candidate."""
+    def of_block(self, params: Selector, hidden: jax.Array, logits: jax.Array) -> Candidates:
+        """See `Refinement.of_block`: the likeliest tokens, of all rows at once."""
         best, ids = jax.lax.top_k(logits, self.num_candidates)
         best = best * self.multiplier
         if self.soft_cap is not None:
             best = self.soft_cap * jnp.tanh(best / self.soft_cap)
-        wanted = params.previous[previous] * linear(hidden, params.hidden)
+        return Candidates(best, ids, linear(hidden, params.hidden))
+
+    def logits(self, params: Selector, block: Candidates, previous: jax.Array) -> jax.Array:
+        """See `Refinement.logits`: -inf for what is no candidate."""
         follows = jnp.einsum(
-            "br,bcr->bc", wanted, params.candidates[ids], preferred_element_type=jnp.float32
+            "br,bcr->bc",
+            params.previous[previous] * block.wanted,
+            params.candidates[block.ids],
+            preferred_element_type=jnp.float32,
         )
-        row = jnp.arange(len(ids))[:, None]
-        return jnp.full_like(logits, -jnp.inf).at[row, ids].set(best + follows)
+        batch, vocab_size = len(previous), len(params.candidates)
+        none = jnp.full((batch, vocab_size), -jnp.inf, jnp.float32)
+        return none.at[jnp.arange(batch)[:, None], block.ids].set(block.logits + follows)
 
     def trained(self, logits: jax.Array, refined: jax.Array) -> tuple[jax.Array, ...]:
         """See `Refinement.trained`: also the logits by which candidates are found."""

@@ -30,7 +30,7 @@ from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 from specjax.device.models.windows import FULL, SLIDING
-from specjax.device.placement import Placement, default_device
+from specjax.device.placement import Placement
 
 # What heads of an architecture, or of a kind of speculators, add.
 READERS: dict[str, Callable[..., tuple[Refinement, int]]] = {
@@ -83,10 +83,7 @@ def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> DFlas
     Raises:
         CheckpointError: see `load`.
     """
-    nothing = DrafterFiles(
-        TensorFiles(folder, {}), read_config(folder), Placement.on(default_device())
-    )
-    return DFlashDrafter(_read_head(nothing, config, target))
+    return DFlashDrafter(_read_head(DrafterFiles.without_weights(folder), config, target))
 
 
 def _read_head(files: DrafterFiles, config: SpeculativeConfig, target: Model) -> DFlashHead:

@@ -234,3 +234,19 @@ def load(
         tokens = TokenMap(*map(placement.put, tokens))
     drafter = DraftModel(ModelWeights(model), is_greedy=config.draft_sample_method == "greedy")
     return drafter, DraftModelParams(params, tokens)
+
+
+def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> DraftModel:
+    """Return a drafter of the model in a folder's config, which has no weights.
+
+    Raises:
+        CheckpointError: its vocabulary has another size than the target's.
+    """
+    model = describe_model(read_config(folder))
+    if model.vocab_size != target.vocab_size:
+        raise CheckpointError(
+            f"{folder}: vocab_size={model.vocab_size}, the target's is {target.vocab_size}, and "
+            "configs have no tokenizers to match tokens by; use a model with the target's "
+            "vocabulary"
+        )
+    return DraftModel(ModelWeights(model))

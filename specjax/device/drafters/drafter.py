@@ -1,6 +1,6 @@
 """The drafter interface: propose tokens, then observe the target's results for them."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -91,40 +91,98 @@ class DraftContext:
         drafts are likely to be accepted. The distribution is f32[B, V], or None for drafts that
         are greedy or use the target's noise, where verification does not need it.
         """
-        sampling = self.requests.at(self.slots).sampling
-        step = len(before)
-        if self.shares_noise:
-            stream, counters = Stream.TARGET, (self.starts + 1 + step,)
-        else:
-            # Keyed by the round and not by position alone: see `verification._coins`.
-            stream, counters = Stream.DRAFT, (self.starts, jnp.full_like(self.starts, step))
 
-        def choose(logits, token_ids=token_ids):
-            if is_greedy:
-                best = argmax(logits)
-                return (best if token_ids is None else token_ids[best]), None
-            return draw_draft(
-                logits,
-                token_ids,
-                vocab_size,
-                sampling,
-                stream,
-                counters,
-                wants_probs=not self.shares_noise,
-                kernels=self.kernels,
-            )
+        def choose(logits):
+            return self._choose(logits, token_ids, vocab_size, len(before), is_greedy)
 
         def choose_edited(logits):
-            if token_ids is not None:
-                logits = spread(logits, token_ids, vocab_size)
-            history = self.history.extended(before)
-            arguments = self.requests.at(self.slots), history, self.variant.processors
-            edited = process(logits[:, None], *arguments, kernels=self.kernels)
-            return choose(edited[:, 0], None)
+            return self._choose_edited(logits, token_ids, vocab_size, before, is_greedy)
 
+        return self._through_edits(choose_edited, choose, logits)
+
+    def draw_together(
+        self, logits: jax.Array, token_ids: jax.Array | None, vocab_size: int, *, is_greedy: bool
+    ) -> Draft:
+        """Return the drafts of logits f32[B, K, V_d] that do not depend on each other, as `draw`
+        would. Only edits, which depend on the drafts before, take them one after the other.
+        """
+        batch, k, _ = logits.shape
+
+        def choose(logits):
+            rows = logits.reshape(batch * k, -1)
+            tokens, q = self._choose(rows, token_ids, vocab_size, 0, is_greedy)
+            return Draft(tokens.reshape(batch, k), None if q is None else q.reshape(batch, k, -1))
+
+        def choose_edited(logits):
+            drafts: list[jax.Array] = []
+            probs: list[jax.Array] = []
+            for i in range(k):
+                token, q = self._choose_edited(
+                    logits[:, i], token_ids, vocab_size, drafts, is_greedy
+                )
+                drafts.append(token)
+                probs += [] if q is None else [q]
+            return Draft.stacked(drafts, probs, batch)
+
+        return self._through_edits(choose_edited, choose, logits)
+
+    def _through_edits(
+        self,
+        edited: Callable[[jax.Array], Any],
+        unedited: Callable[[jax.Array], Any],
+        logits: jax.Array,
+    ) -> Any:
         if self.variant.processors:
-            return choose_edited(logits)
-        return jax.lax.cond(self.wants_edits, choose_edited, choose, logits)
+            return edited(logits)
+        return jax.lax.cond(self.wants_edits, edited, unedited, logits)
+
+    def _choose(
+        self,
+        logits: jax.Array,
+        token_ids: jax.Array | None,
+        vocab_size: int,
+        first: int,
+        is_greedy: bool,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the drafts i32[B T] of logits f32[B T, V_d]: T of each request from the one with
+        number `first` on; and the distributions f32[B T, V] or None, see `draw`."""
+        if is_greedy:
+            best = argmax(logits)
+            return (best if token_ids is None else token_ids[best]), None
+        count, sampling = len(logits) // len(self.starts), self.requests.at(self.slots).sampling
+        if self.shares_noise:
+            stream, counters = Stream.TARGET, (self.starts + 1 + first,)
+        else:
+            # Keyed by the round and not by position alone: see `verification._coins`.
+            sampling, starts = sampling.repeat(count), jnp.repeat(self.starts, count)
+            numbers = jnp.tile(first + jnp.arange(count, dtype=starts.dtype), len(self.starts))
+            stream, counters = Stream.DRAFT, (starts, numbers)
+        return draw_draft(
+            logits,
+            token_ids,
+            vocab_size,
+            sampling,
+            stream,
+            counters,
+            wants_probs=not self.shares_noise,
+            kernels=self.kernels,
+        )
+
+    def _choose_edited(
+        self,
+        logits: jax.Array,
+        token_ids: jax.Array | None,
+        vocab_size: int,
+        before: list[jax.Array],
+        is_greedy: bool,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """Return the draft after `before` of logits f32[B, V_d], edited; see `draw`."""
+        if token_ids is not None:
+            logits = spread(logits, token_ids, vocab_size)
+        history = self.history.extended(before)
+        arguments = self.requests.at(self.slots), history, self.variant.processors
+        edited = process(logits[:, None], *arguments, kernels=self.kernels)
+        return self._choose(edited[:, 0], None, vocab_size, len(before), is_greedy)
 
 
 class Observation(NamedTuple):

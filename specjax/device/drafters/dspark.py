@@ -7,7 +7,7 @@ The confidence head of such checkpoints is not read: K is chosen from measured a
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -33,6 +33,7 @@ class Markov(Refinement):
     """A correction of rank r; see `Refinement`."""
 
     rank: int
+    is_serial: ClassVar[bool] = True
 
     def specs(self, hidden_size: int, vocab_size: int, draft_vocab_size: int) -> MarkovParams:
         """See `Refinement.specs`."""
@@ -42,11 +43,9 @@ class Markov(Refinement):
             bias=projection([names[1]], self.rank, [draft_vocab_size], axes=(None, "vocab")),
         )
 
-    def logits(
-        self, params: MarkovParams, hidden: jax.Array, logits: jax.Array, previous: jax.Array
-    ) -> jax.Array:
+    def logits(self, params: MarkovParams, block: jax.Array, previous: jax.Array) -> jax.Array:
         """See `Refinement.logits`."""
-        return logits + linear(params.previous[previous], params.bias, jnp.float32)
+        return block + linear(params.previous[previous], params.bias, jnp.float32)
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:

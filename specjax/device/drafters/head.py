@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, Self, TypeAlias, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -25,15 +25,6 @@ class DraftHead(DrafterWeights, Protocol):
     def has_embedding(self) -> bool:
         """Whether its weights have an `embedding` that the target's may replace."""
         ...
-
-
-# What the logits f32[B, V_d] of draft i become after the drafts i32[B] before it.
-Refine: TypeAlias = Callable[[int, jax.Array, Sequence[jax.Array]], jax.Array]
-
-
-def keep(i: int, logits: jax.Array, drafts: Sequence[jax.Array]) -> jax.Array:
-    """Return the logits unchanged."""
-    return logits
 
 
 HeadT = TypeVar("HeadT", bound=DraftHead)
@@ -74,19 +65,27 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
         target: Model,
         params: Params,
         context: DraftContext,
-        logits: jax.Array,
-        refine: Refine = keep,
+        k: int,
+        logits_of: Callable[[int, Sequence[jax.Array]], jax.Array],
     ) -> Draft:
-        """Return the drafts of logits f32[B, K, V_d], each drawn with those before it known."""
+        """Return k drafts one after the other: `logits_of` gives the logits f32[B, V_d] of draft i
+        after the drafts i32[B] before it."""
         ids = self.head.target_ids(params.drafter)
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
-        for i in range(logits.shape[1]):
-            row = refine(i, logits[:, i], drafts)
+        for i in range(k):
+            row = logits_of(i, drafts)
             token, q = context.draw(row, ids, target.vocab_size, drafts, is_greedy=self.is_greedy)
             drafts.append(token)
             probs += [] if q is None else [q]
-        return Draft.stacked(drafts, probs, logits.shape[0])
+        return Draft.stacked(drafts, probs, len(context.starts))
+
+    def draw_together(
+        self, target: Model, params: Params, context: DraftContext, logits: jax.Array
+    ) -> Draft:
+        """Return the drafts of logits f32[B, K, V_d] that do not depend on each other."""
+        ids = self.head.target_ids(params.drafter)
+        return context.draw_together(logits, ids, target.vocab_size, is_greedy=self.is_greedy)
 
 
 def on_rows(apply: Callable[[jax.Array], jax.Array], x: jax.Array, multiple: int) -> jax.Array:

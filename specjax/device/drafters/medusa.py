@@ -7,7 +7,7 @@ the token i + 2 places on, as the target itself predicts the next one. So a draf
 the drafts before it, and nothing is kept but f_p.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -101,15 +101,15 @@ class MedusaHeads:
 
     def logits(self, params: MedusaParams, k: int, hidden: jax.Array) -> jax.Array:
         """Return the logits f32[B, k, V_d] of the first k heads for hidden states [B, D]."""
+        return jnp.stack([self.logits_of(params, i, hidden) for i in range(k)], axis=1)
 
-        def of_head(i: int) -> jax.Array:
-            x = hidden
-            for block in params.blocks[i]:
-                y = linear(x, block.weight)
-                x = x + jax.nn.silu(y if block.bias is None else y + block.bias)
-            return linear(x, params.lm_heads[i], jnp.float32)
-
-        return jnp.stack([of_head(i) for i in range(k)], axis=1)
+    def logits_of(self, params: MedusaParams, i: int, hidden: jax.Array) -> jax.Array:
+        """Return the logits f32[B, V_d] of head i for hidden states [B, D]."""
+        x = hidden
+        for block in params.blocks[i]:
+            y = linear(x, block.weight)
+            x = x + jax.nn.silu(y if block.bias is None else y + block.bias)
+        return linear(x, params.lm_heads[i], jnp.float32)
 
 
 @jax.tree_util.register_dataclass
@@ -135,9 +135,13 @@ class MedusaDrafter(HeadDrafter[MedusaHeads]):
         if not k:
             return Draft.stacked([], [], context.slots.shape[0]), state
         hidden = state.hidden.at[context.slots].get(mode="fill", fill_value=0)
-        heads = partial(self.head.logits, params.drafter, k)
-        logits = on_rows(heads, hidden, context.row_multiple)
-        return self.draw_each(target, params, context, logits), state
+
+        # Each head's logits by themselves: together they would be copied into one array.
+        def logits_of(i: int, drafts: Sequence[jax.Array]) -> jax.Array:
+            head = partial(self.head.logits_of, params.drafter, i)
+            return on_rows(head, hidden, context.row_multiple)
+
+        return self.draw_each(target, params, context, k, logits_of), state
 
     def observe(
         self, target: Model, params: Params, state: MedusaState, seen: Observation
@@ -166,22 +170,11 @@ def load(
     first = find_first_file(folder)
     tensors = open_checkpoint(folder) if first is None else open_file(first)
     files, names = DrafterFiles(tensors, hf, placement), tensors.names()
-    num_heads = hf.integer("num_heads", hf.integer("medusa_num_heads", 5))
-    if config.num_speculative_tokens > num_heads:
-        raise CheckpointError(
-            f"{hf.origin}: {num_heads} heads draft as many tokens; lower "
-            f"speculative_config.num_speculative_tokens={config.num_speculative_tokens}"
-        )
-    vocab_size = hf.integer("truncated_vocab_size", target.vocab_size)
-    heads = MedusaHeads(
-        num_heads=num_heads,
-        num_blocks=hf.integer("num_hidden_layers", hf.integer("medusa_num_layers", 1)),
-        hidden_size=target.hidden_size,
-        draft_vocab_size=vocab_size,
-        has_bias=any(name.endswith(".bias") for name in names),
-    )
+    heads = _read_heads(files, config, target)
     ids = read_target_ids(
-        files, vocab_size, target, TOKEN_MAP, are_offsets=False, size="truncated_vocab_size"
+        *(files, heads.draft_vocab_size, target, TOKEN_MAP),
+        are_offsets=False,
+        size="truncated_vocab_size",
     )
     params = replace(files.load(heads.specs(names), dtype, unused=(TOKEN_MAP,)), target_ids=ids)
     return MedusaDrafter(heads, is_greedy=config.draft_sample_method == "greedy"), params
@@ -191,6 +184,32 @@ def find_first_file(folder: Path) -> Path | None:
     """Return the file of heads in the authors' layout; None if the folder has none."""
     paths = (folder / name for name in FIRST_FILES)
     return next((path for path in paths if path.exists()), None)
+
+
+def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> MedusaDrafter:
+    """Return heads of the sizes in a folder's config, which has no weights, and without biases.
+
+    Raises:
+        CheckpointError: they are fewer than the drafts asked for.
+    """
+    return MedusaDrafter(_read_heads(DrafterFiles.without_weights(folder), config, target))
+
+
+def _read_heads(files: DrafterFiles, config: SpeculativeConfig, target: Model) -> MedusaHeads:
+    hf, k = files.hf, config.num_speculative_tokens
+    num_heads = hf.integer("num_heads", hf.integer("medusa_num_heads", 5))
+    if k > num_heads:
+        raise CheckpointError(
+            f"{hf.origin}: {num_heads} heads draft as many tokens; lower "
+            f"speculative_config.num_speculative_tokens={k}"
+        )
+    return MedusaHeads(
+        num_heads=num_heads,
+        num_blocks=hf.integer("num_hidden_layers", hf.integer("medusa_num_layers", 1)),
+        hidden_size=target.hidden_size,
+        draft_vocab_size=hf.integer("truncated_vocab_size", target.vocab_size),
+        has_bias=any(name.endswith(".bias") for name in files.tensors.names()),
+    )
 
 
 def to_hf(heads: MedusaHeads) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.drafters import eagle3
-from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens
+from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens, read_target_ids
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.eagle3 import Eagle3Head, Eagle3Params
 from specjax.device.drafters.head import HeadDrafter, on_rows
@@ -142,7 +142,7 @@ class PEagleDrafter(HeadDrafter[PEagleHead]):
             hidden.reshape(batch * k, -1),
             context.row_multiple,
         ).reshape(batch, k, -1)
-        return self.draw_each(target, params, context, logits), PEagleState(kv, state.hidden)
+        return self.draw_together(target, params, context, logits), PEagleState(kv, state.hidden)
 
     def observe(
         self, target: Model, params: Params, state: PEagleState, seen: Observation
@@ -177,18 +177,34 @@ def load(
             f"{files.tensors.folder} has no tensor mask_hidden, which P-EAGLE drafts with; use "
             "method 'eagle3' if it is an EAGLE-3 head"
         )
-    layer = eagle3.layer_name(files.tensors.names())
-    body = eagle3.read_head(files, config, target, files.geometry(layer, target, is_deep=True))
-    head = PEagleHead(
-        **vars(body)
-        | {
-            "norm_before_residual": hf.flag("norm_before_residual"),
-            "recycle_normed": True,
-            "mask_token_id": _read_mask(hf, target),
-        }
-    )
+    head = _read_head(files, config, target)
     params = eagle3.load_weights(files, head, target, dtype)
     return PEagleDrafter(head, is_greedy=config.draft_sample_method == "greedy"), params
+
+
+def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> PEagleDrafter:
+    """Return a drafter of the sizes in a folder's config, which has no weights.
+
+    Raises:
+        CheckpointError: it was made for another target, or has a vocabulary of its own.
+    """
+    files = DrafterFiles.without_weights(folder)
+    head = _read_head(files, config, target)
+    read_target_ids(files, head.draft_vocab_size, target)
+    return PEagleDrafter(head)
+
+
+def _read_head(files: DrafterFiles, config: SpeculativeConfig, target: Model) -> PEagleHead:
+    layer = eagle3.layer_name(files.tensors.names())
+    body = eagle3.read_head(files, config, target, files.geometry(layer, target, is_deep=True))
+    return PEagleHead(
+        **vars(body)
+        | {
+            "norm_before_residual": files.hf.flag("norm_before_residual"),
+            "recycle_normed": True,
+            "mask_token_id": _read_mask(files.hf, target),
+        }
+    )
 
 
 def _read_mask(hf: HFConfig, target: Model) -> int:

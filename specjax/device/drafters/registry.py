@@ -47,6 +47,9 @@ OWN_SHAPES: dict[str, Callable[[Model, str], Drafter]] = {
 # Heads whose shape follows from a config of their own.
 FROM_CONFIG: dict[str, Callable[[Path, SpeculativeConfig, Model], Drafter]] = {
     "dflash": dflash_files.from_config,
+    "p_eagle": p_eagle.from_config,
+    "draft_model": draft_model.from_config,
+    "medusa": medusa.from_config,
 }
 
 

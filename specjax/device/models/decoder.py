@@ -189,4 +189,4 @@ def decoder_layer(
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, cache = params.attention.mix(normed, rows, angles, cache, layer, kind)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    return Residual(x, params.mlp.feed(normed, model.experts, rows.kernels)), cache
+    return Residual(x, params.mlp.feed(normed, model.experts, rows)), cache

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from specjax.checkpoint.spec import projection
 from specjax.device.models.layers.linear import linear
+from specjax.device.models.layers.rows import Rows
 
 
 @jax.tree_util.register_dataclass
@@ -18,8 +19,8 @@ class MLP:
     gate_up: jax.Array  # [D, 2 F]
     down: jax.Array  # [F, D]
 
-    def feed(self, x: jax.Array, experts: Any, kernels: str) -> jax.Array:
-        """Run the layer on x [N, D]; it has no `experts`."""
+    def feed(self, x: jax.Array, experts: Any, rows: Rows) -> jax.Array:
+        """Run the layer on x [N, D]; it has no `experts`, and its rows are all alike."""
         return mlp(self, x)
 
 

@@ -13,6 +13,7 @@ from specjax.checkpoint.spec import experts, fused_experts, projection
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, ClampedSwiGLU, SwiGLU, mlp, mlp_specs
 from specjax.device.models.layers.router import Router, SoftmaxRouter
+from specjax.device.models.layers.rows import Rows
 
 
 class Experts(NamedTuple):
@@ -46,19 +47,29 @@ class MoE:
     gate_up_bias: jax.Array | None = None  # [E, 2 F]
     down_bias: jax.Array | None = None  # [E, D]
 
-    def feed(self, x: jax.Array, experts: Experts | None, kernels: str) -> jax.Array:
+    def feed(self, x: jax.Array, experts: Experts | None, rows: Rows) -> jax.Array:
         """Run the mixture of `experts` on x [N, D]."""
         assert experts is not None, "weights of experts without their sizes"
-        return moe(self, x, experts, kernels)
+        return moe(self, x, experts, rows.kernels, rows.positions < 0)
 
 
-def moe(params: MoE, x: jax.Array, experts: Experts, kernels: str) -> jax.Array:
+def moe(
+    params: MoE,
+    x: jax.Array,
+    experts: Experts,
+    kernels: str,
+    is_padding: jax.Array | None = None,
+) -> jax.Array:
     """Compute sum_e w_e expert_e(x) + g shared(x) for x [N, D].
 
-    w is the router's. g is sigmoid(shared_gate x), or 1 without such a gate.
+    w is the router's. g is sigmoid(shared_gate x), or 1 without such a gate. Rows that are padding,
+    bool[N], go to the experts of row 0, so that no expert's weights are read for them alone; what
+    they become has no meaning.
     """
     num_rows, num_chosen = x.shape[0], experts.num_chosen
     weights, chosen = experts.router.choose(params.router, x, num_chosen)  # [N, num_chosen]
+    if is_padding is not None:
+        chosen = jnp.where(is_padding[:, None], chosen[:1], chosen)
 
     chosen = chosen.reshape(-1)
     # Sorting one array, because sorting keys and indices as two would copy them first.
