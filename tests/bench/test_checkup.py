@@ -144,8 +144,6 @@ def test_faults_of_heads_are_named(demo):
         (fault,) = demo.faults(replace(drafter, head=head), params)
         known = f"wrong auxiliary layers: {layers} are read, (2, 6, 9) are better"
         assert fault.startswith(known)
-    (fault,) = demo.faults(Late(drafter.head), params)
-    assert fault.startswith("features are shifted by one: those of the row after are better")
     first = replace(params, target_ids=jnp.arange(len(params.target_ids)))
     vocabularies = read_vocabularies(demo_folder(DRAFTERS[TARGET]["eagle3"]))
     (fault,) = demo.faults(drafter, first, vocabularies=vocabularies)
@@ -165,7 +163,7 @@ def test_an_mtp_module_is_checked():
     drafter, own = load_drafter(folder, config, target, np.dtype("float32"))
     tokenizer = load_tokenizer(folder)
     assert tokenizer is not None and isinstance(drafter, ChainDrafter)
-    questions = [np.array(tokenizer.encode(q), np.int32)[:100] for q in read_questions()[:4]]
+    questions = [np.array(tokenizer.encode(q), np.int32)[:100] for q in read_questions()[:2]]
     texts = [Text(tokens, 8) for tokens in questions]
     found = check(target, Params(params, own), drafter, texts, K)
     assert not found.faults and found.reference.length > 1.5
