@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from specjax.bench.checkup import Text, Trial, check, measure
+from specjax.bench.checkup import Tally, Text, Trial, as_gain, check, measure
 from specjax.bench.workload import read_questions
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.hub import resolve
@@ -145,7 +145,7 @@ def check_served(
         if found.reference.is_clearly_below(tried[form], is_paired=False):
             faults.append(
                 f"prompts unlike those of training: {' and '.join(sorted(set(used)))} is used, "
-                f"{form} is better ({tried[form].length:.2f} against {found.reference.length:.2f})"
+                f"{form} is better ({as_gain(found.reference, tried[form])})"
             )
     return {
         "num_texts": len(rows),
@@ -153,19 +153,26 @@ def check_served(
             "length": served.mean_acceptance_length,
             "rates": [n / max(served.num_drafts, 1) for n in served.num_accepted_tokens_per_pos],
         },
-        "reference": {"length": found.reference.length, "rates": found.reference.rates},
-        "tried": {name: tally.length for name, tally in tried.items()},
+        "reference": {"rates": found.reference.rates, **as_figures(found.reference)},
+        "tried": {name: as_figures(tally) for name, tally in tried.items()},
         "faults": faults,
     }
+
+
+def as_figures(tally: Tally) -> dict[str, float]:
+    """Return tokens per step, and what the distributions of the first drafts have in common."""
+    return {"length": tally.length, "in_common": float(tally.in_common.mean())}
 
 
 def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report as lines of text."""
     yield f"{report['num_texts']} prompts, answered by the target, greedy"
-    yield f"{'':40}tokens per step, and of the drafts accepted"
+    yield f"{'':40}tokens per step, first draft in common, and of the drafts accepted"
     for name, what in ("served", "served"), ("reference", "reference, each place by itself"):
-        rates = " ".join(f"{rate:.2f}" for rate in report[name]["rates"])
-        yield f"{what:40}{report[name]['length']:.2f}  {rates}"
-    for name, length in report["tried"].items():
-        yield f"{'with ' + name:40}{length:.2f}"
+        found = report[name]
+        rates = " ".join(f"{rate:.2f}" for rate in found["rates"])
+        common = f"{found['in_common']:.0%}" if "in_common" in found else ""
+        yield f"{what:40}{found['length']:.2f}  {common:4}{rates}"
+    for name, found in report["tried"].items():
+        yield f"{'with ' + name:40}{found['length']:.2f}  {found['in_common']:.0%}"
     yield from (f"fault: {fault}" for fault in report["faults"] or ["none found"])

@@ -80,7 +80,7 @@ class OnlineDistiller:
         if drafter.weights is None:
             raise ValueError(
                 f"the engine has a {type(drafter).__name__}, which has no weights to refit; build "
-                'it with speculative_config of method "eagle3", "mtp" or "eagle"'
+                'it with a method like "eagle3", "mtp", "eagle", "p_eagle", "dflash" or "medusa"'
             )
         self._engine = engine
         self._batch_size, self._length, self._seed = batch_size, length, seed

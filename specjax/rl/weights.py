@@ -25,6 +25,8 @@ from specjax.device.models.model import Model
 from specjax.device.models.registry import is_unused
 
 Weights: TypeAlias = Any  # in any of the forms above
+# Names of a draft vocabulary in checkpoints, and whether its ids count from their places.
+VOCABULARIES = {"d2t": True, "token_map": False}
 
 
 @dataclass(frozen=True)
@@ -302,10 +304,14 @@ def _dotted(path: tuple[Any, ...]) -> str:
 
 def _check_vocabulary(given: Mapping[str, Any], target_ids: jax.Array | None) -> None:
     """Raise an error if the draft vocabulary differs from the compiled one."""
-    if "d2t" in given and target_ids is not None:
-        own = np.asarray(target_ids) - np.arange(len(target_ids))
-        if not np.array_equal(given["d2t"], own):
+    for name, are_offsets in VOCABULARIES.items():
+        if name not in given:
+            continue
+        ids = np.asarray(given[name])
+        places = np.arange(len(ids))
+        own = places if target_ids is None else np.asarray(target_ids)
+        if not np.array_equal(ids + places if are_offsets else ids, own):
             raise ValueError(
-                "the drafter's weights have another draft vocabulary (d2t) than the engine's; "
+                f"the drafter's weights have another draft vocabulary ({name}) than the engine's; "
                 "build a new engine for them"
             )

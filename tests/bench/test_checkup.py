@@ -17,8 +17,11 @@ from specjax.config import SpeculativeConfig
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.draft_model import DraftModel, DraftModelParams, ModelWeights
 from specjax.device.drafters.drafter import Params
+from specjax.device.drafters.medusa import MedusaDrafter, MedusaHeads, MedusaParams
 from specjax.device.drafters.registry import load_drafter
+from specjax.device.models.registry import load_model
 from specjax.llm import LLM
+from specjax.text.tokenizer import load_tokenizer
 from specjax.train.context import CausalRows
 from specjax.train.data import CHAT_TEMPLATE
 from specjax.train.target import demo_llama
@@ -51,6 +54,42 @@ def test_a_draft_model_that_is_the_target_is_always_right():
         assert found.reference.is_counted.all() == is_greedy
     with pytest.raises(ValueError, match="no answer is longer than 4"):
         check(target, both, drafter, [Text(drawn, 22)], K)
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_medusa_heads_pass_unless_they_are_of_the_token_before(is_late):
+    """Of a target that knows but one follower of every token, and heads that know those after."""
+    vocab_size, length = 64, 24
+    target = demo_llama(vocab_size, 2, 64)
+    params = random_params(target.specs(), 0)
+    for layer in params.layers:
+        layer.attention.out[:] = layer.mlp.down[:] = 0
+    following = np.random.default_rng(1).permutation(vocab_size).astype(np.int32)
+    after = [np.arange(vocab_size)]  # each token, by how much later
+    while len(after) < length:
+        after.append(following[after[-1]])
+
+    def scores(ids):  # [D, V], highest at the token of `ids` after the one that is embedded
+        found = np.zeros((64, vocab_size), np.float32)
+        found[:, ids] = params.embedding.T
+        return found
+
+    params = replace(params, norm=np.ones(64, np.float32), lm_head=scores(after[1]))
+    heads = MedusaHeads(
+        num_heads=K, num_blocks=0, hidden_size=64, draft_vocab_size=vocab_size, has_bias=False
+    )
+    own = MedusaParams(
+        blocks=((),) * K,
+        lm_heads=tuple(scores(after[i + 2 - is_late]) for i in range(K)),
+        target_ids=None,
+    )
+    text = Text(np.array([ids[5] for ids in after], np.int32), 6)
+    found = check(target, jax.device_put(Params(params, own)), MedusaDrafter(heads), [text], K)
+    if is_late:
+        (fault,) = found.faults
+        assert fault.startswith("features are shifted by one: those of the row after are better (4")
+    else:
+        assert not found.faults and found.reference.rates == [1, 1, 1]
 
 
 class Demo(NamedTuple):
@@ -100,19 +139,36 @@ class Late(ChainDrafter):
 @pytest.mark.slow
 def test_faults_of_heads_are_named(demo):
     drafter, params = demo.load("eagle3")
-    head = replace(drafter.head, aux_layers=(0, 4, 7))  # for (2, 6, 9)
-    (fault,) = demo.faults(replace(drafter, head=head), params, num_texts=6)
-    assert fault.startswith("wrong auxiliary layers: (0, 4, 7) are read, (1, 5, 8) are better")
-    (fault,) = demo.faults(Late(drafter.head), params)
-    assert fault.startswith("features are shifted by one: those of the row after are better")
+    for layers in (1, 5, 8), (4, 8, 11):  # one lower, and two higher
+        head = replace(drafter.head, aux_layers=layers)
+        (fault,) = demo.faults(replace(drafter, head=head), params)
+        known = f"wrong auxiliary layers: {layers} are read, (2, 6, 9) are better"
+        assert fault.startswith(known)
     first = replace(params, target_ids=jnp.arange(len(params.target_ids)))
     vocabularies = read_vocabularies(demo_folder(DRAFTERS[TARGET]["eagle3"]))
     (fault,) = demo.faults(drafter, first, vocabularies=vocabularies)
-    assert fault.startswith("d2t is missing or wrong: the draft vocabulary of t2d is better")
+    assert fault.startswith("the draft vocabulary is missing or wrong: that of t2d is better")
     drafter, params = demo.load("dflash")
     head = replace(drafter.head, mask_token_id=1)
     (fault,) = demo.faults(replace(drafter, head=head), params, mask_ids=(0, 1))
     assert fault.startswith("wrong mask token: 1 is read where it drafts, 0 is better")
+
+
+@pytest.mark.slow
+def test_an_mtp_module_is_checked():
+    """On questions, as far as the target would ask them."""
+    folder = demo_folder("demo-qwen3.5")
+    target, params = load_model(folder, np.dtype("float32"))
+    config = SpeculativeConfig(method="mtp", num_speculative_tokens=K)
+    drafter, own = load_drafter(folder, config, target, np.dtype("float32"))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer is not None and isinstance(drafter, ChainDrafter)
+    questions = [np.array(tokenizer.encode(q), np.int32)[:100] for q in read_questions()[:2]]
+    texts = [Text(tokens, 8) for tokens in questions]
+    found = check(target, Params(params, own), drafter, texts, K)
+    assert not found.faults and found.reference.length > 1.5
+    (fault,) = check(target, Params(params, own), Late(drafter.head), texts, K).faults
+    assert fault.startswith("features are shifted by one: those of the row after are better")
 
 
 @pytest.mark.nightly

@@ -12,11 +12,14 @@ from safetensors.numpy import load_file
 from support.engines import VOCAB, K
 from support.refusals import refusal
 from support.rollouts import PROMPTS, SAMPLED, copied, noisy
+from support.shared_models import llama, parallel_head
 
 from specjax import SamplingParams
 from specjax.checkpoint import finite
+from specjax.config import SpeculativeConfig
+from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
-from specjax.rl.weights import checksum, paths
+from specjax.rl.weights import checksum, paths, stage_drafter
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5"])
@@ -202,3 +205,24 @@ def test_looking_for_bad_values_compiles_nothing(
     load_model(target.folder, np.dtype(np.float32))
     with compilations.none_expected():
         engine.update_weights(original)
+
+
+@pytest.mark.parametrize("method", ["p_eagle", "dflash", "medusa", "draft_model"])
+def test_the_tensors_of_a_drafters_file_are_its_weights(checkpoints, method):
+    """By their published names; a vocabulary beside them must be the one that is compiled in."""
+    dtype, folder = np.dtype("float32"), llama(checkpoints).folder
+    head = llama(checkpoints, seed=1).folder
+    if method != "draft_model":
+        head = parallel_head(checkpoints, method)
+    target, _ = load_model(folder, dtype)
+    config = SpeculativeConfig(method=method, model=str(head), num_speculative_tokens=K)
+    drafter, params = load_drafter(head, config, target, dtype)
+    tensors = load_file(head / "model.safetensors")
+    sources = stage_drafter(tensors, drafter, params)
+    for source, own in zip(sources, jax.tree.leaves(params), strict=True):
+        np.testing.assert_array_equal(source.copy(own.dtype, own.sharding), own)
+    if method == "medusa":
+        ids = np.arange(target.vocab_size)
+        stage_drafter(tensors | {"token_map": ids}, drafter, params)
+        with pytest.raises(ValueError, match="another draft vocabulary .token_map."):
+            stage_drafter(tensors | {"token_map": ids[::-1]}, drafter, params)

@@ -96,7 +96,12 @@ def begin_anew(engine: Engine, rng: Rng) -> None:
     num_snapshots = None
     if is_recurrent(engine.target):
         num_snapshots = int(rng.integers(0, config.num_snapshots + 1))
-    engine.scheduler = Scheduler(changed, engine.scheduler.policy, num_snapshots=num_snapshots)
+    engine.scheduler = Scheduler(
+        changed,
+        engine.scheduler.policy,
+        draft_slots=engine.drafter.draft_slots(max_drafts),
+        num_snapshots=num_snapshots,
+    )
     engine._recorder = Recorder()
 
 

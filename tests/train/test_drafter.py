@@ -36,7 +36,13 @@ HYBRID = demo_qwen3_5(64, 4, 64)
 # The targets of new heads: a head is a dense layer, whatever its target's layers are.
 LATENT = demo_glm4_moe_lite(64, 3, 64)
 SPARSE = replace(TARGET, experts=Experts(num_experts=4, num_chosen=2, intermediate_size=32))
-TARGETS = {"eagle1": HYBRID, "eagle3": LATENT, "dflash": SPARSE, "medusa": TARGET}
+TARGETS = {
+    "eagle1": HYBRID,
+    "eagle3": LATENT,
+    "dspark": SPARSE,
+    "p_eagle": TARGET,
+    "medusa": TARGET,
+}
 AUX = (0, 1, 2)
 
 

@@ -1,0 +1,173 @@
+"""Ways of drafting beside everything else: what comes out is what comes without drafts.
+
+One engine of each method, made for rollouts, serves random schedules whose K changes and updates of
+weights; an exact one, which has a program for everything, follows grammars as well; and a third
+verifies in another way.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.engines import SIZES, K, make_llm
+from support.real_schedules import Found, run_real_schedule
+from support.refits import moved
+from support.schedules import AnyPolicy
+from support.shared_models import (
+    EOS,
+    NUM_SNAPSHOTS,
+    hybrid,
+    llama,
+    of_few_words,
+    parallel_head,
+)
+
+from specjax import LLM, SamplingParams
+from specjax.host.speculation.policy import StaticPolicy
+from specjax.rl import RolloutEngine
+
+pytest.importorskip("llguidance")
+pytestmark = pytest.mark.slow
+
+EXACT = {"exact": True, "decode_batches": None, "prefill_shapes": None}
+SNAPSHOTS = {"num_snapshots": NUM_SNAPSHOTS}
+PROMPT_LENGTHS = (1, 33, 38, 5, 32, 17, 36, 8)  # as long as random schedules allow, with outputs
+GRAMMARS = {"regex": "[A-Z][a-z ]{3,12}!"}, {"choice": ["yes", "no", "yes, but no"]}, None
+# Rows that a request has beside the target's, as vLLM counts them; the way of verifying to try.
+METHODS = {
+    "ngram": (0, "block"),
+    "eagle": (0, "rejection"),
+    "p_eagle": (K - 1, "rejection"),
+}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A method of drafting, its models, and engines with it and without."""
+
+    method: str
+    folder: Path  # of the target
+    head: Path | None
+    drafting: RolloutEngine
+    plain: RolloutEngine
+
+    @property
+    def llms(self) -> tuple[LLM, LLM]:
+        return self.drafting._llm, self.plain._llm
+
+    def make(self, **options: Any) -> LLM:
+        """Another engine with this method."""
+        return make_llm(self.folder, self.method, self.head, **SNAPSHOTS, **options)
+
+
+def models_of(checkpoints, method) -> tuple[Path, Path | None]:
+    """The folders of a target, over printable ASCII, and of a drafter; none if it needs none."""
+    if method == "mtp":
+        return checkpoints.with_letters(of_few_words(checkpoints, hybrid(checkpoints))), None
+    target = checkpoints.with_letters(of_few_words(checkpoints, llama(checkpoints).folder))
+    if method == "eagle":
+        return target, checkpoints.eagle(llama(checkpoints), embedding="own").folder
+    if method == "draft_model":
+        other = of_few_words(checkpoints, llama(checkpoints, seed=1).folder)
+        return target, checkpoints.with_letters(other)
+    return target, None if method == "ngram" else parallel_head(checkpoints, method)
+
+
+@pytest.fixture(scope="module", params=METHODS)
+def served(request, checkpoints) -> Iterator[Served]:
+    folder, head = models_of(checkpoints, request.param)
+    sizes = {**SIZES, **SNAPSHOTS}
+    config = {"method": request.param, "num_speculative_tokens": K}
+    if head is not None:
+        config["model"] = str(head)
+    with (
+        RolloutEngine(folder, speculative_config=config, **sizes) as drafting,
+        RolloutEngine(folder, **sizes, enable_prefix_caching=False) as plain,
+    ):
+        drafting._llm.engine.set_policy(AnyPolicy((0, K), np.random.default_rng(0)))
+        yield Served(request.param, folder, head, drafting, plain)
+
+
+@pytest.fixture(scope="module")
+def asked() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts, and requests at temperature 0 and above it."""
+    rng = np.random.default_rng(5)
+    prompts = [rng.integers(0, EOS, length).tolist() for length in PROMPT_LENGTHS]
+    params = [
+        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True)
+        for i in range(len(prompts))
+    ]
+    return prompts, params
+
+
+def test_random_schedules(served):
+    """Requests join, leave, share prefixes and are preempted; K is another in every round."""
+    found = Found()
+    for seed in range(5):
+        found += run_real_schedule(*served.llms, seed)
+    assert not found.identity.mismatches
+    assert len(found.identity.near_ties) < 0.02 * found.identity.num_outputs
+    rare = "preemptions", "aborted", "prefix hits", "accepted"
+    assert all(found.tally[name] > 0 for name in rare), found.tally
+    assert served.llms[0].engine.metrics().k_histogram.keys() == {0, K}
+
+
+def test_a_step_has_room_for_what_drafting_adds(served):
+    engine = served.llms[0].engine
+    slots, _ = METHODS[served.method]
+    assert engine.scheduler._draft_slots == engine.drafter.draft_slots(K) == slots
+
+
+def test_exact_mode(served, asked):
+    """The same bits with drafts and without, alone and in company, with a grammar and without."""
+    prompts, params = asked
+    params = [
+        replace(one, logprobs=2, structured_outputs=grammar, ignore_eos=grammar is None)
+        for one, grammar in zip(params, GRAMMARS * 3, strict=False)
+    ]
+    with served.make(**EXACT) as llm:
+
+        def outcomes(which):
+            found = llm.generate([prompts[i] for i in which], [params[i] for i in which], False)
+            return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in found]
+
+        llm.engine.set_policy(StaticPolicy(0))
+        alone = [outcomes([i])[0] for i in range(len(prompts))]
+        llm.engine.set_policy(AnyPolicy((0, 1, K), np.random.default_rng(0)))
+        backwards = range(len(prompts))[::-1]
+        assert outcomes(backwards)[::-1] == alone
+        assert llm.metrics().num_accepted_tokens > 0
+
+
+def test_other_verifications(served, asked):
+    """The greedy tokens are the same; the others are as many as asked for."""
+    prompts, params = asked
+    _, verification = METHODS[served.method]
+    with served.make(speculation={"verification": verification}) as llm:
+        found = llm.generate(prompts, params, use_tqdm=False)
+        assert llm.metrics().num_accepted_tokens > 0
+    expected = served.llms[1].generate(prompts, params, use_tqdm=False)
+    pairs = zip(params, found, expected, strict=True)
+    for one, output, other in pairs:
+        tokens = output.outputs[0].token_ids
+        assert tokens == other.outputs[0].token_ids if one.temperature == 0 else len(tokens) == 24
+
+
+def test_updates(served, asked):
+    """Of the target, then of the drafter: the same rollouts, whatever the drafter is."""
+    prompts, params = asked
+    weights = moved(served.plain.params.target)
+    for engine in served.drafting, served.plain:
+        engine.update_weights(weights)
+    expected = served.plain.generate(prompts, params)
+    rollouts = [served.drafting.generate(prompts, params)]
+    if served.drafting.drafter.weights is not None:
+        served.drafting.update_drafter(moved(served.drafting.params.drafter, 0.3))
+        rollouts.append(served.drafting.generate(prompts, params))
+    for found in rollouts:
+        for one, other in zip(found, expected, strict=True):
+            assert one.token_ids.tolist() == other.token_ids.tolist()
+            np.testing.assert_allclose(one.logprobs, other.logprobs, atol=1e-4)
