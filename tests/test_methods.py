@@ -19,7 +19,6 @@ from support.schedules import AnyPolicy
 from support.shared_models import (
     EOS,
     NUM_SNAPSHOTS,
-    hybrid,
     llama,
     of_few_words,
     parallel_head,
@@ -39,8 +38,10 @@ GRAMMARS = {"regex": "[A-Z][a-z ]{3,12}!"}, {"choice": ["yes", "no", "yes, but n
 # Rows that a request has beside the target's, as vLLM counts them; the way of verifying to try.
 METHODS = {
     "ngram": (0, "block"),
-    "eagle": (0, "rejection"),
     "p_eagle": (K - 1, "rejection"),
+    "dflash": (0, "block"),
+    "medusa": (0, "rejection"),
+    "draft_model": (1, "block"),
 }
 
 
@@ -65,11 +66,7 @@ class Served:
 
 def models_of(checkpoints, method) -> tuple[Path, Path | None]:
     """The folders of a target, over printable ASCII, and of a drafter; none if it needs none."""
-    if method == "mtp":
-        return checkpoints.with_letters(of_few_words(checkpoints, hybrid(checkpoints))), None
     target = checkpoints.with_letters(of_few_words(checkpoints, llama(checkpoints).folder))
-    if method == "eagle":
-        return target, checkpoints.eagle(llama(checkpoints), embedding="own").folder
     if method == "draft_model":
         other = of_few_words(checkpoints, llama(checkpoints, seed=1).folder)
         return target, checkpoints.with_letters(other)
