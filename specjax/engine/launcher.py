@@ -74,13 +74,13 @@ class Launcher:
         self._config, self._layout = config, layout
         self._programs, self._repertoire = programs, repertoire
 
-    def launch(self, plan: Part, page_table: np.ndarray, start: float) -> InFlight | Extended:
+    def launch(self, plan: Part, page_tables: np.ndarray, start: float) -> InFlight | Extended:
         """Launch a part of a step whose planning began at `start`, in seconds.
 
         A round with grammars is not complete before `settle`.
         """
         variant = self._repertoire.variant_for(plan, plan.demands)
-        packed = pack(plan, page_table, self._layout, self.wants(plan.demands))
+        packed = pack(plan, page_tables, self._layout, self.wants(plan.demands))
         if isinstance(plan, PrefillPlan):
             return self._prefill(plan, variant, packed, start)
         run, batch, k = self._programs.run, plan.batch, plan.k

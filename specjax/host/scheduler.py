@@ -81,8 +81,10 @@ class Scheduler:
         *,
         draft_slots: int = 0,
         num_snapshots: int | None = None,
+        windows: SequenceOf[int] = (),
     ):
-        """`num_snapshots` is for recurrent models, None for others.
+        """`num_snapshots` is for recurrent models, None for others; `windows` are those of layers
+        that have pages of their own, in tokens.
 
         Steps have the shapes of `shapes`: all of the config's, unless fewer are set.
         """
@@ -91,7 +93,7 @@ class Scheduler:
         self.num_looked_up = 0  # tokens of admitted sequences
         self.num_found = 0  # of those, cached tokens
         self.config = config
-        self.residents = Residents(config, num_snapshots)
+        self.residents = Residents(config, num_snapshots, windows, max(policy.choices))
         self._draft_slots = draft_slots
         ks = (max(policy.choices),) if config.exact else policy.choices
         self.shapes = self.all_shapes = Shapes.all_of(config, ks)
@@ -111,7 +113,7 @@ class Scheduler:
 
     @property
     def pages(self) -> PageAllocator:
-        """The pages of resident sequences."""
+        """The pages of resident sequences, but those of windows."""
         return self.residents.pages
 
     @property
@@ -194,6 +196,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to launch until results arrive."""
         self._num_steps += 1
+        self.residents.slide()
         config = self.config
         budget = _Budget(
             config.max_num_scheduled_tokens, config.max_num_batched_tokens, self._draft_slots
@@ -315,7 +318,7 @@ class Scheduler:
     def _plan_round(self, step: _Step, sequence: Sequence, k: int, num_drafts: int) -> None:
         max_tokens = sequence.max_tokens_in_flight + num_drafts + 1
         num_tokens = len(sequence.token_ids) - 1 + max_tokens
-        if self.residents.grow(sequence, num_tokens) or self._preempt_for(sequence, num_tokens):
+        if self._has_room(sequence, num_tokens):
             step.budget.spend(k + 1)
             step.decoding.append(sequence)
             sequence.last_step = self._num_steps
@@ -329,6 +332,8 @@ class Scheduler:
         if sequence.cuts:
             count = min(count, sequence.cuts[0] * self.config.page_size - start)
         if not count or len(step.chunks) == step.max_chunks:
+            return
+        if not self._has_room(sequence, start + count):
             return
         step.budget.spend(count)
         sequence.num_computed += count
@@ -370,7 +375,8 @@ class Scheduler:
                 return
             if len(step.chunks) == step.max_chunks:
                 return
-            prefix = self.residents.settle_in(sequence, width)
+            first_chunk = step.budget.fitting(step.width)
+            prefix = self.residents.settle_in(sequence, width, first_chunk)
             if prefix is None:
                 return
             heapq.heappop(self._waiting)
@@ -384,13 +390,13 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0] if self._waiting else None
 
-    def _preempt_for(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence pages for `num_tokens` tokens, preempting later ones one by one.
 
         If that is not enough it keeps the pages it has, and waits.
         """
         running = self.residents.running
-        while True:
+        while not self.residents.grow(sequence, num_tokens):
             victim = max(
                 (s for s in running if s > sequence and s.last_step != self._num_steps),
                 default=None,
@@ -398,8 +404,7 @@ class Scheduler:
             if victim is None:
                 return False
             self._preempt(victim)
-            if self.residents.grow(sequence, num_tokens):
-                return True
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1

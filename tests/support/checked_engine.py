@@ -6,6 +6,7 @@ what pages and snapshots hold, and who may write where. Some of that is read fro
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from support.schedules import AnyPolicy, Schedule, unchanged
 from support.scripts import EMPTY, HashScript, fold
 from support.simulated_device import SimulatedPrograms
 
+from specjax.device.models.model import page_windows
 from specjax.engine.batch import Part
 from specjax.engine.engine import Engine
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
@@ -22,6 +24,7 @@ from specjax.host.prefix_cache import Key, SnapshotIndex
 from specjax.host.residents import Residents
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
+from specjax.host.windows import WindowPages, window_pages
 
 
 class CheckedResidents(Residents):
@@ -50,7 +53,8 @@ class CheckedScheduler(Scheduler):
 
     def __init__(self, *arguments: Any, tally: Counter, **options: Any):
         super().__init__(*arguments, **options)
-        self.residents = CheckedResidents(self.config, options["num_snapshots"])
+        sizes = options["num_snapshots"], options["windows"], max(self.policy.choices)
+        self.residents = CheckedResidents(self.config, *sizes)
         self.tally = tally
         self.last_plan: StepPlan | None = None
         self._left_out: Counter = Counter()
@@ -110,9 +114,10 @@ class CheckedScheduler(Scheduler):
         before, self._left_out = self._left_out, Counter()
         k = max(self.policy.choices)
         for sequence in self.residents.running:
-            room = len(sequence.pages) * self.config.page_size
-            has_room = room >= min(sequence.max_computed + k + 1, sequence.request.max_length - 1)
-            may_run = not sequence.is_prefilled or (sequence.may_go_on and has_room)
+            has_room = sequence.room >= min(sequence.max_computed + k + 1, sequence.request.max_length - 1)
+            # Chunks have pages, but in windows.
+            is_chunk = not sequence.is_prefilled and not self.residents.windows
+            may_run = is_chunk or (sequence.may_go_on and sequence.is_prefilled and has_room)
             if may_run and sequence not in sequences:
                 self._left_out[sequence] = before[sequence] + 1
                 assert self._left_out[sequence] <= self.config.max_num_seqs, "others go first"
@@ -145,8 +150,11 @@ class CheckedEngine(Engine):
         config = schedule.config
         config.check_budgets(max(schedule.choices), schedule.draft_slots)
         policy = AnyPolicy(schedule.choices, np.random.default_rng([schedule.seed, 2]))
-        kind = SimpleNamespace(is_recurrent=schedule.is_recurrent, num_layers=1)
-        target: Any = SimpleNamespace(vocab_size=schedule.vocab_size, cache_kinds=(kind,))
+        recurrent = SimpleNamespace(is_recurrent=schedule.is_recurrent, num_layers=1, window=None)
+        kinds = [SimpleNamespace(is_recurrent=False, num_layers=1, window=w) for w in schedule.windows]
+        target: Any = SimpleNamespace(
+            vocab_size=schedule.vocab_size, cache_kinds=(recurrent, *kinds)
+        )
         drafter: Any = SimpleNamespace(
             draft_slots=lambda k: schedule.draft_slots, is_recurrent=False
         )
@@ -173,6 +181,7 @@ class CheckedEngine(Engine):
             policy,
             draft_slots=schedule.draft_slots,
             num_snapshots=config.num_snapshots if schedule.is_recurrent else None,
+            windows=page_windows(target, config),
             tally=tally,
         )
         self.scheduler.all_shapes = self.repertoire.all_shapes
@@ -212,7 +221,9 @@ class CheckedEngine(Engine):
         for sequence in running:
             table[sequence.slot, : len(sequence.pages)] = sequence.pages
             self._check_resident(sequence)
-        np.testing.assert_array_equal(scheduler.residents.page_table, table)
+        np.testing.assert_array_equal(scheduler.residents.page_tables[:, 0], table)
+        for window in scheduler.residents.windows:
+            self._check_window(window)
         assert running == sorted(running)
         waiting = [s for s in scheduler._waiting if not s.is_finished]
         for samples in scheduler._live.values():
@@ -229,6 +240,36 @@ class CheckedEngine(Engine):
         self._check_names()
         if (snapshots := scheduler.prefixes.snapshots) is not None:
             self._check_snapshots(snapshots)
+
+    def _check_window(self, window: WindowPages) -> None:
+        """What a slot has of a window: not less than is read, and no more than was planned for."""
+        scheduler, config = self.scheduler, self.config
+        held = {
+            sequence: window._table[sequence.slot][window._table[sequence.slot] >= 0].tolist()
+            for sequence in scheduler.residents.running
+        }
+        owners = Counter(page for pages in held.values() for page in pages)
+        num_pages = window.pages.num_pages
+        assert [owners[page] for page in range(num_pages)] == window.pages._num_owners
+        assert window.pages.num_free == num_pages - len(owners)
+        for slot in scheduler.residents.free_slots:
+            assert (window._table[slot] == -1).all()
+        for sequence, pages in held.items():
+            assert len(set(pages)) == len(pages) <= len(sequence.pages)
+        if not config.enable_prefix_caching:
+            sharers = {p: s.request.request_id for s, pages in held.items() for p in pages}
+            assert all(sharers[p] == s.request.request_id for s, pages in held.items() for p in pages)
+        most = window_pages(
+            replace(config, enable_prefix_caching=False, num_pages=2**30),
+            window.window,
+            max(self.scheduler.policy.choices),
+        )
+        assert sum(map(len, held.values())) <= most, "more than ever should be in use"
+        named = scheduler.residents.named
+        pool = self.programs.windows[window.window]
+        for page, key in window.pages._names.items():
+            last = (page + 1) * config.page_size - 1
+            assert int(pool[last]) == named[key][0], f"page {page} does not hold what it is called"
 
     def _check_resident(self, sequence: Sequence) -> None:
         slot = self.programs.slots[sequence.slot]
@@ -287,3 +328,7 @@ class CheckedEngine(Engine):
                 start = self.programs.slots[sequence.slot].length or 0
             for page in sequence.pages[start // self.config.page_size :]:
                 assert owners[page] == 1, f"page {page} is written to, and has other owners"
+            for window in self.scheduler.residents.windows:
+                for page in window._table[sequence.slot, start // self.config.page_size :]:
+                    is_own = page < 0 or window.pages._num_owners[page] == 1
+                    assert is_own, f"page {page} is written to, and has other owners"

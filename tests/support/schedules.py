@@ -113,6 +113,7 @@ class Schedule:
     vocab_size: int
     arrivals: list[Arrival]
     disturbances: dict[str, float]  # how likely each is before a step
+    windows: tuple[int, ...] = ()  # of layers of the target
 
     @property
     def is_undisturbed(self) -> bool:
@@ -130,7 +131,7 @@ class Schedule:
         lines = [
             f"schedule {self.seed}: {self.config}",
             f"K of {self.choices}, draft_slots={self.draft_slots}, "
-            f"is_recurrent={self.is_recurrent}, {self.disturbances}",
+            f"is_recurrent={self.is_recurrent}, windows={self.windows}, {self.disturbances}",
         ]
         for arrival in self.arrivals:
             r = arrival.request
@@ -172,6 +173,9 @@ def make_schedule(seed: int) -> Schedule:
     if chance(rng, 0.6):
         disturbances = {name: p for name, p in likely.items() if chance(rng, 0.4)}
     arrivals = make_arrivals(rng, config, vocab_size, "fail" in disturbances)
+    # By a generator of their own, so that schedules without windows stay as they were.
+    windows = np.random.default_rng([seed, 9])
+    choices_of_windows = windows.integers(1, config.max_model_len, int(windows.integers(0, 3)))
     return Schedule(
         seed,
         config,
@@ -182,6 +186,7 @@ def make_schedule(seed: int) -> Schedule:
         vocab_size,
         arrivals,
         disturbances,
+        tuple(sorted({int(w) for w in choices_of_windows})) if chance(windows, 0.6) else (),
     )
 
 
