@@ -63,6 +63,7 @@ class CheckedScheduler(Scheduler):
         """See `Scheduler.schedule`."""
         plan = super().schedule()
         config, self.last_plan = self.config, plan
+        self._check_windows(plan)
         if plan is None:
             return None
         sequences = [sequence for part in plan.parts for sequence in part.sequences]
@@ -79,6 +80,18 @@ class CheckedScheduler(Scheduler):
         self._check_turns(plan, sequences)
         self.tally["mixed steps"] += len(plan.parts) == 2
         return plan
+
+    def _check_windows(self, plan: StepPlan | None) -> None:
+        """Nobody has more of a window than the window, two rounds, and a chunk."""
+        size, rows = self.config.page_size, 2 * (max(self.policy.choices) + 1)
+        chunks = plan.prefill.chunks if plan and plan.prefill else ()
+        counts = {chunk.sequence: chunk.count for chunk in chunks}
+        for window in self.residents.windows:
+            for sequence in self.residents.running:
+                num_held = int((window._table[sequence.slot] >= 0).sum())
+                most = window.reach + 2 + -(-(rows + counts.get(sequence, 0)) // size)
+                assert num_held <= most, f"{num_held} pages of a window of {window.window}"
+                self.tally["windows that slid"] += bool(window._first[sequence.slot])
 
     def _check_prefill(self, prefill: PrefillPlan) -> None:
         assert (prefill.batch, prefill.width) in self.shapes.prefill

@@ -174,8 +174,7 @@ def make_schedule(seed: int) -> Schedule:
         disturbances = {name: p for name, p in likely.items() if chance(rng, 0.4)}
     arrivals = make_arrivals(rng, config, vocab_size, "fail" in disturbances)
     # By a generator of their own, so that schedules without windows stay as they were.
-    windows = np.random.default_rng([seed, 9])
-    choices_of_windows = windows.integers(1, config.max_model_len, int(windows.integers(0, 3)))
+    windows = make_windows(np.random.default_rng([seed, 9]), config)
     return Schedule(
         seed,
         config,
@@ -186,7 +185,7 @@ def make_schedule(seed: int) -> Schedule:
         vocab_size,
         arrivals,
         disturbances,
-        tuple(sorted({int(w) for w in choices_of_windows})) if chance(windows, 0.6) else (),
+        windows,
     )
 
 
@@ -219,6 +218,12 @@ def make_config(rng: Rng, least: int, draft_slots: int, is_recurrent: bool) -> E
         exact=exact,
         max_logprobs=0,
     )
+
+
+def make_windows(rng: Rng, config: EngineConfig) -> tuple[int, ...]:
+    """None or up to two, of which many are far shorter than requests."""
+    most = max(1, config.max_model_len // int(rng.choice([1, 4, 10])))
+    return tuple({int(window) for window in rng.integers(1, most + 1, int(rng.integers(0, 3)))})
 
 
 def make_arrivals(rng: Rng, config: EngineConfig, vocab_size: int, fails: bool) -> list[Arrival]:
