@@ -15,14 +15,24 @@ from specjax.host.pages import PageAllocator
 def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
     """How many pages layers with a window have, where layers without one have `num_pages`.
 
-    Not more than are ever in use: of each request its window and two rounds, and a step's chunks.
-    If prefixes are cached, as many windows again as there are requests.
+    Not more than are ever in use, and if prefixes are cached, as many windows again as there are
+    requests.
     """
-    page_size, reach = config.page_size, pages_before(window, config.page_size)
-    own = reach + -(-2 * (max_drafts + 1) // page_size) + 3  # three are used in part
-    cached = reach if config.enable_prefix_caching else 0
+    wanted = pages_in_use(config, window, max_drafts, config.max_num_seqs)
+    if config.enable_prefix_caching:
+        wanted += config.max_num_seqs * pages_before(window, config.page_size)
+    most = config.num_pages if config.max_window_pages is None else config.max_window_pages
+    return min(wanted, most, config.num_pages)
+
+
+def pages_in_use(config: EngineConfig, window: int, max_drafts: int, num_requests: int) -> int:
+    """The most pages of a window that requests have: each its window and two rounds, and all
+    together the chunks of a step."""
+    page_size = config.page_size
+    # Three pages are used in part.
+    own = pages_before(window, page_size) + -(-2 * (max_drafts + 1) // page_size) + 3
     chunks = -(-config.max_num_scheduled_tokens // page_size)
-    return min(config.num_pages, config.max_num_seqs * (own + cached) + chunks)
+    return min(num_requests * own + chunks, num_requests * config.pages_per_seq)
 
 
 def pages_before(window: int, page_size: int) -> int:

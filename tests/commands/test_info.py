@@ -406,7 +406,7 @@ def test_a_pool_that_does_not_fit_the_device_is_a_reason(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no room")
 
-    monkeypatch.setattr("specjax.serving.memory.EngineNeeds.num_pages", refuse)
+    monkeypatch.setattr("specjax.serving.memory.EngineNeeds.fitted", refuse)
     device = describe("Qwen3.5-0.8B")["this_device"]
     assert device["reason"] == "no room" and device["max_full_length_requests"] == 0
 

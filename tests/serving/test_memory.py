@@ -103,7 +103,7 @@ def test_pages_by_default(target, monkeypatch):
 
     def pages(left, total=None, part=0.9):
         monkeypatch.setattr(memory, "read_memory", lambda: Memory("it", left, total))
-        return needs.num_pages(config, cache, part)
+        return needs.fitted(config, cache, part, 0).num_pages
 
     beside = sum(needs)
     assert pages(100 * GIB) == pages(80 * GIB, 80 * GIB) == 4 * 8
@@ -115,7 +115,7 @@ def test_pages_by_default(target, monkeypatch):
     part = (in_use + beside - needs.workspace + 13 * cache.per_page + 1) / total
     assert pages(total - in_use, total, part) == 13
     monkeypatch.setattr(memory, "read_memory", lambda: None)
-    assert needs.num_pages(config, cache, 0.9) == 4 * 8
+    assert needs.fitted(config, cache, 0.9, 0).num_pages == 4 * 8
 
 
 def test_a_check_lets_pass_what_fits_to_the_byte(target, monkeypatch):
@@ -123,10 +123,10 @@ def test_a_check_lets_pass_what_fits_to_the_byte(target, monkeypatch):
     needs, config, cache = needs_of(model)
     least = sum(needs) + config.num_pages * cache.per_page
     monkeypatch.setattr(memory, "read_memory", lambda: Memory("it", least, None))
-    needs.check(config, cache)
+    needs.check(config, cache, 0)
     monkeypatch.setattr(memory, "read_memory", lambda: Memory("it", least - 1, None))
-    refusal(lambda: needs.check(config, cache), "num_pages=8 do not fit")
-    needs.check(config, CacheBytes(cache.per_page - 1, 0))
+    refusal(lambda: needs.check(config, cache, 0), "num_pages=8 do not fit")
+    needs.check(config, CacheBytes(cache.per_page - 1, 0), 0)
 
 
 def write(root, path, text):

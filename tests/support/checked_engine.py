@@ -6,7 +6,6 @@ what pages and snapshots hold, and who may write where. Some of that is read fro
 
 from collections import Counter
 from collections.abc import Sequence as SequenceOf
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -24,16 +23,28 @@ from specjax.host.prefix_cache import Key, SnapshotIndex
 from specjax.host.residents import Residents
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
-from specjax.host.windows import WindowPages, window_pages
+from specjax.host.windows import WindowPages, pages_in_use
 
 
 class CheckedResidents(Residents):
     """Checks that no name of a page is given to two histories."""
 
-    def __init__(self, *arguments: Any):
+    def __init__(self, *arguments: Any, tally: Counter):
         super().__init__(*arguments)
+        self.tally = tally
         self.named: dict[Key, tuple[int, int]] = {}  # the digests that end a page, by its name
         self._digests: dict[Sequence, list[int]] = {}
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """See `Residents.grow`."""
+        has_grown = super().grow(sequence, num_tokens)
+        if not has_grown:
+            end = -(-min(num_tokens, sequence.max_length - 1) // self._config.page_size)
+            self.tally["windows that ran out"] += any(
+                window.num_missing(sequence.slot, end) > window.pages.num_free
+                for window in self.windows
+            )
+        return has_grown
 
     def _name(self, sequence: Sequence, num_pages: int) -> None:
         super()._name(sequence, num_pages)
@@ -54,7 +65,7 @@ class CheckedScheduler(Scheduler):
     def __init__(self, *arguments: Any, tally: Counter, **options: Any):
         super().__init__(*arguments, **options)
         sizes = options["num_snapshots"], options["windows"], max(self.policy.choices)
-        self.residents = CheckedResidents(self.config, *sizes)
+        self.residents = CheckedResidents(self.config, *sizes, tally=tally)
         self.tally = tally
         self.last_plan: StepPlan | None = None
         self._left_out: Counter = Counter()
@@ -272,11 +283,8 @@ class CheckedEngine(Engine):
         if not config.enable_prefix_caching:
             sharers = {p: s.request.request_id for s, pages in held.items() for p in pages}
             assert all(sharers[p] == s.request.request_id for s, pages in held.items() for p in pages)
-        most = window_pages(
-            replace(config, enable_prefix_caching=False, num_pages=2**30),
-            window.window,
-            max(self.scheduler.policy.choices),
-        )
+        k = max(scheduler.policy.choices)
+        most = pages_in_use(config, window.window, k, config.max_num_seqs)
         assert sum(map(len, held.values())) <= most, "more than ever should be in use"
         named = scheduler.residents.named
         pool = self.programs.windows[window.window]

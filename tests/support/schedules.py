@@ -16,6 +16,7 @@ from support.scripts import EMPTY, fold, mask_of, next_token
 from specjax.config import EXACT_CHUNK, EngineConfig
 from specjax.host.request import Request
 from specjax.host.speculation.policy import DecodeLoad, PolicyRule
+from specjax.host.windows import pages_in_use
 from specjax.sampling_params import SamplingParams, StructuredOutputs
 
 Rng = np.random.Generator
@@ -174,7 +175,11 @@ def make_schedule(seed: int) -> Schedule:
         disturbances = {name: p for name, p in likely.items() if chance(rng, 0.4)}
     arrivals = make_arrivals(rng, config, vocab_size, "fail" in disturbances)
     # By a generator of their own, so that schedules without windows stay as they were.
-    windows = make_windows(np.random.default_rng([seed, 9]), config)
+    windows_rng = np.random.default_rng([seed, 9])
+    windows = make_windows(windows_rng, config)
+    if windows and chance(windows_rng, 0.3):  # they may run out first
+        one = max(pages_in_use(config, window, max(choices), 1) for window in windows)
+        config = replace(config, max_window_pages=one + int(windows_rng.integers(3)))
     return Schedule(
         seed,
         config,

@@ -217,12 +217,8 @@ class SimulatedPrograms:
         num_cells = self.config.num_pages * self.config.page_size
         self.slots = [Slot(number) for number in range(self.config.max_num_seqs)]
         self.target, self.drafter = self._garbage(num_cells), self._garbage(num_cells)
-        self.windows = {  # a pool for each, of the layers of the target that have it
-            window: self._garbage(
-                window_pages(self.config, window, self._max_drafts) * self.config.page_size
-            )
-            for window in self._windows
-        }
+        sizes = {w: window_pages(self.config, w, self._max_drafts) for w in self._windows}
+        self.windows = {w: self._garbage(n * self.config.page_size) for w, n in sizes.items()}
         self.snapshots = self._garbage(self._num_snapshots or 0).tolist()
         self._error = None
 
