@@ -54,7 +54,10 @@ class Plan:
 
     def cache_bytes(self) -> tuple[CacheBytes, CacheBytes]:
         """Bytes of the target's caches and of the drafter's."""
-        target, sizes = self.source.target, (self.config.page_size, self.num_drafts, self.dtype.name)
+        target, sizes = (
+            self.source.target,
+            (self.config.page_size, self.num_drafts, self.dtype.name),
+        )
         return (
             target_cache_bytes(target, *sizes, page_windows(target, self.config)),
             drafter_cache_bytes(self.drafter, *sizes),

@@ -55,7 +55,9 @@ class CacheBytes(NamedTuple):
         room -= self.of_pages(config, max_drafts) - wanted * self.per_full_page
         if room < config.pages_per_seq * self.per_full_page:
             return None
-        return replace(config, num_pages=min(wanted, room // max(self.per_full_page, 1)))
+        if not self.per_full_page:  # all layers have windows
+            return config
+        return replace(config, num_pages=min(wanted, room // self.per_full_page))
 
 
 def target_cache_bytes(
@@ -156,7 +158,11 @@ class EngineNeeds(NamedTuple):
         )
 
     def fitted(
-        self, config: EngineConfig, cache: CacheBytes, gpu_memory_utilization: float, max_drafts: int
+        self,
+        config: EngineConfig,
+        cache: CacheBytes,
+        gpu_memory_utilization: float,
+        max_drafts: int,
     ) -> EngineConfig:
         """The config with pages for every request at full length, or as many as fit.
 

@@ -138,10 +138,11 @@ class CheckedScheduler(Scheduler):
         before, self._left_out = self._left_out, Counter()
         k = max(self.policy.choices)
         for sequence in self.residents.running:
-            has_room = sequence.room >= min(sequence.max_computed + k + 1, sequence.request.max_length - 1)
-            # Chunks have pages, but in windows.
-            is_chunk = not sequence.is_prefilled and not self.residents.windows
-            may_run = is_chunk or (sequence.may_go_on and sequence.is_prefilled and has_room)
+            needed = min(sequence.max_computed + k + 1, sequence.request.max_length - 1)
+            if sequence.is_prefilled:
+                may_run = sequence.may_go_on and sequence.room >= needed
+            else:  # chunks have pages, but for those of windows
+                may_run = not self.residents.windows
             if may_run and sequence not in sequences:
                 self._left_out[sequence] = before[sequence] + 1
                 assert self._left_out[sequence] <= self.config.max_num_seqs, "others go first"
@@ -174,11 +175,11 @@ class CheckedEngine(Engine):
         config = schedule.config
         config.check_budgets(max(schedule.choices), schedule.draft_slots)
         policy = AnyPolicy(schedule.choices, np.random.default_rng([schedule.seed, 2]))
-        recurrent = SimpleNamespace(is_recurrent=schedule.is_recurrent, num_layers=1, window=None)
-        kinds = [SimpleNamespace(is_recurrent=False, num_layers=1, window=w) for w in schedule.windows]
-        target: Any = SimpleNamespace(
-            vocab_size=schedule.vocab_size, cache_kinds=(recurrent, *kinds)
+        kinds = tuple(
+            SimpleNamespace(is_recurrent=schedule.is_recurrent, num_layers=1, window=window)
+            for window in (None, *schedule.windows)
         )
+        target: Any = SimpleNamespace(vocab_size=schedule.vocab_size, cache_kinds=kinds)
         drafter: Any = SimpleNamespace(
             draft_slots=lambda k: schedule.draft_slots, is_recurrent=False
         )
@@ -281,8 +282,8 @@ class CheckedEngine(Engine):
         for sequence, pages in held.items():
             assert len(set(pages)) == len(pages) <= len(sequence.pages)
         if not config.enable_prefix_caching:
-            sharers = {p: s.request.request_id for s, pages in held.items() for p in pages}
-            assert all(sharers[p] == s.request.request_id for s, pages in held.items() for p in pages)
+            pairs = {(page, s.request.request_id) for s, pages in held.items() for page in pages}
+            assert len(pairs) == len(owners), "two requests share a page"
         k = max(scheduler.policy.choices)
         most = pages_in_use(config, window.window, k, config.max_num_seqs)
         assert sum(map(len, held.values())) <= most, "more than ever should be in use"
