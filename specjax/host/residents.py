@@ -132,9 +132,15 @@ class Residents:
 
     def slide(self) -> None:
         """Take back the pages of windows that no later step reads."""
-        for window in self.windows:
-            for sequence in self.running:
-                window.slide(sequence.slot, sequence.min_computed, sequence.points)
+        if not self.windows:
+            return
+        for sequence in self.running:
+            # The page before the next row is kept, so that the tokens up to it can be continued.
+            page = (sequence.min_computed - 1) // self._page_size
+            if page > sequence.slid_to:
+                sequence.slid_to = page
+                for window in self.windows:
+                    window.slide(sequence.slot, page, sequence.points)
 
     def vacate(self, sequence: Sequence) -> None:
         """Take back a sequence's slot and pages."""

@@ -318,7 +318,7 @@ class Scheduler:
     def _plan_round(self, step: _Step, sequence: Sequence, k: int, num_drafts: int) -> None:
         max_tokens = sequence.max_tokens_in_flight + num_drafts + 1
         num_tokens = len(sequence.token_ids) - 1 + max_tokens
-        if self._has_room(sequence, num_tokens):
+        if self.residents.grow(sequence, num_tokens) or self._preempt_for(sequence, num_tokens):
             step.budget.spend(k + 1)
             step.decoding.append(sequence)
             sequence.last_step = self._num_steps
@@ -333,7 +333,8 @@ class Scheduler:
             count = min(count, sequence.cuts[0] * self.config.page_size - start)
         if not count or len(step.chunks) == step.max_chunks:
             return
-        if not self._has_room(sequence, start + count):
+        end = start + count
+        if not (self.residents.grow(sequence, end) or self._preempt_for(sequence, end)):
             return
         step.budget.spend(count)
         sequence.num_computed += count
@@ -390,13 +391,13 @@ class Scheduler:
             heapq.heappop(self._waiting)
         return self._waiting[0] if self._waiting else None
 
-    def _has_room(self, sequence: Sequence, num_tokens: int) -> bool:
+    def _preempt_for(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence pages for `num_tokens` tokens, preempting later ones one by one.
 
         If that is not enough it keeps the pages it has, and waits.
         """
         running = self.residents.running
-        while not self.residents.grow(sequence, num_tokens):
+        while True:
             victim = max(
                 (s for s in running if s > sequence and s.last_step != self._num_steps),
                 default=None,
@@ -404,7 +405,8 @@ class Scheduler:
             if victim is None:
                 return False
             self._preempt(victim)
-        return True
+            if self.residents.grow(sequence, num_tokens):
+                return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self.num_preemptions += 1

@@ -45,6 +45,7 @@ class Sequence:
     num_computed: int = 0  # of those, scheduled or cached
     cuts: list[int] = field(default_factory=list)  # pages after which a snapshot is wanted
     points: tuple[int, ...] = ()  # pages after which others may go on
+    slid_to: int = 0  # page of the table up to which windows have slid
     num_cached: int | None = None  # cached tokens when it was first admitted
     queued_ts: float = field(default_factory=time.monotonic)  # seconds, as the next three
     scheduled_ts: float | None = None
@@ -186,7 +187,7 @@ class Sequence:
         """Give up slot and pages; results in flight will still be appended."""
         slot, pages = self.slot, self.pages
         self.slot, self.pages = -1, array("i")
-        self.num_named = self.num_computed = self.goal = self.room = 0
+        self.num_named = self.num_computed = self.goal = self.room = self.slid_to = 0
         return slot, pages
 
     def fail(self, error: Exception) -> None:

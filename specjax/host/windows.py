@@ -51,7 +51,6 @@ class WindowPages:
         num_slots, self.window = len(page_table), window
         self.pages = PageAllocator(num_pages)
         self.reach = pages_before(window, page_size)
-        self._page_size = page_size
         self._table = page_table
         self._first, self._end = [0] * num_slots, [0] * num_slots
 
@@ -92,13 +91,13 @@ class WindowPages:
             self._release(slot, end, self._end[slot])
             self._end[slot] = end
 
-    def slide(self, slot: int, num_tokens: int, points: Collection[int]) -> None:
-        """Take back the pages that no row after `num_tokens` tokens reads.
+    def slide(self, slot: int, page: int, points: Collection[int]) -> None:
+        """Take back the pages that no row after the beginning of `page` reads.
 
-        Only those are found again that can be continued from one of `points`, as numbers of pages.
-        The page before is kept until then, so that the tokens up to it can be continued.
+        Of these only those are found again that others need who go on after `points`, as numbers of
+        pages.
         """
-        start, first = self._first[slot], (num_tokens - 1) // self._page_size - self.reach
+        start, first = self._first[slot], page - self.reach
         if first <= start:
             return
         for place in range(start, first):
