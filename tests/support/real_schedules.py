@@ -14,7 +14,7 @@ from support.schedules import Rng, Watch, chance
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import Identity, compare
-from specjax.device.models.model import is_recurrent
+from specjax.device.models.model import is_recurrent, page_windows
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Recorder
 from specjax.host.request import Request
@@ -96,7 +96,10 @@ def begin_anew(engine: Engine, rng: Rng) -> None:
     num_snapshots = None
     if is_recurrent(engine.target):
         num_snapshots = int(rng.integers(0, config.num_snapshots + 1))
-    engine.scheduler = Scheduler(changed, engine.scheduler.policy, num_snapshots=num_snapshots)
+    windows = page_windows(engine.target, config)
+    engine.scheduler = Scheduler(
+        changed, engine.scheduler.policy, num_snapshots=num_snapshots, windows=windows
+    )
     engine._recorder = Recorder()
 
 
