@@ -222,9 +222,7 @@ class SpeculativeConfig:
             object.__setattr__(self, "synthetic_acceptance_rates", tuple(map(float, listed)))
         if length is not None:
             if not is_number(length) or not 1 <= length <= k + 1:
-                raise ValueError(
-                    f"{where}_length={length!r} must be in 1..{k + 1}, tokens per step"
-                )
+                raise ValueError(f"{where}_length={length!r} must be in 1..{k + 1}, tokens a step")
             object.__setattr__(self, "synthetic_acceptance_length", float(length))
 
     @property
@@ -275,7 +273,8 @@ class EngineConfig:
             for widths that double up to the budget, of 1, 4, 16, ... prompts. The largest must hold
             max_num_batched_tokens.
         page_size: tokens per page of the key-value pool.
-        num_pages: pages of the pool.
+        num_pages: pages of layers without a window, and at most of others.
+        max_window_pages: at most so many of each window's layers; None for what is ever in use.
         enable_prefix_caching: keep pages for later requests with the same beginning.
         num_snapshots: recurrent states kept for it; None for a quarter of max_num_seqs.
         scheduling_policy: "fcfs", or "priority": the lowest priority value first.
@@ -298,6 +297,7 @@ class EngineConfig:
     prefill_shapes: tuple[tuple[int, int], ...] = None  # pyright: ignore[reportAssignmentType]
     page_size: int = 16
     num_pages: int
+    max_window_pages: int | None = None
     enable_prefix_caching: bool = True
     num_snapshots: int = None  # pyright: ignore[reportAssignmentType]  # resolved below
     scheduling_policy: str = "fcfs"

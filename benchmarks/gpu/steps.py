@@ -14,7 +14,8 @@ from specjax.device.drafters.drafter import Variant
 from specjax.device.verification import Synthetic
 from specjax.engine.batch import jitted, run_decode, run_propose
 from specjax.engine.layout import Layout
-from specjax.engine.precompile import GPU_OPTIONS, empty_state, step_model
+from specjax.engine.precompile import GPU_OPTIONS, empty_state, sizes_of_windows, step_model
+from specjax.engine.replay import pack_round
 
 
 class Step:
@@ -34,11 +35,11 @@ class Step:
         platform = setting.pick("gpu", "cpu")
         self._params, batch = models.params, config.max_num_seqs
         model = step_model(config, models.target, models.drafter, Synthetic(rates), platform)
-        layout = Layout(batch, config.max_model_len, config.pages_per_seq, models.target.vocab_size)
-        table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1)
-        columns = np.arange(batch), np.full(batch, k), *table.T
-        self._packed = jnp.asarray(np.stack(columns, axis=1).astype(np.int32))
-        state = empty_state(config, model, max(k, max_drafts or 0))
+        layout = Layout.of(config, models.target.vocab_size, model.windows)
+        most = max(k, max_drafts or 0)
+        num_pages = config.num_pages, *(n for _, n in sizes_of_windows(config, model, most))
+        self._packed = jnp.asarray(pack_round(batch, k, layout, num_pages))
+        state = empty_state(config, model, most)
         tokens = np.random.default_rng(0).integers(0, layout.vocab_size, state.tokens.shape)
         limits = jnp.full_like(state.requests.limits, 2**30)
         state = replace(

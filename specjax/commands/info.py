@@ -20,11 +20,12 @@ from specjax.commands.arguments import read_speculation
 from specjax.config import DTYPES, EngineConfig, SpeculativeConfig, check_positive
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, NoDrafter
-from specjax.device.models.model import Model, is_recurrent
+from specjax.device.models.model import Model, is_recurrent, page_windows
 from specjax.device.placement import default_device
+from specjax.host.windows import window_pages
 from specjax.inspect.gpus import GPU, GPUS
 from specjax.serving.assembly import make_plan
-from specjax.serving.defaults import DtypeChoice
+from specjax.serving.defaults import DEFAULTS, DtypeChoice
 from specjax.serving.memory import (
     CacheBytes,
     EngineNeeds,
@@ -59,6 +60,18 @@ def run(args: argparse.Namespace) -> int:
     report["environment"] = describe_environment()
     print(json.dumps(report, indent=2) if args.json else "\n".join(as_lines(report)))
     return 0
+
+
+def sizes_of(num_requests: int, num_tokens: int, page_size: int, **others: Any) -> EngineConfig:
+    """Return the config of a GPU's engine with pages for requests of so many tokens."""
+    usual: dict[str, Any] = {"max_num_batched_tokens": DEFAULTS["gpu"].max_num_batched_tokens}
+    return EngineConfig(
+        max_model_len=num_tokens,
+        max_num_seqs=num_requests,
+        page_size=page_size,
+        num_pages=num_requests * -(-num_tokens // page_size),
+        **(usual | others),
+    )
 
 
 def read_model(args: argparse.Namespace) -> str:
@@ -106,7 +119,8 @@ def describe(
         page_size=page_size,
     )
     source, config = plan.source, plan.config
-    setup = Described(source.target, plan.drafter, plan.drafter_params, plan.num_drafts, page_size)
+    models = source.target, plan.drafter, plan.drafter_params
+    setup = Described(*models, plan.num_drafts, page_size, page_windows(source.target, config))
     return {
         "model": describe_target(source),
         "weights": describe_weights(source),
@@ -126,10 +140,13 @@ class Needs:
     weights: int
     cache: CacheBytes
     page_size: int
+    num_drafts: int
 
     def request(self, num_tokens: int) -> int:
-        """Return the bytes of one request of `num_tokens`."""
-        return self.cache.per_slot + -(-num_tokens // self.page_size) * self.cache.per_page
+        """Return the bytes of one request of `num_tokens`, while it decodes."""
+        others = {"max_num_batched_tokens": 1, "enable_prefix_caching": False}
+        sizes = sizes_of(1, num_tokens, self.page_size, **others)
+        return self.cache.per_slot + self.cache.of_pages(sizes, self.num_drafts)
 
     def total(self, num_requests: int, num_tokens: int) -> int:
         """Return the bytes of the weights and `num_requests` requests."""
@@ -149,6 +166,7 @@ class Described:
     drafter_params: Any  # arrays or their shapes
     num_drafts: int
     page_size: int
+    windows: tuple[int, ...]  # whose layers have pages of their own
 
     def slot(self, dtype: str) -> dict[str, int] | None:
         """Return the bytes per request that the target keeps outside pages: "state", and what is
@@ -171,16 +189,17 @@ class Described:
 
     def caches(self, dtype: str) -> tuple[CacheBytes, CacheBytes]:
         """Return the bytes of the target's cache and of the drafter's."""
+        sizes = self.page_size, self.num_drafts, dtype
         return (
-            target_cache_bytes(self.target, self.page_size, self.num_drafts, dtype),
-            drafter_cache_bytes(self.drafter, self.page_size, self.num_drafts, dtype),
+            target_cache_bytes(self.target, *sizes, self.windows),
+            drafter_cache_bytes(self.drafter, *sizes),
         )
 
     def needs(self, dtype: str) -> Needs:
         """Return the needs with one state per request, which lags behind and is advanced later."""
         own, drafter = self.caches(dtype)
         weights = weight_bytes(self.target, dtype) + self.drafter_weights(dtype)
-        return Needs(weights, own + drafter, self.page_size)
+        return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
         """Return the needs if a request kept only snapshots: the state after each of K + 1 tokens.
@@ -250,6 +269,10 @@ def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
             "drafter": kv[1] if has_drafter else None,
             "all": sum(kv),
         },
+        "window_bytes_per_token": {
+            f"{window} tokens": per_page // setup.page_size for window, per_page in own.windows
+        }
+        or None,
         "slot_bytes": slot and {**slot, "all": sum(slot.values())},
         "slot_over_state": slot and sum(slot.values()) / slot["state"],
         "num_snapshots": slot and num_states,
@@ -283,7 +306,7 @@ def describe_requests(setup: Described, config: EngineConfig) -> dict[str, Any]:
         "pages_per_request": config.pages_per_seq,
         "dtype": config.dtype,
         "weight_bytes": needs.weights,
-        "page_bytes": num_requests * config.pages_per_seq * needs.cache.per_page,
+        "page_bytes": num_requests * (needs.request(num_tokens) - needs.cache.per_slot),
         "slot_bytes": num_requests * needs.cache.per_slot,
         "total_bytes": needs.total(num_requests, num_tokens),
         "total_bytes_with_snapshots": snapshots and snapshots.total(num_requests, num_tokens),
@@ -303,6 +326,9 @@ def describe_gpu(
         return {f"{n} tokens": needs.largest_batch(n, num_devices * usable) for n in contexts}
 
     num_needed = -(-needs.weights // usable)
+    sizes = sizes_of(DEFAULTS["gpu"].max_num_seqs, longest, setup.page_size)
+    room = usable - needs.weights - sizes.max_num_seqs * needs.cache.per_slot
+    fitted = needs.cache.fitted(sizes, room, setup.num_drafts)
     return {
         "dtype": "bfloat16",
         "memory_bytes": gpu.memory_bytes,
@@ -311,6 +337,9 @@ def describe_gpu(
         **(_per_device(needs, config, num_devices) if num_devices > 1 else {}),
         "largest_batch": largest(needs),
         "largest_batch_with_snapshots": snapshots and largest(snapshots),
+        "context_tokens": {
+            f"{sizes.max_num_seqs} requests": fitted.num_pages * setup.page_size if fitted else 0
+        },
         "reason": f"the weights alone do not fit; {num_needed} such devices would hold them"
         if num_needed > num_devices
         else None,
@@ -329,17 +358,21 @@ def _per_device(needs: Needs, config: EngineConfig, num_devices: int) -> dict[st
 
 def describe_device(setup: Described, config: EngineConfig) -> dict[str, Any]:
     """Return the page pool that an engine of these sizes would have on this device."""
-    needs, reason = setup.needs(config.dtype), None
+    needs, num_drafts = setup.needs(config.dtype), setup.num_drafts
+    num_pages, pool_bytes, windows, reason = 0, 0, {}, None
     try:
         models = setup.target, setup.drafter
-        whole = EngineNeeds.of(config, *models, needs.cache, needs.weights, setup.num_drafts)
-        num_pages = whole.num_pages(config, needs.cache, GPU_MEMORY_UTILIZATION)
+        whole = EngineNeeds.of(config, *models, needs.cache, needs.weights, num_drafts)
+        config = whole.fitted(config, needs.cache, GPU_MEMORY_UTILIZATION, num_drafts)
+        num_pages, pool_bytes = config.num_pages, needs.cache.of_pages(config, num_drafts)
+        windows = {f"{w} tokens": window_pages(config, w, num_drafts) for w in setup.windows}
     except ValueError as error:  # the report says what does not fit
-        num_pages, reason = 0, str(error)
+        reason = str(error)
     return {
         "kind": default_device().device_kind,
         "num_pages": num_pages,
-        "pool_bytes": num_pages * needs.cache.per_page,
+        "window_pages": windows or None,
+        "pool_bytes": pool_bytes,
         "max_full_length_requests": min(config.max_num_seqs, num_pages // config.pages_per_seq),
         "reason": reason,
     }

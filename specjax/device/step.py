@@ -63,7 +63,7 @@ class PrefillInputs(NamedTuple):
     is_last: Int32[jax.Array, "B"]  # 1 if decoding comes next
     is_resumed: Int32[jax.Array, "B"]  # 1 if the token after the last chunk is known
     wants: Int32[jax.Array, "B"]  # `Wants` of any request; equal in all rows
-    page_table: Int32[jax.Array, "B P"]
+    page_tables: Int32[jax.Array, "B GP"]  # of most layers, and after it of each of the windows
 
 
 class DecodeInputs(NamedTuple):
@@ -72,7 +72,7 @@ class DecodeInputs(NamedTuple):
     slots: Int32[jax.Array, "B"]  # out of range for a padding row
     num_drafts: Int32[jax.Array, "B"]  # how many of the K drafts may be accepted
     wants: Int32[jax.Array, "B"]  # as in `PrefillInputs`
-    page_table: Int32[jax.Array, "B P"]
+    page_tables: Int32[jax.Array, "B GP"]  # of most layers, and after it of each of the windows
 
 
 class Extension(NamedTuple):
@@ -103,6 +103,7 @@ class StepModel(NamedTuple):
     row_multiple: int  # the rows of a matmul are a multiple of this
     width_multiple: int  # the rows per request of a round, too
     logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
+    windows: tuple[int, ...] = ()  # whose layers have pages of their own
 
     def width(self, k: int) -> int:
         """Return the rows per request of a round of k drafts."""
@@ -185,7 +186,7 @@ def begin(
 
     places = _chunk_places(inputs, width)
     held, following = (jnp.take_along_axis(known, places + i, axis=1, mode="clip") for i in (0, 1))
-    rows = chunk_rows(state, inputs, width, model)
+    rows = chunk_rows(state, inputs, width, model).without_windows()
     seen = Observation(slots, rows, held, following, extension.features, last, None)
     drafter = model.drafter.observe(model.target, params, state.drafter, seen)
     verdict = Verdict(sampled[:, None], jnp.zeros(batch, jnp.int32))
@@ -246,7 +247,7 @@ def propose(
         slots,
         starts,
         _is_active(state, slots),
-        inputs.page_table,
+        _tables(inputs, model)[0],
         state.requests,
         History(state.tokens[slots], starts + 1),
         inputs.wants[0] & Wants.EDITS > 0,
@@ -313,7 +314,7 @@ def settle(
     )
     verdict = model.verification.verify(draft, target)
 
-    rows = round_rows(state, inputs, k, model)
+    rows = round_rows(state, inputs, k, model).without_windows()
     following = jnp.pad(verdict.tokens, ((0, 0), (0, rows.width - (k + 1))))
     held = round_tokens(state, slots, draft, rows.width)
     seen = Observation(slots, rows, held, following, extension.features, verdict.num_accepted, k)
@@ -379,6 +380,11 @@ def _chunk_places(inputs: PrefillInputs, width: int) -> jax.Array:
     return inputs.starts[:, None] + jnp.arange(width)
 
 
+def _tables(inputs: PrefillInputs | DecodeInputs, model: StepModel) -> list[jax.Array]:
+    """Return the page table i32[B, P] of most layers, and that of each window."""
+    return jnp.split(inputs.page_tables, 1 + len(model.windows), axis=1)
+
+
 def chunk_tokens(state: EngineState, inputs: PrefillInputs, width: int) -> jax.Array:
     """Return the tokens i32[B * width] of a chunk's rows."""
     known, places = state.tokens[inputs.slots], _chunk_places(inputs, width)
@@ -395,11 +401,14 @@ def chunk_rows(
     state: EngineState, inputs: PrefillInputs, width: int, model: StepModel
 ) -> CachedRows:
     """Return the rows of a chunk, `width` for each request."""
+    page_table, *others = _tables(inputs, model)
     return CachedRows.starting_at(
         inputs.starts,
         inputs.counts,
         width,
-        inputs.page_table,
+        page_table,
+        window_tables=tuple(others),
+        windows=model.windows,
         slots=inputs.slots,
         pending=_pending(state, inputs.slots),
         folds=True,
@@ -413,11 +422,14 @@ def round_rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepMode
     width = padded_width(batch, model.width(k), model.row_multiple)
     counts = jnp.where(_is_active(state, inputs.slots), k + 1, 0)
     starts = state.lengths[inputs.slots]
+    page_table, *others = _tables(inputs, model)
     return CachedRows.starting_at(
         starts,
         counts,
         width,
-        inputs.page_table,
+        page_table,
+        window_tables=tuple(others),
+        windows=model.windows,
         slots=inputs.slots,
         pending=_pending(state, inputs.slots),
         kernels=model.kernels,

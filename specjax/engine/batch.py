@@ -46,18 +46,18 @@ from specjax.outputs import Logprob, TokenLogprobs
 Part = PrefillPlan | DecodePlan
 
 
-def pack(plan: Part, page_table: np.ndarray, layout: Layout, wants: Wants) -> np.ndarray:
+def pack(plan: Part, page_tables: np.ndarray, layout: Layout, wants: Wants) -> np.ndarray:
     """A plan as i32[B, ...], a column for each input. Rows without a request are padding.
 
-    Padding rows have slot `num_slots`, past the last. `page_table` is that of `Residents`; `wants`
-    is what any of the requests wants.
+    Padding rows have slot `num_slots`, past the last. `page_tables` are those of `Residents`;
+    `wants` is what any of the requests wants.
     """
     is_round = isinstance(plan, DecodePlan)
     count = len(plan.sequences)
     shape = layout.decode_shape(plan.batch) if is_round else layout.prefill_shape(plan.batch)
     packed = np.full(shape, -1, np.int32)
     packed[:, 0] = layout.num_slots
-    packed[:, -layout.pages_per_seq - 1] = wants
+    packed[:, -layout.table_width - 1] = wants
     if is_round:
         packed[:, 1] = plan.num_drafts
         packed[:count, 1] = [min(s.draft_limit, plan.num_drafts) for s in plan.sequences]
@@ -67,7 +67,8 @@ def pack(plan: Part, page_table: np.ndarray, layout: Layout, wants: Wants) -> np
             packed[row, 1:5] = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
     slots = [sequence.slot for sequence in plan.sequences]
     packed[:count, 0] = slots
-    packed[:count, -layout.pages_per_seq :][:, : page_table.shape[1]] = page_table[slots]
+    tables = packed[:, -layout.table_width :].reshape(len(packed), -1, layout.pages_per_seq)
+    tables[:count, :, : page_tables.shape[2]] = page_tables[slots]  # a view
     return packed
 
 

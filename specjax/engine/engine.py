@@ -23,7 +23,7 @@ import numpy as np
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter, Params
-from specjax.device.models.model import Model, is_recurrent
+from specjax.device.models.model import Model, is_recurrent, page_windows
 from specjax.device.placement import Placement
 from specjax.device.verification import SeedExact, Verification
 from specjax.engine.batch import Part, export_features, unpack_outputs
@@ -71,15 +71,15 @@ class Engine:
         self._is_recurrent = is_recurrent(target) or drafter.is_recurrent
         draft_slots = drafter.draft_slots(self._max_drafts)
         config.check_budgets(self._max_drafts, draft_slots)
+        windows = page_windows(target, config)
         self.scheduler = Scheduler(
             config,
             policy,
             draft_slots=draft_slots,
             num_snapshots=config.num_snapshots if self._is_recurrent else None,
+            windows=windows,
         )
-        self.layout = Layout(
-            config.max_num_seqs, config.max_model_len, config.pages_per_seq, target.vocab_size
-        )
+        self.layout = Layout.of(config, target.vocab_size, windows)
         self.programs = make_programs(
             config,
             target,
@@ -335,8 +335,8 @@ class Engine:
         if self._read_time is not None:
             self._recorder.record_gap(time.perf_counter() - self._read_time)
             self._read_time = None
-        page_table = self.scheduler.residents.page_table
-        return self.launcher.launch_all(parts, page_table, self._start_time)
+        page_tables = self.scheduler.residents.page_tables
+        return self.launcher.launch_all(parts, page_tables, self._start_time)
 
     def _read(self, step: InFlight) -> list[Sequence]:
         with self._recorder.time("wait"):

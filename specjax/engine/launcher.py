@@ -92,25 +92,25 @@ class Launcher:
         self._programs, self._repertoire = programs, repertoire
 
     def launch_all(
-        self, parts: SequenceOf[Part], page_table: np.ndarray, start: float
+        self, parts: SequenceOf[Part], page_tables: np.ndarray, start: float
     ) -> list[InFlight | Extended]:
         """Launch the parts of a step, in one program if there is one, as `launch` does."""
         joined = self._joined_of(parts)
         if joined is not None and joined in self._programs.ready:
-            return self._launch_joined(joined, parts, page_table, start)
-        launched = [self.launch(part, page_table, start) for part in parts]
+            return self._launch_joined(joined, parts, page_tables, start)
+        launched = [self.launch(part, page_tables, start) for part in parts]
         if joined is not None and isinstance(launched[-1], InFlight):
             launched[-1].joins = joined
         return launched
 
-    def launch(self, plan: Part, page_table: np.ndarray, start: float) -> InFlight | Extended:
+    def launch(self, plan: Part, page_tables: np.ndarray, start: float) -> InFlight | Extended:
         """Launch a part of a step whose planning began at `start`, in seconds.
 
         A round with grammars is not complete before `settle`.
         """
         launched = time.perf_counter()
         variant = self._repertoire.variant_for(plan, plan.demands)
-        packed = self._pack(plan, page_table)
+        packed = self._pack(plan, page_tables)
         if isinstance(plan, PrefillPlan):
             outputs, extension = self._prefill(plan, variant, packed)
             step = self._in_flight(plan, variant, outputs, start, launched)
@@ -158,8 +158,8 @@ class Launcher:
             wants |= Wants.LOGPROBS
         return wants
 
-    def _pack(self, plan: Part, page_table: np.ndarray) -> np.ndarray:
-        return pack(plan, page_table, self._layout, self.wants(plan.demands))
+    def _pack(self, plan: Part, page_tables: np.ndarray) -> np.ndarray:
+        return pack(plan, page_tables, self._layout, self.wants(plan.demands))
 
     def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
         """The program that runs chunks and a round; None if they must be apart, or there is one.
@@ -178,11 +178,11 @@ class Launcher:
         return Joined(Begin(chunks.batch, chunks.width, variant), whole)
 
     def _launch_joined(
-        self, key: Joined, parts: SequenceOf[Part], page_table: np.ndarray, start: float
+        self, key: Joined, parts: SequenceOf[Part], page_tables: np.ndarray, start: float
     ) -> list[InFlight | Extended]:
         launched, (chunks, _) = time.perf_counter(), parts
         assert isinstance(chunks, PrefillPlan)
-        packed = [self._pack(part, page_table) for part in parts]
+        packed = [self._pack(part, page_tables) for part in parts]
         self._admit(chunks)
         self._move(Restore(chunks.batch), chunks, is_taken=False)
         outputs = self._programs.run(key, *packed)

@@ -1,5 +1,6 @@
 """The sizes of packed rows: shared by the host, which packs, and the device, which unpacks."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.config import EngineConfig
 from specjax.device.requests import init_requests
 from specjax.device.step import AdmitInputs, DecodeInputs, PrefillInputs
 from specjax.host.plans import DecodePlan, PrefillPlan
@@ -20,6 +22,18 @@ class Layout:
     max_model_len: int
     pages_per_seq: int
     vocab_size: int
+    num_tables: int = 1  # page tables of a request: that of most layers, and one per window
+
+    @classmethod
+    def of(cls, config: EngineConfig, vocab_size: int, windows: Sequence[int]) -> "Layout":
+        """Those of an engine; `windows` as of `page_windows`."""
+        sizes = config.max_num_seqs, config.max_model_len, config.pages_per_seq
+        return cls(*sizes, vocab_size, 1 + len(windows))
+
+    @property
+    def table_width(self) -> int:
+        """Columns of a request's page tables, which come last in packed rows."""
+        return self.num_tables * self.pages_per_seq
 
     @property
     def mask_words(self) -> int:
@@ -39,11 +53,11 @@ class Layout:
 
     def prefill_shape(self, batch: int) -> tuple[int, int]:
         """Shape of the array that `pack` makes of a plan of chunks."""
-        return batch, len(PrefillInputs._fields) - 1 + self.pages_per_seq
+        return batch, len(PrefillInputs._fields) - 1 + self.table_width
 
     def decode_shape(self, batch: int) -> tuple[int, int]:
         """Shape of the array that `pack` makes of a plan of a round."""
-        return batch, len(DecodeInputs._fields) - 1 + self.pages_per_seq
+        return batch, len(DecodeInputs._fields) - 1 + self.table_width
 
     def mask_shape(self, plan: PrefillPlan | DecodePlan) -> tuple[int, int, int]:
         """Shape of a step's grammar masks."""

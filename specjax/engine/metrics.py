@@ -159,7 +159,7 @@ class Recorder:
     ) -> Metrics:
         """The counters now."""
         counts, drafts = self._counts, self._counts["drafts"]
-        pages, snapshots = scheduler.pages, scheduler.prefixes.snapshots
+        pools, snapshots = scheduler.residents.pools, scheduler.prefixes.snapshots
         num_steps = counts["steps"]
 
         def per_step(value: float) -> float:
@@ -188,9 +188,9 @@ class Recorder:
             k_histogram=dict(self._k),
             prefix_cache_queries=scheduler.num_looked_up,
             prefix_cache_hits=scheduler.num_found,
-            prefix_cache_evictions=pages.num_evictions
+            prefix_cache_evictions=sum(pool.num_evictions for pool in pools)
             + (snapshots.num_evictions if snapshots else 0),
-            kv_cache_usage=1 - pages.num_free / pages.num_pages,
+            kv_cache_usage=max(1 - pool.num_free / pool.num_pages for pool in pools),
             budget_use=per_step(counts["scheduled"] / scheduler.config.max_num_scheduled_tokens),
             in_flight_depth=per_step(counts["depth"]),
             num_compilations=compilations.num_programs,

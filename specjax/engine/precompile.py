@@ -23,7 +23,7 @@ from rich.progress import (
 from specjax.config import EXACT_WIDTH, EngineConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, Params, Variant
-from specjax.device.models.model import Model, init_caches
+from specjax.device.models.model import Model, init_caches, page_windows
 from specjax.device.placement import Placement, default_device
 from specjax.device.state import EngineState, init_state
 from specjax.device.step import StepModel
@@ -61,6 +61,7 @@ from specjax.engine.programs import (
 )
 from specjax.engine.replay import measure_rounds
 from specjax.host.speculation.step_cost import StepCost
+from specjax.host.windows import window_pages
 
 GPU_OPTIONS = {
     # No split-K in XLA's own matmuls: it would split most of a step's, each of which then takes
@@ -102,7 +103,15 @@ def step_model(
         row_multiple=8 if platform == "gpu" else 1,
         width_multiple=EXACT_WIDTH if config.exact else 1,
         logprobs_mode=config.logprobs_mode,
+        windows=page_windows(target, config),
     )
+
+
+def sizes_of_windows(
+    config: EngineConfig, model: StepModel, max_drafts: int
+) -> tuple[tuple[int, int], ...]:
+    """The windows whose layers have pages of their own, each with their number."""
+    return tuple((one, window_pages(config, one, max_drafts)) for one in model.windows)
 
 
 def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> EngineState:
@@ -110,12 +119,13 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
     dtype, target = np.dtype(config.dtype), model.target
     rows = model.width(max_drafts)
     kinds, num_snapshots = target.cache_kinds, config.num_snapshots
+    pages = sizes_of_windows(config, model, max_drafts)
     sizes = CacheSizes(config.max_num_seqs, config.num_pages, config.page_size, rows, num_snapshots)
     return init_state(
         config.max_num_seqs,
         config.max_model_len,
         target.vocab_size,
-        init_caches(target, sizes, dtype),
+        init_caches(target, sizes._replace(window_pages=pages), dtype),
         tuple(kind.init_snapshots(num_snapshots, dtype) for kind in kinds),
         model.drafter.init_state(sizes, dtype),
     )
@@ -290,7 +300,9 @@ class CompiledPrograms:
     ) -> StepCost:
         """See `Programs`."""
         try:
-            return measure_rounds(self, variant, self._layout, self._config.num_pages, ks, batches)
+            others = sizes_of_windows(self._config, self.model, self._max_drafts)
+            num_pages = self._config.num_pages, *(pages for _, pages in others)
+            return measure_rounds(self, variant, self._layout, num_pages, ks, batches)
         finally:
             self.renew()
 

@@ -43,7 +43,7 @@ def measure_rounds(
     programs: TimedPrograms,
     variant: Variant,
     layout: Layout,
-    num_pages: int,
+    num_pages: Sequence[int],
     ks: tuple[int, ...],
     batches: tuple[int, ...],
 ) -> StepCost:
@@ -55,7 +55,7 @@ def measure_rounds(
 
     Rounds run as in serving, each launched before the one before it is read, and times mean the
     same (`Engine._time`): the host counts as far as the device waits for it. Only planning and
-    committing are not among its work here.
+    committing are not among its work here. `num_pages` is by page table.
     """
     room = (MAX_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
@@ -63,7 +63,7 @@ def measure_rounds(
 
     def launch(shape: Shape) -> InFlight:
         start, (batch, k, context) = time.perf_counter(), shape
-        packed = _pack(batch, k, layout, num_pages)
+        packed = pack_round(batch, k, layout, num_pages)
         programs.state = replace(programs.state, progress=_progress(programs.state, context))
         outputs = programs.run(Decode(batch, k, variant), packed)
         outputs.copy_to_host_async()
@@ -138,8 +138,8 @@ def _like(x: jax.Array, value: Any) -> jax.Array:
     return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
 
 
-def _pack(batch: int, k: int, layout: Layout, num_pages: int) -> np.ndarray:
+def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> np.ndarray:
     """A packed round (see `batch.pack`) of the first slots, each with pages in a row."""
-    table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1) % num_pages
-    columns = np.arange(batch), np.full(batch, k), np.zeros(batch), *table.T
-    return np.stack(columns, axis=1).astype(np.int32)
+    table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1)
+    scalars = np.stack((np.arange(batch), np.full(batch, k), np.zeros(batch)), axis=1)
+    return np.hstack((scalars, *(table % count for count in num_pages))).astype(np.int32)

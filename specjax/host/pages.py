@@ -45,17 +45,19 @@ class PageAllocator:
             self._free.pop(page, None)
             self._num_owners[page] += 1
 
-    def release(self, pages: Iterable[int]) -> None:
+    def release(self, pages: Iterable[int], *, forgets: bool = False) -> None:
         """Drop one owner of each page; pages without an owner are free.
 
         Of pages that hold a sequence in order, the last are evicted first: a page is of no use
-        without those before it.
+        without those before it. With `forgets`, free ones are not found again.
         """
         for page in reversed(list(pages)):
             assert self._num_owners[page] > 0
             self._num_owners[page] -= 1
             if not self._num_owners[page]:
                 self._free[page] = None
+                if forgets and page in self._names:
+                    self._forget(page)
                 if page not in self._names:  # nothing is lost by its eviction, so it goes first
                     self._free.move_to_end(page, last=False)
 

@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import NamedTuple
 
 from specjax.host.pages import PageAllocator
+from specjax.host.windows import WindowPages
 
 MAX_SEEN = 1 << 16  # keys of prompts that are remembered to find where later ones branch off
 
@@ -45,12 +46,20 @@ def extend_keys(keys: list[Key], tokens: SequenceOf[int], page_size: int, salt: 
 class PrefixCache:
     """Finds cached pages for the beginning of a new sequence.
 
-    With `snapshots`, pages are found only up to a snapshot of the recurrent states.
+    With `snapshots`, pages are found only up to a snapshot of the recurrent states; with `windows`,
+    up to a page before which the pages of each window are cached, too.
     """
 
-    def __init__(self, pages: PageAllocator, snapshots: "SnapshotIndex | None" = None):
+    def __init__(
+        self,
+        pages: PageAllocator,
+        snapshots: "SnapshotIndex | None" = None,
+        windows: SequenceOf[WindowPages] = (),
+    ):
         self.snapshots = snapshots
+        self.prompts = PromptIndex()
         self._pages = pages
+        self._windows = windows
 
     def take(self, keys: SequenceOf[Key]) -> Prefix:
         """The longest cached prefix of `keys`; its pages get one more owner."""
@@ -61,11 +70,22 @@ class PrefixCache:
                 break
             pages.append(page)
         snapshot = None
-        if self.snapshots is not None:
-            length, snapshot = self.snapshots.longest(keys[: len(pages)])
+        if self._windows or self.snapshots is not None:
+            length, snapshot = self._longest(keys[: len(pages)])
             del pages[length:]
         self._pages.share(pages)
         return Prefix(pages, snapshot)
+
+    def _longest(self, keys: SequenceOf[Key]) -> tuple[int, int | None]:
+        """How many pages of `keys` can be continued, and the snapshot to do so."""
+        length, last, snapshot = len(keys), -1, None
+        while length != last:  # what suits one may not suit another
+            last = length
+            for window in self._windows:
+                length = window.longest(keys, length)
+            if self.snapshots is not None:
+                length, snapshot = self.snapshots.longest(keys[:length])
+        return length, snapshot
 
     def put(self, keys: SequenceOf[Key], pages: SequenceOf[int], start: int, end: int) -> None:
         """Cache pages [start, end) of a sequence."""
@@ -77,9 +97,38 @@ class PrefixCache:
 
         No sequence may be resident: its later pages would continue pages from before.
         """
+        self.prompts.clear()
         self._pages.forget_names()
+        for window in self._windows:
+            window.pages.forget_names()
         if self.snapshots is not None:
             self.snapshots.clear()
+
+
+class PromptIndex:
+    """Where the prompts so far end, and where they branch: what later ones can be continued from.
+
+    What is kept beside all pages, snapshots and the pages of windows, is kept there.
+    """
+
+    def __init__(self):
+        self._seen: OrderedDict[Key, None] = OrderedDict()
+
+    def points(self, keys: SequenceOf[Key]) -> list[int]:
+        """After how many pages of a prompt of `keys` others may go on, in order."""
+        num_shared = 0
+        while num_shared < len(keys) and keys[num_shared] in self._seen:
+            num_shared += 1
+        for key in keys:
+            self._seen[key] = None
+            self._seen.move_to_end(key)
+        while len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return sorted({num_shared, len(keys)} - {0})
+
+    def clear(self) -> None:
+        """Forget all prompts."""
+        self._seen.clear()
 
 
 class SnapshotIndex:
@@ -93,7 +142,6 @@ class SnapshotIndex:
         self.num_evictions = 0
         self._free = list(range(num_snapshots - 1, -1, -1))
         self._by_key: OrderedDict[Key, int] = OrderedDict()
-        self._seen: OrderedDict[Key, None] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -105,18 +153,6 @@ class SnapshotIndex:
                 self._by_key.move_to_end(keys[length - 1])
                 return length, self._by_key[keys[length - 1]]
         return 0, None
-
-    def points(self, keys: SequenceOf[Key]) -> list[int]:
-        """After how many pages of a prompt of `keys` a snapshot is wanted, in order."""
-        num_shared = 0
-        while num_shared < len(keys) and keys[num_shared] in self._seen:
-            num_shared += 1
-        for key in keys:
-            self._seen[key] = None
-            self._seen.move_to_end(key)
-        while len(self._seen) > MAX_SEEN:
-            self._seen.popitem(last=False)
-        return sorted({num_shared, len(keys)} - {0})
 
     def reserve(self, key: Key) -> int | None:
         """An id for a snapshot to be taken; None if the prefix has one, or there is no room."""
@@ -138,4 +174,3 @@ class SnapshotIndex:
         """Evict every snapshot."""
         self._free += self._by_key.values()
         self._by_key.clear()
-        self._seen.clear()

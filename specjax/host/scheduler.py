@@ -81,8 +81,10 @@ class Scheduler:
         *,
         draft_slots: int = 0,
         num_snapshots: int | None = None,
+        windows: SequenceOf[int] = (),
     ):
-        """`num_snapshots` is for recurrent models, None for others.
+        """`num_snapshots` is for recurrent models, None for others; `windows` are those of layers
+        that have pages of their own, in tokens.
 
         Steps have the shapes of `shapes`: all of the config's, unless fewer are set.
         """
@@ -91,7 +93,7 @@ class Scheduler:
         self.num_looked_up = 0  # tokens of admitted sequences
         self.num_found = 0  # of those, cached tokens
         self.config = config
-        self.residents = Residents(config, num_snapshots)
+        self.residents = Residents(config, num_snapshots, windows, max(policy.choices))
         self._draft_slots = draft_slots
         ks = (max(policy.choices),) if config.exact else policy.choices
         self.shapes = self.all_shapes = Shapes.all_of(config, ks)
@@ -111,7 +113,7 @@ class Scheduler:
 
     @property
     def pages(self) -> PageAllocator:
-        """The pages of resident sequences."""
+        """The pages of resident sequences, but those of windows."""
         return self.residents.pages
 
     @property
@@ -194,6 +196,7 @@ class Scheduler:
     def schedule(self) -> StepPlan | None:
         """The next step, or None if there is nothing to launch until results arrive."""
         self._num_steps += 1
+        self.residents.slide()
         config = self.config
         budget = _Budget(
             config.max_num_scheduled_tokens, config.max_num_batched_tokens, self._draft_slots
@@ -330,6 +333,9 @@ class Scheduler:
             count = min(count, sequence.cuts[0] * self.config.page_size - start)
         if not count or len(step.chunks) == step.max_chunks:
             return
+        end = start + count
+        if not (self.residents.grow(sequence, end) or self._preempt_for(sequence, end)):
+            return
         step.budget.spend(count)
         sequence.num_computed += count
         is_first = not sequence.was_told
@@ -370,7 +376,8 @@ class Scheduler:
                 return
             if len(step.chunks) == step.max_chunks:
                 return
-            prefix = self.residents.settle_in(sequence, width)
+            first_chunk = step.budget.fitting(step.width)
+            prefix = self.residents.settle_in(sequence, width, first_chunk)
             if prefix is None:
                 return
             heapq.heappop(self._waiting)

@@ -39,10 +39,13 @@ class Sequence:
     keys: list[Key] = field(default_factory=list)  # of its pages, computed as needed
     slot: int = -1  # none
     pages: array = field(default_factory=lambda: array("i"))
+    room: int = 0  # tokens that it has pages for, in windows as well
     num_named: int = 0  # pages that are in the prefix cache
     goal: int = 0  # tokens to run before it decodes: the prompt, and all output but the last
     num_computed: int = 0  # of those, scheduled or cached
     cuts: list[int] = field(default_factory=list)  # pages after which a snapshot is wanted
+    points: tuple[int, ...] = ()  # pages after which others may go on
+    slid_to: int = 0  # page of the table up to which windows have slid
     num_cached: int | None = None  # cached tokens when it was first admitted
     queued_ts: float = field(default_factory=time.monotonic)  # seconds, as the next three
     scheduled_ts: float | None = None
@@ -159,6 +162,13 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
+    def min_computed(self) -> int:
+        """Minimum tokens in the caches after the steps in flight: the next row's position."""
+        if self.num_computed < self.goal:
+            return self.num_computed
+        return len(self.token_ids) - 1 + self.num_in_flight
+
+    @property
     def max_computed(self) -> int:
         """Maximum tokens in the caches after the rounds in flight."""
         return len(self.token_ids) - 1 + self.max_tokens_in_flight
@@ -177,7 +187,7 @@ class Sequence:
         """Give up slot and pages; results in flight will still be appended."""
         slot, pages = self.slot, self.pages
         self.slot, self.pages = -1, array("i")
-        self.num_named = self.num_computed = self.goal = 0
+        self.num_named = self.num_computed = self.goal = self.room = self.slid_to = 0
         return slot, pages
 
     def fail(self, error: Exception) -> None:

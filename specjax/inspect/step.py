@@ -49,7 +49,7 @@ def decode_step(
     parts = open_parts(model, speculation, num_layers, dtype)
     config = fit_engine(parts.target, batch, k, context, page_size, dtype)
     static = step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
-    layout = Layout(batch, config.max_model_len, config.pages_per_seq, parts.target.vocab_size)
+    layout = Layout.of(config, parts.target.vocab_size, static.windows)
     packed = jax.ShapeDtypeStruct(layout.decode_shape(batch), jnp.int32)
     state = jax.eval_shape(lambda: empty_state(config, static, k))
     return (

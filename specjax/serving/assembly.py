@@ -10,7 +10,7 @@ from rich.filesize import decimal
 
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
-from specjax.device.models.model import Model
+from specjax.device.models.model import Model, page_windows
 from specjax.device.models.registry import load_model
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
@@ -54,10 +54,13 @@ class Plan:
 
     def cache_bytes(self) -> tuple[CacheBytes, CacheBytes]:
         """Bytes of the target's caches and of the drafter's."""
-        page_size, dtype = self.config.page_size, self.dtype.name
+        target, sizes = (
+            self.source.target,
+            (self.config.page_size, self.num_drafts, self.dtype.name),
+        )
         return (
-            target_cache_bytes(self.source.target, page_size, self.num_drafts, dtype),
-            drafter_cache_bytes(self.drafter, page_size, self.num_drafts, dtype),
+            target_cache_bytes(target, *sizes, page_windows(target, self.config)),
+            drafter_cache_bytes(self.drafter, *sizes),
         )
 
     def fitted(self, *, num_pages: int | None, gpu_memory_utilization: float) -> EngineConfig:
@@ -70,9 +73,8 @@ class Plan:
         cache, config, target = own + drafters, self.config, self.source.target
         needs = EngineNeeds.of(config, target, self.drafter, cache, self.weights, self.num_drafts)
         if num_pages is None:
-            num_pages = needs.num_pages(config, cache, gpu_memory_utilization)
-            config = replace(config, num_pages=num_pages)
-        needs.check(config, cache)
+            config = needs.fitted(config, cache, gpu_memory_utilization, self.num_drafts)
+        needs.check(config, cache, self.num_drafts)
         return config
 
 

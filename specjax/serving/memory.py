@@ -1,6 +1,8 @@
 """Memory that an engine needs, and how many pages fit in the rest."""
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +14,7 @@ from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model, init_caches, is_recurrent
 from specjax.device.placement import default_device
 from specjax.host.memory import available_bytes
+from specjax.host.windows import pages_in_use, window_pages
 from specjax.serving.defaults import device_defaults
 
 
@@ -20,19 +23,55 @@ class CacheBytes(NamedTuple):
 
     per_page: int  # keys and values of `page_size` tokens
     per_slot: int  # recurrent states of one request
+    windows: tuple[tuple[int, int], ...] = ()  # (window, part of `per_page`) with pages of its own
 
     def __add__(self, other: Any) -> "CacheBytes":  # of another cache, by field
-        return CacheBytes(self.per_page + other.per_page, self.per_slot + other.per_slot)
+        return CacheBytes(*(one + another for one, another in zip(self, other, strict=True)))
+
+    @property
+    def per_full_page(self) -> int:
+        """The part of `per_page` that is of no window."""
+        return self.per_page - sum(per_page for _, per_page in self.windows)
+
+    def of_pages(self, config: EngineConfig, max_drafts: int) -> int:
+        """Bytes of all pages of an engine."""
+        return config.num_pages * self.per_full_page + sum(
+            window_pages(config, window, max_drafts) * per_page for window, per_page in self.windows
+        )
+
+    def fitted(self, config: EngineConfig, room: int, max_drafts: int) -> EngineConfig | None:
+        """The config with pages for every request at full length, or as many as fit in `room`;
+        None if that is not one request. It ignores the pages that the config has.
+
+        Windows have what is ever in use, but no more than all layers would have if they had as many
+        pages.
+        """
+        wanted = config.max_num_seqs * config.pages_per_seq
+        max_window_pages = None
+        if self.windows:
+            one = max(pages_in_use(config, w, max_drafts, 1) for w, _ in self.windows)
+            max_window_pages = max(room // self.per_page, one)
+        config = replace(config, num_pages=wanted, max_window_pages=max_window_pages)
+        room -= self.of_pages(config, max_drafts) - wanted * self.per_full_page
+        if room < config.pages_per_seq * self.per_full_page:
+            return None
+        if not self.per_full_page:  # all layers have windows
+            return config
+        return replace(config, num_pages=min(wanted, room // self.per_full_page))
 
 
-def target_cache_bytes(target: Model, page_size: int, max_drafts: int, dtype: str) -> CacheBytes:
-    """Bytes of a model's cache for steps of up to `max_drafts` drafts."""
+def target_cache_bytes(
+    target: Model, page_size: int, max_drafts: int, dtype: str, windows: Sequence[int] = ()
+) -> CacheBytes:
+    """Bytes of a model's cache for steps of up to `max_drafts` drafts; `windows` as of
+    `page_windows`."""
 
-    def measure(num_slots: int, num_pages: int) -> int:
-        sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1)
+    def measure(num_slots: int, num_pages: int, *own: tuple[int, int]) -> int:
+        sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1, window_pages=own)
         return _total(lambda: init_caches(target, sizes, np.dtype(dtype)))
 
-    return _per_page_and_slot(measure)
+    cache, nothing = _per_page_and_slot(measure), measure(0, 0)
+    return cache._replace(windows=tuple((w, measure(0, 0, (w, 1)) - nothing) for w in windows))
 
 
 def drafter_cache_bytes(
@@ -93,14 +132,14 @@ class EngineNeeds(NamedTuple):
         order = "weights", "recurrent states", "snapshots", "workspace"
         return ", ".join(f"{name} {_gib(named[name])}" for name in order if named[name])
 
-    def check(self, config: EngineConfig, cache: CacheBytes) -> None:
+    def check(self, config: EngineConfig, cache: CacheBytes, max_drafts: int) -> None:
         """Refuse pages that do not fit in the free memory, before any is allocated.
 
         Raises:
             ValueError: what takes how much, and what to lower.
         """
         memory = read_memory()
-        pages = config.num_pages * cache.per_page
+        pages = cache.of_pages(config, max_drafts)
         if memory is None or sum(self) + pages <= memory.available:
             return
         max_pages = (memory.available - sum(self)) // max(cache.per_page, 1)
@@ -118,28 +157,36 @@ class EngineNeeds(NamedTuple):
             f"{_gib(memory.available)} left; {remedy}"
         )
 
-    def num_pages(
-        self, config: EngineConfig, cache: CacheBytes, gpu_memory_utilization: float
-    ) -> int:
-        """Pages for every request at full length, or as many as fit; ignores `num_pages`.
+    def fitted(
+        self,
+        config: EngineConfig,
+        cache: CacheBytes,
+        gpu_memory_utilization: float,
+        max_drafts: int,
+    ) -> EngineConfig:
+        """The config with pages for every request at full length, or as many as fit.
 
         Raises:
             ValueError: there is no room for one request of full length.
         """
-        wanted = config.max_num_seqs * config.pages_per_seq
         memory = read_memory()
         if memory is None:
-            return wanted
+            return replace(config, num_pages=config.max_num_seqs * config.pages_per_seq)
         room = memory.available - sum(self)
         if memory.total is not None:  # the rest is for other programs
             in_use = memory.total - memory.available
             kept = gpu_memory_utilization * memory.total - in_use - sum(self) + self.workspace
             room = min(room, int(kept))
-        if room < config.pages_per_seq * cache.per_page:
+        fitted = cache.fitted(config, room, max_drafts)
+        if fitted is None:
+            one = config.pages_per_seq * cache.per_full_page + sum(
+                pages_in_use(config, window, max_drafts, 1) * per_page
+                for window, per_page in cache.windows
+            )
             raise ValueError(
                 f"max_model_len={config.max_model_len} does not fit, as a request takes "
-                f"{_gib(config.pages_per_seq * cache.per_page)} of pages, {self._listed()}, and "
-                f"{memory.what} has {_gib(memory.available)} left"
+                f"{_gib(one)} of pages, {self._listed()}, and {memory.what} has "
+                f"{_gib(memory.available)} left"
                 + (
                     f" (gpu_memory_utilization={gpu_memory_utilization} of {_gib(memory.total)})"
                     if memory.total is not None
@@ -148,7 +195,7 @@ class EngineNeeds(NamedTuple):
                 + "; lower max_model_len, max_num_seqs or max_num_batched_tokens, or use "
                 "dtype='bfloat16' or a device with more memory"
             )
-        return min(wanted, room // max(cache.per_page, 1))
+        return fitted
 
 
 def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> int:
@@ -189,7 +236,7 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / 2**30:,.1f} GiB"
 
 
-def _per_page_and_slot(measure: Any) -> CacheBytes:
+def _per_page_and_slot(measure: Callable[[int, int], int]) -> CacheBytes:
     nothing = measure(0, 0)
     return CacheBytes(measure(0, 1) - nothing, measure(1, 0) - nothing)
 

@@ -154,6 +154,17 @@ def test_models_without_recurrent_states(name):
     num_parameters, token = PARAMETERS[name]
     assert report["weights"]["num_parameters"] == pytest.approx(num_parameters, rel=2e-3)
     assert report["cache"]["kv_bytes_per_token"]["target"] == token
+    # Half of gpt-oss's layers have windows of 128 tokens: 256 requests have so many, 8 pages, once
+    # for themselves and once cached, with 4 for a round and parts; and there is a chunk of 8192.
+    own, pages = {"gpt-oss-20b": ({"128 tokens": token / 2}, 256 * (8 + 4 + 8) + 512)}.get(
+        name, (None, 0)
+    )
+    assert report["cache"]["window_bytes_per_token"] == own
+    beside, full = (pages * 16 * token / 2, token / 2) if own else (0, token)
+    h200 = report["h200"]
+    (context,) = h200["context_tokens"].values()
+    room = h200["usable_bytes"] - h200["weight_bytes"] - beside
+    assert context == pytest.approx(room / full, abs=16)
 
 
 def test_latents_take_what_their_sizes_say():
@@ -407,7 +418,7 @@ def test_a_pool_that_does_not_fit_the_device_is_a_reason(monkeypatch):
     def refuse(*_, **__):
         raise ValueError("no room")
 
-    monkeypatch.setattr("specjax.serving.memory.EngineNeeds.num_pages", refuse)
+    monkeypatch.setattr("specjax.serving.memory.EngineNeeds.fitted", refuse)
     device = describe("Qwen3.5-0.8B")["this_device"]
     assert device["reason"] == "no room" and device["max_full_length_requests"] == 0
 

@@ -75,9 +75,9 @@ CHUNKS = (
 )
 PREFILL = PrefillPlan(CHUNKS, 5, WIDTH)
 DECODE = DecodePlan(PREFILL.sequences, 4, 2, 1)
-PAGE_TABLE = np.full((NUM_SLOTS, PAGES_PER_SEQ), -1, np.int32)
+PAGE_TABLES = np.full((NUM_SLOTS, 1, PAGES_PER_SEQ), -1, np.int32)
 for sequence_ in PREFILL.sequences:
-    PAGE_TABLE[sequence_.slot, : len(sequence_.pages)] = sequence_.pages
+    PAGE_TABLES[sequence_.slot, 0, : len(sequence_.pages)] = sequence_.pages
 PLANS = pytest.mark.parametrize("plan", [PREFILL, DECODE], ids=["prefill", "decode"])
 
 
@@ -89,7 +89,7 @@ def padded(values, length):
 
 
 def test_prefill_rows_are_slot_chunk_and_pages():
-    packed = pack(PREFILL, PAGE_TABLE, LAYOUT, Wants.LOGPROBS)
+    packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Wants.LOGPROBS)
     assert packed.dtype == np.int32 and packed.shape == LAYOUT.prefill_shape(5)
     for row, chunk in zip(packed[:3].tolist(), CHUNKS, strict=True):
         pages = padded(chunk.sequence.pages, PAGES_PER_SEQ)
@@ -98,7 +98,7 @@ def test_prefill_rows_are_slot_chunk_and_pages():
 
 
 def test_prefill_padding_does_nothing():
-    packed = pack(PREFILL, PAGE_TABLE, LAYOUT, Wants(0))[len(CHUNKS) :]
+    packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Wants(0))[len(CHUNKS) :]
     slots, _, counts, is_last, is_resumed, wants, *table = packed.T
     assert not wants.any()
     assert (slots == NUM_SLOTS).all() and not (counts | is_last | is_resumed).any()
@@ -106,7 +106,7 @@ def test_prefill_padding_does_nothing():
 
 
 def test_decode_rows_are_slot_drafts_and_pages():
-    packed = pack(DECODE, PAGE_TABLE, LAYOUT, Wants.EDITS)
+    packed = pack(DECODE, PAGE_TABLES, LAYOUT, Wants.EDITS)
     assert packed.dtype == np.int32 and packed.shape == LAYOUT.decode_shape(4)
     expected = [[s.slot, 1, 1, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
     np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, 1, *[-1] * PAGES_PER_SEQ]])
@@ -116,14 +116,14 @@ def test_a_step_is_told_nothing_that_the_device_decides():
     """Accepted counts, lengths and last tokens of decoding requests live on the device alone."""
     assert AdmitInputs._fields == ("slots", "requests", "tokens")
     assert SnapshotInputs._fields == ("slots", "ids", "ends")
-    chunk = "slots", "starts", "counts", "is_last", "is_resumed", "wants", "page_table"
+    chunk = "slots", "starts", "counts", "is_last", "is_resumed", "wants", "page_tables"
     assert PrefillInputs._fields == chunk
-    assert DecodeInputs._fields == ("slots", "num_drafts", "wants", "page_table")
-    before = pack(DECODE, PAGE_TABLE, LAYOUT, Wants(0))
+    assert DecodeInputs._fields == ("slots", "num_drafts", "wants", "page_tables")
+    before = pack(DECODE, PAGE_TABLES, LAYOUT, Wants(0))
     sequence = make_sequence(4, 8)
     sequence.token_ids += [1, 2, 3]
     sequence.num_in_flight, sequence.max_tokens_in_flight, sequence.num_computed = 2, 6, 8
-    after = pack(DecodePlan((sequence,), 1, 2, 1), PAGE_TABLE, LAYOUT, Wants(0))
+    after = pack(DecodePlan((sequence,), 1, 2, 1), PAGE_TABLES, LAYOUT, Wants(0))
     np.testing.assert_array_equal(after[0], before[0])
 
 
@@ -467,19 +467,19 @@ def test_every_packed_array_is_fresh(plan):
         new = pack_admissions([PLAIN, FULL], 3, LAYOUT)
         moved = pack_snapshots([replace(CHUNKS[0], taken=2)], 3, 4, LAYOUT, is_taken=True)
         return (
-            pack(plan, PAGE_TABLE, LAYOUT, Wants(0)),
+            pack(plan, PAGE_TABLES, LAYOUT, Wants(0)),
             new,
             moved,
             pack_masks(plan, drafts, LAYOUT),
         )
 
-    table = PAGE_TABLE.copy()
+    table = PAGE_TABLES.copy()
     first, second = arrays(), arrays()
     expected = [array.copy() for array in second]
     for array in first:
         assert array.flags.owndata
         array[:] = 77
-    np.testing.assert_array_equal(PAGE_TABLE, table)
+    np.testing.assert_array_equal(PAGE_TABLES, table)
     for again in second, arrays():
         for array, wanted in zip(again, expected, strict=True):
             np.testing.assert_array_equal(array, wanted)

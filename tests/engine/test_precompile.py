@@ -374,8 +374,8 @@ def compile_ahead(programs, *keys):
 
 def launch(programs, engine, batch):
     """Run a round in which every row is padding."""
-    page_table = engine.scheduler.residents.page_table
-    packed = pack(DecodePlan((), batch, 0, 0), page_table, engine.layout, Wants(0))
+    page_tables = engine.scheduler.residents.page_tables
+    packed = pack(DecodePlan((), batch, 0, 0), page_tables, engine.layout, Wants(0))
     return np.asarray(programs.run(Decode(batch, 0, PLAIN), packed))
 
 

@@ -72,7 +72,7 @@ def test_a_round_takes_what_it_takes_while_serving(monkeypatch, host_ms):
     machine = Machine(host_ms, round_ms)
     monkeypatch.setattr(time, "perf_counter", lambda: machine.now / 1e3)
     layout = Layout(4, MAX_MODEL_LEN, MAX_MODEL_LEN // 16, 10)
-    cost = measure_rounds(machine, Variant(), layout, 64, KS, BATCHES)
+    cost = measure_rounds(machine, Variant(), layout, (64,), KS, BATCHES)
     monkeypatch.undo()
     for (batch, k), context in product(product(BATCHES, KS), (0, SHORT)):
         expected = max(host_ms, round_ms(batch, k, context))

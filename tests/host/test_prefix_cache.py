@@ -5,7 +5,7 @@ import pytest
 from support.prefixes import keys_of, make_cache
 
 from specjax.host import prefix_cache
-from specjax.host.prefix_cache import SnapshotIndex, extend_keys
+from specjax.host.prefix_cache import PromptIndex, SnapshotIndex, extend_keys
 
 # --- keys -----------------------------------------------------------------------------------------
 
@@ -192,27 +192,26 @@ def test_cleared_snapshots_can_be_had_again():
     index, keys = SnapshotIndex(2), keys_of(range(17))
     for key in keys[:2]:
         put(index, key)
-    index.points(keys)
     index.clear()
     assert len(index) == 0 and index.longest(keys) == (0, None)
-    branch = keys_of([*range(10), 50, *range(11, 21)])
-    assert index.points(branch) == [5], "nothing has been seen before"
     assert {put(index, key) for key in keys[2:]} == {0, 1} and index.num_evictions == 0
 
 
 def test_snapshots_are_wanted_where_prompts_end_and_where_they_branch():
-    index = SnapshotIndex(4)
+    index = PromptIndex()
     assert index.points(keys_of(range(17))) == [4]
     assert index.points(keys_of(range(17))) == [4]
     assert index.points(keys_of([*range(10), 50, *range(11, 21)])) == [2, 5]
     assert index.points(keys_of([50, *range(12)])) == [3]
     assert index.points([]) == []
+    index.clear()
+    assert index.points(keys_of([*range(10), 50, *range(11, 21)])) == [5], "none has been seen"
 
 
 def test_prompts_not_seen_for_long_are_forgotten(monkeypatch):
     """4 keys are remembered, 2 of each prompt: when the third comes, the second goes."""
     monkeypatch.setattr(prefix_cache, "MAX_SEEN", 4)
-    index = SnapshotIndex(4)
+    index = PromptIndex()
     first, second, third = (keys_of(range(start, start + 9)) for start in (0, 100, 200))
     for keys in first, second, first, third:
         assert index.points(keys) == [2]

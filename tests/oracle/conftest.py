@@ -228,12 +228,13 @@ def recording_engine(target, files, policy, method, speculative):
     return drafter, Engine(EngineConfig(**SIZES), model, recording, weights, policy)
 
 
-def run(engine, requests):
-    """The tokens of every request, prompt included."""
+def run(engine, requests, between=lambda engine: None):
+    """The tokens of every request, prompt included; `between` is called before each step."""
     for request in requests:
         engine.add(request)
     outputs = {}
     while engine.has_work:
+        between(engine)
         outputs |= {s.request.request_id: s.output for s in engine.step()}
     return [[*r.prompt_token_ids, *outputs[r.request_id]] for r in requests]
 
@@ -304,14 +305,17 @@ def check(
     return drafter, engine
 
 
-def check_plain(target, drafter, *, make_prompts, asked):
+def check_plain(target, make_drafter, *, make_prompts, asked, between=lambda engine: None):
     """Run requests, then others that begin with their outputs, through an engine that drafts, is
     short of pages and finds those of earlier requests; compare every token with plain decoding.
 
-    Temperatures 0 and 0.8 take turns. Returns the engine.
+    `make_drafter` gives a drafter and its parameters for a model and its own. Temperatures 0 and
+    0.8 take turns; pages have 4 tokens. Returns the engine.
     """
     model, params = load_model(target.folder, FLOAT32)
-    engine = Engine(EngineConfig(**SIZES), model, drafter, Params(params, None), CyclicPolicy((K,)))
+    drafter, drafter_params = make_drafter(model, params)
+    config = EngineConfig(**SIZES | {"page_size": 4, "num_pages": 24})
+    engine = Engine(config, model, drafter, Params(params, drafter_params), CyclicPolicy((K,)))
     prompts = make_prompts(*LENGTHS, vocab_size=model.vocab_size)
     for _ in range(2):
         requests = [
@@ -324,7 +328,7 @@ def check_plain(target, drafter, *, make_prompts, asked):
             )
             for i, prompt in enumerate(prompts)
         ]
-        sequences = run(engine, requests)
+        sequences = run(engine, requests, between)
         for request, tokens in zip(requests, sequences, strict=True):
             assert len(tokens) == request.max_length
             with torch.no_grad():
@@ -334,7 +338,6 @@ def check_plain(target, drafter, *, make_prompts, asked):
         prompts = [tokens[:40] for tokens in sequences]
     metrics = engine.metrics()
     assert metrics.num_preemptions > 0 and metrics.prefix_cache_hits > 0
-    assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens
     return engine
 
 

@@ -1,22 +1,98 @@
-"""Layers that attend within a window, in an engine that preempts, reuses pages and drafts."""
+"""Layers that attend within a window, in an engine that preempts, reuses pages and drafts.
 
+Pages behind the windows are given back while requests run. All that is free and cannot be found is
+filled with NaN before each step, so that a row that read any of it would give other tokens.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
+from specjax.device.drafters.draft_model import DraftModel, DraftModelParams, ModelWeights
 from specjax.device.drafters.ngram import NGramDrafter
 
 pytest.importorskip("torch")
 
 
-def test_windows_with_drafts_of_ngrams(checkpoints, check_tokens):
-    """The first of three layers attends to everything, the others to less than most prompts."""
-    target = checkpoints.target(
-        "qwen3",
-        num_hidden_layers=3,
-        head_dim=8,
-        use_sliding_window=True,
-        sliding_window=11,
-        max_window_layers=1,
+@partial(jax.jit, donate_argnums=0)
+def spoil(caches, unused):
+    """NaN in the unused pages of each cache [layers, pages, ...]."""
+    return tuple(
+        jnp.where(one.reshape(1, -1, *[1] * (cache.ndim - 2)), jnp.nan, cache)
+        for cache, one in zip(caches, unused, strict=True)
     )
-    engine = check_tokens(target, NGramDrafter(1, 3))
-    assert [kind.window for kind in engine.target.cache_kinds] == [None, 11]
-    assert engine.target.layer_kinds == (0, 1, 1)
+
+
+def spoil_free_pages(counts, engine):
+    """Fill the target's pages that are free and have no name; `counts` pages by window."""
+    residents = engine.scheduler.residents
+    pools = dict(zip((None, *engine.programs.model.windows), residents.pools, strict=True))
+    unused = []
+    for kind in engine.target.cache_kinds:
+        pages = pools[kind.window]
+        is_unused = [p in pages._free and p not in pages._names for p in range(pages.num_pages)]
+        unused.append(np.array(is_unused))
+        counts[kind.window] += sum(is_unused)
+    (window,) = residents.windows
+    counts["given back"] += sum(window._first)
+    state = engine.programs.state
+    engine.programs.state = replace(state, caches=spoil(state.caches, tuple(unused)))
+
+
+def ngrams(model, params):
+    return NGramDrafter(1, 3), None
+
+
+def itself(model, params):
+    return DraftModel(ModelWeights(model)), DraftModelParams(params)
+
+
+CASES = {  # the type, what it has of its own, drafter, windows, layers by kind
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_hidden_layers": 3, "sliding_window": 7},
+        ngrams,
+        (7, None),
+        (0, 1, 0),
+    ),
+    # Its layers' windows are the target's, but in the drafter's pages nothing is given back.
+    "mistral by itself": ("mistral", {"sliding_window": 10}, itself, (10,), (0, 0)),
+    "qwen3": (
+        "qwen3",
+        {
+            "num_hidden_layers": 3,
+            "head_dim": 8,
+            "use_sliding_window": True,
+            "sliding_window": 11,
+            "max_window_layers": 1,
+        },
+        ngrams,
+        (None, 11),
+        (0, 1, 1),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["qwen3", "mistral by itself", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+)
+def test_tokens_are_those_of_plain_decoding(name, checkpoints, check_tokens):
+    kind, sizes, make_drafter, windows, kinds = CASES[name]
+    target = checkpoints.target(kind, **sizes)
+    counts = Counter()
+    engine = check_tokens(target, make_drafter, between=partial(spoil_free_pages, counts))
+    assert all(counts[what] > 100 for what in (*windows, "given back")), counts
+    assert tuple(kind.window for kind in engine.target.cache_kinds) == windows
+    assert engine.target.layer_kinds == kinds
+    (window,) = engine.scheduler.residents.windows
+    assert window.pages.num_free == window.pages.num_pages
+    metrics = engine.metrics()
+    if make_drafter is itself:
+        assert metrics.num_accepted_tokens == metrics.num_draft_tokens > 100
+    else:
+        assert 0 < metrics.num_accepted_tokens < metrics.num_draft_tokens

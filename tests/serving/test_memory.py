@@ -1,5 +1,6 @@
 """What does not fit is refused before it is taken; what is left is read as the kernel has it."""
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,12 +10,14 @@ from support.engines import SIZES, make_llm
 from support.refusals import refusal
 
 from specjax import LLM
+from specjax.config import EngineConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import NoDrafter
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import init_caches
 from specjax.device.models.registry import load_model
 from specjax.host.memory import available_bytes
+from specjax.host.windows import window_pages
 from specjax.serving import memory
 from specjax.serving.defaults import (
     DEFAULTS,
@@ -103,7 +106,7 @@ def test_pages_by_default(target, monkeypatch):
 
     def pages(left, total=None, part=0.9):
         monkeypatch.setattr(memory, "read_memory", lambda: Memory("it", left, total))
-        return needs.num_pages(config, cache, part)
+        return needs.fitted(config, cache, part, 0).num_pages
 
     beside = sum(needs)
     assert pages(100 * GIB) == pages(80 * GIB, 80 * GIB) == 4 * 8
@@ -115,7 +118,7 @@ def test_pages_by_default(target, monkeypatch):
     part = (in_use + beside - needs.workspace + 13 * cache.per_page + 1) / total
     assert pages(total - in_use, total, part) == 13
     monkeypatch.setattr(memory, "read_memory", lambda: None)
-    assert needs.num_pages(config, cache, 0.9) == 4 * 8
+    assert needs.fitted(config, cache, 0.9, 0).num_pages == 4 * 8
 
 
 def test_a_check_lets_pass_what_fits_to_the_byte(target, monkeypatch):
@@ -123,10 +126,10 @@ def test_a_check_lets_pass_what_fits_to_the_byte(target, monkeypatch):
     needs, config, cache = needs_of(model)
     least = sum(needs) + config.num_pages * cache.per_page
     monkeypatch.setattr(memory, "read_memory", lambda: Memory("it", least, None))
-    needs.check(config, cache)
+    needs.check(config, cache, 0)
     monkeypatch.setattr(memory, "read_memory", lambda: Memory("it", least - 1, None))
-    refusal(lambda: needs.check(config, cache), "num_pages=8 do not fit")
-    needs.check(config, CacheBytes(cache.per_page - 1, 0))
+    refusal(lambda: needs.check(config, cache, 0), "num_pages=8 do not fit")
+    needs.check(config, CacheBytes(cache.per_page - 1, 0), 0)
 
 
 def write(root, path, text):
@@ -233,3 +236,28 @@ def test_params_of_a_model_value_are_finite(target, bad):
     model, params = load_model(target.folder, np.dtype("float32"))
     params.layers[1].mlp.__dict__["down"] = params.layers[1].mlp.down.at[0, 0].set(bad)
     refusal(lambda: LLM(model, params=params, **SIZES), "layers[1].mlp.down", "NaN or infinity")
+
+
+def test_windows_have_what_is_in_use_and_other_layers_the_rest():
+    """4 requests of 8 pages of 8 tokens; half of a page's 100 bytes is of a window of 16 tokens."""
+    sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 8, "page_size": 8}
+    config = EngineConfig(**sizes, num_pages=8, enable_prefix_caching=False)
+    cache, windowed = CacheBytes(100, 0, ((16, 50),)), CacheBytes(50, 0, ((16, 50),))
+    # Of each request 2 pages, one for two rounds of a token, 3 that are used in part; one chunk.
+    in_use, one = 4 * 6 + 1, 7
+    assert window_pages(replace(config, num_pages=99), 16, 0) == in_use
+
+    def counts(cache, room):
+        fitted = cache.fitted(config, room, 0)
+        return fitted and (fitted.num_pages, window_pages(fitted, 16, 0))
+
+    assert counts(cache, 10**6) == (32, in_use)
+    assert counts(cache, 50 * (30 + in_use)) == (30, in_use)
+    assert counts(cache, 50 * 40) == (20, 20), "not fewer of the others than of windows"
+    assert counts(cache, 50 * (8 + one)) == (8, one)
+    assert counts(cache, 50 * (8 + one) - 1) is None
+    # If all layers have the window nothing else takes memory.
+    assert counts(windowed, 50 * 20) == (32, 20)
+    assert counts(windowed, 50 * one) == (32, one) and counts(windowed, 50 * one - 1) is None
+    fitted = cache.fitted(config, 50 * 40, 0)
+    assert cache.of_pages(fitted, 0) == 50 * 40

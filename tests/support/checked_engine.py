@@ -15,6 +15,7 @@ from support.schedules import AnyPolicy, Schedule, unchanged
 from support.scripts import EMPTY, HashScript, fold
 from support.simulated_device import SimulatedPrograms
 
+from specjax.device.models.model import page_windows
 from specjax.engine.batch import Part
 from specjax.engine.engine import Engine
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
@@ -22,15 +23,28 @@ from specjax.host.prefix_cache import Key, SnapshotIndex
 from specjax.host.residents import Residents
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
+from specjax.host.windows import WindowPages, pages_in_use
 
 
 class CheckedResidents(Residents):
     """Checks that no name of a page is given to two histories."""
 
-    def __init__(self, *arguments: Any):
+    def __init__(self, *arguments: Any, tally: Counter):
         super().__init__(*arguments)
+        self.tally = tally
         self.named: dict[Key, tuple[int, int]] = {}  # the digests that end a page, by its name
         self._digests: dict[Sequence, list[int]] = {}
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> bool:
+        """See `Residents.grow`."""
+        has_grown = super().grow(sequence, num_tokens)
+        if not has_grown:
+            end = -(-min(num_tokens, sequence.max_length - 1) // self._config.page_size)
+            self.tally["windows that ran out"] += any(
+                window.num_missing(sequence.slot, end) > window.pages.num_free
+                for window in self.windows
+            )
+        return has_grown
 
     def _name(self, sequence: Sequence, num_pages: int) -> None:
         super()._name(sequence, num_pages)
@@ -50,7 +64,8 @@ class CheckedScheduler(Scheduler):
 
     def __init__(self, *arguments: Any, tally: Counter, **options: Any):
         super().__init__(*arguments, **options)
-        self.residents = CheckedResidents(self.config, options["num_snapshots"])
+        sizes = options["num_snapshots"], options["windows"], max(self.policy.choices)
+        self.residents = CheckedResidents(self.config, *sizes, tally=tally)
         self.tally = tally
         self.last_plan: StepPlan | None = None
         self._left_out: Counter = Counter()
@@ -59,6 +74,7 @@ class CheckedScheduler(Scheduler):
         """See `Scheduler.schedule`."""
         plan = super().schedule()
         config, self.last_plan = self.config, plan
+        self._check_windows(plan)
         if plan is None:
             return None
         sequences = [sequence for part in plan.parts for sequence in part.sequences]
@@ -75,6 +91,18 @@ class CheckedScheduler(Scheduler):
         self._check_turns(plan, sequences)
         self.tally["mixed steps"] += len(plan.parts) == 2
         return plan
+
+    def _check_windows(self, plan: StepPlan | None) -> None:
+        """Nobody has more of a window than the window, two rounds, and a chunk."""
+        size, rows = self.config.page_size, 2 * (max(self.policy.choices) + 1)
+        chunks = plan.prefill.chunks if plan and plan.prefill else ()
+        counts = {chunk.sequence: chunk.count for chunk in chunks}
+        for window in self.residents.windows:
+            for sequence in self.residents.running:
+                num_held = int((window._table[sequence.slot] >= 0).sum())
+                most = window.reach + 2 + -(-(rows + counts.get(sequence, 0)) // size)
+                assert num_held <= most, f"{num_held} pages of a window of {window.window}"
+                self.tally["windows that slid"] += bool(window._first[sequence.slot])
 
     def _check_prefill(self, prefill: PrefillPlan) -> None:
         assert (prefill.batch, prefill.width) in self.shapes.prefill
@@ -110,9 +138,11 @@ class CheckedScheduler(Scheduler):
         before, self._left_out = self._left_out, Counter()
         k = max(self.policy.choices)
         for sequence in self.residents.running:
-            room = len(sequence.pages) * self.config.page_size
-            has_room = room >= min(sequence.max_computed + k + 1, sequence.request.max_length - 1)
-            may_run = not sequence.is_prefilled or (sequence.may_go_on and has_room)
+            needed = min(sequence.max_computed + k + 1, sequence.request.max_length - 1)
+            if sequence.is_prefilled:
+                may_run = sequence.may_go_on and sequence.room >= needed
+            else:  # chunks have pages, but for those of windows
+                may_run = not self.residents.windows
             if may_run and sequence not in sequences:
                 self._left_out[sequence] = before[sequence] + 1
                 assert self._left_out[sequence] <= self.config.max_num_seqs, "others go first"
@@ -145,8 +175,11 @@ class CheckedEngine(Engine):
         config = schedule.config
         config.check_budgets(max(schedule.choices), schedule.draft_slots)
         policy = AnyPolicy(schedule.choices, np.random.default_rng([schedule.seed, 2]))
-        kind = SimpleNamespace(is_recurrent=schedule.is_recurrent, num_layers=1)
-        target: Any = SimpleNamespace(vocab_size=schedule.vocab_size, cache_kinds=(kind,))
+        kinds = tuple(
+            SimpleNamespace(is_recurrent=schedule.is_recurrent, num_layers=1, window=window)
+            for window in (None, *schedule.windows)
+        )
+        target: Any = SimpleNamespace(vocab_size=schedule.vocab_size, cache_kinds=kinds)
         drafter: Any = SimpleNamespace(
             draft_slots=lambda k: schedule.draft_slots, is_recurrent=False
         )
@@ -173,6 +206,7 @@ class CheckedEngine(Engine):
             policy,
             draft_slots=schedule.draft_slots,
             num_snapshots=config.num_snapshots if schedule.is_recurrent else None,
+            windows=page_windows(target, config),
             tally=tally,
         )
         self.scheduler.all_shapes = self.repertoire.all_shapes
@@ -212,7 +246,9 @@ class CheckedEngine(Engine):
         for sequence in running:
             table[sequence.slot, : len(sequence.pages)] = sequence.pages
             self._check_resident(sequence)
-        np.testing.assert_array_equal(scheduler.residents.page_table, table)
+        np.testing.assert_array_equal(scheduler.residents.page_tables[:, 0], table)
+        for window in scheduler.residents.windows:
+            self._check_window(window)
         assert running == sorted(running)
         waiting = [s for s in scheduler._waiting if not s.is_finished]
         for samples in scheduler._live.values():
@@ -229,6 +265,33 @@ class CheckedEngine(Engine):
         self._check_names()
         if (snapshots := scheduler.prefixes.snapshots) is not None:
             self._check_snapshots(snapshots)
+
+    def _check_window(self, window: WindowPages) -> None:
+        """What a slot has of a window: not less than is read, and no more than was planned for."""
+        scheduler, config = self.scheduler, self.config
+        held = {
+            sequence: window._table[sequence.slot][window._table[sequence.slot] >= 0].tolist()
+            for sequence in scheduler.residents.running
+        }
+        owners = Counter(page for pages in held.values() for page in pages)
+        num_pages = window.pages.num_pages
+        assert [owners[page] for page in range(num_pages)] == window.pages._num_owners
+        assert window.pages.num_free == num_pages - len(owners)
+        for slot in scheduler.residents.free_slots:
+            assert (window._table[slot] == -1).all()
+        for sequence, pages in held.items():
+            assert len(set(pages)) == len(pages) <= len(sequence.pages)
+        if not config.enable_prefix_caching:
+            pairs = {(page, s.request.request_id) for s, pages in held.items() for page in pages}
+            assert len(pairs) == len(owners), "two requests share a page"
+        k = max(scheduler.policy.choices)
+        most = pages_in_use(config, window.window, k, config.max_num_seqs)
+        assert sum(map(len, held.values())) <= most, "more than ever should be in use"
+        named = scheduler.residents.named
+        pool = self.programs.windows[window.window]
+        for page, key in window.pages._names.items():
+            last = (page + 1) * config.page_size - 1
+            assert int(pool[last]) == named[key][0], f"page {page} does not hold what it is called"
 
     def _check_resident(self, sequence: Sequence) -> None:
         slot = self.programs.slots[sequence.slot]
@@ -288,3 +351,7 @@ class CheckedEngine(Engine):
                 start = self.programs.slots[sequence.slot].length or 0
             for page in sequence.pages[start // self.config.page_size :]:
                 assert owners[page] == 1, f"page {page} is written to, and has other owners"
+            for window in self.scheduler.residents.windows:
+                for page in window._table[sequence.slot, start // self.config.page_size :]:
+                    is_own = page < 0 or window.pages._num_owners[page] == 1
+                    assert is_own, f"page {page} is written to, and has other owners"

@@ -15,7 +15,7 @@ from support.schedules import AnyPolicy, chance
 from support.scripts import Next
 
 from specjax import LLM, SamplingParams
-from specjax.device.models.model import is_recurrent
+from specjax.device.models.model import is_recurrent, page_windows
 from specjax.engine.metrics import Recorder
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
@@ -112,7 +112,8 @@ def run_schedule(llm: LLM, seed: int) -> Report:
         max_num_scheduled_tokens=budget,
         num_pages=num_pages,
     )
-    engine.scheduler = Scheduler(changed, policy, num_snapshots=num_snapshots)
+    windows = page_windows(engine.target, engine.config)
+    engine.scheduler = Scheduler(changed, policy, num_snapshots=num_snapshots, windows=windows)
     engine.set_policy(policy)
     engine._recorder = Recorder()
     requests = make_requests(llm, rng)

@@ -75,7 +75,7 @@ def give_pages(llm: LLM, taken: list[int]) -> None:
 
 def simulated_engine(config: EngineConfig, policy: Policy, vocab_size: int = VOCAB) -> Engine:
     """The loop alone, on a simulated device; requests are made by hand."""
-    kind = SimpleNamespace(is_recurrent=False, num_layers=1)
+    kind = SimpleNamespace(is_recurrent=False, num_layers=1, window=None)
     target: Any = SimpleNamespace(vocab_size=vocab_size, cache_kinds=(kind,))
     drafter: Any = SimpleNamespace(draft_slots=lambda k: 0, is_recurrent=False)
     nothing: Any = None

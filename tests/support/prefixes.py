@@ -25,7 +25,7 @@ def make_cache(num_pages=8, num_snapshots=None):
     return PrefixCache(pages, snapshots), pages
 
 
-def make_scheduler(k=0, num_snapshots=None, **changes):
+def make_scheduler(k=0, num_snapshots=None, windows=(), **changes):
     sizes = {
         "max_model_len": 128,
         "max_num_seqs": 4,
@@ -34,7 +34,7 @@ def make_scheduler(k=0, num_snapshots=None, **changes):
         "num_pages": 64,
     }
     config = EngineConfig(**(sizes | changes))
-    return Scheduler(config, StaticPolicy(k), num_snapshots=num_snapshots)
+    return Scheduler(config, StaticPolicy(k), num_snapshots=num_snapshots, windows=windows)
 
 
 def add(scheduler, i, prompt, max_tokens=4, *, num_samples=1, priority=0, **params):

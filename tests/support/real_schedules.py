@@ -14,7 +14,7 @@ from support.schedules import Rng, Watch, chance
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import Identity, compare
-from specjax.device.models.model import is_recurrent
+from specjax.device.models.model import is_recurrent, page_windows
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Recorder
 from specjax.host.request import Request
@@ -101,6 +101,7 @@ def begin_anew(engine: Engine, rng: Rng) -> None:
         engine.scheduler.policy,
         draft_slots=engine.drafter.draft_slots(max_drafts),
         num_snapshots=num_snapshots,
+        windows=page_windows(engine.target, config),
     )
     engine._recorder = Recorder()
 

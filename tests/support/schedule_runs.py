@@ -142,7 +142,7 @@ class Run:
         self.engine.drain()
         assert not self.engine._in_flight
         assert not scheduler.has_work and not scheduler.residents.running and not scheduler._live
-        assert scheduler.pages.num_free == config.num_pages
+        assert all(pool.num_free == pool.num_pages for pool in scheduler.residents.pools)
         assert len(scheduler.residents.free_slots) == config.max_num_seqs
         assert all(sequence.is_finished for sequence in self.samples)
         metrics = self.engine.metrics()
@@ -180,6 +180,7 @@ def run_schedule(schedule: Schedule) -> Run:
         assert step <= most, f"{most} steps were not enough"
     run.check_end()
     tally["prefix hits"] += engine.scheduler.num_found
+    tally["prefix hits with windows"] += engine.scheduler.num_found * bool(schedule.windows)
     tally["schedules"] += 1
     return run
 

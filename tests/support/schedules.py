@@ -16,6 +16,7 @@ from support.scripts import EMPTY, fold, mask_of, next_token
 from specjax.config import EXACT_CHUNK, EngineConfig
 from specjax.host.request import Request
 from specjax.host.speculation.policy import DecodeLoad, PolicyRule
+from specjax.host.windows import pages_in_use
 from specjax.sampling_params import SamplingParams, StructuredOutputs
 
 Rng = np.random.Generator
@@ -113,6 +114,7 @@ class Schedule:
     vocab_size: int
     arrivals: list[Arrival]
     disturbances: dict[str, float]  # how likely each is before a step
+    windows: tuple[int, ...] = ()  # of layers of the target
 
     @property
     def is_undisturbed(self) -> bool:
@@ -130,7 +132,7 @@ class Schedule:
         lines = [
             f"schedule {self.seed}: {self.config}",
             f"K of {self.choices}, draft_slots={self.draft_slots}, "
-            f"is_recurrent={self.is_recurrent}, {self.disturbances}",
+            f"is_recurrent={self.is_recurrent}, windows={self.windows}, {self.disturbances}",
         ]
         for arrival in self.arrivals:
             r = arrival.request
@@ -172,6 +174,12 @@ def make_schedule(seed: int) -> Schedule:
     if chance(rng, 0.6):
         disturbances = {name: p for name, p in likely.items() if chance(rng, 0.4)}
     arrivals = make_arrivals(rng, config, vocab_size, "fail" in disturbances)
+    # By a generator of their own, so that schedules without windows stay as they were.
+    windows_rng = np.random.default_rng([seed, 9])
+    windows = make_windows(windows_rng, config)
+    if windows and chance(windows_rng, 0.3):  # they may run out first
+        one = max(pages_in_use(config, window, max(choices), 1) for window in windows)
+        config = replace(config, max_window_pages=one + int(windows_rng.integers(3)))
     return Schedule(
         seed,
         config,
@@ -182,6 +190,7 @@ def make_schedule(seed: int) -> Schedule:
         vocab_size,
         arrivals,
         disturbances,
+        windows,
     )
 
 
@@ -214,6 +223,12 @@ def make_config(rng: Rng, least: int, draft_slots: int, is_recurrent: bool) -> E
         exact=exact,
         max_logprobs=0,
     )
+
+
+def make_windows(rng: Rng, config: EngineConfig) -> tuple[int, ...]:
+    """None or up to two, of which many are far shorter than requests."""
+    most = max(1, config.max_model_len // int(rng.choice([1, 4, 10])))
+    return tuple({int(window) for window in rng.integers(1, most + 1, int(rng.integers(0, 3)))})
 
 
 def make_arrivals(rng: Rng, config: EngineConfig, vocab_size: int, fails: bool) -> list[Arrival]:

@@ -11,17 +11,17 @@ history, and what is drafted, a `Script` says.
 import zlib
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 from support.scripts import EMPTY, HashScript, Script, fold
 from support.simulated_outputs import Draft, Extension, HostArray, Outputs
+from support.simulated_slots import Row, Slot
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
-from specjax.device.models.model import is_recurrent
+from specjax.device.models.model import is_recurrent, page_windows
 from specjax.engine.admissions import unpack_admissions
 from specjax.engine.layout import Layout
 from specjax.engine.metrics import Compilations
@@ -39,43 +39,7 @@ from specjax.engine.programs import (
     Take,
 )
 from specjax.host.speculation.step_cost import StepCost
-
-
-@dataclass
-class Slot:
-    """What the device knows of the request in a slot."""
-
-    number: int
-    tokens: list[int] = field(default_factory=list)
-    digests: Any = None  # i64[...], of the first n tokens
-    seed: int = 0
-    prompt_length: int = 0
-    limit: int = 0
-    min_tokens: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    length: int | None = None  # None before the first chunk
-    is_active: bool = False
-    # Of recurrent models:
-    state: int = EMPTY  # the digest of the tokens that have been folded in
-    ring: list[int] = field(default_factory=list)  # tokens of the last round
-    pending: int = 0  # of those, how many stand and are still to be folded in
-
-    def append(self, token: int) -> None:
-        """Know one token more."""
-        self.tokens.append(token)
-        self.digests[len(self.tokens)] = fold(int(self.digests[len(self.tokens) - 1]), [token])
-
-
-@dataclass(frozen=True)
-class Row:
-    """A row of a round between its parts."""
-
-    slot: Slot
-    start: int
-    table: np.ndarray
-    num_drafts: int
-    tokens: list[int]  # that stand: accepted drafts, and the one after them
-    drafts: list[int]
+from specjax.host.windows import window_pages
 
 
 class SimulatedPrograms:
@@ -111,6 +75,7 @@ class SimulatedPrograms:
         self._reported = layout.vocab_size, config.logprobs_mode == "both"
         self._rng = rng or np.random.default_rng(0)
         self._num_snapshots = config.num_snapshots if is_recurrent(target) else None
+        self._windows, self._max_drafts = page_windows(target, config), max_drafts
         self.ready: set[Key] = set()
         self.failures: dict[Key, Exception] = {}  # of keys that do not compile
         self.pending: list[Key] = []  # asked for; with each wait one is ready
@@ -217,6 +182,8 @@ class SimulatedPrograms:
         num_cells = self.config.num_pages * self.config.page_size
         self.slots = [Slot(number) for number in range(self.config.max_num_seqs)]
         self.target, self.drafter = self._garbage(num_cells), self._garbage(num_cells)
+        sizes = {w: window_pages(self.config, w, self._max_drafts) for w in self._windows}
+        self.windows = {w: self._garbage(n * self.config.page_size) for w, n in sizes.items()}
         self.snapshots = self._garbage(self._num_snapshots or 0).tolist()
         self._error = None
 
@@ -261,14 +228,13 @@ class SimulatedPrograms:
         known = self._known(packed[:, 0])
         for row, slot in known:  # what a step writes is there for later ones only
             self._check_chunk(slot, packed[row].tolist(), key.width)
-            self._check_reads(slot, packed[row, 1], packed[row, -self.layout.pages_per_seq :])
+            self._check_reads(slot, packed[row, 1], self._tables(packed[row]))
         for row, slot in known:
             _, start, count, *_ = packed[row].tolist()
             self._fold_pending(slot, start)
             slot.state = fold(slot.state, slot.tokens[start : start + count])
-            cells = self._cells(packed[row, -self.layout.pages_per_seq :], start, start + count)
-            assert cells.min() >= 0, "a chunk without pages"
-            self._write(self.target, cells, slot.digests[start + 1 : start + count + 1])
+            values = slot.digests[start + 1 : start + count + 1]
+            self._write_target(self._tables(packed[row]), start, values, count)
             self.tally["prompt tokens run"] += count
         return Extension()
 
@@ -279,7 +245,7 @@ class SimulatedPrograms:
         outputs = Outputs(key.batch, 1, key.width, key.variant, *self._reported, wants=wants)
         for row, slot in self._known(packed[:, 0]):
             _, start, count, is_last, is_resumed, *_ = packed[row].tolist()
-            table, end = packed[row, -self.layout.pages_per_seq :], start + count
+            table, end = self._tables(packed[row])[0], start + count
             if is_last and not is_resumed:
                 self._check_mask(masks, row, 0, slot)
                 slot.append(self._next(slot, []))
@@ -305,7 +271,7 @@ class SimulatedPrograms:
         begin, decode = key.begin, key.decode
         rows = self._rows(decode.k, packed_round)
         for row in rows.values():  # neither may read what the other writes
-            self._check_reads(row.slot, row.start, row.table)
+            self._check_reads(row.slot, row.start, row.tables)
         extension = self._prefill(Prefill(begin.batch, begin.width), packed)
         self._extend_rows(decode.k, rows)
         outputs = self._settle_rows(decode, rows, packed_round, None)
@@ -335,19 +301,19 @@ class SimulatedPrograms:
         for number, slot in self._known(packed[:, 0]):
             if not slot.is_active:
                 continue
-            start, table = slot.length, packed[number, -self.layout.pages_per_seq :]
+            start, tables = slot.length, self._tables(packed[number])
             assert start is not None and len(slot.tokens) == start + 1
             most = max(min(slot.limit - start - 2, int(packed[number, 1]), k), 0)
             drafts, num_drafts = self.script.draft(slot, self._next, k, most)
             tokens = [self._next(slot, [])]
             while len(tokens) <= num_drafts and drafts[len(tokens) - 1] == tokens[-1]:
                 tokens.append(self._next(slot, tokens))
-            rows[number] = Row(slot, start, table, num_drafts, tokens, drafts)
+            rows[number] = Row(slot, start, tables, num_drafts, tokens, drafts)
         return rows
 
     def _extend_rows(self, k: int, rows: dict[int, Row]) -> None:
         for row in rows.values():
-            self._check_reads(row.slot, row.start, row.table)
+            self._check_reads(row.slot, row.start, row.tables)
         for row in rows.values():
             slot, start = row.slot, row.start
             self._fold_pending(slot, start)
@@ -357,7 +323,8 @@ class SimulatedPrograms:
             values = self._garbage(k + 1)
             stands = len(row.tokens)
             values[:stands] = slot.digests[start + 1 : start + 1 + stands]
-            self._write(self.target, self._cells(row.table, start, start + k + 1), values)
+            remaining = slot.limit - start - 1
+            self._write_target(row.tables, start, values, min(stands, remaining))
 
     def _settle_rows(
         self,
@@ -372,7 +339,7 @@ class SimulatedPrograms:
             slot, start, stands = row.slot, row.start, len(row.tokens)
             for place in range(stands):
                 self._check_mask(masks, number, place, slot, start + 1 + place)
-            cells = self._cells(row.table, start, start + key.k + 1)
+            cells = self._cells(row.tables[0], start, start + key.k + 1)
             values = self._garbage(key.k + 1)
             values[:stands] = slot.digests[start + 2 : start + 2 + stands]
             self._write(self.drafter, cells, values)
@@ -405,7 +372,7 @@ class SimulatedPrograms:
 
     def _wants(self, packed: np.ndarray) -> int:
         """What all requests of a step want together."""
-        wants = packed[:, -self.layout.pages_per_seq - 1]
+        wants = packed[:, -self.layout.table_width - 1]
         assert (wants == wants[0]).all()
         return int(wants[0])
 
@@ -417,6 +384,10 @@ class SimulatedPrograms:
         assert [row for row, _ in real] == list(range(len(real))), f"padding first in {slots}"
         return [(row, self.slots[slot]) for row, slot in real]
 
+    def _tables(self, packed: np.ndarray) -> np.ndarray:
+        """The page tables of a packed row."""
+        return packed[-self.layout.table_width :].reshape(self.layout.num_tables, -1)
+
     def _cells(self, table: np.ndarray, start: int, end: int) -> np.ndarray:
         """The cells of positions [start, end); -1 where no page is assigned."""
         size = self.config.page_size
@@ -426,20 +397,37 @@ class SimulatedPrograms:
         assert (pages < self.config.num_pages).all(), f"no such page in {table}"
         return np.where(pages >= 0, pages * size + positions % size, -1)
 
-    def _check_reads(self, slot: Slot, start: int, table: np.ndarray) -> None:
-        cells = self._cells(table, 0, start)
-        if not len(cells):
+    def _check_reads(self, slot: Slot, start: int, tables: np.ndarray) -> None:
+        if not start:
             return
-        assert cells.min() >= 0, f"position {cells.argmin()} of {start} has no page"
-        for name, pool, ahead in ("target", self.target, 1), ("drafter", self.drafter, 2):
-            is_wrong = pool[cells] != slot.digests[ahead : start + ahead]
+        table, *others = tables
+        pools = [("target", self.target, table, 1, 0), ("drafter", self.drafter, table, 2, 0)]
+        for (window, pool), own in zip(self.windows.items(), others, strict=True):
+            # The row at `start` is the first of its window's tokens to be read as others are.
+            pools.append((f"window {window}", pool, own, 1, max(0, start - window + 1)))
+        for name, pool, own, ahead, first in pools:
+            cells = self._cells(own, first, start)
+            if not len(cells):
+                continue
+            where = f"position {{}} of {start}, {name}: "
+            assert cells.min() >= 0, where.format(first + int(cells.argmin())) + "no page"
+            is_wrong = pool[cells] != slot.digests[first + ahead : start + ahead]
             if is_wrong.any():
                 place = int(is_wrong.argmax())
                 raise AssertionError(
-                    f"position {place} of {start} is not what the {name} left there: page "
+                    where.format(first + place) + "not what was left there: page "
                     f"{cells[place] // self.config.page_size}, {int(is_wrong.sum())} wrong"
                 )
-        self.tally["cells read"] += len(cells)
+            self.tally["cells read"] += len(cells)
+
+    def _write_target(
+        self, tables: np.ndarray, start: int, values: np.ndarray, num_needed: int
+    ) -> None:
+        """What all layers of the target leave from `start` on; so much of it must have pages."""
+        for table, pool in zip(tables, (self.target, *self.windows.values()), strict=True):
+            cells = self._cells(table, start, start + len(values))
+            assert cells[:num_needed].min() >= 0, f"no page for what is written from {start} on"
+            self._write(pool, cells, values)
 
     def _write(self, pool: np.ndarray, cells: np.ndarray, values: np.ndarray) -> None:
         is_mapped = cells >= 0

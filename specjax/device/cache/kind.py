@@ -14,10 +14,15 @@ class CacheSizes(NamedTuple):
     """The capacity of a cache."""
 
     num_slots: int  # requests that may be resident
-    num_pages: int
+    num_pages: int  # of layers without pages of their own
     page_size: int  # tokens
     max_rows: int  # of a request in one step; some may be rejected
     num_snapshots: int = 0  # of recurrent states
+    window_pages: tuple[tuple[int, int], ...] = ()  # (window, pages) of layers that have their own
+
+    def pages(self, window: int | None) -> int:
+        """Return the pages of layers with this window."""
+        return next((pages for one, pages in self.window_pages if one == window), self.num_pages)
 
 
 class CacheKind(Protocol):
@@ -98,6 +103,7 @@ class PagesOnly:
     """Base of kinds that keep nothing of a request but its pages."""
 
     num_layers: int
+    window: Any
 
     @property
     def is_recurrent(self) -> bool:
@@ -116,7 +122,7 @@ class PagesOnly:
 
     def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:
         """Create an empty pool [layers, pages, page_size, *token_shape]."""
-        pages = self.num_layers, sizes.num_pages, sizes.page_size
+        pages = self.num_layers, sizes.pages(self.window), sizes.page_size
         return jnp.zeros((*pages, *self.token_shape), dtype)
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> None:

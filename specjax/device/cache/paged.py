@@ -60,14 +60,14 @@ class PagedAttention(PagesOnly):
     ) -> tuple[jax.Array, jax.Array]:
         """Write keys and values to the pages, then attend the queries over them: [N, H, D_h]."""
         cos, sin = map(rows.by_request, inputs.angles)
-        positions = rows.by_request(rows.positions)
+        positions, page_table = rows.by_request(rows.positions), rows.table(self.window)
         q, cache = rope_write(
             rows.by_request(inputs.qkv),
             inputs.weights,
             (cos, sin),
             cache,
             layer,
-            rows.page_table,
+            page_table,
             positions,
             num_heads=self.num_heads,
             eps=self.rms_norm_eps,
@@ -83,7 +83,7 @@ class PagedAttention(PagesOnly):
             q,
             cache,
             layer,
-            rows.page_table,
+            page_table,
             reach,
             window=self.window,
             origins=None if self.window is None else origin,

@@ -1,6 +1,6 @@
 """Rows that continue the cached sequences: the context of every serving step."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import Any, Protocol
 
@@ -21,6 +21,9 @@ class CachedRows:
     accepted tokens of the last extension; this one folds them in first. With `folds`, rows cannot
     be rejected (a prompt), so they leave nothing pending. Rows that are already in the pages run
     again without `writes`: pages are shared, and another program may round differently.
+
+    Layers with one of the `windows` have pages of their own, in a table that has -1 also for pages
+    that were given back: they are behind the window of every row.
     """
 
     positions: Int32[jax.Array, "N"]  # absolute; -1 for a padding row
@@ -30,6 +33,8 @@ class CachedRows:
     reach: Int32[jax.Array, "N"] | None = None  # what a row attends up to, if not itself
     origin: Int32[jax.Array, "N"] | None = None  # what windows count back from, if not that
     folds: bool = field(default=False, metadata={"static": True})
+    window_tables: tuple[Int32[jax.Array, "B P"], ...] = ()  # of each of `windows`
+    windows: tuple[int, ...] = field(default=(), metadata={"static": True})
     writes: bool = field(default=True, metadata={"static": True})
     kernels: str = field(default="auto", metadata={"static": True})
 
@@ -50,6 +55,16 @@ class CachedRows:
     def by_request(self, x: jax.Array) -> jax.Array:
         """Reshape [N, ...] to [B, T, ...]."""
         return x.reshape(self.page_table.shape[0], -1, *x.shape[1:])
+
+    def table(self, window: int | None) -> jax.Array:
+        """Return the page table i32[B, P] of layers with this window."""
+        if window in self.windows:
+            return self.window_tables[self.windows.index(window)]
+        return self.page_table
+
+    def without_windows(self) -> "CachedRows":
+        """Return the rows for layers that have no pages of their own, whatever their windows."""
+        return replace(self, window_tables=(), windows=())
 
     def mix(
         self, kind: CacheKind, cache: Any, layer: jax.Array, inputs: Any

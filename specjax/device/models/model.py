@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Float
 
+from specjax.config import EngineConfig
 from specjax.device.cache.kind import CacheKind, CacheSizes
 from specjax.device.models.layers.rows import Rows
 
@@ -98,6 +99,17 @@ def is_recurrent(model: Model) -> bool:
     """Return whether requests have a state besides their pages, so that reusing pages alone does
     not save running their tokens."""
     return any(kind.is_recurrent and kind.num_layers > 0 for kind in model.cache_kinds)
+
+
+def page_windows(model: Model, config: EngineConfig) -> tuple[int, ...]:
+    """Return the windows whose layers have pages of their own, which are given back behind it.
+
+    None in exact mode, where requests keep their pages to the end.
+    """
+    if config.exact:
+        return ()
+    windows = {kind.window for kind in model.cache_kinds if kind.num_layers}
+    return tuple(sorted(w for w in windows if w is not None and w < config.max_model_len))
 
 
 def init_caches(model: Model, sizes: CacheSizes, dtype: Any) -> tuple[Any, ...]:
