@@ -214,7 +214,9 @@ class SamplingParams:
 
     @property
     def edits_logits(self) -> bool:
-        """Whether any parameter but temperature and structured_outputs modifies the logits."""
+        """Whether any parameter modifies the logits, apart from temperature, logits_processors and
+        structured_outputs.
+        """
         truncates = self.temperature > 0 and (self.top_k > 0 or self.top_p < 1 or self.min_p > 0)
         penalties = self.repetition_penalty, self.presence_penalty, self.frequency_penalty
         return bool(
@@ -224,7 +226,6 @@ class SamplingParams:
             or self.allowed_token_ids is not None
             or self.bad_words
             or self.min_tokens
-            or self.logits_processors
         )
 
     def _check_output(self) -> None:

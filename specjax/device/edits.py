@@ -52,6 +52,7 @@ def edit(
 
     `masks` i32[B, T, ceil(V/32)] has a bit for each token that the request's grammar allows.
     """
+    logits = apply_processors(logits, requests, history, processors)
     batch, num_rows, vocab_size = logits.shape
     edits, lengths = requests.edits, history.lengths[:, None] + jnp.arange(num_rows)  # [B, T]
     has_penalty = (edits.repetition != 1) | (edits.presence != 0) | (edits.frequency != 0)
@@ -78,14 +79,25 @@ def edit(
     stops = jnp.where(is_early[..., None] & (stops >= 0), stops, vocab_size)
     logits = logits.at[row, column, stops].set(-jnp.inf, mode="drop")
 
+    if masks is not None:
+        logits = jnp.where(unpack_bits(masks, vocab_size), logits, -jnp.inf)
+    return logits
+
+
+def apply_processors(
+    logits: jax.Array, requests: Requests, history: History, processors: Processors
+) -> jax.Array:
+    """Run the logits processors of each request on its logits f32[B, T, V], as the model made them.
+
+    Row t follows lengths[b] + t tokens. All other edits come after.
+    """
+    lengths = history.lengths[:, None] + jnp.arange(logits.shape[1])  # [B, T]
     for number, functions in processors:
         edited = logits
         for function in functions:
             apply = jax.vmap(jax.vmap(function, (None, 0, 0)))
             edited = apply(history.tokens, lengths, edited).astype(logits.dtype)
-        logits = jnp.where((edits.processor == number)[:, None, None], edited, logits)
-    if masks is not None:
-        logits = jnp.where(unpack_bits(masks, vocab_size), logits, -jnp.inf)
+        logits = jnp.where((requests.edits.processor == number)[:, None, None], edited, logits)
     return logits
 
 

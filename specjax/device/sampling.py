@@ -50,12 +50,10 @@ def through_edits(
     """Call `use` on the edited logits, or on the unedited ones if `wants_edits` bool[] is False.
 
     The conditional encloses `use`, so that it need not return an array as large as the logits.
-    If `edit` is None nothing is edited; if `wants_edits` is None the edits are unconditional.
+    If `edit` is None nothing is edited, and `wants_edits` is not used.
     """
     if edit is None:
         return use(logits)
-    if wants_edits is None:
-        return use(edit(logits))
     return jax.lax.cond(wants_edits, lambda: use(edit(logits)), lambda: use(logits))
 
 

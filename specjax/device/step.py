@@ -10,9 +10,10 @@ round drafts, runs the target over the drafts, and commits the accepted ones:
 
     propose -> extend -> settle
 
-in one program, or in three if the host must act before `settle` (to make grammar masks). The parts
-that run the target do not depend on the logit options of requests. Chunks and a round may also run
-in one program, see `joined.py`.
+in one program, or in three if something comes before `settle`: the host makes grammar masks, or
+logits processors of users run (`processors.py`; before `begin`, too). The parts that run the target
+do not depend on the logit options of requests. Chunks and a round may run in one program, see
+`joined.py`.
 
 No input of a step has the number of accepted tokens or the length of a request: the host plans with
 upper bounds, and the device keeps the exact numbers in its own state.
@@ -155,6 +156,7 @@ def begin(
     state: EngineState,
     inputs: PrefillInputs,
     extension: Extension,
+    processed: jax.Array | None = None,
     masks: jax.Array | None = None,
     *,
     model: StepModel,
@@ -163,7 +165,8 @@ def begin(
     """Let the drafter observe a chunk; after a prompt's last chunk, sample the first output token.
 
     A request that resumes after preemption samples nothing: its next token is already known.
-    `masks` i32[B, 1, ceil(V/32)] are those of grammars, if any request has one.
+    `processed` f32[B, 1, V] are the logits after logits processors, and `masks` i32[B, 1,
+    ceil(V/32)] those of grammars, if any request has one.
     """
     slots, starts = inputs.slots, inputs.starts
     batch = slots.shape[0]
@@ -173,14 +176,13 @@ def begin(
     is_last, is_resumed = inputs.is_last > 0, inputs.is_resumed > 0
     samples = is_last & ~is_resumed
 
-    history = partial(History, known, ends)
-    wanted = _wanted(state, inputs, history, masks, model, variant)
-    sampled = through_edits(
-        lambda rows: choose(rows[:, 0], requests.sampling, ends, kernels=model.kernels),
-        extension.logits,
-        wanted.edit,
-        wanted.edits,
-    )
+    logits = extension.logits if processed is None else processed
+    wanted = _wanted(state, inputs, partial(History, known, ends), masks, model, variant)
+
+    def draw(rows):
+        return choose(rows[:, 0], requests.sampling, ends, kernels=model.kernels)
+
+    sampled = through_edits(draw, logits, wanted.edit, wanted.edits)
     put_at = jnp.where(samples, ends, known.shape[1])
     known = known.at[jnp.arange(batch), put_at].set(sampled, mode="drop")
 
@@ -191,7 +193,7 @@ def begin(
     drafter = model.drafter.observe(model.target, params, state.drafter, seen)
     verdict = Verdict(sampled[:, None], jnp.zeros(batch, jnp.int32))
     emitted = _emit(verdict, requests.limits - ends, requests.stop_ids)
-    logprobs = wanted.logprobs(extension.logits, sampled[:, None])
+    logprobs = wanted.logprobs(extension.logits, logits, sampled[:, None])
     prompt_logprobs = None
     if variant.num_prompt_logprobs is not None:
         prompt_logprobs = wanted.prompt_logprobs(
@@ -280,6 +282,7 @@ def settle(
     inputs: DecodeInputs,
     draft: Draft,
     extension: Extension,
+    processed: jax.Array | None = None,
     masks: jax.Array | None = None,
     *,
     model: StepModel,
@@ -288,7 +291,7 @@ def settle(
     """Verify the drafts, commit the accepted ones and one more token, and update the drafter.
 
     The drafter observes the same rows as the target, so that its cache matches the output when the
-    next round starts. `masks` i32[B, K+1, ceil(V/32)] are those of grammars, as in `begin`.
+    next round starts. `processed` f32[B, K+1, V] and `masks` i32[B, K+1, ceil(V/32)]: see `begin`.
     """
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     is_active, requests = _is_active(state, slots), state.requests.at(slots)
@@ -303,14 +306,9 @@ def settle(
         return History(state.tokens[slots], starts + 1).then(draft.tokens)
 
     wanted = _wanted(state, inputs, history, masks, model, variant)
+    logits = extension.logits if processed is None else processed
     target = Target(
-        extension.logits,
-        requests.sampling,
-        starts + 1,
-        num_drafts,
-        wanted.edits,
-        wanted.edit,
-        model.kernels,
+        logits, requests.sampling, starts + 1, num_drafts, wanted.edits, wanted.edit, model.kernels
     )
     verdict = model.verification.verify(draft, target)
 
@@ -337,7 +335,7 @@ def settle(
         num_committed,
         ~emitted.is_finished,
     )
-    logprobs = wanted.logprobs(extension.logits, verdict.tokens)
+    logprobs = wanted.logprobs(extension.logits, logits, verdict.tokens)
     return state, StepOutputs(verdict.tokens, num_tokens, num_drafts, logprobs, None)
 
 

@@ -36,35 +36,32 @@ class Wanted(NamedTuple):
     kernels: str
 
     @property
-    def edits(self) -> jax.Array | None:
-        """Whether any request needs edits, bool[]; None if the variant always edits."""
-        if self.variant.processors:
-            return None
+    def edits(self) -> jax.Array:
+        """Whether any request needs edits, bool[]."""
         return self.wants & (Wants.EDITS | Wants.MASKS) > 0
 
     def edit(self, logits: jax.Array) -> jax.Array:
-        """Return the logits that tokens are sampled from, before the division by temperature."""
-        return process(
-            logits,
-            self.requests(),
-            self.history(),
-            self.variant.processors,
-            self.masks,
-            kernels=self.kernels,
-        )
+        """Return the logits that tokens are sampled from, before the division by temperature.
 
-    def logprobs(self, logits: jax.Array, tokens: jax.Array) -> jax.Array:
-        """Return packed log-probabilities of tokens i32[B, T], by raw or processed logits."""
+        Logits processors have run.
+        """
+        arguments = self.requests(), self.history(), (), self.masks
+        return process(logits, *arguments, kernels=self.kernels)
+
+    def logprobs(self, raw: jax.Array, logits: jax.Array, tokens: jax.Array) -> jax.Array:
+        """Return packed log-probabilities of tokens i32[B, T], by raw or processed logits.
+
+        `raw` are the model's logits, and `logits` those after logits processors.
+        """
         mode, num_top = self.logprobs_mode, self.variant.num_logprobs
 
-        def report_drawn(processed):
-            drawn = _scaled(processed, self.requests())
-            return pack_logprobs(_report(logits, drawn, tokens, num_top, mode), len(tokens))
+        def report_drawn(edited):
+            drawn = _scaled(edited, self.requests())
+            return pack_logprobs(_report(raw, drawn, tokens, num_top, mode), len(tokens))
 
         def report():
             if mode == "raw":
-                raw = _report(logits, logits, tokens, num_top, mode)
-                return pack_logprobs(raw, len(tokens))
+                return pack_logprobs(_report(raw, raw, tokens, num_top, mode), len(tokens))
             return through_edits(report_drawn, logits, self.edit, self.edits)
 
         def nothing():

@@ -15,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.device.drafters.drafter import Params, Variant
+from specjax.device.edits import Processors
 from specjax.device.joined import joined_step
 from specjax.device.models.model import Features
+from specjax.device.processors import process_first, process_round
 from specjax.device.state import EngineState
 from specjax.device.step import (
     DecodeInputs,
@@ -213,14 +215,17 @@ def run_begin(
     state: EngineState,
     packed: jax.Array,
     extension: Extension,
-    masks: jax.Array | None = None,
+    processed: jax.Array,
+    masks: jax.Array,
     *,
     model: StepModel,
     variant: Variant,
 ) -> tuple[EngineState, jax.Array]:
-    """`begin` between packed arrays."""
+    """`begin` between packed arrays; `processed` and `masks` are those of `settle`, for R = 1."""
     inputs = PrefillInputs(*_columns(packed, PrefillInputs))
-    state, outputs = begin(params, state, inputs, extension, masks, model=model, variant=variant)
+    state, outputs = begin(
+        params, state, inputs, extension, processed, masks, model=model, variant=variant
+    )
     return state, pack_outputs(outputs)
 
 
@@ -295,17 +300,48 @@ def run_settle(
     packed: jax.Array,
     draft: Draft,
     extension: Extension,
-    masks: jax.Array | None = None,
+    processed: jax.Array,
+    masks: jax.Array,
     *,
     model: StepModel,
     variant: Variant,
 ) -> tuple[EngineState, jax.Array]:
-    """`settle` between packed arrays: the third part. `masks` are i32[B, R, ceil(V/32)]."""
+    """`settle` between packed arrays: the third part.
+
+    `processed` f32[B, R, V] are the extension's logits after logits processors, if there are any;
+    `masks` are i32[B, R, ceil(V/32)].
+    """
     inputs = DecodeInputs(*_columns(packed, DecodeInputs))
-    state, outputs = settle(
-        params, state, inputs, draft, extension, masks, model=model, variant=variant
-    )
+    arguments = inputs, draft, extension, processed, masks
+    state, outputs = settle(params, state, *arguments, model=model, variant=variant)
     return state, pack_outputs(outputs)
+
+
+def run_process_first(
+    params: Params,
+    state: EngineState,
+    packed: jax.Array,
+    logits: jax.Array,
+    *,
+    processors: Processors,
+) -> tuple[EngineState, jax.Array]:
+    """`process_first` from a packed array."""
+    inputs = PrefillInputs(*_columns(packed, PrefillInputs))
+    return state, process_first(state, inputs, logits, processors=processors)
+
+
+def run_process_round(
+    params: Params,
+    state: EngineState,
+    packed: jax.Array,
+    draft: Draft,
+    logits: jax.Array,
+    *,
+    processors: Processors,
+) -> tuple[EngineState, jax.Array]:
+    """`process_round` from a packed array."""
+    inputs = DecodeInputs(*_columns(packed, DecodeInputs))
+    return state, process_round(state, inputs, draft, logits, processors=processors)
 
 
 def pack_outputs(outputs: StepOutputs) -> jax.Array:

@@ -85,7 +85,7 @@ class Executables:
 
     def _path(self, key: Any) -> Path | None:
         """The file of a program; None for one with code that exists in this process only."""
-        if getattr(getattr(key, "variant", None), "processors", ()):
+        if any(getattr(part, "processors", ()) for part in (key, getattr(key, "variant", None))):
             return None
         name = _DIGEST(f"{self._origin}\n{key!r}".encode()).hexdigest()
         return self._folder / f"{name}.program"

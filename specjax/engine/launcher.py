@@ -24,13 +24,16 @@ from specjax.engine.programs import (
     Extend,
     Joined,
     Prefill,
+    ProcessFirst,
+    ProcessRound,
     Programs,
     Propose,
     Restore,
     Settle,
     Take,
+    of_begin,
     of_drafts,
-    without_masks,
+    of_settle,
 )
 from specjax.engine.repertoire import Repertoire
 from specjax.host.plans import DecodePlan, PrefillPlan
@@ -67,6 +70,7 @@ class Extended:
     packed: np.ndarray
     draft: Draft
     extension: Extension
+    logits: jax.Array  # the extension's, after logits processors
     start: float  # seconds, as of `InFlight`
     launched: float
 
@@ -128,7 +132,10 @@ class Launcher:
         if variant.masks:
             draft.tokens.copy_to_host_async()
         extension = run(Extend(batch, k), packed, draft)
-        extended = Extended(plan, variant, packed, draft, extension, start, launched)
+        logits = extension.logits
+        if variant.processors:
+            logits = run(ProcessRound(batch, k, variant.processors), packed, draft, logits)
+        extended = Extended(plan, variant, packed, draft, extension, logits, start, launched)
         if any(sequence.matcher for sequence in plan.sequences):
             return extended
         return self.settle(extended)
@@ -140,8 +147,8 @@ class Launcher:
             has_grammar = any(sequence.matcher for sequence in plan.sequences)
             drafts = np.asarray(step.draft.tokens) if has_grammar else None
             masks = pack_masks(plan, drafts, self._layout)
-        arguments = step.packed, step.draft, step.extension, masks
-        key = Settle(plan.batch, plan.k, without_masks(variant))
+        arguments = step.packed, step.draft, step.extension, step.logits, masks
+        key = Settle(plan.batch, plan.k, of_settle(variant))
         outputs = self._programs.run(key, *arguments)
         return self._in_flight(plan, variant, outputs, step.start, step.launched)
 
@@ -173,7 +180,8 @@ class Launcher:
         assert isinstance(chunks, PrefillPlan) and isinstance(round_, DecodePlan)
         variant, others = (self._repertoire.variant_for(part, part.demands) for part in parts)
         whole = Decode(round_.batch, round_.k, others)
-        if variant.masks or whole not in self._programs.ready or exports_features(chunks):
+        is_plain = not variant.masks and not variant.processors
+        if not is_plain or whole not in self._programs.ready or exports_features(chunks):
             return None
         return Joined(Begin(chunks.batch, chunks.width, variant), whole)
 
@@ -205,7 +213,11 @@ class Launcher:
         # Nothing comes before a first token, so its grammar's masks can be made now.
         masks = pack_masks(plan, None, self._layout) if variant.masks else None
         extension = run(Prefill(batch, width), packed)
-        outputs = run(Begin(batch, width, without_masks(variant)), packed, extension, masks)
+        logits = extension.logits
+        if variant.processors:
+            logits = run(ProcessFirst(batch, variant.processors), packed, logits)
+        begin = Begin(batch, width, of_begin(variant))
+        outputs = run(begin, packed, extension, logits, masks)
         self._move(Take(batch), plan, is_taken=True)
         return outputs, extension
 

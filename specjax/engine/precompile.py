@@ -36,6 +36,8 @@ from specjax.engine.batch import (
     run_extend,
     run_joined,
     run_prefill,
+    run_process_first,
+    run_process_round,
     run_propose,
     run_restore,
     run_settle,
@@ -54,6 +56,8 @@ from specjax.engine.programs import (
     Joined,
     Key,
     Prefill,
+    ProcessFirst,
+    ProcessRound,
     Propose,
     Restore,
     Settle,
@@ -210,6 +214,8 @@ class CompiledPrograms:
             Propose: self._propose,
             Extend: self._extend,
             Settle: self._settle,
+            ProcessFirst: self._process_first,
+            ProcessRound: self._process_round,
         }
 
     @property
@@ -351,7 +357,7 @@ class CompiledPrograms:
     def _begin(self, key: Begin) -> tuple:
         packed = self._ints(*self._layout.prefill_shape(key.batch))
         extension = self._result(Prefill(key.batch, key.width))
-        arguments = packed, extension, self._ints(*self._mask_shape(key))
+        arguments = packed, extension, extension.logits, self._ints(*self._mask_shape(key))
         return run_begin, arguments, {"model": self.model, "variant": key.variant}
 
     def _decode(self, key: Decode) -> tuple:
@@ -384,8 +390,20 @@ class CompiledPrograms:
         packed = self._ints(*self._layout.decode_shape(key.batch))
         draft = self._result(Propose(key.batch, key.k, Variant()))
         extension = self._result(Extend(key.batch, key.k))
-        arguments = packed, draft, extension, self._ints(*self._mask_shape(key))
+        masks = self._ints(*self._mask_shape(key))
+        arguments = packed, draft, extension, extension.logits, masks
         return run_settle, arguments, {"model": self.model, "variant": key.variant}
+
+    def _process_first(self, key: ProcessFirst) -> tuple:
+        packed = self._ints(*self._layout.prefill_shape(key.batch))
+        logits = self._logits(key.batch, 1)
+        return run_process_first, (packed, logits), {"processors": key.processors}
+
+    def _process_round(self, key: ProcessRound) -> tuple:
+        packed = self._ints(*self._layout.decode_shape(key.batch))
+        draft = self._result(Propose(key.batch, key.k, Variant()))
+        logits = self._logits(key.batch, key.k + 1)
+        return run_process_round, (packed, draft, logits), {"processors": key.processors}
 
     def _mask_shape(self, key: Begin | Settle) -> tuple[int, int, int]:
         num_rows = key.k + 1 if isinstance(key, Settle) else 1
@@ -397,6 +415,10 @@ class CompiledPrograms:
         if shape not in self._no_masks:
             self._no_masks[shape] = self._placement.put(np.full(shape, -1, np.int32))
         return self._no_masks[shape]
+
+    def _logits(self, batch: int, num_rows: int) -> jax.ShapeDtypeStruct:
+        shape = batch, num_rows, self._layout.vocab_size
+        return jax.ShapeDtypeStruct(shape, jnp.float32, sharding=self._placement.sharding())
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, jnp.int32, sharding=self._placement.sharding())

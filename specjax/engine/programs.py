@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 from specjax.device.drafters.drafter import Params, Variant
+from specjax.device.edits import Processors
 from specjax.engine.batch import Part
 from specjax.engine.metrics import Compilations
-from specjax.host.plans import PrefillPlan
+from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.speculation.step_cost import StepCost
 
 FEW_LOGPROBS = 20  # likeliest tokens that every step can report
@@ -48,9 +49,10 @@ class Prefill:
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """Drafter observes the chunk, first tokens are sampled: (packed, extension, masks) -> outputs.
+    """Drafter observes the chunk, first tokens are sampled.
 
-    `masks` is None if no request has a grammar; `variant.masks` is False, as all take masks.
+    (packed, extension, logits, masks) -> outputs, where `logits` are the extension's, or what
+    `ProcessFirst` made of them; `masks` is None if no request has a grammar.
     """
 
     batch: int
@@ -94,15 +96,43 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Settle:
-    """Third piece: (packed, draft, extension, masks) -> outputs; `masks` as in `Begin`."""
+    """Third piece: (packed, draft, extension, logits, masks) -> outputs; as in `Begin`."""
 
     batch: int
     k: int
     variant: Variant
 
 
+@dataclass(frozen=True, slots=True)
+class ProcessFirst:
+    """Logits processors between `Prefill` and `Begin`: (packed, logits) -> logits."""
+
+    batch: int
+    processors: Processors
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRound:
+    """Logits processors between `Extend` and `Settle`: (packed, draft, logits) -> logits."""
+
+    batch: int
+    k: int
+    processors: Processors
+
+
 Key: TypeAlias = (
-    Admit | Restore | Take | Prefill | Begin | Decode | Joined | Propose | Extend | Settle
+    Admit
+    | Restore
+    | Take
+    | Prefill
+    | Begin
+    | Decode
+    | Joined
+    | Propose
+    | Extend
+    | Settle
+    | ProcessFirst
+    | ProcessRound
 )
 
 
@@ -191,16 +221,14 @@ def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
     batch = plan.batch
     if isinstance(plan, PrefillPlan):
         keys: list[Key] = [Admit(batch), Prefill(batch, plan.width)]
-        keys.append(Begin(batch, plan.width, without_masks(variant)))
+        keys.append(Begin(batch, plan.width, of_begin(variant)))
+        if variant.processors:
+            keys.append(ProcessFirst(batch, variant.processors))
         return [*keys, Restore(batch), Take(batch)] if is_recurrent else keys
     variant = of_rounds(variant)
     if not is_in_pieces(variant):
         return [Decode(batch, plan.k, variant)]
-    return [
-        Propose(batch, plan.k, of_drafts(variant)),
-        Extend(batch, plan.k),
-        Settle(batch, plan.k, without_masks(variant)),
-    ]
+    return _pieces(plan, Propose(batch, plan.k, of_drafts(variant)), variant)
 
 
 def first_keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
@@ -211,12 +239,13 @@ def first_keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[K
     """
     if isinstance(plan, PrefillPlan):
         return keys_of(plan, variant, is_recurrent=is_recurrent)
+    return _pieces(plan, Propose(plan.batch, plan.k, Variant()), of_rounds(variant))
+
+
+def _pieces(plan: DecodePlan, propose: Propose, variant: Variant) -> list[Key]:
     batch, k = plan.batch, plan.k
-    return [
-        Propose(batch, k, Variant()),
-        Extend(batch, k),
-        Settle(batch, k, without_masks(of_rounds(variant))),
-    ]
+    keys: list[Key] = [propose, Extend(batch, k), Settle(batch, k, of_settle(variant))]
+    return [*keys, ProcessRound(batch, k, variant.processors)] if variant.processors else keys
 
 
 def is_in_pieces(variant: Variant) -> bool:
@@ -229,12 +258,18 @@ def of_rounds(variant: Variant) -> Variant:
     return variant._replace(num_prompt_logprobs=None)
 
 
-def without_masks(variant: Variant) -> Variant:
-    """The part of a variant that is compiled: steps with masks run the programs of those without.
+def of_begin(variant: Variant) -> Variant:
+    """The part of a variant that is compiled into `Begin`, which takes masks and processed logits.
 
-    Only whole rounds have no place for masks.
+    The rows of a prompt that are scored run their processors in it.
     """
-    return variant._replace(masks=False)
+    scored = variant.num_prompt_logprobs is not None
+    return variant._replace(masks=False, processors=variant.processors if scored else ())
+
+
+def of_settle(variant: Variant) -> Variant:
+    """The part of a variant that is compiled into `Settle`, which is as `Begin`."""
+    return variant._replace(masks=False, processors=())
 
 
 def of_drafts(variant: Variant) -> Variant:

@@ -25,7 +25,7 @@ from specjax.engine import batch, executables, precompile
 from specjax.engine.engine import Engine
 from specjax.engine.executables import Executables, open_executables
 from specjax.engine.precompile import step_model
-from specjax.engine.programs import Decode, Settle
+from specjax.engine.programs import Decode, ProcessRound, Propose, Settle
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.sampling_params import SamplingParams
@@ -245,4 +245,5 @@ def test_what_was_longest_unused_makes_room(tmp_path, monkeypatch):
 
 def test_programs_with_logits_processors_are_not_kept(tmp_path):
     kept = Executables(tmp_path, "", [])
-    assert kept._path(Settle(2, 0, Variant(((0, (abs,)),)))) is None
+    assert kept._path(Propose(2, 0, Variant(((0, (abs,)),)))) is None
+    assert kept._path(ProcessRound(2, 0, ((0, (abs,)),))) is None

@@ -28,6 +28,8 @@ from specjax.engine.programs import (
     Decode,
     Extend,
     Prefill,
+    ProcessFirst,
+    ProcessRound,
     Propose,
     Restore,
     Settle,
@@ -402,9 +404,21 @@ def test_variants_share_the_programs_that_run_the_target():
     """Drafting edits logits as verifying does, but reports nothing, and its masks come later."""
     decode, halved = DecodePlan((), 4, 3, 3), ((0, (halve,)),)
     for variant in Variant((), True, 20), Variant(num_logprobs=50), Variant(halved, True, 20):
-        settle = Settle(4, 3, variant._replace(masks=False))
-        parts = Propose(4, 3, Variant(variant.processors)), Extend(4, 3), settle
-        assert keys_of(decode, variant, is_recurrent=False) == list(parts)
+        settle = Settle(4, 3, variant._replace(masks=False, processors=()))
+        parts = [Propose(4, 3, Variant(variant.processors)), Extend(4, 3), settle]
+        if variant.processors:
+            parts.append(ProcessRound(4, 3, halved))
+        assert keys_of(decode, variant, is_recurrent=False) == parts
+
+
+def test_processors_are_in_begin_only_where_prompts_are_scored():
+    chunks, halved = PrefillPlan((), 2, 32), ((0, (halve,)),)
+    shared = [Admit(2), Prefill(2, 32)]
+    for num_scored, begun in (None, ()), (3, halved):
+        variant = Variant(halved, True, 20, num_scored)
+        begin = Begin(2, 32, Variant(begun, False, 20, num_scored))
+        keys = keys_of(chunks, variant, is_recurrent=False)
+        assert keys == [*shared, begin, ProcessFirst(2, halved)]
 
 
 def test_a_late_compilation_is_counted_once(programs, engine, compilations):

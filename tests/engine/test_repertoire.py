@@ -10,7 +10,15 @@ from support.simulated_device import SimulatedPrograms
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter
 from specjax.engine.engine import Engine
-from specjax.engine.programs import Begin, Decode, Extend, Prefill, Propose, Settle
+from specjax.engine.programs import (
+    Decode,
+    Extend,
+    Prefill,
+    ProcessFirst,
+    ProcessRound,
+    Propose,
+    Settle,
+)
 from specjax.host.request import Request
 from specjax.host.speculation.acceptance import Acceptance
 from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
@@ -169,8 +177,8 @@ def test_who_needs_another_variant_waits_and_nobody_else_does(engine):
     assert first.output and engine.programs.pending
     launches = run(engine)
     assert len(asking.output) == 5 and len(first.output) == 30
-    assert any(isinstance(key, Begin) and key.variant.processors for key in launches)
-    # The programs before and after the target's, which is there.
+    assert {ProcessFirst, ProcessRound} <= {type(key) for key in launches}
+    # What comes before and after them is there.
     assert engine.metrics().num_compiles_after_warmup == 2
 
 
@@ -211,9 +219,9 @@ def test_requests_of_two_variants_run_together(engine):
 
 def test_a_variant_that_does_not_compile_is_its_own_requests_fault(engine):
     engine.repertoire.number_of((double,))
-    begin = Begin(2, 32, engine.repertoire.variants[0]._replace(processors=((0, (double,)),)))
     assert Prefill(2, 32) in engine.programs.ready
-    engine.programs.failures[begin] = RuntimeError("no such operation")
+    failing = ProcessFirst(2, ((0, (double,)),))
+    engine.programs.failures[failing] = RuntimeError("no such operation")
     good = add(engine, 0, 20)
     bad = add(engine, 1, 20, logits_processors=[double])
     run(engine)

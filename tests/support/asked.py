@@ -50,6 +50,8 @@ class Asked:
             ),
         )
         edited = [float(x) for x in logits]
+        for twin in (twins or {}).get(self.processor, ()):
+            edited = twin(tokens, edited)
         for token in set(tokens):
             x = edited[token]
             x = x / repetition if x > 0 else x * repetition
@@ -66,8 +68,6 @@ class Asked:
         if len(self.output) < self.params.min_tokens:
             for token in self.stop_ids:
                 edited[token] = -math.inf
-        for twin in (twins or {}).get(self.processor, ()):
-            edited = twin(tokens, edited)
         return [x if allowed is None or i in allowed else -math.inf for i, x in enumerate(edited)]
 
     def kept(self, edited: Sequence[float]) -> list[bool]:

@@ -301,12 +301,13 @@ def make_request(
         grammar = partial(Grammar, ends[0](), ends[1], -(-vocab_size // 32), fails_late)
         structured = StructuredOutputs(choice=["a"])
     wants_prompt = chance(rng, 0.1) and not config.exact
+    has_processor = fails and chance(rng, 0.5) and not config.exact
     params = SamplingParams(
         n=count,
         logprobs=0 if chance(rng, 0.2) else None,
         prompt_logprobs=0 if wants_prompt else None,
         structured_outputs=structured,
-        logits_processors=[unchanged] if fails and chance(rng, 0.5) else (),
+        logits_processors=[unchanged] if has_processor else (),
     )
     return Request(
         number,

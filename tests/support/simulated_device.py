@@ -33,6 +33,8 @@ from specjax.engine.programs import (
     Joined,
     Key,
     Prefill,
+    ProcessFirst,
+    ProcessRound,
     Propose,
     Restore,
     Settle,
@@ -95,6 +97,8 @@ class SimulatedPrograms:
             Extend: self._extend,
             Settle: self._settle,
             Joined: self._joined,
+            ProcessFirst: lambda key, packed, logits: logits | dict(key.processors).keys(),
+            ProcessRound: lambda key, packed, draft, logits: logits | dict(key.processors).keys(),
         }
         self.renew()
 
@@ -203,6 +207,7 @@ class SimulatedPrograms:
             slot.seed = int(sampling.seeds) if sampling.temperature else 0
             slot.prompt_length, slot.limit = int(requests.prompt_lengths), int(requests.limits)
             slot.min_tokens = int(requests.edits.min_tokens)
+            slot.processor = int(requests.edits.processor)
             assert slot.prompt_length <= len(slot.tokens) < slot.limit <= self.config.max_model_len
             slot.stop_ids = frozenset(requests.stop_ids.tolist()) - {-1}
             slot.length, slot.is_active, slot.pending = None, False, 0
@@ -239,7 +244,12 @@ class SimulatedPrograms:
         return Extension()
 
     def _begin(
-        self, key: Begin, packed: np.ndarray, extension: Any, masks: np.ndarray | None
+        self,
+        key: Begin,
+        packed: np.ndarray,
+        extension: Any,
+        logits: frozenset[int],
+        masks: np.ndarray | None,
     ) -> HostArray:
         wants = self._wants(packed)
         outputs = Outputs(key.batch, 1, key.width, key.variant, *self._reported, wants=wants)
@@ -248,6 +258,7 @@ class SimulatedPrograms:
             table, end = self._tables(packed[row])[0], start + count
             if is_last and not is_resumed:
                 self._check_mask(masks, row, 0, slot)
+                assert slot.processor in {-1, *logits}, "unprocessed logits"
                 slot.append(self._next(slot, []))
                 outputs.put(row, end, [slot.tokens[end]], 0)
             following = slot.digests[start + 2 : end + 2].copy()
@@ -263,7 +274,7 @@ class SimulatedPrograms:
         assert packed.shape == self.layout.decode_shape(key.batch)
         rows = self._rows(key.k, packed)
         self._extend_rows(key.k, rows)
-        return self._out(self._settle_rows(key, rows, packed, None))
+        return self._out(self._settle_rows(key, rows, packed, frozenset(), None))
 
     def _joined(
         self, key: Joined, packed: np.ndarray, packed_round: np.ndarray
@@ -274,9 +285,10 @@ class SimulatedPrograms:
             self._check_reads(row.slot, row.start, row.tables)
         extension = self._prefill(Prefill(begin.batch, begin.width), packed)
         self._extend_rows(decode.k, rows)
-        outputs = self._settle_rows(decode, rows, packed_round, None)
+        outputs = self._settle_rows(decode, rows, packed_round, frozenset(), None)
         self.tally["joined"] += 1
-        return self._begin(begin, packed, extension, None), self._out(outputs)
+        begun = self._begin(begin, packed, extension, frozenset(), None)
+        return begun, self._out(outputs)
 
     def _propose(self, key: Propose, packed: np.ndarray) -> Draft:
         self._proposed = self._rows(key.k, packed)
@@ -285,13 +297,20 @@ class SimulatedPrograms:
             drafts[number] = row.drafts
         return Draft(HostArray(drafts))
 
-    def _extend(self, key: Extend, packed: np.ndarray, draft: Draft) -> None:
+    def _extend(self, key: Extend, packed: np.ndarray, draft: Draft) -> Extension:
         self._extend_rows(key.k, self._proposed)
+        return Extension()
 
     def _settle(
-        self, key: Settle, packed: np.ndarray, draft: Draft, extension: Any, masks: np.ndarray
+        self,
+        key: Settle,
+        packed: np.ndarray,
+        draft: Draft,
+        extension: Any,
+        logits: frozenset[int],
+        masks: np.ndarray,
     ) -> HostArray:
-        return self._out(self._settle_rows(key, self._proposed, packed, masks))
+        return self._out(self._settle_rows(key, self._proposed, packed, logits, masks))
 
     # --- rounds -----------------------------------------------------------------------------------
 
@@ -331,12 +350,14 @@ class SimulatedPrograms:
         key: Decode | Settle,
         rows: dict[int, Row],
         packed: np.ndarray,
+        logits: frozenset[int],
         masks: np.ndarray | None,
     ) -> np.ndarray:
         wants = self._wants(packed)
         outputs = Outputs(key.batch, key.k + 1, 0, key.variant, *self._reported, wants=wants)
         for number, row in rows.items():
             slot, start, stands = row.slot, row.start, len(row.tokens)
+            assert slot.processor in {-1, *logits}, "unprocessed logits"
             for place in range(stands):
                 self._check_mask(masks, number, place, slot, start + 1 + place)
             cells = self._cells(row.tables[0], start, start + key.k + 1)

@@ -37,6 +37,7 @@ class HostArray:
 
 class Extension(NamedTuple):
     features: Any = None
+    logits: frozenset[int] = frozenset()  # numbers of the logits processors that have run
 
 
 class Outputs:

@@ -18,6 +18,7 @@ class Slot:
     prompt_length: int = 0
     limit: int = 0
     min_tokens: int = 0
+    processor: int = -1  # number of its logits processors
     stop_ids: frozenset[int] = frozenset()
     length: int | None = None  # None before the first chunk
     is_active: bool = False
