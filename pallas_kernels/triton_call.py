@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plt
 
@@ -35,6 +36,24 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -
         result_shape_dtypes=[jax.ShapeDtypeStruct(c.shape, c.dtype)],
     )
     return sum_
+
+
+def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
+    """Return log2 of normal numbers f32 by the GPU's instruction for it.
+
+    Its error is at most 2^-22, absolute for x in (0.5, 2) and relative elsewhere (PTX ISA). In
+    interpret mode it is JAX's.
+    """
+    if interpret:
+        return jnp.log2(x)
+    (found,) = plt.elementwise_inline_asm(
+        "lg2.approx.ftz.f32 $0, $1;",
+        args=[x],
+        constraints="=f,f",
+        pack=1,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
+    )
+    return found
 
 
 def triton_call(

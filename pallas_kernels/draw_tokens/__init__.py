@@ -3,8 +3,8 @@
     token = argmax_v (logits_v / T + g(seed, stream, counters, v)),     g = -log(-log u)
 
 This samples from softmax(logits / T) (Gumbel-max). At temperature 0 it is the plain argmax. Ties
-go to the first token. The noise is counter-based (threefry): that of a token does not depend on the
-row, the batch, or how many others are drawn.
+go to the first token. The noise is counter-based (threefry, a call for two tokens): that of a token
+does not depend on the row, the batch, or how many others are drawn.
 
 XLA samples with a second program in a conditional, and launches a kernel for every small array that
 the noise is computed from; the Triton kernel reads the logits once and does everything per row.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-import specjax.device.noise
+from pallas_kernels.draw_tokens import reference
 from specjax.device.noise import Stream, gumbel_noise, uniform_noise
 
 pytestmark = pytest.mark.every_jax
@@ -75,7 +75,7 @@ def test_draws_under_different_keys_are_independent():
         "step 0": draw(gumbel, Stream.DRAFT, rounds=(0,)),
         "step 1": draw(gumbel, Stream.DRAFT, rounds=(1,)),
         "coins": draw(uniform, Stream.ACCEPT),
-        "gumbel coins": draw(gumbel, Stream.ACCEPT),
+        "halved coins": draw(uniform, Stream.ACCEPT) / 2,
         "seed": draw(gumbel, Stream.TARGET, seed=6),
         "position": np.roll(target, 1, axis=0),
         "token": np.roll(target, 1, axis=1),
@@ -83,8 +83,8 @@ def test_draws_under_different_keys_are_independent():
     ranks = np.array([stats.rankdata(x) for x in drawn.values()])
     names = list(drawn)
     found = np.abs(np.corrcoef(ranks)) - np.eye(len(names))
-    i = names.index("coins"), names.index("gumbel coins")
-    assert found[i] > 0.99  # the same bits, so that the measure does find what is there
+    i = names.index("coins"), names.index("halved coins")
+    assert found[i] > 0.99  # the measure does find what is there
     found[i] = found[i[::-1]] = 0
     assert found.max() < 4.5 / np.sqrt(target.size), dict(zip(names, found, strict=True))
 
@@ -120,9 +120,7 @@ def test_the_gumbel_law():
 def test_every_word_of_random_bits_becomes_its_quantile(monkeypatch):
     """The tail above 16.6, past float32's step below one, is as exact as the rest."""
     words = np.array([0, 1, 2, 3, 10, 255, 2**12, 2**20, 2**31, 2**32 - 2**12, 2**32 - 1])
-    monkeypatch.setattr(
-        specjax.device.noise.jax.random, "bits", lambda *_: jnp.array(words, jnp.uint32)
-    )
+    monkeypatch.setattr(reference, "token_bits", lambda *_: jnp.array(words, jnp.uint32))
     noise_of = jax.jit(lambda seeds, at: gumbel_noise(seeds, Stream.TARGET, (at,), len(words)))
     noise = np.asarray(noise_of(np.zeros(1, np.uint32), np.zeros(1, int)))
     # The probability of a larger draw; at its other end the law is cut off at one in 2^24.

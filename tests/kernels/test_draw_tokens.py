@@ -1,4 +1,4 @@
-"""Every implementation of the draw against its equation, with jax.random's own bits, and by law."""
+"""Every implementation of the draw against its equation, with threefry's own bits, and by law."""
 
 import functools
 
@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.extend.random import threefry_2x32
 
 from pallas_kernels.draw_tokens import draw_tokens
+from pallas_kernels.draw_tokens import triton as kernel
+from pallas_kernels.draw_tokens.reference import token_bits
 from pallas_kernels.draw_tokens.triton import DrawTuning, draw_tokens_triton, threefry
 
 IMPLEMENTATIONS = "reference", "interpret"
@@ -42,7 +45,10 @@ def bits_by_definition(seed, stream, counters):
     key = jax.random.fold_in(jax.random.key(seed), stream)
     for counter in counters:
         key = jax.random.fold_in(key, counter)
-    return jax.random.bits(key, (SHAPE[1],), jnp.uint32)
+    first, second = np.divmod(np.arange(SHAPE[1]), 64)
+    calls = jnp.array(32 * first + second % 32, jnp.uint32)
+    words = threefry_2x32(jax.random.key_data(key), jnp.stack([jnp.zeros_like(calls), calls]))
+    return jnp.where(second < 32, *words)
 
 
 def by_definition(logits, temperature, seeds, stream, counters, token_ids=None):
@@ -105,7 +111,7 @@ def test_the_first_of_equals_and_rows_of_nothing(kernels):
 
 @pytest.mark.parametrize(
     "draw",
-    [functools.partial(compiled, kernels="reference"), functools.partial(in_tiles, block=16)],
+    [functools.partial(compiled, kernels="reference"), functools.partial(in_tiles, block=64)],
     ids=IMPLEMENTATIONS,
 )
 def test_draws_follow_the_distribution(draw):
@@ -140,11 +146,45 @@ def test_tiles_do_not_change_a_token():
 
 @pytest.mark.every_jax
 def test_the_bits_are_those_of_jax_random():
-    words = np.asarray(jax.random.key_data(jax.random.fold_in(jax.random.key(11), 2)))
-    count = np.arange(100, dtype=np.uint32)
+    """Which makes one word of a call's two."""
+    key = jax.random.fold_in(jax.random.key(11), 2)
+    words, count = np.asarray(jax.random.key_data(key)), np.arange(100, dtype=np.uint32)
     first, second = jax.jit(threefry)((words[0], words[1]), (np.zeros_like(count), count))
-    bits = np.asarray(bits_by_definition(np.uint32(11), 2, ()))
-    np.testing.assert_array_equal(np.asarray(first) ^ np.asarray(second), bits[:100])
+    expected = jax.random.bits(key, (100,), jnp.uint32)
+    np.testing.assert_array_equal(np.asarray(first) ^ np.asarray(second), expected)
+
+
+@pytest.mark.every_jax
+def test_two_tokens_share_a_call():
+    """Those of which one is 32 further on, in groups of 64."""
+    key = jax.random.key(3)
+    words = np.asarray(jax.random.key_data(key))
+    found = np.asarray(token_bits(key, 150))
+    for token in 0, 31, 32, 63, 64, 100, 149:
+        call = np.array([token // 64 * 32 + token % 32], np.uint32)
+        both = jax.jit(threefry)((words[0], words[1]), (np.zeros_like(call), call))
+        assert found[token] == both[token // 32 % 2][0]
+    assert len(set(found.tolist())) == 150
+    np.testing.assert_array_equal(found[:33], token_bits(key, 33))
+
+
+def test_the_kernels_noise_is_within_its_error():
+    """Where the GPU's logarithm is as wrong as it may be, upwards or downwards, at every scale."""
+    words = np.unique(np.geomspace(1, 2**32 - 1, 20_000).astype(np.uint32))
+    words = np.concatenate([words, ~words])
+    u = np.minimum((words.astype(np.float32) + np.float32(0.5)) / 2**32, 1 - 2.0**-24)
+    exact = -np.log(-np.log1p(-u.astype(np.float64)))
+
+    def wrong(x, *, interpret, sign):
+        exact = np.log2(np.asarray(x, np.float64))
+        near = (x > 0.5) & (x < 2)
+        return np.float32(exact + sign * 2.0**-22 * np.where(near, 1, np.abs(exact)))
+
+    for sign in -1, 0, 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernel, "log2", functools.partial(wrong, sign=sign))
+            found = np.asarray(kernel._gumbel(jnp.array(words), interpret=True))
+        assert np.abs(found - exact).max() < 8e-6
 
 
 @pytest.mark.parametrize(
