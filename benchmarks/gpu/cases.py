@@ -137,6 +137,15 @@ CASES = (
         on_cpu=False,  # models/Qwen3.5-4B is of the same kind
     ),
     Case(
+        name="early_launch",
+        function="host:measure_early_launch",
+        about="steps of Llama-3.2-1B and Llama-3.1-8B, K 0 and 3, 1 request, launched early or not",
+        seconds=120,
+        least=50,
+        arguments={"names": ("Llama-3.2-1B", "Llama-3.1-8B")},
+        on_cpu=False,  # `Step` runs in host/1
+    ),
+    Case(
         name="prefill",
         function="prefill:measure_prefill",
         about="32 prompts of 1,900 tokens, Llama-3.1-8B: tokens/s, and part of the card's product",

@@ -8,15 +8,18 @@ The first is of the same program launched many times in a row, with no host work
 
 import os
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
+import numpy as np
 from engines import Chosen, free, make_config, make_engine, make_models, measure_engine, step_floor
 from seed import RATES
 from steps import Step
-from timing import Setting, attempt, step_times
+from timing import Setting, attempt, spread, step_times
 
 MODEL, KS = "Llama-3.1-8B", (0, 3)
 CPU_KS = (1,)  # one compilation of each is enough to see that it runs
+EARLY_LAUNCH = {"xla_gpu_enable_pdl": True}  # since jax 0.11; off by default
 WAYS = {
     "async": {},
     "sync": {"async_scheduling": False},
@@ -50,6 +53,38 @@ def measure_host(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
 
             yield attempt(row | {"k": k, "way": way}, one)
         free(engine)
+
+
+def measure_early_launch(setting: Setting, names: tuple[str, ...]) -> Iterator[dict[str, Any]]:
+    """A step of one request, with kernels launched before the one before has ended, and without.
+
+    XLA has each wait before it reads or writes (programmatic dependent launch), so all results must
+    be the same; the same process tunes both in the same way.
+    """
+    for name in names:
+        models, ks = make_models(name, setting), setting.pick(KS, CPU_KS)
+        for k in ks:
+            row = {"what": "early launch", "model": name, "batch": 1, "k": k}
+
+            def one(models=models, k=k):
+                config = make_config(1, setting, 3)
+                usual, early = (
+                    Step(models, config, k, RATES[:3], setting, max_drafts=3, options=options)
+                    for options in ({}, EARLY_LAUNCH)
+                )
+                for _ in range(setting.pick(300, 3)):
+                    is_same = np.array_equal(usual.launch(), early.launch())
+                    if not is_same:
+                        break
+                found = {"is_same": is_same and usual.equals(early)}
+                pairs = [
+                    [step_times(step.launch, setting)["median"] for step in (usual, early)]
+                    for _ in range(setting.pick(5, 1))
+                ]
+                ratios = spread([before / after for before, after in pairs])
+                return found | {"ms_per_step": median(pair[1] for pair in pairs), "ratio": ratios}
+
+            yield attempt(row, one)
 
 
 def measure_step(setting: Setting, label: str) -> Iterator[dict[str, Any]]:

@@ -256,6 +256,14 @@ def _buffers(results: Sequence[Line], device: str) -> tuple[list[str], list[list
     return ["command buffers", "K", "ms per step", "of copy"], rows
 
 
+def _early(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [x["model"], x["k"], *_or_error(x, "ms_per_step", "ratio", "is_same")]
+        for x in pick(results, "early launch")
+    ]
+    return ["model", "K", "ms per step", "as usual / launched early", "same results"], rows
+
+
 def _peers(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
     rows = []
     for x in results:
@@ -292,6 +300,7 @@ TABLES: dict[str, Callable[[Sequence[Line], str], tuple[list[str], list[list[Any
     "Loading": _loading,
     "Outputs": _outputs,
     "Command buffers": _buffers,
+    "Kernels launched before the one before has ended": _early,
     "Others' programs": _peers,
 }
 

@@ -1,6 +1,8 @@
 """A decode step without an engine: launched again and again, it is all that the device does."""
 
+from collections.abc import Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -31,7 +33,9 @@ class Step:
         *,
         only_drafts: bool = False,
         max_drafts: int | None = None,
+        options: Mapping[str, Any] = MappingProxyType({}),
     ):
+        """`options` are XLA's, beside those of the engine."""
         platform = setting.pick("gpu", "cpu")
         self._params, batch = models.params, config.max_num_seqs
         model = step_model(config, models.target, models.drafter, Synthetic(rates), platform)
@@ -53,9 +57,15 @@ class Step:
         lowered = jitted(run).lower(
             self._params, self._state, self._packed, model=model, variant=Variant(), k=k
         )
-        self._compiled = lowered.compile(compiler_options={} if setting.is_cpu else GPU_OPTIONS)
+        options = {} if setting.is_cpu else GPU_OPTIONS | dict(options)
+        self._compiled = lowered.compile(compiler_options=options)
         self._most = max(1, (config.max_model_len - self._start) // (k + 1) - 1)
         self._count = self._most
+
+    def equals(self, other: "Step") -> bool:
+        """Whether the states, caches included, are the same bit by bit."""
+        pairs = zip(*(jax.tree.leaves(step._state) for step in (self, other)), strict=True)
+        return all(bool(jnp.array_equal(*pair)) for pair in pairs)
 
     def launch(self) -> Any:
         """One step; when the requests have no room left, they begin anew."""

@@ -215,6 +215,11 @@ def sample_lines(device="NVIDIA H200"):
             {"what": "step", "model": "Llama-3.1-8B", "batch": 1, "k": 0, "ms_per_step": 5.0}
             | {"ms_per_token": 5.0, "h100_ms_per_step": 6.5, "gbps": 3000.0, "of_copy": 0.75},
         ),
+        (
+            "early_launch",
+            {"what": "early launch", "model": "Llama-1B", "k": 3, "ms_per_step": 1.5}
+            | {"ratio": {"median": 1.125, "p10": 1.1, "p90": 1.2, "count": 5}, "is_same": True},
+        ),
         ("peers/attention", {"what": "peer attention", "peer": "other", "absent": "no other"}),
     ]
     common = {"seconds": 1.0, "date": "2026-01-01", "provenance": source}
@@ -232,6 +237,7 @@ def test_the_report_of_a_run(section, tmp_path):
     assert "0 of 1" in text and "1.1" in text
     assert "| grid/64 | failed | 1 | RuntimeError: why |" in text
     assert "ValueError: a \\| b" in text and "no other" in text
+    assert "| Llama-1B | 3 | 1.5 | 1.12 (1.1 to 1.2) | yes |" in text
     plotted.plot(lines, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
 
