@@ -8,8 +8,8 @@ import time
 from specjax import LLM, RequestOutput, SamplingParams
 from specjax.bench.workload import read_questions
 
-PROMPTS = [f"Question: {question}\nAnswer:" for question in read_questions()[:8]]
-PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=48)
+PROMPTS = [f"Question: {question}\nAnswer:" for question in read_questions()[:12]]
+PARAMS = SamplingParams(temperature=0.8, seed=1, max_tokens=64)
 EAGLE3 = {"method": "eagle3", "model": "demo-llama-eagle3", "num_speculative_tokens": 3}
 
 
