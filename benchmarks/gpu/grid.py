@@ -18,6 +18,7 @@ from steps import Step
 from timing import Setting, attempt, step_times
 
 FIRST_KS, OTHER_KS = (0, 3), (1, 5)
+CPU_KS = (0, 1)  # few drafts, which are compiled one by one
 COMPARED = (1, 64)  # batch sizes at which more is measured than the grid
 TAX_ROUNDS = 3
 ROOM = 16  # tokens of a request beyond what K = 3 needs; the same for all, for the same programs
@@ -28,9 +29,10 @@ def measure_grid(setting: Setting, batch: int) -> Iterator[dict[str, Any]]:
     name = "Llama-3.1-8B"
     models = make_models(name, setting)
     row = {"what": "step", "model": name, "batch": batch}
-    policy = Chosen(FIRST_KS)
+    first = setting.pick(FIRST_KS, CPU_KS)
+    policy = Chosen(first)
     engine = make_engine(models, batch, policy, RATES, setting, room=ROOM)
-    yield from _cells(engine, policy, FIRST_KS, models, row, setting)
+    yield from _cells(engine, policy, first, models, row, setting)
     if batch in COMPARED:
         yield attempt(
             row | {"what": "K=0 tax"}, lambda: measure_tax(models, engine, policy, setting)
@@ -57,9 +59,10 @@ def _measure_model(
     models = make_models(name, setting)
     for batch in batches:
         row = {"what": "step", "model": name, "batch": batch}
-        policy = Chosen(FIRST_KS, k=max(FIRST_KS))
+        ks = setting.pick(FIRST_KS, CPU_KS[1:])
+        policy = Chosen(ks, k=max(ks))
         engine = make_engine(models, batch, policy, RATES, setting)
-        yield from _cells(engine, policy, FIRST_KS, models, row, setting)
+        yield from _cells(engine, policy, ks, models, row, setting)
         free(engine)
 
 
@@ -102,15 +105,17 @@ def measure_tax(models: Models, engine: Any, policy: Chosen, setting: Setting) -
 
 
 def measure_drafts(models: Models, batch: int, setting: Setting) -> dict[str, Any]:
-    """Milliseconds of three drafts, of a round of none and of one of three, back to back."""
-    config, ms = make_config(batch, setting, max(FIRST_KS), room=ROOM), {}
-    for name, k, only_drafts in ("target", 0, False), ("drafts", 3, True), ("round", 3, False):
-        step = Step(models, config, k, RATES, setting, only_drafts=only_drafts, max_drafts=3)
+    """Milliseconds of all drafts, of a round of none and of one of all, back to back."""
+    most = max(setting.pick(FIRST_KS, CPU_KS))
+    config, ms = make_config(batch, setting, most, room=ROOM), {}
+    steps = ("target", 0, False), ("drafts", most, True), ("round", most, False)
+    for name, k, only_drafts in steps:
+        step = Step(models, config, k, RATES, setting, only_drafts=only_drafts, max_drafts=most)
         ms[name] = step_times(step.launch, setting)
         del step
     middle = {name: times["median"] for name, times in ms.items()}
     return {
-        "k": 3,
+        "k": most,
         "ms": ms,
         "ratio": middle["round"] / (middle["target"] + middle["drafts"]),
     }
