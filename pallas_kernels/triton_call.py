@@ -1,21 +1,109 @@
-"""The parts of Pallas' Triton backend that the kernels use, the same for every supported jax.
+"""What the kernels are written with, and the two backends that compile them for a GPU.
 
-Kernels get whole operands in global memory, and load what they need: masked loads index every
-dimension with arrays, because interpret mode supports only that.
+A kernel is a Pallas kernel of refs to whole operands in global memory: it reads `pl.program_id`,
+and uses the functions below. Masked loads index every dimension with arrays, because interpret
+mode supports only that. Its backend is
+
+- "pallas", Pallas' own lowering to Triton, which jax calls deprecated since 0.11, or
+- "jax_triton": the kernel's jaxpr becomes the text of a Triton function (`triton_source`), which
+  the package jax_triton compiles and calls. Of Pallas it takes the tracing of kernels alone.
+
+Pallas is taken where jax has it, unless the environment variable PALLAS_KERNELS_BACKEND, read
+whenever a kernel is traced, names the other.
 """
 
+import functools
+import importlib.util
+import linecache
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+from jax.extend.core import Primitive
 
-# Since jax 0.11. If the backend is removed, one file per operation has to be ported to Mosaic.
+from pallas_kernels.capability import compute_capability
+from pallas_kernels.triton_source import launch_grid, triton_source
+
+try:
+    from jax.experimental.pallas import triton as plt
+except ImportError:  # removed from jax: what it wrapped is left
+    from jax._src.pallas import primitives
+
+    plt = None
+
+BACKENDS = "pallas", "jax_triton"
+VARIABLE = "PALLAS_KERNELS_BACKEND"
+# Products and sums fuse as with Pallas. XLA assembles the PTX, with a ptxas that may be older than
+# Triton's: this is CUDA 12.3's, the first whose graphs are used.
+BACKEND_OPTIONS = {"enable_fp_fusion": True, "ptx_version": 83}
+
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
-load, store, dot, barrier = plt.load, plt.store, plt.dot, plt.debug_barrier
+
+def backend() -> str | None:
+    """Return the backend that compiles kernels for a GPU; None if there is neither.
+
+    Raises:
+        ValueError: the environment names an unknown backend, or one that is not installed.
+    """
+    there = plt, importlib.util.find_spec("jax_triton")
+    able = [name for name, found in zip(BACKENDS, there, strict=True) if found]
+    asked = os.environ.get(VARIABLE)
+    if asked is None:
+        return able[0] if able else None
+    if asked not in BACKENDS:
+        raise ValueError(f"{VARIABLE}={asked!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    if asked not in able:
+        remedy = "pip install jax-triton, for Python 3.12 or later" if plt else "unset it"
+        raise ValueError(f"{VARIABLE}={asked!r} is not installed; {remedy}")
+    return asked
+
+
+def load(ref: Any, *, mask: jax.Array, other: Any) -> jax.Array:
+    """Return the elements of a ref at its index; `other` where the mask is false."""
+    if plt:
+        return plt.load(ref, mask=mask, other=other)
+    return primitives.load(ref, None, mask=mask, other=other)
+
+
+def store(ref: Any, value: jax.Array, *, mask: jax.Array | None = None) -> None:
+    """Write elements of a ref at its index, where the mask is true."""
+    if plt:
+        plt.store(ref, value, mask=mask)
+    else:
+        primitives.store(ref, None, value, mask=mask)
+
+
+def dot(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    trans_b: bool = False,
+    allow_tf32: bool | None = None,
+    precision: Any = None,
+) -> jax.Array:
+    """Return a b, or a b^T, in f32: of f32 as tf32, unless `allow_tf32` or `precision` deny it."""
+    if allow_tf32 is not None:
+        precision = jax.lax.Precision.HIGH if allow_tf32 else jax.lax.Precision.HIGHEST
+    return jax.lax.dot_general(
+        a,
+        b,
+        dimension_numbers=(((1,), (1 if trans_b else 0,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def barrier(values: Any) -> Any:
+    """Return arrays as they are, after all threads of the program have come so far."""
+    if backend() == "pallas":
+        plt.debug_barrier()
+        return values
+    return jax.lax.optimization_barrier(values)
 
 
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
@@ -27,6 +115,8 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -
     """
     if interpret:
         return a * b + jax.lax.optimization_barrier(c)
+    if backend() != "pallas":
+        return _multiply_add.bind(a, b, c)
     (sum_,) = plt.elementwise_inline_asm(
         "fma.rn.f32 $0, $1, $2, $3;",
         args=[a, b, c],
@@ -35,6 +125,10 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -
         result_shape_dtypes=[jax.ShapeDtypeStruct(c.shape, c.dtype)],
     )
     return sum_
+
+
+_multiply_add = Primitive("multiply_add")
+_multiply_add.def_abstract_eval(lambda a, b, c: c)
 
 
 def triton_call(
@@ -55,17 +149,66 @@ def triton_call(
     donated or created them.
     """
     whole = pl.no_block_spec
-    return tuple(
-        pl.pallas_call(
-            kernel,
-            grid=grid,
-            in_specs=[whole] * len(operands),
-            out_specs=[whole] * len(out_shapes),
-            out_shape=list(out_shapes),
-            input_output_aliases=dict(aliases or {}),
-            # Without compiler parameters, jax's version would decide which backend runs.
-            compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-            interpret=interpret,
-            name=name,
-        )(*operands)
+    aliases = dict(aliases or {})
+    is_pallas = interpret or backend() == "pallas"
+    call = pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[whole] * len(operands),
+        out_specs=[whole] * len(out_shapes),
+        out_shape=list(out_shapes),
+        input_output_aliases=aliases,
+        # Without compiler parameters, jax's version would decide which backend runs.
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+        if plt and is_pallas
+        else None,
+        interpret=interpret or not is_pallas,
+        name=name,
     )
+    if is_pallas:
+        return tuple(call(*operands))
+    (traced,) = jax.make_jaxpr(call)(*operands).eqns
+    source = triton_source(
+        traced.params["jaxpr"], name=name, grid=grid, aliases=aliases, num_inputs=len(operands)
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return launch(source, name, operands, out_shapes, launch_grid(grid), aliases, options)
+
+
+def launch(
+    source: str,
+    name: str,
+    operands: Sequence[jax.Array],
+    out_shapes: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    aliases: Mapping[int, int],
+    options: Mapping[str, int],
+) -> tuple[Any, ...]:
+    """Run the function of this name in the text of a module by jax_triton; see `triton_call`."""
+    import jax_triton
+
+    refs = {output: jax.new_ref(operands[i]) for i, output in aliases.items()}
+    capability = compute_capability()
+    assert capability is not None  # see `dispatch.why_not`
+    made = iter(
+        jax_triton.triton_call(
+            *(refs[aliases[i]] if i in aliases else x for i, x in enumerate(operands)),
+            kernel=_compiled(source, name),
+            out_type=[shape for i, shape in enumerate(out_shapes) if i not in refs],
+            grid=grid,
+            name=name,
+            compute_capability=10 * capability[0] + capability[1],
+            backend_options={**options, **BACKEND_OPTIONS},
+        )
+    )
+    return tuple(jax.freeze(refs[i]) if i in refs else next(made) for i in range(len(out_shapes)))
+
+
+@functools.cache
+def _compiled(source: str, name: str) -> Any:
+    """Return the function, whose text Triton takes from `linecache`."""
+    file = f"<{name} {hash(source):x}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    module: dict[str, Any] = {"__name__": __name__}
+    exec(compile(source, file, "exec"), module)
+    return module[name]
