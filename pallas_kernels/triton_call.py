@@ -28,13 +28,6 @@ from jax.extend.core import Primitive
 from pallas_kernels.capability import compute_capability
 from pallas_kernels.triton_source import launch_grid, triton_source
 
-try:
-    from jax.experimental.pallas import triton as plt
-except ImportError:  # removed from jax: what it wrapped is left
-    from jax._src.pallas import primitives
-
-    plt = None
-
 BACKENDS = "pallas", "jax_triton"
 VARIABLE = "PALLAS_KERNELS_BACKEND"
 # Products and sums fuse as with Pallas. XLA assembles the PTX, with a ptxas that may be older than
@@ -42,6 +35,17 @@ VARIABLE = "PALLAS_KERNELS_BACKEND"
 BACKEND_OPTIONS = {"enable_fp_fusion": True, "ptx_version": 83}
 
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
+
+
+def _find_plt() -> Any:
+    try:
+        from jax.experimental.pallas import triton
+    except ImportError:
+        return None
+    return triton
+
+
+plt = _find_plt()  # None once it is removed from jax
 
 
 def backend() -> str | None:
@@ -58,8 +62,8 @@ def backend() -> str | None:
     if asked not in BACKENDS:
         raise ValueError(f"{VARIABLE}={asked!r} is unknown; choose one of {', '.join(BACKENDS)}")
     if asked not in able:
-        remedy = "pip install jax-triton, for Python 3.12 or later" if plt else "unset it"
-        raise ValueError(f"{VARIABLE}={asked!r} is not installed; {remedy}")
+        remedies = dict(zip(BACKENDS, ("unset it", "pip install jax-triton"), strict=True))
+        raise ValueError(f"{VARIABLE}={asked!r} is not installed; {remedies[asked]}")
     return asked
 
 
@@ -67,6 +71,8 @@ def load(ref: Any, *, mask: jax.Array, other: Any) -> jax.Array:
     """Return the elements of a ref at its index; `other` where the mask is false."""
     if plt:
         return plt.load(ref, mask=mask, other=other)
+    from jax._src.pallas import primitives  # what that wraps
+
     return primitives.load(ref, None, mask=mask, other=other)
 
 
@@ -75,6 +81,8 @@ def store(ref: Any, value: jax.Array, *, mask: jax.Array | None = None) -> None:
     if plt:
         plt.store(ref, value, mask=mask)
     else:
+        from jax._src.pallas import primitives
+
         primitives.store(ref, None, value, mask=mask)
 
 
@@ -185,22 +193,23 @@ def launch(
     options: Mapping[str, int],
 ) -> tuple[Any, ...]:
     """Run the function of this name in the text of a module by jax_triton; see `triton_call`."""
-    import jax_triton
+    import jax_triton  # pyright: ignore[reportMissingImports]
 
-    refs = {output: jax.new_ref(operands[i]) for i, output in aliases.items()}
     capability = compute_capability()
     assert capability is not None  # see `dispatch.why_not`
-    made = iter(
-        jax_triton.triton_call(
-            *(refs[aliases[i]] if i in aliases else x for i, x in enumerate(operands)),
-            kernel=_compiled(source, name),
-            out_type=[shape for i, shape in enumerate(out_shapes) if i not in refs],
-            grid=grid,
-            name=name,
-            compute_capability=10 * capability[0] + capability[1],
-            backend_options={**options, **BACKEND_OPTIONS},
+    refs = {output: jax.new_ref(operands[i]) for i, output in aliases.items()}
+    with jax.named_scope(name):
+        made = iter(
+            jax_triton.triton_call(
+                *(refs[aliases[i]] if i in aliases else x for i, x in enumerate(operands)),
+                kernel=_compiled(source, name),
+                out_type=[shape for i, shape in enumerate(out_shapes) if i not in refs],
+                grid=grid,
+                name=name,
+                compute_capability=10 * capability[0] + capability[1],
+                backend_options={**options, **BACKEND_OPTIONS},
+            )
         )
-    )
     return tuple(jax.freeze(refs[i]) if i in refs else next(made) for i in range(len(out_shapes)))
 
 

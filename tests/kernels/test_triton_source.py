@@ -209,6 +209,7 @@ def test_what_has_no_translation_is_named():
 
 def test_the_backend_is_pallas_where_it_is_there(monkeypatch):
     monkeypatch.delenv(triton_call.VARIABLE, raising=False)
+    monkeypatch.setattr(triton_call, "plt", pl)
     assert triton_call.backend() == "pallas"
     monkeypatch.setattr(triton_call, "plt", None)
     monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: name)
@@ -222,10 +223,12 @@ def test_the_backend_is_pallas_where_it_is_there(monkeypatch):
     [
         ("mosaic", "'mosaic' is unknown; choose one of pallas, jax_triton"),
         ("jax_triton", "'jax_triton' is not installed; pip install jax-triton"),
+        ("pallas", "'pallas' is not installed; unset it"),
     ],
 )
 def test_a_backend_that_cannot_be_is_an_error(name, message, monkeypatch):
     monkeypatch.setenv(triton_call.VARIABLE, name)
+    monkeypatch.setattr(triton_call, "plt", None)
     monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=message):
         triton_call.backend()
