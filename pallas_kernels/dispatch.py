@@ -5,7 +5,6 @@
 first kernel that the GPU can run, or else the reference.
 """
 
-import importlib.util
 import logging
 import warnings
 from collections.abc import Callable, Mapping
@@ -81,7 +80,8 @@ def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
 def why_not(name: str) -> str | None:
     """Return why kernels of this kind cannot run on this device with this jax; None if they can."""
     if not has_backend(name):
-        return f"jax {jax.__version__} has no Pallas backend for {name}"
+        remedy = "; pip install jax-triton" if name == "triton" else ""
+        return f"jax {jax.__version__} has no Pallas backend for {name}{remedy}"
     capability = compute_capability()
     if capability is None:
         return f"needs an NVIDIA GPU, and this is {jax.default_backend()}"
@@ -95,7 +95,11 @@ def has_backend(name: str) -> bool:
     """Return whether there is a backend that compiles kernels of this kind."""
     if name == "triton":
         return backend() is not None
-    return importlib.util.find_spec("jax.experimental.pallas.mosaic_gpu") is not None
+    try:
+        from jax.experimental.pallas import mosaic_gpu  # noqa: F401
+    except ImportError:
+        return False
+    return True
 
 
 @cache

@@ -13,6 +13,7 @@ whenever a kernel is traced, names the other.
 """
 
 import functools
+import hashlib
 import importlib.util
 import linecache
 import os
@@ -215,8 +216,9 @@ def launch(
 
 @functools.cache
 def _compiled(source: str, name: str) -> Any:
-    """Return the function, whose text Triton takes from `linecache`."""
-    file = f"<{name} {hash(source):x}>"
+    """Return the function, whose text Triton takes from `linecache`. The file's name is in what is
+    compiled, so it is the same in every process, as a cache of compilations needs it."""
+    file = f"<{name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
     linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
     module: dict[str, Any] = {"__name__": __name__}
     exec(compile(source, file, "exec"), module)
