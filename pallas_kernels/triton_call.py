@@ -68,6 +68,11 @@ def backend() -> str | None:
     return asked
 
 
+def packages_of_backend() -> tuple[str, ...]:
+    """Return the packages, besides jax, whose versions determine the code of kernels."""
+    return ("jax-triton", "triton") if backend() == "jax_triton" else ()
+
+
 def load(ref: Any, *, mask: jax.Array, other: Any) -> jax.Array:
     """Return the elements of a ref at its index; `other` where the mask is false."""
     if plt:

@@ -210,10 +210,10 @@ def test_what_has_no_translation_is_named():
 def test_the_backend_is_pallas_where_it_is_there(monkeypatch):
     monkeypatch.delenv(triton_call.VARIABLE, raising=False)
     monkeypatch.setattr(triton_call, "plt", pl)
-    assert triton_call.backend() == "pallas"
+    assert triton_call.backend() == "pallas" and not triton_call.packages_of_backend()
     monkeypatch.setattr(triton_call, "plt", None)
     monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: name)
-    assert triton_call.backend() == "jax_triton"
+    assert triton_call.backend() == "jax_triton" and triton_call.packages_of_backend()
     monkeypatch.setattr(triton_call.importlib.util, "find_spec", lambda name: None)
     assert triton_call.backend() is None
 
