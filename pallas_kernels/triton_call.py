@@ -31,9 +31,9 @@ from pallas_kernels.triton_source import launch_grid, triton_source
 
 BACKENDS = "pallas", "jax_triton"
 VARIABLE = "PALLAS_KERNELS_BACKEND"
-# Products and sums fuse as with Pallas. XLA assembles the PTX, with a ptxas that may be older than
-# Triton's: this is CUDA 12.3's, the first whose graphs are used.
-BACKEND_OPTIONS = {"enable_fp_fusion": True, "ptx_version": 83}
+# XLA assembles the PTX, with a ptxas that may be older than Triton's. These are CUDA 12.3's, the
+# first whose graphs are used, and 12.8's, the first for compute capability 12.0.
+PTX_VERSION, PTX_VERSION_FROM_10_0 = 83, 87
 
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
@@ -213,7 +213,11 @@ def launch(
                 grid=grid,
                 name=name,
                 compute_capability=10 * capability[0] + capability[1],
-                backend_options={**options, **BACKEND_OPTIONS},
+                backend_options={
+                    **options,
+                    "enable_fp_fusion": True,  # as with Pallas
+                    "ptx_version": PTX_VERSION if capability < (10, 0) else PTX_VERSION_FROM_10_0,
+                },
             )
         )
     return tuple(jax.freeze(refs[i]) if i in refs else next(made) for i in range(len(out_shapes)))

@@ -41,21 +41,26 @@ def program():
     weights = DeltaRuleWeights(shape(4, HEADS.channels), heads, heads, shape(HEADS.value_dim))
     slots, positions = shape(BATCH, dtype=i32), shape(BATCH, ROWS, dtype=i32)
 
-    def run(x, weights, cache, slots, positions, q, kv, table, at, logits, temperature, seeds):
+    def run(x, weights, cache, slots, positions, attention, sampling):
         layer = jnp.int32(1)
         rule, cache = gated_delta_rule(
             *(x, weights, cache, layer, slots, positions, slots), folds=False, eps=1e-6
         )
+        q, kv, table, at = attention
         attended = paged_attention(q, kv, layer, table, at)
+        logits, temperature, seeds = sampling
         return rule, cache, attended, draw_tokens(logits, temperature, seeds, 2, ())
 
-    args = (
-        *(shape(BATCH, ROWS, HEADS.inputs), weights, cache, slots, positions),
-        # Of few requests, so that attention is split.
-        *(shape(8, ROWS, 32, 128), shape(2, 4096, 16, 2, 8, 128), shape(8, 512, dtype=i32)),
-        *(shape(8, ROWS, dtype=i32), shape(BATCH * ROWS, VOCAB, dtype=f32)),
-        *(shape(BATCH, dtype=f32), shape(BATCH, dtype=jnp.uint32)),
+    # Of few requests, so that attention is split.
+    attention = (
+        shape(8, ROWS, 32, 128),
+        shape(2, 4096, 16, 2, 8, 128),
+        *(shape(8, n, dtype=i32) for n in (512, ROWS)),
     )
+    logits = shape(BATCH * ROWS, VOCAB, dtype=f32)
+    sampling = logits, shape(BATCH, dtype=f32), shape(BATCH, dtype=jnp.uint32)
+    x = shape(BATCH, ROWS, HEADS.inputs)
+    args = x, weights, cache, slots, positions, attention, sampling
     return jax.jit(run, donate_argnums=2), args, {}
 
 
