@@ -14,9 +14,10 @@ from typing import Any
 import jax
 
 from pallas_kernels import KERNELS
+from pallas_kernels.capability import compute_capability
+from pallas_kernels.triton_call import backend
 
 MIN_COMPUTE_CAPABILITY = {"triton": (8, 0), "mosaic": (9, 0)}
-ABSTRACT_CAPABILITY = (9, 0)  # target of a compilation without a GPU
 
 logger = logging.getLogger("pallas_kernels")
 
@@ -79,7 +80,8 @@ def choose(op: str, kernels: str, names: tuple[str, ...]) -> str:
 def why_not(name: str) -> str | None:
     """Return why kernels of this kind cannot run on this device with this jax; None if they can."""
     if not has_backend(name):
-        return f"jax {jax.__version__} has no Pallas backend for {name}"
+        remedy = "; pip install jax-triton" if name == "triton" else ""
+        return f"jax {jax.__version__} has no Pallas backend for {name}{remedy}"
     capability = compute_capability()
     if capability is None:
         return f"needs an NVIDIA GPU, and this is {jax.default_backend()}"
@@ -89,26 +91,12 @@ def why_not(name: str) -> str | None:
     return None
 
 
-def compute_capability() -> tuple[int, int] | None:
-    """Return that of the NVIDIA GPU that programs are compiled for; None for other devices."""
-    abstract = jax.sharding.get_abstract_mesh().abstract_device
-    if abstract is not None:  # compilation without the device
-        return ABSTRACT_CAPABILITY if "NVIDIA" in abstract.device_kind else None
-    device = jax.devices()[0]
-    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
-        return None
-    major, minor = str(device.compute_capability).split(".")
-    return int(major), int(minor)
-
-
-@cache
 def has_backend(name: str) -> bool:
-    """Return whether this jax can import Pallas' backend of this kind."""
+    """Return whether there is a backend that compiles kernels of this kind."""
+    if name == "triton":
+        return backend() is not None
     try:
-        if name == "triton":
-            from jax.experimental.pallas import triton  # noqa: F401
-        else:
-            from jax.experimental.pallas import mosaic_gpu  # noqa: F401
+        from jax.experimental.pallas import mosaic_gpu  # noqa: F401
     except ImportError:
         return False
     return True

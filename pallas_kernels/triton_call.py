@@ -1,9 +1,22 @@
-"""The parts of Pallas' Triton backend that the kernels use, the same for every supported jax.
+"""What the kernels are written with, and the two backends that compile them for a GPU.
 
-Kernels get whole operands in global memory, and load what they need: masked loads index every
-dimension with arrays, because interpret mode supports only that.
+A kernel is a Pallas kernel of refs to whole operands in global memory: it reads `pl.program_id`,
+and uses the functions below. Masked loads index every dimension with arrays, because interpret
+mode supports only that. Its backend is
+
+- "pallas", Pallas' own lowering to Triton, which jax calls deprecated since 0.11, or
+- "jax_triton": the kernel's jaxpr becomes the text of a Triton function (`triton_source`), which
+  the package jax_triton compiles and calls. Of Pallas it takes the tracing of kernels alone.
+
+Pallas is taken where jax has it, unless the environment variable PALLAS_KERNELS_BACKEND, read
+whenever a kernel is traced, names the other.
 """
 
+import functools
+import hashlib
+import importlib.util
+import linecache
+import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,12 +24,100 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plt
+from jax.extend.core import Primitive
 
-# Since jax 0.11. If the backend is removed, one file per operation has to be ported to Mosaic.
+from pallas_kernels.capability import compute_capability
+from pallas_kernels.triton_source import launch_grid, triton_source
+
+BACKENDS = "pallas", "jax_triton"
+VARIABLE = "PALLAS_KERNELS_BACKEND"
+# XLA assembles the PTX, with a ptxas that may be older than Triton's. These are CUDA 12.3's, the
+# first whose graphs are used, and 12.8's, the first for compute capability 12.0.
+PTX_VERSION, PTX_VERSION_FROM_10_0 = 83, 87
+
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated")
 
-load, store, dot, barrier = plt.load, plt.store, plt.dot, plt.debug_barrier
+
+def _find_plt() -> Any:
+    try:
+        from jax.experimental.pallas import triton
+    except ImportError:
+        return None
+    return triton
+
+
+plt = _find_plt()  # None once it is removed from jax
+
+
+def backend() -> str | None:
+    """Return the backend that compiles kernels for a GPU; None if there is neither.
+
+    Raises:
+        ValueError: the environment names an unknown backend, or one that is not installed.
+    """
+    there = plt, importlib.util.find_spec("jax_triton")
+    able = [name for name, found in zip(BACKENDS, there, strict=True) if found]
+    asked = os.environ.get(VARIABLE)
+    if asked is None:
+        return able[0] if able else None
+    if asked not in BACKENDS:
+        raise ValueError(f"{VARIABLE}={asked!r} is unknown; choose one of {', '.join(BACKENDS)}")
+    if asked not in able:
+        remedies = dict(zip(BACKENDS, ("unset it", "pip install jax-triton"), strict=True))
+        raise ValueError(f"{VARIABLE}={asked!r} is not installed; {remedies[asked]}")
+    return asked
+
+
+def packages_of_backend() -> tuple[str, ...]:
+    """Return the packages, besides jax, whose versions determine the code of kernels."""
+    return ("jax-triton", "triton") if backend() == "jax_triton" else ()
+
+
+def load(ref: Any, *, mask: jax.Array, other: Any) -> jax.Array:
+    """Return the elements of a ref at its index; `other` where the mask is false."""
+    if plt:
+        return plt.load(ref, mask=mask, other=other)
+    from jax._src.pallas import primitives  # what that wraps
+
+    return primitives.load(ref, None, mask=mask, other=other)
+
+
+def store(ref: Any, value: jax.Array, *, mask: jax.Array | None = None) -> None:
+    """Write elements of a ref at its index, where the mask is true."""
+    if plt:
+        plt.store(ref, value, mask=mask)
+    else:
+        from jax._src.pallas import primitives
+
+        primitives.store(ref, None, value, mask=mask)
+
+
+def dot(
+    a: jax.Array,
+    b: jax.Array,
+    *,
+    trans_b: bool = False,
+    allow_tf32: bool | None = None,
+    precision: Any = None,
+) -> jax.Array:
+    """Return a b, or a b^T, in f32: of f32 as tf32, unless `allow_tf32` or `precision` deny it."""
+    if allow_tf32 is not None:
+        precision = jax.lax.Precision.HIGH if allow_tf32 else jax.lax.Precision.HIGHEST
+    return jax.lax.dot_general(
+        a,
+        b,
+        dimension_numbers=(((1,), (1 if trans_b else 0,)), ((), ())),
+        precision=precision,
+        preferred_element_type=jnp.float32,
+    )
+
+
+def barrier(values: Any) -> Any:
+    """Return arrays as they are, after all threads of the program have come so far."""
+    if backend() == "pallas":
+        plt.debug_barrier()
+        return values
+    return jax.lax.optimization_barrier(values)
 
 
 def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -> jax.Array:
@@ -28,6 +129,8 @@ def multiply_add(a: jax.Array, b: jax.Array, c: jax.Array, *, interpret: bool) -
     """
     if interpret:
         return a * b + jax.lax.optimization_barrier(c)
+    if backend() != "pallas":
+        return _multiply_add.bind(a, b, c)
     (sum_,) = plt.elementwise_inline_asm(
         "fma.rn.f32 $0, $1, $2, $3;",
         args=[a, b, c],
@@ -46,6 +149,8 @@ def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
     """
     if interpret:
         return jnp.log2(x)
+    if backend() != "pallas":
+        return _log2.bind(x)
     (found,) = plt.elementwise_inline_asm(
         "lg2.approx.ftz.f32 $0, $1;",
         args=[x],
@@ -54,6 +159,12 @@ def log2(x: jax.Array, *, interpret: bool) -> jax.Array:
         result_shape_dtypes=[jax.ShapeDtypeStruct(x.shape, x.dtype)],
     )
     return found
+
+
+# What the text of a Triton function has in place of inline assembly.
+_multiply_add, _log2 = Primitive("multiply_add"), Primitive("approximate_log2")
+_multiply_add.def_abstract_eval(lambda a, b, c: c)
+_log2.def_abstract_eval(lambda x: x)
 
 
 def triton_call(
@@ -74,17 +185,72 @@ def triton_call(
     donated or created them.
     """
     whole = pl.no_block_spec
-    return tuple(
-        pl.pallas_call(
-            kernel,
-            grid=grid,
-            in_specs=[whole] * len(operands),
-            out_specs=[whole] * len(out_shapes),
-            out_shape=list(out_shapes),
-            input_output_aliases=dict(aliases or {}),
-            # Without compiler parameters, jax's version would decide which backend runs.
-            compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages),
-            interpret=interpret,
-            name=name,
-        )(*operands)
+    aliases = dict(aliases or {})
+    is_pallas = interpret or backend() == "pallas"
+    call = pl.pallas_call(
+        kernel,
+        grid=grid,
+        in_specs=[whole] * len(operands),
+        out_specs=[whole] * len(out_shapes),
+        out_shape=list(out_shapes),
+        input_output_aliases=aliases,
+        # Without compiler parameters, jax's version would decide which backend runs.
+        compiler_params=plt.CompilerParams(num_warps=num_warps, num_stages=num_stages)
+        if plt and is_pallas
+        else None,
+        interpret=interpret or not is_pallas,
+        name=name,
     )
+    if is_pallas:
+        return tuple(call(*operands))
+    (traced,) = jax.make_jaxpr(call)(*operands).eqns
+    source = triton_source(
+        traced.params["jaxpr"], name=name, grid=grid, aliases=aliases, num_inputs=len(operands)
+    )
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return launch(source, name, operands, out_shapes, launch_grid(grid), aliases, options)
+
+
+def launch(
+    source: str,
+    name: str,
+    operands: Sequence[jax.Array],
+    out_shapes: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    aliases: Mapping[int, int],
+    options: Mapping[str, int],
+) -> tuple[Any, ...]:
+    """Run the function of this name in the text of a module by jax_triton; see `triton_call`."""
+    import jax_triton  # pyright: ignore[reportMissingImports]
+
+    capability = compute_capability()
+    assert capability is not None  # see `dispatch.why_not`
+    refs = {output: jax.new_ref(operands[i]) for i, output in aliases.items()}
+    with jax.named_scope(name):
+        made = iter(
+            jax_triton.triton_call(
+                *(refs[aliases[i]] if i in aliases else x for i, x in enumerate(operands)),
+                kernel=_compiled(source, name),
+                out_type=[shape for i, shape in enumerate(out_shapes) if i not in refs],
+                grid=grid,
+                name=name,
+                compute_capability=10 * capability[0] + capability[1],
+                backend_options={
+                    **options,
+                    "enable_fp_fusion": True,  # as with Pallas
+                    "ptx_version": PTX_VERSION if capability < (10, 0) else PTX_VERSION_FROM_10_0,
+                },
+            )
+        )
+    return tuple(jax.freeze(refs[i]) if i in refs else next(made) for i in range(len(out_shapes)))
+
+
+@functools.cache
+def _compiled(source: str, name: str) -> Any:
+    """Return the function, whose text Triton takes from `linecache`. The file's name is in what is
+    compiled, so it is the same in every process, as a cache of compilations needs it."""
+    file = f"<{name} {hashlib.sha256(source.encode()).hexdigest()[:16]}>"
+    linecache.cache[file] = len(source), None, source.splitlines(keepends=True), file
+    module: dict[str, Any] = {"__name__": __name__}
+    exec(compile(source, file, "exec"), module)
+    return module[name]

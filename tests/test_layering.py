@@ -27,7 +27,7 @@ LAYERS = [
 RANKS = {prefix: rank for rank, layer in enumerate(LAYERS) for prefix in layer}
 # Everything that these import; None is any package.
 ONLY = {
-    "pallas_kernels": {"jax", "pallas_kernels", *sys.stdlib_module_names},
+    "pallas_kernels": {"jax", "jax_triton", "pallas_kernels", *sys.stdlib_module_names},
     "specjax.host": {"specjax", *sys.stdlib_module_names},
     "specjax.host.grammar": {"specjax", "numpy", "llguidance", *sys.stdlib_module_names},
     "specjax.host.residents": {"specjax", "numpy", *sys.stdlib_module_names},

@@ -27,6 +27,7 @@ from typing import Any
 import jax
 from jax.experimental import serialize_executable
 
+from pallas_kernels.triton_call import packages_of_backend
 from specjax.device.placement import Placement, default_device
 
 log = logging.getLogger(__name__)
@@ -142,6 +143,7 @@ def _environment() -> str:
             if "cache" not in name and "debug" not in name
         },
         "sources": _sources(),
+        "kernels": [f"{name} {version(name)}" for name in packages_of_backend()],
     }
     return json.dumps(described, sort_keys=True)
 

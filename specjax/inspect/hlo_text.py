@@ -4,7 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
-PALLAS_TARGETS = "__gpu$xla.gpu.triton", "mosaic_gpu"
+PALLAS_TARGETS = "__gpu$xla.gpu.triton", "triton_kernel_call", "mosaic_gpu"
 HEADER = re.compile(r"(ENTRY )?%?([\w.\-]+) \(.*\) -> .* \{$")
 INSTRUCTION = re.compile(r"\s+(ROOT )?%?([\w.\-]+) = (.*)")
 SHAPE = re.compile(r"[a-z]\w*\[([\d,]*)\]")

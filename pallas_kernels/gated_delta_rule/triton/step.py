@@ -83,7 +83,8 @@ def _step_kernel(*refs, piece, tile, fold_tokens, interpret):
         for at, s in zip(own, states, strict=True):
             state_ref[at] = s
         if not interpret:
-            barrier()  # every thread has read the pending u's, whose columns new ones may take
+            # Every thread has read the pending u's, whose columns new ones may take.
+            states = barrier(states)
         jax.lax.fori_loop(0, row.count, verify, states)
 
     def clear(t, _):

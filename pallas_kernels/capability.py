@@ -1,0 +1,17 @@
+"""The compute capability of the GPU that programs are compiled for, which may not be here."""
+
+import jax
+
+ABSTRACT_CAPABILITY = (9, 0)  # target of a compilation without a GPU
+
+
+def compute_capability() -> tuple[int, int] | None:
+    """Return that of the NVIDIA GPU that programs are compiled for; None for other devices."""
+    abstract = jax.sharding.get_abstract_mesh().abstract_device
+    if abstract is not None:  # compilation without the device
+        return ABSTRACT_CAPABILITY if "NVIDIA" in abstract.device_kind else None
+    device = jax.devices()[0]
+    if device.platform != "gpu" or "cuda" not in device.client.platform_version.lower():
+        return None
+    major, minor = str(device.compute_capability).split(".")
+    return int(major), int(minor)

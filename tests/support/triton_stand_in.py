@@ -1,0 +1,165 @@
+"""As much of Triton as translated kernels use, in numpy: one program after another, bounds checked.
+
+monkeypatch.setattr(triton_call, "launch", triton_stand_in.launch)
+"""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import numpy as np
+
+from pallas_kernels.triton_source import HEADER
+
+PROGRAM = [0, 0, 0]  # that runs now
+
+
+class Tensor(np.ndarray):
+    """A value, of rank 0 as well; integers divide as in C."""
+
+    def to(self, dtype: Any, bitcast: bool = False) -> "Tensor":
+        return self.view(dtype) if bitcast else self.astype(dtype)
+
+    def __floordiv__(self, other: Any) -> "Tensor":
+        return tensor((self - np.fmod(self, other)).view(np.ndarray) // other)
+
+    def __mod__(self, other: Any) -> "Tensor":
+        return np.fmod(self, other)
+
+
+def tensor(value: Any, dtype: Any = None) -> Tensor:
+    return np.asarray(value, dtype).view(Tensor)
+
+
+class Pointer:
+    """Into an array of one dimension."""
+
+    def __init__(self, array: np.ndarray, offset: Any):
+        self.array, self.offset = array, tensor(offset)
+
+    def __add__(self, offset: Any) -> "Pointer":
+        return Pointer(self.array, self.offset + offset)
+
+    def places(self, mask: Any) -> np.ndarray:
+        """The offsets where the mask is true; all are inside of the array."""
+        places = np.asarray(self.offset)[np.asarray(mask)]
+        assert np.all((places >= 0) & (places < len(self.array))), "out of bounds"
+        return places
+
+
+def broadcast_to(x: Any, shape: Sequence[int]) -> Any:
+    if isinstance(x, Pointer):
+        return Pointer(x.array, np.broadcast_to(x.offset, shape))
+    return tensor(np.broadcast_to(x, shape))
+
+
+def arange(start: int, stop: int) -> Tensor:
+    assert (stop - start) & (stop - start - 1) == 0, "not a power of two"
+    return tensor(np.arange(start, stop, dtype=np.int32))
+
+
+def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
+    mask = np.broadcast_to(mask, pointer.offset.shape)
+    loaded = np.full(pointer.offset.shape, other, pointer.array.dtype)
+    loaded[mask] = pointer.array[pointer.places(mask)]
+    return tensor(loaded)
+
+
+def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    mask = np.broadcast_to(mask, pointer.offset.shape)
+    assert value.dtype == pointer.array.dtype
+    pointer.array[pointer.places(mask)] = np.broadcast_to(value, mask.shape)[mask]
+
+
+def fma(a: Any, b: Any, c: Any) -> Tensor:
+    a, b, c = (x.astype(np.float64) for x in (a, b, c))
+    return (a * b + c).astype(np.float32)
+
+
+def dot(a: Any, b: Any, input_precision: str) -> Tensor:
+    return tensor(np.matmul(a.astype(np.float32), b.astype(np.float32)))
+
+
+def inline_asm_elementwise(text: str, constraints: str, args: list, *_: Any, **options: Any) -> Any:
+    assert text.startswith("lg2."), "no other is used"
+    return tensor(np.log2(args[0]))
+
+
+def elementwise(function: Any) -> Any:
+    return lambda *xs: tensor(function(*xs))
+
+
+def reduction(function: Any) -> Any:
+    return lambda x, axis: tensor(function(x, axis=axis), x.dtype)
+
+
+# As in Triton, a maximum ignores NaN.
+tl = SimpleNamespace(
+    abs=elementwise(np.abs),
+    arange=arange,
+    broadcast_to=broadcast_to,
+    cumsum=reduction(np.cumsum),
+    debug_barrier=lambda: None,
+    dot=dot,
+    expand_dims=elementwise(lambda x, axes: np.expand_dims(x, tuple(axes))),
+    fma=fma,
+    inline_asm_elementwise=inline_asm_elementwise,
+    full=lambda shape, value, dtype: tensor(np.full(shape, value, dtype)),
+    load=load,
+    max=reduction(np.fmax.reduce),
+    maximum=elementwise(np.fmax),
+    min=reduction(np.fmin.reduce),
+    minimum=elementwise(np.fmin),
+    program_id=lambda axis: tensor(PROGRAM[axis], np.int32),
+    store=store,
+    sum=reduction(np.sum),
+    trans=elementwise(np.transpose),
+    where=elementwise(np.where),
+    bfloat16=jax.numpy.dtype("bfloat16"),
+    float8e4nv=jax.numpy.dtype("float8_e4m3fn"),
+    float32=np.float32,
+    int1=np.bool_,
+    int32=np.int32,
+    int64=np.int64,
+    uint32=np.uint32,
+)
+libdevice = SimpleNamespace(
+    **{name: elementwise(getattr(np, name)) for name in ("exp", "exp2", "log", "log1p", "tanh")},
+    rsqrt=elementwise(lambda x: 1 / np.sqrt(x)),
+)
+
+
+def counted(start: Any, stop: Any) -> Any:
+    """The range of a loop, of values."""
+    return (tensor(i, np.int32) for i in range(int(start), int(stop)))
+
+
+def launch(
+    source: str,
+    name: str,
+    operands: Sequence[jax.Array],
+    out_shapes: Sequence[jax.ShapeDtypeStruct],
+    grid: tuple[int, ...],
+    aliases: Mapping[int, int],
+    options: Mapping[str, int],
+) -> tuple[Any, ...]:
+    """See `triton_call.launch`; what no program writes is 77 or True."""
+    module: dict[str, Any] = {"tl": tl, "libdevice": libdevice, "range": counted}
+    exec(source.removeprefix(HEADER), module)
+
+    def run(*operands: Any) -> tuple[np.ndarray, ...]:
+        given = [np.array(x) for x in operands]
+        outs = [np.full(shape.shape, 77, shape.dtype) for shape in out_shapes]
+        for operand, out in aliases.items():
+            outs[out] = given[operand]
+        new = [out for i, out in enumerate(outs) if i not in aliases.values()]
+        pointers = [Pointer(x.reshape(-1), 0) for x in (*given, *new)]
+        with np.errstate(all="ignore"):
+            for place in itertools.product(*map(range, grid)):
+                PROGRAM[: len(grid)] = place
+                module[name](*pointers)
+        return tuple(outs)
+
+    return tuple(jax.pure_callback(run, tuple(out_shapes), *operands))
