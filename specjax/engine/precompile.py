@@ -70,6 +70,9 @@ GPU_OPTIONS = {
     # XLA gives this pass four fifths of the card, in which weights and pages leave it no room, so
     # that it warns for every program. A step has nothing worth computing twice.
     "xla_disable_hlo_passes": "rematerialization",
+    # What becomes part of a CUDA graph: by default all of these but loops, which chunks of prompts
+    # with latents have over their context.
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,CONDITIONAL,WHILE",
 }
 # Three quarters of the time to compile, and the same times of steps within noise.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}

@@ -159,16 +159,17 @@ def tokens():
     return np.random.default_rng(0).integers(0, 96, (BATCH, LENGTH))
 
 
-@partial(jax.jit, static_argnames="model")
-def extend(params, kv, tokens, starts, table, model):
+@partial(jax.jit, static_argnames=("model", "folds"))
+def extend(params, kv, tokens, starts, table, model, folds):
     """Logits [B, CHUNK, V] of a chunk that starts at starts[b], and the pool."""
-    rows = CachedRows.starting_at(starts, jnp.full_like(starts, CHUNK), CHUNK, table)
+    counts = jnp.full_like(starts, CHUNK)
+    rows = CachedRows.starting_at(starts, counts, CHUNK, table, folds=folds)
     features, kv = model.extend(params, tokens.reshape(-1), rows, kv)
     return model.logits(params, features.hidden).reshape(*tokens.shape, -1), kv
 
 
-def paged_logits(folder, tokens):
-    """Logits [B, T, V] from chunks over a pool whose pages lie in no order."""
+def paged_logits(folder, tokens, folds=True):
+    """Logits [B, T, V] from chunks, which fold, over a pool whose pages lie in no order."""
     model, params = load_model(folder, np.dtype(np.float32))
     num_pages = BATCH * LENGTH // PAGE_SIZE
     table = np.random.default_rng(1).permutation(num_pages + 3)[:num_pages]
@@ -180,7 +181,9 @@ def paged_logits(folder, tokens):
     chunks = []
     for start in range(0, LENGTH, CHUNK):
         starts = np.full(BATCH, start, np.int32)
-        logits, kv = extend(params, kv, tokens[:, start : start + CHUNK], starts, table, model)
+        logits, kv = extend(
+            params, kv, tokens[:, start : start + CHUNK], starts, table, model, folds
+        )
         chunks.append(np.asarray(logits))
     return np.concatenate(chunks, axis=1)
 
