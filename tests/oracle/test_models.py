@@ -104,10 +104,11 @@ CASES = {
     "gpt-oss": ("gpt_oss", {"num_hidden_layers": 3}),
     "qwen3-moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
     # Queries with a rank and without, three heads, groups of experts, YaRN with both weights or
-    # one, a rotation of halves, tied.
+    # one, a rotation of halves, tied; with a rank of 64, chunks are in the plain form.
     "deepseek_v3-groups-yarn": (
         "deepseek_v3",
         {
+            "kv_lora_rank": 64,
             "n_group": 4,
             "topk_group": 2,
             "rope_parameters": {**YARN_ROPE, "mscale": 1.3, "mscale_all_dim": 0.8},

@@ -70,17 +70,19 @@ class LatentAttention(PagesOnly):
     @property
     def plain_width(self) -> float:
         """Rows of a chunk from which on the plain form takes fewer products, however long the
-        context is: for a token of it, projecting up against what is saved per row."""
-        plain = self.nope_dim + self.rope_dim + self.value_dim
-        saved = 2 * self.rank + self.rope_dim - plain
+        context is: for a token of it, projecting it up against what every row saves."""
+        saved = 2 * self.rank + self.rope_dim - 2 * self._head_dim
         return self.rank * (self.nope_dim + self.value_dim) / saved if saved > 0 else inf
 
     @property
     def row_size(self) -> int:
         """Of the plain form: queries, keys and values, these also as they are projected, and the
         output in f32 before and after a block is added. The absorbed form makes less."""
-        dim = head_dim(self.nope_dim + self.rope_dim, self.value_dim)
-        return self.num_heads * (5 * dim + self.nope_dim + 3 * self.value_dim)
+        return self.num_heads * (5 * self._head_dim + self.nope_dim + 3 * self.value_dim)
+
+    @property
+    def _head_dim(self) -> int:
+        return head_dim(self.nope_dim + self.rope_dim, self.value_dim)
 
     def cached(
         self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedLatents

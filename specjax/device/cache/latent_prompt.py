@@ -1,9 +1,9 @@
 """Attention over pages of latents in the plain form, for chunks of prompts.
 
 Keys and values of every head are made from the latents, a block of the context at a time, and
-attended to by all rows. A pair of a query and a key then takes D_n + D_r + D_v products, and not
-the 2 R + D_r of the absorbed form, in which every head's key is as wide as a latent; but the
-latents of the whole context are projected up again for each chunk.
+attended to by all rows. A pair of a query and a key then takes D_n + D_r + D_v products (more, as
+far as the kernel pads them), and not the 2 R + D_r of the absorbed form, in which every head's key
+is as wide as a latent; but the latents of the whole context are projected up again for each chunk.
 """
 
 import jax
