@@ -17,7 +17,6 @@ from pallas_kernels.triton_call import dot, load, store, triton_call
 
 DTYPES = "bfloat16", "float16", "float32"
 MAX_GROUPS = 4096  # every program sums the sizes of all groups
-MAX_ELEMENTS = 2**31  # offsets into an array are i32
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,7 @@ def grouped_matmul_triton(
     """See `grouped_matmul`. Reads each used matrix once per block, and no other matrices.
 
     Raises:
-        UnsupportedError: dtypes differ or are not in DTYPES, or an array is too large.
+        UnsupportedError: dtypes differ or are not in DTYPES, or there are too many groups.
     """
     num_groups, depth, num_columns = weights.shape
     num_rows = x.shape[0] if sources is None else sources.shape[0]
@@ -76,9 +75,6 @@ def grouped_matmul_triton(
         )
     if num_groups > MAX_GROUPS:
         raise UnsupportedError(f"group_sizes must be {MAX_GROUPS} at most; got {num_groups}")
-    for name, elements in ("weights", weights.size), ("x", x.size), ("out", num_rows * num_columns):
-        if elements >= MAX_ELEMENTS:
-            raise UnsupportedError(f"{name} must have less than 2^31 elements; got {elements}")
     if num_rows == 0:
         return jnp.zeros((0, num_columns), x.dtype)
     config = config or choose_config(num_rows, num_groups, x.dtype)

@@ -100,6 +100,26 @@ def paged_attention(
     )
 
 
+def paged_attention_part(
+    q: jax.Array,
+    kv: jax.Array,
+    layer: jax.Array,
+    page_table: jax.Array,
+    positions: jax.Array,
+    *,
+    kernels: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Return the output f32[B, T, H, D], and the log-sum-exp of each row's scores, f32[B, T, H].
+
+    As `paged_attention`, over a part of a context: the outputs over all parts, weighted by
+    exp(log-sum-exp), add up to that over the whole. Positions count from where the part begins: a
+    row before it attends to nothing, which is -inf, and a row past its end to all of it. The part
+    is not split among programs, so there should be many rows.
+    """
+    operands = q, kv, layer, page_table, positions
+    return run("paged_attention", kernels, IMPLEMENTATIONS, *operands, returns_lse=True)
+
+
 def _check_scale(kv: jax.Array, kv_scale: jax.Array | None) -> None:
     needed = (2, kv.shape[4])
     if kv.dtype != jnp.float8_e4m3fn:

@@ -18,7 +18,8 @@ def paged_attention_reference(
     soft_cap: float | None = None,
     kv_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
-) -> jax.Array:
+    returns_lse: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `paged_attention`.
 
     The context is read in blocks of a fixed size, from the first one in any row's window to the
@@ -105,10 +106,16 @@ def paged_attention_reference(
         positions.max() // (pages * page_size) + 1, page_table.shape[1] // pages
     )
     first_block = jnp.minimum(starts.min() // (pages * page_size), num_blocks)
-    _, total, out = jax.lax.fori_loop(first_block, num_blocks, block, carry)
+    maximum, total, out = jax.lax.fori_loop(first_block, num_blocks, block, carry)
     out = out / jnp.where(total > 0, total, 1.0)
     if kv_scale is not None:
         out *= kv_scale[1][:, None, None]
-    out = out.astype(q.dtype)
-    out = out.reshape(batch, num_kv_heads, num_rows, group, dim).transpose(0, 2, 1, 3, 4)
-    return out.reshape(q.shape)
+
+    def by_row(x):
+        """[B, H_kv, T G, ...] as [B, T, H, ...]."""
+        x = x.reshape(batch, num_kv_heads, num_rows, group, -1).transpose(0, 2, 1, 3, 4)
+        return x.reshape(batch, num_rows, num_heads, -1)
+
+    if returns_lse:
+        return by_row(out), by_row(maximum + jnp.log(total))[..., 0]
+    return by_row(out.astype(q.dtype))

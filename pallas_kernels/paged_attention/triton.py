@@ -8,6 +8,7 @@ row's bits depend neither on other requests nor on the other rows of its request
 
 import functools
 import math
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -39,9 +40,10 @@ def paged_attention_triton(
     soft_cap: float | None = None,
     kv_scale: jax.Array | None = None,
     sinks: jax.Array | None = None,
+    returns_lse: bool = False,
     config: AttentionTuning | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> jax.Array | tuple[jax.Array, jax.Array]:
     """See `paged_attention`. `config` overrides the result of `choose_config`.
 
     Raises:
@@ -54,9 +56,13 @@ def paged_attention_triton(
         capacity = page_table.shape[1] * page_size
         seen = capacity if window is None else min(capacity, window + num_rows)
         config = choose_config(batch, num_rows, num_heads, num_kv_heads, dim, seen, q.dtype)
+    if returns_lse:
+        config = replace(config, num_splits=1)
     operands = [q, kv, jnp.asarray(layer, jnp.int32).reshape(1), page_table, positions]
     operands += [x for x in (origins, kv_scale, sinks) if x is not None]
-    attended = [jax.ShapeDtypeStruct(q.shape, q.dtype)]
+    attended = [jax.ShapeDtypeStruct(q.shape, jnp.float32 if returns_lse else q.dtype)]
+    if returns_lse:
+        attended.append(jax.ShapeDtypeStruct(q.shape[:3], jnp.float32))
     if config.num_splits > 1:
         partials = (batch, num_rows, num_heads, config.num_splits)
         statistic = jax.ShapeDtypeStruct(partials, jnp.float32)
@@ -84,7 +90,7 @@ def paged_attention_triton(
         interpret=interpret,
     )
     if config.num_splits == 1:
-        return attended[0]
+        return attended if returns_lse else attended[0]
     width = pl.next_power_of_2(config.num_splits)
     (out,) = triton_call(
         functools.partial(_combine_kernel, width=width),
@@ -220,7 +226,10 @@ def _attention_kernel(
     if config.num_splits == 1:
         out = out / jnp.where(total > 0, total, 1.0)[:, None]
         mask = jnp.broadcast_to(exists[:, None], out.shape)
-        store(out_refs[0].at[*where, element], out.astype(q.dtype), mask=mask)
+        store(out_refs[0].at[*where, element], out.astype(out_refs[0].dtype), mask=mask)
+        if len(out_refs) > 1:
+            lse = maximum * (1 / LOG2_E) + jnp.log(total)  # -inf if there was nothing to see
+            store(out_refs[1].at[request, t, head], lse, mask=exists)
         return
     # For a split without visible tokens, the combine kernel reads only the statistics.
     mask = jnp.broadcast_to((exists & (total > 0))[:, None], out.shape)

@@ -116,10 +116,11 @@ class EngineNeeds(NamedTuple):
         num_snapshots = config.num_snapshots if takes_snapshots else 0
         rows = config.max_num_seqs * (max_drafts + 1)
         # The largest step: logits, their sorted copy and noise in f32; and the activations of a
-        # layer, which are a few times the width of the model per token.
+        # layer, which are a few times the width of the model per token, and what attention adds.
         logits = 3 * 4 * rows * target.vocab_size
         tokens = max(rows, config.max_num_batched_tokens)
-        activations = 16 * tokens * target.hidden_size * np.dtype(config.dtype).itemsize
+        row_size = 16 * target.hidden_size + max(kind.row_size for kind in target.cache_kinds)
+        activations = tokens * row_size * np.dtype(config.dtype).itemsize
         return cls(
             weights,
             config.max_num_seqs * cache.per_slot,

@@ -1,6 +1,7 @@
 """How a step is run changes no token and no count: padded rows, and one program or three."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 import jax
 import numpy as np
@@ -9,11 +10,16 @@ import pytest
 import specjax.engine.precompile
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.cache.rows import padded_width
-from specjax.device.drafters.drafter import Params
+from specjax.device.drafters.drafter import Params, Variant
+from specjax.device.drafters.ngram import NGramDrafter
 from specjax.device.drafters.registry import load_drafter
-from specjax.device.models.registry import load_model
+from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.registry import describe_model, load_model
 from specjax.device.noise import Stream, gumbel_noise
+from specjax.device.verification import SeedExact
+from specjax.engine.batch import run_joined
 from specjax.engine.engine import Engine
+from specjax.engine.layout import Layout
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.sampling_params import SamplingParams
@@ -195,3 +201,38 @@ def test_padded_width_is_the_least_that_fits():
             assert padded >= width and batch * padded % 8 == 0
             assert all(batch * w % 8 for w in range(width, padded))
             assert padded_width(batch, width, 1) == width
+
+
+@dataclass(frozen=True)
+class Watching(NGramDrafter):
+    """Notes the rows that it is shown."""
+
+    shown: list = field(default_factory=list)
+
+    def observe(self, target, params, state, seen):
+        self.shown.append(seen.rows)
+        return state
+
+
+def test_drafters_do_not_see_the_pages_of_the_targets_windows():
+    """Their own pages are never given back, so a layer of theirs with the same window must use the
+    page table of layers without one, after a round and after a chunk."""
+    sizes = {"vocab_size": VOCAB, "hidden_size": 16, "intermediate_size": 16}
+    sizes |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    fields = {"model_type": "mistral", "sliding_window": 8, **sizes}
+    target, drafter = describe_model(HFConfig(fields, "config.json")), Watching()
+    config = EngineConfig(max_model_len=MAX_LEN, max_num_seqs=2, page_size=8, num_pages=16)
+    model = step_model(config, target, drafter, SeedExact(), "cpu")
+    assert model.windows == (8,)
+
+    layout = Layout.of(config, VOCAB, model.windows)
+    weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, "float32"), target.specs())
+    state = jax.eval_shape(lambda: specjax.engine.precompile.empty_state(config, model, K))
+    shapes = layout.prefill_shape(1), layout.decode_shape(2)
+    packed = (jax.ShapeDtypeStruct(shape, "int32") for shape in shapes)
+    static = {"model": model, "width": 4, "k": K}
+    variants = {"chunk_variant": Variant(), "variant": Variant()}
+    jax.eval_shape(partial(run_joined, **static, **variants), Params(weights, None), state, *packed)
+    assert [rows.width for rows in drafter.shown] == [K + 1, 4]
+    for rows in drafter.shown:
+        assert rows.table(8) is rows.page_table

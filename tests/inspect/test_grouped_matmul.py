@@ -13,8 +13,13 @@ from specjax.inspect.resources import Resources
 
 MAX_SHARED = 227 * 1024
 # Rows, groups, depth, columns: Qwen3.5-35B-A3B's experts, of 64 tokens and of prompts' chunks,
-# and Qwen3-Next's, 512 of which 10 are chosen.
-SHAPES = [(512, 256, 2048, 1024), (8192, 512, 512, 2048), (65536, 256, 2048, 1024)]
+# and Qwen3-Next's, 512 of which 10 are chosen. Last DeepSeek-V3's, more than 2^31 numbers.
+SHAPES = [
+    (512, 256, 2048, 1024),
+    (8192, 512, 512, 2048),
+    (65536, 256, 2048, 1024),
+    (512, 256, 7168, 4096),
+]
 
 pytestmark = pytest.mark.h200
 
@@ -53,7 +58,7 @@ MIXTURES = 8, 256  # rows
 def reports(compile_for_h200):
     """Those of products by shape and dtype, those of mixtures by rows."""
     names = "rows", "groups", "depth", "columns", "dtype"
-    products = [(*SHAPES[0], "bfloat16"), (*SHAPES[1], "bfloat16"), (*SHAPES[2], "bfloat16")]
+    products = [(*shape, "bfloat16") for shape in SHAPES]
     products += [(*SHAPES[0], "float32"), (*SHAPES[2], "float32")]
     requests = [
         {"function": "product", "arguments": dict(zip(names, case, strict=True))}

@@ -7,6 +7,10 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.latent_attention import latent_attention
+from specjax.device.cache.latent import LatentAttention
+from specjax.device.cache.latent_prompt import attend_plainly
+from specjax.device.cache.rows import CachedRows
+from specjax.engine.precompile import GPU_OPTIONS
 from specjax.inspect.resources import Resources
 
 CAPACITY = 8192  # tokens of a request
@@ -57,12 +61,57 @@ CASES = [
 ]
 
 
+WIDTH = 2048  # of a chunk
+PLAIN = {  # heads, D_n, D_v of GLM-4.7-Flash and of DeepSeek-V3
+    "GLM-4.7-Flash": (20, 192, 256),
+    "DeepSeek-V3": (128, 128, 128),
+}
+
+
+def kind_of(name):
+    num_heads, nope_dim, value_dim = PLAIN[name]
+    return LatentAttention(
+        num_layers=NUM_LAYERS,
+        num_heads=num_heads,
+        rank=RANK,
+        nope_dim=nope_dim,
+        rope_dim=ROTATED,
+        value_dim=value_dim,
+        scale=0.1,
+        is_interleaved=True,
+    )
+
+
+def chunk(name):
+    """For the compiler: attention of a chunk of a prompt, in the plain form."""
+    kind = kind_of(name)
+    shapes = {
+        "positions": ((WIDTH,), jnp.int32),
+        "table": ((1, CAPACITY // 16), jnp.int32),
+        "pool": ((NUM_LAYERS, NUM_PAGES, 16, RANK + ROTATED), jnp.bfloat16),
+        "layer": ((), jnp.int32),
+        "nope": ((WIDTH, kind.num_heads, kind.nope_dim), jnp.bfloat16),
+        "rope": ((WIDTH, kind.num_heads, ROTATED), jnp.bfloat16),
+        "up": ((kind.num_heads * (kind.nope_dim + kind.value_dim), RANK), jnp.bfloat16),
+    }
+
+    @jax.jit
+    def attend(positions, table, *arrays):
+        rows = CachedRows(positions, table, folds=True, kernels="triton")
+        return attend_plainly(rows, *arrays, kind.scale)
+
+    return attend, tuple(jax.ShapeDtypeStruct(*shape) for shape in shapes.values()), {}
+
+
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
-    """Reports by case."""
+    """Reports by case, and of chunks by model."""
     requests = [{"function": "program", "arguments": asdict(case)} for case in CASES]
+    requests += [
+        {"function": "chunk", "arguments": {"name": name}, "options": GPU_OPTIONS} for name in PLAIN
+    ]
     made = compile_for_h200(__file__, requests, resources=True, timeout=1200)
-    return dict(zip(CASES, made, strict=True))
+    return dict(zip([*CASES, *PLAIN], made, strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -80,3 +129,12 @@ def test_kernels_fit_the_device(reports, case):
     assert all(product.endswith("bf16") for product in products)
     layer = NUM_PAGES * case.page_size * (RANK + ROTATED) * 2
     assert reports[case]["memory"]["temp"] < layer // 4
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_a_chunk_stays_within_the_memory_planned(reports, name):
+    """It holds keys and values of a block of its context at a time."""
+    report = reports[name]
+    attention = [one for one in report["resources"] if "paged_attention" in one["name"]]
+    assert attention and not any(Resources(**one).spills for one in attention)
+    assert 0 < report["memory"]["temp"] <= WIDTH * kind_of(name).row_size * 2

@@ -1,15 +1,18 @@
 """Every implementation of the grouped product against a loop over its rows in f64."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxlib.mlir import ir
+from jaxlib.triton import dialect
 
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.grouped_matmul.triton import max_blocks
+from pallas_kernels.grouped_matmul.triton import grouped_matmul_triton, max_blocks
 
 # Sizes of the groups are data: cases with as many rows and as many groups are one program.
 CASES = {
@@ -203,3 +206,38 @@ def test_the_grid_is_large_enough(name, block_rows):
     needed = (-(-sizes // block_rows)).sum()
     if sizes.sum():
         assert needed <= max_blocks(sizes.sum(), len(sizes), block_rows)
+
+
+@pytest.mark.every_jax
+@pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_experts_of_more_than_2_31_elements_have_addresses_of_64_bits(dtype):
+    """Those of DeepSeek-V3, as the kernel that Triton gets computes them: where an expert begins,
+    a product by its size, is found in 64 bits, and stays so when it is added to the pointer."""
+    depth, columns = 7168, 4096
+    kernel = triton_text((8, depth), (256, depth, columns), dtype)
+    products = re.findall(rf"constant {depth * columns} : (i\d+)", kernel)
+    added = re.findall(r"tt\.addptr .*x(i\d+)>", kernel)
+    assert products == ["i64"]
+    assert added.count("i64") == 1  # the weights; others are small
+    assert "trunci" not in kernel
+
+
+def triton_text(x_shape, weights_shape, dtype):
+    """The kernel in Triton's own language, as jax hands it over for a GPU that is not there."""
+    args = [jax.ShapeDtypeStruct(shape, dtype) for shape in (x_shape, weights_shape)]
+    args += [jax.ShapeDtypeStruct(weights_shape[:1], jnp.int32)]
+    device = jax.sharding.AbstractDevice(device_kind="NVIDIA H200", platform="gpu", num_cores=None)
+    mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+    with jax.sharding.use_abstract_mesh(mesh):
+        traced = jax.jit(grouped_matmul_triton).trace(*args)
+        module = traced.lower(lowering_platforms=("cuda",)).compiler_ir()
+    (call,) = [
+        one
+        for one in module.body.operations[0].body.blocks[0]
+        if "mhlo.backend_config" in one.attributes
+    ]
+    code = ir.StringAttr(ir.DictAttr(call.attributes["mhlo.backend_config"])["ir"]).value_bytes
+    with ir.Context() as context:
+        dialect.register_dialect(context)
+        return str(ir.Module.parse(code))

@@ -15,8 +15,10 @@ import pytest
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.latent_attention import latent_attention, latent_attention_triton
 from pallas_kernels.latent_attention.triton import LatentTuning
+from specjax.device.cache.latent_prompt import attend_plainly
+from specjax.device.cache.rows import CachedRows
 
-RANK, ROTATED, NOPE, VALUE, PAGE_SIZE, LAYER = 64, 16, 12, 20, 16, 1
+RANK, ROTATED, NOPE, VALUE, PAGE_SIZE, LAYER = 64, 16, 36, 20, 16, 1
 SCALE = 0.21
 # Starts and numbers of new tokens of requests, in T rows; heads. A page that is not full, one that
 # is, a request without rows, and more rows than a tile has.
@@ -118,6 +120,20 @@ def test_bf16_and_bits_that_do_not_depend_on_other_requests(implementation):
     moved = [x if i in (2, 3, 4) else x[order] for i, x in enumerate(arguments)]
     again = np.asarray(attend(implementation, moved, "bfloat16"), np.float64)
     np.testing.assert_array_equal(again, mixed[order])
+
+
+@pytest.mark.parametrize("kernels", ["reference", "interpret"])
+def test_the_plain_form_of_chunks(kernels):
+    """Keys and values of heads, of the context in blocks of a page; one request ends before."""
+    nope, rotated, key_up, value_up, pool, table, positions = made("chunk")
+    rows = CachedRows(positions.reshape(-1), table, folds=True, kernels=kernels)
+    up = np.concatenate([key_up, value_up], axis=1).reshape(-1, RANK)
+    queries = (x.reshape(-1, *x.shape[2:]).astype(np.float32) for x in (nope, rotated))
+    out = jax.jit(attend_plainly)(
+        rows, pool, np.int32(LAYER), *queries, up.astype(np.float32), np.float32(SCALE)
+    )
+    expected = attention_by_definition(*made("chunk"))
+    np.testing.assert_allclose(out.reshape(expected.shape), expected, rtol=0, atol=1e-5)
 
 
 def test_bad_arguments():

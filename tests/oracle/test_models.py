@@ -11,6 +11,7 @@ import pytest
 from support.logits import causal_logits, hf_logits
 
 from specjax import LLM, SamplingParams
+from specjax.device.cache import latent
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
 from specjax.device.models.model import init_caches
@@ -104,10 +105,11 @@ CASES = {
     "gpt-oss": ("gpt_oss", {"num_hidden_layers": 3}),
     "qwen3-moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
     # Queries with a rank and without, three heads, groups of experts, YaRN with both weights or
-    # one, a rotation of halves, tied.
+    # one, a rotation of halves, tied; with a rank of 64, chunks may be in the plain form.
     "deepseek_v3-groups-yarn": (
         "deepseek_v3",
         {
+            "kv_lora_rank": 64,
             "n_group": 4,
             "topk_group": 2,
             "rope_parameters": {**YARN_ROPE, "mscale": 1.3, "mscale_all_dim": 0.8},
@@ -159,16 +161,17 @@ def tokens():
     return np.random.default_rng(0).integers(0, 96, (BATCH, LENGTH))
 
 
-@partial(jax.jit, static_argnames="model")
-def extend(params, kv, tokens, starts, table, model):
+@partial(jax.jit, static_argnames=("model", "folds"))
+def extend(params, kv, tokens, starts, table, model, folds):
     """Logits [B, CHUNK, V] of a chunk that starts at starts[b], and the pool."""
-    rows = CachedRows.starting_at(starts, jnp.full_like(starts, CHUNK), CHUNK, table)
+    counts = jnp.full_like(starts, CHUNK)
+    rows = CachedRows.starting_at(starts, counts, CHUNK, table, folds=folds)
     features, kv = model.extend(params, tokens.reshape(-1), rows, kv)
     return model.logits(params, features.hidden).reshape(*tokens.shape, -1), kv
 
 
-def paged_logits(folder, tokens):
-    """Logits [B, T, V] from chunks over a pool whose pages lie in no order."""
+def paged_logits(folder, tokens, folds=True):
+    """Logits [B, T, V] from chunks, which fold, over a pool whose pages lie in no order."""
     model, params = load_model(folder, np.dtype(np.float32))
     num_pages = BATCH * LENGTH // PAGE_SIZE
     table = np.random.default_rng(1).permutation(num_pages + 3)[:num_pages]
@@ -180,7 +183,9 @@ def paged_logits(folder, tokens):
     chunks = []
     for start in range(0, LENGTH, CHUNK):
         starts = np.full(BATCH, start, np.int32)
-        logits, kv = extend(params, kv, tokens[:, start : start + CHUNK], starts, table, model)
+        logits, kv = extend(
+            params, kv, tokens[:, start : start + CHUNK], starts, table, model, folds
+        )
         chunks.append(np.asarray(logits))
     return np.concatenate(chunks, axis=1)
 
@@ -191,7 +196,8 @@ def test_logits_of_whole_sequences(target, tokens):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_logits_of_chunks_over_pages(target, tokens):
+def test_logits_of_chunks_over_pages(target, tokens, monkeypatch):
+    monkeypatch.setattr(latent, "PRODUCTS_PER_NUMBER", 0)
     logits = paged_logits(target.folder, tokens)
     np.testing.assert_allclose(logits, hf_logits(target.hf, tokens), rtol=0, atol=1e-4)
 

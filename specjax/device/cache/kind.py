@@ -60,6 +60,11 @@ class CacheKind(Protocol):
         """Shape of a request's f32 state in a layer; (0,) if none."""
         ...
 
+    @property
+    def row_size(self) -> int:
+        """Numbers that a layer makes of a row on the way, beyond a few times the model's width."""
+        ...
+
     def init(self, sizes: CacheSizes, dtype: Any) -> Any:
         """Create an empty cache."""
         ...
@@ -119,6 +124,11 @@ class PagesOnly:
     def state_shape(self) -> tuple[int, ...]:
         """(0,): there is no state."""
         return (0,)
+
+    @property
+    def row_size(self) -> int:
+        """0: queries, keys and values are about as wide as the model."""
+        return 0
 
     def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:
         """Create an empty pool [layers, pages, page_size, *token_shape]."""

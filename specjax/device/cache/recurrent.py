@@ -75,6 +75,11 @@ class DeltaRule:
         """None: pages hold nothing."""
 
     @property
+    def row_size(self) -> int:
+        """0: inputs are about as wide as the model."""
+        return 0
+
+    @property
     def state_shape(self) -> tuple[int, ...]:
         """Shape of the state: a matrix per head."""
         return self.heads.num_values, self.heads.value_dim, self.heads.key_dim

@@ -1,0 +1,80 @@
+"""Attention over pages of latents in the plain form, for chunks of prompts.
+
+Keys and values of every head are made from the latents, a block of the context at a time, and
+attended to by all rows. A pair of a query and a key then takes D_n + D_r + D_v products (more, as
+far as the kernel pads them), and not the 2 R + D_r of the absorbed form, in which every head's key
+is as wide as a latent; but the latents of the whole context are projected up again for each chunk.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.paged_attention import paged_attention_part
+from specjax.device.cache.rows import CachedRows
+
+
+def attend_plainly(
+    rows: CachedRows,
+    pool: jax.Array,
+    layer: jax.Array,
+    nope: jax.Array,
+    rope: jax.Array,
+    up: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """Return the attention output [N, H, D_v] of queries over all latents up to their own.
+
+    Args:
+        rows: of chunks; a block of the context has as many tokens as a chunk.
+        pool: [layers, pages, page_size, R + D_r] latents, those of the rows included.
+        layer: i32[] of the pool.
+        nope: [N, H, D_n] plain parts of queries.
+        rope: [N, H, D_r] rotated parts of queries.
+        up: [H (D_n + D_v), R] a head's key, then its value.
+        scale: multiplies the scores.
+    """
+    page_size, width = pool.shape[2:]
+    (_, num_heads, nope_dim), rope_dim = nope.shape, rope.shape[2]
+    rank, value_dim = width - rope_dim, up.shape[0] // num_heads - nope_dim
+    dim = head_dim(nope_dim + rope_dim, value_dim)  # by which the kernel scales the scores
+    q = rows.by_request(_padded(jnp.concatenate([nope, rope], axis=-1), dim) * (scale * dim**0.5))
+
+    pages = max(1, rows.width // page_size)  # of a block
+    batch, num_tokens = rows.page_table.shape[0], pages * page_size
+    ids = jnp.pad(jnp.maximum(rows.page_table, 0), ((0, 0), (0, -rows.page_table.shape[1] % pages)))
+    table = jnp.arange(batch * pages, dtype=jnp.int32).reshape(batch, pages)
+    positions = rows.by_request(rows.positions)
+
+    def part(i: int | jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Attend over block i: the output f32[B, T, H, D_v], and the log-sum-exp of its scores."""
+        entries = pool[layer, jax.lax.dynamic_slice_in_dim(ids, i * pages, pages, axis=1)]
+        entries = entries.reshape(batch, num_tokens, width)
+        made = jnp.einsum("bcr,xr->bcx", entries[..., :rank], up)
+        made = made.reshape(batch, num_tokens, num_heads, -1)
+        shared = jnp.broadcast_to(entries[..., None, rank:], (*made.shape[:3], rope_dim))
+        keys = jnp.concatenate([made[..., :nope_dim], shared], axis=-1)
+        kv = jnp.stack([_padded(keys, dim), _padded(made[..., nope_dim:], dim)], axis=2)
+        kv = kv.reshape(1, batch * pages, page_size, *kv.shape[2:])
+        within = positions - i * num_tokens
+        out, lse = paged_attention_part(q, kv, jnp.int32(0), table, within, kernels=rows.kernels)
+        return out[..., :value_dim], lse
+
+    def add(i: jax.Array, so_far: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        out, lse = part(i)
+        total = jnp.logaddexp(so_far[1], lse)
+        finite = jnp.where(jnp.isfinite(total), total, 0.0)
+        mine, others = (jnp.exp(x - finite)[..., None] for x in (lse, so_far[1]))
+        return out * mine + so_far[0] * others, total
+
+    num_blocks = jnp.minimum(positions.max() // num_tokens + 1, ids.shape[1] // pages)
+    out, _ = jax.lax.fori_loop(1, num_blocks, add, part(0))
+    return out.astype(q.dtype).reshape(-1, num_heads, value_dim)
+
+
+def head_dim(key_dim: int, value_dim: int) -> int:
+    """Return the width that both have in the kernel, a power of two."""
+    return 1 << (max(key_dim, value_dim) - 1).bit_length()
+
+
+def _padded(x: jax.Array, dim: int) -> jax.Array:
+    return jnp.pad(x, ((0, 0),) * (x.ndim - 1) + ((0, dim - x.shape[-1]),))
