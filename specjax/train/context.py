@@ -1,7 +1,7 @@
 """Rows without a cache, for training: whole sequences, and blocks of drafts within them."""
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ class CausalRows:
     positions: jax.Array  # i32[B T]
     length: int = field(metadata={"static": True})
     kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
+    attends: ClassVar[bool] = True
 
     @classmethod
     def of(cls, batch: int, length: int) -> Self:
@@ -44,6 +45,7 @@ class UnrolledRows:
     positions: jax.Array  # i32[B T], shifted by `step`
     length: int = field(metadata={"static": True})
     kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
+    attends: ClassVar[bool] = True
 
     @classmethod
     def of(cls, batch: int, length: int, step: int) -> "UnrolledRows":
@@ -90,6 +92,7 @@ class BlockRows:
     width: int = field(metadata={"static": True})
     mask: AttentionMask = field(default=AttentionMask(), metadata={"static": True})
     kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
+    attends: ClassVar[bool] = True
 
     @property
     def positions(self) -> jax.Array:
