@@ -133,7 +133,7 @@ def test_the_minimum_of_llama_by_hand():
     fc = 2 * 2 * dim * dim
     draft = fc + layer + 2 * dim + head
     assert least.draft == 3 * draft + token * 64 * (3 * 2048 + 2)
-    assert least.observe == fc + 2 * dim * (dim + 2 * kv) + token * 64 * 4
+    assert least.observe == fc + 2 * dim * 2 * kv + token * 64 * 4
     assert least.step == least.verify + least.draft + least.observe
 
 
