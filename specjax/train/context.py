@@ -1,7 +1,7 @@
 """Rows without a cache, for training: whole sequences, and blocks of drafts within them."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -11,15 +11,23 @@ from specjax.device.cache.paged import PagedAttention
 from specjax.device.drafters.dflash import AttentionMask
 
 
+class _Attending:
+    """Base of all of them: gradients pass through what rows attend to."""
+
+    @property
+    def attends(self) -> bool:
+        """True, see `Rows.attends`."""
+        return True
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class CausalRows:
+class CausalRows(_Attending):
     """B concatenated sequences of T tokens; row b*T + t is position t of sequence b."""
 
     positions: jax.Array  # i32[B T]
     length: int = field(metadata={"static": True})
     kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
-    attends: ClassVar[bool] = True
 
     @classmethod
     def of(cls, batch: int, length: int) -> Self:
@@ -35,7 +43,7 @@ class CausalRows:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class UnrolledRows:
+class UnrolledRows(_Attending):
     """Causal rows at the `step`-th draft of an unrolled chain (EAGLE-3's training-time test).
 
     As at inference, a row attends to the verified rows up to its own (step 0, causal) and, in each
@@ -45,7 +53,6 @@ class UnrolledRows:
     positions: jax.Array  # i32[B T], shifted by `step`
     length: int = field(metadata={"static": True})
     kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
-    attends: ClassVar[bool] = True
 
     @classmethod
     def of(cls, batch: int, length: int, step: int) -> "UnrolledRows":
@@ -81,7 +88,7 @@ class ContextRows(CausalRows):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class BlockRows:
+class BlockRows(_Attending):
     """N blocks of W rows in each of B sequences, at positions from `starts` on.
 
     A row attends to what `mask` says of the context before its block, in the cache that
@@ -92,7 +99,6 @@ class BlockRows:
     width: int = field(metadata={"static": True})
     mask: AttentionMask = field(default=AttentionMask(), metadata={"static": True})
     kernels: str = field(default="reference", metadata={"static": True})  # kernels have no gradient
-    attends: ClassVar[bool] = True
 
     @property
     def positions(self) -> jax.Array:
