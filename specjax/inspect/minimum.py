@@ -121,8 +121,8 @@ def _drafted_bytes(own: Any, target: Model, params: Any, passes: int, batch: int
         else:
             times = 0 if {*names} & {*_UNREAD, *_OF_CONTEXT} else passes
         size += times * _used_size(names, leaf, target, batch)
-    # A head that drafts by masks needs what they become, but not each time.
-    return size - (_size(own.fc) if hasattr(own, "mask_states") else 0) * passes
+    # Heads that read several of the target's states combine them when they observe.
+    return size - (_size(own.fc) if hasattr(own, "aux_norms") else 0) * passes
 
 
 def _uses_head_of_target(own: Any) -> bool:
