@@ -8,7 +8,7 @@ verifies in another way.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -19,8 +19,10 @@ from support.schedules import AnyPolicy
 from support.shared_models import (
     EOS,
     NUM_SNAPSHOTS,
+    hybrid,
     llama,
     of_few_words,
+    other_letters,
     parallel_head,
 )
 
@@ -35,13 +37,26 @@ EXACT = {"exact": True, "decode_batches": None, "prefill_shapes": None}
 SNAPSHOTS = {"num_snapshots": NUM_SNAPSHOTS}
 PROMPT_LENGTHS = (1, 33, 38, 5, 32, 17, 36, 8)  # as long as random schedules allow, with outputs
 GRAMMARS = {"regex": "[A-Z][a-z ]{3,12}!"}, {"choice": ["yes", "no", "yes, but no"]}, None
-# Rows that a request has beside the target's, as vLLM counts them; the way of verifying to try.
-METHODS = {
-    "ngram": (0, "block"),
-    "p_eagle": (K - 1, "rejection"),
-    "dflash": (0, "block"),
-    "medusa": (0, "rejection"),
-    "draft_model": (1, "block"),
+
+
+class Way(NamedTuple):
+    """A way of drafting."""
+
+    method: str
+    num_slots: int  # rows that a request has beside the target's, as vLLM counts them
+    verification: str  # another way of verifying, to try
+
+
+WAYS = {
+    "ngram": Way("ngram", 0, "block"),
+    "p_eagle": Way("p_eagle", K - 1, "rejection"),
+    "dflash": Way("dflash", 0, "block"),
+    "dspark": Way("dflash", 0, "rejection"),
+    "dflash2": Way("dflash", 0, "block"),
+    "medusa": Way("medusa", 0, "rejection"),
+    "draft_model": Way("draft_model", 1, "block"),
+    "hybrid draft_model": Way("draft_model", 1, "rejection"),
+    "draft_model of other tokens": Way("draft_model", 1, "block"),
 }
 
 
@@ -49,7 +64,7 @@ METHODS = {
 class Served:
     """A method of drafting, its models, and engines with it and without."""
 
-    method: str
+    way: Way
     folder: Path  # of the target
     head: Path | None
     drafting: RolloutEngine
@@ -61,23 +76,26 @@ class Served:
 
     def make(self, **options: Any) -> LLM:
         """Another engine with this method."""
-        return make_llm(self.folder, self.method, self.head, **SNAPSHOTS, **options)
+        return make_llm(self.folder, self.way.method, self.head, **SNAPSHOTS, **options)
 
 
-def models_of(checkpoints, method) -> tuple[Path, Path | None]:
-    """The folders of a target, over printable ASCII, and of a drafter; none if it needs none."""
-    target = checkpoints.with_letters(of_few_words(checkpoints, llama(checkpoints).folder))
-    if method == "draft_model":
-        other = of_few_words(checkpoints, llama(checkpoints, seed=1).folder)
-        return target, checkpoints.with_letters(other)
-    return target, None if method == "ngram" else parallel_head(checkpoints, method)
+def head_of(checkpoints, name) -> Path | None:
+    """The folder of a drafter; None if it needs none."""
+    if name == "draft_model of other tokens":
+        return other_letters(checkpoints)
+    if WAYS[name].method == "draft_model":
+        is_hybrid = name.startswith("hybrid")
+        other = hybrid(checkpoints) if is_hybrid else llama(checkpoints, seed=1).folder
+        return checkpoints.with_letters(of_few_words(checkpoints, other))
+    return None if name == "ngram" else parallel_head(checkpoints, name)
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=WAYS)
 def served(request, checkpoints) -> Iterator[Served]:
-    folder, head = models_of(checkpoints, request.param)
+    folder = checkpoints.with_letters(of_few_words(checkpoints, llama(checkpoints).folder))
+    way, head = WAYS[request.param], head_of(checkpoints, request.param)
     sizes = {**SIZES, **SNAPSHOTS}
-    config = {"method": request.param, "num_speculative_tokens": K}
+    config = {"method": way.method, "num_speculative_tokens": K}
     if head is not None:
         config["model"] = str(head)
     with (
@@ -85,7 +103,7 @@ def served(request, checkpoints) -> Iterator[Served]:
         RolloutEngine(folder, **sizes, enable_prefix_caching=False) as plain,
     ):
         drafting._llm.engine.set_policy(AnyPolicy((0, K), np.random.default_rng(0)))
-        yield Served(request.param, folder, head, drafting, plain)
+        yield Served(way, folder, head, drafting, plain)
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +132,8 @@ def test_random_schedules(served):
 
 def test_a_step_has_room_for_what_drafting_adds(served):
     engine = served.llms[0].engine
-    slots, _ = METHODS[served.method]
-    assert engine.scheduler._draft_slots == engine.drafter.draft_slots(K) == slots
+    slots = engine.drafter.draft_slots(K)
+    assert engine.scheduler._draft_slots == slots == served.way.num_slots
 
 
 def test_exact_mode(served, asked):
@@ -142,8 +160,7 @@ def test_exact_mode(served, asked):
 def test_other_verifications(served, asked):
     """The greedy tokens are the same; the others are as many as asked for."""
     prompts, params = asked
-    _, verification = METHODS[served.method]
-    with served.make(speculation={"verification": verification}) as llm:
+    with served.make(speculation={"verification": served.way.verification}) as llm:
         found = llm.generate(prompts, params, use_tqdm=False)
         assert llm.metrics().num_accepted_tokens > 0
     expected = served.llms[1].generate(prompts, params, use_tqdm=False)

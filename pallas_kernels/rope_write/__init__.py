@@ -57,7 +57,7 @@ def rope_write(
         layer: i32[] layer of the pool to write.
         page_table: i32[B, P] pages of each request in order; -1 where none is assigned.
         positions: i32[B, T] absolute position of each row.
-        num_heads: H, query heads.
+        num_heads: H, query heads; 0 to write keys and values only, if `writes`.
         eps, is_centred: of the norms, see `rms_norm`.
         writes: if False, the pool stays unchanged, and only queries are computed.
         kernels: implementation to use, see `dispatch`.

@@ -82,8 +82,9 @@ def rope_write_triton(
         (q,) = call(operands, [queries])
         return q, kv
     pool = jax.ShapeDtypeStruct(kv.shape, kv.dtype)
-    q, kv = call([*operands, kv], [queries, pool], aliases={len(operands): 1})
-    return q, kv
+    made = [queries, pool] if num_heads else [pool]  # no array may be empty
+    *q, kv = call([*operands, kv], made, aliases={len(operands): len(made) - 1})
+    return (q[0] if q else jnp.zeros(queries.shape, queries.dtype)), kv
 
 
 def _kernel(
@@ -153,17 +154,18 @@ def _kernel(
     sin = load(sin_ref.at[b, t, angle], mask=turns, other=0.0)
     y = (x * cos + jnp.where(i < half, -other, other) * sin).astype(dtype)
 
-    if not writes:
-        (q_ref,) = refs[sum(has) :]
-    else:
-        _, q_ref, kv_ref = refs[sum(has) :]
+    outputs = iter(refs[sum(has) + writes :])  # after the pool that is updated in place
+    # In interpret mode masked lanes store the old value, so their indices must be distinct, too.
+    if num_heads:
+        store(next(outputs).at[b, t, head[:, None], i], y, mask=mask & is_q[:, None])
+    if writes:
         position = positions_ref[b, t]
         index = jnp.maximum(position, 0) // page_size
         page = table_ref[b, jnp.minimum(index, table_width - 1)]
         stands = (position >= 0) & (index < table_width) & (page >= 0)
         kept = jnp.where(is_q, head + 2 * num_kv_heads, head - num_heads)[:, None]
         store(
-            kv_ref.at[
+            next(outputs).at[
                 layer_ref[0],
                 jnp.maximum(page, 0),
                 jnp.maximum(position, 0) % page_size,
@@ -174,5 +176,3 @@ def _kernel(
             y,
             mask=mask & ~is_q[:, None] & stands,
         )
-    # In interpret mode masked lanes store the old value, so their indices must be distinct, too.
-    store(q_ref.at[b, t, head[:, None], i], y, mask=mask & is_q[:, None])

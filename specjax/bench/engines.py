@@ -140,6 +140,15 @@ def read_integers(option: str, text: str) -> tuple[int, ...]:
         raise ValueError(f"{option} {text} must list integers, like 1,2,3") from error
 
 
+def step_budget(batch_size: int, max_drafts: int) -> int:
+    """Return the tokens that a step may have, so that all requests prefill and decode together.
+
+    Methods of drafting add no more rows than drafts to those of the target.
+    """
+    rows = 2 * max_drafts + 1
+    return max(min(_PROMPT_CHUNK * batch_size, _MAX_PROMPT_TOKENS), rows * batch_size)
+
+
 class Engines(NamedTuple):
     """Two engines with the same target."""
 
@@ -156,9 +165,7 @@ def open_engines(setup: Setup, *, show_progress: bool) -> Iterator[Engines]:
         "dtype": setup.dtype,
         "max_model_len": setup.max_model_len,
         "max_num_seqs": max_batch,
-        "max_num_batched_tokens": max(
-            min(_PROMPT_CHUNK * max_batch, _MAX_PROMPT_TOKENS), max_batch * (max(setup.ks) + 1)
-        ),
+        "max_num_batched_tokens": step_budget(max_batch, max(setup.ks)),
         "compile_ahead": True,
         "verbose": show_progress,
     }

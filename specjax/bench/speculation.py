@@ -14,6 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from specjax.bench.engines import step_budget
 from specjax.bench.environment import describe_environment
 from specjax.bench.measure import PLAIN, Configuration, decode, measure
 from specjax.bench.report import Figures, identity_line, repetition_line, show, summarise
@@ -30,9 +31,6 @@ from specjax.sampling_params import MAX_SEED, SamplingParams
 from specjax.text.tokenizer import load_tokenizer, read_eos_ids
 
 SCHEMA_VERSION = 1
-# Prefill is not timed. Small chunks need few executables; a batch should start together.
-_PROMPT_CHUNK = 32
-_MAX_PROMPT_TOKENS = 512
 _WARM_UP_TOKENS = 4
 
 
@@ -229,7 +227,7 @@ def load_engines(
             dtype=settings.dtype,
             max_model_len=settings.max_model_len,
             max_num_seqs=settings.batch_size,
-            max_num_batched_tokens=min(_PROMPT_CHUNK * settings.batch_size, _MAX_PROMPT_TOKENS),
+            max_num_batched_tokens=step_budget(settings.batch_size, settings.ks[-1]),
             compile_ahead=True,
             verbose=show_progress,
         )

@@ -11,11 +11,11 @@ drafter's cache, which makes P passes over its weights: K, or one for all drafts
 once, states read and written once, keys and values read once per pass over them and written once; a
 layer with a window reads only the last of the c tokens. Of a mixture of experts, at most B T k
 experts are read, k per row; B k in a pass that drafts one token. Each of the P draft passes reads
-the context; all but the first write a new row to the cache. W_o are the weights up to attention,
-query columns included, because one matrix holds queries, keys and values; of a head whose observed
-rows give the first draft, all weights and the context. A draft model counts as the target does,
-once per pass, and observes nothing. Activations are not counted; `with_activations` adds the two
-that our design's figures counted as ideal: the embedded rows, and reading new keys and values back.
+the context; all but the first write a new row to the cache. W_o are the weights that keys and
+values come from; of a head whose observed rows give the first draft, all weights and the context. A
+draft model counts as the target does, once per pass, and observes nothing. Activations are not
+counted; `with_activations` adds the two that our design's figures counted as ideal: the embedded
+rows, and reading new keys and values back.
 """
 
 import math
@@ -32,7 +32,7 @@ from specjax.serving.memory import drafter_cache_bytes
 # Parts of a drafter's parameters that are not read to compute keys and values.
 _AFTER_KEYS = (
     *("mlp", "out", "out_bias", "mlp_norm", "norm", "lm_head", "embedding", "target_ids"),
-    *("mask", "refinement", "attention_conv", "mlp_conv"),
+    *("mask", "refinement", "attention_conv", "mlp_conv", "q_norm"),
 )
 # Parts that only keys and values of the context are computed from.
 _OF_CONTEXT = ("context_fc", "context_norm")
@@ -88,7 +88,7 @@ def minimum_bytes(
             passes = drafter.num_passes(k)
             draft = _drafted_bytes(drafter_params, target, params, passes, batch, k)
             draft += own_token * batch * (passes * context + max(passes - 1, 0))
-            observe = _observed_bytes(drafter_params) + own_token * num_rows
+            observe = _observed_bytes(drafter_params, own_token) + own_token * num_rows
             if hasattr(drafter_params, "mask_states"):  # the observed rows attend, too
                 observe += own_token * batch * context
     return Minimum(
@@ -121,8 +121,8 @@ def _drafted_bytes(own: Any, target: Model, params: Any, passes: int, batch: int
         else:
             times = 0 if {*names} & {*_UNREAD, *_OF_CONTEXT} else passes
         size += times * _used_size(names, leaf, target, batch)
-    # A head that drafts by masks needs what they become, but not each time.
-    return size - (_size(own.fc) if hasattr(own, "mask_states") else 0) * passes
+    # Heads that read several of the target's states combine them when they observe.
+    return size - (_size(own.fc) if hasattr(own, "aux_norms") else 0) * passes
 
 
 def _uses_head_of_target(own: Any) -> bool:
@@ -162,14 +162,19 @@ def _used_size(names: list[str], leaf: Any, target: Model, num_rows: int) -> int
     return _size(leaf) // experts.num_experts * used
 
 
-def _observed_bytes(params: Any) -> int:
+def _observed_bytes(params: Any, token: int) -> int:
+    """Return the bytes of weights that observing reads; `token` bytes are one in the cache."""
     if hasattr(params, "lm_heads"):  # they keep one of the target's states
         return 0
-    after = _AFTER_KEYS
+    leaves = [(_names(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)]
     if hasattr(params, "mask_states"):  # the last row's output is the first draft's
-        after = "lm_head", "embedding", "target_ids", "mask_states"
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    return sum(_size(leaf) for path, leaf in leaves if not set(_names(path)) & set(after))
+        after = {"lm_head", "embedding", "target_ids", "mask_states"}
+        return sum(_size(leaf) for names, leaf in leaves if not after & {*names})
+    used = [(names[-1], leaf) for names, leaf in leaves if not {*names} & {*_AFTER_KEYS}]
+    merged = [leaf for name, leaf in used if name == "qkv"]
+    size = sum(_size(leaf) for name, leaf in used if name != "qkv")
+    # Of these [D, F] the columns of keys and values, as many as a layer's entry in the cache has.
+    return size + sum(leaf.shape[0] * token // len(merged) for leaf in merged)
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:

@@ -122,8 +122,8 @@ def _of_real_rows(one: Array, load: CachedContext) -> int:
 
 
 def _rope_write(call: Call, load: CachedContext) -> tuple[int, int]:
-    """Read q | k | v; write q [B, T, H, D], and one row of keys and values per row of it."""
-    num_rows = math.prod(call.outputs[0].shape[:2])
+    """Read q | k | v [B, T, F]; write q [B, T, H, D] unless H is 0, and keys and values per row."""
+    num_rows = math.prod(next(one for one in call.others if len(one.shape) == 3).shape[:2])
     return _total(call.others), _total(call.outputs) + num_rows * call.pool.per(3)
 
 

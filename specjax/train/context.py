@@ -11,9 +11,18 @@ from specjax.device.cache.paged import PagedAttention
 from specjax.device.drafters.dflash import AttentionMask
 
 
+class _Attending:
+    """Base of all of them: gradients pass through what rows attend to."""
+
+    @property
+    def attends(self) -> bool:
+        """True, see `Rows.attends`."""
+        return True
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class CausalRows:
+class CausalRows(_Attending):
     """B concatenated sequences of T tokens; row b*T + t is position t of sequence b."""
 
     positions: jax.Array  # i32[B T]
@@ -34,7 +43,7 @@ class CausalRows:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class UnrolledRows:
+class UnrolledRows(_Attending):
     """Causal rows at the `step`-th draft of an unrolled chain (EAGLE-3's training-time test).
 
     As at inference, a row attends to the verified rows up to its own (step 0, causal) and, in each
@@ -79,7 +88,7 @@ class ContextRows(CausalRows):
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class BlockRows:
+class BlockRows(_Attending):
     """N blocks of W rows in each of B sequences, at positions from `starts` on.
 
     A row attends to what `mask` says of the context before its block, in the cache that

@@ -11,6 +11,7 @@ from support.engines import simulated_engines
 from support.scripts import TextScript
 
 from specjax.bench import speculation
+from specjax.bench.engines import Setup, open_engines
 from specjax.bench.workload import read_questions
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.cli import build_parser, main
@@ -118,6 +119,39 @@ def test_a_batch_decodes_together_above_temperature_0(plain_options, drafters, c
         assert figures["num_outputs"] == 2
         assert figures["mean_acceptance_length_low_repeat"] is None
         assert figures["num_steps"] < figures["num_tokens"]
+
+
+@pytest.mark.parametrize("command", ["bench", "sweep"])
+def test_a_large_batch_has_room_for_what_drafting_adds(plain_options, checkpoints, command):
+    """Rows of 24 requests with 11 drafts, and 10 more for drafting: over 512."""
+    k, batch = 11, 24
+    head = checkpoints.p_eagle(checkpoints.target(vocab_size=VOCAB), mask_token_id=0).folder
+    given = [*plain_options, "--drafter", f"p_eagle={head}", "--k", str(k)]
+    with contextlib.ExitStack() as stack:
+        if command == "bench":
+            sizes = ["--batch-size", str(batch), "--num-prompts", str(batch)]
+            settings = speculation.read_settings(build_parser().parse_args([*given, *sizes]))
+            engines = list(speculation.load_engines(settings, stack, show_progress=False).values())
+        else:
+            setup = Setup(
+                model=given[2],
+                method="p_eagle",
+                drafter=str(head),
+                ks=(k,),
+                batch_sizes=(batch,),
+                max_tokens=MAX_TOKENS,
+                max_model_len=256,
+                temperature=0.0,
+                seed=0,
+                rounds=1,
+                dtype="float32",
+            )
+            llms = stack.enter_context(open_engines(setup, show_progress=False))
+            engines = [llm.engine for llm in llms]
+        for engine in engines:
+            rows = k + 1 + engine.drafter.draft_slots(k)
+            assert engine.config.max_num_batched_tokens >= batch * rows
+        assert engines[-1].drafter.draft_slots(k) == k - 1
 
 
 def test_a_wrong_output_is_reported(options, monkeypatch, capsys):

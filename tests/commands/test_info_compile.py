@@ -133,7 +133,7 @@ def test_the_minimum_of_llama_by_hand():
     fc = 2 * 2 * dim * dim
     draft = fc + layer + 2 * dim + head
     assert least.draft == 3 * draft + token * 64 * (3 * 2048 + 2)
-    assert least.observe == fc + 2 * dim * (dim + 2 * kv) + token * 64 * 4
+    assert least.observe == fc + 2 * dim * 2 * kv + token * 64 * 4
     assert least.step == least.verify + least.draft + least.observe
 
 
@@ -185,6 +185,9 @@ def test_the_minimum_of_drafters_by_hand():
     assert chosen.draft == block.draft + 5 * 2 * sides + 2 * dim * rank
     assert chosen.observe == block.observe
     masks, fused = of("p_eagle", "P-EAGLE"), 2 * 3 * dim * dim
+    eagle = of("eagle3", "EAGLE3")
+    assert eagle.draft == k * (layer + qkv + 4 * dim + head + token * 2048) + (k - 1) * token
+    assert eagle.observe == fused + 2 * qkv * 2 * kv // (dim + 2 * kv) + 4 * dim + token * (k + 1)
     first = layer + qkv + 2 * dim  # reads two vectors, and norms one more
     assert masks.draft == first + 3 * layer + 2 * dim + head + 4 * token * 2048
     assert masks.observe == fused + first + 3 * layer + 2 * dim + 4 * token * (2048 + k + 1)

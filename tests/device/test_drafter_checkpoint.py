@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from specjax.config import SpeculativeConfig
-from specjax.device.drafters.registry import load_drafter
+from specjax.device.drafters.registry import drafter_from_config, load_drafter
 from specjax.device.models.registry import load_model
 from specjax.device.placement import Placement
 
@@ -32,6 +32,18 @@ def test_old_names_load_as_the_published_ones(checkpoints, prefix, tmp_path):
     again, loaded = load_drafter(tmp_path, config, model, FP32)
     assert again == drafter and drafter.head.has_aux_norms
     jax.tree.map(np.testing.assert_array_equal, loaded, params)
+
+
+def test_a_config_alone_gives_the_head_that_the_weights_have(checkpoints, tmp_path):
+    target = checkpoints.target()
+    head = checkpoints.eagle3(target, norm_before_residual=True)
+    model, _ = load_model(target.folder, FP32)
+    config = SpeculativeConfig(method="eagle3", model="", num_speculative_tokens=2)
+    drafter, params = load_drafter(head.folder, config, model, FP32)
+    (tmp_path / "config.json").write_bytes((head.folder / "config.json").read_bytes())
+    described, shapes = drafter_from_config(tmp_path, config, model, "float32")
+    assert described == drafter
+    assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])

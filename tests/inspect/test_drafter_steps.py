@@ -81,3 +81,11 @@ def test_draft_logits_are_not_copied(reports, case):
     ]
     moved = sum(one.num_bytes for one in beside)
     assert 0.9 * logits * case.k < moved < 1.05 * logits * case.num_passes, beside
+
+
+def test_observed_rows_read_the_columns_of_keys_and_values(reports):
+    """Of the merged projection, without copying them; what combines the states reads all."""
+    (report,) = (report for case, report in reports.items() if case.name == "DFlash2")
+    dim, width, num_states = 4096, 2 * 8 * 128, 5
+    weights = 2 * dim * (num_states * dim + width)
+    assert weights < report.num_bytes["observe"] < weights + 2 * dim * dim

@@ -108,7 +108,8 @@ class Case:
         q = np.zeros((*positions.shape, self.num_heads, dim))
         written = {}
         for b, t in np.ndindex(*positions.shape):
-            q[b, t] = [head_of(b, t, head, q_norm) for head in range(self.num_heads)]
+            for head in range(self.num_heads):
+                q[b, t, head] = head_of(b, t, head, q_norm)
             position = int(positions[b, t])
             column, offset = divmod(position, self.page_size)
             page = table[b, column] if 0 <= column < NUM_COLUMNS else -1
@@ -128,7 +129,7 @@ def check(case, kernels):
     before, positions = np.asarray(arguments[3], np.float64), np.asarray(arguments[6])
     assert q.dtype == kv.dtype == arguments[3].dtype
     tolerance = TOLERANCE[case.dtype]
-    scale = np.abs(wanted_q).max()
+    scale = np.abs(wanted_q).max(initial=1.0)
     q, kv = np.asarray(q, np.float64), np.asarray(kv, np.float64)
     real = positions >= 0
     np.testing.assert_allclose(q[real], wanted_q[real], atol=tolerance * scale, rtol=0)
@@ -150,6 +151,7 @@ CASES = [
         Case(has_bias=True, num_heads=6, num_kv_heads=3, dim=32, half=16, dtype="bfloat16"),
         marks=EVERY_JAX,
     ),
+    Case(num_heads=0, has_bias=True, has_norms=True, dim=32, half=16),  # keys and values alone
     # Half as many gates as queries do not exist, but nothing depends on their number.
     pytest.param(
         Case(has_norms=True, is_centred=True, num_gates=4, half=8, has_bias=True), marks=EVERY_JAX

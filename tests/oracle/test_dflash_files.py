@@ -67,8 +67,8 @@ def test_a_config_alone_gives_the_head_that_the_weights_have(target, tmp_path):
     assert jax.tree.map(lambda x: (x.shape, x.dtype), params) == jax.tree.map(
         lambda x: (x.shape, x.dtype), shapes
     )
-    config = SpeculativeConfig(method="eagle3", model="", num_speculative_tokens=3)
-    with pytest.raises(CheckpointError, match="has no weights, which method 'eagle3' needs"):
+    config = SpeculativeConfig(method="eagle", model="", num_speculative_tokens=3)
+    with pytest.raises(CheckpointError, match="has no weights, which method 'eagle' needs"):
         drafter_from_config(folder, config, model, "float32")
 
 

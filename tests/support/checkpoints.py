@@ -6,6 +6,7 @@ logits.
 
 import json
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,11 +77,11 @@ class Checkpoints:
         (made / "config.json").write_text(json.dumps(config))
         return made
 
-    def with_letters(self, folder: Path) -> Path:
-        """A copy of a checkpoint of 96 tokens with a tokenizer: printable ASCII, then an end."""
+    def with_letters(self, folder: Path, ids: Sequence[int] = range(96)) -> Path:
+        """A copy of a checkpoint with a tokenizer: `ids` are of printable ASCII, then of an end."""
         made = self.copy(folder)
         letters = ["Ġ", *map(chr, range(33, 127))]
-        vocab = {letter: i for i, letter in enumerate([*letters, "</s>"])}
+        vocab = dict(zip([*letters[: len(ids) - 1], "</s>"], ids, strict=True))
         tokenizer = Tokenizer(models.BPE(vocab, merges=[]))
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()

@@ -4,6 +4,8 @@ A program depends on a model's config, the engine's sizes and what its steps do,
 these tests differ in data alone, and steps that do more than one thing do everything.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,8 @@ from support.weights import HeadFiles, TargetFiles, rewrite
 
 from specjax import LLM, SamplingParams
 from specjax.checkpoint.save import save_checkpoint
+from specjax.device.drafters import dflash2
+from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.registry import load_model
 from specjax.train.drafter import KINDS, HeadSizes
 
@@ -50,14 +54,29 @@ def parallel_head(checkpoints: Checkpoints, method: str) -> Path:
     sizes = HeadSizes(
         aux_layers=(0, 1), mask_token_id=EOS, num_layers=1, num_heads=MOST_DRAFTS, block_size=8
     )
-    made = KINDS[method].make(model, sizes, [])
-    folder, specs = checkpoints.copy(target.folder) / method, made.head.specs()
-    save_checkpoint(folder, specs, random_params(specs, 1), made.config, dtype=jnp.float32)
+    made = KINDS["dflash" if method == "dflash2" else method].make(model, sizes, [])
+    head, config = made.head, made.config
+    if method == "dflash2":
+        own = config["dflash_config"] | {"conv_group_size": 8, "selector_rank": 4}
+        config = config | {"architectures": ["DFlash2DraftModel"], "dflash_config": own}
+        refinement, _ = dflash2.read(HFConfig(config, "a test's"), own)
+        head = replace(head, refinement=refinement)
+    folder, specs = checkpoints.copy(target.folder) / method, head.specs()
+    save_checkpoint(folder, specs, random_params(specs, 1), config, dtype=jnp.float32)
     return folder
 
 
-def of_few_words(checkpoints: Checkpoints, folder: Path) -> Path:
-    """A copy of a target or head that says next to nothing but eight tokens of the head's.
+def other_letters(checkpoints: Checkpoints) -> Path:
+    """A model of few words, like `llama`, with fewer letters, in the opposite order."""
+    size = VOCAB - 16
+    folder = checkpoints.target("llama", seed=1, vocab_size=size, eos_token_id=0).folder
+    ids = range(size - 1, -1, -1)
+    return checkpoints.with_letters(of_few_words(checkpoints, folder, ids), ids)
+
+
+def of_few_words(checkpoints: Checkpoints, folder: Path, ids: Sequence[int] = range(VOCAB)) -> Path:
+    """A copy of a target or head that says next to nothing but eight tokens of the head's, of which
+    it has `ids`, by token of `llama`.
 
     An untrained drafter is right one time in eight then, and not one in a hundred.
     """
@@ -69,8 +88,9 @@ def of_few_words(checkpoints: Checkpoints, folder: Path) -> Path:
 
     def skew(tensors: dict[str, Any]) -> dict[str, Any]:
         head = tensors["lm_head.weight"]
-        ids = kept if len(head) == len(kept) else torch.arange(len(head))
-        scales = torch.where(torch.isin(ids, likely), 1.0, 0.1)
+        said = torch.tensor([ids[token] for token in likely if token < len(ids)])
+        own = kept if len(head) == len(kept) else torch.arange(len(head))
+        scales = torch.where(torch.isin(own, said), 1.0, 0.1)
         return tensors | {"lm_head.weight": head * scales[:, None]}
 
     made = checkpoints.copy(folder)

@@ -58,7 +58,10 @@ class PagedAttention(PagesOnly):
     def cached(
         self, rows: CachedRows, cache: jax.Array, layer: jax.Array, inputs: ProjectedHeads
     ) -> tuple[jax.Array, jax.Array]:
-        """Write keys and values to the pages, then attend the queries over them: [N, H, D_h]."""
+        """Write keys and values to the pages, then attend the queries over them: [N, H, D_h].
+
+        There are no queries, and no heads in the output, if rows do not attend.
+        """
         cos, sin = map(rows.by_request, inputs.angles)
         positions, page_table = rows.by_request(rows.positions), rows.table(self.window)
         q, cache = rope_write(
@@ -69,12 +72,14 @@ class PagedAttention(PagesOnly):
             layer,
             page_table,
             positions,
-            num_heads=self.num_heads,
+            num_heads=self.num_heads if rows.attends else 0,
             eps=self.rms_norm_eps,
             is_centred=self.has_centred_norms,
             writes=rows.writes,
             kernels=rows.kernels,
         )
+        if not rows.attends:
+            return jax.lax.collapse(q, 0, 2), cache
         if inputs.query_scales is not None:
             q *= rows.by_request(inputs.query_scales).astype(q.dtype)
         reach = positions if rows.reach is None else rows.by_request(rows.reach)

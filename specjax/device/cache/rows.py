@@ -20,7 +20,8 @@ class CachedRows:
     row reads and the next extension overwrites them. A recurrent state lags behind by the `pending`
     accepted tokens of the last extension; this one folds them in first. With `folds`, rows cannot
     be rejected (a prompt), so they leave nothing pending. Rows that are already in the pages run
-    again without `writes`: pages are shared, and another program may round differently.
+    again without `writes`: pages are shared, and another program may round differently. Those that
+    are there for their keys and values alone do not have to attend.
 
     Layers with one of the `windows` have pages of their own, in a table that has -1 also for pages
     that were given back: they are behind the window of every row.
@@ -36,6 +37,7 @@ class CachedRows:
     window_tables: tuple[Int32[jax.Array, "B P"], ...] = ()  # of each of `windows`
     windows: tuple[int, ...] = field(default=(), metadata={"static": True})
     writes: bool = field(default=True, metadata={"static": True})
+    attends: bool = field(default=True, metadata={"static": True})
     kernels: str = field(default="auto", metadata={"static": True})
 
     @classmethod
@@ -100,6 +102,11 @@ class JoinedRows:
     def kernels(self) -> str:
         """See `CachedRows.kernels`."""
         return self.parts[0].kernels
+
+    @property
+    def attends(self) -> bool:
+        """Whether any of them does."""
+        return any(rows.attends for rows in self.parts)
 
     @property
     def slices(self) -> tuple[slice, ...]:

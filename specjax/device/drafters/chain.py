@@ -8,7 +8,7 @@ cache never needs a rollback (Li et al. 2024, EAGLE, section 3).
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -121,10 +121,11 @@ class ChainDrafter(HeadDrafter[Head]):
         seen: Observation,
     ) -> ChainState:
         """See `Drafter.observe`. The head's output is unused, so only keys and values are computed:
-        JAX or XLA removes attention and the feed-forward layer as dead code.
+        JAX or XLA removes the feed-forward layer as dead code.
         """
         fused, following = self.head.fuse(params.drafter, seen.features), seen.following
-        _, kv = self.head.extend(target, params, following.reshape(-1), fused, seen.rows, state.kv)
+        rows = replace(seen.rows, attends=False)
+        _, kv = self.head.extend(target, params, following.reshape(-1), fused, rows, state.kv)
         hidden = fused.reshape(*following.shape, -1)[jnp.arange(len(following)), seen.last]
         return ChainState(kv, state.hidden.at[seen.slots].set(hidden, mode="drop"))
 

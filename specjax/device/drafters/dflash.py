@@ -296,7 +296,8 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         """See `Drafter.observe`."""
         states = seen.features.auxiliary
         assert states is not None, "the target was run without `aux_layers`"
-        return DFlashState(self.read(params.drafter, states, seen.rows, state.kv))
+        rows = replace(seen.rows, attends=False)
+        return DFlashState(self.read(params.drafter, states, rows, state.kv))
 
     def read(self, params: DFlashParams, states: jax.Array, rows: Rows, kv: Any) -> Any:
         """Return kv with the keys and values of the target's states [N, A D_target] at `rows`. Of

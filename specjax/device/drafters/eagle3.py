@@ -11,6 +11,7 @@ The three are residual streams, un-normed. y is recycled as it is, or normed wit
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +23,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import projection, stored
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind
+from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.checkpoint import (
     PUBLISHED_BESIDE,
     DrafterFiles,
@@ -192,15 +194,30 @@ def load(
     files: DrafterFiles, config: SpeculativeConfig, target: Model, dtype: np.dtype
 ) -> tuple[Eagle3Head, Eagle3Params]:
     """An EAGLE-3 head in the published layout (`midlayer.*`) or speculators' (`layers.0.*`)."""
-    hf = files.hf
-    shape = files.geometry(layer_name(files.tensors.names()), target)
-    head = replace(
+    head = _read_chain_head(files, config, target)
+    return head, load_weights(files, head, target, dtype)
+
+
+def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> ChainDrafter:
+    """Return a drafter of the sizes in a folder's config, which has no weights.
+
+    Raises:
+        CheckpointError: it was made for another target, or has a vocabulary of its own.
+    """
+    files = DrafterFiles.without_weights(folder)
+    head = _read_chain_head(files, config, target)
+    read_target_ids(files, head.draft_vocab_size, target)
+    return ChainDrafter(head)
+
+
+def _read_chain_head(files: DrafterFiles, config: SpeculativeConfig, target: Model) -> Eagle3Head:
+    hf, shape = files.hf, files.geometry(layer_name(files.tensors.names()), target)
+    return replace(
         read_head(files, config, target, shape),
         # The default is False in raw checkpoints, True in those of speculators.
         norm_before_residual=bool(hf.get("norm_before_residual", is_speculators(hf))),
         recycle_normed=recycles_normed(hf),
     )
-    return head, load_weights(files, head, target, dtype)
 
 
 def read_head(

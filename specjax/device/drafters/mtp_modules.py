@@ -173,6 +173,7 @@ class ModulesDrafter(HeadDrafter[ModulesHead]):
             inputs = out
             if i:
                 inputs = jnp.concatenate([before[:, i : i + 1], out[:, :-1]], axis=1)
-            out, kv[i] = self._extend(target, params, i, seen.following, inputs, seen.rows, kv[i])
+            rows = replace(seen.rows, attends=i < len(kv) - 1)
+            out, kv[i] = self._extend(target, params, i, seen.following, inputs, rows, kv[i])
         hidden = state.hidden.at[seen.slots].set(jnp.stack(at_last, axis=1), mode="drop")
         return replace(state, kv=tuple(kv), hidden=hidden)

@@ -46,6 +46,7 @@ OWN_SHAPES: dict[str, Callable[[Model, str], Drafter]] = {
 }
 # Heads whose shape follows from a config of their own.
 FROM_CONFIG: dict[str, Callable[[Path, SpeculativeConfig, Model], Drafter]] = {
+    "eagle3": eagle3.from_config,
     "dflash": dflash_files.from_config,
     "p_eagle": p_eagle.from_config,
     "draft_model": draft_model.from_config,

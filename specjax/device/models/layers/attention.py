@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from pallas_kernels.rope_write import HeadWeights
 from specjax.device.cache.paged import PagedAttention, ProjectedHeads
-from specjax.device.models.layers.linear import linear
+from specjax.device.models.layers.linear import linear, linear_from
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
 
@@ -35,6 +36,8 @@ class Attention:
         kind: PagedAttention,
     ) -> tuple[jax.Array, Any]:
         """Project x [N, D_in], rotate, attend and project back; return ([N, D], kv)."""
+        if not rows.attends:
+            return self._keep(x, rows, angles, kv, layer, kind)
         qkv = linear(x, self.qkv)
         weights = HeadWeights(self.qkv_bias, self.q_norm, self.k_norm)
         inputs = ProjectedHeads(qkv, weights, angles.rotation, self.sinks, angles.query_scales)
@@ -46,3 +49,20 @@ class Attention:
             mixed = mixed * jax.nn.sigmoid(qkv[:, gate_at:gate_end])
         y = linear(mixed, self.out)
         return (y if self.out_bias is None else y + self.out_bias), kv
+
+    def _keep(
+        self,
+        x: jax.Array,
+        rows: Rows,
+        angles: Angles,
+        kv: Any,
+        layer: jax.Array,
+        kind: PagedAttention,
+    ) -> tuple[jax.Array, Any]:
+        """Project x to keys and values only; return (zeros [N, D], kv)."""
+        first = self.qkv.shape[1] - 2 * kind.num_kv_heads * kind.head_dim
+        bias = None if self.qkv_bias is None else self.qkv_bias[first:]
+        made = linear_from(x, self.qkv, first)
+        inputs = ProjectedHeads(made, HeadWeights(bias, None, self.k_norm), angles.rotation)
+        _, kv = rows.mix(kind, kv, layer, inputs)
+        return jnp.zeros((len(x), self.out.shape[1]), x.dtype), kv

@@ -14,6 +14,10 @@ class Rows(Protocol):
     def positions(self) -> jax.Array: ...
     @property
     def kernels(self) -> str: ...
+    @property
+    def attends(self) -> bool:
+        """Whether the output of attention is used, and not only the keys and values it leaves."""
+        ...
 
     def mix(
         self, kind: CacheKind, cache: Any, layer: jax.Array, inputs: Any
