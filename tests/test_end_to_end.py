@@ -67,11 +67,11 @@ def test_outputs_are_in_order_and_those_of_plain_decoding(llm, plain, ragged_pro
 def test_ends_of_sequence(llm, plain):
     """Where a sample that ignores them has one, one that does not ends."""
     free = SamplingParams(temperature=2.0, max_tokens=60, ignore_eos=True)
-    tries = [dataclasses.replace(free, seed=seed) for seed in range(8)]
-    whole = tokens(generate(llm, [[1, 2, 3]] * 8, tries))
+    tries = [dataclasses.replace(free, seed=seed) for seed in range(24)]
+    whole = tokens(generate(llm, [[1, 2, 3]] * 24, tries))
     ended = [dataclasses.replace(one, ignore_eos=False) for one in tries]
     for one in llm, plain:
-        outputs = [output.outputs[0] for output in generate(one, [[1, 2, 3]] * 8, ended)]
+        outputs = [output.outputs[0] for output in generate(one, [[1, 2, 3]] * 24, ended)]
         assert sum(output.finish_reason == "stop" for output in outputs) >= 2
         for output, ids in zip(outputs, whole, strict=True):
             until_eos = ids[: ids.index(LETTERS_EOS) + 1] if LETTERS_EOS in ids else ids

@@ -58,6 +58,16 @@ WAYS = {
     "hybrid draft_model": Way("draft_model", 1, "rejection"),
     "draft_model of other tokens": Way("draft_model", 1, "block"),
 }
+# Of kinds that others have as well; their further engines are not compiled for every change.
+VARIETIES = "dspark", "dflash2", "hybrid draft_model", "draft_model of other tokens"
+
+every_way = pytest.mark.parametrize("served", WAYS, indirect=True, scope="module")
+every_kind = pytest.mark.parametrize(
+    "served",
+    [pytest.param(name, marks=[pytest.mark.nightly] * (name in VARIETIES)) for name in WAYS],
+    indirect=True,
+    scope="module",
+)
 
 
 @dataclass(frozen=True)
@@ -90,7 +100,7 @@ def head_of(checkpoints, name) -> Path | None:
     return None if name == "ngram" else parallel_head(checkpoints, name)
 
 
-@pytest.fixture(scope="module", params=WAYS)
+@pytest.fixture(scope="module")
 def served(request, checkpoints) -> Iterator[Served]:
     folder = checkpoints.with_letters(of_few_words(checkpoints, llama(checkpoints).folder))
     way, head = WAYS[request.param], head_of(checkpoints, request.param)
@@ -118,6 +128,7 @@ def asked() -> tuple[list[list[int]], list[SamplingParams]]:
     return prompts, params
 
 
+@every_way
 def test_random_schedules(served):
     """Requests join, leave, share prefixes and are preempted; K is another in every round."""
     found = Found()
@@ -130,12 +141,14 @@ def test_random_schedules(served):
     assert served.llms[0].engine.metrics().k_histogram.keys() == {0, K}
 
 
+@every_way
 def test_a_step_has_room_for_what_drafting_adds(served):
     engine = served.llms[0].engine
     slots = engine.drafter.draft_slots(K)
     assert engine.scheduler._draft_slots == slots == served.way.num_slots
 
 
+@every_kind
 def test_exact_mode(served, asked):
     """The same bits with drafts and without, alone and in company, with a grammar and without."""
     prompts, params = asked
@@ -157,6 +170,7 @@ def test_exact_mode(served, asked):
         assert llm.metrics().num_accepted_tokens > 0
 
 
+@every_kind
 def test_other_verifications(served, asked):
     """The greedy tokens are the same; the others are as many as asked for."""
     prompts, params = asked
@@ -170,6 +184,7 @@ def test_other_verifications(served, asked):
         assert tokens == other.outputs[0].token_ids if one.temperature == 0 else len(tokens) == 24
 
 
+@every_way
 def test_updates(served, asked):
     """Of the target, then of the drafter: the same rollouts, whatever the drafter is."""
     prompts, params = asked
