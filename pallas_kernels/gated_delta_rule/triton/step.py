@@ -1,8 +1,8 @@
 """A decode step of the gated delta rule: fold pending tokens into the state, then run new ones.
 
 A program owns some rows of the state of one value head of one request, which are independent of
-other rows. It reads them once, folds the pending tokens in, writes them once, and runs the new
-tokens in registers. What does not depend on the state another kernel has prepared (`inputs.py`).
+other rows. It reads them once, folds the pending tokens in, writes them if there were any, and runs
+the new tokens in registers. What does not depend on the state another kernel has prepared (`inputs.py`).
 So programs are short and need few registers: many share a multiprocessor, and some load while
 others compute.
 """
@@ -80,8 +80,12 @@ def _step_kernel(*refs, piece, tile, fold_tokens, interpret):
         known = jnp.broadcast_to(first > 0, (tile, piece))
         states = [load(state_ref.at[at], mask=known, other=0.0) for at in own]
         states = rings.fold(states, first, tokens=fold_tokens, interpret=interpret)
-        for at, s in zip(own, states, strict=True):
-            state_ref[at] = s
+
+        @pl.when(first < row.start)  # else the state is as it was, or not begun
+        def _():
+            for at, s in zip(own, states, strict=True):
+                state_ref[at] = s
+
         if not interpret:
             # Every thread has read the pending u's, whose columns new ones may take.
             states = barrier(states)
