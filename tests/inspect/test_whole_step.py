@@ -41,7 +41,6 @@ CASES = [
     # norm, qkv, rotation, attention, its splits, out, norm, gate and up, silu, down
     # (Of eight layers the logits are a larger part.)
     Case(LLAMA, 1, 3, ((ATTENTION, 10),), 1.015, num_layers=8),
-    Case(LLAMA, 1, 0, ((ATTENTION, 10),), 1.015, num_layers=8),
     # without splits; the last with all layers
     Case(LLAMA, 64, 0, ((ATTENTION, 9),), 1.05, num_layers=8),
     Case(LLAMA, 64, 3, ((ATTENTION, 9),), 1.10),
