@@ -2,9 +2,9 @@
 
 A program owns some rows of the state of one value head of one request, which are independent of
 other rows. It reads them once, folds the pending tokens in, writes them if there were any, and runs
-the new tokens in registers. What does not depend on the state another kernel has prepared (`inputs.py`).
-So programs are short and need few registers: many share a multiprocessor, and some load while
-others compute.
+the new tokens in registers. What does not depend on the state another kernel has prepared
+(`inputs.py`). So programs are short and need few registers: many share a multiprocessor, and some
+load while others compute.
 """
 
 from functools import partial
