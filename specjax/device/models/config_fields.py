@@ -140,6 +140,8 @@ CHANGES = {
     "num_local_experts": "experts",
     "n_routed_experts": "experts",
     "mlp_bias": "biases of the feed-forward layers",
+    "vision_config": "a vision tower",
+    "mm_vision_tower": "a vision tower",
 }
 
 _QUANTISATION = "quantization_config", "compression_config"
