@@ -55,9 +55,11 @@ def backend() -> str | None:
     Raises:
         ValueError: the environment names an unknown backend, or one that is not installed.
     """
+    asked = os.environ.get(VARIABLE)
+    if asked is None and plt:  # at every operation that is traced, so without a look at packages
+        return BACKENDS[0]
     there = plt, importlib.util.find_spec("jax_triton")
     able = [name for name, found in zip(BACKENDS, there, strict=True) if found]
-    asked = os.environ.get(VARIABLE)
     if asked is None:
         return able[0] if able else None
     if asked not in BACKENDS:
