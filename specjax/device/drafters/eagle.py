@@ -25,7 +25,7 @@ from specjax.device.models import llama
 from specjax.device.models.layers.attention import Attention
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
-from specjax.device.models.layers.residual import Residual
+from specjax.device.models.layers.residual import NormedRows
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
@@ -122,9 +122,10 @@ def _layer(
     if params.fc_bias is not None:
         x = x + params.fc_bias
     angles = shape.rope.angles(rows.positions)
-    mixed, kv = params.attention.mix(x, rows, angles, kv, jnp.int32(0), shape.attention)
-    x, normed = Residual(x, mixed).normed(params.mlp_norm, shape, rows.kernels)
-    return Residual(x, mlp(params.mlp, normed)).sum(), kv
+    where = rows, angles, kv, jnp.int32(0), shape.attention
+    mixed, kv = params.attention.mix(NormedRows(x, None, rows.kernels), *where)
+    x, normed = mixed.onto(x, rows.kernels).normed(params.mlp_norm, shape, rows.kernels)
+    return mlp(params.mlp, normed).onto(x, rows.kernels).sum(), kv
 
 
 def load(

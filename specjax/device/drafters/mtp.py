@@ -176,4 +176,4 @@ def _layer(
     where = rows, angles, kv, jnp.int32(0), shape, head.cache_kind
     stream, kv = decoder_layer(params.layer, stream, *where)
     _, hidden = stream.normed(params.norm, shape, rows.kernels)
-    return hidden, kv
+    return hidden.value, kv

@@ -8,7 +8,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.rope_write import HeadWeights
 from specjax.device.cache.paged import PagedAttention, ProjectedHeads
-from specjax.device.models.layers.linear import linear, linear_from
+from specjax.device.models.layers.linear import linear_from
+from specjax.device.models.layers.residual import Addend, NormedRows, Product
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
 
@@ -28,27 +29,26 @@ class Attention:
 
     def mix(
         self,
-        x: jax.Array,
+        x: NormedRows,
         rows: Rows,
         angles: Angles,
         kv: Any,
         layer: jax.Array,
         kind: PagedAttention,
-    ) -> tuple[jax.Array, Any]:
-        """Project x [N, D_in], rotate, attend and project back; return ([N, D], kv)."""
+    ) -> tuple[Product | Addend, Any]:
+        """Project rows, rotate, attend and project back; return (what to add to the stream, kv)."""
         if not rows.attends:
-            return self._keep(x, rows, angles, kv, layer, kind)
-        qkv = linear(x, self.qkv)
+            return self._keep(x.value, rows, angles, kv, layer, kind)
+        qkv = x.project(self.qkv)
         weights = HeadWeights(self.qkv_bias, self.q_norm, self.k_norm)
         inputs = ProjectedHeads(qkv, weights, angles.rotation, self.sinks, angles.query_scales)
         mixed, kv = rows.mix(kind, kv, layer, inputs)
         gate_at = kind.num_heads * kind.head_dim
         gate_end = qkv.shape[1] - 2 * kind.num_kv_heads * kind.head_dim
-        mixed = mixed.reshape(x.shape[0], -1)
+        mixed = mixed.reshape(len(mixed), -1)
         if gate_at < gate_end:
             mixed = mixed * jax.nn.sigmoid(qkv[:, gate_at:gate_end])
-        y = linear(mixed, self.out)
-        return (y if self.out_bias is None else y + self.out_bias), kv
+        return Product(mixed, self.out, self.out_bias), kv
 
     def _keep(
         self,
@@ -58,11 +58,11 @@ class Attention:
         kv: Any,
         layer: jax.Array,
         kind: PagedAttention,
-    ) -> tuple[jax.Array, Any]:
-        """Project x to keys and values only; return (zeros [N, D], kv)."""
+    ) -> tuple[Addend, Any]:
+        """Project x [N, D_in] to keys and values only; return (zeros, kv)."""
         first = self.qkv.shape[1] - 2 * kind.num_kv_heads * kind.head_dim
         bias = None if self.qkv_bias is None else self.qkv_bias[first:]
         made = linear_from(x, self.qkv, first)
         inputs = ProjectedHeads(made, HeadWeights(bias, None, self.k_norm), angles.rotation)
         _, kv = rows.mix(kind, kv, layer, inputs)
-        return jnp.zeros((len(x), self.out.shape[1]), x.dtype), kv
+        return Addend(jnp.zeros((len(x), self.out.shape[1]), x.dtype)), kv

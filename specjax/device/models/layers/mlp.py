@@ -1,13 +1,14 @@
 """The gated feed-forward layer (SwiGLU)."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.fused_linear import swiglu
 from specjax.checkpoint.spec import projection
-from specjax.device.models.layers.linear import linear
+from specjax.device.models.layers.residual import NormedRows, Product
 from specjax.device.models.layers.rows import Rows
 
 
@@ -19,14 +20,16 @@ class MLP:
     gate_up: jax.Array  # [D, 2 F]
     down: jax.Array  # [F, D]
 
-    def feed(self, x: jax.Array, experts: Any, rows: Rows) -> jax.Array:
-        """Run the layer on x [N, D]; it has no `experts`, and its rows are all alike."""
+    projects: ClassVar[bool] = True  # all that reads the rows is a projection
+
+    def feed(self, x: NormedRows, experts: Any, rows: Rows) -> Product:
+        """Run the layer; it has no `experts`, and its rows are all alike."""
         return mlp(self, x)
 
 
-def mlp(params: MLP, x: jax.Array) -> jax.Array:
-    """Compute down(swiglu(gate_up x)) for x [N, D]."""
-    return linear(swiglu(linear(x, params.gate_up)), params.down)
+def mlp(params: MLP, x: NormedRows) -> Product:
+    """Compute down(swiglu(gate_up x))."""
+    return Product(x.gate(params.gate_up), params.down)
 
 
 @dataclass(frozen=True)
@@ -49,12 +52,6 @@ class ClampedSwiGLU:
         """Return [N, F] of [N, 2 F]."""
         gate, up = jnp.minimum(x[:, ::2], self.limit), jnp.clip(x[:, 1::2], -self.limit, self.limit)
         return gate * jax.nn.sigmoid(gate * self.alpha) * (up + 1)
-
-
-def swiglu(x: jax.Array) -> jax.Array:
-    """Compute silu(gate) * up for concatenated gate | up [N, 2 F] (Shazeer 2020)."""
-    gate, up = jnp.split(x, 2, axis=-1)
-    return jax.nn.silu(gate) * up
 
 
 def mlp_specs(prefix: str, dim: int, inner: int, is_merged: bool = False) -> MLP:

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import experts, fused_experts, projection
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, ClampedSwiGLU, SwiGLU, mlp, mlp_specs
+from specjax.device.models.layers.residual import Addend, NormedRows
 from specjax.device.models.layers.router import Router, SoftmaxRouter
 from specjax.device.models.layers.rows import Rows
 
@@ -47,10 +48,12 @@ class MoE:
     gate_up_bias: jax.Array | None = None  # [E, 2 F]
     down_bias: jax.Array | None = None  # [E, D]
 
-    def feed(self, x: jax.Array, experts: Experts | None, rows: Rows) -> jax.Array:
-        """Run the mixture of `experts` on x [N, D]."""
+    projects: ClassVar[bool] = False  # see `MLP`
+
+    def feed(self, x: NormedRows, experts: Experts | None, rows: Rows) -> Addend:
+        """Run the mixture of `experts`."""
         assert experts is not None, "weights of experts without their sizes"
-        return moe(self, x, experts, rows.kernels, rows.positions < 0)
+        return Addend(moe(self, x.value, experts, rows.kernels, rows.positions < 0))
 
 
 def moe(
@@ -88,10 +91,10 @@ def moe(
     mixed = jnp.einsum("nc,ncd->nd", weights.astype(x.dtype), outputs)
     if params.shared is None:
         return mixed
-    shared = mlp(params.shared, x)
+    shared = mlp(params.shared, NormedRows(x, None, kernels))
     if params.shared_gate is None:
-        return mixed + shared
-    return mixed + jax.nn.sigmoid(linear(x, params.shared_gate)) * shared
+        return shared.onto(mixed, kernels).sum()
+    return mixed + jax.nn.sigmoid(linear(x, params.shared_gate)) * shared.value
 
 
 def moe_specs(
