@@ -29,6 +29,11 @@ def fused_linear_reference(
         x = rms_norm(x, norm.weight, norm.eps, norm.is_centred)
     y = jnp.matmul(x, weight)
     if is_gated:
-        gate, up = jnp.split(y, 2, axis=-1)
-        y = jax.nn.silu(gate) * up
+        y = swiglu(y)
     return y if residual is None else residual + y
+
+
+def swiglu(x: jax.Array) -> jax.Array:
+    """Compute silu(gate) * up for concatenated gate | up [N, 2 F] (Shazeer 2020)."""
+    gate, up = jnp.split(x, 2, axis=-1)
+    return jax.nn.silu(gate) * up
