@@ -103,9 +103,7 @@ def fused_linear_triton(
         raise UnsupportedError(f"x must be {MAX_ROWS} rows at most; got {num_rows}")
     if num_rows == 0:
         return jnp.zeros((0, num_columns), x.dtype)
-    config = config or choose_config(
-        depth, num_columns, is_gated, norm is not None, x.dtype
-    )
+    config = config or choose_config(depth, num_columns, is_gated, norm is not None, x.dtype)
     (out,) = triton_call(
         partial(_kernel, given=tuple(given), norm=norm and norm[1:], config=config),
         (x, weight, *given.values()),
@@ -149,8 +147,8 @@ def _kernel(x_ref, weight_ref, *refs, given, norm, config: FusedLinearTuning):
         return squares, tuple(made)
 
     zero = jnp.zeros((MAX_ROWS, config.block_columns), jnp.float32)
-    residual = zero
-    if "residual" in optional:  # now, so that it is here when the product is
+    residual = None
+    if "residual" in optional:  # read now, so that it is here when the product is
         at = optional["residual"].at[rows, columns]
         residual = load(at, mask=is_row & is_column, other=0.0)
     squares = jnp.zeros((MAX_ROWS, config.block_depth), jnp.float32)
@@ -163,7 +161,8 @@ def _kernel(x_ref, weight_ref, *refs, given, norm, config: FusedLinearTuning):
         y, *up = (one * inverse for one in (y, *up))
     if up:
         y = y / (1.0 + jnp.exp(-y)) * up[0]
-    y = y + residual.astype(jnp.float32)
+    if residual is not None:
+        y += residual.astype(jnp.float32)
     store(out_ref.at[rows, columns], y.astype(out_ref.dtype), mask=is_row & is_column)
 
 
