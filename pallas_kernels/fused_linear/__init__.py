@@ -60,7 +60,7 @@ def fused_linear(
     )
 
 
-def is_fused(num_rows: int, weight: jax.Array, kernels: str) -> bool:
+def is_fused(num_rows: int, weight: jax.Array | jax.ShapeDtypeStruct, kernels: str) -> bool:
     """Return whether a model should use `fused_linear` for so many rows.
 
     It should if there is a kernel for them on this device that is worth its launches; else what

@@ -30,8 +30,8 @@ IN_FLIGHT_BYTES = 64 * 1024  # per SM; twice the bandwidth's share times the lat
 # more rows, so that there are four products at a time that need not wait for each other: a sum of
 # 16 columns alone would take a tensor core as long as reading its numbers takes the memory.
 COLUMNS, DEPTH = 64, 128
-# Every warp has all of x in its registers. And Triton copies the norm's weight asynchronously, as it
-# does the others, only where a thread has 4 bytes of it.
+# Every warp has all of x in its registers. And Triton copies the norm's weight asynchronously, as
+# it does the others, only where a thread has 4 bytes of it.
 NUM_WARPS = 2
 
 
@@ -118,7 +118,7 @@ def fused_linear_triton(
 
 
 def _kernel(x_ref, weight_ref, *refs, given, norm, config: FusedLinearTuning):
-    """`norm` is its eps and is_centred; it is gated if the weight has twice the result's columns."""
+    """`norm` is its eps and is_centred; gated is a weight with twice the result's columns."""
     *given_refs, out_ref = refs
     optional = dict(zip(given, given_refs, strict=True))
     (num_rows, depth), num_columns = x_ref.shape, out_ref.shape[1]

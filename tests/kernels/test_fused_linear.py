@@ -1,4 +1,4 @@
-"""Every implementation of the projection with what stands around it against its equations in f64."""
+"""Every implementation of the projection with its neighbours against its equations in f64."""
 
 import functools
 import itertools
@@ -178,14 +178,14 @@ def test_what_the_kernel_does_not_take_is_named():
     with pytest.raises(UnsupportedError, match="x must be 16 rows at most; got 17"):
         fused_linear(x, weight, kernels="interpret")
     for dtypes in [
-        ("float16",) * 3,
+        ("float16", "float16", "float16"),
         ("bfloat16", "float32", "float32"),
-        ("float32",) * 2 + ("int8",),
+        ("float32", "float32", "int8"),
     ]:
-        given = (one[:5].astype(jnp.dtype(d)) for one, d in zip((x, weight, residual), dtypes))
-        x_, weight_, residual_ = given
+        few = (x[:5], weight, residual[:5])
+        x_, weight_, added = (one.astype(d) for one, d in zip(few, dtypes, strict=True))
         with pytest.raises(UnsupportedError, match="must share a dtype of bfloat16, float32; got"):
-            fused_linear_triton(x_, weight_, residual=residual_, interpret=True)
+            fused_linear_triton(x_, weight_, residual=added, interpret=True)
 
 
 def test_no_rows():
