@@ -5,7 +5,7 @@ product, and its scale, which is one number per row, to the rows of the sum afte
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -23,7 +23,7 @@ ALIGNMENT = 16  # of D and F, for loads of 16 bytes; others work, in smaller loa
 
 # All that follows is an estimate, from the latencies and bandwidths of an H100.
 NUM_SMS = 132  # multiprocessors of an H100 or H200
-MIN_PROGRAMS = NUM_SMS * 7 // 8  # narrower blocks, which read shorter pieces, only for fewer
+MIN_PROGRAMS = NUM_SMS * 7 // 8  # with fewer, blocks are narrower, though they read shorter pieces
 SHARED_BYTES = 220 * 1024  # of 227 KiB per SM; a program takes some KiB besides its buffers
 IN_FLIGHT_BYTES = 64 * 1024  # per SM; twice the bandwidth's share times the latency
 # In bfloat16 an iteration reads 16 KiB of the weight: 64 columns of 128 rows, or fewer columns of
@@ -155,7 +155,7 @@ def _kernel(x_ref, weight_ref, *refs, given, norm, config: FusedLinearTuning):
     carry = squares, ((zero,) * len(parts),) * config.num_tiles
     num_iterations = pl.cdiv(depth, config.num_tiles * config.block_depth)
     squares, totals = jax.lax.fori_loop(0, num_iterations, accumulate, carry)
-    y, *up = map(sum, zip(*totals, strict=True))
+    y, *up = (reduce(jnp.add, sums) for sums in zip(*totals, strict=True))
     if norm:
         inverse = jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / depth + norm[0])
         y, *up = (one * inverse for one in (y, *up))
