@@ -7,7 +7,7 @@ from specjax import LLM, SamplingParams
 pytestmark = pytest.mark.slow
 
 SIZES = {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 48}
-LLAMA = {"num_hidden_layers": 1}
+LLAMA = {"num_hidden_layers": 2}
 DELTA = {"linear_key_head_dim": 16, "linear_value_head_dim": 32}
 DRAWN = {"temperature": 0.8, "top_p": 0.9, "top_k": 12, "min_p": 0.02}
 PROMPTS = [[5, 9, 2, 7, 7, 1, 3, 30, 11], [8, 8, 12]]

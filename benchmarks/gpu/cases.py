@@ -39,7 +39,7 @@ def _correct(dtype: str) -> Case:
         name=f"correct/{dtype}",
         function="correct:check_kernels",
         about=f"every kernel in {dtype} against its reference in float32, and against itself",
-        seconds=200,
+        seconds=260,
         arguments={"dtype": dtype},
         environment=NO_GRAPHS,
         on_cpu=dtype == "float32",
@@ -180,10 +180,9 @@ CASES = (
     _grid(128, 60),
     Case(
         name="projections",
-        function="kernels:time_projections",
-        about="o, qkv and down with their consumers, whole and as XLA splits them",
-        seconds=70,
-        on_cpu=False,  # kernels/others times add_rms_norm
+        function="projections:time_projections",
+        about="projections whole and as XLA splits them, with fused_linear and apart, other tiles",
+        seconds=360,
         environment=NO_GRAPHS,
     ),
     Case(

@@ -25,6 +25,7 @@ from problems import (
     rotation,
     truncation,
 )
+from projections import LAYERS, TINY_LAYER, projection
 from timing import Setting, attempt
 
 TOLERANCE_F32, TOLERANCE_BF16, TIMES = 2e-5, 1.5, 3
@@ -81,6 +82,14 @@ def problems(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
             return add_norm(rows, dim, dtype)
 
         yield ("add_rms_norm", rows, dim), make
+    layers = setting.pick(LAYERS, {"tiny": TINY_LAYER})
+    for rows, (model, layer) in zip((1, 8, 16), layers.items(), strict=False):
+        for name, part in layer.items():
+
+            def make(dtype, rows=rows, part=part):
+                return projection(rows, part, dtype, num_items=1)
+
+            yield ("fused_linear", model, name, rows), make
     for tokens, sizes in setting.pick(
         ((8, (256, 8, 2048, 1024)), (256, (256, 8, 2048, 1024)), (2048, (256, 8, 2048, 1024))),
         ((4, (4, 2, 32, 32)),),

@@ -1,11 +1,10 @@
 """Each kernel's time at the shapes of real models, and what other tiles would give."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from problems import (
     ATTENTION_HEADS,
@@ -18,7 +17,6 @@ from problems import (
     delta_rule,
     draws,
     experts,
-    normal,
     pool,
     rotation,
     truncation,
@@ -28,8 +26,6 @@ from timing import Setting, attempt, measure
 
 from pallas_kernels.gated_delta_rule.triton.tuning import choose_tuning
 from pallas_kernels.paged_attention.tuning import choose_config
-from pallas_kernels.rms_norm import add_rms_norm
-from specjax.engine.precompile import GPU_OPTIONS
 
 POOL_BYTES = 5 * 2**30  # more than 32 bits count, as in an engine
 DTYPE = "bfloat16"
@@ -179,43 +175,6 @@ def time_others(setting: Setting) -> Iterator[dict[str, Any]]:
             make = partial(problem, rows, setting.pick(151936, 300))
             row = {"what": what, "rows": rows}
             yield attempt(row, lambda make=make: time_problem(make(), setting))
-
-
-def time_projections(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Matmuls with the kernel that reads them, left whole, and as XLA splits their depth.
-
-    Whole is what an engine compiles (`GPU_OPTIONS`); split, XLA sums the parts in a kernel more.
-    """
-    shapes = setting.pick(
-        {"o": (4096, 4096), "qkv": (4096, 6144), "down": (14336, 4096)}, {"tiny": (512, 64)}
-    )
-    for num_rows in setting.pick((8, 64, 256), (8,)):
-        for part, (depth, width) in shapes.items():
-            for way, options in ("whole", GPU_OPTIONS), ("split", {}):
-                row = {"what": "projection", "part": part, "rows": num_rows, "way": way}
-                sizes = num_rows, depth, width
-                yield attempt(row, partial(_time_projection, *sizes, options, setting))
-
-
-def _time_projection(
-    num_rows: int, depth: int, width: int, options: Mapping[str, Any], setting: Setting
-) -> dict[str, Any]:
-    count = max(2, min(8, 2**28 // (2 * depth * width)))
-    weights = [normal(i, (depth, width), DTYPE) for i in range(count)]
-    x, stream = normal(9, (num_rows, depth), DTYPE), normal(10, (num_rows, width), DTYPE)
-    scale = jnp.ones(width, DTYPE)
-
-    def run(x, stream, weights):
-        for weight in weights:
-            stream, normed = add_rms_norm(stream, x @ weight, scale, 1e-5, kernels=setting.kernels)
-            # The next one waits for this one, as a layer does for the one before.
-            x = x + normed[:, :1]
-        return stream, x
-
-    options = {} if setting.is_cpu else dict(options)
-    compiled = jax.jit(run).lower(x, stream, weights).compile(compiler_options=options)
-    moved = 2.0 * (depth * width + num_rows * (depth + 3 * width))
-    return measure(partial(compiled, x, stream, weights), setting, calls=count, num_bytes=moved)
 
 
 def _row(what: str, model: str, batch: int, rows: int, **others: Any) -> dict[str, Any]:

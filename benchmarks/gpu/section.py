@@ -154,6 +154,24 @@ def _projections(results: Sequence[Line], device: str) -> tuple[list[str], list[
     ], rows  # fmt: skip
 
 
+def _fused(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    """Microseconds of a layer's parts, and of their sum, where both ways were measured."""
+    times: dict[tuple[str, str], dict[str, float]] = {}
+    for x in pick(results, "layer's projection"):
+        if "error" not in x:
+            us = x.get("device_us") or x["wall_us"]["median"]
+            times.setdefault((x["model"], x["part"]), {"MB": x["bytes"] / 1e6})[x["way"]] = us
+    both = {part: ways for part, ways in times.items() if len(ways) == 3}
+    for model in dict.fromkeys(model for model, _ in both):
+        own = [ways for (of, _), ways in both.items() if of == model]
+        both[model, "all"] = {name: sum(ways[name] for ways in own) for name in own[0]}
+    rows = [
+        [*part, ways["MB"], ways["fused"], ways["apart"], ways["apart"] / ways["fused"]]
+        for part, ways in both.items()
+    ]
+    return ["model", "projection", "MB", "fused us", "apart us", "apart / fused"], rows
+
+
 def _steps(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
     rows = []
     for x in sorted(pick(results, "step"), key=lambda x: (x["model"], x["batch"], x["k"])):
@@ -291,6 +309,7 @@ TABLES: dict[str, Callable[[Sequence[Line], str], tuple[list[str], list[list[Any
     "Times of kernels": _kernels,
     "Other tiles": _tiles,
     "Projections, whole and split": _projections,
+    "Projections of 8 rows, in one launch and apart": _fused,
     "Steps": _steps,
     "Lazy states": _lazy,
     "The host": _host,

@@ -62,7 +62,7 @@ def fused_linear(
     )
 
 
-def is_fused(x: jax.Array, width: int, kernels: str) -> bool:
+def is_fused(x: jax.Array | jax.ShapeDtypeStruct, width: int, kernels: str) -> bool:
     """Return whether the projections of a residual stream should be `fused_linear`.
 
     They should if there is a kernel for these rows on this device that is worth the launches it
@@ -75,7 +75,7 @@ def is_fused(x: jax.Array, width: int, kernels: str) -> bool:
     """
     return (
         choose("fused_linear", kernels, tuple(IMPLEMENTATIONS)) != "reference"
-        and len(x) <= MAX_ROWS
+        and x.shape[0] <= MAX_ROWS
         and width <= MAX_WIDTH
         and x.dtype in DTYPES
     )

@@ -5,7 +5,7 @@ product, and its scale, which is one number per row, to the rows of the sum afte
 """
 
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from typing import Any
 
 import jax
@@ -19,19 +19,18 @@ from pallas_kernels.triton_call import dot, load, store, triton_call
 # Not float16: rows that are not yet normed, times the norm's weight, may exceed its range.
 DTYPES = "bfloat16", "float32"
 MAX_ROWS = 16  # the fewest that tensor cores multiply
-ALIGNMENT = 16  # of D and F, for loads of 16 bytes; others work, in smaller loads
 
 # All that follows is an estimate, from the latencies and bandwidths of an H100.
 NUM_SMS = 132  # multiprocessors of an H100 or H200
-MIN_PROGRAMS = NUM_SMS * 7 // 8  # narrower blocks, which read shorter pieces, only for fewer
+MIN_PROGRAMS = NUM_SMS * 7 // 8  # with fewer, blocks are narrower, though they read shorter pieces
 SHARED_BYTES = 220 * 1024  # of 227 KiB per SM; a program takes some KiB besides its buffers
 IN_FLIGHT_BYTES = 64 * 1024  # per SM; twice the bandwidth's share times the latency
 # In bfloat16 an iteration reads 16 KiB of the weight: 64 columns of 128 rows, or fewer columns of
 # more rows, so that there are four products at a time that need not wait for each other: a sum of
 # 16 columns alone would take a tensor core as long as reading its numbers takes the memory.
 COLUMNS, DEPTH = 64, 128
-# Every warp has all of x in its registers. And Triton copies the norm's weight asynchronously, as it
-# does the others, only where a thread has 4 bytes of it.
+# Every warp has all of x in its registers. And Triton copies the norm's weight asynchronously, as
+# it does the others, only where a thread has 4 bytes of it.
 NUM_WARPS = 2
 
 
@@ -103,9 +102,7 @@ def fused_linear_triton(
         raise UnsupportedError(f"x must be {MAX_ROWS} rows at most; got {num_rows}")
     if num_rows == 0:
         return jnp.zeros((0, num_columns), x.dtype)
-    config = config or choose_config(
-        depth, num_columns, is_gated, norm is not None, x.dtype
-    )
+    config = config or choose_config(depth, num_columns, is_gated, norm is not None, x.dtype)
     (out,) = triton_call(
         partial(_kernel, given=tuple(given), norm=norm and norm[1:], config=config),
         (x, weight, *given.values()),
@@ -120,7 +117,7 @@ def fused_linear_triton(
 
 
 def _kernel(x_ref, weight_ref, *refs, given, norm, config: FusedLinearTuning):
-    """`norm` is its eps and is_centred; it is gated if the weight has twice the result's columns."""
+    """`norm` is its eps and is_centred; gated is a weight with twice the result's columns."""
     *given_refs, out_ref = refs
     optional = dict(zip(given, given_refs, strict=True))
     (num_rows, depth), num_columns = x_ref.shape, out_ref.shape[1]
@@ -149,21 +146,22 @@ def _kernel(x_ref, weight_ref, *refs, given, norm, config: FusedLinearTuning):
         return squares, tuple(made)
 
     zero = jnp.zeros((MAX_ROWS, config.block_columns), jnp.float32)
-    residual = zero
-    if "residual" in optional:  # now, so that it is here when the product is
+    residual = None
+    if "residual" in optional:  # read now, so that it is here when the product is
         at = optional["residual"].at[rows, columns]
         residual = load(at, mask=is_row & is_column, other=0.0)
     squares = jnp.zeros((MAX_ROWS, config.block_depth), jnp.float32)
     carry = squares, ((zero,) * len(parts),) * config.num_tiles
     num_iterations = pl.cdiv(depth, config.num_tiles * config.block_depth)
     squares, totals = jax.lax.fori_loop(0, num_iterations, accumulate, carry)
-    y, *up = map(sum, zip(*totals, strict=True))
+    y, *up = (reduce(jnp.add, sums) for sums in zip(*totals, strict=True))
     if norm:
         inverse = jax.lax.rsqrt(jnp.sum(squares, axis=1, keepdims=True) / depth + norm[0])
         y, *up = (one * inverse for one in (y, *up))
     if up:
         y = y / (1.0 + jnp.exp(-y)) * up[0]
-    y = y + residual.astype(jnp.float32)
+    if residual is not None:
+        y += residual.astype(jnp.float32)
     store(out_ref.at[rows, columns], y.astype(out_ref.dtype), mask=is_row & is_column)
 
 

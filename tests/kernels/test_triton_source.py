@@ -21,6 +21,7 @@ from support.kernels_paged_attention import (
 
 from pallas_kernels import dispatch, triton_call, triton_source
 from pallas_kernels.draw_tokens import draw_tokens
+from pallas_kernels.fused_linear import Norm, fused_linear
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.rms_norm import add_rms_norm
@@ -90,7 +91,26 @@ def latent():
     return partial(latent_attention, rank=64, scale=0.2), given
 
 
-@pytest.mark.parametrize("operation", [norm, draw, rope, truncation, grouped, latent])
+def gated():
+    def run(x, weight, scale, *, kernels):
+        return fused_linear(x, weight, norm=Norm(scale, 1e-5, True), is_gated=True, kernels=kernels)
+
+    return run, (normal(5, 200), normal(200, 48, seed=1) / 8, normal(200, seed=2))
+
+
+def added():
+    """The product of more tiles, and the residual stream."""
+
+    def run(x, weight, residual, *, kernels):
+        return fused_linear(x, weight, residual=residual, kernels=kernels)
+
+    return run, (normal(3, 100), normal(100, 40, seed=1) / 8, normal(3, 40, seed=2))
+
+
+OPERATIONS = norm, draw, rope, truncation, grouped, gated, added, latent
+
+
+@pytest.mark.parametrize("operation", OPERATIONS)
 def test_translations_do_what_the_operations_are(operation, translated):
     run, given = operation()
     ours, reference = (

@@ -91,10 +91,10 @@ def moe(
     mixed = jnp.einsum("nc,ncd->nd", weights.astype(x.dtype), outputs)
     if params.shared is None:
         return mixed
-    shared = mlp(params.shared, NormedRows(x, None, kernels))
+    shared = mlp(params.shared, NormedRows(x, None, kernels)).value
     if params.shared_gate is None:
-        return shared.onto(mixed, kernels).sum()
-    return mixed + jax.nn.sigmoid(linear(x, params.shared_gate)) * shared.value
+        return mixed + shared
+    return mixed + jax.nn.sigmoid(linear(x, params.shared_gate)) * shared
 
 
 def moe_specs(
