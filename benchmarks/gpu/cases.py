@@ -179,11 +179,23 @@ CASES = (
     _grid(4, 60),
     _grid(128, 60),
     Case(
-        name="projections",
+        name="projections/fused",
         function="projections:time_projections",
-        about="projections whole and as XLA splits them, with fused_linear and apart, other tiles",
-        seconds=360,
+        about="projections of 8 rows with fused_linear and apart, and with other tiles",
+        seconds=280,
         environment=NO_GRAPHS,
+    ),
+    *(
+        Case(
+            name=f"projections/{name}",
+            function="projections:time_matmuls",
+            about=f"Llama-3.1-8B's matmuls at {' and '.join(map(str, rows))} rows, in XLA's ways",
+            seconds=seconds,
+            arguments={"num_rows": rows},
+            environment=NO_GRAPHS,
+            on_cpu=name == "few",
+        )
+        for name, rows, seconds in (("few", (8, 64), 80), ("many", (256, 384), 280))
     ),
     Case(
         name="peers/attention",

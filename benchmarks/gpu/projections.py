@@ -17,6 +17,21 @@ from pallas_kernels.rms_norm import add_rms_norm
 from specjax.engine.precompile import GPU_OPTIONS
 
 EPS = 1e-5
+# What XLA may take for a matmul. Whole is what an engine compiles, where its tuner picks from cuBLAS
+# and Triton; split, it sums parts of the depth in a kernel more.
+FEW_ROWS_WAYS = {"whole": GPU_OPTIONS, "split": {}}
+MANY_ROWS_WAYS = FEW_ROWS_WAYS | {
+    "cublas": GPU_OPTIONS | {"xla_gpu_enable_triton_gemm": False},
+    "triton": GPU_OPTIONS | {"xla_gpu_cublas_fallback": False},
+    "triton, all tiles": GPU_OPTIONS
+    | {"xla_gpu_cublas_fallback": False, "xla_gpu_exhaustive_tiling_search": True},
+}
+MATMULS = {
+    "o": (4096, 4096),
+    "qkv": (4096, 6144),
+    "gate_up": (4096, 28672),
+    "down": (14336, 4096),
+}  # of Llama-3.1-8B
 
 
 class Part(NamedTuple):
@@ -74,8 +89,7 @@ def projection(num_rows: int, part: Part, dtype: Any, num_items: int = 0) -> Pro
 
 
 def time_projections(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Matmuls with their consumers whole and split, layers' in one launch and apart, tiles."""
-    yield from _time_splits(setting)
+    """Layers' projections in one launch and apart, and with other tiles."""
     layers = setting.pick(LAYERS, {"tiny": TINY_LAYER})
     parts = [(model, name, part) for model, layer in layers.items() for name, part in layer.items()]
     for model, name, part in parts:
@@ -120,20 +134,17 @@ def _time_way(part: Part, way: str, setting: Setting) -> dict[str, Any]:
     return _measure(run, given, GPU_OPTIONS, setting, calls, problem.num_bytes)
 
 
-def _time_splits(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Matmuls with the kernel that reads them, left whole, and as XLA splits their depth.
+def time_matmuls(setting: Setting, *, num_rows: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    """Matmuls of so many rows with the kernel that reads them, in all of XLA's ways.
 
-    Whole is what an engine compiles (`GPU_OPTIONS`); split, XLA sums the parts in a kernel more.
+    At 256 rows, 64 requests with three drafts, a step took 10.3 ms on an H100, and reading alone 7.
     """
-    shapes = setting.pick(
-        {"o": (4096, 4096), "qkv": (4096, 6144), "down": (14336, 4096)}, {"tiny": (512, 64)}
-    )
-    for num_rows in setting.pick((8, 64, 256), (8,)):
-        for part, (depth, width) in shapes.items():
-            for way, options in ("whole", GPU_OPTIONS), ("split", {}):
-                row = {"what": "projection", "part": part, "rows": num_rows, "way": way}
-                sizes = num_rows, depth, width
-                yield attempt(row, partial(_time_projection, *sizes, options, setting))
+    ways = FEW_ROWS_WAYS if max(num_rows) <= 64 else MANY_ROWS_WAYS
+    for rows in setting.pick(num_rows, (8,)):
+        for part, sizes in setting.pick(MATMULS, {"tiny": (512, 64)}).items():
+            for way, options in ways.items():
+                row = {"what": "projection", "part": part, "rows": rows, "way": way}
+                yield attempt(row, partial(_time_projection, rows, *sizes, options, setting))
 
 
 def _time_projection(
