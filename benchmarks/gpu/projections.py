@@ -17,8 +17,8 @@ from pallas_kernels.rms_norm import add_rms_norm
 from specjax.engine.precompile import GPU_OPTIONS
 
 EPS = 1e-5
-# What XLA may take for a matmul. Whole is what an engine compiles, where its tuner picks from cuBLAS
-# and Triton; split, it sums parts of the depth in a kernel more.
+# What XLA may take for a matmul. Whole is what an engine compiles, where its tuner picks from
+# cuBLAS and Triton; split, it sums parts of the depth in a kernel more.
 FEW_ROWS_WAYS = {"whole": GPU_OPTIONS, "split": {}}
 MANY_ROWS_WAYS = FEW_ROWS_WAYS | {
     "cublas": GPU_OPTIONS | {"xla_gpu_enable_triton_gemm": False},

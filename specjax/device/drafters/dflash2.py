@@ -115,6 +115,7 @@ class DFlash2(Refinement):
         kind: PagedAttention,
     ) -> tuple[Residual, Any]:
         """See `Refinement.layer`."""
+
         def read(x: jax.Array, taps: jax.Array) -> NormedRows:
             return NormedRows(self._convolved(x, taps, rows), None, rows.kernels)
 

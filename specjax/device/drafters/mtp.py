@@ -175,5 +175,4 @@ def _layer(
     stream = Residual(x, jnp.zeros_like(x))
     where = rows, angles, kv, jnp.int32(0), shape, head.cache_kind
     stream, kv = decoder_layer(params.layer, stream, *where)
-    _, hidden = stream.normed(params.norm, shape, rows.kernels)
-    return hidden.value, kv
+    return stream.normed(params.norm, shape, rows.kernels)[1].value, kv

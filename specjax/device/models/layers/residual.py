@@ -44,9 +44,7 @@ class NormedRows(NamedTuple):
     def gate(self, weight: jax.Array) -> jax.Array:
         """Multiply the rows by a weight [D, 2 F] of gate | up; return silu(gate) * up [N, F]."""
         if is_fused(self.x, self.x.shape[1], self.kernels):
-            return fused_linear(
-                self.x, weight, norm=self.norm, is_gated=True, kernels=self.kernels
-            )
+            return fused_linear(self.x, weight, norm=self.norm, is_gated=True, kernels=self.kernels)
         return swiglu(linear(self.value, weight))
 
 
