@@ -20,18 +20,19 @@ from pallas_kernels.triton_call import dot, load, store, triton_call
 DTYPES = "bfloat16", "float32"
 MAX_ROWS = 16  # the fewest that tensor cores multiply
 
-# All that follows is an estimate, from the latencies and bandwidths of an H100.
+# All that follows is an estimate, from an H100's bandwidth and latencies and from the cycles that
+# the compiler gives each instruction of the loop.
 NUM_SMS = 132  # multiprocessors of an H100 or H200
 MIN_PROGRAMS = NUM_SMS * 7 // 8  # with fewer, blocks are narrower, though they read shorter pieces
 SHARED_BYTES = 220 * 1024  # of 227 KiB per SM; a program takes some KiB besides its buffers
-IN_FLIGHT_BYTES = 64 * 1024  # per SM; twice the bandwidth's share times the latency
-# In bfloat16 an iteration reads 16 KiB of the weight: 64 columns of 128 rows, or fewer columns of
-# more rows, so that there are four products at a time that need not wait for each other: a sum of
-# 16 columns alone would take a tensor core as long as reading its numbers takes the memory.
-COLUMNS, DEPTH = 64, 128
-# Every warp has all of x in its registers. And Triton copies the norm's weight asynchronously, as
-# it does the others, only where a thread has 4 bytes of it.
-NUM_WARPS = 2
+IN_FLIGHT_BYTES = 64 * 1024  # per SM; twice its share of the bandwidth times the latency
+# Numbers of the weight that an iteration reads: 64 columns of 128 rows, or fewer columns of more
+# rows, in several tiles. A tile's product is a chain of sums, each of which waits for the one
+# before; few columns alone would take longer for that than the memory takes to read them.
+NUMBERS = 64 * 128
+# A norm's (block_depth, num_warps): all warps repeat its work on x, and Triton copies its weight
+# ahead, as it does the rest, only where a thread has 4 bytes of it.
+WITH_NORM, WITHOUT_NORM = (128, 2), (64, 4)
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,19 @@ def choose_config(
     if jnp.dtype(dtype) == jnp.float32:
         return FLOAT32
     num_parts = 1 + is_gated
-    widths = [width for width in (64, 32, 16) if width * num_parts <= COLUMNS]
+    widths = [width for width in (64, 32, 16) if width * num_parts <= 64]
     fills = [width for width in widths if num_columns >= width * MIN_PROGRAMS]
     block_columns = fills[0] if fills else widths[-1]
-    num_tiles = COLUMNS // (block_columns * num_parts)
+    block_depth, num_warps = WITH_NORM if has_norm else WITHOUT_NORM
+    rows = NUMBERS // (block_columns * num_parts)
     programs = pl.cdiv(num_columns, block_columns)
-    read = 2 * DEPTH * COLUMNS
-    buffer = read + 2 * DEPTH * num_tiles * (MAX_ROWS + has_norm)
-    fits = SHARED_BYTES // pl.cdiv(programs, NUM_SMS) // buffer
-    wanted = 1 + pl.cdiv(IN_FLIGHT_BYTES, read * max(1, programs // NUM_SMS))
-    num_buffers = min(fits, wanted, pl.cdiv(depth, DEPTH * num_tiles))
-    return FusedLinearTuning(block_columns, DEPTH, num_tiles, NUM_WARPS, 1 + max(2, num_buffers))
+    buffer_bytes = 2 * (NUMBERS + rows * (MAX_ROWS + has_norm))
+    fits = SHARED_BYTES // pl.cdiv(programs, NUM_SMS) // buffer_bytes
+    wanted = 1 + pl.cdiv(IN_FLIGHT_BYTES, 2 * NUMBERS * max(1, programs // NUM_SMS))
+    num_buffers = max(2, min(fits, wanted, pl.cdiv(depth, rows)))
+    return FusedLinearTuning(
+        block_columns, block_depth, rows // block_depth, num_warps, 1 + num_buffers
+    )
 
 
 def fused_linear_triton(

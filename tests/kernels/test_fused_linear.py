@@ -128,10 +128,9 @@ def test_large_rows_do_not_overflow(kernels):
 
 
 @pytest.mark.optimized
-def test_bits_of_a_row_depend_neither_on_the_others_nor_on_their_number(kernels):
-    if kernels == "reference":
-        pytest.skip("XLA sums in another order for another number of rows")
-    case = {"norm": "plain", "end": "gated", "kernels": kernels}
+def test_bits_of_a_row_depend_neither_on_the_others_nor_on_their_number():
+    """Of the kernel: XLA sums in another order for another number of rows."""
+    case = {"norm": "plain", "end": "gated", "kernels": "interpret"}
     x, *others = arguments("plain", "gated", "bfloat16", 8)
     out = np.asarray(compiled(x, *others, **case))
     np.testing.assert_array_equal(compiled(x[2:5], *others, **case), out[2:5])
