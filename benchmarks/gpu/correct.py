@@ -90,15 +90,14 @@ def problems(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
                 return projection(rows, part, dtype, num_items=1)
 
             yield ("fused_linear", model, name, rows), make
-    for tokens, sizes in setting.pick(
-        ((8, (256, 8, 2048, 1024)), (256, (256, 8, 2048, 1024)), (2048, (256, 8, 2048, 1024))),
-        ((4, (4, 2, 32, 32)),),
-    ):
+    for tokens in setting.pick((8, 256, 2048), (4,)):
+        mixture, shape = setting.pick(((256, 8), (2048, 1024)), ((4, 2), (32, 32)))
+        for is_gated in False, True:
 
-        def make(dtype, tokens=tokens, sizes=sizes):
-            return experts(tokens, *sizes, dtype)
+            def make(dtype, own=(tokens, mixture, *shape, is_gated)):
+                return experts(*own, dtype)
 
-        yield ("grouped_matmul", tokens, *sizes), make
+            yield ("grouped_matmul", tokens, *mixture, *shape, is_gated), make
     for rows, vocab in setting.pick(((8, 151936), (64, 248320)), ((4, 300),)):
         yield ("truncation", rows, vocab), lambda dtype, n=rows, v=vocab: truncation(n, v)
         yield ("draw_tokens", rows, vocab), lambda dtype, n=rows, v=vocab: draws(n, v)

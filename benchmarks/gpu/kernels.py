@@ -163,12 +163,14 @@ def time_others(setting: Setting) -> Iterator[dict[str, Any]]:
         make = partial(add_norm, num_rows, dim, DTYPE)
         yield attempt(row, lambda make=make: time_problem(make(), setting))
     for tokens in setting.pick((1, 8, 64, 256, 2048), (4,)):
-        for part, depth, width in setting.pick(
-            (("gate_up", 2048, 1024), ("down", 512, 2048)), (("tiny", 32, 32),)
-        ):
+        parts = {
+            "gate_up": (2048, 1024, False),
+            "gate_up, gated": (2048, 1024, True),
+            "down": (512, 2048, False),
+        }
+        for part, shape in setting.pick(parts, {"tiny": (32, 32, True)}).items():
             row = {"what": "grouped_matmul", "model": "Qwen3.5-35B-A3B", "part": part}
-            sizes = setting.pick((256, 8), (4, 2))
-            make = partial(experts, tokens, *sizes, depth, width, DTYPE)
+            make = partial(experts, tokens, setting.pick((256, 8), (4, 2)), *shape, DTYPE)
             yield attempt(row | {"tokens": tokens}, lambda make=make: time_problem(make(), setting))
     for rows in setting.pick((1, 16, 64, 256), (2,)):
         for what, problem in ("truncation", truncation), ("draw_tokens", draws):

@@ -207,9 +207,11 @@ def add_norm(num_rows: int, dim: int, dtype: Any) -> Problem:
 
 
 def experts(
-    num_tokens: int, num_experts: int, num_chosen: int, depth: int, width: int, dtype: Any
+    num_tokens: int, mixture: tuple[int, int], depth: int, width: int, is_gated: bool, dtype: Any
 ) -> Problem:
-    """Tokens that each chose some experts at random, the same number each."""
+    """Tokens that each chose some experts at random; `mixture` is the number of experts, and of
+    those that a token goes to."""
+    num_experts, num_chosen = mixture
     rng, items, read = np.random.default_rng(0), [], 0
     for i in range(2):
         chosen = np.argsort(rng.random((num_tokens, num_experts)), axis=1)[:, :num_chosen]
@@ -221,10 +223,11 @@ def experts(
 
     def call(weights, item, kernels, config):
         x, sizes, sources = item
-        return weights, grouped_matmul(x, weights, sizes, sources, kernels=kernels)
+        made = grouped_matmul(x, weights, sizes, sources, is_gated=is_gated, kernels=kernels)
+        return weights, made
 
     itemsize = jnp.dtype(dtype).itemsize
-    rows = num_tokens * depth + num_tokens * num_chosen * width
+    rows = num_tokens * depth + num_tokens * num_chosen * width // (1 + is_gated)
     weights = normal(5, (num_experts, depth, width), dtype) / depth**0.5
     return Problem(weights, tuple(items), call, itemsize * (read * depth * width + rows))
 

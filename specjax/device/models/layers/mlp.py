@@ -36,6 +36,8 @@ def mlp(params: MLP, x: NormedRows) -> Product:
 class SwiGLU:
     """`swiglu` as a value, for models that choose between activations."""
 
+    is_of_kernel: ClassVar[bool] = True  # whether `grouped_matmul` applies it
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return [N, F] of [N, 2 F]."""
         return swiglu(x)
@@ -47,6 +49,7 @@ class ClampedSwiGLU:
 
     limit: float
     alpha: float
+    is_of_kernel: ClassVar[bool] = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return [N, F] of [N, 2 F]."""

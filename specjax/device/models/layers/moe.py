@@ -80,10 +80,13 @@ def moe(
     order = places % chosen.size
     # Counting by comparison takes one kernel; a scatter needs another to clear its result.
     sizes = jnp.sum(chosen[:, None] == jnp.arange(experts.num_experts), axis=0, dtype=jnp.int32)
-    hidden = grouped_matmul(x, params.gate_up, sizes, order // num_chosen, kernels=kernels)
+    sources = order // num_chosen
+    is_gated = experts.activation.is_of_kernel and params.gate_up_bias is None
+    hidden = grouped_matmul(x, params.gate_up, sizes, sources, is_gated=is_gated, kernels=kernels)
     if params.gate_up_bias is not None:
         hidden += params.gate_up_bias[places // chosen.size]
-    hidden = experts.activation(hidden)
+    if not is_gated:
+        hidden = experts.activation(hidden)
     outputs = grouped_matmul(hidden, params.down, sizes, targets=order, kernels=kernels)
     if params.down_bias is not None:
         outputs += params.down_bias[chosen]
