@@ -181,9 +181,15 @@ CASES = (
     Case(
         name="projections",
         function="projections:time_projections",
-        about="projections whole and as XLA splits them, with fused_linear and apart, other tiles",
-        seconds=360,
+        about="projections whole and as XLA splits them, with fused_linear and apart; its tiles",
+        seconds=500,
         environment=NO_GRAPHS,
+    ),
+    Case(
+        name="layers",
+        function="projections:time_layers",
+        about="layers without their attention, with fused_linear and apart, 1, 8 and 16 rows",
+        seconds=150,
     ),
     Case(
         name="peers/attention",
