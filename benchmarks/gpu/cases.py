@@ -182,7 +182,7 @@ CASES = (
         name="projections/fused",
         function="projections:time_projections",
         about="projections of 8 rows with fused_linear and apart, and with other tiles",
-        seconds=280,
+        seconds=400,
         environment=NO_GRAPHS,
     ),
     *(
@@ -196,6 +196,12 @@ CASES = (
             on_cpu=name == "few",
         )
         for name, rows, seconds in (("few", (8, 64), 80), ("many", (256, 384), 280))
+    ),
+    Case(
+        name="layers",
+        function="projections:time_layers",
+        about="layers without their attention, with fused_linear and apart, 1, 8 and 16 rows",
+        seconds=150,
     ),
     Case(
         name="peers/attention",

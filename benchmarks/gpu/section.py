@@ -172,6 +172,14 @@ def _fused(results: Sequence[Line], device: str) -> tuple[list[str], list[list[A
     return ["model", "projection", "MB", "fused us", "apart us", "apart / fused"], rows
 
 
+def _layers(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    rows = [
+        [x["model"], x["rows"], x["way"], *_or_error(x, "wall_us", "gbps", "of_copy")]
+        for x in pick(results, "layer")
+    ]
+    return ["model", "rows", "projections", "wall us of a layer", "GB/s", "of copy"], rows
+
+
 def _steps(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
     rows = []
     for x in sorted(pick(results, "step"), key=lambda x: (x["model"], x["batch"], x["k"])):
@@ -310,6 +318,7 @@ TABLES: dict[str, Callable[[Sequence[Line], str], tuple[list[str], list[list[Any
     "Other tiles": _tiles,
     "Projections, whole and split": _projections,
     "Projections of 8 rows, in one launch and apart": _fused,
+    "Layers without their attention": _layers,
     "Steps": _steps,
     "Lazy states": _lazy,
     "The host": _host,

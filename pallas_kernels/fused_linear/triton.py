@@ -47,7 +47,7 @@ class FusedLinearTuning:
 
 
 # Without tensor cores, which do not multiply f32 exactly.
-FLOAT32 = FusedLinearTuning(32, 32, 1, 4, 3)
+FLOAT32 = FusedLinearTuning(32, 32, 1, 4, 6)
 
 
 def choose_config(
