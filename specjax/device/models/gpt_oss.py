@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.route import Rule
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.mxfp4 import BLOCK, mxfp4_experts
 from specjax.checkpoint.spec import projection, stored
@@ -50,12 +51,14 @@ class BiasedRouter:
             stored([f"{prefix}.router.bias"], (num_experts,)),
         )
 
-    def choose(
-        self, params: RouterWeights, x: jax.Array, num_chosen: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """See `Router.choose`."""
-        best, chosen = jax.lax.top_k(linear(x, params.weight) + params.bias, num_chosen)
-        return jax.nn.softmax(best.astype(jnp.float32)), chosen
+    @property
+    def rule(self) -> Rule:
+        """See `Router.rule`."""
+        return Rule()
+
+    def logits(self, params: RouterWeights, x: jax.Array) -> tuple[jax.Array, None]:
+        """See `Router.logits`."""
+        return linear(x, params.weight) + params.bias, None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.route import route
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import experts, fused_experts, projection
 from specjax.device.models.layers.linear import linear
@@ -69,29 +70,25 @@ def moe(
     bool[N], go to the experts of row 0, so that no expert's weights are read for them alone; what
     they become has no meaning.
     """
-    num_rows, num_chosen = x.shape[0], experts.num_chosen
-    weights, chosen = experts.router.choose(params.router, x, num_chosen)  # [N, num_chosen]
-    if is_padding is not None:
-        chosen = jnp.where(is_padding[:, None], chosen[:1], chosen)
-
-    chosen = chosen.reshape(-1)
-    # Sorting one array, because sorting keys and indices as two would copy them first.
-    places = jnp.sort(chosen * chosen.size + jnp.arange(chosen.size))
-    order = places % chosen.size
-    # Counting by comparison takes one kernel; a scatter needs another to clear its result.
-    sizes = jnp.sum(chosen[:, None] == jnp.arange(experts.num_experts), axis=0, dtype=jnp.int32)
-    sources = order // num_chosen
+    router = experts.router
+    logits, correction = router.logits(params.router, x)
+    routes = route(
+        logits, experts.num_chosen, router.rule, correction, is_padding, kernels=kernels
+    )
+    sizes = routes.sizes
     is_gated = experts.activation.is_of_kernel and params.gate_up_bias is None
-    hidden = grouped_matmul(x, params.gate_up, sizes, sources, is_gated=is_gated, kernels=kernels)
+    hidden = grouped_matmul(
+        x, params.gate_up, sizes, routes.rows, is_gated=is_gated, kernels=kernels
+    )
     if params.gate_up_bias is not None:
-        hidden += params.gate_up_bias[places // chosen.size]
+        hidden += params.gate_up_bias[routes.experts.reshape(-1)[routes.order]]
     if not is_gated:
         hidden = experts.activation(hidden)
-    outputs = grouped_matmul(hidden, params.down, sizes, targets=order, kernels=kernels)
+    outputs = grouped_matmul(hidden, params.down, sizes, targets=routes.order, kernels=kernels)
     if params.down_bias is not None:
-        outputs += params.down_bias[chosen]
-    outputs = outputs.reshape(num_rows, num_chosen, -1)
-    mixed = jnp.einsum("nc,ncd->nd", weights.astype(x.dtype), outputs)
+        outputs += params.down_bias[routes.experts.reshape(-1)]
+    outputs = outputs.reshape(*routes.experts.shape, -1)
+    mixed = jnp.einsum("nc,ncd->nd", routes.weights.astype(x.dtype), outputs)
     if params.shared is None:
         return mixed
     shared = mlp(params.shared, NormedRows(x, None, kernels)).value

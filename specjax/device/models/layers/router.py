@@ -1,6 +1,6 @@
 """Routers of a mixture of experts: which experts a row goes to, and with which weights.
 
-A router owns its weights: a model only names it. Both compute their scores in f32.
+A router owns its weights and the rule that `route` chooses by: a model only names it.
 """
 
 from dataclasses import dataclass
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.route import Rule
 from specjax.checkpoint.spec import TensorSpec, projection
 from specjax.device.models.layers.linear import linear
 
@@ -20,8 +21,13 @@ class Router(Protocol):
         """Return the weights as `TensorSpec`s; `prefix` is the mixture's in the checkpoint."""
         ...
 
-    def choose(self, params: Any, x: jax.Array, num_chosen: int) -> tuple[jax.Array, jax.Array]:
-        """Return the weights f32[N, C] and numbers i32[N, C] of the experts of rows x [N, D]."""
+    @property
+    def rule(self) -> Rule:
+        """How experts are chosen and weighted."""
+        ...
+
+    def logits(self, params: Any, x: jax.Array) -> tuple[jax.Array, jax.Array | None]:
+        """Return the logits [N, E] of rows x [N, D], and the correction f32[E] of the choice."""
         ...
 
 
@@ -35,15 +41,14 @@ class SoftmaxRouter:
         """See `Router.specs`: one matrix [D, E]."""
         return projection([f"{prefix}.gate.weight"], dim, [num_experts])
 
-    def choose(self, params: Any, x: jax.Array, num_chosen: int) -> tuple[jax.Array, jax.Array]:
-        """See `Router.choose`."""
-        logits = linear(x, params)
-        best, chosen = jax.lax.top_k(logits, num_chosen)
-        best = best.astype(jnp.float32)
-        if self.normalises:
-            return jax.nn.softmax(best), chosen
-        total = jax.nn.logsumexp(logits.astype(jnp.float32), axis=-1, keepdims=True)
-        return jnp.exp(best - total), chosen
+    @property
+    def rule(self) -> Rule:
+        """See `Router.rule`."""
+        return Rule(normalises=self.normalises)
+
+    def logits(self, params: Any, x: jax.Array) -> tuple[jax.Array, None]:
+        """See `Router.logits`."""
+        return linear(x, params), None
 
 
 class SigmoidWeights(NamedTuple):
@@ -73,21 +78,12 @@ class SigmoidRouter:
         )
         return SigmoidWeights(projection([f"{prefix}.gate.weight"], dim, [num_experts]), correction)
 
-    def choose(self, params: Any, x: jax.Array, num_chosen: int) -> tuple[jax.Array, jax.Array]:
-        """See `Router.choose`."""
-        scores = jax.nn.sigmoid(linear(x, params.weight, jnp.float32))
-        _, chosen = jax.lax.top_k(self._in_groups(scores + params.correction), num_chosen)
-        weights = jnp.take_along_axis(scores, chosen, axis=-1)
-        if self.normalises:
-            weights = weights / (weights.sum(axis=-1, keepdims=True) + 1e-20)
-        return weights * self.scaling, chosen
+    @property
+    def rule(self) -> Rule:
+        """See `Router.rule`."""
+        groups = self.num_groups, self.num_chosen_groups
+        return Rule(True, self.normalises, self.scaling, *groups)
 
-    def _in_groups(self, scores: jax.Array) -> jax.Array:
-        """Return the scores f32[N, E], -inf outside the chosen groups."""
-        if self.num_chosen_groups == self.num_groups:
-            return scores
-        groups = scores.reshape(scores.shape[0], self.num_groups, -1)
-        strength = jax.lax.top_k(groups, 2)[0].sum(axis=-1)  # [N, groups]
-        _, kept = jax.lax.top_k(strength, self.num_chosen_groups)
-        is_kept = (kept[:, :, None] == jnp.arange(self.num_groups)).any(axis=1)
-        return jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(scores.shape)
+    def logits(self, params: SigmoidWeights, x: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """See `Router.logits`; the logits are f32."""
+        return linear(x, params.weight, jnp.float32), params.correction
