@@ -1,0 +1,63 @@
+"""The routes of a mixture of experts: which experts each row goes to, and the rows by expert.
+
+Of logits l [N, E], a row's C experts are those with the largest scores s: softmax(l), or
+sigmoid(l), to which a correction is added for the choice alone (DeepSeek-V3, section 2.1.2).
+
+    w_c = s_c, or s_c / sum_c s_c if the rule normalises, times the scaling
+
+Of equal scores the lower expert's is taken first. Entries n C + c are sorted by their expert.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.dispatch import run
+from pallas_kernels.route.reference import Routes as Routes
+from pallas_kernels.route.reference import Rule, route_reference
+from pallas_kernels.route.triton import fits, route_triton
+
+IMPLEMENTATIONS = {"triton": route_triton, "reference": route_reference}
+
+
+def route(
+    logits: jax.Array,
+    num_chosen: int,
+    rule: Rule,
+    correction: jax.Array | None = None,
+    is_padding: jax.Array | None = None,
+    *,
+    kernels: str = "auto",
+) -> Routes:
+    """Return the routes of all rows; scores are f32.
+
+    With kernels="auto", many rows go to the reference: the kernel is one program.
+
+    Args:
+        logits: [N, E].
+        num_chosen: C, experts that a row goes to.
+        rule: how experts are chosen and weighted.
+        correction: f32[E], added to sigmoids.
+        is_padding: bool[N]; these rows go to the experts of row 0, with weights of no meaning.
+        kernels: implementation to use, see `dispatch.run`.
+
+    Raises:
+        ValueError: shapes or the rule are inconsistent; the message names the argument.
+    """
+    if logits.ndim != 2 or not jnp.issubdtype(logits.dtype, jnp.floating):
+        raise ValueError(f"logits must be floats [N, E]; got {logits.dtype}{list(logits.shape)}")
+    num_rows, num_experts = logits.shape
+    if not 0 < num_chosen <= num_experts:
+        raise ValueError(f"num_chosen must be 1 to E={num_experts}; got {num_chosen}")
+    if num_experts % rule.num_groups:
+        raise ValueError(f"rule.num_groups must divide E={num_experts}; got {rule.num_groups}")
+    if not rule.is_sigmoid and (correction is not None or rule.num_groups > 1):
+        raise ValueError("correction and groups must be left out without rule.is_sigmoid")
+    if correction is not None and correction.shape != (num_experts,):
+        raise ValueError(f"correction must be [E={num_experts}]; got {correction.shape}")
+    if is_padding is not None and (is_padding.shape, is_padding.dtype) != ((num_rows,), bool):
+        raise ValueError(
+            f"is_padding must be bool[N={num_rows}]; got {is_padding.dtype}{is_padding.shape}"
+        )
+    if kernels == "auto" and not fits(num_rows, num_experts):
+        kernels = "reference"
+    return run("route", kernels, IMPLEMENTATIONS, logits, num_chosen, rule, correction, is_padding)

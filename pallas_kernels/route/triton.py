@@ -1,0 +1,152 @@
+"""Triton kernel of the routes: one program has all rows, and a warp whole rows where it can.
+
+A choice is the maximum of sortable integers, from which the last choices have been removed. There
+is no sort: a row chooses an expert once, so an entry's place among those of its expert is the
+number of rows before its own that chose it, too.
+"""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.route.reference import Routes, Rule
+from pallas_kernels.triton_call import load, store, triton_call
+
+DTYPES = "bfloat16", "float16", "float32"
+MAX_ELEMENTS = 8192  # logits with padding, which a program's registers hold
+MAX_CHOSEN = 32
+MAX_WARPS = 16
+LOWEST = -(2**31)  # key of a row's first choice; that of the next is one more, up to NOT_CHOSEN
+NOT_CHOSEN = LOWEST + MAX_CHOSEN  # key of what there is not
+
+
+def fits(num_rows: int, num_experts: int) -> bool:
+    """Return whether the kernel takes so many logits."""
+    return num_rows > 0 and _padded(num_rows) * _padded(num_experts) <= MAX_ELEMENTS
+
+
+def route_triton(
+    logits: jax.Array,
+    num_chosen: int,
+    rule: Rule,
+    correction: jax.Array | None = None,
+    is_padding: jax.Array | None = None,
+    *,
+    interpret: bool = False,
+) -> Routes:
+    """See `route`. Infinite and NaN logits have an order, too, so that all places are valid.
+
+    Raises:
+        UnsupportedError: there are groups, too many logits, or too many experts are chosen.
+    """
+    num_rows, num_experts = logits.shape
+    if logits.dtype not in DTYPES:
+        raise UnsupportedError(f"logits are {logits.dtype}; {', '.join(DTYPES)} are supported")
+    if not fits(num_rows, num_experts):
+        raise UnsupportedError(
+            f"logits are {logits.shape}; 1 to {MAX_ELEMENTS}, padded to powers of two, are "
+            "supported"
+        )
+    if num_chosen > MAX_CHOSEN:
+        raise UnsupportedError(f"num_chosen is {num_chosen}; at most {MAX_CHOSEN} is supported")
+    if rule.num_chosen_groups != rule.num_groups:
+        raise UnsupportedError("rule has groups, which are not supported")
+    given = {"correction": correction, "is_padding": is_padding}
+    given = {name: one for name, one in given.items() if one is not None}
+    num_entries = num_rows * num_chosen
+    made = triton_call(
+        partial(_kernel, given=tuple(given), num_chosen=num_chosen, rule=rule),
+        (logits, *given.values()),
+        [
+            jax.ShapeDtypeStruct((num_rows, num_chosen), jnp.float32),
+            jax.ShapeDtypeStruct((num_rows, num_chosen), jnp.int32),
+            jax.ShapeDtypeStruct((num_entries,), jnp.int32),
+            jax.ShapeDtypeStruct((num_entries,), jnp.int32),
+            jax.ShapeDtypeStruct((num_experts,), jnp.int32),
+        ],
+        name="route",
+        grid=(1,),
+        num_warps=min(MAX_WARPS, _padded(num_rows)),
+        interpret=interpret,
+    )
+    return Routes(*made)
+
+
+def _padded(size: int) -> int:
+    return pl.next_power_of_2(size)
+
+
+def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Rule):
+    *given_refs, weights_ref, experts_ref, order_ref, rows_ref, sizes_ref = refs
+    optional = dict(zip(given, given_refs, strict=True))
+    num_rows, num_experts = logits_ref.shape
+    row, expert = jnp.arange(_padded(num_rows))[:, None], jnp.arange(_padded(num_experts))[None]
+    turn = jnp.arange(_padded(num_chosen))[None]
+    is_row, is_expert = row < num_rows, expert < num_experts
+
+    def read(rows, columns, mask):
+        return load(logits_ref.at[rows, columns], mask=mask, other=-jnp.inf).astype(jnp.float32)
+
+    logits = read(row, expert, is_row & is_expert)
+    if "is_padding" in optional:
+        is_padding = load(optional["is_padding"].at[row], mask=is_row, other=False)
+        logits = jnp.where(is_padding, read(jnp.zeros_like(row), expert, is_expert), logits)
+    scores = logits
+    if rule.is_sigmoid:
+        scores = _sigmoid(logits)
+    if "correction" in optional:
+        scores += load(optional["correction"].at[expert], mask=is_expert, other=0.0)
+
+    def choose(i, carry):
+        keys, chosen = carry
+        best = jnp.max(keys, axis=1, keepdims=True)
+        column = jnp.min(jnp.where(keys == best, expert, num_experts), axis=1, keepdims=True)
+        return jnp.where(expert == column, LOWEST + i, keys), jnp.where(turn == i, column, chosen)
+
+    keys = jnp.where(is_row & is_expert, _sortable(scores), NOT_CHOSEN)
+    chosen = jnp.zeros((row.size, turn.size), jnp.int32)
+    keys, chosen = jax.lax.fori_loop(0, num_chosen, choose, (keys, chosen))
+
+    is_pick = is_row & (turn < num_chosen)
+    store(experts_ref.at[row, turn], chosen, mask=is_pick)
+    weights = _weights(read(row, chosen, is_pick), logits, rule)
+    store(weights_ref.at[row, turn], weights, mask=is_pick)
+
+    is_chosen = is_row & (keys < LOWEST + num_chosen)
+    counts = is_chosen.astype(jnp.int32)
+    sizes = jnp.sum(counts, axis=0)
+    store(sizes_ref.at[expert], sizes[None], mask=is_expert)
+    place = (jnp.cumsum(sizes) - sizes)[None] + jnp.cumsum(counts, axis=0) - counts
+    # What is masked points past the end: in interpret mode a masked store writes the old value,
+    # which must not overwrite what another lane has written.
+    place = jnp.where(is_chosen, place, order_ref.size)
+    store(order_ref.at[place], row * num_chosen + (keys - LOWEST), mask=is_chosen)
+    store(rows_ref.at[place], jnp.broadcast_to(row, place.shape), mask=is_chosen)
+
+
+def _sortable(x: jax.Array) -> jax.Array:
+    """Return keys i32 in the order of x f32, above all of those that are reserved."""
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    return jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), NOT_CHOSEN + 1)
+
+
+def _sigmoid(x: jax.Array) -> jax.Array:
+    return 1.0 / (1.0 + jnp.exp(-x))
+
+
+def _weights(best: jax.Array, logits: jax.Array, rule: Rule) -> jax.Array:
+    """Return the weights of those with logits `best` [N, C], the best first, -inf past the last."""
+    if rule.is_sigmoid:
+        weights = _sigmoid(best)
+        total = jnp.sum(weights, axis=1, keepdims=True) + 1e-20
+    else:
+        of = best if rule.normalises else logits
+        top = jnp.max(of, axis=1, keepdims=True)
+        weights = jnp.exp(best - top)
+        total = jnp.sum(jnp.exp(of - top), axis=1, keepdims=True)
+    if rule.normalises or not rule.is_sigmoid:
+        weights /= total
+    return weights * rule.scaling
