@@ -12,7 +12,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from operator import mul
+from operator import mul, truediv
 
 from specjax.host.speculation.acceptance import DraftOutcome, conditional, logit, sigmoid
 from specjax.host.speculation.policy import DecodeLoad, Policy, Round
@@ -179,6 +179,7 @@ def simulate(world: World, workload: Workload, policy: Policy | None, seed: int 
         choices = policy.choices
         policy.begin(lambda: world.replay(choices, rng))
     ks = range(len(world.rates) + 1)
+    times = {batch: [world.ms(batch, k) for k in ks] for batch in world.batches}
     running = _Running(workload, [logit(rate) for rate in conditional(world.rates)])
     outcome, now, num_come = Outcome(), 0.0, 0
     num_requests, half = len(workload.lengths), sum(workload.lengths) / 2
@@ -200,7 +201,7 @@ def simulate(world: World, workload: Workload, policy: Policy | None, seed: int 
         num_sequences = len(running.active)
         batch = world.padded(num_sequences)
         tokens = list(accumulate(running.survival, initial=num_sequences))
-        goodput = [tokens[k] / world.ms(batch, k) for k in ks]
+        goodput = list(map(truediv, tokens, times[batch]))
         best = max(goodput)
         if policy is None:
             k = goodput.index(best)
@@ -208,7 +209,7 @@ def simulate(world: World, workload: Workload, policy: Policy | None, seed: int 
             k = policy.choose(DecodeLoad(num_sequences))
             if late is not None:
                 policy.observe(late)
-        ms = world.ms(batch, k) * world._factor(rng)
+        ms = times[batch][k] * world._factor(rng)
         verdicts = _verify(running, k, rng, outcome)
         late = Round(batch, k, 0, verdicts, ms)
         outcome.trace.append((now, num_sequences, k))
@@ -224,18 +225,22 @@ def _verify(
     running: _Running, k: int, rng: random.Random, outcome: Outcome
 ) -> Counter[DraftOutcome]:
     """Draw the accepted drafts of a round for every request."""
-    verdicts: Counter[DraftOutcome] = Counter()
-    gone = []
+    verdicts, gone = [], []
+    remaining, random = running.remaining, rng.random
     for request in running.active:
-        num_drafts = min(k, running.remaining[request] - 1)
-        rates, num_accepted = running.rates[request], 0
-        while num_accepted < num_drafts and rng.random() < rates[num_accepted]:
+        left = remaining[request]
+        num_drafts = k if k < left else left - 1
+        num_accepted = 0
+        for rate in running.rates[request][:num_drafts]:
+            if random() >= rate:
+                break
             num_accepted += 1
-        verdicts[DraftOutcome(num_drafts, num_accepted)] += 1
-        running.remaining[request] -= num_accepted + 1
-        outcome.num_tokens += num_accepted + 1
-        if not running.remaining[request]:
+        verdicts.append((num_drafts, num_accepted))
+        remaining[request] = left = left - num_accepted - 1
+        if not left:
             gone.append(request)
+    counts = Counter({DraftOutcome(*seen): count for seen, count in Counter(verdicts).items()})
+    outcome.num_tokens += sum((seen.num_accepted + 1) * count for seen, count in counts.items())
     if gone:
         running.leave(gone)
-    return verdicts
+    return counts
