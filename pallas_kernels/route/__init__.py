@@ -13,7 +13,8 @@ import jax.numpy as jnp
 
 from pallas_kernels.dispatch import run
 from pallas_kernels.route.reference import Routes as Routes
-from pallas_kernels.route.reference import Rule, route_reference
+from pallas_kernels.route.reference import Rule as Rule
+from pallas_kernels.route.reference import route_reference
 from pallas_kernels.route.triton import fits, route_triton
 
 IMPLEMENTATIONS = {"triton": route_triton, "reference": route_reference}

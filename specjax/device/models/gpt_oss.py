@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels.route import Rule
 from specjax.checkpoint.errors import CheckpointError

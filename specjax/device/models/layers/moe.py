@@ -72,9 +72,7 @@ def moe(
     """
     router = experts.router
     logits, correction = router.logits(params.router, x)
-    routes = route(
-        logits, experts.num_chosen, router.rule, correction, is_padding, kernels=kernels
-    )
+    routes = route(logits, experts.num_chosen, router.rule, correction, is_padding, kernels=kernels)
     sizes = routes.sizes
     is_gated = experts.activation.is_of_kernel and params.gate_up_bias is None
     hidden = grouped_matmul(
