@@ -147,7 +147,7 @@ def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]
     Counting in bits of words takes a sum over rows; a cumulative one would pass every warp's rows
     to every other.
     """
-    sizes = before = 0
+    sizes = before = jnp.int32(0)
     for first in range(0, row.size, 32):
         bit = jnp.where((first <= row) & (row < first + 32), 1 << (row & 31), 0)
         word = jnp.sum(jnp.where(is_chosen, bit, 0), axis=1, keepdims=True)
