@@ -50,6 +50,7 @@ ELEMENTWISE = {
     "neg": "-{}",
     "not": "~{}",
     "or": "{} | {}",
+    "population_count": "libdevice.popc({})",
     "rem": "{} % {}",
     "reshard": "{}",
     "rsqrt": "libdevice.rsqrt({})",

@@ -13,8 +13,10 @@ import jax.numpy as jnp
 from problems import (
     ATTENTION_HEADS,
     DELTA_HEADS,
+    ROUTES,
     TINY_ATTENTION,
     TINY_HEADS,
+    TINY_ROUTES,
     Problem,
     add_norm,
     attention,
@@ -23,11 +25,13 @@ from problems import (
     experts,
     pool,
     rotation,
+    routes,
     truncation,
 )
 from projections import LAYERS, TINY_LAYER, projection
 from timing import Setting, attempt
 
+ONLY_F32 = "truncation", "draw_tokens", "route"  # of which bf16 is no coarser reference
 TOLERANCE_F32, TOLERANCE_BF16, TIMES = 2e-5, 1.5, 3
 GIB = 2**30
 
@@ -37,7 +41,7 @@ Make = Callable[[Any], Problem]  # of a dtype
 def check_kernels(setting: Setting, dtype: str) -> Iterator[dict[str, Any]]:
     """Every kernel that takes the dtype."""
     for name, make in problems(setting):
-        if name[0] not in ("truncation", "draw_tokens") or dtype == "float32":
+        if name[0] not in ONLY_F32 or dtype == "float32":
             row = {"what": name[0], "shape": list(name[1:]), "dtype": dtype}
             yield attempt(row, lambda make=make: check(make, dtype, setting))
 
@@ -98,6 +102,13 @@ def problems(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
                 return experts(*own, dtype)
 
             yield ("grouped_matmul", tokens, *mixture, *shape, is_gated), make
+    for model, sizes in setting.pick(ROUTES, {"tiny": TINY_ROUTES}).items():
+        for rows in setting.pick((1, 8, 16), (4,)):
+
+            def make(dtype, rows=rows, sizes=sizes):
+                return routes(rows, sizes, dtype)
+
+            yield ("route", model, rows), make
     for rows, vocab in setting.pick(((8, 151936), (64, 248320)), ((4, 300),)):
         yield ("truncation", rows, vocab), lambda dtype, n=rows, v=vocab: truncation(n, v)
         yield ("draw_tokens", rows, vocab), lambda dtype, n=rows, v=vocab: draws(n, v)

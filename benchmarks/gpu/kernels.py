@@ -9,8 +9,10 @@ import jax.numpy as jnp
 from problems import (
     ATTENTION_HEADS,
     DELTA_HEADS,
+    ROUTES,
     TINY_ATTENTION,
     TINY_HEADS,
+    TINY_ROUTES,
     Problem,
     add_norm,
     attention,
@@ -19,6 +21,7 @@ from problems import (
     experts,
     pool,
     rotation,
+    routes,
     truncation,
 )
 from snapshots import snapshot_rule
@@ -172,6 +175,11 @@ def time_others(setting: Setting) -> Iterator[dict[str, Any]]:
             row = {"what": "grouped_matmul", "model": "Qwen3.5-35B-A3B", "part": part}
             make = partial(experts, tokens, setting.pick((256, 8), (4, 2)), *shape, DTYPE)
             yield attempt(row | {"tokens": tokens}, lambda make=make: time_problem(make(), setting))
+    for model, sizes in setting.pick(ROUTES, {"tiny": TINY_ROUTES}).items():
+        for rows in setting.pick((1, 8, 16), (4,)):
+            row = {"what": "route", "model": model, "rows": rows}
+            make = partial(routes, rows, sizes, "float32" if sizes[2].is_sigmoid else DTYPE)
+            yield attempt(row, lambda make=make: time_problem(make(), setting))
     for rows in setting.pick((1, 16, 64, 256), (2,)):
         for what, problem in ("truncation", truncation), ("draw_tokens", draws):
             make = partial(problem, rows, setting.pick(151936, 300))

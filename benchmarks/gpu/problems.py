@@ -27,6 +27,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.triton import paged_attention_triton
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
+from pallas_kernels.route import Rule, route
 from pallas_kernels.truncation import truncate
 
 CACHE_BYTES = 2**28  # several times the card's cache: what the items of a problem come to
@@ -36,6 +37,15 @@ TINY_HEADS = Heads(1, 2, 16, 16)
 # Query heads, key heads and their dimension.
 ATTENTION_HEADS = {"Llama-8B": (32, 8, 128), "Qwen-27B": (24, 4, 256)}
 TINY_ATTENTION = (4, 2, 64)
+# Experts, how many of them a row goes to, and how they are chosen.
+ROUTES = {
+    "Qwen3-30B-A3B": (128, 8, Rule()),
+    "gpt-oss-20b": (32, 4, Rule()),
+    "GLM-4.7-Flash": (64, 4, Rule(is_sigmoid=True, scaling=1.8)),
+    "Qwen3.5-35B-A3B": (256, 8, Rule()),
+    "Qwen3-Next-80B-A3B": (512, 10, Rule()),
+}
+TINY_ROUTES = (8, 2, Rule())
 
 
 @dataclass(frozen=True)
@@ -230,6 +240,22 @@ def experts(
     rows = num_tokens * depth + num_tokens * num_chosen * width // (1 + is_gated)
     weights = normal(5, (num_experts, depth, width), dtype) / depth**0.5
     return Problem(weights, tuple(items), call, itemsize * (read * depth * width + rows))
+
+
+def routes(num_rows: int, experts: tuple[int, int, Rule], dtype: Any) -> Problem:
+    """Logits of a mixture's router; the last of several rows is padding."""
+    num_experts, num_chosen, rule = experts
+    correction = normal(9, (num_experts,), "float32") / 8 if rule.is_sigmoid else None
+    items = tuple(normal(i, (num_rows, num_experts), dtype) for i in range(8))
+    is_padding = (np.arange(num_rows) > 0) & (np.arange(num_rows) == num_rows - 1)
+
+    def call(correction, logits, kernels, config):
+        made = route(logits, num_chosen, rule, correction, is_padding, kernels=kernels)
+        return correction, made._replace(weights=made.weights[: num_rows - 1 or 1])
+
+    read = num_rows * num_experts * jnp.dtype(dtype).itemsize
+    written = 4 * (4 * num_rows * num_chosen + num_experts)
+    return Problem(correction, items, call, read + written)
 
 
 def draws(num_rows: int, vocab_size: int) -> Problem:

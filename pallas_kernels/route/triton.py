@@ -5,6 +5,7 @@ is no sort: a row chooses an expert once, so an entry's place among those of its
 number of rows before its own that chose it, too.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
@@ -17,7 +18,8 @@ from pallas_kernels.triton_call import load, store, triton_call
 
 DTYPES = "bfloat16", "float16", "float32"
 MAX_ELEMENTS = 8192  # logits with padding, which a program's registers hold
-MAX_CHOSEN = 32
+LANES = 32  # of a warp
+MAX_CHOSEN = LANES
 MAX_WARPS = 16
 LOWEST = -(2**31)  # key of a row's first choice; that of the next is one more, up to NOT_CHOSEN
 NOT_CHOSEN = LOWEST + MAX_CHOSEN  # key of what there is not
@@ -25,7 +27,8 @@ NOT_CHOSEN = LOWEST + MAX_CHOSEN  # key of what there is not
 
 def fits(num_rows: int, num_experts: int) -> bool:
     """Return whether the kernel takes so many logits."""
-    return num_rows > 0 and _padded(num_rows) * _padded(num_experts) <= MAX_ELEMENTS
+    num_elements = _padded(num_rows) * _num_pieces(num_experts) * LANES
+    return num_rows > 0 and num_elements <= MAX_ELEMENTS
 
 
 def route_triton(
@@ -79,52 +82,78 @@ def _padded(size: int) -> int:
     return pl.next_power_of_2(size)
 
 
+def _num_pieces(num_experts: int) -> int:
+    return pl.cdiv(_padded(num_experts), LANES)
+
+
 def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Rule):
     *given_refs, weights_ref, experts_ref, order_ref, rows_ref, sizes_ref = refs
     optional = dict(zip(given, given_refs, strict=True))
     num_rows, num_experts = logits_ref.shape
-    row, expert = jnp.arange(_padded(num_rows))[:, None], jnp.arange(_padded(num_experts))[None]
-    turn = jnp.arange(_padded(num_chosen))[None]
+    rows, lanes, pieces = map(jnp.arange, (_padded(num_rows), LANES, _num_pieces(num_experts)))
+    # [pieces, rows, lanes]: downwards in a warp, so that Triton does not give a thread neighbours,
+    # and with them a row to few lanes: all here then has one layout.
+    row, expert = rows[None, :, None], LANES * pieces[:, None, None] + (LANES - 1 - lanes)
     is_row, is_expert = row < num_rows, expert < num_experts
 
-    def read(rows, columns, mask):
-        return load(logits_ref.at[rows, columns], mask=mask, other=-jnp.inf).astype(jnp.float32)
+    def read(row, expert, mask):
+        return load(logits_ref.at[row, expert], mask=mask, other=-jnp.inf).astype(jnp.float32)
 
     logits = read(row, expert, is_row & is_expert)
     if "is_padding" in optional:
         is_padding = load(optional["is_padding"].at[row], mask=is_row, other=False)
         logits = jnp.where(is_padding, read(jnp.zeros_like(row), expert, is_expert), logits)
-    scores = logits
-    if rule.is_sigmoid:
-        scores = _sigmoid(logits)
+    scores = _sigmoid(logits) if rule.is_sigmoid else logits
     if "correction" in optional:
         scores += load(optional["correction"].at[expert], mask=is_expert, other=0.0)
 
     def choose(i, carry):
         keys, chosen = carry
-        best = jnp.max(keys, axis=1, keepdims=True)
-        column = jnp.min(jnp.where(keys == best, expert, num_experts), axis=1, keepdims=True)
-        return jnp.where(expert == column, LOWEST + i, keys), jnp.where(turn == i, column, chosen)
+        best = _over_experts(jnp.max, keys)
+        found = _over_experts(jnp.min, jnp.where(keys == best[None], expert, num_experts - 1))
+        keys = jnp.where(expert == found[None], LOWEST + i, keys)
+        return keys, jnp.where(lanes[None] == i, found, chosen)
 
     keys = jnp.where(is_row & is_expert, _sortable(scores), NOT_CHOSEN)
-    chosen = jnp.zeros((row.size, turn.size), jnp.int32)
+    chosen = jnp.zeros((rows.size, LANES), jnp.int32)
     keys, chosen = jax.lax.fori_loop(0, num_chosen, choose, (keys, chosen))
 
-    is_pick = is_row & (turn < num_chosen)
-    store(experts_ref.at[row, turn], chosen, mask=is_pick)
-    weights = _weights(read(row, chosen, is_pick), logits, rule)
-    store(weights_ref.at[row, turn], weights, mask=is_pick)
+    at = rows[:, None], lanes[None]
+    is_pick = (at[0] < num_rows) & (at[1] < num_chosen)
+    store(experts_ref.at[at], chosen, mask=is_pick)
+    weights = _weights(read(at[0], chosen, is_pick), logits, rule)
+    store(weights_ref.at[at], weights, mask=is_pick)
 
     is_chosen = is_row & (keys < LOWEST + num_chosen)
-    counts = is_chosen.astype(jnp.int32)
-    sizes = jnp.sum(counts, axis=0)
-    store(sizes_ref.at[expert], sizes[None], mask=is_expert)
-    place = (jnp.cumsum(sizes) - sizes)[None] + jnp.cumsum(counts, axis=0) - counts
+    sizes, before = _counts(is_chosen, row)
+    store(sizes_ref.at[expert], sizes, mask=is_expert)
+    of_pieces = jnp.cumsum(jnp.sum(sizes, axis=2, keepdims=True), axis=0)
+    starts = of_pieces - jnp.cumsum(sizes, axis=2)
     # What is masked points past the end: in interpret mode a masked store writes the old value,
     # which must not overwrite what another lane has written.
-    place = jnp.where(is_chosen, place, order_ref.size)
+    place = jnp.where(is_chosen, starts + before, order_ref.size)
     store(order_ref.at[place], row * num_chosen + (keys - LOWEST), mask=is_chosen)
     store(rows_ref.at[place], jnp.broadcast_to(row, place.shape), mask=is_chosen)
+
+
+def _over_experts(reduce: Callable[..., jax.Array], x: jax.Array) -> jax.Array:
+    """Reduce x [pieces, N, LANES] to [N, 1]."""
+    return reduce(reduce(x, axis=0), axis=1, keepdims=True)
+
+
+def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return how many rows chose each expert [pieces, 1, LANES], and of these how many before each.
+
+    Counting in bits of words takes a sum over rows; a cumulative one would pass every warp's rows
+    to every other.
+    """
+    sizes = before = jnp.int32(0)
+    for first in range(0, row.size, 32):
+        bit = jnp.where((first <= row) & (row < first + 32), 1 << (row & 31), 0)
+        word = jnp.sum(jnp.where(is_chosen, bit, 0), axis=1, keepdims=True)
+        sizes += jax.lax.population_count(word)
+        before += jax.lax.population_count(word & jnp.where(row < first, 0, bit - 1))
+    return sizes, before
 
 
 def _sortable(x: jax.Array) -> jax.Array:
@@ -138,15 +167,15 @@ def _sigmoid(x: jax.Array) -> jax.Array:
 
 
 def _weights(best: jax.Array, logits: jax.Array, rule: Rule) -> jax.Array:
-    """Return the weights of those with logits `best` [N, C], the best first, -inf past the last."""
+    """Return the weights of those with logits `best` [N, LANES], which are -inf from C on."""
     if rule.is_sigmoid:
         weights = _sigmoid(best)
         total = jnp.sum(weights, axis=1, keepdims=True) + 1e-20
     else:
-        of = best if rule.normalises else logits
-        top = jnp.max(of, axis=1, keepdims=True)
+        of = best[None] if rule.normalises else logits
+        top = _over_experts(jnp.max, of)
         weights = jnp.exp(best - top)
-        total = jnp.sum(jnp.exp(of - top), axis=1, keepdims=True)
+        total = _over_experts(jnp.sum, jnp.exp(of - top[None]))
     if rule.normalises or not rule.is_sigmoid:
         weights /= total
     return weights * rule.scaling

@@ -26,6 +26,7 @@ from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.latent_attention import latent_attention
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
+from pallas_kernels.route import Rule, route
 from pallas_kernels.truncation import truncate
 
 pytestmark = pytest.mark.every_jax
@@ -107,7 +108,19 @@ def added():
     return run, (normal(3, 100), normal(100, 40, seed=1) / 8, normal(3, 40, seed=2))
 
 
-OPERATIONS = norm, draw, rope, truncation, grouped, gated, added, latent
+def routes():
+    """By sigmoids, of more rows than a word has bits."""
+    is_padding = np.arange(40) % 7 == 6
+
+    def run(logits, correction, *, kernels):
+        rule = Rule(is_sigmoid=True, scaling=2.5)
+        made = route(logits, 4, rule, correction, is_padding, kernels=kernels)
+        return made._replace(weights=jnp.where(is_padding[:, None], 0, made.weights))
+
+    return run, (normal(40, 100), normal(100, seed=1) / 8)
+
+
+OPERATIONS = norm, draw, rope, truncation, grouped, gated, added, latent, routes
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -221,9 +234,9 @@ def test_offsets_have_as_many_bits_as_the_array_takes(size, is_wide):
 
 def test_what_has_no_translation_is_named():
     def kernel(x, out):
-        out[0] = jax.lax.population_count(x[0])
+        out[0] = jax.lax.clz(x[0])
 
-    with pytest.raises(NotImplementedError, match="population_count has no translation"):
+    with pytest.raises(NotImplementedError, match="clz has no translation"):
         source_of(kernel, (4,))
 
 

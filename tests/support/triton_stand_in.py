@@ -128,6 +128,7 @@ tl = SimpleNamespace(
 libdevice = SimpleNamespace(
     **{name: elementwise(getattr(np, name)) for name in ("exp", "exp2", "log", "log1p", "tanh")},
     rsqrt=elementwise(lambda x: 1 / np.sqrt(x)),
+    popc=elementwise(lambda x: np.bitwise_count(x.view(np.uint32)).astype(np.int32)),
 )
 
 

@@ -1,0 +1,211 @@
+"""Every implementation of the choice of experts against stable sorts in f64."""
+
+import functools
+import logging
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import dispatch
+from pallas_kernels.dispatch import UnsupportedError
+from pallas_kernels.route import Rule, route
+from pallas_kernels.route.triton import fits
+
+
+class Case(NamedTuple):
+    rows: int
+    experts: int
+    chosen: int
+    rule: Rule = Rule()
+    dtype: str = "float32"
+    has_correction: bool = False
+    has_padding: bool = True
+    step: float = 0.0  # that logits are multiples of, for ties
+
+    def arguments(self, seed=0):
+        rng = np.random.default_rng(seed)
+        logits = 2 * rng.normal(size=(self.rows, self.experts))
+        if self.step:
+            logits = self.step * np.round(logits / self.step)
+        correction = rng.normal(size=self.experts).astype(np.float32) / 8
+        is_padding = rng.random(self.rows) < 0.3
+        return (
+            logits.astype(jnp.dtype(self.dtype)),
+            correction if self.has_correction else None,
+            is_padding if self.has_padding else None,
+        )
+
+
+CASES = {
+    "one-row": Case(1, 8, 1),
+    "all-experts": Case(3, 8, 8, Rule(scaling=0.5), has_padding=False),
+    "sigmoid": Case(5, 100, 4, Rule(True, scaling=2.5), has_correction=True),
+    "sigmoid-with-ties": Case(16, 32, 4, Rule(True, normalises=False), "bfloat16", step=0.5),
+    "not-normalised": Case(16, 512, 8, Rule(normalises=False), "bfloat16"),
+    "more-rows-than-bits": Case(64, 128, 8, Rule(), "bfloat16"),
+}
+EVERY_JAX = "sigmoid", "more-rows-than-bits"
+NAMES = [
+    pytest.param(name, marks=[pytest.mark.every_jax] if name in EVERY_JAX else []) for name in CASES
+]
+GROUPS = Rule(is_sigmoid=True, num_groups=4, num_chosen_groups=2)
+
+
+@functools.cache
+def compiled(kernels, num_chosen, rule):
+    def run(logits, correction, is_padding):
+        return route(logits, num_chosen, rule, correction, is_padding, kernels=kernels)
+
+    return jax.jit(run)
+
+
+@pytest.fixture(params=["reference", "interpret"])
+def run(request):
+    """One implementation, compiled for a case, of its arguments."""
+    return lambda case, *given: compiled(request.param, case.chosen, case.rule)(*given)
+
+
+def weighted(logits, experts, rule):
+    """Weights of the experts in f64."""
+    x = np.asarray(logits, np.float64)
+    scores = 1 / (1 + np.exp(-x))
+    if not rule.is_sigmoid:
+        scores = np.exp(x) / np.exp(x).sum(axis=1, keepdims=True)
+    weights = np.take_along_axis(scores, experts, axis=1)
+    if rule.normalises:
+        weights = weights / weights.sum(axis=1, keepdims=True)
+    return weights * rule.scaling
+
+
+def chosen_by_definition(logits, num_chosen, rule, correction):
+    x = np.asarray(logits, np.float64)
+    scores = 1 / (1 + np.exp(-x)) if rule.is_sigmoid else x
+    if correction is not None:
+        scores = scores + correction
+    for row in scores:
+        groups = row.reshape(rule.num_groups, -1)  # a view
+        strength = -np.sort(-groups, axis=1)[:, :2].sum(axis=1)
+        groups[np.argsort(-strength, kind="stable")[rule.num_chosen_groups :]] = -np.inf
+    return np.argsort(-scores, axis=1, kind="stable")[:, :num_chosen]
+
+
+def check_places(routes, num_experts, num_chosen):
+    """Entries are sorted, by a stable sort, by the experts that the routes name."""
+    entries = np.asarray(routes.experts).reshape(-1)
+    order = np.argsort(entries, kind="stable")
+    np.testing.assert_array_equal(routes.order, order)
+    np.testing.assert_array_equal(routes.rows, order // num_chosen)
+    np.testing.assert_array_equal(routes.sizes, np.bincount(entries, minlength=num_experts))
+    assert {one.dtype for one in routes[1:]} == {jnp.dtype("int32")}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_matches_the_definition(run, name):
+    case = CASES[name]
+    for seed in range(3):
+        logits, correction, is_padding = case.arguments(seed)
+        routes = run(case, logits, correction, is_padding)
+        experts = chosen_by_definition(logits, case.chosen, case.rule, correction)
+        is_real = np.ones(case.rows, bool) if is_padding is None else ~is_padding
+        weights = weighted(logits, experts, case.rule)
+        assert routes.weights.dtype == jnp.float32
+        np.testing.assert_allclose(routes.weights[is_real], weights[is_real], rtol=2e-6)
+        experts[~is_real] = experts[0]
+        np.testing.assert_array_equal(routes.experts, experts)
+        check_places(routes, case.experts, case.chosen)
+
+
+@pytest.mark.parametrize("name", ["sigmoid", "not-normalised"])
+def test_places_are_valid_whatever_the_logits(run, name):
+    """Each row has experts of its own, so that nothing is read or written elsewhere."""
+    case = CASES[name]
+    logits, correction, is_padding = case.arguments()
+    logits[0], logits[1, ::2], logits[2] = np.nan, np.inf, -np.inf
+    logits[3] = -np.array(np.nan, logits.dtype)
+    logits[4, 1:] = np.nan
+    routes = run(case, logits, correction, is_padding)
+    experts = np.sort(routes.experts, axis=1)
+    assert experts.min() >= 0 and experts.max() < case.experts
+    assert np.all(np.diff(experts, axis=1) > 0)
+    check_places(routes, case.experts, case.chosen)
+
+
+def test_groups():
+    logits, correction, _ = Case(7, 32, 4, has_correction=True).arguments()
+    routes = compiled("reference", 4, GROUPS)(logits, correction, None)
+    experts = chosen_by_definition(logits, 4, GROUPS, correction)
+    assert np.any(experts != chosen_by_definition(logits, 4, Rule(True), correction))
+    np.testing.assert_array_equal(routes.experts, experts)
+    np.testing.assert_allclose(routes.weights, weighted(logits, experts, GROUPS), rtol=2e-6)
+
+
+@pytest.mark.parametrize("rule", [Rule(), Rule(normalises=False), Rule(True, scaling=2.0)])
+def test_the_gradient_of_the_reference(rule):
+    """Training a mixture runs it; along a direction, by the difference of weights in f64."""
+    logits, _, _ = Case(4, 16, 3).arguments()
+    rng = np.random.default_rng(1)
+    along, loss_by = rng.normal(size=logits.shape), rng.normal(size=(4, 3))
+
+    def loss(logits):
+        return (route(logits, 3, rule, kernels="reference").weights * loss_by).sum()
+
+    gradient = jax.grad(loss)(logits)
+    experts = chosen_by_definition(logits, 3, rule, None)
+    ahead, behind = (
+        (weighted(logits + step * along, experts, rule) * loss_by).sum() for step in (1e-5, -1e-5)
+    )
+    np.testing.assert_allclose((gradient * along).sum(), (ahead - behind) / 2e-5, rtol=1e-4)
+
+
+@pytest.mark.every_jax
+def test_many_rows_are_plain_jax_without_a_word(monkeypatch, caplog):
+    """A prompt's chunk is nothing to warn of; groups are."""
+    monkeypatch.setattr(dispatch, "why_not", lambda name: None)
+    logits = Case(128, 128, 4).arguments()[0]
+    assert fits(64, 128) and fits(16, 512) and not fits(*logits.shape) and not fits(0, 8)
+    with caplog.at_level(logging.WARNING):
+        check_places(route(logits, 4, Rule()), 128, 4)
+        assert not caplog.records
+        check_places(route(logits[:8], 4, GROUPS), 128, 4)
+    assert "route runs as plain JAX: rule has groups" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"logits": np.zeros(8, np.float32)}, r"logits must be floats \[N, E\]; got float32\[8\]"),
+        ({"logits": np.zeros((4, 8), int)}, r"logits must be floats \[N, E\]; got int64\[4, 8\]"),
+        ({"num_chosen": 9}, "num_chosen must be 1 to E=8; got 9"),
+        ({"num_chosen": 0}, "num_chosen must be 1 to E=8; got 0"),
+        ({"rule": Rule(True, num_groups=3)}, "rule.num_groups must divide E=8; got 3"),
+        ({"rule": Rule()}, "correction and groups must be left out without rule.is_sigmoid"),
+        ({"correction": np.zeros(7)}, r"correction must be \[E=8\]; got \(7,\)"),
+        ({"is_padding": np.zeros(4, int)}, r"is_padding must be bool\[N=4\]; got int64\(4,\)"),
+    ],
+)
+def test_bad_input_is_named(changed, message):
+    given = {
+        "logits": np.zeros((4, 8), np.float32),
+        "num_chosen": 2,
+        "rule": Rule(True),
+        "correction": np.zeros(8, np.float32),
+        "is_padding": np.zeros(4, bool),
+    }
+    with pytest.raises(ValueError, match=message):
+        route(**(given | changed))
+
+
+@pytest.mark.parametrize(
+    "shape, num_chosen, rule, message",
+    [
+        ((65, 128), 2, Rule(), r"logits are \(65, 128\); 1 to 8192, padded to powers of two, are"),
+        ((4, 64), 33, Rule(), "num_chosen is 33; at most 32 is supported"),
+        ((4, 64), 2, GROUPS, "rule has groups, which are not supported"),
+    ],
+)
+def test_what_the_kernel_does_not_take_is_named(shape, num_chosen, rule, message):
+    with pytest.raises(UnsupportedError, match=message):
+        route(np.zeros(shape, np.float32), num_chosen, rule, kernels="interpret")
