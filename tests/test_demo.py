@@ -20,7 +20,7 @@ from specjax.llm import LLM
 from specjax.sampling_params import SamplingParams
 from specjax.train.target import init_params
 
-pytestmark = pytest.mark.optimized
+optimized = pytest.mark.optimized  # as their figures are of programs that users have
 
 
 def _settings(*options):
@@ -53,28 +53,33 @@ def figures(request):
     return request.getfixturevalue(request.param)
 
 
+@optimized
 def test_every_output_is_plain_decodings(figures):
     assert all(f.num_differing == 0 for f in figures.values())
     assert all(f.num_outputs >= 16 for f in figures.values())
 
 
+@optimized
 def test_trained_drafters_are_accepted(figures):
     best = figures.get(("mtp", 3)) or figures["eagle3", 3]
     assert best.num_low_repeat >= best.num_outputs / 2
     assert best.mean_acceptance_length_low_repeat >= 2.2
 
 
+@optimized
 def test_eagle3_is_accepted_more_often_than_eagle1(llama):
     eagle1, eagle3 = llama["eagle", 3], llama["eagle3", 3]
     assert llama["dflash", 3].mean_acceptance_length_low_repeat > 2
     assert eagle3.mean_acceptance_length_low_repeat > eagle1.mean_acceptance_length_low_repeat > 1.5
 
 
+@optimized
 def test_more_drafts_are_accepted_at_greater_k(hybrid):
     lengths = [hybrid["mtp", k].mean_acceptance_length for k in (1, 3)]
     assert lengths == sorted(lengths)
 
 
+@optimized
 def test_speculation_does_not_cost(figures):
     """What it gains is the machine's: the README has 2.0 and 1.2 times, of two machines."""
     best = max(f.ratio.median for (method, _), f in figures.items() if method in ("eagle3", "mtp"))

@@ -79,11 +79,11 @@ def test_a_drafter_catches_up_with_a_target_that_has_moved(method):
             return engine.acceptance()[-1].acceptance_length(3)
 
         before = acceptance_length()
-        engine.update_weights(train_on(engine, problems(0, 200), steps=20))
+        engine.update_weights(train_on(engine, problems(0, 200), steps=10))
         behind = acceptance_length()
-        seen = [question for question, _ in problems(1, 32)]
+        seen = [question for question, _ in problems(1, 16)]
         rollouts = engine.generate(seen, SamplingParams(temperature=1.0, max_tokens=64))
-        report = OnlineDistiller(engine, batch_size=8, length=96).refit(rollouts, steps=20)
+        report = OnlineDistiller(engine, batch_size=8, length=96).refit(rollouts, steps=15)
         after = acceptance_length()
     print(f"{method}: {before:.2f}, then {behind:.2f}, after {report.seconds:.0f} s {after:.2f}")
     assert behind < before - 0.3
