@@ -69,8 +69,12 @@ def test_layers_are_alike(reports):
         read = {name for one in layers.kernels for name in one.parameters if "layers" in name}
         matrices = "attention.qkv", "attention.out", "mlp.gate_up", "mlp.down"
         assert {f"params.target.layers[0].{name}" for name in matrices} <= read
-        gemms = [one for one in layers.kernels if one.kind == "gemm" and one.parameters]
-        assert len(gemms) == len(matrices)
+        products = [one for one in layers.kernels if is_product(one) and one.parameters]
+        assert len(products) == len(matrices)
+
+
+def is_product(launch):
+    return launch.kind == "gemm" or launch.pallas == "fused_linear"
 
 
 def test_every_weight_is_read_once_by_the_target(reports):
@@ -78,17 +82,17 @@ def test_every_weight_is_read_once_by_the_target(reports):
     dim, inner, vocab = (CONFIG[f"{name}_size"] for name in ("hidden", "intermediate", "vocab"))
     sizes = {"attention.qkv": dim * dim * 2, "mlp.down": inner * dim}
     for k, report in reports.items():
-        gemms = [one for one in report.taken if one.kind == "gemm"]
+        products = [one for one in report.taken if is_product(one)]
         for name, size in sizes.items():
             mine = [
                 one
-                for one in gemms
+                for one in products
                 if any("target" in x and x.endswith(name) for x in one.parameters)
             ]
             assert len(mine) == LAYERS and all(part_of(one) == "verify" for one in mine)
             assert all(2 * size <= one.num_read < 2.2 * size for one in mine)
-        heads = [one for one in gemms if "params.target.lm_head" in one.parameters]
+        heads = [one for one in products if "params.target.lm_head" in one.parameters]
         assert [part_of(one) for one in heads] == ["draft"] * k + ["verify"]
         assert all(one.num_read >= 2 * dim * vocab for one in heads)
-        fc = [one for one in gemms if "params.drafter.fc" in one.parameters]
+        fc = [one for one in products if "params.drafter.fc" in one.parameters]
         assert [part_of(one) for one in fc] == (["draft"] * k + ["observe"]) * (k > 0)
