@@ -17,18 +17,20 @@ from pallas_kernels.route.reference import Routes, Rule
 from pallas_kernels.triton_call import load, store, triton_call
 
 DTYPES = "bfloat16", "float16", "float32"
-MAX_ELEMENTS = 8192  # logits with padding, which a program's registers hold
+MAX_EXPERTS = 512
+MAX_LOGITS = 8192  # with padding: 16 for each thread of 16 warps, which registers hold
 LANES = 32  # of a warp
 MAX_CHOSEN = LANES
 MAX_WARPS = 16
 LOWEST = -(2**31)  # key of a row's first choice; that of the next is one more, up to NOT_CHOSEN
 NOT_CHOSEN = LOWEST + MAX_CHOSEN  # key of what there is not
+LOW_BITS = 0xFFFF  # of a key
 
 
 def fits(num_rows: int, num_experts: int) -> bool:
     """Return whether the kernel takes so many logits."""
-    num_elements = _padded(num_rows) * _num_pieces(num_experts) * LANES
-    return num_rows > 0 and num_elements <= MAX_ELEMENTS
+    num_logits = _padded(num_rows) * _num_pieces(num_experts) * LANES
+    return num_rows > 0 and num_experts <= MAX_EXPERTS and num_logits <= MAX_LOGITS
 
 
 def route_triton(
@@ -43,15 +45,16 @@ def route_triton(
     """See `route`. Infinite and NaN logits have an order, too, so that all places are valid.
 
     Raises:
-        UnsupportedError: there are groups, too many logits, or too many experts are chosen.
+        UnsupportedError: there are groups, other dtypes than DTYPES, too many logits, or too many
+            experts are chosen.
     """
     num_rows, num_experts = logits.shape
     if logits.dtype not in DTYPES:
         raise UnsupportedError(f"logits are {logits.dtype}; {', '.join(DTYPES)} are supported")
     if not fits(num_rows, num_experts):
         raise UnsupportedError(
-            f"logits are {logits.shape}; 1 to {MAX_ELEMENTS}, padded to powers of two, are "
-            "supported"
+            f"logits are {logits.shape}; 1 to {MAX_LOGITS}, padded to powers of two, of at most "
+            f"{MAX_EXPERTS} experts are supported"
         )
     if num_chosen > MAX_CHOSEN:
         raise UnsupportedError(f"num_chosen is {num_chosen}; at most {MAX_CHOSEN} is supported")
@@ -105,16 +108,29 @@ def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Ru
         logits = jnp.where(is_padding, read(jnp.zeros_like(row), expert, is_expert), logits)
     scores = _sigmoid(logits) if rule.is_sigmoid else logits
     if "correction" in optional:
-        scores += load(optional["correction"].at[expert], mask=is_expert, other=0.0)
+        # For all rows, as one row would have a layout of its own.
+        at = optional["correction"].at[jnp.broadcast_to(expert, scores.shape)]
+        scores += load(at, mask=is_row & is_expert, other=0.0)
+
+    keys = _sortable(scores)
+    # Scores of 16 bits leave as many for the expert, and then the maximum tells which it is.
+    has_expert = logits_ref.dtype == jnp.bfloat16 and not rule.is_sigmoid
+    if has_expert:
+        keys = keys & ~LOW_BITS | LOW_BITS - expert
 
     def choose(i, carry):
         keys, chosen = carry
         best = _over_experts(jnp.max, keys)
-        found = _over_experts(jnp.min, jnp.where(keys == best[None], expert, num_experts - 1))
-        keys = jnp.where(expert == found[None], LOWEST + i, keys)
+        is_found = keys == best[None]
+        if has_expert:
+            found = LOW_BITS - (best & LOW_BITS)
+        else:
+            found = _over_experts(jnp.min, jnp.where(is_found, expert, num_experts - 1))
+            is_found = expert == found[None]
+        keys = jnp.where(is_found, LOWEST + i, keys)
         return keys, jnp.where(lanes[None] == i, found, chosen)
 
-    keys = jnp.where(is_row & is_expert, _sortable(scores), NOT_CHOSEN)
+    keys = jnp.where(is_row & is_expert, keys, NOT_CHOSEN)
     chosen = jnp.zeros((rows.size, LANES), jnp.int32)
     keys, chosen = jax.lax.fori_loop(0, num_chosen, choose, (keys, chosen))
 
@@ -157,9 +173,9 @@ def _counts(is_chosen: jax.Array, row: jax.Array) -> tuple[jax.Array, jax.Array]
 
 
 def _sortable(x: jax.Array) -> jax.Array:
-    """Return keys i32 in the order of x f32, above all of those that are reserved."""
+    """Return keys i32 in the order of x f32, above those that are reserved in their high bits."""
     bits = jax.lax.bitcast_convert_type(x, jnp.int32)
-    return jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), NOT_CHOSEN + 1)
+    return jnp.maximum(jnp.where(bits < 0, bits ^ 0x7FFFFFFF, bits), LOWEST + LOW_BITS + 1)
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:

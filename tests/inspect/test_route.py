@@ -18,6 +18,9 @@ CASES = {
     "GLM-4.7-Flash": (8, 64, 4, SIGMOID, "float32"),
     "not normalised": (8, 64, 8, Rule(normalises=False), "bfloat16"),
     "one row": (1, 128, 8, Rule(), "bfloat16"),
+    # As many as there may be.
+    "most experts": (16, 512, 32, SIGMOID, "float32"),
+    "most rows": (256, 32, 4, Rule(normalises=False), "float32"),
 }
 
 pytestmark = pytest.mark.h200
@@ -48,8 +51,11 @@ def test_it_is_one_launch(reports):
         assert "route" in thunk["name"], name
 
 
-def test_nothing_spills(reports):
+def test_nothing_spills_and_no_tile_passes_between_warps(reports):
     for name, report in reports.items():
         (found,) = report["resources"]
         kernel = Resources(**found)
         assert not kernel.spills, (name, kernel)
+        rows, experts, *_ = CASES[name]
+        # A word for each expert and warp, which sums over rows take.
+        assert kernel.shared_bytes <= 4 * max(experts, 32) * min(rows, 16), (name, kernel)

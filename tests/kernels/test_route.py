@@ -165,7 +165,8 @@ def test_many_rows_are_plain_jax_without_a_word(monkeypatch, caplog):
     """A prompt's chunk is nothing to warn of; groups are."""
     monkeypatch.setattr(dispatch, "why_not", lambda name: None)
     logits = Case(128, 128, 4).arguments()[0]
-    assert fits(64, 128) and fits(16, 512) and not fits(*logits.shape) and not fits(0, 8)
+    assert fits(64, 128) and fits(16, 512) and not fits(*logits.shape)
+    assert not fits(0, 8) and not fits(1, 513)
     with caplog.at_level(logging.WARNING):
         check_places(route(logits, 4, Rule()), 128, 4)
         assert not caplog.records
@@ -201,7 +202,7 @@ def test_bad_input_is_named(changed, message):
 @pytest.mark.parametrize(
     "shape, num_chosen, rule, message",
     [
-        ((65, 128), 2, Rule(), r"logits are \(65, 128\); 1 to 8192, padded to powers of two, are"),
+        ((65, 128), 2, Rule(), r"logits are \(65, 128\); 1 to 8192, padded to powers of two, of"),
         ((4, 64), 33, Rule(), "num_chosen is 33; at most 32 is supported"),
         ((4, 64), 2, GROUPS, "rule has groups, which are not supported"),
     ],
