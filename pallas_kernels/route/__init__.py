@@ -31,7 +31,8 @@ def route(
 ) -> Routes:
     """Return the routes of all rows; scores are f32.
 
-    With kernels="auto", many rows go to the reference: the kernel is one program.
+    The kernel is one program. Many rows, and rules with groups, are left to the reference, whatever
+    `kernels` names.
 
     Args:
         logits: [N, E].
@@ -59,6 +60,6 @@ def route(
         raise ValueError(
             f"is_padding must be bool[N={num_rows}]; got {is_padding.dtype}{is_padding.shape}"
         )
-    if kernels == "auto" and not fits(num_rows, num_experts):
+    if not fits(num_rows, num_experts, num_chosen, rule):
         kernels = "reference"
     return run("route", kernels, IMPLEMENTATIONS, logits, num_chosen, rule, correction, is_padding)

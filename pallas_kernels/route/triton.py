@@ -27,10 +27,11 @@ NOT_CHOSEN = LOWEST + MAX_CHOSEN  # key of what there is not
 LOW_BITS = 0xFFFF  # of a key
 
 
-def fits(num_rows: int, num_experts: int) -> bool:
-    """Return whether the kernel takes so many logits."""
+def fits(num_rows: int, num_experts: int, num_chosen: int, rule: Rule) -> bool:
+    """Return whether the kernel takes so many logits and choices, and the rule."""
     num_logits = _padded(num_rows) * _num_pieces(num_experts) * LANES
-    return num_rows > 0 and num_experts <= MAX_EXPERTS and num_logits <= MAX_LOGITS
+    is_small = num_rows > 0 and num_experts <= MAX_EXPERTS and num_logits <= MAX_LOGITS
+    return is_small and num_chosen <= MAX_CHOSEN and rule.num_chosen_groups == rule.num_groups
 
 
 def route_triton(
@@ -51,15 +52,12 @@ def route_triton(
     num_rows, num_experts = logits.shape
     if logits.dtype not in DTYPES:
         raise UnsupportedError(f"logits are {logits.dtype}; {', '.join(DTYPES)} are supported")
-    if not fits(num_rows, num_experts):
+    if not fits(num_rows, num_experts, num_chosen, rule):
         raise UnsupportedError(
-            f"logits are {logits.shape}; 1 to {MAX_LOGITS}, padded to powers of two, of at most "
-            f"{MAX_EXPERTS} experts are supported"
+            f"logits are {logits.shape}, num_chosen is {num_chosen}, rule has {rule.num_groups} "
+            f"groups; 1 to {MAX_LOGITS} logits, padded to powers of two, of at most {MAX_EXPERTS} "
+            f"experts, at most {MAX_CHOSEN} choices, and no groups are supported"
         )
-    if num_chosen > MAX_CHOSEN:
-        raise UnsupportedError(f"num_chosen is {num_chosen}; at most {MAX_CHOSEN} is supported")
-    if rule.num_chosen_groups != rule.num_groups:
-        raise UnsupportedError("rule has groups, which are not supported")
     given = {"correction": correction, "is_padding": is_padding}
     given = {name: one for name, one in given.items() if one is not None}
     num_entries = num_rows * num_chosen
