@@ -1,8 +1,8 @@
 """Triton kernel of the routes: one program has all rows, and a warp whole rows where it can.
 
-A choice is the maximum of sortable integers, from which the last choices have been removed. There
-is no sort: a row chooses an expert once, so an entry's place among those of its expert is the
-number of rows before its own that chose it, too.
+A choice is the maximum of sortable integers, among which a choice leaves one of the lowest, its
+turn. There is no sort: a row chooses an expert once, so an entry's place among those of its expert
+is the number of rows before its own that chose it, too.
 """
 
 from collections.abc import Callable
@@ -92,8 +92,8 @@ def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Ru
     optional = dict(zip(given, given_refs, strict=True))
     num_rows, num_experts = logits_ref.shape
     rows, lanes, pieces = map(jnp.arange, (_padded(num_rows), LANES, _num_pieces(num_experts)))
-    # [pieces, rows, lanes]: downwards in a warp, so that Triton does not give a thread neighbours,
-    # and with them a row to few lanes: all here then has one layout.
+    # [pieces, rows, lanes], downwards in a warp: where experts went up, Triton would give a thread
+    # several neighbours to load and a row to fewer lanes, and pass tiles between two layouts.
     row, expert = rows[None, :, None], LANES * pieces[:, None, None] + (LANES - 1 - lanes)
     is_row, is_expert = row < num_rows, expert < num_experts
 
