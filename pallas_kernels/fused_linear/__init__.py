@@ -8,6 +8,7 @@ norm, the activation or the sum, takes little of the GPU and yet as long as a la
 
 import jax
 
+from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import choose, run
 from pallas_kernels.fused_linear.reference import Norm as Norm
 from pallas_kernels.fused_linear.reference import fused_linear_reference
@@ -19,6 +20,8 @@ IMPLEMENTATIONS = {"triton": fused_linear_triton, "reference": fused_linear_refe
 # launches fewer are 5 us. In a wider layer they are worth less than what XLA's kernels for these
 # products may be faster than this one.
 MAX_WIDTH = 3072
+# Major versions of GPUs with the 227 KiB of shared memory that the tiles are made for.
+CAPABILITIES = 9, 10
 
 
 def fused_linear(
@@ -73,9 +76,11 @@ def is_fused(x: jax.Array | jax.ShapeDtypeStruct, width: int, kernels: str) -> b
         width: of the residual stream.
         kernels: see `dispatch.choose`.
     """
+    capability = compute_capability()  # None where the kernel is interpreted
     return (
         choose("fused_linear", kernels, tuple(IMPLEMENTATIONS)) != "reference"
         and x.shape[0] <= MAX_ROWS
         and width <= MAX_WIDTH
         and x.dtype in DTYPES
+        and (capability is None or capability[0] in CAPABILITIES)
     )

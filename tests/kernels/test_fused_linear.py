@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import pallas_kernels.fused_linear as fused
+from pallas_kernels import dispatch
 from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.fused_linear import Norm, fused_linear, is_fused
 from pallas_kernels.fused_linear.triton import (
@@ -18,7 +20,6 @@ from pallas_kernels.fused_linear.triton import (
 )
 from pallas_kernels.rms_norm import rms_norm
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.mlp import swiglu
 
 EPS = 0.1
 NORMS, ENDS = (None, "plain", "centred"), (None, "gated", "residual")
@@ -137,13 +138,13 @@ def test_bits_of_a_row_depend_neither_on_the_others_nor_on_their_number():
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_the_reference_is_what_models_do(dtype):
+def test_the_reference_is_what_models_do_elsewhere(dtype):
     """Bit by bit, operation by operation."""
     x, weight, scale, _ = arguments("centred", "gated", dtype)
-    inner = swiglu(linear(rms_norm(x, scale, EPS, True), weight))
+    gate, up = jnp.split(linear(rms_norm(x, scale, EPS, True), weight), 2, axis=1)
     norm = Norm(scale, EPS, True)
     out = fused_linear(x, weight, norm=norm, is_gated=True, kernels="reference")
-    np.testing.assert_array_equal(out, inner)
+    np.testing.assert_array_equal(out, jax.nn.silu(gate) * up)
     x, weight, _, residual = arguments(None, "residual", dtype)
     out = fused_linear(x, weight, residual=residual, kernels="reference")
     np.testing.assert_array_equal(out, residual + linear(x, weight))
@@ -204,6 +205,17 @@ def test_where_it_is_worth_it():
     assert not is_fused(rows(1, "float16"), 2048, "interpret")
     for kernels in "reference", "auto":  # on a CPU
         assert not is_fused(rows(1), 2048, kernels)
+
+
+@pytest.mark.parametrize(
+    "capability, has_room",
+    [((8, 0), False), ((8, 9), False), ((9, 0), True), ((10, 0), True), ((12, 0), False)],
+)
+def test_only_where_the_tiles_fit_into_shared_memory(capability, has_room, monkeypatch):
+    for module in dispatch, fused:
+        monkeypatch.setattr(module, "compute_capability", lambda: capability)
+    rows = jax.ShapeDtypeStruct((8, 64), "bfloat16")
+    assert is_fused(rows, 2048, "auto") == has_room
 
 
 @pytest.mark.parametrize("depth", [16, 2048, 14336])
