@@ -19,7 +19,13 @@ from specjax.engine.precompile import keep_compilations
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.profile import Profile
 from specjax.sampling_params import SamplingParams
-from specjax.serving.defaults import DtypeChoice, check_options, choose_dtype, make_config
+from specjax.serving.defaults import (
+    DtypeChoice,
+    check_options,
+    choose_dtype,
+    choose_kernels,
+    make_config,
+)
 from specjax.serving.dynamic_k import check_profile, fingerprint, make_policy, read_profile
 from specjax.serving.memory import (
     CacheBytes,
@@ -162,6 +168,7 @@ def assemble(
     )
     if (speculation := options["speculative_config"]) is not None:
         options["speculative_config"] = SpeculativeConfig.of(speculation)
+    options["kernels"] = choose_kernels(options["kernels"])
     placement = Placement.on(default_device())
     source = open_model(model, params)
     folder, target = source.folder, source.target

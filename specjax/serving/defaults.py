@@ -5,7 +5,7 @@
 | max_num_seqs | 256, fewer if their recurrent states do not fit | 16 |
 | max_num_batched_tokens | 8192 | 512 |
 | max_model_len | the model's own | the model's own, at most 8192 |
-| dtype | the checkpoint's | float32 |
+| dtype | the checkpoint's; float32 before compute capability 8.0 | float32 |
 
 A GPU reads all weights in each step, however few tokens it has, so that large steps are nearly
 free; its memory is for the engine alone, and pages get all that is left. On a CPU the time of a
@@ -13,13 +13,18 @@ step grows with its tokens, so that a large step makes others wait; it has no fa
 memory is shared.
 """
 
+import warnings
 from collections.abc import Mapping
+from functools import partial
 from os import PathLike
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.capability import compute_capability
+from pallas_kernels.dispatch import why_not
+from pallas_kernels.rms_norm import add_rms_norm
 from specjax.config import (
     DTYPES,
     EngineConfig,
@@ -153,10 +158,14 @@ def choose_dtype(given: Any, stored: str | None) -> DtypeChoice:
         if name not in DTYPES:
             choices = ", ".join(("auto", *DTYPES, *_ALIASES))
             raise ValueError(f"dtype={given!r} is not supported; choose one of {choices}")
+        if name == "bfloat16" and (card := _card_without_bfloat16()):
+            raise ValueError(f"dtype={given!r} is not supported by {card}; use 'float32'")
         return DtypeChoice(name, "as asked for")
     own = device_defaults().dtype
     if own is not None:
         return DtypeChoice(own, "auto, as a CPU has no fast bfloat16")
+    if stored in (*_NARROW, "bfloat16") and (card := _card_without_bfloat16()):
+        return DtypeChoice("float32", f"auto, as {card} has no bfloat16")
     if stored in _NARROW:
         return DtypeChoice(
             "bfloat16", f"auto, as the checkpoint is in {stored}, which is not served"
@@ -164,6 +173,34 @@ def choose_dtype(given: Any, stored: str | None) -> DtypeChoice:
     if stored in DTYPES:
         return DtypeChoice(stored, "auto, the checkpoint's")
     return DtypeChoice("float32", f"auto, as the checkpoint says dtype={stored!r}")
+
+
+def _card_without_bfloat16() -> str | None:
+    capability = compute_capability()
+    if capability is None or capability >= (8, 0):
+        return None
+    return "a GPU of compute capability {}.{}".format(*capability)
+
+
+def choose_kernels(given: str) -> str:
+    """The kernels that an option asks for; "reference", with a warning, if this device should run
+    Triton's and refuses a small one, as with a driver that is too old."""
+    if given not in ("auto", "triton") or why_not("triton") is not None:
+        return given
+    row = jnp.ones((1, 16))
+    try:
+        run = jax.jit(partial(add_rms_norm, eps=1e-6, kernels="triton"))
+        jax.block_until_ready(run(row, row, row[0]))
+    except Exception as error:  # whatever the driver, XLA or Triton raises
+        message = str(error).strip().partition("\n")[0]
+        warnings.warn(
+            f"kernels={given!r}: this device refuses a kernel ({message}); plain JAX runs instead, "
+            "which is slower. Update the driver, or set kernels='reference'",
+            UserWarning,
+            stacklevel=2,
+        )
+        return "reference"
+    return given
 
 
 def stored_dtype(hf: HFConfig) -> str | None:
