@@ -28,7 +28,7 @@ class Configuration:
     @property
     def name(self) -> str:
         """Name in reports."""
-        return f"{self.method} K={self.k}" if self.k else self.method
+        return self.method if self.method == PLAIN else f"{self.method} K={self.k}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -65,9 +65,11 @@ class BenchSettings:
                 f"--model {self.model} has no default drafters; name one with "
                 "--drafter METHOD=CHECKPOINT"
             )
-        if not self.ks or min(self.ks) < 1:
+        if not self.ks or min(self.ks) < 0:
             given = ",".join(map(str, self.ks))
-            raise ValueError(f"--k {given} must list integers of at least 1, like 1,2,3")
+            raise ValueError(f"--k {given} must list integers of at least 0, like 1,2,3")
+        if not any(self.ks):
+            raise ValueError("--k 0 alone drafts nothing; list a K of at least 1, too")
         available = len(read_questions())
         if self.num_prompts > available:
             raise ValueError(f"--num-prompts {self.num_prompts}: there are {available}")

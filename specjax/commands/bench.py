@@ -27,7 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"own module, and ngram is always alone; the demos {', '.join(DRAFTERS)} bring theirs",
     )
     parser.add_argument(
-        "--k", default="1,2,3,5", metavar="K,K", help="drafts per step; default: %(default)s"
+        "--k",
+        default="1,2,3,5",
+        metavar="K,K",
+        help="drafts per step, 0 for a drafter that drafts nothing; default: %(default)s",
     )
     parser.add_argument("--batch-size", type=int, default=1, help="prompts that decode together")
     parser.add_argument("--num-prompts", type=int, help="default: as many as ship, 24")

@@ -142,6 +142,10 @@ def _launches(report: StepReport) -> Iterator[str]:
     yield _line("step", str(report.num_launches["step"]))
     for part in PARTS:
         yield _line(f"  {part}", str(report.num_launches[part]))
+    if later := report.observed_later:
+        kept = f"the last {later.num_steps} steps or fewer, together"
+        moved = f"{later.num_launches} kernels, {as_size(later.num_bytes)}"
+        yield _line("  observed later", f"{kept}: {moved}")
     num_asked = sum(one.times for one in report.asked)
     moved = sum(one.num_bytes for one in report.asked) - report.num_bytes["step"]
     yield "the same step, if requests ask for all: temperature, penalties, top-p, log-probabilities"

@@ -11,12 +11,10 @@ import jax.numpy as jnp
 
 from specjax.device.cache.rows import JoinedRows
 from specjax.device.drafters.drafter import Params, Variant
+from specjax.device.inputs import DecodeInputs, PrefillInputs, StepModel
 from specjax.device.state import EngineState
 from specjax.device.step import (
-    DecodeInputs,
     Extension,
-    PrefillInputs,
-    StepModel,
     StepOutputs,
     begin,
     chunk_rows,
@@ -75,8 +73,10 @@ def joined_step(
     state = replace(state, caches=caches).nothing_pending(chunks.slots)
     with jax.named_scope("settle"):
         extension = Extension(of_round, for_round)
+        # The requests of the next round are others, before which all must have been observed.
+        arguments = round_, draft, extension
         state, outputs = settle(
-            params, state, round_, draft, extension, model=model, variant=variant
+            params, state, *arguments, model=model, variant=variant, may_defer=False
         )
     with jax.named_scope("begin"):
         extension = Extension(of_chunks, for_chunks)

@@ -7,8 +7,8 @@ import jax
 from jaxtyping import Float32
 
 from specjax.device.edits import History, Processors, apply_processors
+from specjax.device.inputs import DecodeInputs, PrefillInputs
 from specjax.device.state import EngineState
-from specjax.device.step import DecodeInputs, PrefillInputs
 from specjax.device.verification import Draft
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Int32
+from jaxtyping import Float, Int32
 
 from specjax.device.requests import Requests, init_requests
 
@@ -23,8 +23,9 @@ class EngineState:
     caches: tuple[Any, ...]  # of the target, one per cache kind
     snapshots: tuple[Any, ...]  # of the ends of prompts, per cache kind; None if it has none
     drafter: Any  # the drafter's own state
+    deferred: Float[jax.Array, "R F"] | None  # features that it has not observed, see `deferral`
     tokens: Int32[jax.Array, "S L"]  # prompt and output
-    progress: Int32[jax.Array, "S 3"]  # the properties below; one array, written by one kernel
+    progress: Int32[jax.Array, "S 4"]  # the properties below; one array, written by one kernel
     requests: Requests  # [S]
 
     @property
@@ -42,12 +43,32 @@ class EngineState:
         """Whether a request has a last token and is not finished, bool[S]."""
         return self.progress[:, 2] > 0
 
+    @property
+    def observed(self) -> jax.Array:
+        """Number of tokens that the drafter has observed, i32[S]."""
+        return self.progress[:, 3]
+
     def with_progress(
-        self, slots: jax.Array, lengths: jax.Array, pending: jax.Array, is_active: jax.Array
+        self,
+        slots: jax.Array,
+        lengths: jax.Array,
+        pending: jax.Array,
+        is_active: jax.Array,
+        *,
+        is_observed: bool,
     ) -> "EngineState":
-        """Return the state with these values [B] set at `slots`; out-of-range slots are dropped."""
-        new = jnp.stack([lengths, pending, is_active.astype(jnp.int32)], axis=1)
-        return replace(self, progress=self.progress.at[slots].set(new, mode="drop"))
+        """Return the state with these values [B] set at `slots`; out-of-range slots are dropped.
+
+        `is_observed`: whether the drafter has observed all these tokens, or no more than before.
+        """
+        new = [lengths, pending, is_active.astype(jnp.int32), lengths][: 3 + is_observed]
+        written = self.progress.at[slots, : len(new)].set(jnp.stack(new, axis=1), mode="drop")
+        return replace(self, progress=written)
+
+    def all_observed(self, slots: jax.Array) -> "EngineState":
+        """Return the state after the drafter has observed all tokens of `slots`."""
+        lengths = self.lengths[slots]
+        return replace(self, progress=self.progress.at[slots, 3].set(lengths, mode="drop"))
 
     def nothing_pending(self, slots: jax.Array) -> "EngineState":
         """Return the state after chunks at `slots`: prompt tokens cannot be rejected, so recurrent
@@ -62,13 +83,15 @@ def init_state(
     caches: tuple[Any, ...],
     snapshots: tuple[Any, ...],
     drafter: Any,
+    deferred: jax.Array | None = None,
 ) -> EngineState:
     """Return the state of an engine without requests."""
     return EngineState(
         caches=caches,
         snapshots=snapshots,
         drafter=drafter,
+        deferred=deferred,
         tokens=jnp.zeros((num_slots, max_model_len), jnp.int32),
-        progress=jnp.zeros((num_slots, 3), jnp.int32),
+        progress=jnp.zeros((num_slots, 4), jnp.int32),
         requests=init_requests(num_slots, vocab_size),
     )

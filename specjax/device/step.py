@@ -29,51 +29,22 @@ import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int32
 
 from specjax.device.cache.rows import CachedRows, padded_width
-from specjax.device.drafters.drafter import DraftContext, Drafter, Observation, Params, Variant
+from specjax.device.deferral import defer
+from specjax.device.drafters.drafter import DraftContext, Observation, Params, Variant
 from specjax.device.edits import History
-from specjax.device.models.model import Features, Model, restore_snapshots, take_snapshots
-from specjax.device.requests import Requests
+from specjax.device.inputs import (
+    AdmitInputs,
+    DecodeInputs,
+    PrefillInputs,
+    SnapshotInputs,
+    StepModel,
+    page_tables,
+)
+from specjax.device.models.model import Features, restore_snapshots, take_snapshots
 from specjax.device.sampling import choose, through_edits
 from specjax.device.state import EngineState
-from specjax.device.verification import Draft, Target, Verdict, Verification
+from specjax.device.verification import Draft, Target, Verdict
 from specjax.device.wanted import Wanted, Wants
-
-
-class AdmitInputs(NamedTuple):
-    """Requests to be admitted to slots."""
-
-    slots: Int32[jax.Array, "B"]  # out of range for a padding row
-    requests: Requests  # [B]
-    tokens: Int32[jax.Array, "B L"]  # prompt and output so far, padded with -1
-
-
-class SnapshotInputs(NamedTuple):
-    """Slots whose recurrent states are copied to or from a snapshot."""
-
-    slots: Int32[jax.Array, "B"]  # out of range for a padding row
-    ids: Int32[jax.Array, "B"]  # of snapshots; out of range for a padding row
-    ends: Int32[jax.Array, "B"]  # tokens that the states cover
-
-
-class PrefillInputs(NamedTuple):
-    """One chunk of each of B prompts."""
-
-    slots: Int32[jax.Array, "B"]  # out of range for a padding row
-    starts: Int32[jax.Array, "B"]  # tokens already in the caches
-    counts: Int32[jax.Array, "B"]  # tokens in this chunk
-    is_last: Int32[jax.Array, "B"]  # 1 if decoding comes next
-    is_resumed: Int32[jax.Array, "B"]  # 1 if the token after the last chunk is known
-    wants: Int32[jax.Array, "B"]  # `Wants` of any request; equal in all rows
-    page_tables: Int32[jax.Array, "B GP"]  # of most layers, and after it of each of the windows
-
-
-class DecodeInputs(NamedTuple):
-    """The requests of a speculation round."""
-
-    slots: Int32[jax.Array, "B"]  # out of range for a padding row
-    num_drafts: Int32[jax.Array, "B"]  # how many of the K drafts may be accepted
-    wants: Int32[jax.Array, "B"]  # as in `PrefillInputs`
-    page_tables: Int32[jax.Array, "B GP"]  # of most layers, and after it of each of the windows
 
 
 class Extension(NamedTuple):
@@ -92,23 +63,6 @@ class StepOutputs(NamedTuple):
     # Of B R rows, see `logprobs.pack_logprobs`; zeros if no request asks for them.
     logprobs: Int32[jax.Array, "B ..."]
     prompt_logprobs: jax.Array | None  # of N rows of a chunk: the token after each
-
-
-class StepModel(NamedTuple):
-    """The static part of a step, which is compiled in. Hashable."""
-
-    target: Model
-    drafter: Drafter
-    verification: Verification
-    kernels: str
-    row_multiple: int  # the rows of a matmul are a multiple of this
-    width_multiple: int  # the rows per request of a round, too
-    logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
-    windows: tuple[int, ...] = ()  # whose layers have pages of their own
-
-    def width(self, k: int) -> int:
-        """Return the rows per request of a round of k drafts."""
-        return -(-(k + 1) // self.width_multiple) * self.width_multiple
 
 
 def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
@@ -206,7 +160,7 @@ def begin(
     tokens = state.tokens.at[slots].set(known, mode="drop")
     goes_on = is_last & (is_resumed | ~emitted.is_finished)
     state = replace(state, drafter=drafter, tokens=tokens)
-    state = state.with_progress(slots, ends, jnp.zeros_like(ends), goes_on)
+    state = state.with_progress(slots, ends, jnp.zeros_like(ends), goes_on, is_observed=True)
     num_tokens = samples.astype(jnp.int32)
     return state, StepOutputs(
         sampled[:, None], num_tokens, jnp.zeros_like(num_tokens), logprobs, prompt_logprobs
@@ -249,7 +203,7 @@ def propose(
         slots,
         starts,
         _is_active(state, slots),
-        _tables(inputs, model)[0],
+        page_tables(inputs, model)[0],
         state.requests,
         History(state.tokens[slots], starts + 1),
         inputs.wants[0] & Wants.EDITS > 0,
@@ -287,11 +241,13 @@ def settle(
     *,
     model: StepModel,
     variant: Variant,
+    may_defer: bool = True,
 ) -> tuple[EngineState, StepOutputs]:
     """Verify the drafts, commit the accepted ones and one more token, and update the drafter.
 
     The drafter observes the same rows as the target, so that its cache matches the output when the
-    next round starts. `processed` f32[B, K+1, V] and `masks` i32[B, K+1, ceil(V/32)]: see `begin`.
+    next round starts. A round without drafts may leave that for later, see `deferral`. `processed`
+    f32[B, K+1, V] and `masks` i32[B, K+1, ceil(V/32)]: see `begin`.
     """
     slots, starts = inputs.slots, state.lengths[inputs.slots]
     is_active, requests = _is_active(state, slots), state.requests.at(slots)
@@ -312,12 +268,18 @@ def settle(
     )
     verdict = model.verification.verify(draft, target)
 
-    rows = round_rows(state, inputs, k, model).without_windows()
-    following = jnp.pad(verdict.tokens, ((0, 0), (0, rows.width - (k + 1))))
-    held = round_tokens(state, slots, draft, rows.width)
-    seen = Observation(slots, rows, held, following, extension.features, verdict.num_accepted, k)
-    with jax.named_scope("observe"):
-        drafter = model.drafter.observe(model.target, params, state.drafter, seen)
+    num_committed = verdict.num_accepted + 1
+    is_deferred = may_defer and not k and model.max_deferred(len(slots)) > 0
+    if is_deferred:
+        state = defer(state, slots, is_active, extension.features, model=model)
+    else:
+        rows = round_rows(state, inputs, k, model).without_windows()
+        following = jnp.pad(verdict.tokens, ((0, 0), (0, rows.width - (k + 1))))
+        held, last = round_tokens(state, slots, draft, rows.width), verdict.num_accepted
+        seen = Observation(slots, rows, held, following, extension.features, last, k)
+        with jax.named_scope("observe"):
+            drafter = model.drafter.observe(model.target, params, state.drafter, seen)
+        state = replace(state, drafter=drafter)
     emitted = _emit(verdict, remaining, requests.stop_ids)
     num_tokens = jnp.where(is_active, emitted.num_tokens, 0)
     num_drafts = jnp.where(is_active, num_drafts, 0)
@@ -327,13 +289,12 @@ def settle(
     places = jnp.where(is_committed, starts[:, None] + 1 + column, state.tokens.shape[1])
 
     tokens = state.tokens.at[slots[:, None], places].set(verdict.tokens, mode="drop")
-    state = replace(state, drafter=drafter, tokens=tokens)
-    num_committed = verdict.num_accepted + 1
-    state = state.with_progress(
+    state = replace(state, tokens=tokens).with_progress(
         jnp.where(is_active, slots, state.tokens.shape[0]),
         starts + num_committed,
         num_committed,
         ~emitted.is_finished,
+        is_observed=not is_deferred,
     )
     logprobs = wanted.logprobs(extension.logits, logits, verdict.tokens)
     return state, StepOutputs(verdict.tokens, num_tokens, num_drafts, logprobs, None)
@@ -378,11 +339,6 @@ def _chunk_places(inputs: PrefillInputs, width: int) -> jax.Array:
     return inputs.starts[:, None] + jnp.arange(width)
 
 
-def _tables(inputs: PrefillInputs | DecodeInputs, model: StepModel) -> list[jax.Array]:
-    """Return the page table i32[B, P] of most layers, and that of each window."""
-    return jnp.split(inputs.page_tables, 1 + len(model.windows), axis=1)
-
-
 def chunk_tokens(state: EngineState, inputs: PrefillInputs, width: int) -> jax.Array:
     """Return the tokens i32[B * width] of a chunk's rows."""
     known, places = state.tokens[inputs.slots], _chunk_places(inputs, width)
@@ -399,7 +355,7 @@ def chunk_rows(
     state: EngineState, inputs: PrefillInputs, width: int, model: StepModel
 ) -> CachedRows:
     """Return the rows of a chunk, `width` for each request."""
-    page_table, *others = _tables(inputs, model)
+    page_table, *others = page_tables(inputs, model)
     return CachedRows.starting_at(
         inputs.starts,
         inputs.counts,
@@ -420,7 +376,7 @@ def round_rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepMode
     width = padded_width(batch, model.width(k), model.row_multiple)
     counts = jnp.where(_is_active(state, inputs.slots), k + 1, 0)
     starts = state.lengths[inputs.slots]
-    page_table, *others = _tables(inputs, model)
+    page_table, *others = page_tables(inputs, model)
     return CachedRows.starting_at(
         starts,
         counts,

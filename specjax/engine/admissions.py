@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.device.inputs import AdmitInputs
 from specjax.device.requests import Edits, Requests, Sampling
-from specjax.device.step import AdmitInputs
 from specjax.engine.layout import Layout
 from specjax.host.sequence import Sequence
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS

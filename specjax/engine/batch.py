@@ -14,18 +14,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specjax.device.deferral import observe_deferred
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.edits import Processors
+from specjax.device.inputs import DecodeInputs, PrefillInputs, SnapshotInputs, StepModel
 from specjax.device.joined import joined_step
 from specjax.device.models.model import Features
 from specjax.device.processors import process_first, process_round
 from specjax.device.state import EngineState
 from specjax.device.step import (
-    DecodeInputs,
     Extension,
-    PrefillInputs,
-    SnapshotInputs,
-    StepModel,
     StepOutputs,
     admit,
     begin,
@@ -242,6 +240,14 @@ def run_decode(
     inputs = DecodeInputs(*_columns(packed, DecodeInputs))
     state, outputs = decode_step(params, state, inputs, model=model, variant=variant, k=k)
     return state, pack_outputs(outputs)
+
+
+def run_observe(
+    params: Params, state: EngineState, packed: jax.Array, *, model: StepModel
+) -> tuple[EngineState, None]:
+    """`observe_deferred` from a packed array."""
+    inputs = DecodeInputs(*_columns(packed, DecodeInputs))
+    return observe_deferred(params, state, inputs, model=model), None
 
 
 def run_joined(

@@ -23,6 +23,7 @@ from specjax.engine.programs import (
     Decode,
     Extend,
     Joined,
+    Observe,
     Prefill,
     ProcessFirst,
     ProcessRound,
@@ -75,6 +76,14 @@ class Extended:
     launched: float
 
 
+@dataclass(frozen=True)
+class Deferred:
+    """Rounds without drafts, of the same requests, that the drafter has not observed."""
+
+    packed: np.ndarray  # of the last of them
+    count: int
+
+
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
     """Note when earlier programs ended if later ones ran while they were launched, as on a CPU."""
     programs = [step for step in launched if isinstance(step, InFlight)]
@@ -94,6 +103,7 @@ class Launcher:
     ):
         self._config, self._layout = config, layout
         self._programs, self._repertoire = programs, repertoire
+        self._deferred: Deferred | None = None
 
     def launch_all(
         self, parts: SequenceOf[Part], page_tables: np.ndarray, start: float
@@ -115,6 +125,7 @@ class Launcher:
         launched = time.perf_counter()
         variant = self._repertoire.variant_for(plan, plan.demands)
         packed = self._pack(plan, page_tables)
+        self._defer(plan, packed)
         if isinstance(plan, PrefillPlan):
             outputs, extension = self._prefill(plan, variant, packed)
             step = self._in_flight(plan, variant, outputs, start, launched)
@@ -139,6 +150,24 @@ class Launcher:
         if any(sequence.matcher for sequence in plan.sequences):
             return extended
         return self.settle(extended)
+
+    def _defer(self, plan: Part, packed: np.ndarray) -> None:
+        """Leave it to a later program to observe a round, if the drafter may. Before any other step
+        all must have been observed: it may draft, or use pages that requests have given back."""
+        has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
+        most = 0 if has_drafts else self._programs.max_deferred(plan.batch)
+        before, count = self._deferred, 0
+        if before is not None and before.count < most and _has_rows_of(packed, before.packed):
+            count = before.count
+        else:
+            self._observe_deferred()
+        if most:
+            self._deferred = Deferred(packed, count + 1)
+
+    def _observe_deferred(self) -> None:
+        deferred, self._deferred = self._deferred, None
+        if deferred is not None:
+            self._programs.run(Observe(len(deferred.packed)), deferred.packed)
 
     def settle(self, step: Extended) -> InFlight:
         """Launch the last piece of a round; waits for the drafts if a grammar has to see them."""
@@ -191,6 +220,7 @@ class Launcher:
         launched, (chunks, _) = time.perf_counter(), parts
         assert isinstance(chunks, PrefillPlan)
         packed = [self._pack(part, page_tables) for part in parts]
+        self._observe_deferred()
         self._admit(chunks)
         self._move(Restore(chunks.batch), chunks, is_taken=False)
         outputs = self._programs.run(key, *packed)
@@ -242,6 +272,11 @@ class Launcher:
         step = InFlight(plan, variant, outputs, start, launched)
         step.look()  # a backend may run a program as it is launched
         return step
+
+
+def _has_rows_of(packed: np.ndarray, before: np.ndarray) -> bool:
+    """Whether two packed rounds have the same requests in the same rows."""
+    return np.array_equal(packed[:, 0], before[:, 0])  # slots
 
 
 def exports_features(plan: PrefillPlan) -> bool:

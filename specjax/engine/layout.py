@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from specjax.config import EngineConfig
+from specjax.device.inputs import AdmitInputs, DecodeInputs, PrefillInputs
 from specjax.device.requests import init_requests
-from specjax.device.step import AdmitInputs, DecodeInputs, PrefillInputs
 from specjax.host.plans import DecodePlan, PrefillPlan
 
 

@@ -23,10 +23,10 @@ from rich.progress import (
 from specjax.config import EXACT_WIDTH, EngineConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, Params, Variant
+from specjax.device.inputs import StepModel
 from specjax.device.models.model import Model, init_caches, page_windows
 from specjax.device.placement import Placement, default_device
 from specjax.device.state import EngineState, init_state
-from specjax.device.step import StepModel
 from specjax.device.verification import Verification
 from specjax.engine.batch import (
     jitted,
@@ -35,6 +35,7 @@ from specjax.engine.batch import (
     run_decode,
     run_extend,
     run_joined,
+    run_observe,
     run_prefill,
     run_process_first,
     run_process_round,
@@ -55,6 +56,7 @@ from specjax.engine.programs import (
     Extend,
     Joined,
     Key,
+    Observe,
     Prefill,
     ProcessFirst,
     ProcessRound,
@@ -75,6 +77,8 @@ GPU_OPTIONS = {
     # that it warns for every program. A step has nothing worth computing twice.
     "xla_disable_hlo_passes": "rematerialization",
 }
+# So many rows of a drafter take hardly longer than one: as long as reading its weights.
+MAX_DEFERRED_ROWS = {"gpu": 64, "cpu": 16}
 # Three quarters of the time to compile, and the same times of steps within noise.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 # Of what no request waits for: the same code, made by one of XLA's threads and not by all.
@@ -108,6 +112,7 @@ def step_model(
         width_multiple=EXACT_WIDTH if config.exact else 1,
         logprobs_mode=config.logprobs_mode,
         windows=page_windows(target, config),
+        max_deferred_rows=MAX_DEFERRED_ROWS.get(platform, 0),
     )
 
 
@@ -125,6 +130,10 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
     kinds, num_snapshots = target.cache_kinds, config.num_snapshots
     pages = sizes_of_windows(config, model, max_drafts)
     sizes = CacheSizes(config.max_num_seqs, config.num_pages, config.page_size, rows, num_snapshots)
+    deferred = None
+    if model.max_deferred(1):
+        num_features = (1 + len(model.drafter.aux_layers)) * target.hidden_size
+        deferred = jnp.zeros((model.max_deferred_rows, num_features), dtype)
     return init_state(
         config.max_num_seqs,
         config.max_model_len,
@@ -132,6 +141,7 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
         init_caches(target, sizes._replace(window_pages=pages), dtype),
         tuple(kind.init_snapshots(num_snapshots, dtype) for kind in kinds),
         model.drafter.init_state(sizes, dtype),
+        deferred,
     )
 
 
@@ -210,6 +220,7 @@ class CompiledPrograms:
             Prefill: self._prefill,
             Begin: self._begin,
             Decode: self._decode,
+            Observe: self._observe,
             Joined: self._joined,
             Propose: self._propose,
             Extend: self._extend,
@@ -250,6 +261,10 @@ class CompiledPrograms:
     def is_compiling(self) -> bool:
         """See `Programs`."""
         return self._compiler.is_busy
+
+    def max_deferred(self, batch: int) -> int:
+        """See `Programs`."""
+        return self.model.max_deferred(batch)
 
     @property
     def compilations(self) -> Compilations:
@@ -363,6 +378,10 @@ class CompiledPrograms:
     def _decode(self, key: Decode) -> tuple:
         packed = self._ints(*self._layout.decode_shape(key.batch))
         return run_decode, (packed,), {"model": self.model, "variant": key.variant, "k": key.k}
+
+    def _observe(self, key: Observe) -> tuple:
+        packed = self._ints(*self._layout.decode_shape(key.batch))
+        return run_observe, (packed,), {"model": self.model}
 
     def _joined(self, key: Joined) -> tuple:
         begin, decode = key.begin, key.decode

@@ -70,6 +70,16 @@ class Decode:
 
 
 @dataclass(frozen=True, slots=True)
+class Observe:
+    """Drafter observes what rounds without drafts have left to it: (packed) -> None.
+
+    `packed` is that of the last of these rounds, none of which changed the requests.
+    """
+
+    batch: int
+
+
+@dataclass(frozen=True, slots=True)
 class Joined:
     """What `Prefill`, `begin` and `decode` do, in one: (packed, packed) -> (outputs, outputs)."""
 
@@ -127,6 +137,7 @@ Key: TypeAlias = (
     | Prefill
     | Begin
     | Decode
+    | Observe
     | Joined
     | Propose
     | Extend
@@ -165,6 +176,11 @@ class Programs(Protocol):
     @property
     def is_compiling(self) -> bool:
         """Whether programs are being compiled."""
+        ...
+
+    def max_deferred(self, batch: int) -> int:
+        """How many rounds of `batch` requests without drafts, `Joined` ones aside, may run before
+        `Observe`; 0 if they leave nothing to it."""
         ...
 
     def compile_ahead(
@@ -216,8 +232,9 @@ class Programs(Protocol):
         ...
 
 
-def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
-    """The programs that suit a plan best."""
+def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Key]:
+    """The programs that suit a plan best; `defers`: whether rounds without drafts leave
+    something to `Observe`."""
     batch = plan.batch
     if isinstance(plan, PrefillPlan):
         keys: list[Key] = [Admit(batch), Prefill(batch, plan.width)]
@@ -226,20 +243,23 @@ def keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
             keys.append(ProcessFirst(batch, variant.processors))
         return [*keys, Restore(batch), Take(batch)] if is_recurrent else keys
     variant = of_rounds(variant)
-    if not is_in_pieces(variant):
-        return [Decode(batch, plan.k, variant)]
-    return _pieces(plan, Propose(batch, plan.k, of_drafts(variant)), variant)
+    if is_in_pieces(variant):
+        keys = _pieces(plan, Propose(batch, plan.k, of_drafts(variant)), variant)
+    else:
+        keys = [Decode(batch, plan.k, variant)]
+    return [Observe(batch), *keys] if defers and not plan.k else keys
 
 
-def first_keys_of(plan: Part, variant: Variant, *, is_recurrent: bool) -> list[Key]:
+def first_keys_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Key]:
     """Programs that can also run a plan, most of them shared by other variants.
 
     Rounds are in pieces, and drafters ignore what requests ask of logits: fewer drafts are
     accepted.
     """
     if isinstance(plan, PrefillPlan):
-        return keys_of(plan, variant, is_recurrent=is_recurrent)
-    return _pieces(plan, Propose(plan.batch, plan.k, Variant()), of_rounds(variant))
+        return keys_of(plan, variant, is_recurrent=is_recurrent, defers=defers)
+    keys = _pieces(plan, Propose(plan.batch, plan.k, Variant()), of_rounds(variant))
+    return [Observe(plan.batch), *keys] if defers and not plan.k else keys
 
 
 def _pieces(plan: DecodePlan, propose: Propose, variant: Variant) -> list[Key]:

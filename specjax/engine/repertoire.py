@@ -175,7 +175,7 @@ class Repertoire:
         else:
             own = PrefillPlan((), *plan.wanted)
             part = own.batch * own.width / (plan.batch * plan.width)
-        keys = keys_of(own, variant, is_recurrent=self._is_recurrent)
+        keys = self._keys_of(keys_of, own, variant)
         self._lose(keys, max(PIECES_LOSE, 1 - part) * milliseconds)
 
     def note_apart(self, key: Joined, milliseconds: float) -> None:
@@ -218,7 +218,7 @@ class Repertoire:
         self._forget()
 
     def _keys(
-        self, keys_of_plan: Callable[..., list[Key]], variants: Iterable[Variant], shapes: Shapes
+        self, find: Callable[..., list[Key]], variants: Iterable[Variant], shapes: Shapes
     ) -> list[Key]:
         """The programs of some shapes, those that take the longest to compile first."""
         by_drafts = sorted(shapes.decode, key=lambda shape: shape[::-1], reverse=True)
@@ -230,8 +230,12 @@ class Repertoire:
             key
             for variant in variants
             for plan in plans
-            for key in keys_of_plan(plan, variant, is_recurrent=self._is_recurrent)
+            for key in self._keys_of(find, plan, variant)
         ]
+
+    def _keys_of(self, find: Callable[..., list[Key]], plan: Part, variant: Variant) -> list[Key]:
+        defers = self._programs.max_deferred(plan.batch) > 0
+        return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
     def _able(self, needed: Variant) -> list[Variant]:
         """Variants that do what is needed; those with masks that it does not need come last."""
@@ -241,9 +245,9 @@ class Repertoire:
         return exactly + [variant for variant in others if variant not in exactly]
 
     def _has(self, plan: Part, variants: Iterable[Variant]) -> bool:
-        ready, is_recurrent = self._programs.ready, self._is_recurrent
+        ready = self._programs.ready
         return any(
-            all(key in ready for key in find(plan, variant, is_recurrent=is_recurrent))
+            all(key in ready for key in self._keys_of(find, plan, variant))
             for variant in variants
             for find in (keys_of, first_keys_of)
         )

@@ -130,7 +130,7 @@ def _filled(state: EngineState, vocab_size: int) -> EngineState:
 
 def _progress(state: EngineState, length: int) -> jax.Array:
     """All requests active, with `length` tokens."""
-    values = np.tile(np.array([length, 0, 1], np.int32), (state.progress.shape[0], 1))
+    values = np.tile(np.array([length, 0, 1, length], np.int32), (state.progress.shape[0], 1))
     return jax.device_put(values, state.progress.sharding)
 
 

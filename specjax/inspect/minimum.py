@@ -3,6 +3,7 @@
     verify = W + S B L c + 2 R B + S B L T        W: weights, without an untied embedding
     draft  = P (W_d + W_h) + S_d B (P c + P - 1)  W_d: the drafter's weights, W_h: the head's
     observe = W_o + S_d B T                       W_o: what makes the drafter's keys and values
+            = F B                                 if a later program does, F: features of a row
     step   = verify + draft + observe
 
 for B requests of c tokens, T = K + 1 rows each; L attention layers whose keys and values take S
@@ -72,8 +73,12 @@ def minimum_bytes(
     k: int,
     context: int,
     dtype: str,
+    is_deferred: bool = False,
 ) -> Minimum:
-    """Compute the formulas of this module's docstring; parameters are arrays or their shapes."""
+    """Compute the formulas of this module's docstring; parameters are arrays or their shapes.
+
+    `is_deferred`: whether the drafter observes the step's rows later, with those of others.
+    """
     num_rows, width = batch * (k + 1), np.dtype(dtype).itemsize
     embedded = num_rows * target.hidden_size * width
     new, read, state = _cache_bytes(target, dtype, context)
@@ -91,6 +96,8 @@ def minimum_bytes(
             observe = _observed_bytes(drafter_params, own_token) + own_token * num_rows
             if hasattr(drafter_params, "mask_states"):  # the observed rows attend, too
                 observe += own_token * batch * context
+        if is_deferred:
+            observe = embedded * (1 + len(drafter.aux_layers))
     return Minimum(
         weights=_read_bytes(target, params, num_rows),
         keys_and_values=read * batch + new * num_rows,

@@ -133,6 +133,15 @@ class Moved:
 
 
 @dataclass(frozen=True)
+class ObservedLater:
+    """The program in which the drafter observes steps without drafts, several at once."""
+
+    num_steps: int  # at most
+    num_launches: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
 class StepReport:
     """Report on a compiled step. Bytes and kernels are those of one step."""
 
@@ -150,6 +159,7 @@ class StepReport:
     layers: Mapping[str, Layers]
     minimum: Minimum
     resources: tuple[Resources, ...] | None  # of Pallas kernels, and of others that spill registers
+    observed_later: ObservedLater | None  # None if the step itself does that
 
     @property
     def is_state_in_place(self) -> bool:
@@ -230,8 +240,19 @@ def compile_steps(
         }
         for request, part in zip(requests, parts, strict=True)
     ]
+    deferred = {
+        i: count
+        for i, (request, part) in enumerate(zip(requests, parts, strict=True))
+        if (count := _max_deferred(request, part))
+    }
+    asked += [asked[i] | {"function": "observe_step"} for i in deferred]
     made = compile_functions(step.__file__, asked, resources=resources, timeout=timeout)
-    return [_report(*each) for each in zip(requests, parts, made, strict=True)]
+    later = {
+        i: _observed_later(count, one)
+        for (i, count), one in zip(deferred.items(), made[len(requests) :], strict=True)
+    }
+    steps = zip(requests, parts, made[: len(requests)], strict=True)
+    return [_report(*each, later.get(i)) for i, each in enumerate(steps)]
 
 
 def kernel_resources(
@@ -262,6 +283,16 @@ def _fit(request: StepRequest, parts: step.Parts) -> Any:
     return step.fit_engine(parts.target, *sizes, DTYPE)
 
 
+def _max_deferred(request: StepRequest, parts: step.Parts) -> int:
+    return step.max_deferred(parts, _fit(request, parts), request.batch, request.k)
+
+
+def _observed_later(num_steps: int, made: Mapping[str, Any]) -> ObservedLater:
+    taken = [one for one in map(_launch, made["launches"]) if one.is_taken]
+    num_launches = sum(one.times for one in taken)
+    return ObservedLater(num_steps, num_launches, sum(one.num_bytes for one in taken))
+
+
 def _traffic(request: StepRequest, parts: step.Parts) -> dict[str, Any]:
     """Return the argument of this name of `compile.report`."""
     experts, rows = getattr(parts.target, "experts", None), request.k + 1
@@ -278,7 +309,12 @@ def _traffic(request: StepRequest, parts: step.Parts) -> dict[str, Any]:
     }
 
 
-def _report(request: StepRequest, parts: step.Parts, made: Mapping[str, Any]) -> StepReport:
+def _report(
+    request: StepRequest,
+    parts: step.Parts,
+    made: Mapping[str, Any],
+    observed_later: ObservedLater | None,
+) -> StepReport:
     launches = tuple(_launch(one) for one in made["launches"])
     resources = None
     if made["resources"] is not None:
@@ -309,8 +345,10 @@ def _report(request: StepRequest, parts: step.Parts, made: Mapping[str, Any]) ->
             k=request.k,
             context=request.context,
             dtype=DTYPE,
+            is_deferred=observed_later is not None,
         ),
         resources=resources,
+        observed_later=observed_later,
     )
 
 

@@ -9,9 +9,10 @@ import jax.numpy as jnp
 
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params, Variant
+from specjax.device.inputs import StepModel
 from specjax.device.models.model import Model
 from specjax.device.verification import SeedExact, Verification, make_verification
-from specjax.engine.batch import jitted, run_decode
+from specjax.engine.batch import jitted, run_decode, run_observe
 from specjax.engine.layout import Layout
 from specjax.engine.precompile import empty_state, step_model
 from specjax.engine.programs import FEW_LOGPROBS
@@ -48,19 +49,48 @@ def decode_step(
     """
     parts = open_parts(model, speculation, num_layers, dtype)
     config = fit_engine(parts.target, batch, k, context, page_size, dtype)
-    static = step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
+    arguments, static = _inputs(parts, config, batch, k)
+    variant = Variant(num_logprobs=FEW_LOGPROBS)
+    return jitted(run_decode), arguments, {"model": static, "variant": variant, "k": k}
+
+
+def observe_step(
+    model: str,
+    batch: int,
+    k: int,
+    context: int,
+    speculation: Mapping[str, Any] | None = None,
+    num_layers: int | None = None,
+    page_size: int = 16,
+    dtype: str = "bfloat16",
+) -> tuple[Any, tuple, dict[str, Any]]:
+    """Return the program in which the drafter observes what such rounds, with k = 0, leave to it.
+
+    Arguments are as in `decode_step`.
+    """
+    parts = open_parts(model, speculation, num_layers, dtype)
+    config = fit_engine(parts.target, batch, k, context, page_size, dtype)
+    arguments, static = _inputs(parts, config, batch, k)
+    return jitted(run_observe), arguments, {"model": static}
+
+
+def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
+    """Return how many such rounds the drafter observes together; 0 if it observes each at once."""
+    return 0 if k else _static(parts, config).max_deferred(batch)
+
+
+def _inputs(
+    parts: Parts, config: EngineConfig, batch: int, k: int
+) -> tuple[tuple[Any, ...], StepModel]:
+    static = _static(parts, config)
     layout = Layout.of(config, parts.target.vocab_size, static.windows)
     packed = jax.ShapeDtypeStruct(layout.decode_shape(batch), jnp.int32)
     state = jax.eval_shape(lambda: empty_state(config, static, k))
-    return (
-        jitted(run_decode),
-        (parts.params, state, packed),
-        {
-            "model": static,
-            "variant": Variant(num_logprobs=FEW_LOGPROBS),
-            "k": k,
-        },
-    )
+    return (parts.params, state, packed), static
+
+
+def _static(parts: Parts, config: EngineConfig) -> StepModel:
+    return step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
 
 
 def open_parts(
@@ -135,6 +165,5 @@ def fit_engine(
 
 def state_bytes(parts: Parts, config: EngineConfig, k: int) -> int:
     """Return the bytes of the state that a step takes."""
-    static = step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
-    state = jax.eval_shape(lambda: empty_state(config, static, k))
+    state = jax.eval_shape(lambda: empty_state(config, _static(parts, config), k))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -54,7 +54,7 @@ def plain_options(checkpoints):
     config = {"bos_token": "<s>", "eos_token": "</s>", "chat_template": CHAT_TEMPLATE}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     sizes = ["--num-prompts", str(NUM_PROMPTS), "--max-tokens", str(MAX_TOKENS)]
-    return ["bench", "--model", str(folder), "--k", "2,1", *sizes]
+    return ["bench", "--model", str(folder), "--k", "2,0", *sizes]
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_figures_are_consistent(result):
     _, report = result
     rounds = 2 * NUM_PROMPTS
     assert report["num_rounds"] == rounds
-    names = ["plain", "eagle K=1", "eagle K=2", "eagle3 K=1", "eagle3 K=2"]
+    names = ["plain", "eagle K=0", "eagle K=2", "eagle3 K=0", "eagle3 K=2"]
     assert [f["configuration"] for f in report["configurations"]] == names
     for figures in report["configurations"]:
         assert figures["num_outputs"] == NUM_PROMPTS
@@ -105,7 +105,7 @@ def test_report_says_where_it_comes_from(result):
     assert report["schema_version"] == 1 and report["benchmark"] == "speculation"
     assert {"python", "jax", "specjax"} <= report["environment"]["versions"].keys()
     assert report["environment"]["platform"] == "cpu" and report["environment"]["cpu_model"]
-    assert report["settings"]["ks"] == [1, 2] and report["settings"]["dtype"] == "float32"
+    assert report["settings"]["ks"] == [0, 2] and report["settings"]["dtype"] == "float32"
     assert report["timestamp"].endswith("+00:00")
     assert report["setup_seconds"] > 0 and report["measuring_seconds"] > 0
 
@@ -173,7 +173,7 @@ def test_a_wrong_output_is_reported(options, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        (["--k", "0"], "--k 0 must list integers of at least 1"),
+        (["--k", "0"], "--k 0 alone drafts nothing; list a K of at least 1"),
         (["--k", "two"], "--k two must list integers"),
         (["--max-tokens", "1"], "--max-tokens 1 leaves nothing to time"),
         (["--num-prompts", "99"], "--num-prompts 99: there are 24"),

@@ -147,7 +147,7 @@ MEASURE = [
     (["profile", "--rounds", "0"], ["--rounds=0", "at least 1"]),
     (["profile", "--max-tokens", "0"], ["--max-tokens 0", "at least 2"]),
     (["profile", "--drafter", "guess"], ["--drafter guess", "METHOD=CHECKPOINT"]),
-    (["bench", "--k", "-1"], ["--k -1", "at least 1"]),
+    (["bench", "--k", "-1"], ["--k -1", "at least 0"]),
     (["bench", "--batch-size", "0"], ["--batch-size 0"]),
     (["bench", "--num-prompts", "0"], ["--num-prompts 0", "at least 1"]),
     (["bench", "--output", "none/b.json"], ["--output none/b.json", "existing folder"]),

@@ -106,7 +106,7 @@ def test_a_head_of_the_models_own_shape(capsys):
         assert json.loads(capsys.readouterr().out)["drafter"]["num_parameters"] > 0
 
 
-def minimum(request):
+def minimum(request, **given):
     parts = step.open_parts(
         str(request.model), request.speculation, request.num_layers, report.DTYPE
     )
@@ -119,6 +119,7 @@ def minimum(request):
         k=request.k,
         context=request.context,
         dtype=report.DTYPE,
+        **given,
     )
 
 
@@ -171,9 +172,10 @@ def test_the_minimum_of_drafters_by_hand():
     qkv, head, token = 2 * dim * (dim + 2 * kv), 2 * dim * vocab, 2 * 2 * kv
     layer = qkv + 2 * (dim * dim + 3 * dim * inner) + 4 * dim
 
-    def of(method, name):
-        drafter = CONFIGS / "drafters" / f"Llama-3.1-8B-{name}"
-        return minimum(StepRequest(model=LLAMA, batch=1, k=k, method=method, drafter=str(drafter)))
+    def of(method, name, k=k, **given):
+        drafter = str(CONFIGS / "drafters" / f"Llama-3.1-8B-{name}")
+        request = StepRequest(model=LLAMA, batch=1, k=k, method=method, drafter=drafter)
+        return minimum(request, **given)
 
     block = of("dflash", "DFlash")
     heads_norms = 2 * 128 * 2 * 5  # of queries and keys
@@ -188,6 +190,8 @@ def test_the_minimum_of_drafters_by_hand():
     eagle = of("eagle3", "EAGLE3")
     assert eagle.draft == k * (layer + qkv + 4 * dim + head + token * 2048) + (k - 1) * token
     assert eagle.observe == fused + 2 * qkv * 2 * kv // (dim + 2 * kv) + 4 * dim + token * (k + 1)
+    later = of("eagle3", "EAGLE3", k=0, is_deferred=True)
+    assert later.draft == 0 and later.observe == (1 + 3) * 2 * dim  # states that are kept
     first = layer + qkv + 2 * dim  # reads two vectors, and norms one more
     assert masks.draft == first + 3 * layer + 2 * dim + head + 4 * token * 2048
     assert masks.observe == fused + first + 3 * layer + 2 * dim + 4 * token * (2048 + k + 1)

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import pytest
 from support.shapes import checked
 
+from specjax.device.inputs import AdmitInputs
 from specjax.device.requests import init_requests
 from specjax.device.state import init_state
-from specjax.device.step import AdmitInputs, admit
+from specjax.device.step import admit
 
 VOCAB, LENGTH = 40, 16
 STATE = init_state(4, LENGTH, VOCAB, (), (), None)

@@ -13,11 +13,12 @@ from specjax.device.drafters.drafter import NoDrafter, Params, Variant
 from specjax.device.drafters.eagle import EagleHead
 from specjax.device.drafters.eagle3 import Eagle3Head
 from specjax.device.drafters.mtp import MTPHead
+from specjax.device.inputs import DecodeInputs, StepModel
 from specjax.device.models.layers.moe import Experts
 from specjax.device.models.model import init_caches
 from specjax.device.models.qwen3_5 import ATTENTION
 from specjax.device.state import init_state
-from specjax.device.step import DecodeInputs, StepModel, decode_step
+from specjax.device.step import decode_step
 from specjax.device.verification import SeedExact
 from specjax.train.target import demo_llama, demo_qwen3_5
 

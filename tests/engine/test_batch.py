@@ -8,16 +8,11 @@ import numpy as np
 import pytest
 
 from specjax.device.drafters.drafter import Variant
+from specjax.device.inputs import AdmitInputs, DecodeInputs, PrefillInputs, SnapshotInputs
 from specjax.device.logprobs import Logprobs, pack_logprobs
 from specjax.device.requests import init_requests
 from specjax.device.state import init_state
-from specjax.device.step import (
-    AdmitInputs,
-    DecodeInputs,
-    PrefillInputs,
-    SnapshotInputs,
-    StepOutputs,
-)
+from specjax.device.step import StepOutputs
 from specjax.device.wanted import Wants
 from specjax.engine.admissions import pack_admissions, unpack_admissions
 from specjax.engine.batch import (

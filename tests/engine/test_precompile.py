@@ -27,6 +27,7 @@ from specjax.engine.programs import (
     Begin,
     Decode,
     Extend,
+    Observe,
     Prefill,
     ProcessFirst,
     ProcessRound,
@@ -35,6 +36,7 @@ from specjax.engine.programs import (
     Settle,
     Take,
     covers,
+    first_keys_of,
     keys_of,
 )
 from specjax.host.plans import DecodePlan, PrefillPlan
@@ -394,10 +396,15 @@ def test_a_plan_names_its_programs():
     variant = Variant(num_logprobs=20, num_prompt_logprobs=3)
     chunks, decode = PrefillPlan((), 2, 32), DecodePlan((), 4, 3, 2)
     keys = [Admit(2), Prefill(2, 32), Begin(2, 32, variant)]
-    assert keys_of(chunks, variant, is_recurrent=False) == keys
-    assert keys_of(chunks, variant, is_recurrent=True) == [*keys, Restore(2), Take(2)]
+    assert keys_of(chunks, variant, is_recurrent=False, defers=True) == keys
+    assert keys_of(chunks, variant, is_recurrent=True, defers=True) == [*keys, Restore(2), Take(2)]
     # Prompts are not a round's business.
-    assert keys_of(decode, variant, is_recurrent=True) == [Decode(4, 3, EVERY)]
+    assert keys_of(decode, variant, is_recurrent=True, defers=True) == [Decode(4, 3, EVERY)]
+    # A round without drafts may leave something for a program of its own, in pieces or not.
+    decode, whole = DecodePlan((), 4, 0, 0), Decode(4, 0, EVERY)
+    assert keys_of(decode, variant, is_recurrent=True, defers=True) == [Observe(4), whole]
+    assert keys_of(decode, variant, is_recurrent=True, defers=False) == [whole]
+    assert Observe(4) in first_keys_of(decode, variant, is_recurrent=True, defers=True)
 
 
 def test_variants_share_the_programs_that_run_the_target():
@@ -408,7 +415,7 @@ def test_variants_share_the_programs_that_run_the_target():
         parts = [Propose(4, 3, Variant(variant.processors)), Extend(4, 3), settle]
         if variant.processors:
             parts.append(ProcessRound(4, 3, halved))
-        assert keys_of(decode, variant, is_recurrent=False) == parts
+        assert keys_of(decode, variant, is_recurrent=False, defers=True) == parts
 
 
 def test_processors_are_in_begin_only_where_prompts_are_scored():
@@ -417,7 +424,7 @@ def test_processors_are_in_begin_only_where_prompts_are_scored():
     for num_scored, begun in (None, ()), (3, halved):
         variant = Variant(halved, True, 20, num_scored)
         begin = Begin(2, 32, Variant(begun, False, 20, num_scored))
-        keys = keys_of(chunks, variant, is_recurrent=False)
+        keys = keys_of(chunks, variant, is_recurrent=False, defers=True)
         assert keys == [*shared, begin, ProcessFirst(2, halved)]
 
 

@@ -27,6 +27,7 @@ OFTEN = {  # at least so many times in all of them
     "rounds in another's shape": 150,
     "joined": 66,  # chunks and a round in one program
     "steps with requests held": 100,
+    "rounds observed later": 100,
 }
 
 

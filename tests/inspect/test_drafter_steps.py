@@ -13,7 +13,7 @@ import pytest
 from specjax.inspect.report import StepRequest, compile_steps, part_of
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
-BATCH, VOCAB = 64, 128_256
+BATCH, FEW, VOCAB = 64, 8, 128_256
 
 pytestmark = pytest.mark.h200
 
@@ -39,11 +39,16 @@ CASES = [
 ]
 
 
+WITHOUT_DRAFTS = Case("DFlash2", "dflash", 0, 0)
+PLAIN = "no drafter"
+
+
 @pytest.fixture(scope="module")
 def reports(compile_for_h200, tmp_path_factory):
-    """Reports by case, all in one process."""
-    requests = []
-    for case in CASES:
+    """Reports by case, all in one process; for K = 0 without a drafter as well."""
+    few = {"batch": FEW, "k": 0, "num_layers": 1}
+    requests = [StepRequest(model=CONFIGS / "Llama-3.1-8B", **few)]
+    for case in (WITHOUT_DRAFTS, *CASES):
         folder = tmp_path_factory.mktemp(case.name)
         source = CONFIGS / "drafters" / f"Llama-3.1-8B-{case.name}" / "config.json"
         fields = json.loads(source.read_text())
@@ -51,14 +56,12 @@ def reports(compile_for_h200, tmp_path_factory):
         requests.append(
             StepRequest(
                 model=CONFIGS / "Llama-3.1-8B",
-                batch=BATCH,
-                k=case.k,
                 method=case.method,
                 drafter=str(folder),
-                num_layers=2,
+                **({"batch": BATCH, "k": case.k, "num_layers": 2} if case.k else few),
             )
         )
-    return dict(zip(CASES, compile_steps(requests), strict=True))
+    return dict(zip((PLAIN, WITHOUT_DRAFTS, *CASES), compile_steps(requests), strict=True))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
@@ -85,7 +88,21 @@ def test_draft_logits_are_not_copied(reports, case):
 
 def test_observed_rows_read_the_columns_of_keys_and_values(reports):
     """Of the merged projection, without copying them; what combines the states reads all."""
-    (report,) = (report for case, report in reports.items() if case.name == "DFlash2")
+    report = reports[CASES[1]]
     dim, width, num_states = 4096, 2 * 8 * 128, 5
     weights = 2 * dim * (num_states * dim + width)
     assert weights < report.num_bytes["observe"] < weights + 2 * dim * dim
+
+
+def test_a_step_without_drafts_only_keeps_what_the_head_will_observe(reports):
+    """It writes the features of its rows; another program reads the weights, for eight steps."""
+    plain, report = reports[PLAIN], reports[WITHOUT_DRAFTS]
+    dim, width, num_states = 4096, 2 * 8 * 128, 5
+    assert report.is_one_command_buffer and report.is_state_in_place
+    assert report.num_launches["draft"] == report.num_launches["observe"] == 0
+    assert report.num_launches["step"] <= plain.num_launches["step"] + 4
+    kept = 2 * FEW * dim * (1 + num_states)
+    assert kept < report.num_bytes["step"] - plain.num_bytes["step"] < 3 * kept
+    later, weights = report.observed_later, 2 * dim * (num_states * dim + width)
+    assert later.num_steps == 8 and weights < later.num_bytes < weights + 4 * 8 * kept
+    assert plain.observed_later is None

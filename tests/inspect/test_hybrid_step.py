@@ -12,11 +12,11 @@ from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.drafters.mtp import MTPHead
+from specjax.device.inputs import StepModel
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.model import init_caches
 from specjax.device.models.qwen3_5 import ATTENTION, DELTA, Qwen35
 from specjax.device.state import init_state
-from specjax.device.step import StepModel
 from specjax.device.verification import SeedExact
 from specjax.engine.batch import jitted, run_decode, run_prefill
 from specjax.engine.layout import Layout

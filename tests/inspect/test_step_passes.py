@@ -14,11 +14,11 @@ from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.drafters.eagle import EagleHead
+from specjax.device.inputs import StepModel
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
 from specjax.device.models.model import init_caches
 from specjax.device.state import init_state
-from specjax.device.step import StepModel
 from specjax.device.verification import make_verification
 from specjax.engine.batch import jitted, run_decode
 from specjax.engine.layout import Layout

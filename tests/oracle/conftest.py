@@ -25,6 +25,7 @@ from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
 from specjax.device.noise import Stream, gumbel_noise
+from specjax.engine import precompile
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
 from specjax.host.speculation.policy import PolicyRule
@@ -32,6 +33,7 @@ from specjax.sampling_params import SamplingParams
 
 torch = pytest.importorskip("torch")
 
+MAX_DEFERRED_ROWS = 6  # three rounds of two requests, less than some tests have without drafts
 K = 3  # the most drafts of a step, unless a test asks for more
 MAX_LEN = 64
 # Of the prompts: 1 to 3 chunks, one of them exact; chunks of 1, K, K + 1, K + 2 tokens.
@@ -163,6 +165,10 @@ class RecordingDrafter:
     def is_recurrent(self):
         return self.inner.is_recurrent
 
+    @property
+    def may_defer(self):
+        return self.inner.may_defer
+
     def take(self, state, *moves):
         return self.inner.take(state[0], *moves), state[1]
 
@@ -225,7 +231,9 @@ def recording_engine(target, files, policy, method, speculative):
     )
     drafter, head_params = drafter.share(head_params, model, params)
     weights, recording = Params(params, head_params), RecordingDrafter(drafter, most)
-    return drafter, Engine(EngineConfig(**SIZES), model, recording, weights, policy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(precompile.MAX_DEFERRED_ROWS, "cpu", MAX_DEFERRED_ROWS)
+        return drafter, Engine(EngineConfig(**SIZES), model, recording, weights, policy)
 
 
 def run(engine, requests, between=lambda engine: None):
@@ -249,6 +257,8 @@ def check_rounds(oracle, fused, tokens, num_prompt, drafts, hidden, choose):
         found = drafted[:remaining]
         if isinstance(oracle, BlockOracle):
             expected = oracle.drafts(fused, tokens, length, len(drafted), len(found), choose)
+        elif not drafted:  # what drafts start from may be behind
+            expected = []
         else:
             start, expected = expected_chain(oracle, fused, tokens, length, len(found), choose)
             np.testing.assert_allclose(

@@ -42,7 +42,7 @@ CASES = [
     (
         "speculators",
         {"layout": "speculators", "has_own": True, "kinds": ("sliding", "full")},
-        (3, 0, 1),
+        (3, 0, 1, 0, 0, 0, 0),
     ),
     pytest.param(
         "speculators-non-causal",

@@ -45,7 +45,7 @@ def shallow_target(checkpoints):
     "options, keeps_embedding, ks",
     [
         # A config that says nothing more.
-        ({}, False, (3, 0)),
+        ({}, False, (3, 0, 3, 0, 0, 0, 0)),
         # What the config says of a bias is not there, and the embedding is the target's.
         ({"embedding": "same", "bias": True}, False, (3,)),
     ],

@@ -37,7 +37,7 @@ CASES = {
         "qwen3_5",
         {"tie_word_embeddings": True, "num_key_value_heads": 1, "rms_norm_eps": 0.02},
         {},
-        (3, 0, 2),
+        (3, 0, 2, 0, 0, 0, 0),
     ),
     "qwen3_5_moe": ("qwen3_5_moe_text", {"num_experts_per_tok": 3}, {}, (K,)),
     "qwen3_5": ("qwen3_5_text", {"num_hidden_layers": 4, "full_attention_interval": 4}, {}, (K,)),

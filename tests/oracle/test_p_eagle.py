@@ -50,7 +50,11 @@ def target(checkpoints):
     "options, norm_before_residual, ks",
     [
         # As AWS publishes them; its norm is of no consequence, since nothing is recycled.
-        ({"pard_token": MASK, "norm_output": True, "embedding": "own"}, False, (3, 0)),
+        (
+            {"pard_token": MASK, "norm_output": True, "embedding": "own"},
+            False,
+            (3, 0, 3, 0, 0, 0, 0),
+        ),
         # What a head may have besides.
         pytest.param(
             {

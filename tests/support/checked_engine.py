@@ -181,7 +181,9 @@ class CheckedEngine(Engine):
         )
         target: Any = SimpleNamespace(vocab_size=schedule.vocab_size, cache_kinds=kinds)
         drafter: Any = SimpleNamespace(
-            draft_slots=lambda k: schedule.draft_slots, is_recurrent=False
+            draft_slots=lambda k: schedule.draft_slots,
+            is_recurrent=False,
+            may_defer=schedule.may_defer,
         )
         nothing: Any = None
         super().__init__(
@@ -313,9 +315,10 @@ class CheckedEngine(Engine):
     def _check_names(self) -> None:
         """What can be found is what it is called; other cells are looked at when they are read."""
         device, named = self.programs, self.scheduler.residents.named
+        later = dict(device.deferred.values())
         for page, key in self.scheduler.pages._names.items():
             last = (page + 1) * self.config.page_size - 1
-            held = int(device.target[last]), int(device.drafter[last])
+            held = int(device.target[last]), later.get(last, int(device.drafter[last]))
             assert held == named[key], f"page {page} does not hold what it is called"
 
     def _check_snapshots(self, snapshots: SnapshotIndex) -> None:

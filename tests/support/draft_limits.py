@@ -11,6 +11,7 @@ import numpy as np
 
 from specjax.device import step
 from specjax.device.drafters.drafter import NoDrafter, Variant
+from specjax.device.inputs import DecodeInputs, StepModel
 from specjax.device.state import init_state
 from specjax.device.verification import Block, Rejection
 from specjax.host.speculation.acceptance import Acceptance, DraftOutcome
@@ -253,10 +254,10 @@ def settle(method, state, rows, may_stand, draft, logits):
     )
     goes_on = rows.ends < rows.limits
     state = state.with_progress(
-        jnp.arange(batch), rows.ends - 1, jnp.zeros(batch, jnp.int32), goes_on
+        jnp.arange(batch), rows.ends - 1, jnp.zeros(batch, jnp.int32), goes_on, is_observed=True
     )
     nothing = jnp.zeros(batch, jnp.int32)
-    inputs = step.DecodeInputs(jnp.arange(batch), may_stand, nothing, nothing[:, None][:, :0])
-    model = step.StepModel(None, NoDrafter(), method, "auto", 1, 1, "raw")
+    inputs = DecodeInputs(jnp.arange(batch), may_stand, nothing, nothing[:, None][:, :0])
+    model = StepModel(None, NoDrafter(), method, "auto", 1, 1, "raw")
     extension = step.Extension(None, logits)
     return step.settle(None, state, inputs, draft, extension, model=model, variant=Variant())

@@ -12,7 +12,18 @@ from support.schedules import Arrival, Expected, Rng, Schedule, chance, make_sch
 from specjax.host.sequence import Sequence
 from specjax.outputs import Logprob
 
-PROGRAMS = ("admit", "prefill", "begin", "decode", "propose", "extend", "settle", "restore", "read")
+PROGRAMS = (
+    "admit",
+    "prefill",
+    "begin",
+    "decode",
+    "propose",
+    "extend",
+    "settle",
+    "observe",
+    "restore",
+    "read",
+)
 
 
 @dataclass

@@ -115,6 +115,7 @@ class Schedule:
     arrivals: list[Arrival]
     disturbances: dict[str, float]  # how likely each is before a step
     windows: tuple[int, ...] = ()  # of layers of the target
+    may_defer: bool = False  # whether the drafter may observe rounds without drafts later
 
     @property
     def is_undisturbed(self) -> bool:
@@ -132,7 +133,8 @@ class Schedule:
         lines = [
             f"schedule {self.seed}: {self.config}",
             f"K of {self.choices}, draft_slots={self.draft_slots}, "
-            f"is_recurrent={self.is_recurrent}, windows={self.windows}, {self.disturbances}",
+            f"is_recurrent={self.is_recurrent}, windows={self.windows}, "
+            f"may_defer={self.may_defer}, {self.disturbances}",
         ]
         for arrival in self.arrivals:
             r = arrival.request
@@ -191,6 +193,7 @@ def make_schedule(seed: int) -> Schedule:
         arrivals,
         disturbances,
         windows,
+        may_defer=bool(chance(np.random.default_rng([seed, 10]), 0.7)),
     )
 
 

@@ -23,6 +23,7 @@ FUNCTIONS = (
     "propose",
     "extend",
     "settle",
+    "observe_deferred",
 )
 
 

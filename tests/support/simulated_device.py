@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 from support.scripts import EMPTY, HashScript, Script, fold
+from support.simulated_memory import SimulatedMemory
 from support.simulated_outputs import Draft, Extension, HostArray, Outputs
 from support.simulated_slots import Row, Slot
 
@@ -32,6 +33,7 @@ from specjax.engine.programs import (
     Extend,
     Joined,
     Key,
+    Observe,
     Prefill,
     ProcessFirst,
     ProcessRound,
@@ -43,8 +45,10 @@ from specjax.engine.programs import (
 from specjax.host.speculation.step_cost import StepCost
 from specjax.host.windows import window_pages
 
+MAX_DEFERRED_ROWS = 7
 
-class SimulatedPrograms:
+
+class SimulatedPrograms(SimulatedMemory):
     """`Programs` on a device that is not there; as `make_programs` of an engine.
 
     Args:
@@ -78,6 +82,7 @@ class SimulatedPrograms:
         self._rng = rng or np.random.default_rng(0)
         self._num_snapshots = config.num_snapshots if is_recurrent(target) else None
         self._windows, self._max_drafts = page_windows(target, config), max_drafts
+        self._max_deferred_rows = MAX_DEFERRED_ROWS if drafter.may_defer else 0
         self.ready: set[Key] = set()
         self.failures: dict[Key, Exception] = {}  # of keys that do not compile
         self.pending: list[Key] = []  # asked for; with each wait one is ready
@@ -96,6 +101,7 @@ class SimulatedPrograms:
             Propose: self._propose,
             Extend: self._extend,
             Settle: self._settle,
+            Observe: self._observe,
             Joined: self._joined,
             ProcessFirst: lambda key, packed, logits: logits | dict(key.processors).keys(),
             ProcessRound: lambda key, packed, draft, logits: logits | dict(key.processors).keys(),
@@ -124,6 +130,11 @@ class SimulatedPrograms:
     def is_compiling(self) -> bool:
         """Whether any are pending."""
         return bool(self.pending)
+
+    def max_deferred(self, batch: int) -> int:
+        """As many rounds as there is room for."""
+        count = self._max_deferred_rows // batch
+        return count if count > 1 else 0
 
     def compile_ahead(
         self, keys: Iterable[Key], *, then: Iterable[Key] = (), show_progress: bool
@@ -186,6 +197,7 @@ class SimulatedPrograms:
         num_cells = self.config.num_pages * self.config.page_size
         self.slots = [Slot(number) for number in range(self.config.max_num_seqs)]
         self.target, self.drafter = self._garbage(num_cells), self._garbage(num_cells)
+        self.deferred: dict[int, tuple[int, int]] = {}  # by place: a cell, and what it is to hold
         sizes = {w: window_pages(self.config, w, self._max_drafts) for w in self._windows}
         self.windows = {w: self._garbage(n * self.config.page_size) for w, n in sizes.items()}
         self.snapshots = self._garbage(self._num_snapshots or 0).tolist()
@@ -265,7 +277,7 @@ class SimulatedPrograms:
             if key.variant.num_prompt_logprobs is not None:
                 outputs.put_prompt(row, start + 1, slot.tokens[start + 1 : end + 1])
             self._write(self.drafter, self._cells(table, start, end), following)
-            slot.length = end
+            slot.length = slot.observed = end
             is_finished = slot.tokens[-1] in slot.stop_ids or slot.limit - end <= 1
             slot.is_active = bool(is_last and (is_resumed or not is_finished))
         return self._out(outputs.packed)
@@ -276,6 +288,22 @@ class SimulatedPrograms:
         self._extend_rows(key.k, rows)
         return self._out(self._settle_rows(key, rows, packed, frozenset(), None))
 
+    def _observe(self, key: Observe, packed: np.ndarray) -> None:
+        assert packed.shape == self.layout.decode_shape(key.batch)
+        width = self.max_deferred(key.batch)
+        for number, slot in self._known(packed[:, 0]):
+            start, end = slot.observed, slot.length or 0
+            if start == end:  # it ended before these rounds, or the state is a new one
+                continue
+            cells = self._cells(self._tables(packed[number])[0], start, end)
+            places = range(number * width, number * width + len(cells))
+            kept = [self.deferred.pop(place) for place in places]
+            expected = zip(cells, slot.digests[start + 2 : end + 2], strict=True)
+            assert kept == list(expected), "not what was left to be observed"
+            self._write(self.drafter, cells, slot.digests[start + 2 : end + 2])
+            slot.observed = end
+            self.tally["rounds observed later"] += len(cells)
+
     def _joined(
         self, key: Joined, packed: np.ndarray, packed_round: np.ndarray
     ) -> tuple[HostArray, HostArray]:
@@ -285,7 +313,7 @@ class SimulatedPrograms:
             self._check_reads(row.slot, row.start, row.tables)
         extension = self._prefill(Prefill(begin.batch, begin.width), packed)
         self._extend_rows(decode.k, rows)
-        outputs = self._settle_rows(decode, rows, packed_round, frozenset(), None)
+        outputs = self._settle_rows(decode, rows, packed_round, frozenset(), None, may_defer=False)
         self.tally["joined"] += 1
         begun = self._begin(begin, packed, extension, frozenset(), None)
         return begun, self._out(outputs)
@@ -332,7 +360,7 @@ class SimulatedPrograms:
 
     def _extend_rows(self, k: int, rows: dict[int, Row]) -> None:
         for row in rows.values():
-            self._check_reads(row.slot, row.start, row.tables)
+            self._check_reads(row.slot, row.start, row.tables, may_be_behind=not k)
         for row in rows.values():
             slot, start = row.slot, row.start
             self._fold_pending(slot, start)
@@ -352,8 +380,10 @@ class SimulatedPrograms:
         packed: np.ndarray,
         logits: frozenset[int],
         masks: np.ndarray | None,
+        *,
+        may_defer: bool = True,
     ) -> np.ndarray:
-        wants = self._wants(packed)
+        wants, width = self._wants(packed), self.max_deferred(key.batch)
         outputs = Outputs(key.batch, key.k + 1, 0, key.variant, *self._reported, wants=wants)
         for number, row in rows.items():
             slot, start, stands = row.slot, row.start, len(row.tokens)
@@ -363,7 +393,13 @@ class SimulatedPrograms:
             cells = self._cells(row.tables[0], start, start + key.k + 1)
             values = self._garbage(key.k + 1)
             values[:stands] = slot.digests[start + 2 : start + 2 + stands]
-            self._write(self.drafter, cells, values)
+            if may_defer and not key.k and width:
+                assert start - slot.observed < width, "no room for what is to be observed later"
+                place = number * width + start - slot.observed
+                self.deferred[place] = int(cells[0]), int(values[0])
+            else:
+                self._write(self.drafter, cells, values)
+                slot.observed = start + stands
             remaining = slot.limit - start - 1
             tokens = row.tokens[:remaining]
             has_stop = [token in slot.stop_ids for token in tokens]
@@ -386,10 +422,7 @@ class SimulatedPrograms:
             token = next(other for other in others if other not in slot.stop_ids)
         return token
 
-    # --- what is read and written -----------------------------------------------------------------
-
-    def _garbage(self, count: int) -> np.ndarray:
-        return self._rng.integers(-(2**62), 2**62, count)
+    # --- what it is given -------------------------------------------------------------------------
 
     def _wants(self, packed: np.ndarray) -> int:
         """What all requests of a step want together."""
@@ -404,55 +437,6 @@ class SimulatedPrograms:
         assert len({slot for _, slot in real}) == len(real), f"a slot is twice in {slots}"
         assert [row for row, _ in real] == list(range(len(real))), f"padding first in {slots}"
         return [(row, self.slots[slot]) for row, slot in real]
-
-    def _tables(self, packed: np.ndarray) -> np.ndarray:
-        """The page tables of a packed row."""
-        return packed[-self.layout.table_width :].reshape(self.layout.num_tables, -1)
-
-    def _cells(self, table: np.ndarray, start: int, end: int) -> np.ndarray:
-        """The cells of positions [start, end); -1 where no page is assigned."""
-        size = self.config.page_size
-        positions = np.arange(start, end)
-        places = positions // size
-        pages = np.where(places < len(table), table[np.minimum(places, len(table) - 1)], -1)
-        assert (pages < self.config.num_pages).all(), f"no such page in {table}"
-        return np.where(pages >= 0, pages * size + positions % size, -1)
-
-    def _check_reads(self, slot: Slot, start: int, tables: np.ndarray) -> None:
-        if not start:
-            return
-        table, *others = tables
-        pools = [("target", self.target, table, 1, 0), ("drafter", self.drafter, table, 2, 0)]
-        for (window, pool), own in zip(self.windows.items(), others, strict=True):
-            # The row at `start` is the first of its window's tokens to be read as others are.
-            pools.append((f"window {window}", pool, own, 1, max(0, start - window + 1)))
-        for name, pool, own, ahead, first in pools:
-            cells = self._cells(own, first, start)
-            if not len(cells):
-                continue
-            where = f"position {{}} of {start}, {name}: "
-            assert cells.min() >= 0, where.format(first + int(cells.argmin())) + "no page"
-            is_wrong = pool[cells] != slot.digests[first + ahead : start + ahead]
-            if is_wrong.any():
-                place = int(is_wrong.argmax())
-                raise AssertionError(
-                    where.format(first + place) + "not what was left there: page "
-                    f"{cells[place] // self.config.page_size}, {int(is_wrong.sum())} wrong"
-                )
-            self.tally["cells read"] += len(cells)
-
-    def _write_target(
-        self, tables: np.ndarray, start: int, values: np.ndarray, num_needed: int
-    ) -> None:
-        """What all layers of the target leave from `start` on; so much of it must have pages."""
-        for table, pool in zip(tables, (self.target, *self.windows.values()), strict=True):
-            cells = self._cells(table, start, start + len(values))
-            assert cells[:num_needed].min() >= 0, f"no page for what is written from {start} on"
-            self._write(pool, cells, values)
-
-    def _write(self, pool: np.ndarray, cells: np.ndarray, values: np.ndarray) -> None:
-        is_mapped = cells >= 0
-        pool[cells[is_mapped]] = values[is_mapped]
 
     def _fold_pending(self, slot: Slot, start: int) -> None:
         if self._num_snapshots is None:

@@ -21,6 +21,7 @@ class Slot:
     processor: int = -1  # number of its logits processors
     stop_ids: frozenset[int] = frozenset()
     length: int | None = None  # None before the first chunk
+    observed: int = 0  # tokens that the drafter has observed
     is_active: bool = False
     # Of recurrent models:
     state: int = EMPTY  # the digest of the tokens that have been folded in

@@ -98,6 +98,11 @@ class DraftModel(HeadDrafter[ModelWeights]):
         """Whether the model is."""
         return is_recurrent(self.head.model)
 
+    @property
+    def may_defer(self) -> bool:
+        """False: `draft` has run a round's rows."""
+        return False
+
     def draft_slots(self, k: int) -> int:
         """Return 1: the row that a round runs beside its own if the drafter is behind."""
         return 1

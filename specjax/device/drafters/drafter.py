@@ -237,6 +237,12 @@ class Drafter(Protocol):
         does not save observing their tokens."""
         ...
 
+    @property
+    def may_defer(self) -> bool:
+        """Whether it may observe the rows of rounds without drafts later, several at once, as the
+        rows of a chunk. It is worth the while if observing reads weights."""
+        ...
+
     def draft_slots(self, k: int) -> int:
         """Return how many rows drafting k tokens adds per request to the budget of a step."""
         ...
@@ -312,6 +318,11 @@ class Stateless(NotRecurrent):
     @property
     def weights(self) -> None:
         """None: there are no weights."""
+
+    @property
+    def may_defer(self) -> bool:
+        """False: nothing is observed."""
+        return False
 
     def draft_slots(self, k: int) -> int:
         """Return 0: drafting runs no rows."""

@@ -47,6 +47,11 @@ class HeadDrafter(NotRecurrent, Generic[HeadT]):
         """The head, which describes its weights."""
         return self.head
 
+    @property
+    def may_defer(self) -> bool:
+        """True: most heads make keys and values, which depend on each row and those before it."""
+        return True
+
     def draft_slots(self, k: int) -> int:
         """Return 0: drafting runs no more rows than the target's round has."""
         return 0

@@ -124,6 +124,11 @@ class MedusaState:
 class MedusaDrafter(HeadDrafter[MedusaHeads]):
     """A drafter by heads that do not know of each other."""
 
+    @property
+    def may_defer(self) -> bool:
+        """False: observing is a copy."""
+        return False
+
     def init_state(self, sizes: CacheSizes, dtype: Any) -> MedusaState:
         """Return hidden states of zeros."""
         return MedusaState(jnp.zeros((sizes.num_slots, self.head.hidden_size), dtype))

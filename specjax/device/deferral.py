@@ -1,0 +1,79 @@
+"""Rounds without drafts, observed by the drafter later, several at once.
+
+Such a round needs nothing of the drafter, and its weights take as long to read for one row as for
+many. So the round keeps the target's features of its rows (`defer`), and another program makes of
+them what later drafts need (`observe_deferred`). The host runs it before anything else may read the
+drafter's cache, and before the rows that are kept are as many as there is room for.
+"""
+
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+
+from specjax.device.cache.rows import CachedRows
+from specjax.device.drafters.drafter import Observation, Params
+from specjax.device.inputs import DecodeInputs, StepModel, page_tables
+from specjax.device.models.model import Features
+from specjax.device.state import EngineState
+
+
+def defer(
+    state: EngineState,
+    slots: jax.Array,
+    is_active: jax.Array,
+    features: Features,
+    *,
+    model: StepModel,
+) -> EngineState:
+    """Keep the features of a round without drafts, before the progress of its requests changes.
+
+    Args:
+        slots: i32[B] those of the round.
+        is_active: bool[B] whether a request goes on.
+        features: [N] of the round's rows; the first row of each request is its last token.
+    """
+    assert state.deferred is not None, "an engine whose drafter observes at once"
+    batch, width = len(slots), model.max_deferred(len(slots))
+    count = _num_deferred(state, slots)
+    is_kept = is_active & (count < width)
+    places = jnp.where(is_kept, jnp.arange(batch) * width + count, len(state.deferred))
+    step = len(features.hidden) // batch
+    parts = [x[::step] for x in (features.hidden, features.auxiliary) if x is not None]
+    rows = jnp.concatenate(parts, axis=1).astype(state.deferred.dtype)
+    return replace(state, deferred=state.deferred.at[places].set(rows, mode="drop"))
+
+
+def observe_deferred(
+    params: Params, state: EngineState, inputs: DecodeInputs, *, model: StepModel
+) -> EngineState:
+    """Let the drafter observe what it has not observed of the rounds of these requests.
+
+    `inputs` are those of the last of these rounds, which had the same requests in the same rows.
+    """
+    assert state.deferred is not None, "an engine whose drafter observes at once"
+    slots, width = inputs.slots, model.max_deferred(len(inputs.slots))
+    starts = state.observed[slots]
+    counts = jnp.minimum(_num_deferred(state, slots), width)
+    rows = CachedRows.starting_at(
+        starts,
+        counts,
+        width,
+        page_tables(inputs, model)[0],
+        slots=slots,
+        kernels=model.kernels,
+    )
+    known, places = state.tokens[slots], starts[:, None] + jnp.arange(width)
+    held, following = (jnp.take_along_axis(known, places + i, axis=1, mode="clip") for i in (0, 1))
+    kept, dim = state.deferred[: len(slots) * width], model.target.hidden_size
+    features = Features(kept[:, :dim], kept[:, dim:] if model.drafter.aux_layers else None)
+    # A request that has none keeps what it was left with.
+    own = jnp.where(counts > 0, slots, len(state.observed))
+    seen = Observation(own, rows, held, following, features, jnp.maximum(counts - 1, 0), None)
+    drafter = model.drafter.observe(model.target, params, state.drafter, seen)
+    return replace(state, drafter=drafter).all_observed(slots)
+
+
+def _num_deferred(state: EngineState, slots: jax.Array) -> jax.Array:
+    behind = state.lengths - state.observed
+    return behind.at[slots].get(mode="fill", fill_value=0)
