@@ -17,7 +17,7 @@ from specjax.device.verification import Synthetic
 from specjax.engine.batch import jitted, run_decode, run_propose
 from specjax.engine.layout import Layout
 from specjax.engine.precompile import GPU_OPTIONS, empty_state, sizes_of_windows, step_model
-from specjax.engine.replay import pack_round
+from specjax.engine.replay import pack_round, progress_at
 
 
 class Step:
@@ -70,8 +70,7 @@ class Step:
     def launch(self) -> Any:
         """One step; when the requests have no room left, they begin anew."""
         if self._count >= self._most:
-            progress = np.tile(np.array([self._start, 0, 1], np.int32), (len(self._packed), 1))
-            self._state = replace(self._state, progress=jnp.asarray(progress))
+            self._state = replace(self._state, progress=progress_at(self._state, self._start))
             self._count = 0
         self._count += 1
         self._state, outputs = self._compiled(self._params, self._state, self._packed)

@@ -64,7 +64,7 @@ def measure_rounds(
     def launch(shape: Shape) -> InFlight:
         start, (batch, k, context) = time.perf_counter(), shape
         packed = pack_round(batch, k, layout, num_pages)
-        programs.state = replace(programs.state, progress=_progress(programs.state, context))
+        programs.state = replace(programs.state, progress=progress_at(programs.state, context))
         outputs = programs.run(Decode(batch, k, variant), packed)
         outputs.copy_to_host_async()
         launched = InFlight(DecodePlan((), batch, k, k), variant, outputs, start, start)
@@ -123,12 +123,12 @@ def _filled(state: EngineState, vocab_size: int) -> EngineState:
     return replace(
         state,
         tokens=jax.device_put(tokens.astype(np.int32), state.tokens.sharding),
-        progress=_progress(state, 0),
+        progress=progress_at(state, 0),
         requests=replace(state.requests, limits=_like(state.requests.limits, 2**30)),
     )
 
 
-def _progress(state: EngineState, length: int) -> jax.Array:
+def progress_at(state: EngineState, length: int) -> jax.Array:
     """All requests active, with `length` tokens."""
     values = np.tile(np.array([length, 0, 1, length], np.int32), (state.progress.shape[0], 1))
     return jax.device_put(values, state.progress.sharding)
