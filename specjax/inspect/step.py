@@ -49,44 +49,27 @@ def decode_step(
     """
     parts = open_parts(model, speculation, num_layers, dtype)
     config = fit_engine(parts.target, batch, k, context, page_size, dtype)
-    arguments, static = _inputs(parts, config, batch, k)
+    static = _static(parts, config)
+    layout = Layout.of(config, parts.target.vocab_size, static.windows)
+    packed = jax.ShapeDtypeStruct(layout.decode_shape(batch), jnp.int32)
+    state = jax.eval_shape(lambda: empty_state(config, static, k))
     variant = Variant(num_logprobs=FEW_LOGPROBS)
+    arguments = parts.params, state, packed
     return jitted(run_decode), arguments, {"model": static, "variant": variant, "k": k}
 
 
-def observe_step(
-    model: str,
-    batch: int,
-    k: int,
-    context: int,
-    speculation: Mapping[str, Any] | None = None,
-    num_layers: int | None = None,
-    page_size: int = 16,
-    dtype: str = "bfloat16",
-) -> tuple[Any, tuple, dict[str, Any]]:
+def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
     """Return the program in which the drafter observes what such rounds, with k = 0, leave to it.
 
-    Arguments are as in `decode_step`.
+    Arguments are those of `decode_step`.
     """
-    parts = open_parts(model, speculation, num_layers, dtype)
-    config = fit_engine(parts.target, batch, k, context, page_size, dtype)
-    arguments, static = _inputs(parts, config, batch, k)
-    return jitted(run_observe), arguments, {"model": static}
+    _, arguments, static = decode_step(*described, **further)
+    return jitted(run_observe), arguments, {"model": static["model"]}
 
 
 def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
     """Return how many such rounds the drafter observes together; 0 if it observes each at once."""
     return 0 if k else _static(parts, config).max_deferred(batch)
-
-
-def _inputs(
-    parts: Parts, config: EngineConfig, batch: int, k: int
-) -> tuple[tuple[Any, ...], StepModel]:
-    static = _static(parts, config)
-    layout = Layout.of(config, parts.target.vocab_size, static.windows)
-    packed = jax.ShapeDtypeStruct(layout.decode_shape(batch), jnp.int32)
-    state = jax.eval_shape(lambda: empty_state(config, static, k))
-    return (parts.params, state, packed), static
 
 
 def _static(parts: Parts, config: EngineConfig) -> StepModel:
