@@ -121,7 +121,8 @@ class SamplingParams:
             Samples after the first derive theirs from it.
         stop: texts that end the output, which is truncated before them.
         stop_token_ids: further ids that end the output, besides the model's end of sequence.
-        ignore_eos: continue past the model's end of sequence.
+        ignore_eos: continue past the model's end of sequence; the output of `structured_outputs`
+            ends there all the same.
         max_tokens: maximum number of tokens; None for as many as `max_model_len` allows.
         min_tokens: minimum number of tokens; nothing stops the output before.
         logprobs: report the log-probability of each token and of this many most likely ones; -1
