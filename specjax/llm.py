@@ -82,7 +82,7 @@ class LLM:
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder where compiled steps are kept between runs, unless JAX is already
             set to one; None keeps nothing.
-        seed: seed of requests without one.
+        seed: seed of requests without one, any integer of 64 bits.
         verbose: show bars on a terminal, and tell by the logger "specjax" of loading and, without a
             terminal, of generating; the lines go to stderr unless logging is configured.
 

@@ -88,7 +88,7 @@ BAD_FIELDS = [
     ("top_p", [0, 0.0, -0.1, 1.1, nan, inf, "0.5", None, True, 1.01], ["(0, 1]", "1 keeps all"]),
     ("top_k", [-2, 1.5, 3.0, True, "3", None, nan, inf], ["-1", "keeps all"]),
     ("min_p", [-0.1, 1.1, nan, inf, "0", None, True], ["[0, 1]", "0 keeps all"]),
-    ("seed", [-2, 2**32, 1.0, True, "1", nan], [f"0..{2**32 - 1}", "None"]),
+    ("seed", [-(2**63) - 1, 2**64, 1.0, True, "1", nan], [f"{-(2**63)}..{2**64 - 1}", "None"]),
     ("max_tokens", [0, -3, 2.0, True, "9", inf], ["at least 1", "None"]),
     ("min_tokens", [-1, 2.0, True, "1", None], ["at least 0"]),
     ("min_tokens", [17], ["max_tokens=16"]),

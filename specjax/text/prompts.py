@@ -23,6 +23,7 @@ from specjax.sampling_params import (
 )
 from specjax.text.constraints import check_some_allowed
 from specjax.text.detokenizer import StopStrings, bad_word_ids
+from specjax.text.seeds import derived_seed, folded_seed
 from specjax.text.tokenizer import ChatTokenizer
 
 PROMPT_KEYS = {"prompt", "prompt_token_ids"}
@@ -209,9 +210,8 @@ class RequestMaker:
         bad_words = self._bad_words(params)
         grammar = self._grammar(params)
         check_some_allowed(params, self.vocab_size, stop_ids, bad_words, grammar)
-        seed = params.seed
-        if seed is None:
-            seed = derived_seed(config.seed, number)
+        given = params.seed
+        seed = derived_seed(config.seed, number) if given is None else folded_seed(given)
         seeds = (seed, *(derived_seed(seed, index) for index in range(1, params.n)))
         return Request(
             number,
@@ -387,11 +387,6 @@ class RequestMaker:
             raise ValueError("structured_outputs need a checkpoint with a tokenizer")
         assert isinstance(wanted, StructuredOutputs)
         return self.grammars.compile(wanted)
-
-
-def derived_seed(seed: int, number: int) -> int:
-    """The seed of a request by its number, or of a sample by its number."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
 
 
 def _token_ids(prompt: Prompt, tokenizer: ChatTokenizer | None, where: str) -> list[int]:
