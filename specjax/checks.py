@@ -32,6 +32,13 @@ def check_count(**values: int) -> None:
             raise ValueError(f"{name}={value!r} must be an integer of at least 0")
 
 
+def check_seed(**values: int) -> None:
+    """Refuse values that are not integers of 64 bits, with a sign or without."""
+    for name, value in values.items():
+        if not is_integer(value) or not -(2**63) <= value < 2**64:
+            raise ValueError(f"{name}={value!r} must be an integer of 64 bits, -2**63..2**64 - 1")
+
+
 def is_number(value: Any) -> bool:
     """Whether it is a real number, of Python or NumPy, and no truth value."""
     return isinstance(value, Real) and not isinstance(value, bool)

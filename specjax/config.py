@@ -13,7 +13,7 @@ from specjax.checks import (
     check_count,
     check_flags,
     check_positive,
-    is_integer,
+    check_seed,
     is_number,
     parse_batches,
     parse_shapes,
@@ -286,7 +286,7 @@ class EngineConfig:
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the one drawn from,
             "both" that and, of the token itself, the model's.
-        seed: seed of requests without one.
+        seed: seed of requests without one, any integer of 64 bits.
     """
 
     max_model_len: int
@@ -342,8 +342,7 @@ class EngineConfig:
             exact=self.exact,
         )
         check_count(max_logprobs=self.max_logprobs)
-        if not is_integer(self.seed) or not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed!r} must be an integer in 0..{2**32 - 1}")
+        check_seed(seed=self.seed)
         if self.num_pages < self.pages_per_seq:
             raise ValueError(
                 f"num_pages={self.num_pages} cannot hold one request of "

@@ -82,7 +82,7 @@ class LLM:
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder where compiled steps are kept between runs, unless JAX is already
             set to one; None keeps nothing.
-        seed: seed of requests without one.
+        seed: seed of requests without one, any integer of 64 bits.
         verbose: show bars on a terminal, and tell by the logger "specjax" of loading and, without a
             terminal, of generating; the lines go to stderr unless logging is configured.
 
@@ -109,10 +109,8 @@ class LLM:
             placement=serving.placement,
             show_progress=verbose,
         )
-        compiling, seconds = self.engine.metrics().compile_seconds, time.monotonic() - start
-        get_log(verbose=verbose).info(
-            "ready after %.1f s, %.1f s of them compiling", seconds, compiling
-        )
+        seconds = time.monotonic() - start, self.engine.metrics().compile_seconds
+        get_log(verbose=verbose).info("ready after %.1f s, %.1f s of them compiling", *seconds)
         self._sleep = Sleep(self.engine)
         self.request_maker = RequestMaker(
             serving.config,
@@ -447,4 +445,5 @@ class LLM:
             with self._lock:
                 if not self._is_closed:
                     for outputs in started:
-                        self.engine.abort(outputs.request.request_id)
+                        if not outputs.is_finished:  # or another may have taken its id
+                            self.engine.abort(outputs.request.request_id)

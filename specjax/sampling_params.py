@@ -9,7 +9,6 @@ from enum import Enum
 from numbers import Real
 from typing import Any
 
-MAX_SEED = 2**32 - 1
 # Limits per request, because parameters are stored in device arrays of fixed width.
 MAX_STOP_IDS = 8  # including the model's end-of-sequence ids
 MAX_LOGIT_BIAS = 512
@@ -117,11 +116,13 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens whose probability is at least this fraction of the highest.
         seed: makes sampling reproducible, whatever other requests run and whether or not drafts
-            are used. None or -1 derives it from the engine's seed and the number of the request.
-            Samples after the first derive theirs from it.
+            are used. Any integer of 64 bits; those outside 0..2**32 - 1 are folded to 32 bits.
+            None or -1 derives it from the engine's seed and the number of the request. Samples
+            after the first derive theirs from it.
         stop: texts that end the output, which is truncated before them.
         stop_token_ids: further ids that end the output, besides the model's end of sequence.
-        ignore_eos: continue past the model's end of sequence.
+        ignore_eos: continue past the model's end of sequence; the output of `structured_outputs`
+            ends there all the same.
         max_tokens: maximum number of tokens; None for as many as `max_model_len` allows.
         min_tokens: minimum number of tokens; nothing stops the output before.
         logprobs: report the log-probability of each token and of this many most likely ones; -1
@@ -182,7 +183,8 @@ class SamplingParams:
         if _is_integer(self.seed) and self.seed == -1:
             self.seed = None
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED, remedy="None lets the engine choose")
+            remedy = "None or -1 lets the engine choose"
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1, remedy=remedy)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, remedy="None is as many as fit")
         _check_int("min_tokens", self.min_tokens, 0)

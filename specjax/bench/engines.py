@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
-from specjax.checks import check_positive
+from specjax.checks import check_positive, check_seed
 from specjax.config import OWN_METHODS
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.llm import LLM
-from specjax.sampling_params import MAX_SEED, SamplingParams
+from specjax.sampling_params import SamplingParams
 from specjax.text.tokenizer import load_tokenizer
 
 # Prefill is not timed. Small chunks need few executables; a batch should start together.
@@ -53,8 +53,7 @@ class Setup:
                 f"--max-tokens {self.max_tokens} leaves nothing to time: the first token comes "
                 "with the prompt; use at least 2"
             )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"--seed {self.seed} must be in 0..{MAX_SEED}")
+        check_seed(**{"--seed": self.seed})
         SamplingParams(temperature=self.temperature)
 
     @property

@@ -22,12 +22,13 @@ from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.writing import check_writable
+from specjax.checks import check_seed
 from specjax.config import OWN_METHODS
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.llm import LLM
-from specjax.sampling_params import MAX_SEED, SamplingParams
+from specjax.sampling_params import SamplingParams
 from specjax.text.tokenizer import load_tokenizer, read_eos_ids
 
 SCHEMA_VERSION = 1
@@ -78,8 +79,7 @@ class BenchSettings:
                 f"--num-prompts {self.num_prompts} does not fill batches of --batch-size "
                 f"{self.batch_size}; use a multiple"
             )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"--seed {self.seed} must be in 0..{MAX_SEED}")
+        check_seed(**{"--seed": self.seed})
         SamplingParams(temperature=self.temperature)
 
     @property

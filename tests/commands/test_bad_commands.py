@@ -80,7 +80,7 @@ GENERATE = [
     (["--max-tokens", "many"], ["--max-tokens", "'many'"]),
     (["--temperature", "-1"], ["temperature=-1.0", "0 means greedy"]),
     (["--temperature", "nan"], ["temperature=nan", "0 means greedy"]),
-    (["--seed", "-5"], ["seed=-5", "0..4294967295"]),
+    (["--seed", str(2**64)], [f"seed={2**64}", "-9223372036854775808..18446744073709551615"]),
     (["--stop-token-id", "96"], ["stop_token_ids", "96", "0..95"]),
     (["--page-size", "0"], ["page_size=0", "at least 1"]),
     (["--max-num-seqs", "-1"], ["max_num_seqs=-1", "at least 1"]),

@@ -285,6 +285,44 @@ def test_an_error_since_the_last_step_ends_the_output():
     assert end(sequence) == (True, "error", None) and sequence.error is error
 
 
+@pytest.mark.parametrize("before", [[], [10, 11]])
+@pytest.mark.parametrize(
+    "params, error, words",
+    [
+        (
+            {"min_tokens": 5, "bad_words": ["a"]},
+            ValueError,
+            "by bad_words, min_tokens=5; relax one",
+        ),
+        ({"allowed_token_ids": [3]}, ValueError, "by allowed_token_ids; relax one"),
+        ({}, RuntimeError, "logits are NaN"),
+    ],
+)
+def test_where_no_token_is_left_the_output_ends_before_it(before, params, error, words):
+    """The device has -1 in its place, and log-probabilities that mean nothing."""
+    sequence, row = make_sequence(logprobs=0, **params), [*before, -1]
+    assert sequence.append(RowOutput([20], logprobs=logprobs_of([20]))) == 1
+    assert sequence.append(RowOutput(row, len(before), logprobs_of(row))) == len(before)
+    assert sequence.output == [20, *before] and sequence.logprobs == logprobs_of([20, *before])
+    assert end(sequence) == (True, "error", None)
+    assert isinstance(sequence.error, error) and words in str(sequence.error)
+    assert f"follow the {1 + len(before)} tokens" in str(sequence.error)
+
+
+def test_a_text_that_ends_before_no_token_is_left_has_ended():
+    sequence = make_sequence(watch=11, allowed_token_ids=[3])
+    assert sequence.append(RowOutput([10, 11, -1])) == 2
+    assert end(sequence) == (True, "stop", "text of 11") and sequence.error is None
+
+
+def test_a_grammar_that_ends_too_early_for_min_tokens_is_an_error():
+    """Of a model without ends of sequence, where nothing else tells."""
+    sequence = make_sequence(matcher=12, min_tokens=3, structured_outputs={"choice": ["a"]})
+    sequence.matcher.dead_end = None
+    assert sequence.append(RowOutput([10, 12])) == 2 and end(sequence) == (True, "error", None)
+    assert "structured_outputs, min_tokens=3" in str(sequence.error)
+
+
 # --- log-probabilities of the prompt --------------------------------------------------------------
 
 
