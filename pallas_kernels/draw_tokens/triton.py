@@ -126,9 +126,11 @@ def _kernel(
 
     first, second = jax.lax.cond(temperature == 0, lambda: logits, perturbed)
     best = jnp.max(jnp.maximum(first, second))
-    # If the maximum is NaN, no column equals it, and the last column is taken.
+    # If the maximum is NaN, no column equals it, and the last column is taken. A GPU's maximum
+    # ignores NaN, and may be that of the lanes past the last column.
     place = jnp.where(second == best, columns[1], num_tokens - 1)
     place = jnp.min(jnp.where(first == best, columns[0], place))
+    place = jnp.minimum(place, num_tokens - 1)
     best_ref, token_ref = refs[-2:]
     best_ref[row, tile] = best
     token_ref[row, tile] = refs[num_counters][place] if has_ids else place

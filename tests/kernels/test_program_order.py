@@ -22,8 +22,11 @@ from support.race_checker import ORDERS, RaceChecker
 
 import pallas_kernels
 from pallas_kernels import dispatch, triton_call
+from pallas_kernels.draw_tokens import draw_tokens
 from pallas_kernels.gated_delta_rule.triton import inputs, step
+from pallas_kernels.route import Rule, route
 from pallas_kernels.triton_call import load
+from pallas_kernels.truncation import truncate
 
 pytestmark = pytest.mark.every_jax
 
@@ -221,6 +224,50 @@ def test_a_sum_of_what_no_program_wrote_differs_between_orders(checker):
 
     made = in_all_orders(checker, run)
     assert not checker.faults and len({float(one[0]) for one in made}) == len(ORDERS)
+
+
+def nan_rows(*shape):
+    """All NaN, of both signs; NaN but for one number; numbers but for one NaN."""
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=(4, *shape)).astype(np.float32)
+    logits[0], logits[1], logits[2, :-1], logits[3, 0] = np.nan, -np.nan, np.nan, np.nan
+    return logits
+
+
+@pytest.mark.parametrize("rest", [1, 5, 31, 32, 33, 4095])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_a_token_drawn_from_nan_is_in_the_vocabulary(rest, temperature, checker):
+    """Also where the maximum of a tile, which ignores NaN, is that of the lanes past the end."""
+    vocab_size, index = 4096 + rest, np.arange(4, dtype=np.int32)
+    logits = nan_rows(vocab_size)
+    temperatures, seeds = np.full(4, temperature, np.float32), index.astype(np.uint32)
+    given = logits, temperatures, seeds, 0, (index,)
+    tokens = np.asarray(draw_tokens(*given, kernels="triton"))
+    assert not checker.faults and np.all((tokens >= 0) & (tokens < vocab_size))
+    assert tokens[2] == vocab_size - 1 and np.isfinite(logits[3, tokens[3]])
+
+
+@pytest.mark.parametrize("num_numbers", [1, 400, 899])  # more or fewer NaN than candidates fit
+@pytest.mark.parametrize("top_k, top_p", [(0, 0.9), (1, 1.0), (40, 0.9)])
+def test_truncation_of_nan_makes_up_no_logit(top_k, top_p, num_numbers, checker):
+    """Above all, no token comes back that was excluded before, as the first one is here."""
+    logits = nan_rows(900)
+    logits[2:, :num_numbers], logits[2:, num_numbers:] = logits[3, 1:][:num_numbers], np.nan
+    logits[:, 0], ones = -np.inf, np.ones(4, np.float32)
+    asked = ones, np.full(4, top_k, np.int32), top_p * ones, 0 * ones
+    left = np.asarray(truncate(logits, *asked, kernels="triton"))
+    assert not checker.faults
+    assert np.all((left == -np.inf) | (left == logits) | np.isnan(left) & np.isnan(logits))
+
+
+@pytest.mark.parametrize("dtype, is_sigmoid", [("bfloat16", False), ("float32", True)])
+def test_routes_of_nan_are_experts_that_there_are(dtype, is_sigmoid, checker):
+    logits = nan_rows(24).astype(jnp.dtype(dtype))
+    made = route(logits, 4, Rule(is_sigmoid=is_sigmoid), kernels="triton")
+    experts = np.asarray(made.experts)
+    assert not checker.faults and np.all((experts >= 0) & (experts < 24))
+    assert all(len(set(row)) == 4 for row in experts)
+    np.testing.assert_array_equal(np.sort(made.order), np.arange(experts.size))
 
 
 @pytest.fixture
