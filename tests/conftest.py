@@ -22,7 +22,7 @@ from support.compilations import (
     count_maps,
     share_compilations,
 )
-from support.engines import simulated_engines
+from support.engines import make_gpu_shapes, simulated_engines
 from support.seeds import VARIABLE
 from support.shapes import check_boundary
 from support.targets import VOCAB
@@ -31,6 +31,12 @@ from support.weights import rewrite
 from specjax.engine import compiler, precompile
 
 KEPT: dict = {}  # so that an engine finds the programs of one like it that was closed
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--gpu-shapes", action="store_true", help="engines compile the shapes that a GPU would get"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -52,6 +58,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if "optimized" not in wanted:
         compile_quickly()
         precompile.CPU_OPTIONS.clear()
+    if config.getoption("gpu_shapes"):
+        make_gpu_shapes()
 
 
 def pytest_collection_finish() -> None:

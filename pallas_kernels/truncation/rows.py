@@ -86,13 +86,10 @@ def select_kernel(
             return jnp.sum(jnp.where(keys >= key, asked.weigh(x, best), 0.0))
 
         least = _threshold(asked, best, bound, total, find, mass)
-        # Lanes without a candidate write the largest logit, which is kept, once more. Without a
-        # mask, none of them touches another's place, even in interpret mode.
-        token = load(tokens_ref.at[row, at], mask=is_there, other=0)
-        first = jnp.max(jnp.where(x == best, token, 0))
+        # In interpret mode masked lanes store the old value; they point past the end of the row.
+        token = load(tokens_ref.at[row, at], mask=is_there, other=vocab_size)
         kept = jnp.where(keys >= least, x, -jnp.inf)
-        place = jnp.where(is_there, token, first)
-        store(out_ref.at[row, place], jnp.where(is_there, kept, best))
+        store(out_ref.at[row, token], kept, mask=is_there)
 
 
 def reread_kernel(

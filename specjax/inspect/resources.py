@@ -21,6 +21,7 @@ USED = re.compile(r"Used (\d+) registers")
 STATIC = re.compile(r"(\d+) bytes smem")
 PRODUCT = re.compile(r"\b(wgmma\.mma_async|mma\.sync)\S*?\.(tf32|bf16|f16|e4m3)\b")
 MULTIPLY_ADD = re.compile(r"// begin inline asm\s+fma\.rn\.f32 ")
+BARRIER = re.compile(r"\bbar(?:rier)?\.sync\b")
 LAUNCH = re.compile(
     r"kCustomKernel +\[[^\]]*\] *(\S+) grid: \[([\d, ]+)\] threads: \[([\d, ]+)\] +"
     r"shared_memory: (\d+)"
@@ -44,6 +45,7 @@ class Resources:
     is_mosaic: bool = False
     products: tuple[str, ...] = ()  # matrix products, as PTX names them: "mma.sync bf16"
     multiply_adds: int = 0  # `triton_call.multiply_add` of one element, in the kernel's text
+    barriers: tuple[int, ...] = ()  # of all threads: the number of multiply_adds before each
 
     @property
     def shared_bytes(self) -> int:
@@ -145,7 +147,8 @@ def _replace(found: Resources, launch: _Launched, body: str) -> Resources:
     products = {f"{kind} {dtype}" for kind, dtype in PRODUCT.findall(body)}
     fields = {**vars(found), "grid": launch.grid, "threads": launch.threads}
     fields |= {"dynamic_shared_bytes": launch.shared_bytes, "products": tuple(sorted(products))}
-    fields |= {"multiply_adds": len(MULTIPLY_ADD.findall(body))}
+    before = [len(MULTIPLY_ADD.findall(body[: found.start()])) for found in BARRIER.finditer(body)]
+    fields |= {"multiply_adds": len(MULTIPLY_ADD.findall(body)), "barriers": tuple(before)}
     return Resources(**fields)
 
 

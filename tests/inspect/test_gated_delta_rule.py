@@ -137,6 +137,8 @@ def test_folding_rounds_as_verifying_does(reports, case):
     (kernel,) = (kernel for kernel in reports[case]["resources"] if kernel["name"] == name)
     heads, tuning = MODELS[case[0]], choose_tuning(case[1])
     per_thread = heads.value_dim // kernel["grid"][0] * heads.key_dim // kernel["threads"][0]
+    if not case[3]:  # all threads have read the pending u's before any of them writes new ones
+        assert per_thread * tuning.fold_tokens in kernel["barriers"]
     num_pieces = heads.key_dim // tuning.piece
     verified = 1 + 2 * (num_pieces - 1) / num_pieces
     assert kernel["multiply_adds"] == per_thread * (1 if case[3] else tuning.fold_tokens + verified)

@@ -1,7 +1,10 @@
 """What the gated delta rule says of arguments that it does not take."""
 
+import contextlib
+from functools import partial
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from support.kernels_delta_rule import EPS, Serving, Sizes, Streams
@@ -14,6 +17,7 @@ from pallas_kernels.gated_delta_rule import (
     gated_delta_rule,
 )
 from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
+from pallas_kernels.gated_delta_rule.triton.tuning import DeltaRuleTuning
 
 
 @pytest.mark.parametrize(
@@ -92,6 +96,14 @@ def test_kernels_that_do_not_exist_are_named():
         serving.prompt(9)
 
 
+def arguments(sizes):
+    """Of the kernels, for a token of a request."""
+    serving = Serving("reference", Streams.random(sizes, 1, 9), sizes)
+    x = np.zeros((1, 1, sizes.heads.inputs), sizes.dtype)
+    slots, positions = np.zeros(1, np.int32), np.zeros((1, 1), np.int32)
+    return x, serving.weights, serving.cache, np.int32(0), slots, positions, slots
+
+
 @pytest.mark.parametrize(
     "sizes, message",
     [
@@ -101,11 +113,15 @@ def test_kernels_that_do_not_exist_are_named():
     ],
 )
 def test_what_the_kernel_does_not_take_is_named(sizes, message):
-    serving = Serving("reference", Streams.random(sizes, 1, 9), sizes)
-    arguments = (
-        *(np.zeros((1, 1, sizes.heads.inputs), sizes.dtype), serving.weights, serving.cache),
-        *(np.int32(0), np.zeros(1, np.int32), np.zeros((1, 1), np.int32)),
-        np.zeros(1, np.int32),
-    )
     with pytest.raises(UnsupportedError, match=message):
-        gated_delta_rule_triton(*arguments, folds=False, eps=EPS)
+        gated_delta_rule_triton(*arguments(sizes), folds=False, eps=EPS)
+
+
+@pytest.mark.parametrize("folds", [False, True])
+@pytest.mark.parametrize("field", ["num_warps", "chunk_warps", "norm_heads"])
+def test_tiles_that_threads_would_share_are_not_updated_in_place(field, folds):
+    config = DeltaRuleTuning(**{field: 2 if field == "norm_heads" else 32})
+    run = partial(gated_delta_rule_triton, folds=folds, eps=EPS, config=config, interpret=True)
+    is_used = field == "norm_heads" or folds == (field == "chunk_warps")
+    with pytest.raises(AssertionError) if is_used else contextlib.nullcontext():
+        jax.eval_shape(run, *arguments(Sizes()))

@@ -3,31 +3,14 @@
 What Triton's own compiler makes of the text is in `tests/inspect/test_jax_triton.py`.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from support import kernels_paged_attention, triton_stand_in
-from support.kernels_delta_rule import Implementation, Sizes, Streams
-from support.kernels_paged_attention import (
-    Case,
-    attention_by_definition,
-    compiled,
-    options,
-)
+from support import triton_stand_in
 
 from pallas_kernels import dispatch, triton_call, triton_source
-from pallas_kernels.draw_tokens import draw_tokens
-from pallas_kernels.fused_linear import Norm, fused_linear
-from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.latent_attention import latent_attention
-from pallas_kernels.rms_norm import add_rms_norm
-from pallas_kernels.rope_write import HeadWeights, rope_write
-from pallas_kernels.route import Rule, route
-from pallas_kernels.truncation import truncate
 
 pytestmark = pytest.mark.every_jax
 
@@ -43,120 +26,8 @@ def translated(monkeypatch):
     monkeypatch.setattr(dispatch, "compute_capability", lambda: (9, 0))
 
 
-def normal(*shape, dtype="float32", seed=0):
-    return np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype))
-
-
-def norm():
-    run = partial(add_rms_norm, eps=1e-6, is_centred=True)
-    return run, (normal(3, 320), normal(3, 320, seed=1), normal(320))
-
-
-def draw():
-    temperature, seeds = np.array([0.0, 0.5, 1.0], np.float32), np.arange(3, dtype=np.uint32)
-    counters = np.array([5, 9, 70], np.int32), np.array([0, 1, 2], np.int32)
-
-    def run(logits, temperature, seeds, counters, *, kernels):
-        return draw_tokens(logits, temperature, seeds, 2, counters, kernels=kernels)
-
-    return run, (3 * normal(3, 5000), temperature, seeds, counters)
-
-
-def rope():
-    """Two requests of three rows; heads with biases and norms, and a page that is not assigned."""
-    num_heads, num_kv_heads, dim, half = 4, 2, 32, 8
-    width = (num_heads + 2 * num_kv_heads) * dim
-    weights = HeadWeights(normal(width), normal(dim, seed=1), normal(dim, seed=2))
-    angles = normal(2, 3, half), normal(2, 3, half, seed=3)
-    kv = normal(2, 6, 16, 2, num_kv_heads, dim)
-    table = np.array([[4, 2], [1, -1]], np.int32)
-    positions = np.array([[15, 16, -1], [14, 15, 16]], np.int32)
-    given = normal(2, 3, width), weights, angles, kv, np.int32(1), table, positions
-    return partial(rope_write, num_heads=num_heads, eps=1e-5), given
-
-
-def truncation():
-    top_k, top_p = np.array([5, 0, 40, 0], np.int32), np.array([1, 0.6, 0.9, 1], np.float32)
-    min_p = np.array([0, 0, 0.01, 0], np.float32)
-    return truncate, (3 * normal(4, 900), np.full(4, 0.7, np.float32), top_k, top_p, min_p)
-
-
-def grouped():
-    return grouped_matmul, (normal(24, 40), normal(5, 40, 24), np.array([0, 17, 1, 0, 6], np.int32))
-
-
-def latent():
-    table = np.array([[3, 0, 5], [2, 4, 1]], np.int32)
-    positions = np.array([[40, 41], [7, -1]], np.int32)
-    given = normal(2, 2, 5, 80), normal(2, 6, 16, 80), np.int32(1), table, positions
-    return partial(latent_attention, rank=64, scale=0.2), given
-
-
-def gated():
-    def run(x, weight, scale, *, kernels):
-        return fused_linear(x, weight, norm=Norm(scale, 1e-5, True), is_gated=True, kernels=kernels)
-
-    return run, (normal(5, 200), normal(200, 48, seed=1) / 8, normal(200, seed=2))
-
-
-def added():
-    """The product of more tiles, and the residual stream."""
-
-    def run(x, weight, residual, *, kernels):
-        return fused_linear(x, weight, residual=residual, kernels=kernels)
-
-    return run, (normal(3, 100), normal(100, 40, seed=1) / 8, normal(3, 40, seed=2))
-
-
-def routes():
-    """By sigmoids, of more rows than a word has bits."""
-    is_padding = np.arange(40) % 7 == 6
-
-    def run(logits, correction, *, kernels):
-        rule = Rule(is_sigmoid=True, scaling=2.5)
-        made = route(logits, 4, rule, correction, is_padding, kernels=kernels)
-        return made._replace(weights=jnp.where(is_padding[:, None], 0, made.weights))
-
-    return run, (normal(40, 100), normal(100, seed=1) / 8)
-
-
-OPERATIONS = norm, draw, rope, truncation, grouped, gated, added, latent, routes
-
-
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_translations_do_what_the_operations_are(operation, translated):
-    run, given = operation()
-    ours, reference = (
-        jax.tree.leaves(jax.jit(partial(run, kernels=kernels))(*given))
-        for kernels in ("triton", "reference")
-    )
-    for one, other in zip(ours, reference, strict=True):
-        assert one.dtype == other.dtype
-        np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        Case((60, 5, 0), (4, 3, 0), 4, has_sinks=True),  # split, as are so few requests
-        Case((70,), (3,), 4, window=20, soft_cap=2.0, dtype="bfloat16", pool="float8_e4m3fn"),
-    ],
-)
-def test_attention_matches_its_equation(case, translated):
-    inputs = kernels_paged_attention.arguments(case)
-    out = compiled("triton")(*inputs, **options(case))
-    wanted = attention_by_definition(*inputs, **options(case))
-    tolerance = 2e-5 if case.dtype == "float32" else 2e-2
-    np.testing.assert_allclose(out.astype(F32), wanted, rtol=tolerance, atol=tolerance)
-
-
-def test_the_delta_rule_matches_its_equation(translated):
-    streams = Streams.random(Sizes(), 2, 12)
-    serving = Implementation("triton").serve(streams, batch=3)
-    serving.prompt(3, 5, width=8)
-    serving.step((4, 3), (2, 3))
-    serving.step((4, 2), (4, 1))
-    serving.check()
+def normal(*shape):
+    return np.random.default_rng(0).normal(size=shape).astype(np.float32)
 
 
 def launched(kernel, *operands, grid, shape=(), dtype=F32):

@@ -19,6 +19,7 @@ from support.simulated_device import SimulatedPrograms
 
 from specjax import LLM
 from specjax.config import EngineConfig
+from specjax.engine import precompile
 from specjax.engine.engine import Engine
 from specjax.host.speculation.policy import Policy
 
@@ -58,6 +59,16 @@ def make_llm(
         if model is not None:
             config["model"] = str(model)
     return LLM(folder, speculative_config=config, **{**SIZES, **options})
+
+
+def make_gpu_shapes() -> None:
+    """From now on engines compile the steps that they have on a GPU, with its number of rows."""
+    model_of_step = precompile.step_model
+
+    def on_gpu(*arguments: Any) -> precompile.StepModel:
+        return model_of_step(*arguments[:-1], "gpu")
+
+    precompile.step_model = on_gpu
 
 
 def hold_pages(llm: LLM, num_left: int) -> list[int]:

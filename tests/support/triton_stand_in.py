@@ -3,6 +3,7 @@
 monkeypatch.setattr(triton_call, "launch", triton_stand_in.launch)
 """
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -60,19 +61,6 @@ def arange(start: int, stop: int) -> Tensor:
     return tensor(np.arange(start, stop, dtype=np.int32))
 
 
-def load(pointer: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
-    mask = np.broadcast_to(mask, pointer.offset.shape)
-    loaded = np.full(pointer.offset.shape, other, pointer.array.dtype)
-    loaded[mask] = pointer.array[pointer.places(mask)]
-    return tensor(loaded)
-
-
-def store(pointer: Pointer, value: Any, mask: Any = True) -> None:
-    mask = np.broadcast_to(mask, pointer.offset.shape)
-    assert value.dtype == pointer.array.dtype
-    pointer.array[pointer.places(mask)] = np.broadcast_to(value, mask.shape)[mask]
-
-
 def fma(a: Any, b: Any, c: Any) -> Tensor:
     a, b, c = (x.astype(np.float64) for x in (a, b, c))
     return (a * b + c).astype(np.float32)
@@ -101,19 +89,16 @@ tl = SimpleNamespace(
     arange=arange,
     broadcast_to=broadcast_to,
     cumsum=reduction(np.cumsum),
-    debug_barrier=lambda: None,
     dot=dot,
     expand_dims=elementwise(lambda x, axes: np.expand_dims(x, tuple(axes))),
     fma=fma,
     inline_asm_elementwise=inline_asm_elementwise,
     full=lambda shape, value, dtype: tensor(np.full(shape, value, dtype)),
-    load=load,
     max=reduction(np.fmax.reduce),
     maximum=elementwise(np.fmax),
     min=reduction(np.fmin.reduce),
     minimum=elementwise(np.fmin),
     program_id=lambda axis: tensor(PROGRAM[axis], np.int32),
-    store=store,
     sum=reduction(np.sum),
     trans=elementwise(np.transpose),
     where=elementwise(np.where),
@@ -137,6 +122,45 @@ def counted(start: Any, stop: Any) -> Any:
     return (tensor(i, np.int32) for i in range(int(start), int(stop)))
 
 
+class Machine:
+    """The memory that programs share, and the order in which they run; a subclass watches both."""
+
+    def begin(
+        self, name: str, num_threads: int, updated: list[np.ndarray], new: list[np.ndarray]
+    ) -> None:
+        """A kernel is launched, whose outputs are operands that it updates, and new arrays."""
+
+    def order(self, places: list[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+        """Return the programs' places in a grid in the order in which they run."""
+        return places
+
+    def begin_program(self) -> None:
+        """The next program begins."""
+
+    def poison(self, dtype: np.dtype) -> Any:
+        """Return what memory holds before it is written."""
+        return 77
+
+    def load(self, pointer: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
+        mask = np.broadcast_to(mask, pointer.offset.shape)
+        loaded = np.full(pointer.offset.shape, other, pointer.array.dtype)
+        loaded[mask] = pointer.array[pointer.places(mask)]
+        return tensor(loaded)
+
+    def store(self, pointer: Pointer, value: Any, mask: Any = True) -> None:
+        mask = np.broadcast_to(mask, pointer.offset.shape)
+        assert value.dtype == pointer.array.dtype
+        pointer.array[pointer.places(mask)] = np.broadcast_to(value, mask.shape)[mask]
+
+    def barrier(self) -> None:
+        """All threads of the program have come so far."""
+
+
+@functools.cache
+def parsed(source: str) -> Any:
+    return compile(source.removeprefix(HEADER), "<kernel>", "exec")
+
+
 def launch(
     source: str,
     name: str,
@@ -145,22 +169,29 @@ def launch(
     grid: tuple[int, ...],
     aliases: Mapping[int, int],
     options: Mapping[str, int],
+    *,
+    machine: Machine | None = None,
 ) -> tuple[Any, ...]:
-    """See `triton_call.launch`; what no program writes is 77 or True."""
-    module: dict[str, Any] = {"tl": tl, "libdevice": libdevice, "range": counted}
-    exec(source.removeprefix(HEADER), module)
+    """See `triton_call.launch`."""
+    machine = machine or Machine()
+    memory = {"load": machine.load, "store": machine.store, "debug_barrier": machine.barrier}
+    namespace = SimpleNamespace(**vars(tl), **memory)
+    module: dict[str, Any] = {"tl": namespace, "libdevice": libdevice, "range": counted}
+    exec(parsed(source), module)
 
     def run(*operands: Any) -> tuple[np.ndarray, ...]:
         given = [np.array(x) for x in operands]
-        outs = [np.full(shape.shape, 77, shape.dtype) for shape in out_shapes]
+        outs = [np.full(x.shape, machine.poison(x.dtype), x.dtype) for x in out_shapes]
         for operand, out in aliases.items():
             outs[out] = given[operand]
-        new = [out for i, out in enumerate(outs) if i not in aliases.values()]
-        pointers = [Pointer(x.reshape(-1), 0) for x in (*given, *new)]
+        inputs = [x.reshape(-1) for x in given]
+        new = [out.reshape(-1) for i, out in enumerate(outs) if i not in aliases.values()]
+        machine.begin(name, 32 * options["num_warps"], [inputs[i] for i in aliases], new)
         with np.errstate(all="ignore"):
-            for place in itertools.product(*map(range, grid)):
+            for place in machine.order(list(itertools.product(*map(range, grid)))):
                 PROGRAM[: len(grid)] = place
-                module[name](*pointers)
+                machine.begin_program()
+                module[name](*(Pointer(x, 0) for x in (*inputs, *new)))
         return tuple(outs)
 
     return tuple(jax.pure_callback(run, tuple(out_shapes), *operands))

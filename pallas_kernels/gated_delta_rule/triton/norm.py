@@ -7,18 +7,22 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from pallas_kernels.gated_delta_rule.triton.arithmetic import silu
+from pallas_kernels.gated_delta_rule.triton.tuning import has_one_owner
 from pallas_kernels.triton_call import load, store, triton_call
+
+NUM_WARPS = 4
 
 
 def run_norm(out, x, norm, heads, *, eps, config, interpret):
     """Normalise outputs [B, T, H_v, D_v] and gate them by the z in x."""
+    assert has_one_owner(config.norm_heads * heads.value_dim, NUM_WARPS), config
     (out,) = triton_call(
         partial(_norm_kernel, channels=heads.channels, tile=config.norm_heads, eps=eps),
         [out, x, norm],
         [jax.ShapeDtypeStruct(out.shape, out.dtype)],
         name="gated_delta_rule_norm",
         grid=(pl.cdiv(heads.num_values, config.norm_heads), *x.shape[:2]),
-        num_warps=4,
+        num_warps=NUM_WARPS,
         aliases={0: 0},
         interpret=interpret,
     )

@@ -18,6 +18,7 @@ from pallas_kernels.gated_delta_rule.triton.arithmetic import dot_f32, dot_f32_t
 from pallas_kernels.gated_delta_rule.triton.batch_row import BatchRow
 from pallas_kernels.gated_delta_rule.triton.prepare import Chunks, prepare_chunks
 from pallas_kernels.gated_delta_rule.triton.rings import Rings
+from pallas_kernels.gated_delta_rule.triton.tuning import has_one_owner
 from pallas_kernels.gated_delta_rule.types import DeltaRuleCache
 from pallas_kernels.triton_call import load, store, triton_call
 
@@ -32,7 +33,8 @@ def run_prompt(x, weights, cache, where, config, interpret):
     ring, chunks = prepare_chunks(
         x, weights, cache, where[:3], chunk=chunk, config=config, interpret=interpret
     )
-    tile = min(config.chunk_values, heads.value_dim)
+    tile, piece = min(config.chunk_values, heads.value_dim), min(config.chunk_piece, heads.key_dim)
+    assert has_one_owner(tile * piece, config.chunk_warps), config
     state_shape, ring_shape, *kept_shapes = (jax.ShapeDtypeStruct(z.shape, z.dtype) for z in cache)
     out_shape = batch, length, heads.num_values, heads.value_dim
     state, *kept, out = triton_call(
@@ -40,7 +42,7 @@ def run_prompt(x, weights, cache, where, config, interpret):
             _chunk_kernel,
             chunk=chunk,
             tile=tile,
-            piece=min(config.chunk_piece, heads.key_dim),
+            piece=piece,
             interpret=interpret,
         ),
         [cache.state, *cache[2:], *where, *chunks],

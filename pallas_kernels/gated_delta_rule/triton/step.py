@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from pallas_kernels.gated_delta_rule.triton.batch_row import BatchRow
 from pallas_kernels.gated_delta_rule.triton.inputs import prepare_inputs
 from pallas_kernels.gated_delta_rule.triton.rings import Rings, correct, over_keys
+from pallas_kernels.gated_delta_rule.triton.tuning import has_one_owner
 from pallas_kernels.triton_call import barrier, load, triton_call
 
 
@@ -26,13 +27,14 @@ def run_step(x, weights, cache, where, config, interpret):
     """
     heads, (batch, length, _) = cache.heads, x.shape
     inputs, cache = prepare_inputs(x, weights, cache, where[:3], config=config, interpret=interpret)
-    tile = min(config.values, heads.value_dim)
+    tile, piece = min(config.values, heads.value_dim), min(config.piece, heads.key_dim)
+    assert has_one_owner(tile * piece, config.num_warps), config
     owned = cache.state, cache.u
     out = jax.ShapeDtypeStruct((batch, length, heads.num_values, heads.value_dim), x.dtype)
     state, u, out = triton_call(
         partial(
             _step_kernel,
-            piece=min(config.piece, heads.key_dim),
+            piece=piece,
             tile=tile,
             fold_tokens=min(config.fold_tokens, cache.max_pending),
             interpret=interpret,

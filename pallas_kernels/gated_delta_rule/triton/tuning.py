@@ -33,3 +33,10 @@ def choose_tuning(batch: int) -> DeltaRuleTuning:
     if batch < 8:
         return DeltaRuleTuning(values=16, fold_tokens=4, inputs_tokens=1, inputs_warps=4)
     return DeltaRuleTuning()
+
+
+def has_one_owner(num_elements: int, num_warps: int) -> bool:
+    """Return whether each element of a tile is in one thread, so that a kernel may update the tile
+    in place: of fewer elements several threads have copies, and one of them might still read what
+    another has written."""
+    return num_elements >= 32 * num_warps

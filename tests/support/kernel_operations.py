@@ -1,0 +1,172 @@
+"""Every operation that has Triton kernels, on inputs that take all of them, with several programs.
+
+`OPERATIONS["folder/variant"](kernels)` returns a function without arguments, compiled once, which
+runs it. Its result is the same for all kernels, up to rounding. Tiles have edges: sizes are uneven.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from support import kernels_paged_attention
+from support.kernels_delta_rule import LAYER, Implementation, Sizes, Streams
+from support.kernels_paged_attention import Case
+
+from pallas_kernels.draw_tokens import draw_tokens
+from pallas_kernels.fused_linear import Norm, fused_linear
+from pallas_kernels.gated_delta_rule import Heads
+from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rms_norm import add_rms_norm
+from pallas_kernels.rope_write import HeadWeights, rope_write
+from pallas_kernels.route import Rule, route
+from pallas_kernels.truncation import truncate
+
+Operation = Callable[[str], Callable[[], Any]]
+
+
+def normal(*shape: int, dtype: str = "float32", seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).normal(size=shape).astype(jnp.dtype(dtype))
+
+
+def of(function: Callable[..., Any], *given: Any) -> Operation:
+    return lambda kernels: partial(jax.jit(partial(function, kernels=kernels)), *given)
+
+
+def norm() -> Operation:
+    run = partial(add_rms_norm, eps=1e-6, is_centred=True)
+    return of(run, normal(3, 320), normal(3, 320, seed=1), normal(320))
+
+
+def draw(*, has_ids: bool) -> Operation:
+    """Of two tiles and a part of the third."""
+    token_ids = np.random.default_rng(0).permutation(9000)[:8500].astype(np.int32)
+    temperature, seeds = np.array([0.0, 0.5, 1.0], np.float32), np.arange(3, dtype=np.uint32)
+    counters = np.array([5, 9, 70], np.int32), np.array([0, 1, 2], np.int32)
+
+    def run(logits, temperature, seeds, counters, *, kernels):
+        given = logits, temperature, seeds, 2, counters
+        names = {"token_ids": jnp.array(token_ids), "vocab_size": 9000} if has_ids else {}
+        return draw_tokens(*given, **names, kernels=kernels)
+
+    return of(run, 3 * normal(3, 8500), temperature, seeds, counters)
+
+
+def rope() -> Operation:
+    """Two requests of three rows; heads with biases and norms, and a page that is not assigned."""
+    num_heads, num_kv_heads, dim, half = 4, 2, 32, 8
+    width = (num_heads + 2 * num_kv_heads) * dim
+    weights = HeadWeights(normal(width), normal(dim, seed=1), normal(dim, seed=2))
+    angles = normal(2, 3, half), normal(2, 3, half, seed=3)
+    kv = normal(2, 6, 16, 2, num_kv_heads, dim)
+    table = np.array([[4, 2], [1, -1]], np.int32)
+    positions = np.array([[15, 16, -1], [14, 15, 16]], np.int32)
+    given = normal(2, 3, width), weights, angles, kv, np.int32(1), table, positions
+    return of(partial(rope_write, num_heads=num_heads, eps=1e-5), *given)
+
+
+def truncation() -> Operation:
+    """Of eight tiles. The last row is so flat that its candidates do not fit."""
+    top_k = np.array([5, 0, 40, 0, 0], np.int32)
+    top_p = np.array([1, 0.6, 0.9, 1, 0.99], np.float32)
+    min_p = np.array([0, 0, 0.01, 0, 0], np.float32)
+    scale = np.array([3, 3, 3, 3, 0.1], np.float32)
+    logits = scale[:, None] * normal(5, 60_000)
+    return of(truncate, logits, np.full(5, 0.7, np.float32), top_k, top_p, min_p)
+
+
+def grouped() -> Operation:
+    sizes = np.array([0, 17, 1, 0, 6], np.int32)
+    return of(grouped_matmul, normal(24, 40), normal(5, 40, 24), sizes)
+
+
+def latent() -> Operation:
+    table = np.array([[3, 0, 5], [2, 4, 1]], np.int32)
+    positions = np.array([[40, 41], [7, -1]], np.int32)
+    given = normal(2, 2, 5, 80), normal(2, 6, 16, 80), np.int32(1), table, positions
+    return of(partial(latent_attention, rank=64, scale=0.2), *given)
+
+
+def gated() -> Operation:
+    def run(x, weight, scale, *, kernels):
+        return fused_linear(x, weight, norm=Norm(scale, 1e-5, True), is_gated=True, kernels=kernels)
+
+    return of(run, normal(5, 200), normal(200, 200, seed=1) / 8, normal(200, seed=2))
+
+
+def added() -> Operation:
+    """A product and the residual stream."""
+
+    def run(x, weight, residual, *, kernels):
+        return fused_linear(x, weight, residual=residual, kernels=kernels)
+
+    return of(run, normal(3, 100), normal(100, 104, seed=1) / 8, normal(3, 104, seed=2))
+
+
+def routes() -> Operation:
+    """By sigmoids, of more rows than a word has bits."""
+    is_padding = np.arange(40) % 7 == 6
+
+    def run(logits, correction, *, kernels):
+        rule = Rule(is_sigmoid=True, scaling=2.5)
+        made = route(logits, 4, rule, correction, is_padding, kernels=kernels)
+        return made._replace(weights=jnp.where(is_padding[:, None], 0, made.weights))
+
+    return of(run, normal(40, 100), normal(100, seed=1) / 8)
+
+
+def attention(case: Case) -> Operation:
+    run = partial(paged_attention, window=case.window, soft_cap=case.soft_cap)
+    found = kernels_paged_attention.options(case)
+    others = {name: found[name] for name in ("sinks", "kv_scale") if name in found}
+
+    def with_others(*given, kernels):
+        return run(*given, **others, kernels=kernels)
+
+    return of(with_others, *kernels_paged_attention.arguments(case))
+
+
+def delta_rule(heads: Heads, batch: int) -> Operation:
+    """Prompts, and rounds with rejected drafts until rings come round; outputs and caches."""
+    streams = Streams.random(sizes := Sizes(heads), 3, 32)
+
+    def run(kernels: str) -> Any:
+        serving = Implementation(kernels).serve(streams, sizes, batch=batch)
+        serving.prompt(3, 5, 2, width=8)
+        for counts, stands in (
+            ((4, 3, 1), (2, 3, 1)),
+            ((4, 2, 4), (4, 1, 4)),
+            ((4, 4, 4), (1, 4, 1)),
+        ):
+            serving.step(counts, stands)
+        serving.prompt(7, 1, 0, width=8)
+        serving.check()
+        return serving.out, [np.asarray(x)[LAYER] for x in serving.cache]
+
+    return lambda kernels: partial(run, kernels)
+
+
+OPERATIONS: dict[str, Operation] = {
+    "rms_norm": norm(),
+    "draw_tokens": draw(has_ids=False),
+    "draw_tokens/ids": draw(has_ids=True),
+    "rope_write": rope(),
+    "truncation": truncation(),
+    "grouped_matmul": grouped(),
+    "fused_linear/gated": gated(),
+    "fused_linear/added": added(),
+    "latent_attention": latent(),
+    "route": routes(),
+    # Few requests are split.
+    "paged_attention/split": attention(Case((150, 5, 0), (4, 3, 0), 4, has_sinks=True)),
+    "paged_attention/window": attention(
+        Case((70,), (3,), 4, window=20, soft_cap=2.0, dtype="bfloat16", pool="float8_e4m3fn")
+    ),
+    # Tiles for few requests, and for many.
+    "gated_delta_rule/few": delta_rule(Heads(2, 4, 16, 32), 5),
+    "gated_delta_rule/many": delta_rule(Heads(1, 2, 32, 64), 9),
+}

@@ -1,0 +1,139 @@
+"""Checks of what a GPU leaves open: the order of a kernel's programs, and of a program's threads.
+
+Kernels run in the numpy stand-in of Triton, which knows whole programs only. So an element that two
+programs touch, and one of them writes, is a fault, even if this order gave the right result. Within
+a program only a barrier orders its threads, and a fault is an element that is written after it was
+read, read after it was written, or written twice, without a barrier between.
+
+One case is in order without a barrier: a tile is read, and then exactly this tile is written, as
+kernels do that update an array in place. The new elements are computed from the old ones, and each
+thread has its own. That needs an element for each thread: of smaller tiles several threads have
+copies, and a slow one might still read. The checker does not know whether the new elements do come
+from the old ones.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from support.triton_stand_in import Machine, Pointer, Tensor
+
+# What a number, an integer and a boolean are in memory that is not written. A maximum ignores NaN.
+POISON: dict[str, tuple[float, int, bool]] = {
+    "forward": (77.0, 77, True),
+    "reverse": (np.nan, -(2**31), False),
+    "random": (-1e4, 1, True),
+}
+ORDERS = tuple(POISON)
+
+
+class _Touched:
+    """When each element of an array was touched. Time advances with every program and barrier."""
+
+    def __init__(self, size: int, is_new: bool):
+        self.is_new = is_new
+        self.first_read, self.last_read, self.last_write, self.tile = np.zeros((4, size), np.int32)
+
+
+class RaceChecker(Machine):
+    """Runs programs in one of ORDERS, each with other contents of unwritten memory.
+
+    Attributes:
+        faults: their number by kernel and sentence.
+        launched: the most programs of each kernel.
+    """
+
+    def __init__(self) -> None:
+        self.current_order = ORDERS[0]
+        self.faults: Counter[tuple[str, str]] = Counter()
+        self.launched: Counter[str] = Counter()
+        self._rng = np.random.default_rng(0)
+
+    def begin(
+        self, name: str, num_threads: int, updated: list[np.ndarray], new: list[np.ndarray]
+    ) -> None:
+        self._name, self._num_threads = name, num_threads
+        self._arrays = {id(x): _Touched(x.size, False) for x in updated}
+        self._arrays |= {id(x): _Touched(x.size, True) for x in new}
+        self._tiles: dict[Any, int] = {}
+        self._now = self._start = 0
+
+    def order(self, places: list[tuple[int, ...]]) -> Sequence[tuple[int, ...]]:
+        self.launched[self._name] = max(self.launched[self._name], len(places))
+        if self.current_order == "random":
+            return [places[i] for i in self._rng.permutation(len(places))]
+        return places if self.current_order == "forward" else places[::-1]
+
+    def poison(self, dtype: np.dtype) -> Any:
+        number, integer, truth = POISON[self.current_order]
+        return {"b": truth, "i": integer, "u": integer % 2**32}.get(dtype.kind, number)
+
+    def begin_program(self) -> None:
+        self._now += 1
+        self._start = self._now
+
+    def barrier(self) -> None:
+        self._now += 1
+
+    def load(self, pointer: Pointer, mask: Any = True, other: Any = 0) -> Tensor:
+        mask = self._inside(pointer, mask)
+        if (touched := self._arrays.get(id(pointer.array))) is not None:
+            at, now = pointer.places(mask), self._now
+            written = touched.last_write[at]
+            self._count((0 < written) & (written < self._start), "reads what another one writes")
+            self._count(written == now, "reads what it wrote, with no barrier between")
+            if touched.is_new:
+                self._count(written == 0, "reads what it never wrote")
+            tile, is_again = self._tile(pointer, mask, at), touched.last_read[at] == now
+            touched.tile[at] = np.where(is_again & (touched.tile[at] != tile), 0, tile)
+            touched.last_read[at] = now
+            touched.first_read[at] = np.where(
+                touched.first_read[at] > 0, touched.first_read[at], now
+            )
+        return super().load(pointer, mask, other)
+
+    def store(self, pointer: Pointer, value: Any, mask: Any = True) -> None:
+        mask = self._inside(pointer, mask)
+        touched = self._arrays.get(id(pointer.array))
+        at = pointer.places(mask)
+        if touched is None:
+            self._count(np.ones(at.shape), "writes an operand that is no output")
+            return
+        read, written, now = touched.first_read[at], touched.last_write[at], self._now
+        self._count((0 < written) & (written < self._start), "writes what another one writes")
+        self._count((0 < read) & (read < self._start), "writes what another one reads")
+        tile = self._tile(pointer, mask, at)
+        is_own = (touched.tile[at] == tile) & (tile > 0)
+        is_fresh = touched.last_read[at] == now
+        self._count(is_fresh & ~is_own, "writes what it read, with no barrier between")
+        self._count(written == now, "writes twice, with no barrier between")
+        self._check_lanes(at, np.broadcast_to(value, mask.shape)[mask])
+        touched.last_write[at] = now
+        super().store(pointer, value, mask)
+
+    def _inside(self, pointer: Pointer, mask: Any) -> np.ndarray:
+        """The mask without the lanes that point out of the array."""
+        offset = np.asarray(pointer.offset)
+        mask = np.broadcast_to(mask, offset.shape)
+        is_inside = (offset >= 0) & (offset < pointer.array.size)
+        self._count(mask & ~is_inside, "is out of bounds")
+        return mask & is_inside
+
+    def _tile(self, pointer: Pointer, mask: np.ndarray, at: np.ndarray) -> int:
+        """A number for these places in this order; 0 if threads may share an element."""
+        if pointer.offset.size < self._num_threads or len(np.unique(at)) < at.size:
+            return 0
+        key = id(pointer.array), pointer.offset.shape, pointer.offset.tobytes(), mask.tobytes()
+        return self._tiles.setdefault(key, len(self._tiles) + 1)
+
+    def _check_lanes(self, at: np.ndarray, values: np.ndarray) -> None:
+        """Lanes that write the same element write the same bits."""
+        order = np.argsort(at, kind="stable")
+        at, bits = at[order], np.ascontiguousarray(values[order]).view(f"u{values.itemsize}")
+        is_other = (at[1:] == at[:-1]) & (bits[1:] != bits[:-1])
+        self._count(is_other, "writes different values to an element at once")
+
+    def _count(self, is_fault: np.ndarray, sentence: str) -> None:
+        if number := int(np.count_nonzero(is_fault)):
+            self.faults[self._name, sentence] += number
