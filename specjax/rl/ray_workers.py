@@ -16,9 +16,10 @@ from specjax.checks import check_positive
 from specjax.config import SpeculativeConfig
 from specjax.engine.metrics import Metrics
 from specjax.rl.freshness import VersionAcceptance
+from specjax.rl.named import Weights, read_named
 from specjax.rl.ray_pool import WorkerPool, send_work
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
-from specjax.rl.weights import Weights, WeightUpdate, read_named
+from specjax.rl.weights import WeightUpdate
 from specjax.sampling_params import SamplingParams
 from specjax.text.prompts import Prompt, as_prompt_list, one_each
 from specjax.text.seeds import derived_seed

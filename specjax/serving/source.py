@@ -9,6 +9,7 @@ import numpy as np
 
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.finite import check_params
+from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
 from specjax.config import METHODS, OWN_SHAPE, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter
@@ -70,6 +71,7 @@ def open_model(
             f"model={reprlib.repr(model)} must be a checkpoint (a folder, hub id or demo), or "
             "a Model value, which needs params"
         )
+    params = as_arrays(params, "params")
     check_params(params)
     return ModelSource(model, params_dtype(params), params=params)
 

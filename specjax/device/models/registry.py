@@ -12,6 +12,7 @@ from specjax.checkpoint.block_scaled import with_scales
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles, open_checkpoint
+from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.save import copy_tokenizer, plain_config, save_checkpoint
 from specjax.device.loading import load_params
@@ -82,7 +83,7 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
             config and tokenizer are copied.
 
     Raises:
-        ValueError: `params` are not the model's.
+        ValueError: `params` are not the model's, or have an array that cannot be read.
         CheckpointError: `source` cannot be read, or is of another model.
         OSError: no space or no permission; names the folder.
     """
@@ -92,6 +93,7 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
         raise CheckpointError(
             f"{origin} is the checkpoint of another model than the one to save; name its own"
         )
+    params = as_arrays(params, "params")
     dtype = np.dtype(params.embedding.dtype)
     save_checkpoint(folder, model.specs(), params, config | {"dtype": dtype.name}, dtype=dtype)
     copy_tokenizer(origin, folder)
