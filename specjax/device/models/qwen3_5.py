@@ -188,7 +188,7 @@ def from_hf(hf: HFConfig) -> Qwen35:
         conv_width=hf.integer("linear_conv_kernel_dim", 4),
         rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
         rope=hf.rope(head_dim, partial_factor=0.25),
-        max_position=hf.integer("max_position_embeddings", 32768),
+        max_position=hf.max_position(32768),
         # With a nested `text_config`, transformers uses the outer flag.
         tie_word_embeddings=outer.flag("tie_word_embeddings", hf.flag("tie_word_embeddings")),
         experts=experts,
