@@ -5,7 +5,7 @@ the same paths, or under Hugging Face names. Its arrays are read and never kept,
 donate them afterwards.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -22,7 +22,8 @@ from specjax.config import METHODS
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.loading import lay_out
 from specjax.device.models.model import Model
-from specjax.device.models.registry import is_unused
+from specjax.device.models.registry import is_tied, is_unused, named_specs
+from specjax.device.models.tensor_names import EMBEDDING, HEAD, TensorNames, is_within
 
 Weights: TypeAlias = Any  # in any of the forms above
 # Names of a draft vocabulary in checkpoints, and whether its ids count from their places.
@@ -61,8 +62,17 @@ class WeightUpdate(NamedTuple):
 
 
 def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[ArraySource]:
-    """Run `stage` for the parameters `current` of a target."""
-    return stage(given, current, target.specs, "weights", partial(is_unused, target))
+    """Run `stage` for the parameters `current` of a target.
+
+    Raises:
+        ValueError: they do not fit, or have two values for a tied embedding.
+    """
+    sources = stage(
+        given, current, partial(named_specs, target), "weights", partial(is_unused, target)
+    )
+    if is_tied(target):
+        _check_tied(given)
+    return sources
 
 
 def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[ArraySource]:
@@ -79,7 +89,10 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
         )
     name = "drafter's weights"
     given = read_named(weights, current, name)
-    if "fc.weight" not in given and "model.fc.weight" in given:  # prefix of re-exports
+    if own.prefix_in_target is not None:
+        names = TensorNames.of(given)
+        given = {names.canonical(tensor): array for tensor, array in given.items()}
+    elif "fc.weight" not in given and "model.fc.weight" in given:  # prefix of re-exports
         given = {tensor.removeprefix("model."): array for tensor, array in given.items()}
     sources = stage(given, current, own.specs, name, own.is_unused)
     _check_vocabulary(given, own.target_ids(current))
@@ -89,13 +102,13 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
     """Whether a target's weights include the MTP module, and the drafter is that module."""
     prefix = None if drafter.weights is None else drafter.weights.prefix_in_target
-    return prefix is not None and any(tensor.startswith(prefix) for tensor in given)
+    return prefix is not None and any(is_within(tensor, (prefix,)) for tensor in given)
 
 
 def stage(
     given: Mapping[str, Any],
     current: Any,
-    specs_of: Callable[[Collection[str]], Any],
+    specs_of: Callable[[Mapping[str, tuple[int, ...]]], Any],
     name: str,
     is_unused: Callable[[str], bool],
 ) -> list[ArraySource]:
@@ -103,7 +116,7 @@ def stage(
 
     Args:
         given: arrays by path in the tree or by Hugging Face name, see `read_named`.
-        specs_of: returns the tree of `TensorSpec` of `current` for the given names.
+        specs_of: returns the tree of `TensorSpec` of `current` for the given names and shapes.
         name: name of the weights in error messages.
         is_unused: whether an array of this name is allowed although it is not used.
 
@@ -115,7 +128,7 @@ def stage(
     floats = {path: leaf for path, leaf in places.items() if _is_float(leaf.dtype)}
     specs: dict[str, Any] = {}
     if not any(tensor in places for tensor in given):
-        specs = paths(specs_of(given.keys()))
+        specs = paths(specs_of({tensor: tuple(x.shape) for tensor, x in given.items()}))
     needed: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
     for path, leaf in floats.items():
         if path in specs:
@@ -177,6 +190,22 @@ def _check(
         raise ValueError(
             f"the {name} do not fit the engine's, and nothing was changed:\n{lists}\n"
             "bring every array once, in its shape; floats of 16 bits or more are cast"
+        )
+
+
+def _check_tied(given: Mapping[str, Any]) -> None:
+    names = TensorNames.of(given)
+    embedding, head = names.stored(EMBEDDING), names.stored(HEAD)
+    if not {embedding, head} <= given.keys():
+        return
+    one, other = given[embedding], given[head]
+    on_device = isinstance(one, jax.Array) and isinstance(other, jax.Array)
+    equal = jnp.array_equal if on_device and one.sharding == other.sharding else np.array_equal
+    if one is not other and not equal(one, other):
+        raise ValueError(
+            f"the weights have {head} that differs from {embedding}, and the engine has one array "
+            "for both, since its checkpoint ties them; train them tied, or build the engine from "
+            "a checkpoint with tie_word_embeddings=false"
         )
 
 
