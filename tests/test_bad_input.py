@@ -491,5 +491,5 @@ def test_bad_settings_of_logprobs(text_folder, settings, words, monkeypatch):
     def refuse(*_):
         raise AssertionError("weights were read before the error")
 
-    monkeypatch.setattr("specjax.serving.assembly.load_model", refuse)
+    monkeypatch.setattr("specjax.serving.assembly.load_weights", refuse)
     refusal(lambda: LLM(text_folder, max_model_len=MAX_LEN, verbose=False, **settings), *words)

@@ -30,7 +30,7 @@ def no_work(monkeypatch, compilations):
     def refuse(*_):
         raise AssertionError("work was done before the error")
 
-    monkeypatch.setattr("specjax.serving.assembly.load_model", refuse)
+    monkeypatch.setattr("specjax.serving.assembly.load_weights", refuse)
     with compilations.none_expected():
         yield
 

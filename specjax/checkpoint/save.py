@@ -17,7 +17,6 @@ from specjax.checkpoint.spec import TensorSpec
 from specjax.checkpoint.writing import naming
 
 FILE = "model.safetensors"  # the usual name of a checkpoint's weights
-_QUANTISATION = "quantization_config", "compression_config"
 
 
 def save_checkpoint(
@@ -59,22 +58,6 @@ def save_checkpoint(
             json_file.write_text(text)
             for path in (weights, json_file):
                 os.replace(path, folder / path.name)
-
-
-def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a checkpoint's text part, with weights that are not quantised.
-
-    It goes with tensors by the names of a model's specs for no checkpoint's names.
-    """
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        text = config
-    plain = {name: value for name, value in text.items() if name not in _QUANTISATION}
-    if text is not config:  # what the outer config says of both parts
-        plain.pop("architectures", None)
-        own = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-        plain |= {name: config[name] for name in own if name in config}
-    return plain
 
 
 def copy_tokenizer(source: Path, folder: Path) -> None:

@@ -184,7 +184,10 @@ def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]
     )
 
 
-def fused_experts(name: str, num_experts: int, num_in: int, num_out: int) -> Any:
-    """Like `experts`, from one tensor [experts, out, in]."""
-    shapes = ((num_experts, num_out, num_in),)
-    return TensorSpec((name,), shapes, transpose=True, axes=("experts", None, None))
+def fused_experts(
+    name: str, num_experts: int, num_in: int, num_out: int, is_swapped: bool = False
+) -> Any:
+    """Like `experts`, from one tensor [experts, out, in], or [experts, in, out] if swapped."""
+    sides = (num_in, num_out) if is_swapped else (num_out, num_in)
+    axes = ("experts", None, None)
+    return TensorSpec((name,), ((num_experts, *sides),), transpose=not is_swapped, axes=axes)

@@ -5,7 +5,7 @@ forms in which it may pass them.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
@@ -22,13 +22,13 @@ from specjax.config import METHODS
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.loading import lay_out
 from specjax.device.models.model import Model
-from specjax.device.models.registry import is_unused
+from specjax.device.models.registry import is_tied, is_unused, named_specs
+from specjax.device.models.tensor_names import EMBEDDING, HEAD, TensorNames, is_within
 from specjax.engine.log import get_log
 from specjax.rl.named import Weights, is_deleted, read_named
 
 # Names of a draft vocabulary in checkpoints, and whether its ids count from their places.
 VOCABULARIES = {"d2t": True, "token_map": False}
-HEAD = "lm_head.weight"
 MAX_LISTED = 20  # names of one kind in an error
 # In names of torch and flax.
 _ADAPTER = re.compile(r"lora_[abAB]|base_layer|^base_model\.")
@@ -70,18 +70,13 @@ def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[
     """Run `stage` for the parameters `current` of a target.
 
     Raises:
-        ValueError: they do not fit, or bring a head that differs from the embedding although the
-            engine ties the two.
+        ValueError: they do not fit, or have two values for a tied embedding.
     """
-    sources = stage(given, current, target.specs, "weights", partial(is_unused, target))
-    if HEAD in given and current.lm_head is None:
-        (embedding,) = target.specs(given.keys()).embedding.names
-        if not _are_equal(given[HEAD], given[embedding]):
-            raise ValueError(
-                f"the weights have another {HEAD} than {embedding}, to which the engine's config "
-                "ties it, and nothing was changed; tie the two in the trainer, or build an engine "
-                "of a checkpoint with tie_word_embeddings=false"
-            )
+    sources = stage(
+        given, current, partial(named_specs, target), "weights", partial(is_unused, target)
+    )
+    if is_tied(target):
+        _check_tied(given)
     return sources
 
 
@@ -99,7 +94,10 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
         )
     name = "drafter's weights"
     given = read_named(weights, current, name)
-    if "fc.weight" not in given and "model.fc.weight" in given:  # prefix of re-exports
+    if own.prefix_in_target is not None:
+        names = TensorNames.of(given)
+        given = {names.canonical(tensor): array for tensor, array in given.items()}
+    elif "fc.weight" not in given and "model.fc.weight" in given:  # prefix of re-exports
         given = {tensor.removeprefix("model."): array for tensor, array in given.items()}
     sources = stage(given, current, own.specs, name, own.is_unused)
     _check_vocabulary(given, own.target_ids(current))
@@ -109,7 +107,7 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
     """Whether a target's weights include the MTP module, and the drafter is that module."""
     prefix = None if drafter.weights is None else drafter.weights.prefix_in_target
-    return prefix is not None and any(tensor.startswith(prefix) for tensor in given)
+    return prefix is not None and any(is_within(tensor, (prefix,)) for tensor in given)
 
 
 class _Needed(NamedTuple):
@@ -127,7 +125,7 @@ class _Needed(NamedTuple):
 def stage(
     given: Mapping[str, Any],
     current: Any,
-    specs_of: Callable[[Collection[str]], Any],
+    specs_of: Callable[[Mapping[str, tuple[int, ...]]], Any],
     name: str,
     is_unused: Callable[[str], bool],
 ) -> list[ArraySource]:
@@ -137,7 +135,7 @@ def stage(
 
     Args:
         given: arrays by path in the tree or by Hugging Face name, see `read_named`.
-        specs_of: returns the tree of `TensorSpec` of `current` for the given names.
+        specs_of: returns the tree of `TensorSpec` of `current` for the given names and shapes.
         name: name of the weights in error messages.
         is_unused: whether an array of this name is allowed although it is not used.
 
@@ -146,7 +144,9 @@ def stage(
     """
     places = paths(current)
     has_paths = any(tensor in places for tensor in given)
-    specs: dict[str, Any] = paths(specs_of(() if has_paths else given.keys()))
+    specs: dict[str, Any] = paths(
+        specs_of({} if has_paths else {tensor: tuple(x.shape) for tensor, x in given.items()})
+    )
 
     def tensors(path: str) -> tuple[str, ...]:
         return (path,) if has_paths or path not in specs else specs[path].names
@@ -263,8 +263,20 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _are_equal(one: Any, other: Any) -> bool:
-    return one is other or (one.shape == other.shape and bool((one == other).all()))
+def _check_tied(given: Mapping[str, Any]) -> None:
+    names = TensorNames.of(given)
+    embedding, head = names.stored(EMBEDDING), names.stored(HEAD)
+    if not {embedding, head} <= given.keys():
+        return
+    one, other = given[embedding], given[head]
+    on_device = isinstance(one, jax.Array) and isinstance(other, jax.Array)
+    equal = jnp.array_equal if on_device and one.sharding == other.sharding else np.array_equal
+    if one is not other and not equal(one, other):
+        raise ValueError(
+            f"the weights have {head} that differs from {embedding}, and the engine has one array "
+            "for both, since its checkpoint ties them; train them tied, or build the engine from "
+            "a checkpoint with tie_word_embeddings=false"
+        )
 
 
 def copies(params: Any) -> Any:
