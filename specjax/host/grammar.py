@@ -13,7 +13,6 @@ tokens that spell the text are allowed.
 
 import json
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -21,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from specjax.checks import warn
 from specjax.sampling_params import StructuredOutputs
 
 if TYPE_CHECKING:
@@ -279,4 +279,4 @@ def _reason(state: "LLMatcher") -> str:
 
 
 def _warn(reason: str) -> None:
-    warnings.warn(f"structured_outputs: the output ends unfinished: {reason}", stacklevel=3)
+    warn(f"structured_outputs: the output ends unfinished: {reason}")

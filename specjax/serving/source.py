@@ -64,7 +64,7 @@ def open_model(
             return ModelSource(describe_model(hf), stored_dtype(hf), hf)
         folder = resolve(model)
         hf = read_config(folder)
-        return ModelSource(describe_model(hf), stored_dtype(hf), hf, folder, _has_weights(folder))
+        return ModelSource(describe_model(hf), stored_dtype(hf), hf, folder, has_weights(folder))
     if params is None:
         raise ValueError(
             f"model={reprlib.repr(model)} must be a checkpoint (a folder, hub id or demo), or "
@@ -95,7 +95,7 @@ def open_drafter(
         folder = None
     elif config.model is not None:
         folder = resolve(config.model)
-        if is_described and not _has_weights(folder):
+        if is_described and not has_weights(folder):
             return drafter_from_config(folder, config, target, dtype)
     elif folder is None:
         raise ValueError(
@@ -105,5 +105,5 @@ def open_drafter(
     return load_drafter(folder, config, target, np.dtype(dtype), placement, source.folder)
 
 
-def _has_weights(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in _WEIGHTS)

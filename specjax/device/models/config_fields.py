@@ -7,11 +7,11 @@ The effect of the rest is unknown, and published configs have many: those that a
 a warning.
 """
 
-import warnings
 from collections.abc import Collection, Mapping
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
+from specjax.checks import warn
 from specjax.device.models.hf_config import HFConfig
 
 _SIZES = (
@@ -171,10 +171,9 @@ def check_fields(hf: HFConfig, kind: str) -> None:
                 f"for model_type={kind!r}; use a checkpoint without {name}"
             )
         if unknown := sorted(is_set - read):
-            warnings.warn(
+            warn(
                 f"{part.origin}: {', '.join(unknown)} is unknown for model_type={kind!r} and not "
                 "read; if it changes what the model computes, outputs are wrong",
-                stacklevel=2,
             )
 
 

@@ -1,7 +1,6 @@
 """Registry of models by the `model_type` of their config."""
 
 from collections.abc import Callable
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.save import copy_tokenizer, plain_config, save_checkpoint
+from specjax.checks import did_you_mean
 from specjax.device.loading import load_params
 from specjax.device.models import deepseek_v3, glm4_moe, gpt_oss, llama, qwen3_5
 from specjax.device.models.config_fields import check_fields, weight_blocks
@@ -51,10 +51,9 @@ def describe_model(hf: HFConfig) -> Model:
     """Return the model that a config describes, without its weights."""
     kind = hf.get("model_type", None)
     if not isinstance(kind, str) or kind not in MODELS:
-        near = get_close_matches(str(kind), MODELS, 1)
         raise CheckpointError(
             f"{hf.origin}: model_type={kind!r} is not supported; supported: {', '.join(MODELS)}"
-            + (f"; the nearest by name is {near[0]!r}" if near else "")
+            f"{did_you_mean(kind, MODELS)}"
         )
     check_fields(hf, kind)
     return MODELS[kind](hf)
