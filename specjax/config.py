@@ -1,6 +1,5 @@
 """Frozen configuration. Every value is checked once, here, before any work starts."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -18,7 +17,9 @@ from specjax.checks import (
     parse_batches,
     parse_shapes,
     parse_table,
+    warn,
 )
+from specjax.vllm_names import take_speculation
 
 DTYPES = ("float32", "bfloat16")
 # A drafter of which reports ask no more than what it takes.
@@ -189,7 +190,7 @@ class SpeculativeConfig:
             why = "every draft is compiled into every step, and few are accepted past the tenth"
             if k > MAX_DRAFTS:
                 raise ValueError(f"{said} exceeds {MAX_DRAFTS}: {why}; lower it")
-            warnings.warn(f"{said}: {why}; 3 to 7 are usual", stacklevel=4)
+            warn(f"{said}: {why}; 3 to 7 are usual")
         if table is not None:
             parsed = parse_table(table, k)
             object.__setattr__(self, "num_speculative_tokens_per_batch_size", parsed)
@@ -243,11 +244,7 @@ class SpeculativeConfig:
                 f"speculative_config={config!r} must be a SpeculativeConfig or a mapping of its "
                 "fields"
             )
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(config) - known):
-            raise ValueError(
-                f"speculative_config has unknown keys {unknown}; known keys are {sorted(known)}"
-            )
+        config = take_speculation(config, [f.name for f in fields(cls)])
         needed = {"method"}
         if config.get("dynamic_config_path") is None and not config.get("adaptive"):
             needed.add("num_speculative_tokens")

@@ -8,8 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
-import jax
-
 from specjax.device.models.model import Model
 from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
@@ -24,8 +22,9 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving.assembly import assemble
 from specjax.serving.dynamic_k import save_profile
 from specjax.serving.options import LLMOptions, read_options
+from specjax.serving.vllm_methods import VllmMethods
 from specjax.text.chat import render_conversations
-from specjax.text.completions import Outputs, Shown
+from specjax.text.completions import Growing, Outputs, samples_of
 from specjax.text.prompts import (
     Prompt,
     RequestMaker,
@@ -38,7 +37,7 @@ from specjax.text.prompts import (
 from specjax.text.tokenizer import ChatTokenizer
 
 
-class LLM:
+class LLM(VllmMethods):
     """A model ready to generate, with or without speculation.
 
     Threads may share one: their requests run in the same steps.
@@ -152,7 +151,7 @@ class LLM:
         refuse_lora(lora_request)
         requests = self._requests(prompts, sampling_params, priority, tokenization_kwargs)
         with self._running(requests) as started:
-            samples = [c.sequence for outputs in started for c in outputs.completions]
+            samples = samples_of(started)
             with progress(samples, self.metrics, use_tqdm, verbose=self._verbose) as tick:
                 while not all(sample.is_finished for sample in samples):
                     self._step()
@@ -166,6 +165,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = False,
     ) -> Iterator[RequestOutput]:
         """Continue each prompt; yields an output whenever it has grown.
 
@@ -173,23 +173,30 @@ class LLM:
         The last one of a request is `finished`. Requests start when the first output is asked for;
         leaving the iteration aborts those that have not finished. Other calls may come between.
 
+        `use_tqdm` tells every ten seconds by lines of the log how far the call is: a bar would be
+        broken by what is printed between outputs.
+
         Raises:
             ValueError: as `generate`, when this is called.
         """
-        return self._stream(self._requests(prompts, sampling_params, priority))
+        requests = self._requests(prompts, sampling_params, priority)
+        return self._stream(requests, is_told=use_tqdm)
 
-    def _stream(self, requests: list[tuple[Request, str | None]]) -> Iterator[RequestOutput]:
-        with self._running(requests) as growing:
-            kinds = {id(one): Shown(one.request.params.output_kind) for one in growing}
-            while growing:
-                with self._lock:  # what another thread steps may grow meanwhile
-                    self._check_open()
-                    if not any(outputs.has_grown for outputs in growing):
-                        self._step()
-                    grown = [one for one in growing if one.has_grown]
-                    shown = [kinds[id(one)].of(one.output()) for one in grown]
-                    growing = [one for one in growing if not one.is_finished]
-                yield from filter(None, shown)
+    def _stream(
+        self, requests: list[tuple[Request, str | None]], *, is_told: bool
+    ) -> Iterator[RequestOutput]:
+        with self._running(requests) as started:
+            growing, samples = Growing(started), samples_of(started)
+            told = progress(samples, self.metrics, is_told, verbose=self._verbose, draws=False)
+            with told as tick:
+                while growing:
+                    with self._lock:  # what another thread steps may grow meanwhile
+                        self._check_open()
+                        if not growing.is_due:
+                            self._step()
+                        outputs = growing.take()
+                    tick()
+                    yield from outputs
             self._drain()
 
     def chat(
@@ -340,19 +347,6 @@ class LLM:
         """Whether it sleeps, see `sleep`."""
         self._check_open()
         return self._sleep.level > 0
-
-    def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
-        """Record what device and host do until `stop_profile`, into a folder, with jax.profiler.
-
-        Raises:
-            OSError: the folder cannot be made.
-        """
-        Path(profile_prefix).mkdir(parents=True, exist_ok=True)
-        jax.profiler.start_trace(profile_prefix)
-
-    def stop_profile(self) -> None:
-        """Write what was recorded; TensorBoard and Perfetto read it."""
-        jax.profiler.stop_trace()
 
     def close(self) -> None:
         """Free the device memory. The LLM cannot be used afterwards; closing twice is harmless."""

@@ -9,6 +9,8 @@ from enum import Enum
 from numbers import Real
 from typing import Any
 
+from specjax.vllm_names import SAMPLING, STRUCTURED, take_keys, takes
+
 # Limits per request, because parameters are stored in device arrays of fixed width.
 MAX_STOP_IDS = 8  # including the model's end-of-sequence ids
 MAX_LOGIT_BIAS = 512
@@ -33,6 +35,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+@takes(STRUCTURED)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """A constraint on the output's format; exactly one field must be set.
@@ -92,6 +95,7 @@ class StructuredOutputs:
 StructuredOutputsParams = StructuredOutputs  # vLLM's name
 
 
+@takes(SAMPLING)
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters and stop conditions of a request.
@@ -293,12 +297,9 @@ class SamplingParams:
         self.logits_processors = processors
         wanted = self.structured_outputs
         if isinstance(wanted, Mapping):
-            known = sorted(StructuredOutputs.__dataclass_fields__)
-            if unknown := sorted(map(str, set(wanted) - set(known))):
-                raise ValueError(
-                    f"structured_outputs has unknown keys {unknown}; known keys are {known}"
-                )
-            self.structured_outputs = StructuredOutputs(**wanted)
+            known = StructuredOutputs.__dataclass_fields__
+            fields = take_keys(wanted, STRUCTURED, "structured_outputs", known)
+            self.structured_outputs = StructuredOutputs(**fields)
         elif not isinstance(wanted, StructuredOutputs | None):
             raise ValueError(
                 f"structured_outputs={wanted!r} must be a StructuredOutputs or a mapping of its "

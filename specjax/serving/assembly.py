@@ -27,6 +27,7 @@ from specjax.serving.defaults import (
     choose_kernels,
     make_config,
 )
+from specjax.serving.drafters import with_method
 from specjax.serving.dynamic_k import check_profile, fingerprint, make_policy, read_profile
 from specjax.serving.memory import (
     CacheBytes,
@@ -170,7 +171,8 @@ def assemble(
         verbose=verbose,
     )
     if (speculation := options["speculative_config"]) is not None:
-        options["speculative_config"] = SpeculativeConfig.of(speculation)
+        named = model if isinstance(model, str | Path) else None
+        options["speculative_config"] = with_method(speculation, named)
     options["kernels"] = choose_kernels(options["kernels"])
     placement, log = Placement.on(default_device()), get_log(verbose=verbose)
     source = open_model(model, params, log=log.info)

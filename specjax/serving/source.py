@@ -69,9 +69,9 @@ def open_model(
             hf = HFConfig(read_json(path.parent, path.name), str(path))
             return ModelSource(describe_model(hf), stored_dtype(hf), hf)
         folder = resolve(model)
-        hf, has_weights = read_config(folder), _has_weights(folder)
-        target = describe_checkpoint(folder, hf, log) if has_weights else describe_model(hf)
-        return ModelSource(target, stored_dtype(hf), hf, folder, has_weights)
+        hf, is_complete = read_config(folder), has_weights(folder)
+        target = describe_checkpoint(folder, hf, log) if is_complete else describe_model(hf)
+        return ModelSource(target, stored_dtype(hf), hf, folder, is_complete)
     if params is None:
         raise ValueError(
             f"model={reprlib.repr(model)} must be a checkpoint (a folder, hub id or demo), or "
@@ -107,7 +107,7 @@ def open_drafter(
         folder = None
     elif config.model is not None:
         folder = resolve(config.model)
-        if is_described and not _has_weights(folder):
+        if is_described and not has_weights(folder):
             return drafter_from_config(folder, config, target, dtype)
     elif folder is None:
         raise ValueError(
@@ -117,5 +117,5 @@ def open_drafter(
     return load_drafter(folder, config, target, np.dtype(dtype), placement, source.folder, log)
 
 
-def _has_weights(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in _WEIGHTS)

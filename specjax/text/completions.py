@@ -164,6 +164,11 @@ class Shown:
         self._kind = kind
         self._before: dict[int, CompletionOutput] = {}
 
+    def is_due(self, outputs: Outputs) -> bool:
+        """Whether there is something to return of a request."""
+        is_last = outputs.is_finished or self._kind is not RequestOutputKind.FINAL_ONLY
+        return outputs.has_grown and is_last
+
     def of(self, output: RequestOutput) -> RequestOutput | None:
         """The part of a whole output to return now; None for nothing."""
         if self._kind is RequestOutputKind.CUMULATIVE:
@@ -188,6 +193,32 @@ class Shown:
             text=None if now.text is None else now.text[len(before.text or "") :],
             logprobs=None if now.logprobs is None else now.logprobs[num_tokens:],
         )
+
+
+def samples_of(started: SequenceOf[Outputs]) -> list[Sequence]:
+    """The samples of requests, in order."""
+    return [completion.sequence for one in started for completion in one.completions]
+
+
+class Growing:
+    """Requests of a stream, until each is finished."""
+
+    def __init__(self, started: SequenceOf[Outputs]):
+        self._left = [(one, Shown(one.request.params.output_kind)) for one in started]
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to return."""
+        return any(shown.is_due(one) for one, shown in self._left)
+
+    def take(self) -> list[RequestOutput]:
+        """What there is to return now."""
+        due = [shown.of(one.output()) for one, shown in self._left if shown.is_due(one)]
+        self._left = [(one, shown) for one, shown in self._left if not one.is_finished]
+        return [output for output in due if output is not None]
 
 
 def with_text(

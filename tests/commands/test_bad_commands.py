@@ -146,7 +146,7 @@ MEASURE = [
     (["profile", "--batch-size", "0,4"], ["--batch-size 0,4", "at least 1"]),
     (["profile", "--rounds", "0"], ["--rounds=0", "at least 1"]),
     (["profile", "--max-tokens", "0"], ["--max-tokens 0", "at least 2"]),
-    (["profile", "--drafter", "guess"], ["--drafter guess", "METHOD=CHECKPOINT"]),
+    (["profile", "--drafter", "guess"], ["--drafter guess", "no such folder"]),
     (["bench", "--k", "-1"], ["--k -1", "at least 0"]),
     (["bench", "--batch-size", "0"], ["--batch-size 0"]),
     (["bench", "--num-prompts", "0"], ["--num-prompts 0", "at least 1"]),

@@ -7,11 +7,11 @@ The effect of the rest is unknown, and published configs have many: those that a
 a warning.
 """
 
-import warnings
 from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
+from specjax.checks import warn
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.text_config import OTHER_PARTS, read_text
 
@@ -176,10 +176,9 @@ def _check_part(part: HFConfig, kind: Any, read: Set[str]) -> None:
             f"for model_type={kind!r}; use a checkpoint without {name}"
         )
     if unknown := sorted(is_set - read):
-        warnings.warn(
+        warn(
             f"{part.origin}: {', '.join(unknown)} is unknown for model_type={kind!r} and not "
-            "read; if it changes what the model computes, outputs are wrong",
-            stacklevel=4,
+            "read; if it changes what the model computes, outputs are wrong"
         )
 
 

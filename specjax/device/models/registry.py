@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
-from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,6 +16,7 @@ from specjax.checkpoint.files import TensorFiles, open_checkpoint
 from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.save import copy_tokenizer, save_checkpoint
+from specjax.checks import did_you_mean
 from specjax.device.loading import Log, load_params, no_log
 from specjax.device.models import deepseek_v3, glm4_moe, gpt_oss, llama, qwen3_5
 from specjax.device.models.config_fields import QUANTISATION, check_fields, weight_blocks
@@ -66,10 +66,9 @@ def describe_model(hf: HFConfig) -> Model:
     text = read_text(hf)
     kind = text.get("model_type", None)
     if not isinstance(kind, str) or kind not in MODELS:
-        near = get_close_matches(str(kind), KINDS, 1)
         raise CheckpointError(
             f"{text.origin}: model_type={kind!r} is not supported; supported: {', '.join(KINDS)}"
-            + (f"; the nearest by name is {near[0]!r}" if near else "")
+            f"{did_you_mean(kind, KINDS)}"
         )
     check_fields(hf, text)
     return MODELS[kind](text)
