@@ -243,14 +243,18 @@ CASES = (
 
 
 def select(names: list[str] | None) -> list[Case]:
-    """The cases of these names, which may be groups' or begin a case's, in the order of CASES.
+    """The cases of these names or groups, each once and in the order of the names; None: all.
 
     Raises:
         ValueError: a name that is nobody's.
     """
     if not names:
         return list(CASES)
-    known = {case.name for case in CASES} | {case.group for case in CASES}
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"--only has no case {', '.join(unknown)}; there are {sorted(known)}")
-    return [case for case in CASES if case.name in names or case.group in names]
+    found: dict[str, Case] = {}
+    for name in names:
+        named = {case.name: case for case in CASES if name in (case.name, case.group)}
+        if not named:
+            known = sorted({case.name for case in CASES} | {case.group for case in CASES})
+            raise ValueError(f"--only has no case {name}; there are {known}")
+        found = found | {key: case for key, case in named.items() if key not in found}
+    return list(found.values())
