@@ -14,15 +14,19 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
+from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.tokenizer_files import CONFIG
 
+PROCESSORS = "chat_template.json"
 DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates that are used without being named
 REASONING = "reasoning_content", "thinking", "reasoning"  # names that templates read it by
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """The chat templates of a checkpoint by name: those in files, or else the config's.
+
+    Older checkpoints that read images have theirs in the processor's chat_template.json alone.
 
     Raises:
         CheckpointError: a file that cannot be read.
@@ -32,6 +36,8 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
         files[DEFAULT] = folder / "chat_template.jinja"
     if files:
         return {name: _read(path) for name, path in files.items()}
+    if "chat_template" not in config and (folder / PROCESSORS).exists():
+        config = read_json(folder, PROCESSORS)
     match config.get("chat_template"):
         case None:
             return {}

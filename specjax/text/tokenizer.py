@@ -136,6 +136,11 @@ class ChatTokenizer:
             text = cut_after_last(text, messages)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
+    @property
+    def has_templates(self) -> bool:
+        """Whether there is a chat template, with a name or without."""
+        return self.template is not None or bool(self.named_templates)
+
     def find_template(self, chosen: str | None, *, has_tools: bool) -> str:
         """The text of a chat template: chosen by name, given as text, or the checkpoint's own.
 

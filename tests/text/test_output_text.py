@@ -47,7 +47,7 @@ def test_an_outputs_text_follows_its_prompt_as_in_vllm(kind, skips):
 # --- the doors ------------------------------------------------------------------------------------
 
 VOCAB = 300
-SETTINGS = SIZES | {"compile_ahead": False, "decode_batches": None, "prefill_shapes": None}
+SETTINGS = {**SIZES, "compile_ahead": False, "decode_batches": None, "prefill_shapes": None}
 SPECIAL = {"eos_token": "</s>", "extra_special_tokens": ["<think>"]}
 GREEDY = SamplingParams(temperature=0, max_tokens=60)
 SHOWN = replace(GREEDY, skip_special_tokens=False)

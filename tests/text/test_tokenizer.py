@@ -1,9 +1,10 @@
 """A folder's tokenizer files against transformers, and what to do where they cannot be read."""
 
 import pytest
+from support.decoders import SPELLED, make_case, wrap
 from support.refusals import label, refusal
 from support.texts import write_files
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from specjax.checkpoint.save import copy_tokenizer
@@ -64,6 +65,32 @@ def test_tokens_are_those_of_transformers(tmp_path, files, known):
     texts = read_texts(tmp_path)
     assert texts is not None
     assert texts.texts == {i: text.replace("Ġ", " ") for text, i in theirs.get_vocab().items()}
+
+
+WHOLE = "naïve 🙂 世界"
+
+
+@pytest.mark.parametrize("kind", SPELLED)
+def test_texts_of_tokens_make_up_the_text(kind):
+    """As in vLLM's logprobs: a character's last token has its text, however else it might end."""
+    case = make_case(kind)
+    assert case.byte_ids is not None
+    tokenizer, ids = case.tokenizer, [case.byte_ids[byte] for byte in WHOLE.encode()]
+    texts = [tokenizer.decode_token(token, ids[max(0, i - 4) : i]) for i, token in enumerate(ids)]
+    bare = WHOLE.replace(" ", "") if kind == "llama-2" else WHOLE  # Strip, of a token by itself
+    assert "".join(texts) == bare and texts.count("") == len(WHOLE.encode()) - len(bare)
+    emoji = WHOLE.encode().index("🙂".encode()[0])
+    assert tokenizer.decode_token(ids[emoji + 3], ids[emoji + 1 : emoji + 3]) == ""
+    assert tokenizer.decode_token(ids[0], ids[emoji : emoji + 2]) == "n"
+
+
+def test_texts_of_tokens_have_the_spaces_of_their_names():
+    tokenizer = Tokenizer(models.WordLevel({"▁▁a": 0, "▁": 1, "a▁": 2}, "▁"))
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Metaspace()])
+    assert list(map(wrap(tokenizer).decode_token, range(3))) == ["  a", " ", "a"]
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    assert list(map(wrap(tokenizer).decode_token, range(3))) == ["a", "", "a"]
 
 
 def test_ends_of_sequence_are_the_files_and_the_tokenizers(tmp_path):
