@@ -205,7 +205,7 @@ def load_workload(settings: BenchSettings) -> list[list[Request]]:
         max_model_len=settings.max_model_len,
         temperature=settings.temperature,
         seed=settings.seed,
-        stop_ids=read_eos_ids(folder),
+        stop_ids=read_eos_ids(folder, tokenizer),
     )
     size = settings.batch_size
     return [requests[i : i + size] for i in range(0, len(requests), size)]

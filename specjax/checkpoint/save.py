@@ -18,6 +18,10 @@ from specjax.checkpoint.writing import naming
 
 FILE = "model.safetensors"  # the usual name of a checkpoint's weights
 _QUANTISATION = "quantization_config", "compression_config"
+_TEXT_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("*.jinja", "additional_chat_templates/*.jinja", "generation_config.json"),
+)
 
 
 def save_checkpoint(
@@ -79,9 +83,11 @@ def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy the files of a checkpoint that belong to its text: tokenizer, template, generation."""
-    for pattern in ("tokenizer*", "*.jinja", "generation_config.json"):
+    for pattern in _TEXT_FILES:
         for path in source.glob(pattern):
-            shutil.copyfile(path, folder / path.name)
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def _pair(specs: Any, params: Any) -> list[tuple[TensorSpec, jax.Array]]:

@@ -225,7 +225,7 @@ def describe_target(source: ModelSource) -> dict[str, Any]:
         "is_recurrent": is_recurrent(target),
         **{name: _plain(value) for name, value in fields.items()},
         "has_tokenizer": tokenizer is not None,
-        "has_chat_template": tokenizer is not None and tokenizer.template is not None,
+        "has_chat_template": tokenizer is not None and tokenizer.has_templates,
     }
 
 

@@ -174,7 +174,8 @@ def assemble(
     folder, target = source.folder, source.target
     tokenizer, eos_ids, default_params = None, (), SamplingParams()
     if folder is not None:
-        tokenizer, eos_ids = load_tokenizer(folder), read_eos_ids(folder)
+        tokenizer = load_tokenizer(folder)
+        eos_ids = read_eos_ids(folder, tokenizer)
         default_params = read_default_params(folder)
     plan = make_plan(source, placement=placement, **options)
     dtype, speculation = plan.dtype.name, plan.speculation

@@ -113,4 +113,4 @@ def test_vocabularies_that_cannot_be_matched_are_refused(checkpoints, target):
         weights.write_bytes(b"")
     refused(other, "no token in common with that of", target.folder)
     (other / "tokenizer.json").write_text('{"model": {"vocab": [1]}}')
-    refused(other, "its vocabulary is not one")
+    refused(other, "is not a tokenizer")
