@@ -212,7 +212,7 @@ class LLM:
 
         Args:
             messages: their contents are texts, or lists of {"type": "text", "text": ...}.
-            chat_template: Jinja's text of it, in place of the checkpoint's.
+            chat_template: Jinja's text of it, or the name of one of the checkpoint's.
             chat_template_content_format: what templates are given: "openai" for lists of parts,
                 "string", or "auto", for texts, the parts of a list joined with line breaks.
             add_generation_prompt: begin the assistant's turn.
