@@ -399,7 +399,7 @@ def test_a_text_that_cannot_be_had_is_its_callers_own(serve, built):
     decode, short = ChatTokenizer.decode, dataclasses.replace(GREEDY, max_tokens=7)
 
     def fail(self, ids):
-        if len(ids) == 7:
+        if len(ids) == 2 + 7:  # the prompt, and all of the output
             raise LookupError("no such text")
         return decode(self, ids)
 

@@ -162,6 +162,15 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
+    def hides_last(self) -> bool:
+        """Whether the output ended with a token that is not part of its text."""
+        return self.finish_reason == "stop" and self._hides(self.token_ids[-1])
+
+    def _hides(self, token: int) -> bool:
+        request = self.request
+        return token in request.stop_ids and not request.params.include_stop_str_in_output
+
+    @property
     def min_computed(self) -> int:
         """Minimum tokens in the caches after the steps in flight: the next row's position."""
         if self.num_computed < self.goal:
@@ -236,8 +245,9 @@ class Sequence:
             try:
                 if self.matcher is not None:
                     self.matcher.accept([token])
-                if self.watch is not None and self.watch.append([token]):
-                    self.finish_reason, self.stop_reason = "stop", self.watch.stop_reason
+                watch = None if self._hides(token) else self.watch
+                if watch is not None and watch.append([token]):
+                    self.finish_reason, self.stop_reason = "stop", watch.stop_reason
                     return tokens[:num_tokens]
             except Exception as error:  # whatever a user's tokenizer or grammar may raise
                 self.fail(error)

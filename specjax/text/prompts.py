@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NotRequired, TypedDict
 
 import jax
@@ -11,7 +11,7 @@ import numpy as np
 
 from specjax.config import EngineConfig
 from specjax.host.grammar import GrammarCompiler
-from specjax.host.request import Matcher, Request, TextWatch
+from specjax.host.request import Matcher, Request
 from specjax.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -21,7 +21,7 @@ from specjax.sampling_params import (
     StructuredOutputs,
     check_text,
 )
-from specjax.text.detokenizer import StopStrings, bad_word_ids
+from specjax.text.detokenizer import bad_word_ids, watch_for
 from specjax.text.tokenizer import ChatTokenizer
 
 PROMPT_KEYS = {"prompt", "prompt_token_ids"}
@@ -218,7 +218,7 @@ class RequestMaker:
             stop_ids,
             bad_words,
             self._register(tuple(params.logits_processors or ())),
-            self._watch(params),
+            watch_for(self.tokenizer, params, token_ids),
             self._grammar(params),
         )
 
@@ -357,21 +357,6 @@ class RequestMaker:
                     f"float32[{self.vocab_size}]"
                 )
         return self.number_of(processors)
-
-    def _watch(self, params: SamplingParams) -> Callable[[], TextWatch] | None:
-        if not params.stop:
-            return None
-        if self.tokenizer is None:
-            raise ValueError(
-                "stop looks for texts, but the checkpoint has no tokenizer; use stop_token_ids"
-            )
-        return partial(
-            StopStrings,
-            self.tokenizer.for_outputs(skip_special_tokens=params.skip_special_tokens),
-            tuple(params.stop),
-            min_tokens=params.min_tokens,
-            include_in_output=params.include_stop_str_in_output,
-        )
 
     def _grammar(self, params: SamplingParams) -> Callable[[], Matcher] | None:
         wanted = params.structured_outputs

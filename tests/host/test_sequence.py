@@ -236,16 +236,22 @@ def test_a_text_may_end_anywhere_in_what_a_step_gave(place):
 
 @pytest.mark.parametrize("last", [EOS, STOP, 10])
 def test_a_text_comes_before_other_ends_on_the_same_token(last):
-    sequence = make_sequence(max_tokens=2, watch=last, matcher=last)
-    sequence.append(RowOutput([20, last]))
-    assert end(sequence) == (True, "stop", f"text of {last}")
+    """A stop token has no text for a stop text to end in, unless it is included."""
+    for includes in True, False:
+        options = {"include_stop_str_in_output": includes}
+        sequence = make_sequence(max_tokens=2, watch=last, matcher=last, **options)
+        sequence.append(RowOutput([20, last]))
+        is_found = includes or last == 10
+        reason = f"text of {last}" if is_found else {EOS: None, STOP: STOP}[last]
+        assert end(sequence) == (True, "stop", reason)
+        assert sequence.hides_last == (not is_found)
 
 
 def test_a_watch_that_finds_nothing_changes_nothing():
     sequence = make_sequence(max_tokens=4, watch=99)
     assert sequence.append(RowOutput([10, 11])) == 2 and end(sequence) == (False, None, None)
     assert sequence.append(RowOutput([12, STOP])) == 2 and end(sequence) == (True, "stop", STOP)
-    assert sequence.watch.seen == [10, 11, 12, STOP]
+    assert sequence.watch.seen == [10, 11, 12]  # a stop token is not part of the text
 
 
 def test_a_grammar_ends_an_output():
