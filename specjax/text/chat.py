@@ -122,6 +122,22 @@ def _texts(content: Any, where: str) -> list[str]:
     return texts
 
 
+def _without_developer(conversation: list[Message]) -> list[Message]:
+    """The conversation for a template that knows no role "developer".
+
+    As in vLLM it becomes "system"; several such messages become one, since templates want it first.
+    """
+    if all(message["role"] != "developer" for message in conversation):
+        return conversation
+    _LOG.info("the chat template has no role 'developer'; its messages are rendered as 'system'")
+    told = [message for message in conversation if message["role"] in ("developer", "system")]
+    others = [message for message in conversation if message not in told]
+    if told == conversation[:1]:
+        return [{**told[0], "role": "system"}, *others]
+    texts = ["\n".join(_texts(message["content"], "content")) for message in told]
+    return [{"role": "system", "content": "\n\n".join(filter(None, texts))}, *others]
+
+
 def render_conversations(
     tokenizer: ChatTokenizer,
     messages: Any,
@@ -156,6 +172,9 @@ def render_conversations(
     named = [("messages", messages)] if is_one else None
     named = named or [(f"conversation {i}", one) for i, one in enumerate(messages)]
     checked = [check_conversation(one, where, content_format) for where, one in named]
+    template = tokenizer.find_template(options.get("chat_template"), has_tools=tools is not None)
+    if "'developer'" not in template and '"developer"' not in template:
+        checked = [_without_developer(conversation) for conversation in checked]
     prompts: list[TokensPrompt] = []
     for conversation in checked:
         text = tokenizer.apply_chat_template(conversation, tokenize=False, **variables, **options)

@@ -8,7 +8,7 @@ from support.texts import write_files
 from transformers import PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from specjax.text.chat import check_conversation
+from specjax.text.chat import check_conversation, render_conversations
 from specjax.text.chat_template import render
 from specjax.text.tokenizer import load_tokenizer
 
@@ -126,6 +126,27 @@ def test_the_template_of_a_processor(tmp_path):
     write_files(tmp_path, {"tokenizer_config.json": {"chat_template": TOOLS}})
     tokenizer = load_tokenizer(tmp_path)
     assert tokenizer is not None and tokenizer.template == TOOLS
+
+
+ROLES = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}"
+TOLD = [
+    ([("developer", "a"), ("user", "b")], "system:a;user:b;"),
+    ([("system", "s"), ("user", "b"), ("developer", "x\ny")], "system:s\n\nx\ny;user:b;"),
+    ([("system", "s"), ("user", "b"), ("system", "x")], "system:s;user:b;system:x;"),
+]
+
+
+@pytest.mark.parametrize("messages, expected", TOLD, ids=label)
+def test_developers_are_the_system_where_templates_do_not_know_them(tmp_path, messages, expected):
+    tokenizer = load_tokenizer(write_files(tmp_path, {}))
+    assert tokenizer is not None
+    chat = [{"role": role, "content": content} for role, content in messages]
+    as_given = "".join(f"{role}:{content};" for role, content in messages)
+    knowing = ROLES + "{% if messages[0].role == 'developer' %}{% endif %}"
+    for template, wanted in (ROLES, expected), (knowing, as_given):
+        options = {"chat_template": template, "content_format": "string", "variables": {}}
+        (prompt,) = render_conversations(tokenizer, chat, **options)
+        assert prompt["prompt"] == wanted
 
 
 ARGUMENTS = [
