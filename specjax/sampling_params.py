@@ -130,7 +130,7 @@ class SamplingParams:
         detokenize: whether outputs carry text.
         skip_special_tokens: omit special tokens from the text.
         spaces_between_special_tokens: must be True if special tokens are in the text.
-        include_stop_str_in_output: end the text with the stop text, or that of the stop token.
+        include_stop_str_in_output: end the text with the stop text, or with the stop token's.
         output_kind: what each output of a stream holds.
         truncate_prompt_tokens: keep only this many last tokens of the prompt; -1 for as many as
             leave room for `max_tokens`.

@@ -15,7 +15,7 @@ from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, ChatTokenizer
 class Completion:
     """One sample as its user sees it; text that was shown is not decoded again.
 
-    Its text is what its tokens add to that of the prompt. A stop token, end of sequence or other,
+    Its text is what its tokens add to the prompt's text. A stop token, end of sequence or other,
     is shown only with `include_stop_str_in_output`, and a special one with
     `skip_special_tokens=False`.
     """
