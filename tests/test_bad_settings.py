@@ -165,12 +165,9 @@ def test_params_go_with_a_model_value(target):
         ("eagle3", {"hidden_size": 24}, ["24", "32", "embedding"]),
         ("eagle3", {"draft_vocab_size": 40}, ["lm_head.weight", "[40, 32]"]),
         ("eagle3", {"eagle_aux_hidden_state_layer_ids": [1, 2, 4]}, ["[1, 2, 4]", "0..3"]),
-        ("eagle3", {"num_aux": 2}, ["fc.weight"]),
-        (
-            "eagle3",
-            {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": False},
-            ["norm_output=false"],
-        ),
+        ("eagle3", {"num_aux": 2}, ["fc.weight reads 64", "3 auxiliary layers", "96", "layer_ids"]),
+        ("eagle3", {"fc_norm": False, "norm_before_fc": True}, ["input_norm.weight"]),
+        ("eagle3", {"draft_vocab": 40, "lm_head": False}, ["draft_vocab_size=40", "lm_head"]),
     ],
     ids=str,
 )

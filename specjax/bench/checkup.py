@@ -22,6 +22,7 @@ import numpy as np
 
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
+from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import (
     DraftContext,
     Drafter,
@@ -29,6 +30,7 @@ from specjax.device.drafters.drafter import (
     Params,
     Variant,
 )
+from specjax.device.drafters.eagle3 import Eagle3Head
 from specjax.device.edits import History
 from specjax.device.models.model import Features, Model
 from specjax.device.requests import init_requests
@@ -187,6 +189,8 @@ def alternatives(
         fault = f"features are shifted by one: those of the row {where} are better"
         yield own._replace(name=f"features of the row {where}", shift=shift, fault=fault)
     drafter: Any = own.drafter
+    if isinstance(drafter, ChainDrafter) and isinstance(drafter.head, Eagle3Head):
+        yield _recycling_otherwise(own, drafter)
     mask = getattr(getattr(drafter, "head", None), "mask_token_id", None)
     for token in mask_ids if mask is not None else ():
         if token != mask:
@@ -207,6 +211,20 @@ def alternatives(
                 other = replace(own.params, target_ids=jnp.array(found, ids.dtype))
                 fault = f"the draft vocabulary is missing or wrong: that of {name} is better"
                 yield own._replace(name=name, params=other, fault=fault)
+
+
+def _recycling_otherwise(own: Trial, drafter: Any) -> Trial:
+    """Return an EAGLE-3 head that goes on from its state after the norm, if before, or before."""
+    head, normed, plain = drafter.head, "its normed state", "its state before the norm"
+    ours, theirs = (normed, plain) if head.recycle_normed else (plain, normed)
+    remedy = (
+        "norm_output to false"
+        if head.recycle_normed
+        else 'norm_output to true, and architectures to ["Eagle3LlamaForCausalLM"]'
+    )
+    other = replace(drafter, head=replace(head, recycle_normed=not head.recycle_normed))
+    fault = f"the head goes on from {ours}, {theirs} is better; set {remedy} in its config.json"
+    return own._replace(name=f"{theirs} recycled", drafter=other, fault=fault)
 
 
 def _name_faults(

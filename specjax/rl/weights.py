@@ -19,6 +19,7 @@ from jax.sharding import Sharding
 from specjax.checkpoint.given import as_arrays, paths
 from specjax.checkpoint.spec import TensorSpec
 from specjax.config import METHODS
+from specjax.device.drafters.checkpoint import is_prefixed
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.loading import lay_out
 from specjax.device.models.model import Model
@@ -97,7 +98,7 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
     if own.prefix_in_target is not None:
         names = TensorNames.of(given)
         given = {names.canonical(tensor): array for tensor, array in given.items()}
-    elif "fc.weight" not in given and "model.fc.weight" in given:  # prefix of re-exports
+    elif is_prefixed(given):
         given = {tensor.removeprefix("model."): array for tensor, array in given.items()}
     sources = stage(given, current, own.specs, name, own.is_unused)
     _check_vocabulary(given, own.target_ids(current))

@@ -144,6 +144,10 @@ def test_faults_of_heads_are_named(demo):
         (fault,) = demo.faults(replace(drafter, head=head), params)
         known = f"wrong auxiliary layers: {layers} are read, (2, 6, 9) are better"
         assert fault.startswith(known)
+    head = replace(drafter.head, recycle_normed=True)
+    (fault,) = demo.faults(replace(drafter, head=head), params, num_texts=4)
+    assert fault.startswith("the head goes on from its normed state, its state before the norm is")
+    assert "set norm_output to false" in fault
     first = replace(params, target_ids=jnp.arange(len(params.target_ids)))
     vocabularies = read_vocabularies(demo_folder(DRAFTERS[TARGET]["eagle3"]))
     (fault,) = demo.faults(drafter, first, vocabularies=vocabularies)

@@ -4,6 +4,7 @@ import jax
 import numpy as np
 import pytest
 
+from specjax.checkpoint.errors import CheckpointError
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import drafter_from_config, load_drafter
 from specjax.device.models.registry import load_model
@@ -44,6 +45,73 @@ def test_a_config_alone_gives_the_head_that_the_weights_have(checkpoints, tmp_pa
     described, shapes = drafter_from_config(tmp_path, config, model, "float32")
     assert described == drafter
     assert jax.tree.map(np.shape, params) == jax.tree.map(lambda x: x.shape, shapes)
+
+
+UNREAD = "verifier_norm.weight", "layers.0.self_attn.rotary_emb.inv_freq", "midlayer.k_scale"
+
+
+@pytest.mark.parametrize(
+    "options, more, words",
+    [
+        ({}, UNREAD, ("not used", *UNREAD)),
+        ({"draft_vocab": 15}, (), ()),
+        ({"draft_vocab": 15}, ("t2d",), ("t2d has other tokens than d2t",)),
+        (
+            {"num_aux": 0, "eagle_config": {"use_aux_hidden_state": False}},
+            ("fc.weight", "fc_norm.0.weight"),
+            ("no auxiliary layers: fc.weight, fc_norm.0.weight",),
+        ),
+        ({}, ("enorm.weight",), None),
+    ],
+    ids=["unread", "nothing", "another-mask", "no-layers", "unknown"],
+)
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_what_a_heads_file_holds_besides(checkpoints, tmp_path, options, more, words, prefix):
+    """What cannot matter is named in the log, and what may is refused by name."""
+    torch = pytest.importorskip("torch")
+    target = checkpoints.target(num_hidden_layers=3)
+    head = checkpoints.eagle3(target, **options)
+    tensors = head.tensors | {name: torch.zeros(96) for name in more}
+    renamed = {prefix + name: tensor for name, tensor in tensors.items()}
+    pytest.importorskip("safetensors.torch").save_file(renamed, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((head.folder / "config.json").read_bytes())
+    model, _ = load_model(target.folder, FP32)
+    config = SpeculativeConfig(method="eagle3", model="", num_speculative_tokens=2)
+    lines = []
+    if words is None:
+        with pytest.raises(CheckpointError, match=f"unexpected: {prefix}{more[0]}"):
+            load_drafter(tmp_path, config, model, FP32)
+        return
+    load_drafter(tmp_path, config, model, FP32, log=lines.append)
+    (line,) = lines or [""]
+    assert bool(line) == bool(words) and all(word in line for word in words), lines
+
+
+def test_copies_in_a_module_that_differ_from_the_target(checkpoints, rewrite_tensors):
+    torch = pytest.importorskip("torch")
+    made = checkpoints.mtp(checkpoints.target("glm4_moe"))
+    model, _ = load_model(made.folder, FP32)
+    config = SpeculativeConfig(method="mtp", model="", num_speculative_tokens=2)
+
+    def lines(head):
+        def add(tensors):
+            more = {"embed_tokens": tensors["model.embed_tokens.weight"], "shared_head.head": head}
+            return tensors | {f"model.layers.2.{n}.weight": x.clone() for n, x in more.items()}
+
+        folder, found = checkpoints.copy(made.folder), []
+        rewrite_tensors(folder / "model.safetensors", add)
+        load_drafter(folder, config, model, FP32, log=found.append)
+        return found
+
+    assert not lines(_head(made.folder))
+    (line,) = lines(torch.zeros(96, 32))
+    assert "model.layers.2.shared_head.head.weight differs from lm_head.weight" in line
+
+
+def _head(folder):
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")["lm_head.weight"]
 
 
 @pytest.mark.parametrize("method", ["eagle", "eagle3", "mtp"])

@@ -66,6 +66,7 @@ def test_greedy_drafting_ignores_the_temperature(checkpoints, check_drafts, shal
         seed=2,
         embedding="own",
         fc_bias=True,
+        lm_head=True,
         rope_theta=5e2,
         num_attention_heads=2,
         head_dim=12,
@@ -113,19 +114,35 @@ OPTIONS = {
         {"norm_before_residual": True},
     ),
     "recycled-norm-input-norm": (
-        {"norm_output": True, "input_norm": True, "rope_theta": 5e2},
+        {"norm_output": True, "input_norm": True, "norm_before_fc": True, "rope_theta": 5e2},
         {"recycle_normed": True},
     ),
-    # SpecForge's norm_output is another.
-    "specforge-fc-norm-explicit-layers": (
+    "eagle-3.1-five-layers": (
         {
             "architectures": ["LlamaForCausalLMEagle3"],
             "norm_output": True,
             "fc_norm": True,
-            "eagle_aux_hidden_state_layer_ids": [1, 3, 0],
+            "num_aux": 5,
+            "eagle_aux_hidden_state_layer_ids": [1, 3, 0, 2, 3],
         },
-        {"recycle_normed": False, "aux_layers": (1, 3, 0)},
+        {"recycle_normed": True, "aux_layers": (1, 3, 0, 2, 3)},
     ),
+    "eight-layers-fc-bias": (
+        {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "norm_output": False,
+            "fc_bias": True,
+            "num_aux": 8,
+            "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 1, 2, 3, 3, 2, 1, 0]},
+        },
+        {"aux_layers": (0, 1, 2, 3, 3, 2, 1, 0)},
+    ),
+    # As the head of gpt-oss-120b for short contexts, and with the target's output head.
+    "no-layers-the-targets-head": (
+        {"num_aux": 0, "lm_head": False, "eagle_config": {"use_aux_hidden_state": False}},
+        {"aux_layers": ()},
+    ),
+    # SpecForge's norm_output is another.
     "specforge-norm": (
         {"architectures": ["LlamaForCausalLMEagle3"], "norm_output": True},
         {"recycle_normed": False},
@@ -168,9 +185,9 @@ def eagle3_of(checkpoints, target, name):
 
 
 @partial(jax.jit, static_argnums=(0, 1))
-def run_head(head, target, params, tokens, states):
+def run_head(head, target, params, tokens, final, states):
     """(what is recycled, logits) of a head's rows: no cache, whole sequences."""
-    hidden = head.fuse(params.drafter, Features(states[:, :1], states))
+    hidden = head.fuse(params.drafter, Features(final, states))
     rows = CausalRows.of(1, len(tokens))
     y, _ = head.extend(target, params, tokens, hidden, rows, None)
     return y, head.logits(target, params, y)
@@ -181,7 +198,9 @@ def run_head(head, target, params, tokens, states):
     [
         "norm-before-residual-d2t",
         "recycled-norm-input-norm",
-        "specforge-fc-norm-explicit-layers",
+        "eagle-3.1-five-layers",
+        "eight-layers-fc-bias",
+        "no-layers-the-targets-head",
         "own-width-nested-layers",
     ],
 )
@@ -193,10 +212,11 @@ def test_every_part_of_eagle3_by_itself(checkpoints, target, name):
     model, params = load_model(target.folder, FLOAT32)
     tokens = np.random.default_rng(0).integers(0, VOCAB, 20)
     generator = torch.Generator().manual_seed(0)
-    entering = [torch.randn(20, model.hidden_size, generator=generator) for _ in range(4)]
-    y = oracle.run(oracle.embedding[tokens], oracle.fuse(None, entering))
-    states = torch.cat([entering[i] for i in oracle.aux_layers], -1).numpy()
-    found, logits = run_head(drafter.head, model, Params(params, head_params), tokens, states)
+    final, *entering = (torch.randn(20, model.hidden_size, generator=generator) for _ in range(5))
+    y = oracle.run(oracle.embedding[tokens], oracle.fuse(final, entering))
+    states = torch.cat([entering[i] for i in oracle.aux_layers] or [final], -1).numpy()
+    both = Params(params, head_params)
+    found, logits = run_head(drafter.head, model, both, tokens, final.numpy(), states)
     np.testing.assert_allclose(found, oracle.recycled(y), rtol=0, atol=1e-4)
     ids = head_params.target_ids
     expected = torch.stack([oracle.logits(row) for row in y])
@@ -204,8 +224,11 @@ def test_every_part_of_eagle3_by_itself(checkpoints, target, name):
     np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
 
 
-def test_eagle3_drafts(checkpoints, check_drafts, target):
-    files, oracle = eagle3_of(checkpoints, target, "all")
+@pytest.mark.parametrize(
+    "name", ["all", pytest.param("no-layers-the-targets-head", marks=pytest.mark.slow)]
+)
+def test_eagle3_drafts(checkpoints, check_drafts, target, name):
+    files, oracle = eagle3_of(checkpoints, target, name)
     check_drafts(target, files, "eagle3", oracle)
 
 

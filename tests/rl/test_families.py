@@ -11,6 +11,7 @@ from support.rollouts import PROMPTS
 from specjax import SamplingParams
 from specjax.checkpoint.save import save_checkpoint
 from specjax.device.models.registry import MODELS, load_model
+from specjax.device.models.text_config import WRAPPERS
 from specjax.rl import RolloutEngine, save_model
 from specjax.rl.named import read_named
 from specjax.rl.weights import stage_target
@@ -38,6 +39,7 @@ CONFIGS = {
         },
     },
     "qwen2": {"tie_word_embeddings": True},
+    "mistral3": {"sliding_window": None},
     "glm4_moe": {"use_qk_norm": True},
 }
 
@@ -51,7 +53,7 @@ def two_targets(checkpoints, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*MODELS, *WRAPPERS])
 def test_updates_and_exports(checkpoints, kind, tmp_path):
     """Another checkpoint's weights, by their names, are what loading it gives; what is exported
     then is that checkpoint to transformers."""

@@ -35,6 +35,7 @@ def eagle_tensors(
     target: TargetFiles,
     *,
     fc_bias: bool = False,
+    lm_head: bool = False,
     embedding: str | None = None,
     **config: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -50,6 +51,8 @@ def eagle_tensors(
     }
     if fc_bias:
         tensors["fc.bias"] = torch.empty(dim)
+    if lm_head:
+        tensors["lm_head.weight"] = torch.empty(config["vocab_size"], dim)
     return tensors, config
 
 
@@ -61,6 +64,8 @@ def eagle3_tensors(
     num_aux: int = 3,
     input_norm: bool = False,
     fc_norm: bool = False,
+    fc_bias: bool = False,
+    lm_head: bool = True,
     embedding: str | None = None,
     **config: Any,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -75,12 +80,13 @@ def eagle3_tensors(
     dim = decoder["hidden_size"]
     layer = "midlayer" if layout == "raw" else "layers.0"
     tensors = {
-        "fc.weight": torch.empty(dim, num_aux * wide),
+        **({"fc.weight": torch.empty(dim, num_aux * wide)} if num_aux else {}),
+        **({"fc.bias": torch.empty(dim)} if fc_bias else {}),
+        **({"lm_head.weight": torch.empty(draft_vocab or vocab, dim)} if lm_head else {}),
         **_decoder_layer(decoder, layer, 2 * dim),
         f"{layer}.input_layernorm.weight": torch.empty(dim),
         f"{layer}.hidden_norm.weight": torch.empty(dim),
         "norm.weight": torch.empty(dim),
-        "lm_head.weight": torch.empty(draft_vocab or vocab, dim),
         **_embedding(target, embedding, dim),
     }
     if input_norm:

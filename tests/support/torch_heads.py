@@ -30,13 +30,18 @@ class OracleHead:
     decoder: dict[str, Any]
     embedding: torch.Tensor
     lm_head: torch.Tensor
-    aux_layers: tuple[int, ...] = ()  # none: EAGLE-1
+    aux_layers: tuple[int, ...] = ()  # none: what the head reads is the target's output
     norm_before_residual: bool = False
     recycle_normed: bool = False
 
     @property
     def first(self):
         return "midlayer" if "midlayer.hidden_norm.weight" in self.tensors else "layers.0"
+
+    @property
+    def is_third(self):
+        """Whether it is EAGLE-3, whose layer has one norm more."""
+        return f"{self.first}.hidden_norm.weight" in self.tensors
 
     def weight(self, name):
         return self.tensors[name + ".weight"]
@@ -70,7 +75,7 @@ class OracleHead:
     def run(self, embedded, hidden):
         """y of all rows: x = fc [e; f] for EAGLE-1, u = [norm(e); norm(g)] for EAGLE-3."""
         layer = self.first
-        if not self.aux_layers:
+        if not self.is_third:
             x = self.project(torch.cat([embedded, hidden], -1), "fc")
             return self.after_attention(x + self.attend(x, layer), layer)
         normed = self.norm(hidden, f"{layer}.hidden_norm")
@@ -94,7 +99,7 @@ class OracleHead:
 
     def logits(self, y):
         """Over the target's vocabulary; ids that the head cannot draft are at -inf."""
-        if not self.aux_layers:
+        if not self.is_third:
             return y @ self.lm_head.T
         small = self.norm(y, "norm") @ self.lm_head.T
         if "d2t" not in self.tensors:

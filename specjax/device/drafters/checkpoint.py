@@ -1,5 +1,6 @@
 """Reading the files of drafting heads: config, geometry of a layer, name prefixes, token ids."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,12 @@ LEGACY_NAMES = {
 # Tensors in checkpoints of EAGLE heads that are not loaded as weights: the integers of a draft
 # vocabulary, and an embedding that is a copy of the target's.
 PUBLISHED_BESIDE = "d2t", "t2d", "embed_tokens.weight"
+# Tensors that may be in a head's file and cannot change its drafts: what training compared with,
+# buffers that follow from the config, and scales of caches in 8 bits, which are not used.
+_UNREAD = "verifier_norm.weight", "verifier_lm_head.weight"
+_UNREAD_ENDINGS = ".rotary_emb.inv_freq", ".k_scale", ".v_scale"
+# By one of these names, behind `model.`, a re-export is known.
+_MARKS = "fc.weight", "midlayer.hidden_norm.weight", "layers.0.hidden_norm.weight"
 
 
 @dataclass(frozen=True)
@@ -45,7 +52,7 @@ class DrafterFiles:
     @property
     def prefix(self) -> str:
         """The prefix that a re-export added to names: "model." or nothing."""
-        return "model." if "model.fc.weight" in self.tensors.names() else ""
+        return "model." if is_prefixed(self.tensors.names()) else ""
 
     def has(self, name: str) -> bool:
         """Return whether there is a tensor of this published name."""
@@ -58,16 +65,23 @@ class DrafterFiles:
         return next((c for c in candidates if c in self.tensors.names()), prefixed)
 
     def load(self, specs: Any, dtype: np.dtype, unused: tuple[str, ...] = ()) -> Any:
-        """Load the parameters; tensors with published names in `unused` are not read."""
+        """Load the parameters; tensors with published names in `unused` are not read.
+
+        A line in the log names others that are passed over.
+        """
         ignored = {self.stored_name(name) for name in unused}
-        return load_params(
+        passed = sorted(filter(cannot_matter, self.tensors.names()))
+        params = load_params(
             self.tensors,
             specs,
             dtype,
             placement=self.placement,
             rename=self.stored_name,
-            ignore=ignored.__contains__,
+            ignore=ignored.union(passed).__contains__,
         )
+        if passed:
+            self.log(f"{self.tensors.folder}: not used by the drafter: {', '.join(passed)}")
+        return params
 
     def geometry(self, layer: str, target: Model, *, is_deep: bool = False) -> llama.Llama:
         """Return the geometry of the drafter's layer, or layers if it `is_deep`; optional tensors
@@ -92,6 +106,16 @@ class DrafterFiles:
             out_bias=self.has(f"{attention}.o_proj.bias"),
             qk_norm=self.has(f"{attention}.q_norm.weight"),
         )
+
+
+def is_prefixed(names: Collection[str]) -> bool:
+    """Return whether a re-export of a head has put `model.` before its names."""
+    return any(f"model.{mark}" in names for mark in _MARKS)
+
+
+def cannot_matter(name: str) -> bool:
+    """Return whether a tensor in a head's file can be passed over, see `_UNREAD`."""
+    return name.removeprefix("model.") in _UNREAD or name.endswith(_UNREAD_ENDINGS)
 
 
 def embed_tokens(target: Model, params: Any, tokens: jax.Array) -> jax.Array:

@@ -19,7 +19,12 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import projection, stored
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind
-from specjax.device.drafters.checkpoint import PUBLISHED_BESIDE, DrafterFiles, embed_tokens
+from specjax.device.drafters.checkpoint import (
+    PUBLISHED_BESIDE,
+    DrafterFiles,
+    cannot_matter,
+    embed_tokens,
+)
 from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.layers.attention import Attention
@@ -42,6 +47,7 @@ class EagleParams:
     attention: Attention
     mlp_norm: jax.Array  # [D]
     mlp: MLP
+    lm_head: jax.Array | None = None  # [D, V]; None if the target's is used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +57,7 @@ class EagleHead:
     shape: Llama
     has_fc_bias: bool = False
     has_embedding: bool = False
+    has_lm_head: bool = False
     aux_layers: tuple[int, ...] = ()
     prefix_in_target: None = None
 
@@ -70,6 +77,7 @@ class EagleHead:
         embedding = stored(
             ["embed_tokens.weight"], (self.shape.vocab_size, dim), axes=("vocab", None)
         )
+        lm_head = projection(["lm_head.weight"], dim, [self.shape.vocab_size], axes=(None, "vocab"))
         return EagleParams(
             embedding=embedding if self.has_embedding else None,
             fc=projection(["fc.weight"], 2 * dim, [dim]),
@@ -77,11 +85,12 @@ class EagleHead:
             attention=attention_specs(self.shape, f"{layer}.self_attn", dim),
             mlp_norm=stored([f"{layer}.post_attention_layernorm.weight"], (dim,)),
             mlp=mlp_specs(f"{layer}.mlp", dim, self.shape.intermediate_size),
+            lm_head=lm_head if self.has_lm_head else None,
         )
 
     def is_unused(self, name: str) -> bool:
         """See `DrafterWeights.is_unused`."""
-        return name in PUBLISHED_BESIDE
+        return name in PUBLISHED_BESIDE or cannot_matter(name)
 
     def fuse(self, params: EagleParams, features: Features) -> jax.Array:
         """Return the target's final hidden state, unchanged."""
@@ -101,8 +110,11 @@ class EagleHead:
         return _layer(params.drafter, embedded, hidden, rows, kv, self)
 
     def logits(self, target: Model, params: Params, hidden: jax.Array) -> jax.Array:
-        """Apply the target's output head to y, without a norm."""
-        return target.logits(params.target, hidden)
+        """Apply the target's output head to y, without a norm, or one of its own."""
+        own = params.drafter.lm_head
+        if own is None:
+            return target.logits(params.target, hidden)
+        return linear(hidden, own, jnp.float32)
 
     def target_ids(self, params: EagleParams) -> None:
         """Return None: drafts use the target's full vocabulary."""
@@ -142,6 +154,7 @@ def load(
         shape=shape,
         has_fc_bias=files.has("fc.bias"),
         has_embedding=files.has("embed_tokens.weight"),
+        has_lm_head=files.has("lm_head.weight"),
     )
     return head, files.load(head.specs(), dtype)
 

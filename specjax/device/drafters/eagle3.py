@@ -1,11 +1,13 @@
 """EAGLE-3 (Li et al. 2025): a decoder layer over three of the target's hidden states.
 
-    g = fc [h_low; h_mid; h_high]                 for rows the target has seen; else g = last y
+    g = fc [h_low; h_mid; h_high] (+ bias)        for rows the target has seen; else g = last y
     u = [norm_e(e(x_{p+1})); norm_h(g)]           2 D wide
     a = r + Attn(u),  y = a + MLP(norm(a))        r = g, or norm_h(g) with `norm_before_residual`
     logits = head norm(y)                         over a reduced vocabulary
 
-The three are residual streams, un-normed. y is recycled as it is, or normed with `recycle_normed`.
+The three, or more, are residual streams, un-normed; each may have a norm before fc (EAGLE-3.1). A
+head without auxiliary layers takes the target's normed output as g. y is recycled as it is, or
+normed with `recycle_normed`. A head of the whole vocabulary may use the target's output head.
 """
 
 from collections.abc import Collection
@@ -27,6 +29,7 @@ from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.checkpoint import (
     PUBLISHED_BESIDE,
     DrafterFiles,
+    cannot_matter,
     embed_tokens,
     read_target_ids,
 )
@@ -41,14 +44,17 @@ from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
 
+_FUSING = "fc.", "fc_norm.", "input_norm."  # tensors that fuse auxiliary states
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Eagle3Params:
-    """Weights of an EAGLE-3 head; `embedding` is None where it is the target's."""
+    """Weights of an EAGLE-3 head; `embedding` and `lm_head` are None where they are the target's,
+    and `fc` without auxiliary layers."""
 
     embedding: jax.Array | None  # [V, D]
-    fc: jax.Array  # [A D_target, D]
+    fc: jax.Array | None  # [A D_target, D]
     input_norm: jax.Array | None  # [A D_target], over all auxiliary states before fc
     aux_norms: tuple[jax.Array, ...]  # A of [D_target], one per auxiliary state before fc; or none
     embedding_norm: jax.Array  # [D]
@@ -57,7 +63,8 @@ class Eagle3Params:
     mlp_norm: jax.Array  # [D]
     mlp: MLP
     norm: jax.Array  # [D]
-    lm_head: jax.Array  # [D, V_d]
+    lm_head: jax.Array | None  # [D, V_d]
+    fc_bias: jax.Array | None = None  # [D]
     target_ids: jax.Array | None = None  # i32[V_d]
 
 
@@ -74,6 +81,8 @@ class Eagle3Head:
     has_input_norm: bool = False
     has_aux_norms: bool = False
     has_embedding: bool = False
+    has_lm_head: bool = True
+    has_fc_bias: bool = False
     prefix_in_target: None = None
 
     @property
@@ -86,21 +95,26 @@ class Eagle3Head:
         """One layer of attention."""
         return self.shape.attention
 
+    @property
+    def feature_size(self) -> int:
+        """Width of the target's states at a row."""
+        return max(len(self.aux_layers), 1) * self.target_hidden_size
+
     def specs(self, names: Collection[str] = ()) -> Eagle3Params:
         """Return the float weights as `TensorSpec`s; `names` of the files tell the published layout
         from that of speculators."""
         layer = layer_name(names)
         dim, num_aux = self.hidden_size, len(self.aux_layers)
-        wide = self.target_hidden_size
+        wide, all_wide = self.target_hidden_size, self.feature_size
+        lm_head = projection(["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab"))
         embedding = stored(
             ["embed_tokens.weight"], (self.shape.vocab_size, dim), axes=("vocab", None)
         )
         return Eagle3Params(
             embedding=embedding if self.has_embedding else None,
-            fc=projection(["fc.weight"], num_aux * wide, [dim]),
-            input_norm=stored(["input_norm.weight"], (num_aux * wide,))
-            if self.has_input_norm
-            else None,
+            fc=projection(["fc.weight"], all_wide, [dim]) if num_aux else None,
+            fc_bias=stored(["fc.bias"], (dim,)) if self.has_fc_bias else None,
+            input_norm=stored(["input_norm.weight"], (all_wide,)) if self.has_input_norm else None,
             aux_norms=tuple(stored([f"fc_norm.{i}.weight"], (wide,)) for i in range(num_aux))
             if self.has_aux_norms
             else (),
@@ -110,17 +124,18 @@ class Eagle3Head:
             mlp_norm=stored([f"{layer}.post_attention_layernorm.weight"], (dim,)),
             mlp=mlp_specs(f"{layer}.mlp", dim, self.shape.intermediate_size),
             norm=stored(["norm.weight"], (dim,)),
-            lm_head=projection(
-                ["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab")
-            ),
+            lm_head=lm_head if self.has_lm_head else None,
         )
 
     def is_unused(self, name: str) -> bool:
         """See `DrafterWeights.is_unused`."""
-        return name in PUBLISHED_BESIDE
+        return name in PUBLISHED_BESIDE or cannot_matter(name)
 
     def fuse(self, params: Eagle3Params, features: Features) -> jax.Array:
-        """Return g = fc of the auxiliary hidden states, after norms if the checkpoint has them."""
+        """Return g = fc of the auxiliary hidden states, after norms if the checkpoint has them; the
+        target's output itself without auxiliary layers."""
+        if params.fc is None:
+            return features.hidden
         states, eps = features.auxiliary, self.shape.rms_norm_eps
         assert states is not None, "the target was run without the head's aux_layers"
         if params.aux_norms:
@@ -129,7 +144,8 @@ class Eagle3Head:
             states = jnp.concatenate(normed, axis=-1)
         if params.input_norm is not None:
             states = rms_norm(states, params.input_norm, eps)
-        return linear(states, params.fc)
+        fused = linear(states, params.fc)
+        return fused if params.fc_bias is None else fused + params.fc_bias
 
     def extend(
         self,
@@ -149,6 +165,8 @@ class Eagle3Head:
         own = params.drafter
         if not self.recycle_normed:
             hidden = rms_norm(hidden, own.norm, self.shape.rms_norm_eps)
+        if own.lm_head is None:
+            return target.logits(params.target, hidden)
         return linear(hidden, own.lm_head, jnp.float32)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
@@ -213,11 +231,12 @@ def from_config(folder: Path, config: SpeculativeConfig, target: Model) -> Chain
 
 def _read_chain_head(files: DrafterFiles, config: SpeculativeConfig, target: Model) -> Eagle3Head:
     hf, shape = files.hf, files.geometry(layer_name(files.tensors.names()), target)
+    head = read_head(files, config, target, shape)
     return replace(
-        read_head(files, config, target, shape),
+        head,
         # The default is False in raw checkpoints, True in those of speculators.
         norm_before_residual=bool(hf.get("norm_before_residual", is_speculators(hf))),
-        recycle_normed=recycles_normed(hf),
+        recycle_normed=recycles_normed(hf, head.has_aux_norms),
     )
 
 
@@ -226,32 +245,87 @@ def read_head(
 ) -> Eagle3Head:
     """Return the head that the config and the tensors' names describe, but for what it recycles.
 
+    A config without weights is of a head with the usual ones.
+
     Raises:
-        CheckpointError: it was made for another target.
+        CheckpointError: it was made for another target, or config and tensors disagree.
     """
+    has_weights = bool(files.tensors.names())
+    layers = read_aux_layers(files.hf, target.num_layers, config.aux_id_convention)
     head = Eagle3Head(
         shape=shape,
         target_hidden_size=target.hidden_size,
         draft_vocab_size=files.hf.integer("draft_vocab_size", shape.vocab_size),
-        aux_layers=read_aux_layers(files.hf, target.num_layers, config.aux_id_convention),
-        has_input_norm=files.has("input_norm.weight"),
-        has_aux_norms=files.has("fc_norm.0.weight"),
+        aux_layers=layers,
+        has_input_norm=bool(layers) and files.has("input_norm.weight"),
+        has_aux_norms=bool(layers) and files.has("fc_norm.0.weight"),
+        has_fc_bias=bool(layers) and files.has("fc.bias"),
         has_embedding=files.has("embed_tokens.weight"),
+        has_lm_head=files.has("lm_head.weight") or not has_weights,
     )
-    if not head.has_embedding and head.hidden_size != target.hidden_size:
+    if has_weights:
+        _check_tensors(files, head)
+    reads = {
+        "the target's embedding": not head.has_embedding,
+        "the target's output head": not head.has_lm_head,
+        "the target's output without an fc": not layers,
+    }
+    if any(reads.values()) and head.hidden_size != target.hidden_size:
         raise CheckpointError(
-            f"{files.hf.origin}: the drafter is {head.hidden_size} wide and has no embedding of "
-            f"its own, the target is {target.hidden_size} wide; use a drafter trained for this "
-            "target"
+            f"{files.hf.origin}: the drafter is {head.hidden_size} wide and uses "
+            f"{' and '.join(what for what, is_so in reads.items() if is_so)}, which is "
+            f"{target.hidden_size} wide; use a drafter trained for this target"
         )
     return head
 
 
+def _check_tensors(files: DrafterFiles, head: Eagle3Head) -> None:
+    """Refuse a config that disagrees with the tensors, by their names."""
+    hf, is_whole = files.hf, head.draft_vocab_size == head.shape.vocab_size
+    if not head.has_lm_head and not is_whole:
+        raise CheckpointError(
+            f"{hf.origin}: draft_vocab_size={head.draft_vocab_size} needs a lm_head.weight, and "
+            "the weights have none; the target's has all tokens"
+        )
+    for field, tensor in ("fc_norm", "fc_norm.0.weight"), ("norm_before_fc", "input_norm.weight"):
+        if hf.get(field, False) and head.aux_layers and not files.has(tensor):
+            raise CheckpointError(
+                f"{hf.origin}: {field}=true needs {tensor}, and the weights have none; export the "
+                f"head again, or remove {field} if it was trained without"
+            )
+    is_third = files.has(f"{layer_name(files.tensors.names())}.hidden_norm.weight")
+    if is_third and head.aux_layers and files.has("fc.weight"):
+        width = files.tensors.shape(files.stored_name("fc.weight"))[-1]
+        if width != head.feature_size:
+            raise CheckpointError(
+                f"{hf.origin}: fc.weight reads {width} numbers, and the {len(head.aux_layers)} "
+                f"auxiliary layers {list(head.aux_layers)} of a target {head.target_hidden_size} "
+                f"wide have {head.feature_size}; set eagle_aux_hidden_state_layer_ids to the "
+                "layers of training, or use a drafter trained for this target"
+            )
+
+
 def load_weights(files: DrafterFiles, head: Eagle3Head, target: Model, dtype: np.dtype) -> Any:
     """Return the parameters of a head, with its draft vocabulary."""
-    # t2d is the mask of the ids that d2t lists.
-    params = files.load(head.specs(files.tensors.names()), dtype, unused=("d2t", "t2d"))
-    return replace(params, target_ids=read_target_ids(files, head.draft_vocab_size, target))
+    unused = ["d2t", "t2d"]
+    if not head.aux_layers:
+        names = (name.removeprefix(files.prefix) for name in files.tensors.names())
+        if fusing := sorted(name for name in names if name.startswith(_FUSING)):
+            unused += fusing
+            files.log(
+                f"{files.tensors.folder}: not used by the drafter, which reads no auxiliary "
+                f"layers: {', '.join(fusing)}"
+            )
+    params = files.load(head.specs(files.tensors.names()), dtype, unused=tuple(unused))
+    ids = read_target_ids(files, head.draft_vocab_size, target)
+    if ids is not None and files.has("t2d"):  # the mask of the ids that d2t lists
+        mask = files.tensors.read(files.stored_name("t2d"))
+        if not np.array_equal(np.flatnonzero(mask), np.sort(np.asarray(ids))):
+            files.log(
+                f"{files.tensors.folder}: t2d has other tokens than d2t, which is used as the "
+                "draft vocabulary"
+            )
+    return replace(params, target_ids=ids)
 
 
 def layer_name(names: Collection[str]) -> str:
@@ -265,15 +339,13 @@ def is_speculators(hf: HFConfig) -> bool:
     return "speculators_model_type" in hf.fields
 
 
-def recycles_normed(hf: HFConfig) -> bool:
-    """Return whether the head recycles norm(y).
+def recycles_normed(hf: HFConfig, has_aux_norms: bool) -> bool:
+    """Return whether the head recycles norm(y), by `norm_output`.
 
-    In configs of speculators and vLLM `norm_output` means this. In those of SpecForge it means the
-    norm before the head, which always exists: their heads recycle y.
+    Heads of this architecture without norms of auxiliary states are an exception: SpecForge long
+    wrote `norm_output=true` for the norm before the output head, which all heads have.
     """
-    if "LlamaForCausalLMEagle3" in hf.get("architectures", []):
-        if not hf.get("norm_output", True):
-            raise CheckpointError(f"{hf.origin}: norm_output=false (no norm) is not supported")
+    if "LlamaForCausalLMEagle3" in hf.get("architectures", []) and not has_aux_norms:
         return False
     return bool(hf.get("norm_output", False))
 
@@ -282,9 +354,12 @@ def read_aux_layers(hf: HFConfig, num_layers: int, convention: str) -> tuple[int
     """Return the layers whose input the head reads; `convention`: how the config numbers them.
 
     "entering" i is the residual stream entering layer i, which is the output of layer i - 1; a
-    config under "output" numbers that state i - 1. Default: 2, L // 2, L - 3, entering.
+    config under "output" numbers that state i - 1. Default: 2, L // 2, L - 3, entering. None if the
+    config says that there are no auxiliary states.
     """
     nested = hf.get("eagle_config", {})
+    if nested.get("use_aux_hidden_state") is False:
+        return ()
     ids = hf.get(
         "eagle_aux_hidden_state_layer_ids",
         nested.get("eagle_aux_hidden_state_layer_ids", nested.get("layer_ids")),
@@ -307,10 +382,16 @@ def to_hf(head: Eagle3Head) -> dict[str, Any]:
         **llama.to_hf(head.shape),
         "draft_vocab_size": head.draft_vocab_size,
         "target_hidden_size": head.target_hidden_size,
-        "eagle_aux_hidden_state_layer_ids": list(head.aux_layers),
+        **_aux_to_hf(head),
         "norm_before_residual": head.norm_before_residual,
         "norm_output": head.recycle_normed,
     }
+
+
+def _aux_to_hf(head: Eagle3Head) -> dict[str, Any]:
+    if not head.aux_layers:
+        return {"eagle_config": {"use_aux_hidden_state": False}}
+    return {"eagle_aux_hidden_state_layer_ids": list(head.aux_layers)}
 
 
 def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.ndarray]:

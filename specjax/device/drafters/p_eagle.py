@@ -61,7 +61,7 @@ class PEagleHead(Eagle3Head):
 
     def specs(self, names: Collection[str] = ()) -> PEagleParams:
         """Return the float weights as `TensorSpec`s, see `Eagle3Head.specs`."""
-        width = len(self.aux_layers) * self.target_hidden_size
+        width = self.feature_size
         return PEagleParams(
             **vars(super().specs(names)),
             layers=tuple(
