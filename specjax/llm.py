@@ -65,7 +65,7 @@ class LLM(VllmMethods):
         gpu_memory_utilization: part of the GPU's memory for weights and the pool.
         enable_prefix_caching: keep pages for later requests with the same beginning. Recurrent
             models also need a snapshot of their states, so they find less of a prefix.
-        num_snapshots: how many snapshots are kept; None for a quarter of max_num_seqs.
+        num_snapshots: how many snapshots are kept; None for 4 max_num_seqs, or what fits.
         async_scheduling: plan and launch a step before reading the one before it.
         scheduling_policy: "fcfs", first come, first served, or "priority".
         compile_ahead: compile all shapes of steps, and all that requests need, before any of them

@@ -11,6 +11,7 @@ pieces, so that the host makes the masks while the target runs over the drafts.
 
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -33,6 +34,7 @@ from specjax.engine.metrics import Metrics, Recorder
 from specjax.engine.precompile import CompiledPrograms
 from specjax.engine.programs import Programs, of_rounds
 from specjax.engine.repertoire import Repertoire
+from specjax.host.budgets import explain_waiting
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
@@ -71,6 +73,8 @@ class Engine:
         self._is_recurrent = is_recurrent(target) or drafter.is_recurrent
         draft_slots = drafter.draft_slots(self._max_drafts)
         config.check_budgets(self._max_drafts, draft_slots)
+        if waiting := explain_waiting(config, self._max_drafts, draft_slots):
+            warnings.warn(waiting, UserWarning, stacklevel=2)
         windows = page_windows(target, config)
         self.scheduler = Scheduler(
             config,

@@ -54,6 +54,7 @@ class Plan:
     drafter: Drafter
     drafter_params: Any  # shapes if there are no weights
     weights: int  # of the target, bytes that are still to be loaded
+    chooses_snapshots: bool = False  # how many, by the memory
 
     @property
     def num_drafts(self) -> int:
@@ -72,7 +73,7 @@ class Plan:
         )
 
     def fitted(self, *, num_pages: int | None, gpu_memory_utilization: float) -> EngineConfig:
-        """The config with as many pages as the device's memory has room for.
+        """The config with as many pages, and snapshots, as the device's memory has room for.
 
         Raises:
             ValueError: the given number does not fit, or not a single request does.
@@ -80,6 +81,10 @@ class Plan:
         own, drafters = self.cache_bytes()
         cache, config, target = own + drafters, self.config, self.source.target
         needs = EngineNeeds.of(config, target, self.drafter, cache, self.weights, self.num_drafts)
+        if self.chooses_snapshots and needs.snapshots:
+            count = needs.usual_snapshots(config, cache, gpu_memory_utilization, self.num_drafts)
+            config = replace(config, num_snapshots=count)
+            needs = needs._replace(snapshots=count * cache.per_slot)
         if num_pages is None:
             config = needs.fitted(config, cache, gpu_memory_utilization, self.num_drafts)
         needs.check(config, cache, self.num_drafts)
@@ -140,6 +145,7 @@ def make_plan(
         **sizes,
     )
     plan = Plan(source, chosen, config, speculation, profile, NoDrafter(), None, weights)
+    plan = replace(plan, chooses_snapshots=sizes.get("num_snapshots") is None)
     if num_pages is not None:  # before anything is read
         plan.fitted(num_pages=num_pages, gpu_memory_utilization=1.0)
     if speculation is None:

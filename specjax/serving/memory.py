@@ -17,6 +17,8 @@ from specjax.host.memory import available_bytes
 from specjax.host.windows import pages_in_use, window_pages
 from specjax.serving.defaults import device_defaults
 
+SNAPSHOTS_PER_SEQ = 4  # so that conversations find their last turns, and branches of them
+
 
 class CacheBytes(NamedTuple):
     """Sizes of a cache in bytes."""
@@ -158,6 +160,34 @@ class EngineNeeds(NamedTuple):
             f"{_gib(memory.available)} left; {remedy}"
         )
 
+    def _room(self, memory: "Memory", gpu_memory_utilization: float) -> int:
+        """Bytes that are left for pages."""
+        room = memory.available - sum(self)
+        if memory.total is None:
+            return room
+        in_use = memory.total - memory.available  # a part of the total is for other programs
+        kept = gpu_memory_utilization * memory.total - in_use - sum(self) + self.workspace
+        return min(room, int(kept))
+
+    def usual_snapshots(
+        self,
+        config: EngineConfig,
+        cache: CacheBytes,
+        gpu_memory_utilization: float,
+        max_drafts: int,
+    ) -> int:
+        """Default of num_snapshots: four per request, or fewer if they would take more than an
+        eighth of the memory that the pages of `config` leave; at least its own number."""
+        memory = read_memory()
+        count = SNAPSHOTS_PER_SEQ * config.max_num_seqs
+        if memory is None:
+            return count
+        room = self._room(memory, gpu_memory_utilization) - cache.of_pages(config, max_drafts)
+        # By halves, as programs depend on the number, and the memory that is free on the moment.
+        while count > config.num_snapshots and count * cache.per_slot > room // 8:
+            count //= 2
+        return max(count, config.num_snapshots)
+
     def fitted(
         self,
         config: EngineConfig,
@@ -173,11 +203,7 @@ class EngineNeeds(NamedTuple):
         memory = read_memory()
         if memory is None:
             return replace(config, num_pages=config.max_num_seqs * config.pages_per_seq)
-        room = memory.available - sum(self)
-        if memory.total is not None:  # the rest is for other programs
-            in_use = memory.total - memory.available
-            kept = gpu_memory_utilization * memory.total - in_use - sum(self) + self.workspace
-            room = min(room, int(kept))
+        room = self._room(memory, gpu_memory_utilization)
         fitted = cache.fitted(config, room, max_drafts)
         if fitted is None:
             one = config.pages_per_seq * cache.per_full_page + sum(

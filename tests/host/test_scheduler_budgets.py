@@ -3,6 +3,8 @@
 Where vLLM's tests have numbers (budgets of 20 and of 50), they are the same.
 """
 
+from dataclasses import replace
+
 import pytest
 from support.scheduling import (
     add,
@@ -14,6 +16,8 @@ from support.scheduling import (
     rounds,
     run_to_the_end,
 )
+
+from specjax.host.budgets import explain_waiting
 
 # --- budgets --------------------------------------------------------------------------------------
 
@@ -216,6 +220,31 @@ def test_budgets_that_just_hold_a_round_are_enough(scheduled, batched, draft_slo
     for i in range(3):
         add(scheduler, i, 20, 5)
     run_to_the_end(scheduler)
+
+
+@pytest.mark.parametrize(
+    "batched, draft_slots, together, needed",
+    [(32, 0, 1, 44), (43, 0, 3, 44), (44, 0, 4, None), (45, 1, 3, 48), (48, 1, 4, None)],
+)
+def test_exact_budgets_that_let_few_run_together_say_so(batched, draft_slots, together, needed):
+    """And as many do run together."""
+    sizes = {"max_num_seqs": 4, "num_pages": 64, "exact": True, "max_num_batched_tokens": batched}
+    config = make_config(**sizes)
+    told = explain_waiting(config, 3, draft_slots)
+    if needed is None:
+        assert told is None
+    else:
+        assert f"only {together} of max_num_seqs=4" in told and "raise max_num_" in told
+        assert f"tokens to {needed}, or lower max_num_seqs to {together}" in told
+    scheduler = make_scheduler(config, 3, draft_slots=draft_slots)
+    for i in range(4):
+        add(scheduler, i, 20, 12)
+    most = 0
+    while scheduler.has_work:
+        give(scheduler, scheduler.schedule())
+        most = max(most, scheduler.num_running)
+    assert most == together
+    assert explain_waiting(replace(config, exact=False, prefill_shapes=None), 3, 0) is None
 
 
 def test_an_exact_chunk_needs_its_whole_width():

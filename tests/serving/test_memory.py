@@ -9,7 +9,7 @@ import pytest
 from support.engines import SIZES, make_llm
 from support.refusals import refusal
 
-from specjax import LLM
+from specjax import LLM, SamplingParams
 from specjax.config import EngineConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import NoDrafter
@@ -119,6 +119,32 @@ def test_pages_by_default(target, monkeypatch):
     assert pages(total - in_use, total, part) == 13
     monkeypatch.setattr(memory, "read_memory", lambda: None)
     assert needs.fitted(config, cache, 0.9, 0).num_pages == 4 * 8
+
+
+def test_snapshots_by_default(hybrid, monkeypatch):
+    """Four per request; by halves, where they would take more than an eighth of what is left."""
+    model, _ = load_model(hybrid.folder, np.dtype("float32"))
+    needs, config, cache = needs_of(model)
+    assert config.num_snapshots == 1 and needs.snapshots == cache.per_slot > 0
+
+    def count(left):
+        monkeypatch.setattr(memory, "read_memory", lambda: left and Memory("it", left, None))
+        return needs.usual_snapshots(config, cache, 0.9, 0)
+
+    beside = sum(needs) + cache.of_pages(config, 0)
+    assert count(None) == count(100 * GIB) == 16
+    rooms = {16: 16, 15: 8, 8: 8, 7: 4, 1: 1, 0: 1}
+    assert {n: count(beside + 8 * n * cache.per_slot) for n in rooms} == rooms
+
+
+def test_as_many_prompts_as_requests_are_found_again(hybrid):
+    """On a hybrid, where each needs a snapshot of its own."""
+    prompts = np.random.default_rng(0).integers(0, 9, (4, 50)).tolist()
+    params = SamplingParams(temperature=0, max_tokens=2)
+    with make_llm(hybrid.folder, max_num_seqs=4) as llm:
+        assert llm.engine.config.num_snapshots == 16
+        found = [llm.generate(prompts, params, use_tqdm=False) for _ in range(2)]
+    assert [[one.num_cached_tokens for one in outputs] for outputs in found] == [[0] * 4, [48] * 4]
 
 
 def test_a_check_lets_pass_what_fits_to_the_byte(target, monkeypatch):
