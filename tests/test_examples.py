@@ -283,10 +283,11 @@ def test_settings_that_cannot_be_are_refused(examples, tmp_path, capsys, options
     assert reason in capsys.readouterr().err
 
 
-def run_script(script: Path) -> str:
-    """What a script without options prints."""
+def run_script(script: Path, folder: Path | None = None) -> str:
+    """What a script without options prints; it writes to `folder`."""
     result = subprocess.run(
         [sys.executable, str(script)],
+        cwd=folder,
         env={**os.environ, "JAX_COMPILATION_CACHE_DIR": str(PROGRAMS)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
@@ -315,7 +316,7 @@ def test_scripts_run_and_print(name):
 def test_python_on_pages_runs(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text(python_of(page))
-    assert run_script(script)
+    assert run_script(script, tmp_path)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=str)
