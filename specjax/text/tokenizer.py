@@ -10,12 +10,13 @@ from tokenizers import Tokenizer
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.text.chat_template import cut_after_last, render
+from specjax.text.tokenizer_names import TokenizerNames
 
 CONFIG = "tokenizer_config.json"
 
 
 @dataclass(frozen=True)
-class ChatTokenizer:
+class ChatTokenizer(TokenizerNames):
     """A tokenizer and the chat template that came with it, if any."""
 
     tokenizer: Tokenizer

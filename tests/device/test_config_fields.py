@@ -140,11 +140,12 @@ def test_windows_that_contradict_themselves():
 
 
 @pytest.mark.parametrize(
-    "kind, near", [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None)]
+    "kind, near",
+    [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None), ("gemma3_text", None)],
 )
 def test_another_model_type_is_told_its_kin(kind, near):
     text = refusal(lambda: described(kind), f"model_type={kind!r}", ", ".join(MODELS))
-    assert text.endswith(f"the nearest by name is {near!r}" if near else [*MODELS][-1])
+    assert text.endswith(f"did you mean {near!r}?" if near else [*MODELS][-1])
 
 
 def test_fields_that_nobody_knows_are_warned_of():
