@@ -275,7 +275,7 @@ def measure_tail(settings: argparse.Namespace) -> list[dict[str, Any]]:
         {
             "title": "A rollout with a long tail",
             "columns": [
-                "policy", "makespan, s", f"x {best}", "x off", "tokens per round of a request",
+                "policy", "makespan, s", f"x {best}", "x off", "acceptance length",
             ],
             "rows": rows,
             "notes": [

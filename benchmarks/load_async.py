@@ -347,7 +347,7 @@ def make_result(
             [f"seconds to the first output, {_name(q)}", _quantile(tally.first_seconds, q)]
             for q in QUANTILES
         ),
-        ["tokens per round", metrics["mean_acceptance_length"]],
+        ["acceptance length", metrics["mean_acceptance_length"]],
         ["share of tokens found in the cache", hits / metrics["prefix_cache_queries"]],
         [f"memory after {settings.warmup} requests, MiB", warm],
         ["memory at the end, MiB", tally.memory[-1]],

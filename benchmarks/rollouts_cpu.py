@@ -231,7 +231,7 @@ def tabulate(
             "title": f"Makespan, max_num_seqs={max_num_seqs}",
             "columns": [
                 "policy", "makespan, s", f"x {OFF}", f"x {STATIC}", "tail's share",
-                f"tail x {OFF}", "tokens per round of a request",
+                f"tail x {OFF}", "acceptance length",
             ],
             "rows": rows,
             "notes": [

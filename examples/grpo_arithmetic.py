@@ -93,7 +93,7 @@ class Step(NamedTuple):
 
     number: int
     reward: float
-    acceptance_length: float  # tokens per round with drafts, whatever its K
+    acceptance_length: float  # of rounds with drafts, whatever their K
     mean_k: float
     speculative_seconds: float  # for the rollouts
     plain_seconds: float
@@ -119,7 +119,11 @@ def imitate(engine: RolloutEngine, questions: Sequence[Question], settings: Sett
     update = make_update(engine.target, optimizer, imitation_loss)
     learner, size = begin(engine.params.target, optimizer), settings.imitation_batch
     rng = random.Random(settings.seed)
+    begun = time.perf_counter()
     for step in range(settings.imitation_steps):
+        if time.perf_counter() - begun > 10:  # seconds between lines
+            print(f"imitated {step} of {settings.imitation_steps} batches", flush=True)
+            begun = time.perf_counter()
         chosen = [questions[(step * size + i) % len(questions)] for i in range(size)]
         learner, _ = update(learner, worked_rows(engine, chosen, settings.slip_rate, rng))
     return learner.params
@@ -164,6 +168,7 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     """Imitate, then improve; what happened, as plain types."""
     start = time.perf_counter()
     train, held_out = split_questions(settings.seed, settings.held_out)
+    console.print("building three engines, which compile all their programs")
     engines = Engines.build(settings.seed)
     console.print(f"three engines built in {time.perf_counter() - start:.0f} s")
     moments: list[Moment] = []
@@ -171,14 +176,16 @@ def run(settings: Settings, console: Console) -> dict[str, Any]:
     def look(when: str) -> None:
         moments.append(moment := engines.look(when, held_out))
         console.print(
-            f"  {when}: {moment.acceptance_length:.2f} tokens per round of {PROBE_K} drafts; "
+            f"  {when}: acceptance length {moment.acceptance_length:.2f} at K = {PROBE_K}; "
             f"right: {moment.sampled_accuracy:.2f} sampled, {moment.greedy_accuracy:.2f} greedy"
         )
 
     look("as shipped")
+    console.print(f"imitating {settings.imitation_steps} batches of worked answers")
     engines.update(imitate(engines.speculative, train, settings))
     look("after imitation")
-    engines.roll_out(train[: settings.questions], settings.samples, 0)  # what is timed has run
+    console.print("a step that is not timed, so that what is timed has run before")
+    engines.roll_out(train[: settings.questions], settings.samples, 0)
     steps = train_policy(engines, train, settings, console, look)
     look("at the end")
     engines.close()
@@ -233,6 +240,7 @@ def train_policy(
         recent.extend(rollouts.answers)
         if number % settings.refit_every == 0 and number < settings.steps:
             look(f"step {number}, before a refit")
+            console.print(f"refitting the drafter, {settings.refit_steps} steps")
             report = distiller.refit([*recent], steps=settings.refit_steps)
             look(f"step {number}, after a refit of {report.seconds:.0f} s")
     return steps

@@ -31,7 +31,7 @@ class Moment(NamedTuple):
     """What the probe saw in answers to the held-out questions."""
 
     when: str
-    acceptance_length: float  # tokens per round of PROBE_K drafts, at temperature 1
+    acceptance_length: float  # of PROBE_K drafts, at temperature 1
     sampled_accuracy: float  # at temperature 1
     greedy_accuracy: float
 
@@ -66,6 +66,7 @@ class Engines:
                 max_num_seqs=MAX_NUM_SEQS,
                 page_size=PAGE_SIZE,
                 seed=seed,
+                verbose=True,
                 **SHAPES,
             )
 

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 PANELS = {
     "reward": ("mean reward", None),
-    "acceptance_length": ("tokens per round with drafts", 1.0),
+    "acceptance_length": ("acceptance length", 1.0),
     "mean_k": ("mean K", 0.0),
 }
 

@@ -25,9 +25,9 @@ def run(name: str, speculative_config: dict | None) -> list[RequestOutput]:
         llm.generate(PROMPTS[:2], PARAMS, use_tqdm=False)  # to warm up
         start = time.perf_counter()
         outputs = llm.generate(PROMPTS, PARAMS, use_tqdm=False)
-        seconds, tokens_per_step = time.perf_counter() - start, llm.metrics().mean_acceptance_length
+        seconds, length = time.perf_counter() - start, llm.metrics().mean_acceptance_length
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    print(f"{name:<8} {num_tokens / seconds:4.0f} tokens/s, {tokens_per_step:.2f} tokens per step")
+    print(f"{name:<8} {num_tokens / seconds:4.0f} tokens/s, acceptance length {length:.2f}")
     return outputs
 
 

@@ -34,7 +34,7 @@ async def main() -> None:
     async with AsyncLLM("demo-llama", speculative_config=EAGLE3, max_model_len=512) as llm:
         start = time.perf_counter()
         await asyncio.gather(*(ask(llm, name, start) for name in QUESTIONS))
-        print(f"{llm.metrics().mean_acceptance_length:.2f} tokens per request and step")
+        print(f"acceptance length {llm.metrics().mean_acceptance_length:.2f}")
 
 
 asyncio.run(main())

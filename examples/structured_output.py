@@ -39,4 +39,4 @@ with LLM("demo-llama", speculative_config=EAGLE3, max_model_len=512, verbose=Fal
         print(f"seed {i // len(WANTED)}  {name:<7} {text!r}")
         if name == "JSON":
             print(f"        parsed  {json.loads(text)}")
-    print(f"{llm.metrics().mean_acceptance_length:.2f} tokens per step")
+    print(f"acceptance length {llm.metrics().mean_acceptance_length:.2f}")

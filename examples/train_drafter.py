@@ -25,7 +25,7 @@ def question() -> str:
 
 
 def acceptance_length(drafter: Path, prompts: list[str]) -> float:
-    """Tokens per step with three draft tokens, greedy."""
+    """That of three draft tokens, greedy."""
     config = {"method": "eagle", "model": str(drafter), "num_speculative_tokens": 3}
     with LLM("demo-llama", speculative_config=config, max_model_len=128, verbose=False) as llm:
         llm.generate(prompts, SamplingParams(temperature=0, max_tokens=48), use_tqdm=False)
@@ -43,4 +43,4 @@ with tempfile.TemporaryDirectory() as place:
         command = f"train eagle1 --target demo-llama --data {answers} --out {drafter}"
         specjax([*command.split(), *f"--steps {steps} --batch-size 8 --length 80".split()])
         length = acceptance_length(drafter, held_out)
-        print(f"after {steps:3} training steps: {length:.2f} tokens per step of decoding")
+        print(f"after {steps:3} training steps: acceptance length {length:.2f}")

@@ -18,6 +18,7 @@ from specjax.host.request import Request
 from specjax.llm import LLM
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import RequestOutputKind, SamplingParams
+from specjax.serving.vllm_methods import Refusing
 from specjax.text.completions import Outputs, Shown
 from specjax.text.prompts import Prompt, prompt_text, refuse_lora
 from specjax.text.tokenizer import ChatTokenizer
@@ -25,7 +26,7 @@ from specjax.text.tokenizer import ChatTokenizer
 Answer = TypeVar("Answer")
 
 
-class AsyncLLM:
+class AsyncLLM(Refusing):
     """An `LLM` for asyncio: `async for output in llm.generate_stream(prompt, params)`.
 
     A background thread runs the engine, so it never blocks the event loop. All methods must be

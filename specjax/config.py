@@ -89,7 +89,7 @@ class SpeculativeConfig:
             "synthetic" accepts drafts at given rates, to measure speed.
         synthetic_acceptance_rates: of all steps, the part that accepts at least 1, 2, ... drafts;
             one per draft, none above the one before.
-        synthetic_acceptance_length: instead, the mean number of tokens per step, in 1..K+1.
+        synthetic_acceptance_length: instead, the mean acceptance length, in 1..K+1.
         draft_sample_method: above temperature 0, "probabilistic" drafts are drawn, under seed_exact
             with the target's noise; "greedy" drafts are always the argmax.
         aux_id_convention: how an EAGLE-3 config numbers auxiliary hidden states: "entering" layer
@@ -223,7 +223,7 @@ class SpeculativeConfig:
             object.__setattr__(self, "synthetic_acceptance_rates", tuple(map(float, listed)))
         if length is not None:
             if not is_number(length) or not 1 <= length <= k + 1:
-                raise ValueError(f"{where}_length={length!r} must be in 1..{k + 1}, tokens a step")
+                raise ValueError(f"{where}_length={length!r} must be in 1..{k + 1}, tokens")
             object.__setattr__(self, "synthetic_acceptance_length", float(length))
 
     @property

@@ -40,8 +40,8 @@ from specjax.train.context import CausalRows
 NUM_PLACES = 32  # of a text, at which drafts are made
 PAGE_SIZE, LENGTHS = 16, 128  # texts are padded to a multiple, so that few programs are compiled
 SHIFTS = -2, -1, 1, 2  # of auxiliary layers: by configs that count otherwise, and by one more
-# What is clearly better gains at least so many tokens a step, or so much of what distributions have
-# in common, and so many standard errors: more of them on other texts, whose places are others.
+# What is clearly better gains at least so much acceptance length, or so much of what distributions
+# have in common, and so many standard errors: more of them on other texts, whose places are others.
 LEAST_GAIN, LEAST_IN_COMMON = 0.05, 0.01
 LEAST_ERRORS, LEAST_ERRORS_UNPAIRED = 2.5, 3.0
 
@@ -79,7 +79,7 @@ class Tally(NamedTuple):
 
     @property
     def length(self) -> float:
-        """Tokens per step: the accepted ones, and one of the target's."""
+        """The acceptance length: accepted drafts of a step, and one token of the target's."""
         return 1 + sum(self.rates)
 
     @property
@@ -241,7 +241,7 @@ def _name_faults(
 def as_gain(ours: Tally, theirs: Tally) -> str:
     """Return how much better another tally is, in words."""
     return (
-        f"{theirs.length:.2f} against {ours.length:.2f} tokens a step, "
+        f"acceptance length {theirs.length:.2f} against {ours.length:.2f}, "
         f"{theirs.in_common.mean():.0%} against {ours.in_common.mean():.0%} in common"
     )
 

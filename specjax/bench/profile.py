@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -12,12 +11,11 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
 from specjax.bench.engines import Setup, open_engines, read_setup, warm_up
 from specjax.bench.environment import describe_environment
 from specjax.bench.measure import decode
 from specjax.bench.profile_show import describe
+from specjax.bench.stages import stages
 from specjax.checkpoint.writing import check_writable, write_whole
 from specjax.host.speculation.acceptance import DraftOutcome
 from specjax.host.speculation.policy import DecodeLoad, PolicyRule, Round
@@ -55,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--k {args.k} lacks 0, plain decoding, which drafting has to beat")
     output = Path(args.output)
     check_writable("--output", output)
-    is_terminal = sys.stdout.isatty() and not args.json
-    profile = measure(setup, is_online=args.online, show_progress=is_terminal)
+    profile = measure(setup, is_online=args.online, show_progress=True)
     text = json.dumps(profile.as_json(), indent=1)
     write_whole(output, text + "\n")
     if args.json:
@@ -69,22 +66,21 @@ def run(args: argparse.Namespace) -> int:
 
 def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
     """Run every K at every batch size, in turn, for the setup's number of rounds."""
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     times: dict[int, dict[int, list[float]]] = {}
     verdicts: Counter[DraftOutcome] = Counter()
+    total = setup.rounds * len(setup.batch_sizes) * len(setup.ks)
     with (
         open_engines(setup, show_progress=show_progress) as engines,
-        Progress(*columns, disable=not show_progress, transient=True) as progress,
+        stages(total, show_progress=show_progress) as begin,
     ):
         engine = engines.drafting.engine
-        total = setup.rounds * len(setup.batch_sizes) * len(setup.ks)
-        task = progress.add_task("", total=total)
         for batch_size in setup.batch_sizes:
             requests = setup.make_requests(batch_size)
             at_size = times[batch_size] = {k: [] for k in setup.ks}
             for i in range(setup.rounds):
                 first = i % len(setup.ks)
                 for k in [*setup.ks[first:], *setup.ks[:first]]:
+                    begin(f"K={k} at batch size {batch_size}")
                     watched = Watched(k, batch_size)
                     engine.set_policy(watched)
                     if not i:
@@ -94,7 +90,6 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
                     at_size[k] += watched.milliseconds
                     if k == max(setup.ks):
                         verdicts += watched.verdicts
-                    progress.advance(task)
         model = describe_model(engines.drafting)
     for batch_size, at_size in times.items():
         if empty := [k for k, found in at_size.items() if not found]:

@@ -37,13 +37,15 @@ def describe(profile: Profile, compared: Comparison) -> str:
     rows, has_estimates = [], False
     for batch, row in compared.tpot_ms.items():
         best, timed = compared.best_k[batch], profile.step_ms.get(batch, {})
+        starred = min((k for k in row if k in timed), key=lambda k: row[k], default=None)
         cells = [
-            f"{'' if k in timed else '~'}{ms:.2f}{'*' if k == best else ' '}"
+            f"{'' if k in timed else '~'}{ms:.2f}{'*' if k == starred else ' '}"
             for k, ms in row.items()
         ]
         has_estimates |= any(k not in timed for k in row)
-        rows.append([str(batch), *cells, f"K={best}"])
-    lines = ["ms per output token of a request, by batch size and K; * is the best", ""]
+        rows.append([str(batch), *cells, f"{'' if best in timed else '~'}K={best}"])
+    title = "ms per output token of a request, by batch size and K; * is the best that was measured"
+    lines = [title, ""]
     lines += [format_table([header, *rows]), ""]
     if has_estimates:
         lines.append("~ was not measured: it lies on a line between sizes or Ks that were")

@@ -2,16 +2,16 @@
 
 import argparse
 import json
-import sys
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from dataclasses import asdict
 from datetime import UTC, datetime
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from specjax.bench.engines import (
     Engines,
@@ -23,8 +23,8 @@ from specjax.bench.engines import (
 )
 from specjax.bench.environment import describe_environment
 from specjax.bench.measure import decode
-from specjax.bench.plot import plot_sweep
 from specjax.bench.report import Spread
+from specjax.bench.stages import stages
 from specjax.bench.table import format_table
 from specjax.checkpoint.writing import check_writable
 from specjax.host.speculation.methods import adaptive_policy, make_policy
@@ -33,36 +33,40 @@ from specjax.host.speculation.profile import Profile
 
 SCHEMA_VERSION = 1
 OFF, ADAPTIVE = "off", "adaptive"
+PLOT, PLOTTING = "sweep.png", "specjax.bench.plot"  # a module that needs an extra
 
 
 def run(args: argparse.Namespace) -> int:
     """Run `specjax bench sweep`."""
     setup = read_setup(args)
-    for option, name in ("--plot", args.plot), ("--output", args.output):
+    plot = args.plot or (PLOT if find_spec("matplotlib") else None)
+    if plot is not None:
+        import_module(PLOTTING)
+    for option, name in ("--plot", plot), ("--output", args.output):
         if name:
             check_writable(option, Path(name))
     profile = Profile.read(args.profile) if args.profile else None
-    report = bench(setup, profile, show_progress=sys.stdout.isatty() and not args.json)
-    plot_sweep(report, Path(args.plot))
+    report = bench(setup, profile, show_progress=True)
     text = json.dumps(report, indent=2)
     if args.output:
         Path(args.output).write_text(text + "\n")
-    print(text if args.json else f"{describe(report)}\nplotted in {args.plot}")
+    print(text if args.json else describe(report))
+    if plot is not None:
+        import_module(PLOTTING).plot_sweep(report, Path(plot))
+    if not args.json:
+        extra = "not plotted; pip install 'specjax[plot]' for it"
+        print(extra if plot is None else f"plotted in {plot}")
     return 0
 
 
 def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict[str, Any]:
     """Measure every policy at every batch size, in turn; returns the JSON report."""
     runs: dict[int, dict[str, list[dict[str, Any]]]] = {}
-    columns = (TextColumn("measuring"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with (
-        open_engines(setup, show_progress=show_progress) as engines,
-        Progress(*columns, disable=not show_progress, transient=True) as progress,
-    ):
+    with open_engines(setup, show_progress=show_progress) as engines, ExitStack() as stack:
         policies = make_policies(setup, profile, engines)
         names = [OFF, *policies]
         total = sum(num_rounds(setup, size) for size in setup.batch_sizes) * len(names)
-        task = progress.add_task("", total=total)
+        begin = stack.enter_context(stages(total, show_progress=show_progress))
         for batch_size in setup.batch_sizes:
             requests = setup.make_requests(batch_size)
             warm_up(engines.plain.engine, requests)
@@ -73,6 +77,7 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
             for i in range(num_rounds(setup, batch_size)):
                 first = i % len(names)
                 for name in [*names[first:], *names[:first]]:
+                    begin(f"{name} at batch size {batch_size}")
                     engine = (engines.plain if name == OFF else engines.drafting).engine
                     if name != OFF:
                         engine.set_policy(policies[name]())
@@ -86,7 +91,6 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
                         "outputs": ran.outputs,
                     }
                     at_size[name].append(figures)
-                    progress.advance(task)
         num_late = sum(llm.metrics().num_compiles_after_warmup for llm in engines)
     return {
         "schema_version": SCHEMA_VERSION,
@@ -192,7 +196,7 @@ def describe(report: dict[str, Any]) -> str:
             "tokens per second, of those of the best static K in the same round",
             format_table([header, *cells("to_best_static", ".3f")]),
             "",
-            "tokens per round of a request",
+            "acceptance length",
             format_table([header, *cells("mean_acceptance_length", ".2f")]),
             "",
             f"outputs that differ from decoding without speculation: {differing}",

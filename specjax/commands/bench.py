@@ -65,7 +65,7 @@ def _add_sweep(parser: argparse.ArgumentParser) -> None:
         "--profile", metavar="FILE", help=f"{PROFILE_HELP}: adds the policies table and profile"
     )
     parser.add_argument(
-        "--plot", default="sweep.png", metavar="FILE", help="a PNG; default: %(default)s"
+        "--plot", metavar="FILE", help="a PNG; default: sweep.png, if matplotlib is there"
     )
     parser.add_argument("--output", metavar="FILE", help="also write the JSON to a file")
 

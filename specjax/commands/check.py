@@ -162,14 +162,14 @@ def check_served(
 
 
 def as_figures(tally: Tally) -> dict[str, float]:
-    """Return tokens per step, and what the distributions of the first drafts have in common."""
+    """Return the acceptance length, and what distributions of the first draft have in common."""
     return {"length": tally.length, "in_common": float(tally.in_common.mean())}
 
 
 def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report as lines of text."""
     yield f"{report['num_texts']} prompts, answered by the target, greedy"
-    yield f"{'':40}tokens per step, first draft in common, and of the drafts accepted"
+    yield f"{'':40}acceptance length, first draft in common, and of the drafts accepted"
     for name, what in ("served", "served"), ("reference", "reference, each place by itself"):
         found = report[name]
         rates = " ".join(f"{rate:.2f}" for rate in found["rates"])

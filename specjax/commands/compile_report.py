@@ -7,8 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from specjax.bench.environment import describe_versions
-from specjax.commands.info import as_size, read_model
-from specjax.commands.info import as_text as value_text
+from specjax.commands.info import read_model
+from specjax.commands.info_text import as_size
+from specjax.commands.info_text import as_text as value_text
 from specjax.commands.speculation import read_speculation
 from specjax.config import METHODS, OWN_SHAPE
 from specjax.inspect.report import PARTS, StepReport, StepRequest, compile_steps, describe

@@ -3,8 +3,8 @@
 import argparse
 import json
 import math
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +16,7 @@ import numpy as np
 
 from specjax.bench.environment import describe_environment
 from specjax.checkpoint.files import open_checkpoint
+from specjax.commands.info_text import answer, as_lines
 from specjax.commands.speculation import read_speculation
 from specjax.config import DTYPES, EngineConfig, SpeculativeConfig, check_positive
 from specjax.device.cache.kind import CacheSizes
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
         page_size=args.page_size,
         num_devices=1 if args.devices is None else args.devices,
     )
-    report["environment"] = describe_environment()
+    report = {"answer": answer(report)} | report | {"environment": describe_environment()}
     print(json.dumps(report, indent=2) if args.json else "\n".join(as_lines(report)))
     return 0
 
@@ -153,6 +154,12 @@ class Needs:
     def total(self, num_requests: int, num_tokens: int) -> int:
         """Return the bytes of the weights and `num_requests` requests."""
         return self.weights + num_requests * self.request(num_tokens)
+
+    def longest_context(self, longest: int, num_bytes: int) -> int:
+        """Return the tokens, at most `longest`, of one request that fits beside the weights."""
+        pages = range(1, -(-longest // self.page_size) + 1)
+        num = bisect_right(pages, num_bytes, key=lambda n: self.total(1, n * self.page_size))
+        return min(longest, num * self.page_size)
 
     def largest_batch(self, num_tokens: int, num_bytes: int) -> int:
         """Return how many requests of `num_tokens` fit in `num_bytes` beside the weights."""
@@ -337,6 +344,7 @@ def describe_gpu(
         "usable_bytes": usable,
         "weight_bytes": needs.weights,
         **(_per_device(needs, config, num_devices) if num_devices > 1 else {}),
+        "longest_context": needs.longest_context(longest, num_devices * usable),
         "largest_batch": largest(needs),
         "largest_batch_with_snapshots": snapshots and largest(snapshots),
         "context_tokens": {
@@ -378,42 +386,6 @@ def describe_device(setup: Described, config: EngineConfig) -> dict[str, Any]:
         "max_full_length_requests": min(config.max_num_seqs, num_pages // config.pages_per_seq),
         "reason": reason,
     }
-
-
-def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the report as lines of text, a section per key."""
-    for section, values in report.items():
-        if values is None:
-            continue
-        yield section.replace("_", " ")
-        for key, value in values.items():
-            if value is not None:
-                yield f"  {key.replace('_', ' '):30}{as_text(key, value)}"
-
-
-def as_text(key: str, value: Any) -> str:
-    """Return a value as text; bytes in readable units."""
-    if value is None:
-        return "none"
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name}: {as_text(key, item)}" for name, item in value.items())
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value)) or "none"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int) and "bytes" in key:
-        return as_size(value)
-    if isinstance(value, float):
-        return f"{value:.4g}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def as_size(num_bytes: int) -> str:
-    """Return bytes as text, in the largest unit that gives at least 1."""
-    for unit, size in ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.1f} {unit}"
-    return f"{num_bytes:,} bytes"
 
 
 def _is_float(x: Any) -> bool:

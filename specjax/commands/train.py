@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for kind, text in DRAFTERS.items():
         drafter = kinds.add_parser(kind, help=text)
         drafter.add_argument("--target", type=Path, required=True, help=TARGET_HELP)
-        drafter.add_argument("--init", type=Path, help="a head to begin with, instead of a new one")
+        drafter.add_argument("--init", type=Path, help=INIT_HELP)
         for name, options in SIZES.get(kind, {}).items():
             drafter.add_argument(name, type=int, **options)
         _add_common(drafter, steps=600, batch_size=16, length=256, learning_rate=2e-3)
@@ -79,6 +79,7 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "medusa": {"--num-heads": {"help": "default: 3"}},
 }
+INIT_HELP = "a head to begin with, instead of a new one, as [METHOD=]CHECKPOINT"
 TARGET_HELP = "the model's folder, or a demo like demo-llama"
 DATA_HELP = ".jsonl (question + answer, text, or answers of the target), .txt, .py, or folders"
 

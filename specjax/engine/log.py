@@ -5,9 +5,11 @@ that a first script, or a job without a terminal, is not silent for minutes.
 """
 
 import logging
+import time
 
 from rich.console import Console
 
+LINE_SECONDS = 10.0  # between two lines about the same work
 _LOGGER = logging.getLogger("specjax")
 _LOGGER.addHandler(logging.NullHandler())
 _SILENT = logging.Logger("specjax.silent", logging.CRITICAL + 1)
@@ -26,6 +28,21 @@ def get_log(*, verbose: bool) -> logging.Logger:
         _LOGGER.addHandler(handler)
         _LOGGER.setLevel(logging.INFO)
     return _LOGGER
+
+
+class Pace:
+    """Of calls in quick succession, which one is to be told of."""
+
+    def __init__(self):
+        self._due = time.monotonic() + LINE_SECONDS
+
+    def is_due(self) -> bool:
+        """Return whether the last line was LINE_SECONDS ago; if so, the next one is as far off."""
+        now = time.monotonic()
+        if now < self._due:
+            return False
+        self._due = now + LINE_SECONDS
+        return True
 
 
 def can_draw(console: Console) -> bool:

@@ -10,11 +10,11 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from specjax.engine.log import can_draw, get_log
+from specjax.engine.log import LINE_SECONDS, can_draw, get_log
 from specjax.engine.metrics import Metrics
 from specjax.host.sequence import Sequence as Sample
 
-BAR_SECONDS, LINE_SECONDS = 0.2, 10.0  # between two updates
+BAR_SECONDS = 0.2  # between two updates
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,17 @@ class CallProgress:
     num_finished: int
     num_tokens: int
     seconds: float
-    tokens_per_round: float | None  # of rounds with drafts; None before the first
+    acceptance_length: float | None  # of rounds with drafts; None before the first
     num_running: int
     num_waiting: int
     num_compiling: int  # programs
 
     @property
     def speed(self) -> str:
-        """Tokens per second, and per round with drafts."""
-        per_round = self.tokens_per_round
+        """Tokens per second, and the acceptance length of rounds with drafts."""
+        per_round = self.acceptance_length
         shown = f"{self.num_tokens / max(self.seconds, 1e-9):,.0f} tokens/s"
-        return shown if per_round is None else f"{shown}, {per_round:.2f} tokens/round"
+        return shown if per_round is None else f"{shown}, acceptance length {per_round:.2f}"
 
     @property
     def load(self) -> str:
@@ -82,7 +82,7 @@ def progress(
             num_finished=sum(sample.is_finished for sample in samples),
             num_tokens=sum(sample.num_output for sample in samples),
             seconds=now - start,
-            tokens_per_round=1 + accepted / rounds if rounds else None,
+            acceptance_length=1 + accepted / rounds if rounds else None,
             num_running=metrics.num_requests_running,
             num_waiting=metrics.num_requests_waiting,
             num_compiling=metrics.num_compiling,

@@ -40,7 +40,7 @@ class VersionAcceptance:
     k_histogram: dict[int, int]
 
     def acceptance_length(self, k: int) -> float:
-        """Return the expected tokens per round of `k` drafts, comparable between different Ks."""
+        """Return the expected acceptance length of `k` drafts, comparable between different Ks."""
         return 1 + sum(self.acceptance_rate_per_pos[:k])
 
     @property

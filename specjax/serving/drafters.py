@@ -63,7 +63,9 @@ def parse_drafter(
             f"{did_you_mean(name, METHODS)}"
         )
     if method not in (None, name):
-        raise ValueError(f"{option} {text} and --method {method} name two methods; leave one out")
+        raise ValueError(
+            f"{option} {text}: the method is {method!r} by another option; leave one out"
+        )
     if checkpoint:
         return NamedDrafter(name, checkpoint)
     if takes_shapes and METHODS[name].needs_shape:

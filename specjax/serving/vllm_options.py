@@ -1,8 +1,10 @@
 """Options of vLLM's `LLM` without support here: ignored with a warning, or refused."""
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
+
+from specjax.checks import warn
+from specjax.vllm_names import PAGE
 
 # Options that change neither outputs nor features, whatever their value: ignored.
 PASSED_OVER = {
@@ -13,7 +15,19 @@ PASSED_OVER = {
     *("distributed_executor_backend", "max_parallel_loading_workers", "attention_backend"),
     *("limit_mm_per_prompt", "enable_sleep_mode", "ray_workers_use_nsight", "profiler_config"),
     *("max_lora_rank", "max_loras", "observability_config", "use_tqdm_on_load"),
-    *("enable_log_requests", "disable_log_requests", "max_log_len"),
+    *("enable_log_requests", "disable_log_requests", "max_log_len", "served_model_name"),
+    *("attention_config", "kernel_config", "mamba_config", "ir_op_priority", "performance_mode"),
+    *("moe_backend", "all2all_backend", "mamba_backend", "gdn_prefill_backend"),
+    *("enable_flashinfer_autotune", "max_cudagraph_capture_size", "cudagraph_metrics"),
+    *("max_long_partial_prefills", "long_prefill_token_threshold", "scheduler_reserve_full_isl"),
+    *("prefix_caching_hash_algo", "disable_hybrid_kv_cache_manager", "mamba_block_size"),
+    *("mamba_cache_mode", "kv_cache_metrics", "kv_cache_metrics_sample", "collect_detailed_traces"),
+    *("otlp_traces_endpoint", "show_hidden_metrics_for_version", "aggregate_engine_logging"),
+    *("enable_mfu_metrics", "enable_layerwise_nvtx_tracing", "enable_logging_iteration_details"),
+    *("language_model_only", "skip_mm_profiling", "mm_processor_cache_gb", "mm_encoder_tp_mode"),
+    *("mm_processor_cache_type", "enable_mm_processor_stats", "disable_chunked_mm_input"),
+    *("safetensors_load_strategy", "pt_load_map_location", "numa_bind", "renderer_num_workers"),
+    *("distributed_timeout_seconds", "shutdown_timeout", "fail_on_environ_validation"),
 }
 # Options that would change more: the values that mean what is done anyway, and the reason.
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
@@ -48,6 +62,34 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "convert": (("auto", "none"), "models here generate, and do nothing else"),
     "logits_processors": ((None, []), "pass them in SamplingParams, as JAX functions"),
     "kv_transfer_config": ((None,), "caches are not sent to other engines"),
+    "kv_events_config": ((None,), "caches are not sent to other engines"),
+    "kv_offloading_size": ((None,), "caches stay on the device; see sleep"),
+    "kv_cache_memory_bytes": ((None,), "num_pages says how large the cache is"),
+    "prefill_context_parallel_size": ((1,), "a model runs on one device"),
+    "decode_context_parallel_size": ((1,), "a model runs on one device"),
+    "nnodes": ((1,), "a model runs on one device"),
+    "enable_eplb": ((False,), "a model runs on one device"),
+    "enable_dbo": ((False,), "a model runs on one device"),
+    "disable_sliding_window": ((False,), "windows are what the model was made with"),
+    "calculate_kv_scales": ((False,), "caches have the dtype of the weights"),
+    "mamba_cache_dtype": (("auto",), "states are float32"),
+    "mamba_ssm_cache_dtype": (("auto", "float32"), "states are float32"),
+    "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
+    "config_format": (("auto", "hf"), "the config is the checkpoint's config.json"),
+    "model_impl": (("auto",), "models are those of this package"),
+    "model_weights": (("", None), "weights are the checkpoint's"),
+    "model_loader_extra_config": ((None, {}), "checkpoints are safetensors files"),
+    "structured_outputs_config": ((None, {}), "StructuredOutputs says all of a request"),
+    "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance follows grammars"),
+    "reasoning_parser": ((None, ""), "outputs are not parsed; there is no server"),
+    "reasoning_config": ((None, {}), "outputs are not parsed; there is no server"),
+    "pooler_config": ((None,), "models here generate, and do nothing else"),
+    "stream_interval": ((1,), "streams give what has been added, at every step"),
+    "scheduler_cls": ((None,), "scheduling_policy chooses the order"),
+    "worker_cls": (("auto",), "an engine runs in this process"),
+    "worker_extension_cls": (("", None), "an engine runs in this process"),
+    "weight_transfer_config": ((None,), "weights are updated by specjax.rl"),
+    "additional_config": ((None, {}), "there are no plugins to read it"),
 }
 
 
@@ -63,11 +105,10 @@ def take_vllm_options(given: Mapping[str, Any]) -> dict[str, Any]:
         if not any(value == one and type(value) is type(one) for one in values):
             shown = " or ".join(map(repr, values))
             raise ValueError(
-                f"{name}={value!r} is not supported: {reason}; leave it out (it is {shown})"
+                f"{name}={value!r} is not supported: {reason}; leave it out (it is {shown}); see "
+                f"{PAGE}"
             )
     passed = [name for name in given if name in PASSED_OVER or name in ONE_VALUE]
     if passed:
-        warnings.warn(
-            f"options of vLLM without effect here: {', '.join(passed)}", UserWarning, stacklevel=3
-        )
+        warn(f"options of vLLM without effect here: {', '.join(passed)}")
     return {name: value for name, value in given.items() if name not in passed}

@@ -13,13 +13,14 @@ from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.tokenizer_files import read_tokenizer
 from specjax.text.chat_template import DEFAULT, TOOL_USE, cut_after_last, read_templates, render
+from specjax.text.tokenizer_names import TokenizerNames
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes, and a token at least 1
 
 
 @dataclass(frozen=True)
-class ChatTokenizer:
+class ChatTokenizer(TokenizerNames):
     """A tokenizer and the chat templates that came with it, if any."""
 
     tokenizer: Tokenizer

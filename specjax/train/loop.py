@@ -12,6 +12,7 @@ import orbax.checkpoint as ocp
 from rich.console import Console
 
 from specjax.checkpoint.writing import naming
+from specjax.engine.log import Pace
 from specjax.train.optimizer import muon_and_adamw
 
 TIMED_STEPS = 5  # from which the time of all is told
@@ -87,7 +88,7 @@ def fit(
     The state is saved under `directory` every `save_every` steps, atomically. A run that finds a
     checkpoint there resumes from it: batches and randomness depend on the step number alone.
     """
-    console = Console(stderr=True)
+    console, pace = Console(stderr=True), Pace()
     steps = schedule.steps
     optimizer = muon_and_adamw(labels, schedule.learning_rate, steps)
     train_step = make_train_step(loss, optimizer, schedule.seed)
@@ -108,6 +109,7 @@ def fit(
         for step in range(first, steps):
             batch = batches(step)
             if compiled is None:
+                console.print("compiling the update")
                 compiled = train_step.lower(state, frozen, batch).compile()
                 console.print(_memory(compiled), highlight=False, soft_wrap=True)
             state, metrics = compiled(state, frozen, batch)
@@ -123,6 +125,9 @@ def fit(
                 seconds = (time.perf_counter() - start) / (step + 1 - first)
                 text = "  ".join(f"{name} {value:.4g}" for name, value in row.items())
                 console.print(f"{text}  {seconds:.2f} s/step", highlight=False, soft_wrap=True)
+            elif pace.is_due():
+                jax.block_until_ready(metrics)
+                console.print(f"step {step + 1} of {steps}", highlight=False)
             checkpoints.save(step + 1, args=ocp.args.StandardSave(state), force=step + 1 == steps)
         checkpoints.wait_until_finished()
     return state.trainable, log

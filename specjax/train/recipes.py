@@ -25,6 +25,7 @@ from specjax.device.models.model import Model
 from specjax.device.models.registry import is_tied, load_model, plain_config, read_config
 from specjax.llm import LLM
 from specjax.sampling_params import SamplingParams
+from specjax.serving.drafters import parse_drafter
 from specjax.train.data import (
     BOS,
     CHAT_TEMPLATE,
@@ -162,7 +163,8 @@ def _start(args: Namespace, kind: Kind, target: Model, documents: list[Document]
                 f"--{given[0].replace('_', '-')} is a new head's; that of --init {args.init} has "
                 "its own, so leave it out"
             )
-        return warm_start(kind, resolve(args.init), target)
+        named = parse_drafter(str(args.init), option="--init", method=kind.method)
+        return warm_start(kind, resolve(named.model or args.target), target)
     if sizes["mask_token_id"] is None:
         sizes["mask_token_id"] = read_json(resolve(args.target), "config.json").get("bos_token_id")
     return kind.make(target, HeadSizes(**sizes), documents)

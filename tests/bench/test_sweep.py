@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import sys
 
 import pytest
 from support.engines import simulated_engines
@@ -128,6 +129,25 @@ def test_a_sweep_compares_every_policy_at_every_size(sweep):
     assert plot.read_bytes().startswith(b"\x89PNG")
 
 
+def test_both_speak_and_measure_without_matplotlib(options, monkeypatch, tmp_path, caplog, capsys):
+    """Lines name what is measured, and a plot is refused at once only where one is asked for."""
+    caplog.set_level("INFO", "specjax")
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "specjax.bench.plot", raising=False)
+    monkeypatch.setattr("specjax.bench.sweep.find_spec", lambda _: None)
+    monkeypatch.setattr("specjax.engine.log.LINE_SECONDS", 0.0)
+    monkeypatch.chdir(tmp_path)
+    assert "not plotted; pip install 'specjax[plot]'" in run("bench", "sweep", *options)
+    assert "measuring K=2 at batch size 1, run " in caplog.text and not list(tmp_path.iterdir())
+    assert "run 1 of 48" in caplog.text and "run 48 of 48" in caplog.text
+    caplog.clear()
+    run("profile", *options)
+    assert "measuring K=0 at batch size 2, run 4 of 4" in caplog.text
+    caplog.clear()
+    assert main(["bench", "sweep", *options, "--plot", "a.png"]) == 2
+    assert "specjax[plot]" in capsys.readouterr().err and "measuring" not in caplog.text
+
+
 BAD = {
     "--k 1,x must list integers": ["--k", "1,x"],
     "--k 0 alone drafts nothing": ["--k", "0"],
@@ -136,7 +156,7 @@ BAD = {
     "--rounds=0": ["--rounds", "0"],
     "--max-tokens 1 leaves nothing to time": ["--max-tokens", "1"],
     f"--seed={2**64} must be": [f"--seed={2**64}"],
-    "--drafter eagle must have the form": ["--drafter", "eagle"],
+    "--drafter eagle lacks a checkpoint": ["--drafter", "eagle"],
     "--synthetic-rates a must list rates": ["--synthetic-rates", "a"],
     "--output /no/such/x.json cannot be a file": ["--output", "/no/such/x.json"],
     "temperature=-1": ["--temperature=-1"],

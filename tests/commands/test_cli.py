@@ -263,7 +263,7 @@ def test_profile_show(capsys, profile):
     assert "measured on: unknown" in text and text.isascii()
     assert main([*argv, "--batch-size", "1,256"]) == 0
     text = capsys.readouterr().out
-    assert text.splitlines()[4].split() == ["256", "~7.00*", "~7.00", "~8.00", "K=0"]
+    assert text.splitlines()[4].split() == ["256", "~7.00", "~7.00", "~8.00", "~K=0"]
     assert "profiled from 1 to 4; sizes beyond are shown as the nearest" in text
     profile.write_text(json.dumps(PROFILE | {"measured": {"model": "ab12", "sizes": [1, 2]}}))
     assert main(argv) == 0

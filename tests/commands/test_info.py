@@ -10,6 +10,7 @@ import pytest
 
 from specjax.cli import main
 from specjax.commands import info
+from specjax.commands.info_text import as_size
 from specjax.config import SpeculativeConfig
 from specjax.serving.memory import Memory
 
@@ -363,12 +364,13 @@ def test_json_and_text_agree(capsys, name, monkeypatch):
     report = run_json(capsys, *argv)
     assert main(["info", *argv]) == 0
     sections: dict[str, dict] = {}
-    for line in capsys.readouterr().out.splitlines():
+    for line in capsys.readouterr().out.splitlines()[4:]:  # after the answer
         if not line.startswith("  "):
             current = sections.setdefault(line, {})
         else:
             key, value = re.fullmatch(r"  (.+?) {2,}(.*)", line).groups()
             current[key] = value
+    del report["answer"]
     expected = {name.replace("_", " "): values for name, values in report.items() if values}
     assert sections.keys() == expected.keys()
     for section in set(sections) - {"environment", "model"}:
@@ -382,7 +384,7 @@ def test_json_and_text_agree(capsys, name, monkeypatch):
 
 
 def test_sizes_in_text():
-    assert [info.as_size(n) for n in (0, 1023, 1024, 3 * MIB, 2**30 - 1, 5 * 2**30)] == [
+    assert [as_size(n) for n in (0, 1023, 1024, 3 * MIB, 2**30 - 1, 5 * 2**30)] == [
         *("0 bytes", "1,023 bytes", "1.0 KiB", "3.0 MiB", "1024.0 MiB", "5.0 GiB"),
     ]
 

@@ -1,4 +1,4 @@
-"""`specjax info --devices`: what each of several GPUs would hold, by hand."""
+"""`specjax info`: what is asked first; and with --devices what each of several GPUs would hold."""
 
 import json
 from pathlib import Path
@@ -32,3 +32,26 @@ def test_what_each_of_several_devices_would_hold(capsys):
     assert others["reason"] is None
     room = 11 * others["usable_bytes"] - weights
     assert others["largest_batch"]["4096 tokens"] == room // (4096 * 61 * 576 * 2)
+
+
+def test_the_first_three_lines_answer(capsys, monkeypatch):
+    """Whether it fits, how many requests, what context: the report's own figures."""
+    monkeypatch.setattr("specjax.serving.memory.read_memory", lambda: None)
+    for name in "Qwen3.5-27B", "Qwen3-Next-80B-A3B":
+        argv = [str(CONFIGS / name), "--max-num-seqs", "3", "--max-model-len", "1000"]
+        assert main(["info", *argv, "--json"]) == 0
+        report = json.loads(capsys.readouterr().out)
+        assert main(["info", *argv]) == 0
+        lines = capsys.readouterr().out.splitlines()[:3]
+        assert [line.split()[0] for line in lines] == ["fits", "requests", "context"]
+        assert [line.partition(" ")[2].strip() for line in lines] == [*report["answer"].values()]
+        fits, requests, context = lines
+        does = "no" if "80B" in name else "yes"  # 163 GB of weights, of 127 usable
+        assert f"this cpu: yes; H100: {does}; H200: {does}" in fits
+        assert "this cpu: 3 of 1,000 tokens" in requests and "this cpu: 1,000 tokens" in context
+        for gpu in "h100", "h200":
+            longest = report[gpu]["longest_context"]
+            assert f"{gpu.upper()}: {longest:,} tokens" in context
+            for size, num in report[gpu]["largest_batch"].items():
+                assert f"{num:,} of {int(size.split()[0]):,} tokens" in requests
+                assert (longest >= int(size.split()[0])) == (num > 0)

@@ -186,11 +186,12 @@ def test_windows_that_contradict_themselves():
 
 
 @pytest.mark.parametrize(
-    "kind, near", [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None)]
+    "kind, near",
+    [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None), ("gemma3_text", None)],
 )
 def test_another_model_type_is_told_its_kin(kind, near):
     text = refusal(lambda: described(kind), f"model_type={kind!r}", ", ".join(KINDS))
-    assert text.endswith(f"the nearest by name is {near!r}" if near else KINDS[-1])
+    assert text.endswith(f"did you mean {near!r}?" if near else KINDS[-1])
 
 
 def test_text_models_and_wholes_that_are_not_read():

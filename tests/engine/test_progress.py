@@ -121,9 +121,9 @@ def test_a_bar_on_a_terminal(plain, drafting, terminal, lines):
     plain.generate(PROMPTS, PARAMS)
     shown = terminal.getvalue()
     assert "generating" in shown and f"{NUM_SAMPLES}/{NUM_SAMPLES}" in shown
-    assert "tokens/s" in shown and "tokens/round" not in shown
+    assert "tokens/s" in shown and "acceptance length" not in shown
     drafting.generate(PROMPTS, PARAMS)
-    assert "tokens/round" in terminal.getvalue() and lines() == []
+    assert "acceptance length" in terminal.getvalue() and lines() == []
 
 
 @pytest.mark.usefixtures("always")
@@ -137,7 +137,7 @@ def test_lines_without_a_terminal(drafting, lines, capfd):
     assert f"{NUM_SAMPLES}/{NUM_SAMPLES} finished" in last
     accepted = after.num_accepted_tokens - before.num_accepted_tokens
     per_round = 1 + accepted / (after.num_drafts - before.num_drafts)
-    assert last.endswith(f", {per_round:.2f} tokens/round")
+    assert last.endswith(f", acceptance length {per_round:.2f}")
     assert capfd.readouterr() == ("", "")
 
 

@@ -1,0 +1,35 @@
+"""What a measurement is at: a bar on a terminal, lines of the log elsewhere."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from specjax.engine.log import Pace, can_draw, get_log
+
+
+@contextmanager
+def stages(total: int, *, show_progress: bool) -> Iterator[Callable[[str], None]]:
+    """Tell, on stderr, which of `total` runs begins; the block calls the function with its name."""
+    console, pace, num_begun = Console(stderr=True), Pace(), 0
+    is_drawn = show_progress and can_draw(console)
+    log = get_log(verbose=show_progress and not is_drawn)
+    columns = (
+        TextColumn("measuring"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, disable=not is_drawn, transient=True) as progress:
+        task = progress.add_task("", total=total)
+
+        def begin(name: str) -> None:
+            nonlocal num_begun
+            progress.update(task, completed=num_begun, description=name)
+            num_begun += 1
+            if pace.is_due() or num_begun in (1, total):
+                log.info("measuring %s, run %d of %d", name, num_begun, total)
+
+        yield begin

@@ -1,0 +1,111 @@
+"""What else transformers' tokenizers have, by their names: a call, ids of special tokens, sizes."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+
+_NO_EFFECT = (None, False, "do_not_pad", "do_not_truncate")
+
+
+class Encoding(dict):
+    """Token ids of texts, a mapping whose keys are attributes as well."""
+
+    @property
+    def input_ids(self) -> Any:
+        """Token ids of a text, or a list of such for each text."""
+        return self["input_ids"]
+
+    @property
+    def attention_mask(self) -> Any:
+        """1 for each of these tokens."""
+        return self["attention_mask"]
+
+
+class TokenizerNames:
+    """Methods and attributes of a tokenizer that follow from its own."""
+
+    if TYPE_CHECKING:
+        tokenizer: Tokenizer
+        special_tokens: Mapping[str, Any]
+
+        def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+        def decode(self, token_ids: Sequence[int]) -> str: ...
+
+    def __call__(
+        self, text: str | Sequence[str], *, add_special_tokens: bool = True, **options: Any
+    ) -> Encoding:
+        """Return "input_ids" and "attention_mask" of a text, or a list of each for several.
+
+        Raises:
+            ValueError: another option that would change them, like padding or return_tensors.
+        """
+        for name, value in options.items():
+            if name != "return_attention_mask" and value not in _NO_EFFECT:
+                raise ValueError(
+                    f"{name}={value!r} is not supported: ids are lists of each text's own length; "
+                    "leave it out, or use transformers.AutoTokenizer"
+                )
+        texts = [text] if isinstance(text, str) else list(text)
+        if bad := [one for one in texts if not isinstance(one, str)]:
+            raise ValueError(f"text has {bad[0]!r}, which is not a text")
+        ids = [self.encode(one, add_special_tokens=add_special_tokens) for one in texts]
+        masks = [[1] * len(one) for one in ids]
+        if isinstance(text, str):
+            return Encoding(input_ids=ids[0], attention_mask=masks[0])
+        return Encoding(input_ids=ids, attention_mask=masks)
+
+    def __len__(self) -> int:
+        """Tokens, with those that were added."""
+        return self.tokenizer.get_vocab_size(with_added_tokens=True)
+
+    def __bool__(self) -> bool:
+        return True
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens, without those that were added."""
+        return self.tokenizer.get_vocab_size(with_added_tokens=False)
+
+    def get_vocab(self) -> dict[str, int]:
+        """Ids of all tokens."""
+        return self.tokenizer.get_vocab(with_added_tokens=True)
+
+    @property
+    def all_special_tokens(self) -> list[str]:
+        """Tokens that have a name, like "eos_token"."""
+        named = (t for t in self.special_tokens.values() if isinstance(t, str))
+        return list(dict.fromkeys(named))
+
+    @property
+    def all_special_ids(self) -> list[int]:
+        """Ids of tokens that have a name."""
+        return self.convert_tokens_to_ids(self.all_special_tokens)
+
+    def convert_tokens_to_ids(self, tokens: Any) -> Any:
+        """Return the id of a token, or of each; None for what is not a token."""
+        if isinstance(tokens, str):
+            return self.tokenizer.token_to_id(tokens)
+        return [self.tokenizer.token_to_id(token) for token in tokens]
+
+    def convert_ids_to_tokens(self, ids: Any) -> Any:
+        """Return the token of an id, or of each."""
+        if isinstance(ids, Iterable):
+            return [self.tokenizer.id_to_token(int(token)) for token in ids]
+        return self.tokenizer.id_to_token(int(ids))
+
+    def batch_decode(self, sequences: Iterable[Sequence[int]], **options: Any) -> list[str]:
+        """Return the text of each list of token ids; options are those of `decode`."""
+        return [self.decode(ids, **options) for ids in sequences]
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """`eos_token` and `eos_token_id`, and those of other named tokens; None without one."""
+            kind = name.removesuffix("_id")
+            if name.startswith("_") or not kind.endswith("_token"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            token = self.special_tokens.get(kind)
+            if name == kind or token is None:
+                return token
+            return self.tokenizer.token_to_id(token)
