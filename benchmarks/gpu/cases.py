@@ -181,6 +181,7 @@ CASES = (
         60,
         "command buffers that are recorded again, of 20 steps",
         environment=LOGGED_GRAPHS,
+        on_cpu=False,  # there are none
     ),
     _watch("arrivals", 100, "64 requests and a prompt a step: chunks and rounds apart, and joined"),
     _watch("compiling", 110, "steps of 16 requests while 8 programs are compiled behind them"),

@@ -39,7 +39,7 @@ from problems import (
     truncation,
 )
 from projections import LAYERS, TINY_LAYER, projection
-from schedules import split_rule
+from schedules import split_states
 from threads import compile_all
 from timing import Setting, attempt
 
@@ -81,9 +81,7 @@ def check_splits(setting: Setting, dtype: str) -> Iterator[dict[str, Any]]:
         row = {"what": "split steps", "shape": [batch, rows], "dtype": dtype}
 
         def one(batch=batch):
-            problem = split_rule(heads, batch, rows, dtype)
-            run = jax.jit(lambda *given: problem.call(*given, setting.kernels, None)[1])
-            at_once, apart = run(problem.state, problem.items[0])
+            at_once, apart = split_states(heads, batch, rows, dtype, setting.kernels)
             is_same = bool(same_bits([at_once], [apart]))
             return {"is_same": is_same, "passes": is_same and bool(jnp.isfinite(apart).all())}
 
@@ -106,7 +104,7 @@ def _attentions(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
         ((2, 4, 40),),
     )
     plain = [(*shape, None) for shape in shapes]
-    formed = [(*shape, form) for shape in shapes[-2:] for form in FORMS]
+    formed = [(*shape, form) for shape in shapes[-2:] for form in setting.pick(FORMS, ())]
     for model, heads in setting.pick(ATTENTION_HEADS, {"tiny": TINY_ATTENTION}).items():
         for batch, rows, context, form in plain + formed:
 
@@ -128,7 +126,7 @@ def _delta_rules(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
     for model, heads in setting.pick({"27B": DELTA_HEADS["27B"]}, {"tiny": TINY_HEADS}).items():
         # Tiles differ below a batch of eight.
         shapes = ((1, 1, False), (7, 4, False), (16, 4, False), (64, 1, False), (2, 200, True))
-        for batch, rows, folds in setting.pick(shapes, ((2, 4, False),)):
+        for batch, rows, folds in setting.pick(shapes, ()):
 
             def make(dtype, heads=heads, batch=batch, rows=rows, folds=folds):
                 return delta_rule(heads, batch, rows, dtype, folds=folds, layers=1)

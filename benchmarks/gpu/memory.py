@@ -27,7 +27,7 @@ def check_memory(setting: Setting) -> Iterator[dict[str, Any]]:
     case = {
         "function": "smoke:check_smoke",
         "is_cpu": setting.is_cpu,
-        "arguments": {"only_tiny": True, "most": setting.pick(None, 2)},
+        "arguments": {"only_tiny": True, "most": setting.pick(None, 1)},
     }
     script = Path(__file__).with_name("one_case.py")
     command = [*prefix, sys.executable, str(script), json.dumps(case)]

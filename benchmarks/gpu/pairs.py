@@ -20,7 +20,13 @@ ROUNDS = 2
 # What makes two lines measurements of the same thing.
 SETTINGS = ("what", "model", "shape", "dtype", "batch", "rows", "context", "k", "way", "buffers",
             "config", "part", "tokens", "dim", "size", "peer", "message")  # fmt: skip
-TIMES = "device_us", "wall_us", "ms_per_step", "ms"  # the first that a line has is compared
+TIMES = (
+    "device_us",
+    "wall_us",
+    "ms_per_step",
+    "ms",
+    "steps_ms",
+)  # the first that a line has is compared
 
 Line = Mapping[str, Any]
 

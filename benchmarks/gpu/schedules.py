@@ -33,24 +33,22 @@ def served_rule(heads: Heads, batch: int, num_prompt: int, num_rows: int, dtype:
     return Problem(delta_rule_weights(heads, dtype), (item,), call, 0.0)
 
 
-def split_rule(heads: Heads, batch: int, num_rows: int, dtype: Any) -> Problem:
+def split_states(
+    heads: Heads, batch: int, num_rows: int, dtype: Any, kernels: str
+) -> list[jax.Array]:
     """The states after T tokens, of one step and of T steps: they should be the same bits."""
-    items = (normal(10, (batch, num_rows + 1, heads.inputs), dtype),)
-
-    def call(weights, x, kernels, config):
-        states = []
-        for width in num_rows, 1:
-            cache = _empty_cache(heads, batch, dtype)
-            start, pending = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)
-            for at in range(0, num_rows, width):
-                new = x[:, at : at + width]
-                _, cache = _serve(weights, kernels, cache, new, start + at, pending)
-                pending = jnp.full(batch, width, jnp.int32)
-            _, cache = _serve(weights, kernels, cache, x[:, -1:], start + num_rows, pending)
-            states.append(cache.state)
-        return weights, states
-
-    return Problem(delta_rule_weights(heads, dtype), items, call, 0.0)
+    weights, states = delta_rule_weights(heads, dtype), []
+    x = normal(10, (batch, num_rows + 1, heads.inputs), dtype)
+    serve = jax.jit(partial(_serve, weights, kernels))
+    for width in num_rows, 1:
+        cache = _empty_cache(heads, batch, dtype)
+        start, pending = jnp.zeros(batch, jnp.int32), jnp.zeros(batch, jnp.int32)
+        for at in range(0, num_rows, width):
+            _, cache = serve(cache, x[:, at : at + width], start + at, pending)
+            pending = jnp.full(batch, width, jnp.int32)
+        _, cache = serve(cache, x[:, -1:], start + num_rows, pending)
+        states.append(cache.state)
+    return states
 
 
 def _empty_cache(heads: Heads, batch: int, dtype: Any) -> DeltaRuleCache:

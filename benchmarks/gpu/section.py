@@ -109,7 +109,7 @@ def _card(results: Sequence[Line], device: str) -> tuple[list[str], list[list[An
     rows = [
         [x["what"], x.get("size", ""), x["ms"]["median"], x.get("gbps", ""), x.get("tflops", "")]
         for x in results
-        if x["case"] == "card"
+        if x["case"] == "card" and "ms" in x
     ]
     return ["what", "size", "ms", "GB/s", "TFLOP/s"], rows
 
@@ -119,7 +119,7 @@ def _correct(results: Sequence[Line], device: str) -> tuple[list[str], list[list
         [x["what"], _words(x["shape"]), x["dtype"], *_or_error(x, "error", "tolerance", "passes",
          "is_repeatable")]
         for x in results
-        if x["case"].startswith("correct/")
+        if x["case"].startswith("correct/") or x["what"] == "smoke"
     ]  # fmt: skip
     return ["kernel", "shape", "type", "error", "tolerance", "passes", "repeats bitwise"], rows
 
@@ -268,10 +268,25 @@ def _loading(results: Sequence[Line], device: str) -> tuple[list[str], list[list
 
 def _outputs(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
     rows = [
-        [x["model"], x["dtype"], x["way"], f"{x['differ']} of {x['outputs']}"]
+        [x["model"], x["dtype"], x.get("way", ""), f"{x['differ']} of {x['outputs']}"
+         if "differ" in x else x.get("absent") or _or_error(x, "error")[0]]
         for x in pick(results, "same outputs")
-    ]
-    return ["model", "type", "how", "outputs that differ from plain decoding's"], rows
+    ]  # fmt: skip
+    return ["model", "type", "how", "outputs that differ"], rows
+
+
+def _watched(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    names = "way", "updates_per_step", "joined_steps"
+    rows = [
+        [x["what"], x["model"], x["batch"], x.get("k", ""), *(x.get(name, "") for name in names),
+         x["steps_ms"], x["steps_ms"]["p99"]]
+        for x in results
+        if "steps_ms" in x
+    ]  # fmt: skip
+    return [
+        "what", "model", "batch", "K", "how", "graphs recorded again per step", "joined steps",
+        "ms of a step", "99 of 100 take less",
+    ], rows  # fmt: skip
 
 
 def _buffers(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
@@ -327,6 +342,7 @@ TABLES: dict[str, Callable[[Sequence[Line], str], tuple[list[str], list[list[Any
     "Start": _starts,
     "Loading": _loading,
     "Outputs": _outputs,
+    "Steps while something else happens": _watched,
     "Command buffers": _buffers,
     "Kernels launched before the one before has ended": _early,
     "Others' programs": _peers,

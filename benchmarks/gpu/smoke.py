@@ -122,10 +122,10 @@ def _routes() -> Iterator[Smoke]:
 
 
 def _rules() -> Iterator[Smoke]:
-    for is_tiny, heads, batch, prompt, dtype in (
-        (True, TINY_HEADS, 2, 40, F32),
-        (False, DELTA_HEADS["27B"], 2, 150, BF16),
-        (False, DELTA_HEADS["4B"], 9, 33, BF16),  # tiles of a larger batch
+    for is_tiny, heads, batch, prompt, rows, dtype in (
+        (True, TINY_HEADS, 2, 40, 2, F32),
+        (False, DELTA_HEADS["27B"], 2, 150, 4, BF16),
+        (False, DELTA_HEADS["4B"], 9, 33, 4, BF16),  # tiles of a larger batch
     ):
 
         def truth(weights, item, heads=heads):
@@ -139,7 +139,7 @@ def _rules() -> Iterator[Smoke]:
                 outs.append((out[: len(first)], out[len(first) :], after[kept:], states[kept]))
             return map(np.stack, zip(*outs, strict=True))
 
-        make = partial(served_rule, heads, batch, prompt, 4, dtype)
+        make = partial(served_rule, heads, batch, prompt, rows, dtype)
         name = f"gated_delta_rule {heads.num_values} {batch}"
         yield Smoke(name, dtype, is_tiny, make, truth)
 
@@ -277,7 +277,7 @@ def check_smoke(
     with np.load(FILE) as expected:
         programs = compile_all([partial(compile_case, one, setting.kernels) for one in some])
         for one, program in zip(some, programs, strict=True):
-            row = {"what": "smoke", "shape": one.name, "dtype": one.dtype}
+            row = {"what": "smoke", "shape": one.name.split(), "dtype": one.dtype}
             yield attempt(row, lambda one=one, program=program: check(one, program(), expected))
 
 

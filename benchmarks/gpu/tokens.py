@@ -37,7 +37,7 @@ def check_tokens(
     be the same, but for scores that nearly tie.
     """
     for model in models:
-        row = {"what": "tokens", "model": model, "dtype": dtype}
+        row = {"what": "same outputs", "model": model, "dtype": dtype}
         if model not in demo_folders():
             yield row | {"absent": f"{model} is not in checkpoints"}
             continue
@@ -69,15 +69,16 @@ def check(
         given = [outputs[one.request_id] for one in requests]
         wanted = [tokens[:length] for tokens in expected[: len(requests)]]
         found = {
-            "num_outputs": len(given),
+            "outputs": len(given),
             "acceptance_length": llm.engine.metrics().mean_acceptance_length,
             "late_compilations": llm.engine.metrics().num_compiles_after_warmup,
         }
         if dtype != "float32":
             pairs = zip(given, wanted, strict=True)
-            return found | {"num_differing": sum(list(a) != list(b) for a, b in pairs)}
+            return found | {"differ": sum(list(a) != list(b) for a, b in pairs)}
         identity = compare(llm.engine, [(one, 0) for one in requests], wanted, given)
     return found | {
+        "differ": len(identity.mismatches),
         "num_tokens": identity.num_tokens,
         "near_ties": identity.near_ties,
         "mismatches": identity.mismatches[:3],

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
@@ -45,13 +46,11 @@ def dies(setting):
 
 @pytest.fixture
 def runner(monkeypatch):
-    """benchmarks/gpu's run and cases, imported as its scripts import each other."""
+    """benchmarks/gpu's run, cases, machine and pairs, imported as its scripts import each other."""
     monkeypatch.syspath_prepend(str(FOLDER))
-    names = "run", "cases", "machine", "pairs"
-    modules = [importlib.import_module(name) for name in names]
-    yield modules
-    for name in names:
-        sys.modules.pop(name, None)
+    yield [importlib.import_module(name) for name in ("run", "cases", "machine", "pairs")]
+    for path in FOLDER.glob("*.py"):  # plain names, which others may have, too
+        sys.modules.pop(path.stem, None)
 
 
 @pytest.fixture
@@ -75,7 +74,10 @@ def results(runner, tmp_path, monkeypatch):
         output = tmp_path / "lines.jsonl"
         file = run.Results(output, machine.describe(is_cpu=True))
         checkouts = [run.Checkout(root, file) for root in roots]
-        run.run_cases(made, checkouts, budget=budget, is_cpu=True, cache=tmp_path / "cache")
+        goes_on = run.run_cases(
+            made, checkouts, budget=budget, is_cpu=True, cache=tmp_path / "cache"
+        )
+        assert goes_on == (made[-1].name != "late after two that hung")
         return [json.loads(line) for line in output.read_text().splitlines()]
 
     return go
@@ -110,6 +112,14 @@ def test_cases_that_fail_lose_nothing(results):
     other = found["good", "other"]
     assert (other["value"], other["flag"]) == (7, "set")
     assert not is_running(found["hangs", "before"]["pid"])
+
+
+def test_two_cases_that_give_nothing_end_a_run(results):
+    """The card hangs; each of the others would take all its time as well."""
+    hung = [(f"hung {i}", "good", 0.3, {"least": 0.1}) for i in range(2)]  # ends in its imports
+    lines = results(*hung, ("late after two that hung", "good", 30.0, {}))
+    assert list(endings(lines).values()) == ["timeout", "timeout", "skipped"]
+    assert lines[-1]["reason"] == "2 cases hung"
 
 
 def is_running(pid):
@@ -166,7 +176,10 @@ def test_a_pair_of_commits_is_compared_line_by_line(runner):
 
 def test_cases_by_name_and_group(runner):
     _, cases, *_ = runner
-    assert [case.name for case in cases.select(["card", "grid/1"])] == ["card", "grid/1"]
+    names = ["grid/64", "card", "grid"]
+    found = [case.name for case in cases.select(names)]
+    assert found[:3] == ["grid/64", "card", "grid/1"]  # in the order given, each once
+    assert len(found) == len(set(found)) == 1 + len(cases.select(["grid"]))
     assert {case.group for case in cases.select(["peers"])} == {"peers"}
     assert cases.select(None) == list(cases.CASES)
     with pytest.raises(ValueError, match="no case nothing"):
@@ -293,13 +306,102 @@ def test_the_profiler_is_given_what_it_does_not_jit(runner, monkeypatch):
     assert row["timed_by"] == "device" and row["gbps"] == pytest.approx(2)
 
 
+@pytest.fixture
+def plan(runner):
+    return importlib.import_module("plan")
+
+
+def packed(plan, minutes=30, command=10, size=64, sizes=(40, 4, 5, 7, 42), rest=4):
+    limits = plan.Limits(60 * minutes, 60 * command, size)
+    return list(limits.pack(dict(zip((*plan.LLAMA, *plan.QWEN), sizes, strict=True)), rest))
+
+
+@pytest.mark.parametrize("limits", [{}, {"minutes": 12, "command": 6}, {"size": 10**9}])
+def test_a_plan_keeps_to_its_limits_and_order(plan, runner, limits):
+    _, cases, *_ = runner
+    machines = packed(plan, **limits)
+    blocks = [block for calls in machines for call in calls for block in call]
+    assert blocks == list(plan.BLOCKS)
+    names = [case.name for block in blocks for case in cases.select(list(block.cases))]
+    assert sorted(names) == sorted(case.name for case in cases.CASES)
+    minutes, command = (limits.get(name, most) for name, most in (("minutes", 30), ("command", 10)))
+    for calls in machines:
+        seconds = [sum(block.seconds for block in call) for call in calls]
+        assert sum(seconds) < 60 * minutes - 60 and max(seconds) < 60 * command
+        for call in calls:
+            assert "size" in limits or not {*plan.LLAMA, *plan.QWEN} <= plan.needed_by(call)
+
+
+@pytest.mark.parametrize("limits", [{"size": 59}, {"command": 4}, {"minutes": 5}])
+def test_a_plan_that_cannot_be_says_what_to_raise(plan, limits):
+    with pytest.raises(ValueError, match="raise --total-minutes, --command-minutes or --size-mib"):
+        packed(plan, **limits)
+
+
+def test_commands_of_a_plan(plan):
+    lines = list(plan.show(plan.Limits(1800, 600, 64 * plan.MIB), "there"))
+    commands = [line for line in lines if line.startswith("RUN=")]
+    assert "&& $RUN --only grid/1 grid/64 --budget 120 &&" in commands[0]
+    assert all("--output there/gpu.jsonl --cache" in c and len(c) < 2000 for c in commands)
+    moved = [line for line in lines if line.startswith("mkdir")]
+    assert "checkpoints/demo-qwen3.5" in moved[0] and "demo-llama" not in moved[0]
+
+
+def test_the_report_names_what_is_wrong(plan):
+    lines = [
+        {"case": "card", "status": "done"},
+        {"case": "smoke", "status": "result", "what": "smoke", "shape": ["route"], "passes": False},
+        {"case": "grid/1", "status": "result", "what": "step", "k": 3, "error": "why"},
+        {"case": "correct/float32", "status": "result", "what": "route", "error": 1e-6},
+        {"case": "grid/64", "status": "timeout"},
+    ]
+    assert plan.report(map(json.dumps, lines)) == [
+        "smoke smoke ['route']: passes is false",
+        "grid/1 step 3: why",
+        "grid/64: timeout",
+    ]
+
+
+def test_every_kernel_is_in_the_smoke_and_has_its_results(runner):
+    smoke = importlib.import_module("smoke")
+    cases = list(smoke.cases())
+    names = [case.name for case in cases]
+    assert len(set(names)) == len(names)
+    for is_tiny in True, False:
+        kernels = {case.name.split()[0] for case in cases if case.is_tiny == is_tiny}
+        assert {one.removeprefix("add_") for one in kernels} == {
+            path.parent.name for path in (BENCHMARKS.parent / "pallas_kernels").glob("*/triton*")
+        }
+    assert smoke.FILE.stat().st_size < 5 * 2**20
+    with np.load(smoke.FILE) as kept:
+        assert {name.rpartition("/")[0] for name in kept} == set(names)
+
+
+def test_one_wrong_row_of_many_is_an_error(runner):
+    smoke, correct = map(importlib.import_module, ("smoke", "correct"))
+    truth = np.random.default_rng(0).normal(size=(4096, 64)).astype(np.float32)
+    wrong = truth.copy()
+    wrong[77] += 1e-3
+    assert smoke.worst_error(smoke.digest(truth), smoke.digest(truth)) == 0
+    assert smoke.worst_error(smoke.digest(wrong), smoke.digest(truth)) > smoke.TOLERANCES["float32"]
+    norm, row = map(float, correct.largest_errors([wrong], [truth]))
+    assert norm < correct.TOLERANCE_F32 < correct.ROW_TOLERANCE_F32 < row
+    wrong[77, 0] = np.nan
+    assert smoke.worst_error(smoke.digest(wrong), smoke.digest(truth)) == np.inf
+
+
+def test_what_xla_says_of_graphs_is_read(runner):
+    watch = importlib.import_module("watch")
+    with watch._said() as lines:
+        os.write(
+            2, b"I command_buffer_thunk.cc:1] Updated command buffer in 7 us; num_commands=42\n"
+        )
+        os.write(2, b"another line\n")
+    (line,) = lines
+    assert [watch._number_after(mark, line) for mark in (" in ", "num_commands=")] == [7, 42]
+
+
 @pytest.mark.slow
-def test_every_case_runs_on_the_cpu(tmp_path):
-    output = tmp_path / "lines.jsonl"
-    command = [sys.executable, str(FOLDER / "run.py"), "--cpu", "--output", str(output)]
-    quick = {**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}  # it times nothing
-    subprocess.run(command, check=True, timeout=600, env=quick)
-    lines = [json.loads(line) for line in output.read_text().splitlines()]
-    assert set(endings(lines).values()) == {"done"}
-    assert not [line for line in lines if "error" in line and isinstance(line["error"], str)]
-    assert all(line["passes"] and line["is_repeatable"] for line in lines if "passes" in line)
+def test_the_plan_runs_on_the_cpu():
+    done = subprocess.run([sys.executable, str(FOLDER / "plan.py"), "--dry-run"], timeout=900)
+    assert done.returncode == 0
