@@ -1,7 +1,7 @@
 """The programs of an engine's steps, one per shape and variant, compiled before they are needed."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -146,12 +146,17 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
 
 
 @contextmanager
-def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show progress of compiling, as a bar or lines of the log; yields a function of the number."""
+def _progress_bar(
+    total: int, is_shown: bool, count_read: Callable[[], int]
+) -> Iterator[Callable[[int], None]]:
+    """Show progress of compiling, as a bar or lines of the log; yields a function of the number.
+
+    `count_read` returns how many programs came from the cache, once all are there.
+    """
     console, is_shown = Console(stderr=True), is_shown and total > 0
     is_drawn, start = is_shown and can_draw(console), time.perf_counter()
     log = get_log(verbose=is_shown and not is_drawn)
-    log.info("compiling %d programs", total)
+    log.info("compiling %d programs, or reading them from the cache", total)
     columns = (
         TextColumn("compiling programs"),
         BarColumn(),
@@ -163,7 +168,11 @@ def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]
     with Progress(*columns, console=console, disable=not is_drawn, transient=True) as progress:
         task = progress.add_task("", total=total)
         yield lambda num_done: progress.update(task, completed=num_done)
-    log.info("compiled them in %.1f s", time.perf_counter() - start)
+    num_read = count_read()
+    get_log(verbose=is_shown).info(
+        "%d programs in %.1f s: %d from the cache, %d compiled",
+        *(total, time.perf_counter() - start, num_read, total - num_read),
+    )
 
 
 class _Jits(dict):
@@ -258,6 +267,11 @@ class CompiledPrograms:
         return self._compiler.failures
 
     @property
+    def _read(self) -> Set[Key]:
+        """Those that were read from the folder of kept programs."""
+        return self._executables.read if self._executables else frozenset()
+
+    @property
     def is_compiling(self) -> bool:
         """See `Programs`."""
         return self._compiler.is_busy
@@ -280,7 +294,7 @@ class CompiledPrograms:
         keys = list(dict.fromkeys(keys))
         self._compiler.ask(keys, is_urgent=True, num_threads=MAX_THREADS, retries=True)
         self._compiler.ask(then, is_urgent=False, num_threads=MAX_THREADS)
-        with _progress_bar(len(keys), show_progress) as tell:
+        with _progress_bar(len(keys), show_progress, lambda: len(self._read & set(keys))) as tell:
             self._compiler.wait_for(keys, tell)
 
     def compile_behind(self, keys: Iterable[Key], *, is_urgent: bool) -> None:
@@ -295,8 +309,10 @@ class CompiledPrograms:
         """See `Programs`."""
         compiler = self._compiler
         compiler.ask((), is_urgent=False, num_threads=MAX_THREADS)
-        num_there = len(self.ready)
-        with _progress_bar(compiler.num_asked, show_progress) as tell:
+        num_there, num_read = len(self.ready), len(self._read)
+        with _progress_bar(
+            compiler.num_asked, show_progress, lambda: len(self._read) - num_read
+        ) as tell:
             while compiler.is_busy:
                 compiler.wait(0.5)
                 tell(len(self.ready) - num_there)
