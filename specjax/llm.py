@@ -10,6 +10,7 @@ from typing import Any, Unpack
 
 import jax
 
+from specjax.config import SpeculativeConfig
 from specjax.device.models.model import Model
 from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
@@ -95,6 +96,9 @@ class LLM:
         given, start = read_options(options), time.monotonic()
         serving = assemble(model, **given)
         self._verbose = verbose = given["verbose"]
+        self._name = str(model) if isinstance(model, str | Path) else type(model).__name__
+        speculation = given["speculative_config"]
+        self._method = speculation and SpeculativeConfig.of(speculation).method
         self._lock = threading.RLock()  # of the engine; held for one step, not for a call
         self._next_id, self._is_closed = 0, False
         self.target, self.tokenizer = serving.target, serving.tokenizer
@@ -363,6 +367,17 @@ class LLM:
                 self._is_closed = True
                 self.engine.close()
                 del self.engine, self.request_maker, self._sleep
+
+    def __repr__(self) -> str:
+        if self._is_closed:
+            return f"LLM({self._name!r}, closed)"
+        config, shown = self.engine.config, [repr(self._name)]
+        for name in "dtype", "max_num_seqs", "max_model_len", "num_pages", "page_size":
+            shown.append(f"{name}={getattr(config, name)!r}")
+        if self._method is not None:
+            ks = sorted(self.engine.scheduler.policy.choices)
+            shown[2:2] = [f"method={self._method!r}", f"K={' or '.join(map(str, ks))}"]
+        return f"LLM({', '.join(shown)})"
 
     def __enter__(self) -> "LLM":
         return self
