@@ -46,20 +46,8 @@ def advantages(rewards: np.ndarray) -> np.ndarray:
 
 def training_rows(rollouts: PaddedRollouts, advantages: np.ndarray) -> Rows:
     """Rollouts with the padding between the edge and the prompt moved to the end."""
-    num_padding = rollouts.prompt_tokens.shape[1] - rollouts.prompt_lengths
-
-    def join(prompts: np.ndarray, outputs: np.ndarray) -> np.ndarray:
-        joined = np.concatenate([prompts, outputs], axis=1)
-        columns = np.arange(joined.shape[1]) + num_padding[:, None]
-        return np.take_along_axis(joined, columns % joined.shape[1], axis=1)
-
-    nothing = np.zeros(rollouts.prompt_tokens.shape, np.float32)
-    return Rows(
-        join(rollouts.prompt_tokens, rollouts.tokens),
-        join(nothing, rollouts.mask.astype(np.float32))[:, 1:],
-        join(nothing, rollouts.logprobs)[:, 1:],
-        advantages,
-    )
+    rows = rollouts.joined()
+    return Rows(rows.tokens, rows.mask.astype(np.float32), rows.logprobs, advantages)
 
 
 def grpo_loss(logprobs: jax.Array, rows: Rows, *, clip: float = 0.2) -> jax.Array:

@@ -259,9 +259,13 @@ class AsyncLLM:
     def _drop(self, stream: "_Stream") -> None:
         """Abort a request whose caller stopped waiting."""
         stream.is_cancelled = True
-        if stream.outputs is not None:
-            request_id = stream.outputs.request.request_id
-            self._streams.pop(request_id, None)
+        if stream.outputs is None:
+            return
+        # Once a request has ended, another may have taken its id.
+        request_id = stream.outputs.request.request_id
+        if self._streams.get(request_id) is stream:
+            del self._streams[request_id]
+        if not stream.outputs.is_finished:
             self._llm.engine.abort(request_id)
 
     def _publish(self, request_ids: Any) -> None:

@@ -1,8 +1,33 @@
 """Checks that settings have in common: a value is refused by its name, with what would do."""
 
+import sys
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
+
+NEAR = 0.75  # the least likeness of a name that is suggested
+# Packages whose frames are between a warning and the line that caused it.
+_OWN = "specjax", "pallas_kernels", "contextlib", "functools"
+
+
+def did_you_mean(name: Any, known: Iterable[str]) -> str:
+    """Return the end of an error about an unknown name: the nearest known one, if any is near."""
+    near = get_close_matches(str(name), list(known), 1, NEAR)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def warn(message: str) -> None:
+    """Warn at the line that called this package."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and _is_own(frame.f_globals.get("__name__", "")):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, UserWarning, stacklevel=level + 1)
+
+
+def _is_own(module: str) -> bool:
+    return module.partition(".")[0] in _OWN
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -30,6 +55,13 @@ def check_count(**values: int) -> None:
     for name, value in values.items():
         if not isinstance(value, Integral) or isinstance(value, bool) or value < 0:
             raise ValueError(f"{name}={value!r} must be an integer of at least 0")
+
+
+def check_seed(**values: int) -> None:
+    """Refuse values that are not integers of 64 bits, with a sign or without."""
+    for name, value in values.items():
+        if not is_integer(value) or not -(2**63) <= value < 2**64:
+            raise ValueError(f"{name}={value!r} must be an integer of 64 bits, -2**63..2**64 - 1")
 
 
 def is_number(value: Any) -> bool:

@@ -5,6 +5,8 @@ This module does not import JAX, so that `--help` is fast.
 
 import argparse
 import errno
+import os
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
@@ -32,7 +34,8 @@ _NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0, 2 for errors the user can fix, 130 interrupted."""
+    """Run a command; returns its exit code: 0, 2 for errors the user can fix, 130 interrupted, 141
+    if nobody reads its output any more."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     command, subcommand = args.command, getattr(args, "subcommand", None)
@@ -54,6 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     except (ValueError, NotImplementedError) as error:
         return _fail(str(error))
+    except BrokenPipeError:
+        # Whoever read the output has left; what is still in the buffer goes nowhere.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.filename is None:
             raise
@@ -101,21 +108,34 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         help='a prompt per line; in a .jsonl, rows with "prompt", "question" or "prompt_token_ids"',
     )
     parser.add_argument("--chat", action="store_true", help="prompts are a user's messages")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--json", action="store_true", help="print a line of JSON per output, then one of metrics"
+    )
 
     sampling = parser.add_argument_group("sampling")
     sampling.add_argument("--max-tokens", type=int, default=128, help="default: %(default)s")
     sampling.add_argument(
         "--temperature", type=float, default=0.0, help="0, the default, is greedy"
     )
+    sampling.add_argument("--top-p", type=float, default=1.0, metavar="P", help="1 keeps all")
+    sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all")
+    sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 keeps all")
+    sampling.add_argument("--n", type=int, default=1, metavar="N", help="outputs per prompt")
     sampling.add_argument("--seed", type=int, help="fixes the draws of every prompt")
+    sampling.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="ends outputs; may be repeated",
+    )
     sampling.add_argument("--stop-token-id", type=int, action="append", default=[], metavar="ID")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end")
     sampling.add_argument(
         "--sampling-params",
         metavar="JSON",
         default="{}",
-        help='anything else that SamplingParams takes, such as \'{"top_p": 0.9, "stop": ["\\n"]}\'',
+        help='anything that SamplingParams takes, such as \'{"min_tokens": 8, "logprobs": 1}\'',
     )
 
     arguments.add_speculation(parser)

@@ -1,6 +1,5 @@
 """Frozen configuration. Every value is checked once, here, before any work starts."""
 
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from itertools import pairwise
@@ -13,12 +12,14 @@ from specjax.checks import (
     check_count,
     check_flags,
     check_positive,
-    is_integer,
+    check_seed,
     is_number,
     parse_batches,
     parse_shapes,
     parse_table,
+    warn,
 )
+from specjax.vllm_names import take_speculation
 
 DTYPES = ("float32", "bfloat16")
 # A drafter of which reports ask no more than what it takes.
@@ -189,7 +190,7 @@ class SpeculativeConfig:
             why = "every draft is compiled into every step, and few are accepted past the tenth"
             if k > MAX_DRAFTS:
                 raise ValueError(f"{said} exceeds {MAX_DRAFTS}: {why}; lower it")
-            warnings.warn(f"{said}: {why}; 3 to 7 are usual", stacklevel=4)
+            warn(f"{said}: {why}; 3 to 7 are usual")
         if table is not None:
             parsed = parse_table(table, k)
             object.__setattr__(self, "num_speculative_tokens_per_batch_size", parsed)
@@ -243,11 +244,7 @@ class SpeculativeConfig:
                 f"speculative_config={config!r} must be a SpeculativeConfig or a mapping of its "
                 "fields"
             )
-        known = {f.name for f in fields(cls)}
-        if unknown := sorted(set(config) - known):
-            raise ValueError(
-                f"speculative_config has unknown keys {unknown}; known keys are {sorted(known)}"
-            )
+        config = take_speculation(config, [f.name for f in fields(cls)])
         needed = {"method"}
         if config.get("dynamic_config_path") is None and not config.get("adaptive"):
             needed.add("num_speculative_tokens")
@@ -286,7 +283,7 @@ class EngineConfig:
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the one drawn from,
             "both" that and, of the token itself, the model's.
-        seed: seed of requests without one.
+        seed: seed of requests without one, any integer of 64 bits.
     """
 
     max_model_len: int
@@ -342,8 +339,7 @@ class EngineConfig:
             exact=self.exact,
         )
         check_count(max_logprobs=self.max_logprobs)
-        if not is_integer(self.seed) or not 0 <= self.seed < 2**32:
-            raise ValueError(f"seed={self.seed!r} must be an integer in 0..{2**32 - 1}")
+        check_seed(seed=self.seed)
         if self.num_pages < self.pages_per_seq:
             raise ValueError(
                 f"num_pages={self.num_pages} cannot hold one request of "

@@ -8,9 +8,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Unpack
 
-import jax
-
-from specjax.config import SpeculativeConfig
 from specjax.device.models.model import Model
 from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
@@ -23,10 +20,12 @@ from specjax.host.sequence import Sequence as Sample
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.serving.assembly import assemble
+from specjax.serving.description import describe
 from specjax.serving.dynamic_k import save_profile
 from specjax.serving.options import LLMOptions, read_options
+from specjax.serving.vllm_methods import VllmMethods
 from specjax.text.chat import render_conversations
-from specjax.text.completions import Outputs, Shown
+from specjax.text.completions import Growing, Outputs, samples_of
 from specjax.text.prompts import (
     Prompt,
     RequestMaker,
@@ -39,7 +38,7 @@ from specjax.text.prompts import (
 from specjax.text.tokenizer import ChatTokenizer
 
 
-class LLM:
+class LLM(VllmMethods):
     """A model ready to generate, with or without speculation.
 
     Threads may share one: their requests run in the same steps.
@@ -83,7 +82,7 @@ class LLM:
         kernels: implementation of the GPU operations, "auto" or "reference".
         compilation_cache: folder where compiled steps are kept between runs, unless JAX is already
             set to one; None keeps nothing.
-        seed: seed of requests without one.
+        seed: seed of requests without one, any integer of 64 bits.
         verbose: show bars on a terminal, and tell by the logger "specjax" of loading and, without a
             terminal, of generating; the lines go to stderr unless logging is configured.
 
@@ -95,10 +94,8 @@ class LLM:
     def __init__(self, model: str | Path | Model, **options: Unpack[LLMOptions]):
         given, start = read_options(options), time.monotonic()
         serving = assemble(model, **given)
-        self._verbose = verbose = given["verbose"]
         self._name = str(model) if isinstance(model, str | Path) else type(model).__name__
-        speculation = given["speculative_config"]
-        self._method = speculation and SpeculativeConfig.of(speculation).method
+        self._verbose = verbose = given["verbose"]
         self._lock = threading.RLock()  # of the engine; held for one step, not for a call
         self._next_id, self._is_closed = 0, False
         self.target, self.tokenizer = serving.target, serving.tokenizer
@@ -113,10 +110,8 @@ class LLM:
             placement=serving.placement,
             show_progress=verbose,
         )
-        compiling, seconds = self.engine.metrics().compile_seconds, time.monotonic() - start
-        get_log(verbose=verbose).info(
-            "ready after %.1f s, %.1f s of them compiling", seconds, compiling
-        )
+        seconds = time.monotonic() - start, self.engine.metrics().compile_seconds
+        get_log(verbose=verbose).info("ready after %.1f s, %.1f s of them compiling", *seconds)
         self._sleep = Sleep(self.engine)
         self.request_maker = RequestMaker(
             serving.config,
@@ -158,7 +153,7 @@ class LLM:
         refuse_lora(lora_request)
         requests = self._requests(prompts, sampling_params, priority, tokenization_kwargs)
         with self._running(requests) as started:
-            samples = [c.sequence for outputs in started for c in outputs.completions]
+            samples = samples_of(started)
             with progress(samples, self.metrics, use_tqdm, verbose=self._verbose) as tick:
                 while not all(sample.is_finished for sample in samples):
                     self._step()
@@ -172,6 +167,7 @@ class LLM:
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         priority: int | Sequence[int] | None = None,
+        use_tqdm: bool = False,
     ) -> Iterator[RequestOutput]:
         """Continue each prompt; yields an output whenever it has grown.
 
@@ -179,23 +175,30 @@ class LLM:
         The last one of a request is `finished`. Requests start when the first output is asked for;
         leaving the iteration aborts those that have not finished. Other calls may come between.
 
+        `use_tqdm` tells every ten seconds by lines of the log how far the call is: a bar would be
+        broken by what is printed between outputs.
+
         Raises:
             ValueError: as `generate`, when this is called.
         """
-        return self._stream(self._requests(prompts, sampling_params, priority))
+        requests = self._requests(prompts, sampling_params, priority)
+        return self._stream(requests, is_told=use_tqdm)
 
-    def _stream(self, requests: list[tuple[Request, str | None]]) -> Iterator[RequestOutput]:
-        with self._running(requests) as growing:
-            kinds = {id(one): Shown(one.request.params.output_kind) for one in growing}
-            while growing:
-                with self._lock:  # what another thread steps may grow meanwhile
-                    self._check_open()
-                    if not any(outputs.has_grown for outputs in growing):
-                        self._step()
-                    grown = [one for one in growing if one.has_grown]
-                    shown = [kinds[id(one)].of(one.output()) for one in grown]
-                    growing = [one for one in growing if not one.is_finished]
-                yield from filter(None, shown)
+    def _stream(
+        self, requests: list[tuple[Request, str | None]], *, is_told: bool
+    ) -> Iterator[RequestOutput]:
+        with self._running(requests) as started:
+            growing, samples = Growing(started), samples_of(started)
+            told = progress(samples, self.metrics, is_told, verbose=self._verbose, draws=False)
+            with told as tick:
+                while growing:
+                    with self._lock:  # what another thread steps may grow meanwhile
+                        self._check_open()
+                        if not growing.is_due:
+                            self._step()
+                        outputs = growing.take()
+                    tick()
+                    yield from outputs
             self._drain()
 
     def chat(
@@ -216,7 +219,7 @@ class LLM:
 
         Args:
             messages: their contents are texts, or lists of {"type": "text", "text": ...}.
-            chat_template: Jinja's text of it, in place of the checkpoint's.
+            chat_template: Jinja's text of it, or the name of one of the checkpoint's.
             chat_template_content_format: what templates are given: "openai" for lists of parts,
                 "string", or "auto", for texts, the parts of a list joined with line breaks.
             add_generation_prompt: begin the assistant's turn.
@@ -347,19 +350,6 @@ class LLM:
         self._check_open()
         return self._sleep.level > 0
 
-    def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
-        """Record what device and host do until `stop_profile`, into a folder, with jax.profiler.
-
-        Raises:
-            OSError: the folder cannot be made.
-        """
-        Path(profile_prefix).mkdir(parents=True, exist_ok=True)
-        jax.profiler.start_trace(profile_prefix)
-
-    def stop_profile(self) -> None:
-        """Write what was recorded; TensorBoard and Perfetto read it."""
-        jax.profiler.stop_trace()
-
     def close(self) -> None:
         """Free the device memory. The LLM cannot be used afterwards; closing twice is harmless."""
         with self._lock:
@@ -369,15 +359,7 @@ class LLM:
                 del self.engine, self.request_maker, self._sleep
 
     def __repr__(self) -> str:
-        if self._is_closed:
-            return f"LLM({self._name!r}, closed)"
-        config, shown = self.engine.config, [repr(self._name)]
-        for name in "dtype", "max_num_seqs", "max_model_len", "num_pages", "page_size":
-            shown.append(f"{name}={getattr(config, name)!r}")
-        if self._method is not None:
-            ks = sorted(self.engine.scheduler.policy.choices)
-            shown[2:2] = [f"method={self._method!r}", f"K={' or '.join(map(str, ks))}"]
-        return f"LLM({', '.join(shown)})"
+        return describe(self._name, None if self._is_closed else self.engine)
 
     def __enter__(self) -> "LLM":
         return self
@@ -462,4 +444,5 @@ class LLM:
             with self._lock:
                 if not self._is_closed:
                     for outputs in started:
-                        self.engine.abort(outputs.request.request_id)
+                        if not outputs.is_finished:  # or another may have taken its id
+                            self.engine.abort(outputs.request.request_id)

@@ -9,7 +9,8 @@ from enum import Enum
 from numbers import Real
 from typing import Any
 
-MAX_SEED = 2**32 - 1
+from specjax.vllm_names import SAMPLING, STRUCTURED, take_keys, takes
+
 # Limits per request, because parameters are stored in device arrays of fixed width.
 MAX_STOP_IDS = 8  # including the model's end-of-sequence ids
 MAX_LOGIT_BIAS = 512
@@ -34,6 +35,7 @@ class RequestOutputKind(Enum):
     FINAL_ONLY = 2
 
 
+@takes(STRUCTURED)
 @dataclass(frozen=True, kw_only=True)
 class StructuredOutputs:
     """A constraint on the output's format; exactly one field must be set.
@@ -93,6 +95,7 @@ class StructuredOutputs:
 StructuredOutputsParams = StructuredOutputs  # vLLM's name
 
 
+@takes(SAMPLING)
 @dataclass(slots=True)
 class SamplingParams:
     """Sampling parameters and stop conditions of a request.
@@ -117,11 +120,13 @@ class SamplingParams:
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens whose probability is at least this fraction of the highest.
         seed: makes sampling reproducible, whatever other requests run and whether or not drafts
-            are used. None or -1 derives it from the engine's seed and the number of the request.
-            Samples after the first derive theirs from it.
+            are used. Any integer of 64 bits; those outside 0..2**32 - 1 are folded to 32 bits.
+            None or -1 derives it from the engine's seed and the number of the request. Samples
+            after the first derive theirs from it.
         stop: texts that end the output, which is truncated before them.
         stop_token_ids: further ids that end the output, besides the model's end of sequence.
-        ignore_eos: continue past the model's end of sequence.
+        ignore_eos: continue past the model's end of sequence; the output of `structured_outputs`
+            ends there all the same.
         max_tokens: maximum number of tokens; None for as many as `max_model_len` allows.
         min_tokens: minimum number of tokens; nothing stops the output before.
         logprobs: report the log-probability of each token and of this many most likely ones; -1
@@ -182,7 +187,8 @@ class SamplingParams:
         if _is_integer(self.seed) and self.seed == -1:
             self.seed = None
         if self.seed is not None:
-            _check_int("seed", self.seed, 0, MAX_SEED, remedy="None lets the engine choose")
+            remedy = "None or -1 lets the engine choose"
+            _check_int("seed", self.seed, -(2**63), 2**64 - 1, remedy=remedy)
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1, remedy="None is as many as fit")
         _check_int("min_tokens", self.min_tokens, 0)
@@ -291,12 +297,9 @@ class SamplingParams:
         self.logits_processors = processors
         wanted = self.structured_outputs
         if isinstance(wanted, Mapping):
-            known = sorted(StructuredOutputs.__dataclass_fields__)
-            if unknown := sorted(map(str, set(wanted) - set(known))):
-                raise ValueError(
-                    f"structured_outputs has unknown keys {unknown}; known keys are {known}"
-                )
-            self.structured_outputs = StructuredOutputs(**wanted)
+            known = StructuredOutputs.__dataclass_fields__
+            fields = take_keys(wanted, STRUCTURED, "structured_outputs", known)
+            self.structured_outputs = StructuredOutputs(**fields)
         elif not isinstance(wanted, StructuredOutputs | None):
             raise ValueError(
                 f"structured_outputs={wanted!r} must be a StructuredOutputs or a mapping of its "

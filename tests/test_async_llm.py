@@ -333,6 +333,49 @@ def test_aborting_by_name(serve, built):
     assert sample.token_ids == expected.token_ids[: len(sample.token_ids)]
 
 
+@pytest.mark.parametrize("way", ["aclose", "cancel"])
+def test_leaving_after_the_end_is_no_abort_of_another_with_the_name(serve, built, way):
+    """The first request has ended, its consumer lags, and a second has taken its id."""
+    expected = alone(built, [4, 5], LONG)
+
+    async def lag(llm, has_begun, may_go_on):
+        stream = llm.generate_stream([1, 2, 3], GREEDY, request_id="mine")
+        await anext(stream)
+        has_begun.set()
+        try:
+            await may_go_on.wait()
+        finally:
+            await stream.aclose()
+
+    async def test(llm):
+        has_begun, may_go_on, started = (asyncio.Event() for _ in range(3))
+        first = asyncio.create_task(lag(llm, has_begun, may_go_on))
+        await limited(has_begun.wait())
+        await idle(llm)
+        with held(built) as let_go:
+            let_go(8)
+            second = asyncio.create_task(read(llm, [4, 5], LONG, started, request_id="mine"))
+            await limited(started.wait())
+            may_go_on.set() if way == "aclose" else first.cancel()
+            await limited(asyncio.wait([first]))
+            assert await llm.is_sleeping() is False  # the engine's thread has done what came before
+        return await limited(second)
+
+    assert serve(test).outputs == [expected]
+
+
+def test_a_stream_left_after_its_end_is_no_abort_of_another_with_the_name(built):
+    stream = built.generate_stream([1, 2, 3], GREEDY)
+    name = next(stream).request_id
+    built.generate([1], LONG, use_tqdm=False)  # which runs the other to its end as well
+    second = built.start(built.make_request([4, 5], GREEDY, request_id=name))
+    stream.close()
+    while not second.is_finished:
+        built.engine.step()
+    built.engine.drain()
+    assert second.output().outputs[0].finish_reason == "length"
+
+
 # --- callers with bad wishes ----------------------------------------------------------------------
 
 

@@ -88,7 +88,7 @@ BAD_FIELDS = [
     ("top_p", [0, 0.0, -0.1, 1.1, nan, inf, "0.5", None, True, 1.01], ["(0, 1]", "1 keeps all"]),
     ("top_k", [-2, 1.5, 3.0, True, "3", None, nan, inf], ["-1", "keeps all"]),
     ("min_p", [-0.1, 1.1, nan, inf, "0", None, True], ["[0, 1]", "0 keeps all"]),
-    ("seed", [-2, 2**32, 1.0, True, "1", nan], [f"0..{2**32 - 1}", "None"]),
+    ("seed", [-(2**63) - 1, 2**64, 1.0, True, "1", nan], [f"{-(2**63)}..{2**64 - 1}", "None"]),
     ("max_tokens", [0, -3, 2.0, True, "9", inf], ["at least 1", "None"]),
     ("min_tokens", [-1, 2.0, True, "1", None], ["at least 0"]),
     ("min_tokens", [17], ["max_tokens=16"]),
@@ -315,6 +315,17 @@ BAD_GRAMMARS = [
     ({"grammar": "start: ("}, ["structured_outputs.grammar"]),
     ({"grammar": "other: /a/"}, ["structured_outputs.grammar", "start"]),
 ]
+CHOICE = {"structured_outputs": {"choice": ["yes", "no"]}}
+DEAD_ENDS = [  # grammars, and other parameters that rule out what they allow
+    (CHOICE | {"min_tokens": 4}, ["structured_outputs.choice", "3 tokens", "min_tokens=4"]),
+    (CHOICE | {"min_tokens": 4, "ignore_eos": True}, ["structured_outputs.choice", "min_tokens=4"]),
+    (CHOICE | {"allowed_token_ids": [5, 6]}, ["structured_outputs", "allowed_token_ids"]),
+    (CHOICE | {"bad_words": ["y", "n"]}, ["structured_outputs", "bad_words"]),
+    (
+        {"structured_outputs": {"regex": "a{0}"}, "min_tokens": 1},
+        ["structured_outputs", "min_tokens=1"],
+    ),
+]
 
 
 @pytest.mark.parametrize("fields, words", BAD_REQUESTS, ids=label)
@@ -326,11 +337,15 @@ def test_one_bad_request_leaves_nothing_queued(llm, fields, words):
     refusal(do, "prompt 2", *words)
 
 
-@pytest.mark.parametrize("outputs, words", BAD_GRAMMARS, ids=label)
+@pytest.mark.parametrize(
+    "fields, words",
+    [*(({"structured_outputs": one}, words) for one, words in BAD_GRAMMARS), *DEAD_ENDS],
+    ids=label,
+)
 @pytest.mark.usefixtures("is_unharmed")
-def test_a_grammar_that_cannot_be_followed(llm, outputs, words):
+def test_a_grammar_that_cannot_be_followed(llm, fields, words):
     pytest.importorskip("llguidance")
-    bad = SamplingParams(structured_outputs=outputs)
+    bad = SamplingParams(**fields)
     refusal(lambda: llm.generate([PROMPT, [1]], bad, use_tqdm=False), "prompt 0", *words)
 
 
@@ -476,5 +491,5 @@ def test_bad_settings_of_logprobs(text_folder, settings, words, monkeypatch):
     def refuse(*_):
         raise AssertionError("weights were read before the error")
 
-    monkeypatch.setattr("specjax.serving.assembly.load_model", refuse)
+    monkeypatch.setattr("specjax.serving.assembly.load_weights", refuse)
     refusal(lambda: LLM(text_folder, max_model_len=MAX_LEN, verbose=False, **settings), *words)

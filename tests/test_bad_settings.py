@@ -30,7 +30,7 @@ def no_work(monkeypatch, compilations):
     def refuse(*_):
         raise AssertionError("work was done before the error")
 
-    monkeypatch.setattr("specjax.serving.assembly.load_model", refuse)
+    monkeypatch.setattr("specjax.serving.assembly.load_weights", refuse)
     with compilations.none_expected():
         yield
 
@@ -53,8 +53,9 @@ def no_work(monkeypatch, compilations):
         ({"kernels": "cuda"}, ["kernels='cuda'", "reference"]),
         ({"gpu_memory_utilization": 0.0}, ["gpu_memory_utilization=0.0"]),
         ({"gpu_memory_utilization": 1.1}, ["gpu_memory_utilization=1.1"]),
-        ({"seed": -1}, ["seed=-1"]),
-        ({"seed": 2**32}, [f"seed={2**32}"]),
+        ({"seed": -(2**63) - 1}, ["seed=-9223372036854775809", "64 bits"]),
+        ({"seed": 2**64}, [f"seed={2**64}", "64 bits"]),
+        ({"seed": 1.0}, ["seed=1.0"]),
     ],
     ids=str,
 )

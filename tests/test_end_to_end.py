@@ -14,7 +14,7 @@ from support.engines import make_llm
 from support.texts import LETTERS_EOS, letters_folder
 
 from specjax import AsyncLLM, SamplingParams
-from specjax.text.prompts import derived_seed
+from specjax.text.seeds import derived_seed
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 HOT = SamplingParams(temperature=0.8, seed=3, max_tokens=24)

@@ -29,7 +29,7 @@ from specjax.device.models.model import is_recurrent
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.host.request import Request
 from specjax.host.speculation.policy import PolicyRule, StaticPolicy
-from specjax.text.prompts import derived_seed
+from specjax.text.seeds import derived_seed
 from specjax.train.context import CausalRows
 
 PROMPT_LENGTHS = (1, 5, 32, 33, 64, 70, 96, 2, 31, 40, 3, 65, 17, 90, 8, 50, 12, 77, 1, 32)

@@ -6,8 +6,10 @@ model stands for models whose drafts are often right.
 
 import json
 import re
+import warnings
 from dataclasses import replace
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.engines import make_llm
@@ -290,20 +292,72 @@ def test_a_stop_id_inside_it_ends_it(llm, prompts):
         assert (sample.finish_reason, sample.stop_reason) == ("stop", comma)
 
 
-def test_a_grammar_that_other_wishes_leave_no_way_out_of(llm):
-    """It asks for what it forbids: the request ends with a warning, others are unharmed."""
-    params = SamplingParams(
-        seed=0, temperature=1.0, max_tokens=20, min_tokens=10, structured_outputs={"regex": "ab"}
-    )
-    free = SamplingParams(seed=1, max_tokens=15, ignore_eos=True)
+def nothing_left(tokens, length, logits):
+    return jnp.where(length >= 5, -jnp.inf, logits)
+
+
+def not_a_number(tokens, length, logits):
+    return logits.at[7].set(jnp.where(length >= 3, jnp.nan, 0.0))
+
+
+DEAD_ENDS = [  # wishes that rule out all tokens at some place, and how many come before it
+    ({"structured_outputs": {"regex": "ab"}, "min_tokens": 10}, 2, "structured_outputs, min_"),
+    (
+        {"structured_outputs": {"choice": ["aaaaa"]}, "allowed_token_ids": [65, 5], "n": 2}
+        | {"bad_words": ["aaa"]},
+        2,
+        "structured_outputs, allowed_token_ids, bad_words",
+    ),
+    ({"allowed_token_ids": [5, 6], "bad_words": ["%%", "%&", "&&", "&%"]}, 1, "bad_words"),
+    ({"logits_processors": [nothing_left]}, 2, "logits_processors"),
+    ({"logits_processors": [not_a_number]}, 0, "logits_processors"),
+]
+
+
+def assert_dead_ends(llm, temperature, wishes):
+    """Each ends with an error before the token that it cannot have; others are unharmed."""
+    free = SamplingParams(seed=1, temperature=1.0, max_tokens=15, ignore_eos=True)
     expected = tokens(generate(llm, [[7, 8]], free))
-    with pytest.warns(UserWarning, match="ends unfinished"):
-        outputs = generate(llm, [[1, 2, 3], [7, 8]], [params, free])
-    sample = outputs[0].outputs[0]
-    assert sample.text.startswith("ab") and len(sample.token_ids) == 3
-    assert sample.finish_reason == "stop"
-    assert tokens(outputs[1:]) == expected
-    assert_idle(llm)
+    for fields, num_tokens, words in wishes:
+        params = SamplingParams(
+            seed=0, temperature=temperature, max_tokens=20, ignore_eos=True, logprobs=2, **fields
+        )
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            outputs = generate(llm, [[1, 2, 3], [7, 8]], [params, free])
+        for sample in outputs[0].outputs:
+            assert (sample.finish_reason, sample.stop_reason) == ("error", None), fields
+            assert words in str(sample.error)
+            assert len(sample.token_ids) == len(sample.logprobs) == num_tokens
+            assert num_tokens == 0 or np.isfinite(sample.cumulative_logprob)
+        assert tokens(outputs[1:]) == expected
+        assert_idle(llm)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_no_token_is_left_the_request_ends_with_an_error(llm, temperature):
+    assert_dead_ends(llm, temperature, DEAD_ENDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "verification, options",
+    [
+        ("rejection", {}),
+        ("block", {}),
+        ("synthetic", {}),
+        ("seed_exact", {"exact": True, "decode_batches": None, "prefill_shapes": None}),
+        ("seed_exact", {"async_scheduling": False}),
+    ],
+)
+def test_where_no_token_is_left_in_other_engines(folder, head, verification, options):
+    speculation = {"verification": verification}
+    if verification == "synthetic":
+        speculation["synthetic_acceptance_length"] = 2.6
+    wishes = DEAD_ENDS[: 3 if "exact" in options else None]
+    with make_llm(folder, "eagle3", head, speculation=speculation, **options) as llm:
+        for temperature in 1.0, 0.0:
+            assert_dead_ends(llm, temperature, wishes)
 
 
 # --- at length ------------------------------------------------------------------------------------

@@ -1,5 +1,7 @@
 """What this very card can do: the ceilings that all else is a part of."""
 
+import importlib
+import pkgutil
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -9,11 +11,15 @@ import jax.numpy as jnp
 from problems import normal
 from timing import Setting, launch_times, spread
 
+import pallas_kernels
+from pallas_kernels.dispatch import choose
+
 GIB = 2**30
 
 
 def measure_card(setting: Setting) -> Iterator[dict[str, Any]]:
-    """Copy and read bandwidth, and bf16 products."""
+    """What "auto" means here, copy and read bandwidth, and bf16 products."""
+    yield check_choice(setting)
     num_bytes = setting.pick(4 * GIB, 2**20)
     device = {"device_kind": jax.devices()[0].device_kind, "jax": jax.__version__}
 
@@ -36,6 +42,20 @@ def measure_card(setting: Setting) -> Iterator[dict[str, Any]]:
         }
     for size in setting.pick((4096, 8192), (64,)):
         yield device | {"what": "bf16 product", "size": size} | measure_product(size, setting)
+
+
+def check_choice(setting: Setting) -> dict[str, Any]:
+    """Which implementation of each operation runs.
+
+    Raises:
+        RuntimeError: on a card, one that is not a kernel: all figures would be those of plain JAX.
+    """
+    packages = (one.name for one in pkgutil.iter_modules(pallas_kernels.__path__) if one.ispkg)
+    modules = {name: importlib.import_module(f"pallas_kernels.{name}") for name in packages}
+    chosen = {name: choose(name, "auto", tuple(m.IMPLEMENTATIONS)) for name, m in modules.items()}
+    if set(chosen.values()) != {setting.pick("triton", "reference")}:
+        raise RuntimeError(f'kernels="auto" on {jax.devices()[0].device_kind} means {chosen}')
+    return {"what": "kernels", "chosen": chosen}
 
 
 def measure_product(size: int, setting: Setting) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 A case is a generator in a module of this folder, run in a process of its own: what it yields are
 results, written as they come. `seconds` is when it is killed; `least` is what it needs to give its
-first results, below which it is not begun.
+first results, below which it is not begun. `plan` has the order for a machine that is lent.
 """
 
 from collections.abc import Mapping
@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 NO_GRAPHS = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}  # so that CUPTI sees every kernel
+# So that XLA tells when it records a graph again.
+LOGGED_GRAPHS = {"TF_CPP_MIN_LOG_LEVEL": "0", "TF_CPP_VMODULE": "command_buffer_thunk=3"}
 SHARED_MEMORY = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # beside another framework
 
 
@@ -33,16 +35,39 @@ class Case:
 
 
 def _correct(dtype: str) -> Case:
-    # Most of it is the compilation of references: on an H100 float32 took 2 to 17 s a shape, and
-    # bfloat16, which has a reference more and whose matmuls are tuned, 4 to 10 s of attention.
+    # Most of it is the compilation of references, by as many threads as there are cores.
     return Case(
         name=f"correct/{dtype}",
         function="correct:check_kernels",
         about=f"every kernel in {dtype} against its reference in float32, and against itself",
         seconds=260,
+        least=45,
         arguments={"dtype": dtype},
         environment=NO_GRAPHS,
         on_cpu=dtype == "float32",
+    )
+
+
+def _tokens(model: str, dtype: str) -> Case:
+    return Case(
+        name=f"tokens/{model}-{dtype}",
+        function="tokens:check_tokens",
+        about=f"{model} in {dtype} with each of its drafters, against tokens of a CPU",
+        seconds=150,
+        least=40,
+        arguments={"dtype": dtype, "models": (model,)},
+        on_cpu=(model, dtype) == ("demo-llama", "float32"),  # others differ in what they load
+    )
+
+
+def _watch(name: str, seconds: float, about: str, **others: Any) -> Case:
+    return Case(
+        name=f"watch/{name}",
+        function=f"watch:measure_{name}",
+        about=about,
+        seconds=seconds,
+        least=45,
+        **others,
     )
 
 
@@ -101,13 +126,29 @@ CASES = (
         seconds=40,
         least=10,
     ),
+    Case(
+        name="smoke",
+        function="smoke:check_smoke",
+        about="every kernel once, tiny and at a real shape, against NumPy's results in float64",
+        seconds=90,
+        least=30,
+    ),
+    Case(
+        name="memory",
+        function="memory:check_memory",
+        about="the tiny ones of smoke under compute-sanitizer, if it is there",
+        seconds=90,
+        least=30,
+    ),
+    _tokens("demo-llama", "float32"),
     _correct("bfloat16"),
     _grid(1, 110),
     _grid(64, 110),
     _kernels("attention", 80, "paged attention by batch, rows and context"),
-    _kernels("delta_rule", 60, "the gated delta rule, and K + 1 snapshots instead"),
+    _kernels("delta_rule", 90, "the gated delta rule, and K + 1 snapshots instead"),
     _grid(256, 80),
     _correct("float32"),
+    _tokens("demo-qwen3.5", "float32"),
     _kernels("others", 60, "rope_write, add_rms_norm, grouped products, truncation"),
     _grid(16, 60),
     _model("Qwen3.5-4B", 100),
@@ -128,6 +169,23 @@ CASES = (
     _command_buffers("off", NO_GRAPHS),
     _command_buffers("on", {}),
     Case(
+        name="graphs/tokens",
+        function="graphs:check_graphs",
+        about="tokens of 200 steps with command buffers and without, K and requests alternating",
+        seconds=90,
+        least=60,
+        on_cpu=False,  # two processes, each of which compiles an engine as tokens does
+    ),
+    _watch(
+        "updates",
+        60,
+        "command buffers that are recorded again, of 20 steps",
+        environment=LOGGED_GRAPHS,
+    ),
+    _watch("arrivals", 100, "64 requests and a prompt a step: chunks and rounds apart, and joined"),
+    _watch("compiling", 110, "steps of 16 requests while 8 programs are compiled behind them"),
+    _kernels("latents", 60, "latent attention at the shapes of GLM-4.7-Flash and DeepSeek-V3"),
+    Case(
         name="small",
         function="grid:measure_models",
         about="Llama-3.2-1B + EAGLE-1 and Qwen3.5-4B + MTP, K 0 and 3, 1 request",
@@ -139,10 +197,10 @@ CASES = (
     Case(
         name="early_launch",
         function="host:measure_early_launch",
-        about="steps of Llama-3.2-1B and Llama-3.1-8B, K 0 and 3, 1 request, launched early or not",
-        seconds=120,
+        about="steps of three models, K 0 and 3, 1 request, launched early or not",
+        seconds=160,
         least=50,
-        arguments={"names": ("Llama-3.2-1B", "Llama-3.1-8B")},
+        arguments={"names": ("Llama-3.2-1B", "Llama-3.1-8B", "Qwen3.5-4B")},
         on_cpu=False,  # `Step` runs in host/1
     ),
     Case(
@@ -175,6 +233,8 @@ CASES = (
         least=120,
         on_cpu=False,  # two processes that compile all of an engine's programs take a minute
     ),
+    _tokens("demo-llama", "bfloat16"),
+    _tokens("demo-qwen3.5", "bfloat16"),
     _kernels("tiles", 150, "paged attention with other tiles", on_cpu=False),
     _grid(4, 60),
     _grid(128, 60),
@@ -243,14 +303,18 @@ CASES = (
 
 
 def select(names: list[str] | None) -> list[Case]:
-    """The cases of these names, which may be groups' or begin a case's, in the order of CASES.
+    """The cases of these names or groups, each once and in the order of the names; None: all.
 
     Raises:
         ValueError: a name that is nobody's.
     """
     if not names:
         return list(CASES)
-    known = {case.name for case in CASES} | {case.group for case in CASES}
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"--only has no case {', '.join(unknown)}; there are {sorted(known)}")
-    return [case for case in CASES if case.name in names or case.group in names]
+    found: dict[str, Case] = {}
+    for name in names:
+        named = {case.name: case for case in CASES if name in (case.name, case.group)}
+        if not named:
+            known = sorted({case.name for case in CASES} | {case.group for case in CASES})
+            raise ValueError(f"--only has no case {name}; there are {known}")
+        found = found | {key: case for key, case in named.items() if key not in found}
+    return list(found.values())

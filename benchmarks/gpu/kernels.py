@@ -9,9 +9,11 @@ import jax.numpy as jnp
 from problems import (
     ATTENTION_HEADS,
     DELTA_HEADS,
+    LATENT_HEADS,
     ROUTES,
     TINY_ATTENTION,
     TINY_HEADS,
+    TINY_LATENT,
     TINY_ROUTES,
     Problem,
     add_norm,
@@ -19,6 +21,7 @@ from problems import (
     delta_rule,
     draws,
     experts,
+    latents,
     pool,
     rotation,
     routes,
@@ -149,6 +152,17 @@ def tune(
         "default": str(base),
         "speedup": times[best] / times[str(base)] if times[str(base)] else None,
     }
+
+
+def time_latents(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Rounds, and a chunk of a prompt."""
+    for model, heads in setting.pick(LATENT_HEADS, {"tiny": TINY_LATENT}).items():
+        for batch, rows, context in setting.pick(
+            ((64, 4, 2048), (1, 4, 4096), (8, 2, 4096), (1, 512, 1024)), ((2, 2, 40),)
+        ):
+            row = _row("latent_attention", model, batch, rows, context=context)
+            make = partial(latents, heads, batch, rows, context, DTYPE)
+            yield attempt(row, lambda make=make: time_problem(make(), setting))
 
 
 def time_others(setting: Setting) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,11 @@
 
 A problem is a state, which a call takes and leaves, some items that calls take in turn, so that no
 call finds its data in the card's cache, and the fewest bytes that one call moves. Values are
-random: the card does zeros faster.
+random: the card does zeros faster. They are the same on every device, bit by bit.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -23,7 +23,8 @@ from pallas_kernels.gated_delta_rule import (
 )
 from pallas_kernels.gated_delta_rule.triton import gated_delta_rule_triton
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.latent_attention import latent_attention
+from pallas_kernels.paged_attention import paged_attention, paged_attention_part
 from pallas_kernels.paged_attention.triton import paged_attention_triton
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.rope_write import HeadWeights, rope_write
@@ -37,6 +38,11 @@ TINY_HEADS = Heads(1, 2, 16, 16)
 # Query heads, key heads and their dimension.
 ATTENTION_HEADS = {"Llama-8B": (32, 8, 128), "Qwen-27B": (24, 4, 256)}
 TINY_ATTENTION = (4, 2, 64)
+# What else `attention` can be asked for.
+FORMS = "window", "sinks", "soft cap", "float8", "part"
+# Heads, numbers of a latent, and those of a rotated key.
+LATENT_HEADS = {"GLM-4.7-Flash": (20, 512, 64), "DeepSeek-V3": (128, 512, 64)}
+TINY_LATENT = (4, 64, 16)
 # Experts, how many of them a row goes to, and how they are chosen.
 ROUTES = {
     "Qwen3-30B-A3B": (128, 8, Rule()),
@@ -56,6 +62,8 @@ class Problem:
     items: tuple[Any, ...]
     call: Callable[[Any, Any, str, Any], tuple[Any, Any]]
     num_bytes: float
+    # What a call's results are, of the state that it leaves and its output.
+    results: Callable[[Any, Any], Any] = lambda state, output: output
 
     def program(self, kernels: str, config: Any = None) -> Callable[[Any, Any], tuple[Any, Any]]:
         """One jitted program of all calls in turn; the state is donated."""
@@ -84,11 +92,26 @@ class Problem:
 
 @partial(jax.jit, static_argnames=("shape", "dtype"))
 def _normal(seed, shape, dtype):
-    return jax.random.normal(jax.random.key(seed, impl="rbg"), shape, dtype)
+    # Sums of eight whole numbers, so that no device rounds them otherwise.
+    place = _hash(jax.lax.iota(jnp.uint32, int(np.prod(shape))))
+    total = jnp.zeros(place.shape, jnp.int32)
+    for i in range(4):
+        word = _hash(place ^ _hash(jnp.uint32(4 * seed + i)))
+        total += (word >> 16).astype(jnp.int32) + (word & 0xFFFF).astype(jnp.int32)
+    scale = np.float32((8 * (2**32 - 1) / 12) ** -0.5)
+    centred = (total - 4 * 0xFFFF).astype(jnp.float32)
+    return (centred * scale).astype(dtype).reshape(shape)
+
+
+def _hash(x):
+    """The last steps of MurmurHash3, which mix all bits of a word (Appleby 2011)."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def normal(seed: int, shape: tuple[int, ...], dtype: Any) -> jax.Array:
-    """Random numbers, made on the device."""
+    """Numbers of nearly the standard normal distribution, made on the device."""
     return _normal(seed, tuple(shape), jnp.dtype(dtype).name)
 
 
@@ -100,8 +123,9 @@ def attention(
     dtype: Any,
     kv: jax.Array,
     num_items: int = 4,
+    form: str | None = None,
 ) -> Problem:
-    """Rows at the end of contexts of so many tokens, on pages anywhere in the pool `kv`."""
+    """Rows at the end of contexts of `context` tokens, on pages anywhere in the pool `kv`."""
     num_heads, num_kv_heads, dim = heads
     columns = -(-context // PAGE_SIZE)
     needed = batch * columns
@@ -112,17 +136,38 @@ def attention(
         table = np.take(pages, np.arange(i * needed, (i + 1) * needed), mode="wrap")
         q = normal(i, (batch, num_rows, num_heads, dim), dtype)
         items.append((q, table.reshape(batch, columns).astype(np.int32), positions))
+    options = attention_options(form, heads, positions)
 
     def call(kv, item, kernels, config):
         arguments = item[0], kv, jnp.int32(0), *item[1:]
+        if form == "part":
+            return kv, paged_attention_part(*arguments, kernels=kernels)
         if config is not None:
             interpret = kernels == "interpret"
             return kv, paged_attention_triton(*arguments, config=config, interpret=interpret)
-        return kv, paged_attention(*arguments, kernels=kernels)
+        return kv, paged_attention(*arguments, **options, kernels=kernels)
 
     width = jnp.dtype(dtype).itemsize
     read = 2 * batch * context * num_kv_heads * dim
     return Problem(kv, tuple(items), call, width * (read + 2 * batch * num_rows * num_heads * dim))
+
+
+def attention_options(
+    form: str | None, heads: tuple[int, int, int], positions: np.ndarray
+) -> dict[str, Any]:
+    """Of `paged_attention`; all rows of a window have the origin of the first one."""
+    num_heads, num_kv_heads, _ = heads
+    if form == "window":
+        origins = np.repeat(positions[:, :1], positions.shape[1], axis=1)
+        return {"window": max(1, int(positions.max()) // 6), "origins": origins}
+    if form == "sinks":
+        return {"sinks": np.linspace(-2, 4, num_heads, dtype=np.float32)}
+    if form == "soft cap":
+        return {"soft_cap": 2.0}
+    if form == "float8":
+        scales = np.linspace(0.5, 2, 2 * num_kv_heads, dtype=np.float32)
+        return {"kv_scale": scales.reshape(2, num_kv_heads)}
+    return {}
 
 
 def pool(heads: tuple[int, int, int], num_bytes: float, dtype: Any) -> jax.Array:
@@ -130,6 +175,32 @@ def pool(heads: tuple[int, int, int], num_bytes: float, dtype: Any) -> jax.Array
     page = (PAGE_SIZE, 2, *heads[1:])
     num_pages = int(num_bytes // (np.prod(page) * jnp.dtype(dtype).itemsize))
     return normal(7, (1, num_pages, *page), dtype)
+
+
+def latents(
+    heads: tuple[int, int, int], batch: int, num_rows: int, context: int, dtype: Any
+) -> Problem:
+    """Rows at the end of contexts of `context` tokens, on pages anywhere in a pool of latents."""
+    num_heads, rank, rotated = heads
+    columns = -(-context // PAGE_SIZE)
+    pages = np.random.default_rng(0).permutation(batch * columns).reshape(batch, columns)
+    positions = np.tile(np.arange(context - num_rows, context, dtype=np.int32), (batch, 1))
+    pool = normal(7, (1, batch * columns, PAGE_SIZE, rank + rotated), dtype)
+    items = tuple(
+        (normal(i, (batch, num_rows, num_heads, rank + rotated), dtype), pages.astype(np.int32),
+         positions)
+        for i in range(2)
+    )  # fmt: skip
+
+    def call(pool, item, kernels, config):
+        scale = (rank + rotated) ** -0.5
+        arguments = item[0], pool, jnp.int32(0), *item[1:]
+        return pool, latent_attention(*arguments, rank=rank, scale=scale, kernels=kernels)
+
+    numbers = batch * context * (rank + rotated) + batch * num_rows * num_heads * (
+        2 * rank + rotated
+    )
+    return Problem(pool, items, call, jnp.dtype(dtype).itemsize * numbers)
 
 
 def delta_rule(
@@ -143,12 +214,7 @@ def delta_rule(
     state, ring, u, k, decay = (normal(1 + i, x.shape, x.dtype) for i, x in enumerate(shapes))
     unit = heads.key_dim**-0.5
     cache = DeltaRuleCache(0.1 * state, ring, 0.1 * u, unit * k, jnp.exp(-jnp.abs(decay)))
-    weights = DeltaRuleWeights(
-        normal(6, (TAPS, channels), dtype) / 2,
-        jnp.linspace(-7.0, 1.0, heads.num_values),
-        normal(7, (heads.num_values,), "float32"),
-        1 + normal(8, (heads.value_dim,), dtype) / 8,
-    )
+    weights = delta_rule_weights(heads, dtype)
     rng = np.random.default_rng(0)
     slots = rng.permutation(batch).astype(np.int32)
     positions = (1000 + np.arange(batch)[:, None] + np.arange(num_rows)).astype(np.int32)
@@ -173,7 +239,27 @@ def delta_rule(
     width = jnp.dtype(dtype).itemsize
     tokens = batch * num_rows * (heads.inputs + heads.num_values * heads.value_dim + channels)
     history = (batch * (TAPS - 1) + int(pending.sum())) * channels
-    return Problem((weights, cache), items, call, 2 * state_bytes + width * (tokens + history))
+    moved = 2 * state_bytes + width * (tokens + history)
+    return Problem((weights, cache), items, call, moved, lambda state, out: (state[1], out))
+
+
+def delta_rule_weights(heads: Heads, dtype: Any) -> DeltaRuleWeights:
+    """Some heads forget within a token, others within hundreds."""
+    return DeltaRuleWeights(
+        normal(6, (TAPS, heads.channels), dtype) / 2,
+        jnp.linspace(-7.0, 1.0, heads.num_values),
+        normal(7, (heads.num_values,), "float32"),
+        1 + normal(8, (heads.value_dim,), dtype) / 8,
+    )
+
+
+def last_layer(problem: Problem) -> Problem:
+    """The same delta rule's last item alone, and of its cache the layer that it is of."""
+
+    def results(state, out):
+        return [x[-1] for x in state[1]], out
+
+    return replace(problem, items=problem.items[-1:], results=results)
 
 
 def rotation(heads: tuple[int, int, int], batch: int, num_rows: int, dtype: Any) -> Problem:
@@ -201,7 +287,7 @@ def rotation(heads: tuple[int, int, int], batch: int, num_rows: int, dtype: Any)
         return (kv, angles, table, positions), q
 
     moved = 2 * batch * num_rows * width * jnp.dtype(dtype).itemsize
-    return Problem(state, items, call, moved)
+    return Problem(state, items, call, moved, lambda state, q: (state[0], q))
 
 
 def add_norm(num_rows: int, dim: int, dtype: Any) -> Problem:
@@ -243,7 +329,8 @@ def experts(
 
 
 def routes(num_rows: int, experts: tuple[int, int, Rule], dtype: Any) -> Problem:
-    """Logits of a mixture's router; the last of several rows is padding."""
+    """Logits of a mixture's router, which in bfloat16 has equal ones; the last of several rows is
+    padding."""
     num_experts, num_chosen, rule = experts
     correction = normal(9, (num_experts,), "float32") / 8 if rule.is_sigmoid else None
     items = tuple(normal(i, (num_rows, num_experts), dtype) for i in range(8))
@@ -258,20 +345,31 @@ def routes(num_rows: int, experts: tuple[int, int, Rule], dtype: Any) -> Problem
     return Problem(correction, items, call, read + written)
 
 
-def draws(num_rows: int, vocab_size: int) -> Problem:
-    """Tokens, half of them at a temperature."""
+def draws(num_rows: int, vocab_size: int, *, num_columns: int | None = None) -> Problem:
+    """Tokens, half of them at a temperature; of `num_columns` token ids if it is given."""
     settings = (
         np.resize([0.0, 0.8], num_rows).astype(np.float32),
         np.arange(num_rows, dtype=np.uint32),
         np.arange(num_rows, dtype=np.int32),
     )
-    items = tuple(3 * normal(i, (num_rows, vocab_size), "float32") for i in range(4))
+    width = num_columns or vocab_size
+    items = tuple(3 * normal(i, (num_rows, width), "float32") for i in range(4))
+    ids = {}
+    if num_columns:
+        ids = {"token_ids": jnp.array(draw_ids(vocab_size, num_columns)), "vocab_size": vocab_size}
 
     def call(settings, logits, kernels, config):
         temperature, seeds, places = settings
-        return settings, draw_tokens(logits, temperature, seeds, 0, (places,), kernels=kernels)
+        drawn = draw_tokens(logits, temperature, seeds, 0, (places,), kernels=kernels, **ids)
+        return settings, drawn
 
-    return Problem(settings, items, call, 4 * num_rows * vocab_size)
+    return Problem(settings, items, call, 4 * num_rows * width)
+
+
+def draw_ids(vocab_size: int, num_columns: int) -> np.ndarray:
+    """The token ids of columns, in no order."""
+    ids = np.random.default_rng(0).permutation(vocab_size)[:num_columns]
+    return ids.astype(np.int32)
 
 
 def truncation(num_rows: int, vocab_size: int) -> Problem:

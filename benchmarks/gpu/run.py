@@ -1,13 +1,14 @@
 """Everything worth timing on an H100 or H200; by itself as much as ten minutes have room for.
 
     python benchmarks/gpu/run.py                  all that fits the budget, most telling first
-    python benchmarks/gpu/run.py --only grid      cases by name or group; --list has them
+    python benchmarks/gpu/run.py --only grid      cases by name or group, in the order given
     python benchmarks/gpu/run.py --cpu            tiny shapes, to see that it runs
     python benchmarks/gpu/run.py --pair FOLDER    old against new, see `pairs`
 
 Every case is a process of its own, killed with all it started when its time is up. Each result is
 a line of JSON in --output as soon as it is there, with what it depends on; so is a failure, with
-the end of what the process said.
+the end of what the process said. The exit status is 1 if the card hangs. `plan` prints the commands
+for a machine that is lent for half an hour.
 """
 
 import argparse
@@ -32,6 +33,7 @@ FOLDER = Path(__file__).resolve().parent
 ROOT = FOLDER.parents[1]
 OUTPUT = FOLDER.parent / "results" / "gpu.jsonl"
 BUDGET = 540.0
+MAX_HUNG = 2  # cases in a row that gave nothing in all their time: then it is the card that hangs
 MARK = "RESULT "  # begins a line of a case's output that is a result
 TAIL = 1500  # characters of what a failed case said last
 
@@ -83,25 +85,33 @@ def run_cases(
     budget: float,
     is_cpu: bool,
     cache: Path,
-) -> None:
-    """Run cases in turn while the budget lasts, and record those that it does not.
+) -> bool:
+    """Run cases in turn while the budget lasts, and record those that do not run.
 
     Each case runs with every one of the checkouts, which may repeat, before the next one does.
+    False if the last `MAX_HUNG` cases that ran hung: the others would, too.
     """
-    start = time.monotonic()
+    start, num_hung = time.monotonic(), 0
     for case in cases:
         for one in checkouts:
             left = budget - (time.monotonic() - start)
-            if left < min(case.least, case.seconds):
+            reason = None
+            if num_hung == MAX_HUNG:
+                reason = f"{MAX_HUNG} cases hung"
+            elif left < min(case.least, case.seconds):
                 reason = f"{max(left, 0):.0f} s of budget left"
+            if reason:
                 one.results.append(case, "skipped", 0.0, reason=reason)
                 continue
-            run_case(case, one, limit=min(case.seconds, left), is_cpu=is_cpu, cache=cache)
+            limit = min(case.seconds, left)
+            has_hung = run_case(case, one, limit=limit, is_cpu=is_cpu, cache=cache)
+            num_hung = num_hung + 1 if has_hung else 0
+    return num_hung < MAX_HUNG
 
 
-def run_case(case: Case, checkout: Checkout, *, limit: float, is_cpu: bool, cache: Path) -> None:
-    """One process: its results, then how it ended."""
-    results = checkout.results
+def run_case(case: Case, checkout: Checkout, *, limit: float, is_cpu: bool, cache: Path) -> bool:
+    """One process: its results, then how it ended. True if it gave nothing until its limit."""
+    results, given = checkout.results, []
     setting = {"function": case.function, "is_cpu": is_cpu, "arguments": dict(case.arguments)}
     start, before = time.monotonic(), gpu_state()
     with tempfile.TemporaryFile("w+", errors="replace") as said:
@@ -121,6 +131,7 @@ def run_case(case: Case, checkout: Checkout, *, limit: float, is_cpu: bool, cach
                 for line in lines:
                     if line.startswith(MARK) and line.endswith("\n"):  # whole, if it was killed
                         row = json.loads(line.removeprefix(MARK))
+                        given.append(row["what"])
                         results.append(case, "result", time.monotonic() - start, **row)
 
         reader = threading.Thread(target=read, daemon=True)
@@ -139,6 +150,7 @@ def run_case(case: Case, checkout: Checkout, *, limit: float, is_cpu: bool, cach
             tail = said.read()[-TAIL:].replace(str(checkout.root), ".").replace(str(ROOT), ".")
             fields |= {"code": code, "limit": round(limit, 1), "stderr": tail}
         results.append(case, status, time.monotonic() - start, **fields)
+    return status == "timeout" and not given
 
 
 def _kill(process: subprocess.Popen) -> None:
@@ -161,6 +173,7 @@ def _environment(case: Case, root: Path, *, is_cpu: bool, cache: Path) -> dict[s
         "PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")])),
         "PYTHONUNBUFFERED": "1",
         "HF_HUB_OFFLINE": "1",
+        "TF_CPP_MIN_LOG_LEVEL": "2",  # XLA's lines would displace the reason of a failure
         **case.environment,
     }
     if is_cpu:
@@ -191,7 +204,7 @@ def _short(value: Any) -> Any:
 def main() -> int:
     """Run the cases asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases or groups of them")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="cases or groups, see --list")
     parser.add_argument("--list", action="store_true", help="the cases, and do nothing")
     parser.add_argument("--output", type=Path, help=f"default: results/{OUTPUT.name}")
     parser.add_argument("--budget", type=float, default=BUDGET, help="seconds; %(default)s")
@@ -224,10 +237,12 @@ def main() -> int:
         if settings.pair:
             checkouts = _pair(settings.pair.resolve(), output, source) * pairs.ROUNDS
         cache = (settings.cache or Path(folder) / "jax").resolve()
-        run_cases(cases, checkouts, budget=settings.budget, is_cpu=settings.cpu, cache=cache)
+        goes_on = run_cases(
+            cases, checkouts, budget=settings.budget, is_cpu=settings.cpu, cache=cache
+        )
         if settings.pair:
             print(pairs.show(map(json.loads, output.read_text().splitlines())))
-    return 0
+    return 0 if goes_on else 1
 
 
 def _pair(other: Path, output: Path, source: Mapping[str, Any]) -> list[Checkout]:

@@ -16,13 +16,16 @@ from engines import Chosen, make_engine, make_models, make_requests, random_para
 from seed import RATES
 from timing import Setting, attempt, spread
 
+from specjax.bench.measure import decode
 from specjax.checkpoint.save import save_checkpoint
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.registry import describe_model, load_model
 
 MODEL, K = "Llama-3.1-8B", 3
+NUM_TOKENS = 32
 LAYERS = 8  # of a checkpoint to load: 5.6 GB
 ROUNDS = 3
+KEPT = "tokens", "bytes_in_use", "alias_bytes"  # which a program that is read back has, too
 
 
 def measure_loading(setting: Setting) -> Iterator[dict[str, Any]]:
@@ -69,10 +72,15 @@ def _load(folder: Path, dtype: Any) -> float:
 
 def measure_start(setting: Setting) -> Iterator[dict[str, Any]]:
     """Two processes with the same folder for compiled programs, which is empty at first."""
+    found = []
     with tempfile.TemporaryDirectory(prefix="gpu-start-") as cache:
         for way in "cold", "warm":
             row = {"what": "start", "model": MODEL, "k": K, "way": way}
-            yield attempt(row, lambda: _start(cache, setting))
+            found.append(attempt(row, lambda: _start(cache, setting)))
+            yield found[-1]
+    same = {name: [one.get(name) for one in found] for name in KEPT}
+    passes = all(one is not None and one == other for one, other in same.values())
+    yield {"what": "kept programs", "model": MODEL, "k": K, **same, "passes": passes}
 
 
 def _start(cache: str, setting: Setting) -> dict[str, Any]:
@@ -107,6 +115,13 @@ def main() -> None:
         "ms_to_all": (time.perf_counter() - start) * 1e3,
         "programs": engine.metrics().num_compilations,
         "compile_ms": engine.metrics().compile_seconds * 1e3,
+    }
+    (request,) = make_requests(1, models.target.vocab_size, setting.pick(NUM_TOKENS, 4), setting)
+    compiled = engine.programs._compiler.ready.values()  # nothing else tells what they alias
+    found |= {
+        "tokens": list(decode(engine, [request]).outputs[0]),
+        "bytes_in_use": (jax.devices()[0].memory_stats() or {}).get("bytes_in_use", 0),
+        "alias_bytes": sum(one.memory_analysis().alias_size_in_bytes for one in compiled),
     }
     engine.close()
     print(json.dumps(found))

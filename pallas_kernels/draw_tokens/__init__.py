@@ -3,8 +3,9 @@
     token = argmax_v (logits_v / T + g(seed, stream, counters, v)),     g = -log(-log u)
 
 This samples from softmax(logits / T) (Gumbel-max). At temperature 0 it is the plain argmax. Ties
-go to the first token. The noise is counter-based (threefry, a call for two tokens): that of a token
-does not depend on the row, the batch, or how many others are drawn.
+go to the first token, and a row without a token to draw gives -1. The noise is counter-based
+(threefry, a call for two tokens): that of a token does not depend on the row, the batch, or how
+many others are drawn.
 
 XLA samples with a second program in a conditional, and launches a kernel for every small array that
 the noise is computed from; the Triton kernel reads the logits once and does everything per row.
@@ -37,7 +38,8 @@ def draw_tokens(
     """Sample a token i32[N] per row, N = B T: T consecutive rows for each of B requests.
 
     Args:
-        logits: f32[N, V]; -inf is never drawn unless all logits of the row are -inf.
+        logits: f32[N, V]; -inf is never drawn. A row whose logits are all -inf, or of which one
+            is NaN, has no token to draw: its result is -1.
         temperature: f32[B], 0 for the argmax; others count as at least MIN_TEMPERATURE.
         seeds: u32[B].
         stream: which of the independent sources of noise under a seed.

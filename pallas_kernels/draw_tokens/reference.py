@@ -36,23 +36,31 @@ def draw_tokens_reference(
         return argmax(jnp.where(is_greedy, logits, logits / divisor + noise))
 
     def best(logits):
-        return argmax(logits) if token_ids is None else token_ids[argmax(logits)]
+        token = argmax(logits)
+        return token if token_ids is None else jnp.where(token < 0, token, token_ids[token])
 
     # Each branch reduces the logits itself, so that a greedy batch reads them once.
     return jax.lax.cond((temperature > 0).any(), drawn, best, logits)
 
 
 def argmax(logits: jax.Array) -> jax.Array:
-    """Return the first token i32[N] with the maximum logit of each row."""
+    """Return the first token i32[N] with the maximum logit of each row.
+
+    A row whose logits are all -inf, or of which one is NaN, gives -1.
+    """
 
     def best(logits):
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+        token = jnp.argmax(logits, axis=-1).astype(jnp.int32)  # of the first NaN, if there is one
+        at_token = jnp.take_along_axis(logits, token[..., None], axis=-1)[..., 0]
+        return jnp.where(at_token > -jnp.inf, token, -1)
 
     def first_best(logits):
         # XLA's argmax is not vectorised on a CPU: two plain reductions take a third of the time.
         token = jnp.arange(logits.shape[-1], dtype=jnp.int32)
-        is_best = logits == jnp.max(logits, axis=-1, keepdims=True)
-        return jnp.min(jnp.where(is_best, token, token[-1]), axis=-1)
+        maximum = jnp.max(logits, axis=-1, keepdims=True)  # which may pass over NaN
+        place = jnp.where(logits == maximum, token, token[-1])
+        first = jnp.min(jnp.where(logits != logits, -1, place), axis=-1)
+        return jnp.where(maximum[..., 0] > -jnp.inf, first, -1)
 
     return jax.lax.platform_dependent(logits, cpu=first_best, default=best)
 

@@ -126,21 +126,26 @@ def _kernel(
 
     first, second = jax.lax.cond(temperature == 0, lambda: logits, perturbed)
     best = jnp.max(jnp.maximum(first, second))
-    # If the maximum is NaN, no column equals it, and the last column is taken. A GPU's maximum
-    # ignores NaN, and may be that of the lanes past the last column.
+    # The maximum on a GPU passes over NaN, and no column equals a maximum that is NaN.
     place = jnp.where(second == best, columns[1], num_tokens - 1)
-    place = jnp.min(jnp.where(first == best, columns[0], place))
-    place = jnp.minimum(place, num_tokens - 1)
+    place = jnp.where(first == best, columns[0], place)
+    has_nan = (first != first) | (second != second)
+    place = jnp.min(jnp.where(has_nan, -1, place))
     best_ref, token_ref = refs[-2:]
     best_ref[row, tile] = best
-    token_ref[row, tile] = refs[num_counters][place] if has_ids else place
+    if has_ids:
+        place = jnp.where(place < 0, place, refs[num_counters][jnp.maximum(place, 0)])
+    token_ref[row, tile] = place
 
 
 def _combine_kernel(best_ref, token_ref, out_ref, *, num_tiles):
     row, tile = pl.program_id(0), jnp.arange(pl.next_power_of_2(num_tiles), dtype=jnp.int32)
     best = load(best_ref.at[row, tile], mask=tile < num_tiles, other=-jnp.inf)
-    first = jnp.min(jnp.where(best == jnp.max(best), tile, num_tiles - 1))
-    out_ref[row] = token_ref[row, first]
+    tokens = load(token_ref.at[row, tile], mask=tile < num_tiles, other=0)
+    maximum = jnp.max(best)
+    first = jnp.min(jnp.where(best == maximum, tile, num_tiles - 1))
+    has_token = (maximum > -jnp.inf) & (jnp.min(tokens) >= 0)
+    out_ref[row] = jnp.where(has_token, token_ref[row, first], -1)
 
 
 def _word(key: tuple[jax.Array, jax.Array], token: jax.Array) -> jax.Array:

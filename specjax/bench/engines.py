@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
-from specjax.checks import check_positive
-from specjax.config import OWN_METHODS
+from specjax.checks import check_positive, check_seed
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.llm import LLM
-from specjax.sampling_params import MAX_SEED, SamplingParams
+from specjax.sampling_params import SamplingParams
+from specjax.serving.drafters import parse_drafter
 from specjax.text.tokenizer import load_tokenizer
 
 # Prefill is not timed. Small chunks need few executables; a batch should start together.
@@ -53,8 +53,7 @@ class Setup:
                 f"--max-tokens {self.max_tokens} leaves nothing to time: the first token comes "
                 "with the prompt; use at least 2"
             )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"--seed {self.seed} must be in 0..{MAX_SEED}")
+        check_seed(**{"--seed": self.seed})
         SamplingParams(temperature=self.temperature)
 
     @property
@@ -119,17 +118,14 @@ def read_rates(text: str | None) -> tuple[float, ...] | None:
 
 
 def read_drafter(model: str, given: str | None) -> tuple[str, str | None]:
-    """Parse METHOD=CHECKPOINT or METHOD; without it, return the demo model's drafter."""
+    """Return the method and checkpoint of --drafter; without it, of the demo model's drafter."""
     if given is None:
         if model not in DRAFTERS:
             raise ValueError(f"--model {model} has no default drafter; name one with --drafter")
         drafters = DRAFTERS[model]
         method = "eagle3" if "eagle3" in drafters else next(iter(drafters))
         return method, drafters[method]
-    method, _, checkpoint = given.partition("=")
-    if not (method and checkpoint) and method not in OWN_METHODS:
-        raise ValueError(f"--drafter {given} must have the form METHOD=CHECKPOINT")
-    return method, checkpoint or None
+    return parse_drafter(given, target=model)
 
 
 def read_integers(option: str, text: str) -> tuple[int, ...]:

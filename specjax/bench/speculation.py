@@ -22,12 +22,13 @@ from specjax.bench.workload import make_requests, read_questions, tokenize
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.writing import check_writable
-from specjax.config import OWN_METHODS
+from specjax.checks import check_seed
 from specjax.engine.engine import Engine
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.llm import LLM
-from specjax.sampling_params import MAX_SEED, SamplingParams
+from specjax.sampling_params import SamplingParams
+from specjax.serving.drafters import parse_drafter
 from specjax.text.tokenizer import load_tokenizer, read_eos_ids
 
 SCHEMA_VERSION = 1
@@ -78,8 +79,7 @@ class BenchSettings:
                 f"--num-prompts {self.num_prompts} does not fill batches of --batch-size "
                 f"{self.batch_size}; use a multiple"
             )
-        if not 0 <= self.seed <= MAX_SEED:
-            raise ValueError(f"--seed {self.seed} must be in 0..{MAX_SEED}")
+        check_seed(**{"--seed": self.seed})
         SamplingParams(temperature=self.temperature)
 
     @property
@@ -137,7 +137,7 @@ def read_settings(args: argparse.Namespace) -> BenchSettings:
 
 
 def read_drafters(model: str, given: Sequence[str] | None) -> dict[str, str | None]:
-    """Parse METHOD=CHECKPOINT options into checkpoints by method (None if it needs none).
+    """Parse drafters into checkpoints by method (None if it needs none).
 
     Without options, the drafters of a demo model are returned.
     """
@@ -145,12 +145,10 @@ def read_drafters(model: str, given: Sequence[str] | None) -> dict[str, str | No
         return dict(DRAFTERS.get(model, {}))
     drafters: dict[str, str | None] = {}
     for option in given:
-        method, _, checkpoint = option.partition("=")
-        if not (method and checkpoint) and method not in OWN_METHODS:
-            raise ValueError(f"--drafter {option} must have the form METHOD=CHECKPOINT")
+        method, checkpoint = parse_drafter(option, target=model)
         if method in drafters:
             raise ValueError(f"--drafter {method}=... is given twice; compare them in two runs")
-        drafters[method] = checkpoint or None
+        drafters[method] = checkpoint
     return drafters
 
 
@@ -205,7 +203,7 @@ def load_workload(settings: BenchSettings) -> list[list[Request]]:
         max_model_len=settings.max_model_len,
         temperature=settings.temperature,
         seed=settings.seed,
-        stop_ids=read_eos_ids(folder),
+        stop_ids=read_eos_ids(folder, tokenizer),
     )
     size = settings.batch_size
     return [requests[i : i + size] for i in range(0, len(requests), size)]

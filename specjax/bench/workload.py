@@ -6,6 +6,7 @@ from pathlib import Path
 
 from specjax.host.request import Request
 from specjax.sampling_params import SamplingParams
+from specjax.text.seeds import folded_seed
 from specjax.text.tokenizer import ChatTokenizer
 
 PROMPTS = Path(__file__).with_name("prompts.jsonl")
@@ -47,7 +48,8 @@ def make_requests(
             f"max_model_len={max_model_len}; raise --max-model-len or lower --max-tokens"
         )
     params = SamplingParams(temperature=temperature, max_tokens=max_tokens)
+    first = folded_seed(seed)
     return [
-        Request(i, tuple(prompt), params, max_tokens, ((seed + i) % 2**32,), tuple(stop_ids))
+        Request(i, tuple(prompt), params, max_tokens, ((first + i) % 2**32,), tuple(stop_ids))
         for i, prompt in enumerate(prompts)
     ]

@@ -35,6 +35,10 @@ class TensorFiles:
         """Return the names of all tensors."""
         return frozenset(self.tensors)
 
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of all tensors by name, without reading them."""
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
     def shape(self, name: str) -> tuple[int, ...]:
         """Return the shape of one tensor, without reading it."""
         return self._tensor(name).shape
@@ -46,6 +50,12 @@ class TensorFiles:
     def read(self, name: str) -> Any:
         """Read one tensor into a new array of its dtype; nothing else is read."""
         return self._tensor(name).read()
+
+    def equal(self, one: str, other: str) -> bool:
+        """Return whether two tensors have the same values, in whatever dtypes; reads both."""
+        if self.shape(one) != self.shape(other):
+            return False
+        return bool((self.read(one) == self.read(other)).all())
 
     def _tensor(self, name: str) -> Readable:
         if name not in self.tensors:

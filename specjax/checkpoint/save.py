@@ -17,7 +17,10 @@ from specjax.checkpoint.spec import TensorSpec
 from specjax.checkpoint.writing import naming
 
 FILE = "model.safetensors"  # the usual name of a checkpoint's weights
-_QUANTISATION = "quantization_config", "compression_config"
+_TEXT_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("*.jinja", "additional_chat_templates/*.jinja", "generation_config.json"),
+)
 
 
 def save_checkpoint(
@@ -61,27 +64,13 @@ def save_checkpoint(
                 os.replace(path, folder / path.name)
 
 
-def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config of a checkpoint's text part, with weights that are not quantised.
-
-    It goes with tensors by the names of a model's specs for no checkpoint's names.
-    """
-    text = config.get("text_config")
-    if not isinstance(text, Mapping):
-        text = config
-    plain = {name: value for name, value in text.items() if name not in _QUANTISATION}
-    if text is not config:  # what the outer config says of both parts
-        plain.pop("architectures", None)
-        own = ("tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id")
-        plain |= {name: config[name] for name in own if name in config}
-    return plain
-
-
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy the files of a checkpoint that belong to its text: tokenizer, template, generation."""
-    for pattern in ("tokenizer*", "*.jinja", "generation_config.json"):
+    for pattern in _TEXT_FILES:
         for path in source.glob(pattern):
-            shutil.copyfile(path, folder / path.name)
+            copy = folder / path.relative_to(source)
+            copy.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, copy)
 
 
 def _pair(specs: Any, params: Any) -> list[tuple[TensorSpec, jax.Array]]:

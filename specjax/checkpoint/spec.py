@@ -31,6 +31,8 @@ class TensorSpec:
         is_squeezed: drop the second axis, which has size one.
         dtype: fixed dtype of the array; None for the model's.
         fill: initial value for training; None for random matrices and norms of one.
+        is_buffer: whether the tensor is no parameter for torch, so that trainers may not send it:
+            weight updates without it leave it unchanged.
         axes: for each axis of the array, the logical name by which a `Placement` may shard it
             ("vocab", "heads", "mlp", "experts"), or None; () for an array that is never sharded.
     """
@@ -43,6 +45,7 @@ class TensorSpec:
     is_squeezed: bool = False
     dtype: str | None = None
     fill: float | None = None
+    is_buffer: bool = False
     axes: tuple[str | None, ...] = ()
 
     @property
@@ -181,7 +184,10 @@ def experts(names: Sequence[Sequence[str]], num_in: int, num_outs: Sequence[int]
     )
 
 
-def fused_experts(name: str, num_experts: int, num_in: int, num_out: int) -> Any:
-    """Like `experts`, from one tensor [experts, out, in]."""
-    shapes = ((num_experts, num_out, num_in),)
-    return TensorSpec((name,), shapes, transpose=True, axes=("experts", None, None))
+def fused_experts(
+    name: str, num_experts: int, num_in: int, num_out: int, is_swapped: bool = False
+) -> Any:
+    """Like `experts`, from one tensor [experts, out, in], or [experts, in, out] if swapped."""
+    sides = (num_in, num_out) if is_swapped else (num_out, num_in)
+    axes = ("experts", None, None)
+    return TensorSpec((name,), ((num_experts, *sides),), transpose=not is_swapped, axes=axes)

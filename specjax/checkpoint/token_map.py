@@ -8,14 +8,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.checkpoint.config_json import read_json
-from specjax.checkpoint.errors import CheckpointError, damaged
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.tokenizer_files import read_tokenizer
 
 SPACES = "▁", "Ġ"  # how tokenizers write a space: sentencepiece's and byte-level ones
 
 
 @dataclass(frozen=True)
 class TokenTexts:
-    """The tokens of a tokenizer.json."""
+    """The tokens of a tokenizer."""
 
     texts: Mapping[int, str]  # by id, with spaces as such
     unknown: int  # the id that stands for a text without a token
@@ -40,21 +41,14 @@ def read_texts(folder: Path) -> TokenTexts | None:
     The unknown token is the tokenizer's, or else the config's end of sequence, or 0.
 
     Raises:
-        CheckpointError: the file cannot be read.
+        CheckpointError: a file cannot be read.
     """
-    if not (folder / "tokenizer.json").exists():
+    stored = read_tokenizer(folder)
+    if stored is None:
         return None
-    document = read_json(folder, "tokenizer.json")
-    model: Any = document.get("model")
-    named = model.get("vocab") if isinstance(model, Mapping) else None
-    added = document.get("added_tokens") or []
-    try:
-        # A mapping, or of a unigram model pairs of text and score.
-        pairs = named.items() if isinstance(named, Mapping) else _numbered(named)
-        ids = dict(pairs) | {one["content"]: one["id"] for one in added}
-        texts = {int(id): _with_spaces(text) for text, id in ids.items()}
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
-        raise damaged(folder / "tokenizer.json", f"its vocabulary is not one ({error})") from error
+    ids = stored.tokenizer.get_vocab(with_added_tokens=True)
+    texts = {id: _with_spaces(text) for text, id in ids.items()}
+    model = read_json(folder, "tokenizer.json")["model"]
     unknown = model.get("unk_id", ids.get(model.get("unk_token") or ""))
     if unknown is None:
         ends = read_json(folder, "config.json").get("eos_token_id")
@@ -96,10 +90,6 @@ def match(folders: tuple[Path, Path], sizes: tuple[int, int]) -> TokenMap | None
             from_target[id] = theirs[text]
     target_ids, draft_ids = np.array(pairs, np.int32).T
     return TokenMap(target_ids, draft_ids, from_target)
-
-
-def _numbered(pairs: Any) -> list[tuple[str, int]]:
-    return [(text, i) for i, (text, _) in enumerate(pairs)]
 
 
 def _with_spaces(text: str) -> str:

@@ -1,24 +1,31 @@
-"""Declaration and parsing of arguments shared by commands. Imports nothing slow."""
+"""Declaration of arguments shared by commands. Imports nothing slow."""
 
 import argparse
 import json
 from typing import Any
 
 from specjax.checkpoint.demo import TARGET
-from specjax.config import DTYPES, METHODS, OWN_METHODS, OWN_SHAPE
+from specjax.config import DTYPES, METHODS, OWN_METHODS
 
 MODEL_HELP = f"a checkpoint in Hugging Face layout (folder or hub id), or a demo like {TARGET}"
 
+DRAFTER_HELP = (
+    f"METHOD is one of {', '.join(METHODS)}, by default the one that the checkpoint is for; "
+    f"{' and '.join(OWN_METHODS)} go without a checkpoint"
+)
+
 
 def add_speculation(parser: argparse.ArgumentParser) -> None:
-    """Declare the arguments that `read_speculation` reads."""
+    """Declare the arguments that `speculation.read_speculation` reads."""
     group = parser.add_argument_group("speculation")
     group.add_argument(
         "--drafter",
-        metavar="CHECKPOINT",
-        help="folder, hub id or demo; for --method mtp, by default, the model itself",
+        metavar="[METHOD=]CHECKPOINT",
+        help=DRAFTER_HELP,
     )
-    group.add_argument("--method", choices=tuple(METHODS), help="of drafting; default: eagle3")
+    group.add_argument(
+        "--method", choices=tuple(METHODS), help="the METHOD of --drafter, as an option of its own"
+    )
     group.add_argument(
         "--k", type=int, metavar="K", help="drafts per step; default: 3, with --adaptive at most 5"
     )
@@ -44,41 +51,6 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--max-num-seqs", type=int, help="requests that run together, at most")
     group.add_argument("--page-size", type=int, default=16, help="default: %(default)s")
-
-
-def read_speculation(
-    args: argparse.Namespace, *, takes_shapes: bool = False
-) -> dict[str, Any] | None:
-    """Return the `speculative_config` of an LLM; None for plain decoding.
-
-    With `takes_shapes`, the drafter defaults to OWN_SHAPE for methods that need a shape.
-    """
-    flags = {"--drafter": args.drafter, "--method": args.method, "--k": args.k}
-    given = [name for name, value in flags.items() if value is not None]
-    given += ["--adaptive"] if args.adaptive else []
-    if args.speculative_config is None:
-        method = args.method or "eagle3"
-        is_own = args.method in OWN_METHODS
-        is_shape = takes_shapes and args.drafter is None and METHODS[method].needs_shape
-        if args.drafter is None and given and not is_own and not is_shape:
-            raise ValueError(f"{given[0]} goes with --drafter, which is missing")
-        if not given:
-            return None
-        config = {
-            "method": method,
-            "model": OWN_SHAPE if is_shape else args.drafter,
-        } | _read_k(args)
-    else:
-        if given:
-            raise ValueError(f"--speculative-config says it all; leave out {given[0]}")
-        config = read_object("--speculative-config", args.speculative_config)
-    return config
-
-
-def _read_k(args: argparse.Namespace) -> dict[str, Any]:
-    if not args.adaptive:
-        return {"num_speculative_tokens": 3 if args.k is None else args.k}
-    return {"adaptive": True} | ({} if args.k is None else {"num_speculative_tokens": args.k})
 
 
 def read_object(option: str, text: str) -> dict[str, Any]:

@@ -4,8 +4,8 @@ instant."""
 import argparse
 
 from specjax.checkpoint.demo import DRAFTERS, TARGET
-from specjax.commands.arguments import MODEL_HELP
-from specjax.config import DTYPES, METHODS
+from specjax.commands.arguments import DRAFTER_HELP, MODEL_HELP
+from specjax.config import DTYPES
 from specjax.host.speculation.methods import NAMES as POLICIES
 
 DESCRIPTION = "Measure what speculation gains on real prompts."
@@ -22,9 +22,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--drafter",
         action="append",
-        metavar="METHOD=CHECKPOINT",
-        help=f"may be repeated; METHOD is one of {', '.join(METHODS)}; mtp alone means the model's "
-        f"own module, and ngram is always alone; the demos {', '.join(DRAFTERS)} bring theirs",
+        metavar="[METHOD=]CHECKPOINT",
+        help=f"may be repeated; {DRAFTER_HELP}; the demos {', '.join(DRAFTERS)} bring theirs",
     )
     parser.add_argument(
         "--k",
@@ -78,8 +77,8 @@ def _add_setup(
     parser.add_argument("--model", default=TARGET, help=f"{MODEL_HELP}; the default")
     parser.add_argument(
         "--drafter",
-        metavar="METHOD=CHECKPOINT",
-        help="or METHOD alone where it needs no checkpoint; the demos bring theirs",
+        metavar="[METHOD=]CHECKPOINT",
+        help=f"{DRAFTER_HELP}; the demos bring theirs",
     )
     parser.add_argument("--k", default=ks, metavar="K,K", help="drafts; default: %(default)s")
     parser.add_argument(

@@ -13,11 +13,12 @@ from specjax.bench.checkup import Tally, Text, Trial, as_gain, check, measure
 from specjax.bench.workload import read_questions
 from specjax.checkpoint.files import open_checkpoint
 from specjax.checkpoint.hub import resolve
-from specjax.commands.arguments import read_object, read_speculation
+from specjax.commands.arguments import read_object
 from specjax.commands.info import read_model
-from specjax.config import SpeculativeConfig
+from specjax.commands.speculation import read_speculation
 from specjax.llm import LLM
 from specjax.sampling_params import SamplingParams
+from specjax.serving.drafters import with_method
 from specjax.text.prompts import TokensPrompt
 from specjax.text.tokenizer import ChatTokenizer
 
@@ -34,14 +35,15 @@ def run(args: argparse.Namespace) -> int:
     """Run `specjax info --check`; returns 1 if a fault is found."""
     if args.compile is not None:
         raise ValueError("--check runs a drafter and --compile only compiles a step; leave one out")
-    given = read_speculation(args)
+    model = read_model(args)
+    given = read_speculation(args, model)
     if given is None:
-        raise ValueError("--check is of a drafter; name one with --drafter, or --method mtp")
-    config, model = SpeculativeConfig.of(given), read_model(args)
+        raise ValueError("--check is of a drafter; name one with --drafter, like --drafter mtp")
+    config = with_method(given, model)
     rows = read_rows(None if args.data is None else Path(args.data))
     with LLM(
         model,
-        speculative_config=given,
+        speculative_config=config,
         dtype=args.dtype,
         max_num_seqs=args.max_num_seqs,
         max_model_len=args.max_model_len,

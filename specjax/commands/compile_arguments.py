@@ -7,9 +7,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the arguments that `compile_report.run` reads."""
     group = parser.add_argument_group(
         "compilation",
-        "What XLA makes of a decode step on a GPU that need not be here, in bf16, with --drafter, "
-        "--method and --k: --method mtp takes no drafter's files, and --method eagle without "
-        "--drafter stands for an EAGLE-1 head of the model's own shape (one layer, no weights). "
+        "What XLA makes of a decode step on a GPU that need not be here, in bf16, with --drafter "
+        "and --k: --drafter mtp takes no drafter's files, and --drafter eagle without a checkpoint "
+        "stands for an EAGLE-1 head of the model's own shape (one layer, no weights). "
         "--k 0 is a step without drafts. Weights are never read. Needs jax's CUDA plugin.",
     )
     group.add_argument("--compile", metavar="TARGET", help="compile for TARGET: h100 or h200")

@@ -7,9 +7,9 @@ from dataclasses import asdict
 from typing import Any
 
 from specjax.bench.environment import describe_versions
-from specjax.commands.arguments import read_speculation
 from specjax.commands.info import as_size, read_model
 from specjax.commands.info import as_text as value_text
+from specjax.commands.speculation import read_speculation
 from specjax.config import METHODS, OWN_SHAPE
 from specjax.inspect.report import PARTS, StepReport, StepRequest, compile_steps, describe
 
@@ -42,23 +42,23 @@ def read_request(args: argparse.Namespace) -> StepRequest:
         raise ValueError("--devices does not go with --compile, which is for one device")
     if args.adaptive or args.speculative_config is not None:
         given = "--adaptive" if args.adaptive else "--speculative-config"
-        raise ValueError(f"{given} does not go with --compile; give --method and --k instead")
-    is_drafting = args.method is not None or args.drafter is not None
-    if is_drafting and args.method is not None and not METHODS[args.method].has_weights:
-        known = ", ".join(name for name, method in METHODS.items() if method.has_weights)
-        raise ValueError(f"--method {args.method} drafts without a model; give one of {known}")
-    k = args.k if args.k is not None else 3 if is_drafting else 0
+        raise ValueError(f"{given} does not go with --compile; give --drafter and --k instead")
+    model = read_model(args)
     given = argparse.Namespace(**{**vars(args), "k": None})
-    speculation = read_speculation(given, takes_shapes=True) or {}
-    drafter = speculation.get("model")
+    speculation = read_speculation(given, model, takes_shapes=True) or {}
+    method, drafter = speculation.get("method"), speculation.get("model")
+    if method is not None and not METHODS[method].has_weights:
+        known = ", ".join(name for name, needs in METHODS.items() if needs.has_weights)
+        raise ValueError(f"method {method!r} drafts without a model; give one of {known}")
+    k = args.k if args.k is not None else 3 if speculation else 0
     return StepRequest(
         target=args.compile,
-        model=read_model(args),
+        model=model,
         batch=1 if args.batch_size is None else args.batch_size,
         k=k,
         context=2048 if args.context is None else args.context,
         gemm=args.gemm or "triton",
-        method=speculation.get("method"),
+        method=method,
         drafter=None if drafter == OWN_SHAPE else drafter,
         num_layers=args.layers,
         page_size=args.page_size,

@@ -2,57 +2,61 @@
 
 import argparse
 import json
+import sys
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from specjax.commands.arguments import read_object, read_speculation
+from specjax import vllm_names
+from specjax.commands.arguments import read_object
+from specjax.commands.speculation import read_speculation
 from specjax.llm import LLM, Prompt
-from specjax.outputs import RequestOutput
-from specjax.sampling_params import SamplingParams
-from specjax.serving.defaults import device_defaults
+from specjax.outputs import CompletionOutput, RequestOutput
+from specjax.sampling_params import RequestOutputKind, SamplingParams
+from specjax.text.chat import render_conversations
+from specjax.text.prompts import TokensPrompt
+from specjax.vllm_names import take_keys
 
+# Fields of SamplingParams that are options by the same name.
+SAMPLING = (
+    *("temperature", "top_p", "top_k", "min_p", "n", "seed", "max_tokens", "stop", "ignore_eos"),
+)
 _ROW_KEYS = ("prompt", "question", "prompt_token_ids")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `specjax generate`."""
+    """Run `specjax generate`; outputs are printed as they finish."""
     prompts = read_prompts(args.prompts, args.prompts_file)
+    conversations = as_conversations(prompts) if args.chat else None
     params = read_sampling_params(args)
-    # With few prompts, a smaller maximum keeps the steps small.
-    usual = device_defaults()
-    num_seqs = args.max_num_seqs
-    if num_seqs is None:
-        num_seqs = min(usual.max_num_seqs, len(prompts) * params.n)
-    num_tokens = args.max_num_batched_tokens
-    if num_tokens is None:
-        num_tokens = min(usual.max_num_batched_tokens, 128 * max(1, num_seqs))
-    with LLM(
-        args.model,
-        speculative_config=read_speculation(args),
-        dtype=args.dtype,
-        max_model_len=args.max_model_len,
-        max_num_seqs=num_seqs,
-        max_num_batched_tokens=num_tokens,
-        page_size=args.page_size,
-        verbose=not args.json,
-    ) as llm:
-        if args.chat:
-            outputs = llm.chat(as_conversations(prompts), params)
-        else:
-            outputs = llm.generate(prompts, params)
-        metrics = llm.metrics()
-    if args.json:
-        rows = [row for output in outputs for row in as_rows(output)]
-        report = {"outputs": rows, "metrics": metrics.as_dict()}
-        print(json.dumps(report, indent=2))
-    else:
-        print(
-            "\n\n".join(
-                as_text(prompt, output, len(outputs))
-                for prompt, output in zip(prompts, outputs, strict=True)
-            )
-        )
+    num_finished = 0
+    try:
+        # Sizes that nobody gave are those of an `LLM` that nobody gave any: both run the same
+        # programs.
+        with LLM(
+            args.model,
+            speculative_config=read_speculation(args, args.model),
+            dtype=args.dtype,
+            max_model_len=args.max_model_len,
+            max_num_seqs=args.max_num_seqs,
+            max_num_batched_tokens=args.max_num_batched_tokens,
+            page_size=args.page_size,
+        ) as llm:
+            given = prompts if conversations is None else render(llm, conversations)
+            for output in llm.generate_stream(given, params, use_tqdm=True):
+                num_finished += 1
+                if args.json:
+                    lines = [json.dumps(row) for row in as_rows(output)]
+                else:
+                    prompt = prompts[int(str(output.request_id))]
+                    lines = [""] * (num_finished > 1) + [as_text(prompt, output, len(prompts))]
+                print("\n".join(lines), flush=True)
+            if args.json:
+                print(json.dumps({"metrics": llm.metrics().as_dict()}))
+    except KeyboardInterrupt:
+        left = f"{len(prompts) - num_finished} of {len(prompts)} prompts did not finish"
+        print(f"specjax: interrupted; {left}", file=sys.stderr)
+        return 130
     return 0
 
 
@@ -60,17 +64,11 @@ def read_sampling_params(args: argparse.Namespace) -> SamplingParams:
     """Merge the options with --sampling-params, which takes precedence."""
     given = read_object("--sampling-params", args.sampling_params)
     known = {field.name for field in fields(SamplingParams)} - {"logits_processors", "output_kind"}
-    if unknown := sorted(set(given) - known):
-        raise ValueError(f"--sampling-params has unknown keys {unknown}; known are {sorted(known)}")
+    given = take_keys(given, vllm_names.SAMPLING, "--sampling-params", known)
     if isinstance(bias := given.get("logit_bias"), dict):  # JSON has no integer keys
         given["logit_bias"] = {int(k) if k.isdecimal() else k: bias[k] for k in bias}
-    options = {
-        "temperature": args.temperature,
-        "seed": args.seed,
-        "max_tokens": args.max_tokens,
-        "stop_token_ids": args.stop_token_id,
-        "ignore_eos": args.ignore_eos,
-    }
+    options = {name: getattr(args, name) for name in SAMPLING}
+    options |= {"stop_token_ids": args.stop_token_id, "output_kind": RequestOutputKind.FINAL_ONLY}
     return SamplingParams(**(options | given))
 
 
@@ -113,18 +111,34 @@ def as_conversations(prompts: list[Prompt]) -> list[list[dict[str, str]]]:
     return [[{"role": "user", "content": str(prompt)}] for prompt in prompts]
 
 
+def render(llm: LLM, conversations: list[list[dict[str, str]]]) -> list[TokensPrompt]:
+    """Return the conversations as prompts, by the checkpoint's chat template."""
+    return render_conversations(
+        llm.get_tokenizer(),
+        conversations,
+        content_format="auto",
+        variables={},
+        add_generation_prompt=True,
+    )
+
+
 def as_rows(output: RequestOutput) -> list[dict[str, Any]]:
     """Return an output as JSON-compatible types, one row per sample."""
     apart = ("outputs", "metrics", "num_cached_tokens")
     request = {key: value for key, value in asdict(output).items() if key not in apart}
-    return [request | asdict(completion) for completion in output.outputs]
+    return [
+        request | asdict(one) | {"error": None if one.error is None else str(one.error)}
+        for one in output.outputs
+    ]
 
 
 def as_text(prompt: Prompt, output: RequestOutput, num_outputs: int) -> str:
     """Return an output as text (token ids without a tokenizer), below its prompt if not alone."""
-    samples = [
-        " ".join(map(str, one.token_ids)) if one.text is None else one.text.strip()
-        for one in output.outputs
-    ]
-    text = "\n--\n".join(samples)
+    text = "\n--\n".join(_sample_text(one) for one in output.outputs)
     return text if num_outputs == 1 else f"> {prompt}\n{text}"
+
+
+def _sample_text(one: CompletionOutput) -> str:
+    if one.error is not None:
+        return f"failed: {one.error}"
+    return " ".join(map(str, one.token_ids)) if one.text is None else one.text.strip()

@@ -16,7 +16,7 @@ import numpy as np
 
 from specjax.bench.environment import describe_environment
 from specjax.checkpoint.files import open_checkpoint
-from specjax.commands.arguments import read_speculation
+from specjax.commands.speculation import read_speculation
 from specjax.config import DTYPES, EngineConfig, SpeculativeConfig, check_positive
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.drafter import Drafter, NoDrafter
@@ -26,6 +26,7 @@ from specjax.host.windows import window_pages
 from specjax.inspect.gpus import GPU, GPUS
 from specjax.serving.assembly import make_plan
 from specjax.serving.defaults import DEFAULTS, DtypeChoice
+from specjax.serving.drafters import with_method
 from specjax.serving.memory import (
     CacheBytes,
     EngineNeeds,
@@ -47,10 +48,11 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--{name.replace('_', '-')} goes with --compile, which is missing")
     if args.data is not None:
         raise ValueError("--data goes with --check, which is missing")
-    speculation = read_speculation(args, takes_shapes=True)
+    model = read_model(args)
+    speculation = read_speculation(args, model, takes_shapes=True)
     report = describe(
-        read_model(args),
-        speculation=None if speculation is None else SpeculativeConfig.of(speculation),
+        model,
+        speculation=None if speculation is None else with_method(speculation, model),
         dtype=args.dtype,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,

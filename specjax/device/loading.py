@@ -19,8 +19,13 @@ from specjax.checkpoint.finite import FLOATS, all_finite
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.placement import Placement, default_device
 
+Log = Callable[[str], object]  # takes a line
 NUM_READERS = 4  # arrays read concurrently
 _MAX_LISTED = 20
+
+
+def no_log(line: str) -> None:
+    """Drop a line: the `Log` of callers that have none."""
 
 
 def keep_name(name: str) -> str:

@@ -69,7 +69,8 @@ def choose(
 
     This samples from softmax(logits / T) (Gumbel-max) as a function of the request's seed and the
     token's position; positions i32[B] are those of each request's first row. Rows at
-    temperature 0 take the plain argmax; ties go to the lowest id.
+    temperature 0 take the plain argmax; ties go to the lowest id. A row that leaves no token (all
+    logits are -inf, or one is NaN) gives -1.
     """
     return draw_tokens(
         logits,
@@ -95,8 +96,9 @@ def draw_draft(
     """Sample a draft token i32[B] for each row of logits f32[B, V_d], as for the target.
 
     `token_ids` i32[V_d] are the target's ids of a reduced vocabulary; they key the noise, so that
-    a reduced vocabulary shares it too. With `wants_probs` also return the distribution sampled
-    from, f32[B, vocab_size]; it is zero in a greedy batch, where it is not used.
+    a reduced vocabulary shares it too. A row that leaves no token gives token 0. With `wants_probs`
+    also return the distribution sampled from, f32[B, vocab_size]; it is zero in a greedy batch,
+    where it is not used.
     """
     token = draw_tokens(
         logits,
@@ -108,6 +110,7 @@ def draw_draft(
         vocab_size=vocab_size,
         kernels=kernels,
     )
+    token = jnp.maximum(token, 0)
     if not wants_probs:
         return token, None
 

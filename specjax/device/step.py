@@ -55,7 +55,10 @@ class Extension(NamedTuple):
 
 
 class StepOutputs(NamedTuple):
-    """Results of a step: the first num_tokens[b] of tokens[b] are new output of request b."""
+    """Results of a step: the first num_tokens[b] of tokens[b] are new output of request b.
+
+    A request whose logits leave no token ends there; in place of the token it has -1.
+    """
 
     tokens: Int32[jax.Array, "B R"]
     num_tokens: Int32[jax.Array, "B"]
@@ -138,7 +141,7 @@ def begin(
 
     sampled = through_edits(draw, logits, wanted.edit, wanted.edits)
     put_at = jnp.where(samples, ends, known.shape[1])
-    known = known.at[jnp.arange(batch), put_at].set(sampled, mode="drop")
+    known = known.at[jnp.arange(batch), put_at].set(jnp.maximum(sampled, 0), mode="drop")
 
     places = _chunk_places(inputs, width)
     held, following = (jnp.take_along_axis(known, places + i, axis=1, mode="clip") for i in (0, 1))
@@ -267,6 +270,7 @@ def settle(
         logits, requests.sampling, starts + 1, num_drafts, wanted.edits, wanted.edit, model.kernels
     )
     verdict = model.verification.verify(draft, target)
+    new = jnp.maximum(verdict.tokens, 0)
 
     num_committed = verdict.num_accepted + 1
     is_deferred = may_defer and not k and model.max_deferred(len(slots)) > 0
@@ -274,7 +278,7 @@ def settle(
         state = defer(state, slots, is_active, extension.features, model=model)
     else:
         rows = round_rows(state, inputs, k, model).without_windows()
-        following = jnp.pad(verdict.tokens, ((0, 0), (0, rows.width - (k + 1))))
+        following = jnp.pad(new, ((0, 0), (0, rows.width - (k + 1))))
         held, last = round_tokens(state, slots, draft, rows.width), verdict.num_accepted
         seen = Observation(slots, rows, held, following, extension.features, last, k)
         with jax.named_scope("observe"):
@@ -288,7 +292,7 @@ def settle(
     is_committed = is_active[:, None] & (column <= verdict.num_accepted[:, None])
     places = jnp.where(is_committed, starts[:, None] + 1 + column, state.tokens.shape[1])
 
-    tokens = state.tokens.at[slots[:, None], places].set(verdict.tokens, mode="drop")
+    tokens = state.tokens.at[slots[:, None], places].set(new, mode="drop")
     state = replace(state, tokens=tokens).with_progress(
         jnp.where(is_active, slots, state.tokens.shape[0]),
         starts + num_committed,
@@ -306,12 +310,16 @@ class _Emitted(NamedTuple):
 
 
 def _emit(verdict: Verdict, remaining: jax.Array, stop_ids: jax.Array) -> _Emitted:
-    """Count the verdict's tokens up to the limit and the first stop id, which is kept."""
+    """Count the verdict's tokens up to the limit and the first that ends the output, which is kept.
+
+    That is a stop id, or -1, where no token is left.
+    """
     num_tokens = jnp.minimum(verdict.num_accepted + 1, remaining)
     is_finished = num_tokens >= remaining
     # Column by column, since XLA launches a kernel for every reduction, however small.
     for column in reversed(range(verdict.tokens.shape[1])):
-        token, is_stop = verdict.tokens[:, column], jnp.zeros_like(is_finished)
+        token = verdict.tokens[:, column]
+        is_stop = token < 0
         for i in range(stop_ids.shape[1]):
             is_stop |= token == stop_ids[:, i]
         is_stop &= column < num_tokens

@@ -81,7 +81,7 @@ class Target:
 class Verdict:
     """Result of a verification: the first `num_accepted` + 1 of `tokens` are emitted."""
 
-    tokens: Int32[jax.Array, "B R"]
+    tokens: Int32[jax.Array, "B R"]  # -1 where the target's logits leave no token
     num_accepted: Int32[jax.Array, "B"]  # 0..K
 
 
@@ -197,12 +197,16 @@ def make_verification(config: SpeculativeConfig) -> Verification:
 
 
 def target_probs(target: Target) -> jax.Array:
-    """Return softmax(logits / T) f32[B, K+1, V]; one-hot at the argmax where T = 0."""
+    """Return softmax(logits / T) f32[B, K+1, V]; one-hot at the argmax where T = 0.
+
+    Rows that leave no token are NaN.
+    """
     num_rows, vocab_size = target.logits.shape[1:]
     rows = target.logits.reshape(-1, vocab_size)
     sampling = target.sampling.repeat(num_rows)
     probs = jax.nn.softmax(scale(rows, sampling), axis=-1)
-    best = jax.nn.one_hot(argmax(rows), vocab_size)
+    token = argmax(rows)
+    best = jnp.where((token < 0)[:, None], jnp.nan, jax.nn.one_hot(token, vocab_size))
     greedy = (sampling.temperature == 0)[:, None]
     return jnp.where(greedy, best, probs).reshape(target.logits.shape)
 
@@ -218,7 +222,8 @@ def block_acceptance(
     """Return (p_i [B, K+1] for i = 0..K, h_i [B, K] for i = 1..K), Sun et al. 2024, algorithm 2.
 
     p_i = min(p_{i-1} p(d_i)/q(d_i), 1) with p_0 = 1, and h_i = S_i / (S_i + 1 - p_i) with
-    S_i = sum_v max(p_i p_{i+1}(v) - q_{i+1}(v), 0); h_i = p_i after a request's last draft.
+    S_i = sum_v max(p_i p_{i+1}(v) - q_{i+1}(v), 0); h_i = p_i after a request's last draft, and
+    where p_{i+1} leaves no token, as then no draft can follow.
     """
     k, vocab_size = draft.tokens.shape[1], probs.shape[-1]
     joint = [jnp.ones(probs.shape[0])]
@@ -231,7 +236,7 @@ def block_acceptance(
         left = jnp.maximum(joint[i][:, None] * probs[:, i] - q, 0.0).sum(axis=1)
         room = left + 1 - joint[i]
         inner = jnp.where(room > 0, left / jnp.where(room > 0, room, 1.0), 1.0)
-        chances.append(jnp.where(i == num_drafts, joint[i], inner))
+        chances.append(jnp.where((i == num_drafts) | jnp.isnan(left), joint[i], inner))
     chances += joint[-1:] if k else []
     shape = (probs.shape[0], k)
     return jnp.stack(joint, axis=1), jnp.stack(chances, axis=1) if k else jnp.zeros(shape)

@@ -53,19 +53,21 @@ def progress(
     use_tqdm: bool | Callable[..., Any],
     *,
     verbose: bool,
+    draws: bool = True,
 ) -> Iterator[Callable[[], None]]:
     """Show how `samples` grow; the block calls the function it is given after every step.
 
     Args:
         use_tqdm: whether to show anything, or a class that is called as tqdm's is.
         verbose: of the LLM; False shows nothing, unless `use_tqdm` is a class.
+        draws: whether a terminal gets a bar, and no lines.
     """
     if callable(use_tqdm):
         view, pause = _called(use_tqdm, len(samples)), BAR_SECONDS
     elif not use_tqdm or not verbose:
         yield lambda: None
         return
-    elif can_draw(console := Console(stderr=True)):
+    elif draws and can_draw(console := Console(stderr=True)):
         view, pause = _bar(console, len(samples)), BAR_SECONDS
     else:
         view, pause = _lines(get_log(verbose=True), len(samples)), LINE_SECONDS

@@ -13,7 +13,6 @@ tokens that spell the text are allowed.
 
 import json
 import re
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -53,9 +52,14 @@ class Vocabulary:
     ends: np.ndarray  # i32[W], the model's ends of sequence
 
     def read(self, state: "LLMatcher") -> tuple[np.ndarray, bool]:
-        """Text that may come next, i32[W], and whether the output may end."""
+        """Text that may come next, i32[W], and whether the output may end.
+
+        Neither, where llguidance's limits are used up.
+        """
         bits = np.frombuffer(state.compute_bitmask(), np.dtype("<i4"))
         text = np.zeros_like(self.text)
+        if state.is_error():
+            return text, False
         text[: len(bits)] = bits[: len(text)]
         return text & self.text, is_set(bits, self.end)
 
@@ -144,6 +148,11 @@ class Grammar:
         return GrammarMatcher(self._root.deep_copy(), self._vocabulary)
 
     @property
+    def first(self) -> np.ndarray:
+        """The tokens that may come first, i32[ceil(V/32)]; see `GrammarMatcher.masks`."""
+        return self.matcher().masks(())[0]
+
+    @property
     def is_exhausted(self) -> bool:
         """Whether a matcher used up llguidance's limits, which its siblings share, for good."""
         probe = self._root.deep_copy()
@@ -152,11 +161,7 @@ class Grammar:
 
 
 class GrammarMatcher:
-    """The position of one output in its grammar. Masks are computed when asked for, never kept.
-
-    Where no token is allowed, as when llguidance's limits are used up, the ends of sequence are,
-    with a warning: this costs the request, not the engine.
-    """
+    """The position of one output in its grammar. Masks are computed when asked for, never kept."""
 
     def __init__(self, state: "LLMatcher", vocabulary: Vocabulary):
         self._state = state
@@ -168,13 +173,19 @@ class GrammarMatcher:
         """Whether nothing may follow: an end of sequence came, or there is none to wait for."""
         if self._has_ended or self._vocabulary.eos_ids:
             return self._has_ended
-        return not self._legal(self._state).any()
+        return self._legal(self._state) is None
+
+    @property
+    def dead_end(self) -> str | None:
+        """Why no token may come next; None if one may."""
+        text, may_end = self._vocabulary.read(self._state)
+        return None if may_end or text.any() else _reason(self._state)
 
     def accept(self, tokens: Sequence[int]) -> None:
         """Advance by committed tokens; those after the end of the output are ignored.
 
-        A token that the masks forbid, chosen because another constraint left nothing better, ends
-        the output with a warning.
+        Raises:
+            ValueError: the masks forbid a token.
         """
         for token in tokens:
             if self._has_ended:
@@ -184,15 +195,14 @@ class GrammarMatcher:
             elif self._state.is_stopped() and not self._vocabulary.eos_ids:
                 self._has_ended = True
             elif not self._state.consume_token(int(token)):
-                self._has_ended = True
-                _warn(f"token {token} is not allowed there")
+                raise ValueError(f"structured_outputs: token {token} is not allowed there")
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
         """The tokens allowed at each position of a round, i32[len(drafts) + 1, W].
 
-        Bit v % 32 of word v // 32 in row i is set iff token v may follow drafts[:i]. Rows past a
-        draft that is illegal or ends the output are never reached, and all ones. A draft of -1 is
-        none.
+        Bit v % 32 of word v // 32 in row i is set iff token v may follow drafts[:i]; no bit is set
+        where no token of the model fits, or llguidance's limits are used up. Rows past a draft that
+        is illegal or ends the output are never reached, and all ones. A draft of -1 is none.
         """
         rows = np.full((len(drafts) + 1, len(self._vocabulary.text)), -1, np.int32)
         if self._has_ended:
@@ -200,7 +210,7 @@ class GrammarMatcher:
         state = self._state
         for row, draft in zip(rows, [*drafts, -1], strict=True):
             legal = self._legal(state)
-            if not legal.any():
+            if legal is None:
                 break
             row[:] = legal
             if not is_set(legal, draft) or draft in self._vocabulary.eos_ids:
@@ -210,12 +220,11 @@ class GrammarMatcher:
             state.consume_token(int(draft))
         return rows
 
-    def _legal(self, state: "LLMatcher") -> np.ndarray:
-        """Tokens that may come next, i32[W]; none are left where a model without ends is done."""
+    def _legal(self, state: "LLMatcher") -> np.ndarray | None:
+        """Tokens that may come next, i32[W]; None where a model without ends is done."""
         text, may_end = self._vocabulary.read(state)
-        if state.is_error() or not (may_end or text.any()):
-            _warn(_reason(state))
-            may_end = True
+        if may_end and not (self._vocabulary.eos_ids or text.any()):
+            return None
         return text | self._vocabulary.ends if may_end else text
 
 
@@ -276,7 +285,3 @@ def _reason(state: "LLMatcher") -> str:
     """Why nothing can follow, without the state and the source that llguidance appends."""
     error = re.split(r"\n(?:<non-verbose/>| +\d+ \| )", state.get_error())[0].strip()
     return "no token of the model fits" if error in ("", "NoExtensionBias") else error
-
-
-def _warn(reason: str) -> None:
-    warnings.warn(f"structured_outputs: the output ends unfinished: {reason}", stacklevel=3)

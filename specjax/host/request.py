@@ -30,8 +30,17 @@ class Matcher(Protocol):
 
     @property
     def is_finished(self) -> bool: ...
+    @property
+    def dead_end(self) -> str | None:
+        """Why the grammar allows no token next; None if it allows one."""
+        ...
+
     def accept(self, tokens: Sequence[int]) -> None:
-        """Advance by tokens of the output."""
+        """Advance by tokens of the output.
+
+        Raises:
+            ValueError: the grammar does not allow one of them.
+        """
         ...
 
     def masks(self, drafts: Sequence[int]) -> Any:
@@ -85,3 +94,16 @@ class Request:
     def max_length(self) -> int:
         """Maximum tokens of the request, prompt included."""
         return len(self.prompt_token_ids) + self.max_tokens
+
+    @property
+    def constraints(self) -> str:
+        """The parameters that rule tokens out, as errors name them; empty if there are none."""
+        params = self.params
+        given = {
+            "structured_outputs": params.structured_outputs is not None,
+            "allowed_token_ids": params.allowed_token_ids is not None,
+            "bad_words": params.bad_words,
+            f"min_tokens={params.min_tokens}": params.min_tokens,
+            "logits_processors": params.logits_processors,
+        }
+        return ", ".join(name for name, is_given in given.items() if is_given)

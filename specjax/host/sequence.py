@@ -2,7 +2,7 @@
 
 import time
 from array import array
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from specjax.host.prefix_cache import Key
@@ -162,6 +162,15 @@ class Sequence:
         return self.finish_reason is not None
 
     @property
+    def hides_last(self) -> bool:
+        """Whether the output ended with a token that is not part of its text."""
+        return self.finish_reason == "stop" and self._hides(self.token_ids[-1])
+
+    def _hides(self, token: int) -> bool:
+        request = self.request
+        return token in request.stop_ids and not request.params.include_stop_str_in_output
+
+    @property
     def min_computed(self) -> int:
         """Minimum tokens in the caches after the steps in flight: the next row's position."""
         if self.num_computed < self.goal:
@@ -210,6 +219,8 @@ class Sequence:
         if not row.tokens:  # a chunk that does not end a prompt
             return 0
         tokens = row.tokens
+        if tokens[-1] < 0:
+            return self._end_without_token(row)
         if self.matcher is not None or self.watch is not None:
             tokens = self._until_it_ends(tokens)
         self.token_ids += tokens
@@ -226,9 +237,31 @@ class Sequence:
                 self.stop_reason = last if is_users else None
             elif self.matcher is not None and self.matcher.is_finished:
                 self.finish_reason = "stop"
+                if self.num_output < self.request.params.min_tokens:
+                    self.fail(self._no_token_left())
             elif len(self.token_ids) >= self.max_length:
                 self.finish_reason = "length"
         return len(tokens)
+
+    def _end_without_token(self, row: RowOutput) -> int:
+        """Append a row whose last token is -1, for the device found none to choose; see `append`.
+
+        Unless the tokens before it end the output, the sequence fails.
+        """
+        num_kept = self.append(replace(row, tokens=row.tokens[:-1]))
+        if self.finish_reason is None:
+            self.fail(self._no_token_left())
+        return num_kept
+
+    def _no_token_left(self) -> Exception:
+        """Why the output cannot go on."""
+        where = f"no token can follow the {self.num_output} tokens of the output"
+        constraints = self.request.constraints
+        if not constraints:
+            return RuntimeError(f"{where}: the model's logits are NaN, or all -inf")
+        reason = self.matcher and self.matcher.dead_end
+        why = f"structured_outputs: {reason}" if reason else f"all are ruled out by {constraints}"
+        return ValueError(f"{where}: {why}; relax one, or check that no logits are NaN")
 
     def _until_it_ends(self, tokens: list[int]) -> list[int]:
         """The tokens up to the end of the output, as the text and the grammar say."""
@@ -236,8 +269,9 @@ class Sequence:
             try:
                 if self.matcher is not None:
                     self.matcher.accept([token])
-                if self.watch is not None and self.watch.append([token]):
-                    self.finish_reason, self.stop_reason = "stop", self.watch.stop_reason
+                watch = None if self._hides(token) else self.watch
+                if watch is not None and watch.append([token]):
+                    self.finish_reason, self.stop_reason = "stop", watch.stop_reason
                     return tokens[:num_tokens]
             except Exception as error:  # whatever a user's tokenizer or grammar may raise
                 self.fail(error)

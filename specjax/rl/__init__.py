@@ -10,10 +10,12 @@ if TYPE_CHECKING:
     from specjax.device.models.registry import save_model
     from specjax.rl.distill import OnlineDistiller, RefitReport
     from specjax.rl.engine import RolloutEngine
+    from specjax.rl.folders import read_weights
     from specjax.rl.freshness import VersionAcceptance
     from specjax.rl.ray_pool import WorkersDied
     from specjax.rl.ray_workers import RayRollouts
     from specjax.rl.rollouts import (
+        JoinedRollouts,
         PaddedRollouts,
         Rollout,
         RolloutBatch,
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from specjax.rl.weights import WeightUpdate
 
 __all__ = [
+    "JoinedRollouts",
     "OnlineDistiller",
     "PaddedRollouts",
     "RayRollouts",
@@ -39,6 +42,7 @@ __all__ = [
     "VersionAcceptance",
     "WeightUpdate",
     "WorkersDied",
+    "read_weights",
     "save_model",
 ]
 
@@ -50,6 +54,7 @@ _MODULES = {
     "VersionAcceptance": "specjax.rl.freshness",
     "RayRollouts": "specjax.rl.ray_workers",
     "WorkersDied": "specjax.rl.ray_pool",
+    "JoinedRollouts": "specjax.rl.rollouts",
     "PaddedRollouts": "specjax.rl.rollouts",
     "Rollout": "specjax.rl.rollouts",
     "RolloutBatch": "specjax.rl.rollouts",
@@ -57,6 +62,7 @@ _MODULES = {
     "Span": "specjax.rl.rollouts",
     "TunixRollout": "specjax.rl.tunix",
     "WeightUpdate": "specjax.rl.weights",
+    "read_weights": "specjax.rl.folders",
     "save_model": "specjax.device.models.registry",
 }
 

@@ -18,17 +18,16 @@ from specjax.host.request import Request
 from specjax.llm import LLM
 from specjax.rl.freshness import Freshness, Mark, VersionAcceptance
 from specjax.rl.loop import ASLEEP, PAUSED, PAUSES, Loop
+from specjax.rl.named import Weights, read_finite
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
 from specjax.rl.running import read_score
 from specjax.rl.starts import StartMaker
 from specjax.rl.weights import (
     ArraySource,
-    Weights,
     WeightUpdate,
     brings_module,
     checksum,
     copies,
-    read_finite,
     stage_drafter,
     stage_target,
 )
@@ -246,8 +245,10 @@ class RolloutEngine:
         Args:
             weights: a tree like `params.target`, nested mappings or an nnx.State with the same
                 paths, or pairs (or a mapping) of Hugging Face name and array, for which the layout
-                conversion is compiled at the first update. Floats are cast. With an MTP drafter,
-                tensors named mtp.* update the drafter as well.
+                conversion is compiled at the first update. Or a folder that has them, see
+                `read_weights`, which is read before anything is changed. Floats are cast. Buffers,
+                such as `e_score_correction_bias`, may be absent and keep their values. With an MTP
+                drafter, tensors named mtp.* update the drafter as well.
             version: higher than the current one; None for the next integer.
             pause: what to do with rollouts in flight: "abort" ends them with their tokens so far,
                 "wait" finishes them first, "keep" continues them: their cache is recomputed, and
@@ -255,17 +256,15 @@ class RolloutEngine:
             drafter: weights for the drafter, as for `update_drafter`.
 
         Raises:
-            ValueError: weights that do not fit (the error lists all differences) or are not
-                finite, or a version that is not higher; nothing has changed.
+            ValueError: weights that do not fit (the error lists the differences), cannot be read
+                or are not finite, or a version that is not higher; nothing has changed.
+            CheckpointError: the folder has no weights, or they are damaged; nothing has changed.
         """
         check_choice("pause", pause, PAUSES)
-        named = read_finite(weights, self.params.target, "weights")
-        own = (
-            drafter
-            if drafter is None
-            else read_finite(drafter, self.params.drafter, "drafter's weights")
-        )
-        if own is None and brings_module(named, self.drafter):
+        named, own = read_finite(weights, self.params.target, "weights"), None
+        if drafter is not None:
+            own = read_finite(drafter, self.params.drafter, "drafter's weights")
+        elif brings_module(named, self.drafter):
             own = named
         with self._turns:
             self._loop.check_open()

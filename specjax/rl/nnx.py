@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from specjax.checkpoint.given import as_array, as_arrays, paths
 from specjax.device.models.model import Model
-from specjax.rl.weights import paths
+from specjax.rl.named import variable_paths
 from specjax.train.context import CausalRows
 
 Names = Mapping[str, "str | ArrayRule"]
@@ -38,6 +39,7 @@ class PolicyModule(nnx.Module):
     """
 
     def __init__(self, target: Model, params: Any, dtype: Any = None):
+        params = as_arrays(params, "params")
         self.target = target
         self.structure = jax.tree.structure(params)
         self.paths = tuple(paths(params))
@@ -145,7 +147,8 @@ def hf_named(
     """Yield the parameters of an nnx model as (name, tensor) of a Hugging Face checkpoint.
 
     Args:
-        state: `nnx.state(model, nnx.Param)`, or nested mappings of arrays.
+        state: `nnx.state(model, nnx.Param)`, or nested mappings of arrays, such as a restored
+            checkpoint: if all paths end in ".value", rules are matched without it.
         names: rule by path pattern ("layers.*.attn.q_proj.w"; "*" matches one part of the path).
             A plain name stands for a rule that keeps the layout.
         lora_scale: alpha / rank of LoRA adapters in the state (`x_lora_a` and `x_lora_b` beside
@@ -153,9 +156,11 @@ def hf_named(
 
     Raises:
         ValueError: paths without a rule or with several, rules without a path, duplicate names,
-            or adapters without `lora_scale`; lists all such errors, before the first tensor.
+            or adapters without `lora_scale`; lists all such errors, before the first tensor. Or an
+            array that cannot be read.
     """
-    arrays = _merged(_flat(state), lora_scale)
+    given = variable_paths(state)
+    arrays = _merged({path: as_array(x, path, "state") for path, x in given.items()}, lora_scale)
     rules = {
         pattern: ArrayRule(rule) if isinstance(rule, str) else rule
         for pattern, rule in names.items()
@@ -177,16 +182,6 @@ def _tensors(
             raise ValueError(
                 f"{path}, of shape {list(array.shape)}, cannot be laid out as {rule.name}: {error}"
             ) from error
-
-
-def _flat(state: Any) -> dict[str, Any]:
-    """Return arrays by path; the state holds them bare or in nnx variables."""
-
-    def is_variable(node: Any) -> bool:
-        return isinstance(node, nnx.Variable)
-
-    bare = jax.tree.map(lambda x: x[...] if is_variable(x) else x, state, is_leaf=is_variable)
-    return paths(bare)
 
 
 def _merged(arrays: dict[str, Any], lora_scale: float | None) -> dict[str, Any]:

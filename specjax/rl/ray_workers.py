@@ -16,11 +16,13 @@ from specjax.checks import check_positive
 from specjax.config import SpeculativeConfig
 from specjax.engine.metrics import Metrics
 from specjax.rl.freshness import VersionAcceptance
+from specjax.rl.named import Weights, read_named
 from specjax.rl.ray_pool import WorkerPool, send_work
 from specjax.rl.rollouts import Rollout, RolloutBatch, RolloutError, Score
-from specjax.rl.weights import Weights, WeightUpdate, read_named
+from specjax.rl.weights import WeightUpdate
 from specjax.sampling_params import SamplingParams
-from specjax.text.prompts import Prompt, as_prompt_list, derived_seed, one_each
+from specjax.text.prompts import Prompt, as_prompt_list, one_each
+from specjax.text.seeds import derived_seed
 
 _USUAL_SEQS = 16  # max_num_seqs on the smallest device; the driver cannot see the workers'
 

@@ -70,6 +70,44 @@ class PaddedRollouts(NamedTuple):
     prompt_indices: np.ndarray  # i32[N], equal for the samples of a prompt
     is_complete: np.ndarray  # bool[N], false for aborted and failed rollouts
 
+    def joined(self) -> "JoinedRollouts":
+        """Return each prompt and its output as one row, with all padding on the right.
+
+        It is what a causal model needs that counts positions from the left.
+        """
+        padding = self.prompt_tokens.shape[1] - self.prompt_lengths
+        columns = np.arange(self.prompt_tokens.shape[1] + self.tokens.shape[1])
+        order = (columns + padding[:, None]) % len(columns)
+
+        def join(prompts: np.ndarray, outputs: np.ndarray) -> np.ndarray:
+            return np.take_along_axis(np.concatenate([prompts, outputs], axis=1), order, axis=1)
+
+        def of_outputs(values: np.ndarray, fill: Any) -> np.ndarray:
+            prompts = np.full(self.prompt_tokens.shape, fill, values.dtype)
+            return join(prompts, values)[:, 1:]
+
+        raw = self.raw_logprobs
+        return JoinedRollouts(
+            join(self.prompt_tokens, self.tokens),
+            of_outputs(self.mask, False),
+            of_outputs(self.logprobs, 0),
+            None if raw is None else of_outputs(raw, 0),
+            of_outputs(self.versions, -1),
+        )
+
+
+class JoinedRollouts(NamedTuple):
+    """N rows of L = P + T tokens, each a prompt and its output.
+
+    Column t of all but `tokens` is of token t + 1, as logits [N, L - 1, V] of `tokens[:, :-1]` are.
+    """
+
+    tokens: np.ndarray  # i32[N, L], padded on the right
+    mask: np.ndarray  # bool[N, L - 1], true at tokens of outputs
+    logprobs: np.ndarray  # f32[N, L - 1], 0 outside the mask
+    raw_logprobs: np.ndarray | None  # like logprobs; None unless all rollouts have them
+    versions: np.ndarray  # i32[N, L - 1], weights version of each token; -1 outside the mask
+
 
 class RolloutBatch(Sequence[Rollout]):
     """Rollouts in the order of their prompts, samples of a prompt next to each other."""

@@ -21,7 +21,7 @@ from specjax.rl.nnx import Names, hf_named
 from specjax.rl.rollouts import Rollout
 from specjax.rl.tunix_names import names_of
 from specjax.sampling_params import SamplingParams
-from specjax.text.prompts import derived_seed
+from specjax.text.seeds import derived_seed, folded_seed
 
 try:
     _tunix: Any = importlib.import_module("tunix.rl.rollout.base_rollout")
@@ -261,7 +261,7 @@ class TunixRollout:
     def _seed(self, seed: Any) -> int:
         """Return a seed for the next call, from a key, an integer, or the engine's seed if None."""
         if seed is None:
-            words = [self._root_seed]
+            words = [folded_seed(self._root_seed)]
         elif isinstance(seed, int | np.integer):
             words = [int(seed) % 2**64]
         else:

@@ -1,32 +1,38 @@
 """Weight updates of an engine: all arrays are validated before the first one is copied.
 
-A trainer may pass them as the engine's own tree, as nested mappings (or a flax nnx.State) with
-the same paths, or under Hugging Face names. Its arrays are read and never kept, so that it may
-donate them afterwards.
+A trainer's arrays are read and never kept, so that it may donate them afterwards. `named` lists the
+forms in which it may pass them.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Sharding
 
-from specjax.checkpoint.finite import all_finite
+from specjax.checkpoint.given import as_arrays, paths
 from specjax.checkpoint.spec import TensorSpec
 from specjax.config import METHODS
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.loading import lay_out
 from specjax.device.models.model import Model
-from specjax.device.models.registry import is_unused
+from specjax.device.models.registry import is_tied, is_unused, named_specs
+from specjax.device.models.tensor_names import EMBEDDING, HEAD, TensorNames, is_within
+from specjax.engine.log import get_log
+from specjax.rl.named import Weights, is_deleted, read_named
 
-Weights: TypeAlias = Any  # in any of the forms above
 # Names of a draft vocabulary in checkpoints, and whether its ids count from their places.
 VOCABULARIES = {"d2t": True, "token_map": False}
+MAX_LISTED = 20  # names of one kind in an error
+# In names of torch and flax.
+_ADAPTER = re.compile(r"lora_[abAB]|base_layer|^base_model\.")
+_WRAPPER = re.compile(r"^module\.|_orig_mod\.|_fsdp_wrapped_module\.|_checkpoint_wrapped_module\.")
 
 
 @dataclass(frozen=True)
@@ -61,8 +67,17 @@ class WeightUpdate(NamedTuple):
 
 
 def stage_target(given: Mapping[str, Any], target: Model, current: Any) -> list[ArraySource]:
-    """Run `stage` for the parameters `current` of a target."""
-    return stage(given, current, target.specs, "weights", partial(is_unused, target))
+    """Run `stage` for the parameters `current` of a target.
+
+    Raises:
+        ValueError: they do not fit, or have two values for a tied embedding.
+    """
+    sources = stage(
+        given, current, partial(named_specs, target), "weights", partial(is_unused, target)
+    )
+    if is_tied(target):
+        _check_tied(given)
+    return sources
 
 
 def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[ArraySource]:
@@ -79,7 +94,10 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
         )
     name = "drafter's weights"
     given = read_named(weights, current, name)
-    if "fc.weight" not in given and "model.fc.weight" in given:  # prefix of re-exports
+    if own.prefix_in_target is not None:
+        names = TensorNames.of(given)
+        given = {names.canonical(tensor): array for tensor, array in given.items()}
+    elif "fc.weight" not in given and "model.fc.weight" in given:  # prefix of re-exports
         given = {tensor.removeprefix("model."): array for tensor, array in given.items()}
     sources = stage(given, current, own.specs, name, own.is_unused)
     _check_vocabulary(given, own.target_ids(current))
@@ -89,21 +107,35 @@ def stage_drafter(weights: Weights, drafter: Drafter, current: Any) -> list[Arra
 def brings_module(given: Mapping[str, Any], drafter: Drafter) -> bool:
     """Whether a target's weights include the MTP module, and the drafter is that module."""
     prefix = None if drafter.weights is None else drafter.weights.prefix_in_target
-    return prefix is not None and any(tensor.startswith(prefix) for tensor in given)
+    return prefix is not None and any(is_within(tensor, (prefix,)) for tensor in given)
+
+
+class _Needed(NamedTuple):
+    """What a given array must be."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    is_packed: bool = False  # numbers of 4 bits, as bytes
+
+    def takes(self, dtype: Any) -> bool:
+        """Whether arrays of another dtype can be converted."""
+        return dtype == np.uint8 if self.is_packed else _is_float(dtype)
 
 
 def stage(
     given: Mapping[str, Any],
     current: Any,
-    specs_of: Callable[[Collection[str]], Any],
+    specs_of: Callable[[Mapping[str, tuple[int, ...]]], Any],
     name: str,
     is_unused: Callable[[str], bool],
 ) -> list[ArraySource]:
     """Return the source of each array of the tree `current`, in the order of its leaves.
 
+    Buffers that are not given keep their values; the log has a line about the first time.
+
     Args:
         given: arrays by path in the tree or by Hugging Face name, see `read_named`.
-        specs_of: returns the tree of `TensorSpec` of `current` for the given names.
+        specs_of: returns the tree of `TensorSpec` of `current` for the given names and shapes.
         name: name of the weights in error messages.
         is_unused: whether an array of this name is allowed although it is not used.
 
@@ -111,53 +143,77 @@ def stage(
         ValueError: they do not fit; the error lists all that is missing, wrong or unexpected.
     """
     places = paths(current)
+    has_paths = any(tensor in places for tensor in given)
+    specs: dict[str, Any] = paths(
+        specs_of({} if has_paths else {tensor: tuple(x.shape) for tensor, x in given.items()})
+    )
+
+    def tensors(path: str) -> tuple[str, ...]:
+        return (path,) if has_paths or path not in specs else specs[path].names
+
+    kept = [
+        path
+        for path in places
+        if path in specs and specs[path].is_buffer and given.keys().isdisjoint(tensors(path))
+    ]
     # Only floats are updated; integers, such as a draft vocabulary, are not.
-    floats = {path: leaf for path, leaf in places.items() if _is_float(leaf.dtype)}
-    specs: dict[str, Any] = {}
-    if not any(tensor in places for tensor in given):
-        specs = paths(specs_of(given.keys()))
-    needed: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+    floats = {
+        path: leaf for path, leaf in places.items() if _is_float(leaf.dtype) and path not in kept
+    }
+    needed: dict[str, _Needed] = {}
     for path, leaf in floats.items():
-        if path in specs:
-            shapes = zip(specs[path].names, specs[path].file_shapes, strict=True)
-            needed |= {tensor: (shape, leaf.dtype) for tensor, shape in shapes}
+        if has_paths or path not in specs:
+            needed[path] = _Needed(leaf.shape, leaf.dtype)
         else:
-            needed[path] = leaf.shape, leaf.dtype
+            spec = specs[path]
+            shapes = zip(spec.names, spec.file_shapes, strict=True)
+            needed |= {one: _Needed(shape, leaf.dtype, spec.is_packed) for one, shape in shapes}
     fixed = {path: leaf for path, leaf in places.items() if path not in floats and path in given}
     _check(given, needed, fixed, name, is_unused)
+    if kept:
+        _say_kept(tuple(one for path in kept for one in tensors(path)), name)
 
     def source(path: str, leaf: jax.Array) -> ArraySource:
-        spec = specs.get(path)
         if path not in floats:
             return ArraySource((leaf,), None)
-        return ArraySource(
-            tuple(given[tensor] for tensor in (spec.names if spec else (path,))), spec
-        )
+        spec = None if has_paths else specs.get(path)
+        return ArraySource(tuple(given[tensor] for tensor in tensors(path)), spec)
 
     return [source(path, leaf) for path, leaf in places.items()]
 
 
+@cache
+def _say_kept(names: tuple[str, ...], name: str) -> None:
+    """Log, once, that buffers keep their values."""
+    get_log(verbose=True).info(
+        "the %s come without %s; they are buffers and keep their values (torch: named_parameters() "
+        "leaves buffers out, state_dict() has them)",
+        name,
+        _listed(names),
+    )
+
+
 def _check(
     given: Mapping[str, Any],
-    needed: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    needed: Mapping[str, _Needed],
     fixed: Mapping[str, Any],
     name: str,
     is_unused: Callable[[str], bool],
 ) -> None:
-    lost = [tensor for tensor in given if _is_deleted(given[tensor])]
-    both = {tensor: (given[tensor], *needed[tensor]) for tensor in needed if tensor in given}
+    lost = [tensor for tensor in given if is_deleted(given[tensor])]
+    both = {tensor: (given[tensor], needed[tensor]) for tensor in needed if tensor in given}
     faults = {
         "deleted, or donated to a computation": lost,
         "missing": [tensor for tensor in needed if tensor not in given],
         "wrong shape": [
-            f"{tensor} (expected {list(shape)}, found {list(array.shape)})"
-            for tensor, (array, shape, _) in both.items()
-            if tuple(array.shape) != shape
+            f"{tensor} (expected {list(need.shape)}, found {list(array.shape)})"
+            for tensor, (array, need) in both.items()
+            if tuple(array.shape) != need.shape
         ],
         "wrong dtype": [
-            f"{tensor} (expected {dtype}, found {array.dtype})"
-            for tensor, (array, _, dtype) in both.items()
-            if not _is_float(array.dtype)
+            f"{tensor} (expected {need.dtype}, found {array.dtype})"
+            for tensor, (array, need) in both.items()
+            if not need.takes(array.dtype)
         ],
         "unexpected": [
             tensor
@@ -171,33 +227,71 @@ def _check(
         ],
     }
     if any(faults.values()):
-        lists = "\n".join(
-            f"  {kind}: {', '.join(found)}" for kind, found in faults.items() if found
+        lists = "\n".join(f"  {kind}: {_listed(found)}" for kind, found in faults.items() if found)
+        remedies = "\n".join(
+            [
+                "bring every array once, in its shape; floats of 16 bits or more are cast",
+                *_hints(faults),
+            ]
         )
         raise ValueError(
-            f"the {name} do not fit the engine's, and nothing was changed:\n{lists}\n"
-            "bring every array once, in its shape; floats of 16 bits or more are cast"
+            f"the {name} do not fit the engine's, and nothing was changed:\n{lists}\n{remedies}"
         )
 
 
-def _is_deleted(array: Any) -> bool:
-    return isinstance(array, jax.Array) and array.is_deleted()
+def _hints(faults: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return remedies for what names and dtypes tell of their origin."""
+    found = {
+        "these are LoRA adapters; merge them into the weights first (peft: merge_and_unload() of a "
+        "copy of the model; flax: hf_named with lora_scale)": any(
+            _ADAPTER.search(tensor) for tensor in faults["unexpected"]
+        ),
+        "these are names of a wrapped model; pass those of the model inside": any(
+            _WRAPPER.search(tensor) for tensor in faults["unexpected"]
+        ),
+        f"the engine's {HEAD} is not tied; if the trainer's is, send the embedding under both "
+        "names": list(faults["missing"]) == [HEAD],
+        "integers and floats of 8 bits may be quantised weights; dequantise them first": bool(
+            faults["wrong dtype"]
+        ),
+    }
+    return [hint for hint, applies in found.items() if applies]
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - MAX_LISTED
+    return ", ".join(names[:MAX_LISTED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _check_tied(given: Mapping[str, Any]) -> None:
+    names = TensorNames.of(given)
+    embedding, head = names.stored(EMBEDDING), names.stored(HEAD)
+    if not {embedding, head} <= given.keys():
+        return
+    one, other = given[embedding], given[head]
+    on_device = isinstance(one, jax.Array) and isinstance(other, jax.Array)
+    equal = jnp.array_equal if on_device and one.sharding == other.sharding else np.array_equal
+    if one is not other and not equal(one, other):
+        raise ValueError(
+            f"the weights have {head} that differs from {embedding}, and the engine has one array "
+            "for both, since its checkpoint ties them; train them tied, or build the engine from "
+            "a checkpoint with tie_word_embeddings=false"
+        )
 
 
 def copies(params: Any) -> Any:
-    """Return a copy of the tree in new memory."""
+    """Return a copy of the tree in new memory.
+
+    Raises:
+        ValueError: a leaf is no array, or cannot be read.
+    """
 
     def copy(leaf: Any) -> jax.Array:
         if isinstance(leaf, jax.Array):
             return jax.device_put(leaf, leaf.sharding, may_alias=False)
         return jax.device_put(np.array(leaf))
 
-    return jax.tree.map(copy, params)
-
-
-def paths(tree: Any) -> dict[str, Any]:
-    """Return the leaves of a tree by path, like "layers.0.attention.qkv", in tree order."""
-    return {_dotted(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return jax.tree.map(copy, as_arrays(params, "params"))
 
 
 @jax.jit
@@ -225,81 +319,9 @@ def checksum(params: Any) -> str:
     return whole.hexdigest()
 
 
-def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
-    """Return weights given in any form as arrays by dotted name; iterables are exhausted.
-
-    Raises:
-        ValueError: not one of these forms, or a duplicate name.
-    """
-    if isinstance(weights, Mapping | type(current)):
-        tree = dict(weights) if isinstance(weights, Mapping) else weights
-        leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=_is_variable)
-        pairs = [(_dotted(p), x[...] if _is_variable(x) else x) for p, x in leaves]
-    elif isinstance(weights, Iterable) and not isinstance(weights, str):
-        pairs = list(weights)
-    else:
-        pairs = [weights]
-    named: dict[str, Any] = {}
-    for pair in pairs:
-        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
-            raise ValueError(
-                f"the {name} must be a tree of arrays or pairs of name and array, not "
-                f"{type(pair).__name__}"
-            )
-        tensor, array = pair
-        if tensor in named:
-            raise ValueError(f"the {name} have {tensor} twice")
-        is_array = hasattr(array, "shape") and hasattr(array, "dtype")
-        if not is_array or isinstance(array, jax.ShapeDtypeStruct):
-            raise ValueError(f"the {name} have {tensor}={array!r}, which is not an array")
-        named[tensor] = _as_array(array)
-    return named
-
-
-def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
-    """Run `read_named` and check for NaN and infinity; the engine may generate meanwhile.
-
-    On an accelerator the check is a program for each shape and dtype. Those of the engine's own
-    arrays are compiled when `LLM` reads a checkpoint, others at the first update.
-
-    Raises:
-        ValueError: as `read_named`, or an array is not finite.
-    """
-    named = read_named(weights, current, name)
-    # `stage` reports deleted arrays.
-    checks = {
-        tensor: all_finite(array) for tensor, array in named.items() if not _is_deleted(array)
-    }
-    are_finite = jax.device_get(checks)
-    if bad := [tensor for tensor in checks if not are_finite[tensor]]:
-        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
-        raise ValueError(
-            f"the {name} have NaN or infinity in {', '.join(bad[:5])}{more}, and nothing was "
-            "changed; look for the step of training that made it, and go back before it"
-        )
-    return named
-
-
-def _is_variable(node: Any) -> bool:
-    """Whether it is a flax nnx variable, as the leaves of an nnx.State are."""
-    return hasattr(node, "get_value")
-
-
-def _as_array(array: Any) -> Any:
-    """Return a JAX or NumPy array without copying."""
-    if isinstance(array, jax.Array | np.ndarray):
-        return array
-    return jnp.from_dlpack(array)  # an array of another library
-
-
 def _is_float(dtype: Any) -> bool:
     """Whether weights may have this type. 8-bit floats are excluded: they would need scales."""
     return jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize >= 2
-
-
-def _dotted(path: tuple[Any, ...]) -> str:
-    keys = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path)
-    return ".".join(str(key) for key in keys)
 
 
 def _check_vocabulary(given: Mapping[str, Any], target_ids: jax.Array | None) -> None:

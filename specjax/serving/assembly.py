@@ -10,8 +10,9 @@ from rich.filesize import decimal
 
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params
+from specjax.device.loading import Log, no_log
 from specjax.device.models.model import Model, page_windows
-from specjax.device.models.registry import load_model
+from specjax.device.models.registry import load_weights
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
 from specjax.engine.log import get_log
@@ -26,6 +27,7 @@ from specjax.serving.defaults import (
     choose_kernels,
     make_config,
 )
+from specjax.serving.drafters import with_method
 from specjax.serving.dynamic_k import check_profile, fingerprint, make_policy, read_profile
 from specjax.serving.memory import (
     CacheBytes,
@@ -109,11 +111,13 @@ def make_plan(
     num_pages: int | None = None,
     page_size: int = 16,
     placement: Placement | None = None,
+    log: Log = no_log,
     **sizes: Any,
 ) -> Plan:
     """Sizes, and the drafter; `sizes` are the other options that an `EngineConfig` has.
 
-    The drafter's parameters go where `placement` says; None for `default_device`.
+    The drafter's parameters go where `placement` says; None for `default_device`. `log` takes
+    lines about its files.
 
     Raises:
         ValueError: settings that do not fit each other, the model, or the device's memory.
@@ -140,7 +144,7 @@ def make_plan(
         plan.fitted(num_pages=num_pages, gpu_memory_utilization=1.0)
     if speculation is None:
         return plan
-    drafter, params = open_drafter(speculation, source, chosen.name, placement)
+    drafter, params = open_drafter(speculation, source, chosen.name, placement, log)
     return replace(plan, drafter=drafter, drafter_params=params)
 
 
@@ -167,25 +171,26 @@ def assemble(
         verbose=verbose,
     )
     if (speculation := options["speculative_config"]) is not None:
-        options["speculative_config"] = SpeculativeConfig.of(speculation)
+        named = model if isinstance(model, str | Path) else None
+        options["speculative_config"] = with_method(speculation, named)
     options["kernels"] = choose_kernels(options["kernels"])
-    placement = Placement.on(default_device())
-    source = open_model(model, params)
+    placement, log = Placement.on(default_device()), get_log(verbose=verbose)
+    source = open_model(model, params, log=log.info)
     folder, target = source.folder, source.target
     tokenizer, eos_ids, default_params = None, (), SamplingParams()
     if folder is not None:
-        tokenizer, eos_ids = load_tokenizer(folder), read_eos_ids(folder)
+        tokenizer = load_tokenizer(folder)
+        eos_ids = read_eos_ids(folder, tokenizer)
         default_params = read_default_params(folder)
-    plan = make_plan(source, placement=placement, **options)
+    plan = make_plan(source, placement=placement, log=log.info, **options)
     dtype, speculation = plan.dtype.name, plan.speculation
     config = plan.fitted(
         num_pages=options["num_pages"], gpu_memory_utilization=gpu_memory_utilization
     )
     size = decimal(weight_bytes(target, dtype))
-    log = get_log(verbose=verbose)
     log.info("loading %s: %s of weights in %s", folder or source.origin, size, dtype)
     if folder is not None:
-        _, params = load_model(folder, np.dtype(dtype), placement)
+        params = load_weights(folder, target, np.dtype(dtype), placement, log.info)
     drafter, drafter_params = plan.drafter.share(plan.drafter_params, target, params)
     both = Params(params, drafter_params)
     if speculation and plan.profile:

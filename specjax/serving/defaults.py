@@ -13,7 +13,6 @@ step grows with its tokens, so that a large step makes others wait; it has no fa
 memory is shared.
 """
 
-import warnings
 from collections.abc import Mapping
 from functools import partial
 from os import PathLike
@@ -25,6 +24,7 @@ import jax.numpy as jnp
 from pallas_kernels.capability import compute_capability
 from pallas_kernels.dispatch import why_not
 from pallas_kernels.rms_norm import add_rms_norm
+from specjax.checks import warn
 from specjax.config import (
     DTYPES,
     EngineConfig,
@@ -193,11 +193,9 @@ def choose_kernels(given: str) -> str:
         jax.block_until_ready(run(row, row, row[0]))
     except Exception as error:  # whatever the driver, XLA or Triton raises
         message = str(error).strip().partition("\n")[0]
-        warnings.warn(
+        warn(
             f"kernels={given!r}: this device refuses a kernel ({message}); plain JAX runs instead, "
             "which is slower. Update the driver, or set kernels='reference'",
-            UserWarning,
-            stacklevel=2,
         )
         return "reference"
     return given

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,7 @@ import jax
 import numpy as np
 
 from specjax.checkpoint.writing import check_writable, write_whole
+from specjax.checks import warn
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.models.model import Model
@@ -91,11 +91,10 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
         )
     device = device_kind()
     if measured.get("device", device) != device:
-        warnings.warn(
+        warn(
             f"{where} was measured on {measured['device']!r}, and this is {device!r}: times of "
             "other Ks may be best here; measure this one, by `specjax profile` or "
             "LLM.save_dynamic_config, or set dynamic_config_force=True",
-            stacklevel=2,
         )
 
 

@@ -4,10 +4,10 @@
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypedDict
 
+from specjax.checks import did_you_mean
 from specjax.config import SpeculativeConfig
 from specjax.serving.vllm_options import take_vllm_options
 
@@ -102,7 +102,4 @@ def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
     for name, value in given.items():
         if name in REMOVED_OPTIONS:
             raise ValueError(f"{name}={value!r} was removed: {REMOVED_OPTIONS[name]}; leave it out")
-        near = get_close_matches(name, list(known), 1)
-        raise TypeError(
-            f"unknown option {name!r}" + (f"; did you mean {near[0]!r}?" if near else "")
-        )
+        raise TypeError(f"unknown option {name!r}{did_you_mean(name, known)}")

@@ -9,6 +9,7 @@ import numpy as np
 
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.finite import check_params
+from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
 from specjax.config import METHODS, OWN_SHAPE, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter
@@ -18,9 +19,10 @@ from specjax.device.drafters.registry import (
     load_drafter,
     shape_drafter,
 )
+from specjax.device.loading import Log, no_log
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
-from specjax.device.models.registry import describe_model, read_config
+from specjax.device.models.registry import describe_checkpoint, describe_model, read_config
 from specjax.device.placement import Placement
 from specjax.serving.defaults import params_dtype, stored_dtype
 
@@ -45,9 +47,13 @@ class ModelSource:
 
 
 def open_model(
-    model: str | Path | Model, params: Any = None, *, takes_configs: bool = False
+    model: str | Path | Model,
+    params: Any = None,
+    *,
+    takes_configs: bool = False,
+    log: Log = no_log,
 ) -> ModelSource:
-    """The checkpoint, or the value with its parameters.
+    """The checkpoint, or the value with its parameters; a line in `log` says where they disagree.
 
     With `takes_configs` it may also be a config file, without weights.
 
@@ -63,19 +69,25 @@ def open_model(
             hf = HFConfig(read_json(path.parent, path.name), str(path))
             return ModelSource(describe_model(hf), stored_dtype(hf), hf)
         folder = resolve(model)
-        hf = read_config(folder)
-        return ModelSource(describe_model(hf), stored_dtype(hf), hf, folder, _has_weights(folder))
+        hf, is_complete = read_config(folder), has_weights(folder)
+        target = describe_checkpoint(folder, hf, log) if is_complete else describe_model(hf)
+        return ModelSource(target, stored_dtype(hf), hf, folder, is_complete)
     if params is None:
         raise ValueError(
             f"model={reprlib.repr(model)} must be a checkpoint (a folder, hub id or demo), or "
             "a Model value, which needs params"
         )
+    params = as_arrays(params, "params")
     check_params(params)
     return ModelSource(model, params_dtype(params), params=params)
 
 
 def open_drafter(
-    config: SpeculativeConfig, source: ModelSource, dtype: str, placement: Placement | None = None
+    config: SpeculativeConfig,
+    source: ModelSource,
+    dtype: str,
+    placement: Placement | None = None,
+    log: Log = no_log,
 ) -> tuple[Drafter, Any]:
     """The drafter and its parameters, after checking that it fits the target.
 
@@ -95,15 +107,15 @@ def open_drafter(
         folder = None
     elif config.model is not None:
         folder = resolve(config.model)
-        if is_described and not _has_weights(folder):
+        if is_described and not has_weights(folder):
             return drafter_from_config(folder, config, target, dtype)
     elif folder is None:
         raise ValueError(
             f"speculative_config.model=None with method={config.method!r} stands for the "
             "target's own checkpoint, but the target is a Model value; give the folder"
         )
-    return load_drafter(folder, config, target, np.dtype(dtype), placement, source.folder)
+    return load_drafter(folder, config, target, np.dtype(dtype), placement, source.folder, log)
 
 
-def _has_weights(folder: Path) -> bool:
+def has_weights(folder: Path) -> bool:
     return any(any(folder.glob(pattern)) for pattern in _WEIGHTS)

@@ -1,6 +1,9 @@
 """Conversations, checked, and made prompts by a checkpoint's chat template."""
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from specjax.sampling_params import check_text
@@ -17,15 +20,17 @@ TEMPLATE_VARIABLES = ("messages", "tools", "add_generation_prompt", "continue_fi
 
 Message = dict[str, Any]
 
+_LOG = logging.getLogger("specjax")
+
 
 def check_conversation(messages: Any, where: str, content_format: str = "auto") -> list[Message]:
-    """The messages of a conversation with contents as a template takes them.
+    """The messages of a conversation with contents and tool calls as a template takes them.
 
     Args:
         messages: mappings with "role" and "content", a text or a list of {"type": "text", "text"}.
         where: what errors call the conversation.
-        content_format: "openai" makes every content a list of parts; "string", and "auto", join
-            the texts of a list with line breaks.
+        content_format: "openai" makes every content but a tool's a list of parts; "string", and
+            "auto", join the texts of a list with line breaks.
 
     Raises:
         ValueError: messages that no template could render as they are meant.
@@ -58,9 +63,42 @@ def _check_message(message: Any, where: str, *, has_parts: bool) -> Message:
     if content is None and not message.get("tool_calls"):
         raise ValueError(f"{where} needs a content, a text or a list of texts")
     texts = _texts(content, f"{where}.content")
-    if has_parts:
-        return {**message, "content": [{"type": "text", "text": text} for text in texts]}
-    return {**message, "content": "\n".join(texts)}
+    checked = {**message, "content": "\n".join(texts)}
+    if has_parts and role != "tool":  # few templates read a tool's answer in parts
+        checked["content"] = [{"type": "text", "text": text} for text in texts]
+    if calls := checked.pop("tool_calls", None):
+        checked["tool_calls"] = _parse_calls(calls, f"{where}.tool_calls")
+    return checked
+
+
+def _parse_calls(calls: Any, where: str) -> list[Message]:
+    """Tool calls with the mapping that templates expect for arguments, where they are JSON text."""
+    parsed = []
+    for i, call in enumerate(calls if isinstance(calls, Sequence) else [calls]):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+            raise ValueError(
+                f'{where}[{i}]={call!r} must be a call of a function: {{"type": "function", '
+                '"function": {"name", "arguments"}}'
+            )
+        arguments = _parse_arguments(function.get("arguments"), f"{where}[{i}]")
+        parsed.append({**call, "function": {**function, "arguments": arguments}})
+    return parsed
+
+
+def _parse_arguments(given: Any, where: str) -> Mapping[str, Any]:
+    """Arguments of a call, as a mapping; empty, as in vLLM, for what is not one.
+
+    A bad call is part of the conversation's history: an error would refuse all further turns.
+    """
+    found = given or {}
+    if isinstance(found, str):
+        with suppress(ValueError):
+            found = json.loads(found)
+    if isinstance(found, Mapping):
+        return found
+    _LOG.warning("%s: arguments=%r are no JSON object, and are rendered as {}", where, given)
+    return {}
 
 
 def _texts(content: Any, where: str) -> list[str]:

@@ -1,27 +1,59 @@
-"""What chat templates make of messages: Jinja, as transformers runs it."""
+"""Chat templates: which ones a checkpoint has, and what Jinja makes of them as in transformers."""
 
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.utils import Namespace
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.checkpoint.tokenizer_files import CONFIG
+
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates that are used without being named
+REASONING = "reasoning_content", "thinking", "reasoning"  # names that templates read it by
+
+
+def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
+    """The chat templates of a checkpoint by name: those in files, or else the config's.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+    """
+    files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
+    if (folder / "chat_template.jinja").exists():
+        files[DEFAULT] = folder / "chat_template.jinja"
+    if files:
+        return {name: _read(path) for name, path in files.items()}
+    match config.get("chat_template"):
+        case None:
+            return {}
+        case str() as template:
+            return {DEFAULT: template}
+        case list() as several if all(_is_named(one) for one in several):
+            return {one["name"]: one["template"] for one in several}
+        case other:
+            raise CheckpointError(
+                f"{folder / CONFIG}: chat_template={other!r} must be a text, or a list of "
+                '{"name", "template"}; mend the file'
+            )
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """What a template makes of messages.
+    """What a template makes of messages; as in transformers, without fields that are None.
 
     Raises:
         jinja2.TemplateError: the template is malformed or refuses them.
     """
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
-    environment.filters["tojson"] = _as_json  # jinja's own escapes what HTML would misread
-    return environment.from_string(template).render(messages=messages, **variables)
+    chat = [_with_reasoning(message) for message in messages]
+    return _compiled(template).render(messages=chat, **({"documents": None} | variables))
 
 
 def cut_after_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -43,9 +75,100 @@ def cut_after_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
     return text[: start + len(written if text.startswith(written, start) else last.strip())]
 
 
+class _Generation(Extension):
+    """The tag that marks what a model generates, for masks of training: here it only renders."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Parser) -> list[nodes.Node]:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        # A scope, as in transformers: what is set inside is not seen outside.
+        return [nodes.Scope(body).set_lineno(line)]
+
+
+class _Dict:
+    """Jinja's `dict` without the attributes of Python's."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
+        return dict(*args, **kwargs)
+
+    def fromkeys(self, *args: Any) -> dict[Any, Any]:
+        return dict.fromkeys(*args)
+
+
+class _Namespace(Namespace):
+    """Jinja's `namespace` without names that begin with an underscore."""
+
+    def __init__(*args: Any, **kwargs: Any):
+        self, *rest = args  # "self" may be a name in the namespace
+        names = dict(*rest, **kwargs)
+        for name in names:
+            _check_name(name)
+        Namespace.__init__(self, names)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        super().__setitem__(name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise jinja2.exceptions.SecurityError(
+            f"a namespace of a chat template has the name {name!r}; names may not begin with _"
+        )
+
+
+@lru_cache(maxsize=32)
+def _compiled(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True,
+        lstrip_blocks=True,
+        extensions=[_Generation, "jinja2.ext.loopcontrols"],
+    )
+    environment.globals |= {
+        "raise_exception": _refuse,
+        "strftime_now": lambda format: datetime.datetime.now().strftime(format),
+        "dict": _Dict(),
+        "namespace": _Namespace,
+    }
+    environment.filters["tojson"] = _as_json  # jinja's own escapes what HTML would misread
+    return environment.from_string(template)
+
+
 def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _as_json(value: Any, indent: int | None = None, ensure_ascii: bool = False) -> str:
-    return json.dumps(value, indent=indent, ensure_ascii=ensure_ascii)
+def _as_json(
+    x: Any,
+    ensure_ascii: bool = False,
+    indent: int | str | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
+
+
+def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message with its reasoning under the names that templates read."""
+    given = {key: value for key, value in message.items() if value is not None}
+    found = next((given[key] for key in REASONING if key in given), None)
+    if found is None:
+        return given
+    return {"thinking": found, **given, "reasoning_content": found}
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); restore the file") from error
+
+
+def _is_named(template: Any) -> bool:
+    return isinstance(template, Mapping) and all(
+        isinstance(template.get(key), str) for key in ("name", "template")
+    )

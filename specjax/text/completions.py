@@ -7,13 +7,18 @@ from specjax.host.request import Request, TextWatch
 from specjax.host.sequence import Sequence
 from specjax.outputs import CompletionOutput, RequestMetrics, RequestOutput, TokenLogprobs
 from specjax.sampling_params import RequestOutputKind
-from specjax.text.detokenizer import StopStrings
-from specjax.text.tokenizer import ChatTokenizer
+from specjax.text.detokenizer import StopStrings, decode_after, prompt_context
+from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, ChatTokenizer
 
 
 @dataclass
 class Completion:
-    """One sample as its user sees it; text that was shown is not decoded again."""
+    """One sample as its user sees it; text that was shown is not decoded again.
+
+    Its text is what its tokens add to that of the prompt. A stop token, end of sequence or other,
+    is shown only with `include_stop_str_in_output`, and a special one with
+    `skip_special_tokens=False`.
+    """
 
     sequence: Sequence
     tokenizer: ChatTokenizer | None
@@ -22,6 +27,11 @@ class Completion:
     _text: TextWatch | None = None
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
     _error: Exception | None = None  # of decoding, which then stops
+
+    def __post_init__(self):
+        if self.tokenizer is not None:
+            skips = self.sequence.request.params.skip_special_tokens
+            self.tokenizer = self.tokenizer.for_outputs(skip_special_tokens=skips)
 
     @property
     def has_grown(self) -> bool:
@@ -39,8 +49,9 @@ class Completion:
         self.num_shown, self.is_complete = len(token_ids), sequence.is_finished
         logprobs = total = None
         if params.logprobs is not None:
-            new = sequence.logprobs[len(self._logprobs) : len(token_ids)]
-            self._logprobs += [with_text(entry, self.tokenizer) for entry in new]
+            for i in range(len(self._logprobs), len(token_ids)):
+                entry = with_text(sequence.logprobs[i], self.tokenizer, _before(token_ids, i))
+                self._logprobs.append(entry)
             logprobs = list(self._logprobs)
             pairs = zip(token_ids, logprobs, strict=True)
             total = sum(entry[token].logprob for token, entry in pairs)
@@ -71,10 +82,12 @@ class Completion:
         has_stopped = isinstance(self.sequence.stop_reason, str)
         if watch is not None and (has_stopped or not self.sequence.is_finished):
             return watch.settled
+        prompt = self.sequence.request.prompt_token_ids
         if self.sequence.is_finished:
-            return tokenizer.decode(token_ids)
+            shown = token_ids[: len(token_ids) - self.sequence.hides_last]
+            return decode_after(tokenizer, prompt_context(tokenizer, prompt), shown)
         if self._text is None:
-            self._text = StopStrings(tokenizer, ())
+            self._text = StopStrings(tokenizer, (), context=prompt_context(tokenizer, prompt))
         self._text.append(token_ids[self.num_shown :])
         return self._text.settled
 
@@ -97,9 +110,6 @@ class Outputs:
         tokenizer: ChatTokenizer | None,
     ) -> "Outputs":
         """The outputs of `samples`; `prompt` is the text that the user gave."""
-        if tokenizer is not None:
-            skips = request.params.skip_special_tokens
-            tokenizer = tokenizer.for_outputs(skip_special_tokens=skips)
         return cls(request, [Completion(s, tokenizer) for s in samples], prompt, tokenizer)
 
     @property
@@ -118,7 +128,11 @@ class Outputs:
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
             found = self.completions[0].sequence.prompt_logprobs
-            prompt_logprobs = [entry and with_text(entry, self.tokenizer) for entry in found]
+            tokens = request.prompt_token_ids
+            prompt_logprobs = [
+                entry and with_text(entry, self.tokenizer, _before(tokens, i))
+                for i, entry in enumerate(found)
+            ]
         return RequestOutput(
             request.request_id,
             self.prompt,
@@ -150,6 +164,11 @@ class Shown:
         self._kind = kind
         self._before: dict[int, CompletionOutput] = {}
 
+    def is_due(self, outputs: Outputs) -> bool:
+        """Whether there is something to return of a request."""
+        is_last = outputs.is_finished or self._kind is not RequestOutputKind.FINAL_ONLY
+        return outputs.has_grown and is_last
+
     def of(self, output: RequestOutput) -> RequestOutput | None:
         """The part of a whole output to return now; None for nothing."""
         if self._kind is RequestOutputKind.CUMULATIVE:
@@ -176,11 +195,44 @@ class Shown:
         )
 
 
-def with_text(entry: TokenLogprobs, tokenizer: ChatTokenizer | None) -> TokenLogprobs:
-    """The log-probabilities with the texts of their tokens."""
+def samples_of(started: SequenceOf[Outputs]) -> list[Sequence]:
+    """The samples of requests, in order."""
+    return [completion.sequence for one in started for completion in one.completions]
+
+
+class Growing:
+    """Requests of a stream, until each is finished."""
+
+    def __init__(self, started: SequenceOf[Outputs]):
+        self._left = [(one, Shown(one.request.params.output_kind)) for one in started]
+
+    def __len__(self) -> int:
+        return len(self._left)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there is something to return."""
+        return any(shown.is_due(one) for one, shown in self._left)
+
+    def take(self) -> list[RequestOutput]:
+        """What there is to return now."""
+        due = [shown.of(one.output()) for one, shown in self._left if shown.is_due(one)]
+        self._left = [(one, shown) for one, shown in self._left if not one.is_finished]
+        return [output for output in due if output is not None]
+
+
+def with_text(
+    entry: TokenLogprobs, tokenizer: ChatTokenizer | None, before: SequenceOf[int]
+) -> TokenLogprobs:
+    """The log-probabilities with the texts of their tokens after those `before`."""
     if tokenizer is None:
         return entry
     return {
-        token: logprob._replace(decoded_token=tokenizer.decode_token(token))
+        token: logprob._replace(decoded_token=tokenizer.decode_token(token, before))
         for token, logprob in entry.items()
     }
+
+
+def _before(tokens: SequenceOf[int], end: int) -> SequenceOf[int]:
+    """The tokens before one that may be parts of the same character."""
+    return tokens[max(0, end - MAX_TOKENS_PER_CHARACTER) : end]

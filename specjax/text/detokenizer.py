@@ -5,22 +5,24 @@ byte tokens that do not make a character, and takes quadratic time over a run of
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
-from specjax.text.tokenizer import ChatTokenizer
+from specjax.sampling_params import SamplingParams
+from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, REPLACEMENT, ChatTokenizer
 
-REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
-MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes, and a token at least 1
+TEXT = -1  # a token that is not a byte
 
 
 class StopStrings:
     """Watches the output of one request for texts that end it.
 
-    The text of an output is `tokenizer.decode` of all its tokens: without special tokens, and with
-    U+FFFD for bytes that are not UTF-8. A character of several tokens counts once it is complete; a
-    U+FFFD of a byte-level tokenizer, which may be an incomplete character, once a token follows.
+    The text of an output is what its tokens add to `tokenizer.decode` of the prompt: without
+    special tokens, and with U+FFFD for bytes that are not UTF-8. A character of several tokens
+    counts once it is complete; a U+FFFD of a byte-level tokenizer, which may be an incomplete
+    character, once a token follows.
 
     A token ends the output if it is at least the `min_tokens`-th and a stop text ends in the text
     that it adds; what was complete before does not count. Of several stop texts that end in it,
@@ -32,11 +34,12 @@ class StopStrings:
         tokenizer: ChatTokenizer,
         stop: tuple[str, ...],
         *,
+        context: Sequence[int] = (),
         min_tokens: int = 0,
         include_in_output: bool = False,
     ):
         self.stop_reason: str | None = None
-        self._text = _GrowingText(tokenizer)
+        self._text = _GrowingText(tokenizer, context)
         self._stop = stop
         self._longest = max(map(len, stop), default=0)
         self._min_tokens = min_tokens
@@ -85,6 +88,61 @@ class StopStrings:
         end = start + len(self.stop_reason) if self._include_in_output else start
         del characters[first + end :]
         return True
+
+
+def watch_for(
+    tokenizer: ChatTokenizer | None, params: SamplingParams, prompt: Sequence[int]
+) -> Callable[[], StopStrings] | None:
+    """What makes the watch of each sample of a request; None without stop texts.
+
+    Raises:
+        ValueError: there is no tokenizer.
+    """
+    if not params.stop:
+        return None
+    if tokenizer is None:
+        raise ValueError(
+            "stop looks for texts, but the checkpoint has no tokenizer; use stop_token_ids"
+        )
+    tokenizer = tokenizer.for_outputs(skip_special_tokens=params.skip_special_tokens)
+    return partial(
+        StopStrings,
+        tokenizer,
+        tuple(params.stop),
+        context=prompt_context(tokenizer, prompt),
+        min_tokens=params.min_tokens,
+        include_in_output=params.include_stop_str_in_output,
+    )
+
+
+def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]:
+    """The tokens at the end of a prompt that decide how the text of its output begins.
+
+    Decoders of sentencepiece's kind leave out the space before the first text that they see, which
+    is the output's only if the prompt has no text.
+    """
+    end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
+    if tokenizer.has_byte_tokens:  # bytes of the output are decoded by themselves
+        while end and _kind(tokenizer, prompt[end - 1]) != TEXT:
+            end -= 1
+    while size < end and not tokenizer.decode(prompt[end - size : end]).strip(REPLACEMENT):
+        size *= 2
+    return list(prompt[max(0, end - size) : end])
+
+
+def decode_after(tokenizer: ChatTokenizer, context: Sequence[int], token_ids: Sequence[int]) -> str:
+    """The text of an output after `prompt_context`."""
+    known = tokenizer.decode(context).removesuffix(REPLACEMENT) if context else ""
+    return tokenizer.decode([*context, *token_ids])[len(known) :]
+
+
+def _kind(tokenizer: ChatTokenizer, token: int) -> int | None:
+    """TEXT, the value of a byte token, or None for a token that `decode` passes over."""
+    name = tokenizer.tokenizer.id_to_token(token)
+    if name is None or name in tokenizer.passed_over:
+        return None
+    byte = BYTE_TOKEN.fullmatch(name) if tokenizer.has_byte_tokens else None
+    return TEXT if byte is None else int(byte[1], 16)
 
 
 def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | None:
@@ -142,15 +200,11 @@ class _GrowingText:
     kept track of here.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer):
+    def __init__(self, tokenizer: ChatTokenizer, context: Sequence[int]):
         self.characters: list[str] = []
         self._tokenizer = tokenizer
-        added = tokenizer.tokenizer.get_added_tokens_decoder().values()
-        is_passed_over = tokenizer.skips_special_tokens
-        self._special = {t.content for t in added if t.special and is_passed_over}
-        decoder = tokenizer.tokenizer.decoder
-        self._has_byte_tokens = decoder is not None and decoder.decode(["<0x41>"]) == "A"
-        self._context: list[int] = []
+        self._has_byte_tokens = tokenizer.has_byte_tokens
+        self._context = list(context)
         self._run: _ByteRun | None = None
 
     @property
@@ -162,11 +216,11 @@ class _GrowingText:
 
     def append(self, token: int) -> int:
         """Append a token; returns where the text that it adds or changes begins."""
-        name = self._tokenizer.tokenizer.id_to_token(token)
-        if name is None or name in self._special:  # decode skips them
+        kind = _kind(self._tokenizer, token)
+        if kind is None:
             return len(self.characters)
-        if self._has_byte_tokens and (byte := BYTE_TOKEN.fullmatch(name)):
-            return self._append_byte(token, int(byte[1], 16))
+        if kind != TEXT:
+            return self._append_byte(token, kind)
         run, self._run = self._run, None
         new = self._undo(run) if run and run.incomplete else len(self.characters)
         self._decode([token])

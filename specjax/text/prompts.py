@@ -3,15 +3,15 @@
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, NotRequired, TypedDict
 
 import jax
 import numpy as np
 
 from specjax.config import EngineConfig
-from specjax.host.grammar import GrammarCompiler
-from specjax.host.request import Matcher, Request, TextWatch
+from specjax.host.grammar import Grammar, GrammarCompiler
+from specjax.host.request import Request
 from specjax.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -21,7 +21,9 @@ from specjax.sampling_params import (
     StructuredOutputs,
     check_text,
 )
-from specjax.text.detokenizer import StopStrings, bad_word_ids
+from specjax.text.constraints import check_some_allowed
+from specjax.text.detokenizer import bad_word_ids, watch_for
+from specjax.text.seeds import derived_seed, folded_seed
 from specjax.text.tokenizer import ChatTokenizer
 
 PROMPT_KEYS = {"prompt", "prompt_token_ids"}
@@ -196,7 +198,9 @@ class RequestMaker:
                 "min_tokens or raise max_model_len"
             )
         self._check_supported(params)
-        stop_ids = (*(() if params.ignore_eos else self.eos_ids), *(params.stop_token_ids or ()))
+        # An end of sequence is the end of a grammar's output, even if ends are ignored elsewhere.
+        ignores_eos = params.ignore_eos and params.structured_outputs is None
+        stop_ids = (*(() if ignores_eos else self.eos_ids), *(params.stop_token_ids or ()))
         stop_ids = tuple(dict.fromkeys(stop_ids))
         if len(stop_ids) > MAX_STOP_IDS:
             raise ValueError(
@@ -204,10 +208,10 @@ class RequestMaker:
                 f"most {MAX_STOP_IDS}"
             )
         bad_words = self._bad_words(params)
-        _check_some_allowed(params, stop_ids, bad_words)
-        seed = params.seed
-        if seed is None:
-            seed = derived_seed(config.seed, number)
+        grammar = self._grammar(params)
+        check_some_allowed(params, self.vocab_size, stop_ids, bad_words, grammar)
+        given = params.seed
+        seed = derived_seed(config.seed, number) if given is None else folded_seed(given)
         seeds = (seed, *(derived_seed(seed, index) for index in range(1, params.n)))
         return Request(
             number,
@@ -218,8 +222,8 @@ class RequestMaker:
             stop_ids,
             bad_words,
             self._register(tuple(params.logits_processors or ())),
-            self._watch(params),
-            self._grammar(params),
+            watch_for(self.tokenizer, params, token_ids),
+            grammar and grammar.matcher,
         )
 
     def make_scored(
@@ -277,6 +281,8 @@ class RequestMaker:
                 f"it has an output of {len(output)} tokens already, of max_tokens="
                 f"{request.max_tokens}; raise max_tokens or max_model_len"
             )
+        if request.follow_grammar is not None:
+            request.follow_grammar().accept(output)
         return replace(request, output_token_ids=tuple(output))
 
     def _check_ids(self, name: str, ids: Iterable[int]) -> None:
@@ -358,50 +364,14 @@ class RequestMaker:
                 )
         return self.number_of(processors)
 
-    def _watch(self, params: SamplingParams) -> Callable[[], TextWatch] | None:
-        if not params.stop:
-            return None
-        if self.tokenizer is None:
-            raise ValueError(
-                "stop looks for texts, but the checkpoint has no tokenizer; use stop_token_ids"
-            )
-        return partial(
-            StopStrings,
-            self.tokenizer.for_outputs(skip_special_tokens=params.skip_special_tokens),
-            tuple(params.stop),
-            min_tokens=params.min_tokens,
-            include_in_output=params.include_stop_str_in_output,
-        )
-
-    def _grammar(self, params: SamplingParams) -> Callable[[], Matcher] | None:
+    def _grammar(self, params: SamplingParams) -> Grammar | None:
         wanted = params.structured_outputs
         if wanted is None:
             return None
         if self.grammars is None:
             raise ValueError("structured_outputs need a checkpoint with a tokenizer")
         assert isinstance(wanted, StructuredOutputs)
-        return self.grammars.compile(wanted).matcher
-
-
-def _check_some_allowed(
-    params: SamplingParams, stop_ids: tuple[int, ...], bad_words: tuple[tuple[int, ...], ...]
-) -> None:
-    """Refuse parameters that leave no token to choose."""
-    if params.allowed_token_ids is None:
-        return
-    forbidden = {word[0] for word in bad_words if len(word) == 1}
-    if params.min_tokens:
-        forbidden |= set(stop_ids)
-    if forbidden.issuperset(params.allowed_token_ids):
-        raise ValueError(
-            "allowed_token_ids are all forbidden, as bad_words or as ends of sequence before "
-            f"min_tokens={params.min_tokens}; allow others too"
-        )
-
-
-def derived_seed(seed: int, number: int) -> int:
-    """The seed of a request by its number, or of a sample by its number."""
-    return int(np.random.SeedSequence([seed, number]).generate_state(1)[0])
+        return self.grammars.compile(wanted)
 
 
 def _token_ids(prompt: Prompt, tokenizer: ChatTokenizer | None, where: str) -> list[int]:

@@ -1,28 +1,33 @@
 """Text to token ids and back, for checkpoints with a tokenizer."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, pre_tokenizers
 
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
-from specjax.text.chat_template import cut_after_last, render
+from specjax.checkpoint.tokenizer_files import read_tokenizer
+from specjax.text.chat_template import DEFAULT, TOOL_USE, cut_after_last, read_templates, render
 
-CONFIG = "tokenizer_config.json"
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
+MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes, and a token at least 1
 
 
 @dataclass(frozen=True)
 class ChatTokenizer:
-    """A tokenizer and the chat template that came with it, if any."""
+    """A tokenizer and the chat templates that came with it, if any."""
 
     tokenizer: Tokenizer
-    template: str | None
+    template: str | None  # the default one
     special_tokens: Mapping[str, str]  # bos_token, eos_token, ...
     origin: str
     skips_special_tokens: bool = True  # in the text of token ids, unless `decode` is told
+    named_templates: Mapping[str, str] = field(default_factory=dict)  # the others, as tool_use
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a prompt, with the special tokens that the model expects around it."""
@@ -39,9 +44,51 @@ class ChatTokenizer:
             return self
         return replace(self, skips_special_tokens=skip_special_tokens)
 
-    def decode_token(self, token_id: int) -> str:
-        """Text of one token by itself, special ones included."""
-        return self.tokenizer.decode([token_id], skip_special_tokens=False)
+    @cached_property
+    def passed_over(self) -> frozenset[str]:
+        """Names of the tokens that `decode` leaves out."""
+        if not self.skips_special_tokens:
+            return frozenset()
+        added = self.tokenizer.get_added_tokens_decoder().values()
+        return frozenset(token.content for token in added if token.special)
+
+    @cached_property
+    def has_byte_tokens(self) -> bool:
+        """Whether bytes without a token are spelled as <0x0A>, as sentencepiece does."""
+        decoder = self.tokenizer.decoder
+        return decoder is not None and decoder.decode(["<0x41>"]) == "A"
+
+    def decode_token(self, token_id: int, before: Sequence[int] = ()) -> str:
+        """Text of one token, special ones included, as in vLLM's logprobs.
+
+        Of the tokens of one character the last has its text and the others have none; `before` are
+        the tokens before it, the last MAX_TOKENS_PER_CHARACTER count.
+        """
+        text = self._decode_all([token_id])
+        if self._space is not None:
+            name = self.tokenizer.id_to_token(token_id) or ""
+            num_missing = _count_leading(name, self._space) - _count_leading(text, " ")
+            text = " " * num_missing + text
+        if not text.endswith(REPLACEMENT):
+            return text
+        for count in range(1, min(len(before), MAX_TOKENS_PER_CHARACTER) + 1):
+            context = list(before[-count:])
+            whole = self._decode_all([*context, token_id])
+            if not whole.endswith(REPLACEMENT):
+                while context and self._decode_all(context[-1:]).endswith(REPLACEMENT):
+                    del context[-1]  # parts of the character, which had no text themselves
+                return whole[len(commonprefix([self._decode_all(context), whole])) :]
+        return ""
+
+    @cached_property
+    def _space(self) -> str | None:
+        """What names of tokens have for a space that `decode` may strip."""
+        found = self.tokenizer.pre_tokenizer
+        steps = found if isinstance(found, pre_tokenizers.Sequence) else [found]
+        return next((s.replacement for s in steps if isinstance(s, pre_tokenizers.Metaspace)), None)
+
+    def _decode_all(self, token_ids: list[int]) -> str:
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def apply_chat_template(
         self,
@@ -59,21 +106,16 @@ class ChatTokenizer:
         Args:
             add_generation_prompt: end with the beginning of the assistant's turn.
             continue_final_message: end with the content of the last message, to continue it.
-            tools: functions that the model may call, as JSON schemas.
-            chat_template: in place of the checkpoint's.
+            tools: functions that the model may call, as JSON schemas; with them the template
+                named tool_use is used, if there is one.
+            chat_template: Jinja's text, or the name of one of the checkpoint's templates.
             variables: further ones of the template, like enable_thinking.
 
         Raises:
             CheckpointError: there is no chat template.
             ValueError: the template refuses the messages, or settings contradict each other.
         """
-        if not isinstance(chat_template, str | None):
-            raise ValueError(f"chat_template={chat_template!r} must be a text of Jinja's")
-        template = self.template if chat_template is None else chat_template
-        if template is None:
-            raise CheckpointError(
-                f"{self.origin} has no chat template; use generate with a prompt of your own format"
-            )
+        template = self.find_template(chat_template, has_tools=tools is not None)
         if add_generation_prompt and continue_final_message:
             raise ValueError(
                 "continue_final_message=True goes with add_generation_prompt=False: the last "
@@ -94,6 +136,39 @@ class ChatTokenizer:
             text = cut_after_last(text, messages)
         return self.encode(text, add_special_tokens=False) if tokenize else text
 
+    def find_template(self, chosen: str | None, *, has_tools: bool) -> str:
+        """The text of a chat template: chosen by name, given as text, or the checkpoint's own.
+
+        Raises:
+            CheckpointError: there is no chat template, or none that is used without being named.
+            ValueError: `chosen` is neither a name nor a template.
+        """
+        named = dict(self.named_templates)
+        if self.template is not None:
+            named[DEFAULT] = self.template
+        listed = ", ".join(sorted(named)) or "none"
+        if chosen is None:
+            names = [name for name in (TOOL_USE, DEFAULT)[not has_tools :] if name in named]
+            if names:
+                return named[names[0]]
+            if not named:
+                raise CheckpointError(
+                    f"{self.origin} has no chat template; use generate with a prompt of your own "
+                    "format"
+                )
+            raise CheckpointError(
+                f"{self.origin} has several chat templates and none is the default; pass "
+                f"chat_template with one of the names {listed}"
+            )
+        if not isinstance(chosen, str):
+            raise ValueError(f"chat_template={chosen!r} must be a text of Jinja's")
+        if chosen and chosen not in named and "{" not in chosen:
+            raise ValueError(
+                f"chat_template={chosen!r} is neither Jinja's text nor a template of "
+                f"{self.origin}, whose names are: {listed}; pass one of them, or a text"
+            )
+        return named.get(chosen, chosen)
+
 
 def load_tokenizer(folder: Path) -> ChatTokenizer | None:
     """The tokenizer of a checkpoint folder, or None if it has none.
@@ -101,8 +176,8 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
     Raises:
         CheckpointError: tokenizer files that cannot be read.
     """
-    path = folder / "tokenizer.json"
-    if not path.exists():
+    stored = read_tokenizer(folder)
+    if stored is None:
         if (folder / "tokenizer.model").exists():
             raise CheckpointError(
                 f"{folder} has a tokenizer.model (sentencepiece) and no tokenizer.json, which is "
@@ -110,21 +185,28 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
                 f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
             )
         return None
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises bare Exception
-        raise CheckpointError(f"{path} is not a tokenizer ({error}); restore the file") from error
-    config = read_json(folder, CONFIG) if (folder / CONFIG).exists() else {}
-    special = {
-        name: _content(value, f"{folder / CONFIG}: {name}")
-        for name, value in config.items()
-        if name.endswith("_token") and value is not None and not isinstance(value, bool)
-    }
-    return ChatTokenizer(tokenizer, _read_template(folder, config), special, str(folder))
+    named = read_templates(folder, stored.config)
+    return ChatTokenizer(
+        stored.tokenizer,
+        named.pop(DEFAULT, None),
+        stored.special_tokens,
+        str(folder),
+        named_templates=named,
+    )
 
 
-def read_eos_ids(folder: Path) -> tuple[int, ...]:
-    """Ends of sequence of a checkpoint: generation_config.json's, else config.json's."""
+def read_eos_ids(folder: Path, tokenizer: ChatTokenizer | None) -> tuple[int, ...]:
+    """Ends of sequence of a checkpoint.
+
+    They are those of generation_config.json, or else of config.json, and the tokenizer's.
+    """
+    ids = _read_eos_ids(folder)
+    text = tokenizer and tokenizer.special_tokens.get("eos_token")
+    own = None if tokenizer is None or text is None else tokenizer.tokenizer.token_to_id(text)
+    return ids if own is None or own in ids else (*ids, own)
+
+
+def _read_eos_ids(folder: Path) -> tuple[int, ...]:
     for name in "generation_config.json", "config.json":
         ids = read_json(folder, name).get("eos_token_id") if (folder / name).exists() else None
         if ids is not None:
@@ -138,35 +220,5 @@ def read_eos_ids(folder: Path) -> tuple[int, ...]:
     return ()
 
 
-def _read_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """The chat template: a file's, or else the config's, one or the default of several."""
-    path = folder / "chat_template.jinja"
-    if path.exists():
-        try:
-            return path.read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path} cannot be read ({error}); restore the file") from error
-    match config.get("chat_template"):
-        case None | str() as template:
-            return template
-        case list() as several if all(_is_named(one) for one in several):
-            return {one["name"]: one["template"] for one in several}.get("default")
-        case other:
-            raise CheckpointError(
-                f"{folder / CONFIG}: chat_template={other!r} must be a text, or a list of "
-                '{"name", "template"}; mend the file'
-            )
-
-
-def _is_named(template: Any) -> bool:
-    return isinstance(template, Mapping) and all(
-        isinstance(template.get(key), str) for key in ("name", "template")
-    )
-
-
-def _content(token: Any, where: str) -> str:
-    if not isinstance(token, Mapping):
-        return str(token)
-    if not isinstance(token.get("content"), str):
-        raise CheckpointError(f'{where}={token!r} must have a "content", its text; mend the file')
-    return token["content"]
+def _count_leading(text: str, character: str) -> int:
+    return len(text) - len(text.lstrip(character))

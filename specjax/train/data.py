@@ -30,15 +30,26 @@ def read_texts(paths: Sequence[Path]) -> list[tuple[str, str]]:
     return [(row["prompt"], row["answer"]) for row in read_rows(paths) if "answer" in row]
 
 
-def read_documents(paths: Sequence[Path], tokenizer: Tokenizer) -> list[Document]:
-    """Return the documents of files or folders, tokenized as <s> prompt answer </s>."""
-    eos = tokenizer.token_to_id(EOS)
+def read_documents(
+    paths: Sequence[Path], tokenizer: Tokenizer, eos_token: str = EOS
+) -> list[Document]:
+    """Return the documents of files or folders, tokenized as <s> prompt answer </s>.
+
+    Raises:
+        ValueError: as `read_rows`, or the tokenizer does not have the end of sequence.
+    """
+    eos = tokenizer.token_to_id(eos_token)
     documents = []
     for row in read_rows(paths):
         if "prompt_token_ids" in row:
             prompt, tokens = row["prompt_token_ids"], row["output_token_ids"]
             documents.append(Document(np.asarray([*prompt, *tokens], np.int32), len(prompt)))
             continue
+        if eos is None:
+            raise ValueError(
+                f"the tokenizer has no token {eos_token!r} to end a document; name its end of "
+                "sequence as eos_token in tokenizer_config.json"
+            )
         num_prompt = len(tokenizer.encode(row["prompt"]).ids) if row["prompt"] else 0
         ids = tokenizer.encode(row["prompt"] + row["answer"]).ids
         documents.append(Document(np.asarray([*ids, eos], np.int32), num_prompt))

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.files import open_checkpoint, open_file
+from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.save import FILE
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters import dflash_files, dspark, eagle, eagle3, medusa, mtp_files, p_eagle
@@ -226,7 +227,11 @@ def train_drafter(
 
     Returns:
         The head's parameters in float32, and the log of metrics.
+
+    Raises:
+        ValueError: `target_params` have a leaf that is no array, or cannot be read.
     """
+    target_params = as_arrays(target_params, "target's params")
     head, frozen = start.head, Frozen(target_params, start.frozen)
     trainable = start.trainable
     if trainable is None:

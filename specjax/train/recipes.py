@@ -16,12 +16,13 @@ from tokenizers import Tokenizer
 
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.hub import resolve
-from specjax.checkpoint.save import copy_tokenizer, plain_config, save_checkpoint
+from specjax.checkpoint.save import copy_tokenizer, save_checkpoint
+from specjax.checkpoint.tokenizer_files import read_tokenizer
 from specjax.checkpoint.writing import write_whole
 from specjax.checks import check_count, check_positive
 from specjax.config import SpeculativeConfig
 from specjax.device.models.model import Model
-from specjax.device.models.registry import load_model
+from specjax.device.models.registry import is_tied, load_model, plain_config, read_config
 from specjax.llm import LLM
 from specjax.sampling_params import SamplingParams
 from specjax.train.data import (
@@ -119,9 +120,13 @@ def _answers(args: Namespace) -> None:
 
 def _drafter(args: Namespace) -> None:
     kind, folder = KINDS[args.kind], resolve(args.target)
+    stored = read_tokenizer(folder)
+    if stored is None:
+        raise ValueError(f"{folder} has no tokenizer.json, and the documents are texts; add it")
     target, target_params = load_model(folder, np.dtype("float32"))
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    documents = read_documents(args.data, tokenizer)
+    documents = read_documents(
+        args.data, stored.tokenizer, stored.special_tokens.get("eos_token", EOS)
+    )
     start = _start(args, kind, target, documents)
     num_drafts = kind.num_drafts(start)
     params, log = train_drafter(
@@ -139,7 +144,7 @@ def _drafter(args: Namespace) -> None:
     specs, weights, config = head.specs(start.names), params, start.config
     if head.prefix_in_target is not None:  # it is published inside the target's checkpoint
         specs, weights = (target.specs(), specs), (target_params, weights)
-        config = plain_config(read_json(folder, "config.json"))
+        config = plain_config(read_config(folder), is_tied=is_tied(target))
     dtype = jax.numpy.dtype(args.dtype)
     save_checkpoint(args.out, specs, weights, config, dtype=dtype, extra=extra, file=start.file)
     if head.prefix_in_target is not None:

@@ -181,7 +181,7 @@ def test_a_wrong_output_is_reported(options, monkeypatch, capsys):
         (["--batch-size", "0"], "--batch-size 0 must be at least 1"),
         (["--rounds", "0"], "--rounds 0 must be at least 1"),
         (["--temperature", "-1"], "temperature=-1.0 must be a number"),
-        (["--seed", "-1"], "--seed -1 must be in"),
+        (["--seed", str(2**64)], f"--seed={2**64} must be an integer of 64 bits"),
         (["--drafter", "eagle"], "--drafter eagle must have the form METHOD=CHECKPOINT"),
         (["--drafter", "eagle=x"], "--drafter eagle=... is given twice"),
         (["--drafter", "lookahead=/"], "speculative_config.method='lookahead' is not supported"),

@@ -135,7 +135,7 @@ BAD = {
     "--batch-size 0,4 must list integers of at least 1": ["--batch-size", "0,4"],
     "--rounds=0": ["--rounds", "0"],
     "--max-tokens 1 leaves nothing to time": ["--max-tokens", "1"],
-    "--seed -1": ["--seed=-1"],
+    f"--seed={2**64} must be": [f"--seed={2**64}"],
     "--drafter eagle must have the form": ["--drafter", "eagle"],
     "--synthetic-rates a must list rates": ["--synthetic-rates", "a"],
     "--output /no/such/x.json cannot be a file": ["--output", "/no/such/x.json"],

@@ -19,7 +19,7 @@ from specjax import LLM, cli
 from specjax.checkpoint import demo
 from specjax.checkpoint.hub import resolve
 from specjax.cli import main
-from specjax.commands.arguments import read_speculation
+from specjax.commands.speculation import read_speculation
 from specjax.rl import RolloutEngine
 from specjax.serving.source import open_model
 from specjax.train.data import CHAT_TEMPLATE, train_tokenizer
@@ -212,8 +212,8 @@ def test_bad_arguments_are_one_clear_line(capsys, speaking, drafter, tmp_path):
     ids=str,
 )
 def test_how_many_drafts_the_flags_ask_for(flags, config):
-    args = cli.build_parser().parse_args(["generate", "--drafter", "org/head", *flags])
-    made = read_speculation(args)
+    args = cli.build_parser().parse_args(["generate", "--drafter", "eagle3=org/head", *flags])
+    made = read_speculation(args, None)
     assert made == {"method": "eagle3", "model": "org/head"} | config
     most = config.get("num_speculative_tokens", 5)
     assert specjax.SpeculativeConfig.of(made).num_speculative_tokens == most
@@ -359,9 +359,10 @@ def test_generate_with_a_drafter(capsys, tmp_path, speaking, drafter):
 
 
 def generate(capsys, *argv):
-    """What a command prints as JSON."""
+    """The outputs that a command prints, in the order of prompts, and its metrics."""
     assert main(argv) == 0
-    return json.loads(capsys.readouterr().out)
+    *outputs, last = map(json.loads, capsys.readouterr().out.splitlines())
+    return {"outputs": sorted(outputs, key=lambda one: one["request_id"]), **last}
 
 
 @pytest.mark.usefixtures("same_sizes")
@@ -383,8 +384,8 @@ def test_generate_is_the_same_with_a_drafter(capsys, tmp_path, checkpoints):
 def test_generate_takes_any_sampling_params(capsys, speaking, monkeypatch):
     argv = ["generate", "--model", speaking, *SMALL, "--temperature", "1", "What is two?"]
     text = {"n": 2, "seed": 3, "top_p": 0.9, "logit_bias": {"5": 100.0}, "logprobs": 0}
-    given, make = [], LLM.generate
-    monkeypatch.setattr(LLM, "generate", lambda *a, **b: given.append(a[2]) or make(*a, **b))
+    given, make = [], LLM.generate_stream
+    monkeypatch.setattr(LLM, "generate_stream", lambda *a, **b: given.append(a[2]) or make(*a, **b))
     first, second = generate(capsys, *argv, "--sampling-params", json.dumps(text), "--json")[
         "outputs"
     ]
@@ -415,8 +416,7 @@ def test_generate_obeys_sampling_params(capsys, speaking):
 @pytest.mark.usefixtures("simulated")
 def test_generate_prints_text(capsys, speaking):
     argv = ["generate", "--model", speaking, *SMALL, "--chat", "What is two?"]
-    assert main([*argv, "--json"]) == 0
-    [output] = json.loads(capsys.readouterr().out)["outputs"]
+    [output] = generate(capsys, *argv, "--json")["outputs"]
     assert main(argv) == 0
     assert capsys.readouterr().out == output["text"].strip() + "\n"
     assert main([*argv, "And four?"]) == 0
@@ -454,7 +454,7 @@ def assert_drafts(capsys, argv):
 def test_generate_drafts_with_the_models_own_module(capsys, tmp_path, checkpoints):
     argv = own_module_options(checkpoints, tmp_path)
     assert_drafts(capsys, argv)
-    assert "--method goes with --drafter" in fail(capsys, *argv, "--method", "eagle")
+    assert "eagle lacks a checkpoint" in fail(capsys, *argv, "--method", "eagle")
 
 
 @pytest.mark.slow

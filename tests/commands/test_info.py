@@ -408,7 +408,7 @@ def test_bad_input_is_one_clear_line(capsys, tmp_path):
 def test_bad_speculation_is_one_clear_line(capsys, tmp_path):
     small, llama = str(CONFIGS / "Qwen3.5-0.8B"), str(CONFIGS / LLAMA)
     assert "--k goes with --drafter" in fail(capsys, small, "--k", "3")
-    assert "--method goes with --drafter" in fail(capsys, small, "--method", "eagle3")
+    assert "eagle3 lacks a checkpoint" in fail(capsys, small, "--method", "eagle3")
     mtp = ["--method", "mtp"]
     assert "num_speculative_tokens=0" in fail(capsys, small, *mtp, "--k", "0")
     assert "needs a model with a module of its own" in fail(capsys, llama, *mtp)

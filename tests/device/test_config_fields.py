@@ -10,7 +10,8 @@ from support.targets import CONFIG_SIZES
 from specjax.checkpoint.demo import demo_folder
 from specjax.device.models.config_fields import CHANGES, HARMLESS, READ
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.registry import MODELS, describe_model, read_config
+from specjax.device.models.registry import KINDS, MODELS, describe_model, read_config
+from specjax.device.models.text_config import WRAPPERS
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 CLASSES = {
@@ -24,13 +25,26 @@ CLASSES = {
     "phi3": "Phi3Config",
     "gpt_oss": "GptOssConfig",
     "qwen3_next": "Qwen3NextConfig",
-    "qwen3_5": "Qwen3_5Config",
     "qwen3_5_text": "Qwen3_5TextConfig",
-    "qwen3_5_moe": "Qwen3_5MoeConfig",
     "qwen3_5_moe_text": "Qwen3_5MoeTextConfig",
     "deepseek_v3": "DeepseekV3Config",
     "glm4_moe": "Glm4MoeConfig",
     "glm4_moe_lite": "Glm4MoeLiteConfig",
+}
+WHOLES = {
+    "qwen3_5": "Qwen3_5Config",
+    "qwen3_5_moe": "Qwen3_5MoeConfig",
+    "qwen3_vl": "Qwen3VLConfig",
+    "qwen3_vl_moe": "Qwen3VLMoeConfig",
+    "qwen2_vl": "Qwen2VLConfig",
+    "qwen2_5_vl": "Qwen2_5_VLConfig",
+    "mistral3": "Mistral3Config",
+    "glm4v_moe": "Glm4vMoeConfig",
+    "llava": "LlavaConfig",
+    "internvl": "InternVLConfig",
+    "idefics3": "Idefics3Config",
+    "smolvlm": "SmolVLMConfig",
+    "voxtral": "VoxtralConfig",
 }
 
 
@@ -41,18 +55,50 @@ def described(kind="llama", **fields):
 
 def test_every_family_has_its_list():
     assert READ.keys() == MODELS.keys() == CLASSES.keys()
+    assert WRAPPERS.keys() == WHOLES.keys()
     assert not any(READ[kind] & HARMLESS for kind in READ) and not CHANGES.keys() & HARMLESS
 
 
-@pytest.mark.parametrize("kind", CLASSES)
-def test_the_defaults_of_transformers_are_taken(kind):
-    """Without a warning, which would be an error here."""
+# Default heads of some classes are 42 wide, and half of that is odd; published ones are 128 wide.
+WIDTH = {"head_dim": 128}
+DEFAULT_SIZES = {"glm4_moe": WIDTH, "glm4v_moe": {"text_config": {"num_attention_heads": 32}}}
+
+
+@pytest.mark.parametrize("kind, name", [*CLASSES.items(), *WHOLES.items()])
+def test_the_defaults_of_transformers_are_taken(kind, name):
+    """Without a warning, which would be an error here, and alike however they are saved."""
     transformers = pytest.importorskip("transformers")
-    # Its default heads are 42 wide, of which half is odd; those of published models are 128.
-    sizes = {"head_dim": 128} if kind == "glm4_moe" else {}
-    config = getattr(transformers, CLASSES[kind])(**sizes)
-    for fields in config.to_dict(), config.to_diff_dict(), json.loads(config.to_json_string()):
-        describe_model(HFConfig(fields, "config.json"))
+    config = getattr(transformers, name)(**DEFAULT_SIZES.get(kind, {}))
+    given = config.to_dict(), config.to_diff_dict(), json.loads(config.to_json_string())
+    one, *others = (describe_model(HFConfig(fields, "config.json")) for fields in given)
+    assert all(other == one for other in others)
+
+
+# Fields that transformers' classes require, or that the sizes of a test need.
+NEEDED = {
+    *(*CONFIG_SIZES, "model_type", "n_routed_experts", "moe_intermediate_size"),
+    *("num_experts_per_tok", "text_config", "vision_config"),
+}
+
+
+@pytest.mark.parametrize("kind, name", [*CLASSES.items(), *WHOLES.items()])
+def test_missing_fields_mean_what_transformers_has(kind, name):
+    kept = NEEDED | DEFAULT_SIZES.get(kind, {}).keys()
+    if kind == "ministral3":  # the scaling of queries must be in its config
+        kept |= {"rope_parameters"}
+
+    def pruned(fields):
+        return {
+            name: pruned(value) if name == "text_config" else value
+            for name, value in fields.items()
+            if name in kept
+        }
+
+    cls = getattr(pytest.importorskip("transformers"), name)
+    fields = pruned(cls(**DEFAULT_SIZES.get(kind, {})).to_dict())
+    whole = cls.from_dict(fields).to_dict()
+    one, other = (describe_model(HFConfig(given, "config.json")) for given in (fields, whole))
+    assert one == other
 
 
 def test_published_configs_are_taken():
@@ -143,8 +189,15 @@ def test_windows_that_contradict_themselves():
     "kind, near", [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None)]
 )
 def test_another_model_type_is_told_its_kin(kind, near):
-    text = refusal(lambda: described(kind), f"model_type={kind!r}", ", ".join(MODELS))
-    assert text.endswith(f"the nearest by name is {near!r}" if near else [*MODELS][-1])
+    text = refusal(lambda: described(kind), f"model_type={kind!r}", ", ".join(KINDS))
+    assert text.endswith(f"the nearest by name is {near!r}" if near else KINDS[-1])
+
+
+def test_text_models_and_wholes_that_are_not_read():
+    text = {"model_type": "gemma3_text", **CONFIG_SIZES}
+    words = "config.json: text_config", "model_type='gemma3_text'", "mistral3"
+    refusal(lambda: described("mistral3", text_config=text), *words)
+    refusal(lambda: described("llava_next", text_config=text), "model_type='llava_next'", "llava")
 
 
 def test_fields_that_nobody_knows_are_warned_of():

@@ -285,6 +285,6 @@ def test_more_drafts_than_the_ring_was_sized_for(checkpoints, monkeypatch):
     ],
 )
 def test_fields_of_other_types(fields, message):
-    fields = SIZES | {"model_type": "qwen3_5_text"} | fields
+    fields = SIZES | {"model_type": "qwen3_5"} | fields
     with pytest.raises(CheckpointError, match=message):
         describe_model(HFConfig(fields, "config.json"))

@@ -167,6 +167,21 @@ class TestEveryMethod:
         assert verdict.num_accepted.tolist() == [0] * ROWS
         np.testing.assert_array_equal(verdict.tokens[:, 0], plain_tokens(target, 0))
 
+    @pytest.mark.parametrize("fill", [-np.inf, np.nan])
+    def test_drafts_end_where_no_token_is_left(self, method, certain, fill):
+        """As if there had been no more of them; -1 takes the place of the token after the last."""
+        ends = np.resize(range(K + 1), ROWS)
+        draft, target = case(13, (1.0, 0.0, 0.3, 1.0, 2.0), certain=certain)
+        logits = target.logits.copy()
+        logits[np.arange(ROWS), ends] = fill
+        found = emitted(run(method, draft, replace(target, logits=logits)))
+        shorter = run(method, draft, replace(target, num_drafts=ends.astype(np.int32)))
+        expected = emitted(shorter)
+        for tokens, accepted, end in zip(expected, shorter.num_accepted, ends, strict=True):
+            tokens[end:] = [-1] if accepted == end else tokens[end:]
+        assert found == expected
+        assert {len(tokens) for tokens in found if tokens[-1] < 0} == set(range(1, K + 2))
+
 
 @pytest.mark.parametrize("method, certain", LOSSLESS)
 class TestEveryLosslessMethod:

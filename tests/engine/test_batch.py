@@ -33,7 +33,6 @@ from specjax.sampling_params import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
-    MAX_SEED,
     MAX_STOP_IDS,
     SamplingParams,
 )
@@ -147,7 +146,7 @@ FULL = make_sequence(
     7,
     MAX_LEN - 5,
     index=2,
-    seeds=(1, 2, MAX_SEED),
+    seeds=(1, 2, 2**32 - 1),
     stop_ids=tuple(range(60, 60 + MAX_STOP_IDS)),
     bad_words=tuple(tuple(range(i, i + 1 + i % MAX_BAD_WORD_TOKENS)) for i in range(MAX_BAD_WORDS)),
     processor=2**20,

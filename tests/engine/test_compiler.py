@@ -238,7 +238,7 @@ logging.basicConfig()
 
 def run(_):
     compiler = Compiler(lambda key, is_urgent: time.sleep(SECONDS) or print(key, "is compiled"))
-    compiler.ask(["first", "second"], is_urgent=True)
+    compiler.ask(["first"], is_urgent=True)
     print("begun", flush=True)
     compiler.get("first")
 

@@ -430,23 +430,26 @@ def test_special_tokens_are_not_text_unless_a_grammar_names_them():
     assert next_ids(named, texts.size) == {texts.id("a")}
 
 
-def test_a_text_that_the_model_cannot_spell_ends_with_a_warning():
+def test_a_text_that_the_model_cannot_spell_allows_no_token():
     """Nothing past "b" is a token of this model, which shows only once "a" is chosen."""
     texts = texts_of("tiny")
     size = texts.id("c")
     matcher = matcher_of("tiny", size, (EOS,), choice=["ax", "b"])
+    assert matcher.dead_end is None
     matcher.accept(texts.ids("a"))
-    with pytest.warns(UserWarning, match="no token of the model fits"):
-        assert next_ids(matcher, size) == {EOS}
-    assert not matcher.is_finished
+    assert next_ids(matcher, size) == set() and not matcher.is_finished
+    assert matcher.dead_end == "no token of the model fits"
+    endless = matcher_of("tiny", size, (), choice=["ax", "b"])
+    rows = endless.masks(texts.ids("ab"))
+    assert unpack(rows[0], size) == set(texts.ids("ab")) and not rows[1].any()
+    assert (rows[2] == -1).all() and not endless.is_finished
 
 
-def test_a_forbidden_token_ends_the_output_with_a_warning():
+def test_a_forbidden_token_is_refused():
     texts = texts_of("tiny")
     matcher = matcher_of("tiny", choice=["ab"])
-    with pytest.warns(UserWarning, match=f"token {texts.id('b')} is not allowed"):
+    with pytest.raises(ValueError, match=f"token {texts.id('b')} is not allowed"):
         matcher.accept(texts.ids("ba"))
-    assert matcher.is_finished and (matcher.masks([]) == -1).all()
 
 
 @pytest.mark.parametrize(
@@ -541,9 +544,9 @@ def test_a_grammar_whose_limits_are_used_up_is_compiled_anew(monkeypatch):
     grammar = compiler.compile(outputs)
     assert compiler.compile(outputs) is grammar
     matcher, rng = grammar.matcher(), np.random.default_rng(0)
-    with pytest.warns(UserWarning, match="ends unfinished: .*too many states"):
-        while next_ids(matcher, texts.size) != {EOS}:
-            matcher.accept([texts.id("ab"[rng.integers(2)])])
+    while next_ids(matcher, texts.size):
+        matcher.accept([texts.id("ab"[rng.integers(2)])])
+    assert "too many states" in matcher.dead_end
     anew = compiler.compile(outputs)
     assert anew is not grammar
     assert texts.id("a") in next_ids(anew.matcher(), texts.size)

@@ -236,16 +236,22 @@ def test_a_text_may_end_anywhere_in_what_a_step_gave(place):
 
 @pytest.mark.parametrize("last", [EOS, STOP, 10])
 def test_a_text_comes_before_other_ends_on_the_same_token(last):
-    sequence = make_sequence(max_tokens=2, watch=last, matcher=last)
-    sequence.append(RowOutput([20, last]))
-    assert end(sequence) == (True, "stop", f"text of {last}")
+    """A stop token has no text for a stop text to end in, unless it is included."""
+    for includes in True, False:
+        options = {"include_stop_str_in_output": includes}
+        sequence = make_sequence(max_tokens=2, watch=last, matcher=last, **options)
+        sequence.append(RowOutput([20, last]))
+        is_found = includes or last == 10
+        reason = f"text of {last}" if is_found else {EOS: None, STOP: STOP}[last]
+        assert end(sequence) == (True, "stop", reason)
+        assert sequence.hides_last == (not is_found)
 
 
 def test_a_watch_that_finds_nothing_changes_nothing():
     sequence = make_sequence(max_tokens=4, watch=99)
     assert sequence.append(RowOutput([10, 11])) == 2 and end(sequence) == (False, None, None)
     assert sequence.append(RowOutput([12, STOP])) == 2 and end(sequence) == (True, "stop", STOP)
-    assert sequence.watch.seen == [10, 11, 12, STOP]
+    assert sequence.watch.seen == [10, 11, 12]  # a stop token is not part of the text
 
 
 def test_a_grammar_ends_an_output():
@@ -283,6 +289,44 @@ def test_an_error_since_the_last_step_ends_the_output():
     sequence.error = error
     assert sequence.append(RowOutput([10])) == 0 and sequence.output == []
     assert end(sequence) == (True, "error", None) and sequence.error is error
+
+
+@pytest.mark.parametrize("before", [[], [10, 11]])
+@pytest.mark.parametrize(
+    "params, error, words",
+    [
+        (
+            {"min_tokens": 5, "bad_words": ["a"]},
+            ValueError,
+            "by bad_words, min_tokens=5; relax one",
+        ),
+        ({"allowed_token_ids": [3]}, ValueError, "by allowed_token_ids; relax one"),
+        ({}, RuntimeError, "logits are NaN"),
+    ],
+)
+def test_where_no_token_is_left_the_output_ends_before_it(before, params, error, words):
+    """The device has -1 in its place, and log-probabilities that mean nothing."""
+    sequence, row = make_sequence(logprobs=0, **params), [*before, -1]
+    assert sequence.append(RowOutput([20], logprobs=logprobs_of([20]))) == 1
+    assert sequence.append(RowOutput(row, len(before), logprobs_of(row))) == len(before)
+    assert sequence.output == [20, *before] and sequence.logprobs == logprobs_of([20, *before])
+    assert end(sequence) == (True, "error", None)
+    assert isinstance(sequence.error, error) and words in str(sequence.error)
+    assert f"follow the {1 + len(before)} tokens" in str(sequence.error)
+
+
+def test_a_text_that_ends_before_no_token_is_left_has_ended():
+    sequence = make_sequence(watch=11, allowed_token_ids=[3])
+    assert sequence.append(RowOutput([10, 11, -1])) == 2
+    assert end(sequence) == (True, "stop", "text of 11") and sequence.error is None
+
+
+def test_a_grammar_that_ends_too_early_for_min_tokens_is_an_error():
+    """Of a model without ends of sequence, where nothing else tells."""
+    sequence = make_sequence(matcher=12, min_tokens=3, structured_outputs={"choice": ["a"]})
+    sequence.matcher.dead_end = None
+    assert sequence.append(RowOutput([10, 12])) == 2 and end(sequence) == (True, "error", None)
+    assert "structured_outputs, min_tokens=3" in str(sequence.error)
 
 
 # --- log-probabilities of the prompt --------------------------------------------------------------

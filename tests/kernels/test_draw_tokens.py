@@ -100,13 +100,19 @@ def test_columns_go_by_their_names(kernels):
 
 @pytest.mark.every_jax
 @pytest.mark.parametrize("kernels", IMPLEMENTATIONS)
-def test_the_first_of_equals_and_rows_of_nothing(kernels):
+def test_the_first_of_equals_and_rows_that_leave_no_token(kernels):
+    """A NaN counts wherever it is; infinities and the lowest number are numbers."""
     logits, temperature, *others = arguments(*SHAPE)
     logits[:], temperature[:] = -np.inf, np.arange(SHAPE[0]) // 2 % 2
     logits[1, [4100, 70, 8999]] = 2.0
     logits[2, 9000] = 0.0
+    logits[4, 5], logits[5, 5] = np.finfo(np.float32).min, np.inf
+    logits[6:14] = 1.0
+    for row, column in enumerate((0, 63, 4095, 4096, 8191, 8192, 9000), start=6):
+        logits[row, column] = np.nan
+    logits[13] = np.nan
     tokens = compiled(logits, temperature, *others, kernels=kernels)
-    assert tokens.tolist() == [0, 70, 9000, *[0] * 13]
+    assert tokens.tolist() == [-1, 70, 9000, -1, 5, 5, *[-1] * 10]
 
 
 @pytest.mark.parametrize(

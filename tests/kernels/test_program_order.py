@@ -236,15 +236,14 @@ def nan_rows(*shape):
 
 @pytest.mark.parametrize("rest", [1, 5, 31, 32, 33, 4095])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_a_token_drawn_from_nan_is_in_the_vocabulary(rest, temperature, checker):
+def test_rows_with_nan_have_no_token(rest, temperature, checker):
     """Also where the maximum of a tile, which ignores NaN, is that of the lanes past the end."""
     vocab_size, index = 4096 + rest, np.arange(4, dtype=np.int32)
     logits = nan_rows(vocab_size)
     temperatures, seeds = np.full(4, temperature, np.float32), index.astype(np.uint32)
     given = logits, temperatures, seeds, 0, (index,)
     tokens = np.asarray(draw_tokens(*given, kernels="triton"))
-    assert not checker.faults and np.all((tokens >= 0) & (tokens < vocab_size))
-    assert tokens[2] == vocab_size - 1 and np.isfinite(logits[3, tokens[3]])
+    assert not checker.faults and np.all(tokens == -1)
 
 
 @pytest.mark.parametrize("num_numbers", [1, 400, 899])  # more or fewer NaN than candidates fit

@@ -12,7 +12,8 @@ from specjax import SamplingParams
 from specjax.checkpoint.save import save_checkpoint
 from specjax.device.models.registry import MODELS, load_model
 from specjax.rl import RolloutEngine, save_model
-from specjax.rl.weights import read_named, stage_target
+from specjax.rl.named import read_named
+from specjax.rl.weights import stage_target
 from specjax.train.data import Document
 from specjax.train.drafter import KINDS, HeadSizes, train_drafter
 from specjax.train.loop import Schedule

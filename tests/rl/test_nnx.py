@@ -10,6 +10,7 @@ from safetensors.numpy import load_file
 from support.engines import VOCAB
 from support.rollouts import SETTINGS, log_softmax
 
+from specjax import SamplingParams
 from specjax.device.models.registry import load_model
 from specjax.rl.engine import RolloutEngine
 from specjax.rl.nnx import ArrayRule, PolicyModule, from_heads, hf_named, to_heads, transposed
@@ -109,11 +110,11 @@ def test_the_engine_generates_from_what_was_trained(target):
             update(policy, optimizer)
             engine.update_weights(nnx.state(policy, nnx.Param))
         assert engine.version == 2 and engine.checksum() != before
-        (rollout,) = engine.generate([[1, 2, 3]])
-        sequence = np.concatenate([rollout.prompt_token_ids, rollout.token_ids])
-        logps = log_softmax(np.asarray(logits_of(policy, jnp.asarray(sequence)[None])))
-        chosen = logps[0, np.arange(2, len(sequence) - 1), rollout.token_ids]
-        np.testing.assert_allclose(rollout.logprobs, chosen, atol=1e-4)
+        sampled = SamplingParams(n=2, temperature=0.7, max_tokens=6)
+        rows = engine.generate([[1, 2, 3], [7, 2, 2, 8, 11]], sampled).padded(pad_id=0).joined()
+        logps = log_softmax(np.asarray(logits_of(policy, rows.tokens[:, :-1])) / 0.7)
+        chosen = np.take_along_axis(logps, rows.tokens[:, 1:, None], axis=-1)[..., 0]
+        np.testing.assert_allclose(rows.logprobs[rows.mask], chosen[rows.mask], atol=1e-4)
 
 
 def tunix_state(folder, *, is_scanned=False, asarray=np.asarray):

@@ -54,6 +54,16 @@ def test_prompts_end_and_outputs_begin_in_one_column():
     assert {kinds.pop("mask"), kinds.pop("is_complete")} == {"bool"}
     assert {kinds.pop("logprobs"), kinds.pop("raw_logprobs")} == {"float32"}
     assert set(kinds.values()) == {"int32"}
+    rows = arrays.joined()
+    assert rows.tokens.tolist() == [[1, 2, 3, 4, 5, PAD], [1] + [PAD] * 5, [8, 9, 1, 2, 3, PAD]]
+    assert rows.mask.tolist() == [
+        [False] * 2 + [True] * 2 + [False],
+        [False] * 5,
+        [False] + [True] * 3 + [False],
+    ]
+    assert rows.logprobs.tolist() == [[0, 0, -1, -2, 0], [0] * 5, [0, -1, -2, -3, 0]]
+    assert rows.raw_logprobs.tolist() == (2 * rows.logprobs).tolist()
+    assert rows.versions.tolist() == [[-1, -1, 3, 4, -1], [-1] * 5, [-1, 4, 4, 4, -1]]
 
 
 def test_widths_may_be_given():
@@ -61,6 +71,7 @@ def test_widths_may_be_given():
     arrays = batch.padded(PAD, prompt_length=4, length=3)
     assert arrays.prompt_tokens.tolist() == [[PAD, PAD, 1, 2]]
     assert arrays.tokens.tolist() == [[3, PAD, PAD]] and arrays.raw_logprobs is None
+    assert arrays.joined().tokens.tolist() == [[1, 2, 3, PAD, PAD, PAD, PAD]]
     with pytest.raises(ValueError, match="prompt_length=1 is less than the 2"):
         batch.padded(PAD, prompt_length=1)
     with pytest.raises(ValueError, match="length=0 is less than the 1"):

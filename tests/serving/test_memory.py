@@ -45,7 +45,7 @@ def hybrid(checkpoints):
 @pytest.fixture
 def no_weights(monkeypatch):
     monkeypatch.setattr(
-        "specjax.serving.assembly.load_model", lambda *_: pytest.fail("weights were read")
+        "specjax.serving.assembly.load_weights", lambda *_: pytest.fail("weights were read")
     )
     monkeypatch.setattr(
         "specjax.serving.source.load_drafter", lambda *_: pytest.fail("weights were read")

@@ -75,7 +75,7 @@ def test_shapes_that_do_not_cover_a_step_are_refused(folder, options, words):
 def test_options_that_are_not_there(folder, make, monkeypatch):
     """A removed one says what does its work now, any other the nearest that there is."""
     monkeypatch.setattr(
-        "specjax.serving.assembly.load_model", lambda *_: pytest.fail("weights were read")
+        "specjax.serving.assembly.load_weights", lambda *_: pytest.fail("weights were read")
     )
     num_threads = threading.active_count()
     with pytest.raises(ValueError, match="steps_per_dispatch=4 was removed.*async_scheduling=True"):

@@ -9,6 +9,8 @@ from typing import Any
 
 from support.weights import HeadFiles, TargetFiles, randomise, rewrite
 
+from specjax.device.models.text_config import FAMILIES, WRAPPERS
+
 VOCAB = 96
 CONFIG_SIZES: Mapping[str, Any] = {
     "vocab_size": VOCAB,
@@ -82,9 +84,55 @@ VISION_SIZES = {
 }
 
 
+# The other part of models with more than text, as small as may be.
+_PIXTRAL = {"num_hidden_layers": 1, "hidden_size": 16, "intermediate_size": 16, "image_size": 8}
+_ENCODER = {**_PIXTRAL, "num_attention_heads": 2, "patch_size": 4}
+_OTHER_PARTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl": {"embed_dim": 16, "depth": 1, "num_heads": 2, "hidden_size": 32},
+    "qwen2_5_vl": {**VISION_SIZES, "fullatt_block_indexes": [0], "window_size": 8},
+    "qwen3_vl": {**VISION_SIZES, "deepstack_visual_indexes": [0]},
+    "qwen3_vl_moe": {**VISION_SIZES, "deepstack_visual_indexes": [0]},
+    "glm4v_moe": {**VISION_SIZES, "image_size": 8},
+    "mistral3": {**_ENCODER, "model_type": "pixtral", "head_dim": 8},
+    "llava": {**_ENCODER, "model_type": "clip_vision_model"},
+    "internvl": {**_ENCODER, "image_size": [8, 8], "patch_size": [4, 4]},
+    "idefics3": _ENCODER,
+    "smolvlm": _ENCODER,
+    "voxtral": {**_ENCODER, "num_mel_bins": 8, "max_source_positions": 8},
+}
+_MROPE = {"rope_type": "default", "rope_theta": 300.0, "mrope_section": [1, 1, 2]}
+# Sizes that the text models of these need, of whatever family.
+_TEXTS: Mapping[str, Mapping[str, Any]] = {
+    "qwen2_vl_text": {"rope_parameters": _MROPE},
+    "qwen2_5_vl_text": {"rope_parameters": _MROPE},
+    "qwen3_vl_text": {"rope_parameters": _MROPE, "head_dim": 8},
+    "qwen3_vl_moe_text": {"rope_parameters": _MROPE, "head_dim": 8},
+    "glm4v_moe_text": {
+        "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    },
+}
+
+
 def _hf_config(kind: str, given: Mapping[str, Any]) -> Any:
     import transformers
 
+    whole = WRAPPERS.get(kind)
+    text = given.get("model_type", kind if whole is None else whole.text)
+    config = _text_sizes(text) | given
+    if whole is None:
+        return transformers.AutoConfig.for_model(kind, **config)
+    width = {} if kind == "qwen2_vl" else {"out_hidden_size": config["hidden_size"]}
+    other = _OTHER_PARTS.get(kind, VISION_SIZES)
+    named = "audio_config" if kind == "voxtral" else "vision_config"
+    return transformers.AutoConfig.for_model(
+        kind,
+        text_config=config | {"model_type": text},
+        tie_word_embeddings=config["tie_word_embeddings"],
+        **{named: {**other, **(width if other.get("depth") else {})}},
+    )
+
+
+def _text_sizes(kind: str) -> dict[str, Any]:
     sizes = {
         "vocab_size": VOCAB,
         "hidden_size": 32,
@@ -97,38 +145,37 @@ def _hf_config(kind: str, given: Mapping[str, Any]) -> Any:
         "eos_token_id": None,
         "pad_token_id": None,
         "tie_word_embeddings": False,
+        **_TEXTS.get(kind, {}),
     }
+    family = FAMILIES.get(kind, kind)
     if _is_hybrid(kind):
         sizes |= HYBRID_SIZES
-    if kind in LATENT_KINDS:
+    if family in LATENT_KINDS:
         sizes |= LATENT_SIZES
-    elif kind == "glm4_moe":
+    elif family == "glm4_moe":
         sizes |= SIGMOID_SIZES
     elif "moe" in kind or kind == "qwen3_next":
         sizes |= MOE_SIZES
-        if kind != "qwen3_moe":
+        if family != "qwen3_moe":
             sizes["shared_expert_intermediate_size"] = 20
     if kind == "gpt_oss":
         sizes |= GPT_OSS_SIZES
-    if kind in ("deepseek_v3", "glm4_moe"):
+    if family in ("deepseek_v3", "glm4_moe"):
         sizes |= {"first_k_dense_replace": 1}
-    config = sizes | given
-    if not _has_vision(kind):
-        return transformers.AutoConfig.for_model(kind, **config)
-    return transformers.AutoConfig.for_model(
-        kind,
-        text_config=config,
-        vision_config=VISION_SIZES | {"out_hidden_size": config["hidden_size"]},
-        tie_word_embeddings=config["tie_word_embeddings"],
-    )
+    return sizes
 
 
 def _is_hybrid(kind: str) -> bool:
     return kind == "qwen3_next" or kind.startswith("qwen3_5")
 
 
-def _has_vision(kind: str) -> bool:
-    return kind in ("qwen3_5", "qwen3_5_moe")
+def _auto_class(kind: str) -> Any:
+    import transformers
+
+    if kind == "voxtral":
+        return transformers.AutoModelForMultimodalLM
+    is_whole = kind in WRAPPERS
+    return getattr(transformers, f"AutoModelFor{'ImageTextToText' if is_whole else 'CausalLM'}")
 
 
 def write_target(
@@ -142,12 +189,7 @@ def write_target(
     torch.set_num_threads(1)
     hf_config = _hf_config(kind, config)
     hf_config._attn_implementation = "eager"
-    auto = (
-        transformers.AutoModelForImageTextToText
-        if _has_vision(kind)
-        else transformers.AutoModelForCausalLM
-    )
-    model = auto.from_config(hf_config, dtype=torch.float32).eval()
+    model = _auto_class(kind).from_config(hf_config, dtype=torch.float32).eval()
     # The norm of a recurrent layer's output is a plain one.
     plain_norms = "linear_attn.norm" if _is_hybrid(kind) else "norm"
     buffers = {n: x for n, x in model.named_buffers() if n.endswith("e_score_correction_bias")}

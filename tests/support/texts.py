@@ -1,12 +1,13 @@
-"""Checkpoints with tokenizers, and LLMs of them: simulated, or of one size for all tests."""
+"""Folders with tokenizers, and LLMs of them: simulated, or of one size for all tests."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 from support.checkpoints import Checkpoints
 from support.engines import make_llm, simulated_engines
 from support.scripts import Script
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specjax import LLM
 
@@ -42,3 +43,20 @@ def letters_folder(checkpoints: Checkpoints) -> Path:
     """What real engines of tests of texts run: its outputs repeat themselves, for prompt lookup."""
     target = checkpoints.target("llama", tie_word_embeddings=True, eos_token_id=LETTERS_EOS)
     return checkpoints.with_letters(target.folder)
+
+
+def write_files(folder: Path, files: dict[str, Any], *known: AddedToken) -> Path:
+    """A tokenizer of bytes with `known` added tokens, then the files; one may edit it."""
+    vocab = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab | {"</s>": 256}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_tokens(list(known))
+    tokenizer.save(str(folder / "tokenizer.json"))
+    for name, content in ({"config.json": {}} | files).items():
+        path = folder / name
+        if name == "tokenizer.json":
+            content = json.loads(path.read_text()) | content
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return folder

@@ -1,8 +1,90 @@
-"""What a folder's tokenizer files are, and what to do where they are not what is read here."""
+"""A folder's tokenizer files against transformers, and what to do where they cannot be read."""
 
-from support.refusals import refusal
+import pytest
+from support.refusals import label, refusal
+from support.texts import write_files
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
 
-from specjax.text.tokenizer import load_tokenizer
+from specjax.checkpoint.save import copy_tokenizer
+from specjax.checkpoint.token_map import read_texts
+from specjax.text.tokenizer import load_tokenizer, read_eos_ids
+
+TEXT = "<s>a b</s> <tool>c <img>\n</s><|end|>d  <pad>"
+BOS = {
+    "content": "<s>",
+    "lstrip": False,
+    "normalized": False,
+    "rstrip": False,
+    "single_word": False,
+}
+END = BOS | {"content": "<|end|>", "rstrip": True}
+MAP = {"bos_token": BOS, "eos_token": "</s>"}
+
+
+CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
+CUT = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
+PADS = {"strategy": {"Fixed": 30}, "direction": "Left", "pad_to_multiple_of": None}
+PADS |= {"pad_id": 7, "pad_type_id": 0, "pad_token": "<pad>"}
+TOKENIZER_FILES = [
+    {},
+    {"tokenizer.json": {"truncation": CUT}},
+    {"tokenizer.json": {"padding": PADS}},
+    {CONFIG: {"bos_token": "<s>", "eos_token": {"__type": "AddedToken", **END}}},
+    {SPECIAL: MAP},
+    {SPECIAL: MAP, CONFIG: {"eos_token": "<|end|>", "add_bos_token": True, "add_eos_token": True}},
+    {SPECIAL: MAP, CONFIG: {"added_tokens_decoder": {"257": END, "300": BOS}}},
+    {SPECIAL: MAP, CONFIG: {"added_tokens_decoder": {}}},
+    {CONFIG: {"added_tokens_decoder": {"9": BOS | {"special": True}}, "bos_token": "<s>"}},
+    {"added_tokens.json": {"<tool>": 258, "<s>": 257}, SPECIAL: MAP},
+    {"added_tokens.json": {"<tool>": 257}},
+    {CONFIG: {"extra_special_tokens": ["<tool>", "<|end|>"]}},
+    {CONFIG: {"additional_special_tokens": ["<tool>"]}},
+    {SPECIAL: {"additional_special_tokens": ["<tool>", "<img>"]}},
+    {SPECIAL: {"extra_special_tokens": [END]}, CONFIG: {"extra_special_tokens": ["<tool>"]}},
+    {CONFIG: {"extra_special_tokens": {"image_token": "<img>", "end": "<|end|>"}}},
+    {CONFIG: {"image_token": "<img>", "eos_token": None}},
+    {CONFIG: {"split_special_tokens": True, "bos_token": "<s>"}},
+]
+
+
+@pytest.mark.parametrize("files", TOKENIZER_FILES, ids=label)
+@pytest.mark.parametrize("known", [(), (AddedToken("<tool>"), AddedToken("<s>", special=True))])
+def test_tokens_are_those_of_transformers(tmp_path, files, known):
+    ours = load_tokenizer(write_files(tmp_path, files, *known))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ours is not None and ours.special_tokens == theirs.special_tokens_map
+    ids = ours.encode(TEXT, add_special_tokens=False)
+    assert ids == theirs.encode(TEXT, add_special_tokens=False)
+    assert ours.encode(TEXT) == theirs.encode(TEXT)
+    assert ours.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+    assert ours.decode(ids, skip_special_tokens=False) == theirs.decode(ids)
+    eos = theirs.eos_token_id
+    assert read_eos_ids(tmp_path, ours) == (() if eos is None else (eos,))
+    texts = read_texts(tmp_path)
+    assert texts is not None
+    assert texts.texts == {i: text.replace("Ġ", " ") for text, i in theirs.get_vocab().items()}
+
+
+def test_ends_of_sequence_are_the_files_and_the_tokenizers(tmp_path):
+    tokenizer = load_tokenizer(write_files(tmp_path, {SPECIAL: MAP}))
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [5, 256, 9]}')
+    assert read_eos_ids(tmp_path, tokenizer) == (5, 256, 9)
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 5}')
+    assert read_eos_ids(tmp_path, tokenizer) == (5, 256) and read_eos_ids(tmp_path, None) == (5,)
+
+
+def test_copies_hold_all_files_of_a_tokenizer(tmp_path):
+    source, copy = tmp_path / "source", tmp_path / "copy"
+    source.mkdir()
+    copy.mkdir()
+    files = {SPECIAL: MAP, "added_tokens.json": {"<tool>": 258, "<s>": 257}}
+    write_files(source, files | {"additional_chat_templates/tool_use.jinja": "tools"})
+    copy_tokenizer(source, copy)
+    before, after = load_tokenizer(source), load_tokenizer(copy)
+    assert before is not None and after is not None
+    assert after.encode(TEXT) == before.encode(TEXT)
+    assert after.named_templates == before.named_templates == {"tool_use": "tools"}
 
 
 def test_a_folder_with_only_a_sentencepiece_model(tmp_path):

@@ -21,6 +21,7 @@ from specjax.device.cache.kind import CacheKind, CacheSizes
 from specjax.device.drafters.checkpoint import DrafterFiles
 from specjax.device.drafters.drafter import DraftContext, Drafter, Observation, Params
 from specjax.device.drafters.head import DraftHead, HeadDrafter
+from specjax.device.loading import Log
 from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
@@ -135,9 +136,9 @@ HeadLoad = Callable[[DrafterFiles, SpeculativeConfig, Model, np.dtype], tuple[An
 
 def chain_loader(
     load_head: HeadLoad, make: Callable[[Any, bool], Drafter] = ChainDrafter
-) -> Callable[[Path | None, SpeculativeConfig, Model, np.dtype, Placement], tuple[Drafter, Any]]:
-    """Make the `Load` function of a drafter from one that reads its head, and one that makes the
-    drafter of a head, and of whether it is greedy."""
+) -> Callable[..., tuple[Drafter, Any]]:
+    """Make the `registry.Load` function of a drafter from one that reads its head, and one that
+    makes the drafter of a head, and of whether it is greedy."""
 
     def load(
         folder: Path | None,
@@ -145,11 +146,12 @@ def chain_loader(
         target: Model,
         dtype: np.dtype,
         placement: Placement,
+        log: Log,
     ) -> tuple[Drafter, Any]:
         assert folder is not None, config.method
         hf = read_config(folder)
         refuse_quantised(hf)
-        files = DrafterFiles(open_weights(folder, hf, dtype), hf, placement)
+        files = DrafterFiles(open_weights(folder, hf, dtype), hf, placement, log)
         head, params = load_head(files, config, target, dtype)
         return make(head, config.draft_sample_method == "greedy"), params
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles
-from specjax.device.loading import load_params
+from specjax.device.loading import Log, load_params, no_log
 from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
@@ -34,6 +34,7 @@ class DrafterFiles:
     tensors: TensorFiles
     hf: HFConfig
     placement: Placement  # where the parameters go
+    log: Log = no_log
 
     @classmethod
     def without_weights(cls, folder: Path) -> "DrafterFiles":

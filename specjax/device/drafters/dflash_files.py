@@ -23,6 +23,7 @@ from specjax.device.drafters.dflash import (
     Refinement,
     first_layer,
 )
+from specjax.device.loading import Log
 from specjax.device.models import llama
 from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.hf_config import HFConfig
@@ -60,6 +61,7 @@ def load(
     target: Model,
     dtype: np.dtype,
     placement: Placement,
+    log: Log,
 ) -> tuple[DFlashDrafter, DFlashParams]:
     """Load a head in the layout of its authors, of speculators, or of transformers.
 
@@ -68,7 +70,7 @@ def load(
             not supported.
     """
     assert folder is not None, config.method
-    files = DrafterFiles(_open(folder), read_config(folder), placement)
+    files = DrafterFiles(_open(folder), read_config(folder), placement, log)
     head = _read_head(files, config, target)
     params = files.load(head.specs(files.tensors.names()), dtype, unused=UNUSED)
     ids = read_target_ids(files, head.draft_vocab_size, target)

@@ -9,7 +9,7 @@ A model with another tokenizer reads the target's tokens as its own of the same 
 unknown token, and drafts tokens that both have (Timor et al. 2025, token-level intersection).
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.head import HeadDrafter, on_rows
+from specjax.device.loading import Log
 from specjax.device.models.model import (
     Model,
     init_caches,
@@ -33,7 +34,13 @@ from specjax.device.models.model import (
     restore_snapshots,
     take_snapshots,
 )
-from specjax.device.models.registry import describe_model, is_unused, load_model, read_config
+from specjax.device.models.registry import (
+    describe_model,
+    is_unused,
+    load_model,
+    named_specs,
+    read_config,
+)
 from specjax.device.placement import Placement
 from specjax.device.verification import Draft
 
@@ -62,7 +69,8 @@ class ModelWeights:
 
     def specs(self, names: Collection[str] = ()) -> Any:
         """Return the model's parameters, by the names of its checkpoint."""
-        return DraftModelParams(self.model.specs(names))
+        shapes = names if isinstance(names, Mapping) else dict.fromkeys(names, ())
+        return DraftModelParams(named_specs(self.model, shapes))
 
     def is_unused(self, name: str) -> bool:
         """See `DrafterWeights.is_unused`."""
@@ -218,6 +226,7 @@ def load(
     target: Model,
     dtype: np.dtype,
     placement: Placement,
+    log: Log,
     target_folder: Path | None = None,
 ) -> tuple[DraftModel, DraftModelParams]:
     """Load a checkpoint of any model; tokenizers are compared if `target_folder` is known.
@@ -234,7 +243,7 @@ def load(
             "target's vocabulary"
         )
     tokens = None if target_folder is None else match((target_folder, folder), sizes)
-    model, params = load_model(folder, dtype, placement)
+    model, params = load_model(folder, dtype, placement, log)
     if tokens is not None:
         tokens = TokenMap(*map(placement.put, tokens))
     drafter = DraftModel(ModelWeights(model), is_greedy=config.draft_sample_method == "greedy")

@@ -147,7 +147,7 @@ class DraftContext:
         """Return the drafts i32[B T] of logits f32[B T, V_d]: T of each request from the one with
         number `first` on; and the distributions f32[B T, V] or None, see `draw`."""
         if is_greedy:
-            best = argmax(logits)
+            best = jnp.maximum(argmax(logits), 0)
             return (best if token_ids is None else token_ids[best]), None
         count, sampling = len(logits) // len(self.starts), self.requests.at(self.slots).sampling
         if self.shares_noise:

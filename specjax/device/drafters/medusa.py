@@ -25,6 +25,7 @@ from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.checkpoint import DrafterFiles, read_target_ids
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.head import HeadDrafter, on_rows
+from specjax.device.loading import Log
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
@@ -164,6 +165,7 @@ def load(
     target: Model,
     dtype: np.dtype,
     placement: Placement,
+    log: Log,
 ) -> tuple[MedusaDrafter, MedusaParams]:
     """Load heads in vLLM's layout, or in the authors' (`medusa_lm_head`).
 
@@ -174,7 +176,7 @@ def load(
     hf = read_config(folder)
     first = find_first_file(folder)
     tensors = open_checkpoint(folder) if first is None else open_file(first)
-    files, names = DrafterFiles(tensors, hf, placement), tensors.names()
+    files, names = DrafterFiles(tensors, hf, placement, log), tensors.names()
     heads = _read_heads(files, config, target)
     ids = read_target_ids(
         *(files, heads.draft_vocab_size, target, TOKEN_MAP),

@@ -8,7 +8,7 @@ unless the target has several modules: see `mtp_modules`.
 Families of targets differ in what the layer is and how the tensors are called, see `NAMES`.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
 from specjax.device.models.qwen3_5 import Qwen35
+from specjax.device.models.tensor_names import EMBEDDING, HEAD
 
 
 @jax.tree_util.register_dataclass
@@ -54,7 +55,7 @@ class ModuleNames(NamedTuple):
     layer: str  # "" for tensors of the layer that follow the prefix itself
     num_field: str  # of the config: how many modules there are, or layers of the module
     has_several: bool = False  # whether it counts modules
-    copies: tuple[str, ...] = ()  # tensors of a module that repeat the target's
+    copies: Mapping[str, str] = {}  # tensors of a module that repeat the target's, with the latter
 
 
 _AS_LAYERS = ModuleNames(
@@ -66,7 +67,7 @@ _AS_LAYERS = ModuleNames(
     layer="",
     num_field="num_nextn_predict_layers",
     has_several=True,
-    copies=("embed_tokens.weight", "shared_head.head.weight"),
+    copies={"embed_tokens.weight": EMBEDDING, "shared_head.head.weight": HEAD},
 )
 # By the class of the target.
 NAMES: dict[type, ModuleNames] = {
@@ -103,6 +104,12 @@ class MTPHead:
         """See `DrafterWeights.prefix_in_target`."""
         return self.names.prefix(self.shape, self.number)
 
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Tensors that repeat the target's, with the latter."""
+        prefix = self.prefix_in_target
+        return {f"{prefix}{name}": own for name, own in self.names.copies.items()}
+
     def drafter(self, is_greedy: bool) -> ChainDrafter:
         """Return the drafter that runs the module."""
         return ChainDrafter(self, is_greedy)
@@ -132,8 +139,7 @@ class MTPHead:
 
     def is_unused(self, name: str) -> bool:
         """See `DrafterWeights.is_unused`; true for the target's tensors, and copies of them."""
-        prefix = self.prefix_in_target
-        return not name.startswith(prefix) or name.removeprefix(prefix) in self.names.copies
+        return not name.startswith(self.prefix_in_target) or name in self.copies
 
     def fuse(self, params: MTPParams, features: Features) -> jax.Array:
         """Return the target's final hidden state, unchanged."""

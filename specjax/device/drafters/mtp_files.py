@@ -1,11 +1,12 @@
 """Reading the MTP modules of a target's checkpoint."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.files import open_file
+from specjax.checkpoint.files import TensorFiles, open_file
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.checkpoint import DrafterFiles
 from specjax.device.drafters.drafter import Drafter
@@ -13,6 +14,8 @@ from specjax.device.drafters.mtp import NAMES, MTPHead
 from specjax.device.drafters.mtp_modules import ModulesHead
 from specjax.device.loading import load_params
 from specjax.device.models.model import Model
+from specjax.device.models.registry import named_specs
+from specjax.device.models.tensor_names import EMBEDDING, TensorNames, is_within
 
 
 def drafter(head: MTPHead | ModulesHead, is_greedy: bool = False) -> Drafter:
@@ -26,21 +29,43 @@ def load(
     """Load the modules from the target's files, or from mtp.safetensors in the same folder."""
     kind = files.hf.get("model_type", None)
     head = of_own_shape(target, f"{files.hf.origin} (model_type={kind!r})")
-    tensors = files.tensors
+    tensors, prefix = files.tensors, head.prefix_in_target
     beside = tensors.folder / "mtp.safetensors"
-    prefix = head.prefix_in_target
-    if not any(name.startswith(prefix) for name in tensors.names()) and beside.exists():
+    if not any(is_within(name, (prefix,)) for name in tensors.names()) and beside.exists():
         tensors = open_file(beside)
-    fc = f"{prefix}{NAMES[type(target)].fc}.weight"
+    names = TensorNames.of(tensors.names())
+    fc = names.stored(f"{prefix}{NAMES[type(target)].fc}.weight")
     if fc not in tensors.names():
         raise CheckpointError(
             f"{tensors.folder} has no tensor {fc}, so method 'mtp' has nothing to draft with; add "
             f"the {prefix}* tensors of the original checkpoint, which exports leave out, as "
             "mtp.safetensors, or use another method"
         )
-    specs = head.specs(tensors.names())
-    params = load_params(tensors, specs, dtype, placement=files.placement, ignore=head.is_unused)
+    params = load_params(
+        tensors,
+        named_specs(head, tensors.shapes()),
+        dtype,
+        placement=files.placement,
+        ignore=lambda name: head.is_unused(names.canonical(name)),
+    )
+    _compare_copies(files, tensors, head)
     return head, params
+
+
+def _compare_copies(files: DrafterFiles, tensors: TensorFiles, head: MTPHead | ModulesHead) -> None:
+    """Log which of the modules' copies differ from the target's tensors."""
+    names, own = TensorNames.of(tensors.names()), TensorNames.of(files.tensors.names())
+    both = replace(files.tensors, tensors={**tensors.tensors, **files.tensors.tensors})
+    for copy, original in head.copies.items():
+        stored = names.stored(copy)
+        theirs = own.stored(original)
+        if theirs not in both.names():  # a tied head
+            theirs = own.stored(EMBEDDING)
+        if {stored, theirs} <= both.names() and not both.equal(stored, theirs):
+            files.log(
+                f"{tensors.folder}: {stored} differs from {theirs}, which is used for both; if "
+                "few drafts are accepted, this may be why"
+            )
 
 
 def of_own_shape(target: Model, origin: str) -> MTPHead | ModulesHead:

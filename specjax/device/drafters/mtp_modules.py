@@ -9,7 +9,7 @@ last module, the draft tokens come from it again, fed with its own output.
 What module i takes at the first rows of a request, p < i, does not exist; it is zero here.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -44,6 +44,11 @@ class ModulesHead:
     def prefix_in_target(self) -> str:
         """That of the first module's tensors."""
         return self.modules[0].prefix_in_target
+
+    @property
+    def copies(self) -> Mapping[str, str]:
+        """Tensors that repeat the target's, with the latter."""
+        return {name: own for module in self.modules for name, own in module.copies.items()}
 
     def drafter(self, is_greedy: bool) -> "ModulesDrafter":
         """Return the drafter that runs them."""

@@ -46,7 +46,12 @@ class NGramDrafter(Stateless):
 
 
 def load(
-    folder: Path | None, config: SpeculativeConfig, target: Model, dtype: Any, placement: Any
+    folder: Path | None,
+    config: SpeculativeConfig,
+    target: Model,
+    dtype: Any,
+    placement: Any,
+    log: Any,
 ) -> tuple[NGramDrafter, None]:
     """Return the drafter that a config describes; there is no checkpoint."""
     min_size, max_size = config.prompt_lookup_min, config.prompt_lookup_max

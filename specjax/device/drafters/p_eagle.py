@@ -30,6 +30,7 @@ from specjax.device.drafters.checkpoint import DrafterFiles, embed_tokens, read_
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.eagle3 import Eagle3Head, Eagle3Params
 from specjax.device.drafters.head import HeadDrafter, on_rows
+from specjax.device.loading import Log
 from specjax.device.models.config_fields import refuse_quantised
 from specjax.device.models.decoder import DecoderLayer, decoder_layer
 from specjax.device.models.hf_config import HFConfig
@@ -162,6 +163,7 @@ def load(
     target: Model,
     dtype: np.dtype,
     placement: Placement,
+    log: Log,
 ) -> tuple[PEagleDrafter, PEagleParams]:
     """Load a head in the layout of EAGLE-3 (AWS) or of speculators ("peagle").
 
@@ -171,7 +173,7 @@ def load(
     assert folder is not None, config.method
     hf = read_config(folder)
     refuse_quantised(hf)
-    files = DrafterFiles(open_checkpoint(folder), hf, placement)
+    files = DrafterFiles(open_checkpoint(folder), hf, placement, log)
     if not files.has("mask_hidden"):
         raise CheckpointError(
             f"{files.tensors.folder} has no tensor mask_hidden, which P-EAGLE drafts with; use "

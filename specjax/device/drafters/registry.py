@@ -23,10 +23,11 @@ from specjax.device.drafters import (
 from specjax.device.drafters.chain import ChainDrafter, chain_loader
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.drafters.eagle import EagleHead
+from specjax.device.loading import Log, no_log
 from specjax.device.models.model import Model
 from specjax.device.placement import Placement, default_device
 
-Load = Callable[..., tuple[Drafter, Any]]  # (folder, config, target, dtype, placement)
+Load = Callable[..., tuple[Drafter, Any]]  # (folder, config, target, dtype, placement, log)
 DRAFTERS: dict[str, Load] = {
     "eagle": chain_loader(eagle.load),
     "eagle3": chain_loader(eagle3.load),
@@ -61,11 +62,13 @@ def load_drafter(
     dtype: np.dtype,
     placement: Placement | None = None,
     target_folder: Path | None = None,
+    log: Log = no_log,
 ) -> tuple[Drafter, Any]:
     """Load the drafter of a config and its parameters, checked against the target.
 
     `folder` is its checkpoint; None for a method without one. The parameters go where `placement`
-    says; None for `default_device`. `target_folder` is the target's checkpoint, if it has one.
+    says; None for `default_device`. `target_folder` is the target's checkpoint, if it has one. A
+    line in `log` says what is not loaded, and what differs from the values used.
 
     Raises:
         CheckpointError: the files are damaged, or were made for another target.
@@ -73,7 +76,7 @@ def load_drafter(
     load = DRAFTERS[config.method]
     if config.method in COMPARING:
         load = partial(load, target_folder=target_folder)
-    return load(folder, config, target, dtype, placement or Placement.on(default_device()))
+    return load(folder, config, target, dtype, placement or Placement.on(default_device()), log)
 
 
 def shape_drafter(method: str, target: Model, origin: str, dtype: str) -> tuple[Drafter, Any]:

@@ -7,12 +7,13 @@ The effect of the rest is unknown, and published configs have many: those that a
 a warning.
 """
 
-import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Set
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
+from specjax.checks import warn
 from specjax.device.models.hf_config import HFConfig
+from specjax.device.models.text_config import OTHER_PARTS, read_text
 
 _SIZES = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "head_dim"),
@@ -47,9 +48,6 @@ _HYBRID = (
     *("linear_num_key_heads", "linear_num_value_heads", "attn_output_gate", "output_gate_type"),
     *("mamba_ssm_dtype", "mtp_num_hidden_layers", "mtp_use_dedicated_embeddings"),
     *(*_EXPERTS, "shared_expert_intermediate_size"),
-    # For models with a vision tower, which is not used.
-    *("text_config", "vision_config", "image_token_id", "video_token_id"),
-    *("vision_start_token_id", "vision_end_token_id", "language_model_only"),
 )
 _SIGMOID = (
     *(*_SIZES, "moe_intermediate_size", "n_routed_experts", "n_shared_experts"),
@@ -66,7 +64,7 @@ _SIGMOIDS = {
     "glm4_moe_lite": (*_LATENT, "mlp_layer_types"),
     "glm4_moe": (*_SIGMOID, "use_qk_norm"),
 }
-_HYBRIDS = ("qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text")
+_HYBRIDS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
 READ: Mapping[str, frozenset[str]] = {
     kind: frozenset(fields)
     for kind, fields in (_DENSE | dict.fromkeys(_HYBRIDS, _HYBRID) | _SIGMOIDS).items()
@@ -144,7 +142,7 @@ CHANGES = {
     "mm_vision_tower": "a vision tower",
 }
 
-_QUANTISATION = "quantization_config", "compression_config"
+QUANTISATION = "quantization_config", "compression_config"
 _FACTORS = frozenset(
     (
         *("attention_multiplier", "embedding_multiplier", "residual_multiplier", "scale_emb"),
@@ -153,33 +151,35 @@ _FACTORS = frozenset(
 )
 
 
-def check_fields(hf: HFConfig, kind: str) -> None:
+def check_fields(hf: HFConfig, text: HFConfig) -> None:
     """Raise for unread fields that change the mathematics; warn about unknown fields.
+
+    Args:
+        text: the config of the text model, which may be a part of `hf`, see `read_text`.
 
     Raises:
         CheckpointError: with the field and its effect.
     """
-    refuse_quantised(hf, QUANTISED.get(kind, ()))
-    nested = hf.get("text_config", None)
-    parts = [hf] if not isinstance(nested, Mapping) else [hf, HFConfig(nested, _inside(hf))]
-    read = READ[kind] | HARMLESS | set(_QUANTISATION)
-    for part in parts:
-        is_set = {name for name, value in part.fields.items() if not _is_neutral(name, value)}
-        for name in sorted(is_set - read & CHANGES.keys()):
-            raise CheckpointError(
-                f"{part.origin}: {name}={part.fields[name]!r} ({CHANGES[name]}) is not supported "
-                f"for model_type={kind!r}; use a checkpoint without {name}"
-            )
-        if unknown := sorted(is_set - read):
-            warnings.warn(
-                f"{part.origin}: {', '.join(unknown)} is unknown for model_type={kind!r} and not "
-                "read; if it changes what the model computes, outputs are wrong",
-                stacklevel=2,
-            )
+    kind = text.get("model_type", None)
+    refuse_quantised(text, QUANTISED.get(kind, ()))
+    read = READ[kind] | HARMLESS | {*QUANTISATION}
+    _check_part(text, kind, read)
+    if text.origin != hf.origin:
+        _check_part(hf, hf.get("model_type", None), read | OTHER_PARTS)
 
 
-def _inside(hf: HFConfig) -> str:
-    return f"{hf.origin}: text_config"
+def _check_part(part: HFConfig, kind: Any, read: Set[str]) -> None:
+    is_set = {name for name, value in part.fields.items() if not _is_neutral(name, value)}
+    for name in sorted(is_set - read & CHANGES.keys()):
+        raise CheckpointError(
+            f"{part.origin}: {name}={part.fields[name]!r} ({CHANGES[name]}) is not supported "
+            f"for model_type={kind!r}; use a checkpoint without {name}"
+        )
+    if unknown := sorted(is_set - read):
+        warn(
+            f"{part.origin}: {', '.join(unknown)} is unknown for model_type={kind!r} and not "
+            "read; if it changes what the model computes, outputs are wrong"
+        )
 
 
 def refuse_quantised(hf: HFConfig, readable: Collection[str] = ()) -> None:
@@ -210,14 +210,11 @@ def weight_blocks(hf: HFConfig) -> tuple[int, int] | None:
 
 def _quantisation(hf: HFConfig) -> tuple[str, Any]:
     """Return the field that says how weights are quantised, and its value; None if they are not."""
-    nested = hf.fields.get("text_config")
-    for name in _QUANTISATION:
-        given = hf.fields.get(name)
-        if not given and isinstance(nested, Mapping):
-            given = nested.get(name)
-        if given:
+    text = read_text(hf)
+    for name in QUANTISATION:
+        if given := text.fields.get(name):
             return name, given
-    return _QUANTISATION[0], None
+    return QUANTISATION[0], None
 
 
 def _is_neutral(name: str, value: Any) -> bool:

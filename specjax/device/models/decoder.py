@@ -110,28 +110,24 @@ class Decoder:
             mlp=self.mixture_specs(mlp, names) if is_sparse else self.dense_specs(mlp),
         )
 
-    def root(self, names: Collection[str]) -> str:
-        """Return what names of tensors begin with; `names` are those in the checkpoint."""
-        return "model"
-
     def specs(self, names: Collection[str] = ()) -> DecoderParams:
         """See `Model.specs`."""
-        root, dim = self.root(names), self.hidden_size
+        dim = self.hidden_size
         has_experts = self.experts is not None
         return DecoderParams(
             embedding=stored(
-                [f"{root}.embed_tokens.weight"], (self.vocab_size, dim), axes=("vocab", None)
+                ["model.embed_tokens.weight"], (self.vocab_size, dim), axes=("vocab", None)
             ),
             layers=tuple(
                 self.layer_specs(
-                    f"{root}.layers.{i}",
+                    f"model.layers.{i}",
                     names,
                     kind=kind,
                     is_sparse=has_experts and i not in self.dense_layers,
                 )
                 for i, kind in enumerate(self.layer_kinds)
             ),
-            norm=self.norm_spec(f"{root}.norm"),
+            norm=self.norm_spec("model.norm"),
             lm_head=None
             if self.tie_word_embeddings
             else projection(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),

@@ -81,7 +81,7 @@ def from_hf(hf: HFConfig) -> DeepSeek:
         q_rank=hf.integer("q_lora_rank") if has_q_rank else None,
         rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
         rope=hf.rope(rope_dim),
-        max_position=hf.integer("max_position_embeddings", 4096),
+        max_position=hf.max_position(4096),
         experts=read_sigmoid_experts(hf),
         dense_layers=_dense_layers(hf, num_layers),
         tie_word_embeddings=hf.flag("tie_word_embeddings"),

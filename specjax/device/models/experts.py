@@ -19,12 +19,10 @@ class _Defaults(NamedTuple):
     norm_topk_prob: bool | None  # None: always, whatever the field says
 
 
-_QWEN3_5 = _Defaults(256, 8, 512, 512, None)
 _DEFAULTS: Mapping[str, _Defaults] = {
     "qwen3_moe": _Defaults(128, 8, 768, None, False),
     "qwen3_next": _Defaults(512, 10, 512, 512, True),
-    "qwen3_5_moe": _QWEN3_5,
-    "qwen3_5_moe_text": _QWEN3_5,
+    "qwen3_5_moe_text": _Defaults(256, 8, 512, 512, None),
 }
 
 

@@ -119,7 +119,7 @@ def from_hf(hf: HFConfig) -> GptOss:
         head_dim=head_dim,
         rms_norm_eps=hf.number("rms_norm_eps", 1e-5),
         rope=hf.rope(head_dim),
-        max_position=hf.integer("max_position_embeddings", 131072),
+        max_position=hf.max_position(131072),
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
         qkv_bias=has_bias,
         out_bias=has_bias,

@@ -101,16 +101,14 @@ class HFConfig:
         scaled = replace(plain, scaling=kind, factor=scale("factor"))
         if kind == "linear":
             return scaled
+        length = self._original(fields, self.integer("max_position_embeddings", 2048))
+        scaled = replace(scaled, original_max_position=int(length))
         if kind == "llama3":
             return replace(
                 scaled,
                 low_freq_factor=scale("low_freq_factor"),
                 high_freq_factor=scale("high_freq_factor"),
-                original_max_position=int(scale("original_max_position_embeddings")),
             )
-        original = scale(
-            "original_max_position_embeddings", self.integer("max_position_embeddings", 2048)
-        )
         # As transformers has it: the quotient of two corrections, if both weights are given.
         attention_factor = yarn_magnitude(scaled.factor)
         if fields.get("mscale") and fields.get("mscale_all_dim"):
@@ -123,12 +121,37 @@ class HFConfig:
             beta_slow=scale("beta_slow", 1.0),
             truncates=fields.get("truncate", True) is True,
             attention_factor=scale("attention_factor", attention_factor),
-            original_max_position=int(original),
         )
+
+    def max_position(self, default: int) -> int:
+        """Return how many positions the model was made for.
+
+        `max_position_embeddings` may be the length before or after scaling: YaRN multiplies the
+        original length by the factor, linear scaling this one. Llama 3 scales within it.
+        """
+        length, fields = self.integer("max_position_embeddings", default), self.rope_fields()
+        kind = fields["rope_type"]
+        if kind not in ("linear", "yarn") or fields.get("factor") is None:
+            return length
+        original = self._original(fields, length) if kind == "yarn" else length
+        factor = _positive(fields["factor"], f"{self.origin}: rope_scaling {kind!r}: factor")
+        return max(length, int(original * factor))
+
+    def _original(self, fields: Mapping[str, Any], default: int) -> float:
+        """Return the length before scaling; that of the config counts before that of `fields`."""
+        name = "original_max_position_embeddings"
+        given = fields.get(name)
+        value = self.get(name, default if given is None else given)
+        return _positive(value, f"{self.origin}: rope_scaling: {name}")
 
     def rope_fields(self) -> Mapping[str, Any]:
         """Return `rope_parameters`, or older `rope_scaling`; with `rope_type` and `rope_theta`."""
         fields = self._object("rope_scaling") | self._object("rope_parameters")
+        if nested := [name for name, value in fields.items() if isinstance(value, Mapping)]:
+            raise CheckpointError(
+                f"{self.origin}: rope_parameters for each kind of layer ({', '.join(nested)}) are "
+                "not supported; use a checkpoint with one rotary embedding for all layers"
+            )
         kind = fields.get("rope_type", fields.get("type", "default"))
         return {"rope_theta": self.get("rope_theta", 10000.0)} | fields | {"rope_type": kind}
 

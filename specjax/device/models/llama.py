@@ -156,7 +156,7 @@ def from_hf(hf: HFConfig) -> Llama:
         head_dim=head_dim,
         rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
         rope=rope,
-        max_position=hf.integer("max_position_embeddings", 2048),
+        max_position=hf.max_position(2048),
         tie_word_embeddings=hf.flag("tie_word_embeddings"),
         qkv_bias=kind == "qwen2" or bias,
         out_bias=kind != "qwen2" and bias,

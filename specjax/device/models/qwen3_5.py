@@ -1,11 +1,11 @@
-"""Hybrid decoders of the Qwen3-Next family: `qwen3_next`, `qwen3_5` and `qwen3_5_moe`.
+"""Hybrid decoders of the Qwen3-Next family: `qwen3_next`, `qwen3_5_text`, `qwen3_5_moe_text`.
 
 One architecture: three Gated DeltaNet layers per gated attention layer with partial rotary
 embedding, norm weights stored minus one, and a dense feed-forward layer or a mixture of experts.
 The three differ in how their checkpoints name and interleave the tensors.
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from specjax.device.models.layers.gated_delta_net import GatedDeltaNet
 from specjax.device.models.llama import Llama, head_shape
 
 KINDS = ATTENTION, DELTA = "full_attention", "linear_attention"
-IGNORED = ("model.visual.", "visual.", "mtp.")  # tensors that a text model does not use
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,13 +91,8 @@ class Qwen35(Decoder):
 
     @property
     def ignored_prefixes(self) -> tuple[str, ...]:
-        """The vision tower and the MTP modules."""
-        return IGNORED
-
-    def root(self, names: Collection[str]) -> str:
-        """See `Decoder.root`: models with a vision tower name their text part."""
-        text = "model.language_model"
-        return text if any(name.startswith(f"{text}.") for name in names) else "model"
+        """The MTP modules."""
+        return ("mtp.",)
 
     def attention_specs(self, prefix: str, kind: int) -> Attention | GatedDeltaNet:
         """See `Decoder.attention_specs`."""
@@ -160,12 +154,8 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
 
 
 def from_hf(hf: HFConfig) -> Qwen35:
-    """Return the model of a Hugging Face config of the family, from its `text_config` if nested."""
-    kind, outer = hf.get("model_type", "qwen3_5"), hf
-    if (nested := hf.get("text_config", None)) is not None:
-        if not isinstance(nested, Mapping):
-            raise CheckpointError(f"{hf.origin}: text_config must be an object, got {nested!r}")
-        hf = HFConfig(nested, f"{hf.origin}: text_config")
+    """Return the model of a Hugging Face config of the family."""
+    kind = hf.get("model_type", "qwen3_5_text")
     hf.require("hidden_act", "silu")
     hf.require("attn_output_gate", True)
     hf.require("mamba_ssm_dtype", "float32")
@@ -188,9 +178,8 @@ def from_hf(hf: HFConfig) -> Qwen35:
         conv_width=hf.integer("linear_conv_kernel_dim", 4),
         rms_norm_eps=hf.number("rms_norm_eps", 1e-6),
         rope=hf.rope(head_dim, partial_factor=0.25),
-        max_position=hf.integer("max_position_embeddings", 32768),
-        # With a nested `text_config`, transformers uses the outer flag.
-        tie_word_embeddings=outer.flag("tie_word_embeddings", hf.flag("tie_word_embeddings")),
+        max_position=hf.max_position(32768),
+        tie_word_embeddings=hf.flag("tie_word_embeddings"),
         experts=experts,
         dense_layers=read_dense_layers(hf, num_layers) if experts else (),
         is_interleaved=kind == "qwen3_next",

@@ -1,24 +1,39 @@
 """Registry of models by the `model_type` of their config."""
 
-from collections.abc import Callable
-from difflib import get_close_matches
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from specjax.checkpoint.block_scaled import with_scales
 from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import TensorFiles, open_checkpoint
+from specjax.checkpoint.given import as_arrays
 from specjax.checkpoint.hub import resolve
-from specjax.checkpoint.save import copy_tokenizer, plain_config, save_checkpoint
-from specjax.device.loading import load_params
+from specjax.checkpoint.save import copy_tokenizer, save_checkpoint
+from specjax.checks import did_you_mean
+from specjax.device.loading import Log, load_params, no_log
 from specjax.device.models import deepseek_v3, glm4_moe, gpt_oss, llama, qwen3_5
-from specjax.device.models.config_fields import check_fields, weight_blocks
+from specjax.device.models.config_fields import QUANTISATION, check_fields, weight_blocks
+from specjax.device.models.decoder import Decoder
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
+from specjax.device.models.tensor_names import (
+    EMBEDDING,
+    HEAD,
+    TensorNames,
+    as_groups,
+    is_head,
+    is_rotary,
+    is_within,
+    other_part,
+)
+from specjax.device.models.text_config import WRAPPERS, read_text
 from specjax.device.placement import Placement
 
 MODELS: dict[str, Callable[[HFConfig], Model]] = {
@@ -32,14 +47,13 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "phi3": llama.from_hf,
     "gpt_oss": gpt_oss.from_hf,
     "qwen3_next": qwen3_5.from_hf,
-    "qwen3_5": qwen3_5.from_hf,
     "qwen3_5_text": qwen3_5.from_hf,
-    "qwen3_5_moe": qwen3_5.from_hf,
     "qwen3_5_moe_text": qwen3_5.from_hf,
     "deepseek_v3": deepseek_v3.from_hf,
     "glm4_moe": glm4_moe.from_hf,
     "glm4_moe_lite": deepseek_v3.from_hf,
 }
+KINDS = (*MODELS, *WRAPPERS)  # of configs that are read
 
 
 def read_config(folder: Path) -> HFConfig:
@@ -48,27 +62,83 @@ def read_config(folder: Path) -> HFConfig:
 
 
 def describe_model(hf: HFConfig) -> Model:
-    """Return the model that a config describes, without its weights."""
-    kind = hf.get("model_type", None)
+    """Return the model that a config describes, or its text model, without its weights."""
+    text = read_text(hf)
+    kind = text.get("model_type", None)
     if not isinstance(kind, str) or kind not in MODELS:
-        near = get_close_matches(str(kind), MODELS, 1)
         raise CheckpointError(
-            f"{hf.origin}: model_type={kind!r} is not supported; supported: {', '.join(MODELS)}"
-            + (f"; the nearest by name is {near[0]!r}" if near else "")
+            f"{text.origin}: model_type={kind!r} is not supported; supported: {', '.join(KINDS)}"
+            f"{did_you_mean(kind, KINDS)}"
         )
-    check_fields(hf, kind)
-    return MODELS[kind](hf)
+    check_fields(hf, text)
+    return MODELS[kind](text)
+
+
+def describe_checkpoint(folder: Path, hf: HFConfig, log: Log = no_log) -> Model:
+    """Return the model of a checkpoint folder: as its config says, and its output head.
+
+    As in transformers, an output head in the files counts if it differs from the embedding that the
+    config ties it to. A line in the log says so.
+    """
+    model = describe_model(hf)
+    if not isinstance(model, Decoder) or not model.tie_word_embeddings:
+        return model
+    files = open_checkpoint(folder)
+    names = TensorNames.of(files.names())
+    embedding, head = names.stored(EMBEDDING), names.stored(HEAD)
+    if not {embedding, head} <= files.names() or files.equal(embedding, head):
+        return model
+    log(
+        f"{folder}: {head} differs from {embedding}, so that the output head is not tied, "
+        "although tie_word_embeddings is true"
+    )
+    return replace(model, tie_word_embeddings=False)
 
 
 def load_model(
-    folder: Path, dtype: np.dtype, placement: Placement | None = None
+    folder: Path, dtype: np.dtype, placement: Placement | None = None, log: Log = no_log
 ) -> tuple[Model, Any]:
-    """Load the model in a checkpoint folder and its parameters in `dtype`, see `load_params`."""
-    hf = read_config(folder)
-    model, files = describe_model(hf), open_weights(folder, hf, dtype)
-    specs = model.specs(files.names())
-    ignore = partial(is_unused, model)
-    return model, load_params(files, specs, dtype, placement=placement, ignore=ignore)
+    """Load the model in a checkpoint folder and its parameters in `dtype`, see `load_weights`."""
+    model = describe_checkpoint(folder, read_config(folder), log)
+    return model, load_weights(folder, model, dtype, placement, log)
+
+
+def load_weights(
+    folder: Path,
+    model: Model,
+    dtype: np.dtype,
+    placement: Placement | None = None,
+    log: Log = no_log,
+) -> Any:
+    """Load the parameters of the model in a checkpoint folder, see `load_params`.
+
+    A line in the log says which tensors are not loaded, another which differ from what is used.
+    """
+    files = open_weights(folder, read_config(folder), dtype)
+    specs = named_specs(model, files.shapes())
+    params = load_params(files, specs, dtype, placement=placement, ignore=partial(is_unused, model))
+    if passed := [name for name in files.names() if is_passed_over(model, name)]:
+        log(f"{folder}: not loaded with the text model: {as_groups(passed)}")
+    _compare_rotary(files, model, log)
+    return params
+
+
+def _compare_rotary(files: TensorFiles, model: Model, log: Log) -> None:
+    """Log which buffers of rotary frequencies differ from those that the config gives."""
+    assert isinstance(model, Decoder), "a model that is not of this package"
+    own = model.rope.inverse_frequencies()
+    differ = [
+        name
+        for name in sorted(filter(is_rotary, files.names()))
+        if files.shape(name) != own.shape
+        # Half precision keeps three digits.
+        or not np.allclose(files.read(name).astype(np.float32), own, rtol=1e-2, atol=0)
+    ]
+    if differ:
+        log(
+            f"{files.folder}: {differ[0]} and {len(differ) - 1} more differ from the rotary "
+            "frequencies of config.json, which are used"
+        )
 
 
 def save_model(folder: str | Path, model: Model, params: Any, source: str | Path) -> None:
@@ -82,16 +152,18 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
             config and tokenizer are copied.
 
     Raises:
-        ValueError: `params` are not the model's.
+        ValueError: `params` are not the model's, or have an array that cannot be read.
         CheckpointError: `source` cannot be read, or is of another model.
         OSError: no space or no permission; names the folder.
     """
     origin, folder = resolve(source), Path(folder)
-    config = plain_config(read_json(origin, "config.json"))
-    if describe_model(HFConfig(config, str(origin / "config.json"))) != model:
+    hf = read_config(origin)
+    config = plain_config(hf, is_tied=is_tied(model))
+    if describe_checkpoint(origin, hf) != model:
         raise CheckpointError(
             f"{origin} is the checkpoint of another model than the one to save; name its own"
         )
+    params = as_arrays(params, "params")
     dtype = np.dtype(params.embedding.dtype)
     save_checkpoint(folder, model.specs(), params, config | {"dtype": dtype.name}, dtype=dtype)
     copy_tokenizer(origin, folder)
@@ -103,8 +175,57 @@ def open_weights(folder: Path, hf: HFConfig, dtype: np.dtype) -> TensorFiles:
     return files if block is None else with_scales(files, block, dtype)
 
 
+def plain_config(hf: HFConfig, *, is_tied: bool) -> dict[str, Any]:
+    """Return the config of a checkpoint's text model, with weights that are not quantised.
+
+    It goes with tensors by the names of a model's specs for no checkpoint's names.
+    """
+    text = read_text(hf)
+    plain = {name: value for name, value in text.fields.items() if name not in QUANTISATION}
+    if text.get("model_type", None) != hf.get("model_type", None):
+        plain.pop("architectures", None)
+    return plain | {"tie_word_embeddings": is_tied}
+
+
+def is_tied(model: Any) -> bool:
+    """Return whether a model's output head is its embedding."""
+    return isinstance(model, Decoder) and model.tie_word_embeddings
+
+
+class HasSpecs(Protocol):
+    """A model, or a part of one."""
+
+    def specs(self, names: Collection[str] = ()) -> Any:
+        """See `Model.specs`."""
+        ...
+
+
+def named_specs(model: HasSpecs, shapes: Mapping[str, tuple[int, ...]]) -> Any:
+    """Return a model's specs by the names that a checkpoint, or a trainer, has for its tensors.
+
+    Args:
+        shapes: of all its tensors, by name. They tell the layouts of experts apart.
+    """
+    names = TensorNames.of(shapes)
+    specs = model.specs({names.canonical(name): shape for name, shape in shapes.items()})
+    # A tied embedding may be stored as the output head alone.
+    lacks = (
+        is_tied(model) and names.stored(EMBEDDING) not in shapes and names.stored(HEAD) in shapes
+    )
+
+    def stored(name: str) -> str:
+        return names.stored(HEAD if lacks and name == EMBEDDING else name)
+
+    return jax.tree.map(lambda spec: replace(spec, names=tuple(map(stored, spec.names))), specs)
+
+
 def is_unused(model: Model, name: str) -> bool:
     """Return whether a checkpoint may have this tensor although no spec of the model names it."""
-    # Old exports store rotary frequencies; with tied embeddings the head may be stored, too.
-    is_derived = name.endswith("rotary_emb.inv_freq") or name == "lm_head.weight"
-    return is_derived or name.startswith(model.ignored_prefixes)
+    # With tied embeddings the head may be stored, too.
+    is_copy = is_tied(model) and is_head(name)
+    return is_rotary(name) or is_copy or is_passed_over(model, name)
+
+
+def is_passed_over(model: Model, name: str) -> bool:
+    """Return whether a tensor of a checkpoint does not belong to the text model."""
+    return other_part(name) is not None or is_within(name, model.ignored_prefixes)

@@ -1,6 +1,6 @@
 """A mixture of experts, with or without a shared expert."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -102,7 +102,8 @@ def moe_specs(
     names: Collection[str],
 ) -> MoE:
     """Return the weights as `TensorSpec`s. `names`, those in the checkpoint, tell whether all
-    experts share a tensor or each has its own.
+    experts share a tensor or each has its own; a mapping to shapes also whether shared tensors are
+    [E, out, in], as usual, or [E, in, out].
 
     Raises:
         CheckpointError: both layouts are present.
@@ -119,8 +120,12 @@ def moe_specs(
             "(one expert); keep one of the two layouts"
         )
     if found_fused:
-        gate_up = fused_experts(fused[0], num_experts, dim, 2 * inner)
-        down = fused_experts(fused[1], num_experts, inner, dim)
+        is_swapped = isinstance(names, Mapping) and (
+            names.get(fused[0]) == (num_experts, dim, 2 * inner)
+            and names.get(fused[1]) == (num_experts, inner, dim)
+        )
+        gate_up = fused_experts(fused[0], num_experts, dim, 2 * inner, is_swapped)
+        down = fused_experts(fused[1], num_experts, inner, dim, is_swapped)
     else:
         pairs = [(f"{one}.gate_proj.weight", f"{one}.up_proj.weight") for one in single]
         gate_up = experts(pairs, dim, [inner, inner])

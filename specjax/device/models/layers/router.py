@@ -74,7 +74,10 @@ class SigmoidRouter:
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
         """See `Router.specs`."""
         correction: Any = TensorSpec(
-            (f"{prefix}.gate.e_score_correction_bias",), ((num_experts,),), dtype="float32"
+            (f"{prefix}.gate.e_score_correction_bias",),
+            ((num_experts,),),
+            dtype="float32",
+            is_buffer=True,
         )
         return SigmoidWeights(projection([f"{prefix}.gate.weight"], dim, [num_experts]), correction)
 

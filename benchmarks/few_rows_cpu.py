@@ -1,0 +1,137 @@
+"""What more rows cost on a CPU: forms of a product of a few rows with a layer's weights.
+
+    python benchmarks/few_rows_cpu.py
+
+A round verifies K + 1 rows, so speculation pays where these cost little more than one row. The
+layers' products of demo-llama run in several forms, with norms and SwiGLU between them and without
+attention. NumPy's own BLAS is the last form.
+"""
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from report import RESULTS, provenance, summary, write_result
+
+LAYERS, WIDTH, QKV, INNER = 12, 384, 640, 1024  # of demo-llama
+TILE, ROWS, CALLS = 64, (1, 2, 4, 8), 5
+SHAPES = (WIDTH, QKV), (WIDTH, WIDTH), (WIDTH, 2 * INNER), (INNER, WIDTH)
+
+
+class Form(NamedTuple):
+    """A way to multiply rows [N, in] by a weight that `pack` makes from f32[in, out]."""
+
+    multiply: Callable[[Any, Any], Any]
+    pack: Callable[[np.ndarray], Any] = jnp.asarray
+
+
+def _tiles(weight: np.ndarray) -> jax.Array:
+    """The columns in blocks: f32[out / TILE, in, TILE]."""
+    return jnp.asarray(weight.reshape(len(weight), -1, TILE).transpose(1, 0, 2).copy())
+
+
+def _rows_of(tiles: jax.Array) -> jax.Array:
+    """Return [N, out] of blocks [out / TILE, N, TILE]."""
+    return tiles.transpose(1, 0, 2).reshape(tiles.shape[1], -1)
+
+
+def _by_sums(x: jax.Array, tiles: jax.Array) -> jax.Array:
+    """One loop of XLA's own per block, which stays in the cache while all rows read it."""
+    if len(x) == 1:  # of one row XLA makes a slow loop
+        return _by_sums(jnp.repeat(x, 2, axis=0), tiles)[:1]
+    return _rows_of((x[None, :, :, None] * tiles[:, None]).sum(2))
+
+
+def _by_batch(x: jax.Array, tiles: jax.Array) -> jax.Array:
+    return _rows_of(jnp.matmul(jnp.broadcast_to(x, (len(tiles), *x.shape)), tiles))
+
+
+def _by_halves(x: jax.Array, halves: tuple[jax.Array, jax.Array]) -> jax.Array:
+    return jnp.concatenate([x @ half for half in halves], axis=-1)
+
+
+def _in_bfloat16(x: jax.Array, weight: jax.Array) -> jax.Array:
+    return jnp.matmul(x.astype(jnp.bfloat16), weight, preferred_element_type=jnp.float32)
+
+
+FORMS = {
+    "[in, out]": Form(jnp.matmul),
+    "[out, in]": Form(
+        lambda x, w: jnp.einsum("ni,oi->no", x, w), lambda w: jnp.asarray(w.T.copy())
+    ),
+    "blocks of columns, sums": Form(_by_sums, _tiles),
+    "blocks of columns, a batch": Form(_by_batch, _tiles),
+    "two halves of columns": Form(
+        _by_halves, lambda w: tuple(jnp.asarray(half.copy()) for half in np.split(w, 2, axis=1))
+    ),
+    "bfloat16, rows rounded too": Form(_in_bfloat16, partial(jnp.asarray, dtype=jnp.bfloat16)),
+    "NumPy": Form(np.matmul, np.asarray),
+}
+
+
+def layers(form: Form, xp: Any, weights: Any, x: Any) -> Any:
+    """Run rows [N, WIDTH] through the products of all layers; `xp` is NumPy or jax.numpy."""
+
+    def normed(x: Any) -> Any:
+        return x / xp.sqrt((x * x).mean(-1, keepdims=True) + 1e-5)
+
+    for qkv, out, gate_up, down in weights:
+        x = x + form.multiply(form.multiply(normed(x), qkv)[:, :WIDTH], out)
+        gate, up = xp.split(form.multiply(normed(x), gate_up), 2, axis=-1)
+        x = x + form.multiply(gate / (1 + xp.exp(-gate)) * up, down)
+    return x
+
+
+def main() -> None:
+    """Measure all forms in turn, and write the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15, help="default: %(default)s")
+    settings, source = parser.parse_args(), provenance()
+    rng = np.random.default_rng(0)
+    weights = [
+        [rng.standard_normal((n, m), np.float32) / np.float32(n**0.5) for n, m in SHAPES]
+        for _ in range(LAYERS)
+    ]
+    calls = {}
+    for name, form in FORMS.items():
+        packed = [tuple(map(form.pack, layer)) for layer in weights]
+        for num_rows in ROWS:
+            x = np.random.default_rng(num_rows).standard_normal((num_rows, WIDTH), np.float32)
+            run = partial(layers, form, np if name == "NumPy" else jnp)
+            if name != "NumPy":
+                run = jax.jit(run).lower(packed, x).compile()
+            expected = layers(FORMS["NumPy"], np, weights, x)
+            error = np.abs(np.asarray(run(packed, x)) - expected).max() / np.abs(expected).max()
+            assert error < (0.05 if "bfloat16" in name else 1e-4), (name, error)
+            calls[name, num_rows] = partial(run, packed, x)
+    times = {key: [] for key in calls}
+    for _ in range(settings.rounds):
+        for key, call in calls.items():
+            jax.block_until_ready(call())
+            start = time.perf_counter()
+            jax.block_until_ready([call() for _ in range(CALLS)])
+            times[key].append((time.perf_counter() - start) / CALLS * 1e3)
+    rows = []
+    for name in FORMS:
+        medians = [float(np.median(times[name, n])) for n in ROWS]
+        ratio = medians[-1] / medians[0]
+        rows.append([name, *(summary(times[name, n]) for n in ROWS), round(ratio, 2)])
+        print(name, *(f"{one:.2f}" for one in medians), f"{ratio:.2f}", sep="\t")
+    columns = ["form of weights", *(f"{n} rows" for n in ROWS), "8 rows / 1"]
+    result = {
+        "title": "Products of few rows on a CPU",
+        "description": "Milliseconds of the products of demo-llama's twelve layers, in float32.",
+        "provenance": source,
+        "settings": vars(settings),
+        "tables": [{"title": "Forms of the weights", "columns": columns, "rows": rows}],
+    }
+    write_result(RESULTS / "few_rows_cpu.json", result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""Small cases of `smoke` under compute-sanitizer, which finds reads and writes out of bounds."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from timing import Setting
+
+TOOL = "compute-sanitizer"
+# With the usual pool of memory, what is out of an array's bounds is within the pool's.
+ENVIRONMENT = {"XLA_PYTHON_CLIENT_ALLOCATOR": "platform"}
+ERRORS = 86  # exit status if it found any
+
+
+def check_memory(setting: Setting) -> Iterator[dict[str, Any]]:
+    """Without the tool, as on a CPU, the cases run alone."""
+    tool = shutil.which(TOOL)
+    if tool is None and not setting.is_cpu:
+        yield {"what": "memory", "absent": f"there is no {TOOL}"}
+        return
+    prefix = [tool, "--tool", "memcheck", "--error-exitcode", str(ERRORS)] if tool else []
+    case = {
+        "function": "smoke:check_smoke",
+        "is_cpu": setting.is_cpu,
+        "arguments": {"only_tiny": True, "most": setting.pick(None, 2)},
+    }
+    script = Path(__file__).with_name("one_case.py")
+    command = [*prefix, sys.executable, str(script), json.dumps(case)]
+    # Its results are lines that whoever runs this case reads, too: this process prints them.
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | ENVIRONMENT,
+    )
+    said = []
+    assert process.stdout
+    for line in process.stdout:
+        if line.startswith("RESULT "):
+            yield json.loads(line.removeprefix("RESULT ")) | {"way": TOOL}
+        else:
+            said = [*said, line][-40:]
+    code = process.wait()
+    yield {"what": "memory", "code": code, "passes": code == 0, "end": "".join(said)[-1200:]}

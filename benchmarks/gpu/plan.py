@@ -1,0 +1,246 @@
+"""The commands for a GPU machine that is lent for a while, in calls that each begin with a copy of
+the work tree.
+
+    python benchmarks/gpu/plan.py                 for 30 minutes, 10 a command, a tree of 64 MiB
+    python benchmarks/gpu/plan.py --report FILE   what is wrong in the lines that came back
+    python benchmarks/gpu/plan.py --dry-run       the same here: tiny shapes, kernels interpreted
+
+A call is a few blocks, each a `run.py` with a budget of its own, so that none takes another one's
+time; what would show that all else is wrong comes first. Results are lines in the output folder as
+soon as they are there. If two cases in a row hang, a call ends.
+
+Issue the calls back to back: a machine that waits counts, too. A card with more memory is the same
+plan once more; its copy bandwidth is another, and most of its kernels' times follow from that.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cases import select
+from machine import commit_of
+
+ROOT = Path(__file__).resolve().parents[2]
+LEFT_OUT = "../left-out"  # where checkpoints wait that a call does not need
+MIB = 2**20
+START_SECONDS, MARGIN_SECONDS = 60, 10  # until a machine is there; of a command, for what is slower
+# Fields of a line that must not be false, and those that say what it is of.
+HOLD = "passes", "is_repeatable", "is_same"
+ABOUT = "what", "model", "shape", "dtype", "batch", "k", "way"
+LLAMA = ("demo-llama", "demo-llama-eagle1", "demo-llama-eagle3", "demo-llama-dflash")
+QWEN = ("demo-qwen3.5",)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Cases that share a budget, and the demo checkpoints that they read."""
+
+    seconds: int
+    cases: tuple[str, ...]
+    checkpoints: tuple[str, ...] = ()
+
+
+BLOCKS = (
+    Block(100, ("card", "smoke")),
+    Block(50, ("memory",)),
+    Block(120, ("tokens/demo-llama-float32",), LLAMA),
+    Block(120, ("grid/1", "grid/64")),
+    Block(90, ("kernels/delta_rule",)),
+    Block(60, ("kernels/others",)),
+    Block(120, ("tokens/demo-qwen3.5-float32", "tokens/demo-qwen3.5-bfloat16"), QWEN),
+    Block(130, ("models/Qwen3.5-27B",)),
+    Block(100, ("models/Qwen3.5-4B",)),
+    Block(150, ("kernels/delta_rule_tiles",)),
+    Block(200, ("correct/float32", "correct/bfloat16")),
+    Block(100, ("watch/arrivals",)),
+    Block(60, ("watch/updates",)),
+    Block(90, ("graphs/tokens",), LLAMA),
+    Block(120, ("tokens/demo-llama-bfloat16",), LLAMA),
+    Block(90, ("host/64",)),
+    Block(120, ("early_launch",)),
+    Block(130, ("small", "layers")),
+    Block(200, ("start",)),
+    Block(200, ("adaptive",)),
+    Block(110, ("watch/compiling",)),
+    Block(60, ("kernels/latents",)),
+    Block(100, ("projections/many",)),
+    Block(80, ("kernels/attention",)),
+    Block(80, ("grid/256",)),
+    Block(60, ("prefill",)),
+    Block(150, ("projections/fused", "projections/few")),
+    Block(150, ("kernels/tiles",)),
+    Block(150, ("loading",)),
+    Block(120, ("host/1", "graphs/off", "graphs/on")),
+    Block(180, ("grid/16", "grid/4", "grid/128")),
+    Block(300, ("peers",)),
+)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of a machine: seconds in all, seconds and bytes of one command."""
+
+    total: float
+    command: float
+    size: float
+
+    def pack(self, sizes: dict[str, int], rest: int) -> Iterator[list[list[Block]]]:
+        """The blocks in turn, in calls of machines.
+
+        Args:
+            sizes: bytes of each checkpoint.
+            rest: bytes of what is not a checkpoint, and always travels.
+
+        Raises:
+            ValueError: a block does not fit, however few blocks a call has.
+        """
+        calls: list[list[Block]] = []
+        left = self.total - START_SECONDS
+        for block in BLOCKS:
+            if calls and block.seconds <= left and self._fits([*calls[-1], block], sizes, rest):
+                calls[-1].append(block)
+                left -= block.seconds
+                continue
+            if calls and _seconds([block]) > left:
+                yield calls
+                calls, left = [], self.total - START_SECONDS
+            if _seconds([block]) > left or not self._fits([block], sizes, rest):
+                size = (rest + sum(sizes[name] for name in block.checkpoints)) / MIB
+                raise ValueError(
+                    f"{' '.join(block.cases)} takes up to {_seconds([block])} s and a tree of "
+                    f"{size:.1f} MiB; raise --total-minutes, --command-minutes or --size-mib"
+                )
+            calls.append([block])
+            left -= _seconds([block])
+        yield calls
+
+    def _fits(self, blocks: Sequence[Block], sizes: dict[str, int], rest: int) -> bool:
+        size = rest + sum(sizes[name] for name in needed_by(blocks))
+        return _seconds(blocks) <= self.command and size <= self.size
+
+
+def needed_by(blocks: Sequence[Block]) -> set[str]:
+    """The checkpoints that some blocks read."""
+    return {name for block in blocks for name in block.checkpoints}
+
+
+def _seconds(blocks: Sequence[Block]) -> float:
+    return MARGIN_SECONDS + sum(block.seconds for block in blocks)
+
+
+def sizes_of_tree() -> tuple[dict[str, int], int]:
+    """Bytes of the checkpoints by name, and of all else that git tracks or could."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, check=True, capture_output=True, text=True,
+    ).stdout  # fmt: skip
+    sizes, rest = dict.fromkeys((*LLAMA, *QWEN), 0), 0
+    for name in filter(None, listed.split("\0")):
+        path = ROOT / name
+        size = path.stat().st_size if path.is_file() else 0
+        folder, _, inner = name.partition("/")
+        checkpoint = inner.partition("/")[0]
+        if folder == "checkpoints" and checkpoint in sizes:
+            sizes[checkpoint] += size
+        else:
+            rest += size
+    return sizes, rest
+
+
+def command_of(blocks: Sequence[Block], options: str) -> str:
+    """One line of a shell: the blocks until one of them finds that the card hangs."""
+    runs = [f"$RUN --only {' '.join(block.cases)} --budget {block.seconds}" for block in blocks]
+    return f'RUN="python benchmarks/gpu/run.py {options}"; ' + " && ".join(runs)
+
+
+def show(limits: Limits, output: str) -> Iterator[str]:
+    """The plan, as lines of a shell with comments."""
+    sizes, rest = sizes_of_tree()
+    options = f"--commit {commit_of(ROOT).split()[0]} --output {output}/gpu.jsonl --cache /tmp/gpu"
+    for machine, calls in enumerate(limits.pack(sizes, rest), 1):
+        seconds = START_SECONDS + sum(map(_seconds, calls))
+        yield f"# Machine {machine}, up to {seconds / 60:.0f} minutes"
+        for blocks in calls:
+            needed = needed_by(blocks)
+            size, away = rest + sum(sizes.values()), []
+            for name in sorted(set(sizes) - needed, key=lambda name: -sizes[name]):
+                if size > limits.size:
+                    away.append(name)
+                    size -= sizes[name]
+            yield f"\n# A call of up to {_seconds(blocks):.0f} s, a tree of {size / MIB:.1f} MiB"
+            if away:
+                names = " ".join(f"checkpoints/{name}" for name in away)
+                yield f"mkdir -p {LEFT_OUT} && mv {names} {LEFT_OUT}  # here, before the call"
+            yield command_of(blocks, options)
+            if away:
+                yield f"mv {LEFT_OUT}/* checkpoints  # here, after it"
+        yield ""
+
+
+def dry_run() -> int:
+    """Run the blocks here as the plan has them, but for those that `cases` leaves out on a CPU."""
+    blocks = []
+    for block in BLOCKS:
+        names = tuple(case.name for case in select(list(block.cases)) if case.on_cpu)
+        if names:
+            blocks.append(Block(10 * block.seconds, names))
+    with tempfile.TemporaryDirectory(prefix="gpu-plan-") as folder:
+        options = f"--cpu --output {folder}/gpu.jsonl --cache {folder}/programs"
+        command = command_of(blocks, options).replace("python ", f"{sys.executable} ", 1)
+        # Nothing is timed, and the CPU's code may be slow.
+        environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+        code = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment).returncode
+        wrong = report((Path(folder) / "gpu.jsonl").read_text().splitlines())
+    print("\n".join(wrong) or "nothing is wrong")
+    return code or bool(wrong)
+
+
+def report(lines: Iterable[str]) -> list[str]:
+    """What a results file says is wrong: cases that did not end, and results that do not hold."""
+    found = []
+    for line in map(json.loads, lines):
+        reasons = [line["status"]] if line["status"] not in ("result", "done") else []
+        reasons += [f"{name} is false" for name in HOLD if line.get(name) is False]
+        if isinstance(line.get("error"), str):
+            reasons.append(line["error"])
+        if reasons:
+            about = [line["case"], *(str(line[name]) for name in ABOUT if name in line)]
+            found.append(f"{' '.join(about)}: {', '.join(reasons)}")
+    return found
+
+
+def main() -> int:
+    """Print the plan, or run it here."""
+    parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()))
+    parser.add_argument("--total-minutes", type=float, default=30.0, help="%(default)s")
+    parser.add_argument("--command-minutes", type=float, default=10.0, help="%(default)s")
+    parser.add_argument("--size-mib", type=float, default=64.0, help="of the tree; %(default)s")
+    parser.add_argument(
+        "--output", default="gpu-results", help="the folder there that comes back; %(default)s"
+    )
+    parser.add_argument("--report", type=Path, metavar="FILE", help="what is wrong in its lines")
+    parser.add_argument("--dry-run", action="store_true", help="tiny shapes, on this CPU")
+    settings = parser.parse_args()
+    if settings.dry_run:
+        return dry_run()
+    if settings.report:
+        print("\n".join(report(settings.report.read_text().splitlines())) or "nothing is wrong")
+        return 0
+    limits = Limits(
+        60 * settings.total_minutes, 60 * settings.command_minutes, MIB * settings.size_mib
+    )
+    try:
+        print("\n".join(show(limits, settings.output)))
+    except ValueError as error:
+        parser.error(str(error))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,46 @@
+"""The arguments of `arguments.add_speculation`, read into the config of speculation."""
+
+import argparse
+from typing import Any
+
+from specjax.commands.arguments import read_object
+from specjax.serving.drafters import parse_drafter
+
+
+def read_speculation(
+    args: argparse.Namespace, target: str | None, *, takes_shapes: bool = False
+) -> dict[str, Any] | None:
+    """Return the `speculative_config` of an LLM; None for plain decoding.
+
+    With `takes_shapes`, the drafter defaults to OWN_SHAPE for methods that need a shape.
+
+    Raises:
+        ValueError: options that contradict each other, or are malformed.
+        CheckpointError: the drafter's files do not tell its method.
+    """
+    flags = {"--drafter": args.drafter, "--method": args.method, "--k": args.k}
+    given = [name for name, value in flags.items() if value is not None]
+    given += ["--adaptive"] if args.adaptive else []
+    if args.speculative_config is not None:
+        if given:
+            raise ValueError(f"--speculative-config says it all; leave out {given[0]}")
+        return read_object("--speculative-config", args.speculative_config)
+    if not given:
+        return None
+    if args.drafter is None and args.method is None:
+        raise ValueError(f"{given[0]} goes with --drafter, which is missing")
+    if args.drafter is None:
+        named = parse_drafter(
+            args.method, option="--method", target=target, takes_shapes=takes_shapes
+        )
+    else:
+        named = parse_drafter(
+            args.drafter, method=args.method, target=target, takes_shapes=takes_shapes
+        )
+    return named._asdict() | _read_k(args)
+
+
+def _read_k(args: argparse.Namespace) -> dict[str, Any]:
+    if not args.adaptive:
+        return {"num_speculative_tokens": 3 if args.k is None else args.k}
+    return {"adaptive": True} | ({} if args.k is None else {"num_speculative_tokens": args.k})

@@ -1,0 +1,97 @@
+"""Weights in any of the forms that trainers have them in, as arrays by name."""
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import jax
+from jax.core import Tracer
+
+from specjax.checkpoint.finite import all_finite
+from specjax.checkpoint.given import as_array, dotted
+from specjax.rl.folders import read_weights
+
+# A folder; a tree like the engine's, nested mappings or an nnx.State with the same paths; or
+# pairs, or a mapping, of Hugging Face name and array.
+Weights: TypeAlias = Any
+VALUE = ".value"  # end of the paths of an nnx.State that was saved
+
+
+def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
+    """Return weights given in any form as arrays by dotted name; iterables are exhausted.
+
+    Raises:
+        ValueError: not one of these forms, a duplicate name, or an array that cannot be read.
+        CheckpointError: the folder has no weights.
+    """
+    if isinstance(weights, str | Path):
+        weights = read_weights(weights)
+    pairs: list[Any]
+    if isinstance(weights, Mapping | type(current)):
+        tree = dict(weights) if isinstance(weights, Mapping) else weights
+        pairs = list(variable_paths(tree).items())
+    elif isinstance(weights, Iterable):
+        pairs = list(weights)
+    else:
+        pairs = [weights]
+    named: dict[str, Any] = {}
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2 or not isinstance(pair[0], str):
+            raise ValueError(
+                f"the {name} must be a tree of arrays, pairs of name and array, or a folder, not "
+                f"{type(pair).__name__}"
+            )
+        tensor, array = pair
+        if tensor in named:
+            raise ValueError(f"the {name} have {tensor} twice")
+        if isinstance(array, Tracer):
+            raise ValueError(
+                f"{tensor} of the {name} is traced by JAX; update the engine outside of functions "
+                "that JAX transforms, such as jitted ones"
+            )
+        named[tensor] = as_array(array, tensor, name)
+    return named
+
+
+def read_finite(weights: Weights, current: Any, name: str) -> dict[str, Any]:
+    """Run `read_named` and check for NaN and infinity; the engine may generate meanwhile.
+
+    On an accelerator the check is a program for each shape and dtype. Those of the engine's own
+    arrays are compiled when `LLM` reads a checkpoint, others at the first update.
+
+    Raises:
+        ValueError: as `read_named`, or an array is not finite.
+    """
+    named = read_named(weights, current, name)
+    # `stage` reports deleted arrays.
+    checks = {tensor: all_finite(array) for tensor, array in named.items() if not is_deleted(array)}
+    are_finite = jax.device_get(checks)
+    if bad := [tensor for tensor in checks if not are_finite[tensor]]:
+        more = f" and {len(bad) - 5} more" if len(bad) > 5 else ""
+        raise ValueError(
+            f"the {name} have NaN or infinity in {', '.join(bad[:5])}{more}, and nothing was "
+            "changed; look for the step of training that made it, and go back before it"
+        )
+    return named
+
+
+def variable_paths(tree: Any) -> dict[str, Any]:
+    """Return the leaves of a tree by path, those of flax nnx variables included.
+
+    If all paths end in ".value", as in an nnx.State that was saved and restored as mappings, it is
+    removed.
+    """
+
+    def is_variable(node: Any) -> bool:
+        return hasattr(node, "get_value")
+
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
+    found = {dotted(path): x[...] if is_variable(x) else x for path, x in leaves}
+    if all(path.endswith(VALUE) for path in found):
+        return {path.removesuffix(VALUE): leaf for path, leaf in found.items()}
+    return found
+
+
+def is_deleted(array: Any) -> bool:
+    """Whether it is a JAX array without memory."""
+    return isinstance(array, jax.Array) and array.is_deleted()

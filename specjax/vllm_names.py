@@ -1,0 +1,179 @@
+"""Names of vLLM 0.33 that are taken at the values that mean what is done here, or refused."""
+
+from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
+from typing import Any, NamedTuple, TypeVar
+
+from specjax.checks import did_you_mean, warn
+
+PAGE = "docs/coming_from_vllm.md"
+_GREEDY_NAMES = "beam search is not here; sample several outputs, SamplingParams(n=...)"
+_NO_POOLING = "models here generate, and do nothing else"
+_ONE_DEVICE = "an engine runs on one device, in this process"
+
+# Methods and attributes of `LLM` and `AsyncLLM`, and what there is instead.
+METHODS: Mapping[str, str] = {
+    "beam_search": _GREEDY_NAMES,
+    **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _NO_POOLING),
+    **dict.fromkeys(("apply_model", "collective_rpc", "get_world_size"), _ONE_DEVICE),
+    "llm_engine": "the engine is `engine`, and has other methods",
+    "set_tokenizer": "the tokenizer is the checkpoint's",
+    "reset_mm_cache": "models here read text alone",
+    **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), "there are no adapters"),
+    **dict.fromkeys(
+        ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"),
+        "weights are updated by specjax.rl.RolloutEngine.update_weights",
+    ),
+    "model_config": "the model is `target`, and sizes are in `engine.config`",
+    "vllm_config": "sizes are in `engine.config`",
+}
+
+
+class Taken(NamedTuple):
+    """A field of vLLM's that is not here."""
+
+    values: tuple[Any, ...] | None  # which mean what is done here; None for any value
+    instead: str = ""  # what there is in its place
+
+
+_SAME = Taken(None)
+SAMPLING: Mapping[str, Taken] = {
+    "best_of": Taken((None, 1), "n samples are made, and all returned"),
+    "use_beam_search": Taken((False, None), _GREEDY_NAMES),
+    "length_penalty": Taken((1.0, None), _GREEDY_NAMES),
+    "early_stopping": Taken((False, None), _GREEDY_NAMES),
+    "guided_decoding": Taken((None,), "its name is structured_outputs"),
+    "flat_logprobs": Taken((False,), "logprobs are mappings by token id"),
+    "logprob_token_ids": Taken((None,), "logprobs=n reports the likeliest tokens"),
+    "prompt_logprob_token_ids": Taken((None,), "prompt_logprobs=n reports the likeliest tokens"),
+    "prompt_logprob_start": Taken((None, 0), "prompt_logprobs are of the whole prompt"),
+    "stream_interval": Taken((None, 1), "streams give what has been added, at every step"),
+    "skip_clone": _SAME,
+    "extra_args": Taken((None, {}), "there are no plugins to read it"),
+    "skip_reading_prefix_cache": Taken((None, False), "see LLM(enable_prefix_caching=False)"),
+    "thinking_token_budget": Taken((None, -1), "max_tokens limits all tokens"),
+    "repetition_detection": Taken((None,), "stop and max_tokens end outputs"),
+    "routed_experts_prompt_start": Taken((0,), "routes of experts are not returned"),
+    "trace_decode_token_ids": Taken((None,), "prompt_logprobs score given tokens"),
+}
+STRUCTURED: Mapping[str, Taken] = {
+    "disable_any_whitespace": Taken((False,), "a grammar may leave out whitespace"),
+    "disable_additional_properties": Taken((False,), 'say "additionalProperties": false'),
+    "whitespace_pattern": Taken((None,), "a grammar may say what whitespace there is"),
+    "structural_tag": Taken((None,), "a grammar may have texts around JSON"),
+}
+SPECULATION: Mapping[str, Taken] = {
+    **dict.fromkeys(
+        ("draft_tensor_parallel_size", "tensor_parallel_size"), Taken((None, 1), _ONE_DEVICE)
+    ),
+    **dict.fromkeys(
+        (
+            *("enforce_eager", "moe_backend", "attention_backend", "use_heterogeneous_vocab"),
+            *("use_local_argmax_reduction", "disable_padded_drafter_batch"),
+        ),
+        _SAME,
+    ),
+    "quantization": Taken((None,), "weights are computed with in the engine's dtype"),
+    "kv_cache_dtype": Taken((None, "auto"), "caches have the dtype of the weights"),
+    "max_model_len": Taken((None,), "a drafter has the length of its target"),
+    **dict.fromkeys(
+        ("revision", "code_revision"), Taken((None,), "download the revision, and give its folder")
+    ),
+    "draft_load_config": Taken((None,), "checkpoints are safetensors files"),
+    "index_share_for_mtp_iteration": Taken((None,), "the checkpoint's config says it"),
+    "disable_eagle_block_drop": Taken((False,), "prefixes are kept by whole pages"),
+    "parallel_drafting": Taken((False, None), "name the method 'p_eagle'"),
+    "enable_adaptive_verification": Taken((False,), "adaptive=True chooses K as it runs"),
+    "dspark_draft_topk": Taken((None,), "drafts are drawn from the whole draft vocabulary"),
+    "disable_by_batch_size": Taken((None,), "num_speculative_tokens_per_batch_size says K by size"),
+    **dict.fromkeys(
+        (
+            *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
+            *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+        ),
+        Taken((), "method 'suffix' is not here; 'ngram' looks for the last tokens"),
+    ),
+}
+
+# Names of methods and of verification in vLLM, where ours are others.
+_DRAFTING = {"dspark": "dflash", "ngram_gpu": "ngram"}
+_VERIFICATION = {"standard": "rejection", "block": "block", "synthetic": "synthetic"}
+
+Class = TypeVar("Class", bound=type)
+
+
+def take_keys(
+    given: Mapping[Any, Any], table: Mapping[str, Taken], where: str, known: Iterable[str]
+) -> dict[str, Any]:
+    """Return the known keys of a mapping; those of vLLM in the table are passed over.
+
+    Raises:
+        ValueError: one of vLLM's at a value that would change something, and what there is instead;
+            or an unknown key.
+    """
+    for name in given.keys() & table.keys():
+        _check(name, given[name], table[name], f"{where}.{name}")
+    kept = {name: value for name, value in given.items() if name not in table}
+    known = list(known)
+    if unknown := sorted(map(str, kept.keys() - set(known))):
+        hint = did_you_mean(unknown[0], known)
+        raise ValueError(
+            f"{where} has unknown keys {unknown}; known keys are {sorted(known)}{hint}"
+        )
+    return kept
+
+
+def take_speculation(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Return the keys of a `speculative_config` by the names that they have here.
+
+    Raises:
+        ValueError: see `take_keys`.
+    """
+    config = dict(given)
+    method = config.get("method")
+    if isinstance(method, str):
+        renamed = "mtp" if method.endswith("_mtp") else _DRAFTING.get(method, method)
+        is_parallel = method == "eagle3" and config.get("parallel_drafting") is True
+        config["method"] = "p_eagle" if is_parallel else renamed
+        if config["method"] == "p_eagle":  # which drafts in parallel
+            config.pop("parallel_drafting", None)
+    if (name := config.get("rejection_sample_method")) in _VERIFICATION:
+        del config["rejection_sample_method"]
+        config.setdefault("verification", _VERIFICATION[name])
+    return take_keys(config, SPECULATION, "speculative_config", known)
+
+
+def takes(table: Mapping[str, Taken]) -> Callable[[Class], Class]:
+    """Return a decorator of dataclasses: the constructor also takes the table's names.
+
+    It raises ValueError for values that would change something, and TypeError for unknown names.
+    """
+
+    def decorate(cls: Class) -> Class:
+        init: Callable[..., None] = cls.__init__
+
+        @wraps(init)
+        def __init__(self: Any, *args: Any, **given: Any) -> None:
+            known = cls.__dataclass_fields__
+            if not given.keys() <= known.keys():
+                for name in given.keys() - known.keys():
+                    if name not in table:
+                        hint = did_you_mean(name, known)
+                        raise TypeError(f"{cls.__name__} has no field {name!r}{hint}")
+                    _check(name, given[name], table[name], name)
+                given = {name: value for name, value in given.items() if name in known}
+            init(self, *args, **given)
+
+        cls.__init__ = __init__
+        return cls
+
+    return decorate
+
+
+def _check(name: str, value: Any, taken: Taken, where: str) -> None:
+    """Refuse a value that does not mean what is done here; warn where any value is passed over."""
+    if taken.values is None:
+        warn(f"{name}={value!r} is vLLM's, and has no effect here")
+    # 0 == False, so compare types as well.
+    elif not any(value == one and type(value) is type(one) for one in taken.values):
+        raise ValueError(f"{where}={value!r} is not supported: {taken.instead}; see {PAGE}")

@@ -1,0 +1,199 @@
+"""Weights as trainers have them: torch's parameters and their kin, buffers, heads, folders."""
+
+import logging
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+from flax import nnx
+from safetensors.numpy import load_file
+from support.engines import SIZES, VOCAB, simulated_engines
+from support.params import random_params
+from support.refusals import refusal
+from support.rollouts import copied, noisy
+
+from specjax.checkpoint.errors import CheckpointError
+from specjax.device.drafters.mtp_files import of_own_shape
+from specjax.device.models.registry import describe_model, read_config, save_model
+from specjax.rl import RolloutEngine, read_weights, weights
+from specjax.rl.named import read_named
+from specjax.rl.nnx import PolicyModule, hf_named
+from specjax.rl.weights import checksum, stage_drafter, stage_target
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def engine(target):
+    with simulated_engines(), RolloutEngine(target.folder, **SIZES) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def own(engine):
+    return copied(engine.params.target)
+
+
+FORMS = {
+    "parameters": lambda x: torch.nn.Parameter(x),
+    "bfloat16": lambda x: torch.nn.Parameter(x.bfloat16()),
+    "half": lambda x: x.half(),
+    "double": lambda x: x.double(),
+    "gaps": lambda x: torch.stack([x, x], -1)[..., 0],
+    "transposed": lambda x: x.T.contiguous().T if x.ndim == 2 else x,
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "negated": lambda x: torch._neg_view(x),
+    "big endian": lambda x: x.numpy().astype(">f4"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_tensors_of_torch(engine, hf, form):
+    """The same values as torch's own conversion gives."""
+    given = {name: FORMS[form](x.detach()) for name, x in hf.named_parameters()}
+    engine.update_weights(iter(given.items()))
+    changed = engine.checksum()
+    plain = {
+        name: x.astype(np.float32)
+        if isinstance(x, np.ndarray)
+        else x.detach().float().resolve_neg().numpy()
+        for name, x in given.items()
+    }
+    engine.update_weights(noisy(plain, 1))
+    assert engine.checksum() != changed
+    engine.update_weights({name: np.ascontiguousarray(x) for name, x in plain.items()})
+    assert engine.checksum() == changed
+
+
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "glm4_moe_lite"])
+def test_buffers_that_are_not_sent_keep_their_values(checkpoints, kind, caplog):
+    files = checkpoints.target(kind, vocab_size=VOCAB)
+    target = describe_model(read_config(files.folder))
+    current = random_params(target.specs(), 0)
+    state, given = files.hf.state_dict(), dict(files.hf.named_parameters())
+    buffers = sorted(state.keys() - given.keys())
+    assert buffers
+    weights._say_kept.cache_clear()  # a line is said once in a process
+    with caplog.at_level(logging.INFO, "specjax"):
+        sources = stage_target(read_named(given, current, "weights"), target, current)
+    leaves = jax.tree.leaves(current)
+    kept = [leaf is source.parts[0] for leaf, source in zip(leaves, sources, strict=True)]
+    assert sum(kept) == len(buffers)
+    assert all(name in caplog.text for name in (*buffers, "keep their values", "state_dict()"))
+    every = stage_target(read_named(state, current, "weights"), target, current)
+    assert not any(leaf is one.parts[0] for leaf, one in zip(leaves, every, strict=True))
+    lost = next(name for name in given if "mlp.gate.weight" in name)
+    del given[lost]
+    named = read_named(given, current, "weights")
+    text = refusal(lambda: stage_target(named, target, current), "missing", lost)
+    assert buffers[0] not in text
+    # The target's module has such a buffer as well.
+    module = of_own_shape(target, "target")
+    specs = jax.tree.leaves(module.specs())
+    mine = random_params(module.specs(), 1)
+    tensors = {
+        name: np.zeros(shape, np.float32)
+        for spec in specs
+        if not spec.is_buffer
+        for name, shape in zip(spec.names, spec.file_shapes, strict=True)
+    }
+    drafter = module.drafter(False)
+    for source, leaf, spec in zip(
+        stage_drafter(tensors, drafter, mine), jax.tree.leaves(mine), specs, strict=True
+    ):
+        assert (source.parts[0] is leaf) == spec.is_buffer
+
+
+def test_heads_that_one_side_ties(checkpoints, engine, hf):
+    tied = checkpoints.target("llama", vocab_size=VOCAB, tie_word_embeddings=True)
+    given = dict(tied.hf.named_parameters())
+    assert "lm_head.weight" not in given
+    target = describe_model(read_config(tied.folder))
+    current = random_params(target.specs(), 0)
+
+    def stage(given):
+        return stage_target(read_named(given, current, "weights"), target, current)
+
+    assert len(stage(given)) == len(stage(tied.hf.state_dict())) == len(jax.tree.leaves(current))
+    other = given | {"lm_head.weight": given["model.embed_tokens.weight"] * 1.5}
+    refusal(lambda: stage(other), "another lm_head.weight", "tie_word_embeddings=false")
+    own_head = dict(hf.named_parameters())
+    del own_head["lm_head.weight"]
+    refusal(lambda: engine.update_weights(own_head), "missing: lm_head", "under both names")
+
+
+def save_orbax(folder, tree):
+    ocp.PyTreeCheckpointer().save(folder, tree)
+    return folder
+
+
+def save_standard(folder, tree):
+    with ocp.StandardCheckpointer() as saver:
+        saver.save(folder, tree)
+    return folder
+
+
+def save_step(folder, tree):
+    with ocp.CheckpointManager(folder) as steps:
+        steps.save(3, args=ocp.args.StandardSave(tree))
+    return folder / "3"
+
+
+FOLDERS = {
+    "hugging face": lambda folder, engine, params, source: (
+        save_model(folder, engine.target, params, source) or folder
+    ),
+    "engine's tree": lambda folder, engine, params, source: save_orbax(folder, params),
+    **{
+        save.__name__: lambda folder, engine, params, source, save=save: save(
+            folder, nnx.state(PolicyModule(engine.target, params), nnx.Param)
+        )
+        for save in (save_orbax, save_standard, save_step)
+    },
+}
+
+
+@pytest.mark.parametrize("kind", FOLDERS)
+def test_weights_in_a_folder(engine, own, target, tmp_path, kind):
+    params = noisy(own, 5)
+    folder = FOLDERS[kind](tmp_path / "saved", engine, params, target.folder)
+    for path in (folder, str(folder)):
+        engine.update_weights(own)
+        engine.update_weights(path)
+        assert engine.checksum() == checksum(params)
+
+
+def test_a_part_of_a_folder(tmp_path):
+    """The parameters of a saved training state, which is a trainer's own model's."""
+    state = {"params": {"q": {"value": np.ones((2, 3), np.float32)}}, "opt": (np.zeros(2),)}
+    folder = save_orbax(tmp_path / "saved", state)
+    found = read_weights(folder, under="params")
+    assert list(found) == ["q.value"]
+    ((name, tensor),) = hf_named(found, {"q": "q.weight"})
+    assert name == "q.weight" and tensor.tolist() == np.ones((2, 3)).tolist()
+    with pytest.raises(CheckpointError, match="nothing under 'model'; .* are opt, params"):
+        read_weights(folder, under="model")
+    save_orbax(tmp_path / "other", state)
+    with pytest.raises(CheckpointError, match=r"several checkpoints \(other, saved\)"):
+        read_weights(tmp_path)
+
+
+def test_folders_that_do_not_fit_change_nothing(engine, own, target, tmp_path):
+    engine.update_weights(own)
+    before, version = engine.checksum(), engine.version
+
+    def refused(folder, *words):
+        refusal(lambda: engine.update_weights(folder), *words)
+        assert engine.checksum() == before and engine.version == version
+
+    refused(tmp_path / "absent", "no such folder", "absent")
+    refused("runs/step-3", "no such folder", "runs/step-3")  # not looked for on the hub
+    refused(tmp_path, "has no weights")
+    (file,) = target.folder.glob("*.safetensors")
+    cut = tmp_path / "model.safetensors"
+    cut.write_bytes(file.read_bytes()[:-8])
+    refused(tmp_path, "damaged")
+    names = load_file(file)
+    lora = {f"base_model.model.{name}": x for name, x in names.items()}
+    refused(save_orbax(tmp_path / "lora", lora), "base_model.model", "merge_and_unload()")

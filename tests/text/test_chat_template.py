@@ -1,0 +1,156 @@
+"""What chat templates make of conversations, against transformers; which template is used."""
+
+from typing import Any
+
+import pytest
+from support.refusals import label, refusal
+from support.texts import write_files
+from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
+
+from specjax.text.chat import check_conversation
+from specjax.text.chat_template import render
+from specjax.text.tokenizer import load_tokenizer
+
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"é": [1, None], "b": "<&>"}}}
+MESSAGES = [
+    {"role": "user", "content": "Hi <b> \n"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning": "why"},
+    {"role": "tool", "content": "3", "name": None},
+]
+LOOP = "{% for m in messages %}"
+SNIPPETS = [
+    LOOP + "{% generation %}{{ m.content }}|{% endgeneration %}{% endfor %}",
+    LOOP + "\n  {%- generation -%}\n a {{ loop.index }} \n{%- endgeneration %}\n{% endfor %}",
+    "{% set x = 1 %}{% generation %}{% set x = 2 %}{{ x }}{% endgeneration %}{{ x }}",
+    LOOP
+    + "{% generation %}{% if m.role == 'tool' %}{{ m }}{% endif %}{% endgeneration %}{% endfor %}",
+    *(
+        "{{ messages | tojson(" + options + ") }}"
+        for options in ("", "indent=2", "separators=(',', ':')", "sort_keys=true", "true, 1")
+    ),
+    "{{ messages | tojson(ensure_ascii=True, separators=(', ', ' : '), indent='  ') }}",
+    "{{ tools | tojson }}{{ tools is none }}{{ documents is defined }}{{ documents is none }}",
+    LOOP + "{% if loop.index == 2 %}{% continue %}{% endif %}{{ m.role }}{% break %}{% endfor %}",
+    LOOP + "{{ m.thinking }},{{ m.reasoning_content }},{{ m.reasoning }};{% endfor %}",
+    LOOP + "{{ 'content' in m }}{{ m.content is none }}{{ m.name is defined }}{% endfor %}",
+    "{% set ns = namespace(a=1, self=2) %}{% set ns.a = ns.a + 1 %}{{ ns.a }}{{ ns.self }}",
+    "{% set ns = namespace(_a=1) %}",
+    "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
+    "{{ dict(a=1).a }}{{ dict.fromkeys('ab') }}{{ dict.__class__ }}",
+    "{{ dict.mro }}{{ ().__class__.__base__ }}",
+    "{{ raise_exception('no system role') }}",
+    "{{ messages.append(1) }}",
+    "{{ nothing }}{{ nothing.more }}",
+    "{{ strftime_now('%Y-%m-%d') }}",
+    "  {% if true %}\n  a\n  {% endif %}\n\n{# b #}\n c \n",
+    "{{ messages[0].content | trim }}{{ messages | length }}{{ [1, 2] | map('string') | join }}",
+    LOOP
+    + "{% for k, v in (m.tool_calls or [{}])[0] | items %}{{ k }}{{ v }}{% endfor %}{% endfor %}",
+    "{% macro f(x, y='z') %}{{ x }}{{ y }}{{ caller() if caller }}{% endmacro %}{{ f(1) }}",
+    "{{ range(3) | list }}{{ 'abc'[::-1] }}{{ 'a' ~ 1 }}{{ 3 // 2 }}{{ lipsum is defined }}",
+    "{{ 1 is number }}{{ 'a' is string }}{{ messages is iterable }}{{ messages[0] is mapping }}",
+    "{% include 'x' %}",
+    "{% for x in [1] recursive %}{{ loop.depth }}{% endfor %}{{ cycler(1, 2).next() }}",
+]
+
+
+def outcome(make: Any) -> str:
+    """The text, or the kind of error."""
+    try:
+        return make()
+    except Exception as error:
+        return type(error).__name__
+
+
+@pytest.mark.parametrize("template", SNIPPETS, ids=label)
+@pytest.mark.parametrize("variables", [{}, {"tools": [CALL], "documents": [{"text": "d"}]}])
+def test_templates_render_as_in_transformers(template, variables):
+    given = [{key: x for key, x in message.items() if x is not None} for message in MESSAGES]
+    options = variables | {"chat_template": template}
+    theirs = outcome(lambda: render_jinja_template([given], **options)[0][0])
+    options = {"tools": None, "add_generation_prompt": False} | variables
+    assert outcome(lambda: render(template, MESSAGES, **options)) == theirs
+
+
+DEFAULT, TOOLS, RAG = (
+    "default:{{ messages[0].content }}",
+    "tools:{{ tools }}",
+    "rag:{{ documents }}",
+)
+LISTED = [{"name": name, "template": text} for name, text in (("default", DEFAULT), ("rag", RAG))]
+TOOL_USE = {"name": "tool_use", "template": TOOLS}
+TEMPLATE_FILES = [
+    {"tokenizer_config.json": {"chat_template": DEFAULT}},
+    {"tokenizer_config.json": {"chat_template": LISTED}},
+    {
+        "tokenizer_config.json": {
+            "chat_template": [*LISTED, {"name": "tool_use", "template": TOOLS}]
+        }
+    },
+    {"chat_template.jinja": DEFAULT, "tokenizer_config.json": {"chat_template": LISTED}},
+    {"chat_template.jinja": DEFAULT, "additional_chat_templates/tool_use.jinja": TOOLS},
+    {"additional_chat_templates/tool_use.jinja": TOOLS, "additional_chat_templates/rag.jinja": RAG},
+    {"tokenizer_config.json": {"chat_template": LISTED[1:]}},
+    {},
+]
+CHOICES = [None, "default", "tool_use", "rag", "own {{ messages[0].role }}"]
+
+
+@pytest.mark.parametrize("files", TEMPLATE_FILES, ids=label)
+@pytest.mark.parametrize("chosen", CHOICES)
+@pytest.mark.parametrize("tools", [None, [], [CALL]], ids=label)
+def test_the_template_is_the_one_of_transformers(tmp_path, files, chosen, tools):
+    ours = load_tokenizer(write_files(tmp_path, files))
+    theirs = PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    assert ours is not None
+    options = {"tools": tools, "chat_template": chosen, "tokenize": False}
+    try:
+        expected = theirs.apply_chat_template(MESSAGES, **options)
+    except ValueError as error:
+        words = ("several", "rag") if "multiple" in str(error) else ("no chat template",)
+        refusal(lambda: ours.apply_chat_template(MESSAGES, **options), *words)
+        return
+    if expected == chosen == "default" and ours.template:  # the name of the only one
+        expected = ours.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
+    if expected == chosen:  # a name that is none of its templates, rendered as a text
+        refusal(lambda: ours.apply_chat_template(MESSAGES, **options), f"'{chosen}'", "names are:")
+    else:
+        assert ours.apply_chat_template(MESSAGES, **options) == expected
+
+
+ARGUMENTS = [
+    ('{"a": [1, "é"]}', {"a": [1, "é"]}),
+    ({"a": 1}, {"a": 1}),
+    ("", {}),
+    (None, {}),
+    *((text, {}) for text in ("[1]", "3", "{a: 1}", [1])),
+]
+
+
+@pytest.mark.parametrize("given, expected", ARGUMENTS, ids=label)
+def test_arguments_of_tool_calls_are_parsed_as_in_vllm(given, expected, caplog):
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": given}}
+    messages = [{"role": "assistant", "content": None, "tool_calls": [call]}]
+    (checked,) = check_conversation(messages, "messages")
+    assert checked["tool_calls"] == [call | {"function": {"name": "f", "arguments": expected}}]
+    assert call["function"]["arguments"] == given  # the user's own
+    is_lost = bool(given) and expected == {}
+    assert ("tool_calls[0]" in caplog.text) == is_lost
+
+
+@pytest.mark.parametrize("calls", [5, [5], [{"type": "custom"}], [{"function": 3}]], ids=label)
+def test_bad_tool_calls(calls):
+    messages = [{"role": "assistant", "content": "x", "tool_calls": calls}]
+    refusal(lambda: check_conversation(messages, "messages"), "messages[0].tool_calls", "function")
+
+
+def test_conversations_as_vllm_passes_them_on():
+    messages = [
+        {"role": "assistant", "content": "a", "tool_calls": []},
+        {"role": "tool", "content": [{"type": "text", "text": "b"}, "c"], "tool_call_id": "1"},
+        {"role": "user", "content": ["d"]},
+    ]
+    assistant, tool, user = check_conversation(messages, "messages", "openai")
+    assert "tool_calls" not in assistant and tool["content"] == "b\nc"
+    assert user["content"] == [{"type": "text", "text": "d"}]
