@@ -207,8 +207,10 @@ def read_eos_ids(folder: Path, tokenizer: ChatTokenizer | None) -> tuple[int, ..
     They are those of generation_config.json, or else of config.json, and the tokenizer's.
     """
     ids = _read_eos_ids(folder)
-    text = tokenizer and tokenizer.special_tokens.get("eos_token")
-    own = None if tokenizer is None or text is None else tokenizer.tokenizer.token_to_id(text)
+    text = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")
+    if tokenizer is None or text is None:
+        return ids
+    own = tokenizer.tokenizer.token_to_id(text)
     return ids if own is None or own in ids else (*ids, own)
 
 
