@@ -189,7 +189,7 @@ def alternatives(
         fault = f"features are shifted by one: those of the row {where} are better"
         yield own._replace(name=f"features of the row {where}", shift=shift, fault=fault)
     drafter: Any = own.drafter
-    if isinstance(drafter, ChainDrafter) and isinstance(drafter.head, Eagle3Head):
+    if isinstance(own.drafter, ChainDrafter) and isinstance(own.drafter.head, Eagle3Head):
         yield _recycling_otherwise(own, drafter)
     mask = getattr(getattr(drafter, "head", None), "mask_token_id", None)
     for token in mask_ids if mask is not None else ():
