@@ -55,7 +55,7 @@ class WrongDrafter(NoDrafter):
         self, target: Model, params: Params, state: None, context: DraftContext, k: int
     ) -> tuple[Draft, None]:
         """Token ids that have nothing to do with the request."""
-        place = context.starts[:, None] + jnp.arange(k)
+        place = context.starts[:, None] + jnp.arange(k)[None]
         return Draft((7 * place) % target.vocab_size, None), state
 
 

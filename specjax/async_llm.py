@@ -1,6 +1,7 @@
 """An engine for asyncio: a background thread runs the steps of all callers' requests."""
 
 import asyncio
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Hashable
 from concurrent.futures import Future
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 from specjax.checks import check_positive
 from specjax.device.models.model import Model
 from specjax.engine.metrics import Metrics
+from specjax.engine.process import check_process
 from specjax.engine_args import EngineArgs
 from specjax.host.request import Request
 from specjax.llm import LLM
@@ -55,7 +57,7 @@ class AsyncLLM(Refusing):
             self._turns = asyncio.Semaphore(max_num_requests)
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[Hashable, _Stream] = {}  # used by the engine's thread only
-        self._is_closing = False
+        self._is_closing, self._pid = False, os.getpid()
         self._thread = threading.Thread(target=self._serve, name="specjax-engine", daemon=True)
         self._thread.start()
 
@@ -199,6 +201,7 @@ class AsyncLLM(Refusing):
         await self.close()
 
     def _check_open(self) -> None:
+        check_process(self._pid)
         if self._is_closing:
             raise RuntimeError("this AsyncLLM is closed; build a new one")
 

@@ -4,6 +4,7 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -46,13 +47,15 @@ def pytest_configure(config: pytest.Config) -> None:
     itself takes a seventh of the tests' time.
     """
     gc.set_threshold(200_000, 10, 10)
-    # So that no code takes the one device for granted, or a dtype that JAX would guess.
+    # So that no code takes the one device for granted, or a dtype or rank that JAX would guess.
     jax.config.update("jax_num_cpu_devices", 2)
     jax.config.update("jax_numpy_dtype_promotion", "strict")
+    jax.config.update("jax_numpy_rank_promotion", "raise")
     check_boundary()
     share_compilations(Path(__file__).parents[1] / ".cache" / "jax")
     precompile._JITS = KEPT  # pyright: ignore[reportAttributeAccessIssue]
-    precompile.executables_folder = lambda: None  # tests change what is compiled
+    # Tests change what is compiled.
+    precompile.executables_folder = wraps(precompile.executables_folder)(lambda: None)
     compiler.FOR_SHAPES = compiler.FOR_ALL  # a worker has the programs of many engines
     wanted = config.getoption("markexpr").replace("not optimized", "")
     if "optimized" not in wanted:

@@ -56,7 +56,7 @@ def gated_delta_rule_reference(
     raw, z, gates = split_inputs(_resize(x, num_new), weights, heads)
     read = jnp.minimum(slots, num_slots - 1)[:, None]  # padding reads another slot, unused
 
-    places = starts[:, None] + jnp.arange(1 - num_taps, 0)
+    places = starts[:, None] + jnp.arange(1 - num_taps, 0)[None]
     history = cache.ring[layer, read, places % cache.ring.shape[2]]
     history = jnp.where((places >= 0)[..., None], history, 0)
     inputs = jnp.concatenate([history, raw.astype(history.dtype)], axis=1)
@@ -109,7 +109,7 @@ def _read_pending(
     they are not pending they leave every state unchanged. Their q, v and beta are zero: outputs of
     pending tokens are not used, and their u is known."""
     heads, max_pending = cache.heads, cache.max_pending
-    places = starts[:, None] + jnp.arange(-max_pending, 0)
+    places = starts[:, None] + jnp.arange(-max_pending, 0)[None]
     is_pending = ((places >= 0) & (places >= (starts - pending)[:, None]))[..., None]
     u = cache.u[layer, slots, places % max_pending]
     at = layer, slots, places % (2 * max_pending)
@@ -151,7 +151,7 @@ def _keep_history(
     num_columns = ring.shape[2]
     length = num_columns - cache.max_pending  # W - 1
     write = jnp.where(counts > 0, slots, state.shape[1])
-    tail = counts[:, None] + jnp.arange(length)
+    tail = counts[:, None] + jnp.arange(length)[None]
     last = jnp.take_along_axis(inputs, tail[..., None], axis=1)
     kept = jnp.full((len(slots), *ring.shape[2:]), jnp.nan, ring.dtype)
     columns = (starts[:, None] - length + tail) % num_columns
@@ -170,7 +170,8 @@ def split_inputs(
     ends = heads.channels, heads.channels + inner, heads.channels + inner + heads.num_values
     raw, z, b, a = jnp.split(x, ends, axis=-1)
     a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-    g = -jnp.exp(weights.log_decay) * jax.nn.softplus(a + weights.decay_bias)
+    decay, bias = (-jnp.exp(weights.log_decay))[None, None], weights.decay_bias[None, None]
+    g = decay * jax.nn.softplus(a + bias)
     z = z.reshape(*z.shape[:2], heads.num_values, heads.value_dim)
     return raw, z, jnp.stack([g, jax.nn.sigmoid(b)], axis=2)
 
@@ -179,6 +180,7 @@ def gated_norm(o: jax.Array, z: jax.Array, norm: jax.Array, eps: float) -> jax.A
     """Compute w rmsnorm(o) silu(z) of o and z [..., D_v] in o's dtype; statistics, gate in f32."""
     y = o.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    norm = jax.lax.broadcast_to_rank(norm, y.ndim)
     y = (norm * y.astype(o.dtype)).astype(jnp.float32) * jax.nn.silu(z.astype(jnp.float32))
     return y.astype(o.dtype)
 
@@ -194,9 +196,9 @@ def convolve(x: jax.Array, conv: jax.Array) -> jax.Array:
     num_taps = conv.shape[0]
     length = x.shape[1] - num_taps + 1
     x, conv = x.astype(jnp.float32), conv.astype(jnp.float32)
-    y = x[:, :length] * conv[0]
+    y = x[:, :length] * conv[0][None, None]
     for tap in range(1, num_taps):
-        y = y + x[:, tap : tap + length] * conv[tap]
+        y = y + x[:, tap : tap + length] * conv[tap][None, None]
     return jax.nn.silu(y)
 
 

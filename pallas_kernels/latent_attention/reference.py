@@ -40,14 +40,14 @@ def latent_attention_reference(
         ids, block_ends = (
             jax.lax.dynamic_slice_in_dim(x, i * pages, pages, axis=1) for x in (page_table, ends)
         )
-        column = i * pages * page_size + jnp.arange(pages * page_size)
+        column = (i * pages * page_size + jnp.arange(pages * page_size))[None]  # [1, C]
         used = column < jnp.repeat(block_ends, page_size, axis=1)  # [B, C]
         entries = pool.at[layer, ids].get(mode="promise_in_bounds")
         entries = entries.reshape(batch, pages * page_size, width).astype(q.dtype)
         # NaN in an unused page would give NaN even with a weight of zero.
         entries = jnp.where(used[..., None], entries, 0)
         scores = jnp.einsum("bre,bce->brc", queries, entries, preferred_element_type=jnp.float32)
-        scores = jnp.where((column <= last) & used[:, None], scores, -jnp.inf)
+        scores = jnp.where((column[None] <= last) & used[:, None], scores, -jnp.inf)
         new_maximum = jnp.maximum(maximum, scores.max(axis=-1, keepdims=True))
         finite = jnp.where(jnp.isfinite(new_maximum), new_maximum, 0.0)
         weights, decay = jnp.exp(scores - finite), jnp.exp(maximum - finite)

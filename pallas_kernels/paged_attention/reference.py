@@ -55,7 +55,7 @@ def paged_attention_reference(
         ids, block_ends = (
             jax.lax.dynamic_slice_in_dim(x, i * pages, pages, axis=1) for x in (page_table, ends)
         )
-        column = i * pages * page_size + jnp.arange(pages * page_size)
+        column = (i * pages * page_size + jnp.arange(pages * page_size))[None]  # [1, C]
         used = (column >= starts) & (column < jnp.repeat(block_ends, page_size, axis=1))
         used = used[:, None]  # [B, 1, C]
 
@@ -67,6 +67,7 @@ def paged_attention_reference(
         keys = load(0)
         # NaN in an unused page would give NaN even with a weight of zero.
         values = jnp.where(used[..., None], load(1), 0)
+        column = column[None, None]
         visible = (column <= row_positions) & used[:, :, None]
         if window is not None:
             visible &= column > row_origins - window

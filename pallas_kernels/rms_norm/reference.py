@@ -11,6 +11,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, is_centred: bool = Fal
     """
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    weight = jax.lax.broadcast_to_rank(weight, y.ndim)
     if is_centred:
         return (y * (1 + weight.astype(jnp.float32))).astype(x.dtype)
     return weight * y.astype(x.dtype)

@@ -57,7 +57,7 @@ def split_heads(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Return q [..., H, D], k and v [..., H_kv, D] of projections [..., F], normed and rotated."""
     if bias is not None:
-        qkv = qkv + bias
+        qkv = qkv + jax.lax.broadcast_to_rank(bias, qkv.ndim)
     heads = qkv.reshape(*qkv.shape[:-1], -1, head_dim)
     v_at = heads.shape[-2] - num_kv_heads
     ends = num_heads, v_at - num_kv_heads, v_at

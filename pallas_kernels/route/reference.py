@@ -46,7 +46,7 @@ def route_reference(
     # Sorting one array, because sorting keys and indices as two would copy them first.
     order = jnp.sort(chosen * chosen.size + jnp.arange(chosen.size)) % chosen.size
     # Counting by comparison takes one kernel; a scatter needs another to clear its result.
-    sizes = jnp.sum(chosen[:, None] == jnp.arange(logits.shape[1]), axis=0, dtype=jnp.int32)
+    sizes = jnp.sum(chosen[:, None] == jnp.arange(logits.shape[1])[None], axis=0, dtype=jnp.int32)
     return Routes(weights, experts, order, order // num_chosen, sizes)
 
 
@@ -67,7 +67,7 @@ def _by_sigmoid(
     logits: jax.Array, num_chosen: int, rule: Rule, correction: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     scores = jax.nn.sigmoid(logits.astype(jnp.float32))
-    corrected = scores if correction is None else scores + correction
+    corrected = scores if correction is None else scores + correction[None]
     _, chosen = jax.lax.top_k(_in_groups(corrected, rule), num_chosen)
     weights = jnp.take_along_axis(scores, chosen, axis=-1)
     if rule.normalises:
@@ -82,5 +82,5 @@ def _in_groups(scores: jax.Array, rule: Rule) -> jax.Array:
     groups = scores.reshape(scores.shape[0], rule.num_groups, -1)
     strength = jax.lax.top_k(groups, 2)[0].sum(axis=-1)  # [N, groups]
     _, kept = jax.lax.top_k(strength, rule.num_chosen_groups)
-    is_kept = (kept[:, :, None] == jnp.arange(rule.num_groups)).any(axis=1)
+    is_kept = (kept[:, :, None] == jnp.arange(rule.num_groups)[None, None]).any(axis=1)
     return jnp.where(is_kept[..., None], groups, -jnp.inf).reshape(scores.shape)

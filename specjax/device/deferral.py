@@ -63,7 +63,7 @@ def observe_deferred(
         slots=slots,
         kernels=model.kernels,
     )
-    known, places = state.tokens[slots], starts[:, None] + jnp.arange(width)
+    known, places = state.tokens[slots], starts[:, None] + jnp.arange(width)[None]
     held, following = (jnp.take_along_axis(known, places + i, axis=1, mode="clip") for i in (0, 1))
     kept, dim = state.deferred[: len(slots) * width], model.target.hidden_size
     features = Features(kept[:, :dim], kept[:, dim:] if model.drafter.aux_layers else None)

@@ -29,7 +29,7 @@ class History:
     def then(self, drafts: jax.Array) -> "History":
         """Return the history with drafts i32[B, K] after the committed tokens."""
         batch, k = drafts.shape
-        places = self.lengths[:, None] + jnp.arange(k)
+        places = self.lengths[:, None] + jnp.arange(k)[None]
         row = jnp.arange(batch)[:, None]
         return History(self.tokens.at[row, places].set(drafts, mode="drop"), self.lengths)
 
@@ -54,7 +54,7 @@ def edit(
     """
     logits = apply_processors(logits, requests, history, processors)
     batch, num_rows, vocab_size = logits.shape
-    edits, lengths = requests.edits, history.lengths[:, None] + jnp.arange(num_rows)  # [B, T]
+    edits, lengths = requests.edits, history.lengths[:, None] + jnp.arange(num_rows)[None]  # [B, T]
     has_penalty = (edits.repetition != 1) | (edits.presence != 0) | (edits.frequency != 0)
     logits = jax.lax.cond(
         has_penalty.any(),
@@ -91,7 +91,7 @@ def apply_processors(
 
     Row t follows lengths[b] + t tokens. All other edits come after.
     """
-    lengths = history.lengths[:, None] + jnp.arange(logits.shape[1])  # [B, T]
+    lengths = history.lengths[:, None] + jnp.arange(logits.shape[1])[None]  # [B, T]
     for number, functions in processors:
         edited = logits
         for function in functions:
@@ -103,7 +103,7 @@ def apply_processors(
 
 def unpack_bits(words: jax.Array, count: int) -> jax.Array:
     """Unpack i32[..., ceil(count/32)] to bool[..., count]: bit v % 32 of word v // 32."""
-    bits = (words[..., None] >> jnp.arange(32)) & 1
+    bits = (words[..., None] >> jax.lax.broadcast_to_rank(jnp.arange(32), words.ndim + 1)) & 1
     return bits.reshape(*words.shape[:-1], -1)[..., :count] == 1
 
 
@@ -112,7 +112,7 @@ def _penalise(
 ) -> jax.Array:
     batch, num_rows, vocab_size = logits.shape
     edits = jax.tree.map(lambda x: x[:, None, None], requests.edits)
-    place = jnp.arange(history.tokens.shape[1])
+    place = jnp.arange(history.tokens.shape[1])[None]
     is_prompt = place < requests.prompt_lengths[:, None]
     is_output = ~is_prompt & (place < history.lengths[:, None])
 
@@ -122,11 +122,11 @@ def _penalise(
     committed = empty.at[row, history.tokens].add(is_output.astype(jnp.int32))
 
     # Draft j counts for the rows after it, unless it is a prompt token that is being scored.
-    places = history.lengths[:, None] + jnp.arange(num_rows - 1)
+    places = history.lengths[:, None] + jnp.arange(num_rows - 1)[None]
     drafts = jnp.take_along_axis(history.tokens, places, axis=1, mode="clip")
     counts = jnp.broadcast_to(committed[:, None], logits.shape)
-    after = jnp.arange(num_rows)[:, None] > jnp.arange(num_rows - 1)
-    counted = after & (places >= requests.prompt_lengths[:, None])[:, None]
+    after = jnp.arange(num_rows)[:, None] > jnp.arange(num_rows - 1)[None]
+    counted = after[None] & (places >= requests.prompt_lengths[:, None])[:, None]
     b, t, _ = jnp.ogrid[:batch, :num_rows, : num_rows - 1]
     counts = counts.at[b, t, drafts[:, None]].add(counted.astype(jnp.int32))
 
@@ -144,7 +144,8 @@ def _bad_words(
     batch = bad_words.shape[0]
     words = bad_words.reshape(batch, MAX_BAD_WORDS, MAX_BAD_WORD_TOKENS)
     starts, ends = words[..., :-1], words[..., -1]
-    places = lengths[..., None] + jnp.arange(1 - MAX_BAD_WORD_TOKENS, 0)  # [B, T, tokens - 1]
+    before = jnp.arange(1 - MAX_BAD_WORD_TOKENS, 0)[None, None]
+    places = lengths[..., None] + before  # [B, T, tokens - 1]
     tails = jnp.take_along_axis(
         history.tokens[:, None], jnp.maximum(places, 0), axis=2, mode="clip"
     )

@@ -288,7 +288,7 @@ def settle(
     num_tokens = jnp.where(is_active, emitted.num_tokens, 0)
     num_drafts = jnp.where(is_active, num_drafts, 0)
 
-    column = jnp.arange(k + 1)
+    column = jnp.arange(k + 1)[None]
     is_committed = is_active[:, None] & (column <= verdict.num_accepted[:, None])
     places = jnp.where(is_committed, starts[:, None] + 1 + column, state.tokens.shape[1])
 
@@ -344,7 +344,7 @@ def round_tokens(state: EngineState, slots: jax.Array, draft: Draft, width: int)
 
 
 def _chunk_places(inputs: PrefillInputs, width: int) -> jax.Array:
-    return inputs.starts[:, None] + jnp.arange(width)
+    return inputs.starts[:, None] + jnp.arange(width)[None]
 
 
 def chunk_tokens(state: EngineState, inputs: PrefillInputs, width: int) -> jax.Array:

@@ -151,8 +151,9 @@ class Block:
             joint, chances = block_acceptance(p, draft, target.num_drafts)
             # Each prefix has its own coin; the longest prefix whose coin wins is accepted.
             k = chances.shape[1]
-            wins = (_coins(target, k) < chances) & (jnp.arange(k) < target.num_drafts[:, None])
-            num_accepted = jnp.max(jnp.where(wins, jnp.arange(1, k + 1), 0), axis=1, initial=0)
+            number = jnp.arange(k)[None]
+            wins = (_coins(target, k) < chances) & (number < target.num_drafts[:, None])
+            num_accepted = jnp.max(jnp.where(wins, number + 1, 0), axis=1, initial=0)
             is_end = num_accepted == target.num_drafts
             q = jnp.where(is_end[:, None], 0.0, _draft_probs_at(draft, num_accepted, p.shape[-1]))
             left = jnp.take_along_axis(joint, num_accepted[:, None], axis=1)
@@ -181,7 +182,7 @@ class Synthetic:
         rates = jnp.array([1.0, *self.rates, *[0.0] * k][: k + 1])
         chances = rates[1:] / jnp.maximum(rates[:-1], jnp.finfo(jnp.float32).tiny)
         at_draft = jnp.take_along_axis(target.logits[:, :-1], draft.tokens[..., None], axis=2)
-        accepted = (_coins(target, k) < chances) & (at_draft[..., 0] > -jnp.inf)
+        accepted = (_coins(target, k) < chances[None]) & (at_draft[..., 0] > -jnp.inf)
         num_accepted = _leading(accepted, target.num_drafts)
         positions = target.lengths + num_accepted
         row = target.at(num_accepted)
@@ -322,7 +323,7 @@ def _leading(accepted: jax.Array, num_drafts: jax.Array) -> jax.Array:
 
 def _verdict(draft: Draft, num_accepted: jax.Array, token: jax.Array) -> Verdict:
     padded = jnp.pad(draft.tokens, ((0, 0), (0, 1)))
-    is_last = jnp.arange(padded.shape[1]) == num_accepted[:, None]
+    is_last = jnp.arange(padded.shape[1])[None] == num_accepted[:, None]
     return Verdict(jnp.where(is_last, token[:, None], padded), num_accepted)
 
 

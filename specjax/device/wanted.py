@@ -97,7 +97,7 @@ class Wanted(NamedTuple):
             lengths = starts + first + 1
             logits = logits_of(hidden.reshape(batch * count, -1))
             logits = processed = logits.reshape(batch, count, -1)
-            places = lengths[:, None] + jnp.arange(count)
+            places = lengths[:, None] + jnp.arange(count)[None]
             tokens = jnp.take_along_axis(known, places, axis=1, mode="clip")
             if mode != "raw":
                 history = History(known, lengths)

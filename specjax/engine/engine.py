@@ -9,6 +9,7 @@ both. A round with grammars is launched in
 pieces, so that the host makes the masks while the target runs over the drafts.
 """
 
+import os
 import threading
 import time
 import warnings
@@ -32,6 +33,7 @@ from specjax.engine.launcher import Extended, InFlight, Launcher, note_ends
 from specjax.engine.layout import Layout
 from specjax.engine.metrics import Metrics, Recorder
 from specjax.engine.precompile import CompiledPrograms
+from specjax.engine.process import check_process
 from specjax.engine.programs import Programs, of_rounds
 from specjax.engine.repertoire import Repertoire
 from specjax.host.budgets import explain_waiting
@@ -104,11 +106,12 @@ class Engine:
         self._start_time = 0.0  # of the step, in seconds
         self._done_time = 0.0  # of the results that were read last
         self._read_time: float | None = None  # of those; None once another step is launched
-        self._compile_seconds = 0.0  # until the last step
+        self._compile_seconds = 0.0, 0.0  # until the last two reads
         self._timed_from = 0.0  # seconds; a round from before ran beside measurements
         self._other_ms = 0.0  # spent on chunks since the last round was read
         self._num_steps = 0
         self._is_stepping = threading.Lock()
+        self._pid = os.getpid()
         self.set_policy(policy, show_progress=show_progress)
 
     @property
@@ -150,7 +153,12 @@ class Engine:
         self._look()
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
-        """Compile what these requests are the first to need of a step."""
+        """Compile what these requests are the first to need of a step.
+
+        Raises:
+            RuntimeError: see `step`.
+        """
+        check_process(self._pid)
         requests = list(requests)
         # Steps without a grammar's request run without masks.
         others = [r for r in requests if r.params.structured_outputs is None]
@@ -190,8 +198,10 @@ class Engine:
 
         Raises:
             Exception: the step failed, and no request had code of its own; all are dropped.
-            RuntimeError: another thread is in the middle of a step; nothing has changed.
+            RuntimeError: another thread is in the middle of a step, or this is a fork of the
+                process that built the engine; nothing has changed.
         """
+        check_process(self._pid)
         if not self._is_stepping.acquire(blocking=False):
             raise RuntimeError(
                 "this engine runs a step for another thread; share its LLM or AsyncLLM, whose "
@@ -392,9 +402,10 @@ class Engine:
         done = self._read_time if step.done is None else step.done
         milliseconds = 1e3 * (done - max(self._done_time, step.start))
         self._done_time = done
-        before, self._compile_seconds = self._compile_seconds, self.programs.compilations.seconds
-        has_compiled = self._compile_seconds != before
-        is_disturbed = has_compiled or step.start < self._timed_from
+        # The part began when the one before it was done, which may have been read much later.
+        (earlier, before), now = self._compile_seconds, self.programs.compilations.seconds
+        self._compile_seconds = before, now
+        is_disturbed = now != earlier or step.start < self._timed_from
         # A tiny program may be done before the one before it has been read.
         return None if is_disturbed or milliseconds <= 0 else milliseconds
 

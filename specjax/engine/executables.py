@@ -45,6 +45,22 @@ _INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
 _DIGEST = hashlib.sha256
+_kept: list[Path] = []  # the folder for programs of engines, if there is one
+
+
+def keep_programs(folder: Path | None) -> None:
+    """Keep the programs of engines that are built from now on in `folder`, for later processes.
+
+    JAX's own cache is the user's: theirs would land in ours, and are of no use to engines.
+    """
+    _kept[:] = [] if folder is None else [folder]
+
+
+def executables_folder() -> Path | None:
+    """Where programs are kept: beside JAX's compilation cache if it has one; None for nowhere."""
+    folder = jax.config.values["jax_compilation_cache_dir"]
+    folders = [Path(folder)] if folder else _kept
+    return folders[0] / "programs" if folders else None
 
 
 def open_executables(

@@ -1,7 +1,6 @@
 """The programs of an engine's steps, one per shape and variant, compiled before they are needed."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Set
-from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -35,7 +34,7 @@ from specjax.engine.batch import (
 )
 from specjax.engine.compile_progress import compile_progress
 from specjax.engine.compiler import MAX_THREADS, Compiler
-from specjax.engine.executables import open_executables
+from specjax.engine.executables import executables_folder, open_executables
 from specjax.engine.layout import Layout
 from specjax.engine.metrics import Compilations
 from specjax.engine.programs import (
@@ -72,19 +71,6 @@ MAX_DEFERRED_ROWS = {"gpu": 64, "cpu": 16}
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 # Of what no request waits for: the same code, made by one of XLA's threads and not by all.
 CPU_OPTIONS_BEHIND = {"xla_cpu_parallel_codegen_split_count": 1}
-
-
-def keep_compilations(folder: Path) -> None:
-    """Keep compiled programs in `folder` for later processes, unless JAX already has a cache."""
-    if jax.config.values["jax_compilation_cache_dir"] is None:
-        jax.config.update("jax_compilation_cache_dir", str(folder))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
-
-
-def executables_folder() -> Path | None:
-    """Where compiled programs are kept: beside JAX's compilation cache, None without one."""
-    folder = jax.config.values["jax_compilation_cache_dir"]
-    return Path(folder) / "programs" if folder else None
 
 
 def step_model(

@@ -15,8 +15,9 @@ from specjax.device.models.model import Model, page_windows
 from specjax.device.models.registry import load_weights
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
+from specjax.engine.executables import keep_programs
 from specjax.engine.log import get_log
-from specjax.engine.precompile import keep_compilations
+from specjax.engine.process import check_jax
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.profile import Profile
 from specjax.sampling_params import SamplingParams
@@ -170,6 +171,7 @@ def assemble(
         ValueError: settings that do not fit each other, the model, or the device's memory.
         CheckpointError: files that are missing, damaged or not what they are used as.
     """
+    check_jax()
     check_options(
         tensor_parallel_size=tensor_parallel_size,
         gpu_memory_utilization=gpu_memory_utilization,
@@ -201,8 +203,7 @@ def assemble(
     both = Params(params, drafter_params)
     if speculation and plan.profile:
         check_profile(plan.profile, fingerprint(target, drafter, both), speculation)
-    if compilation_cache is not None:
-        keep_compilations(Path(compilation_cache).expanduser())
+    keep_programs(None if compilation_cache is None else Path(compilation_cache).expanduser())
     return Serving(
         target,
         drafter,

@@ -87,7 +87,7 @@ def dflash_logits(
     hidden = hidden.reshape(size, count, width, -1)[:, :, head.first_row :]
     hidden = hidden.reshape(size * count, num_drafts, -1)
     logits = head.logits(target, params, hidden.reshape(-1, hidden.shape[-1]))
-    before = starts[..., None] + jnp.arange(num_drafts)
+    before = starts[..., None] + jax.lax.broadcast_to_rank(jnp.arange(num_drafts), starts.ndim + 1)
     before = jnp.minimum(before, batch.tokens.shape[1] - 1).reshape(size, -1)
     previous = at(batch.tokens, before).reshape(-1)
     by_block = logits.reshape(size * count, num_drafts, -1)

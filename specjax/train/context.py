@@ -103,7 +103,7 @@ class BlockRows(_Attending):
     @property
     def positions(self) -> jax.Array:
         """The positions of all rows, i32[B N W]."""
-        offsets = jnp.arange(self.width, dtype=jnp.int32)
+        offsets = jnp.arange(self.width, dtype=jnp.int32)[None, None]
         return (self.starts[..., None] + offsets).reshape(-1)
 
     def by_request(self, x: jax.Array) -> jax.Array:
@@ -122,10 +122,11 @@ class BlockRows(_Attending):
         within = jnp.einsum("bnwhgd,bnshd->bnhgws", q, k).astype(jnp.float32)
         own, begins = jnp.arange(self.width), self.starts[..., None, None]
         # Offsets from the block's first row: negative in the context.
-        seen = jnp.arange(length) - begins  # [B, N, 1, T]
-        is_before = (seen < 0) & self.mask.sees(own[:, None], seen)  # [B, N, W, T]
+        seen = jnp.arange(length)[None, None, None] - begins  # [B, N, 1, T]
+        is_before = (seen < 0) & self.mask.sees(own[None, None, :, None], seen)  # [B, N, W, T]
         before = jnp.where(is_before[:, :, None, None], before, -jnp.inf)
-        within = jnp.where(self.mask.sees(own[:, None], own), within, -jnp.inf)
+        sees = jax.lax.broadcast_to_rank(self.mask.sees(own[:, None], own[None]), within.ndim)
+        within = jnp.where(sees, within, -jnp.inf)
         weights = jax.nn.softmax(jnp.concatenate([before, within], axis=-1), axis=-1)
         weights = weights.astype(v.dtype)
         out = jnp.einsum("bnhgwt,bthd->bnwhgd", weights[..., :length], seen_v)

@@ -21,7 +21,8 @@ from specjax.device.wanted import Wants
 from specjax.engine import precompile
 from specjax.engine.batch import pack
 from specjax.engine.engine import Engine
-from specjax.engine.precompile import CompiledPrograms, keep_compilations
+from specjax.engine.executables import keep_programs
+from specjax.engine.precompile import CompiledPrograms
 from specjax.engine.programs import (
     Admit,
     Begin,
@@ -489,25 +490,22 @@ def cache_options():
     update(**before)
 
 
-def test_compilations_are_kept_in_the_folder(cache_options, tmp_path):
-    cache_options(jax_compilation_cache_dir=None)
-    jax.jit(lambda x: x - 41)(1.0)  # JAX compiles before it knows of the folder
-    keep_compilations(tmp_path / "kept")
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "kept")
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.jit(lambda x: x * 3 + 17)(2.0)
-    assert list((tmp_path / "kept").iterdir())
-
-
-def test_a_cache_that_jax_already_has_is_respected(cache_options, tmp_path):
-    cache_options(
-        jax_compilation_cache_dir=str(tmp_path / "theirs"),
-        jax_persistent_cache_min_compile_time_secs=7.0,
-    )
-    keep_compilations(tmp_path / "ours")
-    assert jax.config.jax_compilation_cache_dir == str(tmp_path / "theirs")
-    assert jax.config.jax_persistent_cache_min_compile_time_secs == 7.0
-    assert not (tmp_path / "ours").exists()
+def test_the_folder_is_for_programs_of_engines_alone(cache_options, tmp_path):
+    """JAX's cache is as before: the user's own functions do not land in ours."""
+    cache_options(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=0.0)
+    folder = precompile.executables_folder.__wrapped__  # pyright: ignore
+    try:
+        keep_programs(tmp_path / "kept")
+        assert folder() == tmp_path / "kept" / "programs"
+        jax.jit(lambda x: x * 3 + 17)(2.0)
+        assert jax.config.jax_compilation_cache_dir is None
+        assert not (tmp_path / "kept").exists()
+        cache_options(jax_compilation_cache_dir=str(tmp_path / "theirs"))
+        assert folder() == tmp_path / "theirs" / "programs"
+        cache_options(jax_compilation_cache_dir=None)
+    finally:
+        keep_programs(None)
+    assert folder() is None
 
 
 # --- what is given back ---------------------------------------------------------------------------

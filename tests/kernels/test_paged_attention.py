@@ -112,7 +112,7 @@ def attention_in_storage_dtype(q, kv, layer, page_table, positions):
     tokens = jnp.where(jnp.isnan(tokens), 0, tokens)
     keys, values = jnp.repeat(tokens, num_heads // kv.shape[4], axis=3).swapaxes(0, 2)
     scores = jnp.einsum("bthd,cbhd->bhtc", q, keys) * jnp.asarray(dim**-0.5, q.dtype)
-    visible = jnp.arange(keys.shape[0]) <= positions[:, None, :, None]
+    visible = jnp.arange(keys.shape[0])[None, None, None] <= positions[:, None, :, None]
     weights = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     return jnp.einsum("bhtc,cbhd->bthd", weights, values)
 

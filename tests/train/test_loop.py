@@ -18,7 +18,7 @@ def _fit(directory, steps_before_a_kill=None, steps=12):
 
     def loss(params, frozen, x, key):
         noise = 0.1 * jax.random.normal(key, x.shape)
-        error = (x + noise) @ (params["w"] - frozen) + params["b"]
+        error = (x + noise) @ (params["w"] - frozen) + params["b"][None]
         return (error**2).mean(), {"bias": jnp.abs(params["b"]).max()}
 
     def batches(step):

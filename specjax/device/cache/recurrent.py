@@ -174,7 +174,7 @@ class DeltaRule:
 
     def _tail_places(self, ends: jax.Array) -> jax.Array:
         length = self.conv_width - 1
-        return ends[:, None] - length + jnp.arange(length)
+        return ends[:, None] - length + jnp.arange(length)[None]
 
     def _tail_columns(self, cache: DeltaRuleCache, ends: jax.Array) -> jax.Array:
         return self._tail_places(ends) % cache.ring.shape[2]

@@ -156,7 +156,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
             x.at[context.slots].get(mode="fill", fill_value=0)
             for x in (state.num_missing, state.pending)
         )
-        own, places = params.drafter, starts[:, None] + jnp.arange(-1, 1)
+        own, places = params.drafter, starts[:, None] + jnp.arange(-1, 1)[None]
         tokens = jnp.take_along_axis(context.history.tokens, places, axis=1, mode="clip")
         drafts: list[jax.Array] = []
         probs: list[jax.Array] = []
@@ -169,7 +169,7 @@ class DraftModel(HeadDrafter[ModelWeights]):
                 most=i + 2 if is_first else 1,
                 pending=pending,
             )
-            places = i + 1 - num_before[:, None] + jnp.arange(rows.width)
+            places = i + 1 - num_before[:, None] + jnp.arange(rows.width)[None]
             held = jnp.take_along_axis(tokens, places, axis=1, mode="clip")
             logits, caches = self._run(own, own.as_own(held), rows, num_before, caches, context)
             pending = jnp.zeros_like(pending)

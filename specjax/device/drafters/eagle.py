@@ -132,7 +132,7 @@ def _layer(
     shape = head.shape
     x = linear(jnp.concatenate([embedded, hidden], axis=-1), params.fc)
     if params.fc_bias is not None:
-        x = x + params.fc_bias
+        x = x + params.fc_bias[None]
     angles = shape.rope.angles(rows.positions)
     where = rows, angles, kv, jnp.int32(0), shape.attention
     mixed, kv = params.attention.mix(NormedRows(x, None, rows.kernels), *where)

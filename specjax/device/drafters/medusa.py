@@ -109,7 +109,7 @@ class MedusaHeads:
         x = hidden
         for block in params.blocks[i]:
             y = linear(x, block.weight)
-            x = x + jax.nn.silu(y if block.bias is None else y + block.bias)
+            x = x + jax.nn.silu(y if block.bias is None else y + block.bias[None])
         return linear(x, params.lm_heads[i], jnp.float32)
 
 

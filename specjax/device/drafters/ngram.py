@@ -39,7 +39,7 @@ class NGramDrafter(Stateless):
         is_found = context.is_active & (sizes >= self.prompt_lookup_min)
         # Repeat the tokens between the match and the end of the history.
         periods = jnp.maximum(history.lengths - 1 - ends, 1)[:, None]
-        places = ends[:, None] + 1 + jnp.arange(k, dtype=jnp.int32) % periods
+        places = ends[:, None] + 1 + jnp.arange(k, dtype=jnp.int32)[None] % periods
         tokens = jnp.take_along_axis(history.tokens, places, axis=1, mode="clip")
         tokens = jnp.where(is_found[:, None], tokens, 0)
         return Draft(tokens, None, k * is_found.astype(jnp.int32)), None
@@ -66,9 +66,9 @@ def longest_matches(history: History, max_size: int) -> tuple[jax.Array, jax.Arr
     used. The end of a match of size 0 is undefined. Takes O(B L max_size), in arrays of [B, L].
     """
     tokens, lengths = history.tokens, history.lengths[:, None]
-    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)
+    place = jnp.arange(tokens.shape[1], dtype=jnp.int32)[None]
     # The last token, the one before it, ...; indices before the first token never match.
-    suffix_places = lengths - 1 - jnp.arange(max_size, dtype=jnp.int32)
+    suffix_places = lengths - 1 - jnp.arange(max_size, dtype=jnp.int32)[None]
     suffix = jnp.take_along_axis(tokens, suffix_places, axis=1, mode="clip")
     is_match = place < lengths - 1  # [B, L], whether the last i tokens occur up to this index
     sizes = jnp.zeros(tokens.shape, jnp.int32)

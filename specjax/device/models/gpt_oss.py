@@ -57,7 +57,7 @@ class BiasedRouter:
 
     def logits(self, params: RouterWeights, x: jax.Array) -> tuple[jax.Array, None]:
         """See `Router.logits`."""
-        return linear(x, params.weight) + params.bias, None
+        return linear(x, params.weight) + params.bias[None], None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -91,7 +91,7 @@ class Product(NamedTuple):
     def value(self) -> jax.Array:
         """The output [N, D]."""
         y = linear(self.rows, self.weight)
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias[None]
 
     def onto(self, x: jax.Array, kernels: str) -> Residual:
         """Return the stream x [N, D] after the layer."""

@@ -1,0 +1,47 @@
+"""Refuses what cannot work in the process or with the settings of JAX that it finds."""
+
+import os
+
+import jax
+
+_GUARDS = (
+    "jax_transfer_guard",
+    "jax_transfer_guard_host_to_device",
+    "jax_transfer_guard_device_to_host",
+)
+
+
+def check_process(pid: int) -> None:
+    """Refuse a process that was forked from the one with the id `pid`, where an engine was built.
+
+    A fork has none of its parent's threads, which JAX and the compiler of steps wait for.
+
+    Raises:
+        RuntimeError: this is another process.
+    """
+    if os.getpid() != pid:
+        raise RuntimeError(
+            f"this engine was built in process {pid} and cannot run in process {os.getpid()}, "
+            "which was forked from it; build an engine in the new process, and start it by "
+            "multiprocessing's 'spawn'"
+        )
+
+
+def check_jax() -> None:
+    """Refuse settings of JAX under which no engine works.
+
+    Raises:
+        ValueError: with the setting and what to set it to.
+    """
+    name = "jax_disable_jit"
+    if getattr(jax.config, name):
+        raise ValueError(
+            "jax_disable_jit=True: steps are compiled programs, and nothing else; set it to False "
+            "(the environment variable JAX_DISABLE_JIT, or jax.disable_jit) before LLM is built"
+        )
+    for name in _GUARDS:
+        if (level := getattr(jax.config, name)) in ("disallow", "disallow_explicit"):
+            raise ValueError(
+                f"{name}={level!r}: every step takes an array from the host and returns one; set "
+                "it to 'allow', or build and run the engine within jax.transfer_guard('allow')"
+            )
