@@ -269,8 +269,8 @@ def _have_same_bits(one: Any, other: Any) -> bool:
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     # As bytes, because NumPy compares bfloat16 slowly.
-    bits = [np.ascontiguousarray(x).view(np.uint8) for x in jax.device_get((one, other))]
-    return np.array_equal(*bits)
+    one, other = (np.ascontiguousarray(x).view(np.uint8) for x in jax.device_get((one, other)))
+    return np.array_equal(one, other)
 
 
 def copies(params: Any) -> Any:
