@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.experimental.layout import Format, Layout
 
 
 def as_array(array: Any, name: str, owner: str) -> jax.Array | np.ndarray:
@@ -87,8 +88,10 @@ def _problem_of_torch(tensor: Any) -> str | None:
 
 
 def _read(array: Any) -> jax.Array | np.ndarray:
-    if isinstance(array, jax.Array):
+    if isinstance(array, Tracer):
         return array
+    if isinstance(array, jax.Array):
+        return _in_row_order(array)
     if isinstance(array, np.ndarray | np.generic):
         whole = np.asarray(array)
         whole = whole if whole.dtype.isnative else whole.astype(whole.dtype.newbyteorder("="))
@@ -96,4 +99,15 @@ def _read(array: Any) -> jax.Array | np.ndarray:
         return whole
     if hasattr(array, "requires_grad"):  # XLA reads neither gradients nor gaps between rows
         array = array.detach().resolve_conj().resolve_neg().contiguous()
-    return jnp.from_dlpack(array)
+    return _in_row_order(jnp.from_dlpack(array))
+
+
+def _in_row_order(array: Any) -> jax.Array:
+    """Return the array with its elements in the order of its axes, as a transposed view has not.
+
+    Copies of others by `jax.device_put(may_alias=False)` are read wrongly (jax 0.10.2, CPU).
+    """
+    layout, order = array.format.layout, tuple(range(array.ndim))
+    if layout is None or layout.major_to_minor == order:  # None: it was deleted
+        return array
+    return jax.device_put(array, Format(Layout(order), array.sharding))

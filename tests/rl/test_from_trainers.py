@@ -3,6 +3,7 @@
 import logging
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -42,6 +43,7 @@ FORMS = {
     "double": lambda x: x.double(),
     "gaps": lambda x: torch.stack([x, x], -1)[..., 0],
     "transposed": lambda x: x.T.contiguous().T if x.ndim == 2 else x,
+    "transposed in jax": lambda x: jnp.from_dlpack(x.T.contiguous().T if x.ndim == 2 else x),
     "expanded": lambda x: x[:1].expand(x.shape),
     "negated": lambda x: torch._neg_view(x),
     "big endian": lambda x: x.numpy().astype(">f4"),
@@ -55,9 +57,9 @@ def test_tensors_of_torch(engine, hf, form):
     engine.update_weights(iter(given.items()))
     changed = engine.checksum()
     plain = {
-        name: x.astype(np.float32)
-        if isinstance(x, np.ndarray)
-        else x.detach().float().resolve_neg().numpy()
+        name: x.detach().float().resolve_neg().numpy()
+        if isinstance(x, torch.Tensor)
+        else np.asarray(x).astype(np.float32)
         for name, x in given.items()
     }
     engine.update_weights(noisy(plain, 1))
