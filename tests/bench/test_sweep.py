@@ -142,7 +142,7 @@ def test_both_speak_and_measure_without_matplotlib(options, monkeypatch, tmp_pat
     assert "run 1 of 48" in caplog.text and "run 48 of 48" in caplog.text
     caplog.clear()
     run("profile", *options)
-    assert "measuring K=0 at batch size 2, run 4 of 4" in caplog.text
+    assert "measuring K=2 at batch size 2, run 4 of 4" in caplog.text
     caplog.clear()
     assert main(["bench", "sweep", *options, "--plot", "a.png"]) == 2
     assert "specjax[plot]" in capsys.readouterr().err and "measuring" not in caplog.text
