@@ -2,8 +2,8 @@
 
 A file is named by a digest of everything that determines its program: the key, static arguments,
 shapes and dtypes, our sources, JAX and its options, the device. The digest does not cover code
-outside our sources, such as a user's own drafter: with such code nothing is kept or read. Like
-JAX's own compilation cache, the folder must not be writable by others, for its files are executed.
+outside our sources, such as a user's own drafter: with such code nothing is kept or read. Reading a
+file can run any code, so the folder must be one that only this user or root can write to.
 """
 
 import hashlib
@@ -12,11 +12,13 @@ import logging
 import os
 import pickle
 import platform
+import stat
 import sys
 import sysconfig
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
 from importlib.metadata import version
@@ -53,24 +55,38 @@ def open_executables(
     is_known = " at 0x" not in described and all(map(_is_ours, _parts(model)))
     if not is_known or any(map(_is_patched, list(sys.modules))):
         return None
+    if (reason := _distrust(folder)) is not None:
+        _warn_once(f"{folder}: {reason}; no compiled program is read from it or kept")
+        return None
     return Executables(folder, described, list(placement.mesh.devices.flat))
 
 
 class Executables:
-    """A folder of programs, for one description of all that determines them but the key."""
+    """A folder of programs, for one description of all that determines them but the key.
+
+    Attributes:
+        read: the keys whose programs were there.
+    """
 
     def __init__(self, folder: Path, described: str, devices: list[Any]):
+        self.read: set[Any] = set()
         self._folder, self._devices = folder, devices
         self._origin = f"{_environment()}\n{described}"
 
     def get(self, key: Any, compile: Callable[[], Any]) -> Any:
         """The kept program of a key; else the result of `compile`, which is kept if possible."""
         path = self._path(key)
-        if path is not None and path.exists():
+        if path is not None:
             try:
                 program = _read(path, self._devices)
-                os.utime(path)  # most recently used
+                self.read.add(key)
+                with suppress(OSError):  # a folder that can only be read
+                    os.utime(path)  # most recently used
                 return program
+            except FileNotFoundError:
+                pass
+            except OSError as error:
+                _warn_once(f"{self._folder}: {error.strerror}; its programs are compiled again")
             except Exception as error:  # whatever is wrong with it, compile again
                 log.warning("%s cannot be used, and is replaced: %s", path, error)
         before = _num_hits()
@@ -78,9 +94,12 @@ class Executables:
         # XLA:CPU cannot fully serialise a program that came from JAX's own cache.
         if path is not None and _num_hits() == before:
             try:
-                self._folder.mkdir(parents=True, exist_ok=True)
+                self._folder.parent.mkdir(parents=True, exist_ok=True)
+                self._folder.mkdir(mode=0o755, exist_ok=True)
                 _write(path, program)
-            except Exception as error:  # a full disk, or a program that only this process can run
+            except OSError as error:
+                _warn_once(f"{self._folder}: {error.strerror}; what is compiled is not kept")
+            except Exception as error:  # a program that only this process can run
                 log.info("%s is not kept: %s", key, error)
         return program
 
@@ -90,6 +109,34 @@ class Executables:
             return None
         name = _DIGEST(f"{self._origin}\n{key!r}".encode()).hexdigest()
         return self._folder / f"{name}.program"
+
+
+def _distrust(folder: Path) -> str | None:
+    """Why the files of a folder may be of someone else; None if they are not."""
+    if not hasattr(os, "getuid"):
+        return None
+    try:
+        found = folder.stat()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return str(error.strerror)
+    if found.st_uid not in (os.getuid(), 0):
+        return (
+            f"it belongs to user {found.st_uid}, whose files would run code as user {os.getuid()} "
+            "(copy it, or name another compilation_cache)"
+        )
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return (
+            "others than its owner can write to it, and their files would run code in this process "
+            f"(if you trust what is there, chmod go-w {folder})"
+        )
+    return None
+
+
+@cache
+def _warn_once(message: str) -> None:
+    log.warning(message)
 
 
 def _read(path: Path, devices: list[Any]) -> Any:
@@ -105,9 +152,15 @@ def _write(path: Path, program: Any) -> None:
     content = pickle.dumps(serialize_executable.serialize(program))
     _make_room(path.parent, len(content))
     # Atomic: other processes see the whole file or none.
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(_DIGEST(content).digest() + content)
-    os.replace(file.name, path)
+    file = tempfile.NamedTemporaryFile(dir=path.parent, delete=False)
+    try:
+        with file:
+            file.write(_DIGEST(content).digest() + content)
+        os.chmod(file.name, 0o644)  # as other files are: others may read an image's programs
+        os.replace(file.name, path)
+    except BaseException:
+        os.unlink(file.name)
+        raise
 
 
 def _note(event: str, **_: Any) -> None:

@@ -1,6 +1,8 @@
 """Programs on disk: what a later process reads, and what it must not."""
 
+import errno
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -111,7 +113,7 @@ def _keep_in(folder):
     compilation_cache.reset_cache()
 
 
-def serve():
+def serve(**options):
     """The tokens of two requests, by an engine that has traced nothing before."""
     precompile._JITS.clear()
     rng = np.random.default_rng(0)
@@ -119,7 +121,7 @@ def serve():
         lambda spec: rng.normal(size=spec.shape).astype(np.float32), TARGET.specs()
     )
     params = Params(jax.device_put(weights), None)
-    engine = Engine(CONFIG, TARGET, NoDrafter(), params, StaticPolicy(0))
+    engine = Engine(CONFIG, TARGET, NoDrafter(), params, StaticPolicy(0), **options)
     samples = []
     for i in range(2):
         params = SamplingParams(temperature=float(i))
@@ -175,13 +177,76 @@ def test_a_damaged_file_is_replaced(one, expected, caplog, damage):
     assert serve() == expected and not caplog.records
 
 
-def test_a_folder_that_cannot_be_written_to_is_done_without(folder, one, expected, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
+def fail(number):
+    def failing(*_, **__):
+        raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(executables.tempfile, "NamedTemporaryFile", full)
+    return failing
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_folder_that_is_only_read_is_as_good(
+    folder, expected, compilations, caplog, monkeypatch, number
+):
+    """Of an image, or of another user: a file cannot be marked as used."""
+    monkeypatch.setattr(executables.os, "utime", fail(number))
+    with compilations.none_expected():
+        assert serve() == expected
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("owner", [executables.tempfile, executables.os], ids=["open", "rename"])
+def test_a_folder_that_cannot_be_written_to_is_told_of_once(
+    folder, one, expected, caplog, monkeypatch, owner
+):
+    failing = "replace" if owner is os else "NamedTemporaryFile"
+    monkeypatch.setattr(owner, failing, fail(errno.ENOSPC))
+    for path in [path for path in folder.iterdir() if path != one]:
+        path.unlink()
+    assert serve() == expected and list(folder.iterdir()) == [one], "nothing is left over"
+    (told,) = caplog.records
+    assert f"{folder}: No space left on device; what is compiled" in told.getMessage()
+
+
+def test_a_folder_that_others_may_write_to_is_not_read(folder, expected, caplog, monkeypatch):
+    """Whoever writes there would run code in this process."""
+    monkeypatch.setattr(executables.pickle, "loads", fail(errno.EPERM))
+    folder.chmod(0o770)
+    for _ in range(2):
+        assert serve() == expected
+    (told,) = caplog.records
+    assert f"chmod go-w {folder}" in told.getMessage()
+
+
+def test_a_folder_of_another_user_is_not_read_unless_it_is_roots(folder, monkeypatch):
+    owner = os.getuid() or 4321
+    os.chown(folder, owner, -1)
+    for user, is_read in (owner, True), (owner + 1, False):
+        monkeypatch.setattr(executables.os, "getuid", lambda user=user: user)
+        assert (open_executables(folder, PLACEMENT, MODEL) is not None) == is_read
+    monkeypatch.undo()
+    if os.getuid() == 0:
+        os.chown(folder, 0, -1)
+        monkeypatch.setattr(executables.os, "getuid", lambda: 4321)
+        assert open_executables(folder, PLACEMENT, MODEL)
+
+
+def test_a_new_folder_is_written_to_by_its_owner_alone(tmp_path):
+    old = os.umask(0o002)  # as many systems have it
+    try:
+        with kept_in(tmp_path / "new" / "programs"):
+            serve()
+    finally:
+        os.umask(old)
+    assert (tmp_path / "new" / "programs").stat().st_mode & 0o777 == 0o755
+    assert open_executables(tmp_path / "new" / "programs", PLACEMENT, MODEL)
+
+
+def test_the_log_tells_what_was_compiled_and_what_was_read(folder, one, caplog):
+    caplog.set_level("INFO", "specjax")
     one.unlink()
-    assert serve() == expected and len(list(folder.iterdir())) == 3
+    serve(show_progress=True)
+    assert re.search(r"4 programs in [\d.]+ s: 3 from the cache, 1 compiled", caplog.text)
 
 
 def test_names_follow_from_everything(tmp_path, monkeypatch):
@@ -195,7 +260,7 @@ def test_names_follow_from_everything(tmp_path, monkeypatch):
         name(replace(KEY, k=1)),
         name(replace(KEY, variant=Variant(num_logprobs=5))),
         name(Settle(2, 0, Variant())),
-        name(KEY, MODEL._replace(row_multiple=8)),
+        name(KEY, MODEL._replace(row_multiple=4)),
         name(KEY, MODEL._replace(target=replace(TARGET, rms_norm_eps=1e-6))),
         name(KEY, MODEL, jax.ShapeDtypeStruct((2,), np.float32)),
         name(KEY, MODEL, jax.ShapeDtypeStruct((3,), np.float32)),
