@@ -14,6 +14,7 @@ from importlib import import_module
 from specjax import __version__
 from specjax.checkpoint.demo import TARGET
 from specjax.commands import arguments, bench, compile_arguments, train
+from specjax.host.leaving import INTERRUPTED, leave_interrupted
 
 # The module of each command; its `run(args)` runs it.
 _MODULES = {
@@ -65,14 +66,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         remedy = "; free some space, or name another place" if error.errno in _FULL else ""
         return _fail(f"{error.filename}: {error.strerror}{remedy}")
-    except KeyboardInterrupt:
-        print("specjax: interrupted", file=sys.stderr)
-        return 130
+    except KeyboardInterrupt as error:
+        _tell("interrupted")
+        leave_interrupted(_tell, is_second=isinstance(error.__context__, KeyboardInterrupt))
+        return INTERRUPTED
 
 
 def _fail(message: str) -> int:
-    print(f"specjax: error: {' '.join(message.split())}", file=sys.stderr)
+    _tell(f"error: {' '.join(message.split())}")
     return 2
+
+
+def _tell(message: str) -> None:
+    print(f"specjax: {message}", file=sys.stderr, flush=True)
 
 
 def build_parser() -> argparse.ArgumentParser:

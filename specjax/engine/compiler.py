@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection, Hashable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from specjax.host.leaving import COMPILER, is_leaving, wait_for, watch_exit
 from specjax.host.memory import maps_in_use
 
 log = logging.getLogger(__name__)
@@ -100,9 +101,10 @@ class Compiler:
             num_wanted = num_threads - self._later.num_busy
             if is_urgent:  # what is urgent waits for no thread that has begun something else
                 line, num_wanted = self._urgent, num_threads
+            watch_exit(log.warning)
             num_idle = len(line.threads) - line.num_busy
             for _ in range(min(num_wanted, len(line.keys)) - num_idle):
-                thread = threading.Thread(target=self._work, args=[line], name="specjax-compiler")
+                thread = threading.Thread(target=self._work, args=[line], name=COMPILER)
                 line.threads.add(thread)
                 thread.start()
 
@@ -115,14 +117,22 @@ class Compiler:
     def wait_for(self, keys: Collection[Hashable], tell: Callable[[int], None]) -> None:
         """Wait for keys that were asked for; `tell` is called with the number that are ready.
 
+        If the wait is interrupted, those that no thread has begun are not compiled.
+
         Raises:
             Exception: one of them does not compile.
         """
-        while (num_there := sum(key in self.ready for key in keys)) < len(keys):
-            if failed := [key for key in keys if key in self.failures]:
-                raise self.failures[failed[0]]
-            tell(num_there)
-            self.wait(0.5)
+        try:
+            while (num_there := sum(key in self.ready for key in keys)) < len(keys):
+                if failed := [key for key in keys if key in self.failures]:
+                    raise self.failures[failed[0]]
+                tell(num_there)
+                self.wait(0.5)
+        except KeyboardInterrupt:
+            with self._changed:
+                for key in set(keys) & set(self._urgent.keys):
+                    self._urgent.keys.remove(key)
+            raise
         tell(num_there)
 
     def get(self, key: Hashable) -> Any:
@@ -141,8 +151,7 @@ class Compiler:
     def close(self) -> None:
         """Wait for programs that are being compiled, then free all."""
         self._is_closed = True
-        for thread in [*self._urgent.threads, *self._later.threads]:
-            thread.join()
+        wait_for([*self._urgent.threads, *self._later.threads], log.warning)
         self.ready.clear()
 
     def _work(self, line: _Line) -> None:
@@ -170,7 +179,7 @@ class Compiler:
         """The next key; None lets the thread end."""
         with self._changed:
             while line.keys:
-                if self._is_closed or not threading.main_thread().is_alive():
+                if self._is_closed or is_leaving():
                     break
                 if self._has_room(line):
                     if not self._under_way:

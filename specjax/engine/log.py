@@ -4,6 +4,7 @@ If the program has configured logging, that decides where lines go. Otherwise th
 that a first script, or a job without a terminal, is not silent for minutes.
 """
 
+import importlib.util
 import logging
 
 from rich.console import Console
@@ -29,5 +30,7 @@ def get_log(*, verbose: bool) -> logging.Logger:
 
 
 def can_draw(console: Console) -> bool:
-    """Whether stderr is a terminal on which a bar can be redrawn."""
-    return console.is_jupyter or (console.is_terminal and not console.is_dumb_terminal)
+    """Whether stderr is a terminal, or a notebook, on which a bar can be redrawn."""
+    if console.is_jupyter:  # where rich draws by widgets
+        return importlib.util.find_spec("ipywidgets") is not None
+    return console.is_terminal and not console.is_dumb_terminal

@@ -1,6 +1,8 @@
 """Programs compiled in threads: in which order, how often, and what becomes of those that fail."""
 
 import os
+import signal
+import subprocess
 import sys
 import threading
 import time
@@ -9,6 +11,7 @@ import pytest
 
 from specjax.engine import compiler as module
 from specjax.engine.compiler import NICENESS, Compiler
+from specjax.host import leaving
 
 
 class Gate:
@@ -197,3 +200,71 @@ def test_without_maps_what_is_needed_fails_before_the_process_does(compiler, mon
     with pytest.raises(MemoryError, match="95% of the memory maps.*close LLMs"):
         compiler.get("a")
     assert not compiler.is_busy
+
+
+def test_what_an_interrupted_wait_was_for_is_not_begun(compiler, gate):
+    def interrupt(num_there):
+        wait_until(lambda: gate.started)
+        raise KeyboardInterrupt
+
+    compiler.ask("ab", is_urgent=True)
+    with pytest.raises(KeyboardInterrupt):
+        compiler.wait_for(["a", "b"], interrupt)
+    assert compiler.num_asked == 1
+    gate.let(2)
+    assert compiler.get("b") == "B" and gate.started == ["a", "b"], "asked for once more, it is"
+
+
+def test_closing_says_what_it_waits_for(gate, monkeypatch, caplog):
+    monkeypatch.setattr(leaving, "PATIENCE", 0.0)
+    compiler = Compiler(gate)
+    compiler.ask("ab", is_urgent=True, num_threads=2)
+    wait_until(lambda: len(gate.started) == 2)
+    closing = threading.Thread(target=compiler.close)
+    closing.start()
+    wait_until(lambda: caplog.records)
+    gate.let(2)
+    closing.join()
+    (told,) = caplog.messages
+    assert told.startswith("waiting for 2 programs that XLA is compiling")
+
+
+SCRIPT = """
+import logging, sys, time, types
+import specjax.cli
+from specjax.engine.compiler import Compiler
+
+logging.basicConfig()
+
+def run(_):
+    compiler = Compiler(lambda key, is_urgent: time.sleep(SECONDS) or print(key, "is compiled"))
+    compiler.ask(["first"], is_urgent=True)
+    print("begun", flush=True)
+    compiler.get("first")
+
+if sys.argv[1:]:
+    specjax.cli.import_module = lambda name: types.SimpleNamespace(run=run)
+    sys.exit(specjax.cli.main(sys.argv[1:]))
+run(None)
+"""
+
+
+@pytest.mark.parametrize("arguments", [[], ["generate", "x"]], ids=["script", "command"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_says_what_is_waited_for_and_a_second_one_ends_it(arguments, times):
+    seconds = 3 if times == 1 else 30
+    command = [sys.executable, "-c", SCRIPT.replace("SECONDS", str(seconds)), *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes) as process:
+        assert process.stdout.readline() == "begun\n"
+        process.send_signal(signal.SIGINT)
+        said = ""
+        while "waiting for 1 program that XLA is compiling and cannot stop" not in said:
+            assert (line := process.stderr.readline()), said
+            said += line
+        if times == 2:
+            process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=20)
+    assert out == ("first is compiled\n" if times == 1 else "")
+    if arguments:
+        assert process.returncode == 130 and said.startswith("specjax: interrupted\n")

@@ -1,10 +1,13 @@
 """Lines of the log are seen where nobody has configured logging, once, and nowhere else."""
 
+import importlib.util
+import io
 import logging
 
 import pytest
+from rich.console import Console
 
-from specjax.engine.log import get_log
+from specjax.engine.log import can_draw, get_log
 
 
 @pytest.fixture
@@ -54,3 +57,12 @@ def test_configuring_logging_later_doubles_no_line(capsys, unconfigure):
     get_log(verbose=True).info("after")
     before, after = capsys.readouterr().err.splitlines()
     assert before.endswith("specjax: before") and after == "root after"
+
+
+@pytest.mark.parametrize("has_widgets", [True, False])
+def test_a_notebook_without_widgets_gets_lines(has_widgets, monkeypatch):
+    """There, rich would warn for each bar and draw nothing."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name if has_widgets else None)
+    assert can_draw(Console(file=io.StringIO(), force_jupyter=True)) == has_widgets
+    assert can_draw(Console(file=io.StringIO(), force_terminal=True))
+    assert not can_draw(Console(file=io.StringIO()))

@@ -1,0 +1,65 @@
+"""The end of a process in which programs are being compiled.
+
+XLA cannot stop, and Python ends after all threads: so it waits, and says what for.
+"""
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable
+
+COMPILER = "specjax-compiler"  # name of the threads that compile
+INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
+PATIENCE = 1.0  # seconds that are waited without a word
+
+_is_leaving = threading.Event()
+
+
+def is_leaving() -> bool:
+    """Return whether the process ends, so that no thread should begin anything."""
+    return _is_leaving.is_set() or not threading.main_thread().is_alive()
+
+
+def wait_for(threads: Iterable[threading.Thread], tell: Callable[[str], None]) -> None:
+    """Wait until threads that compile have ended; after a second, tell what is waited for."""
+    threads, end = list(threads), time.monotonic() + PATIENCE
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
+    if number := sum(thread.is_alive() for thread in threads):
+        tell(
+            f"waiting for {number} {'program' if number == 1 else 'programs'} that XLA is "
+            "compiling and cannot stop; Ctrl-C ends this at once"
+        )
+    for thread in threads:
+        thread.join()
+
+
+def watch_exit(tell: Callable[[str], None]) -> None:
+    """From now on, once the main thread has ended, tell what the process waits for."""
+    if all(thread.name != _watch.__name__ for thread in threading.enumerate()):
+        threading.Thread(target=_watch, args=[tell], name=_watch.__name__, daemon=True).start()
+
+
+def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
+    """Return when no thread compiles; when interrupted a second time, end the process at once."""
+    _is_leaving.set()
+    try:
+        if is_second:
+            raise KeyboardInterrupt
+        wait_for(_compilers(), tell)
+    except KeyboardInterrupt:
+        for stream in sys.stdout, sys.stderr:
+            stream.flush()
+        os._exit(INTERRUPTED)
+    finally:
+        _is_leaving.clear()
+
+
+def _watch(tell: Callable[[str], None]) -> None:
+    threading.main_thread().join()
+    wait_for(_compilers(), tell)
+
+
+def _compilers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == COMPILER]
