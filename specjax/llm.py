@@ -20,6 +20,7 @@ from specjax.host.sequence import Sequence as Sample
 from specjax.outputs import RequestOutput
 from specjax.sampling_params import SamplingParams
 from specjax.serving.assembly import assemble
+from specjax.serving.description import describe
 from specjax.serving.dynamic_k import save_profile
 from specjax.serving.options import LLMOptions, read_options
 from specjax.serving.vllm_methods import VllmMethods
@@ -93,6 +94,7 @@ class LLM(VllmMethods):
     def __init__(self, model: str | Path | Model, **options: Unpack[LLMOptions]):
         given, start = read_options(options), time.monotonic()
         serving = assemble(model, **given)
+        self._origin = model, given["speculative_config"]
         self._verbose = verbose = given["verbose"]
         self._lock = threading.RLock()  # of the engine; held for one step, not for a call
         self._next_id, self._is_closed = 0, False
@@ -355,6 +357,9 @@ class LLM(VllmMethods):
                 self._is_closed = True
                 self.engine.close()
                 del self.engine, self.request_maker, self._sleep
+
+    def __repr__(self) -> str:
+        return describe(*self._origin, None if self._is_closed else self.engine)
 
     def __enter__(self) -> "LLM":
         return self

@@ -210,10 +210,18 @@ def test_metrics(llm):
     assert json.loads(json.dumps(after.as_dict()))["num_drafts"] == after.num_drafts
 
 
+def test_what_it_is_shows(llm, ids_only, text_folder):
+    sizes = f"max_num_seqs=2, max_model_len={MAX_LEN}, num_pages="
+    shown = f"LLM({str(text_folder)!r}, dtype='float32', method='eagle', K=2, {sizes}"
+    assert repr(llm).startswith(shown) and len(repr(llm)) < len(shown) + 30
+    assert f"dtype='float32', {sizes}" in repr(ids_only)
+
+
 def test_a_closed_llm_says_so(target):
     with simulated_llm(target.folder, **SIMULATED) as llm:
         assert llm.generate([1], GREEDY, use_tqdm=False)
     llm.close()
+    assert repr(llm) == f"LLM({str(target.folder)!r}, closed)"
     for use in (lambda: llm.generate([1]), lambda: llm.chat([]), llm.metrics):
         with pytest.raises(RuntimeError, match="closed"):
             use()
