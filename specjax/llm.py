@@ -94,7 +94,8 @@ class LLM(VllmMethods):
     def __init__(self, model: str | Path | Model, **options: Unpack[LLMOptions]):
         given, start = read_options(options), time.monotonic()
         serving = assemble(model, **given)
-        self._name = str(model) if isinstance(model, str | Path) else type(model).__name__
+        self._name = str(model) if isinstance(model, str | Path) else type(model)
+        self._method = serving.method
         self._verbose = verbose = given["verbose"]
         self._lock = threading.RLock()  # of the engine; held for one step, not for a call
         self._next_id, self._is_closed = 0, False
@@ -359,7 +360,7 @@ class LLM(VllmMethods):
                 del self.engine, self.request_maker, self._sleep
 
     def __repr__(self) -> str:
-        return describe(self._name, None if self._is_closed else self.engine)
+        return describe(self._name, self._method, None if self._is_closed else self.engine)
 
     def __enter__(self) -> "LLM":
         return self

@@ -212,7 +212,7 @@ def test_metrics(llm):
 
 def test_what_it_is_shows(llm, ids_only, text_folder):
     sizes = f"max_num_seqs=2, max_model_len={MAX_LEN}, num_pages="
-    shown = f"LLM({str(text_folder)!r}, dtype='float32', drafter=Eagle, K=2, {sizes}"
+    shown = f"LLM({str(text_folder)!r}, dtype='float32', method='eagle', K=2, {sizes}"
     assert repr(llm).startswith(shown) and len(repr(llm)) < len(shown) + 30
     assert f"dtype='float32', {sizes}" in repr(ids_only)
 

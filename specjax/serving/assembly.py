@@ -106,6 +106,7 @@ class Serving:
     tokenizer: ChatTokenizer | None
     eos_ids: tuple[int, ...]
     default_params: SamplingParams  # of the checkpoint's generation_config.json
+    method: str | None  # of drafting
 
 
 def make_plan(
@@ -215,4 +216,5 @@ def assemble(
         tokenizer,
         eos_ids,
         default_params,
+        speculation.method if speculation else None,
     )

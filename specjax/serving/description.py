@@ -1,18 +1,24 @@
 """What an LLM is, on one line."""
 
-from specjax.device.drafters.drafter import NoDrafter
 from specjax.engine.engine import Engine
 
 SIZES = "max_num_seqs", "max_model_len", "num_pages", "page_size"
 
 
-def describe(model: str, engine: Engine | None) -> str:
-    """Return the `repr` of an LLM: model, dtype, drafter and its K, sizes; no engine is closed."""
+def describe(model: str | type, method: str | None, engine: Engine | None) -> str:
+    """Return the `repr` of an LLM: model, dtype, method and K, sizes.
+
+    Args:
+        model: its checkpoint, or the class of a `Model` value.
+        method: of drafting; None without speculation.
+        engine: None if the LLM is closed.
+    """
+    name = repr(model) if isinstance(model, str) else model.__name__
     if engine is None:
-        return f"LLM({model!r}, closed)"
-    parts = [repr(model), f"dtype={engine.config.dtype!r}"]
-    if not isinstance(engine.drafter, NoDrafter):
+        return f"LLM({name}, closed)"
+    parts = [name, f"dtype={engine.config.dtype!r}"]
+    if method is not None:
         ks = " or ".join(map(str, sorted(engine.scheduler.policy.choices)))
-        parts += [f"drafter={type(engine.drafter).__name__}", f"K={ks}"]
+        parts += [f"method={method!r}", f"K={ks}"]
     parts += [f"{name}={getattr(engine.config, name)}" for name in SIZES]
     return f"LLM({', '.join(parts)})"
