@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from one_case import MARK
 from timing import Setting
 
 TOOL = "compute-sanitizer"
@@ -31,20 +32,12 @@ def check_memory(setting: Setting) -> Iterator[dict[str, Any]]:
     }
     script = Path(__file__).with_name("one_case.py")
     command = [*prefix, sys.executable, str(script), json.dumps(case)]
-    # Its results are lines that whoever runs this case reads, too: this process prints them.
-    process = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env=os.environ | ENVIRONMENT,
-    )
-    said = []
-    assert process.stdout
-    for line in process.stdout:
-        if line.startswith("RESULT "):
-            yield json.loads(line.removeprefix("RESULT ")) | {"way": TOOL}
-        else:
-            said = [*said, line][-40:]
-    code = process.wait()
+    said, options = [], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(command, env=os.environ | ENVIRONMENT, **options) as process:
+        for line in process.stdout:
+            if line.startswith(MARK):
+                yield json.loads(line.removeprefix(MARK)) | {"way": TOOL}
+            else:
+                said = [*said, line][-40:]
+    code = process.returncode
     yield {"what": "memory", "code": code, "passes": code == 0, "end": "".join(said)[-1200:]}

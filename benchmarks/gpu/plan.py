@@ -25,6 +25,7 @@ from pathlib import Path
 
 from cases import select
 from machine import commit_of
+from run import HUNG, MAX_HUNG
 
 ROOT = Path(__file__).resolve().parents[2]
 LEFT_OUT = "../left-out"  # where checkpoints wait that a call does not need
@@ -154,15 +155,20 @@ def sizes_of_tree() -> tuple[dict[str, int], int]:
 
 
 def command_of(blocks: Sequence[Block], options: str) -> str:
-    """One line of a shell: the blocks until one of them finds that the card hangs."""
-    runs = [f"$RUN --only {' '.join(block.cases)} --budget {block.seconds}" for block in blocks]
-    return f'RUN="python benchmarks/gpu/run.py {options}"; ' + " && ".join(runs)
+    """One line of a shell: the blocks, until as many cases hung as make a `run` end."""
+    run = (
+        f"run() {{ [ $hung -ge {MAX_HUNG} ] && return; python benchmarks/gpu/run.py {options} "
+        f'"$@"; s=$?; hung=$((s > {HUNG} ? hung + s - {HUNG} : 0)); }}; hung=0'
+    )
+    parts = [f"run --only {' '.join(block.cases)} --budget {block.seconds}" for block in blocks]
+    return "; ".join([run, *parts])
 
 
 def show(limits: Limits, output: str) -> Iterator[str]:
     """The plan, as lines of a shell with comments."""
     sizes, rest = sizes_of_tree()
-    options = f"--commit {commit_of(ROOT).split()[0]} --output {output}/gpu.jsonl --cache /tmp/gpu"
+    commit = commit_of(ROOT).replace(" ", "-")  # "-with-changes" if it has some
+    options = f"--commit {commit} --output {output}/gpu.jsonl --cache /tmp/gpu"
     for machine, calls in enumerate(limits.pack(sizes, rest), 1):
         seconds = START_SECONDS + sum(map(_seconds, calls))
         yield f"# Machine {machine}, up to {seconds / 60:.0f} minutes"
@@ -195,10 +201,10 @@ def dry_run() -> int:
         command = command_of(blocks, options).replace("python ", f"{sys.executable} ", 1)
         # Nothing is timed, and the CPU's code may be slow.
         environment = os.environ | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-        code = subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment).returncode
+        subprocess.run(["bash", "-c", command], cwd=ROOT, env=environment, check=True)
         wrong = report((Path(folder) / "gpu.jsonl").read_text().splitlines())
     print("\n".join(wrong) or "nothing is wrong")
-    return code or bool(wrong)
+    return len(wrong) > 0
 
 
 def report(lines: Iterable[str]) -> list[str]:

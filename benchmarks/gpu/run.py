@@ -7,8 +7,8 @@
 
 Every case is a process of its own, killed with all it started when its time is up. Each result is
 a line of JSON in --output as soon as it is there, with what it depends on; so is a failure, with
-the end of what the process said. The exit status is 1 if the card hangs. `plan` prints the commands
-for a machine that is lent for half an hour.
+the end of what the process said. The exit status says whether cases hung. `plan` prints the
+commands for a machine that is lent for half an hour.
 """
 
 import argparse
@@ -34,6 +34,7 @@ ROOT = FOLDER.parents[1]
 OUTPUT = FOLDER.parent / "results" / "gpu.jsonl"
 BUDGET = 540.0
 MAX_HUNG = 2  # cases in a row that gave nothing in all their time: then it is the card that hangs
+HUNG = 10  # exit status if cases hung at last, plus their number
 MARK = "RESULT "  # begins a line of a case's output that is a result
 TAIL = 1500  # characters of what a failed case said last
 
@@ -85,11 +86,11 @@ def run_cases(
     budget: float,
     is_cpu: bool,
     cache: Path,
-) -> bool:
+) -> int:
     """Run cases in turn while the budget lasts, and record those that do not run.
 
     Each case runs with every one of the checkouts, which may repeat, before the next one does.
-    False if the last `MAX_HUNG` cases that ran hung: the others would, too.
+    Returns how many cases hung one after the other at last. After `MAX_HUNG` no other one runs.
     """
     start, num_hung = time.monotonic(), 0
     for case in cases:
@@ -106,7 +107,7 @@ def run_cases(
             limit = min(case.seconds, left)
             has_hung = run_case(case, one, limit=limit, is_cpu=is_cpu, cache=cache)
             num_hung = num_hung + 1 if has_hung else 0
-    return num_hung < MAX_HUNG
+    return num_hung
 
 
 def run_case(case: Case, checkout: Checkout, *, limit: float, is_cpu: bool, cache: Path) -> bool:
@@ -237,12 +238,12 @@ def main() -> int:
         if settings.pair:
             checkouts = _pair(settings.pair.resolve(), output, source) * pairs.ROUNDS
         cache = (settings.cache or Path(folder) / "jax").resolve()
-        goes_on = run_cases(
+        num_hung = run_cases(
             cases, checkouts, budget=settings.budget, is_cpu=settings.cpu, cache=cache
         )
         if settings.pair:
             print(pairs.show(map(json.loads, output.read_text().splitlines())))
-    return 0 if goes_on else 1
+    return HUNG + num_hung if num_hung else 0
 
 
 def _pair(other: Path, output: Path, source: Mapping[str, Any]) -> list[Checkout]:

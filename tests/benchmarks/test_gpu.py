@@ -74,10 +74,9 @@ def results(runner, tmp_path, monkeypatch):
         output = tmp_path / "lines.jsonl"
         file = run.Results(output, machine.describe(is_cpu=True))
         checkouts = [run.Checkout(root, file) for root in roots]
-        goes_on = run.run_cases(
+        go.num_hung = run.run_cases(
             made, checkouts, budget=budget, is_cpu=True, cache=tmp_path / "cache"
         )
-        assert goes_on == (made[-1].name != "late after two that hung")
         return [json.loads(line) for line in output.read_text().splitlines()]
 
     return go
@@ -117,9 +116,9 @@ def test_cases_that_fail_lose_nothing(results):
 def test_two_cases_that_give_nothing_end_a_run(results):
     """The card hangs; each of the others would take all its time as well."""
     hung = [(f"hung {i}", "good", 0.3, {"least": 0.1}) for i in range(2)]  # ends in its imports
-    lines = results(*hung, ("late after two that hung", "good", 30.0, {}))
+    lines = results(*hung, ("late", "good", 30.0, {}))
     assert list(endings(lines).values()) == ["timeout", "timeout", "skipped"]
-    assert lines[-1]["reason"] == "2 cases hung"
+    assert lines[-1]["reason"] == "2 cases hung" and results.num_hung == 2
 
 
 def is_running(pid):
@@ -212,6 +211,23 @@ def sample_lines(device="NVIDIA H200"):
     }
     ms = {"median": 2.0, "p10": 1.0, "p90": 3.0, "count": 10}
     rows = [
+        ("card", {"what": "kernels", "chosen": {"route": "triton"}}),
+        (
+            "smoke",
+            {"what": "smoke", "shape": ["route", "16"], "dtype": "bfloat16"}
+            | {"error": 1e-3, "tolerance": 0.05, "passes": True, "is_repeatable": False},
+        ),
+        ("tokens", {"what": "same outputs", "model": "m", "dtype": "float32", "absent": "no m"}),
+        (
+            "tokens",
+            {"what": "same outputs", "model": "m", "dtype": "float32", "way": "plain"}
+            | {"differ": 1, "outputs": 16},
+        ),
+        (
+            "watch/updates",
+            {"what": "graph updates", "model": "m", "batch": 1, "k": 3}
+            | {"steps_ms": ms | {"p99": 9.0}, "updates_per_step": 1.5},
+        ),
         ("card", {"what": "copy", "ms": ms, "gbps": 4000.0, "of_copy": 1.0}),
         (
             "kernels/attention",
@@ -250,6 +266,9 @@ def test_the_report_of_a_run(section, tmp_path):
     assert "0 of 1" in text and "1.1" in text
     assert "| grid/64 | failed | 1 | RuntimeError: why |" in text
     assert "ValueError: a \\| b" in text and "no other" in text
+    assert "| smoke | route 16 | bfloat16 | 0.001 | 0.05 | yes | NO |" in text
+    assert "| m | float32 | plain | 1 of 16 |" in text and "| m | float32 |  | no m |" in text
+    assert "| graph updates | m | 1 | 3 |  | 1.5 |  | 2 (1 to 3) | 9 |" in text
     assert "| Llama-1B | 3 | 1.5 | 1.12 (1.1 to 1.2) | yes |" in text
     plotted.plot(lines, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 1000
@@ -258,7 +277,7 @@ def test_the_report_of_a_run(section, tmp_path):
 def test_a_figure_measured_again_counts_once(section):
     made, _ = section
     lines = sample_lines()
-    again = lines[0] | {"gbps": 4321.0}
+    again = next(line for line in lines if "gbps" in line) | {"gbps": 4321.0}
     assert "4321" in made.render_section([*lines, again])
     assert "4000" not in made.render_section([*lines, again])
 
@@ -340,11 +359,23 @@ def test_a_plan_that_cannot_be_says_what_to_raise(plan, limits):
 
 def test_commands_of_a_plan(plan):
     lines = list(plan.show(plan.Limits(1800, 600, 64 * plan.MIB), "there"))
-    commands = [line for line in lines if line.startswith("RUN=")]
-    assert "&& $RUN --only grid/1 grid/64 --budget 120 &&" in commands[0]
+    commands = [line for line in lines if line.startswith("run()")]
+    assert "; run --only grid/1 grid/64 --budget 120; run --only" in commands[0]
     assert all("--output there/gpu.jsonl --cache" in c and len(c) < 2000 for c in commands)
     moved = [line for line in lines if line.startswith("mkdir")]
     assert "checkpoints/demo-qwen3.5" in moved[0] and "demo-llama" not in moved[0]
+
+
+@pytest.mark.parametrize("statuses, ran", [((11, 11, 0), 2), ((12, 0), 1), ((11, 0, 11, 1, 0), 5)])
+def test_commands_end_once_two_cases_in_a_row_hung(plan, tmp_path, statuses, ran):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/ran\nexit $7\n")
+    python.chmod(0o755)
+    blocks = [plan.Block(1, (f"{status}",)) for status in statuses]
+    command = plan.command_of(blocks, "--output here --cache").replace("--only", "there --only")
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    subprocess.run(["bash", "-c", command], check=True, env=environment)
+    assert len((tmp_path / "ran").read_text().splitlines()) == ran
 
 
 def test_the_report_names_what_is_wrong(plan):
@@ -399,6 +430,19 @@ def test_what_xla_says_of_graphs_is_read(runner):
         os.write(2, b"another line\n")
     (line,) = lines
     assert [watch._number_after(mark, line) for mark in (" in ", "num_commands=")] == [7, 42]
+
+
+@pytest.mark.parametrize("code, passes", [(86, False), (0, True), (None, None)])
+def test_the_sanitizer_is_asked_where_it_is_there(runner, tmp_path, monkeypatch, code, passes):
+    memory, timing = map(importlib.import_module, ("memory", "timing"))
+    if code is not None:
+        tool = tmp_path / memory.TOOL
+        tool.write_text(f"#!/bin/sh\necho 'RESULT {{}}'\necho out of bounds\nexit {code}\n")
+        tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/bin")
+    *results, last = memory.check_memory(timing.Setting(is_cpu=False))
+    assert results == [{"way": memory.TOOL}] * (code is not None)
+    assert last.get("passes") is passes and ("absent" in last) == (code is None)
 
 
 @pytest.mark.slow
