@@ -1,8 +1,6 @@
 """The programs of an engine's steps, one per shape and variant, compiled before they are needed."""
 
-import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -10,15 +8,6 @@ from weakref import WeakValueDictionary
 import jax
 import jax.numpy as jnp
 import numpy as np
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 
 from specjax.config import EXACT_WIDTH, EngineConfig
 from specjax.device.cache.kind import CacheSizes
@@ -44,10 +33,10 @@ from specjax.engine.batch import (
     run_settle,
     run_take,
 )
+from specjax.engine.compile_progress import compile_progress
 from specjax.engine.compiler import MAX_THREADS, Compiler
 from specjax.engine.executables import open_executables
 from specjax.engine.layout import Layout
-from specjax.engine.log import can_draw, get_log
 from specjax.engine.metrics import Compilations
 from specjax.engine.programs import (
     Admit,
@@ -143,27 +132,6 @@ def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> Engi
         model.drafter.init_state(sizes, dtype),
         deferred,
     )
-
-
-@contextmanager
-def _progress_bar(total: int, is_shown: bool) -> Iterator[Callable[[int], None]]:
-    """Show progress of compiling, as a bar or lines of the log; yields a function of the number."""
-    console, is_shown = Console(stderr=True), is_shown and total > 0
-    is_drawn, start = is_shown and can_draw(console), time.perf_counter()
-    log = get_log(verbose=is_shown and not is_drawn)
-    log.info("compiling %d programs", total)
-    columns = (
-        TextColumn("compiling programs"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left:"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, disable=not is_drawn, transient=True) as progress:
-        task = progress.add_task("", total=total)
-        yield lambda num_done: progress.update(task, completed=num_done)
-    log.info("compiled them in %.1f s", time.perf_counter() - start)
 
 
 class _Jits(dict):
@@ -279,8 +247,8 @@ class CompiledPrograms:
         """See `Programs`."""
         keys = list(dict.fromkeys(keys))
         self._compiler.ask(keys, is_urgent=True, num_threads=MAX_THREADS, retries=True)
-        self._compiler.ask(then, is_urgent=False, num_threads=MAX_THREADS)
-        with _progress_bar(len(keys), show_progress) as tell:
+        self._compiler.ask(then, is_urgent=False, num_threads=MAX_THREADS, is_awaited=True)
+        with compile_progress(len(keys), show_progress) as tell:
             self._compiler.wait_for(keys, tell)
 
     def compile_behind(self, keys: Iterable[Key], *, is_urgent: bool) -> None:
@@ -294,9 +262,9 @@ class CompiledPrograms:
     def finish(self, *, show_progress: bool) -> None:
         """See `Programs`."""
         compiler = self._compiler
-        compiler.ask((), is_urgent=False, num_threads=MAX_THREADS)
+        compiler.ask((), is_urgent=False, num_threads=MAX_THREADS, is_awaited=True)
         num_there = len(self.ready)
-        with _progress_bar(compiler.num_asked, show_progress) as tell:
+        with compile_progress(compiler.num_asked, show_progress) as tell:
             while compiler.is_busy:
                 compiler.wait(0.5)
                 tell(len(self.ready) - num_there)
