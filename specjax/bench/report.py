@@ -247,9 +247,9 @@ class TextTable:
         """`names`: of all rows, those that are still to be measured as well."""
         # A word that goes on in the second line, as in "tokens/s", has no space there.
         header = [re.sub(r"\n(?=/)|^\n", "", name).replace("\n", " ") for name in _HEADER]
-        widths = [max(map(len, names)), *map(len, header[1:])]
-        widths[header.index("p10-p90")] = len("0.00-0.00")
-        self._widths = widths
+        figures = ("9999", "9999", "9.99", "9.99-9.99", "999.99", "9.99", "9.99", "")
+        pairs = zip(header[1:], figures, strict=True)
+        self._widths = [max(map(len, names)), *(max(map(len, pair)) for pair in pairs)]
         self.header = self._line(header)
 
     def line(self, figures: Figures) -> str:
