@@ -19,9 +19,10 @@ def main() -> None:
     """Measure with the command's own defaults and options, and write the result."""
     parser = argparse.ArgumentParser(description=__doc__)
     add_arguments(parser)
+    parser.set_defaults(full=True)
     settings = read_settings(parser.parse_args())
     source = provenance()
-    figures, report = bench(settings, show_progress=False)
+    figures, report = bench(settings)
     rows = [
         [
             f.configuration,
@@ -45,7 +46,7 @@ def main() -> None:
         "rows": rows,
         "notes": [
             f"{identity_line(figures)}.",
-            f"{repetition_line(figures[0])}.",
+            f"{repetition_line(figures)}.",
             f"Decoding alone is timed. {report['num_rounds']} rounds, each with all configurations "
             "in turn; ratios are paired within a round.",
         ],

@@ -6,9 +6,10 @@ last prompt until the last output is complete.
 """
 
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import TypeAlias
 
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Metrics
@@ -29,6 +30,9 @@ class Configuration:
     def name(self) -> str:
         """Name in reports."""
         return self.method if self.method == PLAIN else f"{self.method} K={self.k}"
+
+
+PLAIN_ONE = Configuration(PLAIN, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +60,9 @@ class Run:
     def ms_per_token(self) -> float:
         """Mean milliseconds per output token of a request."""
         return self.ms_per_step * self.num_request_steps / self.num_tokens
+
+
+Round: TypeAlias = Mapping[Configuration, Run]  # of the same batch of prompts
 
 
 def decode(engine: Engine, requests: Sequence[Request]) -> Run:
@@ -105,16 +112,13 @@ def as_run(
 def measure(
     engines: Mapping[str, Engine],
     configurations: Sequence[Configuration],
-    batches: Sequence[Sequence[Request]],
-    on_run: Callable[[], None] = lambda: None,
-) -> dict[Configuration, list[Run]]:
+    batches: Iterable[Sequence[Request]],
+) -> Iterator[Round]:
     """Run a round per batch, each starting with the next configuration. `engines`: by method."""
-    runs: dict[Configuration, list[Run]] = {configuration: [] for configuration in configurations}
     for i, requests in enumerate(batches):
-        first = i % len(configurations)
+        first, runs = i % len(configurations), {}
         for configuration in [*configurations[first:], *configurations[:first]]:
             engine = engines[configuration.method]
             engine.set_policy(StaticPolicy(configuration.k))
-            runs[configuration].append(decode(engine, requests))
-            on_run()
-    return runs
+            runs[configuration] = decode(engine, requests)
+        yield runs

@@ -1,18 +1,19 @@
-"""Summary figures of runs, and the table that shows them."""
+"""Summary figures of runs, the table and the sentences that show them."""
 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TextIO
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
-from specjax.bench.measure import Configuration, Run
+from specjax.bench.measure import PLAIN, Configuration, Run
 from specjax.bench.repetition import count_repeated, repeated_share
 
 LOW_REPEAT = 0.1
+# Milliseconds per step by K of Llama-3.1-8B with EAGLE-1 at batch size 1 on an H100, measured at
+# commit 04df7ee: benchmarks/results/gpu.jsonl and README.md.
+H100_MS = {0: 5.86, 1: 6.40, 3: 7.49, 5: 8.59}
 
 
 @dataclass(frozen=True)
@@ -32,15 +33,18 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Results of one configuration, of decoding only. Rates and times are medians over rounds.
+    """Results of one configuration, of decoding only. Rates are totals over rounds.
 
     Attributes:
         num_tokens: decoded in all rounds, without first tokens, which prefill generates.
         tokens_per_second: of the whole batch.
+        plain_tokens_per_second: of plain decoding in the same rounds.
+        times_plain: the quotient of these two.
+        plain_steps: milliseconds per step divided by those of plain decoding in the same rounds.
         ms_per_token: time per output token of a request.
         mean_acceptance_length: tokens per step of a request.
         acceptance_per_position: share of steps whose draft at that position was accepted.
-        ratio: tokens per second divided by plain decoding's in the same round.
+        ratio: tokens per second divided by plain decoding's, round by round.
         num_differing: prompts whose output tokens differ from plain decoding's.
         repeated_8gram_share: share of 8-grams that occurred earlier in the same output.
         num_low_repeat: number of outputs with a share below LOW_REPEAT.
@@ -56,7 +60,10 @@ class Figures:
     num_steps: int
     seconds: float
     tokens_per_second: float
+    plain_tokens_per_second: float
+    times_plain: float
     ms_per_step: float
+    plain_steps: float
     ms_per_token: Spread
     mean_acceptance_length: float
     acceptance_per_position: tuple[float, ...]
@@ -78,10 +85,9 @@ def summarise(
     ]
     if not pairs:
         raise ValueError("no output came to a second token, so there is nothing to time")
-    num_tokens = sum(run.num_tokens for run in runs)
-    num_request_steps = sum(run.num_request_steps for run in runs)
+    own, plain = (_Totals.of(side) for side in zip(*pairs, strict=True))
     accepted = np.zeros(configuration.k)
-    for run in runs:
+    for run, _ in pairs:
         counts = run.num_accepted_per_pos[: configuration.k]
         accepted[: len(counts)] += counts
     outputs = {key: tokens for run in runs for key, tokens in run.outputs.items()}
@@ -91,20 +97,46 @@ def summarise(
         method=configuration.method,
         k=configuration.k,
         num_outputs=len(outputs),
-        num_tokens=num_tokens,
-        num_steps=sum(run.num_steps for run in runs),
-        seconds=sum(run.seconds for run in runs),
-        tokens_per_second=Spread.of([run.tokens_per_second for run, _ in pairs]).median,
-        ms_per_step=Spread.of([run.ms_per_step for run, _ in pairs]).median,
+        num_tokens=own.tokens,
+        num_steps=own.steps,
+        seconds=own.seconds,
+        tokens_per_second=own.tokens_per_second,
+        plain_tokens_per_second=plain.tokens_per_second,
+        times_plain=own.tokens_per_second / plain.tokens_per_second,
+        ms_per_step=own.ms_per_step,
+        plain_steps=own.ms_per_step / plain.ms_per_step,
         ms_per_token=Spread.of([run.ms_per_token for run, _ in pairs]),
-        mean_acceptance_length=num_tokens / num_request_steps,
-        acceptance_per_position=tuple((accepted / num_request_steps).tolist()),
+        mean_acceptance_length=own.tokens / own.request_steps,
+        acceptance_per_position=tuple((accepted / own.request_steps).tolist()),
         ratio=Spread.of([run.tokens_per_second / base.tokens_per_second for run, base in pairs]),
         num_differing=count_differing(runs, baseline),
         repeated_8gram_share=float(repeated / total) if total else 0.0,
         num_low_repeat=sum(repeated_share(tokens) < LOW_REPEAT for tokens in outputs.values()),
         mean_acceptance_length_low_repeat=low_repeat_acceptance(runs),
     )
+
+
+@dataclass(frozen=True)
+class _Totals:
+    """Sums over runs, whose quotients are rates that fit each other."""
+
+    seconds: float
+    steps: int
+    tokens: int
+    request_steps: int
+
+    @classmethod
+    def of(cls, runs: Sequence[Run]) -> "_Totals":
+        names = "seconds", "num_steps", "num_tokens", "num_request_steps"
+        return cls(*(sum(getattr(run, name) for run in runs) for name in names))
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.tokens / self.seconds
+
+    @property
+    def ms_per_step(self) -> float:
+        return 1e3 * self.seconds / self.steps
 
 
 def count_differing(runs: Sequence[Run], baseline: Sequence[Run]) -> int:
@@ -139,13 +171,41 @@ def identity_line(figures: Sequence[Figures]) -> str:
     return f"outputs identical to plain decoding's, token for token: NO ({counts} of {num_prompts})"
 
 
-def repetition_line(plain: Figures) -> str:
+def repetition_line(figures: Sequence[Figures]) -> str:
     """Return the line on repetition, which may inflate acceptance lengths."""
+    plain = figures[0]
     num_high = plain.num_outputs - plain.num_low_repeat
-    return (
+    line = (
         f"repeated 8-grams: {plain.repeated_8gram_share:.1%} of the outputs; {num_high} of "
-        f"{plain.num_outputs} outputs have {LOW_REPEAT:.0%} or more, and 'AL low-repeat' leaves "
-        "them out"
+        f"{plain.num_outputs} outputs have {LOW_REPEAT:.0%} or more"
+    )
+    lengths = [(f, f.mean_acceptance_length_low_repeat) for f in figures if f.k]
+    shown = [f"{length:.2f} ({f.configuration})" for f, length in lengths if length is not None]
+    return f"{line}; without them AL is {', '.join(shown)}" if num_high and shown else line
+
+
+def cost_line(figures: Sequence[Figures], *, batch_size: int, platform: str) -> str | None:
+    """Return what a round costs, what follows, and what it costs on an H100; None without drafts.
+
+    It tells of K = 3 if that was measured, else of the least K, by the drafter that gains most.
+    """
+    drafted = [f for f in figures if f.k]
+    if not drafted:
+        return None
+    k = 3 if any(f.k == 3 for f in drafted) else min(f.k for f in drafted)
+    one = max((f for f in drafted if f.k == k), key=lambda f: f.times_plain)
+    length = one.mean_acceptance_length
+    line = (
+        f"a round of {batch_size * (k + 1)} rows ({one.configuration}) costs "
+        f"{one.plain_steps:.1f} plain steps on this {platform.upper()} and gives {length:.2f} "
+        f"tokens instead of 1: {one.times_plain:.2f}x plain"
+    )
+    if platform == "gpu" or batch_size > 1 or k not in H100_MS:
+        return line
+    cost = H100_MS[k] / H100_MS[0]
+    return (
+        f"{line}; an H100 takes {cost:.1f} (Llama-3.1-8B with EAGLE-1: {H100_MS[k]} ms after "
+        f"{H100_MS[0]} ms), where as many accepted drafts would give {length / cost:.1f}x"
     )
 
 
@@ -153,60 +213,63 @@ def repetition_line(plain: Figures) -> str:
 _HEADER = (
     "",
     "tokens\n/s",
+    "plain\n/s",
     "x\nplain",
-    "ms\n/step",
-    "ms\n/token",
     "\np10-p90",
+    "ms\n/step",
+    "plain\nsteps",
     "\nAL",
-    "AL low-\nrepeat",
     "accepted\nby position",
 )
+_FROM_LEFT = 0, len(_HEADER) - 1  # the other columns are numbers
 
 
-def rows(figures: Sequence[Figures]) -> list[tuple[str, ...]]:
-    """Return the table's cells."""
-    return [
-        (
-            f.configuration,
-            f"{f.tokens_per_second:.0f}",
-            f"{f.ratio.median:.2f}",
-            f"{f.ms_per_step:.2f}",
-            f"{f.ms_per_token.median:.2f}",
-            f"{f.ms_per_token.p10:.1f}-{f.ms_per_token.p90:.1f}",
-            f"{f.mean_acceptance_length:.2f}",
-            "-"
-            if f.mean_acceptance_length_low_repeat is None
-            else f"{f.mean_acceptance_length_low_repeat:.2f}",
-            " ".join(f"{share:.2f}".removeprefix("0") for share in f.acceptance_per_position),
-        )
-        for f in figures
-    ]
+def cells(figures: Figures) -> tuple[str, ...]:
+    """Return a row of the table; plain decoding is compared with nothing."""
+    f, is_plain = figures, figures.method == PLAIN
+    return (
+        f.configuration,
+        f"{f.tokens_per_second:.0f}",
+        "" if is_plain else f"{f.plain_tokens_per_second:.0f}",
+        f"{f.times_plain:.2f}",
+        "" if is_plain else f"{f.ratio.p10:.2f}-{f.ratio.p90:.2f}",
+        f"{f.ms_per_step:.2f}",
+        f"{f.plain_steps:.2f}",
+        f"{f.mean_acceptance_length:.2f}",
+        " ".join(f"{share:.2f}".removeprefix("0") for share in f.acceptance_per_position),
+    )
 
 
-def show(figures: Sequence[Figures], lines: Sequence[str], stream: TextIO) -> None:
-    """Print the table and `lines`: in colour on a terminal, otherwise as plain text."""
-    if stream.isatty():
-        console = Console(file=stream)
-        console.print(_rich_table(figures))
-        for line in lines:
-            console.print(line, highlight=False, markup=False)
-        return
-    header = (re.sub(r"(?<!\w)\n|\n(?!\w)", "", name).replace("\n", " ") for name in _HEADER)
-    cells = [tuple(header), *rows(figures)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    for row in cells:
-        text = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        print("  ".join(text).rstrip(), file=stream)
-    print(file=stream)
-    print(*lines, sep="\n", file=stream)
+class TextTable:
+    """The table as lines of text, each of which can be printed as soon as it is known."""
+
+    def __init__(self, names: Sequence[str]):
+        """`names`: of all rows, those that are still to be measured as well."""
+        # A word that goes on in the second line, as in "tokens/s", has no space there.
+        header = [re.sub(r"\n(?=/)|^\n", "", name).replace("\n", " ") for name in _HEADER]
+        figures = ("9999", "9999", "9.99", "9.99-9.99", "999.99", "9.99", "9.99", "")
+        pairs = zip(header[1:], figures, strict=True)
+        self._widths = [max(map(len, names)), *(max(map(len, pair)) for pair in pairs)]
+        self.header = self._line(header)
+
+    def line(self, figures: Figures) -> str:
+        """Return a row."""
+        return self._line(cells(figures))
+
+    def _line(self, row: Sequence[str]) -> str:
+        return "  ".join(
+            cell.ljust(width) if i in _FROM_LEFT else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, self._widths, strict=True))
+        ).rstrip()
 
 
-def _rich_table(figures: Sequence[Figures]) -> Table:
+def rich_table(figures: Sequence[Figures]) -> Table:
+    """Return the table for a terminal; the row that gains most is highlighted."""
     table = Table(box=None, padding=(0, 1, 0, 0), header_style="bold underline")
     for i, name in enumerate(_HEADER):
-        justify = "left" if i in (0, len(_HEADER) - 1) else "right"
+        justify = "left" if i in _FROM_LEFT else "right"
         table.add_column(name, justify=justify, no_wrap=True)
-    best = max(figures, key=lambda f: f.ratio.median)
-    for f, row in zip(figures, rows(figures), strict=True):
-        table.add_row(*row, style="bold green" if f is best and f.k else None)
+    best = max(figures, key=lambda f: f.times_plain, default=None)
+    for f in figures:
+        table.add_row(*cells(f), style="bold green" if f is best and f.k else None)
     return table

@@ -1,8 +1,9 @@
-"""Progress of compiling: a bar, or lines of the log without a terminal."""
+"""Progress of compiling: a bar, lines of the log without a terminal, or a caller's own display."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 from rich.console import Console
 from rich.progress import (
@@ -16,6 +17,22 @@ from rich.progress import (
 
 from specjax.engine.log import can_draw, get_log
 
+_WATCHER: ContextVar[Callable[[int, int], None] | None] = ContextVar("watcher", default=None)
+
+
+@contextmanager
+def watch_compiling(tell: Callable[[int, int], None]) -> Iterator[None]:
+    """Within the block, engines call `tell` in place of showing bars or lines of their own.
+
+    Its arguments are the number of programs that are ready and of all that are waited for; it is
+    called about twice a second, in the thread that waits.
+    """
+    token = _WATCHER.set(tell)
+    try:
+        yield
+    finally:
+        _WATCHER.reset(token)
+
 
 @contextmanager
 def compile_progress(
@@ -23,9 +40,14 @@ def compile_progress(
 ) -> Iterator[Callable[[int], None]]:
     """Show progress of compiling `total` programs; yields a function of the number of ready ones.
 
+    A caller that watches is told even if nothing else is to be shown.
+
     Args:
         count_read: how many of them were read from the cache; called when all are ready.
     """
+    if (watcher := _WATCHER.get()) is not None:
+        yield lambda num_done: watcher(num_done, total)
+        return
     console, is_shown = Console(stderr=True), is_shown and total > 0
     is_drawn, start = is_shown and can_draw(console), time.perf_counter()
     log = get_log(verbose=is_shown)

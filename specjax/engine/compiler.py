@@ -1,8 +1,8 @@
 """Compiles programs in threads: those that requests wait for, and better shapes.
 
 Better shapes are compiled at the lowest priority, for serving and for programs that requests wait
-for; XLA does a part of the work in threads of its own, which have the usual one, so it is asked to
-take one thread at a time for them. An XLA program for
+for, unless a caller waits until all are ready; XLA does a part of the work in threads of its own,
+which have the usual one, so it is asked to take one thread at a time for them. An XLA program for
 a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by default: better shapes are
 compiled only while half of them are free.
 """
@@ -32,7 +32,6 @@ NICENESS = 19  # the lowest priority, of threads whose programs no request waits
 class _Line:
     """Keys that wait for threads of their own."""
 
-    niceness: int  # of the threads
     keys: deque[Any] = field(default_factory=deque)
     threads: set[threading.Thread] = field(default_factory=set)
     num_busy: int = 0  # threads that compile
@@ -52,7 +51,7 @@ class Compiler:
         self.ready: dict[Any, Any] = {}
         self.failures: dict[Any, Exception] = {}
         self._compile = compile
-        self._urgent, self._later = _Line(0), _Line(NICENESS)
+        self._urgent, self._later = _Line(), _Line()
         self._under_way: set[Any] = set()
         self._changed = threading.Condition()
         self._seconds, self._began = 0.0, 0.0
@@ -81,11 +80,14 @@ class Compiler:
         is_urgent: bool,
         num_threads: int = 1,
         retries: bool = False,
+        is_awaited: bool = False,
     ) -> None:
         """Queue keys that are not compiled yet, in their order, for `num_threads` threads.
 
-        Those that failed before are queued again only if `retries`.
+        Those that failed before are queued again only if `retries`. New threads have the lowest
+        priority, unless the keys are urgent or `is_awaited`: a caller waits until all are ready.
         """
+        niceness = 0 if is_urgent or is_awaited else NICENESS
         line, urgent, later = self._later, self._urgent.keys, self._later.keys
         with self._changed:
             for key in dict.fromkeys(keys):
@@ -104,7 +106,7 @@ class Compiler:
             watch_exit(log.warning)
             num_idle = len(line.threads) - line.num_busy
             for _ in range(min(num_wanted, len(line.keys)) - num_idle):
-                thread = threading.Thread(target=self._work, args=[line], name=COMPILER)
+                thread = threading.Thread(target=self._work, args=[line, niceness], name=COMPILER)
                 line.threads.add(thread)
                 thread.start()
 
@@ -154,9 +156,9 @@ class Compiler:
         wait_for([*self._urgent.threads, *self._later.threads], log.warning)
         self.ready.clear()
 
-    def _work(self, line: _Line) -> None:
-        if line.niceness and sys.platform == "linux":  # elsewhere it is of the whole process
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), line.niceness)
+    def _work(self, line: _Line, niceness: int) -> None:
+        if niceness and sys.platform == "linux":  # elsewhere it is of the whole process
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         while (found := self._next(line)) is not None:
             (key,) = found
             try:

@@ -238,7 +238,7 @@ class CompiledPrograms:
         """See `Programs`."""
         keys = list(dict.fromkeys(keys))
         self._compiler.ask(keys, is_urgent=True, num_threads=MAX_THREADS, retries=True)
-        self._compiler.ask(then, is_urgent=False, num_threads=MAX_THREADS)
+        self._compiler.ask(then, is_urgent=False, num_threads=MAX_THREADS, is_awaited=True)
         with compile_progress(
             len(keys), show_progress, lambda: len(self._read & set(keys))
         ) as tell:
@@ -255,7 +255,7 @@ class CompiledPrograms:
     def finish(self, *, show_progress: bool) -> None:
         """See `Programs`."""
         compiler = self._compiler
-        compiler.ask((), is_urgent=False, num_threads=MAX_THREADS)
+        compiler.ask((), is_urgent=False, num_threads=MAX_THREADS, is_awaited=True)
         num_there, num_read = len(self.ready), len(self._read)
         with compile_progress(
             compiler.num_asked, show_progress, lambda: len(self._read) - num_read

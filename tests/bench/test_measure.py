@@ -93,11 +93,10 @@ def test_every_round_runs_every_configuration_and_starts_with_another():
     log = []
     engines = {PLAIN: ScriptedEngine(PLAIN, log), "eagle": ScriptedEngine("eagle", log, 2)}
     configurations = [Configuration(PLAIN, 0), Configuration("eagle", 1), Configuration("eagle", 3)]
-    ticks = []
-    runs = measure(
-        engines, configurations, [[request(i)] for i in range(3)], lambda: ticks.append(0)
-    )
+    rounds = measure(engines, configurations, [[request(i)] for i in range(3)])
+    first = next(rounds)
+    assert list(first) == configurations and len(log) == 3  # the others are still to be run
+    rounds = [first, *rounds]
     a, b, c = ((configuration.method, configuration.k) for configuration in configurations)
-    assert log == [a, b, c, b, c, a, c, a, b] and len(ticks) == 9
-    assert list(runs) == configurations
-    assert all([list(run.outputs) for run in runs[c]] == [[0], [1], [2]] for c in configurations)
+    assert log == [a, b, c, b, c, a, c, a, b]
+    assert all([list(one[c].outputs) for one in rounds] == [[0], [1], [2]] for c in configurations)

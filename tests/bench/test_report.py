@@ -1,17 +1,20 @@
 """Figures from runs that are made up, so that every figure is known."""
 
-import io
+import json
+from pathlib import Path
 
 import pytest
 
 from specjax.bench.measure import PLAIN, Configuration, Run
 from specjax.bench.report import (
+    H100_MS,
     Spread,
+    TextTable,
+    cells,
+    cost_line,
     count_differing,
     identity_line,
     repetition_line,
-    rows,
-    show,
     summarise,
 )
 
@@ -66,6 +69,25 @@ def test_ratio_pairs_runs_of_the_same_round():
     assert summarise(PLAIN_ONE, fast, fast).ratio == Spread(1, 1, 1)
 
 
+def test_the_ratio_is_what_the_row_itself_shows():
+    """Medians of rates, of ratios and of times would each come from another round."""
+    base = [plain_run(i, seconds=seconds) for i, seconds in enumerate((1, 1, 4))]
+    runs = [
+        run_at_k2(0, seconds=0.9),
+        run_at_k2(1, seconds=0.4, accepted=(9, 3)),
+        run_at_k2(2, seconds=0.7, accepted=(2, 1)),
+    ]
+    figures = summarise(K2, runs, base)
+    assert figures.tokens_per_second == 57 / 2 and figures.plain_tokens_per_second == 57 / 6
+    assert figures.times_plain == 3 != figures.ratio.median
+    # At batch size 1 it is the tokens of a step by its cost.
+    assert figures.times_plain == pytest.approx(
+        figures.mean_acceptance_length / figures.plain_steps
+    )
+    assert figures.plain_steps == pytest.approx((2 / 33) / (6 / 57))
+    assert cells(figures)[1:4] == ("28", "10", "3.00")
+
+
 def test_loops_are_left_out_of_the_low_repeat_length():
     runs = [run_at_k2(0), run_at_k2(1, LOOP, accepted=(9, 3))]
     figures = summarise(K2, runs, [plain_run(0), plain_run(1, LOOP)])
@@ -73,7 +95,9 @@ def test_loops_are_left_out_of_the_low_repeat_length():
     assert figures.mean_acceptance_length_low_repeat == 1.9
     assert figures.num_outputs == 2 and figures.num_low_repeat == 1
     assert figures.repeated_8gram_share == 12 / 26
-    assert "1 of 2 outputs have 10% or more" in repetition_line(figures)
+    base = [plain_run(0), plain_run(1, LOOP)]
+    line = repetition_line([summarise(PLAIN_ONE, base, base), figures])
+    assert "1 of 2 outputs have 10% or more; without them AL is 1.90 (eagle3 K=2)" in line
     only_loops = summarise(K2, runs[1:], [plain_run(1, LOOP)])
     assert only_loops.mean_acceptance_length_low_repeat is None
 
@@ -125,19 +149,39 @@ def test_counts_of_a_deeper_k_before_do_not_leak():
     assert summarise(K2, [run], [plain_run()]).acceptance_per_position == (0.6, 0.3)
 
 
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-def test_table_is_bare_text_when_piped():
+def test_rows_as_text_are_aligned_however_few_are_known():
     base = [plain_run()]
-    figures = [summarise(PLAIN_ONE, base, base), summarise(K2, [run_at_k2()], base)]
-    piped, terminal = io.StringIO(), Terminal()
-    show(figures, ["a [line]"], piped)
-    show(figures, ["a [line]"], terminal)
-    lines = piped.getvalue().splitlines()
-    assert piped.getvalue().isascii() and lines[-1] == "a [line]"
-    assert lines[2].split() == "eagle3 K=2 38 2.00 50.00 26.32 26.3-26.3 1.90 1.90 .60 .30".split()
-    assert "\x1b[" not in piped.getvalue() and "a [line]" in terminal.getvalue()
-    assert rows(figures)[0][:3] == ("plain", "19", "1.00")
+    table = TextTable(["plain", "eagle3 K=2"])
+    lines = [
+        table.header,
+        table.line(summarise(PLAIN_ONE, base, base)),
+        table.line(summarise(K2, [run_at_k2()], base)),
+    ]
+    assert all(line.isascii() for line in lines)
+    assert lines[2].split() == "eagle3 K=2 38 19 2.00 2.00-2.00 50.00 0.95 1.90 .60 .30".split()
+    for name in "tokens/s", "ms/step", "AL":
+        end = lines[0].index(name) + len(name)
+        assert all(line[end - 1] != " " and not line[end : end + 2].strip() for line in lines)
+
+
+def test_what_a_round_costs_and_what_follows():
+    base = [plain_run()]
+    one = summarise(Configuration("eagle3", 3), [run_at_k2(accepted=(6, 3, 0))], base)
+    line = cost_line([summarise(PLAIN_ONE, base, base), one], batch_size=1, platform="cpu")
+    assert line.startswith("a round of 4 rows (eagle3 K=3) costs 1.0 plain steps on this CPU")
+    assert "1.90 tokens instead of 1: 2.00x plain; an H100 takes 1.3" in line
+    assert line.endswith("would give 1.5x")  # 1.9 tokens by 7.49 / 5.86
+    for options in {"batch_size": 8, "platform": "cpu"}, {"batch_size": 1, "platform": "gpu"}:
+        assert "H100" not in cost_line([one], **options)
+    assert cost_line([summarise(PLAIN_ONE, base, base)], batch_size=1, platform="cpu") is None
+
+
+def test_the_h100s_times_are_those_on_record():
+    path = Path(__file__).parents[2] / "benchmarks/results/gpu.jsonl"
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = {
+        record["k"]: round(record["ms_per_step"], 2)
+        for record in records
+        if record.get("what") == "step" and record.get("case") == "grid/1"
+    }
+    assert steps == H100_MS

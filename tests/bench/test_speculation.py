@@ -3,6 +3,8 @@
 import contextlib
 import io
 import json
+import logging
+import re
 import time
 from dataclasses import replace
 
@@ -10,8 +12,10 @@ import pytest
 from support.engines import simulated_engines
 from support.scripts import TextScript
 
-from specjax.bench import speculation
+from specjax.bench import comparison, speculation
+from specjax.bench.comparison import load_llm
 from specjax.bench.engines import Setup, open_engines
+from specjax.bench.measure import PLAIN
 from specjax.bench.workload import read_questions
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.cli import build_parser, main
@@ -85,7 +89,7 @@ def test_figures_are_consistent(result):
         assert figures["mean_acceptance_length"] == pytest.approx(length)
         assert length == pytest.approx(1 + sum(figures["acceptance_per_position"]))
         assert len(figures["acceptance_per_position"]) == figures["k"]
-        # At batch 1 the time per token is the inverse of the rate, and medians keep that.
+        # At batch 1 the time per token is the inverse of the rate, and so is its median, nearly.
         assert 5e2 / figures["tokens_per_second"] < figures["ms_per_token"]["median"]
         assert figures["ms_per_token"]["median"] < 2e3 / figures["tokens_per_second"]
         for spread in figures["ms_per_token"], figures["ratio"]:
@@ -95,14 +99,14 @@ def test_figures_are_consistent(result):
 
 def test_outputs_are_identical_and_nothing_compiles_late(result):
     printed, report = result
-    assert report["outputs_identical"] is True
+    assert report["outputs_identical"] is True and report["is_interrupted"] is False
     assert f"token for token: yes ({NUM_PROMPTS} prompts)" in printed
     assert report["num_compiles_while_measuring"] == 0
 
 
 def test_report_says_where_it_comes_from(result):
     _, report = result
-    assert report["schema_version"] == 1 and report["benchmark"] == "speculation"
+    assert report["schema_version"] == 2 and report["benchmark"] == "speculation"
     assert {"python", "jax", "specjax"} <= report["environment"]["versions"].keys()
     assert report["environment"]["platform"] == "cpu" and report["environment"]["cpu_model"]
     assert report["settings"]["ks"] == [0, 2] and report["settings"]["dtype"] == "float32"
@@ -131,7 +135,8 @@ def test_a_large_batch_has_room_for_what_drafting_adds(plain_options, checkpoint
         if command == "bench":
             sizes = ["--batch-size", str(batch), "--num-prompts", str(batch)]
             settings = speculation.read_settings(build_parser().parse_args([*given, *sizes]))
-            engines = list(speculation.load_engines(settings, stack, show_progress=False).values())
+            methods = [PLAIN, *settings.drafters]
+            llms = [stack.enter_context(load_llm(settings, one)) for one in methods]
         else:
             setup = Setup(
                 model=given[2],
@@ -146,8 +151,8 @@ def test_a_large_batch_has_room_for_what_drafting_adds(plain_options, checkpoint
                 rounds=1,
                 dtype="float32",
             )
-            llms = stack.enter_context(open_engines(setup, show_progress=False))
-            engines = [llm.engine for llm in llms]
+            llms = list(stack.enter_context(open_engines(setup, show_progress=False)))
+        engines = [llm.engine for llm in llms]
         for engine in engines:
             rows = k + 1 + engine.drafter.draft_slots(k)
             assert engine.config.max_num_batched_tokens >= batch * rows
@@ -155,17 +160,17 @@ def test_a_large_batch_has_room_for_what_drafting_adds(plain_options, checkpoint
 
 
 def test_a_wrong_output_is_reported(options, monkeypatch, capsys):
-    measure = speculation.measure
+    measure = comparison.measure
 
-    def measure_wrongly(*args, **kwargs):
-        runs = measure(*args, **kwargs)
-        wrong = next(c for c in runs if c.method == "eagle3")
-        run = runs[wrong][0]
-        outputs = {key: (*tokens[:-1], tokens[-1] + 1) for key, tokens in run.outputs.items()}
-        runs[wrong][0] = replace(run, outputs=outputs)
-        return runs
+    def measure_wrongly(*args):
+        first, *others = measure(*args)
+        for wrong in [c for c in first if c.method == "eagle3"]:
+            run = first[wrong]
+            outputs = {key: (*tokens[:-1], tokens[-1] + 1) for key, tokens in run.outputs.items()}
+            first[wrong] = replace(run, outputs=outputs)
+        return [first, *others]
 
-    monkeypatch.setattr(speculation, "measure", measure_wrongly)
+    monkeypatch.setattr(comparison, "measure", measure_wrongly)
     assert main([*options, "--k", "1"]) == 0
     assert "token for token: NO (eagle3 K=1: 1 of 2)" in capsys.readouterr().out
 
@@ -207,8 +212,112 @@ def test_a_target_without_tokenizer_is_refused(options, checkpoints, capsys):
     assert "has no tokenizer.json" in capsys.readouterr().err
 
 
-def test_without_options_the_demo_is_measured():
-    settings = speculation.read_settings(build_parser().parse_args(["bench"]))
-    assert settings.model == "demo-llama" and settings.drafters == DRAFTERS[settings.model]
-    assert settings.ks == (1, 2, 3, 5) and settings.batch_size == 1
-    assert settings.num_prompts == 24 and len(settings.configurations) == 13
+@pytest.mark.parametrize(
+    "given, drafters, ks, num_prompts",
+    [
+        ([], ["eagle3"], (0, 3, 5), 8),
+        (["--full"], list(DRAFTERS["demo-llama"]), (1, 2, 3, 5), 24),
+        (["--full", "--k", "3", "--num-prompts", "2"], list(DRAFTERS["demo-llama"]), (3,), 2),
+        (["--batch-size", "5"], ["eagle3"], (0, 3, 5), 5),
+        (["--batch-size", "12"], ["eagle3"], (0, 3, 5), 12),
+        (["--model", "demo-qwen3.5"], ["mtp"], (0, 3, 5), 8),
+    ],
+)
+def test_by_default_little_of_the_demo_is_measured(given, drafters, ks, num_prompts):
+    settings = speculation.read_settings(build_parser().parse_args(["bench", *given]))
+    assert list(settings.drafters) == drafters
+    assert (settings.ks, settings.num_prompts) == (ks, num_prompts)
+    assert len(settings.configurations) == 1 + len(drafters) * len(ks)
+
+
+def test_rows_and_work_are_told_in_turn_without_a_terminal(options, capsys, caplog):
+    """Each row is printed as soon as it is measured: before the next drafter is compiled."""
+    printed = []
+
+    class Watch(logging.Handler):
+        def emit(self, record):
+            printed.append((record.getMessage(), capsys.readouterr().out))
+
+    logging.getLogger("specjax").addHandler(watch := Watch())
+    with caplog.at_level("INFO", "specjax"):
+        try:
+            assert main(options) == 0
+        finally:
+            logging.getLogger("specjax").removeHandler(watch)
+    work, rows = zip(*printed, strict=True)
+    names = ["plain decoding", "eagle, K = 0, 2", "eagle3, K = 0, 2"]
+    told = [f"{do} {name}" for name in names for do in ("loading and compiling", "measuring")]
+    assert [line.removesuffix(", in turn with plain decoding") for line in work] == told
+    firsts = [[row.split("  ")[0] for row in text.splitlines()] for text in rows]
+    assert firsts == [[], [], ["", "plain"], [], ["eagle K=0", "eagle K=2"], []]
+    assert "eagle3 K=2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_an_interrupt_shows_what_has_been_measured(options, monkeypatch, capsys, as_json):
+    measure, calls = comparison.measure, []
+
+    def interrupted(engines, configurations, batches):
+        calls.append(len(configurations))
+        for i, one in enumerate(measure(engines, configurations, batches)):
+            if len(calls) == 2 and i == 1:
+                raise KeyboardInterrupt
+            yield one
+
+    monkeypatch.setattr(comparison, "measure", interrupted)
+    assert main([*options, *["--json"] * as_json]) == 130
+    out = capsys.readouterr().out
+    if as_json:
+        report = json.loads(out)
+        assert report["is_interrupted"] is True and len(report["configurations"]) == 3
+        assert [f["num_outputs"] for f in report["configurations"]] == [2, 1, 1]
+        return
+    rows = [line.split("  ")[0] for line in out.split("\n\n")[0].splitlines()]
+    assert rows == ["", "plain", "eagle K=0", "eagle K=2"]
+    assert "interrupted after 2 rounds; not measured: eagle3 K=0, eagle3 K=2\n" in out
+
+
+def test_an_interrupt_before_the_first_row_is_said(options, monkeypatch, capsys):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(comparison, "load_llm", interrupted)
+    assert main(options) == 130
+    assert capsys.readouterr().out.startswith("interrupted after 0 rounds; not measured: plain, ")
+
+
+class Screenful(io.StringIO):
+    """A terminal of 80 columns."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_shows_a_table_that_grows_and_whose_turn_it_is(options, monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr("sys.stdout", screen := Screenful())
+    assert main(options) == 0
+    drawn = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", screen.getvalue())
+    places = [
+        drawn.index("loading and compiling plain decoding"),
+        drawn.index("measuring plain decoding"),
+        drawn.index("\nplain "),
+        drawn.index("loading and compiling eagle, K = 0, 2"),
+        drawn.index("\neagle K=0 "),
+        drawn.index("measuring eagle3, K = 0, 2"),
+        drawn.rindex("\neagle3 K=2 "),
+        drawn.rindex("outputs identical to plain decoding's"),
+    ]
+    assert places == sorted(places)
+    table = drawn[: places[-1]]
+    table = table[table.rindex(" tokens ") :].splitlines()
+    rows = [line.split("  ")[0] for line in table[2:] if line]
+    assert rows == ["plain", "eagle K=0", "eagle K=2", "eagle3 K=0", "eagle3 K=2"]
+    assert max(map(len, table)) <= 80
+
+
+def test_a_missing_drafter_is_named_before_anything_is_compiled(plain_options, monkeypatch, capsys):
+    monkeypatch.setattr(comparison, "load_llm", None)
+    assert main([*plain_options, "--drafter", "eagle=/no/such/head"]) == 2
+    assert "no such folder: '/no/such/head'" in capsys.readouterr().err

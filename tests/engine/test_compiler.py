@@ -85,6 +85,9 @@ def test_what_no_request_waits_for_is_compiled_at_a_low_priority():
     for key, is_urgent in (("later", False), ("urgent", True), ("last", False)):
         compiler.ask([key], is_urgent=is_urgent)
         wait_until(lambda key=key: key in compiler.ready)
+    compiler.ask(["awaited"], is_urgent=False, is_awaited=True)
+    wait_until(lambda: "awaited" in compiler.ready)
+    assert compiler.ready.pop("awaited") == (own, False)
     later = NICENESS, False
     assert compiler.ready == {"later": later, "urgent": (own, True), "last": later}
     assert own < NICENESS and priority() == (own, True)

@@ -1,0 +1,224 @@
+"""Measures plain decoding, then drafter by drafter, and keeps what it has."""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, replace
+from datetime import UTC, datetime
+from typing import Any
+
+from specjax.bench.engines import step_budget
+from specjax.bench.environment import describe_environment
+from specjax.bench.machine import Machine, Moment, Span, load_now
+from specjax.bench.measure import PLAIN, PLAIN_ONE, Configuration, Round, decode, measure
+from specjax.bench.report import Figures, cost_line, identity_line, repetition_line, summarise
+from specjax.bench.screen import Screen
+from specjax.bench.settings import BenchSettings
+from specjax.bench.workload import make_requests, read_questions, tokenize
+from specjax.checkpoint.hub import resolve
+from specjax.engine.compile_progress import watch_compiling
+from specjax.engine.engine import Engine
+from specjax.host.request import Request
+from specjax.host.speculation.policy import StaticPolicy
+from specjax.llm import LLM
+from specjax.text.tokenizer import load_tokenizer, read_eos_ids
+
+SCHEMA_VERSION = 2
+_WARM_UP_TOKENS = 4
+
+
+class Comparison:
+    """A measurement of plain decoding, and of each drafter in turn with plain decoding.
+
+    Attributes:
+        figures: of the configurations that were measured, plain decoding first.
+        is_interrupted: whether a caller ended `run` before its end.
+    """
+
+    def __init__(self, settings: BenchSettings):
+        self.settings = settings
+        self.figures: list[Figures] = []
+        self.is_interrupted = False
+        self._load, self._start = load_now(), time.perf_counter()
+        self._spans: list[Span] = []  # of rounds
+        self._measuring_seconds = 0.0
+        self._num_rounds = 0
+        self._engines: dict[str, Engine] = {}
+
+    def run(self, stack: ExitStack, screen: Screen) -> None:
+        """Load, compile, warm up and measure; `stack` closes the engines.
+
+        Raises:
+            ValueError: settings or checkpoints that do not fit each other.
+        """
+        settings = self.settings
+        for method, checkpoint in settings.drafters.items():
+            settings.speculation(method)
+            if checkpoint is not None:
+                resolve(checkpoint)
+        batches = load_workload(settings)
+        for method in PLAIN, *settings.drafters:
+            shown, name = settings.of_method(method), settings.describe(method)
+            screen.begin(f"loading and compiling {name}")
+            with watch_compiling(screen.progress):
+                llm = stack.enter_context(load_llm(settings, method))
+            self._engines[method] = engine = llm.engine
+            # All engines share one copy of the target's weights.
+            engine.params = engine.params._replace(target=self._engines[PLAIN].params.target)
+            warm_up(self._engines, shown, batches[0])
+            in_turn = "" if method == PLAIN else ", in turn with plain decoding"
+            screen.begin(f"measuring {name}{in_turn}")
+            start = time.perf_counter()
+            try:
+                self._measure(shown, list(batches) * settings.rounds, screen)
+            finally:
+                self._measuring_seconds += time.perf_counter() - start
+
+    def _measure(
+        self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
+    ) -> None:
+        """Measure configurations in turn with plain decoding; keeps them if it is interrupted."""
+        rounds: list[Round] = []
+        configurations = dict.fromkeys((PLAIN_ONE, *shown))
+        try:
+            start = Moment.now()
+            for one in measure(self._engines, list(configurations), batches):
+                self._spans.append(Span.since(start))
+                rounds.append(one)
+                screen.progress(len(rounds), len(batches))
+                if has_tokens(rounds):
+                    screen.preview(summarise_rounds(shown, rounds))
+                start = Moment.now()
+        finally:
+            self._num_rounds = max(self._num_rounds, len(rounds))
+            if has_tokens(rounds):
+                figures = summarise_rounds(shown, rounds)
+                self.figures += figures
+                screen.show(figures)
+        if not has_tokens(rounds):
+            raise ValueError("no output came to a second token, so there is nothing to time")
+
+    def report(self) -> dict[str, Any]:
+        """Return everything that was measured, as plain types."""
+        environment = describe_environment()
+        machine = self._machine(environment["platform"])
+        num_late = [one.metrics().num_compiles_after_warmup for one in self._engines.values()]
+        seconds = time.perf_counter() - self._start
+        return {
+            "schema_version": SCHEMA_VERSION,
+            "benchmark": "speculation",
+            "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
+            "environment": environment,
+            "machine": asdict(machine) | {"doubts": machine.doubts},
+            "settings": asdict(self.settings),
+            "is_interrupted": self.is_interrupted,
+            "num_rounds": self._num_rounds,
+            "outputs_identical": not any(f.num_differing for f in self.figures),
+            "num_compiles_while_measuring": sum(num_late),
+            "setup_seconds": seconds - self._measuring_seconds,
+            "measuring_seconds": self._measuring_seconds,
+            "configurations": [asdict(f) for f in self.figures],
+        }
+
+    def _machine(self, platform: str) -> Machine:
+        return Machine.look(self._load, self._spans, has_gpu=platform == "gpu")
+
+    def lines(self, report: Mapping[str, Any]) -> list[str]:
+        """Return the lines below the table of a report."""
+        settings, figures = self.settings, self.figures
+        platform = report["environment"]["platform"]
+        missing = [c.name for c in settings.configurations][len(figures) :]
+        lines: list[str | None] = []
+        if self.is_interrupted:
+            left = f"not measured: {', '.join(missing)}" if missing else "rows have fewer prompts"
+            lines.append(f"interrupted after {report['num_rounds']} rounds; {left}")
+        if figures:
+            lines += [
+                self._machine(platform).line,
+                identity_line(figures),
+                cost_line(figures, batch_size=settings.batch_size, platform=platform),
+                repetition_line(figures),
+                *describe(settings, report),
+            ]
+        return [line for line in lines if line is not None]
+
+
+def has_tokens(rounds: Sequence[Round]) -> bool:
+    """Whether there is anything to time."""
+    return any(all(run.num_tokens for run in one.values()) for one in rounds)
+
+
+def summarise_rounds(shown: Sequence[Configuration], rounds: Sequence[Round]) -> list[Figures]:
+    """Return the figures of configurations, each compared with plain decoding."""
+    baseline = [one[PLAIN_ONE] for one in rounds]
+    return [summarise(shape, [one[shape] for one in rounds], baseline) for shape in shown]
+
+
+def load_workload(settings: BenchSettings) -> list[list[Request]]:
+    """Return the prompts as batches of requests."""
+    folder = resolve(settings.model)
+    tokenizer = load_tokenizer(folder)
+    if tokenizer is None:
+        raise ValueError(f"{folder} has no tokenizer.json, and the prompts are text; add it")
+    requests = make_requests(
+        tokenize(read_questions()[: settings.num_prompts], tokenizer),
+        max_tokens=settings.max_tokens,
+        max_model_len=settings.max_model_len,
+        temperature=settings.temperature,
+        seed=settings.seed,
+        stop_ids=read_eos_ids(folder, tokenizer),
+    )
+    size = settings.batch_size
+    return [requests[i : i + size] for i in range(0, len(requests), size)]
+
+
+def load_llm(settings: BenchSettings, method: str) -> LLM:
+    """Load plain decoding or a drafter, with every step of the measurement compiled."""
+    return LLM(
+        settings.model,
+        speculative_config=settings.speculation(method),
+        enable_prefix_caching=False,  # every run must do the same work
+        dtype=settings.dtype,
+        max_model_len=settings.max_model_len,
+        max_num_seqs=settings.batch_size,
+        max_num_batched_tokens=step_budget(settings.batch_size, settings.ks[-1]),
+        compile_ahead=True,
+        verbose=False,
+    )
+
+
+def warm_up(
+    engines: Mapping[str, Engine],
+    configurations: Sequence[Configuration],
+    requests: Sequence[Request],
+) -> None:
+    """Run each configuration once, untimed, to warm up memory and caches."""
+    short = [
+        replace(request, max_tokens=min(request.max_tokens, _WARM_UP_TOKENS))
+        for request in requests
+    ]
+    for configuration in configurations:
+        engines[configuration.method].set_policy(StaticPolicy(configuration.k))
+        decode(engines[configuration.method], short)
+
+
+def describe(settings: BenchSettings, report: Mapping[str, Any]) -> list[str]:
+    """Return the lines on what was measured and how."""
+    environment, versions = report["environment"], report["environment"]["versions"]
+    device = environment["device_kind"]
+    if environment["platform"] == "cpu":
+        device = f"{environment['cpu_model']}, {environment['num_cpus']} CPUs"
+    mode = f"temperature {settings.temperature}" if settings.temperature else "greedy"
+    prompts = f"{settings.num_prompts} prompts, up to {settings.max_tokens} tokens each"
+    return [
+        f"{settings.model}, {settings.dtype}, batch {settings.batch_size}, {prompts}, {mode}; "
+        f"{device}; jax {versions['jax']}, specjax {versions['specjax']}",
+        "timed: decoding alone, from the first token of a batch's last prompt to its last token; "
+        "'plain /s' is plain",
+        "decoding in turn with the row, batch by batch; 'x plain' is the quotient of both, p10-p90 "
+        "its spread over",
+        f"{report['num_rounds']} rounds; 'plain steps' is ms/step by that of plain decoding; AL, "
+        "acceptance length: tokens per step",
+        f"loading, compiling and warming up took {report['setup_seconds']:.0f} s, measuring "
+        f"{report['measuring_seconds']:.0f} s",
+    ]

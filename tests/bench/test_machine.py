@@ -1,0 +1,88 @@
+"""Whether the machine was free: planted figures, and what a process really uses."""
+
+import subprocess
+import time
+
+import pytest
+
+from specjax.bench import machine
+from specjax.bench.machine import Machine, Moment, Span, count_gpu_processes, cpu_share
+
+# (seconds, ran, waited) of this process on two cores, as measured, and the share that follows.
+IDLE = [(4, 6.1, 1.2, 0.84), (4, 7.0, 0.9, 0.89), (4, 0.1, 0.0, 1.0)]
+BUSY = [(4, 3.4, 4.2, 0.45), (4, 3.8, 4.8, 0.48), (4, 5.6, 3.0, 0.7)]
+
+
+def seen(*, load=0.0, share=1.0, num_gpu_processes=0, num_processors=2):
+    return Machine(
+        load=load,
+        num_processors=num_processors,
+        num_cpus=2,
+        cpu_share=share,
+        num_gpu_processes=num_gpu_processes,
+    )
+
+
+@pytest.mark.parametrize("seconds, ran, waited, share", IDLE + BUSY)
+def test_share_of_the_cpu_time_that_was_asked_for(seconds, ran, waited, share):
+    half = Span(seconds / 2, ran / 2, waited / 2)
+    found = cpu_share([half, half], num_cpus=2)
+    assert found == pytest.approx(share, abs=0.01)
+    assert bool(seen(share=found).doubts) == ((seconds, ran, waited, share) in BUSY)
+
+
+def test_threads_that_wait_for_each_other_are_no_other_program():
+    """Three threads on one core, or sixteen on eight: they cannot have more than all cores."""
+    assert cpu_share([Span(1, 1.0, 2.0)], num_cpus=1) == 1
+    assert cpu_share([Span(1, 7.8, 8.2)], num_cpus=8) > machine.MIN_SHARE
+    assert cpu_share([], num_cpus=2) is None and cpu_share([Span(1, 0, 0)], 2) is None
+
+
+@pytest.mark.parametrize(
+    "look, words",
+    [
+        ({"load": 1.2}, None),  # pip has just ended
+        ({"load": 3.0, "share": 0.86}, None),  # what ran before has ended
+        ({"load": 3.0, "share": 0.45}, "got 45% of the CPU time that it asked for (load 3.0 on 2"),
+        ({"load": 1.2, "share": None}, None),
+        ({"load": 2.4, "share": None}, "other programs were running (load 2.4 on 2 processors"),
+        ({"load": 9.0, "share": None, "num_processors": 64}, None),
+        ({"num_gpu_processes": 2}, "2 other processes were on the GPU"),
+    ],
+)
+def test_what_is_doubted(look, words):
+    line = seen(**look).line
+    if words is None:
+        assert line is None
+    else:
+        assert words in line and line.startswith("TIMES ARE NOT TO BE TRUSTED")
+        assert "Acceptance and outputs do not depend on it" in line
+
+
+@pytest.mark.parametrize(
+    "listed, others",
+    [("4242\n", 0), ("4242\n17\n18\n", 2), ("", 0), ("No running processes found\n", 0)],
+)
+def test_this_process_is_not_another_one_on_the_gpu(monkeypatch, listed, others):
+    def run(command, **_):
+        assert "--id=3" in command
+        return subprocess.CompletedProcess(command, 0, stdout=listed)
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,4")
+    monkeypatch.setattr(machine.subprocess, "run", run)
+    assert count_gpu_processes() == others
+
+
+def test_without_nvidia_smi_nobody_is_on_the_gpu(monkeypatch):
+    monkeypatch.setattr(machine, "_NVIDIA_SMI", ("/no/such/nvidia-smi",))
+    assert count_gpu_processes() == 0
+
+
+@pytest.mark.skipif(not Moment.now().threads, reason="the system does not count waiting")
+def test_a_span_counts_what_threads_did_in_it():
+    start, used = Moment.now(), time.thread_time()
+    while time.thread_time() - used < 0.05:
+        pass
+    span = Span.since(start)
+    assert span.ran >= 0.045 and span.waited >= 0
+    assert span.seconds >= 0.05 and Span.since(Moment.now()).ran < span.ran
