@@ -94,8 +94,8 @@ def _kernel(logits_ref, *refs, given: tuple[str, ...], num_chosen: int, rule: Ru
     rows, lanes, pieces = map(jnp.arange, (_padded(num_rows), LANES, _num_pieces(num_experts)))
     # [pieces, rows, lanes], downwards in a warp: where experts went up, Triton would give a thread
     # several neighbours to load and a row to fewer lanes, and pass tiles between two layouts.
-    lanes = lanes[None, None]
-    row, expert = rows[None, :, None], LANES * pieces[:, None, None] + (LANES - 1 - lanes)
+    row = rows[None, :, None]
+    expert = LANES * pieces[:, None, None] + (LANES - 1 - lanes)[None, None]
     is_row, is_expert = row < num_rows, expert < num_experts
 
     def read(row, expert, mask):

@@ -123,7 +123,7 @@ class Executables:
         """The file of a program; None for one with code that exists in this process only."""
         if any(getattr(part, "processors", ()) for part in (key, getattr(key, "variant", None))):
             return None
-        name = _DIGEST(f"{self._origin}\n{key!r}".encode()).hexdigest()
+        name = _DIGEST(f"{self._origin}\n{_options()}\n{key!r}".encode()).hexdigest()
         return self._folder / f"{name}.program"
 
 
@@ -206,15 +206,16 @@ def _environment() -> str:
         "processor": _processor(),
         "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
         "LIBTPU_INIT_ARGS": os.environ.get("LIBTPU_INIT_ARGS", ""),
-        "options": {
-            name: repr(value)
-            for name, value in sorted(jax.config.values.items())
-            if "cache" not in name and "debug" not in name
-        },
         "sources": _sources(),
         "kernels": [f"{name} {version(name)}" for name in packages_of_backend()],
     }
     return json.dumps(described, sort_keys=True)
+
+
+def _options() -> list[tuple[str, Any]]:
+    """JAX's options now, in this thread, which compiles."""
+    options = sorted(jax.config.values.items())
+    return [pair for pair in options if "cache" not in pair[0] and "debug" not in pair[0]]
 
 
 def _parts(value: Any) -> Iterator[Any]:

@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -142,6 +143,40 @@ def test_a_later_process_compiles_nothing(folder, expected, compilations):
     assert all(after[name] > names[name] for name in names), "they count as used"
 
 
+def test_what_is_read_takes_the_same_memory_and_reuses_the_same_buffers(folder):
+    """As the program that was compiled: the state is donated, in memory and by address."""
+
+    def compile():
+        @partial(jax.jit, donate_argnums=1)
+        def run(weights, state, x):
+            return [one + x @ weights for one in state], (x @ weights).sum(axis=1)
+
+        shape = jax.ShapeDtypeStruct((64, 64), np.float32)
+        return run.trace(shape, [shape, shape], shape).lower().compile()
+
+    def use(program):
+        weights, x = (jax.device_put(np.full((64, 64), i, np.float32)) for i in (2, 3))
+        state = [jax.device_put(np.full((64, 64), i, np.float32)) for i in (4, 5)]
+        places = [one.unsafe_buffer_pointer() for one in state]
+        new, result = program(weights, state, x)
+        found = [np.asarray(one) for one in (*new, result)]
+        assert all(one.is_deleted() for one in state)
+        return found, [one.unsafe_buffer_pointer() for one in new] == places
+
+    kept = Executables(folder, "a program of this test", [default_device()])
+    compiled = kept.get(KEY, compile)
+    again = kept.get(KEY, lambda: pytest.fail("it was compiled again"))
+    for one, other in zip(use(compiled)[0], use(again)[0], strict=True):
+        np.testing.assert_array_equal(one, other)
+    assert use(compiled)[1] and use(again)[1]
+    sizes = "argument", "output", "temp", "alias"
+    of_both = [
+        [getattr(one.memory_analysis(), f"{name}_size_in_bytes") for name in sizes]
+        for one in (compiled, again)
+    ]
+    assert of_both[0] == of_both[1] and of_both[0][3] == 2 * 64 * 64 * 4
+
+
 def test_what_is_read_is_let_go_again(folder):
     serve()
     before = count_maps()
@@ -266,11 +301,10 @@ def test_names_follow_from_everything(tmp_path, monkeypatch):
         name(KEY, MODEL, jax.ShapeDtypeStruct((3,), np.float32)),
     ]
     assert name() == names[0]
-    with jax.default_matmul_precision("highest"):
-        executables._environment.cache_clear()
+    with jax.default_matmul_precision("highest"):  # also where an engine was built before
         names.append(name())
-    executables._environment.cache_clear()
     with monkeypatch.context() as patch:
+        executables._environment.cache_clear()
         patch.setattr(executables, "_sources", lambda: "other sources")
         names.append(name())
     executables._environment.cache_clear()
