@@ -33,14 +33,14 @@ def _settings(*options):
 
 def _measure(*options):
     """The figures of `specjax bench` by method and K."""
-    figures, report = bench(_settings(*options), show_progress=False)
+    figures, report = bench(_settings(*options))
     assert report["num_compiles_while_measuring"] == 0
     return {(f.method, f.k): f for f in figures}
 
 
 @pytest.fixture(scope="module")
 def llama():
-    return _measure("--k", "3", "--num-prompts", "16")
+    return _measure("--full", "--k", "3", "--num-prompts", "16")
 
 
 @pytest.fixture(scope="module")

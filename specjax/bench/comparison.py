@@ -9,7 +9,7 @@ from typing import Any
 
 from specjax.bench.engines import step_budget
 from specjax.bench.environment import describe_environment
-from specjax.bench.machine import Machine, Moment, Span, load_now
+from specjax.bench.machine import CpuTime, Machine, Moment, load_now
 from specjax.bench.measure import PLAIN, PLAIN_ONE, Configuration, Round, decode, measure
 from specjax.bench.report import Figures, cost_line, identity_line, repetition_line, summarise
 from specjax.bench.screen import Screen
@@ -27,7 +27,7 @@ SCHEMA_VERSION = 2
 _WARM_UP_TOKENS = 4
 
 
-class Comparison:
+class BenchRun:
     """A measurement of plain decoding, and of each drafter in turn with plain decoding.
 
     Attributes:
@@ -40,7 +40,7 @@ class Comparison:
         self.figures: list[Figures] = []
         self.is_interrupted = False
         self._load, self._start = load_now(), time.perf_counter()
-        self._spans: list[Span] = []  # of rounds
+        self._spans: list[CpuTime] = []  # of rounds
         self._measuring_seconds = 0.0
         self._num_rounds = 0
         self._engines: dict[str, Engine] = {}
@@ -83,7 +83,7 @@ class Comparison:
         try:
             start = Moment.now()
             for one in measure(self._engines, list(configurations), batches):
-                self._spans.append(Span.since(start))
+                self._spans.append(CpuTime.since(start))
                 rounds.append(one)
                 screen.progress(len(rounds), len(batches))
                 if has_tokens(rounds):

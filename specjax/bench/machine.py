@@ -42,7 +42,7 @@ class Moment:
 
 
 @dataclass(frozen=True)
-class Span:
+class CpuTime:
     """CPU time between two moments, in seconds, summed over threads."""
 
     seconds: float
@@ -50,7 +50,7 @@ class Span:
     waited: float
 
     @classmethod
-    def since(cls, start: Moment) -> "Span":
+    def since(cls, start: Moment) -> "CpuTime":
         """Return the span from `start` until now."""
         now = Moment.now()
         differences = [
@@ -61,7 +61,7 @@ class Span:
         return cls(now.time - start.time, ran, waited)
 
 
-def cpu_share(spans: Sequence[Span], num_cpus: int) -> float | None:
+def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
     """Return the part of the CPU time that a process asked for and got; None if it is unknown.
 
     A process cannot ask for more than all processors: beyond that its threads wait for each other.
@@ -89,7 +89,7 @@ class Machine:
     num_gpu_processes: int
 
     @classmethod
-    def look(cls, load: float, spans: Sequence[Span], *, has_gpu: bool) -> "Machine":
+    def look(cls, load: float, spans: Sequence[CpuTime], *, has_gpu: bool) -> "Machine":
         """Look at the machine after a measurement; `load` is from before it."""
         cpus = num_cpus()
         return cls(

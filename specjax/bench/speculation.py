@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from specjax.bench.comparison import Comparison
+from specjax.bench.comparison import BenchRun
 from specjax.bench.engines import read_drafter, read_integers
 from specjax.bench.report import Figures
 from specjax.bench.screen import Screen, open_screen
@@ -16,8 +16,9 @@ from specjax.bench.settings import BenchSettings
 from specjax.bench.workload import read_questions
 from specjax.checkpoint.demo import DRAFTERS
 from specjax.checkpoint.writing import check_writable
-from specjax.commands.bench import FEW_KS, FEW_PROMPTS, FULL_KS
 from specjax.serving.drafters import parse_drafter
+
+FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # by default, and with --full
 
 
 def run(args: argparse.Namespace) -> int:
@@ -26,31 +27,31 @@ def run(args: argparse.Namespace) -> int:
     output = Path(args.output).expanduser() if args.output else None
     if output:
         check_writable("--output", output)
-    comparison = Comparison(settings)
+    trial = BenchRun(settings)
     with ExitStack() as stack:
         names = [configuration.name for configuration in settings.configurations]
         screen = stack.enter_context(open_screen(names, sys.stdout, has_table=not args.json))
         try:
-            comparison.run(stack, screen)
+            trial.run(stack, screen)
         except KeyboardInterrupt:
-            comparison.is_interrupted = True
+            trial.is_interrupted = True
         # Before the engines are closed, which waits for programs that are being compiled.
-        report = comparison.report()
+        report = trial.report()
         text = json.dumps(report, indent=2)
         if output:
             output.write_text(text + "\n")
-        screen.end(comparison.lines(report))
+        screen.end(trial.lines(report))
         if args.json:
             print(text, flush=True)
-    return 130 if comparison.is_interrupted else 0
+    return 130 if trial.is_interrupted else 0
 
 
 def bench(settings: BenchSettings) -> tuple[list[Figures], dict[str, Any]]:
     """Measure without showing anything; returns figures by configuration and a JSON report."""
-    comparison = Comparison(settings)
+    trial = BenchRun(settings)
     with ExitStack() as stack:
-        comparison.run(stack, Screen())
-        return comparison.figures, comparison.report()
+        trial.run(stack, Screen())
+        return trial.figures, trial.report()
 
 
 def read_settings(args: argparse.Namespace) -> BenchSettings:

@@ -1,5 +1,10 @@
-"""Locations of the demo checkpoints: beside the sources, or inside the installed package."""
+"""Locations of the demo checkpoints.
 
+The wheel holds TARGET and its EAGLE-3 head. All of them are in a checkout's folder `checkpoints`,
+which is a package as well: specjax-demos holds those that the wheel does not.
+"""
+
+from importlib.util import find_spec
 from pathlib import Path
 
 TARGET = "demo-llama"
@@ -13,15 +18,22 @@ DRAFTERS = {
     "demo-qwen3.5": {"mtp": "demo-qwen3.5"},
 }
 
+NAMES = tuple(
+    dict.fromkeys(name for target in DRAFTERS for name in (target, *DRAFTERS[target].values()))
+)
+MORE = "specjax_demos"  # the package of those that the wheel does not hold
+
 _PACKAGE = Path(__file__).resolve().parents[1]
 _ROOTS = (_PACKAGE / "checkpoints", _PACKAGE.parent / "checkpoints")
 
 
 def demo_folders() -> dict[str, Path]:
     """Return the folders of the available demo checkpoints, by name."""
+    more = find_spec(MORE)
+    roots = [Path(one) for one in (more.submodule_search_locations or () if more else ())]
     return {
         config.parent.name: config.parent
-        for root in _ROOTS
+        for root in (*roots, *_ROOTS)
         for config in sorted(root.glob("*/config.json"))
     }
 

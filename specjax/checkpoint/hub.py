@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from specjax.checkpoint.demo import demo_folders
+from specjax.checkpoint.demo import NAMES, demo_folders
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import find_weights
 
@@ -26,6 +26,12 @@ def resolve(name_or_path: str | Path) -> Path:
     demos = demo_folders()
     if str(name_or_path) in demos:
         return demos[str(name_or_path)]
+    if str(name_or_path) in NAMES:
+        raise CheckpointError(
+            f"the demo {name_or_path} is not in the wheel of specjax; in a checkout of its "
+            "repository run `pip install ./checkpoints` (the package specjax-demos), or pass "
+            f"the folder checkpoints/{name_or_path}"
+        )
     if folder.is_file():
         raise CheckpointError(f"{folder} is a file; pass the folder that holds it")
     if isinstance(name_or_path, Path) or not _HUB_ID.fullmatch(name_or_path):

@@ -13,7 +13,6 @@ PROFILE_DESCRIPTION = "Measure times of steps and acceptance, to choose K by."
 SWEEP = "Compare static K, dynamic K and no speculation at several batch sizes, and plot them."
 SIMULATE = "Run a policy on a profile's times and rates, against an oracle, without a device."
 SHOW = "Print a profile's time per output token, by batch size and K."
-FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # by default, and with --full
 PROFILE_HELP = "a profile, as `specjax profile` writes it"
 
 
@@ -30,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--k",
         metavar="K,K",
         help="drafts per step, 0 for a drafter that drafts nothing; "
-        f"default: {FEW_KS}, with --full {FULL_KS}",
+        "default: 0,3,5, with --full 1,2,3,5",
     )
     parser.add_argument(
         "--full",
@@ -38,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="all drafters of a demo, more Ks and all prompts, unless told otherwise",
     )
     parser.add_argument("--batch-size", type=int, default=1, help="prompts that decode together")
-    parser.add_argument("--num-prompts", type=int, help=f"default: {FEW_PROMPTS}, with --full 24")
+    parser.add_argument(
+        "--num-prompts", type=int, help="default: 8, with --full as many as ship, 24"
+    )
     parser.add_argument("--max-tokens", type=int, default=48, help="default: %(default)s")
     parser.add_argument("--max-model-len", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from specjax.bench import machine
-from specjax.bench.machine import Machine, Moment, Span, count_gpu_processes, cpu_share
+from specjax.bench.machine import CpuTime, Machine, Moment, count_gpu_processes, cpu_share
 
 # (seconds, ran, waited) of this process on two cores, as measured, and the share that follows.
 IDLE = [(4, 6.1, 1.2, 0.84), (4, 7.0, 0.9, 0.89), (4, 0.1, 0.0, 1.0)]
@@ -25,7 +25,7 @@ def seen(*, load=0.0, share=1.0, num_gpu_processes=0, num_processors=2):
 
 @pytest.mark.parametrize("seconds, ran, waited, share", IDLE + BUSY)
 def test_share_of_the_cpu_time_that_was_asked_for(seconds, ran, waited, share):
-    half = Span(seconds / 2, ran / 2, waited / 2)
+    half = CpuTime(seconds / 2, ran / 2, waited / 2)
     found = cpu_share([half, half], num_cpus=2)
     assert found == pytest.approx(share, abs=0.01)
     assert bool(seen(share=found).doubts) == ((seconds, ran, waited, share) in BUSY)
@@ -33,9 +33,9 @@ def test_share_of_the_cpu_time_that_was_asked_for(seconds, ran, waited, share):
 
 def test_threads_that_wait_for_each_other_are_no_other_program():
     """Three threads on one core, or sixteen on eight: they cannot have more than all cores."""
-    assert cpu_share([Span(1, 1.0, 2.0)], num_cpus=1) == 1
-    assert cpu_share([Span(1, 7.8, 8.2)], num_cpus=8) > machine.MIN_SHARE
-    assert cpu_share([], num_cpus=2) is None and cpu_share([Span(1, 0, 0)], 2) is None
+    assert cpu_share([CpuTime(1, 1.0, 2.0)], num_cpus=1) == 1
+    assert cpu_share([CpuTime(1, 7.8, 8.2)], num_cpus=8) > machine.MIN_SHARE
+    assert cpu_share([], num_cpus=2) is None and cpu_share([CpuTime(1, 0, 0)], 2) is None
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,6 @@ def test_a_span_counts_what_threads_did_in_it():
     start, used = Moment.now(), time.thread_time()
     while time.thread_time() - used < 0.05:
         pass
-    span = Span.since(start)
+    span = CpuTime.since(start)
     assert span.ran >= 0.045 and span.waited >= 0
-    assert span.seconds >= 0.05 and Span.since(Moment.now()).ran < span.ran
+    assert span.seconds >= 0.05 and CpuTime.since(Moment.now()).ran < span.ran

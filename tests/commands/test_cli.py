@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 import types
 from functools import partial
 from pathlib import Path
@@ -135,6 +136,25 @@ def test_demo_names_stand_for_their_folders(two_demos):
         resolve("demo-c")
     (two_demos / "demo-a").mkdir()  # a folder of the user's comes first
     assert resolve("demo-a") == Path("demo-a")
+
+
+def test_a_demo_that_the_wheel_does_not_hold_is_named_with_its_package(two_demos, monkeypatch):
+    with pytest.raises(specjax.CheckpointError, match=r"demo-qwen3.5 is not .* ./checkpoints"):
+        resolve("demo-qwen3.5")
+    (folder := two_demos / "site/specjax_demos/demo-qwen3.5").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    monkeypatch.syspath_prepend(two_demos / "site")
+    assert resolve("demo-qwen3.5") == folder
+
+
+def test_each_demo_is_in_the_wheel_or_in_the_package_of_the_others():
+    root, held = Path(__file__).parents[2], {}
+    for folder, place in (root, "specjax"), (root / "checkpoints", "specjax_demos"):
+        built = tomllib.loads((folder / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+        included = built["targets"]["wheel"]["force-include"].values()
+        held[place] = {Path(one).name for one in included}
+    assert held["specjax"] == {demo.TARGET, demo.DRAFTERS[demo.TARGET]["eagle3"]}
+    assert held["specjax"] | held["specjax_demos"] == set(demo.NAMES)
 
 
 def test_demo_names_work_wherever_a_model_is_named(two_demos, target, capsys):
