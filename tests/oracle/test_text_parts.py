@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from support.logits import causal_logits, hf_logits
 
+from specjax import LLM
 from specjax.checkpoint.errors import CheckpointError
 from specjax.device.models.registry import load_model
 from specjax.device.models.text_config import WRAPPERS
@@ -144,6 +145,14 @@ def test_other_parts_are_named_in_one_line(checkpoints, rewrite_tensors):
     more = {name: torch.ones(2) for name in OTHERS}
     made = rewritten(checkpoints, rewrite_tensors, folder, lambda old: old | more)
     check_same(made, folder, "not loaded", *OTHERS.values())
+
+
+@pytest.mark.parametrize("verbose", [True, False])
+@pytest.mark.usefixtures("simulated_device")
+def test_lines_are_in_the_log_of_an_llm(checkpoints, caplog, verbose):
+    folder = checkpoints.target("smolvlm", num_hidden_layers=1).folder
+    with caplog.at_level("INFO", "specjax"), LLM(folder, verbose=verbose, max_model_len=32):
+        assert ("not loaded with the text model: model.connector" in caplog.text) == verbose
 
 
 @pytest.mark.parametrize(
