@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -155,8 +156,8 @@ def test_what_is_read_takes_the_same_memory_and_reuses_the_same_buffers(folder):
         return run.trace(shape, [shape, shape], shape).lower().compile()
 
     def use(program):
-        weights, x = (jax.device_put(np.full((64, 64), i, np.float32)) for i in (2, 3))
-        state = [jax.device_put(np.full((64, 64), i, np.float32)) for i in (4, 5)]
+        weights, x = (jnp.full((64, 64), i, jnp.float32) for i in (2, 3))
+        state = [jnp.full((64, 64), i, jnp.float32) for i in (4, 5)]
         places = [one.unsafe_buffer_pointer() for one in state]
         new, result = program(weights, state, x)
         found = [np.asarray(one) for one in (*new, result)]
