@@ -277,7 +277,7 @@ def check_smoke(
     with np.load(FILE) as expected:
         programs = compile_all([partial(compile_case, one, setting.kernels) for one in some])
         for one, program in zip(some, programs, strict=True):
-            row = {"what": "smoke", "shape": one.name.split(), "dtype": one.dtype}
+            row = {"what": "smoke", "shape": one.name.replace(",", "").split(), "dtype": one.dtype}
             yield attempt(row, lambda one=one, program=program: check(one, program(), expected))
 
 
