@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from specjax.bench.engines import step_budget
-from specjax.bench.environment import describe_environment
+from specjax.bench.environment import describe_environment, describe_processors
 from specjax.bench.machine import CpuTime, Machine, Moment, load_now
 from specjax.bench.measure import PLAIN, PLAIN_ONE, Configuration, Round, decode, measure
 from specjax.bench.report import Figures, cost_line, identity_line, repetition_line, summarise
@@ -207,7 +207,7 @@ def describe(settings: BenchSettings, report: Mapping[str, Any]) -> list[str]:
     environment, versions = report["environment"], report["environment"]["versions"]
     device = environment["device_kind"]
     if environment["platform"] == "cpu":
-        device = f"{environment['cpu_model']}, {environment['num_cpus']} CPUs"
+        device = describe_processors(environment)
     mode = f"temperature {settings.temperature}" if settings.temperature else "greedy"
     prompts = f"{settings.num_prompts} prompts, up to {settings.max_tokens} tokens each"
     return [

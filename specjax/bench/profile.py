@@ -12,7 +12,7 @@ from statistics import median
 from typing import Any
 
 from specjax.bench.engines import Setup, open_engines, read_setup, warm_up
-from specjax.bench.environment import describe_environment
+from specjax.bench.environment import describe_environment, describe_processors
 from specjax.bench.measure import decode
 from specjax.bench.profile_show import describe
 from specjax.bench.stages import stages
@@ -134,7 +134,7 @@ def provenance(
         "method": setup.method,
         "dtype": setup.dtype,
         "device": environment["device_kind"],
-        "machine": f"{environment['cpu_model']}, {environment['num_cpus']} CPUs",
+        "machine": describe_processors(environment),
         "versions": environment["versions"],
         "timestamp": datetime.now(UTC).isoformat(timespec="seconds"),
         "temperature": setup.temperature,

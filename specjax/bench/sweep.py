@@ -21,7 +21,7 @@ from specjax.bench.engines import (
     read_setup,
     warm_up,
 )
-from specjax.bench.environment import describe_environment
+from specjax.bench.environment import describe_environment, describe_processors
 from specjax.bench.measure import decode
 from specjax.bench.report import Spread
 from specjax.bench.stages import stages
@@ -187,7 +187,7 @@ def describe(report: dict[str, Any]) -> str:
     environment = report["environment"]
     machine = environment["device_kind"]
     if environment["platform"] == "cpu":
-        machine = f"{environment['cpu_model']}, {environment['num_cpus']} CPUs"
+        machine = describe_processors(environment)
     return "\n".join(
         [
             "ms per output token of a request",
