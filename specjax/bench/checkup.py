@@ -22,7 +22,6 @@ import numpy as np
 
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.rows import CachedRows
-from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import (
     DraftContext,
     Drafter,
@@ -30,7 +29,6 @@ from specjax.device.drafters.drafter import (
     Params,
     Variant,
 )
-from specjax.device.drafters.eagle3 import Eagle3Head
 from specjax.device.edits import History
 from specjax.device.models.model import Features, Model
 from specjax.device.requests import init_requests
@@ -189,9 +187,10 @@ def alternatives(
         fault = f"features are shifted by one: those of the row {where} are better"
         yield own._replace(name=f"features of the row {where}", shift=shift, fault=fault)
     drafter: Any = own.drafter
-    if isinstance(own.drafter, ChainDrafter) and isinstance(own.drafter.head, Eagle3Head):
+    head = getattr(drafter, "head", None)
+    mask = getattr(head, "mask_token_id", None)  # of heads that recycle nothing
+    if mask is None and hasattr(head, "recycle_normed"):
         yield _recycling_otherwise(own, drafter)
-    mask = getattr(getattr(drafter, "head", None), "mask_token_id", None)
     for token in mask_ids if mask is not None else ():
         if token != mask:
             other = replace(drafter, head=replace(drafter.head, mask_token_id=token))
