@@ -12,7 +12,6 @@ pieces, so that the host makes the masks while the target runs over the drafts.
 import os
 import threading
 import time
-import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
@@ -23,6 +22,7 @@ from statistics import median
 import jax
 import numpy as np
 
+from specjax.checks import warn
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter, Params
 from specjax.device.models.model import Model, is_recurrent, page_windows
@@ -76,7 +76,7 @@ class Engine:
         draft_slots = drafter.draft_slots(self._max_drafts)
         config.check_budgets(self._max_drafts, draft_slots)
         if waiting := explain_waiting(config, self._max_drafts, draft_slots):
-            warnings.warn(waiting, UserWarning, stacklevel=2)
+            warn(waiting)
         windows = page_windows(target, config)
         self.scheduler = Scheduler(
             config,
