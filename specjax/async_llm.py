@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from specjax.checks import check_positive
 from specjax.device.models.model import Model
 from specjax.engine.metrics import Metrics
-from specjax.engine.process import check_process
+from specjax.engine.process import refuse_fork
 from specjax.engine_args import EngineArgs
 from specjax.host.request import Request
 from specjax.llm import LLM
@@ -201,7 +201,8 @@ class AsyncLLM(Refusing):
         await self.close()
 
     def _check_open(self) -> None:
-        check_process(self._pid)
+        if os.getpid() != self._pid:
+            refuse_fork(self._pid)
         if self._is_closing:
             raise RuntimeError("this AsyncLLM is closed; build a new one")
 

@@ -25,7 +25,7 @@ COUNTS = (
 BAD_OPTIONS = [
     *((name, value, ["True or False"]) for name in FLAGS for value in ("no", 1, None)),
     *((name, value, ["integer"]) for name in COUNTS for value in ("4", 4.0, True, -1, math.nan)),
-    *(("seed", value, ["integer in 0..4294967295"]) for value in (True, "1", None, 1.0)),
+    *(("seed", value, ["integer of 64 bits"]) for value in (True, "1", None, 1.0)),
     *(
         ("gpu_memory_utilization", value, ["(0, 1]", "GPU's memory"])
         for value in ("0.9", None, True, 90, math.nan, -0.5)

@@ -82,7 +82,6 @@ def test_an_unknown_setting(target):
     "fields, words",
     [
         ({"num_spec_tokens": 3}, ["unknown", "num_spec_tokens", "num_speculative_tokens"]),
-        ({"method": None}, ["method=None", "eagle3"]),
         ({"method": "eagle2"}, ["method='eagle2'", "eagle3"]),
         ({"num_speculative_tokens": 0}, ["num_speculative_tokens=0"]),
         ({"num_speculative_tokens": -1}, ["num_speculative_tokens=-1"]),

@@ -39,7 +39,7 @@ class KnowingDrafter(Stateless):
         return jnp.zeros(sizes.num_slots, jnp.int32)
 
     def draft(self, target, params, state, context, k):
-        positions = context.starts[:, None] + 1 + jnp.arange(k)
+        positions = context.starts[:, None] + 1 + jnp.arange(k)[None]
         rows = state[context.slots][:, None]
         return Draft(params.drafter.at[rows, positions].get(mode="clip"), None), state
 

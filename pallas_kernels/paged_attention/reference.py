@@ -73,7 +73,7 @@ def paged_attention_reference(
             visible &= column > row_origins - window
         scores = jnp.einsum("bhrd,bhcd->bhrc", queries, keys, preferred_element_type=jnp.float32)
         if kv_scale is not None:
-            scores *= kv_scale[0][:, None, None]
+            scores *= kv_scale[0][None, :, None, None]
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
         scores = jnp.where(visible, scores, -jnp.inf)
@@ -110,7 +110,7 @@ def paged_attention_reference(
     maximum, total, out = jax.lax.fori_loop(first_block, num_blocks, block, carry)
     out = out / jnp.where(total > 0, total, 1.0)
     if kv_scale is not None:
-        out *= kv_scale[1][:, None, None]
+        out *= kv_scale[1][None, :, None, None]
 
     def by_row(x):
         """[B, H_kv, T G, ...] as [B, T, H, ...]."""

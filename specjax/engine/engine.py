@@ -33,7 +33,7 @@ from specjax.engine.launcher import Extended, InFlight, Launcher, note_ends
 from specjax.engine.layout import Layout
 from specjax.engine.metrics import Metrics, Recorder
 from specjax.engine.precompile import CompiledPrograms
-from specjax.engine.process import check_process
+from specjax.engine.process import refuse_fork
 from specjax.engine.programs import Programs, of_rounds
 from specjax.engine.repertoire import Repertoire
 from specjax.host.budgets import explain_waiting
@@ -158,7 +158,8 @@ class Engine:
         Raises:
             RuntimeError: see `step`.
         """
-        check_process(self._pid)
+        if os.getpid() != self._pid:
+            refuse_fork(self._pid)
         requests = list(requests)
         # Steps without a grammar's request run without masks.
         others = [r for r in requests if r.params.structured_outputs is None]
@@ -201,7 +202,8 @@ class Engine:
             RuntimeError: another thread is in the middle of a step, or this is a fork of the
                 process that built the engine; nothing has changed.
         """
-        check_process(self._pid)
+        if os.getpid() != self._pid:
+            refuse_fork(self._pid)
         if not self._is_stepping.acquire(blocking=False):
             raise RuntimeError(
                 "this engine runs a step for another thread; share its LLM or AsyncLLM, whose "

@@ -1,6 +1,7 @@
 """Refuses what cannot work in the process or with the settings of JAX that it finds."""
 
 import os
+from typing import NoReturn
 
 import jax
 
@@ -11,20 +12,19 @@ _GUARDS = (
 )
 
 
-def check_process(pid: int) -> None:
+def refuse_fork(pid: int) -> NoReturn:
     """Refuse a process that was forked from the one with the id `pid`, where an engine was built.
 
     A fork has none of its parent's threads, which JAX and the compiler of steps wait for.
 
     Raises:
-        RuntimeError: this is another process.
+        RuntimeError: always.
     """
-    if os.getpid() != pid:
-        raise RuntimeError(
-            f"this engine was built in process {pid} and cannot run in process {os.getpid()}, "
-            "which was forked from it; build an engine in the new process, and start it by "
-            "multiprocessing's 'spawn'"
-        )
+    raise RuntimeError(
+        f"this engine was built in process {pid} and cannot run in process {os.getpid()}, "
+        "which was forked from it; build an engine in the new process, and start it by "
+        "multiprocessing's 'spawn'"
+    )
 
 
 def check_jax() -> None:

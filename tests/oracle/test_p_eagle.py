@@ -127,7 +127,7 @@ def test_heads_that_do_not_fit_are_refused(checkpoints, target):
         "pard_token": (VOCAB, "pard_token=24 must be one of the target's 24 tokens; set it"),
         "vocab_size": (30, "vocab_size=30, the target's is 24"),
         "norm_before_residual": ("yes", "norm_before_residual must be true or false"),
-        "hidden_size": (40, "40 wide and has no embedding of its own"),
+        "hidden_size": (40, "40 wide and uses the target's embedding"),
     }.items():
         value, text = message
         assert text in refused(target, checkpoints.copy(head, **{edit: value}))

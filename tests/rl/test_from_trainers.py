@@ -119,7 +119,7 @@ def test_heads_that_one_side_ties(checkpoints, engine, hf):
 
     assert len(stage(given)) == len(stage(tied.hf.state_dict())) == len(jax.tree.leaves(current))
     other = given | {"lm_head.weight": given["model.embed_tokens.weight"] * 1.5}
-    refusal(lambda: stage(other), "another lm_head.weight", "tie_word_embeddings=false")
+    refusal(lambda: stage(other), "lm_head.weight that differs", "tie_word_embeddings=false")
     own_head = dict(hf.named_parameters())
     del own_head["lm_head.weight"]
     refusal(lambda: engine.update_weights(own_head), "missing: lm_head", "under both names")

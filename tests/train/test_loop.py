@@ -36,7 +36,9 @@ def _fit(directory, steps_before_a_kill=None, steps=12):
 def test_a_killed_run_resumes_bit_identically(tmp_path, capsys):
     whole, log = _fit(tmp_path / "whole")
     told = capsys.readouterr().err
-    assert re.match(r"memory of activations, by the compiled step: \d+ MiB\n", told)
+    assert re.match(
+        r"compiling the update\nmemory of activations, by the compiled step: \d+ MiB\n", told
+    )
     assert "minutes for the other 6 steps" in told
     assert [row["step"] for row in log] == [4, 8, 12]
     with pytest.raises(KeyboardInterrupt):

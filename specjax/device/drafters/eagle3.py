@@ -145,7 +145,7 @@ class Eagle3Head:
         if params.input_norm is not None:
             states = rms_norm(states, params.input_norm, eps)
         fused = linear(states, params.fc)
-        return fused if params.fc_bias is None else fused + params.fc_bias
+        return fused if params.fc_bias is None else fused + params.fc_bias[None]
 
     def extend(
         self,
@@ -295,8 +295,8 @@ def _check_tensors(files: DrafterFiles, head: Eagle3Head) -> None:
             )
     is_third = files.has(f"{layer_name(files.tensors.names())}.hidden_norm.weight")
     if is_third and head.aux_layers and files.has("fc.weight"):
-        width = files.tensors.shape(files.stored_name("fc.weight"))[-1]
-        if width != head.feature_size:
+        rows, width = files.tensors.shape(files.stored_name("fc.weight"))
+        if rows == head.hidden_size and width != head.feature_size:
             raise CheckpointError(
                 f"{hf.origin}: fc.weight reads {width} numbers, and the {len(head.aux_layers)} "
                 f"auxiliary layers {list(head.aux_layers)} of a target {head.target_hidden_size} "
