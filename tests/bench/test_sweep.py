@@ -132,7 +132,8 @@ def test_a_sweep_compares_every_policy_at_every_size(sweep):
 def test_both_speak_and_measure_without_matplotlib(options, monkeypatch, tmp_path, caplog, capsys):
     """Lines name what is measured, and a plot is refused at once only where one is asked for."""
     caplog.set_level("INFO", "specjax")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    for name in ["matplotlib", *(m for m in sys.modules if m.startswith("matplotlib."))]:
+        monkeypatch.setitem(sys.modules, name, None)
     monkeypatch.delitem(sys.modules, "specjax.bench.plot", raising=False)
     monkeypatch.setattr("specjax.bench.sweep.find_spec", lambda _: None)
     monkeypatch.setattr("specjax.engine.log.LINE_SECONDS", 0.0)
