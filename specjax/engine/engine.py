@@ -5,8 +5,8 @@
 While the device runs step N the host plans step N + 1. The state never leaves the device: each
 program takes one packed array and returns one. A step may have two parts, chunks of prompts and a
 round of decoding; both are launched before either is read, as one program where steps often have
-both. A round with grammars is launched in
-pieces, so that the host makes the masks while the target runs over the drafts.
+both. A round with grammars is launched in pieces, so that the host makes the masks while the target
+runs over the drafts.
 """
 
 import os
@@ -153,11 +153,7 @@ class Engine:
         self._look()
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
-        """Compile what these requests are the first to need of a step.
-
-        Raises:
-            RuntimeError: see `step`.
-        """
+        """Compile what these requests are the first to need of a step."""
         if os.getpid() != self._pid:
             refuse_fork(self._pid)
         requests = list(requests)
