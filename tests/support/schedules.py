@@ -149,14 +149,19 @@ class Schedule:
 def run_alone(request: Request, seed: int, vocab_size: int) -> Expected:
     """A sample without anything beside it, and without an engine."""
     digest, tokens = fold(EMPTY, request.prompt_token_ids), []
-    watches = [make() for make in (request.watch_text, request.follow_grammar) if make]
-    lasts = {w.last: w.fails for w in watches if not getattr(w, "fails_late", False)}
+    text = grammar = {}  # whether it fails, by the token that ends the output
+    if request.watch_text:
+        text = {(watch := request.watch_text()).last: watch.fails}
+    if request.follow_grammar and not (matcher := request.follow_grammar()).fails_late:
+        grammar = {matcher.last: matcher.fails}
     while len(tokens) < request.max_tokens:
         tokens.append(next_token(digest, seed, vocab_size))
         digest = fold(digest, tokens[-1:])
+        is_stop = tokens[-1] in request.stop_ids  # and then not part of the text
+        lasts = grammar if is_stop else text | grammar
         if lasts.get(len(tokens)):
             return Expected(tokens, "error")
-        if tokens[-1] in request.stop_ids or len(tokens) in lasts:
+        if is_stop or len(tokens) in lasts:
             return Expected(tokens, "stop")
     return Expected(tokens, "length")
 
