@@ -67,24 +67,23 @@ def read_tokenizer(folder: Path) -> StoredTokenizer | None:
 
 def _read_declared(folder: Path, config: Mapping[str, Any]) -> _Declared:
     where = str(folder / CONFIG)
-    fields = _named(config)
-    extras = [config.get("extra_special_tokens") or config.get("additional_special_tokens")]
+    fields, listed = _named(config), _unnamed(config, where)
     is_old = "added_tokens_decoder" not in config
     if is_old:  # else transformers reads no other file
         found = _read_optional(folder, SPECIAL_TOKENS)
-        fields |= _named(found)
-        extras.append(found.get("extra_special_tokens"))
-        if not any(extras):
-            extras.append(found.get("additional_special_tokens"))
-    listed: list[Any] = []
-    for extra in filter(None, extras):
-        if isinstance(extra, Mapping):
-            fields |= extra
-        else:
-            listed += _list(extra, f"{where}: extra_special_tokens")
+        theirs, more = _named(found), _unnamed(found, str(folder / SPECIAL_TOKENS))
+        # The config's come first, but for the seven names that all tokenizers have.
+        fields = theirs | fields | {name: theirs[name] for name in NAMED if name in theirs}
+        if listed is None:
+            listed = more
+        elif isinstance(found.get("extra_special_tokens"), list):
+            listed = listed + (more or [])
+    texts = listed or []
     ordered = {name: fields[name] for name in NAMED if name in fields} | fields
     named = {n: _token(t, f"{where}: {n}", special=True) for n, t in ordered.items()}
-    unnamed = [_token(token, f"{where}: extra_special_tokens", special=True) for token in listed]
+    unnamed = [
+        _token(token, f"{where}: extra_special_tokens", special=True) for token in listed or ()
+    ]
     if is_old:
         special = {token.content for token in (*named.values(), *unnamed)}
         added = _read_added_tokens(folder, special)
@@ -98,11 +97,22 @@ def _read_declared(folder: Path, config: Mapping[str, Any]) -> _Declared:
 
 def _named(config: Mapping[str, Any]) -> dict[str, Any]:
     """The fields that are special tokens, bos_token, image_token and their like."""
-    return {
+    fields = {
         name: value
         for name, value in config.items()
         if name.endswith("_token") and name not in FLAGS and value is not None
     }
+    extra = config.get("extra_special_tokens")
+    return fields | (dict(extra) if isinstance(extra, Mapping) else {})
+
+
+def _unnamed(config: Mapping[str, Any], where: str) -> list[Any] | None:
+    """The special tokens without a name; None if the config has no list of them."""
+    extra = config.get("extra_special_tokens")
+    if extra is not None and not isinstance(extra, Mapping):
+        return _list(extra, f"{where}: extra_special_tokens")
+    older = config.get("additional_special_tokens")
+    return None if older is None else _list(older, f"{where}: additional_special_tokens")
 
 
 def _read_added_tokens(folder: Path, special: Collection[str]) -> dict[int, AddedToken]:
@@ -122,9 +132,11 @@ def _add(tokenizer: Tokenizer, declared: _Declared) -> None:
     known = tokenizer.get_added_tokens_decoder().values()
     properties = {repr(token) for token in known}
     new = [token for token in declared.added if repr(token) not in properties]
-    texts = {token.content for token in (*known, *new)}
-    new += [t for t in (*declared.named.values(), *declared.extra) if t.content not in texts]
     names = {token.content for token in declared.named.values()}
+    texts = {token.content for token in new}
+    new += [t for t in known if t.content in names - texts and not t.special]
+    texts |= {token.content for token in known}
+    new += [t for t in (*declared.named.values(), *declared.extra) if t.content not in texts]
     for token in new:
         token.special |= token.content in names
     tokenizer.add_tokens(new)

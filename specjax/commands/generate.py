@@ -55,8 +55,8 @@ def run(args: argparse.Namespace) -> int:
                 print(json.dumps({"metrics": llm.metrics().as_dict()}))
     except KeyboardInterrupt:
         left = f"{len(prompts) - num_finished} of {len(prompts)} prompts did not finish"
-        print(f"specjax: interrupted; {left}", file=sys.stderr)
-        return 130
+        print(f"specjax: {left}", file=sys.stderr)
+        raise
     return 0
 
 

@@ -3,7 +3,7 @@
 A file is named by a digest of everything that determines its program: the key, static arguments,
 shapes and dtypes, our sources, JAX and its options, the device. The digest does not cover code
 outside our sources, such as a user's own drafter: with such code nothing is kept or read. Reading a
-file can run any code, so the folder must be one that only this user or root can write to.
+file can run any code, so the folder must be one that only its owner can write to.
 """
 
 import hashlib
@@ -71,9 +71,6 @@ def open_executables(
     is_known = " at 0x" not in described and all(map(_is_ours, _parts(model)))
     if not is_known or any(map(_is_patched, list(sys.modules))):
         return None
-    if (reason := _distrust(folder)) is not None:
-        _warn_once(f"{folder}: {reason}; no compiled program is read from it or kept")
-        return None
     return Executables(folder, described, list(placement.mesh.devices.flat))
 
 
@@ -92,6 +89,9 @@ class Executables:
     def get(self, key: Any, compile: Callable[[], Any]) -> Any:
         """The kept program of a key; else the result of `compile`, which is kept if possible."""
         path = self._path(key)
+        if (reason := _distrust(self._folder)) is not None:
+            _warn_once(f"{self._folder}: {reason}; no compiled program is read from it or kept")
+            path = None
         if path is not None:
             try:
                 program = _read(path, self._devices)
@@ -137,11 +137,6 @@ def _distrust(folder: Path) -> str | None:
         return None
     except OSError as error:
         return str(error.strerror)
-    if found.st_uid not in (os.getuid(), 0):
-        return (
-            f"it belongs to user {found.st_uid}, whose files would run code as user {os.getuid()} "
-            "(copy it, or name another compilation_cache)"
-        )
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return (
             "others than its owner can write to it, and their files would run code in this process "

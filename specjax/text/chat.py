@@ -75,14 +75,16 @@ def _parse_calls(calls: Any, where: str) -> list[Message]:
     """Tool calls with the mapping that templates expect for arguments, where they are JSON text."""
     parsed = []
     for i, call in enumerate(calls if isinstance(calls, Sequence) else [calls]):
-        function = call.get("function") if isinstance(call, Mapping) else None
-        if not isinstance(function, Mapping) or call.get("type", "function") != "function":
+        is_flat = isinstance(call, Mapping) and "function" not in call and "name" in call
+        function = call if is_flat else call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or (call.get("type") or "function") != "function":
             raise ValueError(
                 f'{where}[{i}]={call!r} must be a call of a function: {{"type": "function", '
                 '"function": {"name", "arguments"}}'
             )
         arguments = _parse_arguments(function.get("arguments"), f"{where}[{i}]")
-        parsed.append({**call, "function": {**function, "arguments": arguments}})
+        whole = {**function, "arguments": arguments}
+        parsed.append(whole if is_flat else {**call, "function": whole})
     return parsed
 
 

@@ -119,7 +119,8 @@ def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]
     """The tokens at the end of a prompt that decide how the text of its output begins.
 
     Decoders of sentencepiece's kind leave out the space before the first text that they see, which
-    is the output's only if the prompt has no text.
+    is the output's only if the prompt has no text. A prompt that ends inside a character, or with
+    U+FFFD, which looks the same, decides nothing.
     """
     end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
     if tokenizer.has_byte_tokens:  # bytes of the output are decoded by themselves
@@ -127,12 +128,14 @@ def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]
             end -= 1
     while size < end and not tokenizer.decode(prompt[end - size : end]).strip(REPLACEMENT):
         size *= 2
-    return list(prompt[max(0, end - size) : end])
+    context = list(prompt[max(0, end - size) : end])
+    is_complete = tokenizer.has_byte_tokens or not tokenizer.decode(context).endswith(REPLACEMENT)
+    return context if is_complete else []
 
 
 def decode_after(tokenizer: ChatTokenizer, context: Sequence[int], token_ids: Sequence[int]) -> str:
     """The text of an output after `prompt_context`."""
-    known = tokenizer.decode(context).removesuffix(REPLACEMENT) if context else ""
+    known = tokenizer.decode(context) if context else ""
     return tokenizer.decode([*context, *token_ids])[len(known) :]
 
 

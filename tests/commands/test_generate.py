@@ -87,7 +87,7 @@ def test_outputs_are_printed_as_they_finish(model, capsys, monkeypatch, tmp_path
     assert main(argv) == 130
     captured = capsys.readouterr()
     assert [json.loads(line) for line in captured.out.splitlines()] == rows[:1]
-    assert captured.err.endswith("specjax: interrupted; 1 of 2 prompts did not finish\n")
+    assert captured.err.endswith("specjax: 1 of 2 prompts did not finish\nspecjax: interrupted\n")
     monkeypatch.setattr(LLM, "__init__", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(argv) == 130
     assert "2 of 2 prompts did not finish" in capsys.readouterr().err

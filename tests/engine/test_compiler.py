@@ -239,10 +239,14 @@ from specjax.engine.compiler import Compiler
 
 logging.basicConfig()
 
-def run(_):
-    compiler = Compiler(lambda key, is_urgent: time.sleep(SECONDS) or print(key, "is compiled"))
-    compiler.ask(["first"], is_urgent=True)
+def compile(key, is_urgent):
     print("begun", flush=True)
+    time.sleep(SECONDS)
+    print(key, "is compiled")
+
+def run(_):
+    compiler = Compiler(compile)
+    compiler.ask(["first"], is_urgent=True)
     compiler.get("first")
 
 if sys.argv[1:]:

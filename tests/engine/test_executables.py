@@ -254,17 +254,10 @@ def test_a_folder_that_others_may_write_to_is_not_read(folder, expected, caplog,
     assert f"chmod go-w {folder}" in told.getMessage()
 
 
-def test_a_folder_of_another_user_is_not_read_unless_it_is_roots(folder, monkeypatch):
-    owner = os.getuid() or 4321
-    os.chown(folder, owner, -1)
-    for user, is_read in (owner, True), (owner + 1, False):
-        monkeypatch.setattr(executables.os, "getuid", lambda user=user: user)
-        assert (open_executables(folder, PLACEMENT, MODEL) is not None) == is_read
-    monkeypatch.undo()
-    if os.getuid() == 0:
-        os.chown(folder, 0, -1)
-        monkeypatch.setattr(executables.os, "getuid", lambda: 4321)
-        assert open_executables(folder, PLACEMENT, MODEL)
+def test_a_folder_that_another_user_alone_may_write_to_is_as_good(folder, expected, monkeypatch):
+    monkeypatch.setattr(executables.os, "getuid", lambda: folder.stat().st_uid + 1)
+    monkeypatch.setattr(executables, "_write", fail(errno.EPERM))
+    assert serve() == expected
 
 
 def test_a_new_folder_is_written_to_by_its_owner_alone(tmp_path):

@@ -44,6 +44,18 @@ def test_an_outputs_text_follows_its_prompt_as_in_vllm(kind, skips):
         assert decode_after(tokenizer, context, ids) == ours[-1]
 
 
+@pytest.mark.parametrize("kind", ["demo", "llama-2", "gemma"])
+def test_a_prompt_that_ends_with_what_looks_like_half_a_character(kind):
+    case = make_case(kind)
+    bpe = case.tokenizer.tokenizer
+    ids = bpe.encode("foo", add_special_tokens=False).ids
+    for prompt in "a foo\ufffd", "\ufffd", "\ufffd\ufffd\ufffd\ufffd\ufffd":
+        context = prompt_context(case.tokenizer, bpe.encode(prompt, add_special_tokens=False).ids)
+        stops = StopStrings(case.tokenizer, (), context=context)
+        stops.append(ids)
+        assert stops.text.strip() == decode_after(case.tokenizer, context, ids).strip() == "foo"
+
+
 # --- the doors ------------------------------------------------------------------------------------
 
 VOCAB = 300

@@ -46,6 +46,14 @@ TOKENIZER_FILES = [
     {CONFIG: {"extra_special_tokens": {"image_token": "<img>", "end": "<|end|>"}}},
     {CONFIG: {"image_token": "<img>", "eos_token": None}},
     {CONFIG: {"split_special_tokens": True, "bos_token": "<s>"}},
+    {CONFIG: {"image_token": "<tool>"}},
+    {CONFIG: {"image_token": "<img>"}, SPECIAL: {"image_token": "<|end|>"}},
+    {CONFIG: {"additional_special_tokens": []}, SPECIAL: {"additional_special_tokens": ["<img>"]}},
+    {CONFIG: {"extra_special_tokens": {"e": "<img>"}, "additional_special_tokens": ["<|end|>"]}},
+    {
+        CONFIG: {"extra_special_tokens": {"e": "<img>"}},
+        SPECIAL: {"additional_special_tokens": ["<|end|>"]},
+    },
 ]
 
 
