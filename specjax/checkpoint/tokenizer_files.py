@@ -81,9 +81,7 @@ def _read_declared(folder: Path, config: Mapping[str, Any]) -> _Declared:
     texts = listed or []
     ordered = {name: fields[name] for name in NAMED if name in fields} | fields
     named = {n: _token(t, f"{where}: {n}", special=True) for n, t in ordered.items()}
-    unnamed = [
-        _token(token, f"{where}: extra_special_tokens", special=True) for token in listed or ()
-    ]
+    unnamed = [_token(t, f"{where}: extra_special_tokens", special=True) for t in texts]
     if is_old:
         special = {token.content for token in (*named.values(), *unnamed)}
         added = _read_added_tokens(folder, special)
