@@ -31,7 +31,7 @@ NAMES = "arithmetic", "grpo", "grpo_plot", "grpo_engines", "grpo_arithmetic"
 PRINTED = {
     "offline_batch": "the same text: True",
     "chat": "prompt tokens cached",
-    "streaming": "tokens per request and step",
+    "streaming": "acceptance length",
     "structured_output": "parsed  {'name': ",
     "train_drafter": "after  40 training steps",
 }
