@@ -48,6 +48,13 @@ def tunix():
         del sys.modules[name]
 
 
+@pytest.fixture
+def promotes():
+    """Tunix's models rely on the dtypes and ranks that JAX guesses by default."""
+    with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+        yield
+
+
 def test_tunix_takes_it_for_one_of_its_own(tunix, target):
     assert issubclass(TunixRollout, tunix.BaseRollout)
     config = tunix.RolloutConfig(max_tokens_to_generate=5, max_prompt_length=8)
@@ -83,6 +90,7 @@ def tunix_actor(files, module, name):
 ROPE = {"rope_type": "default", "rope_theta": 1e6}
 
 
+@pytest.mark.usefixtures("promotes")
 @pytest.mark.parametrize("module, name, kind", KINDS)
 def test_rollouts_of_tunixs_models_have_their_logprobs(tunix, checkpoints, module, name, kind):
     files = checkpoints.target(kind, vocab_size=VOCAB, head_dim=8, rope_parameters=ROPE)
@@ -93,13 +101,13 @@ def test_rollouts_of_tunixs_models_have_their_logprobs(tunix, checkpoints, modul
     tokens = jnp.array([[*ids, *output.tokens[0].tolist()]])
     length = tokens.shape[1]
     mask = jnp.tril(jnp.ones((1, length, length), bool))
-    with jax.numpy_dtype_promotion("standard"):  # Tunix relies on it
-        logits, _ = actor(tokens, jnp.arange(length)[None], None, mask)
+    logits, _ = actor(tokens, jnp.arange(length)[None], None, mask)
     logps = jax.nn.log_softmax(logits[0, len(ids) - 1 : -1] / CONFIG.temperature)
     chosen = jnp.take_along_axis(logps, tokens[0, len(ids) :, None], axis=1)[:, 0]
     np.testing.assert_allclose(output.logprobs[0], chosen, atol=1e-3)
 
 
+@pytest.mark.usefixtures("promotes")
 def test_tunixs_cluster_generates_scores_and_syncs(tunix, checkpoints):
     try:
         clusters = importlib.import_module("tunix.rl.rl_cluster")
