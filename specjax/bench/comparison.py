@@ -214,11 +214,9 @@ def describe(settings: BenchSettings, report: Mapping[str, Any]) -> list[str]:
         f"{settings.model}, {settings.dtype}, batch {settings.batch_size}, {prompts}, {mode}; "
         f"{device}; jax {versions['jax']}, specjax {versions['specjax']}",
         "timed: decoding alone, from the first token of a batch's last prompt to its last token; "
-        "'plain /s' is plain",
-        "decoding in turn with the row, batch by batch; 'x plain' is the quotient of both, p10-p90 "
-        "its spread over",
-        f"{report['num_rounds']} rounds; 'plain steps' is ms/step by that of plain decoding; AL, "
-        "acceptance length: tokens per step",
+        "plain /s: plain decoding in turn with the row, batch by batch; x plain: tokens/s over "
+        f"plain /s, with the p10-p90 of {report['num_rounds']} rounds; plain steps: ms/step over "
+        "that of plain decoding; AL, acceptance length: tokens per step",
         f"loading, compiling and warming up took {report['setup_seconds']:.0f} s, measuring "
         f"{report['measuring_seconds']:.0f} s",
     ]
