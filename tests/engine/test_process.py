@@ -15,6 +15,8 @@ from support.refusals import refusal
 from support.shared_models import llama
 
 from specjax import AsyncLLM, SamplingParams
+from specjax.engine.process import OwnLock
+from specjax.rl.turns import Turns
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +78,21 @@ def test_a_fork_in_the_middle_of_another_threads_step_is_refused(llm, monkeypatc
         finally:
             may_go.set()
         assert other.result(60)[0].finished
+    assert name == "RuntimeError" and "forked" in text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.parametrize("make", [OwnLock, Turns])
+def test_a_fork_does_not_wait_for_a_lock_that_it_has_no_holder_of(make):
+    lock = make()
+
+    def use():
+        signal.alarm(10)
+        with lock:
+            pass
+
+    with lock:
+        name, text = in_fork(use)
     assert name == "RuntimeError" and "forked" in text
 
 
