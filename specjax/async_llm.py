@@ -26,6 +26,7 @@ from specjax.text.prompts import Prompt, prompt_text, refuse_lora
 from specjax.text.tokenizer import ChatTokenizer
 
 Answer = TypeVar("Answer")
+CLOSED = "this AsyncLLM is closed; build a new one"
 
 
 class AsyncLLM(Refusing):
@@ -58,6 +59,7 @@ class AsyncLLM(Refusing):
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[Hashable, _Stream] = {}  # used by the engine's thread only
         self._is_closing, self._pid = False, os.getpid()
+        self._ending, self._has_ended = threading.Lock(), False  # whether calls are still taken
         self._thread = threading.Thread(target=self._serve, name="specjax-engine", daemon=True)
         self._thread.start()
 
@@ -204,7 +206,7 @@ class AsyncLLM(Refusing):
         if os.getpid() != self._pid:
             refuse_fork(self._pid)
         if self._is_closing:
-            raise RuntimeError("this AsyncLLM is closed; build a new one")
+            raise RuntimeError(CLOSED)
 
     async def _ask(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
         """Run a function on the engine's thread between two steps; returns its result."""
@@ -219,15 +221,35 @@ class AsyncLLM(Refusing):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(function())
-                except Exception as error:
+                except BaseException as error:
                     future.set_exception(error)
 
-        self._calls.put(call)
+        with self._ending:
+            if self._has_ended:
+                future.set_exception(RuntimeError(CLOSED))
+            else:
+                self._calls.put(call)
         return future
 
     # The methods below run on the engine's thread.
 
     def _serve(self) -> None:
+        error: BaseException = RuntimeError("this AsyncLLM was closed before the request started")
+        try:
+            self._run()
+            for request_id in list(self._streams):
+                self._abort(request_id)
+        except BaseException as failure:  # not of one step: the engine cannot go on
+            error, self._is_closing = failure, True
+        with self._ending:
+            self._has_ended = True
+            while not self._calls.empty():  # of callers that called before it closed
+                self._calls.get()()
+        self._fail_all(error)
+        self._llm.close()
+
+    def _run(self) -> None:
+        """Steps, and between them what callers ask for, until it closes."""
         engine = self._llm.engine
         while not self._is_closing:
             while not self._calls.empty() or not engine.has_work:
@@ -244,12 +266,6 @@ class AsyncLLM(Refusing):
                     self._fail_all(error)
                 else:
                     self._publish({sequence.request.request_id for sequence in touched})
-        for request_id in list(self._streams):
-            self._abort(request_id)
-        while not self._calls.empty():  # of callers that called before it closed
-            self._calls.get()()
-        self._fail_all(RuntimeError("this AsyncLLM was closed before the request started"))
-        self._llm.close()
 
     def _add(self, stream: "_Stream", request: Request, prompt: str | None) -> None:
         if not stream.is_cancelled:
@@ -292,7 +308,7 @@ class AsyncLLM(Refusing):
         for loop, outputs in news.items():
             _tell(loop, _deliver, outputs)
 
-    def _fail_all(self, error: Exception) -> None:
+    def _fail_all(self, error: BaseException) -> None:
         for stream in self._streams.values():
             _tell(stream.loop, stream.fail, error)
         self._streams.clear()
@@ -331,7 +347,7 @@ class _Stream:
         self.is_cancelled = False
         self.is_finished = False
         self._latest: RequestOutput | None = None
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._has_news = asyncio.Event()
 
     @property
@@ -355,7 +371,7 @@ class _Stream:
         self._latest = output
         self._has_news.set()
 
-    def fail(self, error: Exception) -> None:
+    def fail(self, error: BaseException) -> None:
         self._error = error
         self._has_news.set()
 

@@ -1,7 +1,6 @@
 """The public door: prompts in, continuations out."""
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from specjax.engine.engine import Engine
 from specjax.engine.log import get_log
 from specjax.engine.metric_reader import Metric, list_metrics
 from specjax.engine.metrics import Metrics
+from specjax.engine.process import OwnLock
 from specjax.engine.progress import progress
 from specjax.engine.sleep import Sleep, check_level
 from specjax.host.request import Request
@@ -97,7 +97,7 @@ class LLM(VllmMethods):
         self._name = str(model) if isinstance(model, str | Path) else type(model)
         self._method = serving.method
         self._verbose = verbose = given["verbose"]
-        self._lock = threading.RLock()  # of the engine; held for one step, not for a call
+        self._lock = OwnLock()  # of the engine; held for one step, not for a call
         self._next_id, self._is_closed = 0, False
         self.target, self.tokenizer = serving.target, serving.tokenizer
         self._default_params = serving.default_params
@@ -353,6 +353,8 @@ class LLM(VllmMethods):
 
     def close(self) -> None:
         """Free the device memory. The LLM cannot be used afterwards; closing twice is harmless."""
+        if self._lock.is_forked:  # the memory is that of the process that built it
+            return
         with self._lock:
             if not self._is_closed:
                 self._is_closed = True
@@ -415,13 +417,12 @@ class LLM(VllmMethods):
                 for i, (prompt, params) in enumerate(zip(listed, all_params, strict=True))
             ]
             self._next_id = max(numbers, default=self._next_id - 1) + 1
-        texts = [prompt_text(prompt) for prompt in listed]
-        return list(zip(requests, texts, strict=True))
+        return [(one, prompt_text(prompt)) for one, prompt in zip(requests, listed, strict=True)]
 
     def _free_numbers(self, count: int) -> list[int]:
         """The next numbers that users have not given to unfinished requests as ids."""
-        numbers = itertools.count(self._next_id)
-        free = (number for number in numbers if str(number) not in self.engine.unfinished_ids)
+        taken = self.engine.unfinished_ids
+        free = (number for number in itertools.count(self._next_id) if str(number) not in taken)
         return list(itertools.islice(free, count))
 
     @contextmanager

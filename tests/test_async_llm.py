@@ -491,6 +491,38 @@ def test_a_step_that_fails_reaches_every_caller(serve, built):
     assert serve(test, max_num_requests=8).outputs == [expected]
 
 
+def test_an_engine_that_cannot_go_on_tells_every_caller(built, monkeypatch):
+    """After a failure whose reset fails too, as of a device that is out of memory."""
+    monkeypatch.setattr("specjax.async_llm.LLM", lambda *_, **__: built)
+    monkeypatch.setattr(built, "close", lambda: None)
+
+    def fail() -> None:
+        raise MemoryError("no state")
+
+    async def main():
+        llm = AsyncLLM("", max_num_requests=3)
+        with held(built):
+            calls = [llm.generate([i, 2, 3], LONG) for i in range(6)]
+            tasks = [asyncio.ensure_future(call) for call in calls]
+            await until(lambda: len(llm._streams) == 3)
+        with patched(built.engine, "reset", fail), patched(built.engine, "step", lambda: 1 / 0):
+            ends = await asyncio.wait(tasks, timeout=5)
+        with patched(AsyncLLM, "_check_open", lambda _: None):  # a call that comes as it ends
+            with pytest.raises(RuntimeError, match="closed"):
+                await asyncio.wait_for(llm.abort("mine"), 5)
+        await limited(llm.close())
+        return ends
+
+    try:
+        done, left = asyncio.run(limited(main()))
+    finally:
+        built.engine.reset()
+    errors = [task.exception() for task in done]
+    assert not left and sorted(type(e).__name__ for e in errors) == 3 * ["MemoryError"] + 3 * [
+        "RuntimeError"
+    ]
+
+
 # --- closing --------------------------------------------------------------------------------------
 
 

@@ -45,6 +45,9 @@ _INSTALLED = (
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
 _DIGEST = hashlib.sha256
+# Windows has other rights, and shows every file as writable by all.
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH if hasattr(os, "getuid") else 0
+_warning, _warned = threading.Lock(), set[str]()
 _kept: list[Path] = []  # the folder for programs of engines, if there is one
 
 
@@ -94,6 +97,8 @@ class Executables:
             path = None
         if path is not None:
             try:
+                if path.stat().st_mode & _OTHERS_WRITE:
+                    raise ValueError("others than its owner can write to it")
                 program = _read(path, self._devices)
                 self.read.add(key)
                 with suppress(OSError):  # a folder that can only be read
@@ -137,7 +142,7 @@ def _distrust(folder: Path) -> str | None:
         return None
     except OSError as error:
         return str(error.strerror)
-    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if found.st_mode & _OTHERS_WRITE:
         return (
             "others than its owner can write to it, and their files would run code in this process "
             f"(if you trust what is there, chmod go-w {folder})"
@@ -145,9 +150,11 @@ def _distrust(folder: Path) -> str | None:
     return None
 
 
-@cache
 def _warn_once(message: str) -> None:
-    log.warning(message)
+    with _warning:  # several threads compile
+        if message not in _warned:
+            _warned.add(message)
+            log.warning(message)
 
 
 def _read(path: Path, devices: list[Any]) -> Any:

@@ -1,6 +1,7 @@
 """Refuses what cannot work in the process or with the settings of JAX that it finds."""
 
 import os
+import threading
 from typing import NoReturn
 
 import jax
@@ -10,6 +11,26 @@ _GUARDS = (
     "jax_transfer_guard_host_to_device",
     "jax_transfer_guard_device_to_host",
 )
+
+
+class OwnLock:
+    """A reentrant lock that refuses a fork, where a thread that held it would never release it."""
+
+    def __init__(self):
+        self._lock, self._pid = threading.RLock(), os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one that made the lock."""
+        return os.getpid() != self._pid
+
+    def __enter__(self) -> None:
+        if self.is_forked:
+            refuse_fork(self._pid)
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
 
 
 def refuse_fork(pid: int) -> NoReturn:

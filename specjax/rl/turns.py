@@ -1,7 +1,10 @@
 """A fair lock for the threads that use an engine."""
 
+import os
 import threading
 from collections.abc import Callable
+
+from specjax.engine.process import refuse_fork
 
 
 class Turns:
@@ -12,11 +15,14 @@ class Turns:
 
     def __init__(self):
         self._gate, self._lock = threading.Lock(), threading.Lock()
+        self._pid = os.getpid()
         self._owner: int | None = None
         self._ended = threading.Condition()
         self._num_ended = 0
 
     def __enter__(self) -> None:
+        if os.getpid() != self._pid:  # whose threads hold what they would never release here
+            refuse_fork(self._pid)
         with self._gate:
             self._lock.acquire()
         self._owner = threading.get_ident()

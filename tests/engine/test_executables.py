@@ -4,7 +4,9 @@ import errno
 import os
 import re
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -196,15 +198,18 @@ def test_what_comes_from_jaxs_own_cache_is_not_kept_a_second_time(one, expected,
     assert serve() == expected
 
 
-@pytest.mark.parametrize("damage", ["cut", "changed", "another's"])
+@pytest.mark.parametrize("damage", ["cut", "changed", "another's", "open"])
 def test_a_damaged_file_is_replaced(one, expected, caplog, damage):
     content = one.read_bytes()
     if damage == "cut":
         damaged = content[: len(content) // 2]
     elif damage == "changed":
         damaged = content[:-1] + bytes([content[-1] ^ 1])
-    else:
+    elif damage == "another's":
         damaged = executables._DIGEST(b"junk").digest() + b"junk"
+    else:  # nothing but who may write to it
+        damaged = content
+        one.chmod(0o666)
     one.write_bytes(damaged)
     assert serve() == expected
     assert "cannot be used, and is replaced" in caplog.text
@@ -252,6 +257,19 @@ def test_a_folder_that_others_may_write_to_is_not_read(folder, expected, caplog,
         assert serve() == expected
     (told,) = caplog.records
     assert f"chmod go-w {folder}" in told.getMessage()
+
+
+def test_threads_that_compile_say_a_line_once(monkeypatch):
+    told = []
+
+    def tell(message):
+        time.sleep(0.05)
+        told.append(message)
+
+    monkeypatch.setattr(executables.log, "warning", tell)
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(executables._warn_once, ["a line of this test"] * 4))
+    assert told == ["a line of this test"]
 
 
 def test_a_folder_that_another_user_alone_may_write_to_is_as_good(folder, expected, monkeypatch):

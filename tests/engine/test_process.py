@@ -3,7 +3,10 @@
 import asyncio
 import os
 import pickle
+import signal
+import threading
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
@@ -12,6 +15,8 @@ from support.refusals import refusal
 from support.shared_models import llama
 
 from specjax import AsyncLLM, SamplingParams
+from specjax.engine.process import OwnLock
+from specjax.rl.turns import Turns
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +52,48 @@ def test_a_forked_process_is_refused(llm):
     name, text = in_fork(lambda: llm.generate([[1]], params, use_tqdm=False))
     assert name == "RuntimeError" and f"process {os.getpid()}" in text and "spawn" in text
     assert llm.generate([[1]], params, use_tqdm=False)[0].finished
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+def test_a_fork_in_the_middle_of_another_threads_step_is_refused(llm, monkeypatch):
+    params = SamplingParams(max_tokens=2)
+    is_within, may_go, step = threading.Event(), threading.Event(), llm.engine.step
+
+    def wait_and_step():
+        is_within.set()
+        assert may_go.wait(60)
+        return step()
+
+    def use():
+        signal.alarm(20)  # ends a child that waits
+        llm.close()  # does nothing to what is the parent's
+        llm.generate([[1]], params, use_tqdm=False)
+
+    monkeypatch.setattr(llm.engine, "step", wait_and_step)
+    with ThreadPoolExecutor() as pool:
+        other = pool.submit(llm.generate, [[1]], params, use_tqdm=False)
+        try:
+            assert is_within.wait(60)
+            name, text = in_fork(use)
+        finally:
+            may_go.set()
+        assert other.result(60)[0].finished
+    assert name == "RuntimeError" and "forked" in text
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.parametrize("make", [OwnLock, Turns])
+def test_a_fork_does_not_wait_for_a_lock_that_it_has_no_holder_of(make):
+    lock = make()
+
+    def use():
+        signal.alarm(10)
+        with lock:
+            pass
+
+    with lock:
+        name, text = in_fork(use)
+    assert name == "RuntimeError" and "forked" in text
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")

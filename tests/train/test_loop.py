@@ -40,6 +40,7 @@ def test_a_killed_run_resumes_bit_identically(tmp_path, capsys):
         r"compiling the update\nmemory of activations, by the compiled step: \d+ MiB\n", told
     )
     assert "minutes for the other 6 steps" in told
+    assert re.findall(r"^step (\d+)  loss \S+ .* s/step$", told, re.MULTILINE) == ["4", "8", "12"]
     assert [row["step"] for row in log] == [4, 8, 12]
     with pytest.raises(KeyboardInterrupt):
         _fit(tmp_path / "killed", steps_before_a_kill=7)
@@ -47,6 +48,13 @@ def test_a_killed_run_resumes_bit_identically(tmp_path, capsys):
     assert log[0]["step"] == 8
     for name in whole:
         np.testing.assert_array_equal(whole[name], resumed[name])
+
+
+def test_steps_between_rows_are_told_when_they_take_long(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("specjax.train.loop.Pace.is_due", lambda _: True)
+    _fit(tmp_path, steps=5)
+    told = re.findall(r"^step (\d+) of 5$", capsys.readouterr().err, re.MULTILINE)
+    assert told == ["1", "2", "3"]
 
 
 def test_a_finished_run_is_only_read(tmp_path):
