@@ -40,7 +40,7 @@ def test_a_killed_run_resumes_bit_identically(tmp_path, capsys):
         r"compiling the update\nmemory of activations, by the compiled step: \d+ MiB\n", told
     )
     assert "minutes for the other 6 steps" in told
-    assert re.findall(r"^step (\d+)  loss \S+ .* s/step$", told, re.MULTILINE) == ["4", "8", "12"]
+    assert re.findall(r"^step (\d+)  .*loss .* s/step$", told, re.MULTILINE) == ["4", "8", "12"]
     assert [row["step"] for row in log] == [4, 8, 12]
     with pytest.raises(KeyboardInterrupt):
         _fit(tmp_path / "killed", steps_before_a_kill=7)
