@@ -12,7 +12,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
 
     target = kinds.add_parser("target", help="a small model and its tokenizer, from scratch")
-    target.add_argument("--architecture", choices=("llama", "qwen3_5"), default="llama")
+    target.add_argument("--architecture", choices=ARCHITECTURES, default="llama")
     target.add_argument("--vocab-size", type=int, default=2048, help="size of the BPE vocabulary")
     target.add_argument("--num-layers", type=int, default=12)
     target.add_argument("--hidden-size", type=int, default=384, help="a multiple of 64")

@@ -1,5 +1,6 @@
 """The target's loss against its definition, and a model that can be learnt."""
 
+from argparse import ArgumentParser
 from dataclasses import replace
 
 import jax
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 from support.params import random_params
 
+from specjax.commands.train import add_arguments
 from specjax.device.models.qwen3_5 import ATTENTION, DELTA, Qwen35
 from specjax.train.context import CausalRows
 from specjax.train.data import Document
@@ -23,6 +25,13 @@ SLOW = "glm4_moe_lite"
 def model(request):
     small = DEMOS[request.param].make(16, 2, 64)
     return replace(small, layer_types=(DELTA, ATTENTION)) if isinstance(small, Qwen35) else small
+
+
+@pytest.mark.parametrize("name", DEMOS)
+def test_the_command_takes_every_architecture(name):
+    add_arguments(parser := ArgumentParser())
+    argv = ["target", "--architecture", name, "--data", "x", "--out", "y"]
+    assert parser.parse_args(argv).architecture == name
 
 
 def test_loss_is_the_mean_negative_log_probability(model):
