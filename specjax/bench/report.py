@@ -159,16 +159,19 @@ def low_repeat_acceptance(runs: Sequence[Run]) -> float | None:
     return sum(run.num_tokens for run in low) / num_request_steps if num_request_steps else None
 
 
-def identity_line(figures: Sequence[Figures]) -> str:
-    """Return the line on whether outputs are identical to plain decoding's."""
-    num_prompts = figures[0].num_outputs
-    differing = [f for f in figures if f.num_differing]
-    if not differing:
-        return (
-            f"outputs identical to plain decoding's, token for token: yes ({num_prompts} prompts)"
-        )
-    counts = ", ".join(f"{f.configuration}: {f.num_differing}" for f in differing)
-    return f"outputs identical to plain decoding's, token for token: NO ({counts} of {num_prompts})"
+def identity_line(figures: Sequence[Figures]) -> str | None:
+    """Return the line on whether outputs are identical to plain decoding's; None without others.
+
+    It counts the prompts that every row has run, which an interrupt makes fewer.
+    """
+    if len(figures) == 1:
+        return None
+    line = "outputs identical to plain decoding's, token for token:"
+    if differing := [f for f in figures if f.num_differing]:
+        counts = [f"{f.configuration}: {f.num_differing} of {f.num_outputs}" for f in differing]
+        return f"{line} NO ({', '.join(counts)})"
+    num_prompts = min(f.num_outputs for f in figures)
+    return f"{line} yes ({num_prompts} {'prompt' if num_prompts == 1 else 'prompts'})"
 
 
 def repetition_line(figures: Sequence[Figures]) -> str:

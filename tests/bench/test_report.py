@@ -127,6 +127,9 @@ def test_identity_turns_false_when_one_token_differs():
     yes = identity_line([plain, summarise(K2, same, base)])
     no = identity_line([plain, summarise(K2, other, base)])
     assert yes.endswith("yes (2 prompts)") and no.endswith("NO (eagle3 K=2: 1 of 2)")
+    # After an interrupt: a row has run fewer prompts, or there is no row to compare.
+    assert identity_line([plain, summarise(K2, same[:1], base[:1])]).endswith("yes (1 prompt)")
+    assert identity_line([plain]) is None
 
 
 def test_outputs_of_one_token_are_not_timed():
