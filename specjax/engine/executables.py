@@ -92,9 +92,10 @@ class Executables:
     def get(self, key: Any, compile: Callable[[], Any]) -> Any:
         """The kept program of a key; else the result of `compile`, which is kept if possible."""
         path = self._path(key)
-        if (reason := _distrust(self._folder)) is not None:
-            _warn_once(f"{self._folder}: {reason}; no compiled program is read from it or kept")
-            path = None
+        for folder in self._folder, self._folder.parent:  # there it can be replaced
+            if (reason := _distrust(folder)) is not None:
+                _warn_once(f"{folder}: {reason}; no compiled program is read from it or kept")
+                path = None
         if path is not None:
             try:
                 if path.stat().st_mode & _OTHERS_WRITE:
@@ -115,7 +116,7 @@ class Executables:
         # XLA:CPU cannot fully serialise a program that came from JAX's own cache.
         if path is not None and _num_hits() == before:
             try:
-                self._folder.parent.mkdir(parents=True, exist_ok=True)
+                self._folder.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
                 self._folder.mkdir(mode=0o755, exist_ok=True)
                 _write(path, program)
             except OSError as error:

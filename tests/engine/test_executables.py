@@ -249,14 +249,22 @@ def test_a_folder_that_cannot_be_written_to_is_told_of_once(
     assert f"{folder}: No space left on device; what is compiled" in told.getMessage()
 
 
-def test_a_folder_that_others_may_write_to_is_not_read(folder, expected, caplog, monkeypatch):
-    """Whoever writes there would run code in this process."""
+@pytest.mark.parametrize("is_parent", [False, True])
+def test_a_folder_that_others_may_write_to_is_not_read(
+    folder, expected, caplog, monkeypatch, is_parent
+):
+    """Who writes there would run code in this process; in the one above, by another folder."""
     monkeypatch.setattr(executables.pickle, "loads", fail(errno.EPERM))
-    folder.chmod(0o770)
+    open_to_all = folder.parent if is_parent else folder
+    mode = open_to_all.stat().st_mode
+    open_to_all.chmod(0o770)
     for _ in range(2):
         assert serve() == expected
+    open_to_all.chmod(mode)
     (told,) = caplog.records
-    assert f"chmod go-w {folder}" in told.getMessage()
+    assert told.getMessage().endswith(
+        f"chmod go-w {open_to_all}); no compiled program is read from it or kept"
+    )
 
 
 def test_threads_that_compile_say_a_line_once(monkeypatch):
@@ -285,7 +293,8 @@ def test_a_new_folder_is_written_to_by_its_owner_alone(tmp_path):
             serve()
     finally:
         os.umask(old)
-    assert (tmp_path / "new" / "programs").stat().st_mode & 0o777 == 0o755
+    for new in tmp_path / "new", tmp_path / "new" / "programs":
+        assert new.stat().st_mode & 0o777 == 0o755
     assert open_executables(tmp_path / "new" / "programs", PLACEMENT, MODEL)
 
 
