@@ -48,7 +48,7 @@ def describe(profile: Profile, compared: Comparison) -> str:
     lines = [title, ""]
     lines += [format_table([header, *rows]), ""]
     if has_estimates:
-        lines.append("~ was not measured: it lies on a line between sizes or Ks that were")
+        lines.append("~ is an estimate, on a line between measured sizes or Ks")
     first, last = min(profile.step_ms), max(profile.step_ms)
     if any(not first <= batch <= last for batch in compared.tpot_ms):
         lines.append(f"profiled from {first} to {last}; sizes beyond are shown as the nearest")
