@@ -203,8 +203,7 @@ class AsyncLLM(Refusing):
         await self.close()
 
     def _check_open(self) -> None:
-        if os.getpid() != self._pid:
-            refuse_fork(self._pid)
+        refuse_fork(self._pid)
         if self._is_closing:
             raise RuntimeError(CLOSED)
 

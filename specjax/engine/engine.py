@@ -154,8 +154,7 @@ class Engine:
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
         """Compile what these requests are the first to need of a step."""
-        if os.getpid() != self._pid:
-            refuse_fork(self._pid)
+        refuse_fork(self._pid)
         requests = list(requests)
         # Steps without a grammar's request run without masks.
         others = [r for r in requests if r.params.structured_outputs is None]
@@ -198,8 +197,7 @@ class Engine:
             RuntimeError: another thread is in the middle of a step, or this is a fork of the
                 process that built the engine; nothing has changed.
         """
-        if os.getpid() != self._pid:
-            refuse_fork(self._pid)
+        refuse_fork(self._pid)
         if not self._is_stepping.acquire(blocking=False):
             raise RuntimeError(
                 "this engine runs a step for another thread; share its LLM or AsyncLLM, whose "

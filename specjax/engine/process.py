@@ -2,7 +2,6 @@
 
 import os
 import threading
-from typing import NoReturn
 
 import jax
 
@@ -14,7 +13,10 @@ _GUARDS = (
 
 
 class OwnLock:
-    """A reentrant lock that refuses a fork, where a thread that held it would never release it."""
+    """A reentrant lock of one process. In a fork, entering it is an error.
+
+    The thread that holds the lock does not exist in a fork, so waiting there would never end.
+    """
 
     def __init__(self):
         self._lock, self._pid = threading.RLock(), os.getpid()
@@ -25,27 +27,27 @@ class OwnLock:
         return os.getpid() != self._pid
 
     def __enter__(self) -> None:
-        if self.is_forked:
-            refuse_fork(self._pid)
+        refuse_fork(self._pid)
         self._lock.acquire()
 
     def __exit__(self, *_: object) -> None:
         self._lock.release()
 
 
-def refuse_fork(pid: int) -> NoReturn:
-    """Refuse a process that was forked from the one with the id `pid`, where an engine was built.
+def refuse_fork(pid: int) -> None:
+    """Check that this process built the engine; `pid` is the id of the process that did.
 
     A fork has none of its parent's threads, which JAX and the compiler of steps wait for.
 
     Raises:
-        RuntimeError: always.
+        RuntimeError: this process was forked from that one.
     """
-    raise RuntimeError(
-        f"this engine was built in process {pid} and cannot run in process {os.getpid()}, "
-        "which was forked from it; build an engine in the new process, and start it by "
-        "multiprocessing's 'spawn'"
-    )
+    if os.getpid() != pid:
+        raise RuntimeError(
+            f"this engine was built in process {pid} and cannot run in process {os.getpid()}, "
+            "which was forked from it; build an engine in the new process, and start it by "
+            "multiprocessing's 'spawn'"
+        )
 
 
 def check_jax() -> None:

@@ -21,8 +21,7 @@ class Turns:
         self._num_ended = 0
 
     def __enter__(self) -> None:
-        if os.getpid() != self._pid:  # whose threads hold what they would never release here
-            refuse_fork(self._pid)
+        refuse_fork(self._pid)
         with self._gate:
             self._lock.acquire()
         self._owner = threading.get_ident()
