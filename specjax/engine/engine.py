@@ -197,7 +197,8 @@ class Engine:
             RuntimeError: another thread is in the middle of a step, or this is a fork of the
                 process that built the engine; nothing has changed.
         """
-        refuse_fork(self._pid)
+        if os.getpid() != self._pid:  # asked here first: a step makes few calls
+            refuse_fork(self._pid)
         if not self._is_stepping.acquire(blocking=False):
             raise RuntimeError(
                 "this engine runs a step for another thread; share its LLM or AsyncLLM, whose "
