@@ -106,6 +106,19 @@ def _model(name: str, seconds: float) -> Case:
     )
 
 
+def _profile(name: str) -> Case:
+    return Case(
+        name=f"profile/{name}",
+        function="inside:profile_steps",
+        about=f"{name}, each kernel of a step of 1 and 64 requests, K 0 and 3",
+        seconds=150,
+        least=30,
+        arguments={"name": name},
+        environment=NO_GRAPHS,
+        on_cpu=name == "Qwen3.5-4B",
+    )
+
+
 def _command_buffers(name: str, environment: Mapping[str, str]) -> Case:
     return Case(
         name=f"graphs/{name}",
@@ -153,6 +166,7 @@ CASES = (
     _grid(16, 60),
     _model("Qwen3.5-4B", 100),
     _model("Qwen3.5-27B", 130),
+    *map(_profile, ("Llama-3.1-8B", "Qwen3.5-27B", "Llama-3.2-1B", "Qwen3.5-4B")),
     _kernels("delta_rule_tiles", 400, "other tiles of the gated delta rule's step"),
     *(
         Case(

@@ -66,23 +66,31 @@ def step_times(launch: Callable[[], Any], setting: Setting) -> dict[str, float]:
 
 def kernel_times(launch: Callable[[], Any], setting: Setting) -> tuple[dict[str, float], str]:
     """Seconds that a launch spends in the kernels of each name, and why not if nobody tells."""
+    runs, why_not = kernel_runs(launch, setting)
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for run in runs:
+        total: dict[str, float] = defaultdict(float)
+        for name, seconds in run:
+            total[name] += seconds
+        for name, seconds in total.items():
+            by_name[name].append(seconds)
+    return {name: median(seconds) for name, seconds in by_name.items()}, why_not
+
+
+def kernel_runs(
+    launch: Callable[[], Any], setting: Setting
+) -> tuple[list[list[tuple[str, float]]], str]:
+    """For several launches, the kernels in their order with their seconds; or why not."""
     if setting.is_cpu:
-        return {}, "no GPU"
+        return [], "no GPU"
     try:
         from jax.experimental.mosaic.gpu import profiler
 
         launched = _Launched(launch)
         _, runs = profiler.measure(launched, aggregate=False, iterations=CUPTI_RUNS)()
     except Exception as error:  # the profiler is jax's own business: whatever it says is recorded
-        return {}, repr(error)[:300]
-    by_name: dict[str, list[float]] = defaultdict(list)
-    for run in runs or []:
-        total: dict[str, float] = defaultdict(float)
-        for name, milliseconds in run:
-            total[name] += milliseconds / 1e3
-        for name, seconds in total.items():
-            by_name[name].append(seconds)
-    return {name: median(seconds) for name, seconds in by_name.items()}, ""
+        return [], repr(error)[:300]
+    return [[(name, ms / 1e3) for name, ms in run] for run in runs or []], ""
 
 
 class _Launched(Wrapped):

@@ -66,14 +66,15 @@ class Scorer:
         known = [*request.prompt_token_ids, *output]
         tokens[: len(known)] = known
         functions = tuple(request.params.logits_processors or ())
-        ids, gap = _two_best(
-            self.engine.params.target,
-            jnp.array(tokens),
-            jnp.array([len(known)], jnp.int32),
-            _requests(request, index, layout),
-            model=self.engine.target,
-            processors=((request.processor, functions),),
-        )
+        with jax.default_matmul_precision("highest"):
+            ids, gap = _two_best(
+                self.engine.params.target,
+                jnp.array(tokens),
+                jnp.array([len(known)], jnp.int32),
+                _requests(request, index, layout),
+                model=self.engine.target,
+                processors=((request.processor, functions),),
+            )
         return ids.tolist(), float(gap)
 
 
