@@ -253,13 +253,6 @@ CASES = (
     _kernels("tiles", 150, "paged attention with other tiles", on_cpu=False),
     _grid(4, 60),
     _grid(128, 60),
-    Case(
-        name="projections/fused",
-        function="projections:time_projections",
-        about="projections of 8 rows with fused_linear and apart, and with other tiles",
-        seconds=400,
-        environment=NO_GRAPHS,
-    ),
     *(
         Case(
             name=f"projections/{name}",
@@ -271,12 +264,6 @@ CASES = (
             on_cpu=name == "few",
         )
         for name, rows, seconds in (("few", (8, 64), 80), ("many", (256, 384), 280))
-    ),
-    Case(
-        name="layers",
-        function="projections:time_layers",
-        about="layers without their attention, with fused_linear and apart, 1, 8 and 16 rows",
-        seconds=150,
     ),
     Case(
         name="peers/attention",

@@ -38,7 +38,6 @@ from problems import (
     routes,
     truncation,
 )
-from projections import LAYERS, TINY_LAYER, projection
 from schedules import split_states
 from threads import compile_all
 from timing import Setting, attempt
@@ -93,7 +92,7 @@ def problems(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
     yield from _attentions(setting)
     yield from _delta_rules(setting)
     yield from _latents(setting)
-    yield from _projections(setting)
+    yield from _norms(setting)
     yield from _experts(setting)
     yield from _rows(setting)
 
@@ -150,15 +149,7 @@ def _latents(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
         yield name, partial(latents, heads, batch, rows, context)
 
 
-def _projections(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
-    layers = setting.pick(LAYERS, {"tiny": TINY_LAYER})
-    for rows, (model, layer) in zip((1, 8, 16), layers.items(), strict=False):
-        for name, part in layer.items():
-
-            def make(dtype, rows=rows, part=part):
-                return projection(rows, part, dtype, num_items=1)
-
-            yield ("fused_linear", model, name, rows), make
+def _norms(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
     for rows, dim in setting.pick(((8, 4096), (256, 5120)), ((4, 64),)):
         yield ("add_rms_norm", rows, dim), partial(add_norm, rows, dim)
 
@@ -166,9 +157,8 @@ def _projections(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
 def _experts(setting: Setting) -> Iterator[tuple[tuple[Any, ...], Make]]:
     for tokens in setting.pick((8, 256, 2048), (4,)):
         mixture, shape = setting.pick(((256, 8), (2048, 1024)), ((4, 2), (32, 32)))
-        for is_gated in False, True:
-            own = tokens, mixture, *shape, is_gated
-            yield ("grouped_matmul", tokens, *mixture, *shape, is_gated), partial(experts, *own)
+        own = tokens, mixture, *shape
+        yield ("grouped_matmul", tokens, *mixture, *shape), partial(experts, *own)
     for model, sizes in setting.pick(ROUTES, {"tiny": TINY_ROUTES}).items():
         for rows in setting.pick((1, 8, 16, 32), (4,)):
             yield ("route", model, rows), partial(routes, rows, sizes)

@@ -181,11 +181,10 @@ def time_others(setting: Setting) -> Iterator[dict[str, Any]]:
         yield attempt(row, lambda make=make: time_problem(make(), setting))
     for tokens in setting.pick((1, 8, 64, 256, 2048), (4,)):
         parts = {
-            "gate_up": (2048, 1024, False),
-            "gate_up, gated": (2048, 1024, True),
-            "down": (512, 2048, False),
+            "gate_up": (2048, 1024),
+            "down": (512, 2048),
         }
-        for part, shape in setting.pick(parts, {"tiny": (32, 32, True)}).items():
+        for part, shape in setting.pick(parts, {"tiny": (32, 32)}).items():
             row = {"what": "grouped_matmul", "model": "Qwen3.5-35B-A3B", "part": part}
             make = partial(experts, tokens, setting.pick((256, 8), (4, 2)), *shape, DTYPE)
             yield attempt(row | {"tokens": tokens}, lambda make=make: time_problem(make(), setting))

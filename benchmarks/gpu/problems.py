@@ -303,7 +303,7 @@ def add_norm(num_rows: int, dim: int, dtype: Any) -> Problem:
 
 
 def experts(
-    num_tokens: int, mixture: tuple[int, int], depth: int, width: int, is_gated: bool, dtype: Any
+    num_tokens: int, mixture: tuple[int, int], depth: int, width: int, dtype: Any
 ) -> Problem:
     """Tokens that each chose some experts at random; `mixture` is the number of experts, and of
     those that a token goes to."""
@@ -319,11 +319,10 @@ def experts(
 
     def call(weights, item, kernels, config):
         x, sizes, sources = item
-        made = grouped_matmul(x, weights, sizes, sources, is_gated=is_gated, kernels=kernels)
-        return weights, made
+        return weights, grouped_matmul(x, weights, sizes, sources, kernels=kernels)
 
     itemsize = jnp.dtype(dtype).itemsize
-    rows = num_tokens * depth + num_tokens * num_chosen * width // (1 + is_gated)
+    rows = num_tokens * depth + num_tokens * num_chosen * width
     weights = normal(5, (num_experts, depth, width), dtype) / depth**0.5
     return Problem(weights, tuple(items), call, itemsize * (read * depth * width + rows))
 

@@ -154,30 +154,15 @@ def _projections(results: Sequence[Line], device: str) -> tuple[list[str], list[
     ], rows  # fmt: skip
 
 
-def _fused(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
-    """Microseconds of a layer's parts, and of their sum, where both ways were measured."""
-    times: dict[tuple[str, str], dict[str, float]] = {}
-    for x in pick(results, "layer's projection"):
-        if "error" not in x:
-            us = x.get("device_us") or x["wall_us"]["median"]
-            times.setdefault((x["model"], x["part"]), {"MB": x["bytes"] / 1e6})[x["way"]] = us
-    both = {part: ways for part, ways in times.items() if len(ways) == 3}
-    for model in dict.fromkeys(model for model, _ in both):
-        own = [ways for (of, _), ways in both.items() if of == model]
-        both[model, "all"] = {name: sum(ways[name] for ways in own) for name in own[0]}
-    rows = [
-        [*part, ways["MB"], ways["fused"], ways["apart"], ways["apart"] / ways["fused"]]
-        for part, ways in both.items()
-    ]
-    return ["model", "projection", "MB", "fused us", "apart us", "apart / fused"], rows
-
-
-def _layers(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
-    rows = [
-        [x["model"], x["rows"], x["way"], *_or_error(x, "wall_us", "gbps", "of_copy")]
-        for x in pick(results, "layer")
-    ]
-    return ["model", "rows", "projections", "wall us of a layer", "GB/s", "of copy"], rows
+def _profiles(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
+    """The kinds of kernel that take one in a hundred of a step's time."""
+    rows = []
+    for x in pick(results, "profile"):
+        step = x["model"], x["batch"], x["k"]
+        for kind, (count, us) in x.get("kinds", {}).items():
+            if us >= x["device_us"] / 100:
+                rows.append([*step, kind, count, us, us / count, us / x["device_us"]])
+    return ["model", "requests", "K", "kernels", "launches", "us", "us each", "part"], rows
 
 
 def _steps(results: Sequence[Line], device: str) -> tuple[list[str], list[list[Any]]]:
@@ -332,9 +317,8 @@ TABLES: dict[str, Callable[[Sequence[Line], str], tuple[list[str], list[list[Any
     "Times of kernels": _kernels,
     "Other tiles": _tiles,
     "Projections, whole and split": _projections,
-    "Projections of 8 rows, in one launch and apart": _fused,
-    "Layers without their attention": _layers,
     "Steps": _steps,
+    "Kernels of a step": _profiles,
     "Lazy states": _lazy,
     "The host": _host,
     "Prompts": _prompts,

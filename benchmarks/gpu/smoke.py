@@ -43,8 +43,6 @@ from problems import (
     routes,
     truncation,
 )
-from projections import EPS as LINEAR_EPS
-from projections import Part, projection
 from schedules import served_rule
 from threads import compile_all
 from timing import Setting, attempt
@@ -85,7 +83,6 @@ def cases() -> Iterator[Smoke]:
         yield Smoke(f"truncation {num_rows}", F32, is_tiny, make, _truncation_truth, _kept)
     yield from _rules()
     yield from _latents()
-    yield from _linears()
     yield from _experts()
     yield from _draws()
     yield from _attentions()
@@ -160,41 +157,19 @@ def _latents() -> Iterator[Smoke]:
         yield Smoke(f"latent_attention {heads[0]} {rows}", dtype, is_tiny, make, truth)
 
 
-def _linears() -> Iterator[Smoke]:
-    for is_tiny, rows, dim, dtype in (True, 3, 32, F32), (False, 16, 2048, BF16):
-        for name, part in (
-            ("gated, normed", Part(dim, 3 * dim // 2, has_norm=True, is_gated=True)),
-            ("normed", Part(dim, dim, has_norm=True)),
-            ("summed", Part(2 * dim, dim)),
-        ):
-
-            def truth(around, item, part=part):
-                (scale, stream), (x, weight) = map(truths.f64, around), map(truths.f64, item)
-                x = truths.rms_norm(x, scale, LINEAR_EPS) if part.has_norm else x
-                y = x @ weight
-                y = truths.swiglu(y) if part.is_gated else y
-                return [y if part.has_norm else stream + y]
-
-            make = partial(projection, rows, part, dtype, 1)
-            yield Smoke(f"fused_linear {name} {rows}", dtype, is_tiny, make, truth)
-
-
 def _experts() -> Iterator[Smoke]:
     for is_tiny, tokens, mixture, sizes, dtype in (
         (True, 4, (4, 2), (32, 32), F32),
         (False, 8, (32, 4), (1024, 512), BF16),
         (False, 256, (16, 4), (512, 256), BF16),
     ):
-        for is_gated in True, False:
 
-            def truth(weights, item, is_gated=is_gated):
-                x, sizes, sources = item
-                y = truths.grouped_matmul(x, weights, sizes, sources)
-                return [truths.swiglu(y) if is_gated else y]
+        def truth(weights, item):
+            x, sizes, sources = item
+            return [truths.grouped_matmul(x, weights, sizes, sources)]
 
-            make = partial(experts, tokens, mixture, *sizes, is_gated, dtype)
-            name = f"grouped_matmul {tokens}{', gated' * is_gated}"
-            yield Smoke(name, dtype, is_tiny, make, truth)
+        make = partial(experts, tokens, mixture, *sizes, dtype)
+        yield Smoke(f"grouped_matmul {tokens}", dtype, is_tiny, make, truth)
 
 
 def _draws() -> Iterator[Smoke]:

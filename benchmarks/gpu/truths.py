@@ -35,12 +35,6 @@ def silu(x: Array) -> Array:
     return x / (1 + np.exp(-x))
 
 
-def swiglu(x: Array) -> Array:
-    """Of gate | up."""
-    gate, up = np.split(x, 2, axis=-1)
-    return silu(gate) * up
-
-
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     """Along the last axis."""
     return weight * x / np.sqrt((x**2).mean(-1, keepdims=True) + eps)

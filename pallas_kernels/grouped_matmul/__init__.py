@@ -3,8 +3,7 @@
     out[targets[n]] = x[sources[n]] @ weights[g(n)]
 
 where n runs over rows sorted by group: the first group_sizes[0] belong to group 0, and so on.
-Without `sources`, the rows of x are in this order; without `targets`, those of the result are. If
-it is gated, out[targets[n]] = silu(y[:F]) y[F:] of that product y [2 F] (Shazeer 2020).
+Without `sources`, the rows of x are in this order; without `targets`, those of the result are.
 """
 
 import jax
@@ -23,18 +22,16 @@ def grouped_matmul(
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
     *,
-    is_gated: bool = False,
     kernels: str = "auto",
 ) -> jax.Array:
     """Return the products [N, F] in x's dtype, accumulated in f32.
 
     Args:
         x: [N, D] rows; [M, D] with `sources`.
-        weights: [G, D, F], a matrix per group; if it is gated [G, D, 2 F], gate | up.
+        weights: [G, D, F], a matrix per group.
         group_sizes: i32[G], summing to N.
         sources: i32[N] rows of x; may repeat.
         targets: i32[N] rows of the result, a permutation.
-        is_gated: SwiGLU after the product.
         kernels: implementation to use, see `dispatch.run`.
 
     Raises:
@@ -50,9 +47,5 @@ def grouped_matmul(
     for name, rows in ("sources", sources), ("targets", targets):
         if rows is not None and rows.shape != (num_rows,):
             raise ValueError(f"{name} must be [N={num_rows}]; got {rows.shape}")
-    if is_gated and weights.shape[2] % 2:
-        raise ValueError(f"weights must be [G, D, 2 F] with is_gated; got {weights.shape}")
-    return run(
-        *("grouped_matmul", kernels, IMPLEMENTATIONS, x, weights, group_sizes, sources, targets),
-        is_gated=is_gated,
-    )
+    given = x, weights, group_sizes, sources, targets
+    return run("grouped_matmul", kernels, IMPLEMENTATIONS, *given)

@@ -6,8 +6,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fused_linear import swiglu
-
 BLOCK_ROWS = 8
 
 
@@ -17,16 +15,12 @@ def grouped_matmul_reference(
     group_sizes: jax.Array,
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
-    *,
-    is_gated: bool = False,
 ) -> jax.Array:
     """See `grouped_matmul`. Reads each used matrix once per block, and no other matrices.
 
     It has a gradient, by x and the weights.
     """
     out = _products(x if sources is None else x[sources], weights, group_sizes)
-    if is_gated:
-        out = swiglu(out)
     if targets is None:
         return out
     return jnp.zeros_like(out).at[targets].set(out, unique_indices=True)

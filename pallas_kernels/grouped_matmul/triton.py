@@ -24,7 +24,7 @@ class GroupedMatmulTuning:
     """Tile sizes (powers of two of at least 16) and launch parameters."""
 
     block_rows: int
-    block_columns: int  # of the weights; if it is gated half of them are gate's, half up's
+    block_columns: int
     block_depth: int
     num_warps: int
     num_stages: int
@@ -58,7 +58,6 @@ def grouped_matmul_triton(
     sources: jax.Array | None = None,
     targets: jax.Array | None = None,
     *,
-    is_gated: bool = False,
     config: GroupedMatmulTuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
@@ -67,8 +66,7 @@ def grouped_matmul_triton(
     Raises:
         UnsupportedError: dtypes differ or are not in DTYPES, or there are too many groups.
     """
-    num_groups, depth, width = weights.shape
-    num_columns = width // (1 + is_gated)
+    num_groups, depth, num_columns = weights.shape
     num_rows = x.shape[0] if sources is None else sources.shape[0]
     if x.dtype not in DTYPES or weights.dtype != x.dtype:
         raise UnsupportedError(
@@ -87,7 +85,6 @@ def grouped_matmul_triton(
         given=tuple(given),
         config=config,
         depth=depth,
-        parts=tuple(range(0, width, num_columns)),
         num_columns=num_columns,
     )
     (out,) = triton_call(
@@ -97,7 +94,7 @@ def grouped_matmul_triton(
         name="grouped_matmul",
         # Blocks of a group are adjacent, so that from the second on its matrix is in the L2 cache.
         grid=(
-            pl.cdiv(width, config.block_columns),
+            pl.cdiv(num_columns, config.block_columns),
             max_blocks(num_rows, num_groups, config.block_rows),
         ),
         num_warps=config.num_warps,
@@ -121,7 +118,6 @@ def _kernel(
     given: tuple[str, ...],
     config: GroupedMatmulTuning,
     depth: int,
-    parts: tuple[int, ...],  # the first columns of gate and up; else 0 alone
     num_columns: int,
 ):
     *place_refs, out_ref = refs
@@ -141,8 +137,7 @@ def _kernel(
         end = first + jnp.sum(jnp.where(group == mine, sizes, 0))
         block = row_block - jnp.sum(jnp.where(is_before, num_blocks, 0))
         rows = first + block * config.block_rows + jnp.arange(config.block_rows)
-        block_columns = config.block_columns // len(parts)
-        columns = column_block * block_columns + jnp.arange(block_columns)
+        columns = column_block * config.block_columns + jnp.arange(config.block_columns)
         is_mine = rows < end
 
         def placed(name):
@@ -156,22 +151,15 @@ def _kernel(
         is_row = is_mine[:, None]
         is_column = (columns < num_columns)[None]
 
-        def accumulate(i, totals):
+        def accumulate(i, total):
             k = i * config.block_depth + jnp.arange(config.block_depth)
             is_inside = k < depth
             x = load(x_ref.at[sources, k[None]], mask=is_row & is_inside[None], other=0.0)
+            tile = weights_ref.at[mine, k[:, None], columns[None]]
+            weights = load(tile, mask=is_inside[:, None] & is_column, other=0.0)
+            return total + dot(x, weights, allow_tf32=False)
 
-            def product(first):
-                tile = weights_ref.at[mine, k[:, None], first + columns[None]]
-                weights = load(tile, mask=is_inside[:, None] & is_column, other=0.0)
-                return dot(x, weights, allow_tf32=False)
-
-            return tuple(total + product(first) for total, first in zip(totals, parts, strict=True))
-
-        totals = (jnp.zeros((config.block_rows, block_columns), jnp.float32),) * len(parts)
-        steps = pl.cdiv(depth, config.block_depth)
-        total, *up = jax.lax.fori_loop(0, steps, accumulate, totals)
-        if up:
-            total = total / (1.0 + jnp.exp(-total)) * up[0]
+        zero = jnp.zeros((config.block_rows, config.block_columns), jnp.float32)
+        total = jax.lax.fori_loop(0, pl.cdiv(depth, config.block_depth), accumulate, zero)
         at = out_ref.at[targets, columns[None]]
         store(at, total.astype(out_ref.dtype), mask=is_row & is_column)

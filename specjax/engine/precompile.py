@@ -99,7 +99,7 @@ def matmul_precision(dtype: str, platform: str) -> AbstractContextManager:
     shapes would then differ by 2e-3 instead of 4e-5, and drafts would change tokens.
     """
     is_rounded = platform == "gpu" and dtype == "float32"
-    if is_rounded and jax.config.jax_default_matmul_precision is None:
+    if is_rounded and jax.config.values["jax_default_matmul_precision"] is None:
         return jax.default_matmul_precision("highest")
     return nullcontext()
 

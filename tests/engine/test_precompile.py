@@ -6,6 +6,7 @@ from functools import partial
 from weakref import WeakValueDictionary
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
@@ -527,3 +528,21 @@ def test_a_closed_engine_gives_its_memory_maps_back(monkeypatch):
         pytest.skip("memory maps cannot be counted here")
     assert min(given_back) > 200, "eight programs have some dozens each"
     assert max(held) - held[0] < 50, held
+
+
+@pytest.mark.parametrize(
+    "dtype, platform, asked, found",
+    [
+        ("float32", "gpu", None, "HIGHEST"),
+        ("float32", "gpu", "tensorfloat32", "HIGH"),
+        ("float32", "cpu", None, "DEFAULT"),
+        ("bfloat16", "gpu", None, "DEFAULT"),
+    ],
+)
+def test_products_of_float32_are_not_rounded_unless_asked_for(dtype, platform, asked, found):
+    x = jax.ShapeDtypeStruct((4, 4), dtype)
+    with jax.default_matmul_precision(asked), precompile.matmul_precision(dtype, platform):
+        traced = jax.make_jaxpr(jnp.dot)(x, x)
+    (product,) = traced.eqns
+    given = product.params["precision"] or (jax.lax.Precision.DEFAULT,)
+    assert {one.name for one in given} == {found}

@@ -12,27 +12,25 @@ from specjax.device.models.layers.moe import Experts, MoE, moe
 from specjax.inspect.resources import Resources
 
 MAX_SHARED = 227 * 1024
-# Rows, groups, depth, columns, whether it is gated: Qwen3.5-35B-A3B's experts, of 64 tokens and of
-# prompts' chunks, and Qwen3-Next's, 512 of which 10 are chosen. Last DeepSeek-V3's, more than 2^31
-# numbers.
+# Rows, groups, depth, columns: Qwen3.5-35B-A3B's experts, of 64 tokens and of prompts' chunks, and
+# Qwen3-Next's, 512 of which 10 are chosen. Last DeepSeek-V3's, more than 2^31 numbers.
 SHAPES = [
-    (512, 256, 2048, 1024, True),
-    (8192, 512, 512, 2048, False),
-    (65536, 256, 2048, 1024, True),
-    (65536, 256, 512, 2048, False),
-    (512, 256, 7168, 4096, True),
+    (512, 256, 2048, 1024),
+    (8192, 512, 512, 2048),
+    (65536, 256, 2048, 1024),
+    (65536, 256, 512, 2048),
+    (512, 256, 7168, 4096),
 ]
 
 pytestmark = pytest.mark.h200
 
 
-def product(rows, groups, depth, columns, is_gated, dtype="bfloat16"):
+def product(rows, groups, depth, columns, dtype="bfloat16"):
     """For the compiler: a product whose rows come from others."""
     shapes = (rows, depth), (groups, depth, columns)
     args = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
     args += [jax.ShapeDtypeStruct((size,), jnp.int32) for size in (groups, rows)]
-    run = functools.partial(grouped_matmul_triton, is_gated=is_gated)
-    return jax.jit(run), tuple(args), {}
+    return jax.jit(grouped_matmul_triton), tuple(args), {}
 
 
 def mixture(rows, num_experts=256, num_chosen=8):
@@ -60,7 +58,7 @@ MIXTURES = 8, 256  # rows
 @pytest.fixture(scope="module")
 def reports(compile_for_h200):
     """Those of products by shape and dtype, those of mixtures by rows."""
-    names = "rows", "groups", "depth", "columns", "is_gated", "dtype"
+    names = "rows", "groups", "depth", "columns", "dtype"
     products = [(*shape, "bfloat16") for shape in SHAPES]
     products += [(*SHAPES[0], "float32"), (*SHAPES[2], "float32")]
     requests = [

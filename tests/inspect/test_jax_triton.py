@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import pytest
 
 from pallas_kernels.draw_tokens import draw_tokens
-from pallas_kernels.fused_linear import Norm, fused_linear
 from pallas_kernels.gated_delta_rule import (
     DeltaRuleCache,
     DeltaRuleWeights,
@@ -18,6 +17,7 @@ from pallas_kernels.gated_delta_rule import (
     gated_delta_rule,
 )
 from pallas_kernels.paged_attention import paged_attention
+from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.route import Rule, route
 from pallas_kernels.triton_call import BACKENDS, VARIABLE
 from specjax.engine.precompile import GPU_OPTIONS
@@ -43,7 +43,7 @@ def program():
     weights = DeltaRuleWeights(shape(4, HEADS.channels), heads, heads, shape(HEADS.value_dim))
     slots, positions = shape(BATCH, dtype=i32), shape(BATCH, ROWS, dtype=i32)
 
-    def run(x, weights, cache, slots, positions, attention, sampling, projections, choice):
+    def run(x, weights, cache, slots, positions, attention, sampling, stream, choice):
         layer = jnp.int32(1)
         rule, cache = gated_delta_rule(
             *(x, weights, cache, layer, slots, positions, slots), folds=False, eps=1e-6
@@ -51,9 +51,7 @@ def program():
         q, kv, table, at = attention
         attended = paged_attention(q, kv, layer, table, at)
         logits, temperature, seeds = sampling
-        stream, scale, gate_up, down = projections
-        hidden = fused_linear(stream, gate_up, norm=Norm(scale, 1e-6, False), is_gated=True)
-        made = fused_linear(hidden, down, residual=stream)
+        made = add_rms_norm(*stream, 1e-6)
         routes = route(choice[0], 8, Rule(), is_padding=choice[1])
         return rule, cache, attended, made, routes, draw_tokens(logits, temperature, seeds, 2, ())
 
@@ -65,9 +63,9 @@ def program():
     )
     logits = shape(BATCH * ROWS, VOCAB, dtype=f32)
     sampling = logits, shape(BATCH, dtype=f32), shape(BATCH, dtype=jnp.uint32)
-    projections = shape(8, 2048), shape(2048), shape(2048, 16384), shape(8192, 2048)
+    stream = shape(8, 2048), shape(8, 2048), shape(2048)
     x, choice = shape(BATCH, ROWS, HEADS.inputs), (shape(8, 128), shape(8, dtype=jnp.bool_))
-    args = x, weights, cache, slots, positions, attention, sampling, projections, choice
+    args = x, weights, cache, slots, positions, attention, sampling, stream, choice
     return jax.jit(run, donate_argnums=2), args, {}
 
 
@@ -110,6 +108,6 @@ def test_programs_are_the_same_but_for_who_compiles_the_kernels(reports):
 def test_kernels_hardly_spill(reports, dumped):
     said = "".join(assemble("sm_90a", file) for file in dumped.glob("*/*.ptx"))
     found = list(parse_ptxas(said))
-    assert len(found) == 10  # two of them fused_linear
+    assert len(found) == 9
     for one in found:
         assert max(one.spill_store_bytes, one.spill_load_bytes) <= MAX_SPILLED, one

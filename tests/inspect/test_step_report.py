@@ -74,7 +74,7 @@ def test_layers_are_alike(reports):
 
 
 def is_product(launch):
-    return launch.kind == "gemm" or launch.pallas == "fused_linear"
+    return launch.kind == "gemm"
 
 
 def test_every_weight_is_read_once_by_the_target(reports):

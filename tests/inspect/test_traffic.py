@@ -101,13 +101,6 @@ PALLAS = {
         2 * ROWS * DIM * 2 + 2 * DIM,
         2 * ROWS * DIM * 2,
     ),
-    "fused_linear": (
-        (shape(ROWS, DIM), shape(DIM, WIDE), shape(DIM), shape(ROWS, WIDE)),
-        (shape(ROWS, WIDE),),
-        (),
-        2 * (ROWS * DIM + DIM * WIDE + DIM + ROWS * WIDE),
-        2 * ROWS * WIDE,
-    ),
     "gated_delta_rule_inputs": (
         (
             shape(BATCH, WIDTH, 776),

@@ -110,23 +110,6 @@ def test_rows_go_where_they_are_wanted(multiply, name):
         np.testing.assert_allclose(np.asarray(out)[targets], expected, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "interpret"])
-@pytest.mark.parametrize("name", ["around-blocks", "more-groups-than-rows"])
-def test_gated_products(name, kernels):
-    """With halves of 20 columns, which no tile divides."""
-    inputs = arguments(CASES[name])
-    gate, up = np.split(product_by_definition(*inputs), 2, axis=1)
-    targets = np.random.default_rng(4).permutation(len(gate))
-    out = gated(kernels)(*inputs, None, targets)
-    expected = gate / (1 + np.exp(-gate)) * up
-    np.testing.assert_allclose(np.asarray(out)[targets], expected, rtol=2e-6, atol=2e-6)
-
-
-@functools.cache
-def gated(kernels):
-    return jax.jit(functools.partial(grouped_matmul, is_gated=True, kernels=kernels))
-
-
 @pytest.mark.every_jax
 def test_sums_of_bf16_are_f32(multiply):
     """A term that bf16 sums would lose, 1 beside 512, is left where the large ones cancel."""
@@ -197,12 +180,6 @@ def test_shapes_that_do_not_fit_are_named(name, shapes):
     rows = {name: np.zeros(shape, int) for name, shape in shapes.items()}
     with pytest.raises(ValueError, match=f"^{name} must be"):
         grouped_matmul(x, weights, **rows)
-
-
-def test_odd_columns_have_no_halves():
-    x, weights, sizes = arguments((2, 1), dims=(24, 41))
-    with pytest.raises(ValueError, match=r"^weights must be \[G, D, 2 F\] with is_gated"):
-        grouped_matmul(x, weights, sizes, is_gated=True)
 
 
 def test_kernels_that_do_not_exist_are_named():

@@ -117,12 +117,12 @@ FAULTS = {
         "writes what another one reads",
     ),
     "tiles of two programs": (
-        "fused_linear/added",
-        lambda patch: planted(patch, r"tl.program_id\(0\)", "(tl.program_id(0) // 2)"),
+        "grouped_matmul",
+        lambda patch: planted(patch, r"tl.program_id\(1\)", "(tl.program_id(1) // 2)"),
         "writes what another one writes",
     ),
     "a store past the edge": (
-        "fused_linear/added",
+        "grouped_matmul",
         lambda patch: planted(patch, MASKED_STORE, r"\1"),
         "is out of bounds",
     ),

@@ -16,7 +16,6 @@ from support.kernels_delta_rule import LAYER, Implementation, Sizes, Streams
 from support.kernels_paged_attention import Case
 
 from pallas_kernels.draw_tokens import draw_tokens
-from pallas_kernels.fused_linear import Norm, fused_linear
 from pallas_kernels.gated_delta_rule import Heads
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.latent_attention import latent_attention
@@ -91,22 +90,6 @@ def latent() -> Operation:
     return of(partial(latent_attention, rank=64, scale=0.2), *given)
 
 
-def gated() -> Operation:
-    def run(x, weight, scale, *, kernels):
-        return fused_linear(x, weight, norm=Norm(scale, 1e-5, True), is_gated=True, kernels=kernels)
-
-    return of(run, normal(5, 200), normal(200, 200, seed=1) / 8, normal(200, seed=2))
-
-
-def added() -> Operation:
-    """A product and the residual stream."""
-
-    def run(x, weight, residual, *, kernels):
-        return fused_linear(x, weight, residual=residual, kernels=kernels)
-
-    return of(run, normal(3, 100), normal(100, 104, seed=1) / 8, normal(3, 104, seed=2))
-
-
 def routes() -> Operation:
     """By sigmoids, of more rows than a word has bits."""
     is_padding = np.arange(40) % 7 == 6
@@ -157,8 +140,6 @@ OPERATIONS: dict[str, Operation] = {
     "rope_write": rope(),
     "truncation": truncation(),
     "grouped_matmul": grouped(),
-    "fused_linear/gated": gated(),
-    "fused_linear/added": added(),
     "latent_attention": latent(),
     "route": routes(),
     # Few requests are split.

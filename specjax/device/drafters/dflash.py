@@ -32,7 +32,7 @@ from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.head import HeadDrafter, on_rows
 from specjax.device.models.decoder import DecoderLayer, decoder_layer
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.residual import NormedRows, Residual
+from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama
@@ -288,7 +288,7 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
             kind = replace(shape.attention, window=mask.window)
             where = rows[i], angles, kv, jnp.int32(i), shape, kind
             stream, kv = self.head.refinement.layer(layer, stream, *where)
-        return stream.normed(params.norm, shape, rows[0].kernels)[1].value, kv
+        return stream.normed(params.norm, shape, rows[0].kernels)[1], kv
 
     def observe(
         self, target: Model, params: Params, state: DFlashState, seen: Observation
@@ -307,5 +307,5 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         angles = shape.rope.angles(rows.positions)
         for i, layer in enumerate(params.layers):
             where = rows, angles, kv, jnp.int32(i), shape.attention
-            _, kv = layer.attention.mix(NormedRows(fused, None, rows.kernels), *where)
+            _, kv = layer.attention.mix(fused, *where)
         return kv

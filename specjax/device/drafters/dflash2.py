@@ -20,7 +20,7 @@ from specjax.device.drafters.dflash import Refinement
 from specjax.device.models.decoder import DecoderLayer
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.residual import NormedRows, Residual
+from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.llama import Llama
 
@@ -116,18 +116,15 @@ class DFlash2(Refinement):
     ) -> tuple[Residual, Any]:
         """See `Refinement.layer`."""
 
-        def read(x: jax.Array, taps: jax.Array) -> NormedRows:
-            return NormedRows(self._convolved(x, taps, rows), None, rows.kernels)
-
         x, normed = stream.normed(params.attention_norm, shape, rows.kernels)
-        before, after = self._taps(params.attention_conv, normed.value)
+        before, after = self._taps(params.attention_conv, normed)
         where = rows, angles, kv, index, kind
-        mixed, kv = params.attention.mix(read(normed.value, before), *where)
-        stream = Residual(x, self._convolved(mixed.value, after, rows))
+        mixed, kv = params.attention.mix(self._convolved(normed, before, rows), *where)
+        stream = Residual(x, self._convolved(mixed, after, rows))
         x, normed = stream.normed(params.mlp_norm, shape, rows.kernels)
-        before, after = self._taps(params.mlp_conv, normed.value)
-        out = params.mlp.feed(read(normed.value, before), shape.experts, rows)
-        return Residual(x, self._convolved(out.value, after, rows)), kv
+        before, after = self._taps(params.mlp_conv, normed)
+        out = params.mlp.feed(self._convolved(normed, before, rows), shape.experts, rows)
+        return Residual(x, self._convolved(out, after, rows)), kv
 
     def _taps(self, params: Convolution, x: jax.Array) -> jax.Array:
         """Return the weights [2, taps, N, D] of rows x [N, D], before and after what follows."""

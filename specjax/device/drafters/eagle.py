@@ -30,7 +30,7 @@ from specjax.device.models import llama
 from specjax.device.models.layers.attention import Attention
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
-from specjax.device.models.layers.residual import NormedRows
+from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
@@ -135,9 +135,9 @@ def _layer(
         x = x + params.fc_bias[None]
     angles = shape.rope.angles(rows.positions)
     where = rows, angles, kv, jnp.int32(0), shape.attention
-    mixed, kv = params.attention.mix(NormedRows(x, None, rows.kernels), *where)
-    x, normed = mixed.onto(x, rows.kernels).normed(params.mlp_norm, shape, rows.kernels)
-    return mlp(params.mlp, normed).onto(x, rows.kernels).sum(), kv
+    mixed, kv = params.attention.mix(x, *where)
+    x, normed = Residual(x, mixed).normed(params.mlp_norm, shape, rows.kernels)
+    return x + mlp(params.mlp, normed), kv
 
 
 def load(

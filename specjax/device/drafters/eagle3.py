@@ -39,7 +39,7 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
-from specjax.device.models.layers.residual import NormedRows, Residual
+from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
@@ -186,7 +186,7 @@ def _layer(
     stream, kv = first_layer(params, embedded, hidden, rows, kv, head)
     if not head.recycle_normed:
         return stream.sum(), kv
-    return stream.normed(params.norm, head.shape, rows.kernels)[1].value, kv
+    return stream.normed(params.norm, head.shape, rows.kernels)[1], kv
 
 
 def first_layer(
@@ -203,10 +203,10 @@ def first_layer(
     x = jnp.concatenate([rms_norm(embedded, params.embedding_norm, eps), normed], axis=-1)
     angles = shape.rope.angles(rows.positions)
     where = rows, angles, kv, jnp.int32(0), shape.attention
-    mixed, kv = params.attention.mix(NormedRows(x, None, rows.kernels), *where)
-    stream = mixed.onto(normed if head.norm_before_residual else hidden, rows.kernels)
+    mixed, kv = params.attention.mix(x, *where)
+    stream = Residual(normed if head.norm_before_residual else hidden, mixed)
     residual, read = stream.normed(params.mlp_norm, shape, rows.kernels)
-    return mlp(params.mlp, read).onto(residual, rows.kernels), kv
+    return Residual(residual, mlp(params.mlp, read)), kv
 
 
 def load(

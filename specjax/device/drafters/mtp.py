@@ -181,4 +181,4 @@ def _layer(
     stream = Residual(x, jnp.zeros_like(x))
     where = rows, angles, kv, jnp.int32(0), shape, head.cache_kind
     stream, kv = decoder_layer(params.layer, stream, *where)
-    return stream.normed(params.norm, shape, rows.kernels)[1].value, kv
+    return stream.normed(params.norm, shape, rows.kernels)[1], kv

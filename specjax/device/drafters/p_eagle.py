@@ -87,7 +87,7 @@ class PEagleHead(Eagle3Head):
         for i, layer in enumerate(own.layers, start=1):
             where = rows, angles, kv, jnp.int32(i), shape, shape.attention
             stream, kv = decoder_layer(layer, stream, *where)
-        return stream.normed(own.norm, shape, rows.kernels)[1].value, kv
+        return stream.normed(own.norm, shape, rows.kernels)[1], kv
 
     def mask_rows(self, params: PEagleParams, num_rows: int) -> tuple[jax.Array, jax.Array]:
         """Return tokens i32[N] and hidden states [N, D] of rows that are all masks."""

@@ -156,7 +156,7 @@ class Decoder:
             )
         entering.append(stream)
         _, hidden = stream.normed(params.norm, self, rows.kernels)
-        return Features.of(hidden.value, [entering[i].sum() for i in aux_layers]), tuple(held)
+        return Features.of(hidden, [entering[i].sum() for i in aux_layers]), tuple(held)
 
     def embed(self, params: DecoderParams, tokens: jax.Array) -> jax.Array:
         """Return the input embeddings [N, D] of tokens i32[N]."""
@@ -184,7 +184,5 @@ def decoder_layer(
     """Run one pre-norm decoder layer, the `layer`-th of those with the `cache` of `kind`."""
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, cache = params.attention.mix(normed, rows, angles, cache, layer, kind)
-    # Where the rows themselves are read, the sum is part of their norm's launch.
-    stream = mixed.onto(x, rows.kernels) if params.mlp.projects else Residual(x, mixed.value)
-    x, normed = stream.normed(params.mlp_norm, model, rows.kernels)
-    return params.mlp.feed(normed, model.experts, rows).onto(x, rows.kernels), cache
+    x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
+    return Residual(x, params.mlp.feed(normed, model.experts, rows)), cache

@@ -8,8 +8,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.rope_write import HeadWeights
 from specjax.device.cache.paged import PagedAttention, ProjectedHeads
-from specjax.device.models.layers.linear import linear_from
-from specjax.device.models.layers.residual import Addend, NormedRows, Product
+from specjax.device.models.layers.linear import linear, linear_from
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
 
@@ -29,17 +28,17 @@ class Attention:
 
     def mix(
         self,
-        x: NormedRows,
+        x: jax.Array,
         rows: Rows,
         angles: Angles,
         kv: Any,
         layer: jax.Array,
         kind: PagedAttention,
-    ) -> tuple[Product | Addend, Any]:
-        """Project rows, rotate, attend and project back; return (what to add to the stream, kv)."""
+    ) -> tuple[jax.Array, Any]:
+        """Project rows x [N, D_in], rotate, attend and project back; return ([N, D], kv)."""
         if not rows.attends:
-            return self._keep(x.value, rows, angles, kv, layer, kind)
-        qkv = x.project(self.qkv)
+            return self._keep(x, rows, angles, kv, layer, kind)
+        qkv = linear(x, self.qkv)
         weights = HeadWeights(self.qkv_bias, self.q_norm, self.k_norm)
         inputs = ProjectedHeads(qkv, weights, angles.rotation, self.sinks, angles.query_scales)
         mixed, kv = rows.mix(kind, kv, layer, inputs)
@@ -48,7 +47,8 @@ class Attention:
         mixed = mixed.reshape(len(mixed), -1)
         if gate_at < gate_end:
             mixed = mixed * jax.nn.sigmoid(qkv[:, gate_at:gate_end])
-        return Product(mixed, self.out, self.out_bias), kv
+        y = linear(mixed, self.out)
+        return y if self.out_bias is None else y + self.out_bias[None], kv
 
     def _keep(
         self,
@@ -58,11 +58,11 @@ class Attention:
         kv: Any,
         layer: jax.Array,
         kind: PagedAttention,
-    ) -> tuple[Addend, Any]:
+    ) -> tuple[jax.Array, Any]:
         """Project x [N, D_in] to keys and values only; return (zeros, kv)."""
         first = self.qkv.shape[1] - 2 * kind.num_kv_heads * kind.head_dim
         bias = None if self.qkv_bias is None else self.qkv_bias[first:]
         made = linear_from(x, self.qkv, first)
         inputs = ProjectedHeads(made, HeadWeights(bias, None, self.k_norm), angles.rotation)
         _, kv = rows.mix(kind, kv, layer, inputs)
-        return Addend(jnp.zeros((len(x), self.out.shape[1]), x.dtype)), kv
+        return jnp.zeros((len(x), self.out.shape[1]), x.dtype), kv

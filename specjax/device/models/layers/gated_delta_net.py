@@ -7,7 +7,7 @@ import jax
 
 from pallas_kernels.gated_delta_rule import DeltaRuleWeights
 from specjax.device.cache.recurrent import DeltaInputs, DeltaRule
-from specjax.device.models.layers.residual import NormedRows, Product
+from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
 
@@ -26,16 +26,16 @@ class GatedDeltaNet:
 
     def mix(
         self,
-        x: NormedRows,
+        x: jax.Array,
         rows: Rows,
         angles: Angles,
         cache: Any,
         layer: jax.Array,
         kind: DeltaRule,
-    ) -> tuple[Product, Any]:
-        """Project rows, run the gated delta rule with its gates and norm, and project back; return
-        (what to add to the stream, cache). Nothing is rotated."""
+    ) -> tuple[jax.Array, Any]:
+        """Project rows x [N, D], run the gated delta rule with its gates and norm, and project
+        back; return ([N, D], cache). Nothing is rotated."""
         weights = DeltaRuleWeights(self.conv, self.log_decay, self.decay_bias, self.norm)
-        inputs = DeltaInputs(x.project(self.in_proj), weights)
+        inputs = DeltaInputs(linear(x, self.in_proj), weights)
         y, cache = rows.mix(kind, cache, layer, inputs)
-        return Product(y.reshape(len(y), -1), self.out), cache
+        return linear(y.reshape(len(y), -1), self.out), cache

@@ -9,7 +9,6 @@ from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.spec import projection, stored
 from specjax.device.cache.latent import NORM_EPS, LatentAttention, ProjectedLatents
 from specjax.device.models.layers.linear import linear
-from specjax.device.models.layers.residual import NormedRows, Product
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
 
@@ -28,23 +27,22 @@ class MLA:
 
     def mix(
         self,
-        x: NormedRows,
+        x: jax.Array,
         rows: Rows,
         angles: Angles,
         cache: Any,
         layer: jax.Array,
         kind: LatentAttention,
-    ) -> tuple[Product, Any]:
-        """Project rows, rotate, attend and project back; return (what to add to the stream,
-        cache)."""
-        down = x.project(self.down)
+    ) -> tuple[jax.Array, Any]:
+        """Project rows x [N, D], rotate, attend and project back; return ([N, D], cache)."""
+        down = linear(x, self.down)
         latent_at = down.shape[1] - kind.rank - kind.rope_dim
         q, latent = down[:, :latent_at], down[:, latent_at:]
         if self.q_norm is not None and self.q_up is not None:
             q = linear(rms_norm(q, self.q_norm, NORM_EPS), self.q_up)
         inputs = ProjectedLatents(q, latent, self.latent_norm, self.up, angles.rotation)
         mixed, cache = rows.mix(kind, cache, layer, inputs)
-        return Product(mixed.reshape(len(mixed), -1), self.out), cache
+        return linear(mixed.reshape(len(mixed), -1), self.out), cache
 
 
 def mla_specs(kind: LatentAttention, prefix: str, dim: int, q_rank: int | None) -> MLA:

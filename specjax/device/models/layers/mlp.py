@@ -1,14 +1,13 @@
 """The gated feed-forward layer (SwiGLU)."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.fused_linear import swiglu
 from specjax.checkpoint.spec import projection
-from specjax.device.models.layers.residual import NormedRows, Product
+from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.rows import Rows
 
 
@@ -20,27 +19,24 @@ class MLP:
     gate_up: jax.Array  # [D, 2 F]
     down: jax.Array  # [F, D]
 
-    projects: ClassVar[bool] = True  # all that reads the rows is a projection
-
-    def feed(self, x: NormedRows, experts: Any, rows: Rows) -> Product:
+    def feed(self, x: jax.Array, experts: Any, rows: Rows) -> jax.Array:
         """Run the layer; it has no `experts`, and its rows are all alike."""
         return mlp(self, x)
 
 
-def mlp(params: MLP, x: NormedRows) -> Product:
-    """Compute down(swiglu(gate_up x))."""
-    return Product(x.gate(params.gate_up), params.down)
+def mlp(params: MLP, x: jax.Array) -> jax.Array:
+    """Compute down(swiglu(gate_up x)) of x [N, D]."""
+    return linear(SwiGLU()(linear(x, params.gate_up)), params.down)
 
 
 @dataclass(frozen=True)
 class SwiGLU:
-    """`swiglu` as a value, for models that choose between activations."""
-
-    is_of_kernel: ClassVar[bool] = True  # whether `grouped_matmul` applies it
+    """silu(gate) up; gate's columns come before up's (Shazeer 2020)."""
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return [N, F] of [N, 2 F]."""
-        return swiglu(x)
+        gate, up = jnp.split(x, 2, axis=-1)
+        return jax.nn.silu(gate) * up
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,6 @@ class ClampedSwiGLU:
 
     limit: float
     alpha: float
-    is_of_kernel: ClassVar[bool] = False
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return [N, F] of [N, 2 F]."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,6 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.spec import experts, fused_experts, projection
 from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, ClampedSwiGLU, SwiGLU, mlp, mlp_specs
-from specjax.device.models.layers.residual import Addend, NormedRows
 from specjax.device.models.layers.router import Router, SoftmaxRouter
 from specjax.device.models.layers.rows import Rows
 
@@ -49,12 +48,10 @@ class MoE:
     gate_up_bias: jax.Array | None = None  # [E, 2 F]
     down_bias: jax.Array | None = None  # [E, D]
 
-    projects: ClassVar[bool] = False  # see `MLP`
-
-    def feed(self, x: NormedRows, experts: Experts | None, rows: Rows) -> Addend:
+    def feed(self, x: jax.Array, experts: Experts | None, rows: Rows) -> jax.Array:
         """Run the mixture of `experts`."""
         assert experts is not None, "weights of experts without their sizes"
-        return Addend(moe(self, x.value, experts, rows.kernels, rows.positions < 0))
+        return moe(self, x, experts, rows.kernels, rows.positions < 0)
 
 
 def moe(
@@ -74,14 +71,10 @@ def moe(
     logits, correction = router.logits(params.router, x)
     routes = route(logits, experts.num_chosen, router.rule, correction, is_padding, kernels=kernels)
     sizes = routes.sizes
-    is_gated = experts.activation.is_of_kernel and params.gate_up_bias is None
-    hidden = grouped_matmul(
-        x, params.gate_up, sizes, routes.rows, is_gated=is_gated, kernels=kernels
-    )
+    hidden = grouped_matmul(x, params.gate_up, sizes, routes.rows, kernels=kernels)
     if params.gate_up_bias is not None:
         hidden += params.gate_up_bias[routes.experts.reshape(-1)[routes.order]]
-    if not is_gated:
-        hidden = experts.activation(hidden)
+    hidden = experts.activation(hidden)
     outputs = grouped_matmul(hidden, params.down, sizes, targets=routes.order, kernels=kernels)
     if params.down_bias is not None:
         outputs += params.down_bias[routes.experts.reshape(-1)]
@@ -89,7 +82,7 @@ def moe(
     mixed = jnp.einsum("nc,ncd->nd", routes.weights.astype(x.dtype), outputs)
     if params.shared is None:
         return mixed
-    shared = mlp(params.shared, NormedRows(x, None, kernels)).value
+    shared = mlp(params.shared, x)
     if params.shared_gate is None:
         return mixed + shared
     return mixed + jax.nn.sigmoid(linear(x, params.shared_gate)) * shared
