@@ -50,9 +50,10 @@ def paths(tree: Any) -> dict[str, Any]:
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """Return a path of JAX's tree functions as text."""
-    keys = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in path)
-    return ".".join(str(key) for key in keys)
+    """Return a path of JAX's tree functions as text, without keys that have none."""
+    keys = filter(str, path)
+    names = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in keys)
+    return ".".join(map(str, names))
 
 
 def _problem(array: Any) -> str | None:

@@ -17,6 +17,7 @@ from specjax.device.models.model import Model, init_caches, page_windows
 from specjax.device.placement import Placement, default_device
 from specjax.device.state import EngineState, init_state
 from specjax.device.verification import Verification
+from specjax.device.weights.weight import weights_on
 from specjax.engine.batch import (
     jitted,
     run_admit,
@@ -161,16 +162,16 @@ class CompiledPrograms:
         *,
         placement: Placement | None = None,
     ):
-        self.params = params
         self._placement = placement or Placement.on(default_device())
         platform = self._placement.device.platform
+        self.params = params
         self.model = step_model(config, target, drafter, verification, platform)
         self._jits = _JITS.setdefault(self.model, _Jits())
         self._config, self._layout, self._max_drafts = config, layout, max_drafts
         self.renew()
-        shapes = jax.tree.map(_shape, (params, self.state))
+        shapes = jax.tree.map(_shape, (self._weights, self.state))
         self._shapes = [jax.tree.leaves(shape) for shape in shapes]
-        self._trees = jax.tree.structure(params), self._state_tree
+        self._trees = self._weights_tree, self._state_tree
         self._options = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}.get(platform, {})
         self._options_behind = CPU_OPTIONS_BEHIND if platform == "cpu" else {}
         self._executables = None
@@ -203,7 +204,9 @@ class CompiledPrograms:
 
     @params.setter
     def params(self, params: Params) -> None:
-        self._params, self._weights = params, jax.tree.leaves(params)
+        self._params = params
+        weights = weights_on(self._placement.device.platform, params)
+        self._weights, self._weights_tree = jax.tree.flatten(weights)
 
     @property
     def state(self) -> EngineState:

@@ -26,6 +26,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from specjax.checkpoint.given import dotted
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
 from specjax.serving.memory import drafter_cache_bytes
@@ -185,7 +186,7 @@ def _observed_bytes(params: Any, token: int) -> int:
 
 
 def _names(path: tuple[Any, ...]) -> list[str]:
-    return [str(getattr(key, "name", getattr(key, "key", getattr(key, "idx", "")))) for key in path]
+    return dotted(path).split(".")
 
 
 def _size(tree: Any) -> int:

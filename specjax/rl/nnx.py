@@ -19,6 +19,7 @@ from flax import nnx
 
 from specjax.checkpoint.given import as_array, as_arrays, paths
 from specjax.device.models.model import Model
+from specjax.device.weights.weight import is_weight
 from specjax.rl.named import variable_paths
 from specjax.train.context import CausalRows
 
@@ -75,12 +76,13 @@ def _module(tree: Any, dtype: Any) -> Any:
         return branch
     if tree is None:
         return None
+    tree = tree.values if is_weight(tree) else tree
     is_cast = dtype is not None and jnp.issubdtype(tree.dtype, jnp.floating)
     return nnx.Param(jnp.array(tree, dtype if is_cast else None, copy=True))
 
 
 def _children(tree: Any) -> list[tuple[str, Any]]:
-    if is_dataclass(tree):
+    if is_dataclass(tree) and not is_weight(tree):
         return [(field.name, getattr(tree, field.name)) for field in fields(tree)]
     return list(tree.items()) if isinstance(tree, Mapping) else []
 

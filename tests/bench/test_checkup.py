@@ -20,6 +20,7 @@ from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.medusa import MedusaDrafter, MedusaHeads, MedusaParams
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
+from specjax.device.weights.matrix import Dense
 from specjax.llm import LLM
 from specjax.text.tokenizer import load_tokenizer
 from specjax.train.context import CausalRows
@@ -63,7 +64,7 @@ def test_medusa_heads_pass_unless_they_are_of_the_token_before(is_late):
     target = demo_llama(vocab_size, 2, 64)
     params = random_params(target.specs(), 0)
     for layer in params.layers:
-        layer.attention.out[:] = layer.mlp.down[:] = 0
+        layer.attention.out.values[:] = layer.mlp.down.values[:] = 0
     following = np.random.default_rng(1).permutation(vocab_size).astype(np.int32)
     after = [np.arange(vocab_size)]  # each token, by how much later
     while len(after) < length:
@@ -71,16 +72,16 @@ def test_medusa_heads_pass_unless_they_are_of_the_token_before(is_late):
 
     def scores(ids):  # [D, V], highest at the token of `ids` after the one that is embedded
         found = np.zeros((64, vocab_size), np.float32)
-        found[:, ids] = params.embedding.T
+        found[:, ids] = params.embedding.values.T
         return found
 
-    params = replace(params, norm=np.ones(64, np.float32), lm_head=scores(after[1]))
+    params = replace(params, norm=np.ones(64, np.float32), lm_head=Dense(scores(after[1])))
     heads = MedusaHeads(
         num_heads=K, num_blocks=0, hidden_size=64, draft_vocab_size=vocab_size, has_bias=False
     )
     own = MedusaParams(
         blocks=((),) * K,
-        lm_heads=tuple(scores(after[i + 2 - is_late]) for i in range(K)),
+        lm_heads=tuple(Dense(scores(after[i + 2 - is_late])) for i in range(K)),
         target_ids=None,
     )
     text = Text(np.array([ids[5] for ids in after], np.int32), 6)

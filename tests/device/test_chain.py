@@ -1,5 +1,6 @@
 """What a round without drafts asks of a chain drafter's head: keys and values, and no more."""
 
+import math
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -81,5 +82,5 @@ def test_a_round_without_drafts_runs_only_the_projections_of_the_head(kind):
     plain = num_flops(target, Watching(head.aux_layers), None)
     speculating = num_flops(target, ChainDrafter(head), own)
     attention = own.layer.attention if kind.startswith("mtp") else own.attention
-    projections = sum(spec.shape[0] * spec.shape[1] for spec in (own.fc, attention.qkv))
+    projections = sum(math.prod(one.values.shape) for one in (own.fc, attention.qkv))
     assert 1 < (speculating - plain) / (2 * BATCH * projections) < 1.1

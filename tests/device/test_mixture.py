@@ -10,6 +10,8 @@ from support.weights import randomise
 from specjax.checkpoint.spec import TensorSpec
 from specjax.device.models.layers.moe import Experts, MoE, moe, moe_specs
 from specjax.device.models.layers.router import SigmoidRouter, SoftmaxRouter
+from specjax.device.weights.experts import ExpertMatrices
+from specjax.device.weights.matrix import Dense
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -99,7 +101,9 @@ def test_padding_reads_no_experts_that_real_rows_do_not():
     others = np.setdiff1d(np.arange(NUM_EXPERTS), chosen[0])
     weights[1][others] = weights[2][others] = np.nan
 
-    run = jax.jit(partial(moe, MoE(*weights), experts=sizes, kernels="interpret"))
+    router, *matrices = weights
+    params = MoE(Dense(router), *map(ExpertMatrices, matrices))
+    run = jax.jit(partial(moe, params, experts=sizes, kernels="interpret"))
     out = run(x, is_padding=np.arange(ROWS) > 0)
     assert np.isfinite(out).all()
     assert np.isin(chosen[1:], others).any()  # where padding would have gone by itself

@@ -9,6 +9,8 @@ import pytest
 from pallas_kernels.grouped_matmul.triton import grouped_matmul_triton
 from specjax.device.models.layers.mlp import MLP
 from specjax.device.models.layers.moe import Experts, MoE, moe
+from specjax.device.weights.experts import ExpertMatrices
+from specjax.device.weights.matrix import Dense
 from specjax.inspect.resources import Resources
 
 MAX_SHARED = 227 * 1024
@@ -38,11 +40,11 @@ def mixture(rows, num_experts=256, num_chosen=8):
     dim, width = 2048, 512
     experts = Experts(num_experts, num_chosen, width, width, True)
     params = MoE(
-        router=(dim, num_experts),
-        gate_up=(num_experts, dim, 2 * width),
-        down=(num_experts, width, dim),
-        shared=MLP((dim, 2 * width), (width, dim)),
-        shared_gate=(dim, 1),
+        router=Dense((dim, num_experts)),
+        gate_up=ExpertMatrices((num_experts, dim, 2 * width)),
+        down=ExpertMatrices((num_experts, width, dim)),
+        shared=MLP(Dense((dim, 2 * width)), Dense((width, dim))),
+        shared_gate=Dense((dim, 1)),
     )
     args = jax.tree.map(
         lambda shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16),

@@ -274,7 +274,7 @@ def test_decays_are_kept_in_float32(checkpoints, rewrite_tensors, kind, in_file)
             tensor = target.hf.get_decoder().layers[i].linear_attn.get_parameter(name)
             assert found.dtype == jnp.float32
             np.testing.assert_array_equal(found, tensor.detach().to(dtype).float())
-        assert layer.attention.in_proj.dtype == layer.attention.conv.dtype == jnp.bfloat16
+        assert layer.attention.in_proj.values.dtype == layer.attention.conv.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "qwen3_5_text"])

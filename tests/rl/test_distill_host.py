@@ -95,7 +95,7 @@ def test_a_refit_goes_on_from_the_drafter_that_others_gave_the_engine(
     old = copied(engine.params.drafter)
     give(engine)
     given = copied(engine.params.drafter)
-    assert (np.asarray(given.fc) != old.fc).all()
+    assert (np.asarray(given.fc.values) != old.fc.values).all()
     report, trained = refits.refit(rollouts, steps=3), copied(engine.params.drafter)
     engine.update_drafter(given)
     expected = distiller(engine).refit(rollouts, steps=3)
@@ -107,7 +107,7 @@ def test_a_refit_goes_on_from_the_drafter_that_others_gave_the_engine(
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=keystr(path))
     for name in "embedding", "target_ids":
         if getattr(given, name, None) is not None:
-            np.testing.assert_array_equal(getattr(trained, name), getattr(given, name))
+            assert_equal(getattr(trained, name), getattr(given, name))
 
 
 def test_a_drafter_that_others_gave_is_saved_and_steps_are_counted_on(
@@ -149,7 +149,7 @@ def test_a_drafter_that_comes_during_a_refit_stays(open_engine, prompts, monkeyp
     assert engine.drafter_version == 1
     refits.refit([], steps=1)
     assert engine.drafter_version == 2
-    np.testing.assert_allclose(engine.params.drafter.fc, given.fc, atol=1e-3)
+    np.testing.assert_allclose(engine.params.drafter.fc.values, given.fc.values, atol=1e-3)
 
 
 def test_whole_features_of_a_batch_at_most_are_there_at_a_time(open_engine, prompts, monkeypatch):

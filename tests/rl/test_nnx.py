@@ -49,7 +49,9 @@ def test_a_policys_state_has_the_paths_and_arrays_of_the_engine(checkpoints, kin
     _, params = load(checkpoints.target(kind, vocab_size=VOCAB, **config))
     policy = PolicyModule(_, params)
     state = nnx.to_pure_dict(nnx.state(policy, nnx.Param))
-    assert state["layers"][0]["attention"]["qkv"].shape == params.layers[0].attention.qkv.shape
+    assert (
+        state["layers"][0]["attention"]["qkv"].shape == params.layers[0].attention.qkv.values.shape
+    )
     assert len(jax.tree.leaves(state)) == len(jax.tree.leaves(params))
     assert ("lm_head" in state) == (params.lm_head is not None)
     jax.tree.map(np.testing.assert_array_equal, policy.params(), params)

@@ -96,7 +96,7 @@ def test_adapters_are_merged_at_every_update(tied):
         made.update_params(nnx.state(actor, nnx.LoRAParam), (nnx.LoRAParam,))
         delta = np.einsum("dr,rnh->dnh", q.w_lora_a[...], q.w_lora_b[...])
         expected = (np.asarray(q.w[...]) + 0.25 * delta).reshape(32, 32)
-        found = made.engine.params.target.layers[1].attention.qkv[:, :32]
+        found = made.engine.params.target.layers[1].attention.qkv.values[:, :32]
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 

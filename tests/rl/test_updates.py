@@ -20,6 +20,7 @@ from support.rollouts import (
 )
 
 from specjax import SamplingParams
+from specjax.device.weights.matrix import Dense
 from specjax.rl import RolloutEngine, Span
 from specjax.rl.weights import ArraySource
 
@@ -50,8 +51,11 @@ def test_drafts_change_nothing_across_updates(three_engines, kind):
         weights = noisy(weights, step)
         drafter = replace(
             drafter,
-            fc=drafter.fc
-            + 0.05 * np.sin(step + np.arange(len(drafter.fc)))[:, None].astype(np.float32),
+            fc=Dense(
+                drafter.fc.values
+                + 0.05
+                * np.sin(step + np.arange(len(drafter.fc.values)))[:, None].astype(np.float32)
+            ),
         )
         for engine in plain, stale:
             engine.update_weights(weights, version=step)

@@ -19,6 +19,7 @@ from specjax.checkpoint import finite
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
+from specjax.device.weights.matrix import Dense
 from specjax.rl.weights import checksum, paths, stage_drafter
 
 
@@ -35,13 +36,13 @@ def test_weights_under_hugging_face_names(
         engine = build(module.folder, drafts={"method": "mtp", "num_speculative_tokens": K})
         tensors = load_file(module.folder / "model.safetensors")
         weights |= {n: x + 0.5 for n, x in tensors.items() if n.startswith("mtp.")}
-        before = np.array(engine.params.drafter.fc)
+        before = np.array(engine.params.drafter.fc.values)
     params = SamplingParams(temperature=0, max_tokens=12)
     engine.generate(PROMPTS, params)  # which leaves pages, and states, of the old weights
     engine.update_weights(iter(weights.items()))
     assert engine.drafter_version == (0 if kind == "llama" else 1)
     if kind == "qwen3_5":
-        np.testing.assert_allclose(engine.params.drafter.fc, before + 0.5, atol=1e-6)
+        np.testing.assert_allclose(engine.params.drafter.fc.values, before + 0.5, atol=1e-6)
     num_programs = engine.metrics().num_compilations
     with compilations.none_expected():  # how names are laid out has been compiled
         engine.update_weights(weights)
@@ -186,12 +187,14 @@ def test_names_of_hugging_face_that_do_not_fit(engine, hf):
 def test_weights_that_are_not_finite_change_nothing(engine, original, hf, bad):
     before, version = engine.checksum(), engine.version
     spoiled = jax.tree.map(np.array, original)
-    spoiled.layers[1].mlp.down[3, 4] = bad
+    spoiled.layers[1].mlp.down.values[3, 4] = bad
     refusal(lambda: engine.update_weights(spoiled), "layers.1.mlp.down", "nothing was changed")
     named = {name: tensor.numpy().copy() for name, tensor in hf.state_dict().items()}
     named["model.norm.weight"][0] = bad
     refusal(lambda: engine.update_weights(named), "infinity in model.norm.weight,")
-    drafter = replace(copied(engine.params.drafter), fc=engine.params.drafter.fc * bad)
+    drafter = replace(
+        copied(engine.params.drafter), fc=Dense(engine.params.drafter.fc.values * bad)
+    )
     refusal(lambda: engine.update_drafter(drafter), "the drafter's weights", "in fc,")
     refusal(lambda: engine.update_weights(original, drafter=drafter), "in fc,")
     assert engine.checksum() == before and engine.version == version

@@ -260,7 +260,8 @@ def test_bad_dtypes(target, dtype, words):
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_params_of_a_model_value_are_finite(target, bad):
     model, params = load_model(target.folder, np.dtype("float32"))
-    params.layers[1].mlp.__dict__["down"] = params.layers[1].mlp.down.at[0, 0].set(bad)
+    down = params.layers[1].mlp.down
+    down.__dict__["values"] = down.values.at[0, 0].set(bad)
     refusal(lambda: LLM(model, params=params, **SIZES), "layers[1].mlp.down", "NaN or infinity")
 
 

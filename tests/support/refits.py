@@ -79,7 +79,7 @@ def made_up_scores(engine: RolloutEngine) -> Any:
 
     def score(samples: Any, *, features: bool) -> list[Score]:
         assert features
-        embedding = np.asarray(engine.params.target.embedding)
+        embedding = np.asarray(engine.params.target.embedding.values)
         num_aux = len(engine.drafter.aux_layers)
         found = []
         for prompt, output in samples:

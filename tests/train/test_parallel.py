@@ -236,7 +236,7 @@ def test_p_eagle_learns_what_it_would_in_torch(target_params, documents, feature
         tensors.append(safetensors.load_file(tmp_path / str(i) / "model.safetensors"))
     weights = {name: x.requires_grad_() for name, x in tensors[0].items()}
     decoder = {"head_dim": 64, "rope_theta": TARGET.rope.theta, "rms_norm_eps": 1e-5}
-    embedding = torch.from_numpy(np.array(target_params.embedding))
+    embedding = torch.from_numpy(np.array(target_params.embedding.values))
     oracle = heads.OracleHead(weights, decoder, embedding, weights["lm_head.weight"], AUX)
     teacher = jax.jit(TARGET.logits)(target_params, batch.hidden[0])
     arrays = np.array(batch.auxiliary), np.array(teacher)[None]

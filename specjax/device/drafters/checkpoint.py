@@ -121,7 +121,7 @@ def cannot_matter(name: str) -> bool:
 def embed_tokens(target: Model, params: Any, tokens: jax.Array) -> jax.Array:
     """Return embeddings [N, D] of tokens i32[N]: the drafter's own, or else the target's."""
     own = params.drafter.embedding
-    return target.embed(params.target, tokens) if own is None else own[tokens]
+    return target.embed(params.target, tokens) if own is None else own.rows(tokens)
 
 
 def read_target_ids(
@@ -170,6 +170,7 @@ def without_shared_embedding(
     if not head.has_embedding:
         return head, params
     shared = target.embed(target_params, jnp.arange(target.vocab_size))
-    if shared.shape != params.embedding.shape or not bool((shared == params.embedding).all()):
+    own = params.embedding.values
+    if shared.shape != own.shape or not bool((shared == own).all()):
         return head, params
     return replace(head, has_embedding=False), replace(params, embedding=None)

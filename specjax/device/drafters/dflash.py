@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rms_norm import rms_norm
-from specjax.checkpoint.spec import projection, stored
+from specjax.checkpoint.spec import stored
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.cache.paged import PagedAttention
 from specjax.device.cache.rows import CachedRows, padded_width
@@ -31,13 +31,14 @@ from specjax.device.drafters.checkpoint import (
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.head import HeadDrafter, on_rows
 from specjax.device.models.decoder import DecoderLayer, decoder_layer
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama
 from specjax.device.models.model import Model
 from specjax.device.verification import Draft
+from specjax.device.weights.matrix import Matrix, dense
+from specjax.device.weights.table import Table, table
 
 # Tensors that are not loaded as weights.
 UNUSED = "d2t", "t2d", "confidence_head.proj.weight", "confidence_head.proj.bias"
@@ -52,12 +53,12 @@ ENCODER_NAMES = {"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"}
 class DFlashParams:
     """Weights of a DFlash head; `embedding` and `lm_head` are None where they are the target's."""
 
-    embedding: jax.Array | None  # [V, D]
-    context_fc: jax.Array  # [A D_target, D]
+    embedding: Table | None  # [V, D]
+    context_fc: Matrix  # [A D_target, D]
     context_norm: jax.Array  # [D]
     layers: tuple[DecoderLayer, ...]
     norm: jax.Array  # [D]
-    lm_head: jax.Array | None  # [D, V_d]
+    lm_head: Matrix | None  # [D, V_d]
     mask: jax.Array | None = None  # [D], e(MASK), if it is not in the embedding
     refinement: Any = None
     target_ids: jax.Array | None = None  # i32[V_d]
@@ -170,13 +171,11 @@ class DFlashHead:
         dim, num_in = self.shape.hidden_size, len(self.aux_layers) * self.target_hidden_size
         is_encoder = f"{ENCODER_NAMES['fc']}.weight" in names
         fc, norm = ENCODER_NAMES.values() if is_encoder else ENCODER_NAMES
-        embedding = stored(
-            ["embed_tokens.weight"], (self.shape.vocab_size, dim), axes=("vocab", None)
-        )
-        head = projection(["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab"))
+        embedding = table(["embed_tokens.weight"], self.shape.vocab_size, dim)
+        head = dense(["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab"))
         return DFlashParams(
             embedding=embedding if self.has_embedding else None,
-            context_fc=projection([f"{fc}.weight"], num_in, [dim]),
+            context_fc=dense([f"{fc}.weight"], num_in, [dim]),
             context_norm=stored([f"{norm}.weight"], (dim,)),
             layers=tuple(
                 self.refinement.layer_specs(self.shape, name) for name in self._layer_names(names)
@@ -203,7 +202,7 @@ class DFlashHead:
         own = params.drafter.lm_head
         if own is None:
             return target.logits(params.target, hidden)
-        return linear(hidden, own, jnp.float32)
+        return own.multiply(hidden, jnp.float32)
 
 
 def first_layer(names: Collection[str]) -> str:
@@ -303,7 +302,8 @@ class DFlashDrafter(HeadDrafter[DFlashHead]):
         """Return kv with the keys and values of the target's states [N, A D_target] at `rows`. Of
         each layer only these are used: JAX or XLA removes the rest as dead code."""
         shape = self.head.shape
-        fused = rms_norm(linear(states, params.context_fc), params.context_norm, shape.rms_norm_eps)
+        fused = params.context_fc.multiply(states)
+        fused = rms_norm(fused, params.context_norm, shape.rms_norm_eps)
         angles = shape.rope.angles(rows.positions)
         for i, layer in enumerate(params.layers):
             where = rows, angles, kv, jnp.int32(i), shape.attention

@@ -13,16 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import projection, stored
+from specjax.checkpoint.spec import stored
 from specjax.device.cache.paged import PagedAttention
 from specjax.device.cache.rows import CachedRows
 from specjax.device.drafters.dflash import Refinement
 from specjax.device.models.decoder import DecoderLayer
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.llama import Llama
+from specjax.device.weights.matrix import Matrix, dense
 
 
 @jax.tree_util.register_dataclass
@@ -31,7 +31,7 @@ class Convolution:
     """Weights of the convolutions before and after a part of a layer."""
 
     base: jax.Array  # [2, taps, D]
-    projection: jax.Array  # [D, 2 taps groups]
+    projection: Matrix  # [D, 2 taps groups]
 
 
 @jax.tree_util.register_dataclass
@@ -50,7 +50,7 @@ class Selector:
 
     previous: jax.Array  # P [V, r]
     candidates: jax.Array  # S [V, r]
-    hidden: jax.Array  # H [D, r]
+    hidden: Matrix  # H [D, r]
 
 
 class Candidates(NamedTuple):
@@ -79,7 +79,7 @@ class DFlash2(Refinement):
         return Selector(
             previous=stored([f"{name}.predecessor_codebook"], codes, axes=("vocab", None)),
             candidates=stored([f"{name}.successor_codebook"], codes, axes=("vocab", None)),
-            hidden=projection([f"{name}.hidden_projection.weight"], hidden_size, [self.rank]),
+            hidden=dense([f"{name}.hidden_projection.weight"], hidden_size, [self.rank]),
         )
 
     def layer_specs(self, shape: Llama, name: str) -> ConvolvedLayer:
@@ -91,7 +91,7 @@ class DFlash2(Refinement):
             stem = f"{name}.{which}_conv"
             return Convolution(
                 base=stored([f"{stem}.base_kernel"], (2, self.num_taps, dim)),
-                projection=projection([f"{stem}.kernel_projection.weight"], dim, [num_out]),
+                projection=dense([f"{stem}.kernel_projection.weight"], dim, [num_out]),
             )
 
         return ConvolvedLayer(
@@ -128,7 +128,7 @@ class DFlash2(Refinement):
 
     def _taps(self, params: Convolution, x: jax.Array) -> jax.Array:
         """Return the weights [2, taps, N, D] of rows x [N, D], before and after what follows."""
-        by_group = linear(x, params.projection).reshape(len(x), 2, self.num_taps, -1)
+        by_group = params.projection.multiply(x).reshape(len(x), 2, self.num_taps, -1)
         by_row = jnp.repeat(by_group, self.group_size, axis=-1).transpose(1, 2, 0, 3)
         return params.base[:, :, None] + by_row
 
@@ -147,7 +147,7 @@ class DFlash2(Refinement):
         best = best * self.multiplier
         if self.soft_cap is not None:
             best = self.soft_cap * jnp.tanh(best / self.soft_cap)
-        return Candidates(best, ids, linear(hidden, params.hidden))
+        return Candidates(best, ids, params.hidden.multiply(hidden))
 
     def logits(self, params: Selector, block: Candidates, previous: jax.Array) -> jax.Array:
         """See `Refinement.logits`: -inf for what is no candidate."""

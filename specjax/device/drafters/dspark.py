@@ -13,10 +13,10 @@ import jax
 import jax.numpy as jnp
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import projection, stored
 from specjax.device.drafters.dflash import Refinement
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.layers.linear import linear
+from specjax.device.weights.matrix import Matrix, dense
+from specjax.device.weights.table import Table, table
 
 
 @jax.tree_util.register_dataclass
@@ -24,8 +24,8 @@ from specjax.device.models.layers.linear import linear
 class MarkovParams:
     """Weights of a correction by the token before."""
 
-    previous: jax.Array  # [V, r]
-    bias: jax.Array  # [r, V_d]
+    previous: Table  # [V, r]
+    bias: Matrix  # [r, V_d]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,13 +39,13 @@ class Markov(Refinement):
         """See `Refinement.specs`."""
         names = [f"markov_head.markov_{which}.weight" for which in ("w1", "w2")]
         return MarkovParams(
-            previous=stored([names[0]], (vocab_size, self.rank), axes=("vocab", None)),
-            bias=projection([names[1]], self.rank, [draft_vocab_size], axes=(None, "vocab")),
+            previous=table([names[0]], vocab_size, self.rank),
+            bias=dense([names[1]], self.rank, [draft_vocab_size], axes=(None, "vocab")),
         )
 
     def logits(self, params: MarkovParams, block: jax.Array, previous: jax.Array) -> jax.Array:
         """See `Refinement.logits`."""
-        return block + linear(params.previous[previous], params.bias, jnp.float32)
+        return block + params.bias.multiply(params.previous.rows(previous), jnp.float32)
 
 
 def read(hf: HFConfig, own: dict[str, Any]) -> tuple[Refinement, int]:

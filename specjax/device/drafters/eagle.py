@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import projection, stored
+from specjax.checkpoint.spec import stored
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind
 from specjax.device.drafters.checkpoint import (
@@ -28,12 +28,13 @@ from specjax.device.drafters.checkpoint import (
 from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.layers.attention import Attention
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
+from specjax.device.weights.matrix import Matrix, dense
+from specjax.device.weights.table import Table, table
 
 
 @jax.tree_util.register_dataclass
@@ -41,13 +42,13 @@ from specjax.device.models.model import Features, Model
 class EagleParams:
     """Weights of an EAGLE-1 head; `embedding` is None if the target's is used."""
 
-    embedding: jax.Array | None  # [V, D]
-    fc: jax.Array  # [2 D, D]
+    embedding: Table | None  # [V, D]
+    fc: Matrix  # [2 D, D]
     fc_bias: jax.Array | None  # [D]
     attention: Attention
     mlp_norm: jax.Array  # [D]
     mlp: MLP
-    lm_head: jax.Array | None = None  # [D, V]; None if the target's is used
+    lm_head: Matrix | None = None  # [D, V]; None if the target's is used
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,13 +75,11 @@ class EagleHead:
     def specs(self, names: Collection[str] = ()) -> EagleParams:
         """Return the weights as `TensorSpec`s; the published names have no variants."""
         dim, layer = self.hidden_size, "layers.0"
-        embedding = stored(
-            ["embed_tokens.weight"], (self.shape.vocab_size, dim), axes=("vocab", None)
-        )
-        lm_head = projection(["lm_head.weight"], dim, [self.shape.vocab_size], axes=(None, "vocab"))
+        embedding = table(["embed_tokens.weight"], self.shape.vocab_size, dim)
+        lm_head = dense(["lm_head.weight"], dim, [self.shape.vocab_size], axes=(None, "vocab"))
         return EagleParams(
             embedding=embedding if self.has_embedding else None,
-            fc=projection(["fc.weight"], 2 * dim, [dim]),
+            fc=dense(["fc.weight"], 2 * dim, [dim]),
             fc_bias=stored(["fc.bias"], (dim,)) if self.has_fc_bias else None,
             attention=attention_specs(self.shape, f"{layer}.self_attn", dim),
             mlp_norm=stored([f"{layer}.post_attention_layernorm.weight"], (dim,)),
@@ -114,7 +113,7 @@ class EagleHead:
         own = params.drafter.lm_head
         if own is None:
             return target.logits(params.target, hidden)
-        return linear(hidden, own, jnp.float32)
+        return own.multiply(hidden, jnp.float32)
 
     def target_ids(self, params: EagleParams) -> None:
         """Return None: drafts use the target's full vocabulary."""
@@ -130,7 +129,7 @@ def _layer(
     head: EagleHead,
 ) -> tuple[jax.Array, Any]:
     shape = head.shape
-    x = linear(jnp.concatenate([embedded, hidden], axis=-1), params.fc)
+    x = params.fc.multiply(jnp.concatenate([embedded, hidden], axis=-1))
     if params.fc_bias is not None:
         x = x + params.fc_bias[None]
     angles = shape.rope.angles(rows.positions)

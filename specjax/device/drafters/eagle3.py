@@ -22,7 +22,7 @@ import numpy as np
 
 from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import projection, stored
+from specjax.checkpoint.spec import stored
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheKind
 from specjax.device.drafters.chain import ChainDrafter
@@ -37,12 +37,13 @@ from specjax.device.drafters.drafter import Params
 from specjax.device.models import llama
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp, mlp_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.llama import Llama, attention_specs
 from specjax.device.models.model import Features, Model
+from specjax.device.weights.matrix import Matrix, dense
+from specjax.device.weights.table import Table, table
 
 _FUSING = "fc.", "fc_norm.", "input_norm."  # tensors that fuse auxiliary states
 
@@ -53,8 +54,8 @@ class Eagle3Params:
     """Weights of an EAGLE-3 head; `embedding` and `lm_head` are None where they are the target's,
     and `fc` without auxiliary layers."""
 
-    embedding: jax.Array | None  # [V, D]
-    fc: jax.Array | None  # [A D_target, D]
+    embedding: Table | None  # [V, D]
+    fc: Matrix | None  # [A D_target, D]
     input_norm: jax.Array | None  # [A D_target], over all auxiliary states before fc
     aux_norms: tuple[jax.Array, ...]  # A of [D_target], one per auxiliary state before fc; or none
     embedding_norm: jax.Array  # [D]
@@ -63,7 +64,7 @@ class Eagle3Params:
     mlp_norm: jax.Array  # [D]
     mlp: MLP
     norm: jax.Array  # [D]
-    lm_head: jax.Array | None  # [D, V_d]
+    lm_head: Matrix | None  # [D, V_d]
     fc_bias: jax.Array | None = None  # [D]
     target_ids: jax.Array | None = None  # i32[V_d]
 
@@ -106,13 +107,11 @@ class Eagle3Head:
         layer = layer_name(names)
         dim, num_aux = self.hidden_size, len(self.aux_layers)
         wide, all_wide = self.target_hidden_size, self.feature_size
-        lm_head = projection(["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab"))
-        embedding = stored(
-            ["embed_tokens.weight"], (self.shape.vocab_size, dim), axes=("vocab", None)
-        )
+        lm_head = dense(["lm_head.weight"], dim, [self.draft_vocab_size], axes=(None, "vocab"))
+        embedding = table(["embed_tokens.weight"], self.shape.vocab_size, dim)
         return Eagle3Params(
             embedding=embedding if self.has_embedding else None,
-            fc=projection(["fc.weight"], all_wide, [dim]) if num_aux else None,
+            fc=dense(["fc.weight"], all_wide, [dim]) if num_aux else None,
             fc_bias=stored(["fc.bias"], (dim,)) if self.has_fc_bias else None,
             input_norm=stored(["input_norm.weight"], (all_wide,)) if self.has_input_norm else None,
             aux_norms=tuple(stored([f"fc_norm.{i}.weight"], (wide,)) for i in range(num_aux))
@@ -144,7 +143,7 @@ class Eagle3Head:
             states = jnp.concatenate(normed, axis=-1)
         if params.input_norm is not None:
             states = rms_norm(states, params.input_norm, eps)
-        fused = linear(states, params.fc)
+        fused = params.fc.multiply(states)
         return fused if params.fc_bias is None else fused + params.fc_bias[None]
 
     def extend(
@@ -167,7 +166,7 @@ class Eagle3Head:
             hidden = rms_norm(hidden, own.norm, self.shape.rms_norm_eps)
         if own.lm_head is None:
             return target.logits(params.target, hidden)
-        return linear(hidden, own.lm_head, jnp.float32)
+        return own.lm_head.multiply(hidden, jnp.float32)
 
     def target_ids(self, params: Eagle3Params) -> jax.Array | None:
         """Return the target's ids of the draft vocabulary."""

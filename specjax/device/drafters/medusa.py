@@ -19,18 +19,18 @@ import numpy as np
 
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.files import open_checkpoint, open_file
-from specjax.checkpoint.spec import projection, stored
+from specjax.checkpoint.spec import stored
 from specjax.config import SpeculativeConfig
 from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.checkpoint import DrafterFiles, read_target_ids
 from specjax.device.drafters.drafter import DraftContext, Observation, Params
 from specjax.device.drafters.head import HeadDrafter, on_rows
 from specjax.device.loading import Log
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.model import Model
 from specjax.device.models.registry import read_config
 from specjax.device.placement import Placement
 from specjax.device.verification import Draft
+from specjax.device.weights.matrix import Matrix, dense
 
 FIRST_FILES = "medusa_lm_head.safetensors", "medusa_lm_head.pt"  # of the authors' releases
 TOKEN_MAP = "token_map"  # the target's token id of each draft logit, in vLLM's layout
@@ -41,7 +41,7 @@ TOKEN_MAP = "token_map"  # the target's token id of each draft logit, in vLLM's 
 class ResidualBlock:
     """A residual block."""
 
-    weight: jax.Array  # [D, D]
+    weight: Matrix  # [D, D]
     bias: jax.Array | None  # [D]
 
 
@@ -51,7 +51,7 @@ class MedusaParams:
     """Weights of all heads."""
 
     blocks: tuple[tuple[ResidualBlock, ...], ...]  # by head
-    lm_heads: tuple[jax.Array, ...]  # [D, V_d]
+    lm_heads: tuple[Matrix, ...]  # [D, V_d]
     target_ids: jax.Array | None  # i32[V_d]
 
 
@@ -78,7 +78,7 @@ class MedusaHeads:
         def block(i: int, j: int) -> ResidualBlock:
             stem = f"{i}.{j}.linear" if is_first else f"blocks.{i}.layers.{j}"
             bias = stored([f"{stem}.bias"], (dim,)) if self.has_bias else None
-            return ResidualBlock(projection([f"{stem}.weight"], dim, [dim]), bias)
+            return ResidualBlock(dense([f"{stem}.weight"], dim, [dim]), bias)
 
         heads = [
             f"{i}.{self.num_blocks}.weight" if is_first else f"lm_heads.{i}.weight"
@@ -88,7 +88,7 @@ class MedusaHeads:
             tuple(
                 tuple(block(i, j) for j in range(self.num_blocks)) for i in range(self.num_heads)
             ),
-            tuple(projection([name], dim, [self.draft_vocab_size]) for name in heads),
+            tuple(dense([name], dim, [self.draft_vocab_size]) for name in heads),
             None,
         )
 
@@ -108,9 +108,9 @@ class MedusaHeads:
         """Return the logits f32[B, V_d] of head i for hidden states [B, D]."""
         x = hidden
         for block in params.blocks[i]:
-            y = linear(x, block.weight)
+            y = block.weight.multiply(x)
             x = x + jax.nn.silu(y if block.bias is None else y + block.bias[None])
-        return linear(x, params.lm_heads[i], jnp.float32)
+        return params.lm_heads[i].multiply(x, jnp.float32)
 
 
 @jax.tree_util.register_dataclass

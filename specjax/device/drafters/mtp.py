@@ -17,19 +17,18 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.rms_norm import rms_norm
-from specjax.checkpoint.spec import projection
 from specjax.device.cache.kind import CacheKind
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params
 from specjax.device.models.decoder import decoder_layer
 from specjax.device.models.deepseek_v3 import DeepSeek
 from specjax.device.models.glm4_moe import Glm4Moe
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features, Model
 from specjax.device.models.qwen3_5 import Qwen35
 from specjax.device.models.tensor_names import EMBEDDING, HEAD
+from specjax.device.weights.matrix import Matrix, dense
 
 
 @jax.tree_util.register_dataclass
@@ -39,7 +38,7 @@ class MTPParams:
 
     embedding_norm: jax.Array  # [D]
     hidden_norm: jax.Array  # [D]
-    fc: jax.Array  # [2 D, D]
+    fc: Matrix  # [2 D, D]
     layer: Any  # of the target's family
     norm: jax.Array  # [D]
 
@@ -132,7 +131,7 @@ class MTPHead:
         return MTPParams(
             embedding_norm=shape.norm_spec(f"{prefix}{called.embedding_norm}"),
             hidden_norm=shape.norm_spec(f"{prefix}{called.hidden_norm}"),
-            fc=projection([f"{prefix}{called.fc}.weight"], 2 * dim, [dim]),
+            fc=dense([f"{prefix}{called.fc}.weight"], 2 * dim, [dim]),
             layer=shape.layer_specs(layer, names, is_sparse=shape.experts is not None),
             norm=shape.norm_spec(f"{prefix}{called.norm}"),
         )
@@ -176,7 +175,7 @@ def _layer(
         rms_norm(embedded, params.embedding_norm, eps, is_centred),
         rms_norm(hidden, params.hidden_norm, eps, is_centred),
     )
-    x = linear(jnp.concatenate(normed, axis=-1), params.fc)
+    x = params.fc.multiply(jnp.concatenate(normed, axis=-1))
     angles = shape.rope.angles(rows.positions)
     stream = Residual(x, jnp.zeros_like(x))
     where = rows, angles, kv, jnp.int32(0), shape, head.cache_kind

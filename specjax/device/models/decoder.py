@@ -11,15 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checkpoint.spec import projection, stored
+from specjax.checkpoint.spec import stored
 from specjax.device.cache.kind import CacheKind
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, mlp_specs
 from specjax.device.models.layers.moe import Experts, MoE, moe_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Angles, Rope
 from specjax.device.models.layers.rows import Rows
 from specjax.device.models.model import Features
+from specjax.device.weights.matrix import Matrix, dense
+from specjax.device.weights.table import Table, table
 
 
 @jax.tree_util.register_dataclass
@@ -39,10 +40,10 @@ class DecoderLayer:
 class DecoderParams:
     """Weights of a decoder; `lm_head` is None if it is tied to the embedding."""
 
-    embedding: jax.Array  # [V, D]
+    embedding: Table  # [V, D]
     layers: tuple[DecoderLayer, ...]
     norm: jax.Array  # [D]
-    lm_head: jax.Array | None  # [D, V]
+    lm_head: Matrix | None  # [D, V]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,9 +116,7 @@ class Decoder:
         dim = self.hidden_size
         has_experts = self.experts is not None
         return DecoderParams(
-            embedding=stored(
-                ["model.embed_tokens.weight"], (self.vocab_size, dim), axes=("vocab", None)
-            ),
+            embedding=table(["model.embed_tokens.weight"], self.vocab_size, dim),
             layers=tuple(
                 self.layer_specs(
                     f"model.layers.{i}",
@@ -130,7 +129,7 @@ class Decoder:
             norm=self.norm_spec("model.norm"),
             lm_head=None
             if self.tie_word_embeddings
-            else projection(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),
+            else dense(["lm_head.weight"], dim, [self.vocab_size], axes=(None, "vocab")),
         )
 
     def extend(
@@ -160,12 +159,12 @@ class Decoder:
 
     def embed(self, params: DecoderParams, tokens: jax.Array) -> jax.Array:
         """Return the input embeddings [N, D] of tokens i32[N]."""
-        return params.embedding[tokens]
+        return params.embedding.rows(tokens)
 
     def logits(self, params: DecoderParams, hidden: jax.Array) -> jax.Array:
         """Return the next-token logits f32[N, V] of hidden states [N, D]."""
-        head = params.embedding.T if params.lm_head is None else params.lm_head
-        return linear(hidden, head, jnp.float32)
+        head = params.embedding if params.lm_head is None else params.lm_head
+        return head.multiply(hidden, jnp.float32)
 
 
 # Traced once per kind of layer, because the index within the kind is an operand; XLA inlines the

@@ -13,13 +13,14 @@ import jax
 from pallas_kernels.route import Rule
 from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.mxfp4 import BLOCK, mxfp4_experts
-from specjax.checkpoint.spec import projection, stored
+from specjax.checkpoint.spec import stored
 from specjax.device.models.hf_config import HFConfig
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import ClampedSwiGLU
 from specjax.device.models.layers.moe import Experts, MoE
 from specjax.device.models.llama import Llama
 from specjax.device.models.windows import read_windows
+from specjax.device.weights.experts import ExpertMatrices
+from specjax.device.weights.matrix import Matrix, dense
 
 _ROPE = {  # of configs that do not say
     "rope_type": "yarn",
@@ -35,7 +36,7 @@ _ROPE = {  # of configs that do not say
 class RouterWeights(NamedTuple):
     """Weights of a `BiasedRouter`."""
 
-    weight: jax.Array  # [D, E]
+    weight: Matrix  # [D, E]
     bias: jax.Array  # [E]
 
 
@@ -46,7 +47,7 @@ class BiasedRouter:
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
         """See `Router.specs`."""
         return RouterWeights(
-            projection([f"{prefix}.router.weight"], dim, [num_experts]),
+            dense([f"{prefix}.router.weight"], dim, [num_experts]),
             stored([f"{prefix}.router.bias"], (num_experts,)),
         )
 
@@ -57,7 +58,7 @@ class BiasedRouter:
 
     def logits(self, params: RouterWeights, x: jax.Array) -> tuple[jax.Array, None]:
         """See `Router.logits`."""
-        return linear(x, params.weight) + params.bias[None], None
+        return params.weight.multiply(x) + params.bias[None], None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +73,9 @@ class GptOss(Llama):
 
         def weights(name: str, num_in: int, num_out: int) -> Any:
             if f"{name}_blocks" in names:
-                return mxfp4_experts(name, num, num_in, num_out)
-            return stored([name], (num, num_in, num_out), axes=("experts", None, None))
+                return ExpertMatrices(mxfp4_experts(name, num, num_in, num_out))
+            shape = num, num_in, num_out
+            return ExpertMatrices(stored([name], shape, axes=("experts", None, None)))
 
         def bias(name: str, num_out: int) -> Any:
             return stored([f"{name}_bias"], (num, num_out), axes=("experts", None))

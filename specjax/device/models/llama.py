@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import projection, stored
+from specjax.checkpoint.spec import stored
 from specjax.device.cache.paged import PagedAttention
 from specjax.device.models.decoder import Decoder
 from specjax.device.models.experts import read_dense_layers, read_experts
@@ -22,6 +22,7 @@ from specjax.device.models.layers.attention import Attention
 from specjax.device.models.layers.mlp import MLP, mlp_specs
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.windows import read_windows
+from specjax.device.weights.matrix import dense
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,11 +115,18 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
         model.head_dim,
     )
     inputs, sizes = [f"{prefix}.{name}_proj" for name in "qkv"], [q, kv, kv]
+    parts = dict(zip("qkv", sizes, strict=True))
     if model.is_merged:
         inputs, sizes = [f"{prefix}.qkv_proj"], [q + 2 * kv]
     return Attention(
-        qkv=projection([f"{name}.weight" for name in inputs], num_in, sizes, axes=(None, "heads")),
-        out=projection([f"{prefix}.o_proj.weight"], q, [model.hidden_size], axes=("heads", None)),
+        qkv=dense(
+            [f"{name}.weight" for name in inputs],
+            num_in,
+            sizes,
+            parts=parts,
+            axes=(None, "heads"),
+        ),
+        out=dense([f"{prefix}.o_proj.weight"], q, [model.hidden_size], axes=("heads", None)),
         qkv_bias=stored(
             [f"{name}.bias" for name in inputs], *((n,) for n in sizes), axes=("heads",)
         )

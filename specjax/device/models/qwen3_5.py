@@ -11,7 +11,7 @@ from typing import Any
 
 from pallas_kernels.gated_delta_rule import Heads
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import TensorSpec, depthwise, projection, stored
+from specjax.checkpoint.spec import TensorSpec, depthwise, stored
 from specjax.device.cache.kind import CacheKind
 from specjax.device.cache.paged import PagedAttention
 from specjax.device.cache.recurrent import DeltaRule
@@ -21,6 +21,7 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.layers.attention import Attention
 from specjax.device.models.layers.gated_delta_net import GatedDeltaNet
 from specjax.device.models.llama import Llama, head_shape
+from specjax.device.weights.matrix import dense
 
 KINDS = ATTENTION, DELTA = "full_attention", "linear_attention"
 
@@ -107,14 +108,15 @@ def _attention_specs(model: Qwen35, prefix: str) -> Attention:
     inputs = [f"{prefix}.{name}_proj.weight" for name in "qkv"]
     return Attention(
         # Each head's rows of q_proj are its query, then its gate.
-        qkv=projection(
+        qkv=dense(
             inputs,
             dim,
             [2 * q, kv, kv],
+            parts={"q": q, "gate": q, "k": kv, "v": kv},
             interleaved={inputs[0]: (head, head)},
             axes=(None, "heads"),
         ),
-        out=projection([f"{prefix}.o_proj.weight"], q, [dim], axes=("heads", None)),
+        out=dense([f"{prefix}.o_proj.weight"], q, [dim], axes=("heads", None)),
         q_norm=stored([f"{prefix}.q_norm.weight"], (head,), fill=0.0),
         k_norm=stored([f"{prefix}.k_norm.weight"], (head,), fill=0.0),
     )
@@ -127,7 +129,7 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
         group = num_values // heads.num_keys  # value heads that read one key head
         qkvz, ba = f"{prefix}.in_proj_qkvz.weight", f"{prefix}.in_proj_ba.weight"
         wide = group * heads.value_dim
-        in_proj = projection(
+        in_proj = dense(
             [qkvz, ba],
             dim,
             [heads.channels + inner, 2 * num_values],
@@ -136,7 +138,7 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
         )
     else:
         names = [f"{prefix}.in_proj_{name}.weight" for name in ("qkv", "z", "b", "a")]
-        in_proj = projection(
+        in_proj = dense(
             names, dim, [heads.channels, inner, num_values, num_values], axes=(None, "heads")
         )
 
@@ -149,7 +151,7 @@ def _delta_specs(model: Qwen35, prefix: str) -> GatedDeltaNet:
         log_decay=exact("A_log"),
         decay_bias=exact("dt_bias"),
         norm=stored([f"{prefix}.norm.weight"], (heads.value_dim,)),
-        out=projection([f"{prefix}.out_proj.weight"], inner, [dim], axes=("heads", None)),
+        out=dense([f"{prefix}.out_proj.weight"], inner, [dim], axes=("heads", None)),
     )
 
 

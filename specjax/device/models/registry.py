@@ -162,7 +162,7 @@ def save_model(folder: str | Path, model: Model, params: Any, source: str | Path
             f"{origin} is the checkpoint of another model than the one to save; name its own"
         )
     params = as_arrays(params, "params")
-    dtype = np.dtype(params.embedding.dtype)
+    dtype = np.dtype(params.embedding.values.dtype)
     save_checkpoint(folder, model.specs(), params, config | {"dtype": dtype.name}, dtype=dtype)
     copy_tokenizer(origin, folder)
 

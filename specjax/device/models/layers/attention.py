@@ -8,9 +8,9 @@ import jax.numpy as jnp
 
 from pallas_kernels.rope_write import HeadWeights
 from specjax.device.cache.paged import PagedAttention, ProjectedHeads
-from specjax.device.models.layers.linear import linear, linear_from
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
+from specjax.device.weights.matrix import Matrix
 
 
 @jax.tree_util.register_dataclass
@@ -18,8 +18,8 @@ from specjax.device.models.layers.rows import Rows
 class Attention:
     """Weights of an attention layer; optional ones are None if an architecture lacks them."""
 
-    qkv: jax.Array  # [D_in, (H + 2 H_kv) head_dim], plus H head_dim for an output gate after q
-    out: jax.Array  # [H head_dim, D]
+    qkv: Matrix  # [D_in, ...]: q and k, v of all heads, and maybe an output gate after q
+    out: Matrix  # [H head_dim, D]
     qkv_bias: jax.Array | None = None
     out_bias: jax.Array | None = None
     q_norm: jax.Array | None = None  # [head_dim]
@@ -38,16 +38,14 @@ class Attention:
         """Project rows x [N, D_in], rotate, attend and project back; return ([N, D], kv)."""
         if not rows.attends:
             return self._keep(x, rows, angles, kv, layer, kind)
-        qkv = linear(x, self.qkv)
+        qkv = self.qkv.multiply(x)
         weights = HeadWeights(self.qkv_bias, self.q_norm, self.k_norm)
         inputs = ProjectedHeads(qkv, weights, angles.rotation, self.sinks, angles.query_scales)
         mixed, kv = rows.mix(kind, kv, layer, inputs)
-        gate_at = kind.num_heads * kind.head_dim
-        gate_end = qkv.shape[1] - 2 * kind.num_kv_heads * kind.head_dim
         mixed = mixed.reshape(len(mixed), -1)
-        if gate_at < gate_end:
-            mixed = mixed * jax.nn.sigmoid(qkv[:, gate_at:gate_end])
-        y = linear(mixed, self.out)
+        if (gate := self.qkv.split(qkv).get("gate")) is not None:
+            mixed = mixed * jax.nn.sigmoid(gate)
+        y = self.out.multiply(mixed)
         return y if self.out_bias is None else y + self.out_bias[None], kv
 
     def _keep(
@@ -60,9 +58,9 @@ class Attention:
         kind: PagedAttention,
     ) -> tuple[jax.Array, Any]:
         """Project x [N, D_in] to keys and values only; return (zeros, kv)."""
-        first = self.qkv.shape[1] - 2 * kind.num_kv_heads * kind.head_dim
+        first = self.qkv.start("k")
         bias = None if self.qkv_bias is None else self.qkv_bias[first:]
-        made = linear_from(x, self.qkv, first)
+        made = self.qkv.multiply_from(x, first)
         inputs = ProjectedHeads(made, HeadWeights(bias, None, self.k_norm), angles.rotation)
         _, kv = rows.mix(kind, kv, layer, inputs)
-        return jnp.zeros((len(x), self.out.shape[1]), x.dtype), kv
+        return jnp.zeros((len(x), self.out.num_out), x.dtype), kv

@@ -7,9 +7,9 @@ import jax
 
 from pallas_kernels.gated_delta_rule import DeltaRuleWeights
 from specjax.device.cache.recurrent import DeltaInputs, DeltaRule
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
+from specjax.device.weights.matrix import Matrix
 
 
 @jax.tree_util.register_dataclass
@@ -17,12 +17,12 @@ from specjax.device.models.layers.rows import Rows
 class GatedDeltaNet:
     """Weights of the layer; decay parameters are always f32."""
 
-    in_proj: jax.Array  # [D, C + H_v D_v + 2 H_v], q | k | v, output gate z, write gate b, decay a
+    in_proj: Matrix  # [D, C + H_v D_v + 2 H_v], q | k | v, output gate z, write gate b, decay a
     conv: jax.Array  # [W, C]
     log_decay: jax.Array  # f32[H_v]
     decay_bias: jax.Array  # f32[H_v]
     norm: jax.Array  # [D_v], shared by the heads
-    out: jax.Array  # [H_v D_v, D]
+    out: Matrix  # [H_v D_v, D]
 
     def mix(
         self,
@@ -36,6 +36,6 @@ class GatedDeltaNet:
         """Project rows x [N, D], run the gated delta rule with its gates and norm, and project
         back; return ([N, D], cache). Nothing is rotated."""
         weights = DeltaRuleWeights(self.conv, self.log_decay, self.decay_bias, self.norm)
-        inputs = DeltaInputs(linear(x, self.in_proj), weights)
+        inputs = DeltaInputs(self.in_proj.multiply(x), weights)
         y, cache = rows.mix(kind, cache, layer, inputs)
-        return linear(y.reshape(len(y), -1), self.out), cache
+        return self.out.multiply(y.reshape(len(y), -1)), cache

@@ -6,11 +6,11 @@ from typing import Any
 import jax
 
 from pallas_kernels.rms_norm import rms_norm
-from specjax.checkpoint.spec import projection, stored
+from specjax.checkpoint.spec import stored
 from specjax.device.cache.latent import NORM_EPS, LatentAttention, ProjectedLatents
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.rope import Angles
 from specjax.device.models.layers.rows import Rows
+from specjax.device.weights.matrix import Matrix, dense
 
 
 @jax.tree_util.register_dataclass
@@ -18,12 +18,12 @@ from specjax.device.models.layers.rows import Rows
 class MLA:
     """Weights of a layer; Q is the rank of the queries, if they have one, or else their width."""
 
-    down: jax.Array  # [D, Q + R + D_r], queries and latents
+    down: Matrix  # [D, Q + R + D_r], queries and latents
     q_norm: jax.Array | None  # [Q]; None without a rank, as `q_up`
-    q_up: jax.Array | None  # [Q, H (D_n + D_r)]
+    q_up: Matrix | None  # [Q, H (D_n + D_r)]
     latent_norm: jax.Array  # [R]
     up: jax.Array  # [H (D_n + D_v), R], a head's key, then its value; used from both sides
-    out: jax.Array  # [H D_v, D]
+    out: Matrix  # [H D_v, D]
 
     def mix(
         self,
@@ -35,14 +35,13 @@ class MLA:
         kind: LatentAttention,
     ) -> tuple[jax.Array, Any]:
         """Project rows x [N, D], rotate, attend and project back; return ([N, D], cache)."""
-        down = linear(x, self.down)
-        latent_at = down.shape[1] - kind.rank - kind.rope_dim
-        q, latent = down[:, :latent_at], down[:, latent_at:]
+        down = self.down.split(self.down.multiply(x))
+        q, latent = down["q"], down["latent"]
         if self.q_norm is not None and self.q_up is not None:
-            q = linear(rms_norm(q, self.q_norm, NORM_EPS), self.q_up)
+            q = self.q_up.multiply(rms_norm(q, self.q_norm, NORM_EPS))
         inputs = ProjectedLatents(q, latent, self.latent_norm, self.up, angles.rotation)
         mixed, cache = rows.mix(kind, cache, layer, inputs)
-        return linear(mixed.reshape(len(mixed), -1), self.out), cache
+        return self.out.multiply(mixed.reshape(len(mixed), -1)), cache
 
 
 def mla_specs(kind: LatentAttention, prefix: str, dim: int, q_rank: int | None) -> MLA:
@@ -52,16 +51,17 @@ def mla_specs(kind: LatentAttention, prefix: str, dim: int, q_rank: int | None) 
     inputs = ["q_a_proj" if q_rank else "q_proj", "kv_a_proj_with_mqa"]
     up_width = heads * (kind.nope_dim + kind.value_dim)
     return MLA(
-        down=projection(
+        down=dense(
             [f"{prefix}.{name}.weight" for name in inputs],
             dim,
             [q_rank or q_width, kind.rank + kind.rope_dim],
+            parts=("q", "latent"),
         ),
         q_norm=stored([f"{prefix}.q_a_layernorm.weight"], (q_rank,)) if q_rank else None,
-        q_up=projection([f"{prefix}.q_b_proj.weight"], q_rank, [q_width], axes=(None, "heads"))
+        q_up=dense([f"{prefix}.q_b_proj.weight"], q_rank, [q_width], axes=(None, "heads"))
         if q_rank
         else None,
         latent_norm=stored([f"{prefix}.kv_a_layernorm.weight"], (kind.rank,)),
         up=stored([f"{prefix}.kv_b_proj.weight"], (up_width, kind.rank), axes=("heads", None)),
-        out=projection([f"{prefix}.o_proj.weight"], out_width, [dim], axes=("heads", None)),
+        out=dense([f"{prefix}.o_proj.weight"], out_width, [dim], axes=("heads", None)),
     )

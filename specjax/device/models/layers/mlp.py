@@ -6,9 +6,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specjax.checkpoint.spec import projection
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.rows import Rows
+from specjax.device.weights.matrix import Matrix, dense
 
 
 @jax.tree_util.register_dataclass
@@ -16,8 +15,8 @@ from specjax.device.models.layers.rows import Rows
 class MLP:
     """Weights of a SwiGLU layer; gate and up are concatenated."""
 
-    gate_up: jax.Array  # [D, 2 F]
-    down: jax.Array  # [F, D]
+    gate_up: Matrix  # [D, 2 F]
+    down: Matrix  # [F, D]
 
     def feed(self, x: jax.Array, experts: Any, rows: Rows) -> jax.Array:
         """Run the layer; it has no `experts`, and its rows are all alike."""
@@ -26,7 +25,7 @@ class MLP:
 
 def mlp(params: MLP, x: jax.Array) -> jax.Array:
     """Compute down(swiglu(gate_up x)) of x [N, D]."""
-    return linear(SwiGLU()(linear(x, params.gate_up)), params.down)
+    return params.down.multiply(SwiGLU()(params.gate_up.multiply(x)))
 
 
 @dataclass(frozen=True)
@@ -62,6 +61,6 @@ def mlp_specs(prefix: str, dim: int, inner: int, is_merged: bool = False) -> MLP
     if is_merged:
         inputs, sizes = [f"{prefix}.gate_up_proj.weight"], [2 * inner]
     return MLP(
-        gate_up=projection(inputs, dim, sizes, axes=(None, "mlp")),
-        down=projection([down], inner, [dim], axes=("mlp", None)),
+        gate_up=dense(inputs, dim, sizes, axes=(None, "mlp")),
+        down=dense([down], inner, [dim], axes=("mlp", None)),
     )

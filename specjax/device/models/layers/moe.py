@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.route import route
 from specjax.checkpoint.errors import CheckpointError
-from specjax.checkpoint.spec import experts, fused_experts, projection
-from specjax.device.models.layers.linear import linear
 from specjax.device.models.layers.mlp import MLP, ClampedSwiGLU, SwiGLU, mlp, mlp_specs
 from specjax.device.models.layers.router import Router, SoftmaxRouter
 from specjax.device.models.layers.rows import Rows
+from specjax.device.weights.experts import ExpertMatrices, expert_matrices, fused_expert_matrices
+from specjax.device.weights.matrix import Matrix, dense
 
 
 class Experts(NamedTuple):
@@ -41,10 +40,10 @@ class MoE:
     """Weights of a mixture; every expert is a SwiGLU layer with gate and up in one matrix."""
 
     router: Any  # of `Experts.router`
-    gate_up: jax.Array  # [E, D, 2 F]
-    down: jax.Array  # [E, F, D]
+    gate_up: ExpertMatrices  # [E, D, 2 F]
+    down: ExpertMatrices  # [E, F, D]
     shared: MLP | None = None
-    shared_gate: jax.Array | None = None  # [D, 1]
+    shared_gate: Matrix | None = None  # [D, 1]
     gate_up_bias: jax.Array | None = None  # [E, 2 F]
     down_bias: jax.Array | None = None  # [E, D]
 
@@ -71,11 +70,11 @@ def moe(
     logits, correction = router.logits(params.router, x)
     routes = route(logits, experts.num_chosen, router.rule, correction, is_padding, kernels=kernels)
     sizes = routes.sizes
-    hidden = grouped_matmul(x, params.gate_up, sizes, routes.rows, kernels=kernels)
+    hidden = params.gate_up.multiply(x, sizes, sources=routes.rows, kernels=kernels)
     if params.gate_up_bias is not None:
         hidden += params.gate_up_bias[routes.experts.reshape(-1)[routes.order]]
     hidden = experts.activation(hidden)
-    outputs = grouped_matmul(hidden, params.down, sizes, targets=routes.order, kernels=kernels)
+    outputs = params.down.multiply(hidden, sizes, targets=routes.order, kernels=kernels)
     if params.down_bias is not None:
         outputs += params.down_bias[routes.experts.reshape(-1)]
     outputs = outputs.reshape(*routes.experts.shape, -1)
@@ -85,7 +84,7 @@ def moe(
     shared = mlp(params.shared, x)
     if params.shared_gate is None:
         return mixed + shared
-    return mixed + jax.nn.sigmoid(linear(x, params.shared_gate)) * shared
+    return mixed + jax.nn.sigmoid(params.shared_gate.multiply(x)) * shared
 
 
 def moe_specs(
@@ -117,18 +116,18 @@ def moe_specs(
             names.get(fused[0]) == (num_experts, dim, 2 * inner)
             and names.get(fused[1]) == (num_experts, inner, dim)
         )
-        gate_up = fused_experts(fused[0], num_experts, dim, 2 * inner, is_swapped)
-        down = fused_experts(fused[1], num_experts, inner, dim, is_swapped)
+        gate_up = fused_expert_matrices(fused[0], num_experts, dim, 2 * inner, is_swapped)
+        down = fused_expert_matrices(fused[1], num_experts, inner, dim, is_swapped)
     else:
         pairs = [(f"{one}.gate_proj.weight", f"{one}.up_proj.weight") for one in single]
-        gate_up = experts(pairs, dim, [inner, inner])
-        down = experts([(f"{one}.down_proj.weight",) for one in single], inner, [dim])
+        gate_up = expert_matrices(pairs, dim, [inner, inner])
+        down = expert_matrices([(f"{one}.down_proj.weight",) for one in single], inner, [dim])
     return MoE(
         router=mixture.router.specs(prefix, dim, num_experts),
         gate_up=gate_up,
         down=down,
         shared=mlp_specs(f"{prefix}.{mixture.shared_name}", dim, shared) if shared else None,
-        shared_gate=projection([f"{prefix}.{mixture.shared_name}_gate.weight"], dim, [1])
+        shared_gate=dense([f"{prefix}.{mixture.shared_name}_gate.weight"], dim, [1])
         if mixture.has_shared_gate
         else None,
     )

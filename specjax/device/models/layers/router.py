@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.route import Rule
-from specjax.checkpoint.spec import TensorSpec, projection
-from specjax.device.models.layers.linear import linear
+from specjax.checkpoint.spec import TensorSpec
+from specjax.device.weights.matrix import Matrix, dense
 
 
 class Router(Protocol):
@@ -39,7 +39,7 @@ class SoftmaxRouter:
 
     def specs(self, prefix: str, dim: int, num_experts: int) -> Any:
         """See `Router.specs`: one matrix [D, E]."""
-        return projection([f"{prefix}.gate.weight"], dim, [num_experts])
+        return dense([f"{prefix}.gate.weight"], dim, [num_experts])
 
     @property
     def rule(self) -> Rule:
@@ -48,13 +48,13 @@ class SoftmaxRouter:
 
     def logits(self, params: Any, x: jax.Array) -> tuple[jax.Array, None]:
         """See `Router.logits`."""
-        return linear(x, params), None
+        return params.multiply(x), None
 
 
 class SigmoidWeights(NamedTuple):
     """Weights of a `SigmoidRouter`."""
 
-    weight: jax.Array  # [D, E]
+    weight: Matrix  # [D, E]
     correction: jax.Array  # f32[E]
 
 
@@ -79,7 +79,7 @@ class SigmoidRouter:
             dtype="float32",
             is_buffer=True,
         )
-        return SigmoidWeights(projection([f"{prefix}.gate.weight"], dim, [num_experts]), correction)
+        return SigmoidWeights(dense([f"{prefix}.gate.weight"], dim, [num_experts]), correction)
 
     @property
     def rule(self) -> Rule:
@@ -89,4 +89,4 @@ class SigmoidRouter:
 
     def logits(self, params: SigmoidWeights, x: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `Router.logits`; the logits are f32."""
-        return linear(x, params.weight, jnp.float32), params.correction
+        return params.weight.multiply(x, jnp.float32), params.correction

@@ -1,0 +1,1 @@
+"""Weights as values: what is here, and nothing else, knows how a weight is stored."""

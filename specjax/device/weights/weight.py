@@ -1,0 +1,60 @@
+"""What every weight offers, and how trees contain them."""
+
+from dataclasses import fields
+from typing import Any, TypeVar
+
+import jax
+from jax.tree_util import GetAttrKey
+
+W = TypeVar("W", bound=type)
+
+
+class Weight:
+    """A matrix, or several, by which rows are multiplied; a pytree of one array, `values`.
+
+    In a model's `specs()` the array has a `TensorSpec` in its place.
+    """
+
+    values: Any
+
+    def on(self, platform: str) -> "Weight":
+        """Return the weight in the form by which devices of `platform` multiply fastest."""
+        return self
+
+
+def is_weight(x: Any) -> bool:
+    """Whether x is a weight."""
+    return isinstance(x, Weight)
+
+
+def weights_on(platform: str, params: Any) -> Any:
+    """Return a tree of parameters with every weight in its form for `platform` ("cpu", "gpu").
+
+    What need not change is the same array, not a copy.
+    """
+    return jax.tree.map(lambda x: x.on(platform) if is_weight(x) else x, params, is_leaf=is_weight)
+
+
+class _Values(GetAttrKey):
+    """The key of a weight's array: a path to it is the path to the weight."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+def weight(cls: W) -> W:
+    """Register a dataclass of `values`, and of static fields, as a pytree."""
+    static = [field.name for field in fields(cls) if field.name != "values"]
+    key = _Values("values")
+
+    def flatten(x: Any) -> tuple[tuple[Any], tuple[Any, ...]]:
+        return (x.values,), tuple(getattr(x, name) for name in static)
+
+    def flatten_with_keys(x: Any) -> tuple[tuple[tuple[Any, Any]], tuple[Any, ...]]:
+        (values,), others = flatten(x)
+        return ((key, values),), others
+
+    jax.tree_util.register_pytree_with_keys(
+        cls, flatten_with_keys, lambda others, values: cls(*values, *others), flatten
+    )
+    return cls
