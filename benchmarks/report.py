@@ -1,4 +1,4 @@
-"""The format of `results/*.json`, and RESULTS.md made from all of them and from `gpu.jsonl`.
+"""The format of `results/*.json`, and RESULTS.md made from all of them and from `GPU_RUNS`.
 
     python benchmarks/report.py
 
@@ -23,6 +23,7 @@ from specjax.bench.environment import describe_environment, package_version
 
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results"
+GPU_RUNS = "gpu.jsonl", "gpu_h200.jsonl"  # an H100 and an H200
 
 
 def provenance(packages: Sequence[str] = ()) -> dict[str, Any]:
@@ -85,12 +86,13 @@ def main() -> None:
     results = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("*.json"))]
     head = "# Results\n\nMade by `python benchmarks/report.py` from `benchmarks/results/`."
     spread = "Cells with a range are median (lower to upper quartile)."
-    lines = read_lines(RESULTS / "gpu.jsonl")
-    if lines:
+    runs = [read_lines(RESULTS / name) for name in GPU_RUNS]
+    if runs[0]:
         from gpu.plot import plot  # the other benchmarks do without matplotlib
 
-        plot(lines, FOLDER / "plots" / "gpu.png")
-    text = "\n\n".join([head, spread, render_section(lines), *map(render, results)])
+        plot(runs[0], FOLDER / "plots" / "gpu.png")
+    sections = map(render_section, runs)
+    text = "\n\n".join([head, spread, *sections, *map(render, results)])
     (FOLDER / "RESULTS.md").write_text(text + "\n")
 
 

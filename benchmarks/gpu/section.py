@@ -33,7 +33,7 @@ def render_section(lines: Sequence[Line]) -> str:
     logged = [x["message"] for x in pick(results, "log")]
     results = [x for x in results if x["what"] != "log"]
     device = lines[-1]["provenance"]["device"]
-    parts = [f"## {TITLE}", "", *_sources(lines), ""]
+    parts = [f"## {TITLE}: {device}", "", *_sources(lines), ""]
     for title, make in TABLES.items():
         columns, rows = make(results, device)
         if rows:
