@@ -22,7 +22,7 @@ LAYERS, WIDTH, QKV, INNER = 12, 384, 640, 1024  # of demo-llama
 TILE, ROWS, CALLS = 64, (1, 2, 4, 8), 5
 SHAPES = (WIDTH, QKV), (WIDTH, WIDTH), (WIDTH, 2 * INNER), (INNER, WIDTH)
 
-NOTE = "Engines have the first form. One row of bfloat16 goes through a plain loop of XLA's."
+NOTE = "Engines have blocks in a batch. One row of bfloat16 goes through a plain loop of XLA's."
 
 
 class Form(NamedTuple):

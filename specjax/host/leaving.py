@@ -3,6 +3,7 @@
 XLA cannot stop, and Python ends after all threads: so it waits, and says what for.
 """
 
+import atexit
 import os
 import sys
 import threading
@@ -39,6 +40,7 @@ def watch_exit(tell: Callable[[str], None]) -> None:
     """From now on, once the main thread has ended, tell what the process waits for."""
     if all(thread.name != _watch.__name__ for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=[tell], name=_watch.__name__, daemon=True).start()
+        atexit.register(_leave_compilers)
 
 
 def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
@@ -49,11 +51,24 @@ def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
             raise KeyboardInterrupt
         wait_for(_compilers(), tell)
     except KeyboardInterrupt:
-        for stream in sys.stdout, sys.stderr:
-            stream.flush()
-        os._exit(INTERRUPTED)
+        _end()
     finally:
         _is_leaving.clear()
+
+
+def _leave_compilers() -> None:
+    """End the process if Ctrl-C ended its wait for threads that compile.
+
+    Python would take these threads down inside of XLA, which aborts the process.
+    """
+    if _compilers():
+        _end()
+
+
+def _end() -> None:
+    for stream in sys.stdout, sys.stderr:
+        stream.flush()
+    os._exit(INTERRUPTED)
 
 
 def _watch(tell: Callable[[str], None]) -> None:
