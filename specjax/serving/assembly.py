@@ -15,6 +15,7 @@ from specjax.device.models.model import Model, page_windows
 from specjax.device.models.registry import load_weights
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
+from specjax.device.weights.weight import bytes_on
 from specjax.engine.executables import keep_programs
 from specjax.engine.log import get_log
 from specjax.engine.process import check_jax
@@ -136,6 +137,7 @@ def make_plan(
     target, chosen = source.target, choose_dtype(dtype, source.dtype)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
     weights = 0 if source.params is not None else weight_bytes(target, chosen.name)
+    weights = bytes_on(default_device().platform, weights)
     if max_num_seqs is None:
         max_num_seqs = usual_num_seqs(target, num_drafts, chosen.name, weights)
     config = make_config(

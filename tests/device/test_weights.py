@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.device.weights import weight as weight_module
 from specjax.device.weights.matrix import BLOCK_COLUMNS, MAX_ROWS, Blocks, Dense
 from specjax.device.weights.table import Table
 from specjax.device.weights.weight import weights_on
@@ -24,8 +25,8 @@ def test_products_are_those_of_the_matrix(platform, kind, num_rows):
     plain = dense()
     weight = plain.on(platform)
     assert type(weight) is kind and weight.num_out == 192
-    x = np.random.default_rng(1).normal(size=(num_rows, 24)).astype(np.float32)
-    expected = x.astype(np.float64) @ np.asarray(plain.values, np.float64)
+    x = jnp.asarray(np.random.default_rng(1).normal(size=(num_rows, 24)), jnp.float32)
+    expected = np.asarray(x, np.float64) @ np.asarray(plain.values, np.float64)
     np.testing.assert_allclose(jax.jit(kind.multiply)(weight, x), expected, atol=1e-5)
     for first in weight.start("k"), weight.start("v"), 128:  # within a block, and at its edge
         made = weight.multiply_from(x, first)
@@ -50,12 +51,14 @@ def test_a_matrix_without_whole_blocks_of_float32_stays_as_it_is(given):
     assert weight.on("cpu") is weight
 
 
-def test_only_what_changes_is_copied():
+def test_only_what_changes_is_copied_and_only_of_a_small_model(monkeypatch):
     tree = {"norm": jnp.ones(3), "up": dense(), "head": Table(jnp.ones((4, 3)))}
     made = weights_on("cpu", tree)
     assert made["norm"] is tree["norm"] and made["head"].values is tree["head"].values
     assert type(made["up"]) is Blocks
     assert jax.tree.map(lambda x: x, tree)["up"].parts == PARTS
+    monkeypatch.setattr(weight_module, "MAX_DOUBLED", tree["up"].values.nbytes)
+    assert weights_on("cpu", tree) is tree
 
 
 def test_the_path_to_an_array_is_the_path_to_its_weight():

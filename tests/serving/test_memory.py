@@ -71,7 +71,7 @@ def test_a_huge_number_of_pages_is_refused(target, checkpoints, speculation):
 
 @pytest.mark.usefixtures("no_weights")
 def test_what_takes_the_memory_is_named(hybrid, monkeypatch):
-    monkeypatch.setattr(memory, "read_memory", lambda: Memory("the device", 2**18, 2**19))
+    monkeypatch.setattr(memory, "read_memory", lambda: Memory("the device", 2**19, 2**20))
     words = "num_pages=64", "pages take", "weights", "recurrent states", "snapshots", "workspace"
     sizes = {"num_pages": 64, "max_num_seqs": 64, "decode_batches": (64,)}
     refusal(lambda: make_llm(hybrid.folder, **sizes), *words, "lower max_num_seqs")

@@ -7,6 +7,9 @@ import jax
 from jax.tree_util import GetAttrKey
 
 W = TypeVar("W", bound=type)
+# Bytes of weights of which a CPU also keeps the form that it multiplies by. Beside a larger model
+# the memory is worth more.
+MAX_DOUBLED = 2**30
 
 
 class Weight:
@@ -30,9 +33,17 @@ def is_weight(x: Any) -> bool:
 def weights_on(platform: str, params: Any) -> Any:
     """Return a tree of parameters with every weight in its form for `platform` ("cpu", "gpu").
 
-    What need not change is the same array, not a copy.
+    What need not change is the same array, not a copy. Parameters of more than `MAX_DOUBLED` bytes
+    stay as they are.
     """
+    if sum(x.nbytes for x in jax.tree.leaves(params)) > MAX_DOUBLED:
+        return params
     return jax.tree.map(lambda x: x.on(platform) if is_weight(x) else x, params, is_leaf=is_weight)
+
+
+def bytes_on(platform: str, num_bytes: int) -> int:
+    """Return the most bytes that weights of `num_bytes` take with their form for `platform`."""
+    return 2 * num_bytes if platform == "cpu" and num_bytes <= MAX_DOUBLED else num_bytes
 
 
 class _Values(GetAttrKey):
