@@ -11,7 +11,7 @@ from pallas_kernels.triton_call import load, store
 from pallas_kernels.truncation.order import ordered
 
 
-class Candidates(NamedTuple):
+class RowCandidates(NamedTuple):
     """Each tile of the row has room for some, which its own fill from the first place on."""
 
     logits: Any
@@ -48,6 +48,10 @@ class Candidates(NamedTuple):
         else:
             end, at = jax.lax.fori_loop(0, num_tiles, lambda i, x: pass_tile(x, i), start)
         return at, lane < end
+
+    def read(self, at: jax.Array, is_there: jax.Array) -> jax.Array:
+        """Those at some places; -inf elsewhere."""
+        return load(self.logits.at[self.row, at], mask=is_there, other=-jnp.inf)
 
     def exclude(self, at: jax.Array, is_there: jax.Array, least: jax.Array, out: Any) -> None:
         """Of those at some places, write -inf for the ones below a key."""

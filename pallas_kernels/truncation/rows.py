@@ -8,7 +8,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.triton_call import load, store
 from pallas_kernels.truncation.asked import Asked
-from pallas_kernels.truncation.candidates import Candidates
+from pallas_kernels.truncation.candidates import RowCandidates
 from pallas_kernels.truncation.order import INFINITE, NUM_BITS, ordered
 from pallas_kernels.truncation.search import highest_key, repeat, shared_digits
 
@@ -40,7 +40,12 @@ def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
         weights = jnp.where(asked.cuts_k, 1.0, asked.weigh(maxima, best))
         is_bounded = asked.cuts_k | (asked.cuts_p & ~asked.cuts_min)
         rough = highest_key(ordered(maxima), weights, wanted, ROUGH_BITS, is_bounded)
-        least = jnp.maximum(rough, asked.floor(best))
+        # A flat row's maxima do not reach it. Logits below this one would be less than the rest,
+        # with room for roundings, were they all there are and as large as it.
+        rest = jnp.maximum(0.99 * (1 - asked.top_p) - 1e-6, 0.0) * total / vocab_size
+        is_flat = is_bounded & ~asked.cuts_k
+        flat = jnp.where(is_flat, best + asked.temperature * jnp.log(rest), -jnp.inf)
+        least = jnp.maximum(jnp.maximum(rough, ordered(flat)), asked.floor(best))
         bound_ref[row] = jnp.maximum(least, jnp.uint32(INFINITE + 1))
         best_ref[row], total_ref[row] = best, total
 
@@ -49,7 +54,7 @@ def select_kernel(
     _, logits_ref, tokens_ref, counts_ref, *refs, vocab_size: int, tile_room: int, few: int
 ):
     """Exclude the candidates below the row's threshold, if there are few."""
-    candidates = Candidates(logits_ref, tokens_ref, counts_ref, pl.program_id(0), tile_room)
+    candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, pl.program_id(0), tile_room)
     asked = Asked.read(refs[3:7], candidates.row, vocab_size)
     count, has_room = candidates.count()
 
@@ -57,7 +62,7 @@ def select_kernel(
     def _():
         lane = jnp.arange(few, dtype=jnp.int32)
         at, is_there = candidates.places(lane, unrolls=True)
-        least = _select(candidates, at, is_there, asked, *refs[:3])
+        least = _select(candidates.read(at, is_there), candidates.row, asked, *refs[:3])
         candidates.exclude(at, is_there, least, refs[-1])
 
 
@@ -73,41 +78,63 @@ def rest_kernel(
     few: int,
     many: int,
 ):
-    """Do the same for the other rows: in more registers, or else by reading the row again for every
-    few bits of the threshold. Only candidates are left in it."""
-    candidates = Candidates(logits_ref, tokens_ref, counts_ref, pl.program_id(0), tile_room)
-    asked, out_ref = Asked.read(refs[3:7], candidates.row, vocab_size), refs[-1]
+    """Do the same for the other rows: in more registers, or reading them for every few bits."""
+    row, num_tiles, out_ref = pl.program_id(0), counts_ref.shape[1], refs[-1]
+    candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, row, tile_room)
+    asked = Asked.read(refs[3:7], row, vocab_size)
     count, has_room = candidates.count()
-    is_asked, fits = asked.cuts_k | asked.cuts_p, has_room & (count <= many)
+    is_asked, known = asked.cuts_k | asked.cuts_p, (row, asked, *refs[:3])
 
-    @pl.when(is_asked & fits & (few < count))
+    @pl.when(is_asked & has_room & (few < count))
     def _():
-        lane = jnp.arange(many, dtype=jnp.int32)
-        # Their places, which would take registers, too, are not kept.
-        least = _select(candidates, *candidates.places(lane, unrolls=False), asked, *refs[:3])
+        in_room = jnp.arange(tile_room, dtype=jnp.int32)
+
+        def places(tile):
+            return tile * tile_room + in_room, in_room < counts_ref[row, tile]
+
+        def in_registers():
+            # Their places, which would take registers, too, are not kept.
+            lane = jnp.arange(many, dtype=jnp.int32)
+            return _select(candidates.read(*candidates.places(lane, unrolls=False)), *known)
+
+        def in_memory():
+            return _search(
+                lambda tile: candidates.read(*places(tile)), num_tiles, tile_room, *known
+            )
 
         def exclude(tile, carry):
-            in_room = jnp.arange(tile_room, dtype=jnp.int32)
-            is_there = in_room < counts_ref[candidates.row, tile]
-            candidates.exclude(tile * tile_room + in_room, is_there, least, out_ref)
+            candidates.exclude(*places(tile), least, out_ref)
             return carry
 
-        jax.lax.fori_loop(0, counts_ref.shape[1], exclude, 0)
+        least = jax.lax.cond(count <= many, in_registers, in_memory)
+        jax.lax.fori_loop(0, num_tiles, exclude, 0)
 
-    @pl.when(is_asked & ~fits)
+    @pl.when(is_asked & ~has_room)
     def _():
-        _reread(candidates.row, asked, *refs[:3], out_ref, block)
+        # Only candidates are left in the row.
+        num_blocks, column = pl.cdiv(vocab_size, block), jnp.arange(block)
+
+        def read(i):
+            at = i * block + column
+            return load(out_ref.at[row, at], mask=at < vocab_size, other=-jnp.inf)
+
+        def exclude(i, carry):
+            at, x = i * block + column, read(i)
+            kept = jnp.where(ordered(x) >= least, x, -jnp.inf)
+            store(out_ref.at[row, at], kept, mask=at < vocab_size)
+            return carry
+
+        least = _search(read, num_blocks, block, *known)
+        jax.lax.fori_loop(0, num_blocks, exclude, 0)
 
 
-def _select(candidates, at, is_there, asked, bound_ref, best_ref, total_ref) -> jax.Array:
-    """Find the threshold among candidates in registers."""
-    bound, best, total = (ref[candidates.row] for ref in (bound_ref, best_ref, total_ref))
-    x = load(candidates.logits.at[candidates.row, at], mask=is_there, other=-jnp.inf)
+def _select(x, row, asked: Asked, bound_ref, best_ref, total_ref) -> jax.Array:
+    """Find the threshold among candidates in registers, of which -inf is none."""
+    bound, best, total = (ref[row] for ref in (bound_ref, best_ref, total_ref))
     keys, weights = ordered(x), asked.weigh(x, best)
     known = shared_digits(bound, ordered(best), 1)
 
     def find(counts, wanted, is_asked):
-        # No lane without a candidate counts: its key is below the bound.
         return highest_key(keys, 1.0 if counts else weights, wanted, NUM_BITS, is_asked, known)
 
     def mass(key):
@@ -116,25 +143,21 @@ def _select(candidates, at, is_there, asked, bound_ref, best_ref, total_ref) -> 
     return _threshold(asked, best, bound, total, find, mass)
 
 
-def _reread(row, asked, bound_ref, best_ref, total_ref, out_ref, block: int) -> None:
-    """Find the threshold, and exclude what is below it, a block of the row at a time."""
+def _search(
+    read: Callable, num_blocks: int, size: int, row, asked: Asked, bound_ref, best_ref, total_ref
+) -> jax.Array:
+    """Find it among candidates in blocks [size] that are read again for every few bits of it."""
     bound, best, total = (ref[row] for ref in (bound_ref, best_ref, total_ref))
     known, num_known = shared_digits(bound, ordered(best), STEP_BITS)
-    vocab_size = out_ref.shape[1]
-    num_blocks, column = pl.cdiv(vocab_size, block), jnp.arange(block)
-
-    def read(i):
-        at = i * block + column
-        return at, load(out_ref.at[row, at], mask=at < vocab_size, other=-jnp.inf)
 
     def through(counts, trials):
         def add(i, sums):
-            _, x = read(i)
+            x = read(i)
             keys, weights = ordered(x), 1.0 if counts else asked.weigh(x, best)
             parts = [jnp.where(keys >= trial, weights, 0.0) for trial in trials]
             return tuple(a + b for a, b in zip(sums, parts, strict=True))
 
-        zero = tuple(jnp.zeros(block, jnp.float32) for _ in trials)
+        zero = tuple(jnp.zeros(size, jnp.float32) for _ in trials)
         return [jnp.sum(x) for x in jax.lax.fori_loop(0, num_blocks, add, zero)]
 
     def find(counts, wanted, is_asked):
@@ -150,15 +173,7 @@ def _reread(row, asked, bound_ref, best_ref, total_ref, out_ref, block: int) -> 
     def mass(key):
         return through(False, [key])[0]
 
-    least = _threshold(asked, best, bound, total, find, mass)
-
-    def exclude(i, carry):
-        at, x = read(i)
-        kept = jnp.where(ordered(x) >= least, x, -jnp.inf)
-        store(out_ref.at[row, at], kept, mask=at < vocab_size)
-        return carry
-
-    jax.lax.fori_loop(0, num_blocks, exclude, 0)
+    return _threshold(asked, best, bound, total, find, mass)
 
 
 def _threshold(asked: Asked, best, bound, total, find: Callable, mass: Callable) -> jax.Array:

@@ -4,13 +4,14 @@
    and the sum of its probabilities.
 2. `bound` finds a lower bound of each row's threshold: at least k logits are at or above the k-th
    largest of the maxima, and not many more; for top_p it is where the maxima alone reach the
-   required mass.
+   required mass, or in a flat row a logit that no number of lower ones comes to the rest with.
 3. `mask` reads the tiles again and writes the result, as if the bound were the threshold. It
    gathers the logits from the bound on, the candidates.
 4. `select` finds the threshold among a row's candidates, in registers, and overwrites those below
    it, where these are few.
 5. `rest` does so where there are more (a flat distribution, a large k): in more registers, or if
-   even these do not hold them, by reading the row again for every few bits of the threshold.
+   these do not hold them, by reading them again for every few bits of the threshold; the whole row
+   if a tile had no room for its own.
 """
 
 from dataclasses import dataclass

@@ -229,9 +229,18 @@ def test_any_number_of_candidates_is_cut_alike(number):
     params = [0, 40, 0, 0], [0.5, 0.7, 0.05, 0.9], [1e-3] * 4
     made = []
     for kernels in "reference", "interpret":
-        run = functools.partial(truncate, kernels=kernels)
-        made.append(check(lambda *args, run=run: run_at_one(run, *args), rows, *params, slack=1e-5))
+        run = functools.partial(run_at_one, functools.partial(truncate, kernels=kernels))
+        made.append(check(run, rows, *params, slack=1e-5))
     np.testing.assert_array_equal(*made)
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.95, 0.999, 1 - 2**-20])
+def test_a_row_whose_maxima_do_not_reach_top_p(top_p):
+    rows = np.random.default_rng(8).normal(size=(2, 20_000)).astype(np.float32) * [[0.5], [2]]
+    params = [0, 0], [top_p] * 2, [0, 0]
+    for kernels in "reference", "interpret":
+        run = functools.partial(run_at_one, functools.partial(truncate, kernels=kernels))
+        check(run, rows.astype(np.float32), *params, slack=1e-6)
 
 
 @pytest.mark.parametrize("top_k, top_p", [(0, 0.9), (7, 1), (7, 0.5)])
