@@ -20,7 +20,7 @@ class RowCandidates(NamedTuple):
     row: jax.Array
     room: int
 
-    def count(self) -> tuple[jax.Array, jax.Array]:
+    def total(self) -> tuple[jax.Array, jax.Array]:
         """Of the row, and whether all found room."""
         num_tiles = self.in_tile.shape[1]
         tiles = jnp.arange(pl.next_power_of_2(num_tiles))

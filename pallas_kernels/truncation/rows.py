@@ -56,7 +56,7 @@ def select_kernel(
     """Exclude the candidates below the row's threshold, if there are few."""
     candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, pl.program_id(0), tile_room)
     asked = Asked.read(refs[3:7], candidates.row, vocab_size)
-    count, has_room = candidates.count()
+    count, has_room = candidates.total()
 
     @pl.when((asked.cuts_k | asked.cuts_p) & has_room & (0 < count) & (count <= few))
     def _():
@@ -82,7 +82,7 @@ def rest_kernel(
     row, num_tiles, out_ref = pl.program_id(0), counts_ref.shape[1], refs[-1]
     candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, row, tile_room)
     asked = Asked.read(refs[3:7], row, vocab_size)
-    count, has_room = candidates.count()
+    count, has_room = candidates.total()
     is_asked, known = asked.cuts_k | asked.cuts_p, (row, asked, *refs[:3])
 
     @pl.when(is_asked & has_room & (few < count))

@@ -10,7 +10,7 @@ from pallas_kernels.truncation.order import NUM_BITS
 
 def highest_key(
     keys: jax.Array,
-    weights: jax.Array,
+    weights: jax.Array | float,
     wanted: jax.Array,
     num_bits: int,
     is_asked: jax.Array,

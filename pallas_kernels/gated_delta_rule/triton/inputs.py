@@ -73,7 +73,7 @@ def _inputs_kernel(*refs, tokens):
 
         def run(t, history):
             raw = [x_ref[row.index, t, kind].astype(ring_ref.dtype) for kind in kinds]
-            a_b = gates.read_token(x_ref, row, t)  # before the stores, which loads wait behind
+            a, b = gates.read_token(x_ref, row, t)  # before the stores, which loads wait behind
             windows = [[*past, z.astype(jnp.float32)] for past, z in zip(history, raw, strict=True)]
             q, k, *vs = (
                 silu(sum(z * w for z, w in zip(*pair, strict=True)))
@@ -85,7 +85,7 @@ def _inputs_kernel(*refs, tokens):
             k_ref[*_column(k_ref, row, t), key_head, keys] = _normed(k)
             for head, v in zip(heads, vs, strict=True):
                 inputs.v[row.index, t, head, values] = v
-            gates.write(*a_b, row, t, decay_ref, inputs.beta)
+            gates.write(a, b, row, t, decay_ref, inputs.beta)
             return [window[1:] for window in windows]
 
         # All loads before the first use, which waits for the memory.
