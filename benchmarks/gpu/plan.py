@@ -1,7 +1,7 @@
 """The commands for a GPU machine that is lent for a while, in calls that each begin with a copy of
 the work tree.
 
-    python benchmarks/gpu/plan.py                 for 30 minutes, 10 a command, a tree of 64 MiB
+    python benchmarks/gpu/plan.py                 for 15 minutes, 10 a command, a tree of 64 MiB
     python benchmarks/gpu/plan.py --report FILE   what is wrong in the lines that came back
     python benchmarks/gpu/plan.py --dry-run       the same here: tiny shapes, kernels interpreted
 
@@ -49,16 +49,17 @@ class Block:
 
 BLOCKS = (
     Block(100, ("card", "smoke")),
-    Block(50, ("memory",)),
+    Block(120, ("memory",)),
     Block(120, ("tokens/demo-llama-float32",), LLAMA),
-    Block(120, ("grid/1", "grid/64")),
-    Block(90, ("kernels/delta_rule",)),
+    Block(140, ("grid/1", "grid/64")),
+    Block(60, ("kernels/delta_rule",)),
     Block(60, ("kernels/others",)),
     Block(120, ("tokens/demo-qwen3.5-float32", "tokens/demo-qwen3.5-bfloat16"), QWEN),
     Block(130, ("models/Qwen3.5-27B",)),
     Block(100, ("models/Qwen3.5-4B",)),
+    Block(100, ("profile/Llama-3.1-8B", "profile/Qwen3.5-27B")),
     Block(150, ("kernels/delta_rule_tiles",)),
-    Block(200, ("correct/float32", "correct/bfloat16")),
+    Block(180, ("correct/float32", "correct/bfloat16")),
     Block(100, ("watch/arrivals",)),
     Block(60, ("watch/updates",)),
     Block(90, ("graphs/tokens",), LLAMA),
@@ -70,6 +71,7 @@ BLOCKS = (
     Block(200, ("start",)),
     Block(200, ("adaptive",)),
     Block(110, ("watch/compiling",)),
+    Block(100, ("profile/Llama-3.2-1B", "profile/Qwen3.5-4B")),
     Block(60, ("kernels/latents",)),
     Block(100, ("projections/many",)),
     Block(80, ("kernels/attention",)),
@@ -226,7 +228,7 @@ def report(lines: Iterable[str]) -> list[str]:
 def main() -> int:
     """Print the plan, or run it here."""
     parser = argparse.ArgumentParser(description=" ".join(__doc__.split("\n\n")[0].split()))
-    parser.add_argument("--total-minutes", type=float, default=30.0, help="%(default)s")
+    parser.add_argument("--total-minutes", type=float, default=15.0, help="%(default)s")
     parser.add_argument("--command-minutes", type=float, default=10.0, help="%(default)s")
     parser.add_argument("--size-mib", type=float, default=64.0, help="of the tree; %(default)s")
     parser.add_argument(

@@ -10,7 +10,7 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.triton_call import load, store, triton_call
 
 MAX_DIM = 16384  # a row has to fit in the registers of one program
-ELEMENTS_PER_WARP = 1024
+ELEMENTS_PER_WARP = 256  # a load of 16 bytes per thread, and little code: a step has few rows
 
 
 def add_rms_norm_triton(
@@ -55,11 +55,12 @@ def _kernel(x_ref, delta_ref, weight_ref, y_ref, out_ref, *, dim, block, eps, is
     def read(ref, *index):
         return load(ref.at[(*index, i)], mask=mask, other=0.0).astype(jnp.float32)
 
+    # Before the sum, which waits for the row: in a step no cache holds the weight any more.
+    weight = read(weight_ref)
     rounded = (read(x_ref, row) + read(delta_ref, row)).astype(y_ref.dtype)
     store(y_ref.at[row, i], rounded, mask=mask)
     y = rounded.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.sum(y * y) / dim + eps)
-    weight = read(weight_ref)
     if is_centred:
         out = y * (1.0 + weight)
     else:

@@ -8,8 +8,9 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.triton_call import load, store
 from pallas_kernels.truncation.asked import Asked
+from pallas_kernels.truncation.candidates import RowCandidates
 from pallas_kernels.truncation.order import INFINITE, NUM_BITS, ordered
-from pallas_kernels.truncation.search import highest_key, repeat, zero_key
+from pallas_kernels.truncation.search import highest_key, repeat, shared_digits
 
 ROUGH_BITS = 16  # bits of the lower bound of the candidates: all bits of a bf16 logit
 STEP_BITS = 2  # bits of the threshold found per read of a row
@@ -39,129 +40,140 @@ def bound_kernel(maxima_ref, largest_ref, mass_ref, *refs, vocab_size: int):
         weights = jnp.where(asked.cuts_k, 1.0, asked.weigh(maxima, best))
         is_bounded = asked.cuts_k | (asked.cuts_p & ~asked.cuts_min)
         rough = highest_key(ordered(maxima), weights, wanted, ROUGH_BITS, is_bounded)
-        least = jnp.maximum(rough, asked.floor(best))
+        # A flat row's maxima do not reach it. Logits below this one would be less than the rest,
+        # with room for roundings, were they all there are and as large as it.
+        rest = jnp.maximum(0.99 * (1 - asked.top_p) - 1e-6, 0.0) * total / vocab_size
+        is_flat = is_bounded & ~asked.cuts_k
+        flat = jnp.where(is_flat, best + asked.temperature * jnp.log(rest), -jnp.inf)
+        least = jnp.maximum(jnp.maximum(rough, ordered(flat)), asked.floor(best))
         bound_ref[row] = jnp.maximum(least, jnp.uint32(INFINITE + 1))
         best_ref[row], total_ref[row] = best, total
 
 
 def select_kernel(
-    _,
-    candidates_ref,
-    tokens_ref,
-    count_ref,
-    bound_ref,
-    best_ref,
-    total_ref,
-    *refs,
-    vocab_size: int,
-    tile_candidates: int,
-    max_candidates: int,
+    _, logits_ref, tokens_ref, counts_ref, *refs, vocab_size: int, tile_room: int, few: int
 ):
-    """Exclude the candidates below the row's threshold, if they all fit in registers."""
-    row = pl.program_id(0)
-    asked, out_ref = Asked.read(refs[:4], row, vocab_size), refs[4]
-    count, fits = _count(count_ref, row, tile_candidates, max_candidates)
+    """Exclude the candidates below the row's threshold, if there are few."""
+    candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, pl.program_id(0), tile_room)
+    asked = Asked.read(refs[3:7], candidates.row, vocab_size)
+    count, has_room = candidates.total()
 
-    @pl.when((asked.cuts_k | asked.cuts_p) & fits & (count > 0))
+    @pl.when((asked.cuts_k | asked.cuts_p) & has_room & (0 < count) & (count <= few))
     def _():
-        best, bound, total = best_ref[row], bound_ref[row], total_ref[row]
-        # The candidates of a tile follow those of the tile before.
-        width = candidates_ref.shape[1] // count_ref.shape[1]  # of a tile's room
-        lane = jnp.arange(max_candidates, dtype=jnp.int32)
-        end, at = 0 * row, lane
-        for tile in range(count_ref.shape[1]):
-            in_tile = count_ref[row, tile]
-            end += in_tile
-            # The lanes beyond lie in a later tile's room, which begins after the rest of this one.
-            at += jnp.where(lane >= end, width - in_tile, 0)
-        is_there = lane < end
-        x = load(candidates_ref.at[row, at], mask=is_there, other=-jnp.inf)
-        keys = ordered(x)
-
-        def find(counts, wanted, is_asked):
-            weights = is_there.astype(jnp.float32) if counts else asked.weigh(x, best)
-            return highest_key(keys, weights, wanted, NUM_BITS, is_asked)
-
-        def mass(key):
-            return jnp.sum(jnp.where(keys >= key, asked.weigh(x, best), 0.0))
-
-        least = _threshold(asked, best, bound, total, find, mass)
-        # In interpret mode masked lanes store the old value; they point past the end of the row.
-        token = load(tokens_ref.at[row, at], mask=is_there, other=vocab_size)
-        kept = jnp.where(keys >= least, x, -jnp.inf)
-        store(out_ref.at[row, token], kept, mask=is_there)
+        lane = jnp.arange(few, dtype=jnp.int32)
+        at, is_there = candidates.places(lane, unrolls=True)
+        least = _select(candidates.read(at, is_there), candidates.row, asked, *refs[:3])
+        candidates.exclude(at, is_there, least, refs[-1])
 
 
-def reread_kernel(
+def rest_kernel(
     _,
-    count_ref,
-    bound_ref,
-    best_ref,
-    total_ref,
+    logits_ref,
+    tokens_ref,
+    counts_ref,
     *refs,
     vocab_size: int,
     block: int,
-    tile_candidates: int,
-    max_candidates: int,
+    tile_room: int,
+    few: int,
+    many: int,
 ):
-    """Do the same for the rows with more, by reading them for every few bits of the threshold.
+    """Do the same for the other rows: in more registers, or reading them for every few bits."""
+    row, num_tiles, out_ref = pl.program_id(0), counts_ref.shape[1], refs[-1]
+    candidates = RowCandidates(logits_ref, tokens_ref, counts_ref, row, tile_room)
+    asked = Asked.read(refs[3:7], row, vocab_size)
+    count, has_room = candidates.total()
+    is_asked, known = asked.cuts_k | asked.cuts_p, (row, asked, *refs[:3])
 
-    Only candidates are left in them.
-    """
-    row = pl.program_id(0)
-    asked, out_ref = Asked.read(refs[:4], row, vocab_size), refs[4]
-    fits = _count(count_ref, row, tile_candidates, max_candidates)[1]
-    num_blocks, column = pl.cdiv(vocab_size, block), jnp.arange(block)
-
-    def read(i):
-        at = i * block + column
-        return at, load(out_ref.at[row, at], mask=at < vocab_size, other=-jnp.inf)
-
-    @pl.when((asked.cuts_k | asked.cuts_p) & ~fits)
+    @pl.when(is_asked & has_room & (few < count))
     def _():
-        best, bound, total = best_ref[row], bound_ref[row], total_ref[row]
+        in_room = jnp.arange(tile_room, dtype=jnp.int32)
 
-        def through(counts, trials):
-            def add(i, sums):
-                _, x = read(i)
-                keys, weights = ordered(x), 1.0 if counts else asked.weigh(x, best)
-                parts = [jnp.where(keys >= trial, weights, 0.0) for trial in trials]
-                return tuple(a + b for a, b in zip(sums, parts, strict=True))
+        def places(tile):
+            return tile * tile_room + in_room, in_room < counts_ref[row, tile]
 
-            zero = tuple(jnp.zeros(block, jnp.float32) for _ in trials)
-            return [jnp.sum(x) for x in jax.lax.fori_loop(0, num_blocks, add, zero)]
+        def in_registers():
+            # Their places, which would take registers, too, are not kept.
+            lane = jnp.arange(many, dtype=jnp.int32)
+            return _select(candidates.read(*candidates.places(lane, unrolls=False)), *known)
 
-        def find(counts, wanted, is_asked):
-            def refine(i, key):
-                shift = (NUM_BITS - STEP_BITS * (i + 1)).astype(jnp.uint32)
-                trials = [key | (jnp.uint32(j) << shift) for j in range(1, 2**STEP_BITS)]
-                for trial, weight in zip(trials, through(counts, trials), strict=True):
-                    key = jnp.where(weight >= wanted, trial, key)
-                return key
+        def in_memory():
+            return _search(
+                lambda tile: candidates.read(*places(tile)), num_tiles, tile_room, *known
+            )
 
-            return repeat(NUM_BITS // STEP_BITS, refine, zero_key(is_asked), is_asked)
+        def exclude(tile, carry):
+            candidates.exclude(*places(tile), least, out_ref)
+            return carry
 
-        def mass(key):
-            return through(False, [key])[0]
+        least = jax.lax.cond(count <= many, in_registers, in_memory)
+        jax.lax.fori_loop(0, num_tiles, exclude, 0)
 
-        least = _threshold(asked, best, bound, total, find, mass)
+    @pl.when(is_asked & ~has_room)
+    def _():
+        # Only candidates are left in the row.
+        num_blocks, column = pl.cdiv(vocab_size, block), jnp.arange(block)
+
+        def read(i):
+            at = i * block + column
+            return load(out_ref.at[row, at], mask=at < vocab_size, other=-jnp.inf)
 
         def exclude(i, carry):
-            at, x = read(i)
+            at, x = i * block + column, read(i)
             kept = jnp.where(ordered(x) >= least, x, -jnp.inf)
             store(out_ref.at[row, at], kept, mask=at < vocab_size)
             return carry
 
+        least = _search(read, num_blocks, block, *known)
         jax.lax.fori_loop(0, num_blocks, exclude, 0)
 
 
-def _count(count_ref, row, tile_candidates: int, max_candidates: int):
-    """The number of a row's candidates, and whether there is room for all."""
-    num_tiles = count_ref.shape[1]
-    tiles = jnp.arange(pl.next_power_of_2(num_tiles))
-    counts = load(count_ref.at[row, tiles], mask=tiles < num_tiles, other=0)
-    count = jnp.sum(counts)
-    return count, (jnp.max(counts) <= tile_candidates) & (count <= max_candidates)
+def _select(x, row, asked: Asked, bound_ref, best_ref, total_ref) -> jax.Array:
+    """Find the threshold among candidates in registers, of which -inf is none."""
+    bound, best, total = (ref[row] for ref in (bound_ref, best_ref, total_ref))
+    keys, weights = ordered(x), asked.weigh(x, best)
+    known = shared_digits(bound, ordered(best), 1)
+
+    def find(counts, wanted, is_asked):
+        return highest_key(keys, 1.0 if counts else weights, wanted, NUM_BITS, is_asked, known)
+
+    def mass(key):
+        return jnp.sum(jnp.where(keys >= key, weights, 0.0))
+
+    return _threshold(asked, best, bound, total, find, mass)
+
+
+def _search(
+    read: Callable, num_blocks: int, size: int, row, asked: Asked, bound_ref, best_ref, total_ref
+) -> jax.Array:
+    """Find it among candidates in blocks [size] that are read again for every few bits of it."""
+    bound, best, total = (ref[row] for ref in (bound_ref, best_ref, total_ref))
+    known, num_known = shared_digits(bound, ordered(best), STEP_BITS)
+
+    def through(counts, trials):
+        def add(i, sums):
+            x = read(i)
+            keys, weights = ordered(x), 1.0 if counts else asked.weigh(x, best)
+            parts = [jnp.where(keys >= trial, weights, 0.0) for trial in trials]
+            return tuple(a + b for a, b in zip(sums, parts, strict=True))
+
+        zero = tuple(jnp.zeros(size, jnp.float32) for _ in trials)
+        return [jnp.sum(x) for x in jax.lax.fori_loop(0, num_blocks, add, zero)]
+
+    def find(counts, wanted, is_asked):
+        def refine(i, key):
+            shift = (NUM_BITS - STEP_BITS * (i + 1)).astype(jnp.uint32)
+            trials = [key | (jnp.uint32(j) << shift) for j in range(1, 2**STEP_BITS)]
+            for trial, weight in zip(trials, through(counts, trials), strict=True):
+                key = jnp.where(weight >= wanted, trial, key)
+            return key
+
+        return repeat(num_known, NUM_BITS // STEP_BITS, refine, known, is_asked)
+
+    def mass(key):
+        return through(False, [key])[0]
+
+    return _threshold(asked, best, bound, total, find, mass)
 
 
 def _threshold(asked: Asked, best, bound, total, find: Callable, mass: Callable) -> jax.Array:

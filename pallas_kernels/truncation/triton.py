@@ -4,13 +4,14 @@
    and the sum of its probabilities.
 2. `bound` finds a lower bound of each row's threshold: at least k logits are at or above the k-th
    largest of the maxima, and not many more; for top_p it is where the maxima alone reach the
-   required mass.
+   required mass, or in a flat row a logit that no number of lower ones comes to the rest with.
 3. `mask` reads the tiles again and writes the result, as if the bound were the threshold. It
    gathers the logits from the bound on, the candidates.
 4. `select` finds the threshold among a row's candidates, in registers, and overwrites those below
-   it.
-5. `reread` does so where there are more candidates than fit (a flat distribution, a large k): it
-   reads such a row again for every few bits of the threshold.
+   it, where these are few.
+5. `rest` does so where there are more (a flat distribution, a large k): in more registers, or if
+   these do not hold them, by reading them again for every few bits of the threshold; the whole row
+   if a tile had no room for its own.
 """
 
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from pallas_kernels.dispatch import UnsupportedError
 from pallas_kernels.triton_call import load, store, triton_call
 from pallas_kernels.truncation.asked import LOG2_E, Asked
 from pallas_kernels.truncation.order import ordered
-from pallas_kernels.truncation.rows import bound_kernel, reread_kernel, select_kernel
+from pallas_kernels.truncation.rows import bound_kernel, rest_kernel, select_kernel
 
 MAX_ELEMENTS = 2**31  # offsets into an array are i32
 
@@ -38,8 +39,9 @@ class TruncationTuning:
     summarise_warps: int = 4
     mask_columns: int = 1024  # likewise, in fewer rows, as more registers are needed
     mask_warps: int = 8
-    tile_candidates: int = 512
-    max_candidates: int = 4096  # of a row
+    tile_room: int = 2048  # candidates: frequent tokens, in some models, share a few tiles
+    few: int = 2048  # candidates of a row, in registers of which two programs share
+    many: int = 16384
     bound_warps: int = 8  # with a row's maxima in registers, so that two rows share them
     row_warps: int = 16
 
@@ -71,9 +73,8 @@ def truncate_triton(
     tile, columns = min(config.tile, whole), min(config.columns, whole)
     mask_columns = min(config.mask_columns, whole)
     num_tiles = pl.cdiv(vocab_size, tile)
-    room = {"tile_candidates": config.tile_candidates, "max_candidates": config.max_candidates}
-    # In interpret mode masked lanes store the old value, so each needs a place of its own.
-    size = num_tiles * (config.tile_candidates + mask_columns)
+    tile_room = min(config.tile_room, tile)
+    size = num_tiles * tile_room
     asked = temperature, top_k.astype(jnp.int32), top_p, min_p
 
     def call(kernel, operands, outputs, *, num_warps, aliases=None, **sizes):
@@ -100,11 +101,13 @@ def truncate_triton(
     result = [(f32, vocab_size), (f32, size), (i32, size), (i32, num_tiles)]
     sizes = {"tile": tile, "columns": mask_columns, "num_warps": config.mask_warps}
     masked, *candidates, counts = call(
-        _mask_kernel, [logits, bounds[0]], result, tile_candidates=config.tile_candidates, **sizes
+        _mask_kernel, [logits, bounds[0]], result, tile_room=tile_room, **sizes
     )
-    in_place = {"outputs": result[:1], "aliases": {0: 0}, "num_warps": config.row_warps, **room}
-    (selected,) = call(select_kernel, [masked, *candidates, counts, *bounds], **in_place)
-    (truncated,) = call(reread_kernel, [selected, counts, *bounds], block=tile, **in_place)
+    others = [*candidates, counts, *bounds]
+    in_place = {"outputs": result[:1], "aliases": {0: 0}, "num_warps": config.row_warps}
+    sizes = {"tile_room": tile_room, "few": config.few, **in_place}
+    (selected,) = call(select_kernel, [masked, *others], **sizes)
+    (truncated,) = call(rest_kernel, [selected, *others], many=config.many, block=tile, **sizes)
     return truncated
 
 
@@ -142,7 +145,7 @@ def _mask_kernel(
     vocab_size: int,
     tile: int,
     columns: int,
-    tile_candidates: int,
+    tile_room: int,
 ):
     # From the last row on: the cache still holds those that `summarise` read last.
     row, number = pl.num_programs(0) - 1 - pl.program_id(0), pl.program_id(1)
@@ -160,7 +163,6 @@ def _mask_kernel(
         in_column = reduce(jnp.add, [is_kept.astype(jnp.int32) for is_kept in kept])
         place = jnp.cumsum(in_column) - in_column  # of the first of a column
         count_ref[row, number] = jnp.sum(in_column)
-        column, width = jnp.arange(columns), tile_candidates + columns
 
         def put(i, carry):
             """Store the i-th candidate of every column; rarely has one of them more than a few."""
@@ -169,8 +171,9 @@ def _mask_kernel(
                 is_next = is_kept & (seen == i)
                 x, token = jnp.where(is_next, other, x), jnp.where(is_next, at, token)
                 seen += is_kept.astype(jnp.int32)
-            fits = (in_column > i) & (place + i < tile_candidates)
-            to = number * width + jnp.where(fits, place + i, tile_candidates + column)
+            fits = (in_column > i) & (place + i < tile_room)
+            # In interpret mode masked lanes store the old value; they point past the row's end.
+            to = jnp.where(fits, number * tile_room + place + i, candidates_ref.shape[1])
             store(candidates_ref.at[row, to], x, mask=fits)
             store(tokens_ref.at[row, to], token, mask=fits)
             return carry

@@ -359,7 +359,7 @@ def test_a_plan_that_cannot_be_says_what_to_raise(plan, limits):
 def test_commands_of_a_plan(plan):
     lines = list(plan.show(plan.Limits(1800, 600, 64 * plan.MIB), "there"))
     commands = [line for line in lines if line.startswith("run()")]
-    assert "; run --only grid/1 grid/64 --budget 120; run --only" in commands[0]
+    assert "; run --only grid/1 grid/64 --budget 140; run --only" in commands[0]
     assert all("--output there/gpu.jsonl --cache" in c and len(c) < 2000 for c in commands)
     moved = [line for line in lines if line.startswith("mkdir")]
     assert "checkpoints/demo-qwen3.5" in moved[0] and "demo-llama" not in moved[0]

@@ -18,7 +18,7 @@ ROWS = BATCH * (K + 1)
 REGISTERS = 2**16  # of a multiprocessor
 # At least so many programs run on one at once. Those of tiles have 32 KiB in flight each; those of
 # rows are all there at once, but for those that a row rarely needs.
-PROGRAMS = {"summarise": 6, "bound": 2, "mask": 2, "select": 2, "reread": 1}
+PROGRAMS = {"summarise": 6, "bound": 2, "mask": 2, "select": 2, "rest": 1}
 
 pytestmark = pytest.mark.h200
 
@@ -75,7 +75,7 @@ def test_nothing_spills_and_programs_share_multiprocessors(compile_for_h200):
             assert not kernel.spills, kernel
             registers = 8 * -(-kernel.registers // 8) * kernel.threads[0]  # as they are given out
             assert REGISTERS // registers >= PROGRAMS[name], kernel
-            assert kernel.shared_bytes <= 8192, kernel
+            assert kernel.shared_bytes <= 16384, kernel
 
 
 METHODS = "seed_exact", "rejection"
@@ -114,7 +114,7 @@ def test_it_is_all_one_cuda_graph(report):
 
 def test_truncation_adds_three_passes(report, method):
     """Two kernels read the logits, and one writes them; others change a few of them in place."""
-    in_place = "truncation_select", "truncation_reread"
+    in_place = "truncation_select", "truncation_rest"
     outside = [
         one
         for one in report["passes"]

@@ -16,7 +16,7 @@ SHAPE = 240, 200  # what smaller problems are padded to: every shape is a compil
 
 def in_small_blocks(logits, *params):
     """The kernels with tiles and candidates that rows of 200 do not fit in."""
-    config = TruncationTuning(64, 16, mask_columns=32, tile_candidates=16, max_candidates=32)
+    config = TruncationTuning(64, 16, mask_columns=32, tile_room=16, few=8, many=32)
     return truncate_triton(logits, *params, config=config, interpret=True)
 
 
@@ -204,6 +204,56 @@ def test_candidates_fill_their_room(run):
     rows[0, -32:] = np.linspace(0, 3, 32)
     out = check(run, rows, [32], [0.3], [0])
     assert 1 < (out > -np.inf).sum() < 8
+
+
+CANDIDATES = {  # their number in each of six tiles
+    "few": [300] * 6,
+    "in more registers": [1000] * 6,
+    "spread evenly": [1500] * 6,
+    "in one tile": [2000, 0, 0, 200, 0, 0],
+    "more than the room of a tile": [2100, 0, 0, 0, 0, 0],
+    "more than any registers hold": [2048] * 9,
+    "all": [8192] * 6,
+}
+
+
+@pytest.mark.parametrize("number", CANDIDATES.values(), ids=CANDIDATES)
+def test_any_number_of_candidates_is_cut_alike(number):
+    """min_p alone bounds them, as it applies before top_p; the others cut in their midst."""
+    rng, rows = np.random.default_rng(7), np.full((4, len(number), 8192), -20, np.float32)
+    for tile, count in enumerate(number):
+        at = rng.permutation(8192)[:count]
+        rows[:, tile, at] = rng.uniform(0, 2, (4, count))
+    rows = rows.reshape(4, -1)
+    rows[3] = np.maximum(rows[3], 1)  # of which many are equal
+    params = [0, 40, 0, 0], [0.5, 0.7, 0.05, 0.9], [1e-3] * 4
+    made = []
+    for kernels in "reference", "interpret":
+        run = functools.partial(run_at_one, functools.partial(truncate, kernels=kernels))
+        made.append(check(run, rows, *params, slack=1e-5))
+    np.testing.assert_array_equal(*made)
+
+
+@pytest.mark.parametrize("top_p", [0.9, 0.95, 0.999, 1 - 2**-20])
+def test_a_row_whose_maxima_do_not_reach_top_p(top_p):
+    rows = np.random.default_rng(8).normal(size=(2, 20_000)).astype(np.float32) * [[0.5], [2]]
+    params = [0, 0], [top_p] * 2, [0, 0]
+    for kernels in "reference", "interpret":
+        run = functools.partial(run_at_one, functools.partial(truncate, kernels=kernels))
+        check(run, rows.astype(np.float32), *params, slack=1e-6)
+
+
+@pytest.mark.parametrize("top_k, top_p", [(0, 0.9), (7, 1), (7, 0.5)])
+def test_a_flat_row_stays(top_k, top_p):
+    rows = np.full((1, 20_000), -3, np.float32)
+    run = functools.partial(truncate, kernels="interpret")
+    np.testing.assert_array_equal(run_at_one(run, rows, [top_k], [top_p], [0]), rows)
+
+
+def run_at_one(run, logits, top_k, top_p, min_p):
+    """At temperature 1."""
+    params = np.ones(len(logits), np.float32), np.int32(top_k), np.float32(top_p), np.float32(min_p)
+    return np.asarray(jax.jit(run)(logits, *params))
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_k", "top_p", "min_p"])

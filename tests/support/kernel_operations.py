@@ -69,13 +69,14 @@ def rope() -> Operation:
 
 
 def truncation() -> Operation:
-    """Of eight tiles. The last row is so flat that its candidates do not fit."""
-    top_k = np.array([5, 0, 40, 0, 0], np.int32)
-    top_p = np.array([1, 0.6, 0.9, 1, 0.99], np.float32)
-    min_p = np.array([0, 0, 0.01, 0, 0], np.float32)
-    scale = np.array([3, 3, 3, 3, 0.1], np.float32)
-    logits = scale[:, None] * normal(5, 60_000)
-    return of(truncate, logits, np.full(5, 0.7, np.float32), top_k, top_p, min_p)
+    """Of eight tiles. The last but one has many candidates; of the last, which is flat, they do not
+    fit."""
+    top_k = np.array([5, 0, 40, 0, 0, 0], np.int32)
+    top_p = np.array([1, 0.6, 0.9, 1, 0.9, 0.99], np.float32)
+    min_p = np.array([0, 0, 0.01, 0, 0.01, 0], np.float32)
+    scale = np.array([3, 3, 3, 3, 1, 0.1], np.float32)
+    logits = scale[:, None] * normal(6, 60_000)
+    return of(truncate, logits, np.full(6, 0.7, np.float32), top_k, top_p, min_p)
 
 
 def grouped() -> Operation:

@@ -28,8 +28,14 @@ class BatchRow(NamedTuple):
         return cls(index, layer, slot, count, positions_ref[index, 0])
 
     def is_live(self, num_slots):
-        """Return whether this is a request rather than padding."""
-        return (self.count > 0) & (self.slot >= 0) & (self.slot < num_slots)
+        """Return whether this is a request rather than padding.
+
+        Starts and layers are never below 0. They are asked for, too, so that all scalars are loaded
+        before a branch on this, at once: the compiler moves a load that only one side of a branch
+        needs behind it, where it waits for the memory once more.
+        """
+        is_request = (self.count > 0) & (self.start >= 0) & (self.layer >= 0)
+        return is_request & (self.slot >= 0) & (self.slot < num_slots)
 
     def num_pending(self, pending_ref, max_pending):
         """Return the number of tokens before the new ones that the state lacks."""

@@ -68,12 +68,12 @@ def _inputs_kernel(*refs, tokens):
 
     @pl.when(row.is_live(ring_ref.shape[1]) & (first < row.count))
     def _():
-        read = partial(_read_raw, x_ref, ring_ref, row)
         taps = [[conv_ref[i, kind].astype(jnp.float32) for i in range(num_taps)] for kind in kinds]
         gates = _Gates.read(log_decay_ref, decay_bias_ref, key_head, heads_per_key)
 
         def run(t, history):
             raw = [x_ref[row.index, t, kind].astype(ring_ref.dtype) for kind in kinds]
+            a, b = gates.read_token(x_ref, row, t)  # before the stores, which loads wait behind
             windows = [[*past, z.astype(jnp.float32)] for past, z in zip(history, raw, strict=True)]
             q, k, *vs = (
                 silu(sum(z * w for z, w in zip(*pair, strict=True)))
@@ -85,11 +85,14 @@ def _inputs_kernel(*refs, tokens):
             k_ref[*_column(k_ref, row, t), key_head, keys] = _normed(k)
             for head, v in zip(heads, vs, strict=True):
                 inputs.v[row.index, t, head, values] = v
-            gates.write(x_ref, row, t, decay_ref, inputs.beta)
+            gates.write(a, b, row, t, decay_ref, inputs.beta)
             return [window[1:] for window in windows]
 
+        # All loads before the first use, which waits for the memory.
+        places = [first - back for back in range(num_taps - 1, 0, -1)]
+        loaded = [[_load_raw(x_ref, ring_ref, row, t, kind) for t in places] for kind in kinds]
         history = [
-            [read(first - back, kind) for back in range(num_taps - 1, 0, -1)] for kind in kinds
+            [_pick_raw(*pair, t) for pair, t in zip(pairs, places, strict=True)] for pairs in loaded
         ]
         jax.lax.fori_loop(first, jnp.minimum(first + tokens, row.count), run, history)
 
@@ -98,13 +101,17 @@ def _column(ring, row, t):
     return row.layer, row.slot, column_of(row.start + t, ring.shape[2])
 
 
-def _read_raw(x_ref, ring_ref, row, t, kind):
-    """Load raw inputs in some channels of the new token t; if t < 0, of one before the new ones."""
+def _load_raw(x_ref, ring_ref, row, t, kind):
+    """Load raw inputs in some channels: of the new token t, and if t < 0 of one before them."""
     in_x = jnp.broadcast_to(t >= 0, kind.shape)
     in_ring = jnp.broadcast_to((t < 0) & (row.start + t >= 0), kind.shape)
     new = load(x_ref.at[row.index, jnp.maximum(t, 0), kind], mask=in_x, other=0.0)
     old = load(ring_ref.at[*_column(ring_ref, row, t), kind], mask=in_ring, other=0.0)
-    return jnp.where(in_x, new.astype(old.dtype), old).astype(jnp.float32)
+    return new, old
+
+
+def _pick_raw(new, old, t):
+    return jnp.where(t >= 0, new.astype(old.dtype), old).astype(jnp.float32)
 
 
 def _normed(z):
@@ -114,6 +121,7 @@ def _normed(z):
 class _Gates(NamedTuple):
     """Weights of the gates of the value heads that share a key head, padded to a power of two."""
 
+    num_heads: int  # of all key heads
     heads: Any
     is_head: Any
     rate: Any
@@ -124,22 +132,22 @@ class _Gates(NamedTuple):
         i = jnp.arange(pl.next_power_of_2(count), dtype=jnp.int32)
         # In interpret mode masked lanes store the old value; they point out of range, to no head.
         is_head = i < count
-        heads = jnp.where(is_head, key_head * count + i, log_decay_ref.shape[0])
+        num_heads = log_decay_ref.shape[0]
+        heads = jnp.where(is_head, key_head * count + i, num_heads)
         log_decay, bias = (
             load(ref.at[heads], mask=is_head, other=0.0) for ref in (log_decay_ref, decay_bias_ref)
         )
-        return cls(heads, is_head, -jnp.exp(log_decay), bias)
+        return cls(num_heads, heads, is_head, -jnp.exp(log_decay), bias)
 
-    def write(self, x_ref, row, t, decay_ref, beta_ref):
+    def read_token(self, x_ref, row, t):
+        """Load a and b of a new token."""
+        first = x_ref.shape[2] - 2 * self.num_heads
+        places = [first + n * self.num_heads + self.heads for n in (1, 0)]
+        at = [x_ref.at[row.index, t, place] for place in places]
+        return [load(ref, mask=self.is_head, other=0.0).astype(jnp.float32) for ref in at]
+
+    def write(self, a, b, row, t, decay_ref, beta_ref):
         """Compute e^g and beta of a new token."""
-        num_heads = beta_ref.shape[2]
-        first = x_ref.shape[2] - 2 * num_heads
-        at = row.index, t
-        b, a = (
-            load(x_ref.at[*at, first + n * num_heads + self.heads], mask=self.is_head, other=0.0)
-            for n in range(2)
-        )
-        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        store(beta_ref.at[*at, self.heads], sigmoid(b), mask=self.is_head)
+        store(beta_ref.at[row.index, t, self.heads], sigmoid(b), mask=self.is_head)
         decay = jnp.exp(self.rate * softplus(a + self.bias))
         store(decay_ref.at[*_column(decay_ref, row, t), self.heads], decay, mask=self.is_head)

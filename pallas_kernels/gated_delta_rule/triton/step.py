@@ -63,25 +63,34 @@ def _step_kernel(*refs, piece, tile, fold_tokens, interpret):
     rings = Rings(u_ref, k_ref, decay_ref, row, head, values, pieces)
     key_head = head // (num_heads // q_ref.shape[2])
 
-    def verify(t, states):
+    def read(t):
+        """What the state needs of a new token, but for q."""
         decay, k = rings.read(row.start + t)
+        return decay, k, v_ref[row.index, t, head, values], beta_ref[row.index, t, head]
+
+    def verify(t, carry):
+        states, (decay, k, v, beta) = carry
         q = [q_ref[row.index, t, key_head, keys] for keys in pieces]
-        v, beta = v_ref[row.index, t, head, values], beta_ref[row.index, t, head]
         states = [s * decay for s in states]
         u = beta * (v - over_keys(states, k, interpret=interpret))
         states = correct(states, u, k, interpret=interpret)
+        # The next token's take the registers of this one's, and do not wait behind its stores.
+        following = read(jnp.minimum(t + 1, row.count - 1))
         rings.u_at(row.start + t)[...] = u
         o = over_keys(states, q, interpret=interpret)
         out_ref[row.index, t, head, values] = o.astype(out_ref.dtype)
-        return states
+        return states, following
 
-    @pl.when(is_live)
+    first = row.start - row.num_pending(pending_ref, u_ref.shape[2])
+
+    # It is never below 0; `pending` is loaded before the branch, as in `is_live`.
+    @pl.when(is_live & (first >= 0))
     def _():
-        first = row.start - row.num_pending(pending_ref, u_ref.shape[2])
         own = [(row.layer, row.slot, head, values[:, None], keys[None]) for keys in pieces]
         known = jnp.broadcast_to(first > 0, (tile, piece))
         states = [load(state_ref.at[at], mask=known, other=0.0) for at in own]
         states = rings.fold(states, first, tokens=fold_tokens, interpret=interpret)
+        token = read(0)
 
         @pl.when(first < row.start)  # else the state is as it was, or not begun
         def _():
@@ -91,7 +100,7 @@ def _step_kernel(*refs, piece, tile, fold_tokens, interpret):
         if not interpret:
             # Every thread has read the pending u's, whose columns new ones may take.
             states = barrier(states)
-        jax.lax.fori_loop(0, row.count, verify, states)
+        jax.lax.fori_loop(0, row.count, verify, (states, token))
 
     def clear(t, _):
         out_ref[row.index, t, head, values] = jnp.zeros((tile,), out_ref.dtype)
