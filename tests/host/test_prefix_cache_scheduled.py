@@ -30,7 +30,8 @@ def test_what_an_unfinished_request_has_run_is_shared():
     second = add(scheduler, 1, range(100, 120))
     step = scheduler.schedule()
     assert chunks(step) == [(1, 16, 4)]
-    assert first.pages[:2] == second.pages[:2] and first.pages[2] != second.pages[2]
+    pages = [list(sample.residency.pages[:3]) for sample in (first, second)]
+    assert pages[0][:2] == pages[1][:2] and pages[0][2] != pages[1][2]
     assert scheduler.pages.num_free == 64 - 4
 
 
@@ -61,10 +62,10 @@ def test_requests_of_one_step_do_not_share():
     scheduler = make_scheduler(max_model_len=32)
     samples = [add(scheduler, i, range(100, 120)) for i in range(2)]
     assert chunks(scheduler.schedule()) == [(0, 0, 20), (1, 0, 20)]
-    assert not set(samples[0].pages) & set(samples[1].pages)
+    assert not set(samples[0].residency.pages) & set(samples[1].residency.pages)
     third = add(scheduler, 2, range(100, 120))
     assert chunks(scheduler.schedule()) == [(2, 16, 4)]
-    assert third.pages[:2] == samples[0].pages[:2]
+    assert third.residency.pages[:2] == samples[0].residency.pages[:2]
 
 
 def test_a_chunk_lets_the_pages_be_found_that_it_fills():
@@ -192,16 +193,16 @@ def test_pages_in_use_are_never_taken():
     scheduler = make_scheduler(num_pages=16, max_model_len=128)
     first = add(scheduler, 0, range(100, 117), 30)
     give(scheduler, scheduler.schedule())
-    shared = list(first.pages[:2])
+    shared = list(first.residency.pages[:2])
     for i in range(1, 13):
         add(scheduler, i, range(1000 * i, 1000 * i + 60), 1)
         for _ in range(2):
             give(scheduler, scheduler.schedule())
-            assert list(first.pages[:2]) == shared
+            assert list(first.residency.pages[:2]) == shared
     assert scheduler.pages.num_evictions > 16
     follow = add(scheduler, 20, range(100, 117))
     scheduler.schedule()
-    assert list(follow.pages[:2]) == shared
+    assert list(follow.residency.pages[:2]) == shared
 
 
 def test_a_page_named_twice_is_found_once():
@@ -209,12 +210,12 @@ def test_a_page_named_twice_is_found_once():
     scheduler = make_scheduler(max_model_len=32, num_pages=8)
     samples = [add(scheduler, i, range(100, 117), 9) for i in range(2)]
     give(scheduler, scheduler.schedule())
-    first, second = (list(sample.pages[:2]) for sample in samples)
+    first, second = (list(sample.residency.pages[:2]) for sample in samples)
     assert not set(first) & set(second)
     scheduler.abort(0)
     third = add(scheduler, 2, range(100, 117), 9)
     assert chunks(scheduler.schedule()) == [(2, 16, 1)]
-    assert list(third.pages[:2]) == first
+    assert list(third.residency.pages[:2]) == first
     scheduler.drop_all()
     assert scheduler.pages.num_free == 8
 
@@ -227,7 +228,7 @@ def test_a_preempted_request_finds_its_own_pages():
         )
         first = add(scheduler, 0, range(100, 130), 34, priority=-1)  # 4 pages
         second = add(scheduler, 1, range(200, 220), 30)  # 3 pages
-        while second.is_resident or not second.num_output:
+        while second.residency or not second.num_output:
             give(scheduler, scheduler.schedule(), [9])
             assert not first.is_finished
         scheduler.abort(0)
@@ -265,7 +266,7 @@ def test_a_request_that_waits_holds_no_pages():
     scheduler.schedule()
     assert scheduler.pages.num_free == 16 - 3
     waiting = add(scheduler, 2, [*range(100, 120), *range(300, 400)], 4)
-    assert chunks(scheduler.schedule()) == [] and not waiting.is_resident
+    assert chunks(scheduler.schedule()) == [] and waiting.residency is None
     assert scheduler.pages.num_free == 16 - 4  # what runs has grown to 25 tokens
     scheduler.abort(1)
     assert chunks(scheduler.schedule()) == [(2, 16, 104)]

@@ -39,7 +39,7 @@ def test_drop_all_frees_everything(num_steps, num_samples, is_read):
     assert scheduler.pages.num_free == config.num_pages and scheduler.schedule() is None
     samples = [add(scheduler, i, 10, 5)[0] for i in range(5)]
     scheduler.schedule()
-    assert {sample.slot for sample in samples[:4]} == set(range(4))
+    assert {sample.residency.slot for sample in samples[:4]} == set(range(4))
 
 
 @pytest.mark.parametrize("num_steps", range(7))
@@ -71,7 +71,7 @@ def test_restart_brings_back_the_preempted_too():
     give(scheduler, scheduler.schedule(), 4)
     scheduler.schedule()
     scheduler.schedule()
-    assert not second.is_resident and second.num_in_flight == 1
+    assert second.residency is None and second.num_in_flight == 1
     scheduler.restart()
     assert scheduler.num_waiting == 2 and [i for i, _, _ in chunks(scheduler.schedule())] == [0]
     scheduler.abort(0)

@@ -303,9 +303,9 @@ def test_pages_are_reserved_for_the_most_that_rounds_in_flight_may_write():
     steps, num_pages = [], []
     for _ in range(5):
         steps.append(scheduler.schedule())
-        num_pages.append(len(sequence.pages))
+        num_pages.append(len(sequence.residency.pages))
     assert num_pages == [2, 2, 3, 3, 4]  # 10, 14, 18, 22, 26
-    assert sequence.max_computed == 26 and sequence.num_in_flight == 5
+    assert sequence.max_tokens_in_flight == 17 and sequence.num_in_flight == 5
 
 
 def test_pages_are_trimmed_when_fewer_tokens_come():
@@ -316,8 +316,9 @@ def test_pages_are_trimmed_when_fewer_tokens_come():
     num_pages = []
     for step, num_tokens in zip(steps, [1, 1, 4, 1, 1], strict=True):
         give(scheduler, step, num_tokens)
-        num_pages.append((sequence.max_computed, len(sequence.pages)))
-        assert scheduler.pages.num_free == 32 - len(sequence.pages)
+        most = len(sequence.token_ids) - 1 + sequence.max_tokens_in_flight
+        num_pages.append((most, len(sequence.residency.pages)))
+        assert scheduler.pages.num_free == 32 - len(sequence.residency.pages)
     assert num_pages == [(26, 4), (23, 3), (23, 3), (20, 3), (17, 3)]
     assert sequence.num_in_flight == sequence.max_tokens_in_flight == 0
 
@@ -328,7 +329,7 @@ def test_a_prompt_keeps_its_pages_while_it_is_being_run():
     (sequence,) = add(scheduler, 0, 17)
     for _ in range(3):
         give(scheduler, scheduler.schedule())
-        assert len(sequence.pages) == 3
+        assert len(sequence.residency.pages) == 3
     assert sequence.output == [9]
 
 
@@ -339,7 +340,7 @@ def test_a_round_that_just_fits_takes_no_further_page(k, num_pages):
     (sequence,) = add(scheduler, 0, 10, 40)
     scheduler.schedule()
     scheduler.schedule()
-    assert len(sequence.pages) == num_pages
+    assert len(sequence.residency.pages) == num_pages
 
 
 @pytest.mark.parametrize("max_tokens, num_pages", [(6, 2), (7, 2), (8, 3)])
@@ -348,10 +349,10 @@ def test_the_last_token_of_a_request_needs_no_page(max_tokens, num_pages):
     scheduler = make_scheduler(make_config(), 3)
     (sequence,) = add(scheduler, 0, 10, max_tokens)
     steps = [scheduler.schedule() for _ in range(5)]
-    assert len(sequence.pages) == num_pages
+    assert len(sequence.residency.pages) == num_pages
     for step in steps[:-1]:
         give(scheduler, step)
-        assert len(sequence.pages) <= num_pages
+        assert len(sequence.residency.pages) <= num_pages
 
 
 def test_rounds_in_flight_count_with_the_drafts_they_were_planned_with():
@@ -373,5 +374,5 @@ def test_an_exact_request_owns_all_its_pages_from_the_start():
     (sequence,) = add(scheduler, 0, 10, 40)
     steps = [scheduler.schedule() for _ in range(3)]
     for step in steps:
-        assert len(sequence.pages) == 7  # 49 tokens
+        assert len(sequence.residency.pages) == 7  # 49 tokens
         give(scheduler, step)

@@ -10,6 +10,7 @@ from support.scheduling import (
     give,
     make_config,
     make_scheduler,
+    num_pages,
     rounds,
     run_to_the_end,
     two_decoding,
@@ -29,9 +30,9 @@ def test_the_later_one_is_preempted_when_pages_run_out():
     step = scheduler.schedule()
     assert rounds(step) == [0] and chunks(step) == []
     assert scheduler.num_preemptions == 1
-    assert not second.is_resident and list(second.pages) == []
+    assert second.residency is None
     assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
-    assert len(first.pages) == 3 and scheduler.pages.num_free == 1
+    assert len(first.residency.pages) == 3 and scheduler.pages.num_free == 1
 
 
 def test_slot_and_pages_of_a_preempted_request_are_free_in_the_same_step():
@@ -42,11 +43,12 @@ def test_slot_and_pages_of_a_preempted_request_are_free_in_the_same_step():
     scheduler = make_scheduler(config, 8)
     (first,), (second,) = add(scheduler, 0, 8, 30), add(scheduler, 1, 24, 9)
     scheduler.schedule()
-    (slot, pages), (third,) = (second.slot, set(second.pages)), add(scheduler, 2, 3, priority=-1)
+    residency, (third,) = second.residency, add(scheduler, 2, 3, priority=-1)
     step = scheduler.schedule()
     assert rounds(step) == [0] and chunks(step) == [(2, 0, 3)]
-    assert not second.is_resident and second.num_in_flight == 1
-    assert third.slot == slot and {*first.pages, *third.pages} & pages
+    assert second.residency is None and second.num_in_flight == 1
+    assert third.residency.slot == residency.slot
+    assert {*first.residency.pages, *third.residency.pages} & {*residency.pages}
 
 
 def test_a_preempted_request_runs_its_tokens_again_and_goes_on():
@@ -55,11 +57,12 @@ def test_a_preempted_request_runs_its_tokens_again_and_goes_on():
     for _ in range(2):
         give(scheduler, scheduler.schedule(), 4)
     give(scheduler, scheduler.schedule())
-    assert len(second.token_ids) == 17 and not second.is_resident
+    assert len(second.token_ids) == 17 and second.residency is None
     scheduler.abort(0)
     step = scheduler.schedule()
     (chunk,) = step.prefill.chunks
-    assert chunk.sequence is second and chunk.start + chunk.count == 16 == second.goal
+    assert chunk.sequence is second and chunk.start + chunk.count == 16
+    assert second.residency.num_to_prefill == 16
     assert chunk.is_first and chunk.is_last and chunk.is_resumed and not chunk.samples
     assert second.num_in_flight == 0 and rounds(step) == []
     following = scheduler.schedule()
@@ -93,7 +96,7 @@ def test_tokens_in_flight_at_a_preemption_are_delivered_once():
     in_flight = scheduler.schedule()
     assert rounds(in_flight) == [0, 1]
     later = scheduler.schedule()
-    assert rounds(later) == [0] and not second.is_resident
+    assert rounds(later) == [0] and second.residency is None
     assert (second.num_in_flight, second.num_output) == (1, 5)
     scheduler.abort(0)
     assert scheduler.schedule() is None, "not readmitted before its tokens are there"
@@ -103,7 +106,8 @@ def test_tokens_in_flight_at_a_preemption_are_delivered_once():
     assert second.output == [9] * 5 + [21, 22] and second.num_in_flight == 0
     assert second.max_tokens_in_flight == 0
     step = scheduler.schedule()
-    assert second.goal == 8 + 7 - 1 and step.prefill.chunks[0].sequence is second
+    assert second.residency.num_to_prefill == 8 + 7 - 1
+    assert step.prefill.chunks[0].sequence is second
     assert commit(scheduler, later.decode, [23]) == ([0], [])
     assert second.output == [9] * 5 + [21, 22]
 
@@ -112,7 +116,7 @@ def test_a_request_may_finish_while_it_is_preempted():
     scheduler, first, second = two_decoding(4)
     give(scheduler, scheduler.schedule(), 4)
     in_flight, later = scheduler.schedule(), scheduler.schedule()
-    assert not second.is_resident
+    assert second.residency is None
     add(scheduler, 2, 3)
     num_kept, touched = commit(scheduler, in_flight.decode, [20], [21, STOP])
     assert num_kept == [1, 2] and touched == [first, second]
@@ -136,12 +140,12 @@ def test_a_request_preempted_before_its_first_token_starts_anew():
     start = scheduler.schedule()
     assert chunks(start) == [(0, 0, 8), (1, 0, 12)]
     step = scheduler.schedule()
-    assert rounds(step) == [0] and not second.is_resident and scheduler.num_preemptions == 1
+    assert rounds(step) == [0] and second.residency is None and scheduler.num_preemptions == 1
     give(scheduler, start)
     scheduler.abort(0)
     again = scheduler.schedule()
     (chunk,) = again.prefill.chunks
-    assert chunk.is_first and not chunk.is_resumed and second.goal == 32
+    assert chunk.is_first and not chunk.is_resumed and second.residency.num_to_prefill == 32
     assert chunk.start == 8, "the page that the first chunk filled is still there"
     give(scheduler, again)
     assert second.output == []
@@ -158,7 +162,7 @@ def test_a_request_preempted_with_its_first_token_in_flight_is_resumed_behind_it
     prompts = scheduler.schedule()
     assert chunks(prompts) == [(0, 0, 8), (1, 0, 15)]
     assert rounds(scheduler.schedule()) == [0] and second.num_in_flight == 1
-    assert not second.is_resident
+    assert second.residency is None
     scheduler.abort(0)
     assert scheduler.schedule() is None
     give(scheduler, prompts)
@@ -183,7 +187,7 @@ def test_the_last_by_rank_loses():
             if step := scheduler.schedule():
                 give(scheduler, step, 8)
             for i, sequence in enumerate(samples):
-                if i not in lost and not sequence.is_resident and not sequence.is_finished:
+                if i not in lost and sequence.residency is None and not sequence.is_finished:
                     lost.append(i)
         assert lost == order
 
@@ -205,11 +209,11 @@ def test_one_that_is_planned_already_is_no_victim():
     for part in step.parts:
         commit(scheduler, part, [9], [9] * 8, [9] * 8)
     step = scheduler.schedule()
-    assert rounds(step) == [0, 1] and [len(s.pages) for s in (first, second, third)] == [1, 3, 2]
+    assert rounds(step) == [0, 1] and num_pages(first, second, third) == [1, 3, 2]
     commit(scheduler, step.decode, [9], [9] * 8)
     scheduler.abort(0)
     step = scheduler.schedule()
-    assert rounds(step) == [2] and [len(s.pages) for s in (second, third)] == [3, 3]
+    assert rounds(step) == [2] and num_pages(second, third) == [3, 3]
     assert scheduler.num_preemptions == 0
 
 
@@ -219,15 +223,15 @@ def test_an_older_one_never_gives_way_to_a_younger():
     for _ in range(2):
         give(scheduler, scheduler.schedule(), 4)
     step = scheduler.schedule()
-    assert rounds(step) == [0] and (len(first.pages), len(second.pages)) == (3, 2)
-    assert second.is_resident and scheduler.num_preemptions == 0
+    assert rounds(step) == [0] and num_pages(first, second) == [3, 2]
+    assert second.residency and scheduler.num_preemptions == 0
     give(scheduler, step, 4)
     step = scheduler.schedule()  # the second's turn comes first, and the older keeps its pages
-    assert rounds(step) == [0] and (len(first.pages), len(second.pages)) == (3, 2)
+    assert rounds(step) == [0] and num_pages(first, second) == [3, 2]
     assert scheduler.num_preemptions == 0 and scheduler.pages.num_free == 0
     give(scheduler, step, 4)
     step = scheduler.schedule()  # 28 tokens are 4 pages
-    assert rounds(step) == [0] and len(first.pages) == 4 and not second.is_resident
+    assert rounds(step) == [0] and len(first.residency.pages) == 4 and second.residency is None
 
 
 def test_a_round_that_waits_for_pages_takes_no_budget():
@@ -246,7 +250,7 @@ def test_a_preempted_request_goes_back_to_its_place_in_the_queue():
             give(scheduler, scheduler.schedule(), 4)
         add(scheduler, 2, 3, priority=priority)
         give(scheduler, scheduler.schedule(), 1)
-        assert not second.is_resident
+        assert second.residency is None
         scheduler.abort(0)
         steps = run_to_the_end(scheduler)
         assert list(dict.fromkeys(i for i, _ in admissions(steps))) == order

@@ -39,10 +39,10 @@ def test_samples_share_the_prompt_that_the_first_one_ran(is_caching):
     assert [(c.start, c.count, c.is_first, c.samples) for c in follow] == [(16, 4, True, True)] * 2
     assert [c.sequence for c in follow] == samples[1:] and scheduler.num_running == 3
 
-    assert len({sample.slot for sample in samples}) == 3
-    shared, *others = [list(sample.pages[:2]) for sample in samples]
+    assert len({sample.residency.slot for sample in samples}) == 3
+    shared, *others = [list(sample.residency.pages[:2]) for sample in samples]
     assert others == [shared] * 2
-    rest = [page for sample in samples for page in sample.pages[2:]]
+    rest = [page for sample in samples for page in sample.residency.pages[2:]]
     assert len(set(rest)) == len(rest) == 3 and not set(rest) & set(shared)
     assert scheduler.pages.num_free == 32 - 2 - 3
 
@@ -65,7 +65,7 @@ def test_full_pages_are_shared_but_the_last_token_is_every_samples_own(prompt_le
     assert [c.sequence.index for c in found] == [0, 1, 2, 3]
     assert [c.start for c in found] == [0, *[starts[prompt_length]] * 3]
     assert all(c.is_first and c.is_last for c in found)
-    owners = Counter(page for c in found for page in c.sequence.pages)
+    owners = Counter(page for c in found for page in c.sequence.residency.pages)
     num_shared = starts[prompt_length] // 8
     assert sorted(owners.values())[::-1][:num_shared] == [4] * num_shared
     assert max(sorted(owners.values())[: len(owners) - num_shared]) == 1
@@ -112,7 +112,7 @@ def test_samples_follow_the_first_one_once():
     samples = add(scheduler, 0, 20, 8, num_samples=3)
     give(scheduler, scheduler.schedule())
     give(scheduler, scheduler.schedule())
-    assert all(sample.is_resident for sample in samples)
+    assert all(sample.residency for sample in samples)
     scheduler.restart()
     run_to_the_end(scheduler)
     assert [sample.num_output for sample in samples] == [8] * 3
@@ -121,7 +121,7 @@ def test_samples_follow_the_first_one_once():
     others = [add(scheduler, i, 3)[0] for i in range(3)]
     scheduler.schedule()
     scheduler.schedule()
-    assert {other.slot for other in others} == {0, 1, 2}
+    assert {other.residency.slot for other in others} == {0, 1, 2}
 
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
@@ -167,11 +167,12 @@ def test_a_step_in_flight_for_a_finished_sample_is_dropped():
 
     (newcomer,) = add(scheduler, 1, 10, 6)  # takes the slot while the step is in flight
     third = scheduler.schedule()
-    assert chunks(third) == [(1, 0, 10)] and newcomer.is_resident
-    assert {newcomer.slot, other.slot} == {0, 1}
+    assert chunks(third) == [(1, 0, 10)] and newcomer.residency
+    assert {newcomer.residency.slot, other.residency.slot} == {0, 1}
     assert commit(scheduler, both.decode, [55, 56], [61]) == ([0, 1], [other])
     assert sample.output == [50, 51, 52]
-    assert scheduler.pages.num_free == num_free - len(newcomer.pages) - (len(other.pages) - 3)
+    num_taken = len(newcomer.residency.pages) + len(other.residency.pages) - 3
+    assert scheduler.pages.num_free == num_free - num_taken
     assert commit(scheduler, third.prefill, [70]) == ([1], [newcomer])
     assert commit(scheduler, third.decode, [62, 63]) == ([1], [other]), "cut at three"
     assert other.is_finished
@@ -193,7 +194,7 @@ def test_an_error_of_one_output_ends_it_alone(num_in_flight):
     num_kept, touched = commit(scheduler, steps[0].decode, [20, 21], [20, 30])
     assert num_kept == [2, 1] and touched == [good, bad]
     assert bad.finish_reason == "error" and "not in the grammar" in str(bad.error)
-    assert bad.output == [9, 20] and not bad.is_resident
+    assert bad.output == [9, 20] and bad.residency is None
     for step in steps[1:]:
         assert commit(scheduler, step.decode, [22], [23]) == ([1, 0], [good])
     assert bad.output == [9, 20] and good.finish_reason is None
@@ -284,7 +285,7 @@ def test_a_preempted_request_may_be_aborted():
     scheduler, first, second = two_decoding(4)
     give(scheduler, scheduler.schedule(), 4)
     in_flight, later = scheduler.schedule(), scheduler.schedule()
-    assert not second.is_resident
+    assert second.residency is None
     assert scheduler.abort(1) == [second] and scheduler.num_waiting == 0
     num_kept, touched = commit(scheduler, in_flight.decode, [20], [21])
     assert num_kept == [1, 0] and touched == [first] and second.num_output == 5

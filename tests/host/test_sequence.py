@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from specjax.host.request import Request
+from specjax.host.residency import Residency
 from specjax.host.sequence import RowOutput, Sequence
 from specjax.outputs import Logprob
 from specjax.sampling_params import SamplingParams
@@ -78,7 +79,7 @@ def end(sequence):
 def test_a_new_sequence_has_everything_before_it():
     sequence = make_sequence()
     assert (sequence.index, sequence.arrival) == (1, 4)
-    assert not sequence.is_resident and list(sequence.pages) == []
+    assert sequence.residency is None
     assert sequence.token_ids == [1, 2, 3] and sequence.num_prompt_tokens == 3
     assert sequence.output == sequence.logprobs == [] and sequence.num_output == 0
     assert end(sequence) == (False, None, None)
@@ -132,41 +133,13 @@ def test_what_is_there_already_has_been_seen():
 # --- residence ------------------------------------------------------------------------------------
 
 
-def test_residence_is_taken_up_and_given_up():
+def test_the_first_admission_is_noted():
     sequence = make_sequence()
-    sequence.settle_in(2, [8, 9], goal=3, num_cached=1)
-    assert sequence.is_resident and (sequence.slot, list(sequence.pages)) == (2, [8, 9])
-    assert not sequence.is_prefilled and not sequence.was_told
-    sequence.num_computed = 3
-    assert sequence.is_prefilled
-    slot, pages = sequence.move_out()
-    assert (slot, list(pages)) == (2, [8, 9])
-    assert not sequence.is_resident and list(sequence.pages) == []
-
-
-def test_what_is_in_flight_outlives_a_residence():
-    sequence = make_sequence()
-    sequence.settle_in(2, [8], goal=3, num_cached=0)
-    sequence.was_told, sequence.num_named = True, 1
-    sequence.num_in_flight, sequence.max_tokens_in_flight = 2, 8
-    sequence.move_out()
-    assert (sequence.num_in_flight, sequence.max_tokens_in_flight) == (2, 8)
-    assert sequence.num_named == 0, "the next residence has other pages"
-    sequence.append(RowOutput([10]))
-    sequence.settle_in(0, [3], goal=3, num_cached=0)
-    assert not sequence.was_told, "the next residence is news to the device"
-    assert sequence.token_ids == [*PROMPT, 10]
-
-
-@pytest.mark.parametrize(
-    "num_output, max_tokens_in_flight, most", [(0, 0, 2), (0, 1, 3), (5, 8, 15)]
-)
-def test_most_that_may_be_in_the_caches(num_output, max_tokens_in_flight, most):
-    """Of n tokens the last is not run yet; each round in flight may leave all its rows."""
-    sequence = make_sequence()
-    sequence.token_ids += [10] * num_output
-    sequence.max_tokens_in_flight = max_tokens_in_flight
-    assert sequence.max_computed == most
+    sequence.admit(Residency(slot=2, num_to_prefill=3, num_computed=1))
+    first = sequence.num_cached_tokens, sequence.scheduled_ts
+    sequence.admit(Residency(slot=0, num_to_prefill=3, num_computed=2))
+    assert sequence.residency.slot == 0 and first[0] == 1
+    assert first == (sequence.num_cached_tokens, sequence.scheduled_ts)
 
 
 @pytest.mark.parametrize("max_tokens", range(1, 6))

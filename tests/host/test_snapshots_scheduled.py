@@ -154,7 +154,7 @@ def test_a_preempted_prompt_is_not_cut_where_another_took_the_snapshot_meanwhile
     )
     sample = add(scheduler, 0, range(100, 120))
     step = scheduler.schedule()
-    assert chunks(step) == [(0, 0, 8)] and sample.cuts == [2]
+    assert chunks(step) == [(0, 0, 8)] and sample.residency.snapshot_points == [2]
     give(scheduler, step)
     scheduler._preempt(sample)
     add(scheduler, 1, range(100, 120), priority=-1)

@@ -10,7 +10,7 @@ WINDOW = 20  # 3 pages before a page
 
 def held(scheduler, sequence):
     """The places in the page table in which a sequence has pages of the window."""
-    (window,) = scheduler.residents.page_tables[sequence.slot, 1:]
+    (window,) = scheduler.residents.page_tables[sequence.residency.slot, 1:]
     return [place for place, page in enumerate(window.tolist()) if page >= 0]
 
 
@@ -26,7 +26,7 @@ def test_a_chunk_has_pages_and_those_behind_the_window_go_with_the_next():
     for span, places in ((0, 40), range(5)), ((40, 40), range(1, 10)), ((80, 20), range(6, 13)):
         step = scheduler.schedule()
         assert chunks(step) == [(0, *span)] and held(scheduler, first) == [*places]
-        assert len(first.pages) == 13, "of the other layers it has all"
+        assert len(first.residency.pages) == 13, "of the other layers it has all"
         give(scheduler, step)
     scheduler.schedule()  # a round of the token at 100, which needs those from 81 on
     assert held(scheduler, first) == [9, 10, 11, 12]
@@ -50,7 +50,7 @@ def test_a_window_keeps_what_can_be_continued():
     for length, found in (114, 112), (90, 56), (50, 0):
         other = add(scheduler, length, [*known[:length], 99], 1)
         run(scheduler)
-        assert other.num_cached == found, length
+        assert other.num_cached_tokens == found, length
 
 
 def test_where_prompts_branch_the_third_goes_on():
