@@ -3,7 +3,10 @@
 Random schedules, with every cell that a row reads looked at, are in `tests/fuzz/test_schedules.py`.
 """
 
+import numpy as np
 from support.prefixes import add, chunks, give, make_scheduler, run, spans
+
+from specjax.host.windows import WindowPages
 
 WINDOW = 20  # 3 pages before a page
 
@@ -39,6 +42,15 @@ def test_all_pages_come_back():
     run(scheduler, tokens=(9, 9))
     assert all(pool.num_free == pool.num_pages for pool in scheduler.residents.pools)
     assert (scheduler.residents.page_tables == -1).all()
+
+
+def test_a_prefix_shorter_than_the_window_needs_all_its_pages():
+    window = WindowPages(WINDOW, 8, 8, np.full((1, 8), -1))
+    window.extend(0, 3)
+    window.name(0, "abc", 1, 3)
+    assert window.longest("abc", 3) == 0
+    window.name(0, "abc", 0, 1)
+    assert window.longest("abc", 3) == 3
 
 
 def test_a_window_keeps_what_can_be_continued():
