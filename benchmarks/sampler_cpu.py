@@ -24,6 +24,7 @@ from specjax.device.verification import Draft, SeedExact, Target, Verdict
 from specjax.engine.admissions import pack_admissions
 from specjax.engine.batch import jitted, run_admit
 from specjax.engine.layout import Layout
+from specjax.host.residency import Residency
 from specjax.host.sequence import Sequence
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
@@ -162,7 +163,7 @@ def sampler(llm: LLM, case: dict[str, Any], batch_size: int) -> Callable[[], Any
     layout = Layout(batch_size, MAX_LEN, 1, vocab_size)
     sequences = [Sequence.of(request, 0, 0) for _ in range(batch_size)]
     for slot, sequence in enumerate(sequences):
-        sequence.settle_in(slot, [], 3, 0)
+        sequence.residency = Residency(slot=slot, num_to_prefill=3)
     state = init_state(batch_size, MAX_LEN, vocab_size, (), (), None)
     packed = pack_admissions(sequences, batch_size, layout)
     admitted, _ = jitted(run_admit)(None, state, jax.device_put(packed), layout=layout)

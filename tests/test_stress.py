@@ -26,6 +26,7 @@ from specjax import LLM
 from specjax.device.models.registry import describe_model, read_config
 from specjax.engine.engine import Engine
 from specjax.engine.programs import Begin, Decode
+from specjax.host.residency import slot_of
 from specjax.host.scheduler import Scheduler
 
 pytestmark = pytest.mark.every_jax
@@ -74,7 +75,7 @@ def counts(engine: Engine, wrong: Wrong, program: type) -> Iterator[None]:
 
     def launch_known(parts: Any) -> Any:
         plan = parts[0 if program is Begin else -1]
-        slots[:] = [sequence.slot for sequence in plan.sequences]
+        slots[:] = map(slot_of, plan.sequences)
         return launch(parts)
 
     def run_wrongly(key: Any, *arguments: Any) -> Any:

@@ -25,6 +25,7 @@ from specjax.engine.batch import jitted, run_admit
 from specjax.engine.engine import Engine
 from specjax.engine.layout import Layout
 from specjax.host.request import Request
+from specjax.host.residency import Residency
 from specjax.host.sequence import Sequence as Sample
 from specjax.train.context import CausalRows
 
@@ -111,7 +112,7 @@ _ADMIT = jitted(run_admit)
 def _requests(request: Request, index: int, layout: Layout) -> Requests:
     one = Layout(1, layout.max_model_len, 1, layout.vocab_size)
     sample = Sample.of(request, index, 0)
-    sample.settle_in(0, [], len(request.prompt_token_ids), 0)
+    sample.residency = Residency(slot=0, num_to_prefill=len(request.prompt_token_ids))
     state = init_state(1, one.max_model_len, one.vocab_size, (), (), None)
     packed = jnp.array(pack_admissions([sample], 1, one))
     admitted, _ = _ADMIT(None, state, packed, layout=one)

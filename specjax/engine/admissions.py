@@ -13,6 +13,7 @@ import numpy as np
 from specjax.device.inputs import AdmitInputs
 from specjax.device.requests import Edits, Requests, Sampling
 from specjax.engine.layout import Layout
+from specjax.host.residency import slot_of
 from specjax.host.sequence import Sequence
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
@@ -73,7 +74,8 @@ def _admission(sequence: Sequence, layout: Layout) -> Any:
             processor=request.processor,
         ),
     )
-    return _row(AdmitInputs, slots=sequence.slot, requests=requests, tokens=sequence.token_ids)
+    slot = slot_of(sequence)
+    return _row(AdmitInputs, slots=slot, requests=requests, tokens=sequence.token_ids)
 
 
 def _row(kind: Callable[..., Any], **values: Any) -> Any:

@@ -40,6 +40,7 @@ from specjax.device.wanted import Wants
 from specjax.engine.admissions import unpack_admissions
 from specjax.engine.layout import Layout
 from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
+from specjax.host.residency import slot_of
 from specjax.host.sequence import RowOutput
 from specjax.outputs import Logprob, TokenLogprobs
 
@@ -65,7 +66,7 @@ def pack(plan: Part, page_tables: np.ndarray, layout: Layout, wants: Wants) -> n
         packed[:, 2:5] = 0
         for row, chunk in enumerate(plan.chunks):
             packed[row, 1:5] = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
-    slots = [sequence.slot for sequence in plan.sequences]
+    slots = list(map(slot_of, plan.sequences))
     packed[:count, 0] = slots
     tables = packed[:, -layout.table_width :].reshape(len(packed), -1, layout.pages_per_seq)
     tables[:count, :, : page_tables.shape[2]] = page_tables[slots]  # a view
@@ -82,7 +83,7 @@ def pack_snapshots(
         snapshot = chunk.taken if is_taken else chunk.restored
         assert snapshot is not None
         end = chunk.start + chunk.count if is_taken else chunk.start
-        packed[row] = chunk.sequence.slot, snapshot, end
+        packed[row] = slot_of(chunk.sequence), snapshot, end
     return packed
 
 

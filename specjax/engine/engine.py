@@ -416,7 +416,7 @@ class Engine:
         if self.config.exact or plan.k != k:
             milliseconds = None  # measured with another K
         pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
-        verdicts = Counter(sequence.verdict(k, n) for sequence, n in pairs)
+        verdicts = Counter(sequence.draft_outcome(k, n) for sequence, n in pairs)
         num_context = sum(len(sequence.token_ids) - n for sequence, n in pairs)
         other_ms, self._other_ms = self._other_ms, 0.0
         times = milliseconds, other_ms, step.is_joined

@@ -1,6 +1,36 @@
-"""What budgets of a step let run together."""
+"""The budgets of a step, and what they let run together."""
+
+from dataclasses import dataclass
 
 from specjax.config import EngineConfig
+
+
+@dataclass
+class Budget:
+    """What is left of a step's two budgets.
+
+    Drafting may take `draft_slots` more rows for every sequence of a step. They count as batched
+    rows, but not as scheduled tokens (vLLM #34898).
+    """
+
+    tokens: int
+    inputs: int
+    draft_slots: int
+    num_spent: int = 0
+
+    def fitting(self, wanted: int) -> int:
+        """How many of the wanted tokens one more sequence may run."""
+        return max(0, min(wanted, self.tokens, self.inputs - self.draft_slots))
+
+    def holds(self, count: int) -> bool:
+        """Whether one more sequence may run so many tokens."""
+        return count <= self.tokens and count <= self.inputs - self.draft_slots
+
+    def spend(self, count: int) -> None:
+        """Take off the tokens of one sequence."""
+        self.tokens -= count
+        self.inputs -= count + self.draft_slots
+        self.num_spent += count
 
 
 def explain_waiting(config: EngineConfig, max_drafts: int, draft_slots: int) -> str | None:

@@ -17,7 +17,7 @@ from specjax.host.windows import WindowPages
 MAX_SEEN = 1 << 16  # keys of prompts that are remembered to find where later ones branch off
 
 
-class Key(NamedTuple):
+class PageKey(NamedTuple):
     """Identifies the contents of a page and of all pages before it."""
 
     digest: bytes
@@ -31,7 +31,7 @@ class Prefix(NamedTuple):
     snapshot: int | None = None
 
 
-def extend_keys(keys: list[Key], tokens: SequenceOf[int], page_size: int, salt: bytes) -> None:
+def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, salt: bytes) -> None:
     """Append the keys of the pages of `tokens` that are not among `keys` yet.
 
     A page has a key once the token after it is known. Another `salt` gives other keys.
@@ -40,7 +40,7 @@ def extend_keys(keys: list[Key], tokens: SequenceOf[int], page_size: int, salt: 
     for end in range((len(keys) + 1) * page_size, len(tokens), page_size):
         page = array("q", tokens[end - page_size : end])
         digest = blake2b(digest + page.tobytes(), digest_size=16).digest()
-        keys.append(Key(digest, tokens[end]))
+        keys.append(PageKey(digest, tokens[end]))
 
 
 class PrefixCache:
@@ -61,7 +61,7 @@ class PrefixCache:
         self._pages = pages
         self._windows = windows
 
-    def take(self, keys: SequenceOf[Key]) -> Prefix:
+    def take(self, keys: SequenceOf[PageKey]) -> Prefix:
         """The longest cached prefix of `keys`; its pages get one more owner."""
         pages = []
         for key in keys:
@@ -76,7 +76,7 @@ class PrefixCache:
         self._pages.share(pages)
         return Prefix(pages, snapshot)
 
-    def _longest(self, keys: SequenceOf[Key]) -> tuple[int, int | None]:
+    def _longest(self, keys: SequenceOf[PageKey]) -> tuple[int, int | None]:
         """How many pages of `keys` can be continued, and the snapshot to do so."""
         length, last, snapshot = len(keys), -1, None
         while length != last:  # what suits one may not suit another
@@ -87,7 +87,7 @@ class PrefixCache:
                 length, snapshot = self.snapshots.longest(keys[:length])
         return length, snapshot
 
-    def put(self, keys: SequenceOf[Key], pages: SequenceOf[int], start: int, end: int) -> None:
+    def put(self, keys: SequenceOf[PageKey], pages: SequenceOf[int], start: int, end: int) -> None:
         """Cache pages [start, end) of a sequence."""
         for i in range(start, min(end, len(keys))):
             self._pages.name(pages[i], keys[i])
@@ -112,9 +112,9 @@ class PromptIndex:
     """
 
     def __init__(self):
-        self._seen: OrderedDict[Key, None] = OrderedDict()
+        self._seen: OrderedDict[PageKey, None] = OrderedDict()
 
-    def points(self, keys: SequenceOf[Key]) -> list[int]:
+    def points(self, keys: SequenceOf[PageKey]) -> list[int]:
         """After how many pages of a prompt of `keys` others may go on, in order."""
         num_shared = 0
         while num_shared < len(keys) and keys[num_shared] in self._seen:
@@ -141,12 +141,12 @@ class SnapshotIndex:
     def __init__(self, num_snapshots: int):
         self.num_evictions = 0
         self._free = list(range(num_snapshots - 1, -1, -1))
-        self._by_key: OrderedDict[Key, int] = OrderedDict()
+        self._by_key: OrderedDict[PageKey, int] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._by_key)
 
-    def longest(self, keys: SequenceOf[Key]) -> tuple[int, int | None]:
+    def longest(self, keys: SequenceOf[PageKey]) -> tuple[int, int | None]:
         """The number of pages before the longest snapshot of `keys`, and its id."""
         for length in range(len(keys), 0, -1):
             if keys[length - 1] in self._by_key:
@@ -154,7 +154,7 @@ class SnapshotIndex:
                 return length, self._by_key[keys[length - 1]]
         return 0, None
 
-    def reserve(self, key: Key) -> int | None:
+    def reserve(self, key: PageKey) -> int | None:
         """An id for a snapshot to be taken; None if the prefix has one, or there is no room."""
         if key in self._by_key or not (self._free or self._by_key):
             return None
@@ -163,7 +163,7 @@ class SnapshotIndex:
             self.num_evictions += 1
         return self._free.pop()
 
-    def put(self, key: Key, snapshot: int) -> None:
+    def put(self, key: PageKey, snapshot: int) -> None:
         """Publish a snapshot that was reserved."""
         if key in self._by_key:  # two sequences reached it in one step
             self._free.append(snapshot)

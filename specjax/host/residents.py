@@ -1,5 +1,6 @@
 """Resident sequences and their memory: each has a slot, and pages for its tokens."""
 
+from array import array
 from bisect import insort
 from collections.abc import Sequence as SequenceOf
 
@@ -8,7 +9,8 @@ import numpy as np
 from specjax.config import EngineConfig
 from specjax.host.pages import PageAllocator
 from specjax.host.plans import Chunk
-from specjax.host.prefix_cache import Key, Prefix, PrefixCache, SnapshotIndex, extend_keys
+from specjax.host.prefix_cache import PageKey, PrefixCache, SnapshotIndex, extend_keys
+from specjax.host.residency import Residency
 from specjax.host.sequence import Sequence
 from specjax.host.windows import WindowPages, window_pages
 
@@ -39,6 +41,7 @@ class Residents:
         self._keeps_pages = config.exact  # all that a request may need, from its start to its end
         # Recurrent models find pages up to a snapshot only: those that outputs fill have none.
         self._caches_outputs = config.enable_prefix_caching and num_snapshots is None
+        self._takes_snapshots = num_snapshots is not None and config.num_snapshots > 0
         self._own_nothing()
 
     def _own_nothing(self) -> None:
@@ -70,26 +73,29 @@ class Residents:
         if snapshots is not None and self.prefixes.snapshots is not None:
             self.prefixes.snapshots.num_evictions = snapshots.num_evictions
 
-    def settle_in(self, sequence: Sequence, chunk_width: int, first_chunk: int) -> Prefix | None:
-        """Give a sequence a free slot, and pages for its tokens; returns its cached prefix.
+    def admit(
+        self, sequence: Sequence, chunk_width: int, first_chunk: int
+    ) -> tuple[Residency, int | None] | None:
+        """Give a sequence a free slot, and pages for its tokens.
 
-        None if too few pages are free. In windows it gets none for tokens beyond the prefix, but
-        there are enough for a chunk of up to `first_chunk` tokens. In exact mode chunks end after
+        Returns its residency and the snapshot that it goes on from, if there is one; None if too
+        few pages are free. In windows it gets no pages for tokens beyond the cached prefix, but
+        enough are free for a chunk of up to `first_chunk` tokens. In exact mode chunks end after
         multiples of `chunk_width` tokens.
         """
         page_size, exact = self._config.page_size, self._config.exact
         tokens = sequence.token_ids
-        goal = len(tokens) - (sequence.num_output > 0)
+        num_to_prefill = len(tokens) - (sequence.num_output > 0)
         salt = b"" if self._config.enable_prefix_caching else str(sequence.arrival).encode()
         extend_keys(sequence.keys, tokens, page_size, salt)
-        keys = sequence.keys[: (goal - 1) // page_size]  # at least one token must be run
+        keys = sequence.keys[: (num_to_prefill - 1) // page_size]  # at least one token must be run
         prefix = self.prefixes.take(keys[: sequence.max_found // page_size])
-        max_tokens = sequence.request.max_length - 1 if exact else goal
+        max_tokens = sequence.request.max_length - 1 if exact else num_to_prefill
         needed = -(-max_tokens // page_size) - len(prefix.pages)
         # Keep a page for each running sequence, or one would preempt this at once.
         spare = 0 if exact else len(self.running)
         num_found = len(prefix.pages)
-        first_end = -(-min(goal, num_found * page_size + first_chunk) // page_size)
+        first_end = -(-min(num_to_prefill, num_found * page_size + first_chunk) // page_size)
         is_full = needed + spare > self.pages.num_free or any(
             first_end - num_found + min(num_found, window.reach) + spare > window.pages.num_free
             for window in self.windows
@@ -99,25 +105,36 @@ class Residents:
             return None
         pages = self.pages.allocate(needed)
         assert pages is not None, "one request always fits"
-        num_cached = num_found * page_size
-        sequence.settle_in(self.free_slots.pop(), [*prefix.pages, *pages], goal, num_cached)
-        self._page_table[sequence.slot, : len(sequence.pages)] = sequence.pages
-        sequence.room = (num_found if self.windows else len(sequence.pages)) * page_size
+        pages = array("i", [*prefix.pages, *pages])
+        slot, branch_points = self.free_slots.pop(), self._branch_points(sequence, keys, num_found)
+        residency = Residency(
+            slot=slot,
+            num_to_prefill=num_to_prefill,
+            num_computed=num_found * page_size,
+            pages=pages,
+            token_capacity=(num_found if self.windows else len(pages)) * page_size,
+            snapshot_points=self._snapshot_points(branch_points, num_found, chunk_width),
+            branch_points=branch_points,
+        )
+        sequence.admit(residency)
+        self._page_table[slot, : len(pages)] = pages
         for window in self.windows:
-            window.settle_in(sequence.slot, keys[:num_found])
-        self._set_points(sequence, keys, num_found, chunk_width)
+            window.admit(slot, keys[:num_found])
         insort(self.running, sequence)
-        return prefix
+        return residency, prefix.snapshot
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence pages for `num_tokens` tokens; returns whether enough were free."""
-        if num_tokens <= sequence.room:  # in most steps
+        residency = sequence.residency
+        assert residency is not None
+        if num_tokens <= residency.token_capacity:  # in most steps
             return True
         # The last token is never run through the target: its key and value need no room.
-        num_tokens = min(num_tokens, max(sequence.goal, sequence.max_length - 1))
-        if num_tokens <= sequence.room:
+        num_tokens = min(num_tokens, max(residency.num_to_prefill, sequence.max_length - 1))
+        if num_tokens <= residency.token_capacity:
             return True
-        slot, num_pages, end = sequence.slot, len(sequence.pages), -(-num_tokens // self._page_size)
+        slot, num_pages = residency.slot, len(residency.pages)
+        end = -(-num_tokens // self._page_size)
         if self.windows and any(
             window.num_missing(slot, end) > window.pages.num_free for window in self.windows
         ):
@@ -125,11 +142,11 @@ class Residents:
         pages = self.pages.allocate(max(0, end - num_pages))
         if pages is None:
             return False
-        sequence.pages.extend(pages)
+        residency.pages.extend(pages)
         self._page_table[slot, num_pages : num_pages + len(pages)] = pages
         for window in self.windows:
             window.extend(slot, end)
-        sequence.room = end * self._page_size
+        residency.token_capacity = end * self._page_size
         return True
 
     def slide(self) -> None:
@@ -137,82 +154,90 @@ class Residents:
         if not self.windows:
             return
         for sequence in self.running:
+            residency = sequence.residency
+            assert residency is not None
             # The page before the next row is kept, so that the tokens up to it can be continued.
-            page = (sequence.min_computed - 1) // self._page_size
-            if page > sequence.slid_to:
-                sequence.slid_to = page
+            if residency.is_prefilled:
+                next_row = sequence.min_length - 1
+            else:
+                next_row = residency.num_computed
+            page = (next_row - 1) // self._page_size
+            if page > residency.window_page:
+                residency.window_page = page
                 for window in self.windows:
-                    window.slide(sequence.slot, page, sequence.points)
+                    window.slide(residency.slot, page, residency.branch_points)
 
     def vacate(self, sequence: Sequence) -> None:
         """Take back a sequence's slot and pages."""
         self.running.remove(sequence)
-        slot, pages = sequence.move_out()
-        self._page_table[slot] = -1
-        self.free_slots.append(slot)
-        self.pages.release(pages)
+        residency, sequence.residency = sequence.residency, None
+        assert residency is not None
+        self._page_table[residency.slot] = -1
+        self.free_slots.append(residency.slot)
+        self.pages.release(residency.pages)
         for window in self.windows:
-            window.vacate(slot)
+            window.vacate(residency.slot)
 
-    def reserve_snapshot(self, sequence: Sequence) -> int | None:
+    def reserve_snapshot(self, sequence: Sequence, residency: Residency) -> int | None:
         """The id of a snapshot to take at the end of the computed tokens, if one is wanted."""
-        page_size = self._config.page_size
-        if not sequence.cuts or sequence.num_computed < sequence.cuts[0] * page_size:
+        points = residency.snapshot_points
+        if not points or residency.num_computed < points[0] * self._page_size:
             return None
         assert self.prefixes.snapshots is not None
-        return self.prefixes.snapshots.reserve(sequence.keys[sequence.cuts.pop(0) - 1])
+        return self.prefixes.snapshots.reserve(sequence.keys[points.pop(0) - 1])
 
     def publish(self, chunk: Chunk) -> None:
         """Cache the pages and the snapshot of a chunk for later steps."""
         page_size, snapshots = self._config.page_size, self.prefixes.snapshots
         sequence, end = chunk.sequence, chunk.start + chunk.count
-        self._name(sequence, end // page_size)
+        assert sequence.residency is not None
+        self._name(sequence, sequence.residency, end // page_size)
         if chunk.taken is not None and snapshots is not None:
             snapshots.put(sequence.keys[end // page_size - 1], chunk.taken)
 
-    def tidy(self, sequence: Sequence) -> None:
+    def tidy(self, sequence: Sequence, residency: Residency) -> None:
         """Free pages that no step in flight can need, and cache those that are full."""
-        if self._keeps_pages or sequence.num_computed < sequence.goal:
+        if self._keeps_pages or residency.num_computed < residency.num_to_prefill:
             return
         page_size, num_known = self._page_size, len(sequence.token_ids) - 1
         max_tokens = num_known + sequence.max_tokens_in_flight
-        if max_tokens <= (len(sequence.pages) - 1) * page_size:
+        pages = residency.pages
+        if max_tokens <= (len(pages) - 1) * page_size:
             needed = -(-max_tokens // page_size)
-            self.pages.release(sequence.pages[needed:])
-            self._page_table[sequence.slot, needed : len(sequence.pages)] = -1
-            del sequence.pages[needed:]
+            self.pages.release(pages[needed:])
+            self._page_table[residency.slot, needed : len(pages)] = -1
+            del pages[needed:]
             for window in self.windows:
-                window.trim(sequence.slot, needed)
-            sequence.room = needed * page_size
-        if num_known >= (sequence.num_named + 1) * page_size and self._caches_outputs:
+                window.trim(residency.slot, needed)
+            residency.token_capacity = needed * page_size
+        if num_known >= (residency.num_published_pages + 1) * page_size and self._caches_outputs:
             extend_keys(sequence.keys, sequence.token_ids, page_size, b"")
-            self._name(sequence, num_known // page_size)
+            self._name(sequence, residency, num_known // page_size)
 
-    def _name(self, sequence: Sequence, num_pages: int) -> None:
-        self.prefixes.put(sequence.keys, sequence.pages, sequence.num_named, num_pages)
+    def _name(self, sequence: Sequence, residency: Residency, num_pages: int) -> None:
+        """Cache the first `num_pages` pages, unless they are cached already."""
+        keys, start = sequence.keys, residency.num_published_pages
+        self.prefixes.put(keys, residency.pages, start, num_pages)
         for window in self.windows:
-            window.name(sequence.slot, sequence.keys, sequence.num_named, num_pages)
-        sequence.num_named = min(num_pages, len(sequence.keys))
+            window.name(residency.slot, keys, start, num_pages)
+        residency.num_published_pages = min(num_pages, len(keys))
 
-    def _set_points(
-        self, sequence: Sequence, keys: list[Key], num_cached: int, chunk_width: int
-    ) -> None:
-        """Choose where other sequences can go on from: there the pages of windows stay cached.
+    def _branch_points(
+        self, sequence: Sequence, keys: list[PageKey], num_found: int
+    ) -> tuple[int, ...]:
+        """Where other sequences may go on from: there the pages of windows stay cached."""
+        is_shared = self._config.enable_prefix_caching or len(sequence.request.seeds) > 1
+        if not is_shared or not (self._takes_snapshots or self.windows):
+            return ()
+        return num_found, *self.prefixes.prompts.points(keys)
 
-        A chunk must end there, so that a snapshot can be taken.
-        """
-        config = self._config
-        takes_snapshots = self._num_snapshots is not None and config.num_snapshots > 0
-        is_shared = config.enable_prefix_caching or len(sequence.request.seeds) > 1
-        sequence.cuts, sequence.points = [], ()
-        if not is_shared or not (takes_snapshots or self.windows):
-            return
-        points = self.prefixes.prompts.points(keys)
-        sequence.points = num_cached, *points
-        if not takes_snapshots:
-            return
-        cuts = [n for n in points if n > num_cached]
-        if config.exact:  # only where chunks end anyway
-            start = num_cached * config.page_size
-            cuts = [n for n in cuts if (n * config.page_size - start) % chunk_width == 0]
-        sequence.cuts = cuts
+    def _snapshot_points(
+        self, branch_points: tuple[int, ...], num_found: int, chunk_width: int
+    ) -> list[int]:
+        """Those of `branch_points` to take a snapshot at, where a chunk must end for that."""
+        if not self._takes_snapshots:
+            return []
+        points = [n for n in branch_points if n > num_found]
+        if self._config.exact:  # only where chunks end anyway
+            points = [n for n in points if (n - num_found) * self._page_size % chunk_width == 0]
+        return points

@@ -15,10 +15,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from specjax.config import EngineConfig
+from specjax.host.budgets import Budget
 from specjax.host.pages import PageAllocator
 from specjax.host.plans import Chunk, DecodePlan, PrefillPlan, StepPlan
 from specjax.host.prefix_cache import PrefixCache
 from specjax.host.request import Demands, Request
+from specjax.host.residency import Residency
 from specjax.host.residents import Residents
 from specjax.host.sequence import RowOutput, Sequence
 from specjax.host.shapes import Shape, Shapes
@@ -26,37 +28,10 @@ from specjax.host.speculation.policy import DecodeLoad, Policy
 
 
 @dataclass
-class _Budget:
-    """What is left of a step's two budgets.
-
-    Drafting may take `draft_slots` more rows for every sequence of a step. They count as batched
-    rows, but not as scheduled tokens (vLLM #34898).
-    """
-
-    tokens: int
-    inputs: int
-    draft_slots: int
-    num_spent: int = 0
-
-    def fitting(self, wanted: int) -> int:
-        """How many of the wanted tokens one more sequence may run."""
-        return max(0, min(wanted, self.tokens, self.inputs - self.draft_slots))
-
-    def holds(self, count: int) -> bool:
-        """Whether one more sequence may run so many tokens."""
-        return count <= self.tokens and count <= self.inputs - self.draft_slots
-
-    def spend(self, count: int) -> None:
-        self.tokens -= count
-        self.inputs -= count + self.draft_slots
-        self.num_spent += count
-
-
-@dataclass
 class _Step:
     """A step while it is being planned."""
 
-    budget: _Budget
+    budget: Budget
     width: int  # of its chunks
     max_chunks: int
     chunks: list[Chunk] = field(default_factory=list)
@@ -172,8 +147,7 @@ class Scheduler:
         """
         unfinished = [s for samples in self._live.values() for s in samples if not s.is_finished]
         for sequence in unfinished:
-            sequence.finish_reason = "abort"
-            sequence.move_out()
+            sequence.finish_reason, sequence.residency = "abort", None
         self.residents.drop_all()
         self._forget_all()
         return unfinished
@@ -198,19 +172,23 @@ class Scheduler:
         self._num_steps += 1
         self.residents.slide()
         config = self.config
-        budget = _Budget(
+        budget = Budget(
             config.max_num_scheduled_tokens, config.max_num_batched_tokens, self._draft_slots
         )
         prefilling: list[Sequence] = []
         ready: list[Sequence] = []
+        remaining: list[int] = []  # tokens of chunks that a step may run, by sequence
         for sequence in self.residents.running:
             # Attributes, where properties would do: these loops are most of the host's time.
-            if sequence.num_computed < sequence.goal:
+            residency = sequence.residency
+            assert residency is not None
+            if num_left := residency.num_to_prefill - residency.num_computed:
                 prefilling.append(sequence)
+                remaining.append(num_left)
             elif sequence.may_go_on:
                 ready.append(sequence)
         has_all = self.shapes is self.all_shapes
-        remaining = self._remaining(prefilling)
+        remaining += self._joining()
         width = self._choose_width(remaining, self.shapes)
         step = _Step(budget, width, self.shapes.max_chunks(width))
         wanted_k = self._choose_k(ready)
@@ -218,12 +196,13 @@ class Scheduler:
         num_drafts = min(wanted_k, k)
         # Residents are in order of rank, and sorting keeps the order of equals.
         for sequence in sorted(ready + prefilling, key=_turn):
-            if sequence.slot < 0:  # preempted by one before it
+            residency = sequence.residency
+            if residency is None:  # preempted by one before it
                 continue
-            if sequence.num_computed < sequence.goal:
-                self._plan_chunk(step, sequence)
+            if residency.num_computed < residency.num_to_prefill:
+                self._plan_chunk(step, sequence, residency)
             elif budget.holds(k + 1):
-                self._plan_round(step, sequence, k, num_drafts)
+                self._plan_round(step, sequence, residency, k, num_drafts)
         self._admit(step)
         self._publish(step.chunks)
         prefill = decode = None
@@ -257,8 +236,8 @@ class Scheduler:
                 continue
             kept = sequence.append(row)
             num_kept.append(kept)
-            if sequence.slot >= 0:
-                self.residents.tidy(sequence)
+            if sequence.residency is not None:
+                self.residents.tidy(sequence, sequence.residency)
             if sequence.finish_reason is not None:
                 self._leave(sequence)
                 touched.append(sequence)
@@ -304,54 +283,61 @@ class Scheduler:
         width = self._choose_width(remaining, self.all_shapes)
         return self.all_shapes.chunks(len(remaining), width)
 
-    def _remaining(self, prefilling: list[Sequence]) -> list[int]:
-        """Tokens left to run of sequences in prefill, and of waiting ones that may join."""
-        remaining = [s.goal - s.num_computed for s in prefilling]
+    def _joining(self) -> list[int]:
+        """Tokens to run of each waiting sequence that may join the step."""
+        joining = []
         num_free = self.pages.num_free - len(self.residents.running)
         for sequence in self._waiting[: len(self.residents.free_slots)]:
             num_free -= -(-len(sequence.token_ids) // self.config.page_size)
             if num_free < 0:
                 break
-            remaining.append(len(sequence.token_ids))
-        return remaining
+            joining.append(len(sequence.token_ids))
+        return joining
 
-    def _plan_round(self, step: _Step, sequence: Sequence, k: int, num_drafts: int) -> None:
+    def _plan_round(
+        self, step: _Step, sequence: Sequence, residency: Residency, k: int, num_drafts: int
+    ) -> None:
         max_tokens = sequence.max_tokens_in_flight + num_drafts + 1
         num_tokens = len(sequence.token_ids) - 1 + max_tokens
         if self.residents.grow(sequence, num_tokens) or self._preempt_for(sequence, num_tokens):
             step.budget.spend(k + 1)
             step.decoding.append(sequence)
-            sequence.last_step = self._num_steps
+            residency.last_step = self._num_steps
             sequence.num_in_flight += 1
             sequence.max_tokens_in_flight = max_tokens
 
-    def _plan_chunk(self, step: _Step, sequence: Sequence, restored: int | None = None) -> None:
+    def _plan_chunk(
+        self,
+        step: _Step,
+        sequence: Sequence,
+        residency: Residency,
+        restored: int | None = None,
+    ) -> None:
         """Plan a chunk: as many of a sequence's tokens as the step has room for."""
-        start = sequence.num_computed
-        count = step.budget.fitting(min(sequence.goal - start, step.width))
-        if sequence.cuts:
-            count = min(count, sequence.cuts[0] * self.config.page_size - start)
+        start = residency.num_computed
+        count = step.budget.fitting(min(residency.num_to_prefill - start, step.width))
+        if residency.snapshot_points:
+            count = min(count, residency.snapshot_points[0] * self.config.page_size - start)
         if not count or len(step.chunks) == step.max_chunks:
             return
         end = start + count
         if not (self.residents.grow(sequence, end) or self._preempt_for(sequence, end)):
             return
         step.budget.spend(count)
-        sequence.num_computed += count
-        is_first = not sequence.was_told
+        residency.num_computed += count
         chunk = Chunk(
             sequence,
             start,
             count,
-            is_first=is_first,
-            is_last=sequence.is_prefilled,
+            is_first=not residency.is_on_device,
+            is_last=residency.is_prefilled,
             is_resumed=sequence.num_output > 0,
             restored=restored,
-            taken=self.residents.reserve_snapshot(sequence),
+            taken=self.residents.reserve_snapshot(sequence, residency),
         )
         step.chunks.append(chunk)
-        sequence.was_told = True
-        sequence.last_step = self._num_steps
+        residency.is_on_device = True
+        residency.last_step = self._num_steps
         if chunk.samples:
             sequence.num_in_flight += 1
             sequence.max_tokens_in_flight += 1
@@ -361,8 +347,8 @@ class Scheduler:
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence
-            if chunk.is_last and sequence.index == 0 and not sequence.is_followed:
-                sequence.is_followed = True
+            if chunk.is_last and sequence.index == 0 and not sequence.has_started_siblings:
+                sequence.has_started_siblings = True
                 for other in self._live[sequence.request.request_id]:
                     if other is not sequence:
                         heapq.heappush(self._waiting, other)
@@ -377,13 +363,14 @@ class Scheduler:
             if len(step.chunks) == step.max_chunks:
                 return
             first_chunk = step.budget.fitting(step.width)
-            prefix = self.residents.settle_in(sequence, width, first_chunk)
-            if prefix is None:
+            admitted = self.residents.admit(sequence, width, first_chunk)
+            if admitted is None:
                 return
+            residency, snapshot = admitted
             heapq.heappop(self._waiting)
-            self.num_looked_up += sequence.goal
-            self.num_found += sequence.num_computed
-            self._plan_chunk(step, sequence, prefix.snapshot)
+            self.num_looked_up += residency.num_to_prefill
+            self.num_found += residency.num_computed
+            self._plan_chunk(step, sequence, residency, snapshot)
 
     def _head(self) -> Sequence | None:
         """The first waiting sequence."""
@@ -398,10 +385,8 @@ class Scheduler:
         """
         running = self.residents.running
         while True:
-            victim = max(
-                (s for s in running if s > sequence and s.last_step != self._num_steps),
-                default=None,
-            )
+            may_go = (s for s in running if s > sequence and _last_step(s) != self._num_steps)
+            victim = max(may_go, default=None)
             if victim is None:
                 return False
             self._preempt(victim)
@@ -415,14 +400,14 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         """Remove a finished sequence."""
-        if sequence.is_resident:
+        if sequence.residency is not None:
             self.residents.vacate(sequence)
         samples = self._live[sequence.request.request_id]
         samples.remove(sequence)
         if not samples:
             self._forget(sequence.request)
-        elif sequence.index == 0 and not sequence.is_followed:  # otherwise they would never start
-            sequence.is_followed = True
+        elif sequence.index == 0 and not sequence.has_started_siblings:  # or they never would
+            sequence.has_started_siblings = True
             for other in samples:
                 heapq.heappush(self._waiting, other)
 
@@ -440,5 +425,6 @@ def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
         sequence.max_tokens_in_flight -= max_tokens
 
 
+_last_step = attrgetter("residency.last_step")  # of a resident sequence
 # Sort key of the order in a step: the lowest goes first.
-_turn = attrgetter("priority", "last_step")
+_turn = attrgetter("request.priority", "residency.last_step")

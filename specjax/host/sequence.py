@@ -1,12 +1,12 @@
-"""One sample of a request: its tokens, and its slot and pages while it is resident."""
+"""One sample of a request: its tokens and what else comes out of it."""
 
 import time
-from array import array
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from specjax.host.prefix_cache import Key
+from specjax.host.prefix_cache import PageKey
 from specjax.host.request import Matcher, Request, TextWatch
+from specjax.host.residency import Residency
 from specjax.host.speculation.acceptance import DraftOutcome
 from specjax.outputs import TokenLogprobs
 
@@ -28,32 +28,23 @@ class RowOutput:
 class Sequence:
     """A sample, from the arrival of its request to its end.
 
-    While resident it owns a slot and pages. Otherwise it waits: it has not started yet, or was
-    preempted and will run its tokens again.
+    While resident it has a `residency`. Otherwise it waits: it has not started yet, or was
+    preempted and will run its tokens again. Rounds in flight are counted here, because they may
+    outlast the residency that they were launched in.
     """
 
     request: Request
     index: int  # of the sample
     arrival: int  # of the request, in the order of arrivals
     token_ids: list[int] = field(default_factory=list)  # prompt and output
-    keys: list[Key] = field(default_factory=list)  # of its pages, computed as needed
-    slot: int = -1  # none
-    pages: array = field(default_factory=lambda: array("i"))
-    room: int = 0  # tokens that it has pages for, in windows as well
-    num_named: int = 0  # pages that are in the prefix cache
-    goal: int = 0  # tokens to run before it decodes: the prompt, and all output but the last
-    num_computed: int = 0  # of those, scheduled or cached
-    cuts: list[int] = field(default_factory=list)  # pages after which a snapshot is wanted
-    points: tuple[int, ...] = ()  # pages after which others may go on
-    slid_to: int = 0  # page of the table up to which windows have slid
-    num_cached: int | None = None  # cached tokens when it was first admitted
+    keys: list[PageKey] = field(default_factory=list)  # of its pages, computed as needed
+    residency: Residency | None = None
+    num_cached_tokens: int | None = None  # when it was first admitted
     queued_ts: float = field(default_factory=time.monotonic)  # seconds, as the next three
     scheduled_ts: float | None = None
     first_token_ts: float | None = None
     last_token_ts: float | None = None
-    was_told: bool = False  # whether a step has admitted it to its slot
-    is_followed: bool = False  # whether the other samples of the request have been queued
-    last_step: int = 0  # number of the last step that ran it
+    has_started_siblings: bool = False  # whether the other samples have been queued after it
     num_in_flight: int = 0  # rounds in flight: each gives at least one token
     max_tokens_in_flight: int = 0  # the most tokens that these rounds can give
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -65,7 +56,6 @@ class Sequence:
     watch: TextWatch | None = None
     matcher: Matcher | None = None
     # Of the request, as attributes because every step asks for them:
-    priority: int = field(init=False)
     rank: tuple[int, int, int] = field(init=False)  # sort key: the lowest goes first
     num_prompt_tokens: int = field(init=False)
     max_length: int = field(init=False)  # maximum tokens, prompt included
@@ -73,7 +63,6 @@ class Sequence:
 
     def __post_init__(self):
         request, limit = self.request, self.request.params.num_speculative_tokens
-        self.priority = request.priority
         self.rank = request.priority, self.arrival, self.index
         self.num_prompt_tokens = len(request.prompt_token_ids)
         self.max_length = request.max_length
@@ -114,16 +103,6 @@ class Sequence:
         )
 
     @property
-    def is_resident(self) -> bool:
-        """Whether it owns a slot."""
-        return self.slot >= 0
-
-    @property
-    def is_prefilled(self) -> bool:
-        """Whether all tokens before decoding have been scheduled."""
-        return self.num_computed == self.goal
-
-    @property
     def max_found(self) -> int:
         """Maximum tokens to take from the prefix cache: none that is reported on."""
         request = self.request
@@ -145,7 +124,7 @@ class Sequence:
         """How many of k drafts can be used after `length` tokens, prompt included."""
         return max(0, min(k, self.draft_limit, self.max_length - length - 1))
 
-    def verdict(self, k: int, num_kept: int) -> DraftOutcome:
+    def draft_outcome(self, k: int, num_kept: int) -> DraftOutcome:
         """The outcome for drafts of a round of k that gave the last `num_kept` tokens.
 
         If the drafter found fewer than k, the next one counts as rejected.
@@ -170,34 +149,11 @@ class Sequence:
         request = self.request
         return token in request.stop_ids and not request.params.include_stop_str_in_output
 
-    @property
-    def min_computed(self) -> int:
-        """Minimum tokens in the caches after the steps in flight: the next row's position."""
-        if self.num_computed < self.goal:
-            return self.num_computed
-        return len(self.token_ids) - 1 + self.num_in_flight
-
-    @property
-    def max_computed(self) -> int:
-        """Maximum tokens in the caches after the rounds in flight."""
-        return len(self.token_ids) - 1 + self.max_tokens_in_flight
-
-    def settle_in(self, slot: int, pages: list[int], goal: int, num_cached: int) -> None:
-        """Become resident, with `goal` tokens to run, the first `num_cached` of them cached."""
-        self.slot = slot
-        self.pages = array("i", pages)
-        self.goal = goal
-        self.num_computed = num_cached
-        self.was_told = False
+    def admit(self, residency: Residency) -> None:
+        """Become resident; the first time, note how many tokens were cached, and the time."""
+        self.residency = residency
         if self.scheduled_ts is None:
-            self.num_cached, self.scheduled_ts = num_cached, time.monotonic()
-
-    def move_out(self) -> tuple[int, array]:
-        """Give up slot and pages; results in flight will still be appended."""
-        slot, pages = self.slot, self.pages
-        self.slot, self.pages = -1, array("i")
-        self.num_named = self.num_computed = self.goal = self.room = self.slid_to = 0
-        return slot, pages
+            self.num_cached_tokens, self.scheduled_ts = residency.num_computed, time.monotonic()
 
     def fail(self, error: Exception) -> None:
         """End by an error that concerns no other sequence."""

@@ -67,7 +67,7 @@ class WindowPages:
         """How many pages the slot lacks up to `end`."""
         return max(0, end - self._end[slot])
 
-    def settle_in(self, slot: int, keys: SequenceOf[Hashable]) -> None:
+    def admit(self, slot: int, keys: SequenceOf[Hashable]) -> None:
         """Let a slot have the cached pages that are read after the pages of `keys`."""
         end = len(keys)
         first = max(0, end - self.reach)

@@ -141,7 +141,7 @@ class Outputs:
             [completion.output() for completion in self.completions],
             finished=self.is_finished,
             metrics=self._metrics(),
-            num_cached_tokens=self.completions[0].sequence.num_cached,
+            num_cached_tokens=self.completions[0].sequence.num_cached_tokens,
         )
 
     def _metrics(self) -> RequestMetrics:

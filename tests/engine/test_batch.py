@@ -27,6 +27,7 @@ from specjax.engine.batch import (
 from specjax.engine.layout import Layout
 from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
 from specjax.host.request import Request
+from specjax.host.residency import Residency, slot_of
 from specjax.host.sequence import Sequence
 from specjax.outputs import Logprob
 from specjax.sampling_params import (
@@ -58,7 +59,7 @@ def make_sequence(
     )
     sequence = Sequence.of(request, index, 0)
     pages = [10 * slot + page for page in range(num_pages)]
-    sequence.settle_in(slot, pages, prompt_length, 0)
+    sequence.residency = Residency(slot=slot, num_to_prefill=prompt_length, pages=pages)
     return sequence
 
 
@@ -71,7 +72,8 @@ PREFILL = PrefillPlan(CHUNKS, 5, WIDTH)
 DECODE = DecodePlan(PREFILL.sequences, 4, 2, 1)
 PAGE_TABLES = np.full((NUM_SLOTS, 1, PAGES_PER_SEQ), -1, np.int32)
 for sequence_ in PREFILL.sequences:
-    PAGE_TABLES[sequence_.slot, 0, : len(sequence_.pages)] = sequence_.pages
+    row = PAGE_TABLES[slot_of(sequence_), 0]
+    row[: len(sequence_.residency.pages)] = sequence_.residency.pages
 PLANS = pytest.mark.parametrize("plan", [PREFILL, DECODE], ids=["prefill", "decode"])
 
 
@@ -86,9 +88,9 @@ def test_prefill_rows_are_slot_chunk_and_pages():
     packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Wants.LOGPROBS)
     assert packed.dtype == np.int32 and packed.shape == LAYOUT.prefill_shape(5)
     for row, chunk in zip(packed[:3].tolist(), CHUNKS, strict=True):
-        pages = padded(chunk.sequence.pages, PAGES_PER_SEQ)
+        pages = padded(chunk.sequence.residency.pages, PAGES_PER_SEQ)
         told = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
-        assert row == [chunk.sequence.slot, *told, 2, *pages]
+        assert row == [slot_of(chunk.sequence), *told, 2, *pages]
 
 
 def test_prefill_padding_does_nothing():
@@ -102,7 +104,8 @@ def test_prefill_padding_does_nothing():
 def test_decode_rows_are_slot_drafts_and_pages():
     packed = pack(DECODE, PAGE_TABLES, LAYOUT, Wants.EDITS)
     assert packed.dtype == np.int32 and packed.shape == LAYOUT.decode_shape(4)
-    expected = [[s.slot, 1, 1, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
+    stays = [sequence.residency for sequence in DECODE.sequences]
+    expected = [[stay.slot, 1, 1, *padded(stay.pages, PAGES_PER_SEQ)] for stay in stays]
     np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, 1, *[-1] * PAGES_PER_SEQ]])
 
 
@@ -116,7 +119,8 @@ def test_a_step_is_told_nothing_that_the_device_decides():
     before = pack(DECODE, PAGE_TABLES, LAYOUT, Wants(0))
     sequence = make_sequence(4, 8)
     sequence.token_ids += [1, 2, 3]
-    sequence.num_in_flight, sequence.max_tokens_in_flight, sequence.num_computed = 2, 6, 8
+    sequence.num_in_flight, sequence.max_tokens_in_flight = 2, 6
+    sequence.residency.num_computed = 8
     after = pack(DecodePlan((sequence,), 1, 2, 1), PAGE_TABLES, LAYOUT, Wants(0))
     np.testing.assert_array_equal(after[0], before[0])
 
@@ -198,11 +202,11 @@ def admitted():
 @pytest.mark.parametrize("sequence", [PLAIN, FULL, SOME], ids=["plain", "full", "some"])
 def test_a_request_arrives_in_its_slot(admitted, sequence):
     request, params = sequence.request, sequence.request.params
-    at = jax.tree.map(lambda x: x[sequence.slot], admitted.requests)
+    at = jax.tree.map(lambda x: x[slot_of(sequence)], admitted.requests)
     sampling, edits = at.sampling, at.edits
     prompt = list(request.prompt_token_ids)
-    assert admitted.tokens[sequence.slot][: len(prompt)].tolist() == prompt
-    assert not admitted.is_active[sequence.slot]
+    assert admitted.tokens[slot_of(sequence)][: len(prompt)].tolist() == prompt
+    assert not admitted.is_active[slot_of(sequence)]
     assert at.prompt_lengths == len(prompt)
     assert at.limits == request.max_length == len(prompt) + 5
     assert at.stop_ids.tolist() == padded(request.stop_ids, MAX_STOP_IDS)
@@ -234,7 +238,7 @@ def test_a_request_arrives_in_its_slot(admitted, sequence):
 
 
 def test_an_admission_leaves_all_other_slots_alone(admitted):
-    before, slots = jax.device_get(used_state()), [s.slot for s in (PLAIN, FULL, SOME)]
+    before, slots = jax.device_get(used_state()), list(map(slot_of, (PLAIN, FULL, SOME)))
     others = np.delete(np.arange(NUM_SLOTS), slots)
     for name in "tokens", "progress", "requests":
         jax.tree.map(
@@ -263,7 +267,7 @@ def test_every_field_of_a_request_has_its_place():
 
 def test_rows_without_a_request_are_those_of_an_empty_slot():
     unpacked = unpack_admissions(pack_admissions([FULL], 2, LAYOUT), LAYOUT)
-    assert unpacked.slots.tolist() == [FULL.slot, NUM_SLOTS]
+    assert unpacked.slots.tolist() == [slot_of(FULL), NUM_SLOTS]
     empty = jax.device_get(init_requests(1, VOCAB)).at(0)
     jax.tree.map(np.testing.assert_array_equal, unpacked.requests.at(1), empty)
     assert (unpacked.tokens[1] == -1).all()

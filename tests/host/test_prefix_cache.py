@@ -24,35 +24,21 @@ def test_a_key_depends_on_all_tokens_up_to_the_one_after_its_page():
         assert same == [changed > 4, changed > 8, changed > 12]
 
 
-def test_keys_can_be_made_one_token_after_another():
-    keys, tokens = [], list(range(21))
-    for end in range(22):
-        extend_keys(keys, tokens[:end], 4, b"s")
-    assert keys == keys_of(tokens, b"s") and len(keys) == 5
-
-
-def test_another_salt_makes_other_keys():
-    assert not set(keys_of(range(13))) & set(keys_of(range(13), b"1"))
-    assert not set(keys_of(range(13), b"1")) & set(keys_of(range(13), b"12"))
-
-
-def test_no_key_depends_on_the_type_of_a_number():
-    assert keys_of(np.arange(9).tolist()) == keys_of(range(9))
-
-
-def test_each_page_is_hashed_once(monkeypatch):
-    sizes = []
+@pytest.mark.parametrize("step", [1, 50])
+def test_keys_are_made_step_by_step_and_each_page_is_hashed_once(monkeypatch, step):
+    sizes, real = [], prefix_cache.blake2b
 
     def blake2b(data, **options):
         sizes.append(len(data))
         return real(data, **options)
 
-    real = prefix_cache.blake2b
     monkeypatch.setattr(prefix_cache, "blake2b", blake2b)
     keys, tokens = [], list(range(400))
-    for end in range(0, 401, 50):
-        extend_keys(keys, tokens[:end], 4, b"")
+    for end in range(0, 401, step):
+        extend_keys(keys, tokens[:end], 4, b"s")
     assert len(sizes) == len(keys) == 99 and max(sizes) == 16 + 4 * 8
+    assert keys == keys_of(tokens, b"s")
+    assert not set(keys) & {*keys_of(tokens), *keys_of(tokens, b"st")}, "another salt, other keys"
 
 
 # --- pages ----------------------------------------------------------------------------------------
@@ -61,14 +47,17 @@ def test_each_page_is_hashed_once(monkeypatch):
 def test_the_longest_run_of_pages_is_taken():
     cache, pages = make_cache()
     keys, owned = keys_of(range(13)), pages.allocate(3)
-    cache.put(keys, owned, 0, 2)
+    cache.put(keys, owned, 1, 4)
+    assert [pages.find(key) for key in keys] == [None, *owned[1:]], "only pages in the range"
+    cache.put(keys, owned, 0, 1)
     pages.release(owned)
     prefix = cache.take(keys)
-    assert prefix.pages == owned[:2] and prefix.snapshot is None
-    assert pages.num_free == 6
+    assert prefix.pages == owned and prefix.snapshot is None
+    assert pages.num_free == 5
     assert cache.take(keys[:1]).pages == owned[:1]
-    assert cache.take(keys_of([50, *range(1, 13)])).pages == []
-    assert cache.take([]).pages == []
+    assert cache.take(keys_of([50, *range(1, 13)])).pages == cache.take([]).pages == []
+    cache.clear()
+    assert cache.take(keys) == ([], None)
 
 
 def test_another_next_token_is_another_prefix():
@@ -86,25 +75,6 @@ def test_a_run_ends_where_a_page_was_taken_for_something_else():
     pages.release(owned[1:2])
     pages.allocate(1)
     assert cache.take(keys).pages == owned[:1]
-
-
-def test_only_pages_in_the_range_are_put_and_none_without_a_key():
-    cache, pages = make_cache()
-    keys, owned = keys_of(range(12)), pages.allocate(3)
-    cache.put(keys, owned, 1, 3)
-    assert [pages.find(key) for key in keys] == [None, owned[1]]
-    cache.put(keys, owned, 0, 1)
-    assert cache.take(keys).pages == owned[:2]
-
-
-def test_nothing_is_found_after_clear():
-    cache, pages = make_cache(num_snapshots=2)
-    keys, owned = keys_of(range(13)), pages.allocate(3)
-    cache.put(keys, owned, 0, 3)
-    cache.snapshots.put(keys[2], cache.snapshots.reserve(keys[2]))
-    assert cache.take(keys).pages == owned
-    cache.clear()
-    assert cache.take(keys) == ([], None) and len(cache.snapshots) == 0
 
 
 # --- snapshots ------------------------------------------------------------------------------------
@@ -144,27 +114,13 @@ def test_a_prefix_ends_where_there_is_a_snapshot_and_its_pages():
     assert cache.take(keys) == (owned[:2], first), "the longer one's pages are others' now"
 
 
-def test_the_least_recently_used_snapshot_is_given_up():
-    index, keys = SnapshotIndex(2), keys_of(range(21))
-    first, second = put(index, keys[0]), put(index, keys[1])
-    index.longest(keys[:1])
-    assert put(index, keys[2]) == second and index.num_evictions == 1
-    assert index.longest(keys[:2]) == (1, first)
-    assert index.longest(keys) == (3, second) and len(index) == 2
-
-
-def test_a_snapshot_is_found_once_it_is_put():
-    index, keys = SnapshotIndex(2), keys_of(range(9))
+def test_a_snapshot_is_reserved_before_it_is_put():
+    index, keys = SnapshotIndex(1), keys_of(range(9))
     snapshot = index.reserve(keys[0])
-    assert index.longest(keys) == (0, None)
+    assert index.longest(keys) == (0, None) and index.reserve(keys[1]) is None
     index.put(keys[0], snapshot)
-    assert index.longest(keys) == (1, snapshot)
-
-
-def test_what_has_a_snapshot_needs_no_other():
-    index, keys = SnapshotIndex(2), keys_of(range(9))
-    put(index, keys[0])
-    assert index.reserve(keys[0]) is None and len(index) == 1
+    assert index.longest(keys) == (1, snapshot) and index.reserve(keys[0]) is None
+    assert SnapshotIndex(0).reserve(keys[0]) is None
 
 
 def test_two_that_come_to_a_prefix_in_one_step_leave_one_snapshot():
@@ -175,26 +131,9 @@ def test_two_that_come_to_a_prefix_in_one_step_leave_one_snapshot():
     index.put(keys[0], second)
     assert index.longest(keys) == (1, first) and len(index) == 1
     assert put(index, keys[1]) == second and index.num_evictions == 0
-
-
-def test_what_is_reserved_is_not_given_up():
-    index, keys = SnapshotIndex(1), keys_of(range(9))
-    index.reserve(keys[0])
-    assert index.reserve(keys[1]) is None
-
-
-def test_a_budget_of_no_snapshots():
-    index, keys = SnapshotIndex(0), keys_of(range(9))
-    assert index.reserve(keys[0]) is None and index.longest(keys) == (0, None)
-
-
-def test_cleared_snapshots_can_be_had_again():
-    index, keys = SnapshotIndex(2), keys_of(range(17))
-    for key in keys[:2]:
-        put(index, key)
     index.clear()
     assert len(index) == 0 and index.longest(keys) == (0, None)
-    assert {put(index, key) for key in keys[2:]} == {0, 1} and index.num_evictions == 0
+    assert {put(index, key) for key in keys_of(range(20, 29))} == {0, 1} and not index.num_evictions
 
 
 def test_snapshots_are_wanted_where_prompts_end_and_where_they_branch():

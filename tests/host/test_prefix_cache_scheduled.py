@@ -1,14 +1,10 @@
 """Prefixes through the scheduler, and what they cost. Pages hold 8 tokens."""
 
-import gc
-import sys
-
 import pytest
+from support.cost import count_lines
 from support.prefixes import STOP, add, chunks, give, make_scheduler, run, spans
 
 from specjax.host import prefix_cache
-
-# --- through the scheduler ------------------------------------------------------------------------
 
 
 def test_a_later_request_begins_behind_what_is_there():
@@ -21,30 +17,6 @@ def test_a_later_request_begins_behind_what_is_there():
     assert (chunk.start, chunk.count, chunk.is_first, chunk.restored) == (16, 4, True, None)
     assert (scheduler.num_looked_up, scheduler.num_found) == (40, 16)
     assert scheduler.pages.num_free == 64
-
-
-def test_what_an_unfinished_request_has_run_is_shared():
-    scheduler = make_scheduler()
-    first = add(scheduler, 0, range(100, 120))
-    scheduler.schedule()
-    second = add(scheduler, 1, range(100, 120))
-    step = scheduler.schedule()
-    assert chunks(step) == [(1, 16, 4)]
-    assert first.pages[:2] == second.pages[:2] and first.pages[2] != second.pages[2]
-    assert scheduler.pages.num_free == 64 - 4
-
-
-@pytest.mark.parametrize(
-    "changed, start", [(0, 0), (7, 0), (8, 0), (9, 8), (15, 8), (16, 8), (17, 16), (19, 16)]
-)
-def test_a_page_is_shared_if_all_up_to_the_token_after_it_is_the_same(changed, start):
-    scheduler = make_scheduler()
-    tokens = list(range(100, 120))
-    add(scheduler, 0, tokens)
-    run(scheduler)
-    tokens[changed] = 50
-    add(scheduler, 1, tokens)
-    assert spans(run(scheduler)) == [(start, 20 - start)]
 
 
 @pytest.mark.parametrize("length, start", [(1, 0), (8, 0), (9, 8), (16, 8), (17, 16), (40, 32)])
@@ -61,10 +33,10 @@ def test_requests_of_one_step_do_not_share():
     scheduler = make_scheduler(max_model_len=32)
     samples = [add(scheduler, i, range(100, 120)) for i in range(2)]
     assert chunks(scheduler.schedule()) == [(0, 0, 20), (1, 0, 20)]
-    assert not set(samples[0].pages) & set(samples[1].pages)
+    assert not set(samples[0].residency.pages) & set(samples[1].residency.pages)
     third = add(scheduler, 2, range(100, 120))
     assert chunks(scheduler.schedule()) == [(2, 16, 4)]
-    assert third.pages[:2] == samples[0].pages[:2]
+    assert third.residency.pages[:2] == samples[0].residency.pages[:2]
 
 
 def test_a_chunk_lets_the_pages_be_found_that_it_fills():
@@ -79,16 +51,6 @@ def test_a_chunk_lets_the_pages_be_found_that_it_fills():
     scheduler.abort(1)
     add(scheduler, 2, range(100, 133))
     assert chunks(scheduler.schedule()) == [(2, 32, 1)]
-
-
-def test_what_later_chunks_will_fill_is_not_found():
-    """The first of three chunks has come back, and 8 tokens of 20 are there."""
-    scheduler = make_scheduler(max_num_batched_tokens=8)
-    add(scheduler, 0, range(100, 120))
-    give(scheduler, scheduler.schedule())
-    scheduler.abort(0)
-    add(scheduler, 1, range(100, 120))
-    assert chunks(scheduler.schedule()) == [(1, 8, 8)]
 
 
 def test_whoever_wants_the_prompts_logprobs_runs_all_of_it():
@@ -130,16 +92,6 @@ def test_output_is_found_while_its_request_still_runs():
     assert chunks(step) == [(1, 24, 7)]
 
 
-def test_output_in_flight_is_not_found():
-    """28 tokens may be run by now, but 20 are known."""
-    scheduler = make_scheduler(3)
-    add(scheduler, 0, range(100, 120), 40)
-    scheduler.schedule()
-    scheduler.schedule()
-    add(scheduler, 1, [*range(100, 120), *[9] * 20])
-    assert chunks(scheduler.schedule()) == [(1, 16, 24)]
-
-
 @pytest.mark.parametrize("ends_with", [9, STOP])
 def test_pages_that_the_last_round_filled_are_found_too(ends_with):
     """As in vLLM (finished requests cache completed blocks).
@@ -154,97 +106,22 @@ def test_pages_that_the_last_round_filled_are_found_too(ends_with):
     assert spans(run(scheduler)) == [(16, 8)]
 
 
-def test_the_least_recently_used_pages_are_taken_first():
-    """16 pages hold 7 prompts of 2 full pages at most; the first one is asked for all the time."""
-    scheduler = make_scheduler(num_pages=16)
-    names = iter(range(100))
-
-    def start_of(prompt):
-        add(scheduler, next(names), range(100 * prompt, 100 * prompt + 17), 1)
-        return run(scheduler)[0].start
-
-    assert start_of(0) == 0
-    for prompt in range(1, 12):
-        assert (start_of(prompt), start_of(0)) == (0, 16)
-    assert [start_of(prompt) for prompt in (11, 1)] == [16, 0]
-    assert scheduler.pages.num_evictions >= 10
-
-
-def test_nothing_is_given_up_while_there_are_pages_that_hold_nothing():
-    """16 pages of a prompt that has finished, at most 32 of one that runs, and 16 to spare.
-
-    Rounds take pages for 8 tokens ahead, and give them back when one token comes.
-    """
-    scheduler = make_scheduler(3, max_model_len=256)
-    add(scheduler, 0, range(1000, 1129), 1)
-    run(scheduler)
-    add(scheduler, 1, range(9), 240)
-    previous = None
-    while scheduler.has_work:
-        step = scheduler.schedule()
-        if previous:
-            give(scheduler, previous)
-        previous = step
-    assert scheduler.pages.num_evictions == 0
-
-
-def test_pages_in_use_are_never_taken():
-    scheduler = make_scheduler(num_pages=16, max_model_len=128)
-    first = add(scheduler, 0, range(100, 117), 30)
-    give(scheduler, scheduler.schedule())
-    shared = list(first.pages[:2])
-    for i in range(1, 13):
-        add(scheduler, i, range(1000 * i, 1000 * i + 60), 1)
-        for _ in range(2):
-            give(scheduler, scheduler.schedule())
-            assert list(first.pages[:2]) == shared
-    assert scheduler.pages.num_evictions > 16
-    follow = add(scheduler, 20, range(100, 117))
-    scheduler.schedule()
-    assert list(follow.pages[:2]) == shared
-
-
-def test_a_page_named_twice_is_found_once():
-    """Two that ran the same in one step: when the first one's page is gone, so is its name."""
-    scheduler = make_scheduler(max_model_len=32, num_pages=8)
-    samples = [add(scheduler, i, range(100, 117), 9) for i in range(2)]
-    give(scheduler, scheduler.schedule())
-    first, second = (list(sample.pages[:2]) for sample in samples)
-    assert not set(first) & set(second)
-    scheduler.abort(0)
-    third = add(scheduler, 2, range(100, 117), 9)
-    assert chunks(scheduler.schedule()) == [(2, 16, 1)]
-    assert list(third.pages[:2]) == first
-    scheduler.drop_all()
-    assert scheduler.pages.num_free == 8
-
-
-def test_a_preempted_request_finds_its_own_pages():
-    """21 tokens in 3 pages, of which its prompt filled 2; whoever preempted it took the third."""
-    for caching, start in [(True, 16), (False, 16)]:
-        scheduler = make_scheduler(
-            3, max_model_len=64, num_pages=8, enable_prefix_caching=caching, max_num_seqs=2
-        )
-        first = add(scheduler, 0, range(100, 130), 34, priority=-1)  # 4 pages
-        second = add(scheduler, 1, range(200, 220), 30)  # 3 pages
-        while second.is_resident or not second.num_output:
-            give(scheduler, scheduler.schedule(), [9])
-            assert not first.is_finished
-        scheduler.abort(0)
-        step = scheduler.schedule()
-        assert step.prefill.chunks[0].is_resumed and step.prefill.chunks[0].start == start
-
-
+@pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("num_tokens, start", [(16, 8), (17, 8), (18, 16)])
-def test_a_resumed_request_runs_a_token_at_least(num_tokens, start):
-    """Of 17 tokens 16 are to be run, and one of them has to be, though both pages are there."""
-    scheduler = make_scheduler()
+def test_a_preempted_request_finds_its_pages_and_runs_a_token_at_least(num_tokens, start, caching):
+    """Of 17 tokens 16 are to be run, and one of them has to be, though both pages are there.
+
+    Without prefix caching it finds those of its prompt.
+    """
+    scheduler = make_scheduler(enable_prefix_caching=caching)
     sample = add(scheduler, 0, range(100, 109), 30)
     while len(sample.token_ids) < num_tokens:
         give(scheduler, scheduler.schedule())
     scheduler._preempt(sample)  # nobody else is there to do it
     (chunk,) = scheduler.schedule().prefill.chunks
-    assert (chunk.start, chunk.count) == (start, num_tokens - 1 - start) and chunk.is_last
+    start = start if caching else 8
+    assert (chunk.start, chunk.count) == (start, num_tokens - 1 - start)
+    assert chunk.is_resumed and chunk.is_last
 
 
 def test_nothing_is_found_once_the_cache_is_cleared():
@@ -265,33 +142,13 @@ def test_a_request_that_waits_holds_no_pages():
     scheduler.schedule()
     assert scheduler.pages.num_free == 16 - 3
     waiting = add(scheduler, 2, [*range(100, 120), *range(300, 400)], 4)
-    assert chunks(scheduler.schedule()) == [] and not waiting.is_resident
+    assert chunks(scheduler.schedule()) == [] and waiting.residency is None
     assert scheduler.pages.num_free == 16 - 4  # what runs has grown to 25 tokens
     scheduler.abort(1)
     assert chunks(scheduler.schedule()) == [(2, 16, 104)]
 
 
 # --- cost -----------------------------------------------------------------------------------------
-
-
-def count_lines(function):
-    """Lines of Python that a call runs: its cost, whatever else the machine does."""
-    count = 0
-
-    def trace(frame, event, argument):
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    gc.disable()  # a collection runs lines of its own: JAX's callbacks
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-        gc.enable()
-    return count
 
 
 @pytest.mark.parametrize("num_snapshots", [None, 4])

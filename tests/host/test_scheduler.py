@@ -1,21 +1,11 @@
 """The scheduler as a whole: beginning anew, counters, and what a step costs."""
 
-import gc
-import sys
+from dataclasses import replace
 
 import pytest
-from support.scheduling import (
-    add,
-    chunks,
-    decoding,
-    give,
-    make_config,
-    make_scheduler,
-    run_to_the_end,
-    two_decoding,
-)
+from support.cost import count_lines
+from support.scheduling import add, chunks, give, make_config, make_scheduler, run_to_the_end
 
-from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.sequence import RowOutput
 
 # --- beginning anew -------------------------------------------------------------------------------
@@ -39,7 +29,7 @@ def test_drop_all_frees_everything(num_steps, num_samples, is_read):
     assert scheduler.pages.num_free == config.num_pages and scheduler.schedule() is None
     samples = [add(scheduler, i, 10, 5)[0] for i in range(5)]
     scheduler.schedule()
-    assert {sample.slot for sample in samples[:4]} == set(range(4))
+    assert {sample.residency.slot for sample in samples[:4]} == set(range(4))
 
 
 @pytest.mark.parametrize("num_steps", range(7))
@@ -66,16 +56,21 @@ def test_restart_lets_everyone_run_again(num_steps):
     assert [s.num_output for s in samples] == [9, 9, 20]
 
 
-def test_restart_brings_back_the_preempted_too():
-    scheduler, first, second = two_decoding(4)
-    give(scheduler, scheduler.schedule(), 4)
-    scheduler.schedule()
-    scheduler.schedule()
-    assert not second.is_resident and second.num_in_flight == 1
-    scheduler.restart()
-    assert scheduler.num_waiting == 2 and [i for i, _, _ in chunks(scheduler.schedule())] == [0]
-    scheduler.abort(0)
-    assert chunks(scheduler.schedule()) == [(1, 0, 12)]
+# --- held requests --------------------------------------------------------------------------------
+
+
+def test_a_held_request_waits_until_it_is_let_in():
+    scheduler = make_scheduler(make_config())
+    (sample,) = add(scheduler, 0, 3)
+    held = replace(sample.request, request_id=1)
+    scheduler.add(held, is_held=True)
+    assert scheduler.held == {1: held} and scheduler.num_waiting == 2
+    assert chunks(scheduler.schedule()) == [(0, 0, 3)] and scheduler.demands.total() == 1
+    scheduler.let_in(held)
+    assert not scheduler.held and scheduler.demands == {held.demands: 2}
+    assert chunks(scheduler.schedule()) == [(1, 0, 3)]
+    scheduler.abort(1)
+    assert scheduler.demands.total() == 1
 
 
 # --- what happens to be counted -------------------------------------------------------------------
@@ -91,85 +86,35 @@ def test_what_runs_and_what_waits_is_counted():
     assert scheduler.has_work
 
 
-def test_plans_tell_their_kinds_apart():
-    scheduler, _ = decoding(1, make_config())
-    add(scheduler, 1, 3)
-    step = scheduler.schedule()
-    assert isinstance(step.prefill, PrefillPlan) and isinstance(step.decode, DecodePlan)
-
-
 # --- cost -----------------------------------------------------------------------------------------
 
 
-def count_lines(function):
-    """Lines of Python that a call runs: its cost, whatever else the machine does."""
-    count = 0
-
-    def trace(frame, event, argument):
-        nonlocal count
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    gc.disable()  # a collection runs lines of its own: JAX's callbacks
-    sys.settrace(trace)
-    try:
-        function()
-    finally:
-        sys.settrace(before)
-        gc.enable()
-    return count
-
-
-def many_decoding(num_running, num_waiting=0, **changes):
-    sizes = {
-        "max_num_seqs": num_running,
-        "max_num_batched_tokens": 32 * num_running,
-        "num_pages": 8 * num_running,
-    }
-    scheduler = make_scheduler(make_config(**(sizes | changes)), 1)
-    for i in range(num_running):
+def costs(num_running, num_waiting=0):
+    """Lines of a step that admits everybody who can run, and of a round of these."""
+    config = make_config(
+        max_num_seqs=num_running,
+        max_num_batched_tokens=32 * num_running,
+        num_pages=8 * num_running,
+    )
+    scheduler = make_scheduler(config, 1)
+    for i in range(num_running + num_waiting):
         add(scheduler, i, 20, 30)
-    give(scheduler, scheduler.schedule())
-    for i in range(num_waiting):
-        add(scheduler, num_running + i, 20, 30)
-    return scheduler
+    rows, steps = [RowOutput([9, 9]) for _ in range(num_running)], []
+    admissions = count_lines(lambda: steps.append(scheduler.schedule()))
+    give(scheduler, steps[0])
+
+    def step():
+        plan = scheduler.schedule().decode
+        assert len(plan.sequences) == num_running
+        scheduler.commit(plan, rows)
+
+    return admissions, count_lines(step)
 
 
 def test_cost_of_a_step_grows_linearly_with_what_runs():
-    def cost(num_running):
-        scheduler = many_decoding(num_running)
-        rows = [RowOutput([9, 9]) for _ in range(num_running)]
-
-        def step():
-            plan = scheduler.schedule().decode
-            assert len(plan.sequences) == num_running
-            scheduler.commit(plan, rows)
-
-        return count_lines(step)
-
-    assert cost(64) > 64
-    assert cost(512) < 8.5 * cost(64)
-
-
-def test_cost_of_admissions_grows_linearly():
-    def cost(num_running):
-        config = make_config(
-            max_num_seqs=num_running,
-            max_num_batched_tokens=32 * num_running,
-            num_pages=8 * num_running,
-        )
-        scheduler = make_scheduler(config)
-        for i in range(num_running):
-            add(scheduler, i, 20)
-        lines = count_lines(scheduler.schedule)
-        assert scheduler.num_running == num_running
-        return lines
-
-    assert cost(512) < 8.5 * cost(64)
+    for few, many in zip(costs(64), costs(512), strict=True):
+        assert 64 < few and many < 8.5 * few
 
 
 def test_cost_of_a_step_does_not_grow_with_what_waits():
-    assert count_lines(many_decoding(8, 10).schedule) == count_lines(
-        many_decoding(8, 5000).schedule
-    )
+    assert costs(8, 10)[1] == costs(8, 5000)[1]

@@ -14,7 +14,6 @@ from support.scheduling import (
     make_config,
     make_scheduler,
     rounds,
-    run_to_the_end,
 )
 
 from specjax.host.budgets import explain_waiting
@@ -50,18 +49,6 @@ def test_two_budgets_cut_chunks(scheduled, batched, draft_slots, counts):
     assert scheduler.num_running == len(counts)
 
 
-@pytest.mark.parametrize(
-    "batched, num_admitted", [(4, 1), (7, 1), (8, 2), (11, 2), (12, 3), (15, 3), (16, 4)]
-)
-def test_nobody_is_planned_when_only_draft_slots_are_left(batched, num_admitted):
-    """A token with 3 draft slots costs 4."""
-    config = make_config(max_num_batched_tokens=batched, shapes=((4, 8),))
-    scheduler = make_scheduler(config, draft_slots=3)
-    for i in range(4):
-        add(scheduler, i, 1)
-    assert len(chunks(scheduler.schedule())) == num_admitted
-
-
 def test_a_long_prompt_is_cut_and_its_last_chunk_has_no_drafts():
     """vLLM: budget 50, prompt 80, K 3 give 50, 30 and not 33, then a round of 4."""
     scheduler = make_scheduler(make_config(max_model_len=96, max_num_batched_tokens=50), 3)
@@ -75,71 +62,41 @@ def test_a_long_prompt_is_cut_and_its_last_chunk_has_no_drafts():
     assert (rest.is_first, rest.is_last, rest.samples) == (False, True, True)
 
 
-@pytest.mark.parametrize("draft_slots", [0, 3])
-@pytest.mark.parametrize("scheduled, batched", [(4, 7), (7, 7), (15, 20), (20, 20), (33, 64)])
-def test_no_step_exceeds_either_budget(scheduled, batched, draft_slots):
-    config = make_config(
-        max_num_batched_tokens=batched,
-        max_num_scheduled_tokens=scheduled,
-        shapes=((2, 8), (4, 4), (1, 32)),
-        num_pages=14,
-    )
-    scheduler = make_scheduler(config, 3, draft_slots=draft_slots)
-    for i in range(7):
-        add(scheduler, i, 3 + 7 * i, 1 + 2 * i)
-    used = []
-    for step in run_to_the_end(scheduler, num_tokens=2):
-        k = step.decode.k if step.decode else 0
-        num_tokens = sum(n for _, _, n in chunks(step)) + (k + 1) * len(rounds(step))
-        num_sequences = len(chunks(step)) + len(rounds(step))
-        assert step.num_tokens == num_tokens <= scheduled
-        assert num_tokens + draft_slots * num_sequences <= batched
-        used.append(num_tokens + draft_slots * num_sequences)
-    assert max(used) > min(batched, scheduled) - 4, "a budget was reached"
-
-
-@pytest.mark.parametrize("budget, num_rows", [(7, 1), (8, 2), (10, 2), (11, 2), (12, 3)])
-def test_a_round_is_run_whole_or_not_at_all(budget, num_rows):
+@pytest.mark.parametrize(
+    "budget, draft_slots, num_rows",
+    [(7, 0, 1), (8, 0, 2), (11, 0, 2), (12, 0, 3), (12, 1, 2), (12, 2, 2), (12, 3, 1)],
+)
+def test_a_round_is_run_whole_or_not_at_all(budget, draft_slots, num_rows):
     """Of 10 tokens two rounds of 4 take 8; vLLM would run the third with one draft.
 
-    So what is drafted depends on nobody else.
+    So what is drafted depends on nobody else. Each round pays for its draft slots.
     """
-    scheduler, _ = decoding(3, make_config(max_num_batched_tokens=budget, shapes=((4, 8),)), 3)
+    config = make_config(max_num_batched_tokens=budget, shapes=((4, 8),))
+    scheduler = make_scheduler(config, 3, draft_slots=draft_slots)
+    for i in range(3):
+        add(scheduler, i, 1)
+    assert len(chunks(scheduler.schedule())) == 3
     step = scheduler.schedule()
     assert len(rounds(step)) == num_rows and step.num_tokens == 4 * num_rows
     assert (step.decode.k, step.decode.num_drafts) == (3, 3)
 
 
-@pytest.mark.parametrize("draft_slots, num_rows", [(0, 3), (1, 2), (2, 2), (3, 1)])
-def test_rounds_pay_for_their_draft_slots(draft_slots, num_rows):
-    """K 3 and a budget of 12: 3 of 4, 2 of 5, 2 of 6, 1 of 7."""
-    config = make_config(max_num_batched_tokens=12, shapes=((4, 8),))
-    scheduler = make_scheduler(config, 3, draft_slots=draft_slots)
-    for i in range(3):
-        add(scheduler, i, 1)
-    assert len(chunks(scheduler.schedule())) == 3  # at most 4 each
-    assert len(rounds(scheduler.schedule())) == num_rows
-
-
 @pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-def test_a_budget_too_small_for_all_goes_round(is_async):
+@pytest.mark.parametrize(
+    "num_requests, expected",
+    [(4, [[0, 1], [2, 3], [0, 1], [2, 3]]), (3, [[0, 1], [2, 0], [1, 0], [2, 0], [1, 0], [2, 0]])],
+)
+def test_a_budget_too_small_for_all_goes_round(num_requests, expected, is_async):
+    """Who was left out comes first, then who came first."""
     config = make_config(max_num_batched_tokens=8, shapes=((4, 8),))
-    scheduler, _ = decoding(4, config, 3)
+    scheduler, _ = decoding(num_requests, config, 3)
     turns = []
-    for _ in range(4):
+    for _ in expected:
         step = scheduler.schedule()
         turns.append(rounds(step))
         if not is_async:
             give(scheduler, step)
-    assert turns == [[0, 1], [2, 3], [0, 1], [2, 3]]
-
-
-def test_a_budget_for_two_of_three_goes_round_behind_the_first():
-    """Who was left out comes first, then who came first."""
-    config = make_config(max_num_batched_tokens=8, shapes=((4, 8),))
-    scheduler, _ = decoding(3, config, 3)
-    turns = [rounds(scheduler.schedule()) for _ in range(6)]
-    assert turns == [[0, 1], [2, 0], [1, 0], [2, 0], [1, 0], [2, 0]]
+    assert turns == expected
 
 
 def test_a_long_prompt_and_decoders_share_a_step():
@@ -162,11 +119,8 @@ def test_chunks_get_their_turn_when_rounds_take_the_whole_budget():
     scheduler = make_scheduler(config, 3)
     for i, length in enumerate([2, 2, 10]):
         add(scheduler, i, length)
-    turns = []
-    for _ in range(6):
-        step = scheduler.schedule()
-        turns.append((chunks(step), rounds(step)))
-    assert turns == [
+    steps = [scheduler.schedule() for _ in range(6)]
+    assert [(chunks(step), rounds(step)) for step in steps] == [
         ([(0, 0, 2), (1, 0, 2), (2, 0, 4)], []),
         ([], [0, 1]),
         ([(2, 4, 6)], []),  # 2 are left, too few for a round
@@ -174,20 +128,6 @@ def test_chunks_get_their_turn_when_rounds_take_the_whole_budget():
         ([], [2, 0]),
         ([], [1, 0]),
     ]
-
-
-def test_a_step_launches_its_chunks_before_its_rounds():
-    scheduler, _ = decoding(1, make_config())
-    add(scheduler, 1, 5)
-    step = scheduler.schedule()
-    assert step.parts == (step.prefill, step.decode)
-    assert chunks(step) == [(1, 0, 5)] and rounds(step) == [0]
-
-
-def test_a_prompt_decodes_in_the_step_after_its_last_chunk():
-    scheduler = make_scheduler(make_config(), 2)
-    add(scheduler, 0, 20)
-    assert rounds(scheduler.schedule()) == [] and rounds(scheduler.schedule()) == [0]
 
 
 # --- errors of the configuration ------------------------------------------------------------------
@@ -201,25 +141,26 @@ def test_a_prompt_decodes_in_the_step_after_its_last_chunk():
         ((6, 6), 3, 3, ["max_num_batched_tokens=6", "3 draft slots", "(7 tokens)", "by 1,"]),
         ((4, 5), 3, 3, ["max_num_batched_tokens=5", "3 draft slots", "(7 tokens)", "by 2,"]),
         ((1, 3), 0, 3, ["max_num_batched_tokens=3", "a chunk", "(4 tokens)", "by 1"]),
+        ((34, 34, True), 3, 3, ["max_num_batched_tokens=34", "cannot hold a chunk", "by 1"]),
+        *(
+            (sizes, 3, slots, [])
+            for sizes, slots in [((4, 4), 0), ((4, 7), 3), ((34, 34, True), 2)]
+        ),
     ],
 )
-def test_budgets_that_hold_no_round_are_refused(sizes, max_drafts, draft_slots, parts):
-    scheduled, batched = sizes
-    config = make_config(max_num_scheduled_tokens=scheduled, max_num_batched_tokens=batched)
+def test_budgets_have_to_hold_a_round_and_an_exact_chunk(sizes, max_drafts, draft_slots, parts):
+    """Without `parts` they just do."""
+    scheduled, batched, *is_exact = sizes
+    config = make_config(
+        max_num_scheduled_tokens=scheduled, max_num_batched_tokens=batched, exact=bool(is_exact)
+    )
+    if not parts:
+        config.check_budgets(max_drafts, draft_slots)
+        return
     with pytest.raises(ValueError) as error:
         config.check_budgets(max_drafts, draft_slots)
     for part in [*parts, "nothing could be scheduled", "raise " + parts[0].partition("=")[0]]:
         assert part in str(error.value)
-
-
-@pytest.mark.parametrize("scheduled, batched, draft_slots", [(4, 4, 0), (4, 7, 3), (64, 64, 3)])
-def test_budgets_that_just_hold_a_round_are_enough(scheduled, batched, draft_slots):
-    config = make_config(max_num_scheduled_tokens=scheduled, max_num_batched_tokens=batched)
-    config.check_budgets(3, draft_slots)
-    scheduler = make_scheduler(config, 3, draft_slots=draft_slots)
-    for i in range(3):
-        add(scheduler, i, 20, 5)
-    run_to_the_end(scheduler)
 
 
 @pytest.mark.parametrize(
@@ -245,13 +186,6 @@ def test_exact_budgets_that_let_few_run_together_say_so(batched, draft_slots, to
         most = max(most, scheduler.num_running)
     assert most == together
     assert explain_waiting(replace(config, exact=False, prefill_shapes=None), 3, 0) is None
-
-
-def test_an_exact_chunk_needs_its_whole_width():
-    config = make_config(exact=True, max_num_batched_tokens=34)
-    config.check_budgets(3, 2)
-    with pytest.raises(ValueError, match=r"max_num_batched_tokens=34 cannot hold a chunk .* by 1"):
-        config.check_budgets(3, 3)
 
 
 @pytest.mark.parametrize(
@@ -280,6 +214,18 @@ def test_an_exact_chunk_needs_its_whole_width():
             ["num_pages=7", "max_model_len=64", "8 pages of 8 tokens", "raise num_pages"],
         ),
         ({"scheduling_policy": "lifo"}, ["scheduling_policy='lifo'", "fcfs, priority"]),
+        *(
+            ({name: value}, [f"{name}={value!r} must be an integer of at least 1"])
+            for name in (
+                "max_model_len",
+                "max_num_seqs",
+                "max_num_batched_tokens",
+                "max_num_scheduled_tokens",
+                "page_size",
+                "num_pages",
+            )
+            for value in (0, 1.5, "4", True)
+        ),
         ({"num_snapshots": -1}, ["num_snapshots=-1", "at least 0"]),
         ({"num_snapshots": 0.5}, ["num_snapshots=0.5", "an integer"]),
         ({"num_snapshots": True}, ["num_snapshots=True", "an integer"]),
@@ -290,23 +236,6 @@ def test_sizes_that_do_not_go_together_are_refused(changes, parts):
         make_config(**changes)
     for part in parts:
         assert part in str(error.value)
-
-
-@pytest.mark.parametrize("value", [0, -1, 1.5, "4", True])
-@pytest.mark.parametrize(
-    "name",
-    [
-        "max_model_len",
-        "max_num_seqs",
-        "max_num_batched_tokens",
-        "max_num_scheduled_tokens",
-        "page_size",
-        "num_pages",
-    ],
-)
-def test_sizes_are_positive_integers(name, value):
-    with pytest.raises(ValueError, match=f"{name}={value!r} must be an integer of at least 1"):
-        make_config(**{name: value})
 
 
 def test_what_is_left_out_follows_from_the_rest():

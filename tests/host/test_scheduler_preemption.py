@@ -1,6 +1,5 @@
 """Preemption: which request is preempted, and what it keeps."""
 
-import pytest
 from support.scheduling import (
     STOP,
     add,
@@ -10,28 +9,11 @@ from support.scheduling import (
     give,
     make_config,
     make_scheduler,
+    num_pages,
     rounds,
     run_to_the_end,
     two_decoding,
 )
-
-from specjax.host.prefix_cache import extend_keys
-
-
-def test_the_later_one_is_preempted_when_pages_run_out():
-    """4 pages: 12 and 16 tokens are 2 pages each, 20 are 3."""
-    scheduler, first, second = two_decoding(4)
-    for _ in range(2):
-        step = scheduler.schedule()
-        assert rounds(step) == [0, 1]
-        give(scheduler, step, 4)
-    assert (len(first.token_ids), scheduler.pages.num_free) == (17, 0)
-    step = scheduler.schedule()
-    assert rounds(step) == [0] and chunks(step) == []
-    assert scheduler.num_preemptions == 1
-    assert not second.is_resident and list(second.pages) == []
-    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
-    assert len(first.pages) == 3 and scheduler.pages.num_free == 1
 
 
 def test_slot_and_pages_of_a_preempted_request_are_free_in_the_same_step():
@@ -42,24 +24,35 @@ def test_slot_and_pages_of_a_preempted_request_are_free_in_the_same_step():
     scheduler = make_scheduler(config, 8)
     (first,), (second,) = add(scheduler, 0, 8, 30), add(scheduler, 1, 24, 9)
     scheduler.schedule()
-    (slot, pages), (third,) = (second.slot, set(second.pages)), add(scheduler, 2, 3, priority=-1)
+    residency, (third,) = second.residency, add(scheduler, 2, 3, priority=-1)
     step = scheduler.schedule()
     assert rounds(step) == [0] and chunks(step) == [(2, 0, 3)]
-    assert not second.is_resident and second.num_in_flight == 1
-    assert third.slot == slot and {*first.pages, *third.pages} & pages
+    assert second.residency is None and second.num_in_flight == 1
+    assert third.residency.slot == residency.slot
+    assert {*first.residency.pages, *third.residency.pages} & {*residency.pages}
 
 
-def test_a_preempted_request_runs_its_tokens_again_and_goes_on():
-    """All but the last, which a round runs: 16 of 17. Nothing is sampled."""
+def test_the_later_one_is_preempted_when_pages_run_out_and_runs_its_tokens_again():
+    """4 pages: 12 and 16 tokens are 2 pages each, 20 are 3.
+
+    Again it runs all tokens but the last, which a round runs: 16 of 17. Nothing is sampled.
+    """
     scheduler, first, second = two_decoding(4)
     for _ in range(2):
-        give(scheduler, scheduler.schedule(), 4)
-    give(scheduler, scheduler.schedule())
-    assert len(second.token_ids) == 17 and not second.is_resident
+        step = scheduler.schedule()
+        assert rounds(step) == [0, 1]
+        give(scheduler, step, 4)
+    assert (len(second.token_ids), scheduler.pages.num_free) == (17, 0)
+    step = scheduler.schedule()
+    assert rounds(step) == [0] and chunks(step) == []
+    assert scheduler.num_preemptions == 1 and second.residency is None
+    assert (scheduler.num_running, scheduler.num_waiting) == (1, 1)
+    assert num_pages(first) == [3] and scheduler.pages.num_free == 1
     scheduler.abort(0)
     step = scheduler.schedule()
     (chunk,) = step.prefill.chunks
-    assert chunk.sequence is second and chunk.start + chunk.count == 16 == second.goal
+    assert chunk.sequence is second and chunk.start + chunk.count == 16
+    assert second.residency.num_to_prefill == 16
     assert chunk.is_first and chunk.is_last and chunk.is_resumed and not chunk.samples
     assert second.num_in_flight == 0 and rounds(step) == []
     following = scheduler.schedule()
@@ -69,41 +62,22 @@ def test_a_preempted_request_runs_its_tokens_again_and_goes_on():
     assert second.token_ids[16:] == [9, 30, 31]
 
 
-def test_a_resumed_request_is_run_in_chunks_again():
-    config = make_config(max_num_batched_tokens=8, shapes=((2, 8),), enable_prefix_caching=False)
-    scheduler = make_scheduler(config)
-    (sequence,) = add(scheduler, 0, 20, 30)
-    for _ in range(3):
-        give(scheduler, scheduler.schedule())
-    give(scheduler, scheduler.schedule())
-    scheduler.restart()
-    steps = [scheduler.schedule() for _ in range(4)]
-    assert [chunks(step) for step in steps] == [[(0, 0, 8)], [(0, 8, 8)], [(0, 16, 5)], []]
-    assert [s.prefill.chunks[0].is_resumed for s in steps[:3]] == [True] * 3
-    assert [s.prefill.chunks[0].is_first for s in steps[:3]] == [True, False, False]
-    assert [s.prefill.chunks[0].is_last for s in steps[:3]] == [False, False, True]
-    assert not any(s.prefill.chunks[0].samples for s in steps[:3])
-    assert rounds(steps[3]) == [0] and sequence.num_in_flight == 1
-
-
 def test_tokens_in_flight_at_a_preemption_are_delivered_once():
     """A third round is planned with the second in flight: 20 tokens at most, for 4 pages."""
-    scheduler, first, second = two_decoding(4)
+    scheduler, _, second = two_decoding(4)
     give(scheduler, scheduler.schedule(), 4)
-    in_flight = scheduler.schedule()
-    assert rounds(in_flight) == [0, 1]
-    later = scheduler.schedule()
-    assert rounds(later) == [0] and not second.is_resident
+    in_flight, later = scheduler.schedule(), scheduler.schedule()
+    assert rounds(in_flight) == [0, 1] and rounds(later) == [0] and second.residency is None
     assert (second.num_in_flight, second.num_output) == (1, 5)
+    add(scheduler, 2, 3)
     scheduler.abort(0)
-    assert scheduler.schedule() is None, "not readmitted before its tokens are there"
-    assert scheduler.num_running == 0
+    assert scheduler.schedule() is None, "not overtaken, and not readmitted before they are there"
     num_kept, touched = commit(scheduler, in_flight.decode, [20], [21, 22])
     assert num_kept == [0, 2] and touched == [second]
-    assert second.output == [9] * 5 + [21, 22] and second.num_in_flight == 0
-    assert second.max_tokens_in_flight == 0
-    step = scheduler.schedule()
-    assert second.goal == 8 + 7 - 1 and step.prefill.chunks[0].sequence is second
+    assert second.output == [9] * 5 + [21, 22]
+    assert second.num_in_flight == second.max_tokens_in_flight == 0
+    assert [i for i, _, _ in chunks(scheduler.schedule())] == [1, 2]
+    assert second.residency.num_to_prefill == 8 + 7 - 1
     assert commit(scheduler, later.decode, [23]) == ([0], [])
     assert second.output == [9] * 5 + [21, 22]
 
@@ -111,19 +85,15 @@ def test_tokens_in_flight_at_a_preemption_are_delivered_once():
 def test_a_request_may_finish_while_it_is_preempted():
     scheduler, first, second = two_decoding(4)
     give(scheduler, scheduler.schedule(), 4)
-    in_flight, later = scheduler.schedule(), scheduler.schedule()
-    assert not second.is_resident
+    in_flight, _ = scheduler.schedule(), scheduler.schedule()
+    assert second.residency is None
     add(scheduler, 2, 3)
     num_kept, touched = commit(scheduler, in_flight.decode, [20], [21, STOP])
     assert num_kept == [1, 2] and touched == [first, second]
-    assert second.finish_reason == "stop" and second.output[-2:] == [21, STOP]
-    assert scheduler.num_waiting == 1
-    give(scheduler, later)
+    assert second.finish_reason == "stop" and scheduler.num_waiting == 1
     scheduler.abort(0)
     assert chunks(scheduler.schedule()) == [(2, 0, 3)]
     add(scheduler, 1, 3)  # the id is free again
-    scheduler.drop_all()
-    assert scheduler.pages.num_free == 4 and not scheduler.has_work
 
 
 def test_a_request_preempted_before_its_first_token_starts_anew():
@@ -136,12 +106,12 @@ def test_a_request_preempted_before_its_first_token_starts_anew():
     start = scheduler.schedule()
     assert chunks(start) == [(0, 0, 8), (1, 0, 12)]
     step = scheduler.schedule()
-    assert rounds(step) == [0] and not second.is_resident and scheduler.num_preemptions == 1
+    assert rounds(step) == [0] and second.residency is None and scheduler.num_preemptions == 1
     give(scheduler, start)
     scheduler.abort(0)
     again = scheduler.schedule()
     (chunk,) = again.prefill.chunks
-    assert chunk.is_first and not chunk.is_resumed and second.goal == 32
+    assert chunk.is_first and not chunk.is_resumed and second.residency.num_to_prefill == 32
     assert chunk.start == 8, "the page that the first chunk filled is still there"
     give(scheduler, again)
     assert second.output == []
@@ -158,11 +128,10 @@ def test_a_request_preempted_with_its_first_token_in_flight_is_resumed_behind_it
     prompts = scheduler.schedule()
     assert chunks(prompts) == [(0, 0, 8), (1, 0, 15)]
     assert rounds(scheduler.schedule()) == [0] and second.num_in_flight == 1
-    assert not second.is_resident
+    assert second.residency is None
     scheduler.abort(0)
     assert scheduler.schedule() is None
     give(scheduler, prompts)
-    assert second.output == [9]
     (chunk,) = scheduler.schedule().prefill.chunks
     assert chunk.is_resumed and chunk.is_last and chunk.start + chunk.count == 15
 
@@ -183,7 +152,7 @@ def test_the_last_by_rank_loses():
             if step := scheduler.schedule():
                 give(scheduler, step, 8)
             for i, sequence in enumerate(samples):
-                if i not in lost and not sequence.is_resident and not sequence.is_finished:
+                if i not in lost and sequence.residency is None and not sequence.is_finished:
                     lost.append(i)
         assert lost == order
 
@@ -205,11 +174,11 @@ def test_one_that_is_planned_already_is_no_victim():
     for part in step.parts:
         commit(scheduler, part, [9], [9] * 8, [9] * 8)
     step = scheduler.schedule()
-    assert rounds(step) == [0, 1] and [len(s.pages) for s in (first, second, third)] == [1, 3, 2]
+    assert rounds(step) == [0, 1] and num_pages(first, second, third) == [1, 3, 2]
     commit(scheduler, step.decode, [9], [9] * 8)
     scheduler.abort(0)
     step = scheduler.schedule()
-    assert rounds(step) == [2] and [len(s.pages) for s in (second, third)] == [3, 3]
+    assert rounds(step) == [2] and num_pages(second, third) == [3, 3]
     assert scheduler.num_preemptions == 0
 
 
@@ -218,24 +187,13 @@ def test_an_older_one_never_gives_way_to_a_younger():
     scheduler, first, second = two_decoding(5)
     for _ in range(2):
         give(scheduler, scheduler.schedule(), 4)
-    step = scheduler.schedule()
-    assert rounds(step) == [0] and (len(first.pages), len(second.pages)) == (3, 2)
-    assert second.is_resident and scheduler.num_preemptions == 0
-    give(scheduler, step, 4)
-    step = scheduler.schedule()  # the second's turn comes first, and the older keeps its pages
-    assert rounds(step) == [0] and (len(first.pages), len(second.pages)) == (3, 2)
-    assert scheduler.num_preemptions == 0 and scheduler.pages.num_free == 0
-    give(scheduler, step, 4)
+    for _ in range(2):  # the second time the second's turn comes first; it takes no budget
+        step = scheduler.schedule()
+        assert rounds(step) == [0] and num_pages(first, second) == [3, 2]
+        assert step.num_tokens == 4 and scheduler.num_preemptions == 0
+        give(scheduler, step, 4)
     step = scheduler.schedule()  # 28 tokens are 4 pages
-    assert rounds(step) == [0] and len(first.pages) == 4 and not second.is_resident
-
-
-def test_a_round_that_waits_for_pages_takes_no_budget():
-    scheduler, _, _ = two_decoding(5)
-    for _ in range(2):
-        give(scheduler, scheduler.schedule(), 4)
-    step = scheduler.schedule()
-    assert rounds(step) == [0] and step.num_tokens == 4
+    assert rounds(step) == [0] and num_pages(first) == [4] and second.residency is None
 
 
 def test_a_preempted_request_goes_back_to_its_place_in_the_queue():
@@ -246,71 +204,17 @@ def test_a_preempted_request_goes_back_to_its_place_in_the_queue():
             give(scheduler, scheduler.schedule(), 4)
         add(scheduler, 2, 3, priority=priority)
         give(scheduler, scheduler.schedule(), 1)
-        assert not second.is_resident
+        assert second.residency is None
         scheduler.abort(0)
         steps = run_to_the_end(scheduler)
         assert list(dict.fromkeys(i for i, _ in admissions(steps))) == order
 
 
-def test_a_preempted_request_is_not_overtaken_while_its_tokens_are_in_flight():
-    scheduler, first, second = two_decoding(4)
-    give(scheduler, scheduler.schedule(), 4)
-    in_flight = scheduler.schedule()
-    scheduler.schedule()
-    add(scheduler, 2, 3)
-    scheduler.abort(0)
-    assert scheduler.schedule() is None
-    give(scheduler, in_flight)
-    assert [i for i, _, _ in chunks(scheduler.schedule())] == [1, 2]
-
-
-def test_exact_never_preempts():
-    """Nobody is admitted without pages to the end of its request."""
-    config = make_config(max_model_len=40, num_pages=8, exact=True)
-    scheduler = make_scheduler(config, 3)
-    for i in range(5):
-        add(scheduler, i, 8, 17 + i)
-    steps = run_to_the_end(scheduler)
-    assert scheduler.num_preemptions == 0 and scheduler.pages.num_free == 8
-    assert max(len(rounds(step)) for step in steps) == 2
-
-
-def test_exact_keeps_no_page_back():
+def test_exact_never_preempts_and_keeps_no_page_back():
     """24 tokens are 3 pages of 6: two fit, for neither can ever need the other's."""
     scheduler = make_scheduler(make_config(max_model_len=40, num_pages=6, exact=True), 3)
-    for i in range(2):
+    for i in range(5):
         add(scheduler, i, 8, 17)
-    scheduler.schedule()
-    assert chunks(scheduler.schedule()) == [(1, 0, 8)]
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("num_tokens", [1, 2, 4])
-def test_a_pool_for_one_request_serves_many(num_tokens, is_async):
-    """Each of the largest size there is; all finish, in order."""
-    config = make_config(max_model_len=32, num_pages=4)
-    scheduler = make_scheduler(config, 3)
-    samples = [add(scheduler, i, 1 + 6 * i, 31 - 6 * i)[0] for i in range(5)]
-    run_to_the_end(scheduler, is_async, num_tokens)
-    assert [s.finish_reason for s in samples] == ["length"] * 5
-    assert [len(s.token_ids) for s in samples] == [32] * 5
-    assert scheduler.num_preemptions > 0
-    assert scheduler.pages.num_free == 4
-
-
-@pytest.mark.parametrize(
-    "is_caching, num_snapshots, num_found",
-    [(True, None, 4), (False, None, 0), (True, 4, 2)],
-    ids=["found", "not-wanted", "without-a-snapshot"],
-)
-def test_which_pages_of_an_output_are_found(is_caching, num_snapshots, num_found):
-    """Of 20 tokens and 20 more those that are full; of a hybrid only the prompt's, for its states
-    are kept there alone."""
-    config = make_config(enable_prefix_caching=is_caching)
-    scheduler = make_scheduler(config, num_snapshots=num_snapshots)
-    (sequence,) = add(scheduler, 0, 20, 20)
-    run_to_the_end(scheduler)
-    keys = []
-    extend_keys(keys, sequence.token_ids, config.page_size, b"")
-    assert len(keys) == 4
-    assert sum(scheduler.pages.find(key) is not None for key in keys) == num_found
+    steps = run_to_the_end(scheduler)
+    assert chunks(steps[1]) == [(1, 0, 8)] and max(len(rounds(step)) for step in steps) == 2
+    assert scheduler.num_preemptions == 0 and scheduler.pages.num_free == 6

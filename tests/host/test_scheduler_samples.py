@@ -1,7 +1,5 @@
 """Samples of one prompt, and ends that only the host sees: texts, grammars, aborts."""
 
-from collections import Counter
-
 import pytest
 from support.scheduling import (
     STOP,
@@ -13,9 +11,9 @@ from support.scheduling import (
     give,
     make_config,
     make_scheduler,
+    num_pages,
     rounds,
     run_to_the_end,
-    two_decoding,
 )
 
 # --- samples --------------------------------------------------------------------------------------
@@ -39,40 +37,14 @@ def test_samples_share_the_prompt_that_the_first_one_ran(is_caching):
     assert [(c.start, c.count, c.is_first, c.samples) for c in follow] == [(16, 4, True, True)] * 2
     assert [c.sequence for c in follow] == samples[1:] and scheduler.num_running == 3
 
-    assert len({sample.slot for sample in samples}) == 3
-    shared, *others = [list(sample.pages[:2]) for sample in samples]
+    assert len({sample.residency.slot for sample in samples}) == 3
+    shared, *others = [list(sample.residency.pages[:2]) for sample in samples]
     assert others == [shared] * 2
-    rest = [page for sample in samples for page in sample.pages[2:]]
-    assert len(set(rest)) == len(rest) == 3 and not set(rest) & set(shared)
-    assert scheduler.pages.num_free == 32 - 2 - 3
-
+    assert scheduler.pages.num_free == 32 - 2 - 3, "each has a third page of its own"
     commit(scheduler, prompt.prefill, [9])
     commit(scheduler, second.prefill, [9], [STOP])
     commit(scheduler, second.decode, [STOP])
     assert scheduler.pages.num_free == 32 - 3, "the second sample's, two of which it shared"
-    run_to_the_end(scheduler)
-    assert scheduler.pages.num_free == 32
-
-
-@pytest.mark.parametrize("prompt_length", [1, 7, 8, 9, 16, 17, 40])
-def test_full_pages_are_shared_but_the_last_token_is_every_samples_own(prompt_length):
-    """A page that ends with the prompt is not shared: its last token is run by all."""
-    scheduler = make_scheduler(make_config(max_num_batched_tokens=256, shapes=((4, 64),)))
-    add(scheduler, 0, prompt_length, 5, num_samples=4)
-    starts = {1: 0, 7: 0, 8: 0, 9: 8, 16: 8, 17: 16, 40: 32}
-    first, second = scheduler.schedule(), scheduler.schedule()
-    found = chunks_of([first, second])
-    assert [c.sequence.index for c in found] == [0, 1, 2, 3]
-    assert [c.start for c in found] == [0, *[starts[prompt_length]] * 3]
-    assert all(c.is_first and c.is_last for c in found)
-    owners = Counter(page for c in found for page in c.sequence.pages)
-    num_shared = starts[prompt_length] // 8
-    assert sorted(owners.values())[::-1][:num_shared] == [4] * num_shared
-    assert max(sorted(owners.values())[: len(owners) - num_shared]) == 1
-    give(scheduler, first)
-    give(scheduler, second)
-    run_to_the_end(scheduler)
-    assert scheduler.pages.num_free == 32
 
 
 def test_shared_pages_are_found_when_the_first_sample_has_ended():
@@ -110,40 +82,14 @@ def test_samples_follow_the_first_one_once():
     """It runs its prompt again after a preemption, and they are there already."""
     scheduler = make_scheduler(make_config(max_num_seqs=3))
     samples = add(scheduler, 0, 20, 8, num_samples=3)
-    give(scheduler, scheduler.schedule())
-    give(scheduler, scheduler.schedule())
-    assert all(sample.is_resident for sample in samples)
+    for _ in range(2):
+        give(scheduler, scheduler.schedule())
+    assert scheduler.num_running == 3
     scheduler.restart()
     run_to_the_end(scheduler)
     assert [sample.num_output for sample in samples] == [8] * 3
     assert (scheduler.num_running, scheduler.num_waiting) == (0, 0)
     assert scheduler.pages.num_free == 32 and scheduler.schedule() is None
-    others = [add(scheduler, i, 3)[0] for i in range(3)]
-    scheduler.schedule()
-    scheduler.schedule()
-    assert {other.slot for other in others} == {0, 1, 2}
-
-
-@pytest.mark.parametrize("is_async", [False, True], ids=["sync", "async"])
-@pytest.mark.parametrize("num_groups", [2, 3, 5])
-@pytest.mark.parametrize("num_spare_pages", range(4))
-def test_samples_that_wait_block_nobody(num_groups, num_spare_pages, is_async):
-    """The pool just holds the prompts, and samples of all of them wait."""
-    config = make_config(
-        max_num_seqs=num_groups,
-        max_num_batched_tokens=64 * num_groups,
-        num_pages=8 * num_groups + num_spare_pages,
-        shapes=((num_groups, 64),),
-    )
-    scheduler = make_scheduler(config)
-    samples = []
-    for i in range(num_groups):
-        samples += add(scheduler, i, 40, 24, num_samples=4, cut=1 + i % 2)
-    for i in range(num_groups):
-        samples += add(scheduler, num_groups + i, 60, 4)
-    run_to_the_end(scheduler, is_async)
-    assert all(sample.is_finished for sample in samples)
-    assert scheduler.pages.num_free == config.num_pages
 
 
 # --- ends that only the host knows of, and errors -------------------------------------------------
@@ -158,29 +104,17 @@ def test_a_step_in_flight_for_a_finished_sample_is_dropped():
     both = scheduler.schedule()
     assert [s.index for s in both.decode.sequences] == [0, 1]
     commit(scheduler, second.prefill, [60])
-    num_kept, touched = commit(scheduler, second.decode, [51, 52, 53, 54])
-    assert num_kept == [2] and touched == [sample] and sample.output == [50, 51, 52]
+    assert commit(scheduler, second.decode, [51, 52, 53, 54]) == ([2], [sample])
+    assert sample.output == [50, 51, 52]
     assert (sample.finish_reason, sample.stop_reason) == ("stop", "text")
-    assert scheduler.num_running == 1
-    num_free = scheduler.pages.num_free
-    assert num_free == 32 - 3  # the other sample's
+    assert scheduler.num_running == 1 and scheduler.pages.num_free == 32 - 3  # the other sample's
 
     (newcomer,) = add(scheduler, 1, 10, 6)  # takes the slot while the step is in flight
-    third = scheduler.schedule()
-    assert chunks(third) == [(1, 0, 10)] and newcomer.is_resident
-    assert {newcomer.slot, other.slot} == {0, 1}
+    assert chunks(scheduler.schedule()) == [(1, 0, 10)]
+    assert {newcomer.residency.slot, other.residency.slot} == {0, 1}
     assert commit(scheduler, both.decode, [55, 56], [61]) == ([0, 1], [other])
     assert sample.output == [50, 51, 52]
-    assert scheduler.pages.num_free == num_free - len(newcomer.pages) - (len(other.pages) - 3)
-    assert commit(scheduler, third.prefill, [70]) == ([1], [newcomer])
-    assert commit(scheduler, third.decode, [62, 63]) == ([1], [other]), "cut at three"
-    assert other.is_finished
-    run_to_the_end(scheduler)
-    assert scheduler.pages.num_free == 32
-    for i in range(3):
-        add(scheduler, 2 + i, 10, 6)
-    run = [scheduler.schedule() for _ in range(3)]
-    assert len(chunks_of(step for step in run if step)) == 2, "no slot came back twice"
+    assert scheduler.pages.num_free == 32 - sum(num_pages(newcomer, other))
 
 
 @pytest.mark.parametrize("num_in_flight", [1, 3])
@@ -193,31 +127,20 @@ def test_an_error_of_one_output_ends_it_alone(num_in_flight):
     num_kept, touched = commit(scheduler, steps[0].decode, [20, 21], [20, 30])
     assert num_kept == [2, 1] and touched == [good, bad]
     assert bad.finish_reason == "error" and "not in the grammar" in str(bad.error)
-    assert bad.output == [9, 20] and not bad.is_resident
+    assert bad.output == [9, 20] and bad.residency is None
     for step in steps[1:]:
         assert commit(scheduler, step.decode, [22], [23]) == ([1, 0], [good])
     assert bad.output == [9, 20] and good.finish_reason is None
     assert scheduler.num_running == 1 and rounds(scheduler.schedule()) == [0]
 
 
-def test_an_error_of_a_text_watch_ends_its_output():
-    class Broken:
-        stop_reason = None
-
-        def append(self, tokens):
-            raise KeyError("no such piece")
-
-    scheduler = make_scheduler(make_config())
-    (sample,) = add(scheduler, 0, 3, watch_text=Broken)
-    assert give(scheduler, scheduler.schedule()) == [sample]
-    assert sample.finish_reason == "error" and isinstance(sample.error, KeyError)
-    assert not scheduler.has_work and scheduler.pages.num_free == 32
-
-
-def test_a_sequence_may_be_failed_from_outside():
+def test_a_sequence_or_a_request_may_be_failed_from_outside():
     scheduler = make_scheduler(make_config(shapes=((4, 8),)), 3)
     (good,), (bad,) = add(scheduler, 0, 3), add(scheduler, 1, 3)
     step, error = scheduler.schedule(), RuntimeError("its processor")
+    samples = add(scheduler, 2, 3, num_samples=2)
+    assert scheduler.fail_all(samples[0].request, error) == samples
+    assert [sample.error for sample in samples] == [error] * 2
     scheduler.fail(bad, error)
     assert (bad.finish_reason, bad.error) == ("error", error)
     assert scheduler.num_running == 1 and give(scheduler, step) == [good]
@@ -245,31 +168,24 @@ def test_nothing_is_aborted_twice_or_unknown():
     assert scheduler.schedule() is None and not scheduler.has_work
 
 
-@pytest.mark.parametrize("num_samples", [1, 3])
 @pytest.mark.parametrize("is_read", [False, True], ids=["in-flight", "read"])
 @pytest.mark.parametrize("num_steps", range(7))
-def test_a_request_may_be_aborted_at_any_moment(num_steps, is_read, num_samples):
+def test_a_request_may_be_aborted_at_any_moment(num_steps, is_read):
     """Waiting, in its chunks (20, 20 and 5 tokens), with its samples to come, or decoding."""
-    config = make_config(max_num_batched_tokens=20, num_pages=20)
-    scheduler = make_scheduler(config, 3)
-    samples = add(scheduler, 0, 45, 12, num_samples=num_samples)
-    steps = []
+    scheduler = make_scheduler(make_config(max_num_batched_tokens=20, num_pages=20), 3)
+    samples, steps = add(scheduler, 0, 45, 12, num_samples=3), []
     for _ in range(num_steps):
         if step := scheduler.schedule():
-            steps += [step]
+            steps += [] if is_read else [step]
             if is_read:
                 give(scheduler, step)
-    num_tokens = [sample.num_output for sample in samples]
     assert scheduler.abort(0) == samples
-    assert [sample.finish_reason for sample in samples] == ["abort"] * num_samples
+    assert [sample.finish_reason for sample in samples] == ["abort"] * 3
     assert not scheduler.has_work and scheduler.num_running == scheduler.num_waiting == 0
     assert scheduler.pages.num_free == 20
-    (newcomer,) = add(scheduler, 0, 3)  # with the same id, while the old one's steps come back
-    steps = [] if is_read else steps
-    for step in steps:
-        assert give(scheduler, step) == []
-    assert [sample.num_output for sample in samples] == num_tokens
-    assert chunks(scheduler.schedule()) == [(0, 0, 3)] and newcomer.num_in_flight == 1
+    add(scheduler, 0, 3)  # with the same id, while the old one's steps come back
+    assert all(give(scheduler, step) == [] for step in steps)
+    assert chunks(scheduler.schedule()) == [(0, 0, 3)]
 
 
 def test_aborted_samples_are_those_that_have_not_finished():
@@ -278,18 +194,6 @@ def test_aborted_samples_are_those_that_have_not_finished():
     commit(scheduler, scheduler.schedule().prefill, [STOP])
     assert first.finish_reason == "stop"
     assert scheduler.abort(0) == others and first.finish_reason == "stop"
-
-
-def test_a_preempted_request_may_be_aborted():
-    scheduler, first, second = two_decoding(4)
-    give(scheduler, scheduler.schedule(), 4)
-    in_flight, later = scheduler.schedule(), scheduler.schedule()
-    assert not second.is_resident
-    assert scheduler.abort(1) == [second] and scheduler.num_waiting == 0
-    num_kept, touched = commit(scheduler, in_flight.decode, [20], [21])
-    assert num_kept == [1, 0] and touched == [first] and second.num_output == 5
-    give(scheduler, later)
-    assert [s.decode.sequences for s in (scheduler.schedule(),)] == [(first,)]
 
 
 def test_an_abort_lets_the_next_one_in():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from specjax.host.request import Request
+from specjax.host.residency import Residency
 from specjax.host.sequence import RowOutput, Sequence
 from specjax.outputs import Logprob
 from specjax.sampling_params import SamplingParams
@@ -77,8 +78,7 @@ def end(sequence):
 
 def test_a_new_sequence_has_everything_before_it():
     sequence = make_sequence()
-    assert (sequence.index, sequence.arrival) == (1, 4)
-    assert not sequence.is_resident and list(sequence.pages) == []
+    assert (sequence.index, sequence.arrival, sequence.residency) == (1, 4, None)
     assert sequence.token_ids == [1, 2, 3] and sequence.num_prompt_tokens == 3
     assert sequence.output == sequence.logprobs == [] and sequence.num_output == 0
     assert end(sequence) == (False, None, None)
@@ -87,112 +87,60 @@ def test_a_new_sequence_has_everything_before_it():
 
 
 def test_every_sample_is_watched_by_itself():
-    made = []
-
-    def watch():
-        made.append(EndingWatch(9))
-        return made[-1]
-
-    def matcher():
-        made.append(EndingMatcher(9))
-        return made[-1]
-
-    params = SamplingParams()
-    request = Request(0, PROMPT, params, 8, (0, 1), watch_text=watch, follow_grammar=matcher)
+    request = make_sequence(watch=9, matcher=9).request
     first, second = (Sequence.of(request, index, 0) for index in range(2))
-    assert made == [first.watch, first.matcher, second.watch, second.matcher]
-    assert first.watch is not second.watch and first.matcher is not second.matcher
     first.append(RowOutput([9]))
-    assert first.is_finished and not second.is_finished and second.watch.seen == []
-    assert first.token_ids == [*PROMPT, 9] and second.token_ids == [*PROMPT]
+    assert first.is_finished and first.token_ids == [*PROMPT, 9]
+    assert not second.is_finished and second.watch.seen == second.matcher.seen == []
 
 
-def test_what_is_there_already_has_been_seen():
+@pytest.mark.parametrize("output", [(), (4, 6)])
+def test_what_is_there_already_has_been_seen(output):
     """Of an output that goes on; of one that has not begun there is nothing to see."""
+    calls = []
+    seer = SimpleNamespace(append=calls.append, accept=calls.append)
+    fields = {"watch_text": lambda: seer, "follow_grammar": lambda: seer}
+    request = Request(0, PROMPT, SamplingParams(), 8, (0,), output_token_ids=output, **fields)
+    sequence = Sequence.of(request, 0, 0)
+    assert sequence.token_ids == [*PROMPT, *output] and sequence.output == [*output]
+    assert calls == ([output, output] if output else [])
 
-    @dataclass
-    class Heard:
-        calls: list = field(default_factory=list)
 
-        def append(self, tokens):
-            self.calls.append(tuple(tokens))
-
-        accept = append
-
-    def follow(output):
-        fields = {"output_token_ids": output, "watch_text": Heard, "follow_grammar": Heard}
-        return Sequence.of(Request(0, PROMPT, SamplingParams(), 8, (0,), **fields), 0, 0)
-
-    going_on, new = follow((4, 6)), follow(())
-    assert going_on.token_ids == [*PROMPT, 4, 6] and going_on.output == [4, 6]
-    assert going_on.watch.calls == going_on.matcher.calls == [(4, 6)]
-    assert new.watch.calls == new.matcher.calls == []
+@pytest.mark.parametrize(
+    "fields, most", [({}, 5), ({"is_scored": True}, 2), ({"exports_features": True}, 0)]
+)
+def test_nothing_that_is_reported_on_is_taken_from_the_prefix_cache(fields, most):
+    request = Request(0, PROMPT, SamplingParams(), 8, (0,), output_token_ids=(4, 6), **fields)
+    assert Sequence.of(request, 0, 0).max_found == most
 
 
 # --- residence ------------------------------------------------------------------------------------
 
 
-def test_residence_is_taken_up_and_given_up():
+def test_the_first_admission_is_noted():
     sequence = make_sequence()
-    sequence.settle_in(2, [8, 9], goal=3, num_cached=1)
-    assert sequence.is_resident and (sequence.slot, list(sequence.pages)) == (2, [8, 9])
-    assert not sequence.is_prefilled and not sequence.was_told
-    sequence.num_computed = 3
-    assert sequence.is_prefilled
-    slot, pages = sequence.move_out()
-    assert (slot, list(pages)) == (2, [8, 9])
-    assert not sequence.is_resident and list(sequence.pages) == []
+    sequence.admit(Residency(slot=2, num_to_prefill=3, num_computed=1))
+    first = sequence.num_cached_tokens, sequence.scheduled_ts
+    sequence.admit(Residency(slot=0, num_to_prefill=3, num_computed=2))
+    assert sequence.residency.slot == 0 and first[0] == 1
+    assert first == (sequence.num_cached_tokens, sequence.scheduled_ts)
 
 
-def test_what_is_in_flight_outlives_a_residence():
-    sequence = make_sequence()
-    sequence.settle_in(2, [8], goal=3, num_cached=0)
-    sequence.was_told, sequence.num_named = True, 1
-    sequence.num_in_flight, sequence.max_tokens_in_flight = 2, 8
-    sequence.move_out()
-    assert (sequence.num_in_flight, sequence.max_tokens_in_flight) == (2, 8)
-    assert sequence.num_named == 0, "the next residence has other pages"
-    sequence.append(RowOutput([10]))
-    sequence.settle_in(0, [3], goal=3, num_cached=0)
-    assert not sequence.was_told, "the next residence is news to the device"
-    assert sequence.token_ids == [*PROMPT, 10]
-
-
-@pytest.mark.parametrize(
-    "num_output, max_tokens_in_flight, most", [(0, 0, 2), (0, 1, 3), (5, 8, 15)]
-)
-def test_most_that_may_be_in_the_caches(num_output, max_tokens_in_flight, most):
-    """Of n tokens the last is not run yet; each round in flight may leave all its rows."""
-    sequence = make_sequence()
-    sequence.token_ids += [10] * num_output
-    sequence.max_tokens_in_flight = max_tokens_in_flight
-    assert sequence.max_computed == most
-
-
-@pytest.mark.parametrize("max_tokens", range(1, 6))
-@pytest.mark.parametrize("num_out", range(3))
-@pytest.mark.parametrize("num_in_flight", range(3))
-def test_what_is_in_flight_gives_a_token_each_at_least(max_tokens, num_out, num_in_flight):
+@pytest.mark.parametrize("max_tokens", [3, 4])
+def test_what_is_in_flight_gives_a_token_each_at_least(max_tokens):
     sequence = make_sequence(max_tokens)
-    sequence.token_ids += [10] * num_out
-    sequence.num_in_flight = num_in_flight
-    assert sequence.may_go_on == (num_out + num_in_flight < max_tokens)
+    sequence.token_ids += [10]
+    sequence.num_in_flight = 2
+    assert sequence.may_go_on == (max_tokens > 3) and sequence.min_length == 6
 
 
-def test_the_lowest_priority_value_goes_first_then_the_first_come():
+def test_the_lowest_priority_value_goes_first_then_the_first_come_then_its_first_sample():
+    """Two samples may be equal in everything, and are not the same."""
     ranks = [(1, 0), (0, 2), (-1, 3), (0, 1)]
     sequences = [make_sequence(priority=p, arrival=a) for p, a in ranks]
     assert [(s.request.priority, s.arrival) for s in sorted(sequences)] == sorted(ranks)
-
-
-def test_samples_of_a_request_go_in_order():
-    request = make_sequence().request
-    samples = [Sequence.of(request, index, 4) for index in (2, 0, 1)]
+    samples = [Sequence.of(sequences[0].request, index, 0) for index in (2, 0, 1)]
     assert [s.index for s in sorted(samples)] == [0, 1, 2]
-
-
-def test_sequences_are_told_apart_by_identity():
-    """Two samples may be equal in everything."""
     assert make_sequence() != make_sequence()
 
 
@@ -244,62 +192,49 @@ def test_a_text_comes_before_other_ends_on_the_same_token(last):
         is_found = includes or last == 10
         reason = f"text of {last}" if is_found else {EOS: None, STOP: STOP}[last]
         assert end(sequence) == (True, "stop", reason)
+        assert sequence.watch.seen == [20, last][: 1 + is_found]
         assert sequence.hides_last == (not is_found)
 
 
-def test_a_watch_that_finds_nothing_changes_nothing():
-    sequence = make_sequence(max_tokens=4, watch=99)
-    assert sequence.append(RowOutput([10, 11])) == 2 and end(sequence) == (False, None, None)
-    assert sequence.append(RowOutput([12, STOP])) == 2 and end(sequence) == (True, "stop", STOP)
-    assert sequence.watch.seen == [10, 11, 12]  # a stop token is not part of the text
-
-
-def test_a_grammar_ends_an_output():
-    sequence = make_sequence(max_tokens=3, matcher=12)
-    sequence.append(RowOutput([10, 11]))
-    assert end(sequence) == (False, None, None)
-    sequence.append(RowOutput([12]))
-    assert sequence.matcher.seen == [10, 11, 12]
-    assert end(sequence) == (True, "stop", None)
-
-
-def test_nothing_stands_after_the_end_of_a_grammar():
+@pytest.mark.parametrize("max_tokens", [2, 8])
+def test_a_grammar_ends_an_output(max_tokens):
     """Drafts are checked one by one, and those past the end are no concern of the matcher."""
-    sequence = make_sequence(matcher=11, logprobs=0)
-    assert sequence.append(RowOutput([10, 11, 12, 13], 3, logprobs_of([10, 11, 12, 13]))) == 2
+    sequence = make_sequence(max_tokens, matcher=11, logprobs=0)
+    assert sequence.append(RowOutput([10], logprobs=logprobs_of([10]))) == 1
+    assert end(sequence) == (False, None, None)
+    assert sequence.append(RowOutput([11, 12, 13], 2, logprobs_of([11, 12, 13]))) == 1
     assert sequence.output == sequence.matcher.seen == [10, 11]
     assert sequence.logprobs == logprobs_of([10, 11])
     assert end(sequence) == (True, "stop", None)
 
 
-def test_an_error_of_a_matcher_ends_the_output_before_the_token():
+@pytest.mark.parametrize("kind", ["matcher", "watch", "since the last step"])
+def test_an_error_ends_the_output_before_the_token(kind):
     sequence, error = make_sequence(), RuntimeError("not in the grammar")
 
     def accept(tokens):
         if tokens == [11]:
             raise error
 
-    sequence.matcher = SimpleNamespace(accept=accept, is_finished=False)
-    assert sequence.append(RowOutput([10, 11, 12])) == 1 and sequence.output == [10]
+    if kind == "matcher":
+        sequence.matcher = SimpleNamespace(accept=accept, is_finished=False)
+    elif kind == "watch":
+        sequence.watch = SimpleNamespace(append=accept)
+    else:
+        sequence.error = error
+    assert sequence.append(RowOutput([10, 11, 12])) == (kind in ("matcher", "watch"))
+    assert sequence.output == ([10] if kind in ("matcher", "watch") else [])
     assert end(sequence) == (True, "error", None) and sequence.error is error
 
 
-def test_an_error_since_the_last_step_ends_the_output():
-    sequence, error = make_sequence(), ValueError("of its masks")
-    sequence.error = error
-    assert sequence.append(RowOutput([10])) == 0 and sequence.output == []
-    assert end(sequence) == (True, "error", None) and sequence.error is error
+RULED_OUT = {"min_tokens": 5, "bad_words": ["a"]}
 
 
 @pytest.mark.parametrize("before", [[], [10, 11]])
 @pytest.mark.parametrize(
     "params, error, words",
     [
-        (
-            {"min_tokens": 5, "bad_words": ["a"]},
-            ValueError,
-            "by bad_words, min_tokens=5; relax one",
-        ),
+        (RULED_OUT, ValueError, "by bad_words, min_tokens=5; relax one"),
         ({"allowed_token_ids": [3]}, ValueError, "by allowed_token_ids; relax one"),
         ({}, RuntimeError, "logits are NaN"),
     ],
@@ -343,16 +278,10 @@ def test_chunks_before_a_prompts_last_only_bring_its_logprobs():
 
 
 def test_chunks_that_are_run_again_bring_the_same_logprobs_once():
-    """After a preemption; chunks may be cut elsewhere the second time."""
+    """After a preemption; chunks may be cut elsewhere the second time, and end in one token."""
     sequence = make_sequence(prompt_logprobs=0)
     first, both = logprobs_of(PROMPT[1:2]), logprobs_of(PROMPT[1:])
-    sequence.append(RowOutput([], prompt_logprobs=first, start=0))
-    sequence.append(RowOutput([11], prompt_logprobs=both, start=0))
-    assert sequence.prompt_logprobs == [None, *both]
-
-
-def test_a_last_chunk_of_one_token_brings_none():
-    sequence = make_sequence(prompt_logprobs=0)
-    sequence.append(RowOutput([], prompt_logprobs=logprobs_of(PROMPT[1:]), start=0))
+    for told in first, both:
+        sequence.append(RowOutput([], prompt_logprobs=told, start=0))
     sequence.append(RowOutput([11], prompt_logprobs=[], start=2))
-    assert sequence.prompt_logprobs == [None, *logprobs_of(PROMPT[1:])]
+    assert sequence.prompt_logprobs == [None, *both]

@@ -39,13 +39,6 @@ def test_a_batch_of_its_k_is_the_smallest_that_holds_a_round():
         assert EVERY.batch(num_sequences, k) == min(holding)
 
 
-def test_with_all_shapes_a_round_has_its_own():
-    for (batch, k), less in itertools.product(DECODE, (0, 1)):
-        if batch - less in (1, 2, 3, 4, 7, 8):
-            wanted = next(b for b in (1, 2, 4, 8) if b >= batch - less)
-            assert EVERY.round(batch - less, k) == (wanted, k)
-
-
 def test_chunks_have_the_least_batch_of_their_width():
     assert EVERY.widths == [32, 128, 512]
     assert EVERY.chunks(1, 32) == (1, 32) and EVERY.chunks(2, 32) == (4, 32)

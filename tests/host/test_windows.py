@@ -3,14 +3,17 @@
 Random schedules, with every cell that a row reads looked at, are in `tests/fuzz/test_schedules.py`.
 """
 
+import numpy as np
 from support.prefixes import add, chunks, give, make_scheduler, run, spans
+
+from specjax.host.windows import WindowPages
 
 WINDOW = 20  # 3 pages before a page
 
 
 def held(scheduler, sequence):
     """The places in the page table in which a sequence has pages of the window."""
-    (window,) = scheduler.residents.page_tables[sequence.slot, 1:]
+    (window,) = scheduler.residents.page_tables[sequence.residency.slot, 1:]
     return [place for place, page in enumerate(window.tolist()) if page >= 0]
 
 
@@ -26,7 +29,7 @@ def test_a_chunk_has_pages_and_those_behind_the_window_go_with_the_next():
     for span, places in ((0, 40), range(5)), ((40, 40), range(1, 10)), ((80, 20), range(6, 13)):
         step = scheduler.schedule()
         assert chunks(step) == [(0, *span)] and held(scheduler, first) == [*places]
-        assert len(first.pages) == 13, "of the other layers it has all"
+        assert len(first.residency.pages) == 13, "of the other layers it has all"
         give(scheduler, step)
     scheduler.schedule()  # a round of the token at 100, which needs those from 81 on
     assert held(scheduler, first) == [9, 10, 11, 12]
@@ -41,6 +44,15 @@ def test_all_pages_come_back():
     assert (scheduler.residents.page_tables == -1).all()
 
 
+def test_a_prefix_shorter_than_the_window_needs_all_its_pages():
+    window = WindowPages(WINDOW, 8, 8, np.full((1, 8), -1))
+    window.extend(0, 3)
+    window.name(0, "abc", 1, 3)
+    assert window.longest("abc", 3) == 0
+    window.name(0, "abc", 0, 1)
+    assert window.longest("abc", 3) == 3
+
+
 def test_a_window_keeps_what_can_be_continued():
     """The prompt's end and the output's are found, what is between them, or earlier, is not."""
     scheduler = make_scheduler(windows=(WINDOW,))
@@ -50,7 +62,7 @@ def test_a_window_keeps_what_can_be_continued():
     for length, found in (114, 112), (90, 56), (50, 0):
         other = add(scheduler, length, [*known[:length], 99], 1)
         run(scheduler)
-        assert other.num_cached == found, length
+        assert other.num_cached_tokens == found, length
 
 
 def test_where_prompts_branch_the_third_goes_on():

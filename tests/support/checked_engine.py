@@ -19,7 +19,8 @@ from specjax.device.models.model import page_windows
 from specjax.engine.batch import Part
 from specjax.engine.engine import Engine
 from specjax.host.plans import DecodePlan, PrefillPlan, StepPlan
-from specjax.host.prefix_cache import Key, SnapshotIndex
+from specjax.host.prefix_cache import PageKey, SnapshotIndex
+from specjax.host.residency import Residency, slot_of
 from specjax.host.residents import Residents
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput, Sequence
@@ -32,7 +33,7 @@ class CheckedResidents(Residents):
     def __init__(self, *arguments: Any, tally: Counter):
         super().__init__(*arguments)
         self.tally = tally
-        self.named: dict[Key, tuple[int, int]] = {}  # the digests that end a page, by its name
+        self.named: dict[PageKey, tuple[int, int]] = {}  # the digests that end a page, by its name
         self._digests: dict[Sequence, list[int]] = {}
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
@@ -41,13 +42,13 @@ class CheckedResidents(Residents):
         if not has_grown:
             end = -(-min(num_tokens, sequence.max_length - 1) // self._config.page_size)
             self.tally["windows that ran out"] += any(
-                window.num_missing(sequence.slot, end) > window.pages.num_free
+                window.num_missing(slot_of(sequence), end) > window.pages.num_free
                 for window in self.windows
             )
         return has_grown
 
-    def _name(self, sequence: Sequence, num_pages: int) -> None:
-        super()._name(sequence, num_pages)
+    def _name(self, sequence: Sequence, residency: Residency, num_pages: int) -> None:
+        super()._name(sequence, residency, num_pages)
         digests = self._digests.setdefault(sequence, [EMPTY])
         for token in sequence.token_ids[len(digests) - 1 :]:
             digests.append(fold(digests[-1], [token]))
@@ -99,10 +100,10 @@ class CheckedScheduler(Scheduler):
         counts = {chunk.sequence: chunk.count for chunk in chunks}
         for window in self.residents.windows:
             for sequence in self.residents.running:
-                num_held = int((window._table[sequence.slot] >= 0).sum())
+                num_held = int((window._table[slot_of(sequence)] >= 0).sum())
                 most = window.reach + 2 + -(-(rows + counts.get(sequence, 0)) // size)
                 assert num_held <= most, f"{num_held} pages of a window of {window.window}"
-                self.tally["windows that slid"] += bool(window._first[sequence.slot])
+                self.tally["windows that slid"] += bool(window._first[slot_of(sequence)])
 
     def _check_prefill(self, prefill: PrefillPlan) -> None:
         assert (prefill.batch, prefill.width) in self.shapes.prefill
@@ -111,7 +112,8 @@ class CheckedScheduler(Scheduler):
         for chunk in prefill.chunks:
             assert 0 < chunk.count <= prefill.width
             if self.config.exact:
-                assert chunk.count == min(chunk.sequence.goal - chunk.start, prefill.width)
+                num_left = chunk.sequence.residency.num_to_prefill - chunk.start
+                assert chunk.count == min(num_left, prefill.width)
         self.tally["chunks side by side"] += len(prefill.chunks) > 1
 
     def _check_decode(self, decode: DecodePlan) -> None:
@@ -138,9 +140,9 @@ class CheckedScheduler(Scheduler):
         before, self._left_out = self._left_out, Counter()
         k = max(self.policy.choices)
         for sequence in self.residents.running:
-            needed = min(sequence.max_computed + k + 1, sequence.request.max_length - 1)
-            if sequence.is_prefilled:
-                may_run = sequence.may_go_on and sequence.room >= needed
+            needed = min(_max_computed(sequence) + k + 1, sequence.request.max_length - 1)
+            if sequence.residency.is_prefilled:
+                may_run = sequence.may_go_on and sequence.residency.token_capacity >= needed
             else:  # chunks have pages, but for those of windows
                 may_run = not self.residents.windows
             if may_run and sequence not in sequences:
@@ -235,31 +237,32 @@ class CheckedEngine(Engine):
         """Check who owns what, and what the host believes of the device."""
         scheduler, config = self.scheduler, self.config
         running, pages = scheduler.residents.running, scheduler.pages
-        owners = Counter(page for sequence in running for page in sequence.pages)
+        owners = Counter(page for sequence in running for page in sequence.residency.pages)
         assert [owners[page] for page in range(config.num_pages)] == pages._num_owners
         assert set(pages._free) == set(range(config.num_pages)) - set(owners)
         assert {name: page for page, name in pages._names.items()} == pages._by_name
         if not config.enable_prefix_caching:
-            sharers = {page: s.request.request_id for s in running for page in s.pages}
-            assert all(sharers[page] == s.request.request_id for s in running for page in s.pages)
-        slots = [sequence.slot for sequence in running]
+            pairs = {(page, s.request.request_id) for s in running for page in s.residency.pages}
+            assert len(pairs) == len(owners), "two requests share a page"
+        slots = [slot_of(sequence) for sequence in running]
         assert sorted([*slots, *scheduler.residents.free_slots]) == list(range(config.max_num_seqs))
         table = np.full((config.max_num_seqs, config.pages_per_seq), -1)
         for sequence in running:
-            table[sequence.slot, : len(sequence.pages)] = sequence.pages
-            self._check_resident(sequence)
+            residency = sequence.residency
+            table[residency.slot, : len(residency.pages)] = residency.pages
+            self._check_resident(sequence, residency)
         np.testing.assert_array_equal(scheduler.residents.page_tables[:, 0], table)
         for window in scheduler.residents.windows:
             self._check_window(window)
         assert running == sorted(running)
         waiting = [s for s in scheduler._waiting if not s.is_finished]
         for samples in scheduler._live.values():
-            is_followed = samples[0].index > 0 or samples[0].is_followed
+            has_started = samples[0].index > 0 or samples[0].has_started_siblings
             for sequence in samples:
                 assert not sequence.is_finished
                 places = sum(s is sequence for s in (*running, *waiting))
                 is_held = sequence.request.request_id in scheduler.held
-                is_there = not is_held and (sequence.index == 0 or is_followed)
+                is_there = not is_held and (sequence.index == 0 or has_started)
                 assert places == is_there, "lost, or twice"
         assert sum(map(len, scheduler._live.values())) == scheduler.num_running + (
             scheduler.num_waiting
@@ -272,7 +275,7 @@ class CheckedEngine(Engine):
         """What a slot has of a window: not less than is read, and no more than was planned for."""
         scheduler, config = self.scheduler, self.config
         held = {
-            sequence: window._table[sequence.slot][window._table[sequence.slot] >= 0].tolist()
+            sequence: [page for page in window._table[slot_of(sequence)].tolist() if page >= 0]
             for sequence in scheduler.residents.running
         }
         owners = Counter(page for pages in held.values() for page in pages)
@@ -282,7 +285,7 @@ class CheckedEngine(Engine):
         for slot in scheduler.residents.free_slots:
             assert (window._table[slot] == -1).all()
         for sequence, pages in held.items():
-            assert len(set(pages)) == len(pages) <= len(sequence.pages)
+            assert len(set(pages)) == len(pages) <= len(sequence.residency.pages)
         if not config.enable_prefix_caching:
             pairs = {(page, s.request.request_id) for s, pages in held.items() for page in pages}
             assert len(pairs) == len(owners), "two requests share a page"
@@ -295,19 +298,19 @@ class CheckedEngine(Engine):
             last = (page + 1) * config.page_size - 1
             assert int(pool[last]) == named[key][0], f"page {page} does not hold what it is called"
 
-    def _check_resident(self, sequence: Sequence) -> None:
-        slot = self.programs.slots[sequence.slot]
-        assert len(set(sequence.pages)) == len(sequence.pages) <= self.config.pages_per_seq
-        if not sequence.was_told:
+    def _check_resident(self, sequence: Sequence, residency: Residency) -> None:
+        slot = self.programs.slots[residency.slot]
+        assert len(set(residency.pages)) == len(residency.pages) <= self.config.pages_per_seq
+        if not residency.is_on_device:
             return
         assert slot.seed == sequence.request.seeds[sequence.index], "another's slot"
         known = min(len(slot.tokens), len(sequence.token_ids))
         assert slot.tokens[:known] == sequence.token_ids[:known]
         assert slot.length is not None
-        if not sequence.is_prefilled:
-            assert slot.length == sequence.num_computed and not slot.is_active
+        if not residency.is_prefilled:
+            assert slot.length == residency.num_computed and not slot.is_active
             return
-        assert slot.length <= sequence.max_computed, "further than the host thinks possible"
+        assert slot.length <= _max_computed(sequence), "further than the host thinks possible"
         if slot.is_active:
             least = len(sequence.token_ids) - 1 + sequence.num_in_flight
             assert least <= slot.length, "not as far as the host thinks certain"
@@ -333,7 +336,7 @@ class CheckedEngine(Engine):
     def _masked_slots(self) -> set[int]:
         """Of the requests that have a grammar to follow."""
         return {
-            sequence.slot
+            slot_of(sequence)
             for sequence in self.scheduler.residents.running
             if sequence.matcher and not sequence.error and not sequence.is_finished
         }
@@ -347,14 +350,19 @@ class CheckedEngine(Engine):
         """Where a step writes, nobody else may look."""
         owners = self.scheduler.pages._num_owners
         for row, sequence in enumerate(plan.sequences):
-            assert sequence.is_resident
+            assert sequence.residency is not None
             if isinstance(plan, PrefillPlan):
                 start = plan.chunks[row].start
             else:
-                start = self.programs.slots[sequence.slot].length or 0
-            for page in sequence.pages[start // self.config.page_size :]:
+                start = self.programs.slots[slot_of(sequence)].length or 0
+            for page in sequence.residency.pages[start // self.config.page_size :]:
                 assert owners[page] == 1, f"page {page} is written to, and has other owners"
             for window in self.scheduler.residents.windows:
-                for page in window._table[sequence.slot, start // self.config.page_size :]:
+                for page in window._table[slot_of(sequence), start // self.config.page_size :]:
                     is_own = page < 0 or window.pages._num_owners[page] == 1
                     assert is_own, f"page {page} is written to, and has other owners"
+
+
+def _max_computed(sequence: Sequence) -> int:
+    """The most tokens in the caches after the rounds in flight."""
+    return len(sequence.token_ids) - 1 + sequence.max_tokens_in_flight

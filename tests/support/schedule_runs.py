@@ -66,7 +66,7 @@ class Run:
             elif name == "preempt":  # as if pages had run out; they keep what they hold
                 running = list(engine.scheduler.residents.running)
                 if chance(self.rng, 0.5):  # with a prompt half run
-                    running = [s for s in running if not s.is_prefilled] or running
+                    running = [s for s in running if not s.residency.is_prefilled] or running
                 if running:
                     engine.scheduler._preempt(running[self.rng.integers(len(running))])
             elif name == "clear":
@@ -83,7 +83,7 @@ class Run:
     def end(self, sequences: Iterable[Sequence]) -> None:
         """These are not to get any further."""
         for sequence in sequences:
-            assert sequence.finish_reason == "abort" and not sequence.is_resident
+            assert sequence.finish_reason == "abort" and sequence.residency is None
             assert sequence not in self.ended_by_us
             self.ended_by_us.add(sequence)
             self.delivered[sequence] = sequence.num_output, True

@@ -112,6 +112,11 @@ def chunks(step):
     return [(c.sequence.request.request_id, c.start, c.count) for c in plan.chunks] if plan else []
 
 
+def num_pages(*sequences):
+    """How many pages each resident sequence has."""
+    return [len(sequence.residency.pages) for sequence in sequences]
+
+
 def rounds(step):
     """The requests that decode."""
     plan = step and step.decode

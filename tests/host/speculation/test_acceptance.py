@@ -102,19 +102,6 @@ def test_tokens_of_a_round_do_not_depend_on_which_ks_were_drafted(law, schedule)
         assert tokens_at_k == pytest.approx(np.mean(found), abs=4 * error)
 
 
-def test_rates_per_round_would_depend_on_it():
-    """What the test above is for: accepted at a position over rounds that drafted at all."""
-    rng, law = random.Random(2), LAWS["good"]
-    verdicts = [draw(rng, law, (1, 5)[i % 2]) for i in range(4000)]
-    naive = [np.mean([v.num_accepted > i for v in verdicts]) for i in range(MOST)]
-    acceptance = Acceptance(MOST)
-    for i in range(0, len(verdicts), 40):
-        acceptance.observe(Counter(verdicts[i : i + 40]))
-    truth = unconditional(law)
-    assert truth[1] - naive[1] > 0.3
-    assert acceptance.rates()[1] == pytest.approx(truth[1], abs=0.05)
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_rates_are_probabilities_that_never_rise(seed):
     rng = random.Random(seed)

@@ -1,6 +1,8 @@
-"""Replicas in lock step: threads that meet at a barrier, as ranks meet in a collective."""
+"""Replicas in lock step: threads that meet at a barrier, as ranks meet in a collective.
 
-import random
+Engines that do so are in `tests/test_dynamic_k.py`.
+"""
+
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
@@ -12,7 +14,6 @@ from specjax.host.speculation.policy import DecodeLoad, GoodputPolicy, PolicyRul
 from specjax.host.speculation.step_cost import StepCost
 
 POINTS = {1: {0: 6.0, 1: 7.0, 3: 9.0}, 8: {0: 7.0, 1: 9.0, 3: 14.0}, 64: {0: 9.0, 1: 17.0, 3: 33.0}}
-NUM_STEPS = 60
 
 
 class Ring:
@@ -50,38 +51,6 @@ class Member:
 
 def adaptive():
     return GoodputPolicy((0, 1, 3), StepCost(POINTS), Acceptance(3))
-
-
-def run(policy, rank):
-    """A replica's steps: loads, verdicts and times of its own; 0 sequences at times."""
-    rng, ks = random.Random(rank), []
-    for step in range(NUM_STEPS):
-        num_sequences = 0 if (step + rank) % 7 == 0 else rng.randint(1, 64)
-        k = policy.choose(DecodeLoad(num_sequences, members={(None, 3): num_sequences}))
-        ks.append(k)
-        if num_sequences and policy.is_learning:
-            num_accepted = rng.randint(0, k)
-            verdicts = {DraftOutcome(k, num_accepted): num_sequences}
-            policy.observe(Round(64, k, 0, verdicts, rng.uniform(5, 50)))
-    return ks
-
-
-def run_all(policies):
-    with ThreadPoolExecutor(len(policies)) as pool:
-        futures = [pool.submit(run, policy, rank) for rank, policy in enumerate(policies)]
-        return [future.result() for future in futures]
-
-
-def test_replicas_choose_alike_whatever_each_sees():
-    ring = Ring(3)
-    runs = run_all([LockstepPolicy(adaptive(), Member(ring, rank)) for rank in range(3)])
-    assert runs[0] == runs[1] == runs[2]
-    assert len(set(runs[0])) > 1
-
-
-def test_alone_they_would_not():
-    runs = run_all([adaptive() for _ in range(3)])
-    assert len({tuple(ks) for ks in runs}) > 1
 
 
 class Asked(PolicyRule):

@@ -10,47 +10,21 @@ import pytest
 from specjax.host.speculation.profile import MAX_BATCH, Profile
 
 # Printed in vLLM #32374: Llama-3.1-8B with an EAGLE head on one H100.
+KS = ("0", "1", "3", "5")
+TIMES = {
+    "1": (6.520589930005372, 7.367628160864115, 8.84066498838365, 10.32649097032845),
+    "4": (6.601515458896756, 7.472813129425049, 8.981170016340911, 10.400271974503994),
+    "16": (6.898819003254175, 7.852344075217843, 9.518282022327185, 11.196403065696359),
+    "64": (7.774091092869639, 9.656429989263415, 13.497876934707165, 16.831180080771446),
+    "256": (14.491415582597256, 27.138127014040947, 41.848431108519435, 57.40421102382243),
+}
 H100 = {
     "is_online": False,
-    "batch_stats": {
-        "1": {
-            "0": 6.520589930005372,
-            "1": 7.367628160864115,
-            "3": 8.84066498838365,
-            "5": 10.32649097032845,
-        },
-        "4": {
-            "0": 6.601515458896756,
-            "1": 7.472813129425049,
-            "3": 8.981170016340911,
-            "5": 10.400271974503994,
-        },
-        "16": {
-            "0": 6.898819003254175,
-            "1": 7.852344075217843,
-            "3": 9.518282022327185,
-            "5": 11.196403065696359,
-        },
-        "64": {
-            "0": 7.774091092869639,
-            "1": 9.656429989263415,
-            "3": 13.497876934707165,
-            "5": 16.831180080771446,
-        },
-        "256": {
-            "0": 14.491415582597256,
-            "1": 27.138127014040947,
-            "3": 41.848431108519435,
-            "5": 57.40421102382243,
-        },
-    },
+    "batch_stats": {batch: dict(zip(KS, times, strict=True)) for batch, times in TIMES.items()},
     "max_num_speculative_tokens": 5,
     "acceptance_rate_per_pos": [
-        0.6811801775995416,
-        0.3914351188771126,
-        0.20352334574620454,
-        0.1014036092810083,
-        0.051417931824692065,
+        *(0.6811801775995416, 0.3914351188771126, 0.20352334574620454),
+        *(0.1014036092810083, 0.051417931824692065),
     ],
 }
 SHARED = Path(__file__).parents[4] / "shared/data/dynamic_sd/llama-3.1-8b-eagle-h100.json"
@@ -74,11 +48,7 @@ def h100():
 def test_time_per_token_of_the_published_profile(h100):
     compared = h100.table(list(TPOT))
     rounded = {b: [round(row[k], 2) for k in range(6)] for b, row in compared.tpot_ms.items()}
-    assert rounded == TPOT
-    assert compared.best_k == BEST
-    assert [round(min(row.values()), 2) for row in compared.tpot_ms.values()] == [
-        *(3.88, 3.95, 4.18, 5.59, 9.21, 14.49)
-    ]
+    assert rounded == TPOT and compared.best_k == BEST
 
 
 @pytest.mark.skipif(not SHARED.is_file(), reason="the data does not come with the package")
@@ -93,15 +63,11 @@ def test_table_of_best_ks(h100):
 
 def test_the_smallest_of_equal_ks_is_best():
     # With every draft accepted, and a draft as dear as a step, no K gains or loses anything.
-    times = {"1": {"0": 2.0, "1": 4.0, "2": 6.0}}
-    profile = Profile.of(small(batch_stats=times, acceptance_rate_per_pos=[1.0, 1.0]), "here")
+    times = {"2": {"0": 2, "1": 4.0, "2": 6.0}}  # numbers may be integers
+    profile = Profile.of(small(batch_stats=times, acceptance_rate_per_pos=[1, 1.0]), "here")
     assert profile.table([1]).tpot_ms == {1: {0: 2.0, 1: 2.0, 2: 2.0}}
-    assert profile.table([1]).best_k == {1: 0} and profile.as_table() == ((1, 1, 0),)
-
-
-def test_a_profile_without_small_batches_has_a_table_from_1_on():
-    profile = Profile.of(small(batch_stats={"4": {"0": 2.0, "2": 2.1}}), "here")
-    assert profile.as_table() == ((1, 4, 2),)
+    assert profile.table([1]).best_k == {1: 0} and profile.as_table() == ((1, 2, 0),)
+    assert all(isinstance(rate, float) for rate in profile.rates)
 
 
 @pytest.mark.parametrize(
@@ -117,14 +83,6 @@ def test_read_what_was_written(tmp_path, h100, measured):
     assert Profile.read(path) == Profile.read(str(path)) == profile
     assert profile.step_ms == h100.step_ms and profile.rates == h100.rates
     assert (profile.max_drafts, profile.is_online) == (5, False)
-
-
-def test_numbers_may_be_integers():
-    profile = Profile.of(
-        small(batch_stats={"2": {"0": 2, "1": 3}}, acceptance_rate_per_pos=[1, 0]), "here"
-    )
-    assert profile.step_ms == {2: {0: 2.0, 1: 3.0}} and profile.rates == (1.0, 0.0)
-    assert all(isinstance(rate, float) for rate in profile.rates)
 
 
 # --- what is not a profile ------------------------------------------------------------------------
@@ -239,12 +197,6 @@ def test_times_are_of_steps_without_context_if_it_says_what_that_adds():
         for num_context in (0, 500)
     ]
     assert times == pytest.approx([6.0, 6.0, 6.0, 11.0])
-
-
-def test_what_is_changed_below_is_a_profile():
-    assert Profile.of(small(), "here").step_ms[64] == {0: 4.0, 2: 6.0}
-    assert Profile.of(batch_64(**{"1": 5.0}), "here").step_ms[64] == {0: 4.0, 1: 5.0, 2: 6.0}
-    assert Profile.of(without("measured"), "here").measured is None
 
 
 @pytest.mark.parametrize("content, words", BAD, ids=lambda x: str(x)[:60])

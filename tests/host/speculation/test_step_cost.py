@@ -40,13 +40,6 @@ def test_linear_in_both_directions():
         assert cost.ms(batch, k) == pytest.approx(bilinear(batch, k), rel=1e-12)
 
 
-def test_points_are_what_they_are():
-    cost = StepCost(GRID, ks=KS, batches=BATCHES)
-    for batch, row in GRID.items():
-        for k, ms in row.items():
-            assert cost.ms(batch, k) == pytest.approx(ms, rel=1e-12)
-
-
 def test_a_padded_round_costs_what_the_larger_one_does():
     cost = StepCost(GRID, ks=KS, batches=BATCHES)
     for batch, k in product(range(1, 257), KS):
@@ -79,14 +72,7 @@ def test_beyond_the_points():
         ({1: {0: 5.0, 4: 5.0}, 9: {0: 5.0, 4: 5.0}}, {(5, 2): 5, (1, 4): 5, (20, 9): 5}),
         ({1: {0: 6.0, 4: 10.0}, 3: {0: 8.0, 2: 11.0, 4: 12.0}}, {(1, 2): 8, (2, 2): 9.5}),
     ],
-    ids=[
-        "one point",
-        "one batch size",
-        "a flat line",
-        "one K",
-        "all alike",
-        "rows of different Ks",
-    ],
+    ids=["one point", "one batch size", "a flat line", "one K", "all alike", "different Ks"],
 )
 @pytest.mark.parametrize("is_learned", [False, True])
 def test_few_points(points, expected, is_learned):
@@ -192,34 +178,17 @@ def test_what_was_served_stays_when_another_point_is_measured():
     assert cost.ms(8, 3) == pytest.approx(16.0, rel=0.02)
 
 
-def wrong_cell(batch, k):
-    return 1.3 if (batch, k) == (16, 2) else 1.0
+ERRORS = {
+    "a wrong cell": lambda batch, k: 1.3 if (batch, k) == (16, 2) else 1.0,
+    "one below": lambda batch, k: 0.7 if (batch, k) == (16, 4) else 1.0,
+    "drafts too dear": lambda batch, k: 1.25 if k else 1.0,
+    "drafts too cheap": lambda batch, k: 0.75 if k else 1.0,
+    "all twice": lambda batch, k: 2.0,
+    "all half": lambda batch, k: 0.5,
+}
 
 
-def wrong_cell_below(batch, k):
-    return 0.7 if (batch, k) == (16, 4) else 1.0
-
-
-def drafts_too_dear(batch, k):
-    return 1.25 if k else 1.0
-
-
-def drafts_too_cheap(batch, k):
-    return 0.75 if k else 1.0
-
-
-def all_twice(batch, k):
-    return 2.0
-
-
-def all_half(batch, k):
-    return 0.5
-
-
-@pytest.mark.parametrize(
-    "error",
-    [wrong_cell, wrong_cell_below, drafts_too_dear, drafts_too_cheap, all_twice, all_half],
-)
+@pytest.mark.parametrize("error", ERRORS.values(), ids=ERRORS)
 @pytest.mark.parametrize("batch", [1, 16, 256])
 def test_a_wrong_start_is_corrected(error, batch):
     """Within 80 rounds of each K; so it is judged against the others rightly."""
@@ -247,8 +216,7 @@ def test_what_slows_all_is_learned_from_one():
     assert cost.ms(64, 2) / bilinear(64, 2) == pytest.approx(1.5, rel=0.05)
 
 
-@pytest.mark.parametrize("num_before", [20, 200])
-@pytest.mark.parametrize("times", [100, 0.01])
+@pytest.mark.parametrize("num_before, times", [(20, 100), (200, 0.01)])
 def test_an_outlier_moves_nothing_much(num_before, times):
     rng, cost = random.Random(2), StepCost(GRID, ks=KS, batches=BATCHES)
     for i in range(num_before):

@@ -1,0 +1,44 @@
+"""What a sequence has only while it is resident: its place on the device, and how far it is."""
+
+from array import array
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Residency:
+    """One stay of a sequence on the device, from its admission to its end or preemption.
+
+    Attributes:
+        slot: row of the device's state.
+        pages: pages of layers without a window, in the order of their tokens.
+        token_capacity: tokens that it has pages for, in windows as well.
+        num_to_prefill: tokens to run before it decodes: the prompt, and all output but the last.
+        num_computed: of those, tokens that are scheduled or were cached.
+        num_published_pages: its first pages that are in the prefix cache.
+        snapshot_points: numbers of pages after which a snapshot is still to be taken, rising.
+        branch_points: numbers of pages after which other sequences may go on.
+        window_page: page of the table that windows have slid to.
+        is_on_device: whether a step has admitted it to its slot.
+        last_step: number of the last step that ran it.
+    """
+
+    slot: int
+    num_to_prefill: int
+    num_computed: int = 0
+    pages: array = field(default_factory=lambda: array("i"))
+    token_capacity: int = 0
+    num_published_pages: int = 0
+    snapshot_points: list[int] = field(default_factory=list)
+    branch_points: tuple[int, ...] = ()
+    window_page: int = 0
+    is_on_device: bool = False
+    last_step: int = 0
+
+    @property
+    def is_prefilled(self) -> bool:
+        """Whether all tokens before decoding have been scheduled."""
+        return self.num_computed == self.num_to_prefill
+
+
+slot_of = attrgetter("residency.slot")  # of a resident sequence; without a Python call
