@@ -17,13 +17,12 @@ from report import RESULTS, provenance, summary, write_result
 from specjax import LLM, SamplingParams
 from specjax.device.drafters.drafter import DraftContext, Variant
 from specjax.device.edits import History
+from specjax.device.inputs import AdmitInputs
+from specjax.device.layout import Layout
 from specjax.device.requests import Requests
 from specjax.device.sampling import process
-from specjax.device.state import init_state
 from specjax.device.verification import Draft, SeedExact, Target, Verdict
 from specjax.engine.admissions import pack_admissions
-from specjax.engine.batch import jitted, run_admit
-from specjax.engine.layout import Layout
 from specjax.host.sequence import Sequence
 
 CHECKPOINTS = Path(__file__).resolve().parents[1] / "checkpoints"
@@ -163,10 +162,8 @@ def sampler(llm: LLM, case: dict[str, Any], batch_size: int) -> Callable[[], Any
     sequences = [Sequence.of(request, 0, 0) for _ in range(batch_size)]
     for slot, sequence in enumerate(sequences):
         sequence.settle_in(slot, [], 3, 0)
-    state = init_state(batch_size, MAX_LEN, vocab_size, (), (), None)
     packed = pack_admissions(sequences, batch_size, layout)
-    admitted, _ = jitted(run_admit)(None, state, jax.device_put(packed), layout=layout)
-    requests = admitted.requests
+    requests = jax.device_put(layout.packing(AdmitInputs).views(packed).requests)
     history = History(
         jnp.zeros((batch_size, MAX_LEN), jnp.int32), jnp.full(batch_size, 40, jnp.int32)
     )

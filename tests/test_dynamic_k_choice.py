@@ -28,7 +28,8 @@ from specjax.device.drafters.drafter import NoDrafter, Params, Stateless
 from specjax.device.verification import Draft
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Compilations, Recorder
-from specjax.engine.programs import Begin, Decode, Key
+from specjax.engine.programs import Begin, Decode
+from specjax.engine.tracing import Program
 from specjax.host.plans import DecodePlan
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
@@ -237,11 +238,11 @@ class TimedPrograms(SimulatedPrograms):
         found = super().compilations
         return found._replace(seconds=float(found.num_late))
 
-    def run(self, key: Key, *arguments):
-        result = super().run(key, *arguments)
-        if not isinstance(key, Begin | Decode):
+    def run(self, program: Program, *arguments):
+        result = super().run(program, *arguments)
+        if not isinstance(program, Begin | Decode):
             return result
-        seconds = SLEEP if isinstance(key, Decode) and key.k else 0.01
+        seconds = SLEEP if isinstance(program, Decode) and program.k else 0.01
         wait = max(0.0, self.free_at - time.perf_counter())
         self.free_at = time.perf_counter() + wait + seconds
         if self.runs_at_once and seconds == SLEEP:

@@ -19,7 +19,7 @@ from pallas_kernels.fused_linear.triton import (
     fused_linear_triton,
 )
 from pallas_kernels.rms_norm import add_rms_norm
-from specjax.engine.precompile import GPU_OPTIONS
+from specjax.engine.xla_options import GPU_OPTIONS
 
 EPS = 1e-5
 WAYS = "fused", "apart"

@@ -80,8 +80,9 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
 
 def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
     """Copy snapshots to the recurrent states of slots, the drafter's as well."""
-    caches = restore_snapshots(model.target, state.snapshots, state.caches, inputs)
-    return replace(state, caches=caches, drafter=model.drafter.restore(state.drafter, *inputs))
+    moves = inputs.slots, inputs.ids, inputs.ends
+    caches = restore_snapshots(model.target, state.snapshots, state.caches, moves)
+    return replace(state, caches=caches, drafter=model.drafter.restore(state.drafter, *moves))
 
 
 def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
@@ -89,8 +90,9 @@ def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> Eng
 
     It comes after `begin`, in which the drafter observes the chunk.
     """
-    kept = take_snapshots(model.target, state.snapshots, state.caches, inputs)
-    return replace(state, snapshots=kept, drafter=model.drafter.take(state.drafter, *inputs))
+    moves = inputs.slots, inputs.ids, inputs.ends
+    kept = take_snapshots(model.target, state.snapshots, state.caches, moves)
+    return replace(state, snapshots=kept, drafter=model.drafter.take(state.drafter, *moves))
 
 
 def prefill(

@@ -18,6 +18,7 @@ from collections.abc import Sequence as SequenceOf
 from functools import partial
 from itertools import pairwise
 from statistics import median
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -25,17 +26,18 @@ import numpy as np
 from specjax.checks import warn
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter, Params
+from specjax.device.layout import Layout
 from specjax.device.models.model import Model, is_recurrent, page_windows
 from specjax.device.placement import Placement
 from specjax.device.verification import SeedExact, Verification
 from specjax.engine.batch import Part, export_features, unpack_outputs
+from specjax.engine.compiled import CompiledPrograms
 from specjax.engine.launcher import Extended, InFlight, Launcher, note_ends
-from specjax.engine.layout import Layout
 from specjax.engine.metrics import Metrics, Recorder
-from specjax.engine.precompile import CompiledPrograms
+from specjax.engine.port import Programs
 from specjax.engine.process import refuse_fork
-from specjax.engine.programs import Programs, of_rounds
 from specjax.engine.repertoire import Repertoire
+from specjax.engine.variants import of_rounds
 from specjax.host.budgets import explain_waiting
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
@@ -50,10 +52,10 @@ WAIT_SECONDS = 0.1  # for programs, before the caller of `step` gets control bac
 
 
 class Engine:
-    """Runs requests, given as token ids, to completion on a device, by its programs.
+    """Runs requests, given as token ids, to completion on a device, by its programs."""
 
-    `make_programs` builds the device's side: `CompiledPrograms`, or anything with its arguments.
-    """
+    # Builds the device's side; anything with the same arguments can replace it.
+    make_programs: ClassVar[Callable[..., Programs]] = CompiledPrograms
 
     def __init__(
         self,
@@ -65,7 +67,7 @@ class Engine:
         verification: Verification | None = None,
         *,
         placement: Placement | None = None,
-        make_programs: Callable[..., Programs] = CompiledPrograms,
+        make_programs: Callable[..., Programs] | None = None,
         show_progress: bool = False,
     ):
         self.config = config
@@ -86,7 +88,7 @@ class Engine:
             windows=windows,
         )
         self.layout = Layout.of(config, target.vocab_size, windows)
-        self.programs = make_programs(
+        self.programs = (make_programs or self.make_programs)(
             config,
             target,
             drafter,
@@ -130,11 +132,10 @@ class Engine:
             ValueError: the policy may choose more drafts than the budgets hold, or than recurrent
                 states were sized for.
         """
-        num_drafts = max(policy.choices)
-        self.config.check_budgets(num_drafts, self.drafter.draft_slots(num_drafts))
-        if self._is_recurrent and num_drafts > self._max_drafts:
+        self.config.check_budgets(k := max(policy.choices), self.drafter.draft_slots(k))
+        if self._is_recurrent and k > self._max_drafts:
             raise ValueError(
-                f"policy: K={num_drafts} does not fit the recurrent cache, whose ring was "
+                f"policy: K={k} does not fit the recurrent cache, whose ring was "
                 f"sized for the {self._max_drafts} drafts of num_speculative_tokens when the "
                 "engine was built; build it with a larger one"
             )

@@ -10,13 +10,15 @@ import numpy as np
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
+from specjax.device.inputs import DecodeInputs
+from specjax.device.layout import Layout
 from specjax.device.models.model import Features
 from specjax.device.step import Extension
 from specjax.device.verification import Draft
 from specjax.device.wanted import Wants
 from specjax.engine.admissions import pack_admissions
 from specjax.engine.batch import Part, pack, pack_masks, pack_snapshots
-from specjax.engine.layout import Layout
+from specjax.engine.port import Programs
 from specjax.engine.programs import (
     Admit,
     Begin,
@@ -27,16 +29,13 @@ from specjax.engine.programs import (
     Prefill,
     ProcessFirst,
     ProcessRound,
-    Programs,
     Propose,
     Restore,
     Settle,
     Take,
-    of_begin,
-    of_drafts,
-    of_settle,
 )
 from specjax.engine.repertoire import Repertoire
+from specjax.engine.variants import of_begin, of_drafts, of_settle
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Demands
 
@@ -157,12 +156,17 @@ class Launcher:
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)
         before, count = self._deferred, 0
-        if before is not None and before.count < most and _has_rows_of(packed, before.packed):
+        if before is not None and before.count < most and self._has_rows_of(packed, before.packed):
             count = before.count
         else:
             self._observe_deferred()
         if most:
             self._deferred = Deferred(packed, count + 1)
+
+    def _has_rows_of(self, packed: np.ndarray, before: np.ndarray) -> bool:
+        """Whether two packed rounds have the same requests in the same rows."""
+        views = self._layout.packing(DecodeInputs).views
+        return np.array_equal(views(packed).slots, views(before).slots)
 
     def _observe_deferred(self) -> None:
         deferred, self._deferred = self._deferred, None
@@ -177,8 +181,8 @@ class Launcher:
             drafts = np.asarray(step.draft.tokens) if has_grammar else None
             masks = pack_masks(plan, drafts, self._layout)
         arguments = step.packed, step.draft, step.extension, step.logits, masks
-        key = Settle(plan.batch, plan.k, of_settle(variant))
-        outputs = self._programs.run(key, *arguments)
+        settle = Settle(plan.batch, plan.k, of_settle(variant))
+        outputs = self._programs.run(settle, *arguments)
         return self._in_flight(plan, variant, outputs, step.start, step.launched)
 
     def wants(self, all_demands: Collection[Demands]) -> Wants:
@@ -215,7 +219,7 @@ class Launcher:
         return Joined(Begin(chunks.batch, chunks.width, variant), whole)
 
     def _launch_joined(
-        self, key: Joined, parts: SequenceOf[Part], page_tables: np.ndarray, start: float
+        self, joined: Joined, parts: SequenceOf[Part], page_tables: np.ndarray, start: float
     ) -> list[InFlight | Extended]:
         launched, (chunks, _) = time.perf_counter(), parts
         assert isinstance(chunks, PrefillPlan)
@@ -223,9 +227,9 @@ class Launcher:
         self._observe_deferred()
         self._admit(chunks)
         self._move(Restore(chunks.batch), chunks, is_taken=False)
-        outputs = self._programs.run(key, *packed)
+        outputs = self._programs.run(joined, *packed)
         self._move(Take(chunks.batch), chunks, is_taken=True)
-        variants = key.begin.variant, key.decode.variant
+        variants = joined.begin.variant, joined.decode.variant
         steps = [
             self._in_flight(*each, start, launched)
             for each in zip(parts, variants, outputs, strict=True)
@@ -257,13 +261,12 @@ class Launcher:
             packed = pack_admissions(new, plan.batch, self._layout)
             self._programs.run(Admit(plan.batch), packed)
 
-    def _move(self, key: Restore | Take, plan: PrefillPlan, *, is_taken: bool) -> None:
+    def _move(self, program: Restore | Take, plan: PrefillPlan, *, is_taken: bool) -> None:
         """Copy recurrent states to snapshots, or restore them from snapshots."""
         chunks = [c for c in plan.chunks if (c.taken if is_taken else c.restored) is not None]
         if chunks:
-            sizes = plan.batch, self._config.num_snapshots, self._layout
-            packed = pack_snapshots(chunks, *sizes, is_taken=is_taken)
-            self._programs.run(key, packed)
+            packed = pack_snapshots(chunks, plan.batch, self._layout, is_taken=is_taken)
+            self._programs.run(program, packed)
 
     def _in_flight(
         self, plan: Part, variant: Variant, outputs: jax.Array, start: float, launched: float
@@ -272,11 +275,6 @@ class Launcher:
         step = InFlight(plan, variant, outputs, start, launched)
         step.look()  # a backend may run a program as it is launched
         return step
-
-
-def _has_rows_of(packed: np.ndarray, before: np.ndarray) -> bool:
-    """Whether two packed rounds have the same requests in the same rows."""
-    return np.array_equal(packed[:, 0], before[:, 0])  # slots
 
 
 def exports_features(plan: PrefillPlan) -> bool:

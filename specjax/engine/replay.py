@@ -14,10 +14,12 @@ import jax
 import numpy as np
 
 from specjax.device.drafters.drafter import Variant
+from specjax.device.inputs import DecodeInputs
+from specjax.device.layout import Layout
 from specjax.device.state import EngineState
 from specjax.engine.launcher import InFlight
-from specjax.engine.layout import Layout
-from specjax.engine.programs import Decode, Key
+from specjax.engine.programs import Decode
+from specjax.engine.tracing import Program
 from specjax.host.plans import DecodePlan
 from specjax.host.speculation.step_cost import StepCost
 
@@ -28,7 +30,7 @@ Shape = tuple[int, int, int]  # batch size, K, tokens of context
 
 
 class TimedPrograms(Protocol):
-    """The programs to time, see `specjax.engine.programs.Programs`, with access to the state."""
+    """The programs to time, see `specjax.engine.port.Programs`, with access to the state."""
 
     @property
     def state(self) -> EngineState: ...
@@ -36,7 +38,7 @@ class TimedPrograms(Protocol):
     @state.setter
     def state(self, state: EngineState) -> None: ...
 
-    def run(self, key: Key, *arguments: Any) -> Any: ...
+    def run(self, program: Program, *arguments: Any) -> Any: ...
 
 
 def measure_rounds(
@@ -140,6 +142,8 @@ def _like(x: jax.Array, value: Any) -> jax.Array:
 
 def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> np.ndarray:
     """A packed round (see `batch.pack`) of the first slots, each with pages in a row."""
+    packed, rows = layout.packing(DecodeInputs).rows(batch)
+    rows.slots[:], rows.num_drafts[:] = np.arange(batch), k
     table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1)
-    scalars = np.stack((np.arange(batch), np.full(batch, k), np.zeros(batch)), axis=1)
-    return np.hstack((scalars, *(table % count for count in num_pages))).astype(np.int32)
+    rows.page_tables[:] = np.hstack([table % count for count in num_pages])
+    return packed

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.config import METHODS, OWN_SHAPE, SpeculativeConfig, check_count, check_positive
-from specjax.engine.precompile import GPU_OPTIONS
+from specjax.engine.xla_options import GPU_OPTIONS
 from specjax.inspect import step
 from specjax.inspect.compile import AFTER_LAYERS, compile_functions
 from specjax.inspect.gpus import GPU
@@ -381,7 +381,7 @@ def _resources(fields: Mapping[str, Any]) -> Resources:
 
 def describe(launch: Launch) -> str:
     """Describe a kernel in a line: its kind and name, JAX operation, and weights it reads."""
-    source = re.sub(r"^.*?/(?:jit\([^)]*\)/)*", "", launch.source.removeprefix("jit(run_decode)/"))
+    source = re.sub(r"^.*?/(?:jit\([^)]*\)/)*", "", launch.source.removeprefix("jit(decode)/"))
     weights = [name.partition(".")[2] for name in launch.parameters if name.startswith("params.")]
     names = f"{launch.pallas or launch.kind:16} {launch.name:32} {source or '-'}"
     return f"{names}  {' '.join(weights)}".rstrip()

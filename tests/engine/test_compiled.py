@@ -1,6 +1,5 @@
 """Executables: compiled once per shape and variant, ahead of time, or counted."""
 
-import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakValueDictionary
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from support.compilations import count_maps
+from support.engines import programs_with
 from support.simulated_device import SimulatedPrograms
 
 from specjax.config import EngineConfig
@@ -18,28 +18,10 @@ from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
 from specjax.device.verification import SeedExact
 from specjax.device.wanted import Wants
-from specjax.engine import precompile
 from specjax.engine.batch import pack
 from specjax.engine.engine import Engine
-from specjax.engine.executables import keep_programs
-from specjax.engine.precompile import CompiledPrograms
-from specjax.engine.programs import (
-    Admit,
-    Begin,
-    Decode,
-    Extend,
-    Observe,
-    Prefill,
-    ProcessFirst,
-    ProcessRound,
-    Propose,
-    Restore,
-    Settle,
-    Take,
-    covers,
-    first_keys_of,
-    keys_of,
-)
+from specjax.engine.executables import executables_folder, keep_programs
+from specjax.engine.programs import Admit, Begin, Decode, Prefill
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
@@ -63,7 +45,7 @@ SIZES = {
 TWO_SHAPES = {"decode_batches": (1, 2), "prefill_shapes": ((1, 16), (2, 32))}
 
 
-def make_engine(*, make_programs=CompiledPrograms, intermediate_size=24, **settings):
+def make_engine(*, make_programs=None, intermediate_size=24, **settings):
     target = Llama(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -91,7 +73,7 @@ def engine():
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.slow)])
 def make_any_engine(request):
     """Makes engines on a device that counts what it is asked for, or on one that compiles it."""
-    make = CompiledPrograms if request.param == "real" else SimulatedPrograms
+    make = None if request.param == "real" else SimulatedPrograms
     return partial(make_engine, make_programs=make)
 
 
@@ -273,33 +255,6 @@ def halve(tokens, length, logits):
     return logits / 2
 
 
-EVERY_VARIANT = [
-    Variant(*fields)
-    for fields in itertools.product(
-        ((), ((0, (double,)),), ((1, (halve,)),), ((0, (double,)), (1, (halve,)))),
-        (False, True),
-        (0, 20, 50),
-        (None, 0, 50),
-    )
-]
-
-
-def does(variant):
-    """What a variant does besides masks, as a set."""
-    features = set(variant.processors)
-    for name in "num_logprobs", "num_prompt_logprobs":
-        count = getattr(variant, name)
-        features |= {(name, n) for n in (0, 20, 50) if count is not None and n <= count}
-    return features
-
-
-def test_a_variant_covers_what_it_does_and_less():
-    """But masks come after the drafts, so that a step either waits for them or has none."""
-    for variant, needed in itertools.product(EVERY_VARIANT, repeat=2):
-        expected = does(variant) >= does(needed) and variant.masks == needed.masks
-        assert covers(variant, needed) == expected
-
-
 def test_a_step_runs_the_first_variant_that_does(engine, monkeypatch):
     needed = Variant(num_logprobs=50)
     plan = PrefillPlan((), 1, 32)
@@ -368,7 +323,7 @@ def test_a_step_is_told_what_any_of_its_requests_wants(engine, kinds, wants):
 def programs(engine):
     """Programs of the engine's model that are its own, with nothing compiled."""
     parts = engine.target, engine.drafter, SeedExact()
-    return CompiledPrograms(engine.config, *parts, engine.params, engine.layout, 0)
+    return Engine.make_programs(engine.config, *parts, engine.params, engine.layout, 0)
 
 
 def compile_ahead(programs, *keys):
@@ -390,43 +345,6 @@ def test_each_program_is_compiled_once(programs, compilations):
     with compilations.none_expected():
         assert compile_ahead(programs, *keys) == (4, 0)
     assert compile_ahead(programs, *keys, Decode(2, 0, PLAIN)) == (5, 0)
-
-
-def test_a_plan_names_its_programs():
-    """Requests are admitted in the same way into chunks of any width."""
-    variant = Variant(num_logprobs=20, num_prompt_logprobs=3)
-    chunks, decode = PrefillPlan((), 2, 32), DecodePlan((), 4, 3, 2)
-    keys = [Admit(2), Prefill(2, 32), Begin(2, 32, variant)]
-    assert keys_of(chunks, variant, is_recurrent=False, defers=True) == keys
-    assert keys_of(chunks, variant, is_recurrent=True, defers=True) == [*keys, Restore(2), Take(2)]
-    # Prompts are not a round's business.
-    assert keys_of(decode, variant, is_recurrent=True, defers=True) == [Decode(4, 3, EVERY)]
-    # A round without drafts may leave something for a program of its own, in pieces or not.
-    decode, whole = DecodePlan((), 4, 0, 0), Decode(4, 0, EVERY)
-    assert keys_of(decode, variant, is_recurrent=True, defers=True) == [Observe(4), whole]
-    assert keys_of(decode, variant, is_recurrent=True, defers=False) == [whole]
-    assert Observe(4) in first_keys_of(decode, variant, is_recurrent=True, defers=True)
-
-
-def test_variants_share_the_programs_that_run_the_target():
-    """Drafting edits logits as verifying does, but reports nothing, and its masks come later."""
-    decode, halved = DecodePlan((), 4, 3, 3), ((0, (halve,)),)
-    for variant in Variant((), True, 20), Variant(num_logprobs=50), Variant(halved, True, 20):
-        settle = Settle(4, 3, variant._replace(masks=False, processors=()))
-        parts = [Propose(4, 3, Variant(variant.processors)), Extend(4, 3), settle]
-        if variant.processors:
-            parts.append(ProcessRound(4, 3, halved))
-        assert keys_of(decode, variant, is_recurrent=False, defers=True) == parts
-
-
-def test_processors_are_in_begin_only_where_prompts_are_scored():
-    chunks, halved = PrefillPlan((), 2, 32), ((0, (halve,)),)
-    shared = [Admit(2), Prefill(2, 32)]
-    for num_scored, begun in (None, ()), (3, halved):
-        variant = Variant(halved, True, 20, num_scored)
-        begin = Begin(2, 32, Variant(begun, False, 20, num_scored))
-        keys = keys_of(chunks, variant, is_recurrent=False, defers=True)
-        assert keys == [*shared, begin, ProcessFirst(2, halved)]
 
 
 def test_a_late_compilation_is_counted_once(programs, engine, compilations):
@@ -493,30 +411,28 @@ def cache_options():
 def test_the_folder_is_for_programs_of_engines_alone(cache_options, tmp_path):
     """JAX's cache is as before: the user's own functions do not land in ours."""
     cache_options(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=0.0)
-    folder = precompile.executables_folder.__wrapped__  # pyright: ignore
     try:
         keep_programs(tmp_path / "kept")
-        assert folder() == tmp_path / "kept" / "programs"
+        assert executables_folder() == tmp_path / "kept" / "programs"
         jax.jit(lambda x: x * 3 + 17)(2.0)
         assert jax.config.jax_compilation_cache_dir is None
         assert not (tmp_path / "kept").exists()
         cache_options(jax_compilation_cache_dir=str(tmp_path / "theirs"))
-        assert folder() == tmp_path / "theirs" / "programs"
+        assert executables_folder() == tmp_path / "theirs" / "programs"
         cache_options(jax_compilation_cache_dir=None)
     finally:
         keep_programs(None)
-    assert folder() is None
+    assert executables_folder() is None
 
 
 # --- what is given back ---------------------------------------------------------------------------
 
 
-def test_a_closed_engine_gives_its_memory_maps_back(monkeypatch):
+def test_a_closed_engine_gives_its_memory_maps_back():
     """One after the other: no more are held after the second than after the first."""
-    monkeypatch.setattr(precompile, "_JITS", WeakValueDictionary())
-    held, given_back = [], []
+    make_programs, held, given_back = programs_with(jits=WeakValueDictionary()), [], []
     for _ in range(2):
-        engine = make_engine(intermediate_size=40)
+        engine = make_engine(intermediate_size=40, make_programs=make_programs)
         run_all(engine, make_requests(engine, {}))
         before = count_maps()
         engine.close()
