@@ -170,8 +170,8 @@ def sampler(llm: LLM, case: dict[str, Any], batch_size: int) -> Callable[[], Any
     keys = jax.random.split(jax.random.key(0))
     draft_logits = 3 * jax.random.normal(keys[0], (K, batch_size, vocab_size))
     logits = 3 * jax.random.normal(keys[1], (batch_size, K + 1, vocab_size))
-    wants_edits = jnp.array(params.edits_logits)
-    arguments = draft_logits, logits, requests, history, wants_edits
+    has_edits = jnp.array(params.edits_logits)
+    arguments = draft_logits, logits, requests, history, has_edits
     run = jax.jit(sample_and_verify)
     return lambda: jax.block_until_ready(run(*arguments))
 
@@ -181,7 +181,7 @@ def sample_and_verify(
     logits: jax.Array,
     requests: Requests,
     history: History,
-    wants_edits: jax.Array,
+    has_edits: jax.Array,
 ) -> Verdict:
     """What a step does to logits: the drafts' [K, B, V] and the target's [B, K+1, V]."""
     batch = logits.shape[0]
@@ -189,7 +189,7 @@ def sample_and_verify(
     rows = jnp.arange(batch)
     table, variant = rows[:, None], Variant()
     context = DraftContext(
-        rows, starts, rows >= 0, table, requests, history, wants_edits, "auto", 1, True, variant
+        rows, starts, rows >= 0, table, requests, history, has_edits, "auto", 1, True, variant
     )
     drafts: list[jax.Array] = []
     for step in draft_logits:
@@ -203,7 +203,7 @@ def sample_and_verify(
     def verify_edited(logits):
         return verify(process(logits, requests, history.then(draft.tokens)))
 
-    return jax.lax.cond(wants_edits, verify_edited, verify, logits)
+    return jax.lax.cond(has_edits, verify_edited, verify, logits)
 
 
 def median_seconds(run: Callable[[], Any], count: int = 20) -> float:

@@ -46,7 +46,7 @@ class PrefillInputs:
     counts: Int32[jax.Array, "B"] = packed(0)  # tokens in this chunk
     is_last: Int32[jax.Array, "B"] = packed(0)  # 1 if decoding comes next
     is_resumed: Int32[jax.Array, "B"] = packed(0)  # 1 if the token after the last chunk is known
-    wants: Int32[jax.Array, "B"] = packed(0)  # `Wants` of any request; equal in all rows
+    extras: Int32[jax.Array, "B"] = packed(0)  # `Extras` of any request; equal in all rows
     # Of most layers, and after it of each of the windows.
     page_tables: Int32[jax.Array, "B GP"] = packed(-1, "table_width")
 
@@ -58,7 +58,7 @@ class DecodeInputs:
 
     slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
     num_drafts: Int32[jax.Array, "B"] = packed(0)  # how many of the K drafts may be accepted
-    wants: Int32[jax.Array, "B"] = packed(0)  # as in `PrefillInputs`
+    extras: Int32[jax.Array, "B"] = packed(0)  # as in `PrefillInputs`
     page_tables: Int32[jax.Array, "B GP"] = packed(-1, "table_width")  # as in `PrefillInputs`
 
 

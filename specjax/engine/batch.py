@@ -13,11 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.device.drafters.drafter import Variant
+from specjax.device.extras import Extras
 from specjax.device.inputs import DecodeInputs, PrefillInputs, SnapshotInputs
 from specjax.device.layout import Layout
 from specjax.device.models.model import Features
 from specjax.device.step import StepOutputs
-from specjax.device.wanted import Wants
 from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
 from specjax.host.sequence import RowOutput
 from specjax.outputs import Logprob, TokenLogprobs
@@ -25,10 +25,10 @@ from specjax.outputs import Logprob, TokenLogprobs
 Part = PrefillPlan | DecodePlan
 
 
-def pack(plan: Part, page_tables: np.ndarray, layout: Layout, wants: Wants) -> np.ndarray:
+def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) -> np.ndarray:
     """A plan, packed. Rows without a request are padding.
 
-    `page_tables` are those of `Residents`; `wants` is what any of the requests wants.
+    `page_tables` are those of `Residents`; `extras` are what any of the requests asks for.
     """
     count = len(plan.sequences)
     if isinstance(plan, DecodePlan):
@@ -41,7 +41,7 @@ def pack(plan: Part, page_tables: np.ndarray, layout: Layout, wants: Wants) -> n
             rows.starts[row], rows.counts[row] = chunk.start, chunk.count
             rows.is_last[row], rows.is_resumed[row] = chunk.is_last, chunk.is_resumed
     rows.slots[:count] = slots = [sequence.slot for sequence in plan.sequences]
-    rows.wants[:] = wants
+    rows.extras[:] = extras
     tables = rows.page_tables.reshape(plan.batch, layout.num_tables, -1)  # a view
     tables[:count, :, : page_tables.shape[2]] = page_tables[slots]
     return packed
@@ -107,14 +107,14 @@ def unpack_outputs(
     if logprobs is None and prompts is None:
         return outputs
     for row, (sequence, output) in enumerate(zip(sequences, outputs, strict=True)):
-        wanted, wanted_of_prompt = sequence.request.demands[-2:]
-        if logprobs is not None and wanted is not None:
-            output.logprobs = _by_token(logprobs, row, output.tokens, wanted)
-        if prompts is not None and wanted_of_prompt is not None:
+        *_, num_top, num_top_of_prompt = sequence.request.demands
+        if logprobs is not None and num_top is not None:
+            output.logprobs = _by_token(logprobs, row, output.tokens, num_top)
+        if prompts is not None and num_top_of_prompt is not None:
             assert isinstance(plan, PrefillPlan)
             chunk = plan.chunks[row]
             following = sequence.reported[chunk.start + 1 :][: chunk.count]
-            output.prompt_logprobs = _by_token(prompts, row, following, wanted_of_prompt)
+            output.prompt_logprobs = _by_token(prompts, row, following, num_top_of_prompt)
             output.start = chunk.start
     return outputs
 

@@ -160,8 +160,8 @@ class Engine:
         # Steps without a grammar's request run without masks.
         others = [r for r in requests if r.params.structured_outputs is None]
         for group in filter(None, (requests, others)):
-            needed = self.repertoire.needed({request.demands for request in group})
-            self.repertoire.prepare(needed, show_progress=show_progress)
+            asked = self.repertoire.asked_by({request.demands for request in group})
+            self.repertoire.prepare(asked, show_progress=show_progress)
 
     @property
     def has_work(self) -> bool:
@@ -310,7 +310,7 @@ class Engine:
             except Exception as error:  # of its own program, as of a logits processor
                 failed += scheduler.fail_all(request, error)
         self._recorder.record_finished(failed)
-        scheduler.shapes = repertoire.shapes(repertoire.needed(scheduler.demands))
+        scheduler.shapes = repertoire.shapes(repertoire.asked_by(scheduler.demands))
         if scheduler.policy.is_learning and not self.programs.is_compiling:
             self._time_new_rounds()
         return failed

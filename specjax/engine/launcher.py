@@ -10,12 +10,12 @@ import numpy as np
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
+from specjax.device.extras import Extras
 from specjax.device.inputs import DecodeInputs
 from specjax.device.layout import Layout
 from specjax.device.models.model import Features
 from specjax.device.step import Extension
 from specjax.device.verification import Draft
-from specjax.device.wanted import Wants
 from specjax.engine.admissions import pack_admissions
 from specjax.engine.batch import Part, pack, pack_masks, pack_snapshots
 from specjax.engine.port import Programs
@@ -185,21 +185,21 @@ class Launcher:
         outputs = self._programs.run(settle, *arguments)
         return self._in_flight(plan, variant, outputs, step.start, step.launched)
 
-    def wants(self, all_demands: Collection[Demands]) -> Wants:
-        """What any request of a step wants; in exact mode everything: all steps are alike."""
+    def extras(self, all_demands: Collection[Demands]) -> Extras:
+        """What any request of a step asks for; in exact mode everything: all steps are alike."""
         if self._config.exact:
-            return Wants.EDITS | Wants.MASKS | Wants.LOGPROBS
-        wants = Wants(0)
+            return Extras.EDITS | Extras.MASKS | Extras.LOGPROBS
+        extras = Extras(0)
         if any(demands.edits for demands in all_demands):
-            wants |= Wants.EDITS
+            extras |= Extras.EDITS
         if any(demands.masks for demands in all_demands):
-            wants |= Wants.MASKS
+            extras |= Extras.MASKS
         if any(demands.logprobs is not None for demands in all_demands):
-            wants |= Wants.LOGPROBS
-        return wants
+            extras |= Extras.LOGPROBS
+        return extras
 
     def _pack(self, plan: Part, page_tables: np.ndarray) -> np.ndarray:
-        return pack(plan, page_tables, self._layout, self.wants(plan.demands))
+        return pack(plan, page_tables, self._layout, self.extras(plan.demands))
 
     def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
         """The program that runs chunks and a round; None if they must be apart, or there is one.

@@ -46,9 +46,9 @@ class Repertoire:
         self._processors: list[tuple[LogitsProcessor, ...]] = []
         self._lost_ms: defaultdict[Program, float] = defaultdict(
             float
-        )  # milliseconds lost, by the last program of the wanted shape
+        )  # milliseconds lost, by the last program of the better shape
         self._num_ready = -1  # when the caches below were filled
-        self._needed: dict[frozenset[Demands], Variant] = {}
+        self._asked: dict[frozenset[Demands], Variant] = {}
         self._shapes: dict[Variant, Shapes] = {}
         self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
 
@@ -60,14 +60,14 @@ class Repertoire:
             self._processors.append(processors)
         return self._processors.index(processors)
 
-    def needed(self, all_demands: Iterable[Demands]) -> Variant:
+    def asked_by(self, all_demands: Iterable[Demands]) -> Variant:
         """What steps must do for all of some requests."""
         all_demands = frozenset(all_demands)
-        if all_demands not in self._needed:
-            self._needed[all_demands] = self._find_needed(all_demands)
-        return self._needed[all_demands]
+        if all_demands not in self._asked:
+            self._asked[all_demands] = self._find_asked(all_demands)
+        return self._asked[all_demands]
 
-    def _find_needed(self, all_demands: Collection[Demands]) -> Variant:
+    def _find_asked(self, all_demands: Collection[Demands]) -> Variant:
         max_logprobs = self._max_logprobs
         if self._config.exact:  # one for all, for another program rounds differently
             return Variant(masks=True, num_logprobs=max_logprobs)
@@ -85,7 +85,7 @@ class Repertoire:
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
         """Compile the first of these shapes, or all, in every variant; whether all are ready."""
-        variants = self.variants or [self.needed(())]
+        variants = self.variants or [self.asked_by(())]
         self._compile(variants, shapes, show_progress=show_progress)
         self.variants = variants
         best = self._all_suited(programs_of, variants[:1], shapes)
@@ -118,62 +118,62 @@ class Repertoire:
         Raises:
             Exception: a program that they need does not compile.
         """
-        needed = self.needed(all_demands)
-        shapes = self.shapes(needed)
+        asked = self.asked_by(all_demands)
+        shapes = self.shapes(asked)
         if shapes.prefill and shapes.decode:
             return True
         failures = self._programs.failures
-        for variant in self._able(needed):
+        for variant in self._able(asked):
             for program in self._all_suited(first_programs_of, [variant], self.all_shapes.first):
                 if program in failures:
                     self.variants.remove(variant)
                     self._forget()
                     raise failures[program]
-        if not self._able(needed):
-            self._ask(needed)
+        if not self._able(asked):
+            self._ask(asked)
         return False
 
-    def shapes(self, needed: Variant) -> Shapes:
-        """The shapes that are ready for steps that do what is `needed`.
+    def shapes(self, asked: Variant) -> Shapes:
+        """The shapes that are ready for steps that do what is `asked`.
 
         It is `all_shapes` itself when every shape is ready.
         """
         self._look()
-        if needed not in self._shapes:
-            able, every = self._able(needed), self.all_shapes
+        if asked not in self._shapes:
+            able, every = self._able(asked), self.all_shapes
             shapes = Shapes(
                 tuple(s for s in every.prefill if self._has(PrefillPlan((), *s), able)),
                 tuple(s for s in every.decode if self._has(DecodePlan((), *s, 0), able)),
             )
             best = self._all_suited(programs_of, able[:1], every)
             has_all = bool(best) and all(program in self._programs.ready for program in best)
-            self._shapes[needed] = every if has_all else shapes
-        return self._shapes[needed]
+            self._shapes[asked] = every if has_all else shapes
+        return self._shapes[asked]
 
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
         """The first variant that does what a plan's requests need and has its shape."""
         self._look()
-        needed = self.needed(all_demands)
+        asked = self.asked_by(all_demands)
         if isinstance(plan, DecodePlan):
-            known = DecodePlan, (plan.batch, plan.k), needed
+            known = DecodePlan, (plan.batch, plan.k), asked
         else:
-            known = PrefillPlan, (plan.batch, plan.width), needed
+            known = PrefillPlan, (plan.batch, plan.width), asked
         if known not in self._chosen:
-            able = self._able(needed)
+            able = self._able(asked)
             there = (variant for variant in able if self._has(plan, [variant]))
-            chosen = next(there, able[0] if able else needed)
+            chosen = next(there, able[0] if able else asked)
             self._chosen[known] = of_rounds(chosen) if known[0] is DecodePlan else chosen
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
         """Ask for the best shape of a plan once its lack has cost enough time."""
-        if plan.wanted is None:
+        if plan.better_shape is None:
             return
         if isinstance(plan, DecodePlan):
-            own = DecodePlan((), *plan.wanted, 0)
-            part = num_rows(plan.wanted) / num_rows((plan.batch, plan.k))
+            own = DecodePlan((), *plan.better_shape, 0)
+            part = num_rows(plan.better_shape) / num_rows((plan.batch, plan.k))
         else:
-            own = PrefillPlan((), *plan.wanted)
+            own = PrefillPlan((), *plan.better_shape)
             part = own.batch * own.width / (plan.batch * plan.width)
         suited = self._suited(programs_of, own, variant)
         self._lose(suited, max(PIECES_LOSE, 1 - part) * milliseconds)
@@ -211,8 +211,8 @@ class Repertoire:
     def _ask(self, variant: Variant) -> None:
         """Compile a variant in the background, programs without which it cannot run first."""
         first = self.all_shapes.first
-        needed = self._all_suited(first_programs_of, [variant], first)
-        self._programs.compile_behind(needed, is_urgent=True)
+        least = self._all_suited(first_programs_of, [variant], first)
+        self._programs.compile_behind(least, is_urgent=True)
         self._programs.compile_behind(
             self._all_suited(programs_of, [variant], first), is_urgent=False
         )
@@ -241,10 +241,10 @@ class Repertoire:
         defers = self._programs.max_deferred(plan.batch) > 0
         return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
-    def _able(self, needed: Variant) -> list[Variant]:
-        """Variants that do what is needed; those with masks that it does not need come last."""
-        exactly = [variant for variant in self.variants if covers(variant, needed)]
-        masked = needed._replace(masks=True)
+    def _able(self, asked: Variant) -> list[Variant]:
+        """Variants that do what is `asked`; those with masks that it does not need come last."""
+        exactly = [variant for variant in self.variants if covers(variant, asked)]
+        masked = asked._replace(masks=True)
         others = [variant for variant in self.variants if covers(variant, masked)]
         return exactly + [variant for variant in others if variant not in exactly]
 

@@ -26,7 +26,7 @@ from specjax.host.speculation.step_cost import StepCost
 MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
 MIN_MS = 1e-3  # a tiny round may be done before the one before it has been read
 
-Shape = tuple[int, int, int]  # batch size, K, tokens of context
+Point = tuple[int, int, int]  # batch size, K, tokens of context
 
 
 class TimedPrograms(Protocol):
@@ -63,8 +63,8 @@ def measure_rounds(
     short, long = layout.max_model_len // 8, layout.max_model_len - room
     programs.state = _filled(programs.state, layout.vocab_size)
 
-    def launch(shape: Shape) -> InFlight:
-        start, (batch, k, context) = time.perf_counter(), shape
+    def launch(point: Point) -> InFlight:
+        start, (batch, k, context) = time.perf_counter(), point
         packed = pack_round(batch, k, layout, num_pages)
         programs.state = replace(programs.state, progress=progress_at(programs.state, context))
         outputs = programs.run(Decode(batch, k, variant), packed)
@@ -73,37 +73,37 @@ def measure_rounds(
         launched.look()
         return launched
 
-    def run_all(shapes: Sequence[Shape]) -> Iterator[tuple[Shape, float]]:
-        """Run a round of each shape; its milliseconds. One at either end does not count."""
-        before, end = launch(shapes[-1]), 0.0
-        for i, shape in enumerate([*shapes, shapes[0]]):
+    def run_all(points: Sequence[Point]) -> Iterator[tuple[Point, float]]:
+        """Run a round at each point; its milliseconds. One at either end does not count."""
+        before, end = launch(points[-1]), 0.0
+        for i, point in enumerate([*points, points[0]]):
             before.look()
-            launched = launch(shape)
+            launched = launch(point)
             np.asarray(before.outputs)
             done = time.perf_counter() if before.done is None else before.done
             if i:
-                yield shapes[i - 1], max(1e3 * (done - max(end, before.start)), MIN_MS)
+                yield points[i - 1], max(1e3 * (done - max(end, before.start)), MIN_MS)
             before, end = launched, done
 
     max_batch, ends = batches[-1], {min(ks), max(ks)}
-    shapes = [(batch, k, short) for batch in batches for k in ks]
-    shapes += [(max_batch, k, long) for k in ends if long > 2 * short]
-    list(run_all(shapes))  # the first run touches new memory, and does not count
-    times: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+    points = [(batch, k, short) for batch in batches for k in ks]
+    points += [(max_batch, k, long) for k in ends if long > 2 * short]
+    list(run_all(points))  # the first run touches new memory, and does not count
+    times: dict[Point, list[float]] = {point: [] for point in points}
     start = time.perf_counter()
     for i in range(MAX_PASSES):
-        for shape, milliseconds in run_all(shapes):
-            times[shape].append(milliseconds)
+        for point, milliseconds in run_all(points):
+            times[point].append(milliseconds)
         if i + 1 >= MIN_PASSES and time.perf_counter() - start > ENOUGH_SECONDS:
             break
-    middle = {shape: median(found) for shape, found in times.items()}
+    middle = {point: median(found) for point, found in times.items()}
     per_token = 0.0
     if long > 2 * short:
         added = [(middle[max_batch, k, long] - middle[max_batch, k, short]) for k in ends]
         per_token = max(0.0, min(added) / (max_batch * (long - short)))
-    points = {batch: {k: middle[batch, k, short] for k in ks} for batch in batches}
+    by_batch = {batch: {k: middle[batch, k, short] for k in ks} for batch in batches}
     return StepCost(
-        _without_context(points, short, per_token),
+        _without_context(by_batch, short, per_token),
         batches=batches,
         ms_per_context_token=per_token,
     )

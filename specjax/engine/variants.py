@@ -89,13 +89,13 @@ def of_drafts(variant: Variant) -> Variant:
     return Variant(variant.processors)
 
 
-def covers(variant: Variant, needed: Variant) -> bool:
-    """Whether a step of `variant` does all that is `needed`. Masks must match: they cost a wait."""
+def covers(variant: Variant, asked: Variant) -> bool:
+    """Whether a step of `variant` does all that is `asked`. Masks must match: they cost a wait."""
     return (
-        set(variant.processors) >= set(needed.processors)
-        and variant.masks == needed.masks
-        and variant.num_logprobs >= needed.num_logprobs
-        and _or_none(variant.num_prompt_logprobs) >= _or_none(needed.num_prompt_logprobs)
+        set(variant.processors) >= set(asked.processors)
+        and variant.masks == asked.masks
+        and variant.num_logprobs >= asked.num_logprobs
+        and _or_none(variant.num_prompt_logprobs) >= _or_none(asked.num_prompt_logprobs)
     )
 
 

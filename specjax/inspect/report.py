@@ -255,14 +255,6 @@ def compile_steps(
     return [_report(*each, later.get(i)) for i, each in enumerate(steps)]
 
 
-def kernel_resources(
-    file: str | Path, requests: Sequence[Mapping[str, Any]], *, timeout: float = 600
-) -> list[list[Resources]]:
-    """Run `compile_functions`; return the resources of each kernel of each function."""
-    made = compile_functions(file, requests, resources=True, timeout=timeout)
-    return [[_resources(one) for one in report["resources"]] for report in made]
-
-
 def part_of(launch: Launch) -> str:
     """Return the part of a step that a kernel belongs to, by the named scopes of its trace."""
     scopes = launch.scope.split("/")
@@ -319,7 +311,7 @@ def _report(
     resources = None
     if made["resources"] is not None:
         pallas = {one.pallas for one in launches if one.pallas}
-        found = map(_resources, made["resources"])
+        found = map(Resources.of, made["resources"])
         resources = tuple(
             one for one in found if one.spills or one.is_mosaic or {one.name, one.kernel} & pallas
         )
@@ -372,11 +364,6 @@ def _by_kind(launches: Sequence[Launch], parts: step.Parts) -> dict[str, Layers]
 def _launch(fields: Mapping[str, Any]) -> Launch:
     branches = tuple((name, number) for name, number in fields["branches"])
     return Launch(**{**fields, "branches": branches, "parameters": tuple(fields["parameters"])})
-
-
-def _resources(fields: Mapping[str, Any]) -> Resources:
-    shape = {name: fields[name] and tuple(fields[name]) for name in ("grid", "threads")}
-    return Resources(**{**fields, **shape})
 
 
 def describe(launch: Launch) -> str:

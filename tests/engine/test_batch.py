@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from specjax.device.drafters.drafter import Variant
+from specjax.device.extras import Extras
 from specjax.device.inputs import AdmitInputs, DecodeInputs, PrefillInputs, SnapshotInputs
 from specjax.device.layout import Layout
 from specjax.device.logprobs import Logprobs, pack_logprobs
 from specjax.device.requests import init_requests
 from specjax.device.state import init_state
 from specjax.device.step import StepOutputs, admit
-from specjax.device.wanted import Wants
 from specjax.engine.admissions import pack_admissions
 from specjax.engine.batch import pack, pack_masks, pack_outputs, pack_snapshots, unpack_outputs
 from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
@@ -75,7 +75,7 @@ def padded(values, length):
 
 
 def test_prefill_rows_are_slot_chunk_and_pages():
-    packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Wants.LOGPROBS)
+    packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Extras.LOGPROBS)
     assert packed.dtype == np.int32 and packed.shape == (5, 6 + PAGES_PER_SEQ)
     for row, chunk in zip(packed[:3].tolist(), CHUNKS, strict=True):
         pages = padded(chunk.sequence.pages, PAGES_PER_SEQ)
@@ -84,15 +84,15 @@ def test_prefill_rows_are_slot_chunk_and_pages():
 
 
 def test_prefill_padding_does_nothing():
-    packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Wants(0))[len(CHUNKS) :]
-    slots, _, counts, is_last, is_resumed, wants, *table = packed.T
-    assert not wants.any()
+    packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Extras(0))[len(CHUNKS) :]
+    slots, _, counts, is_last, is_resumed, extras, *table = packed.T
+    assert not extras.any()
     assert (slots == NUM_SLOTS).all() and not (counts | is_last | is_resumed).any()
     assert len(table) == PAGES_PER_SEQ and (np.array(table) == -1).all()
 
 
 def test_decode_rows_are_slot_drafts_and_pages():
-    packed = pack(DECODE, PAGE_TABLES, LAYOUT, Wants.EDITS)
+    packed = pack(DECODE, PAGE_TABLES, LAYOUT, Extras.EDITS)
     assert packed.dtype == np.int32 and packed.shape == (4, 3 + PAGES_PER_SEQ)
     expected = [[s.slot, 1, 1, *padded(s.pages, PAGES_PER_SEQ)] for s in DECODE.sequences]
     np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, 1, *[-1] * PAGES_PER_SEQ]])
@@ -106,14 +106,14 @@ def test_a_step_is_told_nothing_that_the_device_decides():
     """Accepted counts, lengths and last tokens of decoding requests live on the device alone."""
     assert names(AdmitInputs) == ["slots", "requests", "tokens"]
     assert names(SnapshotInputs) == ["slots", "ids", "ends"]
-    chunk = ["slots", "starts", "counts", "is_last", "is_resumed", "wants", "page_tables"]
+    chunk = ["slots", "starts", "counts", "is_last", "is_resumed", "extras", "page_tables"]
     assert names(PrefillInputs) == chunk
-    assert names(DecodeInputs) == ["slots", "num_drafts", "wants", "page_tables"]
-    before = pack(DECODE, PAGE_TABLES, LAYOUT, Wants(0))
+    assert names(DecodeInputs) == ["slots", "num_drafts", "extras", "page_tables"]
+    before = pack(DECODE, PAGE_TABLES, LAYOUT, Extras(0))
     sequence = make_sequence(4, 8)
     sequence.token_ids += [1, 2, 3]
     sequence.num_in_flight, sequence.max_tokens_in_flight, sequence.num_computed = 2, 6, 8
-    after = pack(DecodePlan((sequence,), 1, 2, 1), PAGE_TABLES, LAYOUT, Wants(0))
+    after = pack(DecodePlan((sequence,), 1, 2, 1), PAGE_TABLES, LAYOUT, Extras(0))
     np.testing.assert_array_equal(after[0], before[0])
 
 
@@ -457,7 +457,7 @@ def test_every_packed_array_is_fresh(plan):
         new = pack_admissions([PLAIN, FULL], 3, LAYOUT)
         moved = pack_snapshots([replace(CHUNKS[0], taken=2)], 3, LAYOUT, is_taken=True)
         return (
-            pack(plan, PAGE_TABLES, LAYOUT, Wants(0)),
+            pack(plan, PAGE_TABLES, LAYOUT, Extras(0)),
             new,
             moved,
             pack_masks(plan, drafts, LAYOUT),

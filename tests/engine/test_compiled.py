@@ -14,10 +14,10 @@ from support.simulated_device import SimulatedPrograms
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
+from specjax.device.extras import Extras
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
 from specjax.device.verification import SeedExact
-from specjax.device.wanted import Wants
 from specjax.engine.batch import pack
 from specjax.engine.engine import Engine
 from specjax.engine.executables import executables_folder, keep_programs
@@ -121,7 +121,7 @@ def make_requests(engine, *kinds):
 
 def needed_by(engine, requests):
     """What a step of these requests must do."""
-    return engine.repertoire.needed(request.demands for request in requests)
+    return engine.repertoire.asked_by(request.demands for request in requests)
 
 
 def run_all(engine, requests):
@@ -261,7 +261,7 @@ def test_a_step_runs_the_first_variant_that_does(engine, monkeypatch):
 
     def chosen(needed, *variants):
         monkeypatch.setattr(engine.repertoire, "variants", list(variants))
-        monkeypatch.setattr(engine.repertoire, "needed", lambda all_demands: needed)
+        monkeypatch.setattr(engine.repertoire, "asked_by", lambda all_demands: needed)
         engine.repertoire._forget()
         return engine.repertoire.variant_for(plan, [])
 
@@ -290,7 +290,7 @@ def test_a_step_does_what_any_of_its_requests_needs(engine):
 
 def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch):
     monkeypatch.setattr(engine.repertoire, "_max_logprobs", 50)
-    monkeypatch.setattr(engine.repertoire, "_needed", {})
+    monkeypatch.setattr(engine.repertoire, "_asked", {})
     for kind, needed in (
         ({"logprobs": 20}, EVERY),
         ({"logprobs": 21}, Variant(num_logprobs=50)),
@@ -301,19 +301,19 @@ def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "kinds, wants",
+    "kinds, extras",
     [
-        ([{}, {"temperature": 0.7}], Wants(0)),
-        ([{"top_p": 0.5}], Wants(0)),  # at temperature 0 there is nothing to cut
-        ([{}, {"temperature": 1.0, "top_p": 0.5}], Wants.EDITS),
-        ([{"logprobs": 0}, {}], Wants.LOGPROBS),
-        ([{"prompt_logprobs": 1}], Wants(0)),
-        ([{"logprobs": 2}, {"bad_words": ["a"]}], Wants.EDITS | Wants.LOGPROBS),
+        ([{}, {"temperature": 0.7}], Extras(0)),
+        ([{"top_p": 0.5}], Extras(0)),  # at temperature 0 there is nothing to cut
+        ([{}, {"temperature": 1.0, "top_p": 0.5}], Extras.EDITS),
+        ([{"logprobs": 0}, {}], Extras.LOGPROBS),
+        ([{"prompt_logprobs": 1}], Extras(0)),
+        ([{"logprobs": 2}, {"bad_words": ["a"]}], Extras.EDITS | Extras.LOGPROBS),
     ],
 )
-def test_a_step_is_told_what_any_of_its_requests_wants(engine, kinds, wants):
+def test_a_step_is_told_what_any_of_its_requests_asks_for(engine, kinds, extras):
     demands = {request.demands for request in make_requests(engine, *kinds)}
-    assert engine.launcher.wants(demands) == wants
+    assert engine.launcher.extras(demands) == extras
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -335,7 +335,7 @@ def compile_ahead(programs, *keys):
 def launch(programs, engine, batch):
     """Run a round in which every row is padding."""
     page_tables = engine.scheduler.residents.page_tables
-    packed = pack(DecodePlan((), batch, 0, 0), page_tables, engine.layout, Wants(0))
+    packed = pack(DecodePlan((), batch, 0, 0), page_tables, engine.layout, Extras(0))
     return np.asarray(programs.run(Decode(batch, 0, PLAIN), packed))
 
 

@@ -278,8 +278,8 @@ class SimulatedPrograms(SimulatedMemory):
         logits: frozenset[int],
         masks: np.ndarray | None,
     ) -> HostArray:
-        wants = self._wants(chunks)
-        outputs = Outputs(key.batch, 1, key.width, key.variant, *self._reported, wants=wants)
+        extras = self._extras(chunks)
+        outputs = Outputs(key.batch, 1, key.width, key.variant, *self._reported, extras=extras)
         for row, slot in self._known(chunks.slots):
             start, count = int(chunks.starts[row]), int(chunks.counts[row])
             is_last, is_resumed = chunks.is_last[row], chunks.is_resumed[row]
@@ -397,8 +397,8 @@ class SimulatedPrograms(SimulatedMemory):
         *,
         may_defer: bool = True,
     ) -> np.ndarray:
-        wants, width = self._wants(round_), self.max_deferred(key.batch)
-        outputs = Outputs(key.batch, key.k + 1, 0, key.variant, *self._reported, wants=wants)
+        extras, width = self._extras(round_), self.max_deferred(key.batch)
+        outputs = Outputs(key.batch, key.k + 1, 0, key.variant, *self._reported, extras=extras)
         for number, row in rows.items():
             slot, start, stands = row.slot, row.start, len(row.tokens)
             assert slot.processor in {-1, *logits}, "unprocessed logits"
@@ -438,11 +438,11 @@ class SimulatedPrograms(SimulatedMemory):
 
     # --- what it is given -------------------------------------------------------------------------
 
-    def _wants(self, inputs: PrefillInputs | DecodeInputs) -> int:
+    def _extras(self, inputs: PrefillInputs | DecodeInputs) -> int:
         """What all requests of a step want together."""
-        wants = inputs.wants
-        assert (wants == wants[0]).all()
-        return int(wants[0])
+        extras = inputs.extras
+        assert (extras == extras[0]).all()
+        return int(extras[0])
 
     def _known(self, slots: Any) -> list[tuple[int, Slot]]:
         """The rows that are no padding, with their slots."""
