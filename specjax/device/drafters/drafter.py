@@ -252,7 +252,10 @@ class Drafter(Protocol):
         ...
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> Any:
-        """Return an empty state for the target's numbers of requests and pages."""
+        """Return an empty state for the target's numbers of requests and pages.
+
+        `dtype` is that of the model; pages have that of `sizes`, if it has one.
+        """
         ...
 
     def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:
