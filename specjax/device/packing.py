@@ -43,11 +43,15 @@ class Packing(Generic[Inputs]):
         self._leaves, tree = jax.tree.flatten(kind(*rows))
         ends = np.cumsum([0, *(leaf.size for leaf in self._leaves)]).tolist()
         self._slices = list(map(slice, ends, ends[1:]))
+        self._places = [
+            ((slice(None), words.start if leaf.ndim == 1 else words), leaf.dtype)
+            for leaf, words in zip(self._leaves, self._slices, strict=True)
+        ]
         is_number = [isinstance(row, np.ndarray) and row.ndim == 1 for row in rows]
         self._num_numbers = [*is_number, False].index(False)  # fields before all others
         # A class of arrays alone is made without a walk through it: every step makes one.
         is_flat = len(self._leaves) == len(rows)
-        self._make = (lambda leaves: kind(*leaves)) if is_flat else tree.unflatten
+        self._make: Any = kind if is_flat else lambda *leaves: tree.unflatten(leaves)
         self._padding = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in self._leaves])
         self._empty: dict[int, np.ndarray] = {}  # rows of padding, by their number
 
@@ -65,10 +69,10 @@ class Packing(Generic[Inputs]):
     def views(self, array: np.ndarray) -> Inputs:
         """Return the fields of a packed array as views, on the host."""
         views = []
-        for leaf, words in zip(self._leaves, self._slices, strict=True):
-            view = array[:, words.start] if leaf.ndim == 1 else array[:, words]
-            views.append(view if leaf.dtype == np.int32 else view.view(leaf.dtype))
-        return self._make(views)
+        for place, dtype in self._places:
+            view = array[place]
+            views.append(view if dtype == np.int32 else view.view(dtype))
+        return self._make(*views)
 
     def unpack(self, array: jax.Array) -> Inputs:
         """Return the fields of a packed array, on the device."""
@@ -78,4 +82,4 @@ class Packing(Generic[Inputs]):
         rest = slice(len(values), None)
         for leaf, words in zip(self._leaves[rest], self._slices[rest], strict=True):
             values.append(array[:, words].reshape(-1, *leaf.shape[1:]).view(leaf.dtype))
-        return self._make(values)
+        return self._make(*values)

@@ -5,7 +5,7 @@ grammars are further inputs. Every array handed over is freshly made, for JAX re
 after the call returns.
 """
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import jax
@@ -19,10 +19,25 @@ from specjax.device.layout import Layout
 from specjax.device.models.model import Features
 from specjax.device.step import StepOutputs
 from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
+from specjax.host.request import Demands
 from specjax.host.sequence import RowOutput
 from specjax.outputs import Logprob, TokenLogprobs
 
 Part = PrefillPlan | DecodePlan
+EVERY = Extras.EDITS | Extras.MASKS | Extras.LOGPROBS
+
+
+def extras_of(all_demands: Collection[Demands]) -> Extras:
+    """What any request of a step asks for."""
+    extras = Extras(0)
+    for demands in all_demands:
+        if demands.edits:
+            extras |= Extras.EDITS
+        if demands.masks:
+            extras |= Extras.MASKS
+        if demands.logprobs is not None:
+            extras |= Extras.LOGPROBS
+    return extras
 
 
 def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) -> np.ndarray:

@@ -1,12 +1,13 @@
-"""Times of rounds, measured by running every shape before there are requests.
+"""Times of rounds, measured by running every shape before there are requests, or padding later.
 
 Each shape must run once anyway, to be ready when a request needs it. The requests are artificial:
 random tokens, as much context as asked for, and shared pages if the pool is too small.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
 
@@ -17,16 +18,19 @@ from specjax.device.drafters.drafter import Variant
 from specjax.device.inputs import DecodeInputs
 from specjax.device.layout import Layout
 from specjax.device.state import EngineState
-from specjax.engine.launcher import InFlight
+from specjax.engine.batch import Part
+from specjax.engine.in_flight import Extended, InFlight
 from specjax.engine.programs import Decode
 from specjax.engine.tracing import Program
 from specjax.host.plans import DecodePlan
 from specjax.host.speculation.step_cost import StepCost
 
+TIMED_RUNS = 5  # of padding
 MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
 MIN_MS = 1e-3  # a tiny round may be done before the one before it has been read
 
 Point = tuple[int, int, int]  # batch size, K, tokens of context
+Launch = Callable[[list[Part]], list[InFlight | Extended]]
 
 
 class TimedPrograms(Protocol):
@@ -56,7 +60,7 @@ def measure_rounds(
     two lengths at the largest batch tell how much.
 
     Rounds run as in serving, each launched before the one before it is read, and times mean the
-    same (`Engine._time`): the host counts as far as the device waits for it. Only planning and
+    same (`RoundClock.time`): the host counts as far as the device waits for it. Only planning and
     committing are not among its work here. `num_pages` is by page table.
     """
     room = (MAX_PASSES + 1) * (max(ks) + 1)
@@ -138,6 +142,27 @@ def progress_at(state: EngineState, length: int) -> jax.Array:
 
 def _like(x: jax.Array, value: Any) -> jax.Array:
     return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
+
+
+def time_padding(launch: Launch, batch: int, k: int) -> float:
+    """Milliseconds of a round of padding rows only, which changes nothing.
+
+    Each is launched before the one before it is waited for, as in serving.
+    """
+    plan, ends = DecodePlan((), batch, k, k), []
+
+    def wait_for(step: InFlight | Extended) -> None:
+        if isinstance(step, InFlight):
+            np.asarray(step.outputs)
+        ends.append(time.perf_counter())
+
+    (before,) = launch([plan])  # its end also waits for what was launched earlier
+    for _ in range(TIMED_RUNS):
+        (launched,) = launch([plan])
+        wait_for(before)
+        before = launched
+    wait_for(before)
+    return 1e3 * median(b - a for a, b in pairwise(ends))
 
 
 def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> np.ndarray:

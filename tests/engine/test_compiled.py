@@ -18,7 +18,7 @@ from specjax.device.extras import Extras
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
 from specjax.device.verification import SeedExact
-from specjax.engine.batch import pack
+from specjax.engine.batch import extras_of, pack
 from specjax.engine.engine import Engine
 from specjax.engine.executables import executables_folder, keep_programs
 from specjax.engine.programs import Admit, Begin, Decode, Prefill
@@ -313,7 +313,7 @@ def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch
 )
 def test_a_step_is_told_what_any_of_its_requests_asks_for(engine, kinds, extras):
     demands = {request.demands for request in make_requests(engine, *kinds)}
-    assert engine.launcher.extras(demands) == extras
+    assert extras_of(demands) == extras
 
 
 # --- programs -------------------------------------------------------------------------------------
