@@ -66,9 +66,9 @@ class CompiledPrograms:
         toolchain: Toolchain | None = None,
     ):
         toolchain = toolchain or Toolchain()
-        self.params = params
         self._placement = placement or Placement.on(default_device())
         platform = self._placement.device.platform
+        self.params = params
         self.model = toolchain.make_model(config, target, drafter, verification, platform)
         self.layout = layout
         self._config, self._max_drafts = config, max_drafts

@@ -130,6 +130,7 @@ class Begin(Program):
 
     @property
     def masked_rows(self) -> tuple[int, int]:
+        """The first axes of `masks`, requests and their rows of logits."""
         return self.batch, 1
 
     def handed(self, traces: Traces) -> tuple[Any, ...]:
@@ -291,6 +292,7 @@ class Settle(Program):
 
     @property
     def masked_rows(self) -> tuple[int, int]:
+        """The first axes of `masks`, requests and their rows of logits."""
         return self.batch, self.k + 1
 
     def handed(self, traces: Traces) -> tuple[Any, ...]:

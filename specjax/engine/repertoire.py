@@ -44,9 +44,8 @@ class Repertoire:
         # Without any, XLA turns the condition into a select, which always computes them.
         self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
-        self._lost_ms: defaultdict[Program, float] = defaultdict(
-            float
-        )  # milliseconds lost, by the last program of the better shape
+        # By the last program of the better shape.
+        self._lost_ms: defaultdict[Program, float] = defaultdict(float)
         self._num_ready = -1  # when the caches below were filled
         self._asked: dict[frozenset[Demands], Variant] = {}
         self._shapes: dict[Variant, Shapes] = {}
@@ -213,9 +212,8 @@ class Repertoire:
         first = self.all_shapes.first
         least = self._all_suited(first_programs_of, [variant], first)
         self._programs.compile_behind(least, is_urgent=True)
-        self._programs.compile_behind(
-            self._all_suited(programs_of, [variant], first), is_urgent=False
-        )
+        best = self._all_suited(programs_of, [variant], first)
+        self._programs.compile_behind(best, is_urgent=False)
         self.variants.append(variant)
         self._forget()
 
