@@ -17,13 +17,12 @@ from report import RESULTS, provenance, summary, write_result
 from specjax import LLM, SamplingParams
 from specjax.device.drafters.drafter import DraftContext, Variant
 from specjax.device.edits import History
+from specjax.device.inputs import AdmitInputs
+from specjax.device.layout import Layout
 from specjax.device.requests import Requests
 from specjax.device.sampling import process
-from specjax.device.state import init_state
 from specjax.device.verification import Draft, SeedExact, Target, Verdict
 from specjax.engine.admissions import pack_admissions
-from specjax.engine.batch import jitted, run_admit
-from specjax.engine.layout import Layout
 from specjax.host.residency import Residency
 from specjax.host.sequence import Sequence
 
@@ -164,18 +163,16 @@ def sampler(llm: LLM, case: dict[str, Any], batch_size: int) -> Callable[[], Any
     sequences = [Sequence.of(request, 0, 0) for _ in range(batch_size)]
     for slot, sequence in enumerate(sequences):
         sequence.residency = Residency(slot=slot, num_to_prefill=3)
-    state = init_state(batch_size, MAX_LEN, vocab_size, (), (), None)
     packed = pack_admissions(sequences, batch_size, layout)
-    admitted, _ = jitted(run_admit)(None, state, jax.device_put(packed), layout=layout)
-    requests = admitted.requests
+    requests = jax.device_put(layout.packing(AdmitInputs).views(packed).requests)
     history = History(
         jnp.zeros((batch_size, MAX_LEN), jnp.int32), jnp.full(batch_size, 40, jnp.int32)
     )
     keys = jax.random.split(jax.random.key(0))
     draft_logits = 3 * jax.random.normal(keys[0], (K, batch_size, vocab_size))
     logits = 3 * jax.random.normal(keys[1], (batch_size, K + 1, vocab_size))
-    wants_edits = jnp.array(params.edits_logits)
-    arguments = draft_logits, logits, requests, history, wants_edits
+    has_edits = jnp.array(params.edits_logits)
+    arguments = draft_logits, logits, requests, history, has_edits
     run = jax.jit(sample_and_verify)
     return lambda: jax.block_until_ready(run(*arguments))
 
@@ -185,7 +182,7 @@ def sample_and_verify(
     logits: jax.Array,
     requests: Requests,
     history: History,
-    wants_edits: jax.Array,
+    has_edits: jax.Array,
 ) -> Verdict:
     """What a step does to logits: the drafts' [K, B, V] and the target's [B, K+1, V]."""
     batch = logits.shape[0]
@@ -193,7 +190,7 @@ def sample_and_verify(
     rows = jnp.arange(batch)
     table, variant = rows[:, None], Variant()
     context = DraftContext(
-        rows, starts, rows >= 0, table, requests, history, wants_edits, "auto", 1, True, variant
+        rows, starts, rows >= 0, table, requests, history, has_edits, "auto", 1, True, variant
     )
     drafts: list[jax.Array] = []
     for step in draft_logits:
@@ -207,7 +204,7 @@ def sample_and_verify(
     def verify_edited(logits):
         return verify(process(logits, requests, history.then(draft.tokens)))
 
-    return jax.lax.cond(wants_edits, verify_edited, verify, logits)
+    return jax.lax.cond(has_edits, verify_edited, verify, logits)
 
 
 def median_seconds(run: Callable[[], Any], count: int = 20) -> float:

@@ -4,7 +4,8 @@ import gc
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import wraps
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,21 +18,22 @@ import pytest
 from support.asked import Asked
 from support.checkpoints import Checkpoints
 from support.compilations import (
+    KEPT,
     MAX_MAPS,
+    TOOLCHAIN,
     CompilationLog,
     compile_quickly,
     count_maps,
     share_compilations,
 )
-from support.engines import make_gpu_shapes, simulated_engines
+from support.engines import gpu_model, simulated_engines
 from support.seeds import VARIABLE
 from support.shapes import check_boundary
 from support.targets import VOCAB
 from support.weights import rewrite
 
-from specjax.engine import compiler, precompile
-
-KEPT: dict = {}  # so that an engine finds the programs of one like it that was closed
+from specjax.engine.compiled import CompiledPrograms
+from specjax.engine.engine import Engine
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -53,16 +55,14 @@ def pytest_configure(config: pytest.Config) -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
     check_boundary()
     share_compilations(Path(__file__).parents[1] / ".cache" / "jax")
-    precompile._JITS = KEPT  # pyright: ignore[reportAttributeAccessIssue]
-    # Tests change what is compiled.
-    precompile.executables_folder = wraps(precompile.executables_folder)(lambda: None)
-    compiler.FOR_SHAPES = compiler.FOR_ALL  # a worker has the programs of many engines
+    toolchain = TOOLCHAIN
     wanted = config.getoption("markexpr").replace("not optimized", "")
     if "optimized" not in wanted:
         compile_quickly()
-        precompile.CPU_OPTIONS.clear()
+        toolchain = replace(toolchain, options={})
     if config.getoption("gpu_shapes"):
-        make_gpu_shapes()
+        toolchain = replace(toolchain, make_model=gpu_model)
+    Engine.make_programs = staticmethod(partial(CompiledPrograms, toolchain=toolchain))
 
 
 def pytest_collection_finish() -> None:

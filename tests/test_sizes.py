@@ -28,7 +28,6 @@ EXCEPTIONS = {
     "pallas_kernels/rope_write/reference.py:split_heads": OPERANDS,
     "pallas_kernels/rope_write/triton.py:_kernel": REFS,
     "pallas_kernels/rope_write/triton.py:rope_write_triton": OPERANDS,
-    "tests/engine/test_precompile.py": ENGINES,
     "tests/host/test_grammar.py": "one brute-force reader of grammars serves all its tests",
     "tests/support/simulated_device.py:SimulatedPrograms.__init__": "how a device behaves",
     "tests/test_async_llm.py": ENGINES,

@@ -184,7 +184,7 @@ def test_half_characters_are_held_back(llm):
                 ids = [byte for one in characters for byte in one.encode()]
                 ids = [*ids, *([0xFF] if length % 3 else [256])]
             watch = StopStrings(tokenizer, ())
-            texts = [watch.append([token]) or watch.settled for token in ids]
+            texts = [watch.append([token]) or watch.stable for token in ids]
             texts.append(tokenizer.decode(ids))
             for before, after in zip(texts, texts[1:], strict=False):
                 assert after.startswith(before), ids
@@ -312,7 +312,7 @@ class Watch:
     """Raises at the third token."""
 
     stop_reason = None
-    text = settled = ""
+    text = stable = ""
     num_tokens = 0
 
     def append(self, tokens):

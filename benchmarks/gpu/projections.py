@@ -11,7 +11,7 @@ from problems import normal
 from timing import Setting, attempt, measure
 
 from pallas_kernels.rms_norm import add_rms_norm
-from specjax.engine.precompile import GPU_OPTIONS
+from specjax.engine.xla_options import GPU_OPTIONS
 
 # What XLA may take for a matmul. Whole is what an engine compiles, where its tuner picks from
 # cuBLAS and Triton; split, it sums parts of the depth in a kernel more.

@@ -13,11 +13,13 @@ from timing import Setting
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
+from specjax.device.layout import Layout
 from specjax.device.verification import Synthetic
-from specjax.engine.batch import jitted, run_decode, run_propose
-from specjax.engine.layout import Layout
-from specjax.engine.precompile import GPU_OPTIONS, empty_state, sizes_of_windows, step_model
+from specjax.engine.programs import Decode, Propose
 from specjax.engine.replay import pack_round, progress_at
+from specjax.engine.step_model import empty_state, sizes_of_windows, step_model
+from specjax.engine.tracing import Static, jitted
+from specjax.engine.xla_options import GPU_OPTIONS
 
 
 class Step:
@@ -53,10 +55,9 @@ class Step:
         )
         self._start = lengths(setting)[0]
         self._state = jax.device_put(state, jax.devices()[0])
-        run = run_propose if only_drafts else run_decode
-        lowered = jitted(run).lower(
-            self._params, self._state, self._packed, model=model, variant=Variant(), k=k
-        )
+        program = (Propose if only_drafts else Decode)(batch, k, Variant())
+        run = jitted(program, Static(model, layout))
+        lowered = run.lower(self._params, self._state, self._packed)
         options = {} if setting.is_cpu else GPU_OPTIONS | dict(options)
         self._compiled = lowered.compile(compiler_options=options)
         self._most = max(1, (config.max_model_len - self._start) // (k + 1) - 1)

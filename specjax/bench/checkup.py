@@ -298,7 +298,7 @@ def _draft(
         page_table=table,
         requests=requests,
         history=History(known, starts + 1),
-        wants_edits=jnp.array(False),
+        has_edits=jnp.array(False),
         kernels="auto",
         row_multiple=1,
         shares_noise=True,

@@ -15,15 +15,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from specjax.device.edits import History, Processors
+from specjax.device.inputs import AdmitInputs
+from specjax.device.layout import Layout
 from specjax.device.models.model import Model
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.requests import Requests
 from specjax.device.sampling import process, scale
-from specjax.device.state import init_state
 from specjax.engine.admissions import pack_admissions
-from specjax.engine.batch import jitted, run_admit
 from specjax.engine.engine import Engine
-from specjax.engine.layout import Layout
 from specjax.host.request import Request
 from specjax.host.residency import Residency
 from specjax.host.sequence import Sequence as Sample
@@ -106,17 +105,11 @@ def compare(
     return found
 
 
-_ADMIT = jitted(run_admit)
-
-
 def _requests(request: Request, index: int, layout: Layout) -> Requests:
-    one = Layout(1, layout.max_model_len, 1, layout.vocab_size)
     sample = Sample.of(request, index, 0)
     sample.residency = Residency(slot=0, num_to_prefill=len(request.prompt_token_ids))
-    state = init_state(1, one.max_model_len, one.vocab_size, (), (), None)
-    packed = jnp.array(pack_admissions([sample], 1, one))
-    admitted, _ = _ADMIT(None, state, packed, layout=one)
-    return admitted.requests
+    packed = pack_admissions([sample], 1, layout)
+    return jax.tree.map(jnp.asarray, layout.packing(AdmitInputs).views(packed).requests)
 
 
 @partial(jax.jit, static_argnames=("model", "processors"))

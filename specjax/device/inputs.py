@@ -1,52 +1,65 @@
 """What a step is given: the inputs of its parts, and what is compiled into them."""
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Int32
 
 from specjax.device.drafters.drafter import Drafter
 from specjax.device.models.model import Model
-from specjax.device.requests import Requests
+from specjax.device.packing import packed
+from specjax.device.requests import Requests, init_requests
 from specjax.device.verification import Verification
 
 
-class AdmitInputs(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class AdmitInputs:
     """Requests to be admitted to slots."""
 
-    slots: Int32[jax.Array, "B"]  # out of range for a padding row
-    requests: Requests  # [B]
-    tokens: Int32[jax.Array, "B L"]  # prompt and output so far, padded with -1
+    slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
+    requests: Requests = packed(lambda layout: init_requests(1, layout.vocab_size, xp=np))  # [B]
+    # Prompt and output so far, padded with -1.
+    tokens: Int32[jax.Array, "B L"] = packed(-1, "max_model_len")
 
 
-class SnapshotInputs(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class SnapshotInputs:
     """Slots whose recurrent states are copied to or from a snapshot."""
 
-    slots: Int32[jax.Array, "B"]  # out of range for a padding row
-    ids: Int32[jax.Array, "B"]  # of snapshots; out of range for a padding row
-    ends: Int32[jax.Array, "B"]  # tokens that the states cover
+    slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
+    ids: Int32[jax.Array, "B"] = packed("num_snapshots")  # out of range for a padding row
+    ends: Int32[jax.Array, "B"] = packed(0)  # tokens that the states cover
 
 
-class PrefillInputs(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class PrefillInputs:
     """One chunk of each of B prompts."""
 
-    slots: Int32[jax.Array, "B"]  # out of range for a padding row
-    starts: Int32[jax.Array, "B"]  # tokens already in the caches
-    counts: Int32[jax.Array, "B"]  # tokens in this chunk
-    is_last: Int32[jax.Array, "B"]  # 1 if decoding comes next
-    is_resumed: Int32[jax.Array, "B"]  # 1 if the token after the last chunk is known
-    wants: Int32[jax.Array, "B"]  # `Wants` of any request; equal in all rows
-    page_tables: Int32[jax.Array, "B GP"]  # of most layers, and after it of each of the windows
+    slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
+    starts: Int32[jax.Array, "B"] = packed(0)  # tokens already in the caches
+    counts: Int32[jax.Array, "B"] = packed(0)  # tokens in this chunk
+    is_last: Int32[jax.Array, "B"] = packed(0)  # 1 if decoding comes next
+    is_resumed: Int32[jax.Array, "B"] = packed(0)  # 1 if the token after the last chunk is known
+    extras: Int32[jax.Array, "B"] = packed(0)  # `Extras` of any request; equal in all rows
+    # Of most layers, and after it of each of the windows.
+    page_tables: Int32[jax.Array, "B GP"] = packed(-1, "table_width")
 
 
-class DecodeInputs(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class DecodeInputs:
     """The requests of a speculation round."""
 
-    slots: Int32[jax.Array, "B"]  # out of range for a padding row
-    num_drafts: Int32[jax.Array, "B"]  # how many of the K drafts may be accepted
-    wants: Int32[jax.Array, "B"]  # as in `PrefillInputs`
-    page_tables: Int32[jax.Array, "B GP"]  # of most layers, and after it of each of the windows
+    slots: Int32[jax.Array, "B"] = packed("num_slots")  # out of range for a padding row
+    num_drafts: Int32[jax.Array, "B"] = packed(0)  # how many of the K drafts may be accepted
+    extras: Int32[jax.Array, "B"] = packed(0)  # as in `PrefillInputs`
+    page_tables: Int32[jax.Array, "B GP"] = packed(-1, "table_width")  # as in `PrefillInputs`
 
 
 class StepModel(NamedTuple):

@@ -45,16 +45,16 @@ def through_edits(
     use: Callable[[jax.Array], Any],
     logits: jax.Array,
     edit: Callable[[jax.Array], jax.Array] | None,
-    wants_edits: jax.Array | None,
+    has_edits: jax.Array | None,
 ) -> Any:
-    """Call `use` on the edited logits, or on the unedited ones if `wants_edits` bool[] is False.
+    """Call `use` on the edited logits, or on the unedited ones if `has_edits` bool[] is False.
 
     The conditional encloses `use`, so that it need not return an array as large as the logits.
-    If `edit` is None nothing is edited, and `wants_edits` is not used.
+    If `edit` is None nothing is edited, and `has_edits` is not used.
     """
     if edit is None:
         return use(logits)
-    return jax.lax.cond(wants_edits, lambda: use(edit(logits)), lambda: use(logits))
+    return jax.lax.cond(has_edits, lambda: use(edit(logits)), lambda: use(logits))
 
 
 def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:

@@ -32,6 +32,7 @@ from specjax.device.cache.rows import CachedRows, padded_width
 from specjax.device.deferral import defer
 from specjax.device.drafters.drafter import DraftContext, Observation, Params, Variant
 from specjax.device.edits import History
+from specjax.device.extras import Extras, ExtraWork
 from specjax.device.inputs import (
     AdmitInputs,
     DecodeInputs,
@@ -44,7 +45,6 @@ from specjax.device.models.model import Features, restore_snapshots, take_snapsh
 from specjax.device.sampling import choose, through_edits
 from specjax.device.state import EngineState
 from specjax.device.verification import Draft, Target, Verdict
-from specjax.device.wanted import Wanted, Wants
 
 
 class Extension(NamedTuple):
@@ -80,8 +80,9 @@ def admit(state: EngineState, inputs: AdmitInputs) -> EngineState:
 
 def restore(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
     """Copy snapshots to the recurrent states of slots, the drafter's as well."""
-    caches = restore_snapshots(model.target, state.snapshots, state.caches, inputs)
-    return replace(state, caches=caches, drafter=model.drafter.restore(state.drafter, *inputs))
+    moves = inputs.slots, inputs.ids, inputs.ends
+    caches = restore_snapshots(model.target, state.snapshots, state.caches, moves)
+    return replace(state, caches=caches, drafter=model.drafter.restore(state.drafter, *moves))
 
 
 def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> EngineState:
@@ -89,8 +90,9 @@ def take(state: EngineState, inputs: SnapshotInputs, *, model: StepModel) -> Eng
 
     It comes after `begin`, in which the drafter observes the chunk.
     """
-    kept = take_snapshots(model.target, state.snapshots, state.caches, inputs)
-    return replace(state, snapshots=kept, drafter=model.drafter.take(state.drafter, *inputs))
+    moves = inputs.slots, inputs.ids, inputs.ends
+    kept = take_snapshots(model.target, state.snapshots, state.caches, moves)
+    return replace(state, snapshots=kept, drafter=model.drafter.take(state.drafter, *moves))
 
 
 def prefill(
@@ -134,12 +136,12 @@ def begin(
     samples = is_last & ~is_resumed
 
     logits = extension.logits if processed is None else processed
-    wanted = _wanted(state, inputs, partial(History, known, ends), masks, model, variant)
+    extra = _extra_work(state, inputs, partial(History, known, ends), masks, model, variant)
 
     def draw(rows):
         return choose(rows[:, 0], requests.sampling, ends, kernels=model.kernels)
 
-    sampled = through_edits(draw, logits, wanted.edit, wanted.edits)
+    sampled = through_edits(draw, logits, extra.edit, extra.edits)
     put_at = jnp.where(samples, ends, known.shape[1])
     known = known.at[jnp.arange(batch), put_at].set(jnp.maximum(sampled, 0), mode="drop")
 
@@ -150,10 +152,10 @@ def begin(
     drafter = model.drafter.observe(model.target, params, state.drafter, seen)
     verdict = Verdict(sampled[:, None], jnp.zeros(batch, jnp.int32))
     emitted = _emit(verdict, requests.limits - ends, requests.stop_ids)
-    logprobs = wanted.logprobs(extension.logits, logits, sampled[:, None])
+    logprobs = extra.logprobs(extension.logits, logits, sampled[:, None])
     prompt_logprobs = None
     if variant.num_prompt_logprobs is not None:
-        prompt_logprobs = wanted.prompt_logprobs(
+        prompt_logprobs = extra.prompt_logprobs(
             lambda hidden: model.target.logits(params.target, hidden),
             extension.features.hidden.reshape(batch, width, -1),
             known,
@@ -209,7 +211,7 @@ def propose(
         page_tables(inputs, model)[0],
         state.requests,
         History(state.tokens[slots], starts + 1),
-        inputs.wants[0] & Wants.EDITS > 0,
+        inputs.extras[0] & Extras.EDITS > 0,
         model.kernels,
         model.row_multiple,
         model.verification.shares_noise,
@@ -264,10 +266,10 @@ def settle(
     def history():
         return History(state.tokens[slots], starts + 1).then(draft.tokens)
 
-    wanted = _wanted(state, inputs, history, masks, model, variant)
+    extra = _extra_work(state, inputs, history, masks, model, variant)
     logits = extension.logits if processed is None else processed
     target = Target(
-        logits, requests.sampling, starts + 1, num_drafts, wanted.edits, wanted.edit, model.kernels
+        logits, requests.sampling, starts + 1, num_drafts, extra.edits, extra.edit, model.kernels
     )
     verdict = model.verification.verify(draft, target)
     new = jnp.maximum(verdict.tokens, 0)
@@ -300,7 +302,7 @@ def settle(
         ~emitted.is_finished,
         is_observed=not is_deferred,
     )
-    logprobs = wanted.logprobs(extension.logits, logits, verdict.tokens)
+    logprobs = extra.logprobs(extension.logits, logits, verdict.tokens)
     return state, StepOutputs(verdict.tokens, num_tokens, num_drafts, logprobs, None)
 
 
@@ -398,15 +400,15 @@ def round_rows(state: EngineState, inputs: DecodeInputs, k: int, model: StepMode
     )
 
 
-def _wanted(
+def _extra_work(
     state: EngineState,
     inputs: PrefillInputs | DecodeInputs,
     history: Callable[[], History],
     masks: jax.Array | None,
     model: StepModel,
     variant: Variant,
-) -> Wanted:
+) -> ExtraWork:
     requests = partial(state.requests.at, inputs.slots)
-    return Wanted(
-        inputs.wants[0], requests, history, masks, variant, model.logprobs_mode, model.kernels
+    return ExtraWork(
+        inputs.extras[0], requests, history, masks, variant, model.logprobs_mode, model.kernels
     )

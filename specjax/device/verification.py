@@ -57,18 +57,18 @@ class Target:
     sampling: Sampling  # [B]
     lengths: Int32[jax.Array, "B"]  # committed tokens; row 0 predicts this position
     num_drafts: Int32[jax.Array, "B"]  # how many of the K drafts may be accepted
-    wants_edits: Bool[jax.Array, ""] | None = None  # see `sampling.through_edits`
+    has_edits: Bool[jax.Array, ""] | None = None  # see `sampling.through_edits`
     edit: Callable[[jax.Array], jax.Array] | None = field(default=None, metadata={"static": True})
     kernels: str = field(default="auto", metadata={"static": True})
 
     def through_edits(self, use: Callable[["Target"], Any]) -> Any:
         """Call `use` on the target with its logits processed."""
-        done = replace(self, edit=None, wants_edits=None)
+        done = replace(self, edit=None, has_edits=None)
         return through_edits(
             lambda logits: use(replace(done, logits=logits)),
             self.logits,
             self.edit,
-            self.wants_edits,
+            self.has_edits,
         )
 
     def at(self, row: jax.Array) -> jax.Array:

@@ -1,7 +1,6 @@
 """Requests that take their slots: the device's `AdmitInputs`, filled on the host and packed.
 
-A request is one row of 32-bit words, the leaves of `AdmitInputs` one after the other, so that one
-array goes to the device. What a request has is declared in `device/requests.py` alone.
+What a request has is declared in `device/requests.py` alone.
 """
 
 from collections.abc import Callable
@@ -11,37 +10,23 @@ import jax
 import numpy as np
 
 from specjax.device.inputs import AdmitInputs
+from specjax.device.layout import Layout
 from specjax.device.requests import Edits, Requests, Sampling
-from specjax.engine.layout import Layout
 from specjax.host.residency import slot_of
 from specjax.host.sequence import Sequence
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 
 def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np.ndarray:
-    """The requests of `sequences` as i32[admit_shape]; the other rows are padding."""
-    fields = jax.tree.leaves(layout.no_admission)
-    padding = np.concatenate([field.reshape(-1).view(np.int32) for field in fields])
-    packed = np.repeat(padding[None], batch, axis=0)
-    for row, sequence in zip(packed, sequences, strict=False):
-        start = 0
+    """The requests of `sequences`, packed; the other rows are padding."""
+    packed, rows = layout.packing(AdmitInputs).rows(batch)
+    fields = [field.reshape(batch, -1) for field in jax.tree.leaves(rows)]  # views
+    for row, sequence in enumerate(sequences):
         values = jax.tree.leaves(_admission(sequence, layout), is_leaf=_is_value)
         for field, value in zip(fields, values, strict=True):
-            words = np.asarray(value, field.dtype).reshape(-1).view(np.int32)
-            row[start : start + len(words)] = words
-            start += field.size
+            numbers = np.asarray(value, field.dtype).reshape(-1)
+            field[row, : len(numbers)] = numbers
     return packed
-
-
-def unpack_admissions(packed: Any, layout: Layout) -> AdmitInputs:
-    """What `pack_admissions` packed, from an array of NumPy or of JAX."""
-    fields, tree = jax.tree.flatten(layout.no_admission)
-    values, start = [], 0
-    for field in fields:
-        words = packed[:, start : start + field.size]
-        values.append(words.reshape(-1, *field.shape[1:]).view(field.dtype))
-        start += field.size
-    return jax.tree.unflatten(tree, values)
 
 
 def _admission(sequence: Sequence, layout: Layout) -> Any:

@@ -40,17 +40,18 @@ class _Line:
 class Compiler:
     """Programs by key, compiled when they are asked for.
 
-    `compile(key, is_urgent)` makes one, in any thread; `is_urgent` if requests wait for it.
+    `compile(key, is_urgent)` makes one, in any thread; `is_urgent` if requests wait for it. Others
+    are compiled only while less than `maps_for_shapes` of the memory maps is in use.
 
     Attributes:
         ready: those that are compiled.
         failures: the exceptions of those that do not compile; tried again only if `ask` says so.
     """
 
-    def __init__(self, compile: Callable[[Any, bool], Any]):
+    def __init__(self, compile: Callable[[Any, bool], Any], maps_for_shapes: float = FOR_SHAPES):
         self.ready: dict[Any, Any] = {}
         self.failures: dict[Any, Exception] = {}
-        self._compile = compile
+        self._compile, self._maps_for_shapes = compile, maps_for_shapes
         self._urgent, self._later = _Line(), _Line()
         self._under_way: set[Any] = set()
         self._changed = threading.Condition()
@@ -196,7 +197,7 @@ class Compiler:
     def _has_room(self, line: _Line) -> bool:
         """Whether the process may have more maps; if not, the line is given up."""
         used = maps_in_use()
-        if used < (FOR_ALL if line is self._urgent else FOR_SHAPES):
+        if used < (FOR_ALL if line is self._urgent else self._maps_for_shapes):
             return True
         if line is self._urgent:
             error = MemoryError(

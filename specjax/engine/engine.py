@@ -12,12 +12,10 @@ runs over the drafts.
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterable
 from collections.abc import Sequence as SequenceOf
 from functools import partial
-from itertools import pairwise
-from statistics import median
+from typing import ClassVar
 
 import jax
 import numpy as np
@@ -25,35 +23,38 @@ import numpy as np
 from specjax.checks import warn
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Drafter, Params
+from specjax.device.layout import Layout
 from specjax.device.models.model import Model, is_recurrent, page_windows
 from specjax.device.placement import Placement
 from specjax.device.verification import SeedExact, Verification
 from specjax.engine.batch import Part, export_features, unpack_outputs
-from specjax.engine.launcher import Extended, InFlight, Launcher, note_ends
-from specjax.engine.layout import Layout
+from specjax.engine.compiled import CompiledPrograms
+from specjax.engine.in_flight import Extended, InFlight, note_ends
+from specjax.engine.launcher import Launcher
 from specjax.engine.metrics import Metrics, Recorder
-from specjax.engine.precompile import CompiledPrograms
+from specjax.engine.port import Programs
 from specjax.engine.process import refuse_fork
-from specjax.engine.programs import Programs, of_rounds
 from specjax.engine.repertoire import Repertoire
+from specjax.engine.replay import time_padding
+from specjax.engine.round_clock import RoundClock
+from specjax.engine.variants import of_rounds
 from specjax.host.budgets import explain_waiting
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import Sequence
 from specjax.host.shapes import Shape, Shapes
-from specjax.host.speculation.policy import Policy, Round
+from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.step_cost import StepCost
 
-TIMED_RUNS = 5
 WAIT_SECONDS = 0.1  # for programs, before the caller of `step` gets control back
 
 
 class Engine:
-    """Runs requests, given as token ids, to completion on a device, by its programs.
+    """Runs requests, given as token ids, to completion on a device, by its programs."""
 
-    `make_programs` builds the device's side: `CompiledPrograms`, or anything with its arguments.
-    """
+    # Builds the device's side; anything with the same arguments can replace it.
+    make_programs: ClassVar[Callable[..., Programs]] = CompiledPrograms
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class Engine:
         verification: Verification | None = None,
         *,
         placement: Placement | None = None,
-        make_programs: Callable[..., Programs] = CompiledPrograms,
+        make_programs: Callable[..., Programs] | None = None,
         show_progress: bool = False,
     ):
         self.config = config
@@ -86,7 +87,7 @@ class Engine:
             windows=windows,
         )
         self.layout = Layout.of(config, target.vocab_size, windows)
-        self.programs = make_programs(
+        self.programs = (make_programs or self.make_programs)(
             config,
             target,
             drafter,
@@ -99,16 +100,11 @@ class Engine:
         self.repertoire = Repertoire(
             self.programs, config, target.vocab_size, is_recurrent=self._is_recurrent
         )
-        self.launcher = Launcher(config, self.layout, self.programs, self.repertoire)
+        self.clock = RoundClock()
+        self.launcher = Launcher(config, self.layout, self.programs, self.repertoire, self.clock)
         self._timed: set[Shape] = set()  # shapes of rounds whose times the policy knows
         self._recorder = Recorder()
         self._in_flight: list[InFlight] = []
-        self._start_time = 0.0  # of the step, in seconds
-        self._done_time = 0.0  # of the results that were read last
-        self._read_time: float | None = None  # of those; None once another step is launched
-        self._compile_seconds = 0.0, 0.0  # until the last two reads
-        self._timed_from = 0.0  # seconds; a round from before ran beside measurements
-        self._other_ms = 0.0  # spent on chunks since the last round was read
         self._num_steps = 0
         self._is_stepping = threading.Lock()
         self._pid = os.getpid()
@@ -130,11 +126,10 @@ class Engine:
             ValueError: the policy may choose more drafts than the budgets hold, or than recurrent
                 states were sized for.
         """
-        num_drafts = max(policy.choices)
-        self.config.check_budgets(num_drafts, self.drafter.draft_slots(num_drafts))
-        if self._is_recurrent and num_drafts > self._max_drafts:
+        self.config.check_budgets(k := max(policy.choices), self.drafter.draft_slots(k))
+        if self._is_recurrent and k > self._max_drafts:
             raise ValueError(
-                f"policy: K={num_drafts} does not fit the recurrent cache, whose ring was "
+                f"policy: K={k} does not fit the recurrent cache, whose ring was "
                 f"sized for the {self._max_drafts} drafts of num_speculative_tokens when the "
                 "engine was built; build it with a larger one"
             )
@@ -159,8 +154,8 @@ class Engine:
         # Steps without a grammar's request run without masks.
         others = [r for r in requests if r.params.structured_outputs is None]
         for group in filter(None, (requests, others)):
-            needed = self.repertoire.needed({request.demands for request in group})
-            self.repertoire.prepare(needed, show_progress=show_progress)
+            asked = self.repertoire.asked_by({request.demands for request in group})
+            self.repertoire.prepare(asked, show_progress=show_progress)
 
     @property
     def has_work(self) -> bool:
@@ -211,7 +206,7 @@ class Engine:
 
     def _step(self) -> list[Sequence]:
         self._num_steps += 1
-        self._start_time = time.perf_counter()
+        self.clock.start = time.perf_counter()
         previous, self._in_flight = self._in_flight, []
         for step in previous:
             step.look()
@@ -242,6 +237,88 @@ class Engine:
             except Exception as error:
                 touched += self._recover(parts, error)
         return touched
+
+    def _look(self) -> list[Sequence]:
+        """Look for programs that became ready; returns samples whose programs do not compile."""
+        scheduler, repertoire, failed = self.scheduler, self.repertoire, []
+        for request in list(scheduler.held.values()):
+            try:
+                if repertoire.admits({*scheduler.demands, request.demands}):
+                    scheduler.let_in(request)
+            except Exception as error:  # of its own program, as of a logits processor
+                failed += scheduler.fail_all(request, error)
+        self._recorder.record_finished(failed)
+        scheduler.shapes = repertoire.shapes(repertoire.asked_by(scheduler.demands))
+        if scheduler.policy.is_learning and not self.programs.is_compiling:
+            for shape in scheduler.shapes.decode:
+                if shape not in self._timed:
+                    self._timed.add(shape)
+                    measure = partial(time_padding, self._launch, *shape)
+                    scheduler.policy.shape_ready(*shape, measure)
+                    self.clock.start_anew()
+        return failed
+
+    def _launch(self, parts: SequenceOf[Part]) -> list[InFlight | Extended]:
+        if (gap := self.clock.gap()) is not None:
+            self._recorder.record_gap(gap)
+        return self.launcher.launch(parts, self.scheduler.residents.page_tables)
+
+    def _read(self, step: InFlight) -> list[Sequence]:
+        with self._recorder.time("wait"):
+            packed = np.asarray(step.outputs)
+        milliseconds = self.clock.time(step, self.programs.compilations.seconds)
+        with self._recorder.time("host"):
+            has_raw = self.config.logprobs_mode == "both"
+            rows = unpack_outputs(packed, step.plan, step.variant, has_raw=has_raw)
+            if step.features is not None:
+                export_features(step.plan, jax.device_get(step.features))
+            num_kept, touched = self.scheduler.commit(step.plan, rows)
+            self._recorder.record_part(step.plan, rows, num_kept)
+            self._learn(step, num_kept, milliseconds)
+        self._recorder.record_finished(touched)
+        return touched
+
+    def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
+        """Tell what came of a part of a step, and how long it took if that is known, to those who
+        choose shapes and K."""
+        clock, policy, plan = self.clock, self.scheduler.policy, step.plan
+        if isinstance(plan, PrefillPlan):
+            clock.chunk_ms += milliseconds or 0.0
+        if milliseconds is not None:
+            self.repertoire.note(plan, step.variant, milliseconds)
+            if step.joins is not None:
+                self.repertoire.note_apart(step.joins, min(clock.chunk_ms, milliseconds))
+        # K may be that of a policy before.
+        if isinstance(plan, DecodePlan) and policy.is_learning and any(num_kept):
+            if plan.num_drafts in policy.choices:
+                is_of_k = plan.k == plan.num_drafts and not self.config.exact
+                own_ms, chunk_ms = milliseconds if is_of_k else None, clock.chunk_ms
+                clock.chunk_ms = 0.0
+                policy.observe(step.outcome(num_kept, own_ms, chunk_ms))
+
+    def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
+        """End requests that may have caused a failure, and restart the others on a new state."""
+        suspects = {
+            sequence: None
+            for part in parts
+            for sequence in part.sequences
+            if sequence.request.processor >= 0 and not sequence.is_finished
+        }
+        if not suspects:
+            self.reset()
+            raise error
+        for sequence in suspects:
+            self.scheduler.fail(sequence, error)
+        self._recorder.record_finished(suspects)
+        self._in_flight = []
+        self.scheduler.restart()
+        self._begin_anew()
+        return list(suspects)
+
+    def _begin_anew(self) -> None:
+        """Free the state and begin with a new one."""
+        self.programs.release()
+        self.programs.renew()
 
     def drain(self) -> None:
         """Read the steps in flight if there is nothing to launch."""
@@ -293,83 +370,11 @@ class Engine:
         """Drop all requests and begin anew, as after an interrupt."""
         self._in_flight = []
         self._recorder.record_finished(self.scheduler.drop_all())
-        self._forget_state()
+        self._begin_anew()
 
     def metrics(self) -> Metrics:
         """The counters now."""
         return self._recorder.snapshot(self.scheduler, self.programs.compilations)
-
-    def _look(self) -> list[Sequence]:
-        """Look for programs that became ready; returns samples whose programs do not compile."""
-        scheduler, repertoire, failed = self.scheduler, self.repertoire, []
-        for request in list(scheduler.held.values()):
-            try:
-                if repertoire.admits({*scheduler.demands, request.demands}):
-                    scheduler.let_in(request)
-            except Exception as error:  # of its own program, as of a logits processor
-                failed += scheduler.fail_all(request, error)
-        self._recorder.record_finished(failed)
-        scheduler.shapes = repertoire.shapes(repertoire.needed(scheduler.demands))
-        if scheduler.policy.is_learning and not self.programs.is_compiling:
-            self._time_new_rounds()
-        return failed
-
-    def _time_new_rounds(self) -> None:
-        """Tell the policy the times of rounds that have just become available."""
-        for shape in self.scheduler.shapes.decode:
-            if shape not in self._timed:
-                self._timed.add(shape)
-                self.scheduler.policy.shape_ready(*shape, partial(self._time_padding, *shape))
-                self._timed_from = self._start_time = time.perf_counter()
-
-    def _time_padding(self, batch: int, k: int) -> float:
-        """Milliseconds of a round of padding rows only, which changes nothing.
-
-        Each is launched before the one before it is waited for, as in serving.
-        """
-        plan, ends = DecodePlan((), batch, k, k), []
-
-        def wait_for(step: InFlight | Extended) -> None:
-            if isinstance(step, InFlight):
-                np.asarray(step.outputs)
-            ends.append(time.perf_counter())
-
-        (before,) = self._launch([plan])  # its end also waits for what was launched earlier
-        for _ in range(TIMED_RUNS):
-            (launched,) = self._launch([plan])
-            wait_for(before)
-            before = launched
-        wait_for(before)
-        return 1e3 * median(b - a for a, b in pairwise(ends))
-
-    def _launch(self, parts: SequenceOf[Part]) -> list[InFlight | Extended]:
-        if self._read_time is not None:
-            self._recorder.record_gap(time.perf_counter() - self._read_time)
-            self._read_time = None
-        page_tables = self.scheduler.residents.page_tables
-        return self.launcher.launch_all(parts, page_tables, self._start_time)
-
-    def _read(self, step: InFlight) -> list[Sequence]:
-        with self._recorder.time("wait"):
-            packed = np.asarray(step.outputs)
-        milliseconds = self._time(step)
-        if isinstance(step.plan, PrefillPlan):
-            self._other_ms += milliseconds or 0.0
-        with self._recorder.time("host"):
-            has_raw = self.config.logprobs_mode == "both"
-            rows = unpack_outputs(packed, step.plan, step.variant, has_raw=has_raw)
-            if step.features is not None:
-                export_features(step.plan, jax.device_get(step.features))
-            num_kept, touched = self.scheduler.commit(step.plan, rows)
-            self._recorder.record_part(step.plan, rows, num_kept)
-            if milliseconds is not None:
-                self.repertoire.note(step.plan, step.variant, milliseconds)
-            if step.joins is not None and milliseconds is not None:
-                self.repertoire.note_apart(step.joins, min(self._other_ms, milliseconds))
-            if isinstance(step.plan, DecodePlan) and any(num_kept):
-                self._teach(step, num_kept, milliseconds)
-        self._recorder.record_finished(touched)
-        return touched
 
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
         """Measure times of rounds by running them. Drops cached prefixes if all shapes are run."""
@@ -378,7 +383,7 @@ class Engine:
             return StepCost({batches[0]: {k: 1.0 for k in ks}})
         if not has_all:
             max_k = max(ks)
-            cost = StepCost({batches[-1]: {max_k: self._time_padding(batches[-1], max_k)}})
+            cost = StepCost({batches[-1]: {max_k: time_padding(self._launch, batches[-1], max_k)}})
             return cost.widened(ks, batches)
         if self.has_work:
             raise ValueError(
@@ -388,60 +393,3 @@ class Engine:
         self.scheduler.prefixes.clear()
         plain = of_rounds(self.repertoire.variants[0])
         return self.programs.time_rounds(plain, ks, batches)
-
-    def _time(self, step: InFlight) -> float | None:
-        """Milliseconds of a part of a step that has just been read; None if they are not known.
-
-        The device began when it had finished the part before, or when planning of the step began if
-        that was later: host time counts as far as the device waited for it.
-        """
-        self._read_time = time.perf_counter()
-        done = self._read_time if step.done is None else step.done
-        milliseconds = 1e3 * (done - max(self._done_time, step.start))
-        self._done_time = done
-        # The part began when the one before it was done, which may have been read much later.
-        (earlier, before), now = self._compile_seconds, self.programs.compilations.seconds
-        self._compile_seconds = before, now
-        is_disturbed = now != earlier or step.start < self._timed_from
-        # A tiny program may be done before the one before it has been read.
-        return None if is_disturbed or milliseconds <= 0 else milliseconds
-
-    def _teach(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Tell the policy the outcome of a round."""
-        plan, policy = step.plan, self.scheduler.policy
-        assert isinstance(plan, DecodePlan)
-        k = plan.num_drafts
-        if not policy.is_learning or k not in policy.choices:  # of the previous policy
-            return
-        if self.config.exact or plan.k != k:
-            milliseconds = None  # measured with another K
-        pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
-        verdicts = Counter(sequence.draft_outcome(k, n) for sequence, n in pairs)
-        num_context = sum(len(sequence.token_ids) - n for sequence, n in pairs)
-        other_ms, self._other_ms = self._other_ms, 0.0
-        times = milliseconds, other_ms, step.is_joined
-        policy.observe(Round(plan.batch, k, num_context, verdicts, *times))
-
-    def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
-        """End requests that may have caused a failure, and restart the others on a new state."""
-        suspects = {
-            sequence: None
-            for part in parts
-            for sequence in part.sequences
-            if sequence.request.processor >= 0 and not sequence.is_finished
-        }
-        if not suspects:
-            self.reset()
-            raise error
-        for sequence in suspects:
-            self.scheduler.fail(sequence, error)
-        self._recorder.record_finished(suspects)
-        self._in_flight = []
-        self.scheduler.restart()
-        self._forget_state()
-        return list(suspects)
-
-    def _forget_state(self) -> None:
-        """Free the state and begin with a new one."""
-        self.programs.release()
-        self.programs.renew()

@@ -37,7 +37,13 @@ log = logging.getLogger(__name__)
 MAX_BYTES = 4 * 2**30  # of a folder; above it the least recently used are deleted
 ROOT = Path(__file__).parents[2]
 SOURCES = ("specjax", "pallas_kernels")
-TRACED = ("specjax.device", "specjax.engine.batch", "pallas_kernels")
+TRACED = (
+    "specjax.device",
+    "specjax.engine.batch",
+    "specjax.engine.programs",
+    "specjax.engine.tracing",
+    "pallas_kernels",
+)
 # Code from these places is covered by versions and sources. Generated methods have no file.
 _INSTALLED = (
     "<",

@@ -12,15 +12,15 @@ from collections.abc import Callable, Collection, Iterable
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
 from specjax.engine.batch import Part
-from specjax.engine.programs import (
+from specjax.engine.port import Programs
+from specjax.engine.programs import Joined
+from specjax.engine.tracing import Program
+from specjax.engine.variants import (
     FEW_LOGPROBS,
-    Joined,
-    Key,
-    Programs,
     covers,
-    first_keys_of,
-    keys_of,
+    first_programs_of,
     of_rounds,
+    programs_of,
 )
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Demands
@@ -44,11 +44,10 @@ class Repertoire:
         # Without any, XLA turns the condition into a select, which always computes them.
         self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
-        self._lost_ms: defaultdict[Key, float] = defaultdict(
-            float
-        )  # milliseconds lost, by the last program of the wanted shape
+        # By the last program of the better shape.
+        self._lost_ms: defaultdict[Program, float] = defaultdict(float)
         self._num_ready = -1  # when the caches below were filled
-        self._needed: dict[frozenset[Demands], Variant] = {}
+        self._asked: dict[frozenset[Demands], Variant] = {}
         self._shapes: dict[Variant, Shapes] = {}
         self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
 
@@ -60,14 +59,14 @@ class Repertoire:
             self._processors.append(processors)
         return self._processors.index(processors)
 
-    def needed(self, all_demands: Iterable[Demands]) -> Variant:
+    def asked_by(self, all_demands: Iterable[Demands]) -> Variant:
         """What steps must do for all of some requests."""
         all_demands = frozenset(all_demands)
-        if all_demands not in self._needed:
-            self._needed[all_demands] = self._find_needed(all_demands)
-        return self._needed[all_demands]
+        if all_demands not in self._asked:
+            self._asked[all_demands] = self._find_asked(all_demands)
+        return self._asked[all_demands]
 
-    def _find_needed(self, all_demands: Collection[Demands]) -> Variant:
+    def _find_asked(self, all_demands: Collection[Demands]) -> Variant:
         max_logprobs = self._max_logprobs
         if self._config.exact:  # one for all, for another program rounds differently
             return Variant(masks=True, num_logprobs=max_logprobs)
@@ -85,11 +84,11 @@ class Repertoire:
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
         """Compile the first of these shapes, or all, in every variant; whether all are ready."""
-        variants = self.variants or [self.needed(())]
+        variants = self.variants or [self.asked_by(())]
         self._compile(variants, shapes, show_progress=show_progress)
         self.variants = variants
-        best = self._keys(keys_of, variants[:1], shapes)
-        return all(key in self._programs.ready for key in best)
+        best = self._all_suited(programs_of, variants[:1], shapes)
+        return all(program in self._programs.ready for program in best)
 
     def use(self, shapes: Shapes) -> None:
         """Set the shapes that steps may have."""
@@ -109,8 +108,8 @@ class Repertoire:
 
     def ask_for(self, shape: Shape) -> None:
         """Compile a shape of rounds in the background."""
-        keys = self._keys(keys_of, self.variants[:1], Shapes((), (shape,)))
-        self._programs.compile_behind(keys, is_urgent=False)
+        suited = self._all_suited(programs_of, self.variants[:1], Shapes((), (shape,)))
+        self._programs.compile_behind(suited, is_urgent=False)
 
     def admits(self, all_demands: Iterable[Demands]) -> bool:
         """Whether there are programs for requests that run together.
@@ -118,67 +117,67 @@ class Repertoire:
         Raises:
             Exception: a program that they need does not compile.
         """
-        needed = self.needed(all_demands)
-        shapes = self.shapes(needed)
+        asked = self.asked_by(all_demands)
+        shapes = self.shapes(asked)
         if shapes.prefill and shapes.decode:
             return True
         failures = self._programs.failures
-        for variant in self._able(needed):
-            for key in self._keys(first_keys_of, [variant], self.all_shapes.first):
-                if key in failures:
+        for variant in self._able(asked):
+            for program in self._all_suited(first_programs_of, [variant], self.all_shapes.first):
+                if program in failures:
                     self.variants.remove(variant)
                     self._forget()
-                    raise failures[key]
-        if not self._able(needed):
-            self._ask(needed)
+                    raise failures[program]
+        if not self._able(asked):
+            self._ask(asked)
         return False
 
-    def shapes(self, needed: Variant) -> Shapes:
-        """The shapes that are ready for steps that do what is `needed`.
+    def shapes(self, asked: Variant) -> Shapes:
+        """The shapes that are ready for steps that do what is `asked`.
 
         It is `all_shapes` itself when every shape is ready.
         """
         self._look()
-        if needed not in self._shapes:
-            able, every = self._able(needed), self.all_shapes
+        if asked not in self._shapes:
+            able, every = self._able(asked), self.all_shapes
             shapes = Shapes(
                 tuple(s for s in every.prefill if self._has(PrefillPlan((), *s), able)),
                 tuple(s for s in every.decode if self._has(DecodePlan((), *s, 0), able)),
             )
-            best = self._keys(keys_of, able[:1], every)
-            has_all = bool(best) and all(key in self._programs.ready for key in best)
-            self._shapes[needed] = every if has_all else shapes
-        return self._shapes[needed]
+            best = self._all_suited(programs_of, able[:1], every)
+            has_all = bool(best) and all(program in self._programs.ready for program in best)
+            self._shapes[asked] = every if has_all else shapes
+        return self._shapes[asked]
 
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
         """The first variant that does what a plan's requests need and has its shape."""
         self._look()
-        needed = self.needed(all_demands)
+        asked = self.asked_by(all_demands)
         if isinstance(plan, DecodePlan):
-            known = DecodePlan, (plan.batch, plan.k), needed
+            known = DecodePlan, (plan.batch, plan.k), asked
         else:
-            known = PrefillPlan, (plan.batch, plan.width), needed
+            known = PrefillPlan, (plan.batch, plan.width), asked
         if known not in self._chosen:
-            able = self._able(needed)
+            able = self._able(asked)
             there = (variant for variant in able if self._has(plan, [variant]))
-            chosen = next(there, able[0] if able else needed)
+            chosen = next(there, able[0] if able else asked)
             self._chosen[known] = of_rounds(chosen) if known[0] is DecodePlan else chosen
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
         """Ask for the best shape of a plan once its lack has cost enough time."""
-        if plan.wanted is None:
+        if plan.better_shape is None:
             return
         if isinstance(plan, DecodePlan):
-            own = DecodePlan((), *plan.wanted, 0)
-            part = num_rows(plan.wanted) / num_rows((plan.batch, plan.k))
+            own = DecodePlan((), *plan.better_shape, 0)
+            part = num_rows(plan.better_shape) / num_rows((plan.batch, plan.k))
         else:
-            own = PrefillPlan((), *plan.wanted)
+            own = PrefillPlan((), *plan.better_shape)
             part = own.batch * own.width / (plan.batch * plan.width)
-        keys = self._keys_of(keys_of, own, variant)
-        self._lose(keys, max(PIECES_LOSE, 1 - part) * milliseconds)
+        suited = self._suited(programs_of, own, variant)
+        self._lose(suited, max(PIECES_LOSE, 1 - part) * milliseconds)
 
-    def note_apart(self, key: Joined, milliseconds: float) -> None:
+    def note_apart(self, program: Joined, milliseconds: float) -> None:
         """Ask for a program of both chunks and a round once its lack has cost enough time.
 
         `milliseconds` is what the shorter of the two took in a program of its own. There is one for
@@ -186,40 +185,41 @@ class Repertoire:
         """
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return
-        self._lose([key], JOINED_SAVES * milliseconds)
+        self._lose([program], JOINED_SAVES * milliseconds)
 
-    def _lose(self, keys: list[Key], milliseconds: float) -> None:
+    def _lose(self, suited: list[Program], milliseconds: float) -> None:
         """Count time that was lost for want of programs, and ask for them if it is enough."""
-        if all(key in self._programs.ready for key in keys):
+        if all(program in self._programs.ready for program in suited):
             return
-        self._lost_ms[keys[-1]] += milliseconds
-        if self._lost_ms[keys[-1]] >= self.patience_ms:
-            self._lost_ms[keys[-1]] = 0.0
-            self._programs.compile_behind(keys, is_urgent=False)
+        self._lost_ms[suited[-1]] += milliseconds
+        if self._lost_ms[suited[-1]] >= self.patience_ms:
+            self._lost_ms[suited[-1]] = 0.0
+            self._programs.compile_behind(suited, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
         """Compile what some variants need; all their shapes if everything is compiled ahead."""
         if not self._config.compile_ahead:
-            first = self._keys(first_keys_of, variants, shapes.first)
+            first = self._all_suited(first_programs_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)
             return
-        first = self._keys(keys_of, variants, shapes.first)
-        every = self._keys(keys_of, variants, shapes)
+        first = self._all_suited(programs_of, variants, shapes.first)
+        every = self._all_suited(programs_of, variants, shapes)
         self._programs.compile_ahead(first, then=every, show_progress=show_progress)
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
         """Compile a variant in the background, programs without which it cannot run first."""
         first = self.all_shapes.first
-        needed = self._keys(first_keys_of, [variant], first)
-        self._programs.compile_behind(needed, is_urgent=True)
-        self._programs.compile_behind(self._keys(keys_of, [variant], first), is_urgent=False)
+        least = self._all_suited(first_programs_of, [variant], first)
+        self._programs.compile_behind(least, is_urgent=True)
+        best = self._all_suited(programs_of, [variant], first)
+        self._programs.compile_behind(best, is_urgent=False)
         self.variants.append(variant)
         self._forget()
 
-    def _keys(
-        self, find: Callable[..., list[Key]], variants: Iterable[Variant], shapes: Shapes
-    ) -> list[Key]:
+    def _all_suited(
+        self, find: Callable[..., list[Program]], variants: Iterable[Variant], shapes: Shapes
+    ) -> list[Program]:
         """The programs of some shapes, those that take the longest to compile first."""
         by_drafts = sorted(shapes.decode, key=lambda shape: shape[::-1], reverse=True)
         plans = [
@@ -227,29 +227,31 @@ class Repertoire:
             *(PrefillPlan((), *shape) for shape in sorted(shapes.prefill, reverse=True)),
         ]
         return [
-            key
+            program
             for variant in variants
             for plan in plans
-            for key in self._keys_of(find, plan, variant)
+            for program in self._suited(find, plan, variant)
         ]
 
-    def _keys_of(self, find: Callable[..., list[Key]], plan: Part, variant: Variant) -> list[Key]:
+    def _suited(
+        self, find: Callable[..., list[Program]], plan: Part, variant: Variant
+    ) -> list[Program]:
         defers = self._programs.max_deferred(plan.batch) > 0
         return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
-    def _able(self, needed: Variant) -> list[Variant]:
-        """Variants that do what is needed; those with masks that it does not need come last."""
-        exactly = [variant for variant in self.variants if covers(variant, needed)]
-        masked = needed._replace(masks=True)
+    def _able(self, asked: Variant) -> list[Variant]:
+        """Variants that do what is `asked`; those with masks that it does not need come last."""
+        exactly = [variant for variant in self.variants if covers(variant, asked)]
+        masked = asked._replace(masks=True)
         others = [variant for variant in self.variants if covers(variant, masked)]
         return exactly + [variant for variant in others if variant not in exactly]
 
     def _has(self, plan: Part, variants: Iterable[Variant]) -> bool:
         ready = self._programs.ready
         return any(
-            all(key in ready for key in self._keys_of(find, plan, variant))
+            all(program in ready for program in self._suited(find, plan, variant))
             for variant in variants
-            for find in (keys_of, first_keys_of)
+            for find in (programs_of, first_programs_of)
         )
 
     def _look(self) -> None:

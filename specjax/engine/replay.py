@@ -1,12 +1,13 @@
-"""Times of rounds, measured by running every shape before there are requests.
+"""Times of rounds, measured by running every shape before there are requests, or padding later.
 
 Each shape must run once anyway, to be ready when a request needs it. The requests are artificial:
 random tokens, as much context as asked for, and shared pages if the pool is too small.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any, Protocol
 
@@ -14,21 +15,26 @@ import jax
 import numpy as np
 
 from specjax.device.drafters.drafter import Variant
+from specjax.device.inputs import DecodeInputs
+from specjax.device.layout import Layout
 from specjax.device.state import EngineState
-from specjax.engine.launcher import InFlight
-from specjax.engine.layout import Layout
-from specjax.engine.programs import Decode, Key
+from specjax.engine.batch import Part
+from specjax.engine.in_flight import Extended, InFlight
+from specjax.engine.programs import Decode
+from specjax.engine.tracing import Program
 from specjax.host.plans import DecodePlan
 from specjax.host.speculation.step_cost import StepCost
 
+TIMED_RUNS = 5  # of padding
 MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
 MIN_MS = 1e-3  # a tiny round may be done before the one before it has been read
 
-Shape = tuple[int, int, int]  # batch size, K, tokens of context
+Point = tuple[int, int, int]  # batch size, K, tokens of context
+Launch = Callable[[list[Part]], list[InFlight | Extended]]
 
 
 class TimedPrograms(Protocol):
-    """The programs to time, see `specjax.engine.programs.Programs`, with access to the state."""
+    """The programs to time, see `specjax.engine.port.Programs`, with access to the state."""
 
     @property
     def state(self) -> EngineState: ...
@@ -36,7 +42,7 @@ class TimedPrograms(Protocol):
     @state.setter
     def state(self, state: EngineState) -> None: ...
 
-    def run(self, key: Key, *arguments: Any) -> Any: ...
+    def run(self, program: Program, *arguments: Any) -> Any: ...
 
 
 def measure_rounds(
@@ -54,15 +60,15 @@ def measure_rounds(
     two lengths at the largest batch tell how much.
 
     Rounds run as in serving, each launched before the one before it is read, and times mean the
-    same (`Engine._time`): the host counts as far as the device waits for it. Only planning and
+    same (`RoundClock.time`): the host counts as far as the device waits for it. Only planning and
     committing are not among its work here. `num_pages` is by page table.
     """
     room = (MAX_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
     programs.state = _filled(programs.state, layout.vocab_size)
 
-    def launch(shape: Shape) -> InFlight:
-        start, (batch, k, context) = time.perf_counter(), shape
+    def launch(point: Point) -> InFlight:
+        start, (batch, k, context) = time.perf_counter(), point
         packed = pack_round(batch, k, layout, num_pages)
         programs.state = replace(programs.state, progress=progress_at(programs.state, context))
         outputs = programs.run(Decode(batch, k, variant), packed)
@@ -71,37 +77,37 @@ def measure_rounds(
         launched.look()
         return launched
 
-    def run_all(shapes: Sequence[Shape]) -> Iterator[tuple[Shape, float]]:
-        """Run a round of each shape; its milliseconds. One at either end does not count."""
-        before, end = launch(shapes[-1]), 0.0
-        for i, shape in enumerate([*shapes, shapes[0]]):
+    def run_all(points: Sequence[Point]) -> Iterator[tuple[Point, float]]:
+        """Run a round at each point; its milliseconds. One at either end does not count."""
+        before, end = launch(points[-1]), 0.0
+        for i, point in enumerate([*points, points[0]]):
             before.look()
-            launched = launch(shape)
+            launched = launch(point)
             np.asarray(before.outputs)
             done = time.perf_counter() if before.done is None else before.done
             if i:
-                yield shapes[i - 1], max(1e3 * (done - max(end, before.start)), MIN_MS)
+                yield points[i - 1], max(1e3 * (done - max(end, before.start)), MIN_MS)
             before, end = launched, done
 
     max_batch, ends = batches[-1], {min(ks), max(ks)}
-    shapes = [(batch, k, short) for batch in batches for k in ks]
-    shapes += [(max_batch, k, long) for k in ends if long > 2 * short]
-    list(run_all(shapes))  # the first run touches new memory, and does not count
-    times: dict[Shape, list[float]] = {shape: [] for shape in shapes}
+    points = [(batch, k, short) for batch in batches for k in ks]
+    points += [(max_batch, k, long) for k in ends if long > 2 * short]
+    list(run_all(points))  # the first run touches new memory, and does not count
+    times: dict[Point, list[float]] = {point: [] for point in points}
     start = time.perf_counter()
     for i in range(MAX_PASSES):
-        for shape, milliseconds in run_all(shapes):
-            times[shape].append(milliseconds)
+        for point, milliseconds in run_all(points):
+            times[point].append(milliseconds)
         if i + 1 >= MIN_PASSES and time.perf_counter() - start > ENOUGH_SECONDS:
             break
-    middle = {shape: median(found) for shape, found in times.items()}
+    middle = {point: median(found) for point, found in times.items()}
     per_token = 0.0
     if long > 2 * short:
         added = [(middle[max_batch, k, long] - middle[max_batch, k, short]) for k in ends]
         per_token = max(0.0, min(added) / (max_batch * (long - short)))
-    points = {batch: {k: middle[batch, k, short] for k in ks} for batch in batches}
+    by_batch = {batch: {k: middle[batch, k, short] for k in ks} for batch in batches}
     return StepCost(
-        _without_context(points, short, per_token),
+        _without_context(by_batch, short, per_token),
         batches=batches,
         ms_per_context_token=per_token,
     )
@@ -138,8 +144,31 @@ def _like(x: jax.Array, value: Any) -> jax.Array:
     return jax.device_put(np.full(x.shape, value, x.dtype), x.sharding)
 
 
+def time_padding(launch: Launch, batch: int, k: int) -> float:
+    """Milliseconds of a round of padding rows only, which changes nothing.
+
+    Each is launched before the one before it is waited for, as in serving.
+    """
+    plan, ends = DecodePlan((), batch, k, k), []
+
+    def wait_for(step: InFlight | Extended) -> None:
+        if isinstance(step, InFlight):
+            np.asarray(step.outputs)
+        ends.append(time.perf_counter())
+
+    (before,) = launch([plan])  # its end also waits for what was launched earlier
+    for _ in range(TIMED_RUNS):
+        (launched,) = launch([plan])
+        wait_for(before)
+        before = launched
+    wait_for(before)
+    return 1e3 * median(b - a for a, b in pairwise(ends))
+
+
 def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> np.ndarray:
     """A packed round (see `batch.pack`) of the first slots, each with pages in a row."""
+    packed, rows = layout.packing(DecodeInputs).rows(batch)
+    rows.slots[:], rows.num_drafts[:] = np.arange(batch), k
     table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1)
-    scalars = np.stack((np.arange(batch), np.full(batch, k), np.zeros(batch)), axis=1)
-    return np.hstack((scalars, *(table % count for count in num_pages))).astype(np.int32)
+    rows.page_tables[:] = np.hstack([table % count for count in num_pages])
+    return packed

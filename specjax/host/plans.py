@@ -34,7 +34,7 @@ class PrefillPlan:
     chunks: tuple[Chunk, ...]
     batch: int
     width: int
-    wanted: Shape | None = None  # (batch, width) that would suit it better
+    better_shape: Shape | None = None  # (batch, width) that suits it better
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -55,7 +55,7 @@ class DecodePlan:
     batch: int
     k: int
     num_drafts: int  # of the k, those that may be accepted
-    wanted: Shape | None = None  # (batch, k) that would suit it better
+    better_shape: Shape | None = None  # (batch, k) that suits it better
 
     @cached_property
     def demands(self) -> frozenset[Demands]:

@@ -16,7 +16,7 @@ class TextWatch(Protocol):
     @property
     def text(self) -> str: ...
     @property
-    def settled(self) -> str:
+    def stable(self) -> str:
         """The text that no later token can change."""
         ...
 

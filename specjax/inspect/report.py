@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from specjax.config import METHODS, OWN_SHAPE, SpeculativeConfig, check_count, check_positive
-from specjax.engine.precompile import GPU_OPTIONS
+from specjax.engine.xla_options import GPU_OPTIONS
 from specjax.inspect import step
 from specjax.inspect.compile import AFTER_LAYERS, compile_functions
 from specjax.inspect.gpus import GPU
@@ -255,14 +255,6 @@ def compile_steps(
     return [_report(*each, later.get(i)) for i, each in enumerate(steps)]
 
 
-def kernel_resources(
-    file: str | Path, requests: Sequence[Mapping[str, Any]], *, timeout: float = 600
-) -> list[list[Resources]]:
-    """Run `compile_functions`; return the resources of each kernel of each function."""
-    made = compile_functions(file, requests, resources=True, timeout=timeout)
-    return [[_resources(one) for one in report["resources"]] for report in made]
-
-
 def part_of(launch: Launch) -> str:
     """Return the part of a step that a kernel belongs to, by the named scopes of its trace."""
     scopes = launch.scope.split("/")
@@ -319,7 +311,7 @@ def _report(
     resources = None
     if made["resources"] is not None:
         pallas = {one.pallas for one in launches if one.pallas}
-        found = map(_resources, made["resources"])
+        found = map(Resources.of, made["resources"])
         resources = tuple(
             one for one in found if one.spills or one.is_mosaic or {one.name, one.kernel} & pallas
         )
@@ -374,14 +366,9 @@ def _launch(fields: Mapping[str, Any]) -> Launch:
     return Launch(**{**fields, "branches": branches, "parameters": tuple(fields["parameters"])})
 
 
-def _resources(fields: Mapping[str, Any]) -> Resources:
-    shape = {name: fields[name] and tuple(fields[name]) for name in ("grid", "threads")}
-    return Resources(**{**fields, **shape})
-
-
 def describe(launch: Launch) -> str:
     """Describe a kernel in a line: its kind and name, JAX operation, and weights it reads."""
-    source = re.sub(r"^.*?/(?:jit\([^)]*\)/)*", "", launch.source.removeprefix("jit(run_decode)/"))
+    source = re.sub(r"^.*?/(?:jit\([^)]*\)/)*", "", launch.source.removeprefix("jit(decode)/"))
     weights = [name.partition(".")[2] for name in launch.parameters if name.startswith("params.")]
     names = f"{launch.pallas or launch.kind:16} {launch.name:32} {source or '-'}"
     return f"{names}  {' '.join(weights)}".rstrip()

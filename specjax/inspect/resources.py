@@ -5,12 +5,12 @@ import re
 import shutil
 import subprocess
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PTXAS = Path("/usr/local/cuda/bin/ptxas"), Path("/usr/local/bin/ptxas")
 MOSAIC_SUFFIX = "_mosaic_gpu_kernel"
@@ -46,6 +46,12 @@ class Resources:
     products: tuple[str, ...] = ()  # matrix products, as PTX names them: "mma.sync bf16"
     multiply_adds: int = 0  # `triton_call.multiply_add` of one element, in the kernel's text
     barriers: tuple[int, ...] = ()  # of all threads: the number of multiply_adds before each
+
+    @classmethod
+    def of(cls, fields: Mapping[str, Any]) -> "Resources":
+        """Return what was written as JSON."""
+        shape = {name: fields[name] and tuple(fields[name]) for name in ("grid", "threads")}
+        return cls(**{**fields, **shape})
 
     @property
     def shared_bytes(self) -> int:

@@ -1,6 +1,6 @@
 """The decode step of an engine, for compiling without one: jitted function and its arguments."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -9,13 +9,14 @@ import jax.numpy as jnp
 
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.drafter import Drafter, NoDrafter, Params, Variant
-from specjax.device.inputs import StepModel
+from specjax.device.inputs import DecodeInputs
+from specjax.device.layout import Layout
 from specjax.device.models.model import Model
 from specjax.device.verification import SeedExact, Verification, make_verification
-from specjax.engine.batch import jitted, run_decode, run_observe
-from specjax.engine.layout import Layout
-from specjax.engine.precompile import empty_state, step_model
-from specjax.engine.programs import FEW_LOGPROBS
+from specjax.engine.programs import Decode, Observe
+from specjax.engine.step_model import empty_state, step_model
+from specjax.engine.tracing import Program, Static, jitted
+from specjax.engine.variants import FEW_LOGPROBS
 from specjax.serving.source import open_drafter, open_model
 
 LAYERS = r"^params\.target\.layers\[(\d+)\]"  # matches names of the step's parameters
@@ -33,6 +34,10 @@ class Parts:
     num_layers: int  # of the whole model; the target may have fewer
 
 
+def _round(batch: int, k: int) -> Program:
+    return Decode(batch, k, Variant(num_logprobs=FEW_LOGPROBS))
+
+
 def decode_step(
     model: str,
     batch: int,
@@ -42,20 +47,19 @@ def decode_step(
     num_layers: int | None = None,
     page_size: int = 16,
     dtype: str = "bfloat16",
+    make_program: Callable[[int, int], Program] = _round,
 ) -> tuple[Any, tuple, dict[str, Any]]:
     """Return a round with K = k for `batch` requests of `context` tokens, in an engine that fits.
 
     For `compile_functions`; other arguments are as in `open_parts` and `fit_engine`.
+    `make_program(batch, k)` is the program, whose one argument is the packed round.
     """
     parts = open_parts(model, speculation, num_layers, dtype)
     config = fit_engine(parts.target, batch, k, context, page_size, dtype)
     static = _static(parts, config)
-    layout = Layout.of(config, parts.target.vocab_size, static.windows)
-    packed = jax.ShapeDtypeStruct(layout.decode_shape(batch), jnp.int32)
-    state = jax.eval_shape(lambda: empty_state(config, static, k))
-    variant = Variant(num_logprobs=FEW_LOGPROBS)
-    arguments = parts.params, state, packed
-    return jitted(run_decode), arguments, {"model": static, "variant": variant, "k": k}
+    packed = jax.ShapeDtypeStruct(static.layout.packing(DecodeInputs).shape(batch), jnp.int32)
+    state = jax.eval_shape(lambda: empty_state(config, static.model, k))
+    return jitted(make_program(batch, k), static), (parts.params, state, packed), {}
 
 
 def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str, Any]]:
@@ -63,17 +67,17 @@ def observe_step(*described: Any, **further: Any) -> tuple[Any, tuple, dict[str,
 
     Arguments are those of `decode_step`.
     """
-    _, arguments, static = decode_step(*described, **further)
-    return jitted(run_observe), arguments, {"model": static["model"]}
+    return decode_step(*described, **further, make_program=lambda batch, _: Observe(batch))
 
 
 def max_deferred(parts: Parts, config: EngineConfig, batch: int, k: int) -> int:
     """Return how many such rounds the drafter observes together; 0 if it observes each at once."""
-    return 0 if k else _static(parts, config).max_deferred(batch)
+    return 0 if k else _static(parts, config).model.max_deferred(batch)
 
 
-def _static(parts: Parts, config: EngineConfig) -> StepModel:
-    return step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
+def _static(parts: Parts, config: EngineConfig) -> Static:
+    model = step_model(config, parts.target, parts.drafter, parts.verification, "gpu")
+    return Static(model, Layout.of(config, parts.target.vocab_size, model.windows))
 
 
 def open_parts(
@@ -148,5 +152,5 @@ def fit_engine(
 
 def state_bytes(parts: Parts, config: EngineConfig, k: int) -> int:
     """Return the bytes of the state that a step takes."""
-    state = jax.eval_shape(lambda: empty_state(config, _static(parts, config), k))
+    state = jax.eval_shape(lambda: empty_state(config, _static(parts, config).model, k))
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state))

@@ -30,7 +30,7 @@ from specjax.serving.defaults import (
     make_config,
 )
 from specjax.serving.drafters import with_method
-from specjax.serving.dynamic_k import check_profile, fingerprint, make_policy, read_profile
+from specjax.serving.dynamic_k import check_profile, fingerprint, policy_of, read_profile
 from specjax.serving.memory import (
     CacheBytes,
     EngineNeeds,
@@ -213,7 +213,7 @@ def assemble(
         both,
         placement,
         config,
-        make_policy(speculation, plan.profile, config.decode_batches),
+        policy_of(speculation, plan.profile, config.decode_batches),
         make_verification(speculation) if speculation else None,
         tokenizer,
         eos_ids,

@@ -45,7 +45,7 @@ def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile 
     return config, profile
 
 
-def make_policy(
+def policy_of(
     config: SpeculativeConfig | None, profile: Profile | None, batches: Sequence[int]
 ) -> Policy:
     """The policy of a config; `batches` are the sizes to which rounds are padded."""

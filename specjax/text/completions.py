@@ -81,7 +81,7 @@ class Completion:
         watch = self.sequence.watch
         has_stopped = isinstance(self.sequence.stop_reason, str)
         if watch is not None and (has_stopped or not self.sequence.is_finished):
-            return watch.settled
+            return watch.stable
         prompt = self.sequence.request.prompt_token_ids
         if self.sequence.is_finished:
             shown = token_ids[: len(token_ids) - self.sequence.hides_last]
@@ -89,7 +89,7 @@ class Completion:
         if self._text is None:
             self._text = StopStrings(tokenizer, (), context=prompt_context(tokenizer, prompt))
         self._text.append(token_ids[self.num_shown :])
-        return self._text.settled
+        return self._text.stable
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,11 @@ class StopStrings:
         return "".join(self._text.characters)
 
     @property
-    def settled(self) -> str:
+    def stable(self) -> str:
         """The text that no further token can change by its bytes or by a stop text."""
         if self.stop_reason is not None:
             return self.text
-        text = "".join(self._text.characters[: self._text.num_settled])
+        text = "".join(self._text.characters[: self._text.num_stable])
         max_held = 0 if self._include_in_output else min(len(text), self._longest - 1)
         held = (n for n in range(max_held, 0, -1) if self._starts_a_stop(text[-n:]))
         return text[: len(text) - next(held, 0)]
@@ -211,7 +211,7 @@ class _GrowingText:
         self._run: _ByteRun | None = None
 
     @property
-    def num_settled(self) -> int:
+    def num_stable(self) -> int:
         """Number of characters that no later token can change; a run of bytes may be undone."""
         if self._run is None or not self._run.is_valid:
             return len(self.characters)
@@ -255,12 +255,12 @@ class _GrowingText:
 
     def _decode(self, tokens: list[int]) -> None:
         """Add the text of tokens which, with byte tokens, are one whole character."""
-        known = self._settled(self._context)
+        known = self._stable(self._context)
         window = self._context + tokens
-        self.characters += self._settled(window)[len(known) :]
+        self.characters += self._stable(window)[len(known) :]
         # A byte run in the context must begin with a character; elsewhere decode resynchronizes.
         self._context = tokens if self._has_byte_tokens else window[-MAX_TOKENS_PER_CHARACTER:]
 
-    def _settled(self, tokens: list[int]) -> str:
+    def _stable(self, tokens: list[int]) -> str:
         text = self._tokenizer.decode(tokens)
         return text if self._has_byte_tokens else text.removesuffix(REPLACEMENT)

@@ -246,11 +246,11 @@ def launch(scope, **others):
 
 def test_parts_of_a_step():
     names = {
-        "jit(run_decode)/draft/jit(_layer)/add": "draft",
-        "jit(run_decode)/verify/jit(decoder_layer)/mul": "verify",
-        "jit(run_decode)/settle/scatter": "settle",
-        "jit(run_decode)/settle/observe/jit(_layer)/dot_general": "observe",
-        "jit(run_decode)/vmap()/concatenate": "other",
+        "jit(decode)/draft/jit(_layer)/add": "draft",
+        "jit(decode)/verify/jit(decoder_layer)/mul": "verify",
+        "jit(decode)/settle/scatter": "settle",
+        "jit(decode)/settle/observe/jit(_layer)/dot_general": "observe",
+        "jit(decode)/vmap()/concatenate": "other",
         "": "other",
     }
     assert {scope: part_of(launch(scope)) for scope in names} == names
@@ -258,9 +258,9 @@ def test_parts_of_a_step():
 
 def made(num_layers):
     """What a compilation might say: a kernel per layer, one in a branch that is not taken."""
-    kernels = [launch(f"jit(run_decode)/verify/{i}") for i in range(num_layers)]
+    kernels = [launch(f"jit(decode)/verify/{i}") for i in range(num_layers)]
     listed = [{**vars(one), "layer": i} for i, one in enumerate(kernels)]
-    listed.append({**vars(launch("jit(run_decode)/settle/cond")), "branches": [["cond", 1]]})
+    listed.append({**vars(launch("jit(decode)/settle/cond")), "branches": [["cond", 1]]})
     return {
         "launches": listed,
         "large_copies": listed[:1],

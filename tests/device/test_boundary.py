@@ -26,10 +26,10 @@ def test_what_is_as_declared_passes():
 @pytest.mark.parametrize(
     "inputs, field",
     [
-        (INPUTS._replace(slots=jnp.zeros(3, jnp.int32)), "requests.prompt_lengths"),
-        (INPUTS._replace(slots=jnp.zeros((2, 1), jnp.int32)), "slots"),
-        (INPUTS._replace(tokens=jnp.zeros((2, LENGTH))), "tokens"),
-        (INPUTS._replace(requests=init_requests(1, VOCAB)), "requests.prompt_lengths"),
+        (replace(INPUTS, slots=jnp.zeros(3, jnp.int32)), "requests.prompt_lengths"),
+        (replace(INPUTS, slots=jnp.zeros((2, 1), jnp.int32)), "slots"),
+        (replace(INPUTS, tokens=jnp.zeros((2, LENGTH))), "tokens"),
+        (replace(INPUTS, requests=init_requests(1, VOCAB)), "requests.prompt_lengths"),
     ],
     ids=["rows", "axes", "dtype", "rows-inside"],
 )

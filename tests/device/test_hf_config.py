@@ -11,8 +11,8 @@ from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.registry import describe_model, load_model
+from specjax.engine.compiled import CompiledPrograms
 from specjax.engine.engine import Engine
-from specjax.engine.precompile import CompiledPrograms
 from specjax.host.speculation.policy import StaticPolicy
 
 FLOAT32 = np.dtype(np.float32)

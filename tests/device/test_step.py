@@ -1,32 +1,32 @@
 """How a step is run changes no token and no count: padded rows, and one program or three."""
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import jax
 import numpy as np
 import pytest
+from support.engines import programs_with
 
-import specjax.engine.precompile
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.cache.rows import padded_width
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.drafters.ngram import NGramDrafter
 from specjax.device.drafters.registry import load_drafter
+from specjax.device.layout import Layout
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.registry import describe_model, load_model
 from specjax.device.noise import Stream, gumbel_noise
 from specjax.device.verification import SeedExact
-from specjax.engine.batch import run_joined
 from specjax.engine.engine import Engine
-from specjax.engine.layout import Layout
+from specjax.engine.programs import Begin, Decode, Joined
+from specjax.engine.step_model import empty_state, step_model
+from specjax.engine.tracing import Static, jitted
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.sampling_params import SamplingParams
 from specjax.train.context import CausalRows
 
 FLOAT32 = np.dtype(np.float32)
-step_model = specjax.engine.precompile.step_model
 VOCAB, MAX_LEN, K = 24, 64, 2
 TEMPERATURES = (0.0, 0.7, 0.0)
 gumbel = jax.jit(gumbel_noise, static_argnums=(1, 3))
@@ -101,7 +101,7 @@ def run(loaded):
             matchers.append(Matcher(rule))
             return matchers[-1]
 
-        def make(*arguments):
+        def make_model(*arguments):
             return step_model(*arguments)._replace(row_multiple=row_multiple)
 
         config = EngineConfig(
@@ -112,9 +112,8 @@ def run(loaded):
             prefill_shapes=((2, 16),),
             num_pages=12,
         )
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(specjax.engine.precompile, "step_model", make)
-            engine = Engine(config, model, drafter, params, StaticPolicy(K))
+        policy, make_programs = StaticPolicy(K), programs_with(make_model=make_model)
+        engine = Engine(config, model, drafter, params, policy, make_programs=make_programs)
         for i, prompt in enumerate(prompts):
             asked = SamplingParams(temperature=TEMPERATURES[i], **(GRAMMAR if rule else asks))
             follows = follow if rule else None
@@ -227,12 +226,11 @@ def test_drafters_do_not_see_the_pages_of_the_targets_windows():
 
     layout = Layout.of(config, VOCAB, model.windows)
     weights = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, "float32"), target.specs())
-    state = jax.eval_shape(lambda: specjax.engine.precompile.empty_state(config, model, K))
-    shapes = layout.prefill_shape(1), layout.decode_shape(2)
+    state = jax.eval_shape(lambda: empty_state(config, model, K))
+    joined = Joined(Begin(1, 4, Variant()), Decode(2, K, Variant()))
+    shapes = [layout.packing(kind).shape(batch) for kind, batch in joined.packed]
     packed = (jax.ShapeDtypeStruct(shape, "int32") for shape in shapes)
-    static = {"model": model, "width": 4, "k": K}
-    variants = {"chunk_variant": Variant(), "variant": Variant()}
-    jax.eval_shape(partial(run_joined, **static, **variants), Params(weights, None), state, *packed)
+    jax.eval_shape(jitted(joined, Static(model, layout)), Params(weights, None), state, *packed)
     assert [rows.width for rows in drafter.shown] == [K + 1, 4]
     for rows in drafter.shown:
         assert rows.table(8) is rows.page_table

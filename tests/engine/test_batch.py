@@ -1,6 +1,6 @@
 """The conversion between plans and arrays: nothing is lost, and the host's arrays are its own."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import jax
 import jax.numpy as jnp
@@ -8,23 +8,15 @@ import numpy as np
 import pytest
 
 from specjax.device.drafters.drafter import Variant
+from specjax.device.extras import Extras
 from specjax.device.inputs import AdmitInputs, DecodeInputs, PrefillInputs, SnapshotInputs
+from specjax.device.layout import Layout
 from specjax.device.logprobs import Logprobs, pack_logprobs
 from specjax.device.requests import init_requests
 from specjax.device.state import init_state
-from specjax.device.step import StepOutputs
-from specjax.device.wanted import Wants
-from specjax.engine.admissions import pack_admissions, unpack_admissions
-from specjax.engine.batch import (
-    jitted,
-    pack,
-    pack_masks,
-    pack_outputs,
-    pack_snapshots,
-    run_admit,
-    unpack_outputs,
-)
-from specjax.engine.layout import Layout
+from specjax.device.step import StepOutputs, admit
+from specjax.engine.admissions import pack_admissions
+from specjax.engine.batch import pack, pack_masks, pack_outputs, pack_snapshots, unpack_outputs
 from specjax.host.plans import Chunk, DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.residency import Residency, slot_of
@@ -39,8 +31,8 @@ from specjax.sampling_params import (
 )
 
 NUM_SLOTS, PAGES_PER_SEQ, WIDTH, MAX_LEN, VOCAB = 9, 6, 8, 40, 70
-ADMIT = jitted(run_admit)
-LAYOUT = Layout(NUM_SLOTS, MAX_LEN, PAGES_PER_SEQ, VOCAB)
+ADMIT = jax.jit(lambda state, packed: admit(state, LAYOUT.packing(AdmitInputs).unpack(packed)))
+LAYOUT = Layout(NUM_SLOTS, MAX_LEN, PAGES_PER_SEQ, VOCAB, num_snapshots=7)
 
 
 def make_sequence(
@@ -85,8 +77,8 @@ def padded(values, length):
 
 
 def test_prefill_rows_are_slot_chunk_and_pages():
-    packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Wants.LOGPROBS)
-    assert packed.dtype == np.int32 and packed.shape == LAYOUT.prefill_shape(5)
+    packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Extras.LOGPROBS)
+    assert packed.dtype == np.int32 and packed.shape == (5, 6 + PAGES_PER_SEQ)
     for row, chunk in zip(packed[:3].tolist(), CHUNKS, strict=True):
         pages = padded(chunk.sequence.residency.pages, PAGES_PER_SEQ)
         told = chunk.start, chunk.count, chunk.is_last, chunk.is_resumed
@@ -94,43 +86,47 @@ def test_prefill_rows_are_slot_chunk_and_pages():
 
 
 def test_prefill_padding_does_nothing():
-    packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Wants(0))[len(CHUNKS) :]
-    slots, _, counts, is_last, is_resumed, wants, *table = packed.T
-    assert not wants.any()
+    packed = pack(PREFILL, PAGE_TABLES, LAYOUT, Extras(0))[len(CHUNKS) :]
+    slots, _, counts, is_last, is_resumed, extras, *table = packed.T
+    assert not extras.any()
     assert (slots == NUM_SLOTS).all() and not (counts | is_last | is_resumed).any()
     assert len(table) == PAGES_PER_SEQ and (np.array(table) == -1).all()
 
 
 def test_decode_rows_are_slot_drafts_and_pages():
-    packed = pack(DECODE, PAGE_TABLES, LAYOUT, Wants.EDITS)
-    assert packed.dtype == np.int32 and packed.shape == LAYOUT.decode_shape(4)
+    packed = pack(DECODE, PAGE_TABLES, LAYOUT, Extras.EDITS)
+    assert packed.dtype == np.int32 and packed.shape == (4, 3 + PAGES_PER_SEQ)
     stays = [sequence.residency for sequence in DECODE.sequences]
     expected = [[stay.slot, 1, 1, *padded(stay.pages, PAGES_PER_SEQ)] for stay in stays]
     np.testing.assert_array_equal(packed, [*expected, [NUM_SLOTS, 1, 1, *[-1] * PAGES_PER_SEQ]])
 
 
+def names(inputs):
+    return [field.name for field in fields(inputs)]
+
+
 def test_a_step_is_told_nothing_that_the_device_decides():
     """Accepted counts, lengths and last tokens of decoding requests live on the device alone."""
-    assert AdmitInputs._fields == ("slots", "requests", "tokens")
-    assert SnapshotInputs._fields == ("slots", "ids", "ends")
-    chunk = "slots", "starts", "counts", "is_last", "is_resumed", "wants", "page_tables"
-    assert PrefillInputs._fields == chunk
-    assert DecodeInputs._fields == ("slots", "num_drafts", "wants", "page_tables")
-    before = pack(DECODE, PAGE_TABLES, LAYOUT, Wants(0))
+    assert names(AdmitInputs) == ["slots", "requests", "tokens"]
+    assert names(SnapshotInputs) == ["slots", "ids", "ends"]
+    chunk = ["slots", "starts", "counts", "is_last", "is_resumed", "extras", "page_tables"]
+    assert names(PrefillInputs) == chunk
+    assert names(DecodeInputs) == ["slots", "num_drafts", "extras", "page_tables"]
+    before = pack(DECODE, PAGE_TABLES, LAYOUT, Extras(0))
     sequence = make_sequence(4, 8)
     sequence.token_ids += [1, 2, 3]
     sequence.num_in_flight, sequence.max_tokens_in_flight = 2, 6
     sequence.residency.num_computed = 8
-    after = pack(DecodePlan((sequence,), 1, 2, 1), PAGE_TABLES, LAYOUT, Wants(0))
+    after = pack(DecodePlan((sequence,), 1, 2, 1), PAGE_TABLES, LAYOUT, Extras(0))
     np.testing.assert_array_equal(after[0], before[0])
 
 
 def test_snapshot_rows_are_slot_id_and_tokens():
     """Those that are taken stand for the tokens with the chunk, those gone on from without."""
     first, second = replace(CHUNKS[1], taken=3), replace(CHUNKS[2], restored=1)
-    taken = pack_snapshots([first], 2, 7, LAYOUT, is_taken=True)
+    taken = pack_snapshots([first], 2, LAYOUT, is_taken=True)
     assert taken.dtype == np.int32 and taken.tolist() == [[0, 3, 16], [NUM_SLOTS, 7, 0]]
-    restored = pack_snapshots([second], 2, 7, LAYOUT, is_taken=False)
+    restored = pack_snapshots([second], 2, LAYOUT, is_taken=False)
     assert restored.tolist() == [[8, 1, 2], [NUM_SLOTS, 7, 0]]
 
 
@@ -138,7 +134,7 @@ def test_a_preempted_request_comes_back_with_its_output():
     sequence = make_sequence(3, 4)
     sequence.token_ids += [50, 51, 52]
     packed = pack_admissions([sequence], 1, LAYOUT)
-    state = jax.device_get(ADMIT(None, used_state(), packed, layout=LAYOUT)[0])
+    state = jax.device_get(ADMIT(used_state(), packed))
     assert state.tokens[3][:7].tolist() == [3, 4, 5, 6, 50, 51, 52]
     assert state.requests.prompt_lengths[3] == 4 and state.requests.limits[3] == 9
 
@@ -195,8 +191,8 @@ def used_state():
 def admitted():
     """The state after the admission of three requests in a batch of five."""
     packed = pack_admissions([PLAIN, FULL, SOME], 5, LAYOUT)
-    assert packed.dtype == np.int32 and packed.shape == LAYOUT.admit_shape(5)
-    return jax.device_get(ADMIT(None, used_state(), packed, layout=LAYOUT)[0])
+    assert packed.dtype == np.int32 and packed.shape == LAYOUT.packing(AdmitInputs).shape(5)
+    return jax.device_get(ADMIT(used_state(), packed))
 
 
 @pytest.mark.parametrize("sequence", [PLAIN, FULL, SOME], ids=["plain", "full", "some"])
@@ -258,15 +254,15 @@ def test_tokens_past_a_prompt_are_ids(admitted):
 def test_every_field_of_a_request_has_its_place():
     """What is packed and unpacked again is the device's tree, with its shapes and dtypes."""
     requests = jax.eval_shape(lambda: init_requests(NUM_SLOTS, VOCAB))
-    unpacked = unpack_admissions(pack_admissions([FULL], NUM_SLOTS, LAYOUT), LAYOUT)
+    unpacked = LAYOUT.packing(AdmitInputs).views(pack_admissions([FULL], NUM_SLOTS, LAYOUT))
     shapes = jax.tree.map(lambda x: (x.shape, x.dtype), (unpacked.requests, requests))
     assert shapes[0] == shapes[1]
     width = sum(leaf.size // NUM_SLOTS for leaf in jax.tree.leaves(requests))
-    assert LAYOUT.admit_shape(3) == (3, 1 + width + MAX_LEN)
+    assert LAYOUT.packing(AdmitInputs).shape(3) == (3, 1 + width + MAX_LEN)
 
 
 def test_rows_without_a_request_are_those_of_an_empty_slot():
-    unpacked = unpack_admissions(pack_admissions([FULL], 2, LAYOUT), LAYOUT)
+    unpacked = LAYOUT.packing(AdmitInputs).views(pack_admissions([FULL], 2, LAYOUT))
     assert unpacked.slots.tolist() == [slot_of(FULL), NUM_SLOTS]
     empty = jax.device_get(init_requests(1, VOCAB)).at(0)
     jax.tree.map(np.testing.assert_array_equal, unpacked.requests.at(1), empty)
@@ -305,7 +301,7 @@ def with_matcher(plan, *numbers):
 def test_masks_stand_in_the_rows_of_their_requests():
     drafts = np.array([[1, 2], [3, 4], [5, 6], [7, 8]], np.int32)
     masks = pack_masks(with_matcher(DECODE, 10_000, None, 20_000), drafts, LAYOUT)
-    assert masks.dtype == np.int32 and masks.shape == LAYOUT.mask_shape(DECODE) == (4, 3, 3)
+    assert masks.dtype == np.int32 and masks.shape == (4, 3, 3)
     assert masks[0].tolist() == [[n, n + 1, n + 2] for n in (10_000, 10_100, 10_300)]
     assert masks[2].tolist() == [[n, n + 1, n + 2] for n in (20_000, 20_500, 21_100)]
     assert (masks[[1, 3]] == -1).all(), "without a grammar everything is permitted"
@@ -313,7 +309,7 @@ def test_masks_stand_in_the_rows_of_their_requests():
 
 def test_nothing_is_known_before_a_first_token():
     masks = pack_masks(with_matcher(PREFILL, None, 10_000, 20_000), None, LAYOUT)
-    assert masks.shape == LAYOUT.mask_shape(PREFILL) == (5, 1, 3)
+    assert masks.shape == (5, 1, 3)
     assert masks[1:3, 0].tolist() == [[n, n + 1, n + 2] for n in (10_000, 20_000)]
     assert (masks[[0, 3, 4]] == -1).all()
 
@@ -463,9 +459,9 @@ def test_every_packed_array_is_fresh(plan):
     def arrays():
         drafts = np.zeros((4, 2), np.int32) if isinstance(plan, DecodePlan) else None
         new = pack_admissions([PLAIN, FULL], 3, LAYOUT)
-        moved = pack_snapshots([replace(CHUNKS[0], taken=2)], 3, 4, LAYOUT, is_taken=True)
+        moved = pack_snapshots([replace(CHUNKS[0], taken=2)], 3, LAYOUT, is_taken=True)
         return (
-            pack(plan, PAGE_TABLES, LAYOUT, Wants(0)),
+            pack(plan, PAGE_TABLES, LAYOUT, Extras(0)),
             new,
             moved,
             pack_masks(plan, drafts, LAYOUT),

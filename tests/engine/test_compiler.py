@@ -185,7 +185,6 @@ def test_threads_end_when_there_is_nothing_to_do(compiler, gate):
 
 
 def test_with_few_maps_left_only_what_is_needed_is_compiled(compiler, gate, monkeypatch, caplog):
-    monkeypatch.setattr(module, "FOR_SHAPES", 0.5)
     monkeypatch.setattr(module, "maps_in_use", lambda: 0.6)
     gate.let(3)
     compiler.ask("abc", is_urgent=False)

@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from support.compilations import count_maps
+from support.engines import programs_with
 from support.shapes import FUNCTIONS
 
 from specjax.config import EngineConfig
@@ -27,11 +27,11 @@ from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import SeedExact
-from specjax.engine import batch, executables, precompile
+from specjax.engine import executables, programs
 from specjax.engine.engine import Engine
 from specjax.engine.executables import Executables, open_executables
-from specjax.engine.precompile import step_model
 from specjax.engine.programs import Decode, ProcessRound, Propose, Settle
+from specjax.engine.step_model import step_model
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 from specjax.sampling_params import SamplingParams
@@ -64,15 +64,12 @@ KEY = Decode(2, 0, Variant())
 
 
 @contextmanager
-def kept_in(folder: Path) -> Iterator[None]:
-    """Engines keep their programs there, as if each were in a process of its own."""
+def without_jaxs_cache() -> Iterator[None]:
+    """JAX keeps nothing that it compiles."""
     others = jax.config.values["jax_compilation_cache_dir"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(precompile, "executables_folder", lambda: folder)
-        patch.setattr(precompile, "_JITS", {})
-        _keep_in(None)
-        yield
-        _keep_in(others)
+    _keep_in(None)
+    yield
+    _keep_in(others)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -80,7 +77,7 @@ def functions_as_users_have_them():
     """Patched ones, as those that check shapes are, keep programs from being kept."""
     with pytest.MonkeyPatch.context() as patch:
         for name in FUNCTIONS:
-            patch.setattr(batch, name, getattr(batch, name).__wrapped__)
+            patch.setattr(programs, name, getattr(programs, name).__wrapped__)
         yield
 
 
@@ -88,8 +85,8 @@ def functions_as_users_have_them():
 def first(tmp_path_factory):
     """The folder of a first process, and the tokens it came to."""
     folder = tmp_path_factory.mktemp("first")
-    with kept_in(folder):
-        return folder, serve()
+    with without_jaxs_cache():
+        return folder, serve(folder)
 
 
 @pytest.fixture
@@ -101,7 +98,7 @@ def expected(first):
 def folder(first, tmp_path):
     """A copy of what the first process left."""
     folder = shutil.copytree(first[0], tmp_path / "programs")
-    with kept_in(folder):
+    with without_jaxs_cache():
         yield folder
 
 
@@ -117,15 +114,17 @@ def _keep_in(folder):
     compilation_cache.reset_cache()
 
 
-def serve(**options):
-    """The tokens of two requests, by an engine that has traced nothing before."""
-    precompile._JITS.clear()
+def serve(folder, **options):
+    """The tokens of two requests, by an engine that has traced nothing before and keeps its
+    programs in a folder: as if it were in a process of its own."""
+    make_programs = programs_with(jits={}, find_folder=lambda: folder)
     rng = np.random.default_rng(0)
     weights = jax.tree.map(
         lambda spec: rng.normal(size=spec.shape).astype(np.float32), TARGET.specs()
     )
     params = Params(jax.device_put(weights), None)
-    engine = Engine(CONFIG, TARGET, NoDrafter(), params, StaticPolicy(0), **options)
+    parts = CONFIG, TARGET, NoDrafter(), params, StaticPolicy(0)
+    engine = Engine(*parts, make_programs=make_programs, **options)
     samples = []
     for i in range(2):
         params = SamplingParams(temperature=float(i))
@@ -140,7 +139,7 @@ def test_a_later_process_compiles_nothing(folder, expected, compilations):
     names = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert len(names) == 4 and {len(output) for output in expected} == {12}
     with compilations.none_expected():
-        assert serve() == expected
+        assert serve(folder) == expected
     after = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
     assert after.keys() == names.keys(), "nothing is left over"
     assert all(after[name] > names[name] for name in names), "they count as used"
@@ -181,25 +180,25 @@ def test_what_is_read_takes_the_same_memory_and_reuses_the_same_buffers(folder):
 
 
 def test_what_is_read_is_let_go_again(folder):
-    serve()
+    serve(folder)
     before = count_maps()
     for _ in range(3):
-        serve()
+        serve(folder)
     assert count_maps() - before < 200
 
 
-def test_what_comes_from_jaxs_own_cache_is_not_kept_a_second_time(one, expected, tmp_path):
+def test_what_comes_from_jaxs_own_cache_is_not_kept_a_second_time(folder, one, expected, tmp_path):
     """It would lack functions when it is read."""
     _keep_in(str(tmp_path / "of-jax"))
     one.unlink()
-    assert serve() == expected and one.exists()
+    assert serve(folder) == expected and one.exists()
     one.unlink()
-    assert serve() == expected and not one.exists()
-    assert serve() == expected
+    assert serve(folder) == expected and not one.exists()
+    assert serve(folder) == expected
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed", "another's", "open"])
-def test_a_damaged_file_is_replaced(one, expected, caplog, damage):
+def test_a_damaged_file_is_replaced(folder, one, expected, caplog, damage):
     content = one.read_bytes()
     if damage == "cut":
         damaged = content[: len(content) // 2]
@@ -211,11 +210,11 @@ def test_a_damaged_file_is_replaced(one, expected, caplog, damage):
         damaged = content
         one.chmod(0o666)
     one.write_bytes(damaged)
-    assert serve() == expected
+    assert serve(folder) == expected
     assert "cannot be used, and is replaced" in caplog.text
     assert one.stat().st_size > len(content) // 2
     caplog.clear()
-    assert serve() == expected and not caplog.records
+    assert serve(folder) == expected and not caplog.records
 
 
 def fail(number):
@@ -232,7 +231,7 @@ def test_a_folder_that_is_only_read_is_as_good(
     """Of an image, or of another user: a file cannot be marked as used."""
     monkeypatch.setattr(executables.os, "utime", fail(number))
     with compilations.none_expected():
-        assert serve() == expected
+        assert serve(folder) == expected
     assert not caplog.records
 
 
@@ -244,7 +243,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_of_once(
     monkeypatch.setattr(owner, failing, fail(errno.ENOSPC))
     for path in [path for path in folder.iterdir() if path != one]:
         path.unlink()
-    assert serve() == expected and list(folder.iterdir()) == [one], "nothing is left over"
+    assert serve(folder) == expected and list(folder.iterdir()) == [one], "nothing is left over"
     (told,) = caplog.records
     assert f"{folder}: No space left on device; what is compiled" in told.getMessage()
 
@@ -259,7 +258,7 @@ def test_a_folder_that_others_may_write_to_is_not_read(
     mode = open_to_all.stat().st_mode
     open_to_all.chmod(0o770)
     for _ in range(2):
-        assert serve() == expected
+        assert serve(folder) == expected
     open_to_all.chmod(mode)
     (told,) = caplog.records
     assert told.getMessage().endswith(
@@ -283,14 +282,14 @@ def test_threads_that_compile_say_a_line_once(monkeypatch):
 def test_a_folder_that_another_user_alone_may_write_to_is_as_good(folder, expected, monkeypatch):
     monkeypatch.setattr(executables.os, "getuid", lambda: folder.stat().st_uid + 1)
     monkeypatch.setattr(executables, "_write", fail(errno.EPERM))
-    assert serve() == expected
+    assert serve(folder) == expected
 
 
 def test_a_new_folder_is_written_to_by_its_owner_alone(tmp_path):
     old = os.umask(0o002)  # as many systems have it
     try:
-        with kept_in(tmp_path / "new" / "programs"):
-            serve()
+        with without_jaxs_cache():
+            serve(tmp_path / "new" / "programs")
     finally:
         os.umask(old)
     for new in tmp_path / "new", tmp_path / "new" / "programs":
@@ -301,7 +300,7 @@ def test_a_new_folder_is_written_to_by_its_owner_alone(tmp_path):
 def test_the_log_tells_what_was_compiled_and_what_was_read(folder, one, caplog):
     caplog.set_level("INFO", "specjax")
     one.unlink()
-    serve(show_progress=True)
+    serve(folder, show_progress=True)
     assert re.search(r"4 programs in [\d.]+ s: 3 from the cache, 1 compiled", caplog.text)
 
 

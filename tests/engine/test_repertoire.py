@@ -141,12 +141,12 @@ def test_a_shape_is_asked_for_when_the_lack_of_it_has_cost_enough(engine):
     assert not engine.programs.pending
     engine.repertoire._lost_ms.clear()
     engine.repertoire.patience_ms = 40.0
-    step, spent = engine._time, []
-    engine._time = lambda step: spent.append(10.0) or 10.0
+    time, spent = engine.clock.time, []
+    engine.clock.time = lambda step, seconds: spent.append(10.0) or 10.0
     add(engine, 1, 40)
     while not engine.programs.pending:
         engine.step()
-    engine._time = step
+    engine.clock.time = time
     # Of 12 rows, 3 are used: 7.5 of 10 ms are lost, and the chunk's before.
     assert 6 <= len(spent) <= 8
     assert engine.programs.pending[-1] == Decode(1, K, engine.repertoire.variants[0])

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from specjax.device.drafters.drafter import Variant
-from specjax.engine.layout import Layout
+from specjax.device.layout import Layout
 from specjax.engine.replay import measure_rounds
 
 KS, BATCHES = (0, 2), (1, 4)

@@ -13,13 +13,14 @@ from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.drafters.mtp import MTPHead
 from specjax.device.inputs import StepModel
+from specjax.device.layout import Layout
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.model import init_caches
 from specjax.device.models.qwen3_5 import ATTENTION, DELTA, Qwen35
 from specjax.device.state import init_state
 from specjax.device.verification import SeedExact
-from specjax.engine.batch import jitted, run_decode, run_prefill
-from specjax.engine.layout import Layout
+from specjax.engine.programs import Decode, Prefill
+from specjax.engine.tracing import Static, jitted
 
 BATCH, K, PAGES, MAX_LEN, CHUNK = 16, 3, 256, 2048, 512
 HEADS = Heads(16, 48, 128, 128)
@@ -61,14 +62,10 @@ def step(program):
 
     params = Params(shapes(target.specs()), shapes(drafter.head.specs()))
     model = StepModel(target, drafter, SeedExact(), "auto", 8, 1, "raw")
-    if program != "prefill":
-        shape = layout.decode_shape(BATCH)
-        run, static = run_decode, {"model": model, "variant": Variant(), "k": K}
-    else:
-        shape = layout.prefill_shape(1)
-        run, static = run_prefill, {"model": model, "width": CHUNK}
-    packed = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return jitted(run), (params, jax.eval_shape(state), packed), static
+    made = Prefill(1, CHUNK) if program == "prefill" else Decode(BATCH, K, Variant())
+    ((kind, batch),) = made.packed
+    packed = jax.ShapeDtypeStruct(layout.packing(kind).shape(batch), jnp.int32)
+    return jitted(made, Static(model, layout)), (params, jax.eval_shape(state), packed), {}
 
 
 @pytest.fixture(scope="module")

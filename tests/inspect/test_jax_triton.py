@@ -20,7 +20,7 @@ from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.rms_norm import add_rms_norm
 from pallas_kernels.route import Rule, route
 from pallas_kernels.triton_call import BACKENDS, VARIABLE
-from specjax.engine.precompile import GPU_OPTIONS
+from specjax.engine.xla_options import GPU_OPTIONS
 from specjax.inspect.resources import assemble, parse_ptxas
 
 BATCH, ROWS, VOCAB, LAYERS = 64, 4, 151_936, 24

@@ -10,10 +10,12 @@ import jax.numpy as jnp
 import pytest
 
 from specjax.device.drafters.drafter import Variant
-from specjax.engine.batch import jitted, run_decode, run_joined, run_prefill
-from specjax.engine.layout import Layout
-from specjax.engine.precompile import GPU_OPTIONS, empty_state, step_model
-from specjax.engine.programs import FEW_LOGPROBS
+from specjax.device.layout import Layout
+from specjax.engine.programs import Begin, Decode, Joined, Prefill
+from specjax.engine.step_model import empty_state, step_model
+from specjax.engine.tracing import Static, jitted
+from specjax.engine.variants import FEW_LOGPROBS
+from specjax.engine.xla_options import GPU_OPTIONS
 from specjax.inspect import step
 from specjax.inspect.report import GEMMS, OWN_SHAPE
 
@@ -39,20 +41,14 @@ def program(name):
     sizes = config.max_num_seqs, config.max_model_len, config.pages_per_seq
     layout = Layout(*sizes, parts.target.vocab_size)
     state = jax.eval_shape(lambda: empty_state(config, model, K))
-    chunks, round_ = (
-        jax.ShapeDtypeStruct(shape, jnp.int32)
-        for shape in (layout.prefill_shape(1), layout.decode_shape(BATCH))
-    )
-    run, packed, static = {
-        "prefill": (run_prefill, [chunks], {"width": WIDTH}),
-        "decode": (run_decode, [round_], {"variant": variant, "k": K}),
-        "joined": (
-            run_joined,
-            [chunks, round_],
-            {"width": WIDTH, "chunk_variant": variant, "variant": variant, "k": K},
-        ),
-    }[name]
-    return jitted(run), (parts.params, state, *packed), {"model": model, **static}
+    decode = Decode(BATCH, K, variant)
+    joined = Joined(Begin(1, WIDTH, variant), decode)
+    made = {"prefill": Prefill(1, WIDTH), "decode": decode, "joined": joined}[name]
+    packed = [
+        jax.ShapeDtypeStruct(layout.packing(kind).shape(batch), jnp.int32)
+        for kind, batch in made.packed
+    ]
+    return jitted(made, Static(model, layout)), (parts.params, state, *packed), {}
 
 
 @pytest.fixture(scope="module")

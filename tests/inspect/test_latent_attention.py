@@ -10,7 +10,7 @@ from pallas_kernels.latent_attention import latent_attention
 from specjax.device.cache.latent import LatentAttention
 from specjax.device.cache.latent_prompt import attend_plainly
 from specjax.device.cache.rows import CachedRows
-from specjax.engine.precompile import GPU_OPTIONS
+from specjax.engine.xla_options import GPU_OPTIONS
 from specjax.inspect.resources import Resources
 
 CAPACITY = 8192  # tokens of a request

@@ -6,7 +6,7 @@ import pytest
 from jax.experimental import pallas as pl
 
 from pallas_kernels.triton_call import triton_call
-from specjax.inspect.report import kernel_resources
+from specjax.inspect.resources import Resources
 
 pytestmark = pytest.mark.h200
 
@@ -67,10 +67,10 @@ def resources(compile_for_h200):
         "crowd": {"num_warps": 1, "kernels": ["crowd"], "size": (64, 128)},
     }
     asked = [{"function": "triton", "arguments": arguments} for arguments in requests.values()]
-    made = kernel_resources(__file__, [*asked, {"function": "mosaic"}])
+    made = compile_for_h200(__file__, [*asked, {"function": "mosaic"}], resources=True)
     return {
-        name: {one.name: one for one in found}
-        for name, found in zip([*requests, "mosaic"], made, strict=True)
+        name: {one.name: one for one in map(Resources.of, report["resources"])}
+        for name, report in zip([*requests, "mosaic"], made, strict=True)
     }
 
 

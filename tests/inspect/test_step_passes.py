@@ -14,14 +14,15 @@ from specjax.device.cache.kind import CacheSizes
 from specjax.device.drafters.chain import ChainDrafter
 from specjax.device.drafters.drafter import Params, Variant
 from specjax.device.drafters.eagle import EagleHead
-from specjax.device.inputs import StepModel
+from specjax.device.inputs import DecodeInputs, StepModel
+from specjax.device.layout import Layout
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
 from specjax.device.models.model import init_caches
 from specjax.device.state import init_state
 from specjax.device.verification import make_verification
-from specjax.engine.batch import jitted, run_decode
-from specjax.engine.layout import Layout
+from specjax.engine.programs import Decode
+from specjax.engine.tracing import Static, jitted
 
 BATCH, K, VOCAB, PAGES, MAX_LEN = 64, 3, 151_936, 1024, 2048
 
@@ -59,10 +60,10 @@ def decode(dtype, verification="seed_exact", edits=False):
         return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, dtype), specs)
 
     params = Params(shapes(target.specs()), shapes(drafter.head.specs()))
-    packed = jax.ShapeDtypeStruct(layout.decode_shape(BATCH), jnp.int32)
+    packed = jax.ShapeDtypeStruct(layout.packing(DecodeInputs).shape(BATCH), jnp.int32)
     model = StepModel(target, drafter, make_verification(config), "auto", 8, 1, "raw")
-    static = {"model": model, "variant": Variant(), "k": K}
-    return jitted(run_decode), (params, jax.eval_shape(state), packed), static
+    round_ = jitted(Decode(BATCH, K, Variant()), Static(model, layout))
+    return round_, (params, jax.eval_shape(state), packed), {}
 
 
 DTYPES = "bfloat16", "float32"

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from specjax.engine.programs import FEW_LOGPROBS
+from specjax.engine.variants import FEW_LOGPROBS
 from specjax.inspect.report import StepRequest, compile_steps, part_of
 
 pytestmark = pytest.mark.h200

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from specjax.engine.programs import FEW_LOGPROBS
+from specjax.engine.variants import FEW_LOGPROBS
 from specjax.inspect.report import GEMMS, StepRequest, compile_steps
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.engines import programs_with
 
 from specjax.config import EngineConfig, SpeculativeConfig
 from specjax.device.drafters.chain import ChainDrafter
@@ -25,8 +26,8 @@ from specjax.device.drafters.drafter import Params
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import load_model
 from specjax.device.noise import Stream, gumbel_noise
-from specjax.engine import precompile
 from specjax.engine.engine import Engine
+from specjax.engine.step_model import step_model
 from specjax.host.request import Request
 from specjax.host.speculation.policy import PolicyRule
 from specjax.sampling_params import SamplingParams
@@ -231,9 +232,14 @@ def recording_engine(target, files, policy, method, speculative):
     )
     drafter, head_params = drafter.share(head_params, model, params)
     weights, recording = Params(params, head_params), RecordingDrafter(drafter, most)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(precompile.MAX_DEFERRED_ROWS, "cpu", MAX_DEFERRED_ROWS)
-        return drafter, Engine(EngineConfig(**SIZES), model, recording, weights, policy)
+    make = programs_with(make_model=few_deferred)
+    engine = Engine(EngineConfig(**SIZES), model, recording, weights, policy, make_programs=make)
+    return drafter, engine
+
+
+def few_deferred(*arguments):
+    """`step_model` with room for a few rounds that are observed later."""
+    return step_model(*arguments)._replace(max_deferred_rows=MAX_DEFERRED_ROWS)
 
 
 def run(engine, requests, between=lambda engine: None):

@@ -7,7 +7,8 @@ from support.scripts import TextScript
 from support.texts import VOCAB, letters_folder, simulated_llm
 
 from specjax import LLM, AsyncLLM, SamplingParams
-from specjax.engine.programs import Begin, Decode, Key, Prefill
+from specjax.engine.programs import Begin, Decode, Prefill
+from specjax.engine.tracing import Program
 from specjax.rl import RolloutEngine
 
 BATCHES, SHAPES = (2, 6), ((1, 24), (3, 8))
@@ -19,7 +20,7 @@ def folder(checkpoints):
     return letters_folder(checkpoints)
 
 
-def run_watched(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], set[Key]]:
+def run_watched(llm: LLM, prompts: list[list[int]]) -> tuple[list[list[int]], set[Program]]:
     """Outputs, of lengths that leave few requests at the end, and the programs that ran."""
     ran, run = set(), llm.engine.programs.run
     params = [

@@ -72,7 +72,7 @@ def propose(table, tokens, lengths, requests, *, shares_noise, is_greedy):
         page_table=jnp.zeros((len(lengths), 0), jnp.int32),
         requests=requests,
         history=History(tokens, lengths),
-        wants_edits=jnp.array(True),
+        has_edits=jnp.array(True),
         kernels="auto",
         row_multiple=1,
         shares_noise=shares_noise,

@@ -107,7 +107,7 @@ class CheckedScheduler(Scheduler):
 
     def _check_prefill(self, prefill: PrefillPlan) -> None:
         assert (prefill.batch, prefill.width) in self.shapes.prefill
-        assert prefill.wanted is None or prefill.wanted in self.config.prefill_shapes
+        assert prefill.better_shape is None or prefill.better_shape in self.config.prefill_shapes
         assert 0 < len(prefill.chunks) <= prefill.batch
         for chunk in prefill.chunks:
             assert 0 < chunk.count <= prefill.width
@@ -118,8 +118,8 @@ class CheckedScheduler(Scheduler):
 
     def _check_decode(self, decode: DecodePlan) -> None:
         assert (decode.batch, decode.k) in self.shapes.decode
-        assert decode.wanted is None or decode.wanted in self.all_shapes.decode
-        self.tally["rounds in another's shape"] += decode.wanted not in (
+        assert decode.better_shape is None or decode.better_shape in self.all_shapes.decode
+        self.tally["rounds in another's shape"] += decode.better_shape not in (
             None,
             (decode.batch, decode.k),
         )

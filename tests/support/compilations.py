@@ -9,7 +9,13 @@ from typing import Any
 
 import jax
 
+from specjax.engine.compiled import Toolchain
+from specjax.engine.compiler import FOR_ALL
+
 COMPILED = "/jax/core/compile/backend_compile_duration"
+KEPT: dict = {}  # so that an engine finds the programs of one like it that was closed
+# Nothing is kept on disk, as tests change what is compiled, and a worker has many engines.
+TOOLCHAIN = Toolchain(jits=KEPT, find_folder=lambda: None, maps_for_shapes=FOR_ALL)
 MAX_MAPS = 40_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
 
 

@@ -6,8 +6,9 @@ tests build engines as they like, of these sizes; those that want few pages take
 """
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,8 +20,10 @@ from support.simulated_device import SimulatedPrograms
 
 from specjax import LLM
 from specjax.config import EngineConfig
-from specjax.engine import precompile
+from specjax.device.inputs import StepModel
+from specjax.engine.compiled import CompiledPrograms
 from specjax.engine.engine import Engine
+from specjax.engine.step_model import step_model
 from specjax.host.speculation.policy import Policy
 
 VOCAB = 32  # small, so that drafts of untrained heads are right now and then
@@ -61,14 +64,15 @@ def make_llm(
     return LLM(folder, speculative_config=config, **{**SIZES, **options})
 
 
-def make_gpu_shapes() -> None:
-    """From now on engines compile the steps that they have on a GPU, with its number of rows."""
-    model_of_step = precompile.step_model
+def gpu_model(*arguments: Any) -> StepModel:
+    """`step_model` as on a GPU, with its number of rows, whatever the platform is."""
+    return step_model(*arguments[:-1], "gpu")
 
-    def on_gpu(*arguments: Any) -> precompile.StepModel:
-        return model_of_step(*arguments[:-1], "gpu")
 
-    precompile.step_model = on_gpu
+def programs_with(**changes: Any) -> Callable[..., CompiledPrograms]:
+    """For `make_programs` of an engine: as tests compile, but for some fields of `Toolchain`."""
+    make: Any = Engine.make_programs
+    return partial(CompiledPrograms, toolchain=replace(make.keywords["toolchain"], **changes))
 
 
 def hold_pages(llm: LLM, num_left: int) -> list[int]:
@@ -103,5 +107,5 @@ def simulated_engines(script: Script | None = None) -> Iterator[Counter]:
     tally: Counter = Counter()
     make = partial(SimulatedPrograms, tally=tally, script=script)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("specjax.llm.Engine", partial(Engine, make_programs=make))
+        patch.setattr(Engine, "make_programs", staticmethod(make))
         yield tally

@@ -11,7 +11,7 @@ from beartype.door import is_bearable
 from jaxtyping import jaxtyped
 
 from specjax.device.state import EngineState
-from specjax.engine import batch
+from specjax.engine import programs
 
 FUNCTIONS = (
     "admit",
@@ -30,7 +30,7 @@ FUNCTIONS = (
 def check_boundary() -> None:
     """From now on programs are checked while they are traced, which costs nothing afterwards."""
     for name in FUNCTIONS:
-        setattr(batch, name, checked(getattr(batch, name)))
+        setattr(programs, name, checked(getattr(programs, name)))
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:

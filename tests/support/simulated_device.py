@@ -22,9 +22,14 @@ from support.simulated_slots import Row, Slot
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import Variant
+from specjax.device.inputs import (
+    AdmitInputs,
+    DecodeInputs,
+    PrefillInputs,
+    SnapshotInputs,
+)
+from specjax.device.layout import Layout
 from specjax.device.models.model import is_recurrent, page_windows
-from specjax.engine.admissions import unpack_admissions
-from specjax.engine.layout import Layout
 from specjax.engine.metrics import Compilations
 from specjax.engine.programs import (
     Admit,
@@ -32,7 +37,6 @@ from specjax.engine.programs import (
     Decode,
     Extend,
     Joined,
-    Key,
     Observe,
     Prefill,
     ProcessFirst,
@@ -42,6 +46,7 @@ from specjax.engine.programs import (
     Settle,
     Take,
 )
+from specjax.engine.tracing import Program
 from specjax.host.speculation.step_cost import StepCost
 from specjax.host.windows import window_pages
 
@@ -83,14 +88,15 @@ class SimulatedPrograms(SimulatedMemory):
         self._num_snapshots = config.num_snapshots if is_recurrent(target) else None
         self._windows, self._max_drafts = page_windows(target, config), max_drafts
         self._max_deferred_rows = MAX_DEFERRED_ROWS if drafter.may_defer else 0
-        self.ready: set[Key] = set()
-        self.failures: dict[Key, Exception] = {}  # of keys that do not compile
-        self.pending: list[Key] = []  # asked for; with each wait one is ready
+        self.ready: set[Program] = set()
+        self.failures: dict[Program, Exception] = {}  # of those that do not compile
+        self.pending: list[Program] = []  # asked for; with each wait one is ready
         self.is_slow = False  # whether any ever are pending
         self.pace = 0.1  # how likely one is ready with each launch
         self._num_late = 0
         self._error: Exception | None = None  # of a program whose results have not been read yet
         self.params = params
+        self._packings: dict[Program, list[Any]] = {}  # with shapes, of the packed arguments
         self._programs: dict[type, Callable[..., Any]] = {
             Admit: self._admit,
             Restore: self._restore,
@@ -103,8 +109,8 @@ class SimulatedPrograms(SimulatedMemory):
             Settle: self._settle,
             Observe: self._observe,
             Joined: self._joined,
-            ProcessFirst: lambda key, packed, logits: logits | dict(key.processors).keys(),
-            ProcessRound: lambda key, packed, draft, logits: logits | dict(key.processors).keys(),
+            ProcessFirst: lambda key, inputs, logits: logits | dict(key.processors).keys(),
+            ProcessRound: lambda key, inputs, draft, logits: logits | dict(key.processors).keys(),
         }
         self.renew()
 
@@ -137,15 +143,15 @@ class SimulatedPrograms(SimulatedMemory):
         return count if count > 1 else 0
 
     def compile_ahead(
-        self, keys: Iterable[Key], *, then: Iterable[Key] = (), show_progress: bool
+        self, programs: Iterable[Program], *, then: Iterable[Program] = (), show_progress: bool
     ) -> None:
         """Remember what was asked for."""
-        self.ready |= set(keys)
+        self.ready |= set(programs)
         self.compile_behind(then, is_urgent=False)
 
-    def compile_behind(self, keys: Iterable[Key], *, is_urgent: bool) -> None:
+    def compile_behind(self, programs: Iterable[Program], *, is_urgent: bool) -> None:
         """Ready at once, unless it is slow."""
-        missing = [key for key in keys if key not in self.ready and key not in self.failures]
+        missing = [one for one in programs if one not in self.ready and one not in self.failures]
         self._num_late += is_urgent * len(missing)
         if self.is_slow:
             first, last = (missing, self.pending) if is_urgent else (self.pending, missing)
@@ -163,19 +169,28 @@ class SimulatedPrograms(SimulatedMemory):
         if self.pending:
             self.ready.add(self.pending.pop(0))
 
-    def run(self, key: Key, *arguments: Any) -> Any:
+    def run(self, program: Program, *arguments: Any) -> Any:
         """Run a program at once."""
-        name = type(key).__name__.lower()
+        name = type(program).__name__.lower()
         if name in self.to_fail:
             self.to_fail.remove(name)
             self.release()
             raise jax.errors.JaxRuntimeError(f"{name} was to fail")
         if self.pending and self._rng.random() < self.pace:
             self.wait(0.0)
-        if key not in self.ready:
-            self.ready.add(key)
+        if program not in self.ready:
+            self.ready.add(program)
             self._num_late += 1
-        return self._programs[type(key)](key, *arguments)
+        if program not in self._packings:
+            self._packings[program] = [
+                (self.layout.packing(kind), self.layout.packing(kind).shape(batch))
+                for kind, batch in program.packed
+            ]
+        inputs = []
+        for (packing, shape), packed in zip(self._packings[program], arguments, strict=False):
+            assert packed.shape == shape and packed.dtype == np.int32
+            inputs.append(packing.views(packed))
+        return self._programs[type(program)](program, *inputs, *arguments[len(inputs) :])
 
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
@@ -205,8 +220,7 @@ class SimulatedPrograms(SimulatedMemory):
 
     # --- programs ---------------------------------------------------------------------------------
 
-    def _admit(self, key: Admit, packed: np.ndarray) -> None:
-        admitted = unpack_admissions(packed, self.layout)
+    def _admit(self, key: Admit, admitted: AdmitInputs) -> None:
         for row, slot in self._known(admitted.slots):
             requests = admitted.requests.at(row)
             tokens = [token for token in admitted.tokens[row].tolist() if token >= 0]
@@ -224,50 +238,52 @@ class SimulatedPrograms(SimulatedMemory):
             slot.stop_ids = frozenset(requests.stop_ids.tolist()) - {-1}
             slot.length, slot.is_active, slot.pending = None, False, 0
 
-    def _restore(self, key: Restore, packed: np.ndarray) -> None:
-        for row, slot in self._known(packed[:, 0]):
-            _, snapshot, end = packed[row].tolist()
+    def _restore(self, key: Restore, moves: SnapshotInputs) -> None:
+        for row, slot in self._known(moves.slots):
+            snapshot, end = int(moves.ids[row]), int(moves.ends[row])
             slot.state = self.snapshots[snapshot]
             assert slot.state == slot.digests[end], f"snapshot {snapshot} is not of these {end}"
             self.tally["snapshots restored"] += 1
 
-    def _take(self, key: Take, packed: np.ndarray) -> None:
-        taken = [packed[row, 1] for row, _ in self._known(packed[:, 0])]
+    def _take(self, key: Take, moves: SnapshotInputs) -> None:
+        taken = [int(moves.ids[row]) for row, _ in self._known(moves.slots)]
         assert len(set(taken)) == len(taken), f"a snapshot is twice in {taken}"
-        for row, slot in self._known(packed[:, 0]):
-            _, snapshot, end = packed[row].tolist()
+        for row, slot in self._known(moves.slots):
+            snapshot, end = int(moves.ids[row]), int(moves.ends[row])
             assert not slot.pending and slot.state == slot.digests[end]
             assert 0 <= snapshot < len(self.snapshots)
             self.snapshots[snapshot] = slot.state
             self.tally["snapshots taken"] += 1
 
-    def _prefill(self, key: Prefill, packed: np.ndarray) -> Extension:
-        known = self._known(packed[:, 0])
+    def _prefill(self, key: Prefill, chunks: PrefillInputs) -> Extension:
+        known = self._known(chunks.slots)
         for row, slot in known:  # what a step writes is there for later ones only
-            self._check_chunk(slot, packed[row].tolist(), key.width)
-            self._check_reads(slot, packed[row, 1], self._tables(packed[row]))
+            self._check_chunk(slot, chunks, row, key.width)
+            tables = self._tables(chunks.page_tables[row])
+            self._check_reads(slot, int(chunks.starts[row]), tables)
         for row, slot in known:
-            _, start, count, *_ = packed[row].tolist()
+            start, count = int(chunks.starts[row]), int(chunks.counts[row])
             self._fold_pending(slot, start)
             slot.state = fold(slot.state, slot.tokens[start : start + count])
             values = slot.digests[start + 1 : start + count + 1]
-            self._write_target(self._tables(packed[row]), start, values, count)
+            self._write_target(self._tables(chunks.page_tables[row]), start, values, count)
             self.tally["prompt tokens run"] += count
         return Extension()
 
     def _begin(
         self,
         key: Begin,
-        packed: np.ndarray,
+        chunks: PrefillInputs,
         extension: Any,
         logits: frozenset[int],
         masks: np.ndarray | None,
     ) -> HostArray:
-        wants = self._wants(packed)
-        outputs = Outputs(key.batch, 1, key.width, key.variant, *self._reported, wants=wants)
-        for row, slot in self._known(packed[:, 0]):
-            _, start, count, is_last, is_resumed, *_ = packed[row].tolist()
-            table, end = self._tables(packed[row])[0], start + count
+        extras = self._extras(chunks)
+        outputs = Outputs(key.batch, 1, key.width, key.variant, *self._reported, extras=extras)
+        for row, slot in self._known(chunks.slots):
+            start, count = int(chunks.starts[row]), int(chunks.counts[row])
+            is_last, is_resumed = chunks.is_last[row], chunks.is_resumed[row]
+            table, end = self._tables(chunks.page_tables[row])[0], start + count
             if is_last and not is_resumed:
                 self._check_mask(masks, row, 0, slot)
                 assert slot.processor in {-1, *logits}, "unprocessed logits"
@@ -282,20 +298,18 @@ class SimulatedPrograms(SimulatedMemory):
             slot.is_active = bool(is_last and (is_resumed or not is_finished))
         return self._out(outputs.packed)
 
-    def _decode(self, key: Decode, packed: np.ndarray) -> HostArray:
-        assert packed.shape == self.layout.decode_shape(key.batch)
-        rows = self._rows(key.k, packed)
+    def _decode(self, key: Decode, round_: DecodeInputs) -> HostArray:
+        rows = self._rows(key.k, round_)
         self._extend_rows(key.k, rows)
-        return self._out(self._settle_rows(key, rows, packed, frozenset(), None))
+        return self._out(self._settle_rows(key, rows, round_, frozenset(), None))
 
-    def _observe(self, key: Observe, packed: np.ndarray) -> None:
-        assert packed.shape == self.layout.decode_shape(key.batch)
+    def _observe(self, key: Observe, round_: DecodeInputs) -> None:
         width = self.max_deferred(key.batch)
-        for number, slot in self._known(packed[:, 0]):
+        for number, slot in self._known(round_.slots):
             start, end = slot.observed, slot.length or 0
             if start == end:  # it ended before these rounds, or the state is a new one
                 continue
-            cells = self._cells(self._tables(packed[number])[0], start, end)
+            cells = self._cells(self._tables(round_.page_tables[number])[0], start, end)
             places = range(number * width, number * width + len(cells))
             kept = [self.deferred.pop(place) for place in places]
             expected = zip(cells, slot.digests[start + 2 : end + 2], strict=True)
@@ -305,52 +319,52 @@ class SimulatedPrograms(SimulatedMemory):
             self.tally["rounds observed later"] += len(cells)
 
     def _joined(
-        self, key: Joined, packed: np.ndarray, packed_round: np.ndarray
+        self, key: Joined, chunks: PrefillInputs, round_: DecodeInputs
     ) -> tuple[HostArray, HostArray]:
         begin, decode = key.begin, key.decode
-        rows = self._rows(decode.k, packed_round)
+        rows = self._rows(decode.k, round_)
         for row in rows.values():  # neither may read what the other writes
             self._check_reads(row.slot, row.start, row.tables)
-        extension = self._prefill(Prefill(begin.batch, begin.width), packed)
+        extension = self._prefill(Prefill(begin.batch, begin.width), chunks)
         self._extend_rows(decode.k, rows)
-        outputs = self._settle_rows(decode, rows, packed_round, frozenset(), None, may_defer=False)
+        outputs = self._settle_rows(decode, rows, round_, frozenset(), None, may_defer=False)
         self.tally["joined"] += 1
-        begun = self._begin(begin, packed, extension, frozenset(), None)
+        begun = self._begin(begin, chunks, extension, frozenset(), None)
         return begun, self._out(outputs)
 
-    def _propose(self, key: Propose, packed: np.ndarray) -> Draft:
-        self._proposed = self._rows(key.k, packed)
+    def _propose(self, key: Propose, round_: DecodeInputs) -> Draft:
+        self._proposed = self._rows(key.k, round_)
         drafts = np.zeros((key.batch, key.k), np.int32)
         for number, row in self._proposed.items():
             drafts[number] = row.drafts
         return Draft(HostArray(drafts))
 
-    def _extend(self, key: Extend, packed: np.ndarray, draft: Draft) -> Extension:
+    def _extend(self, key: Extend, round_: DecodeInputs, draft: Draft) -> Extension:
         self._extend_rows(key.k, self._proposed)
         return Extension()
 
     def _settle(
         self,
         key: Settle,
-        packed: np.ndarray,
+        round_: DecodeInputs,
         draft: Draft,
         extension: Any,
         logits: frozenset[int],
         masks: np.ndarray,
     ) -> HostArray:
-        return self._out(self._settle_rows(key, self._proposed, packed, logits, masks))
+        return self._out(self._settle_rows(key, self._proposed, round_, logits, masks))
 
     # --- rounds -----------------------------------------------------------------------------------
 
-    def _rows(self, k: int, packed: np.ndarray) -> dict[int, Row]:
+    def _rows(self, k: int, round_: DecodeInputs) -> dict[int, Row]:
         """Every row of a round that goes on, with its drafts and what will come of them."""
         rows = {}
-        for number, slot in self._known(packed[:, 0]):
+        for number, slot in self._known(round_.slots):
             if not slot.is_active:
                 continue
-            start, tables = slot.length, self._tables(packed[number])
+            start, tables = slot.length, self._tables(round_.page_tables[number])
             assert start is not None and len(slot.tokens) == start + 1
-            most = max(min(slot.limit - start - 2, int(packed[number, 1]), k), 0)
+            most = max(min(slot.limit - start - 2, int(round_.num_drafts[number]), k), 0)
             drafts, num_drafts = self.script.draft(slot, self._next, k, most)
             tokens = [self._next(slot, [])]
             while len(tokens) <= num_drafts and drafts[len(tokens) - 1] == tokens[-1]:
@@ -377,14 +391,14 @@ class SimulatedPrograms(SimulatedMemory):
         self,
         key: Decode | Settle,
         rows: dict[int, Row],
-        packed: np.ndarray,
+        round_: DecodeInputs,
         logits: frozenset[int],
         masks: np.ndarray | None,
         *,
         may_defer: bool = True,
     ) -> np.ndarray:
-        wants, width = self._wants(packed), self.max_deferred(key.batch)
-        outputs = Outputs(key.batch, key.k + 1, 0, key.variant, *self._reported, wants=wants)
+        extras, width = self._extras(round_), self.max_deferred(key.batch)
+        outputs = Outputs(key.batch, key.k + 1, 0, key.variant, *self._reported, extras=extras)
         for number, row in rows.items():
             slot, start, stands = row.slot, row.start, len(row.tokens)
             assert slot.processor in {-1, *logits}, "unprocessed logits"
@@ -424,13 +438,13 @@ class SimulatedPrograms(SimulatedMemory):
 
     # --- what it is given -------------------------------------------------------------------------
 
-    def _wants(self, packed: np.ndarray) -> int:
+    def _extras(self, inputs: PrefillInputs | DecodeInputs) -> int:
         """What all requests of a step want together."""
-        wants = packed[:, -self.layout.table_width - 1]
-        assert (wants == wants[0]).all()
-        return int(wants[0])
+        extras = inputs.extras
+        assert (extras == extras[0]).all()
+        return int(extras[0])
 
-    def _known(self, slots: np.ndarray) -> list[tuple[int, Slot]]:
+    def _known(self, slots: Any) -> list[tuple[int, Slot]]:
         """The rows that are no padding, with their slots."""
         real = [(row, int(slot)) for row, slot in enumerate(slots) if slot != len(self.slots)]
         assert all(0 <= slot < len(self.slots) for _, slot in real), f"slots {slots}"
@@ -447,8 +461,9 @@ class SimulatedPrograms(SimulatedMemory):
             slot.state = self._empty
         assert slot.state == slot.digests[start], f"the state is not of the first {start} tokens"
 
-    def _check_chunk(self, slot: Slot, packed: list[int], width: int) -> None:
-        _, start, count, is_last, is_resumed, *_ = packed
+    def _check_chunk(self, slot: Slot, chunks: PrefillInputs, row: int, width: int) -> None:
+        start, count = int(chunks.starts[row]), int(chunks.counts[row])
+        is_last, is_resumed = int(chunks.is_last[row]), int(chunks.is_resumed[row])
         assert 0 < count <= width
         assert slot.length in (None, start) and not slot.is_active, "chunks in disorder"
         goal = len(slot.tokens) - is_resumed

@@ -7,7 +7,7 @@ import numpy as np
 from support.simulated_slots import Slot
 
 from specjax.config import EngineConfig
-from specjax.engine.layout import Layout
+from specjax.device.layout import Layout
 
 
 class SimulatedMemory:
@@ -24,9 +24,9 @@ class SimulatedMemory:
     def _garbage(self, count: int) -> np.ndarray:
         return self._rng.integers(-(2**62), 2**62, count)
 
-    def _tables(self, packed: np.ndarray) -> np.ndarray:
-        """The page tables of a packed row."""
-        return packed[-self.layout.table_width :].reshape(self.layout.num_tables, -1)
+    def _tables(self, table: np.ndarray) -> np.ndarray:
+        """The page tables of a row."""
+        return table.reshape(self.layout.num_tables, -1)
 
     def _cells(self, table: np.ndarray, start: int, end: int) -> np.ndarray:
         """The cells of positions [start, end); -1 where no page is assigned."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from specjax.device.drafters.drafter import Variant
-from specjax.device.wanted import Wants
+from specjax.device.extras import Extras
 
 
 class Draft(NamedTuple):
@@ -58,9 +58,9 @@ class Outputs:
         vocab_size: int,
         has_raw: bool,
         *,
-        wants: int,
+        extras: int,
     ):
-        self._wants_logprobs = wants & Wants.LOGPROBS > 0
+        self._has_logprobs = extras & Extras.LOGPROBS > 0
         self._num_rows, self._width, self._variant = num_rows, width, variant
         self._vocab_size, self._has_raw = vocab_size, has_raw
         self._prompt = 2 + num_rows + self._size(num_rows, variant.num_logprobs)
@@ -71,7 +71,7 @@ class Outputs:
         """The tokens of a row, which go to positions from `start` on."""
         self.packed[row, :2] = len(tokens), num_drafts
         self.packed[row, 2 : 2 + len(tokens)] = tokens
-        if self._wants_logprobs:
+        if self._has_logprobs:
             num_top = self._variant.num_logprobs
             self._put(row, 2 + self._num_rows, self._num_rows, num_top, start, tokens)
 

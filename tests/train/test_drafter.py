@@ -100,7 +100,7 @@ def test_unrolled_chain_is_what_drafting_computes(target_params):
             page_table=table,
             requests=init_requests(1, TARGET.vocab_size),  # greedy
             history=History(tokens, jnp.array([last + 2])),
-            wants_edits=jnp.array(False),
+            has_edits=jnp.array(False),
             kernels="auto",
             row_multiple=1,
             shares_noise=True,

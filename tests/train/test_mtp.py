@@ -90,7 +90,7 @@ def test_the_unrolled_chain_is_what_drafting_computes(make):
             page_table=table,
             requests=init_requests(1, target.vocab_size),  # greedy
             history=History(tokens, jnp.array([last + 2])),
-            wants_edits=jnp.array(False),
+            has_edits=jnp.array(False),
             kernels="auto",
             row_multiple=1,
             shares_noise=True,

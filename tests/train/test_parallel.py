@@ -86,7 +86,7 @@ def drafting(drafter, params, batch, starts):
         page_table=table,
         requests=init_requests(batch_size, TARGET.vocab_size),
         history=History(tokens, starts + 1),
-        wants_edits=jnp.array(False),
+        has_edits=jnp.array(False),
         kernels="auto",
         row_multiple=1,
         shares_noise=True,

@@ -19,6 +19,7 @@ class CacheSizes(NamedTuple):
     max_rows: int  # of a request in one step; some may be rejected
     num_snapshots: int = 0  # of recurrent states
     window_pages: tuple[tuple[int, int], ...] = ()  # (window, pages) of layers that have their own
+    page_dtype: Any = None  # of what pages hold; None for the dtype of the model
 
     def pages(self, window: int | None) -> int:
         """Return the pages of layers with this window."""
@@ -47,7 +48,7 @@ class CacheKind(Protocol):
 
     @property
     def token_shape(self) -> tuple[int, ...]:
-        """Shape of a token's entry in the pages of a layer, in the cache's dtype; (0,) if none."""
+        """Shape of a token's entry in the pages of a layer; (0,) if none."""
         ...
 
     @property
@@ -66,7 +67,7 @@ class CacheKind(Protocol):
         ...
 
     def init(self, sizes: CacheSizes, dtype: Any) -> Any:
-        """Create an empty cache."""
+        """Create an empty cache of a model of `dtype`."""
         ...
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> Any:
@@ -133,7 +134,8 @@ class PagesOnly:
     def init(self, sizes: CacheSizes, dtype: Any) -> jax.Array:
         """Create an empty pool [layers, pages, page_size, *token_shape]."""
         pages = self.num_layers, sizes.pages(self.window), sizes.page_size
-        return jnp.zeros((*pages, *self.token_shape), dtype)
+        page_dtype = dtype if sizes.page_dtype is None else sizes.page_dtype
+        return jnp.zeros((*pages, *self.token_shape), page_dtype)
 
     def init_snapshots(self, num_snapshots: int, dtype: Any) -> None:
         """Return None: pages are kept and need no snapshots."""

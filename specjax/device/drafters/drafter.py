@@ -46,7 +46,7 @@ class DraftContext:
     page_table: Int32[jax.Array, "B P"]
     requests: Requests  # [S], by slot, so that only fields that are used are gathered
     history: History  # [B]
-    wants_edits: Bool[jax.Array, ""]  # whether any request has its logits edited
+    has_edits: Bool[jax.Array, ""]  # whether any request has its logits edited
     kernels: str = field(metadata={"static": True})
     row_multiple: int = field(metadata={"static": True})
     shares_noise: bool = field(metadata={"static": True})
@@ -134,7 +134,7 @@ class DraftContext:
     ) -> Any:
         if self.variant.processors:
             return edited(logits)
-        return jax.lax.cond(self.wants_edits, edited, unedited, logits)
+        return jax.lax.cond(self.has_edits, edited, unedited, logits)
 
     def _choose(
         self,
@@ -252,7 +252,10 @@ class Drafter(Protocol):
         ...
 
     def init_state(self, sizes: CacheSizes, dtype: Any) -> Any:
-        """Return an empty state for the target's numbers of requests and pages."""
+        """Return an empty state for the target's numbers of requests and pages.
+
+        `dtype` is that of the model; pages have that of `sizes`, if it has one.
+        """
         ...
 
     def take(self, state: Any, slots: jax.Array, ids: jax.Array, ends: jax.Array) -> Any:

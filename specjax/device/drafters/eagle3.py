@@ -401,8 +401,3 @@ def vocabulary_tensors(head: Eagle3Head, params: Eagle3Params) -> dict[str, np.n
     mask = np.zeros(head.shape.vocab_size, bool)
     mask[ids] = True
     return {"d2t": ids - np.arange(len(ids)), "t2d": mask}
-
-
-def float_params(params: Eagle3Params) -> Eagle3Params:
-    """Return the parameters without the draft vocabulary, as `Eagle3Head.specs` has them."""
-    return replace(params, target_ids=None)

@@ -17,7 +17,9 @@ from support.engines import VOCAB, make_llm, simulated_engines
 from support.simulated_device import SimulatedPrograms
 
 from specjax import LLM
-from specjax.engine.programs import Begin, Decode, Prefill, Programs
+from specjax.device.inputs import DecodeInputs, PrefillInputs
+from specjax.engine.port import Programs
+from specjax.engine.programs import Begin, Decode, Prefill
 from specjax.host.speculation.policy import StaticPolicy
 
 SEEDS = range(8)
@@ -83,7 +85,8 @@ def a_page_of_another(programs: Any, run: Callable, key: Any, arguments: tuple) 
     """A chunk goes to the page beside its own."""
     if isinstance(key, Prefill):
         packed = np.array(arguments[0])
-        packed[:, 6] = np.where(packed[:, 6] >= 0, packed[:, 6] ^ 1, -1)
+        tables = programs.layout.packing(PrefillInputs).views(packed).page_tables
+        tables[:, 0] = np.where(tables[:, 0] >= 0, tables[:, 0] ^ 1, -1)
         arguments = (packed,)
     return run(key, *arguments)
 
@@ -92,7 +95,8 @@ def a_draft_too_few(programs: Any, run: Callable, key: Any, arguments: tuple) ->
     """The last draft never counts."""
     if isinstance(key, Decode):
         packed = np.array(arguments[0])
-        packed[:, 1] = np.maximum(packed[:, 1] - 1, 0)
+        num_drafts = programs.layout.packing(DecodeInputs).views(packed).num_drafts
+        num_drafts[:] = np.maximum(num_drafts - 1, 0)
         arguments = (packed,)
     return run(key, *arguments)
 

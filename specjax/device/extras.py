@@ -1,4 +1,4 @@
-"""What requests need from a step's logits beyond sampling: edits and log-probabilities."""
+"""What a step does with logits beyond sampling, if asked to: edits and log-probabilities."""
 
 from collections.abc import Callable
 from enum import IntFlag
@@ -16,18 +16,18 @@ from specjax.device.sampling import process, scale, through_edits
 SCORED_ROWS = 64  # rows of prompts scored at a time, since their logits are large
 
 
-class Wants(IntFlag):
-    """Optional work of a step, done only if one of its requests needs it."""
+class Extras(IntFlag):
+    """Optional work of a step, done only if one of its requests asks for it."""
 
     EDITS = 1  # of logits before tokens are sampled: penalties, bias, truncation, ...
     LOGPROBS = 2
     MASKS = 4  # of grammars; an edit that drafts do not have
 
 
-class Wanted(NamedTuple):
+class ExtraWork(NamedTuple):
     """Optional work on a step's logits f32[B, T, V]; skipped if no request needs it."""
 
-    wants: jax.Array  # i32[], bits of `Wants`
+    extras: jax.Array  # i32[], bits of `Extras`
     requests: Callable[[], Requests]  # [B]; called only if needed, like `history`
     history: Callable[[], History]  # [B]
     masks: jax.Array | None
@@ -38,7 +38,7 @@ class Wanted(NamedTuple):
     @property
     def edits(self) -> jax.Array:
         """Whether any request needs edits, bool[]."""
-        return self.wants & (Wants.EDITS | Wants.MASKS) > 0
+        return self.extras & (Extras.EDITS | Extras.MASKS) > 0
 
     def edit(self, logits: jax.Array) -> jax.Array:
         """Return the logits that tokens are sampled from, before the division by temperature.
@@ -67,7 +67,7 @@ class Wanted(NamedTuple):
         def nothing():
             return jnp.zeros(jax.eval_shape(report).shape, jnp.int32)
 
-        return jax.lax.cond(self.wants & Wants.LOGPROBS > 0, report, nothing)
+        return jax.lax.cond(self.extras & Extras.LOGPROBS > 0, report, nothing)
 
     def prompt_logprobs(
         self,

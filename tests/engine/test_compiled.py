@@ -1,46 +1,27 @@
 """Executables: compiled once per shape and variant, ahead of time, or counted."""
 
-import itertools
 from dataclasses import dataclass, replace
 from functools import partial
 from weakref import WeakValueDictionary
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 from support.compilations import count_maps
+from support.engines import programs_with
 from support.simulated_device import SimulatedPrograms
 
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Variant
+from specjax.device.extras import Extras
 from specjax.device.models.layers.rope import Rope
 from specjax.device.models.llama import Llama
 from specjax.device.verification import SeedExact
-from specjax.device.wanted import Wants
-from specjax.engine import precompile
-from specjax.engine.batch import pack
+from specjax.engine.batch import extras_of, pack
 from specjax.engine.engine import Engine
-from specjax.engine.executables import keep_programs
-from specjax.engine.precompile import CompiledPrograms
-from specjax.engine.programs import (
-    Admit,
-    Begin,
-    Decode,
-    Extend,
-    Observe,
-    Prefill,
-    ProcessFirst,
-    ProcessRound,
-    Propose,
-    Restore,
-    Settle,
-    Take,
-    covers,
-    first_keys_of,
-    keys_of,
-)
+from specjax.engine.executables import executables_folder, keep_programs
+from specjax.engine.programs import Admit, Begin, Decode, Prefill
 from specjax.host.plans import DecodePlan, PrefillPlan
 from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
@@ -64,7 +45,7 @@ SIZES = {
 TWO_SHAPES = {"decode_batches": (1, 2), "prefill_shapes": ((1, 16), (2, 32))}
 
 
-def make_engine(*, make_programs=CompiledPrograms, intermediate_size=24, **settings):
+def make_engine(*, make_programs=None, intermediate_size=24, **settings):
     target = Llama(
         vocab_size=VOCAB,
         hidden_size=16,
@@ -92,7 +73,7 @@ def engine():
 @pytest.fixture(params=["simulated", pytest.param("real", marks=pytest.mark.slow)])
 def make_any_engine(request):
     """Makes engines on a device that counts what it is asked for, or on one that compiles it."""
-    make = CompiledPrograms if request.param == "real" else SimulatedPrograms
+    make = None if request.param == "real" else SimulatedPrograms
     return partial(make_engine, make_programs=make)
 
 
@@ -140,7 +121,7 @@ def make_requests(engine, *kinds):
 
 def needed_by(engine, requests):
     """What a step of these requests must do."""
-    return engine.repertoire.needed(request.demands for request in requests)
+    return engine.repertoire.asked_by(request.demands for request in requests)
 
 
 def run_all(engine, requests):
@@ -274,40 +255,13 @@ def halve(tokens, length, logits):
     return logits / 2
 
 
-EVERY_VARIANT = [
-    Variant(*fields)
-    for fields in itertools.product(
-        ((), ((0, (double,)),), ((1, (halve,)),), ((0, (double,)), (1, (halve,)))),
-        (False, True),
-        (0, 20, 50),
-        (None, 0, 50),
-    )
-]
-
-
-def does(variant):
-    """What a variant does besides masks, as a set."""
-    features = set(variant.processors)
-    for name in "num_logprobs", "num_prompt_logprobs":
-        count = getattr(variant, name)
-        features |= {(name, n) for n in (0, 20, 50) if count is not None and n <= count}
-    return features
-
-
-def test_a_variant_covers_what_it_does_and_less():
-    """But masks come after the drafts, so that a step either waits for them or has none."""
-    for variant, needed in itertools.product(EVERY_VARIANT, repeat=2):
-        expected = does(variant) >= does(needed) and variant.masks == needed.masks
-        assert covers(variant, needed) == expected
-
-
 def test_a_step_runs_the_first_variant_that_does(engine, monkeypatch):
     needed = Variant(num_logprobs=50)
     plan = PrefillPlan((), 1, 32)
 
     def chosen(needed, *variants):
         monkeypatch.setattr(engine.repertoire, "variants", list(variants))
-        monkeypatch.setattr(engine.repertoire, "needed", lambda all_demands: needed)
+        monkeypatch.setattr(engine.repertoire, "asked_by", lambda all_demands: needed)
         engine.repertoire._forget()
         return engine.repertoire.variant_for(plan, [])
 
@@ -336,7 +290,7 @@ def test_a_step_does_what_any_of_its_requests_needs(engine):
 
 def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch):
     monkeypatch.setattr(engine.repertoire, "_max_logprobs", 50)
-    monkeypatch.setattr(engine.repertoire, "_needed", {})
+    monkeypatch.setattr(engine.repertoire, "_asked", {})
     for kind, needed in (
         ({"logprobs": 20}, EVERY),
         ({"logprobs": 21}, Variant(num_logprobs=50)),
@@ -347,19 +301,19 @@ def test_more_logprobs_than_every_step_reports_are_a_variant(engine, monkeypatch
 
 
 @pytest.mark.parametrize(
-    "kinds, wants",
+    "kinds, extras",
     [
-        ([{}, {"temperature": 0.7}], Wants(0)),
-        ([{"top_p": 0.5}], Wants(0)),  # at temperature 0 there is nothing to cut
-        ([{}, {"temperature": 1.0, "top_p": 0.5}], Wants.EDITS),
-        ([{"logprobs": 0}, {}], Wants.LOGPROBS),
-        ([{"prompt_logprobs": 1}], Wants(0)),
-        ([{"logprobs": 2}, {"bad_words": ["a"]}], Wants.EDITS | Wants.LOGPROBS),
+        ([{}, {"temperature": 0.7}], Extras(0)),
+        ([{"top_p": 0.5}], Extras(0)),  # at temperature 0 there is nothing to cut
+        ([{}, {"temperature": 1.0, "top_p": 0.5}], Extras.EDITS),
+        ([{"logprobs": 0}, {}], Extras.LOGPROBS),
+        ([{"prompt_logprobs": 1}], Extras(0)),
+        ([{"logprobs": 2}, {"bad_words": ["a"]}], Extras.EDITS | Extras.LOGPROBS),
     ],
 )
-def test_a_step_is_told_what_any_of_its_requests_wants(engine, kinds, wants):
+def test_a_step_is_told_what_any_of_its_requests_asks_for(engine, kinds, extras):
     demands = {request.demands for request in make_requests(engine, *kinds)}
-    assert engine.launcher.wants(demands) == wants
+    assert extras_of(demands) == extras
 
 
 # --- programs -------------------------------------------------------------------------------------
@@ -369,7 +323,7 @@ def test_a_step_is_told_what_any_of_its_requests_wants(engine, kinds, wants):
 def programs(engine):
     """Programs of the engine's model that are its own, with nothing compiled."""
     parts = engine.target, engine.drafter, SeedExact()
-    return CompiledPrograms(engine.config, *parts, engine.params, engine.layout, 0)
+    return Engine.make_programs(engine.config, *parts, engine.params, engine.layout, 0)
 
 
 def compile_ahead(programs, *keys):
@@ -381,7 +335,7 @@ def compile_ahead(programs, *keys):
 def launch(programs, engine, batch):
     """Run a round in which every row is padding."""
     page_tables = engine.scheduler.residents.page_tables
-    packed = pack(DecodePlan((), batch, 0, 0), page_tables, engine.layout, Wants(0))
+    packed = pack(DecodePlan((), batch, 0, 0), page_tables, engine.layout, Extras(0))
     return np.asarray(programs.run(Decode(batch, 0, PLAIN), packed))
 
 
@@ -391,43 +345,6 @@ def test_each_program_is_compiled_once(programs, compilations):
     with compilations.none_expected():
         assert compile_ahead(programs, *keys) == (4, 0)
     assert compile_ahead(programs, *keys, Decode(2, 0, PLAIN)) == (5, 0)
-
-
-def test_a_plan_names_its_programs():
-    """Requests are admitted in the same way into chunks of any width."""
-    variant = Variant(num_logprobs=20, num_prompt_logprobs=3)
-    chunks, decode = PrefillPlan((), 2, 32), DecodePlan((), 4, 3, 2)
-    keys = [Admit(2), Prefill(2, 32), Begin(2, 32, variant)]
-    assert keys_of(chunks, variant, is_recurrent=False, defers=True) == keys
-    assert keys_of(chunks, variant, is_recurrent=True, defers=True) == [*keys, Restore(2), Take(2)]
-    # Prompts are not a round's business.
-    assert keys_of(decode, variant, is_recurrent=True, defers=True) == [Decode(4, 3, EVERY)]
-    # A round without drafts may leave something for a program of its own, in pieces or not.
-    decode, whole = DecodePlan((), 4, 0, 0), Decode(4, 0, EVERY)
-    assert keys_of(decode, variant, is_recurrent=True, defers=True) == [Observe(4), whole]
-    assert keys_of(decode, variant, is_recurrent=True, defers=False) == [whole]
-    assert Observe(4) in first_keys_of(decode, variant, is_recurrent=True, defers=True)
-
-
-def test_variants_share_the_programs_that_run_the_target():
-    """Drafting edits logits as verifying does, but reports nothing, and its masks come later."""
-    decode, halved = DecodePlan((), 4, 3, 3), ((0, (halve,)),)
-    for variant in Variant((), True, 20), Variant(num_logprobs=50), Variant(halved, True, 20):
-        settle = Settle(4, 3, variant._replace(masks=False, processors=()))
-        parts = [Propose(4, 3, Variant(variant.processors)), Extend(4, 3), settle]
-        if variant.processors:
-            parts.append(ProcessRound(4, 3, halved))
-        assert keys_of(decode, variant, is_recurrent=False, defers=True) == parts
-
-
-def test_processors_are_in_begin_only_where_prompts_are_scored():
-    chunks, halved = PrefillPlan((), 2, 32), ((0, (halve,)),)
-    shared = [Admit(2), Prefill(2, 32)]
-    for num_scored, begun in (None, ()), (3, halved):
-        variant = Variant(halved, True, 20, num_scored)
-        begin = Begin(2, 32, Variant(begun, False, 20, num_scored))
-        keys = keys_of(chunks, variant, is_recurrent=False, defers=True)
-        assert keys == [*shared, begin, ProcessFirst(2, halved)]
 
 
 def test_a_late_compilation_is_counted_once(programs, engine, compilations):
@@ -494,30 +411,28 @@ def cache_options():
 def test_the_folder_is_for_programs_of_engines_alone(cache_options, tmp_path):
     """JAX's cache is as before: the user's own functions do not land in ours."""
     cache_options(jax_compilation_cache_dir=None, jax_persistent_cache_min_compile_time_secs=0.0)
-    folder = precompile.executables_folder.__wrapped__  # pyright: ignore
     try:
         keep_programs(tmp_path / "kept")
-        assert folder() == tmp_path / "kept" / "programs"
+        assert executables_folder() == tmp_path / "kept" / "programs"
         jax.jit(lambda x: x * 3 + 17)(2.0)
         assert jax.config.jax_compilation_cache_dir is None
         assert not (tmp_path / "kept").exists()
         cache_options(jax_compilation_cache_dir=str(tmp_path / "theirs"))
-        assert folder() == tmp_path / "theirs" / "programs"
+        assert executables_folder() == tmp_path / "theirs" / "programs"
         cache_options(jax_compilation_cache_dir=None)
     finally:
         keep_programs(None)
-    assert folder() is None
+    assert executables_folder() is None
 
 
 # --- what is given back ---------------------------------------------------------------------------
 
 
-def test_a_closed_engine_gives_its_memory_maps_back(monkeypatch):
+def test_a_closed_engine_gives_its_memory_maps_back():
     """One after the other: no more are held after the second than after the first."""
-    monkeypatch.setattr(precompile, "_JITS", WeakValueDictionary())
-    held, given_back = [], []
+    make_programs, held, given_back = programs_with(jits=WeakValueDictionary()), [], []
     for _ in range(2):
-        engine = make_engine(intermediate_size=40)
+        engine = make_engine(intermediate_size=40, make_programs=make_programs)
         run_all(engine, make_requests(engine, {}))
         before = count_maps()
         engine.close()
@@ -528,21 +443,3 @@ def test_a_closed_engine_gives_its_memory_maps_back(monkeypatch):
         pytest.skip("memory maps cannot be counted here")
     assert min(given_back) > 200, "eight programs have some dozens each"
     assert max(held) - held[0] < 50, held
-
-
-@pytest.mark.parametrize(
-    "dtype, platform, asked, found",
-    [
-        ("float32", "gpu", None, "HIGHEST"),
-        ("float32", "gpu", "tensorfloat32", "HIGH"),
-        ("float32", "cpu", None, "DEFAULT"),
-        ("bfloat16", "gpu", None, "DEFAULT"),
-    ],
-)
-def test_products_of_float32_are_not_rounded_unless_asked_for(dtype, platform, asked, found):
-    x = jax.ShapeDtypeStruct((4, 4), dtype)
-    with jax.default_matmul_precision(asked), precompile.matmul_precision(dtype, platform):
-        traced = jax.make_jaxpr(jnp.dot)(x, x)
-    (product,) = traced.eqns
-    given = product.params["precision"] or (jax.lax.Precision.DEFAULT,)
-    assert {one.name for one in given} == {found}

@@ -1,0 +1,85 @@
+"""Inputs of a program as one array, which takes one transfer.
+
+A row holds the fields of a request one after the other, as words of 32 bits. What the fields are is
+declared where their class is, by `packed`: the host fills views of a packed array, and the device
+slices it.
+"""
+
+from collections.abc import Callable
+from dataclasses import field, fields
+from typing import Any, Generic, TypeVar
+
+import jax
+import numpy as np
+
+Inputs = TypeVar("Inputs")
+
+
+def packed(padding: int | str | Callable[[Any], Any], width: str | None = None) -> Any:
+    """Declare a field of a dataclass of inputs: integers i32[B], or i32[B, width].
+
+    Args:
+        padding: its value in a row without a request, or the name of the attribute of `Layout` that
+            is; or, for a tree of arrays, a function of the layout that returns such a row of it,
+            NumPy arrays [1] or [1, width] of 32 bits.
+        width: the name of the attribute of `Layout` that has it.
+    """
+
+    def row(layout: Any) -> Any:
+        if callable(padding):
+            return padding(layout)
+        value = getattr(layout, padding) if isinstance(padding, str) else padding
+        return np.full((1,) if width is None else (1, getattr(layout, width)), value, np.int32)
+
+    return field(metadata={"row": row})
+
+
+class Packing(Generic[Inputs]):
+    """How inputs of one class are packed: their leaves in order, i32[B, words]."""
+
+    def __init__(self, kind: type[Inputs], layout: Any):
+        declared: Any = fields(kind)  # pyright: ignore[reportArgumentType]
+        rows = [one.metadata["row"](layout) for one in declared]
+        self._leaves, tree = jax.tree.flatten(kind(*rows))
+        ends = np.cumsum([0, *(leaf.size for leaf in self._leaves)]).tolist()
+        self._slices = list(map(slice, ends, ends[1:]))
+        self._places = [
+            ((slice(None), words.start if leaf.ndim == 1 else words), leaf.dtype)
+            for leaf, words in zip(self._leaves, self._slices, strict=True)
+        ]
+        is_number = [isinstance(row, np.ndarray) and row.ndim == 1 for row in rows]
+        self._num_numbers = [*is_number, False].index(False)  # fields before all others
+        # A class of arrays alone is made without a walk through it: every step makes one.
+        is_flat = len(self._leaves) == len(rows)
+        self._make: Any = kind if is_flat else lambda *leaves: tree.unflatten(leaves)
+        self._padding = np.concatenate([leaf.reshape(-1).view(np.int32) for leaf in self._leaves])
+        self._empty: dict[int, np.ndarray] = {}  # rows of padding, by their number
+
+    def shape(self, batch: int) -> tuple[int, int]:
+        """Return the shape of the packed array."""
+        return batch, len(self._padding)
+
+    def rows(self, batch: int) -> tuple[np.ndarray, Inputs]:
+        """Return a new packed array of padding rows, and its fields as views to be filled."""
+        if batch not in self._empty:
+            self._empty[batch] = np.repeat(self._padding[None], batch, axis=0)
+        array = self._empty[batch].copy()
+        return array, self.views(array)
+
+    def views(self, array: np.ndarray) -> Inputs:
+        """Return the fields of a packed array as views, on the host."""
+        views = []
+        for place, dtype in self._places:
+            view = array[place]
+            views.append(view if dtype == np.int32 else view.view(dtype))
+        return self._make(*views)
+
+    def unpack(self, array: jax.Array) -> Inputs:
+        """Return the fields of a packed array, on the device."""
+        count = self._num_numbers
+        # Several numbers: one transposition instead of a slice each.
+        values = list(array[:, :count].T) if count > 1 else []
+        rest = slice(len(values), None)
+        for leaf, words in zip(self._leaves[rest], self._slices[rest], strict=True):
+            values.append(array[:, words].reshape(-1, *leaf.shape[1:]).view(leaf.dtype))
+        return self._make(*values)

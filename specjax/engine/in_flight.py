@@ -1,0 +1,82 @@
+"""Parts of a step that were launched and not read yet."""
+
+import time
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import jax
+import numpy as np
+
+from specjax.device.drafters.drafter import Variant
+from specjax.device.models.model import Features
+from specjax.device.step import Extension
+from specjax.device.verification import Draft
+from specjax.engine.batch import Part
+from specjax.engine.programs import Joined
+from specjax.host.plans import DecodePlan
+from specjax.host.speculation.policy import Round
+
+
+@dataclass
+class InFlight:
+    """A part of a step that was launched and not read yet."""
+
+    plan: Part
+    variant: Variant
+    outputs: jax.Array
+    start: float  # seconds, when planning of the step began
+    launched: float  # when its program was about to be launched
+    done: float | None = None  # when its outputs were first seen to be ready
+    features: Features | None = None  # of a chunk's rows, if one of its requests exports them
+    is_joined: bool = False  # whether chunks and a round were one program
+    joins: Joined | None = None  # of a round: the program that could have run the chunks, too
+
+    def outcome(self, num_kept: list[int], milliseconds: float | None, chunk_ms: float) -> Round:
+        """What came of a round of which `num_kept` tokens of each sequence were kept.
+
+        `milliseconds` of the round are None if unknown; `chunk_ms` were spent on chunks before it.
+        """
+        plan = self.plan
+        assert isinstance(plan, DecodePlan)
+        k = plan.num_drafts
+        pairs = [(s, n) for s, n in zip(plan.sequences, num_kept, strict=True) if n]
+        verdicts = Counter(sequence.draft_outcome(k, n) for sequence, n in pairs)
+        num_context = sum(len(sequence.token_ids) - n for sequence, n in pairs)
+        times = milliseconds, chunk_ms, self.is_joined
+        return Round(plan.batch, k, num_context, verdicts, *times)
+
+    def look(self) -> None:
+        """Note the time if the outputs are ready."""
+        is_ready = self.outputs.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
+        if self.done is None and is_ready:
+            self.done = time.perf_counter()
+
+
+@dataclass(frozen=True)
+class Extended:
+    """A round whose masks are still to be made."""
+
+    plan: DecodePlan
+    variant: Variant
+    packed: np.ndarray
+    draft: Draft
+    extension: Extension
+    logits: jax.Array  # the extension's, after logits processors
+    launched: float  # as of `InFlight`
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether a grammar has to see the drafts before the rest is launched."""
+        return any(sequence.matcher for sequence in self.plan.sequences)
+
+
+def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
+    """Note when earlier programs ended if later ones ran while they were launched, as on a CPU."""
+    programs = [step for step in launched if isinstance(step, InFlight)]
+    for step in programs:
+        if step.done is None:
+            continue
+        for earlier in (*previous, *programs):
+            if earlier.launched < step.launched:
+                earlier.done = min(step.launched, earlier.done or step.launched)

@@ -1,0 +1,64 @@
+"""What an engine compiles into its steps, and the empty state that they begin with."""
+
+import jax.numpy as jnp
+import numpy as np
+
+from specjax.config import EXACT_WIDTH, EngineConfig
+from specjax.device.cache.kind import CacheSizes
+from specjax.device.drafters.drafter import Drafter
+from specjax.device.inputs import StepModel
+from specjax.device.models.model import Model, init_caches, page_windows
+from specjax.device.state import EngineState, init_state
+from specjax.device.verification import Verification
+from specjax.host.windows import window_pages
+
+# Up to this many rows a drafter takes hardly longer than for one: it is bound by reading its
+# weights.
+MAX_DEFERRED_ROWS = {"gpu": 64, "cpu": 16}
+
+
+def step_model(
+    config: EngineConfig, target: Model, drafter: Drafter, verification: Verification, platform: str
+) -> StepModel:
+    """What an engine on a device of `platform` compiles into its steps."""
+    return StepModel(
+        target,
+        drafter,
+        verification,
+        config.kernels,
+        # A matmul bound by its weights runs more rows for free, and matrix units want eights.
+        row_multiple=8 if platform == "gpu" else 1,
+        width_multiple=EXACT_WIDTH if config.exact else 1,
+        logprobs_mode=config.logprobs_mode,
+        windows=page_windows(target, config),
+        max_deferred_rows=MAX_DEFERRED_ROWS.get(platform, 0),
+    )
+
+
+def sizes_of_windows(
+    config: EngineConfig, model: StepModel, max_drafts: int
+) -> tuple[tuple[int, int], ...]:
+    """The windows whose layers have pages of their own, each with their number."""
+    return tuple((one, window_pages(config, one, max_drafts)) for one in model.windows)
+
+
+def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> EngineState:
+    """The state of an engine without requests, whose steps have up to `max_drafts` drafts."""
+    dtype, target = np.dtype(config.dtype), model.target
+    rows = model.width(max_drafts)
+    kinds, num_snapshots = target.cache_kinds, config.num_snapshots
+    pages = sizes_of_windows(config, model, max_drafts)
+    sizes = CacheSizes(config.max_num_seqs, config.num_pages, config.page_size, rows, num_snapshots)
+    deferred = None
+    if model.max_deferred(1):
+        num_features = (1 + len(model.drafter.aux_layers)) * target.hidden_size
+        deferred = jnp.zeros((model.max_deferred_rows, num_features), dtype)
+    return init_state(
+        config.max_num_seqs,
+        config.max_model_len,
+        target.vocab_size,
+        init_caches(target, sizes._replace(window_pages=pages), dtype),
+        tuple(kind.init_snapshots(num_snapshots, dtype) for kind in kinds),
+        model.drafter.init_state(sizes, dtype),
+        deferred,
+    )

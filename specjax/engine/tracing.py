@@ -1,0 +1,164 @@
+"""Traces programs: runs their functions on shapes, for XLA to compile."""
+
+from collections.abc import MutableMapping
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
+
+import jax
+import jax.numpy as jnp
+
+from specjax.device.drafters.drafter import Params
+from specjax.device.inputs import StepModel
+from specjax.device.layout import Layout
+from specjax.device.placement import Placement
+from specjax.device.state import EngineState
+from specjax.device.step import StepOutputs
+from specjax.engine.batch import pack_outputs
+from specjax.engine.xla_options import matmul_precision
+
+
+class Static(NamedTuple):
+    """What is compiled into all programs of an engine. Hashable."""
+
+    model: StepModel
+    layout: Layout
+
+
+Packed = tuple[type, int]  # a kind of inputs, and rows of the array that the host packs them into
+
+
+class Program:
+    """A program of a step: a hashable value, whose fields are compiled in.
+
+    It takes parameters and state, arrays that the host packs, and results of other programs. What
+    it returns for the host is packed, too.
+    """
+
+    __slots__ = ()
+    inputs: ClassVar[type]
+    batch: int
+
+    @property
+    def packed(self) -> tuple[Packed, ...]:
+        """The inputs that the host packs, an array each."""
+        return ((self.inputs, self.batch),)
+
+    def handed(self, traces: "Traces") -> tuple[Any, ...]:
+        """Shapes of the arguments after the packed ones."""
+        return ()
+
+    def run(self, params: Params, state: EngineState, *arguments: Any, **model: Any) -> Any:
+        """Return the next state and a result.
+
+        Arguments are unpacked inputs and what `handed` describes; the one keyword is `model`, of
+        `Static`.
+        """
+        raise NotImplementedError
+
+
+Trees = tuple[Any, Any]  # of parameters and state
+
+
+def jitted(program: Program, static: Static, trees: Trees | None = None) -> Any:
+    """`jax.jit` of a program between packed arrays: (params, state, *arguments) -> (state, result).
+
+    With the `trees` of parameters and state, it takes and returns lists of their leaves, as JAX
+    walks through nested dataclasses in every call.
+    """
+
+    def run(params: Any, state: Any, *arguments: Any) -> Any:
+        if trees is not None:
+            params, state = map(jax.tree.unflatten, trees, (params, state))
+        kinds = [kind for kind, _ in program.packed]
+        inputs = [
+            static.layout.packing(kind).unpack(array)
+            for kind, array in zip(kinds, arguments, strict=False)
+        ]
+        state, result = program.run(
+            params, state, *inputs, *arguments[len(kinds) :], model=static.model
+        )
+        result = jax.tree.map(_pack, result, is_leaf=lambda x: isinstance(x, StepOutputs))
+        return state if trees is None else jax.tree.leaves(state), result
+
+    run.__name__ = type(program).__name__.lower()  # profiles show it
+    return jax.jit(run, donate_argnames="state")
+
+
+class Jits(dict[tuple[Program, Trees], Any]):
+    """Jitted programs over leaves, with one `Static`."""
+
+    def __init__(self, static: Static):
+        super().__init__()
+        self._static = static
+
+    def __missing__(self, key: tuple[Program, Trees]) -> Any:
+        program, trees = key
+        self[key] = made = jitted(program, self._static, trees)
+        return made
+
+
+# Engines with equal `Static`s trace once. JAX frees what it compiled for a function together with
+# the function: with the last engine of its `Static`.
+JITS: WeakValueDictionary[Static, Jits] = WeakValueDictionary()
+
+
+class Traces:
+    """The programs of one engine on the shapes of its parameters and state.
+
+    Attributes:
+        shapes: those of parameters and state.
+
+    `dtype` is that of the weights, see `matmul_precision`.
+    """
+
+    def __init__(
+        self,
+        static: Static,
+        dtype: str,
+        params: Params,
+        state: EngineState,
+        placement: Placement,
+        jits: MutableMapping[Static, Jits] = JITS,
+    ):
+        self._layout = static.layout
+        self.shapes = jax.tree.map(_shape, (params, state))
+        self._leaves = [jax.tree.leaves(shapes) for shapes in self.shapes]
+        self._dtype = dtype
+        self._trees = jax.tree.structure(params), jax.tree.structure(state)
+        self._placement = placement
+        self._jits = jits.setdefault(static, Jits(static))
+
+    def trace(self, program: Program) -> Any:
+        """Return the `jax.stages.Traced` of a program over leaves."""
+        packed = [
+            self._ints(*self._layout.packing(kind).shape(batch)) for kind, batch in program.packed
+        ]
+        arguments = *packed, *program.handed(self)
+        with matmul_precision(self._dtype, self._placement.device.platform):
+            return self._jits[program, self._trees].trace(*self._leaves, *arguments)
+
+    def result(self, program: Program) -> Any:
+        """Return the shapes of the result that a program hands to the next."""
+        return self.trace(program).out_info[1]
+
+    def logits(self, batch: int, num_rows: int) -> jax.ShapeDtypeStruct:
+        """Return the shape of logits."""
+        return self._array((batch, num_rows, self._layout.vocab_size), jnp.float32)
+
+    def masks(self, batch: int, num_rows: int) -> jax.ShapeDtypeStruct:
+        """Return the shape of grammars' masks."""
+        return self._ints(batch, num_rows, self._layout.mask_words)
+
+    def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:
+        return self._array(shape, jnp.int32)
+
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self._placement.sharding())
+
+
+def _pack(result: Any) -> Any:
+    return pack_outputs(result) if isinstance(result, StepOutputs) else result
+
+
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)

@@ -1,0 +1,103 @@
+"""Which programs suit a plan: those of its shape, in a variant that does what requests ask."""
+
+from specjax.device.drafters.drafter import Variant
+from specjax.engine.batch import Part
+from specjax.engine.programs import (
+    Admit,
+    Begin,
+    Decode,
+    Extend,
+    Observe,
+    Prefill,
+    ProcessFirst,
+    ProcessRound,
+    Propose,
+    Restore,
+    Settle,
+    Take,
+)
+from specjax.engine.tracing import Program
+from specjax.host.plans import DecodePlan, PrefillPlan
+
+FEW_LOGPROBS = 20  # likeliest tokens that every step can report
+
+
+def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Program]:
+    """The programs that suit a plan best; `defers`: whether rounds without drafts leave
+    something to `Observe`."""
+    batch = plan.batch
+    if isinstance(plan, PrefillPlan):
+        found: list[Program] = [Admit(batch), Prefill(batch, plan.width)]
+        found.append(Begin(batch, plan.width, of_begin(variant)))
+        if variant.processors:
+            found.append(ProcessFirst(batch, variant.processors))
+        return [*found, Restore(batch), Take(batch)] if is_recurrent else found
+    variant = of_rounds(variant)
+    if is_in_pieces(variant):
+        found = _pieces(plan, Propose(batch, plan.k, of_drafts(variant)), variant)
+    else:
+        found = [Decode(batch, plan.k, variant)]
+    return [Observe(batch), *found] if defers and not plan.k else found
+
+
+def first_programs_of(
+    plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool
+) -> list[Program]:
+    """Programs that can also run a plan, most of them shared by other variants.
+
+    Rounds are in pieces, and drafters ignore what requests ask of logits: fewer drafts are
+    accepted.
+    """
+    if isinstance(plan, PrefillPlan):
+        return programs_of(plan, variant, is_recurrent=is_recurrent, defers=defers)
+    found = _pieces(plan, Propose(plan.batch, plan.k, Variant()), of_rounds(variant))
+    return [Observe(plan.batch), *found] if defers and not plan.k else found
+
+
+def _pieces(plan: DecodePlan, propose: Propose, variant: Variant) -> list[Program]:
+    batch, k = plan.batch, plan.k
+    found: list[Program] = [propose, Extend(batch, k), Settle(batch, k, of_settle(variant))]
+    return [*found, ProcessRound(batch, k, variant.processors)] if variant.processors else found
+
+
+def is_in_pieces(variant: Variant) -> bool:
+    """Whether rounds run in pieces, so that variants share the target's."""
+    return variant.masks or bool(variant.processors) or variant.num_logprobs > FEW_LOGPROBS
+
+
+def of_rounds(variant: Variant) -> Variant:
+    """The part of a variant that concerns rounds: nothing about prompts."""
+    return variant._replace(num_prompt_logprobs=None)
+
+
+def of_begin(variant: Variant) -> Variant:
+    """The part of a variant that is compiled into `Begin`, which takes masks and processed logits.
+
+    The rows of a prompt that are scored run their processors in it.
+    """
+    scored = variant.num_prompt_logprobs is not None
+    return variant._replace(masks=False, processors=variant.processors if scored else ())
+
+
+def of_settle(variant: Variant) -> Variant:
+    """The part of a variant that is compiled into `Settle`, which is as `Begin`."""
+    return variant._replace(masks=False, processors=())
+
+
+def of_drafts(variant: Variant) -> Variant:
+    """The part of a variant that concerns drafting: neither reports nor masks."""
+    return Variant(variant.processors)
+
+
+def covers(variant: Variant, asked: Variant) -> bool:
+    """Whether a step of `variant` does all that is `asked`. Masks must match: they cost a wait."""
+    return (
+        set(variant.processors) >= set(asked.processors)
+        and variant.masks == asked.masks
+        and variant.num_logprobs >= asked.num_logprobs
+        and _or_none(variant.num_prompt_logprobs) >= _or_none(asked.num_prompt_logprobs)
+    )
+
+
+def _or_none(count: int | None) -> int:
+    return -1 if count is None else count
