@@ -26,8 +26,18 @@ _EXPERTS = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     *("decoder_sparse_step", "mlp_only_layers"),
 )
+_GEMMA = (
+    *(*_SIZES, "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types"),
+    "final_logit_softcapping",
+)
 _DENSE = {
     "llama": (*_SIZES, "mlp_bias"),
+    "arcee": (*_SIZES, "mlp_bias"),
+    "gemma2": (*_GEMMA, "attn_logit_softcapping"),
+    "gemma3_text": (
+        *(*_GEMMA, "sliding_window_pattern", "rope_local_base_freq"),
+        "_sliding_window_pattern",  # what `layer_types` was made of
+    ),
     "mistral": (*_SIZES, "sliding_window"),
     "ministral": (*_SIZES, "sliding_window", "layer_types"),
     "ministral3": (*_SIZES, "sliding_window"),
@@ -110,6 +120,7 @@ HARMLESS = frozenset(
 CHANGES = {
     "attn_logit_softcapping": "a cap on attention scores",
     "final_logit_softcapping": "a cap on logits",
+    "use_bidirectional_attention": "attention to later tokens",
     "query_pre_attn_scalar": "another scale of attention",
     "attention_multiplier": "another scale of attention",
     "embedding_multiplier": "scaled embeddings",
