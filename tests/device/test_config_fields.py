@@ -291,6 +291,11 @@ def test_a_published_gemma_config_says_little():
     assert model.ropes == (model.local_rope, model.rope)
 
 
+def test_older_names_in_published_gemma_configs():
+    names = {"sliding_window_size": 4096, "hidden_act": "gelu_pytorch_tanh"}
+    assert described("gemma2", **names) == described("gemma2")
+
+
 def test_caps_that_are_switched_off():
     caps = "attn_logit_softcapping", "final_logit_softcapping"
     model = described("gemma2")

@@ -103,7 +103,7 @@ CASES = {
         },
     ),
     "gpt-oss": ("gpt_oss", {"num_hidden_layers": 3}),
-    # Norms after attention and feed-forward layer. Windows with frequencies of their own; soft caps.
+    # Norms after attention and feed-forward layer; windows with a rotation of their own; soft caps.
     "gemma3-tied": ("gemma3_text", {"num_hidden_layers": 3, "tie_word_embeddings": True}),
     "gemma2-bias": ("gemma2", {"attention_bias": True}),
     "arcee": ("arcee", {"num_hidden_layers": 1, "head_dim": 12}),

@@ -160,8 +160,7 @@ class PagedAttention(PagesOnly):
     ) -> jax.Array:
         """Return causal scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k [N, H_kv, D_h].
 
-        Row t of q sees the keys up to t, of the `window` positions that end at its own, t +
-        distance.
+        Row t of q sees the keys up to t, of the `window` positions up to its own, t + distance.
         """
         queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
         scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))

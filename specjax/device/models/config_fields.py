@@ -33,7 +33,8 @@ _GEMMA = (
 _DENSE = {
     "llama": (*_SIZES, "mlp_bias"),
     "arcee": (*_SIZES, "mlp_bias"),
-    "gemma2": (*_GEMMA, "attn_logit_softcapping"),
+    # The last one is an older name, which transformers does not read.
+    "gemma2": (*_GEMMA, "attn_logit_softcapping", "sliding_window_size"),
     "gemma3_text": (
         *(*_GEMMA, "sliding_window_pattern", "rope_local_base_freq"),
         "_sliding_window_pattern",  # what `layer_types` was made of
