@@ -27,7 +27,7 @@ def make(checkpoints, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "deepseek_v3", "gpt_oss", "gemma3_text"])
 def test_the_same_tokens_as_apart(checkpoints, name):
     """With requests that come and go, some of them resumed, drawn, penalised, and reported."""
     rng = np.random.default_rng(5)

@@ -23,6 +23,9 @@ CLASSES = {
     "qwen3": "Qwen3Config",
     "qwen3_moe": "Qwen3MoeConfig",
     "phi3": "Phi3Config",
+    "arcee": "ArceeConfig",
+    "gemma2": "Gemma2Config",
+    "gemma3_text": "Gemma3TextConfig",
     "gpt_oss": "GptOssConfig",
     "qwen3_next": "Qwen3NextConfig",
     "qwen3_5_text": "Qwen3_5TextConfig",
@@ -45,6 +48,7 @@ WHOLES = {
     "idefics3": "Idefics3Config",
     "smolvlm": "SmolVLMConfig",
     "voxtral": "VoxtralConfig",
+    "gemma3": "Gemma3Config",
 }
 
 
@@ -157,6 +161,10 @@ WINDOWS = [
     ("qwen3_moe", {"sliding_window": 7}, [None] * 4),
     ("gpt_oss", {}, [128, None] * 2),
     ("gpt_oss", {"sliding_window": 9, "layer_types": [FULL, SLIDING] * 2}, [None, 9] * 2),
+    ("gemma2", {}, [4096, None] * 2),
+    ("gemma3_text", {}, [4096] * 4),
+    ("gemma3_text", {"sliding_window": 9, "sliding_window_pattern": 3}, [9, 9, None, 9]),
+    ("gemma3_text", {"layer_types": [FULL] * 4, "sliding_window": None}, [None] * 4),
     ("phi3", {}, [None] * 4),
     ("phi3", {"sliding_window": 2047}, [2047] * 4),
     ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, [4096] * 4),
@@ -187,7 +195,7 @@ def test_windows_that_contradict_themselves():
 
 @pytest.mark.parametrize(
     "kind, near",
-    [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None), ("gemma3_text", None)],
+    [("mixtral", "mistral"), ("qwen2_moe", "qwen3_moe"), ("mamba2", None), ("olmo3", None)],
 )
 def test_another_model_type_is_told_its_kin(kind, near):
     text = refusal(lambda: described(kind), f"model_type={kind!r}", ", ".join(KINDS))
@@ -195,8 +203,8 @@ def test_another_model_type_is_told_its_kin(kind, near):
 
 
 def test_text_models_and_wholes_that_are_not_read():
-    text = {"model_type": "gemma3_text", **CONFIG_SIZES}
-    words = "config.json: text_config", "model_type='gemma3_text'", "mistral3"
+    text = {"model_type": "olmo3", **CONFIG_SIZES}
+    words = "config.json: text_config", "model_type='olmo3'", "mistral3"
     refusal(lambda: described("mistral3", text_config=text), *words)
     refusal(lambda: described("llava_next", text_config=text), "model_type='llava_next'", "llava")
 
@@ -261,3 +269,36 @@ WRONG_TYPES = [
 def test_fields_of_the_wrong_type(name, value):
     text = refusal(lambda: described(**{name: value}), "there/config.json: ", name)
     assert "\n" not in text
+
+
+# --- Gemma ----------------------------------------------------------------------------------------
+
+
+def test_a_published_gemma_config_says_little():
+    """The rest is as transformers has it: heads, vocabulary, windows, frequencies."""
+    text = {
+        **{"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240},
+        **{"num_hidden_layers": 34, "sliding_window": 1024},
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+    }
+    parts = {"mm_tokens_per_image": 256, "boi_token_index": 255999, "vision_config": {"a": 1}}
+    model = describe_model(HFConfig({"model_type": "gemma3", "text_config": text, **parts}, "x"))
+    assert (model.vocab_size, model.num_heads, model.num_kv_heads) == (262208, 8, 4)
+    assert model.windows[:7] == (1024,) * 5 + (None, 1024) and model.tie_word_embeddings
+    assert (model.rope.theta, model.rope.factor, model.max_position) == (1e6, 8.0, 131072)
+    assert (model.local_rope.theta, model.local_rope.scaling) == (1e4, "default")
+    assert (model.query_scale, model.logit_cap, model.score_cap) == (1, None, None)
+    assert model.ropes == (model.local_rope, model.rope)
+
+
+def test_older_names_in_published_gemma_configs():
+    names = {"sliding_window_size": 4096, "hidden_act": "gelu_pytorch_tanh"}
+    assert described("gemma2", **names) == described("gemma2")
+
+
+def test_caps_that_are_switched_off():
+    caps = "attn_logit_softcapping", "final_logit_softcapping"
+    model = described("gemma2")
+    assert (model.score_cap, model.logit_cap) == (50, 30)
+    model = described("gemma2", **dict.fromkeys(caps))
+    assert (model.score_cap, model.logit_cap) == (None, None)

@@ -132,6 +132,33 @@ def test_which_layers_of_latent_attention_are_dense():
     refusal(lambda: latent("glm4_moe_lite", first_k_dense_replace=2), "first_k_dense_replace=2")
 
 
+ROPE = "rope_parameters"
+BAD_GEMMAS = [
+    ("gemma2", {"hidden_activation": "gelu"}, ["'gelu'", "'gelu_pytorch_tanh'"]),
+    ("gemma2", {"final_logit_softcapping": -30.0}, ["-30.0", "positive"]),
+    ("gemma2", {"query_pre_attn_scalar": 0}, ["0", "positive"]),
+    ("gemma3_text", {"use_bidirectional_attention": True}, ["True", "later tokens", "without"]),
+    ("gemma3_text", {"attn_logit_softcapping": 50.0}, ["50.0", "without"]),
+    ("gemma3_text", {"sliding_window": None}, ["sliding_attention"]),
+    ("gemma3_text", {"sliding_window_pattern": 0}, ["0", "positive"]),
+    ("gemma3_text", {ROPE: {"rope_type": "linear", "factor": 2.0}}, ["full_attention", "2.0"]),
+    ("gemma3_text", {ROPE: {ATTENTION: 5}}, ["full_attention must be an object", "5"]),
+    (
+        "gemma3_text",
+        {ROPE: {"sliding_attention": {"rope_type": "ntk"}}},
+        ["sliding_attention", "'ntk'"],
+    ),
+    ("gemma3_text", {"rope_local_base_freq": "1e4"}, ["'1e4'", "positive"]),
+    ("arcee", {"hidden_act": "silu"}, ["'silu'", "'relu2'"]),
+]
+
+
+@pytest.mark.parametrize("kind, fields, words", BAD_GEMMAS, ids=lambda x: str(x)[:60])
+def test_a_field_that_gemma_and_arcee_cannot_have(kind, fields, words):
+    described(kind)
+    refusal(lambda: described(kind, **fields), "there/config.json", next(iter(fields)), *words)
+
+
 @pytest.mark.parametrize("where", ["rope_parameters", "rope_scaling", None])
 def test_llama_rotates_whole_heads(where):
     fields = {"partial_rotary_factor": 0.5}

@@ -50,16 +50,15 @@ CASES = [
     # norm, in, the rule and its norm, out, norm, gate and up, silu, down; attention with a gate.
     # The rule is two launches: what its new tokens need is prepared once. What a step keeps of them
     # for the next one, in f32, is 0.4 % of the 27B's bytes.
-    # At one request norms, silu and sums are part of the projections; the first norm is not.
-    Case("Qwen3.5-4B", 1, 3, ((DELTA, 8), (ATTENTION, 8)), 1.015, num_layers=8),
+    Case("Qwen3.5-4B", 1, 3, ((DELTA, 10), (ATTENTION, 11)), 1.015, num_layers=8),
     Case("Qwen3.5-4B", 32, 3, ((DELTA, 10), (ATTENTION, 10)), 1.12, 8, True),
     Case("Qwen3.5-27B", 16, 3, ((DELTA, 10), (ATTENTION, 11)), 1.045, num_layers=8),
     # norm, down, latent's norm and rotation, its write, queries' norm and up, keys absorbed, joined
     # with the rotated part, attention, its splits, values up, out, norm; then the router, the
-    # choice (of many rows in six), two products of experts, the shared expert in two or three, the
+    # choice (of many rows in six), two products of experts with SwiGLU between, the shared expert in two or three, the
     # sum; cuBLAS has some copied.
-    Case(GLM, 1, 3, ((LATENT, 20),), 1.04, num_layers=4),
-    Case(GLM, 64, 3, ((LATENT, 29),), 1.13, 4, True),
+    Case(GLM, 1, 3, ((LATENT, 22),), 1.04, num_layers=4),
+    Case(GLM, 64, 3, ((LATENT, 30),), 1.13, 4, True),
 ]
 WITH_CUBLAS = [case for case in CASES if case.with_cublas]
 

@@ -59,6 +59,15 @@ def test_eagle1_drafts(checkpoints, check_drafts, shallow_target, options, keeps
     assert (engine.params.drafter.embedding is not None) == keeps_embedding
 
 
+@pytest.mark.slow
+def test_a_plain_head_of_a_target_with_other_layers(checkpoints, check_drafts):
+    """Gemma's embeddings are scaled for the target alone."""
+    target = checkpoints.target("gemma3_text", vocab_size=VOCAB, tie_word_embeddings=True)
+    files = checkpoints.eagle(target, embedding="same")
+    drafter, _ = check_drafts(target, files, "eagle", oracle_of(target, files))
+    assert not drafter.head.has_embedding
+
+
 def test_greedy_drafting_ignores_the_temperature(checkpoints, check_drafts, shallow_target):
     """Here by a head with all that EAGLE-1 may have of its own."""
     files = checkpoints.eagle(

@@ -103,6 +103,10 @@ CASES = {
         },
     ),
     "gpt-oss": ("gpt_oss", {"num_hidden_layers": 3}),
+    # Norms after attention and feed-forward layer; windows with a rotation of their own; soft caps.
+    "gemma3-tied": ("gemma3_text", {"num_hidden_layers": 3, "tie_word_embeddings": True}),
+    "gemma2-bias": ("gemma2", {"attention_bias": True}),
+    "arcee": ("arcee", {"num_hidden_layers": 1, "head_dim": 12}),
     "qwen3-moe-dense-layer": ("qwen3_moe", {"mlp_only_layers": [1], "norm_topk_prob": True}),
     # Queries with a rank and without, three heads, groups of experts, YaRN with both weights or
     # one, a rotation of halves, tied; with a rank of 64, chunks may be in the plain form.

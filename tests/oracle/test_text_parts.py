@@ -31,6 +31,7 @@ WHOLES = {
     "idefics3": {},
     "smolvlm": {},
     "voxtral": {},
+    "gemma3": {"tie_word_embeddings": True},
 }
 MINISTRAL = {
     "model_type": "ministral3",

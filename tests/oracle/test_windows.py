@@ -60,6 +60,14 @@ CASES = {  # the type, what it has of its own, drafter, windows, layers by kind
         (7, None),
         (0, 1, 0),
     ),
+    "gemma3": (
+        "gemma3_text",
+        {"num_hidden_layers": 3, "sliding_window": 7},
+        ngrams,
+        (7, None),
+        (0, 1, 0),
+    ),
+    "gemma2": ("gemma2", {"sliding_window": 7}, ngrams, (7, None), (0, 1)),
     # Its layers' windows are the target's, but in the drafter's pages nothing is given back.
     "mistral by itself": ("mistral", {"sliding_window": 10}, itself, (10,), (0, 0)),
     "qwen3": (
@@ -78,8 +86,11 @@ CASES = {  # the type, what it has of its own, drafter, windows, layers by kind
 }
 
 
+SLOW = "gpt_oss", "qwen3", "gemma2"
+
+
 @pytest.mark.parametrize(
-    "name", ["qwen3", "mistral by itself", pytest.param("gpt_oss", marks=pytest.mark.slow)]
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES]
 )
 def test_tokens_are_those_of_plain_decoding(name, checkpoints, check_tokens):
     kind, sizes, make_drafter, windows, kinds = CASES[name]

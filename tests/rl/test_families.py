@@ -93,7 +93,10 @@ def trained_head(kind, target, folder):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, drafter", [("glm4_moe_lite", "eagle3"), ("gpt_oss", "dflash")])
+@pytest.mark.parametrize(
+    "kind, drafter",
+    [("glm4_moe_lite", "eagle3"), ("gpt_oss", "dflash"), ("gemma3_text", "eagle3")],
+)
 def test_trained_heads_and_updates(checkpoints, kind, drafter, tmp_path):
     """Tokens are the target's with a head of its own shape, before an update and after it."""
     one, two = two_targets(checkpoints, kind)

@@ -49,7 +49,7 @@ def test_the_method_is_that_of_the_checkpoint(checkpoints, target, tmp_path):
         shutil.copytree(getattr(checkpoints, method)(target).folder, folder)
         (folder / "config.json").write_text(json.dumps(plain))  # names no kind of head
         assert find_method(folder) == method
-    (folder / "config.json").write_text('{"model_type": "gemma3_text"}')
+    (folder / "config.json").write_text('{"model_type": "olmo3"}')
     (folder / "model.safetensors").unlink()
     refusal(lambda: find_method(folder), str(folder), "name it, as in eagle3=")
 

@@ -98,6 +98,7 @@ _OTHER_PARTS: Mapping[str, Mapping[str, Any]] = {
     "internvl": {**_ENCODER, "image_size": [8, 8], "patch_size": [4, 4]},
     "idefics3": _ENCODER,
     "smolvlm": _ENCODER,
+    "gemma3": {**_ENCODER, "model_type": "siglip_vision_model", "image_size": 64},
     "voxtral": {**_ENCODER, "num_mel_bins": 8, "max_source_positions": 8},
 }
 _MROPE = {"rope_type": "default", "rope_theta": 300.0, "mrope_section": [1, 1, 2]}
@@ -109,6 +110,19 @@ _TEXTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3_vl_moe_text": {"rope_parameters": _MROPE, "head_dim": 8},
     "glm4v_moe_text": {
         "rope_parameters": {**_MROPE, "mrope_section": [1, 1, 0], "partial_rotary_factor": 0.5}
+    },
+    # Windows shorter than a chunk, caps that many scores and logits are near.
+    "gemma2": {
+        **{"head_dim": 10, "query_pre_attn_scalar": 5, "sliding_window": 10},
+        **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    },
+    "gemma3_text": {
+        **{"head_dim": 8, "query_pre_attn_scalar": 20, "sliding_window": 10},
+        "sliding_window_pattern": 2,
+        "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e3, "factor": 4.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+        },
     },
 }
 
@@ -190,8 +204,9 @@ def write_target(
     hf_config = _hf_config(kind, config)
     hf_config._attn_implementation = "eager"
     model = _auto_class(kind).from_config(hf_config, dtype=torch.float32).eval()
-    # The norm of a recurrent layer's output is a plain one.
+    # The norm of a recurrent layer's output is a plain one, and no norm of Gemma.
     plain_norms = "linear_attn.norm" if _is_hybrid(kind) else "norm"
+    plain_norms = "none" if kind.startswith("gemma") else plain_norms
     buffers = {n: x for n, x in model.named_buffers() if n.endswith("e_score_correction_bias")}
     randomise(dict(model.named_parameters()) | buffers, seed, plain_norms)
     model.generation_config.eos_token_id = hf_config.get_text_config().eos_token_id

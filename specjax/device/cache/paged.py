@@ -44,6 +44,8 @@ class PagedAttention(PagesOnly):
     rms_norm_eps: float
     has_centred_norms: bool = False  # weights of q and k norms are stored minus one
     window: int | None = None  # None: no limit
+    query_scale: float = 1.0  # multiplies rotated queries, besides head_dim^-1/2
+    soft_cap: float | None = None  # c of c tanh(score / c), the bound of scores
 
     @property
     def name(self) -> str:
@@ -80,8 +82,8 @@ class PagedAttention(PagesOnly):
         )
         if not rows.attends:
             return jax.lax.collapse(q, 0, 2), cache
-        if inputs.query_scales is not None:
-            q *= rows.by_request(inputs.query_scales).astype(q.dtype)
+        scales = inputs.query_scales
+        q = self._scaled(q, None if scales is None else rows.by_request(scales))
         reach = positions if rows.reach is None else rows.by_request(rows.reach)
         origin = None if rows.origin is None else rows.by_request(rows.origin)
         out = paged_attention(
@@ -92,6 +94,7 @@ class PagedAttention(PagesOnly):
             reach,
             window=self.window,
             origins=None if self.window is None else origin,
+            soft_cap=self.soft_cap,
             sinks=inputs.sinks,
             kernels=rows.kernels,
         )
@@ -100,7 +103,7 @@ class PagedAttention(PagesOnly):
     def causal(self, length: int, inputs: ProjectedHeads) -> jax.Array:
         """Attend within each sequence: [N, H, D_h]."""
         q, k, v = self.split(inputs)
-        weights = _softmax([_causal_scores(q, k, length, self.window)], inputs.sinks)
+        weights = _softmax([self._causal_scores(q, k, length)], inputs.sinks)
         return _weighted_values(weights, v, q.shape)
 
     def unrolled(self, length: int, kept: tuple, inputs: ProjectedHeads) -> tuple[jax.Array, tuple]:
@@ -110,10 +113,10 @@ class PagedAttention(PagesOnly):
         kept = (*kept, (k, v))
         (k0, v0), drafted = kept[0], kept[1:]
         queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
-        scores = [_causal_scores(q, k0, length, self.window, distance=len(drafted))]
+        scores = [self._causal_scores(q, k0, length, distance=len(drafted))]
         for i, (key, _) in enumerate(drafted, start=1):
             own = _heads_first(key, length)[:, :, None]
-            score = (queries * own).sum(-1, keepdims=True).astype(jnp.float32)
+            score = self._capped((queries * own).sum(-1, keepdims=True).astype(jnp.float32))
             is_seen = self.window is None or len(drafted) - i < self.window
             scores.append(score if is_seen else jnp.full_like(score, -jnp.inf))
         weights = _softmax(scores, inputs.sinks)
@@ -136,9 +139,35 @@ class PagedAttention(PagesOnly):
             eps=self.rms_norm_eps,
             is_centred=self.has_centred_norms,
         )
-        if inputs.query_scales is not None:
-            q = q * inputs.query_scales.astype(q.dtype)
-        return q, k, v
+        return self._scaled(q, inputs.query_scales), k, v
+
+    def _scaled(self, q: jax.Array, scales: jax.Array | None) -> jax.Array:
+        """Return queries [..., H, D_h] times their rows' `scales`, if any, and `query_scale`."""
+        if scales is not None:
+            q = q * scales.astype(q.dtype)
+        if self.query_scale == 1:
+            return q
+        # The scale itself is not rounded to q's dtype: it would be off alike in all scores.
+        return (q.astype(jnp.float32) * self.query_scale).astype(q.dtype)
+
+    def _capped(self, scores: jax.Array) -> jax.Array:
+        """Return scores, within the soft cap if there is one."""
+        cap = self.soft_cap
+        return scores if cap is None else cap * jnp.tanh(scores / cap)
+
+    def _causal_scores(
+        self, q: jax.Array, k: jax.Array, length: int, distance: int = 0
+    ) -> jax.Array:
+        """Return causal scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k [N, H_kv, D_h].
+
+        Row t of q sees the keys up to t, of the `window` positions up to its own, t + distance.
+        """
+        queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
+        scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))
+        mask = jnp.tril(jnp.ones((length, length), bool))
+        if self.window is not None:
+            mask &= ~jnp.tril(mask, distance - self.window)
+        return jnp.where(mask, self._capped(scores.astype(jnp.float32)), -jnp.inf)
 
 
 def _heads_first(x: jax.Array, length: int) -> jax.Array:
@@ -150,21 +179,6 @@ def _grouped(q: jax.Array, num_kv_heads: int, length: int) -> jax.Array:
     """Group queries [N, H, D_h] by key head: [B, H_kv, H / H_kv, T, D_h]."""
     q = _heads_first(q, length)
     return q.reshape(q.shape[0], num_kv_heads, -1, *q.shape[2:])
-
-
-def _causal_scores(
-    q: jax.Array, k: jax.Array, length: int, window: int | None, distance: int = 0
-) -> jax.Array:
-    """Return causal scaled scores f32[B, H_kv, G, T, T] of q [N, H, D_h] and k [N, H_kv, D_h].
-
-    Row t of q sees the keys up to t, of the `window` positions that end at its own, t + distance.
-    """
-    queries = _grouped(q, k.shape[1], length) * (q.shape[-1] ** -0.5)
-    scores = jnp.einsum("bhgtd,bhsd->bhgts", queries, _heads_first(k, length))
-    mask = jnp.tril(jnp.ones((length, length), bool))
-    if window is not None:
-        mask &= ~jnp.tril(mask, distance - window)
-    return jnp.where(mask, scores.astype(jnp.float32), -jnp.inf)
 
 
 def _softmax(scores: Sequence[jax.Array], sinks: jax.Array | None) -> jax.Array:

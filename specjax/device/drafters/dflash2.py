@@ -95,10 +95,7 @@ class DFlash2(Refinement):
             )
 
         return ConvolvedLayer(
-            attention_norm=plain.attention_norm,
-            attention=plain.attention,
-            mlp_norm=plain.mlp_norm,
-            mlp=plain.mlp,
+            **vars(plain),
             attention_conv=convolution("attention"),
             mlp_conv=convolution("mlp"),
         )
@@ -123,7 +120,7 @@ class DFlash2(Refinement):
         stream = Residual(x, self._convolved(mixed, after, rows))
         x, normed = stream.normed(params.mlp_norm, shape, rows.kernels)
         before, after = self._taps(params.mlp_conv, normed)
-        out = params.mlp.feed(self._convolved(normed, before, rows), shape.experts, rows)
+        out = params.mlp.feed(self._convolved(normed, before, rows), shape, rows)
         return Residual(x, self._convolved(out, after, rows)), kv
 
     def _taps(self, params: Convolution, x: jax.Array) -> jax.Array:

@@ -26,8 +26,19 @@ _EXPERTS = (
     *("num_experts", "num_experts_per_tok", "moe_intermediate_size", "norm_topk_prob"),
     *("decoder_sparse_step", "mlp_only_layers"),
 )
+_GEMMA = (
+    *(*_SIZES, "hidden_activation", "query_pre_attn_scalar", "sliding_window", "layer_types"),
+    "final_logit_softcapping",
+)
 _DENSE = {
     "llama": (*_SIZES, "mlp_bias"),
+    "arcee": (*_SIZES, "mlp_bias"),
+    # The last one is an older name, which transformers does not read.
+    "gemma2": (*_GEMMA, "attn_logit_softcapping", "sliding_window_size"),
+    "gemma3_text": (
+        *(*_GEMMA, "sliding_window_pattern", "rope_local_base_freq"),
+        "_sliding_window_pattern",  # what `layer_types` was made of
+    ),
     "mistral": (*_SIZES, "sliding_window"),
     "ministral": (*_SIZES, "sliding_window", "layer_types"),
     "ministral3": (*_SIZES, "sliding_window"),
@@ -110,6 +121,7 @@ HARMLESS = frozenset(
 CHANGES = {
     "attn_logit_softcapping": "a cap on attention scores",
     "final_logit_softcapping": "a cap on logits",
+    "use_bidirectional_attention": "attention to later tokens",
     "query_pre_attn_scalar": "another scale of attention",
     "attention_multiplier": "another scale of attention",
     "embedding_multiplier": "scaled embeddings",

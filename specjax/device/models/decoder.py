@@ -1,4 +1,4 @@
-"""What all decoders share: an embedding, pre-norm layers on one residual stream, a norm, a head.
+"""What all decoders share: an embedding, layers on one residual stream, a norm, a head.
 
 A family of models adds its sizes, its kinds of cache, and the weights of a layer.
 """
@@ -6,14 +6,15 @@ A family of models adds its sizes, its kinds of cache, and the weights of a laye
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels.rms_norm import rms_norm
 from specjax.checkpoint.spec import stored
 from specjax.device.cache.kind import CacheKind
-from specjax.device.models.layers.mlp import MLP, mlp_specs
+from specjax.device.models.layers.mlp import MLP, SWIGLU, Activation, mlp_specs
 from specjax.device.models.layers.moe import Experts, MoE, moe_specs
 from specjax.device.models.layers.residual import Residual
 from specjax.device.models.layers.rope import Angles, Rope
@@ -23,16 +24,34 @@ from specjax.device.weights.matrix import Matrix, dense
 from specjax.device.weights.table import Table, table
 
 
+class LayerNorms(NamedTuple):
+    """The norms of a layer, by their names in checkpoints; None for one that it does not have.
+
+    a = x + norm_attention_out(Attention(norm_attention(x)))
+    y = a + norm_mlp_out(MLP(norm_mlp(a)))
+    """
+
+    attention: str
+    mlp: str
+    attention_out: str | None = None
+    mlp_out: str | None = None
+
+
+PRE_NORMS = LayerNorms("input_layernorm", "post_attention_layernorm")
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class DecoderLayer:
     """Weights of one decoder layer. Attention and feed-forward layer say by their class how they
-    compute."""
+    compute; a norm that the layer does not have is None, see `LayerNorms`."""
 
     attention_norm: jax.Array  # [D]
     attention: Any  # Attention, MLA or GatedDeltaNet
+    attention_out_norm: jax.Array | None  # [D]
     mlp_norm: jax.Array  # [D]
     mlp: MLP | MoE
+    mlp_out_norm: jax.Array | None  # [D]
 
 
 @jax.tree_util.register_dataclass
@@ -59,6 +78,10 @@ class Decoder:
     tie_word_embeddings: bool = False
     experts: Experts | None = None
     dense_layers: tuple[int, ...] = ()  # layers without experts, if `experts` is given
+    activation: Activation = SWIGLU  # of feed-forward layers without experts
+    norms: LayerNorms = PRE_NORMS
+    embedding_scale: float = 1.0  # multiplies the embeddings that enter the first layer
+    logit_cap: float | None = None  # c of c tanh(logit / c), the bound of logits
 
     @property
     def has_centred_norms(self) -> bool:
@@ -76,6 +99,11 @@ class Decoder:
         raise NotImplementedError
 
     @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """The rotary embedding of the layers of each of `cache_kinds`."""
+        return (self.rope,) * len(self.cache_kinds)
+
+    @property
     def ignored_prefixes(self) -> tuple[str, ...]:
         """None: a checkpoint has only the model's tensors."""
         return ()
@@ -87,28 +115,34 @@ class Decoder:
 
     def dense_specs(self, prefix: str) -> MLP:
         """Return the weights of a dense feed-forward layer as `TensorSpec`s."""
-        return mlp_specs(prefix, self.hidden_size, self.intermediate_size)
+        return mlp_specs(prefix, self.hidden_size, self.intermediate_size, self.activation)
 
     def mixture_specs(self, prefix: str, names: Collection[str]) -> MoE:
         """Return the mixture of a layer as `TensorSpec`s; `names` are those in the checkpoint."""
         assert self.experts is not None, "a mixture of no experts"
         return moe_specs(self.experts, self.hidden_size, prefix, names)
 
-    def norm_spec(self, name: str) -> Any:
-        """Return the weight [D] of the norm `name` as a `TensorSpec`."""
+    def norm_spec(self, name: str, size: int | None = None) -> Any:
+        """Return the weight [size], by default [D], of the norm `name` as a `TensorSpec`."""
         fill = 0.0 if self.has_centred_norms else None
-        return stored([f"{name}.weight"], (self.hidden_size,), fill=fill)
+        return stored([f"{name}.weight"], (size or self.hidden_size,), fill=fill)
 
     def layer_specs(
         self, prefix: str, names: Collection[str] = (), *, kind: int = 0, is_sparse: bool = False
     ) -> DecoderLayer:
         """Return one layer as a tree of `TensorSpec`; `names` are those in the checkpoint."""
         mlp = f"{prefix}.mlp"
+
+        def norm(name: str | None) -> Any:
+            return None if name is None else self.norm_spec(f"{prefix}.{name}")
+
         return DecoderLayer(
-            attention_norm=self.norm_spec(f"{prefix}.input_layernorm"),
+            attention_norm=norm(self.norms.attention),
             attention=self.attention_specs(prefix, kind),
-            mlp_norm=self.norm_spec(f"{prefix}.post_attention_layernorm"),
+            attention_out_norm=norm(self.norms.attention_out),
+            mlp_norm=norm(self.norms.mlp),
             mlp=self.mixture_specs(mlp, names) if is_sparse else self.dense_specs(mlp),
+            mlp_out_norm=norm(self.norms.mlp_out),
         )
 
     def specs(self, names: Collection[str] = ()) -> DecoderParams:
@@ -141,30 +175,34 @@ class Decoder:
         aux_layers: tuple[int, ...] = (),
     ) -> tuple[Features, tuple[Any, ...]]:
         """See `Model.extend`."""
-        kinds, places = self.cache_kinds, self.layer_kinds
+        kinds, places, ropes = self.cache_kinds, self.layer_kinds, self.ropes
         held = list(caches or (None,) * len(kinds))
         x = self.embed(params, tokens)
+        if self.embedding_scale != 1:
+            # The scale is rounded to the model's dtype, as in transformers.
+            x = x * jnp.asarray(self.embedding_scale, x.dtype)
         stream = Residual(x, jnp.zeros_like(x))
-        angles = self.rope.angles(rows.positions)
+        angles = {rope: rope.angles(rows.positions) for rope in dict.fromkeys(ropes)}
         entering = []
         for i, layer in enumerate(params.layers):
             entering.append(stream)
             place, index = places[i], jnp.int32(places[:i].count(places[i]))
             stream, held[place] = decoder_layer(
-                layer, stream, rows, angles, held[place], index, self, kinds[place]
+                layer, stream, rows, angles[ropes[place]], held[place], index, self, kinds[place]
             )
         entering.append(stream)
         _, hidden = stream.normed(params.norm, self, rows.kernels)
         return Features.of(hidden, [entering[i].sum() for i in aux_layers]), tuple(held)
 
     def embed(self, params: DecoderParams, tokens: jax.Array) -> jax.Array:
-        """Return the input embeddings [N, D] of tokens i32[N]."""
+        """See `Model.embed`."""
         return params.embedding.rows(tokens)
 
     def logits(self, params: DecoderParams, hidden: jax.Array) -> jax.Array:
         """Return the next-token logits f32[N, V] of hidden states [N, D]."""
         head = params.embedding if params.lm_head is None else params.lm_head
-        return head.multiply(hidden, jnp.float32)
+        logits, cap = head.multiply(hidden, jnp.float32), self.logit_cap
+        return logits if cap is None else cap * jnp.tanh(logits / cap)
 
 
 # Traced once per kind of layer, because the index within the kind is an operand; XLA inlines the
@@ -180,8 +218,17 @@ def decoder_layer(
     model: Decoder,
     kind: Any,
 ) -> tuple[Residual, Any]:
-    """Run one pre-norm decoder layer, the `layer`-th of those with the `cache` of `kind`."""
+    """Run one decoder layer, the `layer`-th of those with the `cache` of `kind`."""
     x, normed = stream.normed(params.attention_norm, model, rows.kernels)
     mixed, cache = params.attention.mix(normed, rows, angles, cache, layer, kind)
+    mixed = _normed(mixed, params.attention_out_norm, model)
     x, normed = Residual(x, mixed).normed(params.mlp_norm, model, rows.kernels)
-    return Residual(x, params.mlp.feed(normed, model.experts, rows)), cache
+    fed = params.mlp.feed(normed, model, rows)
+    return Residual(x, _normed(fed, params.mlp_out_norm, model)), cache
+
+
+def _normed(x: jax.Array, weight: jax.Array | None, model: Decoder) -> jax.Array:
+    """Return the rows x [N, D] that a layer adds, under a norm if it has one."""
+    if weight is None:
+        return x
+    return rms_norm(x, weight, model.rms_norm_eps, model.has_centred_norms)

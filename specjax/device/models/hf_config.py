@@ -45,6 +45,13 @@ class HFConfig:
             raise CheckpointError(f"{self.origin}: {key} must be true or false, got {value!r}")
         return value
 
+    def nested(self, key: str) -> dict[str, Any]:
+        """Return the fields of an object, {} if it is absent or null."""
+        value = self.get(key, {})
+        if not isinstance(value, Mapping):
+            raise CheckpointError(f"{self.origin}: {key} must be an object, got {value!r}")
+        return dict(value)
+
     def kv_heads(self, num_heads: int, default: int | None) -> int:
         """Return the number of key-value heads, which must divide `num_heads`."""
         value = self.integer("num_key_value_heads", default)
@@ -146,7 +153,7 @@ class HFConfig:
 
     def rope_fields(self) -> Mapping[str, Any]:
         """Return `rope_parameters`, or older `rope_scaling`; with `rope_type` and `rope_theta`."""
-        fields = self._object("rope_scaling") | self._object("rope_parameters")
+        fields = self.nested("rope_scaling") | self.nested("rope_parameters")
         if nested := [name for name, value in fields.items() if isinstance(value, Mapping)]:
             raise CheckpointError(
                 f"{self.origin}: rope_parameters for each kind of layer ({', '.join(nested)}) are "
@@ -172,12 +179,6 @@ class HFConfig:
                 "model_type; it rotates whole heads"
             )
         return rotated
-
-    def _object(self, key: str) -> dict[str, Any]:
-        value = self.get(key, {})
-        if not isinstance(value, Mapping):
-            raise CheckpointError(f"{self.origin}: {key} must be an object, got {value!r}")
-        return dict(value)
 
 
 def _positive(value: Any, where: str) -> float:

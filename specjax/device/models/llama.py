@@ -37,6 +37,9 @@ class Llama(Decoder):
     out_bias: bool = False
     qk_norm: bool = False
     windows: tuple[int | None, ...] = ()  # of each layer, in tokens; () if no layer has one
+    local_rope: Rope | None = None  # of layers with a window; None for that of the others
+    query_scale: float = 1.0  # see `PagedAttention`
+    score_cap: float | None = None  # see `PagedAttention`
     has_sinks: bool = False
     is_merged: bool = False  # checkpoints have q, k and v in one tensor, gate and up in another
 
@@ -60,6 +63,12 @@ class Llama(Decoder):
         return tuple(kinds.index(one) for one in windows)
 
     @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """See `Decoder.ropes`; by the layers' windows."""
+        local = self.local_rope or self.rope
+        return tuple(self.rope if kind.window is None else local for kind in self.cache_kinds)
+
+    @property
     def _layer_windows(self) -> tuple[int | None, ...]:
         return self.windows or (None,) * self.num_layers
 
@@ -70,7 +79,10 @@ class Llama(Decoder):
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             rms_norm_eps=self.rms_norm_eps,
+            has_centred_norms=self.has_centred_norms,
             window=window,
+            query_scale=self.query_scale,
+            soft_cap=self.score_cap,
         )
 
     def with_layers(self, num_layers: int) -> "Llama":
@@ -88,7 +100,8 @@ class Llama(Decoder):
 
     def dense_specs(self, prefix: str) -> MLP:
         """See `Decoder.dense_specs`."""
-        return mlp_specs(prefix, self.hidden_size, self.intermediate_size, self.is_merged)
+        sizes = self.hidden_size, self.intermediate_size
+        return mlp_specs(prefix, *sizes, self.activation, self.is_merged)
 
 
 def head_shape(target: Decoder, num_heads: int, num_kv_heads: int, head_dim: int) -> Llama:
@@ -135,8 +148,8 @@ def attention_specs(model: Llama, prefix: str, num_in: int) -> Attention:
         out_bias=stored([f"{prefix}.o_proj.bias"], (model.hidden_size,))
         if model.out_bias
         else None,
-        q_norm=stored([f"{prefix}.q_norm.weight"], (head,)) if model.qk_norm else None,
-        k_norm=stored([f"{prefix}.k_norm.weight"], (head,)) if model.qk_norm else None,
+        q_norm=model.norm_spec(f"{prefix}.q_norm", head) if model.qk_norm else None,
+        k_norm=model.norm_spec(f"{prefix}.k_norm", head) if model.qk_norm else None,
         sinks=stored([f"{prefix}.sinks"], (model.num_heads,), axes=("heads",))
         if model.has_sinks
         else None,

@@ -87,7 +87,10 @@ class Model(Protocol):
         ...
 
     def embed(self, params: Any, tokens: jax.Array) -> jax.Array:
-        """Return the input embeddings [N, D] of tokens i32[N]."""
+        """Return the rows [N, D] of the embedding for tokens i32[N], as the checkpoint has them.
+
+        So do drafting heads read them, also where the model scales what enters its first layer.
+        """
         ...
 
     def logits(self, params: Any, hidden: jax.Array) -> jax.Array:

@@ -18,7 +18,7 @@ from specjax.checkpoint.hub import resolve
 from specjax.checkpoint.save import copy_tokenizer, save_checkpoint
 from specjax.checks import did_you_mean
 from specjax.device.loading import Log, load_params, no_log
-from specjax.device.models import deepseek_v3, glm4_moe, gpt_oss, llama, qwen3_5
+from specjax.device.models import arcee, deepseek_v3, gemma, glm4_moe, gpt_oss, llama, qwen3_5
 from specjax.device.models.config_fields import QUANTISATION, check_fields, weight_blocks
 from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
@@ -44,6 +44,9 @@ MODELS: dict[str, Callable[[HFConfig], Model]] = {
     "qwen3": llama.from_hf,
     "qwen3_moe": llama.from_hf,
     "phi3": llama.from_hf,
+    "arcee": arcee.from_hf,
+    "gemma2": gemma.from_hf,
+    "gemma3_text": gemma.from_hf,
     "gpt_oss": gpt_oss.from_hf,
     "qwen3_next": qwen3_5.from_hf,
     "qwen3_5_text": qwen3_5.from_hf,

@@ -36,6 +36,7 @@ WRAPPERS: Mapping[str, Wrapper] = {
     "internvl": Wrapper("qwen2", is_tied=True),
     "idefics3": Wrapper("llama"),
     "smolvlm": Wrapper("llama"),
+    "gemma3": Wrapper("gemma3_text", is_tied=True),
     "voxtral": Wrapper("llama", defaults={**_VOXTRAL, "rms_norm_eps": 1e-5}),
 }
 # Families of text models that have a type of their own.
@@ -60,6 +61,7 @@ _DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "qwen3": {"max_position_embeddings": 32768, "head_dim": 128},
     "qwen3_moe": {"max_position_embeddings": 32768},
     "phi3": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "arcee": {"max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
     "deepseek_v3": {"q_lora_rank": 1536},
     "glm4_moe_lite": {
         **{"max_position_embeddings": 202752, "rms_norm_eps": 1e-5, "q_lora_rank": 768},
@@ -83,6 +85,7 @@ OTHER_PARTS = frozenset(
         *("vision_feature_layer", "vision_feature_select_strategy", "image_seq_length"),
         *("projector_hidden_act", "multimodal_projector_bias", "spatial_merge_size"),
         *("downsample_ratio", "scale_factor", "_pad_token_id"),
+        *("mm_tokens_per_image", "boi_token_index", "eoi_token_index"),
     )
 )
 _SHARED = (

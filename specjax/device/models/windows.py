@@ -14,7 +14,12 @@ _DEFAULTS: Mapping[str, int | None] = {
     "qwen3": 4096,
     "qwen3_moe": 4096,
     "gpt_oss": 128,
+    "gemma2": 4096,
+    "gemma3_text": 4096,
 }
+# Every so many layers, the last of them has no window, if `layer_types` does not say.
+_PERIODS = {"gpt_oss": 2, "gemma2": 2, "gemma3_text": 6}
+_PERIOD_FIELDS = {"gemma3_text": "sliding_window_pattern"}
 # `use_sliding_window` says whether there are windows, `max_window_layers` from which layer on.
 _SWITCHED = ("qwen2", "qwen3", "qwen3_moe")
 _FROM_LAYER = ("qwen2", "qwen3")
@@ -58,9 +63,12 @@ def _read_window(hf: HFConfig, kind: str) -> int | None:
 
 
 def _default_types(hf: HFConfig, kind: str, num_layers: int, window: int | None) -> list[str]:
+    if kind in _PERIODS:
+        period = _PERIODS[kind]
+        if kind in _PERIOD_FIELDS:
+            period = hf.integer(_PERIOD_FIELDS[kind], period)
+        return [SLIDING if (i + 1) % period else FULL for i in range(num_layers)]
     if window is None:
         return [FULL] * num_layers
-    if kind == "gpt_oss":
-        return [FULL if i % 2 else SLIDING for i in range(num_layers)]
     first = hf.get("max_window_layers", 28) if kind in _FROM_LAYER else 0
     return [FULL if i < first else SLIDING for i in range(num_layers)]

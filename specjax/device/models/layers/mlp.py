@@ -1,7 +1,7 @@
-"""The gated feed-forward layer (SwiGLU)."""
+"""The feed-forward layer, and the activations of its inner projections."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -10,32 +10,53 @@ from specjax.device.models.layers.rows import Rows
 from specjax.device.weights.matrix import Matrix, dense
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class MLP:
-    """Weights of a SwiGLU layer; gate and up are concatenated."""
+class Activation(Protocol):
+    """What a feed-forward layer makes of its inner projections. Hashable."""
 
-    gate_up: Matrix  # [D, 2 F]
-    down: Matrix  # [F, D]
+    # The names of these projections in checkpoints, in the order of their columns.
+    inputs: ClassVar[tuple[str, ...]]
 
-    def feed(self, x: jax.Array, experts: Any, rows: Rows) -> jax.Array:
-        """Run the layer; it has no `experts`, and its rows are all alike."""
-        return mlp(self, x)
-
-
-def mlp(params: MLP, x: jax.Array) -> jax.Array:
-    """Compute down(swiglu(gate_up x)) of x [N, D]."""
-    return params.down.multiply(SwiGLU()(params.gate_up.multiply(x)))
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return [N, F] of the projections [N, len(inputs) F]."""
+        ...
 
 
 @dataclass(frozen=True)
 class SwiGLU:
     """silu(gate) up; gate's columns come before up's (Shazeer 2020)."""
 
+    inputs: ClassVar[tuple[str, ...]] = ("gate", "up")
+
     def __call__(self, x: jax.Array) -> jax.Array:
         """Return [N, F] of [N, 2 F]."""
         gate, up = jnp.split(x, 2, axis=-1)
         return jax.nn.silu(gate) * up
+
+
+SWIGLU = SwiGLU()
+
+
+@dataclass(frozen=True)
+class GeGLU:
+    """gelu(gate) up, gelu by its approximation with tanh; columns as of SwiGLU (Shazeer 2020)."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("gate", "up")
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return [N, F] of [N, 2 F]."""
+        gate, up = jnp.split(x, 2, axis=-1)
+        return jax.nn.gelu(gate, approximate=True) * up
+
+
+@dataclass(frozen=True)
+class SquaredReLU:
+    """max(up, 0)^2, without a gate (So et al. 2021)."""
+
+    inputs: ClassVar[tuple[str, ...]] = ("up",)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Return [N, F] of [N, F]."""
+        return jnp.square(jax.nn.relu(x))
 
 
 @dataclass(frozen=True)
@@ -51,16 +72,49 @@ class ClampedSwiGLU:
         return gate * jax.nn.sigmoid(gate * self.alpha) * (up + 1)
 
 
-def mlp_specs(prefix: str, dim: int, inner: int, is_merged: bool = False) -> MLP:
+class FeedSettings(Protocol):
+    """What feed-forward layers read of a model."""
+
+    @property
+    def activation(self) -> Activation: ...
+    @property
+    def experts(self) -> Any: ...
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class MLP:
+    """Weights of a feed-forward layer; the inner projections are concatenated."""
+
+    gate_up: Matrix  # [D, 2 F]; [D, F] of an activation without a gate
+    down: Matrix  # [F, D]
+
+    def feed(self, x: jax.Array, model: FeedSettings, rows: Rows) -> jax.Array:
+        """Run the layer on x [N, D]; its rows are all alike."""
+        return mlp(self, x, model.activation)
+
+
+def mlp(params: MLP, x: jax.Array, activation: Activation = SWIGLU) -> jax.Array:
+    """Compute down(activation(gate_up x)) of x [N, D]."""
+    return params.down.multiply(activation(params.gate_up.multiply(x)))
+
+
+def mlp_specs(
+    prefix: str,
+    dim: int,
+    inner: int,
+    activation: Activation = SWIGLU,
+    is_merged: bool = False,
+) -> MLP:
     """Return the weights as `TensorSpec`s, with Hugging Face's names.
 
     `is_merged` is for checkpoints that have gate and up in one tensor.
     """
-    gate, up, down = (f"{prefix}.{name}_proj.weight" for name in ("gate", "up", "down"))
-    inputs, sizes = [gate, up], [inner, inner]
+    inputs = [f"{prefix}.{name}_proj.weight" for name in activation.inputs]
+    sizes = [inner] * len(inputs)
     if is_merged:
-        inputs, sizes = [f"{prefix}.gate_up_proj.weight"], [2 * inner]
+        inputs, sizes = [f"{prefix}.gate_up_proj.weight"], [sum(sizes)]
     return MLP(
         gate_up=dense(inputs, dim, sizes, axes=(None, "mlp")),
-        down=dense([down], inner, [dim], axes=("mlp", None)),
+        down=dense([f"{prefix}.down_proj.weight"], inner, [dim], axes=("mlp", None)),
     )

@@ -9,7 +9,14 @@ import jax.numpy as jnp
 
 from pallas_kernels.route import route
 from specjax.checkpoint.errors import CheckpointError
-from specjax.device.models.layers.mlp import MLP, ClampedSwiGLU, SwiGLU, mlp, mlp_specs
+from specjax.device.models.layers.mlp import (
+    MLP,
+    ClampedSwiGLU,
+    FeedSettings,
+    SwiGLU,
+    mlp,
+    mlp_specs,
+)
 from specjax.device.models.layers.router import Router, SoftmaxRouter
 from specjax.device.models.layers.rows import Rows
 from specjax.device.weights.experts import ExpertMatrices, expert_matrices, fused_expert_matrices
@@ -47,10 +54,10 @@ class MoE:
     gate_up_bias: jax.Array | None = None  # [E, 2 F]
     down_bias: jax.Array | None = None  # [E, D]
 
-    def feed(self, x: jax.Array, experts: Experts | None, rows: Rows) -> jax.Array:
-        """Run the mixture of `experts`."""
-        assert experts is not None, "weights of experts without their sizes"
-        return moe(self, x, experts, rows.kernels, rows.positions < 0)
+    def feed(self, x: jax.Array, model: FeedSettings, rows: Rows) -> jax.Array:
+        """Run the mixture of the model's experts on x [N, D]."""
+        assert model.experts is not None, "weights of experts without their sizes"
+        return moe(self, x, model.experts, rows.kernels, rows.positions < 0)
 
 
 def moe(
