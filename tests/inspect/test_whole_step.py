@@ -55,8 +55,8 @@ CASES = [
     Case("Qwen3.5-27B", 16, 3, ((DELTA, 10), (ATTENTION, 11)), 1.045, num_layers=8),
     # norm, down, latent's norm and rotation, its write, queries' norm and up, keys absorbed, joined
     # with the rotated part, attention, its splits, values up, out, norm; then the router, the
-    # choice (of many rows in six), two products of experts with SwiGLU between, the shared expert in two or three, the
-    # sum; cuBLAS has some copied.
+    # choice (of many rows in six), two products of experts with SwiGLU between, the shared expert
+    # in two or three, the sum; cuBLAS has some copied.
     Case(GLM, 1, 3, ((LATENT, 22),), 1.04, num_layers=4),
     Case(GLM, 64, 3, ((LATENT, 30),), 1.13, 4, True),
 ]
