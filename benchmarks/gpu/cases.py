@@ -2,7 +2,7 @@
 
 A case is a generator in a module of this folder, run in a process of its own: what it yields are
 results, written as they come. `seconds` is when it is killed; `least` is what it needs to give its
-first results, below which it is not begun. `plan` has the order for a machine that is lent.
+first results, below which it is not begun. `plan` has the order for some minutes.
 """
 
 from collections.abc import Mapping

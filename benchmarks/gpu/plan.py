@@ -1,5 +1,5 @@
-"""The commands for a GPU machine that is lent for a while, in calls that each begin with a copy of
-the work tree.
+"""The commands for some minutes on a GPU machine, in calls that each begin with a copy of the work
+tree.
 
     python benchmarks/gpu/plan.py                 for 15 minutes, 10 a command, a tree of 64 MiB
     python benchmarks/gpu/plan.py --report FILE   what is wrong in the lines that came back

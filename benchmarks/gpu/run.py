@@ -8,7 +8,7 @@
 Every case is a process of its own, killed with all it started when its time is up. Each result is
 a line of JSON in --output as soon as it is there, with what it depends on; so is a failure, with
 the end of what the process said. The exit status says whether cases hung. `plan` prints the
-commands for a machine that is lent for a while.
+commands for some minutes on a machine.
 """
 
 import argparse

@@ -50,7 +50,7 @@ def paths(tree: Any) -> dict[str, Any]:
 
 
 def dotted(path: tuple[Any, ...]) -> str:
-    """Return a path of JAX's tree functions as text, without keys that have none."""
+    """Return a path of JAX's tree functions as text; keys without text are left out."""
     keys = filter(str, path)
     names = (getattr(key, "name", getattr(key, "key", getattr(key, "idx", None))) for key in keys)
     return ".".join(map(str, names))

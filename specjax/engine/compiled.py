@@ -69,6 +69,7 @@ class CompiledPrograms:
         toolchain = toolchain or Toolchain()
         self._placement = placement or Placement.on(default_device())
         platform = self._placement.device.platform
+        self._params: Params | None = None
         self.params = params
         self.model = toolchain.make_model(config, target, drafter, verification, platform)
         self.layout = layout
@@ -92,13 +93,15 @@ class CompiledPrograms:
     @property
     def params(self) -> Params:
         """See `Programs`."""
+        assert self._params is not None, "it was closed"
         return self._params
 
     @params.setter
     def params(self, params: Params) -> None:
-        self._params = params
-        weights = weights_on(self._placement.device.platform, params)
-        self._weights, self._weights_tree = jax.tree.flatten(weights)
+        if params is not self._params:
+            weights = weights_on(self._placement.device.platform, params)
+            self._weights, self._weights_tree = jax.tree.flatten(weights)
+            self._params = params
 
     @property
     def state(self) -> EngineState:

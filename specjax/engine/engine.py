@@ -282,19 +282,20 @@ class Engine:
         """Tell what came of a part of a step, and how long it took if that is known, to those who
         choose shapes and K."""
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
+        chunk_ms = clock.chunk_ms
         if isinstance(plan, PrefillPlan):
-            clock.chunk_ms += milliseconds or 0.0
+            clock.chunk_ms = chunk_ms = chunk_ms + (milliseconds or 0.0)
+        else:
+            clock.chunk_ms = 0.0
         if milliseconds is not None:
             self.repertoire.note(plan, step.variant, milliseconds)
             if step.joins is not None:
-                self.repertoire.note_apart(step.joins, min(clock.chunk_ms, milliseconds))
+                self.repertoire.note_apart(step.joins, min(chunk_ms, milliseconds))
         # K may be that of a policy before.
         if isinstance(plan, DecodePlan) and policy.is_learning and any(num_kept):
             if plan.num_drafts in policy.choices:
                 is_of_k = plan.k == plan.num_drafts and not self.config.exact
-                own_ms, chunk_ms = milliseconds if is_of_k else None, clock.chunk_ms
-                clock.chunk_ms = 0.0
-                policy.observe(step.outcome(num_kept, own_ms, chunk_ms))
+                policy.observe(step.outcome(num_kept, milliseconds if is_of_k else None, chunk_ms))
 
     def _recover(self, parts: list[Part], error: Exception) -> list[Sequence]:
         """End requests that may have caused a failure, and restart the others on a new state."""

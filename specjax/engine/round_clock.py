@@ -10,7 +10,7 @@ class RoundClock:
 
     Attributes:
         start: when planning of the current step began, in seconds.
-        chunk_ms: milliseconds spent on chunks since the last round that a policy learnt from.
+        chunk_ms: milliseconds spent on chunks since the last round.
     """
 
     def __init__(self) -> None:

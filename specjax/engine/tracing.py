@@ -50,8 +50,8 @@ class Program:
     def run(self, params: Params, state: EngineState, *arguments: Any, **model: Any) -> Any:
         """Return the next state and a result.
 
-        Arguments are unpacked inputs and what `handed` describes; the one keyword is `model`, of
-        `Static`.
+        Arguments are unpacked inputs, and arrays of the shapes that `handed` returns. The only
+        keyword is `model`, a `StepModel`.
         """
         raise NotImplementedError
 

@@ -37,7 +37,10 @@ def wait_for(threads: Iterable[threading.Thread], tell: Callable[[str], None]) -
 
 
 def watch_exit(tell: Callable[[str], None]) -> None:
-    """From now on, once the main thread has ended, tell what the process waits for."""
+    """From now on, once the main thread has ended, tell what the process waits for.
+
+    Ctrl-C then ends the process at once.
+    """
     if all(thread.name != _watch.__name__ for thread in threading.enumerate()):
         threading.Thread(target=_watch, args=[tell], name=_watch.__name__, daemon=True).start()
         atexit.register(_leave_compilers)

@@ -73,5 +73,4 @@ def _read_orbax(folder: Path, under: str) -> dict[str, np.ndarray]:
         restored: Any = reader.restore(folder.absolute(), args=arguments)
     for key in keys:
         restored = restored[key]
-    # A tree of an engine has each weight as a mapping of its array.
-    return {path.removesuffix(".values"): array for path, array in paths(restored).items()}
+    return paths(restored)

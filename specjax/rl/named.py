@@ -15,6 +15,7 @@ from specjax.rl.folders import read_weights
 # pairs, or a mapping, of Hugging Face name and array.
 Weights: TypeAlias = Any
 VALUE = ".value"  # end of the paths of an nnx.State that was saved
+VALUES = ".values"
 
 
 def read_named(weights: Weights, current: Any, name: str) -> dict[str, Any]:
@@ -79,14 +80,16 @@ def variable_paths(tree: Any) -> dict[str, Any]:
     """Return the leaves of a tree by path, those of flax nnx variables included.
 
     If all paths end in ".value", as in an nnx.State that was saved and restored as mappings, it is
-    removed.
+    removed; and ".values" of each weight of an engine's tree that was.
     """
 
     def is_variable(node: Any) -> bool:
         return hasattr(node, "get_value")
 
     leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variable)
-    found = {dotted(path): x[...] if is_variable(x) else x for path, x in leaves}
+    found = {
+        dotted(path).removesuffix(VALUES): x[...] if is_variable(x) else x for path, x in leaves
+    }
     if all(path.endswith(VALUE) for path in found):
         return {path.removesuffix(VALUE): leaf for path, leaf in found.items()}
     return found

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from rich.filesize import decimal
 
@@ -15,7 +17,7 @@ from specjax.device.models.model import Model, page_windows
 from specjax.device.models.registry import load_weights
 from specjax.device.placement import Placement, default_device
 from specjax.device.verification import Verification, make_verification
-from specjax.device.weights.weight import bytes_on
+from specjax.device.weights.weight import second_form_bytes
 from specjax.engine.executables import keep_programs
 from specjax.engine.log import get_log
 from specjax.engine.process import check_jax
@@ -137,7 +139,8 @@ def make_plan(
     target, chosen = source.target, choose_dtype(dtype, source.dtype)
     num_drafts = speculation.num_speculative_tokens if speculation else 0
     weights = 0 if source.params is not None else weight_bytes(target, chosen.name)
-    weights = bytes_on(default_device().platform, weights)
+    platform = default_device().platform
+    weights += second_form_bytes(platform, chosen.name, target.specs())
     if max_num_seqs is None:
         max_num_seqs = usual_num_seqs(target, num_drafts, chosen.name, weights)
     config = make_config(
@@ -155,7 +158,8 @@ def make_plan(
     if speculation is None:
         return plan
     drafter, params = open_drafter(speculation, source, chosen.name, placement, log)
-    return replace(plan, drafter=drafter, drafter_params=params)
+    weights += second_form_bytes(platform, chosen.name, params)
+    return replace(plan, drafter=drafter, drafter_params=params, weights=weights)
 
 
 def assemble(
@@ -200,6 +204,7 @@ def assemble(
     )
     size = decimal(weight_bytes(target, dtype))
     log.info("loading %s: %s of weights in %s", folder or source.origin, size, dtype)
+    params = jax.tree.map(lambda x: x if isinstance(x, jax.Array) else jnp.array(x), source.params)
     if folder is not None:
         params = load_weights(folder, target, np.dtype(dtype), placement, log.info)
     drafter, drafter_params = plan.drafter.share(plan.drafter_params, target, params)

@@ -1,14 +1,17 @@
 """Weights, in every form that a device has for them, against products in float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from specjax.device.weights import matrix
 from specjax.device.weights import weight as weight_module
 from specjax.device.weights.matrix import BLOCK_COLUMNS, MAX_ROWS, Blocks, Dense
 from specjax.device.weights.table import Table
-from specjax.device.weights.weight import weights_on
+from specjax.device.weights.weight import second_form_bytes, weights_on
 
 PARTS = ("q", 96), ("k", 64), ("v", 32)
 
@@ -45,10 +48,29 @@ def test_sums_are_of_the_type_that_is_asked_for():
         assert made.dtype == jnp.float32 and (made == 1).all()
 
 
+def test_rows_may_have_several_axes_and_few_be_multiplied_at_a_time(monkeypatch):
+    """As the rows of a block of draft tokens have; and as there is room for few copies of them."""
+    monkeypatch.setattr(matrix, "MAX_COPIED", 1)
+    plain, x = dense(), jnp.asarray(np.random.default_rng(2).normal(size=(4, 5, 24)), jnp.float32)
+    made = plain.on("cpu").multiply(x)
+    np.testing.assert_allclose(made, plain.multiply(x), atol=1e-5)
+
+
 @pytest.mark.parametrize("given", [{"parts": (("q", 100),)}, {"dtype": "bfloat16"}])
 def test_a_matrix_without_whole_blocks_of_float32_stays_as_it_is(given):
     weight = dense(**given)
-    assert weight.on("cpu") is weight
+    assert weight.on("cpu") is weight and not weight.changes_on("cpu", weight.values.dtype)
+
+
+def test_arrays_on_the_host_and_of_several_devices_stay_as_they_are():
+    plain = dense()
+    values: Any = np.asarray(plain.values)
+    host = Dense(values, PARTS)
+    assert host.on("cpu") is host
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), "x")
+    over = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "x"))
+    both = Dense(jax.device_put(plain.values, over), PARTS)
+    assert len(mesh.devices) == 1 or both.on("cpu") is both
 
 
 def test_only_what_changes_is_copied_and_only_of_a_small_model(monkeypatch):
@@ -57,8 +79,10 @@ def test_only_what_changes_is_copied_and_only_of_a_small_model(monkeypatch):
     assert made["norm"] is tree["norm"] and made["head"].values is tree["head"].values
     assert type(made["up"]) is Blocks
     assert jax.tree.map(lambda x: x, tree)["up"].parts == PARTS
+    assert second_form_bytes("cpu", "float32", tree) == tree["up"].values.nbytes
+    assert second_form_bytes("gpu", "float32", tree) == 0
     monkeypatch.setattr(weight_module, "MAX_DOUBLED", tree["up"].values.nbytes)
-    assert weights_on("cpu", tree) is tree
+    assert weights_on("cpu", tree) is tree and not second_form_bytes("cpu", "float32", tree)
 
 
 def test_the_path_to_an_array_is_the_path_to_its_weight():

@@ -93,3 +93,9 @@ def test_metrics_are_documented():
     assert documented <= fields
     obvious = r"num_\w+|mean_acceptance_length|compile_seconds"
     assert {name for name in fields - documented if not re.fullmatch(obvious, name)} == set()
+
+
+def test_times_of_chunks_are_those_before_one_round(llm):
+    """Also with a K that is not learned, where nobody asks for them."""
+    llm.generate([[1, 2, 3], [4] * 40], GREEDY, use_tqdm=False)
+    assert llm.engine.clock.chunk_ms == 0

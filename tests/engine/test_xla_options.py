@@ -71,4 +71,7 @@ def test_products_of_float32_are_not_rounded_unless_asked_for(dtype, platform, a
 
 
 def test_programs_are_traced_in_that_precision():
-    assert "HIGHEST" in lowered("gpu", "float32") and "HIGHEST" not in lowered("cpu", "float32")
+    precise, usual = lowered("gpu", "float32"), lowered("cpu", "float32")
+    products = precise.count("stablehlo.dot_general ")
+    assert products == precise.count("precision = [HIGHEST, HIGHEST]") > 4
+    assert usual.count("stablehlo.dot_general ") == products and "HIGHEST" not in usual

@@ -13,7 +13,8 @@ from specjax.checkpoint.spec import projection
 from specjax.device.weights.weight import Weight, weight
 
 BLOCK_COLUMNS = 64  # of `Blocks`: 32 and 128 took longer on every CPU that was tried
-MAX_ROWS = 128  # of a product with `Blocks`
+MIN_ROWS, MAX_ROWS = 8, 128  # of a product with `Blocks`
+MAX_COPIED = 2**26  # bytes of rows that such a product copies
 Parts = tuple[tuple[str, int], ...]
 
 
@@ -30,7 +31,7 @@ class Matrix(Weight):
         raise NotImplementedError
 
     def multiply(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """Multiply rows x [N, in]: [N, out], accumulated in `dtype` if given."""
+        """Multiply rows x [..., in]: [..., out], accumulated in `dtype` if given."""
         raise NotImplementedError
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
@@ -75,13 +76,23 @@ class Dense(Matrix):
             default=lambda x, values: jnp.matmul(x, values[:, first:]),
         )
 
-    def on(self, platform: str) -> Matrix:
+    def changes_on(self, platform: str, dtype: Any) -> bool:
         """See `Weight`."""
-        num_in, num_out = self.values.shape
-        if platform != "cpu" or self.values.dtype != jnp.float32 or num_out % BLOCK_COLUMNS:
+        has_blocks = self.values.shape[1] % BLOCK_COLUMNS == 0
+        return platform == "cpu" and np.dtype(dtype) == np.float32 and has_blocks
+
+    def on(self, platform: str) -> Matrix:
+        """See `Weight`. NumPy arrays, of an engine that sleeps, and those of several devices stay
+        as they are."""
+        values = self.values
+        if not isinstance(values, jax.Array) or len(values.sharding.device_set) > 1:
             return self
-        blocks = np.asarray(self.values).reshape(num_in, -1, BLOCK_COLUMNS).swapaxes(0, 1)
-        return Blocks(jnp.asarray(np.ascontiguousarray(blocks)), self.parts)
+        if not self.changes_on(platform, values.dtype):
+            return self
+        blocks = np.asarray(values).reshape(len(values), -1, BLOCK_COLUMNS).swapaxes(0, 1)
+        # A copy always: JAX reads it where it is, and a view would keep the matrix as well.
+        own = np.array(blocks, order="C")
+        return Blocks(jax.device_put(own, values.sharding), self.parts)
 
 
 @weight
@@ -99,10 +110,14 @@ class Blocks(Matrix):
         return self.values.shape[0] * self.values.shape[2]
 
     def multiply(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """See `Matrix`. Many rows are multiplied a few at a time, so that they stay in a cache."""
-        many = range(0, len(x), MAX_ROWS)
-        products = [self._multiply(x[i : i + MAX_ROWS], self.values, dtype) for i in many]
-        return jnp.concatenate(products) if len(products) > 1 else products[0]
+        """See `Matrix`. Many rows are multiplied some at a time: XLA copies them for each block."""
+        rows = x.reshape(-1, x.shape[-1])
+        bytes_per_row = self.values.size // BLOCK_COLUMNS * rows.dtype.itemsize
+        most = min(MAX_ROWS, max(MIN_ROWS, MAX_COPIED // bytes_per_row))
+        some = (rows[i : i + most] for i in range(0, len(rows), most))
+        products = [self._multiply(part, self.values, dtype) for part in some]
+        y = jnp.concatenate(products) if len(products) > 1 else products[0]
+        return y.reshape(*x.shape[:-1], -1)
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
         """See `Matrix`."""

@@ -1,9 +1,11 @@
 """What every weight offers, and how trees contain them."""
 
+import math
 from dataclasses import fields
 from typing import Any, TypeVar
 
 import jax
+import numpy as np
 from jax.tree_util import GetAttrKey
 
 W = TypeVar("W", bound=type)
@@ -19,6 +21,10 @@ class Weight:
     """
 
     values: Any
+
+    def changes_on(self, platform: str, dtype: Any) -> bool:
+        """Whether devices of `platform` ("cpu", "gpu") multiply by another form in this dtype."""
+        return False
 
     def on(self, platform: str) -> "Weight":
         """Return the weight in the form by which devices of `platform` multiply fastest."""
@@ -41,9 +47,20 @@ def weights_on(platform: str, params: Any) -> Any:
     return jax.tree.map(lambda x: x.on(platform) if is_weight(x) else x, params, is_leaf=is_weight)
 
 
-def bytes_on(platform: str, num_bytes: int) -> int:
-    """Return the most bytes that weights of `num_bytes` take with their form for `platform`."""
-    return 2 * num_bytes if platform == "cpu" and num_bytes <= MAX_DOUBLED else num_bytes
+def second_form_bytes(platform: str, dtype: Any, tree: Any) -> int:
+    """Return the bytes that `weights_on` adds to parameters in `dtype`, at most.
+
+    `tree` has arrays or their `TensorSpec`s.
+    """
+    itemsize = np.dtype(dtype).itemsize
+
+    def size(x: Any) -> int:
+        return math.prod(x.shape) * itemsize
+
+    if sum(map(size, jax.tree.leaves(tree))) > MAX_DOUBLED:
+        return 0
+    weights = filter(is_weight, jax.tree.leaves(tree, is_leaf=is_weight))
+    return sum(size(x.values) for x in weights if x.changes_on(platform, dtype))
 
 
 class _Values(GetAttrKey):
