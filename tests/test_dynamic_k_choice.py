@@ -25,6 +25,7 @@ from specjax import LLM, SamplingParams
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Stateless
 from specjax.device.verification import Draft
+from specjax.engine.compiled import CompiledPrograms
 from specjax.engine.engine import Engine
 from specjax.engine.metrics import Compilations, Recorder
 from specjax.engine.programs import Begin, Decode
@@ -280,7 +281,8 @@ def slow_engine(request, llm):
     )
     params = Params(llm.engine.params.target, None)
     if request.param == "real":
-        return Engine(config, llm.target, SlowDrafter(), params, StaticPolicy(2))
+        parts = config, llm.target, SlowDrafter(), params, StaticPolicy(2)
+        return Engine(*parts, make_programs=CompiledPrograms)  # `llm` has a simulated device
     make = partial(TimedPrograms, tally=Counter())
     engine = Engine(config, llm.target, NoDrafter(), params, StaticPolicy(2), make_programs=make)
     engine.programs.runs_at_once = request.param == "simulated_at_once"
