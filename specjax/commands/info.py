@@ -227,12 +227,16 @@ def describe_target(source: ModelSource) -> dict[str, Any]:
     tokenizer = None if source.folder is None else load_tokenizer(source.folder)
     target, hf = source.target, source.hf
     fields = asdict(target) if is_dataclass(target) else {}
+    # A value without fields of its own, as an activation, is known by its class.
+    names = {
+        name: type(getattr(target, name)).__name__ for name, made in fields.items() if made == {}
+    }
     return {
         "config": source.origin,
         "model_type": hf and hf.get("model_type", None),
         "num_layers": target.num_layers,
         "is_recurrent": is_recurrent(target),
-        **{name: _plain(value) for name, value in fields.items()},
+        **{name: _plain(value) for name, value in (fields | names).items()},
         "has_tokenizer": tokenizer is not None,
         "has_chat_template": tokenizer is not None and tokenizer.has_templates,
     }

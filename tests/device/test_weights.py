@@ -23,7 +23,7 @@ def dense(num_in=24, parts=PARTS, dtype="float32"):
 
 
 @pytest.mark.parametrize("platform, kind", [("cpu", Blocks), ("gpu", Dense)])
-@pytest.mark.parametrize("num_rows", [1, 8, MAX_ROWS, 2 * MAX_ROWS + 3])
+@pytest.mark.parametrize("num_rows", [0, 1, 8, MAX_ROWS, 2 * MAX_ROWS + 3])
 def test_products_are_those_of_the_matrix(platform, kind, num_rows):
     plain = dense()
     weight = plain.on(platform)

@@ -114,10 +114,10 @@ class Blocks(Matrix):
         rows = x.reshape(-1, x.shape[-1])
         bytes_per_row = self.values.size // BLOCK_COLUMNS * rows.dtype.itemsize
         most = min(MAX_ROWS, max(MIN_ROWS, MAX_COPIED // bytes_per_row))
-        some = (rows[i : i + most] for i in range(0, len(rows), most))
+        some = (rows[i : i + most] for i in range(0, max(1, len(rows)), most))
         products = [self._multiply(part, self.values, dtype) for part in some]
         y = jnp.concatenate(products) if len(products) > 1 else products[0]
-        return y.reshape(*x.shape[:-1], -1)
+        return y.reshape(*x.shape[:-1], self.num_out)
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
         """See `Matrix`."""
@@ -128,7 +128,7 @@ class Blocks(Matrix):
     def _multiply(self, x: jax.Array, values: jax.Array, dtype: Any) -> jax.Array:
         batch = jnp.broadcast_to(x, (len(values), *x.shape))
         y = jnp.matmul(batch, values, preferred_element_type=dtype)
-        return y.transpose(1, 0, 2).reshape(len(x), -1)
+        return y.transpose(1, 0, 2).reshape(len(x), len(values) * BLOCK_COLUMNS)
 
 
 def dense(
