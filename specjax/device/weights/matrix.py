@@ -110,13 +110,8 @@ class Blocks(Matrix):
         return self.values.shape[0] * self.values.shape[2]
 
     def multiply(self, x: jax.Array, dtype: Any = None) -> jax.Array:
-        """See `Matrix`. Many rows are multiplied some at a time: XLA copies them for each block."""
-        rows = x.reshape(-1, x.shape[-1])
-        bytes_per_row = self.values.size // BLOCK_COLUMNS * rows.dtype.itemsize
-        most = min(MAX_ROWS, max(MIN_ROWS, MAX_COPIED // bytes_per_row))
-        some = (rows[i : i + most] for i in range(0, max(1, len(rows)), most))
-        products = [self._multiply(part, self.values, dtype) for part in some]
-        y = jnp.concatenate(products) if len(products) > 1 else products[0]
+        """See `Matrix`."""
+        y = self._multiply(x.reshape(-1, x.shape[-1]), self.values, dtype)
         return y.reshape(*x.shape[:-1], self.num_out)
 
     def multiply_from(self, x: jax.Array, first: int) -> jax.Array:
@@ -125,10 +120,17 @@ class Blocks(Matrix):
             return self.multiply(x)[:, first:]
         return self._multiply(x, self.values[first // BLOCK_COLUMNS :], None)
 
-    def _multiply(self, x: jax.Array, values: jax.Array, dtype: Any) -> jax.Array:
-        batch = jnp.broadcast_to(x, (len(values), *x.shape))
-        y = jnp.matmul(batch, values, preferred_element_type=dtype)
-        return y.transpose(1, 0, 2).reshape(len(x), len(values) * BLOCK_COLUMNS)
+    def _multiply(self, x: jax.Array, blocks: jax.Array, dtype: Any) -> jax.Array:
+        """Multiply rows some at a time, because XLA copies them for each block."""
+        bytes_per_row = len(blocks) * x.shape[1] * x.dtype.itemsize
+        most = min(MAX_ROWS, max(MIN_ROWS, MAX_COPIED // bytes_per_row))
+        products = []
+        for start in range(0, max(1, len(x)), most):
+            rows = x[start : start + most]
+            copied = jnp.broadcast_to(rows, (len(blocks), *rows.shape))
+            y = jnp.matmul(copied, blocks, preferred_element_type=dtype).transpose(1, 0, 2)
+            products.append(y.reshape(len(rows), len(blocks) * BLOCK_COLUMNS))
+        return jnp.concatenate(products) if len(products) > 1 else products[0]
 
 
 def dense(

@@ -9,8 +9,7 @@ import numpy as np
 from jax.tree_util import GetAttrKey
 
 W = TypeVar("W", bound=type)
-# Bytes of weights of which a CPU also keeps the form that it multiplies by. Beside a larger model
-# the memory is worth more.
+# A CPU keeps a second form of at most this many bytes of weights. A larger model has them once.
 MAX_DOUBLED = 2**30
 
 
