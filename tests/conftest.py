@@ -18,12 +18,14 @@ import pytest
 from support.asked import Asked
 from support.checkpoints import Checkpoints
 from support.compilations import (
-    KEPT,
+    MAX_BYTES,
     MAX_MAPS,
     TOOLCHAIN,
     CompilationLog,
     compile_quickly,
+    count_bytes,
     count_maps,
+    forget_programs,
     share_compilations,
 )
 from support.engines import gpu_model, simulated_engines
@@ -81,14 +83,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_maps() -> Iterator[None]:
-    """Long runs let go of programs before their memory maps run out; engines must not hold them."""
+def small_process() -> Iterator[None]:
+    """Long runs forget programs before memory runs out; engines must not hold them."""
     yield
-    if count_maps() > MAX_MAPS:
-        KEPT.clear()
-        jax.clear_caches()
-        gc.collect()
+    if count_maps() > MAX_MAPS or count_bytes() > MAX_BYTES:
+        forget_programs()
         assert count_maps() < MAX_MAPS / 2, "programs outlive their tests: close engines"
+        assert count_bytes() < MAX_BYTES, "arrays outlive their tests: close engines"
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,9 @@
 """How the tests' programs are compiled, and what was compiled."""
 
+import ctypes
+import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,7 +19,8 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 KEPT: dict = {}  # so that an engine finds the programs of one like it that was closed
 # Nothing is kept on disk, as tests change what is compiled, and a worker has many engines.
 TOOLCHAIN = Toolchain(jits=KEPT, find_folder=lambda: None, maps_for_shapes=FOR_ALL)
-MAX_MAPS = 40_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
+MAX_MAPS = 20_000  # memory maps; a process may have 65,530, and each program takes 30 to 300
+MAX_BYTES = 3 << 29  # resident; a module's programs come on top
 
 
 def share_compilations(folder: Path) -> None:
@@ -47,6 +51,21 @@ def count_maps() -> int:
     """Memory maps of this process; 0 where they cannot be counted."""
     maps = Path("/proc/self/maps")
     return len(maps.read_bytes().splitlines()) if maps.exists() else 0
+
+
+def count_bytes() -> int:
+    """Resident memory of this process; 0 where it cannot be told."""
+    pages = Path("/proc/self/statm")
+    return int(pages.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if pages.exists() else 0
+
+
+def forget_programs() -> None:
+    """Free all programs and what was traced for them, and give their memory back to the system."""
+    KEPT.clear()
+    jax.clear_caches()
+    gc.collect()
+    if sys.platform == "linux":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 @dataclass
