@@ -19,6 +19,7 @@ from pallas_kernels.draw_tokens.reference import argmax as argmax
 from pallas_kernels.draw_tokens.reference import draw_tokens_reference
 from pallas_kernels.draw_tokens.reference import gumbel_noise as gumbel_noise
 from pallas_kernels.draw_tokens.reference import keys as keys
+from pallas_kernels.draw_tokens.reference import scored_argmax as scored_argmax
 from pallas_kernels.draw_tokens.triton import draw_tokens_triton
 
 IMPLEMENTATIONS = {"triton": draw_tokens_triton, "reference": draw_tokens_reference}
@@ -53,6 +54,41 @@ def draw_tokens(
     Raises:
         ValueError: shapes are inconsistent; the message names the argument.
     """
+    _check(logits, temperature, seeds, counters)
+    if token_ids is not None and (token_ids.shape != logits.shape[1:] or vocab_size is None):
+        raise ValueError(
+            f"token_ids must be [V={logits.shape[1]}], and come with vocab_size; "
+            f"got {token_ids.shape} and vocab_size={vocab_size}"
+        )
+    keyed = temperature, seeds, int(stream), counters
+    return run("draw_tokens", kernels, IMPLEMENTATIONS, logits, *keyed, token_ids, vocab_size)
+
+
+def draw_scored(
+    logits: jax.Array,
+    temperature: jax.Array,
+    seeds: jax.Array,
+    stream: int,
+    counters: tuple[jax.Array, ...],
+    *,
+    first: jax.Array,
+    kernels: str = "auto",
+) -> tuple[jax.Array, jax.Array]:
+    """Sample among the V tokens from `first` i32[] on, a multiple of 64, of a larger vocabulary.
+
+    Return the tokens i32[N], counted from 0, and their scores f32[N]: the maximum of logits / T and
+    noise. The token with the highest score of several parts of a vocabulary is the one that
+    `draw_tokens` samples from all. A row without a token has -1, and a score of NaN if one of its
+    logits is NaN, else -inf. Arguments and errors are otherwise those of `draw_tokens`.
+    """
+    _check(logits, temperature, seeds, counters)
+    keyed = temperature, seeds, int(stream), counters
+    return run("draw_tokens", kernels, IMPLEMENTATIONS, logits, *keyed, None, None, first)
+
+
+def _check(
+    logits: jax.Array, temperature: jax.Array, seeds: jax.Array, counters: tuple[jax.Array, ...]
+) -> None:
     if logits.ndim != 2:
         raise ValueError(f"logits must be [N, V]; got {logits.shape}")
     if temperature.ndim != 1 or seeds.shape != temperature.shape:
@@ -68,20 +104,3 @@ def draw_tokens(
         raise ValueError(
             f"counters must be [B={seeds.shape[0]}] each; got {[x.shape for x in counters]}"
         )
-    if token_ids is not None and (token_ids.shape != logits.shape[1:] or vocab_size is None):
-        raise ValueError(
-            f"token_ids must be [V={logits.shape[1]}], and come with vocab_size; "
-            f"got {token_ids.shape} and vocab_size={vocab_size}"
-        )
-    return run(
-        "draw_tokens",
-        kernels,
-        IMPLEMENTATIONS,
-        logits,
-        temperature,
-        seeds,
-        int(stream),
-        counters,
-        token_ids,
-        vocab_size,
-    )

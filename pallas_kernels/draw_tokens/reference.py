@@ -1,5 +1,7 @@
 """Sampling tokens in plain JAX, and the noise."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.extend.random import threefry_2x32
@@ -17,8 +19,10 @@ def draw_tokens_reference(
     counters: tuple[jax.Array, ...],
     token_ids: jax.Array | None,
     vocab_size: int | None,
-) -> jax.Array:
-    """See `draw_tokens`."""
+    first: jax.Array | None = None,
+) -> Any:
+    """See `draw_tokens`; with `first`, `draw_scored`."""
+    pick: Any = argmax if first is None else scored_argmax
     num_rows = logits.shape[0] // len(seeds)
     temperature, seeds, *keyed = (jnp.repeat(x, num_rows) for x in (temperature, seeds, *counters))
     if keyed:
@@ -29,18 +33,22 @@ def draw_tokens_reference(
             # Expanded to the full vocabulary, so that the noise is that of the token ids.
             full = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
             logits = full.at[:, token_ids].set(logits)
-        noise = gumbel_noise(seeds, stream, tuple(keyed), logits.shape[1])
+        noise = gumbel_noise(seeds, stream, tuple(keyed), logits.shape[1], first)
         is_greedy = (temperature == 0)[:, None]
         # Below the minimum, the quotients or their rounding errors would overflow.
         divisor = jnp.maximum(temperature, MIN_TEMPERATURE)[:, None]
-        return argmax(jnp.where(is_greedy, logits, logits / divisor + noise))
+        return pick(jnp.where(is_greedy, logits, logits / divisor + noise))
 
     def best(logits):
-        token = argmax(logits)
+        token = pick(logits)
         return token if token_ids is None else jnp.where(token < 0, token, token_ids[token])
 
     # Each branch reduces the logits itself, so that a greedy batch reads them once.
-    return jax.lax.cond((temperature > 0).any(), drawn, best, logits)
+    found = jax.lax.cond((temperature > 0).any(), drawn, best, logits)
+    if first is None:
+        return found
+    token, score = found
+    return jnp.where(token < 0, token, token + first), score
 
 
 def argmax(logits: jax.Array) -> jax.Array:
@@ -65,31 +73,46 @@ def argmax(logits: jax.Array) -> jax.Array:
     return jax.lax.platform_dependent(logits, cpu=first_best, default=best)
 
 
+def scored_argmax(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Return `argmax`, and the logit f32[N] there; without a token NaN or -inf, as in the row."""
+    token = argmax(logits)
+    score = jnp.take_along_axis(logits, jnp.maximum(token, 0)[..., None], axis=-1)[..., 0]
+    return token, jnp.where(token < 0, logits.sum(axis=-1), score)
+
+
 def gumbel_noise(
-    seeds: jax.Array, stream: int, counters: tuple[jax.Array, ...], vocab_size: int
+    seeds: jax.Array,
+    stream: int,
+    counters: tuple[jax.Array, ...],
+    num_tokens: int,
+    first: jax.Array | None = None,
 ) -> jax.Array:
     """Return Gumbel noise f32[N, V], keyed by seed u32[N], stream, counters i32[N] and token.
+
+    The tokens are V = `num_tokens` from `first` on, an i32[] that is a multiple of 64; None is 0.
 
     The noise of a token does not depend on the row, the batch or the number of drafts, so that
     plain decoding, verification and drafting see the same noise at the same position.
     """
 
     def row(key):
-        return as_gumbel(token_bits(key, vocab_size))
+        return as_gumbel(token_bits(key, num_tokens, first))
 
     return jax.vmap(row)(keys(seeds, stream, counters))
 
 
-def token_bits(key: jax.Array, vocab_size: int) -> jax.Array:
-    """Return random bits u32[V] of a random key.
+def token_bits(key: jax.Array, num_tokens: int, first: jax.Array | None = None) -> jax.Array:
+    """Return random bits u32[V] of a random key, for the tokens of `gumbel_noise`.
 
     A call of threefry makes two words. Call 32 g + i is for the tokens i and 32 + i of group g of
     64, so that a GPU reads the logits of both in whole cache lines.
     """
-    num_groups = -(-vocab_size // (2 * PAIRED))
+    num_groups = -(-num_tokens // (2 * PAIRED))
     calls = jnp.arange(num_groups * PAIRED, dtype=jnp.uint32)
+    if first is not None:
+        calls += (first // 2).astype(jnp.uint32)
     words = threefry_2x32(jax.random.key_data(key), jnp.stack([jnp.zeros_like(calls), calls]))
-    return words.reshape(2, num_groups, PAIRED).swapaxes(0, 1).reshape(-1)[:vocab_size]
+    return words.reshape(2, num_groups, PAIRED).swapaxes(0, 1).reshape(-1)[:num_tokens]
 
 
 def as_gumbel(bits: jax.Array) -> jax.Array:

@@ -7,6 +7,7 @@ and the two logarithms of the noise are the GPU's approximate ones where these a
 import functools
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,11 +40,12 @@ def draw_tokens_triton(
     counters: tuple[jax.Array, ...],
     token_ids: jax.Array | None,
     vocab_size: int | None,
+    first: jax.Array | None = None,
     *,
     config: DrawTuning = DEFAULT,
     interpret: bool = False,
-) -> jax.Array:
-    """See `draw_tokens`."""
+) -> Any:
+    """See `draw_tokens`; with `first`, `draw_scored`."""
     if logits.dtype != jnp.float32:
         raise UnsupportedError(f"logits are {logits.dtype}; float32 is supported")
     num_rows, num_tokens = logits.shape
@@ -56,11 +58,13 @@ def draw_tokens_triton(
         num_tokens=num_tokens,
         block=config.block_tokens,
         has_ids=token_ids is not None,
+        has_first=first is not None,
         interpret=interpret,
     )
+    optional = [x for x in (token_ids, None if first is None else first[None]) if x is not None]
     best, token = triton_call(
         kernel,
-        [logits, temperature, seeds, *counters, *([] if token_ids is None else [token_ids])],
+        [logits, temperature, seeds, *counters, *optional],
         [
             jax.ShapeDtypeStruct((num_rows, num_tiles), jnp.float32),
             jax.ShapeDtypeStruct((num_rows, num_tiles), jnp.int32),
@@ -70,16 +74,17 @@ def draw_tokens_triton(
         num_warps=config.num_warps,
         interpret=interpret,
     )
-    (tokens,) = triton_call(
+    result = [jnp.int32] if first is None else [jnp.int32, jnp.float32]
+    tokens, *scores = triton_call(
         functools.partial(_combine_kernel, num_tiles=num_tiles),
         [best, token],
-        [jax.ShapeDtypeStruct((num_rows,), jnp.int32)],
+        [jax.ShapeDtypeStruct((num_rows,), dtype) for dtype in result],
         name="draw_tokens_combine",
         grid=(num_rows,),
         num_warps=1,
         interpret=interpret,
     )
-    return tokens
+    return (tokens, *scores) if scores else tokens
 
 
 def _kernel(
@@ -93,11 +98,13 @@ def _kernel(
     num_tokens,
     block,
     has_ids,
+    has_first,
     interpret,
 ):
     row, tile = pl.program_id(0), pl.program_id(1)
     call = tile * (block // 2) + jnp.arange(block // 2, dtype=jnp.int32)
     column = call // PAIRED * (2 * PAIRED) + call % PAIRED
+    first = refs[num_counters + has_ids][0] if has_first else 0  # the token of the first column
     columns = column, column + PAIRED  # a call of threefry makes the words of both
     logits = tuple(
         load(logits_ref.at[row, column], mask=column < num_tokens, other=-jnp.inf)
@@ -117,35 +124,39 @@ def _kernel(
             names = (load(ids.at[c], mask=c < num_tokens, other=0) for c in columns)
             words = [_word(key, name) for name in names]
         else:
-            words = threefry(key, (jnp.zeros_like(call, jnp.uint32), call.astype(jnp.uint32)))
+            number = (call + first // 2 if has_first else call).astype(jnp.uint32)
+            words = threefry(key, (jnp.zeros_like(call, jnp.uint32), number))
         scale = 1 / jnp.maximum(temperature, MIN_TEMPERATURE)
         return tuple(
             multiply_add(x, jnp.full_like(x, scale), _gumbel(word, interpret), interpret=interpret)
             for x, word in zip(logits, words, strict=True)
         )
 
-    first, second = jax.lax.cond(temperature == 0, lambda: logits, perturbed)
-    best = jnp.max(jnp.maximum(first, second))
+    one, other = jax.lax.cond(temperature == 0, lambda: logits, perturbed)
+    best = jnp.max(jnp.maximum(one, other))
     # The maximum on a GPU passes over NaN, and no column equals a maximum that is NaN.
-    place = jnp.where(second == best, columns[1], num_tokens - 1)
-    place = jnp.where(first == best, columns[0], place)
-    has_nan = (first != first) | (second != second)
+    place = jnp.where(other == best, columns[1], num_tokens - 1)
+    place = jnp.where(one == best, columns[0], place)
+    has_nan = (one != one) | (other != other)
     place = jnp.min(jnp.where(has_nan, -1, place))
     best_ref, token_ref = refs[-2:]
     best_ref[row, tile] = best
     if has_ids:
         place = jnp.where(place < 0, place, refs[num_counters][jnp.maximum(place, 0)])
-    token_ref[row, tile] = place
+    token_ref[row, tile] = jnp.where(place < 0, place, place + first) if has_first else place
 
 
-def _combine_kernel(best_ref, token_ref, out_ref, *, num_tiles):
+def _combine_kernel(best_ref, token_ref, out_ref, *score_ref, num_tiles):
     row, tile = pl.program_id(0), jnp.arange(pl.next_power_of_2(num_tiles), dtype=jnp.int32)
     best = load(best_ref.at[row, tile], mask=tile < num_tiles, other=-jnp.inf)
     tokens = load(token_ref.at[row, tile], mask=tile < num_tiles, other=0)
     maximum = jnp.max(best)
     first = jnp.min(jnp.where(best == maximum, tile, num_tiles - 1))
-    has_token = (maximum > -jnp.inf) & (jnp.min(tokens) >= 0)
+    has_nan = jnp.min(tokens) < 0
+    has_token = (maximum > -jnp.inf) & ~has_nan
     out_ref[row] = jnp.where(has_token, token_ref[row, first], -1)
+    for ref in score_ref:
+        ref[row] = jnp.where(has_nan, jnp.nan, maximum)
 
 
 def _word(key: tuple[jax.Array, jax.Array], token: jax.Array) -> jax.Array:

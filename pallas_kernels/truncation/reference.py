@@ -4,6 +4,40 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.truncation.order import NUM_BITS, ordered
+from pallas_kernels.truncation.split import SplitColumns
+
+
+class AllColumns:
+    """Reductions over the columns of one device."""
+
+    def count(self, num_columns: int) -> int:
+        """Return the number of columns."""
+        return num_columns
+
+    def max(self, x: jax.Array) -> jax.Array:
+        """Return the maximum [N] of x [N, V]."""
+        return jnp.max(x, axis=-1)
+
+    def softmax(self, x: jax.Array) -> jax.Array:
+        """Return the softmax of x [N, V]."""
+        return jax.nn.softmax(x, axis=-1)
+
+    def smallest_of(self, keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
+        """Return, per row, the smallest of the fewest largest keys whose weights sum to `wanted`
+        [N]. A row whose weights do not sum to it returns 0, which keeps everything.
+        """
+
+        def refine(bit, threshold):
+            # Find the highest threshold that keeps enough weight, one bit at a time.
+            trial = threshold | (jnp.uint32(1) << (NUM_BITS - 1 - bit).astype(jnp.uint32))
+            through = jnp.where(keys >= trial[:, None], weights, 0).sum(axis=-1)
+            return jnp.where(through >= wanted, trial, threshold)
+
+        start = jnp.zeros(keys.shape[0], jnp.uint32)
+        return jax.lax.fori_loop(0, NUM_BITS, refine, start)
+
+
+ALL_COLUMNS = AllColumns()
 
 
 def truncate_reference(
@@ -12,27 +46,29 @@ def truncate_reference(
     top_k: jax.Array,
     top_p: jax.Array,
     min_p: jax.Array,
+    columns: AllColumns | SplitColumns = ALL_COLUMNS,
 ) -> jax.Array:
-    """See `truncate`."""
+    """See `truncate`; `columns` are those of the logits, on one device or several."""
     keys = ordered(logits)
 
     def cut_min_p(threshold):
-        floor = jnp.max(logits, axis=-1) + temperature * jnp.log(min_p)
+        floor = columns.max(logits) + temperature * jnp.log(min_p)
         return jnp.where(min_p > 0, ordered(floor), threshold)
 
     def cut_top_k(threshold):
-        wanted = jnp.where(top_k > 0, top_k, logits.shape[-1]).astype(jnp.float32)
+        most = columns.count(logits.shape[-1])
+        wanted = jnp.where(top_k > 0, top_k, most).astype(jnp.float32)
         # Counting logits that min_p removed is harmless: the threshold never drops below its floor.
-        return jnp.maximum(threshold, _smallest_of(keys, jnp.ones_like(logits), wanted))
+        return jnp.maximum(threshold, columns.smallest_of(keys, jnp.ones_like(logits), wanted))
 
     def cut_top_p(threshold):
         left = jnp.where(keys < threshold[:, None], -jnp.inf, logits)
-        probs = jax.nn.softmax(left / temperature[:, None], axis=-1)
+        probs = columns.softmax(left / temperature[:, None])
         # A row with top_p = 1 must not lose tokens to rounding of its sum, and one whose top_p
         # rounds to 0 keeps the best token.
         wanted = jnp.maximum(top_p, jnp.finfo(jnp.float32).tiny)
         wanted = jnp.where(top_p < 1, wanted, jnp.inf)
-        return jnp.maximum(threshold, _smallest_of(keys, probs, wanted))
+        return jnp.maximum(threshold, columns.smallest_of(keys, probs, wanted))
 
     # The key of the smallest logit to keep; 0 keeps all.
     threshold = jnp.zeros(logits.shape[0], jnp.uint32)
@@ -40,19 +76,3 @@ def truncate_reference(
     threshold = jax.lax.cond((top_k > 0).any(), cut_top_k, lambda x: x, threshold)
     threshold = jax.lax.cond((top_p < 1).any(), cut_top_p, lambda x: x, threshold)
     return jnp.where(keys >= threshold[:, None], logits, -jnp.inf)
-
-
-def _smallest_of(keys: jax.Array, weights: jax.Array, wanted: jax.Array) -> jax.Array:
-    """Return, per row, the smallest of the fewest largest keys whose weights sum to `wanted` [N].
-
-    A row whose weights do not sum to it returns 0, which keeps everything.
-    """
-
-    def refine(bit, threshold):
-        # Find the highest threshold that keeps enough weight, one bit at a time.
-        trial = threshold | (jnp.uint32(1) << (NUM_BITS - 1 - bit).astype(jnp.uint32))
-        through = jnp.where(keys >= trial[:, None], weights, 0).sum(axis=-1)
-        return jnp.where(through >= wanted, trial, threshold)
-
-    start = jnp.zeros(keys.shape[0], jnp.uint32)
-    return jax.lax.fori_loop(0, NUM_BITS, refine, start)

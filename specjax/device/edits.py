@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Int32
 
 from specjax.device.requests import Requests
+from specjax.device.vocabulary import WHOLE, Vocabulary
 from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 # The sequences of logits processors that requests use, with their `Edits.processor` numbers.
@@ -47,18 +48,19 @@ def edit(
     history: History,
     processors: Processors = (),
     masks: jax.Array | None = None,
+    vocabulary: Vocabulary = WHOLE,
 ) -> jax.Array:
     """Edit logits f32[B, T, V] as `SamplingParams` describes; row t follows lengths[b] + t tokens.
 
     `masks` i32[B, T, ceil(V/32)] has a bit for each token that the request's grammar allows.
     """
-    logits = apply_processors(logits, requests, history, processors)
-    batch, num_rows, vocab_size = logits.shape
+    logits = apply_processors(logits, requests, history, processors, vocabulary)
+    batch, num_rows, num_columns = logits.shape
     edits, lengths = requests.edits, history.lengths[:, None] + jnp.arange(num_rows)[None]  # [B, T]
     has_penalty = (edits.repetition != 1) | (edits.presence != 0) | (edits.frequency != 0)
     logits = jax.lax.cond(
         has_penalty.any(),
-        lambda x: _penalise(x, requests, history, lengths),
+        lambda x: _penalise(x, requests, history, lengths, vocabulary),
         lambda x: x,
         logits,
     )
@@ -66,60 +68,67 @@ def edit(
     row, column = row[..., None], column[..., None]
 
     ends, is_match = _bad_words(edits.bad_words, history, lengths)
-    ends = jnp.where(is_match, ends[:, None], vocab_size)
+    ends = vocabulary.columns(ends[:, None], num_columns, is_match)
     logits = logits.at[row, column, ends].set(-jnp.inf, mode="drop")
 
-    ids = jnp.where(edits.bias_ids >= 0, edits.bias_ids, vocab_size)[:, None]
+    ids = vocabulary.columns(edits.bias_ids, num_columns, edits.bias_ids >= 0)[:, None]
     logits = logits.at[row, column, ids].add(edits.bias[:, None], mode="drop")
 
-    logits = jnp.where(unpack_bits(edits.allowed, vocab_size)[:, None], logits, -jnp.inf)
+    logits = jnp.where(vocabulary.bits(edits.allowed, num_columns)[:, None], logits, -jnp.inf)
 
     is_early = lengths - requests.prompt_lengths[:, None] < edits.min_tokens[:, None]
     stops = requests.stop_ids[:, None]
-    stops = jnp.where(is_early[..., None] & (stops >= 0), stops, vocab_size)
+    stops = vocabulary.columns(stops, num_columns, is_early[..., None] & (stops >= 0))
     logits = logits.at[row, column, stops].set(-jnp.inf, mode="drop")
 
     if masks is not None:
-        logits = jnp.where(unpack_bits(masks, vocab_size), logits, -jnp.inf)
+        logits = jnp.where(vocabulary.bits(masks, num_columns), logits, -jnp.inf)
     return logits
 
 
 def apply_processors(
-    logits: jax.Array, requests: Requests, history: History, processors: Processors
+    logits: jax.Array,
+    requests: Requests,
+    history: History,
+    processors: Processors,
+    vocabulary: Vocabulary = WHOLE,
 ) -> jax.Array:
     """Run the logits processors of each request on its logits f32[B, T, V], as the model made them.
 
     Row t follows lengths[b] + t tokens. All other edits come after.
     """
     lengths = history.lengths[:, None] + jnp.arange(logits.shape[1])[None]  # [B, T]
-    for number, functions in processors:
-        edited = logits
-        for function in functions:
-            apply = jax.vmap(jax.vmap(function, (None, 0, 0)))
-            edited = apply(history.tokens, lengths, edited).astype(logits.dtype)
-        logits = jnp.where((requests.edits.processor == number)[:, None, None], edited, logits)
-    return logits
 
+    def apply(logits):
+        for number, functions in processors:
+            edited = logits
+            for function in functions:
+                of_rows = jax.vmap(jax.vmap(function, (None, 0, 0)))
+                edited = of_rows(history.tokens, lengths, edited).astype(logits.dtype)
+            logits = jnp.where((requests.edits.processor == number)[:, None, None], edited, logits)
+        return logits
 
-def unpack_bits(words: jax.Array, count: int) -> jax.Array:
-    """Unpack i32[..., ceil(count/32)] to bool[..., count]: bit v % 32 of word v // 32."""
-    bits = (words[..., None] >> jax.lax.broadcast_to_rank(jnp.arange(32), words.ndim + 1)) & 1
-    return bits.reshape(*words.shape[:-1], -1)[..., :count] == 1
+    return vocabulary.through_whole(apply, logits) if processors else logits
 
 
 def _penalise(
-    logits: jax.Array, requests: Requests, history: History, lengths: jax.Array
+    logits: jax.Array,
+    requests: Requests,
+    history: History,
+    lengths: jax.Array,
+    vocabulary: Vocabulary,
 ) -> jax.Array:
-    batch, num_rows, vocab_size = logits.shape
+    batch, num_rows, num_columns = logits.shape
     edits = jax.tree.map(lambda x: x[:, None, None], requests.edits)
     place = jnp.arange(history.tokens.shape[1])[None]
     is_prompt = place < requests.prompt_lengths[:, None]
     is_output = ~is_prompt & (place < history.lengths[:, None])
 
     row = jnp.arange(batch)[:, None]
-    empty = jnp.zeros((batch, vocab_size), jnp.int32)
-    in_prompt = empty.at[row, history.tokens].max(is_prompt.astype(jnp.int32))[:, None]
-    committed = empty.at[row, history.tokens].add(is_output.astype(jnp.int32))
+    empty = jnp.zeros((batch, num_columns), jnp.int32)
+    column = vocabulary.columns(history.tokens, num_columns)
+    in_prompt = empty.at[row, column].max(is_prompt.astype(jnp.int32), mode="drop")[:, None]
+    committed = empty.at[row, column].add(is_output.astype(jnp.int32), mode="drop")
 
     # Draft j counts for the rows after it, unless it is a prompt token that is being scored.
     places = history.lengths[:, None] + jnp.arange(num_rows - 1)[None]
@@ -128,7 +137,8 @@ def _penalise(
     after = jnp.arange(num_rows)[:, None] > jnp.arange(num_rows - 1)[None]
     counted = after[None] & (places >= requests.prompt_lengths[:, None])[:, None]
     b, t, _ = jnp.ogrid[:batch, :num_rows, : num_rows - 1]
-    counts = counts.at[b, t, drafts[:, None]].add(counted.astype(jnp.int32))
+    column = vocabulary.columns(drafts[:, None], num_columns)
+    counts = counts.at[b, t, column].add(counted.astype(jnp.int32), mode="drop")
 
     is_seen = (counts > 0) | (in_prompt > 0)
     scaled = jnp.where(logits > 0, logits / edits.repetition, logits * edits.repetition)

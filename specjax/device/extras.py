@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from enum import IntFlag
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +12,7 @@ from specjax.device.edits import History
 from specjax.device.logprobs import Logprobs, logprobs_of, pack_logprobs, token_logprobs
 from specjax.device.requests import Requests
 from specjax.device.sampling import process, scale, through_edits
+from specjax.device.vocabulary import Vocabulary
 
 SCORED_ROWS = 64  # rows of prompts scored at a time, since their logits are large
 
@@ -33,6 +34,7 @@ class ExtraWork(NamedTuple):
     masks: jax.Array | None
     variant: Variant
     logprobs_mode: str  # see `StepModel`
+    vocabulary: Vocabulary
     kernels: str
 
     @property
@@ -45,8 +47,7 @@ class ExtraWork(NamedTuple):
 
         Logits processors have run.
         """
-        arguments = self.requests(), self.history(), (), self.masks
-        return process(logits, *arguments, kernels=self.kernels)
+        return self._process(logits, self.requests(), self.history(), (), self.masks)
 
     def logprobs(self, raw: jax.Array, logits: jax.Array, tokens: jax.Array) -> jax.Array:
         """Return packed log-probabilities of tokens i32[B, T], by raw or processed logits.
@@ -57,11 +58,11 @@ class ExtraWork(NamedTuple):
 
         def report_drawn(edited):
             drawn = _scaled(edited, self.requests())
-            return pack_logprobs(_report(raw, drawn, tokens, num_top, mode), len(tokens))
+            return pack_logprobs(self._report(raw, drawn, tokens, num_top), len(tokens))
 
         def report():
             if mode == "raw":
-                return pack_logprobs(_report(raw, raw, tokens, num_top, mode), len(tokens))
+                return pack_logprobs(self._report(raw, raw, tokens, num_top), len(tokens))
             return through_edits(report_drawn, logits, self.edit, self.edits)
 
         def nothing():
@@ -101,11 +102,10 @@ class ExtraWork(NamedTuple):
             tokens = jnp.take_along_axis(known, places, axis=1, mode="clip")
             if mode != "raw":
                 history = History(known, lengths)
-                arguments = requests, history, variant.processors
-                processed = process(logits, *arguments, kernels=self.kernels)
+                processed = self._process(logits, requests, history, variant.processors)
             is_prompt = places < requests.prompt_lengths[:, None]
             drawn = jnp.where(is_prompt[..., None], logits, _scaled(processed, requests))
-            found = _report(logits, drawn, tokens, num_top, mode)
+            found = self._report(logits, drawn, tokens, num_top)
             return jax.tree.map(lambda x: x.reshape(batch, count, *x.shape[1:]), found)
 
         scored = jax.lax.map(score, (count * jnp.arange(len(blocks)), blocks))
@@ -116,19 +116,23 @@ class ExtraWork(NamedTuple):
 
         return pack_logprobs(jax.tree.map(rows, scored), batch)
 
+    def _process(self, logits: jax.Array, *arguments: Any) -> jax.Array:
+        return process(logits, *arguments, vocabulary=self.vocabulary, kernels=self.kernels)
+
+    def _report(
+        self, raw: jax.Array, drawn: jax.Array, tokens: jax.Array, num_top: int
+    ) -> Logprobs:
+        """Return `Logprobs` of tokens i32[B, T], as set by `EngineConfig.logprobs_mode`."""
+        num_columns, mode, tokens = raw.shape[-1], self.logprobs_mode, tokens.ravel()
+        raw, drawn = raw.reshape(-1, num_columns), drawn.reshape(-1, num_columns)
+        found = token_logprobs(raw if mode == "raw" else drawn, tokens, num_top, self.vocabulary)
+        if mode != "both":
+            return found
+        return found._replace(raw=logprobs_of(raw, tokens, self.vocabulary))
+
 
 def _scaled(processed: jax.Array, requests: Requests) -> jax.Array:
     """Divide processed logits [B, T, V] by each request's temperature, as for sampling."""
-    num_rows, vocab_size = processed.shape[1:]
-    rows = processed.reshape(-1, vocab_size)
+    num_rows, num_columns = processed.shape[1:]
+    rows = processed.reshape(-1, num_columns)
     return scale(rows, requests.sampling.repeat(num_rows)).reshape(processed.shape)
-
-
-def _report(
-    raw: jax.Array, drawn: jax.Array, tokens: jax.Array, num_top: int, mode: str
-) -> Logprobs:
-    """Return `Logprobs` of tokens i32[B, T], as set by `EngineConfig.logprobs_mode`."""
-    vocab_size = raw.shape[-1]
-    raw, drawn, tokens = raw.reshape(-1, vocab_size), drawn.reshape(-1, vocab_size), tokens.ravel()
-    found = token_logprobs(raw if mode == "raw" else drawn, tokens, num_top)
-    return found._replace(raw=logprobs_of(raw, tokens)) if mode == "both" else found

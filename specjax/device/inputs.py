@@ -13,6 +13,7 @@ from specjax.device.models.model import Model
 from specjax.device.packing import packed
 from specjax.device.requests import Requests, init_requests
 from specjax.device.verification import Verification
+from specjax.device.vocabulary import WHOLE, Vocabulary
 
 
 @jax.tree_util.register_dataclass
@@ -74,6 +75,7 @@ class StepModel(NamedTuple):
     logprobs_mode: str  # which distribution to report: "raw", "processed" or "both"
     windows: tuple[int, ...] = ()  # whose layers have pages of their own
     max_deferred_rows: int = 0  # that the drafter observes later, of all requests of a round
+    vocabulary: Vocabulary = WHOLE
 
     def width(self, k: int) -> int:
         """Return the rows per request of a round of k drafts."""

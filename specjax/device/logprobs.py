@@ -5,6 +5,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from specjax.device.vocabulary import WHOLE, Vocabulary
+
 
 class Logprobs(NamedTuple):
     """Log-probabilities of one token per row, and of the most likely tokens."""
@@ -16,19 +18,20 @@ class Logprobs(NamedTuple):
     raw: jax.Array | None = None  # f32[N], by the raw logits, if both are wanted
 
 
-def token_logprobs(logits: jax.Array, tokens: jax.Array, num_top: int) -> Logprobs:
+def token_logprobs(
+    logits: jax.Array, tokens: jax.Array, num_top: int, vocabulary: Vocabulary = WHOLE
+) -> Logprobs:
     """Return the log-softmax of logits f32[N, V] at tokens i32[N], and the `num_top` largest."""
-    all_logprobs = jax.nn.log_softmax(logits, axis=-1)
-    logprobs = jnp.take_along_axis(all_logprobs, tokens[:, None], axis=1)
-    ranks = 1 + (all_logprobs > logprobs).sum(axis=1, dtype=jnp.int32)
-    top_logprobs, top_ids = jax.lax.top_k(all_logprobs, num_top)
-    return Logprobs(logprobs[:, 0], ranks, top_ids.astype(jnp.int32), top_logprobs)
+    all_logprobs = vocabulary.log_softmax(logits)
+    logprobs = vocabulary.at(all_logprobs, tokens[:, None])
+    ranks = 1 + vocabulary.sum(all_logprobs > logprobs, jnp.int32)
+    top_logprobs, top_ids = vocabulary.top_k(all_logprobs, num_top)
+    return Logprobs(logprobs[:, 0], ranks, top_ids, top_logprobs)
 
 
-def logprobs_of(logits: jax.Array, tokens: jax.Array) -> jax.Array:
+def logprobs_of(logits: jax.Array, tokens: jax.Array, vocabulary: Vocabulary = WHOLE) -> jax.Array:
     """Return the log-softmax f32[N] of logits f32[N, V] at tokens i32[N]."""
-    at_token = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    return at_token - jax.nn.logsumexp(logits, axis=-1)
+    return vocabulary.at(logits, tokens[:, None])[:, 0] - vocabulary.logsumexp(logits)
 
 
 def pack_logprobs(found: Logprobs, batch: int) -> jax.Array:

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.draw_tokens import MIN_TEMPERATURE, draw_tokens
-from pallas_kernels.truncation import truncate
 from specjax.device.edits import History, Processors, edit
 from specjax.device.noise import Stream
 from specjax.device.requests import Requests, Sampling
+from specjax.device.vocabulary import WHOLE, Vocabulary
 
 
 def process(
@@ -20,6 +20,7 @@ def process(
     processors: Processors = (),
     masks: jax.Array | None = None,
     *,
+    vocabulary: Vocabulary = WHOLE,
     kernels: str = "auto",
 ) -> jax.Array:
     """Edit logits f32[B, T, V], and truncate them for requests with temperature above 0.
@@ -27,16 +28,16 @@ def process(
     Row t of a request follows its committed tokens and t drafts (see `edits`). The result is not
     divided by the temperature, so raw logits can replace it where nothing is edited.
     """
-    edited = edit(logits, requests, history, processors, masks)
+    edited = edit(logits, requests, history, processors, masks, vocabulary)
     sampling = requests.sampling.repeat(logits.shape[1])
     draws = sampling.temperature > 0
-    truncated = truncate(
+    truncated = vocabulary.truncate(
         edited.reshape(-1, logits.shape[2]),
         _divisor(sampling),
         jnp.where(draws, sampling.top_k, 0),
         jnp.where(draws, sampling.top_p, 1.0),
         jnp.where(draws, sampling.min_p, 0.0),
-        kernels=kernels,
+        kernels,
     )
     return truncated.reshape(logits.shape)
 
@@ -63,7 +64,12 @@ def scale(logits: jax.Array, sampling: Sampling) -> jax.Array:
 
 
 def choose(
-    logits: jax.Array, sampling: Sampling, positions: jax.Array, *, kernels: str = "auto"
+    logits: jax.Array,
+    sampling: Sampling,
+    positions: jax.Array,
+    *,
+    vocabulary: Vocabulary = WHOLE,
+    kernels: str = "auto",
 ) -> jax.Array:
     """Sample a token i32[N] for each row of logits f32[N, V]: argmax(logits / T + Gumbel).
 
@@ -72,14 +78,7 @@ def choose(
     temperature 0 take the plain argmax; ties go to the lowest id. A row that leaves no token (all
     logits are -inf, or one is NaN) gives -1.
     """
-    return draw_tokens(
-        logits,
-        sampling.temperature,
-        sampling.seeds,
-        Stream.TARGET,
-        (positions,),
-        kernels=kernels,
-    )
+    return vocabulary.draw(logits, sampling, Stream.TARGET, (positions,), kernels)
 
 
 def draw_draft(
@@ -91,6 +90,7 @@ def draw_draft(
     counters: tuple[jax.Array, ...],
     *,
     wants_probs: bool,
+    vocabulary: Vocabulary = WHOLE,
     kernels: str = "auto",
 ) -> tuple[jax.Array, jax.Array | None]:
     """Sample a draft token i32[B] for each row of logits f32[B, V_d], as for the target.
@@ -100,40 +100,37 @@ def draw_draft(
     also return the distribution sampled from, f32[B, vocab_size]; it is zero in a greedy batch,
     where it is not used.
     """
-    token = draw_tokens(
-        logits,
-        sampling.temperature,
-        sampling.seeds,
-        stream,
-        counters,
-        token_ids=token_ids,
-        vocab_size=vocab_size,
-        kernels=kernels,
-    )
+    if token_ids is None:
+        token = vocabulary.draw(logits, sampling, stream, counters, kernels)
+    else:
+        token = draw_tokens(
+            logits,
+            sampling.temperature,
+            sampling.seeds,
+            stream,
+            counters,
+            token_ids=token_ids,
+            vocab_size=vocab_size,
+            kernels=kernels,
+        )
     token = jnp.maximum(token, 0)
     if not wants_probs:
         return token, None
 
     def probs_of(logits):
         if token_ids is not None:
-            logits = spread(logits, token_ids, vocab_size)
-        probs = jax.nn.softmax(scale(logits, sampling), axis=-1)
+            logits = vocabulary.spread(logits, token_ids, vocab_size)
+        probs = vocabulary.softmax(scale(logits, sampling))
         # The drafter may lack all tokens that a request allows. Such a draft is never accepted.
-        is_empty = (logits == -jnp.inf).all(axis=-1, keepdims=True)
+        is_empty = vocabulary.all(logits == -jnp.inf)[:, None]
         probs = jnp.where(is_empty, 0.0, probs)
         greedy = (sampling.temperature == 0)[:, None]
-        return jnp.where(greedy, jax.nn.one_hot(token, vocab_size), probs)
+        return jnp.where(greedy, vocabulary.one_hot(token, logits.shape[1]), probs)
 
     def nothing(logits):
-        return jnp.zeros((logits.shape[0], vocab_size))
+        return jnp.zeros_like(jax.eval_shape(probs_of, logits))
 
     return token, jax.lax.cond((sampling.temperature > 0).any(), probs_of, nothing, logits)
-
-
-def spread(logits: jax.Array, token_ids: jax.Array, vocab_size: int) -> jax.Array:
-    """Scatter logits f32[N, V_d] of a reduced vocabulary to the full one; -inf elsewhere."""
-    full = jnp.full((logits.shape[0], vocab_size), -jnp.inf, logits.dtype)
-    return full.at[:, token_ids].set(logits)
 
 
 def _divisor(sampling: Sampling) -> jax.Array:

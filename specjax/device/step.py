@@ -139,7 +139,13 @@ def begin(
     extra = _extra_work(state, inputs, partial(History, known, ends), masks, model, variant)
 
     def draw(rows):
-        return choose(rows[:, 0], requests.sampling, ends, kernels=model.kernels)
+        return choose(
+            rows[:, 0],
+            requests.sampling,
+            ends,
+            vocabulary=model.vocabulary,
+            kernels=model.kernels,
+        )
 
     sampled = through_edits(draw, logits, extra.edit, extra.edits)
     put_at = jnp.where(samples, ends, known.shape[1])
@@ -216,6 +222,7 @@ def propose(
         model.row_multiple,
         model.verification.shares_noise,
         variant,
+        model.vocabulary,
     )
     draft, drafter = model.drafter.draft(model.target, params, state.drafter, context, k)
     return replace(state, drafter=drafter), draft
@@ -269,7 +276,14 @@ def settle(
     extra = _extra_work(state, inputs, history, masks, model, variant)
     logits = extension.logits if processed is None else processed
     target = Target(
-        logits, requests.sampling, starts + 1, num_drafts, extra.edits, extra.edit, model.kernels
+        logits,
+        requests.sampling,
+        starts + 1,
+        num_drafts,
+        extra.edits,
+        extra.edit,
+        model.vocabulary,
+        model.kernels,
     )
     verdict = model.verification.verify(draft, target)
     new = jnp.maximum(verdict.tokens, 0)
@@ -410,5 +424,12 @@ def _extra_work(
 ) -> ExtraWork:
     requests = partial(state.requests.at, inputs.slots)
     return ExtraWork(
-        inputs.extras[0], requests, history, masks, variant, model.logprobs_mode, model.kernels
+        inputs.extras[0],
+        requests,
+        history,
+        masks,
+        variant,
+        model.logprobs_mode,
+        model.vocabulary,
+        model.kernels,
     )

@@ -23,11 +23,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Bool, Float32, Int32
 
-from pallas_kernels.draw_tokens import argmax
 from specjax.config import SpeculativeConfig
-from specjax.device.noise import Stream, gumbel_noise, uniform_noise
+from specjax.device.noise import Stream, uniform_noise
 from specjax.device.requests import Sampling
 from specjax.device.sampling import choose, scale, through_edits
+from specjax.device.vocabulary import WHOLE, Vocabulary
 
 
 class Draft(NamedTuple):
@@ -59,7 +59,14 @@ class Target:
     num_drafts: Int32[jax.Array, "B"]  # how many of the K drafts may be accepted
     has_edits: Bool[jax.Array, ""] | None = None  # see `sampling.through_edits`
     edit: Callable[[jax.Array], jax.Array] | None = field(default=None, metadata={"static": True})
+    vocabulary: Vocabulary = field(default=WHOLE, metadata={"static": True})
     kernels: str = field(default="auto", metadata={"static": True})
+
+    def choose(self, logits: jax.Array, positions: jax.Array) -> jax.Array:
+        """Sample a token i32[N] for each row of logits f32[N, V], see `sampling.choose`."""
+        return choose(
+            logits, self.sampling, positions, vocabulary=self.vocabulary, kernels=self.kernels
+        )
 
     def through_edits(self, use: Callable[["Target"], Any]) -> Any:
         """Call `use` on the target with its logits processed."""
@@ -106,11 +113,10 @@ class SeedExact:
 
     def verify(self, draft: Draft, target: Target) -> Verdict:
         """See `Verification.verify`."""
-        batch, num_rows, vocab_size = target.logits.shape
+        batch, num_rows, num_columns = target.logits.shape
 
         def draw(target):
-            rows = target.logits.reshape(-1, vocab_size)
-            return choose(rows, target.sampling, target.lengths, kernels=target.kernels)
+            return target.choose(target.logits.reshape(-1, num_columns), target.lengths)
 
         tokens = target.through_edits(draw).reshape(batch, num_rows)
         return Verdict(tokens, _leading(draft.tokens == tokens[:, :-1], target.num_drafts))
@@ -127,11 +133,12 @@ class Rejection:
 
         def drawn(draft, target):
             p = target_probs(target)
-            chances = acceptance(p[:, :-1], draft)
+            chances = acceptance(p[:, :-1], draft, target.vocabulary)
             accepted = _coins(target, chances.shape[1]) < chances
             num_accepted = _leading(accepted, target.num_drafts)
             is_end = num_accepted == target.num_drafts
-            q = jnp.where(is_end[:, None], 0.0, _draft_probs_at(draft, num_accepted, p.shape[-1]))
+            q = _draft_probs_at(draft, num_accepted, p.shape[-1], target.vocabulary)
+            q = jnp.where(is_end[:, None], 0.0, q)
             return num_accepted, _row(p, num_accepted) - q
 
         return _verify_drawn(draft, target, drawn)
@@ -148,14 +155,15 @@ class Block:
 
         def drawn(draft, target):
             p = target_probs(target)
-            joint, chances = block_acceptance(p, draft, target.num_drafts)
+            joint, chances = block_acceptance(p, draft, target.num_drafts, target.vocabulary)
             # Each prefix has its own coin; the longest prefix whose coin wins is accepted.
             k = chances.shape[1]
             number = jnp.arange(k)[None]
             wins = (_coins(target, k) < chances) & (number < target.num_drafts[:, None])
             num_accepted = jnp.max(jnp.where(wins, number + 1, 0), axis=1, initial=0)
             is_end = num_accepted == target.num_drafts
-            q = jnp.where(is_end[:, None], 0.0, _draft_probs_at(draft, num_accepted, p.shape[-1]))
+            q = _draft_probs_at(draft, num_accepted, p.shape[-1], target.vocabulary)
+            q = jnp.where(is_end[:, None], 0.0, q)
             left = jnp.take_along_axis(joint, num_accepted[:, None], axis=1)
             return num_accepted, jnp.where(is_end[:, None], 1.0, left) * _row(p, num_accepted) - q
 
@@ -181,12 +189,10 @@ class Synthetic:
         k = draft.tokens.shape[1]
         rates = jnp.array([1.0, *self.rates, *[0.0] * k][: k + 1])
         chances = rates[1:] / jnp.maximum(rates[:-1], jnp.finfo(jnp.float32).tiny)
-        at_draft = jnp.take_along_axis(target.logits[:, :-1], draft.tokens[..., None], axis=2)
+        at_draft = target.vocabulary.at(target.logits[:, :-1], draft.tokens[..., None])
         accepted = (_coins(target, k) < chances[None]) & (at_draft[..., 0] > -jnp.inf)
         num_accepted = _leading(accepted, target.num_drafts)
-        positions = target.lengths + num_accepted
-        row = target.at(num_accepted)
-        token = choose(row, target.sampling, positions, kernels=target.kernels)
+        token = target.choose(target.at(num_accepted), target.lengths + num_accepted)
         return _verdict(draft, num_accepted, token)
 
 
@@ -202,23 +208,23 @@ def target_probs(target: Target) -> jax.Array:
 
     Rows that leave no token are NaN.
     """
-    num_rows, vocab_size = target.logits.shape[1:]
-    rows = target.logits.reshape(-1, vocab_size)
-    sampling = target.sampling.repeat(num_rows)
-    probs = jax.nn.softmax(scale(rows, sampling), axis=-1)
-    token = argmax(rows)
-    best = jnp.where((token < 0)[:, None], jnp.nan, jax.nn.one_hot(token, vocab_size))
+    num_rows, num_columns = target.logits.shape[1:]
+    rows = target.logits.reshape(-1, num_columns)
+    sampling, vocabulary = target.sampling.repeat(num_rows), target.vocabulary
+    probs = vocabulary.softmax(scale(rows, sampling))
+    token = vocabulary.argmax(rows)
+    best = jnp.where((token < 0)[:, None], jnp.nan, vocabulary.one_hot(token, num_columns))
     greedy = (sampling.temperature == 0)[:, None]
     return jnp.where(greedy, best, probs).reshape(target.logits.shape)
 
 
-def acceptance(probs: jax.Array, draft: Draft) -> jax.Array:
+def acceptance(probs: jax.Array, draft: Draft, vocabulary: Vocabulary = WHOLE) -> jax.Array:
     """Return min(1, p/q) f32[B, K] of each draft token; `probs` f32[B, K, V] are the target's."""
-    return jnp.minimum(_ratios(probs, draft), 1.0)
+    return jnp.minimum(_ratios(probs, draft, vocabulary), 1.0)
 
 
 def block_acceptance(
-    probs: jax.Array, draft: Draft, num_drafts: jax.Array
+    probs: jax.Array, draft: Draft, num_drafts: jax.Array, vocabulary: Vocabulary = WHOLE
 ) -> tuple[jax.Array, jax.Array]:
     """Return (p_i [B, K+1] for i = 0..K, h_i [B, K] for i = 1..K), Sun et al. 2024, algorithm 2.
 
@@ -226,15 +232,15 @@ def block_acceptance(
     S_i = sum_v max(p_i p_{i+1}(v) - q_{i+1}(v), 0); h_i = p_i after a request's last draft, and
     where p_{i+1} leaves no token, as then no draft can follow.
     """
-    k, vocab_size = draft.tokens.shape[1], probs.shape[-1]
+    k, num_columns = draft.tokens.shape[1], probs.shape[-1]
     joint = [jnp.ones(probs.shape[0])]
-    ratios = _ratios(probs[:, :-1], draft)
+    ratios = _ratios(probs[:, :-1], draft, vocabulary)
     for i in range(k):
         joint.append(jnp.minimum(joint[-1] * ratios[:, i], 1.0))
     chances = []
     for i in range(1, k):
-        q = draft_probs(draft, vocab_size)[:, i]
-        left = jnp.maximum(joint[i][:, None] * probs[:, i] - q, 0.0).sum(axis=1)
+        q = draft_probs(draft, num_columns, vocabulary)[:, i]
+        left = vocabulary.sum(jnp.maximum(joint[i][:, None] * probs[:, i] - q, 0.0))
         room = left + 1 - joint[i]
         inner = jnp.where(room > 0, left / jnp.where(room > 0, room, 1.0), 1.0)
         chances.append(jnp.where((i == num_drafts) | jnp.isnan(left), joint[i], inner))
@@ -243,30 +249,32 @@ def block_acceptance(
     return jnp.stack(joint, axis=1), jnp.stack(chances, axis=1) if k else jnp.zeros(shape)
 
 
-def draft_probs(draft: Draft, vocab_size: int) -> jax.Array:
+def draft_probs(draft: Draft, num_columns: int, vocabulary: Vocabulary = WHOLE) -> jax.Array:
     """Return the distributions the drafts were sampled from, f32[B, K, V]."""
     if draft.probs is None:
-        return jax.nn.one_hot(draft.tokens, vocab_size)
+        return vocabulary.one_hot(draft.tokens, num_columns)
     return draft.probs
 
 
-def _ratios(probs: jax.Array, draft: Draft) -> jax.Array:
+def _ratios(probs: jax.Array, draft: Draft, vocabulary: Vocabulary) -> jax.Array:
     at = draft.tokens[..., None]
-    p = jnp.take_along_axis(probs, at, axis=2)[..., 0]
+    p = vocabulary.at(probs, at)[..., 0]
     if draft.probs is None:
         return p
-    q = jnp.take_along_axis(draft.probs, at, axis=2)[..., 0]
+    q = vocabulary.at(draft.probs, at)[..., 0]
     return jnp.where(q > 0, p / jnp.where(q > 0, q, 1.0), 0.0)
 
 
-def _draft_probs_at(draft: Draft, row: jax.Array, vocab_size: int) -> jax.Array:
+def _draft_probs_at(
+    draft: Draft, row: jax.Array, num_columns: int, vocabulary: Vocabulary
+) -> jax.Array:
     """Return the drafts' distribution f32[B, V] at one row per request; undefined past the last."""
     if draft.tokens.shape[1] == 0:
-        return jnp.zeros((row.shape[0], vocab_size))
+        return jnp.zeros((row.shape[0], num_columns))
     row = jnp.minimum(row, draft.tokens.shape[1] - 1)
     if draft.probs is None:
         token = jnp.take_along_axis(draft.tokens, row[:, None], axis=1)[:, 0]
-        return jax.nn.one_hot(token, vocab_size)
+        return vocabulary.one_hot(token, num_columns)
     return _row(draft.probs, row)
 
 
@@ -283,17 +291,19 @@ def _verify_drawn(
 
     def verify(draft, target):
         num_accepted, weights = drawn(draft, target)
+        vocabulary = target.vocabulary
         # Rounding may leave no positive weight: then p and q are equal, and p can be used.
-        is_empty = (weights <= 0).all(axis=1, keepdims=True)
+        is_empty = vocabulary.all(weights <= 0)[:, None]
         spare = _row(target_probs(target), num_accepted)
         weights = jnp.where(is_empty, spare, jnp.maximum(weights, 0.0))
         positions = target.lengths + num_accepted
-        noise = gumbel_noise(target.sampling.seeds, Stream.TARGET, (positions,), weights.shape[1])
-        token = argmax(jnp.log(weights) + noise)
+        seeds, num_columns = target.sampling.seeds, weights.shape[1]
+        noise = vocabulary.noise(seeds, Stream.TARGET, (positions,), num_columns)
+        token = vocabulary.argmax(jnp.log(weights) + noise)
         return _verdict(draft, num_accepted, token)
 
     def verify_greedy(draft, target):
-        tokens = argmax(target.logits)
+        tokens = target.vocabulary.argmax(target.logits)
         return Verdict(tokens, _leading(draft.tokens == tokens[:, :-1], target.num_drafts))
 
     is_drawn = (target.sampling.temperature > 0).any()

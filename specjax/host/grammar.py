@@ -39,7 +39,7 @@ REMEDIES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Vocabulary:
+class GrammarVocabulary:
     """llguidance's reading of a tokenizer, and what a model makes of its ids. W words of 32 bits.
 
     llguidance never takes special tokens for text: a grammar gets one only by naming it.
@@ -107,7 +107,7 @@ class GrammarCompiler:
         return grammar
 
     @cached_property
-    def _vocabulary(self) -> Vocabulary:
+    def _vocabulary(self) -> GrammarVocabulary:
         try:
             import llguidance
         except ImportError as error:
@@ -133,7 +133,7 @@ class GrammarCompiler:
         ids = np.arange(-(-self._vocab_size // 32) * 32)
         is_eos = np.isin(ids, list(eos_ids))
         is_text = (ids < min(self._vocab_size, end)) & ~is_eos
-        return Vocabulary(tokenizer, end, eos_ids, _pack(is_text), _pack(is_eos))
+        return GrammarVocabulary(tokenizer, end, eos_ids, _pack(is_text), _pack(is_eos))
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,7 @@ class Grammar:
     """A compiled grammar, shared by its requests."""
 
     _root: "LLMatcher"
-    _vocabulary: Vocabulary
+    _vocabulary: GrammarVocabulary
 
     def matcher(self) -> "GrammarMatcher":
         """A matcher at the start of an output."""
@@ -163,7 +163,7 @@ class Grammar:
 class GrammarMatcher:
     """The position of one output in its grammar. Masks are computed when asked for, never kept."""
 
-    def __init__(self, state: "LLMatcher", vocabulary: Vocabulary):
+    def __init__(self, state: "LLMatcher", vocabulary: GrammarVocabulary):
         self._state = state
         self._vocabulary = vocabulary
         self._has_ended = False
@@ -237,7 +237,7 @@ def _pack(bits: np.ndarray) -> np.ndarray:
     return np.packbits(bits, bitorder="little").view(np.dtype("<i4")).astype(np.int32)
 
 
-def _compile(vocabulary: Vocabulary, lark: str) -> Grammar:
+def _compile(vocabulary: GrammarVocabulary, lark: str) -> Grammar:
     import llguidance
 
     limits = llguidance.LLParserLimits(verbose_errors=False)

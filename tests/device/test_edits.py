@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from specjax.device.edits import History, edit, unpack_bits
+from specjax.device.edits import History, edit
+from specjax.device.vocabulary import WHOLE
 from specjax.sampling_params import MAX_BAD_WORDS, SamplingParams
 
 LENGTH = 18  # the most tokens of a request
@@ -44,7 +45,7 @@ def double_twin(tokens, logits):
 PROCESSORS = ((0, (favour_next, double)), (2, (double, favour_next, forbid_sum)))
 TWINS = {0: (favour_next_twin, double_twin), 2: (double_twin, favour_next_twin, forbid_sum_twin)}
 compiled = jax.jit(edit, static_argnames="processors")
-then, unpack = jax.jit(History.then), jax.jit(unpack_bits, static_argnums=1)
+then, unpack = jax.jit(History.then), jax.jit(WHOLE.bits, static_argnums=1)
 
 
 def run(*arguments):

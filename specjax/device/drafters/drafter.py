@@ -15,8 +15,9 @@ from specjax.device.edits import History, Processors
 from specjax.device.models.model import Features, Model
 from specjax.device.noise import Stream
 from specjax.device.requests import Requests
-from specjax.device.sampling import draw_draft, process, spread
+from specjax.device.sampling import draw_draft, process
 from specjax.device.verification import Draft
+from specjax.device.vocabulary import WHOLE, Vocabulary
 
 
 class Params(NamedTuple):
@@ -51,6 +52,7 @@ class DraftContext:
     row_multiple: int = field(metadata={"static": True})
     shares_noise: bool = field(metadata={"static": True})
     variant: Variant = field(metadata={"static": True})
+    vocabulary: Vocabulary = field(default=WHOLE, metadata={"static": True})
 
     def rows_at(
         self,
@@ -147,8 +149,9 @@ class DraftContext:
         """Return the drafts i32[B T] of logits f32[B T, V_d]: T of each request from the one with
         number `first` on; and the distributions f32[B T, V] or None, see `draw`."""
         if is_greedy:
-            best = jnp.maximum(argmax(logits), 0)
-            return (best if token_ids is None else token_ids[best]), None
+            if token_ids is None:
+                return jnp.maximum(self.vocabulary.argmax(logits), 0), None
+            return token_ids[jnp.maximum(argmax(logits), 0)], None
         count, sampling = len(logits) // len(self.starts), self.requests.at(self.slots).sampling
         if self.shares_noise:
             stream, counters = Stream.TARGET, (self.starts + 1 + first,)
@@ -165,6 +168,7 @@ class DraftContext:
             stream,
             counters,
             wants_probs=not self.shares_noise,
+            vocabulary=self.vocabulary,
             kernels=self.kernels,
         )
 
@@ -178,10 +182,12 @@ class DraftContext:
     ) -> tuple[jax.Array, jax.Array | None]:
         """Return the draft after `before` of logits f32[B, V_d], edited; see `draw`."""
         if token_ids is not None:
-            logits = spread(logits, token_ids, vocab_size)
+            logits = self.vocabulary.spread(logits, token_ids, vocab_size)
         history = self.history.extended(before)
         arguments = self.requests.at(self.slots), history, self.variant.processors
-        edited = process(logits[:, None], *arguments, kernels=self.kernels)
+        edited = process(
+            logits[:, None], *arguments, vocabulary=self.vocabulary, kernels=self.kernels
+        )
         return self._choose(edited[:, 0], None, vocab_size, len(before), is_greedy)
 
 
