@@ -34,8 +34,8 @@ _NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0, 2 for errors the user can fix, 130 interrupted, 141
-    if nobody reads its output any more."""
+    """Run a command; return its exit code: 0, 2 for errors the user can fix, 130 if interrupted,
+    141 if nobody reads its output any more."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     command, subcommand = args.command, getattr(args, "subcommand", None)
@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError) as error:
         return _fail(str(error))
     except BrokenPipeError:
-        # Whoever read the output has left; what is still in the buffer goes nowhere.
+        # The reader of the output has left; discard what is still in the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -109,7 +109,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="prompts are a user's messages")
     parser.add_argument(
-        "--json", action="store_true", help="print a line of JSON per output, then one of metrics"
+        "--json", action="store_true", help="print one line of JSON per output, then one of metrics"
     )
 
     sampling = parser.add_argument_group("sampling")
@@ -140,7 +140,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
 
     arguments.add_speculation(parser)
     arguments.add_engine(parser)
-    parser.add_argument("--max-num-batched-tokens", type=int, help="most prompt tokens of a step")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="maximum tokens per step")
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
@@ -153,12 +153,12 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=int,
         metavar="N",
-        help="what each of N GPUs would hold, as arithmetic: an engine runs on one device",
+        help="compute what each of N GPUs would hold; an engine itself runs on one device",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="run the drafter on answers of the target, and name what is wrong with it",
+        help="run the drafter on answers of the target, and name its problems",
     )
     parser.add_argument(
         "--data",

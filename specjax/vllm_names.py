@@ -1,4 +1,4 @@
-"""Names of vLLM 0.33 that are taken at the values that mean what is done here, or refused."""
+"""Names of vLLM 0.33: accepted with values that match the behaviour here, otherwise refused."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -11,7 +11,7 @@ _GREEDY_NAMES = "beam search is not here; sample several outputs, SamplingParams
 _NO_POOLING = "models here generate, and do nothing else"
 _ONE_DEVICE = "an engine runs on one device, in this process"
 
-# Methods and attributes of `LLM` and `AsyncLLM`, and what there is instead.
+# Missing methods and attributes of vLLM's `LLM` and `AsyncLLM`, and alternatives to them.
 METHODS: Mapping[str, str] = {
     "beam_search": _GREEDY_NAMES,
     **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _NO_POOLING),
@@ -30,10 +30,10 @@ METHODS: Mapping[str, str] = {
 
 
 class Taken(NamedTuple):
-    """A field of vLLM's that is not here."""
+    """A field that vLLM has and specjax does not."""
 
-    values: tuple[Any, ...] | None  # which mean what is done here; None for any value
-    instead: str = ""  # what there is in its place
+    values: tuple[Any, ...] | None  # accepted values; None for any value
+    instead: str = ""  # the alternative here
 
 
 _SAME = Taken(None)
@@ -95,7 +95,7 @@ SPECULATION: Mapping[str, Taken] = {
     ),
 }
 
-# Names of methods and of verification in vLLM, where ours are others.
+# vLLM's names of methods and verification, and ours if they differ.
 _DRAFTING = {"dspark": "dflash", "ngram_gpu": "ngram"}
 _VERIFICATION = {"standard": "rejection", "block": "block", "synthetic": "synthetic"}
 
@@ -105,11 +105,11 @@ Class = TypeVar("Class", bound=type)
 def take_keys(
     given: Mapping[Any, Any], table: Mapping[str, Taken], where: str, known: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the known keys of a mapping; those of vLLM in the table are passed over.
+    """Return the known keys of a mapping; vLLM's keys in the table are dropped.
 
     Raises:
-        ValueError: one of vLLM's at a value that would change something, and what there is instead;
-            or an unknown key.
+        ValueError: a key of vLLM has a value that would change something (the message names the
+            alternative), or a key is unknown.
     """
     for name in given.keys() & table.keys():
         _check(name, given[name], table[name], f"{where}.{name}")
@@ -124,7 +124,7 @@ def take_keys(
 
 
 def take_speculation(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Return the keys of a `speculative_config` by the names that they have here.
+    """Return a `speculative_config` with vLLM's names translated to ours.
 
     Raises:
         ValueError: see `take_keys`.
@@ -146,7 +146,8 @@ def take_speculation(given: Mapping[str, Any], known: Iterable[str]) -> dict[str
 def takes(table: Mapping[str, Taken]) -> Callable[[Class], Class]:
     """Return a decorator of dataclasses: the constructor also takes the table's names.
 
-    It raises ValueError for values that would change something, and TypeError for unknown names.
+    The constructor raises ValueError for values that would change something, and TypeError for
+    unknown names.
     """
 
     def decorate(cls: Class) -> Class:
@@ -171,7 +172,7 @@ def takes(table: Mapping[str, Taken]) -> Callable[[Class], Class]:
 
 
 def _check(name: str, value: Any, taken: Taken, where: str) -> None:
-    """Refuse a value that does not mean what is done here; warn where any value is passed over."""
+    """Refuse a value that does not match the behaviour here; warn if any value is ignored."""
     if taken.values is None:
         warn(f"{name}={value!r} is vLLM's, and has no effect here")
     # 0 == False, so compare types as well.

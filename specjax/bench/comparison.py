@@ -1,4 +1,4 @@
-"""Measures plain decoding, then drafter by drafter, and keeps what it has."""
+"""Measures plain decoding and one drafter after another; an interrupt keeps the results so far."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ _WARM_UP_TOKENS = 4
 
 
 class BenchRun:
-    """A measurement of plain decoding, and of each drafter in turn with plain decoding.
+    """A measurement of plain decoding, and of each drafter alternating with plain decoding.
 
     Attributes:
-        figures: of the configurations that were measured, plain decoding first.
-        is_interrupted: whether a caller ended `run` before its end.
+        figures: figures of the configurations measured so far, plain decoding first.
+        is_interrupted: whether the caller interrupted `run`.
     """
 
     def __init__(self, settings: BenchSettings):
@@ -49,7 +49,7 @@ class BenchRun:
         """Load, compile, warm up and measure; `stack` closes the engines.
 
         Raises:
-            ValueError: settings or checkpoints that do not fit each other.
+            ValueError: settings or checkpoints do not fit each other.
         """
         settings = self.settings
         for method, checkpoint in settings.drafters.items():
@@ -77,7 +77,7 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure configurations in turn with plain decoding; keeps them if it is interrupted."""
+        """Measure configurations alternating with plain decoding; keep the figures if interrupted."""
         rounds: list[Round] = []
         configurations = dict.fromkeys((PLAIN_ONE, *shown))
         try:
@@ -144,7 +144,7 @@ class BenchRun:
 
 
 def has_tokens(rounds: Sequence[Round]) -> bool:
-    """Whether there is anything to time."""
+    """Return whether there is anything to time."""
     return any(all(run.num_tokens for run in one.values()) for one in rounds)
 
 

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
-    """Return the batch sizes to show: the given ones, or else the profile's."""
+    """Return the batch sizes to show: the given ones, by default the profile's."""
     if given is None:
         return sorted(profile.step_ms)
     try:

@@ -1,4 +1,4 @@
-"""Refuses what cannot work in the process or with the settings of JAX that it finds."""
+"""Refuses forked processes, and settings of JAX with which no engine works."""
 
 import os
 import threading
@@ -54,7 +54,7 @@ def check_jax() -> None:
     """Refuse settings of JAX under which no engine works.
 
     Raises:
-        ValueError: with the setting and what to set it to.
+        ValueError: a setting is refused; the message says what to set it to.
     """
     name = "jax_disable_jit"
     if getattr(jax.config, name):

@@ -1,9 +1,9 @@
-"""Which shapes and variants of steps an engine can run now, and which are worth compiling.
+"""Decides which shapes and variants of steps an engine can run now, and which to compile.
 
-A step has a shape, and a variant: what requests ask beyond what every step does. An engine begins
-with one shape of each part, into which any step fits, and its plain variant, in pieces that other
-variants share. Better shapes are compiled in the background once their lack has cost enough time.
-A request that needs another variant waits for it; no other request waits.
+A step has a shape and a variant: the extra work that its requests ask for. An engine begins with
+one shape of each part, into which any step fits, in the plain variant, whose rounds consist of
+pieces that other variants share. Better shapes are compiled in the background once running without
+them has cost enough time. Only a request that needs a new variant waits for it.
 """
 
 from collections import defaultdict
@@ -27,9 +27,9 @@ from specjax.host.request import Demands
 from specjax.host.shapes import Shape, Shapes, num_rows
 from specjax.sampling_params import LogitsProcessor
 
-PATIENCE_MS = 3000.0  # that steps may lose before a better shape is compiled
-PIECES_LOSE = 0.05  # about this fraction of a round's time
-JOINED_SAVES = 0.5  # of the shorter of chunks and a round; an estimate for short chunks
+PATIENCE_MS = 3000.0  # time that steps may lose before a better shape is compiled
+PIECES_LOSE = 0.05  # fraction of a round's time that is lost by running in pieces (about)
+JOINED_SAVES = 0.5  # fraction of the shorter part's time; an estimate for short chunks
 
 
 class Repertoire:
@@ -41,10 +41,11 @@ class Repertoire:
         self.variants: list[Variant] = []  # asked for so far, the plain one first
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
-        # Without any, XLA turns the condition into a select, which always computes them.
+        # At least one: with none, XLA turns the conditional into a select, which always computes
+        # them.
         self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
-        # By the last program of the better shape.
+        # By the last program of the better shape that was missing.
         self._lost_ms: defaultdict[Program, float] = defaultdict(float)
         self._num_ready = -1  # when the caches below were filled
         self._asked: dict[frozenset[Demands], Variant] = {}
@@ -52,7 +53,7 @@ class Repertoire:
         self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
-        """The number of a row of logits processors; -1 for none."""
+        """Return the number of a sequence of logits processors, new or known; -1 for none."""
         if not processors:
             return -1
         if processors not in self._processors:
@@ -60,7 +61,7 @@ class Repertoire:
         return self._processors.index(processors)
 
     def asked_by(self, all_demands: Iterable[Demands]) -> Variant:
-        """What steps must do for all of some requests."""
+        """Return the variant that steps with all of these requests must have."""
         all_demands = frozenset(all_demands)
         if all_demands not in self._asked:
             self._asked[all_demands] = self._find_asked(all_demands)
@@ -68,7 +69,7 @@ class Repertoire:
 
     def _find_asked(self, all_demands: Collection[Demands]) -> Variant:
         max_logprobs = self._max_logprobs
-        if self._config.exact:  # one for all, for another program rounds differently
+        if self._config.exact:  # one for all: another program rounds differently
             return Variant(masks=True, num_logprobs=max_logprobs)
         numbers = sorted({demands.processor for demands in all_demands} - {-1})
         # None, a few or the maximum, so that there are few variants.
@@ -83,7 +84,7 @@ class Repertoire:
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
-        """Compile the first of these shapes, or all, in every variant; whether all are ready."""
+        """Compile the first of these shapes, or all; return whether all are ready."""
         variants = self.variants or [self.asked_by(())]
         self._compile(variants, shapes, show_progress=show_progress)
         self.variants = variants
@@ -112,10 +113,10 @@ class Repertoire:
         self._programs.compile_behind(suited, is_urgent=False)
 
     def admits(self, all_demands: Iterable[Demands]) -> bool:
-        """Whether there are programs for requests that run together.
+        """Return whether these requests can run together now; ask for programs if not.
 
         Raises:
-            Exception: a program that they need does not compile.
+            Exception: a program that they need failed to compile.
         """
         asked = self.asked_by(all_demands)
         shapes = self.shapes(asked)
@@ -133,7 +134,7 @@ class Repertoire:
         return False
 
     def shapes(self, asked: Variant) -> Shapes:
-        """The shapes that are ready for steps that do what is `asked`.
+        """Return the shapes that are ready for steps of the variant `asked`.
 
         It is `all_shapes` itself when every shape is ready.
         """
@@ -150,7 +151,7 @@ class Repertoire:
         return self._shapes[asked]
 
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
-        """The first variant that does what a plan's requests need and has its shape."""
+        """Return the first variant that covers a plan's requests and is ready in its shape."""
         self._look()
         asked = self.asked_by(all_demands)
         if isinstance(plan, DecodePlan):
@@ -165,7 +166,7 @@ class Repertoire:
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
-        """Ask for the best shape of a plan once its lack has cost enough time."""
+        """Ask for a plan's better shape once running without it has cost enough time."""
         if plan.better_shape is None:
             return
         if isinstance(plan, DecodePlan):
@@ -178,17 +179,17 @@ class Repertoire:
         self._lose(suited, max(PIECES_LOSE, 1 - part) * milliseconds)
 
     def note_apart(self, program: Joined, milliseconds: float) -> None:
-        """Ask for a program of both chunks and a round once its lack has cost enough time.
+        """Ask for a program of chunks and a round once separate ones have cost enough time.
 
-        `milliseconds` is what the shorter of the two took in a program of its own. There is one for
-        every pair of shapes, too many to be compiled ahead.
+        `milliseconds` is the time of the shorter part. There is one such program for every pair of
+        shapes, too many to compile ahead.
         """
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return
         self._lose([program], JOINED_SAVES * milliseconds)
 
     def _lose(self, suited: list[Program], milliseconds: float) -> None:
-        """Count time that was lost for want of programs, and ask for them if it is enough."""
+        """Count time lost without these programs; ask for them when it reaches `patience_ms`."""
         if all(program in self._programs.ready for program in suited):
             return
         self._lost_ms[suited[-1]] += milliseconds
@@ -197,7 +198,7 @@ class Repertoire:
             self._programs.compile_behind(suited, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
-        """Compile what some variants need; all their shapes if everything is compiled ahead."""
+        """Compile the first shapes of some variants; all shapes if everything is compiled ahead."""
         if not self._config.compile_ahead:
             first = self._all_suited(first_programs_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)
@@ -208,7 +209,7 @@ class Repertoire:
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
-        """Compile a variant in the background, programs without which it cannot run first."""
+        """Compile a variant in the background, the programs that it cannot run without first."""
         first = self.all_shapes.first
         least = self._all_suited(first_programs_of, [variant], first)
         self._programs.compile_behind(least, is_urgent=True)
@@ -220,7 +221,7 @@ class Repertoire:
     def _all_suited(
         self, find: Callable[..., list[Program]], variants: Iterable[Variant], shapes: Shapes
     ) -> list[Program]:
-        """The programs of some shapes, those that take the longest to compile first."""
+        """Return the programs of some shapes, the slowest to compile first."""
         by_drafts = sorted(shapes.decode, key=lambda shape: shape[::-1], reverse=True)
         plans = [
             *(DecodePlan((), *shape, 0) for shape in by_drafts),
@@ -240,7 +241,7 @@ class Repertoire:
         return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
     def _able(self, asked: Variant) -> list[Variant]:
-        """Variants that do what is `asked`; those with masks that it does not need come last."""
+        """Return the variants that cover `asked`; variants with unneeded masks come last."""
         exactly = [variant for variant in self.variants if covers(variant, asked)]
         masked = asked._replace(masks=True)
         others = [variant for variant in self.variants if covers(variant, masked)]
@@ -255,7 +256,7 @@ class Repertoire:
         )
 
     def _look(self) -> None:
-        """Notice programs that have been compiled since."""
+        """Clear the caches if more programs are ready than before."""
         if len(self._programs.ready) != self._num_ready:
             self._num_ready = len(self._programs.ready)
             self._forget()
