@@ -31,7 +31,7 @@ class CompletionOutput:
     error: Exception | None = None  # the error, if this request failed
 
     def finished(self) -> bool:
-        """Whether the output is complete."""
+        """Return whether the output is complete."""
         return self.finish_reason is not None
 
 

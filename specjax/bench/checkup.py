@@ -85,7 +85,7 @@ class Tally(NamedTuple):
         return (self.is_accepted & self.is_counted).sum(1).astype(np.float64)
 
     def is_clearly_below(self, other: "Tally", *, is_paired: bool) -> bool:
-        """Return whether another tally is better beyond chance; paired tallies have equal places."""
+        """Return whether another tally is better beyond chance; paired ones share their places."""
         least_errors = LEAST_ERRORS if is_paired else LEAST_ERRORS_UNPAIRED
         for ours, theirs, least in (
             (self.accepted, other.accepted, LEAST_GAIN),

@@ -77,7 +77,7 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure configurations alternating with plain decoding; keep the figures if interrupted."""
+        """Measure configurations alternating with plain decoding; keep figures if interrupted."""
         rounds: list[Round] = []
         configurations = dict.fromkeys((PLAIN_ONE, *shown))
         try:

@@ -37,7 +37,7 @@ PLAIN_ONE = Configuration(PLAIN, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One batch of prompts under one configuration. All fields but `outputs` cover only decoding."""
+    """One batch of prompts under one configuration. Fields other than `outputs` exclude prefill."""
 
     outputs: Mapping[Hashable, tuple[int, ...]]  # by request id
     seconds: float
@@ -91,7 +91,7 @@ def decode(engine: Engine, requests: Sequence[Request]) -> Run:
 def as_run(
     outputs: Mapping[Hashable, tuple[int, ...]], seconds: float, before: Metrics, after: Metrics
 ) -> Run:
-    """Return the run between two snapshots of the counters; no prefill step may lie between them."""
+    """Return the run between two snapshots of the counters; it must not include prefill steps."""
     num_tokens = after.num_generation_tokens - before.num_generation_tokens
     accepted = tuple(
         now - then

@@ -17,7 +17,7 @@ LINE_SECONDS = 10.0  # between two lines about the same work
 
 
 class Screen:
-    """Shows current work, and rows of the table as they are measured. The base class shows nothing."""
+    """Shows current work and rows of the table as they are measured. This class shows nothing."""
 
     def begin(self, work: str) -> None:
         """Announce the work that begins."""

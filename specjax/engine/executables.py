@@ -244,7 +244,7 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether a value's class is in our sources, or Python's own."""
+    """Return whether a value's class is from our sources, Python or NumPy."""
     return type(value).__module__.partition(".")[0] in (*SOURCES, "builtins", "numpy")
 
 

@@ -83,7 +83,7 @@ class GrammarCompiler:
         self._cached = lru_cache(MAX_CACHED_GRAMMARS)(_compile)
 
     def compile(self, outputs: StructuredOutputs) -> "Grammar":
-        """The grammar of `outputs`.
+        """Return the grammar of `outputs`.
 
         Raises:
             ValueError: llguidance is not installed, or cannot read the tokenizer or the grammar; no

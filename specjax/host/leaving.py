@@ -37,7 +37,7 @@ def wait_for(threads: Iterable[threading.Thread], tell: Callable[[str], None]) -
 
 
 def watch_exit(tell: Callable[[str], None]) -> None:
-    """`tell` the reason if threads that compile outlast the main thread.
+    """Call `tell` with the reason if threads that compile outlast the main thread.
 
     Ctrl-C then ends the process at once.
     """

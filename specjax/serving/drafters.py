@@ -1,4 +1,4 @@
-"""The drafter that a user names: METHOD=CHECKPOINT, CHECKPOINT alone, or METHOD alone."""
+"""Parses the drafter that a user names: METHOD=CHECKPOINT, only CHECKPOINT, or only METHOD."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.registry import MODELS, read_config
 from specjax.serving.source import has_weights
 
-# Methods by the name that the speculators library gives them, and by parts of architectures' names.
+# Methods by their names in the speculators library, and by parts of architectures' names.
 _SPECULATORS = {
     "eagle": "eagle",
     "eagle3": "eagle3",
@@ -28,7 +28,7 @@ _ARCHITECTURES = {"DFlash": "dflash", "DSpark": "dflash", "Medusa": "medusa"}
 
 
 class NamedDrafter(NamedTuple):
-    """A method of drafting, and its checkpoint; None if it needs no checkpoint of its own."""
+    """A drafting method and its checkpoint; None if it needs no separate checkpoint."""
 
     method: str
     model: str | None
@@ -45,14 +45,14 @@ def parse_drafter(
     """Return the drafter that an option names.
 
     Args:
-        option: its name in errors.
-        method: the method if another option says it.
+        option: the option's name in errors.
+        method: the method, if another option sets it.
         target: the model that it drafts for.
-        takes_shapes: let methods whose shape follows from the target's go without a checkpoint.
+        takes_shapes: allow no checkpoint for methods whose shapes follow from the target's.
 
     Raises:
-        ValueError: it does not have this form, or names two methods.
-        CheckpointError: the checkpoint's files do not tell the method.
+        ValueError: the text is malformed, or names another method than `method`.
+        CheckpointError: the checkpoint's files do not indicate the method.
     """
     name, has_method, checkpoint = text.partition("=")
     if name not in METHODS and not (has_method and checkpoint and not Path(text).exists()):
@@ -78,11 +78,11 @@ def parse_drafter(
 def with_method(
     config: SpeculativeConfig | Mapping[str, Any], target: str | Path | None
 ) -> SpeculativeConfig:
-    """Return a drafter's config; a method that is left out is the one of its checkpoint.
+    """Return a drafter's config; if it has no method, its checkpoint determines it.
 
     Raises:
         ValueError: see `SpeculativeConfig.of`.
-        CheckpointError: the checkpoint's files do not tell the method.
+        CheckpointError: the checkpoint's files do not indicate the method.
     """
     if isinstance(config, Mapping) and config.get("method") is None:
         model = config.get("model")
@@ -100,12 +100,12 @@ def _method_of(text: str, option: str, target: str | Path | None) -> str:
 
 
 def find_method(model: str | Path, target: str | Path | None = None) -> str:
-    """Return the method that a drafter's checkpoint is for, by its config and tensors' names.
+    """Return the method of a drafter's checkpoint, from its config and tensor names.
 
-    A target's own checkpoint drafts with its own module; any other model is a draft model.
+    The target's own checkpoint means its own module ("mtp"); any other model is a draft model.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or its files do not tell the method.
+        CheckpointError: there is no such checkpoint, or its files do not indicate the method.
     """
     folder = resolve(model)
     if find_first_file(folder) is not None:
@@ -124,7 +124,7 @@ def find_method(model: str | Path, target: str | Path | None = None) -> str:
 
 
 def _published_method(hf: HFConfig) -> str | None:
-    """Return the method that a config names."""
+    """Return the method that a config names, or None."""
     kind = hf.get("speculators_model_type", None)
     if kind in _SPECULATORS:
         return _SPECULATORS[kind]
@@ -138,7 +138,7 @@ def _published_method(hf: HFConfig) -> str | None:
 
 
 def _head_method(hf: HFConfig, names: Any) -> str | None:
-    """Return the method of an EAGLE head, which configs name in no common way."""
+    """Return the method of an EAGLE head, which configs do not name consistently, or None."""
     ends = {name.removeprefix("model.") for name in names}
     listed = " ".join(map(str, hf.get("architectures", [])))
     has_mask = any(hf.get(key, None) is not None for key in MASK_KEYS)
@@ -147,7 +147,7 @@ def _head_method(hf: HFConfig, names: Any) -> str | None:
     has_hidden_norm = any(name.endswith("hidden_norm.weight") for name in ends)
     if has_hidden_norm or "Eagle3" in listed or "draft_vocab_size" in hf.fields:
         return "eagle3"
-    # Published configs of EAGLE-1 heads are those of a Llama with a flag for the bias.
+    # Published configs of EAGLE-1 heads are Llama configs with a flag for the bias.
     if "fc.weight" in ends or "Eagle" in listed or (not names and "bias" in hf.fields):
         return "eagle"
     return None

@@ -1,4 +1,4 @@
-"""Options of vLLM's `LLM` without support here: ignored with a warning, or refused."""
+"""Options of vLLM's `LLM` that are not supported here: ignored with a warning, or refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from specjax.checks import warn
 from specjax.vllm_names import PAGE
 
-# Options that change neither outputs nor features, whatever their value: ignored.
+# Ignored options: they change neither outputs nor features, regardless of their value.
 PASSED_OVER = {
     *("block_size", "swap_space", "num_gpu_blocks_override", "max_seq_len_to_capture"),
     *("enforce_eager", "compilation_config", "cudagraph_capture_sizes", "optimization_level"),
@@ -29,7 +29,8 @@ PASSED_OVER = {
     *("safetensors_load_strategy", "pt_load_map_location", "numa_bind", "renderer_num_workers"),
     *("distributed_timeout_seconds", "shutdown_timeout", "fail_on_environ_validation"),
 }
-# Options that would change more: the values that mean what is done anyway, and the reason.
+# Options that would change more: the accepted values, which match the behaviour here, and the
+# reason.
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, None), "code of a checkpoint is never run"),
     "enable_lora": ((False, None), "there are no LoRA adapters; merge them into the checkpoint"),
@@ -94,10 +95,10 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def take_vllm_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are not vLLM's either; one warning names the ignored ones.
+    """Return the options that vLLM does not have either; warn once about the ignored ones.
 
     Raises:
-        ValueError: an option of vLLM that would change what comes out; why it is not supported.
+        ValueError: an option of vLLM would change outputs; the message says why it is refused.
     """
     for name, value in given.items():
         values, reason = ONE_VALUE.get(name, ((value,), ""))

@@ -83,11 +83,11 @@ class LockstepPolicy:
         return self._policy.learned() if self._replicas.is_leader else None
 
     def target_changed(self) -> None:
-        """Tell the policy; all replicas change their weights together."""
+        """Tell the wrapped policy; all replicas change their weights together."""
         self._policy.target_changed()
 
     def drafter_changed(self) -> None:
-        """Tell the policy."""
+        """Tell the wrapped policy."""
         self._policy.drafter_changed()
 
 
