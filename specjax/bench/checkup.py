@@ -241,7 +241,7 @@ def as_gain(ours: Tally, theirs: Tally) -> str:
     """Return how much better another tally is, in words."""
     return (
         f"acceptance length {theirs.length:.2f} against {ours.length:.2f}, "
-        f"{theirs.in_common.mean():.0%} against {ours.in_common.mean():.0%} in common"
+        f"{theirs.in_common.mean():.0%} against {ours.in_common.mean():.0%} overlap"
     )
 
 
