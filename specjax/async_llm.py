@@ -59,7 +59,7 @@ class AsyncLLM(Refusing):
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[Hashable, _Stream] = {}  # used by the engine's thread only
         self._is_closing, self._pid = False, os.getpid()
-        self._ending, self._has_ended = threading.Lock(), False  # when calls are refused
+        self._ending, self._has_ended = threading.Lock(), False  # once True, refuse calls
         self._thread = threading.Thread(target=self._serve, name="specjax-engine", daemon=True)
         self._thread.start()
 

@@ -67,7 +67,7 @@ OWN_METHODS = tuple(name for name, method in METHODS.items() if not method.needs
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """The drafting method, its number of drafts, and the way they are verified.
+    """The drafting method, its number of drafts, and their verification.
 
     Attributes:
         method: "eagle" (EAGLE-1), "eagle3", "mtp" (the target's own module), "dflash" or "p_eagle"
@@ -85,7 +85,7 @@ class SpeculativeConfig:
         dynamic_config_force: use the profile even if it was measured on another model.
         adaptive: choose K from times and acceptance rates measured while serving.
         verification: "seed_exact" emits the same tokens as decoding without drafts; "rejection" and
-            "block" emit the same distribution, and accept more of drafts that are drawn;
+            "block" emit the same distribution, and accept more of "probabilistic" drafts;
             "synthetic" accepts drafts at given rates, to measure speed.
         synthetic_acceptance_rates: fraction of all steps that accept at least 1, 2, ... drafts; one
             rate per draft, none above the previous one.

@@ -97,7 +97,7 @@ class LLM(VllmMethods):
         self._name = str(model) if isinstance(model, str | Path) else type(model)
         self._method = serving.method
         self._verbose = verbose = given["verbose"]
-        self._lock = OwnLock()  # of the engine; held for one step, not for a call
+        self._lock = OwnLock()  # the engine's; held per step, not per call
         self._next_id, self._is_closed = 0, False
         self.target, self.tokenizer = serving.target, serving.tokenizer
         self._default_params = serving.default_params
@@ -174,7 +174,7 @@ class LLM(VllmMethods):
 
         `SamplingParams.output_kind` sets what it contains: by default the whole output so far. The
         last one of a request is `finished`. Requests start when the first output is asked for;
-        leaving the iteration aborts those that have not finished. Other calls may come between.
+        leaving the iteration aborts those that have not finished. Other calls may run in between.
 
         `use_tqdm` logs the progress every ten seconds: text printed between outputs would break a
         bar.

@@ -36,7 +36,7 @@ from specjax.train.context import CausalRows
 
 NUM_PLACES = 32  # number of places per text at which drafts are made
 PAGE_SIZE, LENGTHS = 16, 128  # texts are padded to multiples of LENGTHS, to compile few programs
-SHIFTS = -2, -1, 1, 2  # of auxiliary layers: other conventions of counting, and one more
+SHIFTS = -2, -1, 1, 2  # of auxiliary layers: by other counting conventions, and by one more
 # A trial is clearly better if it gains at least this acceptance length, or this overlap, and this
 # number of standard errors; unpaired trials, on other texts, need more of them.
 LEAST_GAIN, LEAST_IN_COMMON = 0.05, 0.01
@@ -65,7 +65,7 @@ class Tally(NamedTuple):
     """Accepted drafts and overlaps at the P places of all texts."""
 
     is_accepted: np.ndarray  # bool[P, K], together with all drafts before it
-    is_counted: np.ndarray  # bool[P, K], if the text follows the target's choices up to it
+    is_counted: np.ndarray  # bool[P, K], whether the text follows the target's choices before it
     in_common: np.ndarray  # f64[P], overlap at the first draft: sum of min(p, q) over tokens
 
     @property
@@ -212,8 +212,7 @@ def alternatives(
 
 
 def _other_recycling(own: Trial, drafter: Any) -> Trial:
-    """Return an EAGLE-3 head that recycles its state before the norm if it did after, or vice
-    versa."""
+    """Return a trial whose EAGLE-3 head recycles its other state, before or after the norm."""
     head, normed, plain = drafter.head, "its normed state", "its state before the norm"
     ours, theirs = (normed, plain) if head.recycle_normed else (plain, normed)
     remedy = (
@@ -229,7 +228,7 @@ def _other_recycling(own: Trial, drafter: Any) -> Trial:
 def _name_faults(
     reference: Tally, tallies: Mapping[str, Tally], trials: Sequence[Trial]
 ) -> list[str]:
-    """Return only the fault of the best trial, which would make other trials look better too."""
+    """Return only the fault of the best trial; one fault can make several trials look better."""
     better = [s for s in trials if reference.is_clearly_below(tallies[s.name], is_paired=True)]
     if not better:
         return []

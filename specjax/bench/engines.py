@@ -139,7 +139,7 @@ def read_integers(option: str, text: str) -> tuple[int, ...]:
 def step_budget(batch_size: int, max_drafts: int) -> int:
     """Return the token budget of a step with which all requests prefill and decode together.
 
-    Drafting adds at most as many rows as drafts to the target's rows.
+    Drafting adds at most one row per draft to the target's rows.
     """
     rows = 2 * max_drafts + 1
     return max(min(_PROMPT_CHUNK * batch_size, _MAX_PROMPT_TOKENS), rows * batch_size)

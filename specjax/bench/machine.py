@@ -22,7 +22,7 @@ _PATIENCE_SECONDS = 10  # for nvidia-smi, which may hang with a broken driver
 
 @dataclass(frozen=True)
 class Moment:
-    """CPU time of this process at a moment, in seconds; threads are (ran, waited) by their ids."""
+    """CPU time of this process until a moment, in seconds; `threads` is (ran, waited) by id."""
 
     time: float
     threads: dict[str, tuple[float, float]]
@@ -89,7 +89,7 @@ class Machine:
 
     @classmethod
     def look(cls, load: float, spans: Sequence[CpuTime], *, has_gpu: bool) -> "Machine":
-        """Look at the machine after a measurement; `load` is from before it."""
+        """Check the machine after a measurement; `load` was read before it."""
         cpus = num_cpus()
         return cls(
             load=load,

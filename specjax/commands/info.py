@@ -100,7 +100,7 @@ def describe(
     page_size: int = 16,
     num_devices: int = 1,
 ) -> dict[str, Any]:
-    """Return the report as JSON-compatible types, a section per key; None if it does not apply.
+    """Return the report as JSON-compatible types, by section; None for one that does not apply.
 
     Args:
         model: a checkpoint's folder, hub id or demo name; or a config file, or a folder with one.
@@ -213,8 +213,7 @@ class Described:
         return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
-        """Return the needs if a request kept snapshots instead: the state after each of K + 1
-        tokens.
+        """Return the needs with K + 1 snapshots per request, one after each token of a round.
 
         None if the target is not recurrent.
         """

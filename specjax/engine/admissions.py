@@ -64,7 +64,7 @@ def _admission(sequence: Sequence, layout: Layout) -> Any:
 
 
 def _row(kind: Callable[..., Any], **values: Any) -> Any:
-    """Return a `kind`, a container of arrays, that holds one row's values instead."""
+    """Return a container of type `kind` that holds the values of one row instead of arrays."""
     return kind(**values)
 
 

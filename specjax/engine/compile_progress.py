@@ -38,8 +38,7 @@ def watch_compiling(tell: Callable[[int, int], None]) -> Iterator[None]:
 def compile_progress(
     total: int, is_shown: bool, count_read: Callable[[], int]
 ) -> Iterator[Callable[[int], None]]:
-    """Show the progress of compiling `total` programs; yield a function that takes the number
-    ready.
+    """Show the progress of compiling `total` programs; yield a function of the number ready.
 
     A function given to `watch_compiling` is called even if `is_shown` is False.
 

@@ -31,7 +31,7 @@ from specjax.host.speculation.step_cost import StepCost
 
 @dataclass(frozen=True)
 class Toolchain:
-    """How programs are made.
+    """The functions and settings with which programs are compiled.
 
     Attributes:
         make_model: builds the `StepModel` that is compiled into steps, like `step_model`.

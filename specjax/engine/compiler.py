@@ -46,7 +46,8 @@ class Compiler:
 
     Attributes:
         ready: the compiled programs.
-        failures: exceptions of programs that failed to compile; `ask` retries them only on request.
+        failures: exceptions of programs that failed to compile; `ask` retries them only with
+            `retries`.
     """
 
     def __init__(self, compile: Callable[[Any, bool], Any], maps_for_shapes: float = FOR_SHAPES):
@@ -197,7 +198,7 @@ class Compiler:
             return None
 
     def _has_room(self, line: _Line) -> bool:
-        """Return whether the process may use more memory maps; if not, empty the line."""
+        """Return whether the process may use more memory maps; if not, empty the queue."""
         used = maps_in_use()
         if used < (FOR_ALL if line is self._urgent else self._maps_for_shapes):
             return True

@@ -47,7 +47,7 @@ from specjax.host.shapes import Shape, Shapes
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.step_cost import StepCost
 
-WAIT_SECONDS = 0.1  # that `step` waits for programs before it returns
+WAIT_SECONDS = 0.1  # maximum time that `step` waits for programs
 
 
 class Engine:
@@ -141,7 +141,7 @@ class Engine:
         # If some are not compiled yet, time the first now and others when they are ready.
         self._timed = set(shapes.decode if has_all else [(batch, max_k)])
         policy.begin(partial(self._replay, policy.choices, has_all=has_all))
-        if policy.is_learning and not has_all:  # it needs a second K, not a guess
+        if policy.is_learning and not has_all:  # it must not guess how times grow with K
             self.repertoire.ask_for((batch, min(policy.choices)))
         self.repertoire.use(shapes)
         self.scheduler.policy, self.scheduler.all_shapes = policy, shapes
@@ -256,7 +256,7 @@ class Engine:
                     self._timed.add(shape)
                     measure = partial(time_padding, self._launch, *shape)
                     scheduler.policy.shape_ready(*shape, measure)
-                    self.clock.start_anew()
+                    self.clock.restart()
         return failed
 
     def _launch(self, parts: SequenceOf[Part]) -> list[InFlight | Extended]:
@@ -313,10 +313,10 @@ class Engine:
         self._recorder.record_finished(suspects)
         self._in_flight = []
         self.scheduler.restart()
-        self._begin_anew()
+        self._replace_state()
         return list(suspects)
 
-    def _begin_anew(self) -> None:
+    def _replace_state(self) -> None:
         """Replace the state with an empty one."""
         self.programs.release()
         self.programs.renew()
@@ -371,7 +371,7 @@ class Engine:
         """Drop all requests and replace the state, as after an interrupt."""
         self._in_flight = []
         self._recorder.record_finished(self.scheduler.drop_all())
-        self._begin_anew()
+        self._replace_state()
 
     def metrics(self) -> Metrics:
         """Return the current counters."""

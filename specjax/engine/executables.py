@@ -58,8 +58,7 @@ _kept: list[Path] = []  # at most one folder, see `keep_programs`
 
 
 def keep_programs(folder: Path | None) -> None:
-    """Keep programs of engines built from now on in `folder`, for later processes; None for
-    nowhere.
+    """Keep programs of engines built from now on in `folder`, or nowhere, for later processes.
 
     JAX's compilation cache is left alone: it would fill `folder` with the user's programs, which
     engines do not need.
@@ -68,8 +67,7 @@ def keep_programs(folder: Path | None) -> None:
 
 
 def executables_folder() -> Path | None:
-    """Return where programs are kept: within JAX's compilation cache if it is set; None for
-    nowhere."""
+    """Return the folder of kept programs, inside JAX's compilation cache if it is set, or None."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     folders = [Path(folder)] if folder else _kept
     return folders[0] / "programs" if folders else None
@@ -87,7 +85,7 @@ def open_executables(
 
 
 class Executables:
-    """A folder of programs, which a key and the description of an engine determine.
+    """Programs kept in a folder, each identified by a key and the description of its engine.
 
     Attributes:
         read: keys whose programs were read from the folder.
@@ -99,10 +97,9 @@ class Executables:
         self._origin = f"{_environment()}\n{described}"
 
     def get(self, key: Any, compile: Callable[[], Any]) -> Any:
-        """Return the kept program of a key, else the result of `compile`, which is kept if
-        possible."""
+        """Return the kept program of a key, else the result of `compile`, kept if possible."""
         path = self._path(key)
-        for folder in self._folder, self._folder.parent:  # whose owner can replace it
+        for folder in self._folder, self._folder.parent:  # its owner can replace `_folder`
             if (reason := _distrust(folder)) is not None:
                 _warn_once(f"{folder}: {reason}; no compiled program is read from it or kept")
                 path = None

@@ -73,7 +73,7 @@ class Extended:
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Set `done` of programs before those that ran while they were launched, as on a CPU."""
+    """Set `done` of programs launched before one that ran during its own launch, as on a CPU."""
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:
         if step.done is None:

@@ -98,8 +98,8 @@ class Launcher:
     def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
         """Return the program that runs chunks and a round together; None if they must be separate.
 
-        They are separate in exact mode, where all steps must be equal, and if the host acts between
-        the pieces of a round or needs more of a chunk than its outputs.
+        They are separate in exact mode, where all steps run the same programs, and if the host acts
+        between the pieces of a round or needs more of a chunk than its outputs.
         """
         if self._config.exact:
             return None
@@ -171,14 +171,14 @@ class Launcher:
             self._programs.run(Restore(plan.batch), packed)
 
     def _take(self, plan: PrefillPlan) -> None:
-        """Keep snapshots of recurrent states after chunks."""
+        """Take snapshots of recurrent states after chunks."""
         taken = [chunk for chunk in plan.chunks if chunk.taken is not None]
         if taken:
             packed = pack_snapshots(taken, plan.batch, self._layout, is_taken=True)
             self._programs.run(Take(plan.batch), packed)
 
     def _pack(self, plan: Part, page_tables: np.ndarray) -> np.ndarray:
-        extras = EVERY if self._config.exact else extras_of(plan.demands)  # exact steps are equal
+        extras = EVERY if self._config.exact else extras_of(plan.demands)  # exact: all the same
         return pack(plan, page_tables, self._layout, extras)
 
     def _in_flight(

@@ -38,7 +38,7 @@ class Pace:
         self._due = time.monotonic() + LINE_SECONDS
 
     def is_due(self) -> bool:
-        """Return whether LINE_SECONDS have passed since the last line; if so, count from now on."""
+        """Return whether a line is due; if so, the next one is due after LINE_SECONDS."""
         now = time.monotonic()
         if now < self._due:
             return False

@@ -47,14 +47,14 @@ class Programs(Protocol):
     def max_deferred(self, batch: int) -> int:
         """Return how many rounds without drafts, of `batch` requests, may run before `Observe`.
 
-        0 if the drafter observes each at once, as it always does in `Joined`.
+        Returns 0 if the drafter observes each round at once, as it always does in `Joined`.
         """
         ...
 
     def compile_ahead(
         self, programs: Iterable[Program], *, then: Iterable[Program] = (), show_progress: bool
     ) -> None:
-        """Compile `programs`, return when all are ready; compile `then` next to and after them.
+        """Compile `programs` and wait for them; compile `then` meanwhile and afterwards.
 
         Raises:
             Exception: one of `programs` failed to compile.

@@ -131,7 +131,7 @@ class Begin(Program):
 
     @property
     def masked_rows(self) -> tuple[int, int]:
-        """The first axes of `masks`, requests and their rows of logits."""
+        """The first two axes of `masks`: requests, and rows of logits per request."""
         return self.batch, 1
 
     def handed(self, traces: Traces) -> tuple[Any, ...]:
@@ -155,7 +155,7 @@ class Begin(Program):
 
 @dataclass(frozen=True, slots=True)
 class Decode(Program):
-    """A whole round: (round) -> outputs."""
+    """Run a whole round: (round) -> outputs."""
 
     batch: int
     k: int
@@ -293,7 +293,7 @@ class Settle(Program):
 
     @property
     def masked_rows(self) -> tuple[int, int]:
-        """The first axes of `masks`, requests and their rows of logits."""
+        """The first two axes of `masks`: requests, and rows of logits per request."""
         return self.batch, self.k + 1
 
     def handed(self, traces: Traces) -> tuple[Any, ...]:

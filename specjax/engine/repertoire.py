@@ -29,7 +29,7 @@ from specjax.sampling_params import LogitsProcessor
 
 PATIENCE_MS = 3000.0  # time that steps may lose before a better shape is compiled
 PIECES_LOSE = 0.05  # fraction of a round's time that is lost by running in pieces (about)
-JOINED_SAVES = 0.5  # fraction of the shorter part's time; an estimate for short chunks
+JOINED_SAVES = 0.5  # fraction of the shorter part's time, an estimate for short chunks
 
 
 class Repertoire:
@@ -45,7 +45,7 @@ class Repertoire:
         # them.
         self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
-        # By the last program of the better shape that was missing.
+        # Time lost for lack of a better shape, by the last program of that shape.
         self._lost_ms: defaultdict[Program, float] = defaultdict(float)
         self._num_ready = -1  # when the caches below were filled
         self._asked: dict[frozenset[Demands], Variant] = {}
@@ -53,7 +53,7 @@ class Repertoire:
         self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
-        """Return the number of a sequence of logits processors, new or known; -1 for none."""
+        """Return the number of a list of logits processors, a new one if unknown; -1 for none."""
         if not processors:
             return -1
         if processors not in self._processors:
@@ -84,7 +84,7 @@ class Repertoire:
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
-        """Compile the first of these shapes, or all; return whether all are ready."""
+        """Compile the first of these shapes, or all if ahead; return whether all are ready."""
         variants = self.variants or [self.asked_by(())]
         self._compile(variants, shapes, show_progress=show_progress)
         self.variants = variants
@@ -209,7 +209,7 @@ class Repertoire:
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
-        """Compile a variant in the background, the programs that it cannot run without first."""
+        """Compile a variant in the background, beginning with the programs that it needs to run."""
         first = self.all_shapes.first
         least = self._all_suited(first_programs_of, [variant], first)
         self._programs.compile_behind(least, is_urgent=True)

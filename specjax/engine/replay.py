@@ -78,7 +78,8 @@ def measure_rounds(
         return launched
 
     def run_all(points: Sequence[Point]) -> Iterator[tuple[Point, float]]:
-        """Run a round at each point; yield its milliseconds. The first and last are extra."""
+        """Run a round at each point; yield its milliseconds. An extra round at each end is not
+        timed."""
         before, end = launch(points[-1]), 0.0
         for i, point in enumerate([*points, points[0]]):
             before.look()
@@ -124,7 +125,7 @@ def _without_context(
 
 
 def _filled(state: EngineState, vocab_size: int) -> EngineState:
-    """Return a state with a request of random tokens that never ends in each slot."""
+    """Return a state in which each slot has a request of random tokens that never ends."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape)
     return replace(
         state,

@@ -17,15 +17,15 @@ class RoundClock:
         self.start = self.chunk_ms = 0.0
         self._done = 0.0  # when the last results that were read were ready
         self._read: float | None = None  # when they were read; None once another step is launched
-        self._compile_seconds = 0.0, 0.0  # until the last two reads
+        self._compile_seconds = 0.0, 0.0  # total until the last two reads
         self._timed_from = 0.0  # parts launched earlier overlapped a measurement
 
-    def start_anew(self) -> None:
+    def restart(self) -> None:
         """Do not time parts launched before now: they overlapped a measurement."""
         self._timed_from = self.start = time.perf_counter()
 
     def gap(self) -> float | None:
-        """Return the seconds since the last read, at the first launch after it; later None."""
+        """Return the seconds since the last read, at the first launch after it; else None."""
         read, self._read = self._read, None
         return None if read is None else time.perf_counter() - read
 

@@ -67,7 +67,7 @@ def is_in_pieces(variant: Variant) -> bool:
 
 
 def of_rounds(variant: Variant) -> Variant:
-    """Return the part of a variant that concerns rounds: everything but scores of prompts."""
+    """Return the part of a variant that concerns rounds: all except prompt log-probabilities."""
     return variant._replace(num_prompt_logprobs=None)
 
 

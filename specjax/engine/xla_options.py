@@ -17,7 +17,8 @@ GPU_OPTIONS = {
 # Compiling takes three quarters of the time; steps take the same time within noise.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}
-# For programs that no request waits for: one XLA thread generates the same code, not all.
+# For programs that no request waits for: one XLA thread generates the same code, instead of all
+# threads.
 OPTIONS_BEHIND: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"xla_cpu_parallel_codegen_split_count": 1}
 }

@@ -7,7 +7,7 @@ from specjax.config import EngineConfig
 
 @dataclass
 class Budget:
-    """The rest of a step's two budgets.
+    """The remaining part of a step's two budgets.
 
     Drafting may take `draft_slots` extra rows per sequence. They count as batched rows (`inputs`),
     but not as scheduled tokens (vLLM #34898).

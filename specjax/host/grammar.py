@@ -222,7 +222,7 @@ class GrammarMatcher:
         return rows
 
     def _legal(self, state: "LLMatcher") -> np.ndarray | None:
-        """Return the tokens that may come next, i32[W]; None if a model without ends is done."""
+        """Return the allowed next tokens, i32[W]; None if complete and the model has no ends."""
         text, may_end = self._vocabulary.read(state)
         if may_end and not (self._vocabulary.eos_ids or text.any()):
             return None

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from specjax.host.pages import PageAllocator
 from specjax.host.windows import WindowPages
 
-MAX_SEEN = 1 << 16  # number of prompts' keys remembered, to find where later prompts branch off
+MAX_SEEN = 1 << 16  # remembered page keys of prompts, to find where later prompts branch off
 
 
 class PageKey(NamedTuple):
@@ -115,7 +115,7 @@ class PromptIndex:
         self._seen: OrderedDict[PageKey, None] = OrderedDict()
 
     def points(self, keys: SequenceOf[PageKey]) -> list[int]:
-        """Return after how many pages of a prompt others may continue, ascending; remember it."""
+        """Remember a prompt; return after how many of its pages others may continue, ascending."""
         num_shared = 0
         while num_shared < len(keys) and keys[num_shared] in self._seen:
             num_shared += 1

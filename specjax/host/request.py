@@ -44,8 +44,7 @@ class Matcher(Protocol):
         ...
 
     def masks(self, drafts: Sequence[int]) -> Any:
-        """Return masks of allowed tokens i32[len(drafts) + 1, ceil(V/32)] after each prefix of
-        drafts."""
+        """Return masks of tokens allowed after each draft prefix, i32[len(drafts) + 1, W]."""
         ...
 
 
@@ -98,8 +97,7 @@ class Request:
 
     @property
     def constraints(self) -> str:
-        """The names of parameters that rule tokens out, for error messages; empty if there are
-        none."""
+        """The names of parameters that rule tokens out, for error messages; may be empty."""
         params = self.params
         given = {
             "structured_outputs": params.structured_outputs is not None,

@@ -38,7 +38,7 @@ class Residents:
         self._page_size = config.page_size
         self._num_snapshots = num_snapshots
         self._windows = [(one, window_pages(config, one, max_drafts)) for one in windows]
-        self._keeps_pages = config.exact  # a request has its maximum from start to end
+        self._keeps_pages = config.exact  # a request keeps all pages it may need
         # Recurrent models reuse pages only up to a snapshot; outputs have no snapshots.
         self._caches_outputs = config.enable_prefix_caching and num_snapshots is None
         self._takes_snapshots = num_snapshots is not None and config.num_snapshots > 0
@@ -225,7 +225,7 @@ class Residents:
     def _branch_points(
         self, sequence: Sequence, keys: list[PageKey], num_found: int
     ) -> tuple[int, ...]:
-        """Return where other sequences may continue; there window pages stay cached."""
+        """Return after how many pages others may continue; window pages there stay cached."""
         is_shared = self._config.enable_prefix_caching or len(sequence.request.seeds) > 1
         if not is_shared or not (self._takes_snapshots or self.windows):
             return ()

@@ -221,7 +221,7 @@ class Scheduler:
     def commit(
         self, part: PrefillPlan | DecodePlan, outputs: SequenceOf[RowOutput]
     ) -> tuple[list[int], list[Sequence]]:
-        """Append the outputs of a part; return tokens kept per row, and the changed samples.
+        """Append a part's outputs; return the number of tokens kept per row, and changed samples.
 
         A sequence may have finished or been preempted with a step in flight. Its output is dropped
         if it has finished, and kept if it was preempted.
@@ -382,7 +382,7 @@ class Scheduler:
     def _preempt_for(self, sequence: Sequence, num_tokens: int) -> bool:
         """Give a sequence pages for `num_tokens` tokens, preempting lower-ranked ones.
 
-        Preempts one sequence at a time. If all are not enough, `sequence` keeps its pages and
+        Preempts one sequence at a time. If that is not enough, `sequence` keeps its pages and
         waits.
         """
         running = self.residents.running

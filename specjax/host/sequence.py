@@ -104,7 +104,7 @@ class Sequence:
 
     @property
     def max_found(self) -> int:
-        """Maximum number of tokens to take from the prefix cache: no reported ones."""
+        """Maximum number of tokens to take from the prefix cache; excludes reported tokens."""
         request = self.request
         if request.params.prompt_logprobs is not None or request.exports_features:
             return 0
@@ -220,7 +220,7 @@ class Sequence:
         return ValueError(f"{where}: {why}; relax one, or check that no logits are NaN")
 
     def _until_it_ends(self, tokens: list[int]) -> list[int]:
-        """Return the tokens up to the end of the output, which stop strings and grammar define."""
+        """Return the tokens up to the end of the output, according to stop texts and grammar."""
         for num_tokens, token in enumerate(tokens, start=1):
             try:
                 if self.matcher is not None:

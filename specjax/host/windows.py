@@ -38,7 +38,7 @@ def pages_in_use(config: EngineConfig, window: int, max_drafts: int, num_request
 
 
 def pages_before(window: int, page_size: int) -> int:
-    """Return how many pages before a page its rows may read."""
+    """Return how many pages before its own a row may read."""
     return -(-window // page_size)
 
 
@@ -57,7 +57,7 @@ class WindowPages:
         self._first, self._end = [0] * num_slots, [0] * num_slots
 
     def longest(self, keys: SequenceOf[Hashable], length: int) -> int:
-        """Return how many of the first `length` pages of `keys` end with a cached window."""
+        """Return the largest number of pages, up to `length`, whose last window is cached."""
         place = length
         while place > max(0, length - self.reach):
             place -= 1

@@ -25,8 +25,7 @@ _LARGEST_LEAF = 2**16  # values; norms and biases have fewer, and training chang
 
 
 def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile | None]:
-    """Read the profile that a config names; return the config with the profile's K, and the
-    profile.
+    """Return a config with K resolved by the profile that it names, and that profile.
 
     Raises:
         ValueError: the profile is malformed, or its maximum K is below num_speculative_tokens.

@@ -44,7 +44,7 @@ class CacheBytes(NamedTuple):
     def fitted(self, config: EngineConfig, room: int, max_drafts: int) -> EngineConfig | None:
         """Return the config with pages for every request at full length, or as many as fit.
 
-        `room` is in bytes; None if a single request does not fit. The config's own num_pages is
+        Returns None if a single request does not fit in `room` bytes. `config.num_pages` is
         ignored. Windows get the maximum in use, but at most as many pages as would fit if all
         layers had the same number.
         """

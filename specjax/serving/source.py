@@ -53,7 +53,7 @@ def open_model(
     takes_configs: bool = False,
     log: Log = no_log,
 ) -> ModelSource:
-    """Open a checkpoint, or a value with its parameters; `log` disagreements of config and weights.
+    """Open a checkpoint, or a value with its parameters; log where config and weights disagree.
 
     With `takes_configs`, `model` may also be a config file, without weights.
 

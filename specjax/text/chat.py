@@ -89,7 +89,7 @@ def _parse_calls(calls: Any, where: str) -> list[Message]:
 
 
 def _parse_arguments(given: Any, where: str) -> Mapping[str, Any]:
-    """Return the arguments of a call as a mapping; as in vLLM, empty if they are not one.
+    """Return a call's arguments as a mapping; as in vLLM, empty if they are not an object.
 
     A bad call is part of the conversation's history: an error would refuse all further turns.
     """

@@ -93,7 +93,7 @@ class StopStrings:
 def watch_for(
     tokenizer: ChatTokenizer | None, params: SamplingParams, prompt: Sequence[int]
 ) -> Callable[[], StopStrings] | None:
-    """Return a function that makes the watch of a sample; None without stop texts.
+    """Return a function that makes a watch, one per sample; None without stop texts.
 
     Raises:
         ValueError: there is no tokenizer.
@@ -149,7 +149,7 @@ def _kind(tokenizer: ChatTokenizer, token: int) -> int | None:
 
 
 def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | None:
-    """Return start and text of the first, then longest, stop text that ends past `new`."""
+    """Return start and text of the earliest, then longest stop text that ends past `new`."""
     found = [(text.find(word, max(0, new + 1 - len(word))), word) for word in stop]
     return min(
         (match for match in found if match[0] >= 0),

@@ -8,8 +8,8 @@ WORD = 2**32
 def folded_seed(seed: int) -> int:
     """Fold a 64-bit seed to 32 bits.
 
-    Seeds in 0..2**32 - 1 are unchanged. NumPy's `SeedSequence` mixes the two words of others in
-    two's complement.
+    Seeds in 0..2**32 - 1 are unchanged. Of others, NumPy's `SeedSequence` mixes the two words of
+    their two's complement.
     """
     high, low = divmod(int(seed) % WORD**2, WORD)
     # A third word, because `derived_seed` uses two.

@@ -78,9 +78,9 @@ class Acceptance:
         """`prior` has the unconditional rates of a profile, if there is one."""
         self.max_drafts = max_drafts
         self._prior = tuple(prior)
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all counts, as after a change of the drafter."""
         max_drafts = self.max_drafts
         logits = [logit(rate) for rate in conditional(self._prior)[:max_drafts]]

@@ -59,7 +59,7 @@ class LockstepPolicy:
         return self._policy.weighs_requests
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Begin: all replicas time their rounds together; the leader's times count."""
+        """Let all replicas time their rounds together; the leader's times count."""
         self._policy.begin(replay)
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:

@@ -37,7 +37,7 @@ def profile_policy(
 
 
 def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
-    """Return a policy that learns rates and times while serving, times from replays on."""
+    """Return a policy that learns rates and times while serving; replays give first times."""
     return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k))
 
 

@@ -17,10 +17,10 @@ from specjax.host.speculation.step_cost import StepCost
 
 HYSTERESIS = 0.02  # another K must have better goodput by this fraction
 LONG_LED = 50  # or be better for this number of rounds in a row
-PROBE_BUDGET = 0.005  # fraction of the time that trying Ks that seem worse may cost
+PROBE_BUDGET = 0.005  # fraction of the time that tries of worse-looking Ks may cost
 PROBE_EVERY = 200  # maximum number of rounds between two tries
 FIRST_PROBES, FIRST_EVERY = 3, 10  # number of tries of a new K, and rounds between them
-DOUBT = 2.0  # standard deviations of its time by which a K may be better than it seems
+DOUBT = 2.0  # a K may be faster than it seems by this number of standard deviations
 PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries of drafting, doubling
 PARKED_VERDICTS = 16  # number of verdicts that a try should yield
 OTHER_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
@@ -260,7 +260,7 @@ class GoodputPolicy:
         return self._probe(best, goodput, load)
 
     def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
-        """Return the current K unless the best is clearly better, or has been for long."""
+        """Return the current K, after changing it if the best is clearly better or has long been."""
         lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
         if self._k is None or lead >= HYSTERESIS or self._num_led >= LONG_LED:
@@ -323,7 +323,7 @@ class GoodputPolicy:
     def drafter_changed(self) -> None:
         """Forget all counts and start again with the priors."""
         if self._learns_acceptance:
-            self.acceptance.begin_anew()
+            self.acceptance.reset()
 
     def _rates(self, group: Hashable) -> list[float]:
         return self._first_rates if self._warm_up_rounds > 0 else self.acceptance.rates(group)
@@ -358,7 +358,7 @@ class GoodputPolicy:
         return min(near, key=lambda k: tried[k], default=best)
 
     def _try_drafting(self, goodput: Mapping[int, float], load: DecodeLoad) -> int:
-        """Return 0 or, for some rounds in a row, the best K above 0 to count accepted drafts."""
+        """Return 0, or for some rounds in a row the best K above 0, to count accepted drafts."""
         drafting = {k: goodput[k] for k in self._choices if k > 0}
         if not drafting or not any(limit for _, limit in load.members or {(None, 1): 1}):
             return 0

@@ -29,7 +29,7 @@ _OPTIONAL = "measured"
 
 
 class Comparison(NamedTuple):
-    """Time per output token of each K, and the K with the shortest."""
+    """Time per output token of each K, and the K with the shortest time."""
 
     tpot_ms: dict[int, dict[int, float]]  # by batch size and K
     best_k: dict[int, int]  # by batch size; of equal Ks the smallest

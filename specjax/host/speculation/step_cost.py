@@ -20,8 +20,8 @@ from statistics import median
 
 REPLAY_SPREAD, ROUND_SPREAD = 0.06, 0.04  # standard deviations of log ratios: a point's part, noise
 _NUM_KEPT = 31  # number of a point's last rounds, of which the median counts
-_CLIP = 0.15  # largest log ratio that counts; larger ones are clipped
-_SETTLED, _DRIFT_GAIN = 5, 0.15  # rounds before a point indicates drift, and the gain
+_CLIP = 0.15  # log ratios are clipped to this
+_SETTLED, _DRIFT_GAIN = 5, 0.15  # rounds before a point indicates drift; gain of drift
 _SHARED_WEIGHT = 0.25  # weight of the shared part's prior, in points
 
 Column = Mapping[int, float]  # milliseconds by K
@@ -82,7 +82,7 @@ class StepCost:
         self._known.clear()
 
     def ms(self, batch_size: int, k: int, num_context: float = 0) -> float:
-        """Return the milliseconds of a round of k drafts; `num_context` sums over requests.
+        """Return the milliseconds of a round of k drafts; `num_context` is the sum over requests.
 
         Batch sizes beyond the points, and Ks below them, take the nearest point; Ks above are
         extrapolated.
@@ -174,7 +174,7 @@ class _Row:
         self._sum()
 
     def estimates(self, elsewhere: float) -> list[float]:
-        """Return the times of all points; unserved points lie between served ones."""
+        """Return the times of all points; unserved points are kept between served ones."""
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         replayed = [point * math.exp(shared) for point in self.points]
         served = [point * math.exp(x) for point, x in zip(self.points, self.levels, strict=True)]
