@@ -90,7 +90,7 @@ def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]
     for i, entry in enumerate(entries):
         where, numbers = f"{name}[{i}]={entry!r}", _listed(entry)
         if len(numbers) != 3 or not all(map(is_integer, numbers)):
-            raise ValueError(f"{where} must be three integers: from and to a batch size, and K")
+            raise ValueError(f"{where} must be three integers: first and last batch size, and K")
         lo, hi, k = map(int, numbers)
         if lo < 1 or hi < lo:
             raise ValueError(f"{where} must have 1 <= lo <= hi, a range of batch sizes")
@@ -98,7 +98,7 @@ def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]
             raise ValueError(f"{where} must begin at batch size 1, as it is the first")
         if parsed and lo <= parsed[-1][1]:
             raise ValueError(
-                f"{where} must begin above batch size {parsed[-1][1]}, where the entry before "
+                f"{where} must begin above batch size {parsed[-1][1]}, where the previous entry "
                 "ends; order entries by size, without overlaps"
             )
         if not 0 <= k <= max_drafts:

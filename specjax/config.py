@@ -208,8 +208,8 @@ class SpeculativeConfig:
             return
         if k is None:
             raise ValueError(
-                "verification='synthetic' needs speculative_config.num_speculative_tokens, as many "
-                "rates as it is; give it beside dynamic_config_path"
+                "verification='synthetic' needs speculative_config.num_speculative_tokens, the "
+                "number of rates; set it next to dynamic_config_path"
             )
         if (rates is None) == (length is None):
             raise ValueError(f"verification='synthetic' needs {where}_rates or {where}_length")
@@ -219,7 +219,7 @@ class SpeculativeConfig:
             if not is_rates or not all(0 <= b <= a for a, b in pairwise([1.0, *listed])):
                 raise ValueError(
                     f"{where}_rates={rates!r} must be {k} rates in [0, 1], one per draft, none "
-                    "above the one before: each counts the steps that accept so many drafts"
+                    "above the previous one: fractions of steps that accept 1, 2, ... drafts"
                 )
             object.__setattr__(self, "synthetic_acceptance_rates", tuple(map(float, listed)))
         if length is not None:
@@ -324,7 +324,7 @@ class EngineConfig:
         if self.max_num_scheduled_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_scheduled_tokens={self.max_num_scheduled_tokens} exceeds "
-                f"max_num_batched_tokens={self.max_num_batched_tokens}, which has to hold them; "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}, which includes them; "
                 f"lower it, or raise max_num_batched_tokens by "
                 f"{self.max_num_scheduled_tokens - self.max_num_batched_tokens}"
             )
@@ -359,7 +359,7 @@ class EngineConfig:
         if self.exact and (batches, shapes) != usual:
             raise ValueError(
                 f"decode_batches={batches} and prefill_shapes={shapes}: exact=True runs every step "
-                "in one shape of its own; leave them out"
+                "in a fixed shape; leave them out"
             )
         object.__setattr__(self, "decode_batches", batches)
         object.__setattr__(self, "prefill_shapes", shapes)

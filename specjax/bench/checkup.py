@@ -183,7 +183,7 @@ def alternatives(
             fault = f"wrong auxiliary layers: {own.layers} are read, {layers} are better"
             yield own._replace(name=name, layers=layers, fault=fault)
     for shift, where in (-1, "before"), (1, "after"):
-        fault = f"features are shifted by one: those of the row {where} are better"
+        fault = f"features are shifted by one: features of the row {where} are better"
         yield own._replace(name=f"features of the row {where}", shift=shift, fault=fault)
     drafter: Any = own.drafter
     head = getattr(drafter, "head", None)
@@ -193,7 +193,7 @@ def alternatives(
     for token in mask_ids if mask is not None else ():
         if token != mask:
             other = replace(drafter, head=replace(drafter.head, mask_token_id=token))
-            fault = f"wrong mask token: {mask} is read where it drafts, {token} is better"
+            fault = f"wrong mask token: {mask} is used, {token} is better"
             yield own._replace(name=f"mask token {token}", drafter=other, fault=fault)
     ids = getattr(own.params, "target_ids", None)
     if ids is not None:
@@ -207,7 +207,7 @@ def alternatives(
                 continue
             if (found != own_ids).any():
                 other = replace(own.params, target_ids=jnp.array(found, ids.dtype))
-                fault = f"the draft vocabulary is missing or wrong: that of {name} is better"
+                fault = f"the draft vocabulary is missing or wrong: {name} is better"
                 yield own._replace(name=name, params=other, fault=fault)
 
 
@@ -221,7 +221,7 @@ def _other_recycling(own: Trial, drafter: Any) -> Trial:
         else 'norm_output to true, and architectures to ["Eagle3LlamaForCausalLM"]'
     )
     other = replace(drafter, head=replace(head, recycle_normed=not head.recycle_normed))
-    fault = f"the head goes on from {ours}, {theirs} is better; set {remedy} in its config.json"
+    fault = f"the head recycles {ours}, {theirs} is better; set {remedy} in its config.json"
     return own._replace(name=f"{theirs} recycled", drafter=other, fault=fault)
 
 

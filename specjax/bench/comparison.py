@@ -66,7 +66,7 @@ class BenchRun:
             # All engines share one copy of the target's weights.
             engine.params = engine.params._replace(target=self._engines[PLAIN].params.target)
             warm_up(self._engines, shown, batches[0])
-            in_turn = "" if method == PLAIN else ", in turn with plain decoding"
+            in_turn = "" if method == PLAIN else ", alternating with plain decoding"
             screen.begin(f"measuring {name}{in_turn}")
             start = time.perf_counter()
             try:
@@ -96,7 +96,7 @@ class BenchRun:
                 self.figures += figures
                 screen.show(figures)
         if not has_tokens(rounds):
-            raise ValueError("no output came to a second token, so there is nothing to time")
+            raise ValueError("no output reached a second token, so there is nothing to time")
 
     def report(self) -> dict[str, Any]:
         """Return everything that was measured, as plain types."""
@@ -213,7 +213,7 @@ def describe(settings: BenchSettings, report: Mapping[str, Any]) -> list[str]:
     return [
         f"{settings.model}, {settings.dtype}, batch {settings.batch_size}, {prompts}, {mode}; "
         f"{device}; jax {versions['jax']}, specjax {versions['specjax']}",
-        "timed: decoding alone, from the first token of a batch's last prompt to its last token; "
+        "timed: decoding only, from the first token of a batch's last prompt to its last token; "
         "plain /s: plain decoding in turn with the row, batch by batch; x plain: tokens/s over "
         f"plain /s, with the p10-p90 of {report['num_rounds']} rounds; plain steps: ms/step over "
         "that of plain decoding; AL, acceptance length: tokens per step",

@@ -47,7 +47,7 @@ class Setup:
                 given = ",".join(map(str, values))
                 raise ValueError(f"{option} {given} must list integers of at least {minimum}")
         if max(self.ks) < 1:
-            raise ValueError("--k 0 alone drafts nothing; list a K of at least 1, too")
+            raise ValueError("--k 0 alone drafts nothing; also list a K of at least 1")
         if self.max_tokens < 2:
             raise ValueError(
                 f"--max-tokens {self.max_tokens} leaves nothing to time: the first token comes "

@@ -120,7 +120,7 @@ class Machine:
         if not self.doubts:
             return None
         return (
-            f"TIMES ARE NOT TO BE TRUSTED: {' and '.join(self.doubts)}. Acceptance and outputs do "
+            f"DO NOT TRUST THESE TIMES: {' and '.join(self.doubts)}. Acceptance and outputs do "
             "not depend on it; repeat the times on an idle machine"
         )
 

@@ -95,7 +95,7 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
         if empty := [k for k, found in at_size.items() if not found]:
             raise ValueError(
                 f"--max-tokens {setup.max_tokens} is too few: at batch size {batch_size} no round "
-                f"of K={empty[0]} had all requests; raise it"
+                f"of K={empty[0]} ran all requests; raise it"
             )
     profile = Profile(
         step_ms={b: {k: median(found) for k, found in at.items()} for b, at in times.items()},

@@ -85,7 +85,7 @@ def summarise(
         if run.num_tokens and base.num_tokens
     ]
     if not pairs:
-        raise ValueError("no output came to a second token, so there is nothing to time")
+        raise ValueError("no output reached a second token, so there is nothing to time")
     own, plain = (_Totals.of(side) for side in zip(*pairs, strict=True))
     accepted = np.zeros(configuration.k)
     for run, _ in pairs:
@@ -209,7 +209,7 @@ def cost_line(figures: Sequence[Figures], *, batch_size: int, platform: str) -> 
     cost = H100_MS[k] / H100_MS[0]
     return (
         f"{line}; an H100 takes {cost:.1f} (Llama-3.1-8B with EAGLE-1: {H100_MS[k]} ms after "
-        f"{H100_MS[0]} ms), where as many accepted drafts would give {length / cost:.1f}x"
+        f"{H100_MS[0]} ms), where this acceptance length would give {length / cost:.1f}x"
     )
 
 

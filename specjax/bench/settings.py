@@ -45,7 +45,7 @@ class BenchSettings:
             given = ",".join(map(str, self.ks))
             raise ValueError(f"--k {given} must list integers of at least 0, like 1,2,3")
         if not any(self.ks):
-            raise ValueError("--k 0 alone drafts nothing; list a K of at least 1, too")
+            raise ValueError("--k 0 alone drafts nothing; also list a K of at least 1")
         available = len(read_questions())
         if self.num_prompts > available:
             raise ValueError(f"--num-prompts {self.num_prompts}: there are {available}")

@@ -193,7 +193,7 @@ def describe(report: dict[str, Any]) -> str:
             "ms per output token of a request",
             format_table([header, *cells("tpot_ms", ".2f")]),
             "",
-            "tokens per second, of those of the best static K in the same round",
+            "tokens per second, relative to the best static K in the same round",
             format_table([header, *cells("to_best_static", ".3f")]),
             "",
             "acceptance length",

@@ -10,8 +10,8 @@ from specjax.config import DTYPES, METHODS, OWN_METHODS
 MODEL_HELP = f"a checkpoint in Hugging Face layout (folder or hub id), or a demo like {TARGET}"
 
 DRAFTER_HELP = (
-    f"METHOD is one of {', '.join(METHODS)}, by default the one that the checkpoint is for; "
-    f"{' and '.join(OWN_METHODS)} go without a checkpoint"
+    f"METHOD is one of {', '.join(METHODS)}, by default determined by the checkpoint; "
+    f"{' and '.join(OWN_METHODS)} need no checkpoint"
 )
 
 

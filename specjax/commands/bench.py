@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         action="append",
         metavar="[METHOD=]CHECKPOINT",
-        help=f"may be repeated; {DRAFTER_HELP}; the demos {', '.join(DRAFTERS)} bring theirs",
+        help=f"may be repeated; {DRAFTER_HELP}; the demos {', '.join(DRAFTERS)} have defaults",
     )
     parser.add_argument(
         "--k",
@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="all drafters of a demo, more Ks and all prompts, unless told otherwise",
+        help="all drafters of a demo, more Ks and all prompts, unless other options set them",
     )
     parser.add_argument("--batch-size", type=int, default=1, help="prompts that decode together")
     parser.add_argument("--num-prompts", type=int, help="default: 8, with --full all that ship, 24")
@@ -83,7 +83,7 @@ def _add_setup(
     parser.add_argument(
         "--drafter",
         metavar="[METHOD=]CHECKPOINT",
-        help=f"{DRAFTER_HELP}; the demos bring theirs",
+        help=f"{DRAFTER_HELP}; the demos have defaults",
     )
     parser.add_argument("--k", default=ks, metavar="K,K", help="drafts; default: %(default)s")
     parser.add_argument(

@@ -148,7 +148,7 @@ def check_served(
         tried |= measure(llm.target, engine.params.target, [own], texts, k)
         if found.reference.is_clearly_below(tried[form], is_paired=False):
             faults.append(
-                f"prompts unlike those of training: {' and '.join(sorted(set(used)))} is used, "
+                f"prompts unlike the training prompts: {' and '.join(sorted(set(used)))} is used, "
                 f"{form} is better ({as_gain(found.reference, tried[form])})"
             )
     return {

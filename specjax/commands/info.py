@@ -305,7 +305,7 @@ def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_model_len": config.max_model_len,
-        "reason": f"defaults of a  {default_device().platform}",
+        "reason": f"defaults of a {default_device().platform}",
     }
 
 
@@ -368,7 +368,7 @@ def _per_device(needs: Needs, config: EngineConfig, num_devices: int) -> dict[st
         "num_devices": num_devices,
         "weight_bytes_per_device": -(-needs.weights // num_devices),
         "request_bytes_per_device": -(-sizes[0] * needs.request(sizes[1]) // num_devices),
-        "note": "arithmetic, as if all were divided evenly: an engine runs on one device",
+        "note": "computed, as if all were divided evenly: an engine runs on one device",
     }
 
 

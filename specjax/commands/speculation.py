@@ -23,7 +23,7 @@ def read_speculation(
     given += ["--adaptive"] if args.adaptive else []
     if args.speculative_config is not None:
         if given:
-            raise ValueError(f"--speculative-config says it all; leave out {given[0]}")
+            raise ValueError(f"--speculative-config sets everything; leave out {given[0]}")
         return read_object("--speculative-config", args.speculative_config)
     if not given:
         return None

@@ -106,7 +106,7 @@ class Executables:
         if path is not None:
             try:
                 if path.stat().st_mode & _OTHERS_WRITE:
-                    raise ValueError("others than its owner can write to it")
+                    raise ValueError("users other than its owner can write to it")
                 program = _read(path, self._devices)
                 self.read.add(key)
                 with suppress(OSError):  # a read-only folder
@@ -127,7 +127,7 @@ class Executables:
                 self._folder.mkdir(mode=0o755, exist_ok=True)
                 _write(path, program)
             except OSError as error:
-                _warn_once(f"{self._folder}: {error.strerror}; what is compiled is not kept")
+                _warn_once(f"{self._folder}: {error.strerror}; compiled programs are not kept")
             except Exception as error:  # a program that only this process can run
                 log.info("%s is not kept: %s", key, error)
         return program
@@ -152,7 +152,7 @@ def _distrust(folder: Path) -> str | None:
         return str(error.strerror)
     if found.st_mode & _OTHERS_WRITE:
         return (
-            "others than its owner can write to it, and their files would run code in this process "
+            "users other than its owner can write to it, and their files would run code here "
             f"(if you trust what is there, chmod go-w {folder})"
         )
     return None
@@ -169,7 +169,7 @@ def _read(path: Path, devices: list[Any]) -> Any:
     size, content = _DIGEST().digest_size, path.read_bytes()
     digest, content = content[:size], content[size:]
     if _DIGEST(content).digest() != digest:
-        raise ValueError("it was not written to its end")
+        raise ValueError("it is incomplete")
     serialized = pickle.loads(content)
     return serialize_executable.deserialize_and_load(*serialized, execution_devices=devices)
 

@@ -45,7 +45,7 @@ class Sleep:
 def check_level(level: object) -> None:
     """Refuse anything but 1 and 2."""
     if level not in (1, 2) or isinstance(level, bool):
-        raise ValueError(f"level={level!r} must be 1, caches and states, or 2, weights as well")
+        raise ValueError(f"level={level!r} must be 1 (frees caches and states) or 2 (weights too)")
 
 
 def change_weights(engine: Engine, change: Callable[[int, Any], Any]) -> None:

@@ -126,7 +126,7 @@ class GrammarCompiler:
             tokenizer = llguidance.LLTokenizer(json.dumps(document), eos_token=end)
         except ValueError as error:
             raise ValueError(
-                f"structured_outputs cannot be had with this model's tokenizer: {error}; use a "
+                f"structured_outputs does not work with this model's tokenizer: {error}; use a "
                 "model whose tokenizer is byte-level or falls back to bytes"
             ) from error
         eos_ids = frozenset(id for id in self._eos_ids if 0 <= id < self._vocab_size)

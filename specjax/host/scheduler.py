@@ -117,7 +117,7 @@ class Scheduler:
         if request.request_id in self._live:
             raise ValueError(
                 f"request_id={request.request_id!r} belongs to a request that has not finished; "
-                "give each request an id of its own"
+                "give each request a separate id"
             )
         arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         samples = [Sequence.of(request, i, arrival) for i in range(len(request.seeds))]

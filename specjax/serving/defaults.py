@@ -83,12 +83,12 @@ def check_options(
         )
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise ValueError(
-            f"gpu_memory_utilization={gpu_memory_utilization!r} must be in (0, 1], the part of a "
-            "GPU's memory to use"
+            f"gpu_memory_utilization={gpu_memory_utilization!r} must be in (0, 1], the fraction of "
+            "a GPU's memory to use"
         )
     if not isinstance(compilation_cache, str | PathLike | None):
         raise ValueError(
-            f"compilation_cache={compilation_cache!r} must be a folder's path, or None for none"
+            f"compilation_cache={compilation_cache!r} must be a folder's path, or None"
         )
     check_flags(verbose=verbose)
 
@@ -197,7 +197,7 @@ def choose_kernels(given: str) -> str:
     except Exception as error:  # the driver, XLA or Triton may raise anything
         message = str(error).strip().partition("\n")[0]
         warn(
-            f"kernels={given!r}: this device refuses a kernel ({message}); plain JAX runs instead, "
+            f"kernels={given!r}: a kernel fails on this device ({message}); plain JAX runs, "
             "which is slower. Update the driver, or set kernels='reference'",
         )
         return "reference"

@@ -59,7 +59,7 @@ def parse_drafter(
         return NamedDrafter(method or _method_of(text, option, target), text)
     if name not in METHODS:
         raise ValueError(
-            f"{option} {text}: {name!r} is no method; use one of {', '.join(METHODS)}"
+            f"{option} {text}: {name!r} is not a method; use one of {', '.join(METHODS)}"
             f"{did_you_mean(name, METHODS)}"
         )
     if method not in (None, name):
@@ -116,8 +116,7 @@ def find_method(model: str | Path, target: str | Path | None = None) -> str:
         return method
     if hf.get("model_type", None) not in MODELS:
         raise CheckpointError(
-            f"{hf.origin} does not tell which method of drafting it is for; name it, as in "
-            f"eagle3={model}"
+            f"{hf.origin} does not indicate its drafting method; name it, as in eagle3={model}"
         )
     is_own = target is not None and str(target) and resolve(target).samefile(folder)
     return "mtp" if is_own else "draft_model"

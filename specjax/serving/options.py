@@ -73,7 +73,7 @@ DEFAULTS: LLMOptions = {
 REMOVED_OPTIONS = {
     "steps_per_dispatch": "it gained nothing on a GPU; async_scheduling=True, the default, hides "
     "the host's time",
-    "show_progress": "verbose=False quiets bars and lines of the log",
+    "show_progress": "verbose=False silences bars and log lines",
     "always_logprobs": "every step can report log-probabilities",
 }
 

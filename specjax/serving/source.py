@@ -63,7 +63,7 @@ def open_model(
     """
     if isinstance(model, str | Path):
         if params is not None:
-            raise ValueError("params goes with a Model value; a checkpoint brings its own")
+            raise ValueError("params goes with a Model value; a checkpoint has its own")
         path = Path(model).expanduser()
         if takes_configs and path.suffix == ".json" and not path.is_dir():
             hf = HFConfig(read_json(path.parent, path.name), str(path))

@@ -114,7 +114,7 @@ def _texts(content: Any, where: str) -> list[str]:
         kind = part.get("type") if isinstance(part, Mapping) else "text"
         if kind not in TEXT_PARTS:
             raise ValueError(
-                f"{where}[{i}] has the type {kind!r}, and models here read text alone; leave it out"
+                f"{where}[{i}] has the type {kind!r}, but models here read only text; leave it out"
             )
         text = part.get("text") if isinstance(part, Mapping) else part
         if not isinstance(text, str):

@@ -45,7 +45,7 @@ def _check_grammar(params: SamplingParams, grammar: Grammar, forbidden: set[int]
     if choice and params.min_tokens > longest:
         raise ValueError(
             f"structured_outputs.choice: no text has more than {longest} tokens, and "
-            f"min_tokens={params.min_tokens} lets none end before; lower min_tokens"
+            f"min_tokens={params.min_tokens} allows no earlier end; lower min_tokens"
         )
     if params.allowed_token_ids is None and not forbidden:
         return

@@ -50,7 +50,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if isinstance(prompts, str | Mapping | bytes | bytearray):
         return [prompts]
     if not isinstance(prompts, Iterable) or _is_scalar(prompts):
-        raise ValueError(f"prompts={prompts!r} must be a text, token ids, or a list of such")
+        raise ValueError(f"prompts={prompts!r} must be a text, token ids, or a list of these")
     listed: list[Any] = list(prompts)
     if listed and all(isinstance(token, int | np.integer) for token in listed):
         return [listed]
@@ -84,8 +84,8 @@ def truncated(params: Any, given: Mapping[str, Any]) -> Any:
         )
     if unknown := sorted(map(str, set(given) - {"truncate_prompt_tokens"})):
         raise ValueError(
-            f"tokenization_kwargs has {unknown[0]!r}, which is not supported; of its keys, "
-            "truncate_prompt_tokens is, or pass token ids"
+            f"tokenization_kwargs has {unknown[0]!r}, which is not supported; only "
+            "truncate_prompt_tokens is; or pass token ids"
         )
     if isinstance(params, SamplingParams):
         return replace(params, **given)
@@ -243,11 +243,11 @@ class RequestMaker:
         """
         if self.config.exact:
             raise ValueError(
-                f"{where}: scores need a program of their own, and exact=True runs all requests in "
+                f"{where}: scores need a separate program, and exact=True runs all requests in "
                 "one; build the engine with exact=False"
             )
         if params.structured_outputs is not None:
-            raise ValueError(f"{where}: structured_outputs: scores follow no grammar; leave it out")
+            raise ValueError(f"{where}: structured_outputs: scores ignore grammars; leave it out")
         params = replace(params, n=1, max_tokens=None, stop=(), prompt_logprobs=None)
         request = self.make(prompt, params, 0, where, request_id=request_id)
         tokens = _token_ids(output, None, f"{where}: its output")
@@ -275,10 +275,10 @@ class RequestMaker:
             return request
         self._check_ids("its output: ", output)
         if request.params.n > 1:
-            raise ValueError(f"n={request.params.n}: an output goes on as one sample; use n=1")
+            raise ValueError(f"n={request.params.n}: an output is continued as one sample; use n=1")
         if len(output) >= request.max_tokens:
             raise ValueError(
-                f"it has an output of {len(output)} tokens already, of max_tokens="
+                f"its output already has {len(output)} tokens, and max_tokens="
                 f"{request.max_tokens}; raise max_tokens or max_model_len"
             )
         if request.follow_grammar is not None:
@@ -294,10 +294,10 @@ class RequestMaker:
 
     def _check_priority(self, priority: Any) -> None:
         if not isinstance(priority, int | np.integer) or isinstance(priority, bool):
-            raise ValueError(f"priority={priority!r} must be an integer; the least goes first")
+            raise ValueError(f"priority={priority!r} must be an integer; the lowest goes first")
         if priority and self.config.scheduling_policy != "priority":
             raise ValueError(
-                f"priority={priority} is not looked at by "
+                f"priority={priority} has no effect with "
                 f"scheduling_policy={self.config.scheduling_policy!r}; build the LLM with "
                 "scheduling_policy='priority'"
             )
@@ -317,7 +317,7 @@ class RequestMaker:
             for name in "prompt_logprobs", "logits_processors":
                 if getattr(params, name) not in (None, ()):
                     raise ValueError(
-                        f"{name} needs a program of its own, and exact=True runs all requests in "
+                        f"{name} needs a separate program, and exact=True runs all requests in "
                         f"one; leave {name} out, or build the LLM with exact=False"
                     )
 

@@ -120,7 +120,7 @@ class ChatTokenizer(TokenizerNames):
         if add_generation_prompt and continue_final_message:
             raise ValueError(
                 "continue_final_message=True goes with add_generation_prompt=False: the last "
-                "message is gone on with, and no other begun"
+                "message is continued, and no new one begins"
             )
         variables = {**self.special_tokens, **variables}
         try:
@@ -167,11 +167,11 @@ class ChatTokenizer(TokenizerNames):
                 f"chat_template with one of the names {listed}"
             )
         if not isinstance(chosen, str):
-            raise ValueError(f"chat_template={chosen!r} must be a text of Jinja's")
+            raise ValueError(f"chat_template={chosen!r} must be a Jinja template, as text")
         if chosen and chosen not in named and "{" not in chosen:
             raise ValueError(
-                f"chat_template={chosen!r} is neither Jinja's text nor a template of "
-                f"{self.origin}, whose names are: {listed}; pass one of them, or a text"
+                f"chat_template={chosen!r} is neither a Jinja template nor the name of one in "
+                f"{self.origin}, which has: {listed}; pass one of them, or a text"
             )
         return named.get(chosen, chosen)
 

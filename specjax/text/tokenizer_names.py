@@ -43,7 +43,7 @@ class TokenizerNames:
         for name, value in options.items():
             if name != "return_attention_mask" and value not in _NO_EFFECT:
                 raise ValueError(
-                    f"{name}={value!r} is not supported: ids are lists of each text's own length; "
+                    f"{name}={value!r} is not supported: ids are lists without padding; "
                     "leave it out, or use transformers.AutoTokenizer"
                 )
         texts = [text] if isinstance(text, str) else list(text)

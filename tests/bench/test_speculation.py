@@ -250,7 +250,7 @@ def test_rows_and_work_are_told_in_turn_without_a_terminal(options, capsys, capl
     work, rows = zip(*printed, strict=True)
     names = ["plain decoding", "eagle, K = 0, 2", "eagle3, K = 0, 2"]
     told = [f"{do} {name}" for name in names for do in ("loading and compiling", "measuring")]
-    assert [line.removesuffix(", in turn with plain decoding") for line in work] == told
+    assert [line.removesuffix(", alternating with plain decoding") for line in work] == told
     firsts = [[row.split("  ")[0] for row in text.splitlines()] for text in rows]
     assert firsts == [[], [], ["", "plain"], [], ["eagle K=0", "eagle K=2"], []]
     assert "eagle3 K=2" in capsys.readouterr().out

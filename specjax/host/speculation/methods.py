@@ -74,4 +74,4 @@ def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
         return profile_policy(profile, batches)
     if name == "adaptive":
         return adaptive_policy(profile.max_drafts)
-    raise ValueError(f"{name} is none of {', '.join(NAMES)}")
+    raise ValueError(f"{name} is not one of {', '.join(NAMES)}")

@@ -260,7 +260,7 @@ class GoodputPolicy:
         return self._probe(best, goodput, load)
 
     def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
-        """Return the current K, after changing it if the best is clearly better or has long been."""
+        """Return the current K, changed first if the best is clearly better or has long been."""
         lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
         if self._k is None or lead >= HYSTERESIS or self._num_led >= LONG_LED:

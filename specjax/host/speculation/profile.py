@@ -187,7 +187,7 @@ def _read_times(stats: Any, max_drafts: int, where: str) -> dict[int, dict[int, 
         if batch is None or not 1 <= batch <= MAX_BATCH:
             raise ValueError(
                 f"{entry}: a batch size must be an integer in 1..{MAX_BATCH}, written in digits "
-                "alone; correct the key"
+                "only; correct the key"
             )
         step_ms[batch] = _read_row(times, max_drafts, entry)
     return step_ms
@@ -203,7 +203,7 @@ def _read_row(times: Any, max_drafts: int, name: str) -> dict[int, float]:
         if k is None or not 0 <= k <= max_drafts:
             raise ValueError(
                 f"{entry}: K must be an integer in 0..{max_drafts}, max_num_speculative_tokens, "
-                "written in digits alone; correct the key, or raise that"
+                "written in digits only; correct the key, or raise it"
             )
         if not _is_finite(ms) or ms <= 0:
             raise ValueError(
@@ -214,7 +214,7 @@ def _read_row(times: Any, max_drafts: int, name: str) -> dict[int, float]:
     if 0 not in row:
         raise ValueError(f"{name} lacks K=0, decoding without drafts, to compare with; measure it")
     if len(row) == 1:
-        raise ValueError(f"{name} has K=0 alone, so what drafts cost is unknown; measure another K")
+        raise ValueError(f"{name} has only K=0, so drafts' cost is unknown; measure another K")
     return row
 
 
@@ -223,13 +223,13 @@ def _read_rates(rates: Any, max_drafts: int, where: str) -> tuple[float, ...]:
     if not isinstance(rates, list | tuple) or len(rates) != max_drafts:
         raise ValueError(
             f"{name}={shown(rates)} must list {max_drafts} rates, as many as "
-            "max_num_speculative_tokens; add what is missing, or change that"
+            "max_num_speculative_tokens; correct the list, or that number"
         )
     for i, rate in enumerate(rates):
         if not _is_finite(rate) or not 0 <= rate <= 1:
             raise ValueError(
-                f"{name}[{i}]={shown(rate)} must be a number in [0, 1], the part of all steps "
-                f"that accepts at least {i + 1} drafts"
+                f"{name}[{i}]={shown(rate)} must be a number in [0, 1], the fraction of all steps "
+                f"that accept at least {i + 1} drafts"
             )
     for i, (before, rate) in enumerate(pairwise(rates), start=1):
         if rate > before:
