@@ -156,7 +156,7 @@ class Sequence:
             self.num_cached_tokens, self.scheduled_ts = residency.num_computed, time.monotonic()
 
     def fail(self, error: Exception) -> None:
-        """End with an error that concerns no other sequence."""
+        """Set an error, which ends only this sequence."""
         self.finish_reason, self.error = "error", error
 
     def append(self, row: RowOutput) -> int:

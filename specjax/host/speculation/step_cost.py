@@ -102,7 +102,7 @@ class StepCost:
         return (REPLAY_SPREAD**-2 + num_served * ROUND_SPREAD**-2) ** -0.5
 
     def padded(self, batch_size: int) -> int:
-        """Return the padded batch size under which rounds of `batch_size` are counted."""
+        """Return the one of `batches` to which `batch_size` is padded."""
         return self.batches[self._index(batch_size)]
 
     def observe(self, batch_size: int, k: int, num_context: float, ms: float) -> None:
