@@ -212,7 +212,7 @@ def alternatives(
 
 
 def _other_recycling(own: Trial, drafter: Any) -> Trial:
-    """Return the trial in which an EAGLE-3 head recycles its state on the other side of the norm."""
+    """Return the trial whose EAGLE-3 head recycles its other state, before or after the norm."""
     head, normed, plain = drafter.head, "its normed state", "its state before the norm"
     ours, theirs = (normed, plain) if head.recycle_normed else (plain, normed)
     remedy = (

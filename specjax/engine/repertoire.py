@@ -88,7 +88,7 @@ class Repertoire:
         variants = self.variants or [self.asked_by(())]
         self._compile(variants, shapes, show_progress=show_progress)
         self.variants = variants
-        best = self._all_suited(programs_of, variants[:1], shapes)
+        best = self._programs_for_shapes(programs_of, variants[:1], shapes)
         return all(program in self._programs.ready for program in best)
 
     def use(self, shapes: Shapes) -> None:
@@ -109,8 +109,8 @@ class Repertoire:
 
     def ask_for(self, shape: Shape) -> None:
         """Compile a shape of rounds in the background."""
-        suited = self._all_suited(programs_of, self.variants[:1], Shapes((), (shape,)))
-        self._programs.compile_behind(suited, is_urgent=False)
+        needed = self._programs_for_shapes(programs_of, self.variants[:1], Shapes((), (shape,)))
+        self._programs.compile_behind(needed, is_urgent=False)
 
     def admits(self, all_demands: Iterable[Demands]) -> bool:
         """Return whether these requests can run together now; ask for programs if not.
@@ -123,13 +123,15 @@ class Repertoire:
         if shapes.prefill and shapes.decode:
             return True
         failures = self._programs.failures
-        for variant in self._able(asked):
-            for program in self._all_suited(first_programs_of, [variant], self.all_shapes.first):
+        for variant in self._covering(asked):
+            for program in self._programs_for_shapes(
+                first_programs_of, [variant], self.all_shapes.first
+            ):
                 if program in failures:
                     self.variants.remove(variant)
                     self._forget()
                     raise failures[program]
-        if not self._able(asked):
+        if not self._covering(asked):
             self._ask(asked)
         return False
 
@@ -140,12 +142,12 @@ class Repertoire:
         """
         self._look()
         if asked not in self._shapes:
-            able, every = self._able(asked), self.all_shapes
+            covering, every = self._covering(asked), self.all_shapes
             shapes = Shapes(
-                tuple(s for s in every.prefill if self._has(PrefillPlan((), *s), able)),
-                tuple(s for s in every.decode if self._has(DecodePlan((), *s, 0), able)),
+                tuple(s for s in every.prefill if self._has(PrefillPlan((), *s), covering)),
+                tuple(s for s in every.decode if self._has(DecodePlan((), *s, 0), covering)),
             )
-            best = self._all_suited(programs_of, able[:1], every)
+            best = self._programs_for_shapes(programs_of, covering[:1], every)
             has_all = bool(best) and all(program in self._programs.ready for program in best)
             self._shapes[asked] = every if has_all else shapes
         return self._shapes[asked]
@@ -159,9 +161,9 @@ class Repertoire:
         else:
             known = PrefillPlan, (plan.batch, plan.width), asked
         if known not in self._chosen:
-            able = self._able(asked)
-            there = (variant for variant in able if self._has(plan, [variant]))
-            chosen = next(there, able[0] if able else asked)
+            covering = self._covering(asked)
+            there = (variant for variant in covering if self._has(plan, [variant]))
+            chosen = next(there, covering[0] if covering else asked)
             self._chosen[known] = of_rounds(chosen) if known[0] is DecodePlan else chosen
         return self._chosen[known]
 
@@ -175,8 +177,8 @@ class Repertoire:
         else:
             own = PrefillPlan((), *plan.better_shape)
             part = own.batch * own.width / (plan.batch * plan.width)
-        suited = self._suited(programs_of, own, variant)
-        self._lose(suited, max(PIECES_LOSE, 1 - part) * milliseconds)
+        needed = self._programs_for(programs_of, own, variant)
+        self._add_loss(needed, max(PIECES_LOSE, 1 - part) * milliseconds)
 
     def note_apart(self, program: Joined, milliseconds: float) -> None:
         """Ask for a program of chunks and a round once separate ones have cost enough time.
@@ -186,39 +188,39 @@ class Repertoire:
         """
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return
-        self._lose([program], JOINED_SAVES * milliseconds)
+        self._add_loss([program], JOINED_SAVES * milliseconds)
 
-    def _lose(self, suited: list[Program], milliseconds: float) -> None:
+    def _add_loss(self, needed: list[Program], milliseconds: float) -> None:
         """Count time lost without these programs; ask for them when it reaches `patience_ms`."""
-        if all(program in self._programs.ready for program in suited):
+        if all(program in self._programs.ready for program in needed):
             return
-        self._lost_ms[suited[-1]] += milliseconds
-        if self._lost_ms[suited[-1]] >= self.patience_ms:
-            self._lost_ms[suited[-1]] = 0.0
-            self._programs.compile_behind(suited, is_urgent=False)
+        self._lost_ms[needed[-1]] += milliseconds
+        if self._lost_ms[needed[-1]] >= self.patience_ms:
+            self._lost_ms[needed[-1]] = 0.0
+            self._programs.compile_behind(needed, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
         """Compile the first shapes of some variants; all shapes if everything is compiled ahead."""
         if not self._config.compile_ahead:
-            first = self._all_suited(first_programs_of, variants, shapes.first)
+            first = self._programs_for_shapes(first_programs_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)
             return
-        first = self._all_suited(programs_of, variants, shapes.first)
-        every = self._all_suited(programs_of, variants, shapes)
+        first = self._programs_for_shapes(programs_of, variants, shapes.first)
+        every = self._programs_for_shapes(programs_of, variants, shapes)
         self._programs.compile_ahead(first, then=every, show_progress=show_progress)
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
         """Compile a variant in the background, beginning with the programs that it needs to run."""
         first = self.all_shapes.first
-        least = self._all_suited(first_programs_of, [variant], first)
+        least = self._programs_for_shapes(first_programs_of, [variant], first)
         self._programs.compile_behind(least, is_urgent=True)
-        best = self._all_suited(programs_of, [variant], first)
+        best = self._programs_for_shapes(programs_of, [variant], first)
         self._programs.compile_behind(best, is_urgent=False)
         self.variants.append(variant)
         self._forget()
 
-    def _all_suited(
+    def _programs_for_shapes(
         self, find: Callable[..., list[Program]], variants: Iterable[Variant], shapes: Shapes
     ) -> list[Program]:
         """Return the programs of some shapes, the slowest to compile first."""
@@ -231,16 +233,16 @@ class Repertoire:
             program
             for variant in variants
             for plan in plans
-            for program in self._suited(find, plan, variant)
+            for program in self._programs_for(find, plan, variant)
         ]
 
-    def _suited(
+    def _programs_for(
         self, find: Callable[..., list[Program]], plan: Part, variant: Variant
     ) -> list[Program]:
         defers = self._programs.max_deferred(plan.batch) > 0
         return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
-    def _able(self, asked: Variant) -> list[Variant]:
+    def _covering(self, asked: Variant) -> list[Variant]:
         """Return the variants that cover `asked`; variants with unneeded masks come last."""
         exactly = [variant for variant in self.variants if covers(variant, asked)]
         masked = asked._replace(masks=True)
@@ -250,7 +252,7 @@ class Repertoire:
     def _has(self, plan: Part, variants: Iterable[Variant]) -> bool:
         ready = self._programs.ready
         return any(
-            all(program in ready for program in self._suited(find, plan, variant))
+            all(program in ready for program in self._programs_for(find, plan, variant))
             for variant in variants
             for find in (programs_of, first_programs_of)
         )
