@@ -174,7 +174,7 @@ def takes(table: Mapping[str, Taken]) -> Callable[[Class], Class]:
 def _check(name: str, value: Any, taken: Taken, where: str) -> None:
     """Refuse a value that does not match the behaviour here; warn if any value is ignored."""
     if taken.values is None:
-        warn(f"{name}={value!r} is an option of vLLM without effect here")
+        warn(f"{name}={value!r} is an option of vLLM, and has no effect here")
     # 0 == False, so compare types as well.
     elif not any(value == one and type(value) is type(one) for one in taken.values):
         raise ValueError(f"{where}={value!r} is not supported: {taken.instead}; see {PAGE}")

@@ -22,7 +22,7 @@ class DeferredRounds:
         self._count = 0
 
     def prepare_for(self, plan: Part, packed: np.ndarray) -> None:
-        """Observe deferred rounds unless `plan` extends them; count `plan` if it is deferred."""
+        """Observe deferred rounds unless `plan` continues them; count `plan` if it is deferred."""
         has_drafts = isinstance(plan, PrefillPlan) or plan.k > 0
         most = 0 if has_drafts else self._programs.max_deferred(plan.batch)
         if self._count >= most or not self._has_rows_of(packed):

@@ -92,7 +92,10 @@ def of_drafts(variant: Variant) -> Variant:
 
 
 def covers(variant: Variant, asked: Variant) -> bool:
-    """Return whether `variant` does all that `asked` does. Masks must match: they cost a wait."""
+    """Return whether `variant` does everything that `asked` does.
+
+    Masks must match, because a step with masks waits for the host.
+    """
     return (
         set(variant.processors) >= set(asked.processors)
         and variant.masks == asked.masks

@@ -1,7 +1,7 @@
 """Pages of sliding-window layers: pages behind the window are freed.
 
-These layers have separate pages and a separate page table, which has the same index for a token as
-the table of other layers. The entry of a freed page is -1; no row reads it.
+These layers have separate pages and a separate page table, indexed like the table of other layers.
+The entry of a freed page is -1; no row reads it.
 """
 
 from collections.abc import Collection, Hashable
@@ -38,7 +38,7 @@ def pages_in_use(config: EngineConfig, window: int, max_drafts: int, num_request
 
 
 def pages_before(window: int, page_size: int) -> int:
-    """Return how many pages before its own a row may read."""
+    """Return the number of pages before its own page that a row may read."""
     return -(-window // page_size)
 
 
@@ -70,7 +70,7 @@ class WindowPages:
         return max(0, end - self._end[slot])
 
     def admit(self, slot: int, keys: SequenceOf[Hashable]) -> None:
-        """Give a slot the cached pages that rows after the pages of `keys` read."""
+        """Give a slot the cached window pages at the end of `keys`."""
         end = len(keys)
         first = max(0, end - self.reach)
         pages = [self.pages.find(key) for key in keys[first:]]

@@ -178,7 +178,7 @@ def test_a_wrong_output_is_reported(options, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        (["--k", "0"], "--k 0 alone drafts nothing; list a K of at least 1"),
+        (["--k", "0"], "--k 0 alone drafts nothing; also list a K of at least 1"),
         (["--k", "two"], "--k two must list integers"),
         (["--max-tokens", "1"], "--max-tokens 1 leaves nothing to time"),
         (["--num-prompts", "99"], "--num-prompts 99: there are 24"),
@@ -192,7 +192,7 @@ def test_a_wrong_output_is_reported(options, monkeypatch, capsys):
             "--drafter eagle lacks a checkpoint; give --drafter eagle=CHECKPOINT",
         ),
         (["--drafter", "eagle=x"], "--drafter eagle=... is given twice"),
-        (["--drafter", "lookahead=/"], "--drafter lookahead=/: 'lookahead' is no method"),
+        (["--drafter", "lookahead=/"], "--drafter lookahead=/: 'lookahead' is not a method"),
         (["--max-model-len", "9"], "raise --max-model-len or lower --max-tokens"),
         (["--output", "/no/such/folder/x.json"], "--output /no/such/folder/x.json"),
     ],
