@@ -442,7 +442,7 @@ class EngineConfig:
 
 
 def growing(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """Return sizes from `first` to `last`, each but the last `factor` times the previous one."""
+    """Return sizes that grow from `first` by a factor, and end with `last`."""
     sizes = [first]
     while sizes[-1] < last:
         sizes.append(min(factor * sizes[-1], last))

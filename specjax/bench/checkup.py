@@ -212,7 +212,7 @@ def alternatives(
 
 
 def _other_recycling(own: Trial, drafter: Any) -> Trial:
-    """Return the trial whose EAGLE-3 head recycles its other state, before or after the norm."""
+    """Return a trial of an EAGLE-3 head with the opposite of its `recycle_normed`."""
     head, normed, plain = drafter.head, "its normed state", "its state before the norm"
     ours, theirs = (normed, plain) if head.recycle_normed else (plain, normed)
     remedy = (

@@ -141,7 +141,7 @@ class Executables:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Return why someone else may have written the folder's files; None if nobody else can."""
+    """Return why a folder cannot be trusted; None if only its owner can write to it."""
     if not hasattr(os, "getuid"):
         return None
     try:

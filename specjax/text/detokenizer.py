@@ -161,8 +161,8 @@ def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | Non
 def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
     """Return token sequences that spell each word at the start of a text and after a space.
 
-    A sequence that ends with another one is left out: forbidding the other forbids both. This also
-    drops a second space, from tokenizers that add a space before a text.
+    A sequence that ends with a shorter one is left out: forbidding the shorter one forbids both.
+    This also drops a second space, from tokenizers that add a space before a text.
 
     Raises:
         ValueError: a word has no tokens.

@@ -358,7 +358,7 @@ class GoodputPolicy:
         return min(near, key=lambda k: tried[k], default=best)
 
     def _try_drafting(self, goodput: Mapping[int, float], load: DecodeLoad) -> int:
-        """Return 0, or for some rounds in a row the best K above 0, to count accepted drafts."""
+        """Return 0, or in some rounds the best K above 0, to measure acceptance."""
         drafting = {k: goodput[k] for k in self._choices if k > 0}
         if not drafting or not any(limit for _, limit in load.members or {(None, 1): 1}):
             return 0
