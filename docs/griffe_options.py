@@ -1,6 +1,6 @@
-"""What the API page needs of griffe: the options of `LLM` with their types and defaults.
+"""Shows the options of `LLM` on the API page, with their types and defaults.
 
-They are declared as a TypedDict, which griffe shows as `**options`.
+They are declared as a TypedDict, which griffe would show as `**options`.
 """
 
 import ast
@@ -10,10 +10,10 @@ from griffe import Extension, Module, Parameter, ParameterKind
 
 
 class LLMOptions(Extension):
-    """Lists the options one by one."""
+    """Lists each option."""
 
     def on_package(self, *, pkg: Module, **_: Any) -> None:
-        """Replace `**options` of `LLM` by what stands for it."""
+        """Replace `**options` of `LLM` with its options."""
         if pkg.name != "specjax":
             return
         declared = pkg["serving.options"]

@@ -1,6 +1,6 @@
-"""What the site needs of mkdocs: files of the repository that pages link to as `../name`.
+"""Adds files of the repository to the site, which pages link to as `../name`.
 
-They join the site under their own paths, and the links lose their dots.
+They have the same paths on the site, and links to them lose the `../`.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ JOINING = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md", "examples
 
 
 def on_files(files: Files, *, config: Any) -> Files:
-    """Add the files beside `docs/`."""
+    """Add the files outside `docs/`."""
     for pattern in JOINING:
         for path in sorted(ROOT.glob(pattern)):
             name = path.relative_to(ROOT).as_posix()
@@ -22,5 +22,5 @@ def on_files(files: Files, *, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Links out of `docs/`, as they are on a page there, as they are on the site."""
+    """Return a page with its links out of `docs/` adapted to the site."""
     return markdown.replace("](../", "](")

@@ -1,6 +1,6 @@
 """Lossless speculative decoding in JAX.
 
-Names are imported when they are first used, so that `specjax --help` need not wait for JAX.
+Names are imported at first use, so that `specjax --help` need not wait for JAX.
 """
 
 from importlib import import_module

@@ -59,7 +59,7 @@ class AsyncLLM(Refusing):
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._streams: dict[Hashable, _Stream] = {}  # used by the engine's thread only
         self._is_closing, self._pid = False, os.getpid()
-        self._ending, self._has_ended = threading.Lock(), False  # whether calls are still taken
+        self._ending, self._has_ended = threading.Lock(), False  # once True, refuse calls
         self._thread = threading.Thread(target=self._serve, name="specjax-engine", daemon=True)
         self._thread.start()
 
@@ -76,7 +76,7 @@ class AsyncLLM(Refusing):
         request_id: Hashable | None = None,
         priority: int = 0,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Continue a prompt; yields an output whenever new tokens have arrived.
+        """Continue a prompt; yield an output whenever new tokens have arrived.
 
         `SamplingParams.output_kind` sets what each output holds: by default the whole output so
         far. The last one is `finished`. A slow consumer gets fewer outputs, without losing tokens:
@@ -87,7 +87,7 @@ class AsyncLLM(Refusing):
             prompt: one prompt, as for `LLM.generate`.
             sampling_params: None for `LLM.get_default_sampling_params`.
             request_id: an id for `abort`, unique among unfinished requests.
-            priority: with scheduling_policy="priority", the lowest goes first.
+            priority: with scheduling_policy="priority", the lowest value goes first.
 
         Raises:
             ValueError: an invalid prompt, parameter or id.
@@ -101,7 +101,7 @@ class AsyncLLM(Refusing):
         params: SamplingParams | None,
         request_id: Hashable | None,
         priority: int,
-        kind: RequestOutputKind | None,  # None for that of `params`
+        kind: RequestOutputKind | None,  # None for the kind of `params`
     ) -> AsyncGenerator[RequestOutput, None]:
         self._check_open()
         if params is None:
@@ -146,7 +146,7 @@ class AsyncLLM(Refusing):
         return Generation(partial(self._grow, prompt, sampling_params, request_id, priority))
 
     async def abort(self, request_id: Hashable) -> bool:
-        """Abort a request, keeping its tokens so far; returns False if there is no such request."""
+        """Abort a request, keeping its tokens so far; return False if there is no such request."""
         return await self._ask(self._abort, request_id)
 
     def metrics(self) -> Metrics:
@@ -175,7 +175,7 @@ class AsyncLLM(Refusing):
         await self._ask(self._llm.wake_up)
 
     async def is_sleeping(self) -> bool:
-        """Whether the engine is asleep (`sleep` without `wake_up`)."""
+        """Return whether the engine is asleep (`sleep` without `wake_up`)."""
         return await self._ask(self._llm.is_sleeping)
 
     async def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
@@ -208,12 +208,12 @@ class AsyncLLM(Refusing):
             raise RuntimeError(CLOSED)
 
     async def _ask(self, function: Callable[..., Answer], *arguments: Any) -> Answer:
-        """Run a function on the engine's thread between two steps; returns its result."""
+        """Run a function on the engine's thread between two steps; return its result."""
         self._check_open()
         return await asyncio.wrap_future(self._call(partial(function, *arguments)))
 
     def _call(self, function: Callable[[], Any]) -> Future:
-        """Schedule a function on the engine's thread between two steps; returns its future."""
+        """Schedule a function on the engine's thread between two steps; return its future."""
         future: Future = Future()
 
         def call() -> None:
@@ -238,17 +238,17 @@ class AsyncLLM(Refusing):
             self._run()
             for request_id in list(self._streams):
                 self._abort(request_id)
-        except BaseException as failure:  # not of one step: the engine cannot go on
+        except BaseException as failure:  # not only of a step: the engine cannot go on
             error, self._is_closing = failure, True
         with self._ending:
             self._has_ended = True
-            while not self._calls.empty():  # of callers that called before it closed
+            while not self._calls.empty():  # calls from before it closed
                 self._calls.get()()
         self._fail_all(error)
         self._llm.close()
 
     def _run(self) -> None:
-        """Steps, and between them what callers ask for, until it closes."""
+        """Run steps, and calls of other threads between them, until the LLM closes."""
         engine = self._llm.engine
         while not self._is_closing:
             while not self._calls.empty() or not engine.has_work:
@@ -376,7 +376,7 @@ class _Stream:
 
 
 def _tell(loop: asyncio.AbstractEventLoop, function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function on an event loop; does nothing if the loop has closed."""
+    """Call a function on an event loop; do nothing if the loop has closed."""
     with suppress(RuntimeError):
         loop.call_soon_threadsafe(function, *arguments)
 

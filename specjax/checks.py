@@ -1,4 +1,4 @@
-"""Checks that settings have in common: a value is refused by its name, with what would do."""
+"""Checks shared by settings; an error names the setting, its value and valid ones."""
 
 import sys
 import warnings
@@ -7,8 +7,8 @@ from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
 
-NEAR = 0.75  # the least likeness of a name that is suggested
-# Packages whose frames are between a warning and the line that caused it.
+NEAR = 0.75  # minimum similarity of a suggested name
+# Packages whose frames may lie between a warning and the line that caused it.
 _OWN = "specjax", "pallas_kernels", "contextlib", "functools"
 
 
@@ -65,22 +65,22 @@ def check_seed(**values: int) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a real number, of Python or NumPy, and no truth value."""
+    """Return whether the value is a real number, of Python or NumPy, and not a bool."""
     return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def is_integer(value: Any) -> bool:
-    """Whether it is an integer, of Python or NumPy, and no truth value."""
+    """Return whether the value is an integer, of Python or NumPy, and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]:
-    """A table [[lo, hi, K], ...]: K drafts where lo to hi requests decode together, as in vLLM.
+    """Parse a table [[lo, hi, K], ...]: K drafts if lo to hi requests decode together, as in vLLM.
 
-    Sizes between two entries have the K of the entry before; so do those beyond the last.
+    Sizes between two entries, and beyond the last, have the K of the entry before them.
 
     Raises:
-        ValueError: with the entry that is malformed.
+        ValueError: an entry is malformed; the message names it.
     """
     name = "speculative_config.num_speculative_tokens_per_batch_size"
     entries = _listed(table)
@@ -90,7 +90,7 @@ def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]
     for i, entry in enumerate(entries):
         where, numbers = f"{name}[{i}]={entry!r}", _listed(entry)
         if len(numbers) != 3 or not all(map(is_integer, numbers)):
-            raise ValueError(f"{where} must be three integers: from and to a batch size, and K")
+            raise ValueError(f"{where} must be three integers: first and last batch size, and K")
         lo, hi, k = map(int, numbers)
         if lo < 1 or hi < lo:
             raise ValueError(f"{where} must have 1 <= lo <= hi, a range of batch sizes")
@@ -98,7 +98,7 @@ def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]
             raise ValueError(f"{where} must begin at batch size 1, as it is the first")
         if parsed and lo <= parsed[-1][1]:
             raise ValueError(
-                f"{where} must begin above batch size {parsed[-1][1]}, where the entry before "
+                f"{where} must begin above batch size {parsed[-1][1]}, where the previous entry "
                 "ends; order entries by size, without overlaps"
             )
         if not 0 <= k <= max_drafts:
@@ -111,10 +111,10 @@ def parse_table(table: Any, max_drafts: int) -> tuple[tuple[int, int, int], ...]
 
 
 def parse_batches(given: Any) -> tuple[int, ...]:
-    """The sizes of `decode_batches`, rising.
+    """Return the sizes of `decode_batches`, ascending.
 
     Raises:
-        ValueError: what is no size of a batch.
+        ValueError: an entry is not a batch size.
     """
     if not isinstance(given, Iterable) or not (sizes := list(given)):
         raise ValueError(f"decode_batches={given!r} must be batch sizes, as (1, 4, 16)")
@@ -123,10 +123,10 @@ def parse_batches(given: Any) -> tuple[int, ...]:
 
 
 def parse_shapes(given: Any) -> tuple[tuple[int, int], ...]:
-    """The pairs (batch, width) of `prefill_shapes`, rising by width.
+    """Return the pairs (batch, width) of `prefill_shapes`, ascending by width.
 
     Raises:
-        ValueError: what is no such pair.
+        ValueError: an entry is not a (batch, width) pair.
     """
     shapes = list(given) if isinstance(given, Iterable) else []
     if not shapes or not all(isinstance(s, Sequence) and len(s) == 2 for s in shapes):
@@ -139,6 +139,6 @@ def parse_shapes(given: Any) -> tuple[tuple[int, int], ...]:
 
 
 def _listed(value: Any) -> list[Any]:
-    """The items of a list, tuple or array; none of anything else."""
+    """Return the items of a list, tuple or array; an empty list for anything else."""
     is_list = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     return list(value) if is_list else []

@@ -34,15 +34,15 @@ _NEEDS_EXTRA = {"optax": "train", "orbax": "train", "matplotlib": "plot"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit code: 0, 2 for errors the user can fix, 130 interrupted, 141
-    if nobody reads its output any more."""
+    """Run a command; return its exit code: 0, 2 for errors the user can fix, 130 if interrupted,
+    141 if nobody reads its output any more."""
     argv = list(sys.argv[1:] if argv is None else argv)
     args = build_parser().parse_args(argv)
     command, subcommand = args.command, getattr(args, "subcommand", None)
     if subcommand:
         # Options before a subcommand would be ignored.
         if argv[1] != subcommand:
-            return _fail(f"{argv[1]} stands before {subcommand}; its options go after it")
+            return _fail(f"{argv[1]} precedes {subcommand}; put options after the subcommand")
         command = f"{command} {subcommand}"
     if command == "info" and (args.compile is not None or args.check):
         command = "info --check" if args.check else "info --compile"
@@ -58,13 +58,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, NotImplementedError) as error:
         return _fail(str(error))
     except BrokenPipeError:
-        # Whoever read the output has left; what is still in the buffer goes nowhere.
+        # The reader of the output has left; discard what is still in the buffer.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
         if error.filename is None:
             raise
-        remedy = "; free some space, or name another place" if error.errno in _FULL else ""
+        remedy = "; free some space, or choose another path" if error.errno in _FULL else ""
         return _fail(f"{error.filename}: {error.strerror}{remedy}")
     except KeyboardInterrupt as error:
         _tell("interrupted")
@@ -95,7 +95,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("bench", bench.add_arguments, bench.DESCRIPTION)
     add("profile", bench.add_profile_arguments, bench.PROFILE_DESCRIPTION)
     add("train", train.add_arguments, "Train a model or a drafter.")
-    add("info", _add_info, "Describe a checkpoint and what it needs.")
+    add("info", _add_info, "Describe a checkpoint and the memory that it needs.")
     return parser
 
 
@@ -109,7 +109,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--chat", action="store_true", help="prompts are a user's messages")
     parser.add_argument(
-        "--json", action="store_true", help="print a line of JSON per output, then one of metrics"
+        "--json", action="store_true", help="print one line of JSON per output, then one of metrics"
     )
 
     sampling = parser.add_argument_group("sampling")
@@ -121,13 +121,13 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     sampling.add_argument("--top-k", type=int, default=0, metavar="K", help="0 keeps all")
     sampling.add_argument("--min-p", type=float, default=0.0, metavar="P", help="0 keeps all")
     sampling.add_argument("--n", type=int, default=1, metavar="N", help="outputs per prompt")
-    sampling.add_argument("--seed", type=int, help="fixes the draws of every prompt")
+    sampling.add_argument("--seed", type=int, help="seed of every prompt")
     sampling.add_argument(
         "--stop",
         action="append",
         default=[],
         metavar="TEXT",
-        help="ends outputs; may be repeated",
+        help="text that ends outputs; may be repeated",
     )
     sampling.add_argument("--stop-token-id", type=int, action="append", default=[], metavar="ID")
     sampling.add_argument("--ignore-eos", action="store_true", help="go on past the end")
@@ -135,12 +135,12 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--sampling-params",
         metavar="JSON",
         default="{}",
-        help='anything that SamplingParams takes, such as \'{"min_tokens": 8, "logprobs": 1}\'',
+        help='fields of SamplingParams, such as \'{"min_tokens": 8, "logprobs": 1}\'',
     )
 
     arguments.add_speculation(parser)
     arguments.add_engine(parser)
-    parser.add_argument("--max-num-batched-tokens", type=int, help="most prompt tokens of a step")
+    parser.add_argument("--max-num-batched-tokens", type=int, help="maximum tokens per step")
 
 
 def _add_info(parser: argparse.ArgumentParser) -> None:
@@ -153,17 +153,17 @@ def _add_info(parser: argparse.ArgumentParser) -> None:
         "--devices",
         type=int,
         metavar="N",
-        help="what each of N GPUs would hold, as arithmetic: an engine runs on one device",
+        help="compute what each of N GPUs would hold; an engine itself runs on one device",
     )
     parser.add_argument(
         "--check",
         action="store_true",
-        help="run the drafter on answers of the target, and name what is wrong with it",
+        help="run the drafter on answers of the target, and name its problems",
     )
     parser.add_argument(
         "--data",
         metavar="FILE",
-        help='for --check: a .jsonl of "question" (a message) or "text" (a prompt as it is)',
+        help='for --check: a .jsonl of "question" (a message) or "text" (a whole prompt)',
     )
     arguments.add_speculation(parser)
     arguments.add_engine(parser)

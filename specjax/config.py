@@ -1,4 +1,4 @@
-"""Frozen configuration. Every value is checked once, here, before any work starts."""
+"""Frozen configuration. Every value is checked once, before any work starts."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -22,28 +22,28 @@ from specjax.checks import (
 from specjax.vllm_names import take_speculation
 
 DTYPES = ("float32", "bfloat16")
-# A drafter of which reports ask no more than what it takes.
+# A placeholder for a drafter: reports use only its shapes.
 OWN_SHAPE = "a head of the model's own shape, without weights"
 AUX_ID_CONVENTIONS = ("entering", "output")
 DRAFT_SAMPLE_METHODS = ("probabilistic", "greedy")
 VERIFICATIONS = ("seed_exact", "rejection", "block", "synthetic")
 LOGPROBS_MODES = ("raw", "processed", "both")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-# The one shape of exact mode, the same for engines of any smaller size: requests of a round, rows
-# of each, and tokens of a chunk.
+# The one shape of exact mode, also for smaller engines: requests of a round, rows per request, and
+# tokens of a chunk.
 EXACT_BATCH, EXACT_WIDTH, EXACT_CHUNK = 16, 8, 32
-ADAPTIVE_DRAFTS = 5  # the most that adaptive K may be, unless told
-MANY_DRAFTS, MAX_DRAFTS = 16, 64  # beyond which a K is warned of, and refused
+ADAPTIVE_DRAFTS = 5  # default maximum of K with `adaptive`
+MANY_DRAFTS, MAX_DRAFTS = 16, 64  # maximum of K without a warning, without an error
 
 
 class Method(NamedTuple):
-    """What a method of drafting needs.
+    """The needs of a drafting method.
 
     Attributes:
-        needs_model: a checkpoint of its own.
-        has_weights: whether it has any, in a checkpoint of its own or in the target's.
-        needs_shape: whether reports take OWN_SHAPE where they are given no checkpoint.
-        options: fields of a `SpeculativeConfig` that go with this method alone.
+        needs_model: whether it needs a separate checkpoint.
+        has_weights: whether it has weights, in a separate checkpoint or in the target's.
+        needs_shape: whether reports may use OWN_SHAPE instead of a checkpoint.
+        options: fields of `SpeculativeConfig` that only this method takes.
     """
 
     needs_model: bool = True
@@ -67,38 +67,39 @@ OWN_METHODS = tuple(name for name, method in METHODS.items() if not method.needs
 
 @dataclass(frozen=True, kw_only=True)
 class SpeculativeConfig:
-    """How drafts are made.
+    """The drafting method, its number of drafts, and their verification.
 
     Attributes:
         method: "eagle" (EAGLE-1), "eagle3", "mtp" (the target's own module), "dflash" or "p_eagle"
             (all drafts in one pass), "draft_model" (a smaller model), "medusa" (a head for every
-            draft), or "ngram", which looks for the last tokens in the text so far.
-        model: the drafter's checkpoint, a folder or hub id; for "mtp" None is the target's, "ngram"
-            has none.
-        num_speculative_tokens: K, drafts per step, at most 64; the most of them where K changes. It
-            may be left out with `adaptive`, then 5, and with `dynamic_config_path`, whose profile
-            says it.
-        num_speculative_tokens_per_batch_size: K by the number of requests that decode together, a
-            table [[lo, hi, K], ...]; sizes that it leaves out have the K of the entry before.
+            draft), or "ngram" (continues the last earlier occurrence of the latest tokens).
+        model: the drafter's checkpoint, a folder or hub id; None for "ngram", and for "mtp" to use
+            the target's.
+        num_speculative_tokens: K, the number of drafts per step, at most 64; the maximum if K
+            varies. Optional with `adaptive` (default 5) and with `dynamic_config_path` (default:
+            the profile's maximum).
+        num_speculative_tokens_per_batch_size: K by the number of requests that decode together, as
+            a table [[lo, hi, K], ...]; sizes without an entry have the K of the entry before them.
         dynamic_config_path: a profile, as `specjax profile` and `LLM.save_dynamic_config` write it;
-            K is what it says is best. With `adaptive` it is where learning begins.
+            K is chosen from its times and rates. With `adaptive`, learning begins from it.
         dynamic_config_force: use the profile even if it was measured on another model.
-        adaptive: choose K from times and acceptance as they are measured while serving.
-        verification: "seed_exact" emits what decoding without drafts would emit; "rejection" and
-            "block" emit the same distribution, accepting more of probabilistic drafts;
+        adaptive: choose K from times and acceptance rates measured while serving.
+        verification: "seed_exact" emits the same tokens as decoding without drafts; "rejection" and
+            "block" emit the same distribution, and accept more of "probabilistic" drafts;
             "synthetic" accepts drafts at given rates, to measure speed.
-        synthetic_acceptance_rates: of all steps, the part that accepts at least 1, 2, ... drafts;
-            one per draft, none above the one before.
-        synthetic_acceptance_length: instead, the mean acceptance length, in 1..K+1.
+        synthetic_acceptance_rates: fraction of all steps that accept at least 1, 2, ... drafts; one
+            rate per draft, none above the previous one.
+        synthetic_acceptance_length: alternatively, the mean acceptance length, in 1..K+1.
         draft_sample_method: above temperature 0, "probabilistic" drafts are drawn, under seed_exact
             with the target's noise; "greedy" drafts are always the argmax.
         aux_id_convention: how an EAGLE-3 config numbers auxiliary hidden states: "entering" layer
             i (vLLM, the default), or "output" of 0-based layer i (SGLang).
-        prompt_lookup_min, prompt_lookup_max: "ngram" looks for the last 2 to 5 tokens, unless told.
+        prompt_lookup_min, prompt_lookup_max: shortest and longest match of "ngram", in tokens; by
+            default 2 and 5.
     """
 
     method: str
-    # Resolved below; where a profile says it, None until that is read.
+    # Resolved below; None until the profile is read if that determines it.
     num_speculative_tokens: int = None  # pyright: ignore[reportAssignmentType]
     model: str | None = None
     verification: str = "seed_exact"
@@ -147,7 +148,7 @@ class SpeculativeConfig:
         where = "speculative_config.prompt_lookup"
         named = {f"{where}_min": low, f"{where}_max": high}
         check_positive(**{name: value for name, value in named.items() if value is not None})
-        # One alone is both, as in vLLM.
+        # If only one is given, it is both, as in vLLM.
         if low is None and high is None:
             low, high = 2, 5
         low, high = (
@@ -207,8 +208,8 @@ class SpeculativeConfig:
             return
         if k is None:
             raise ValueError(
-                "verification='synthetic' needs speculative_config.num_speculative_tokens, as many "
-                "rates as it is; give it beside dynamic_config_path"
+                "verification='synthetic' needs speculative_config.num_speculative_tokens, the "
+                "number of rates; set it next to dynamic_config_path"
             )
         if (rates is None) == (length is None):
             raise ValueError(f"verification='synthetic' needs {where}_rates or {where}_length")
@@ -218,7 +219,7 @@ class SpeculativeConfig:
             if not is_rates or not all(0 <= b <= a for a, b in pairwise([1.0, *listed])):
                 raise ValueError(
                     f"{where}_rates={rates!r} must be {k} rates in [0, 1], one per draft, none "
-                    "above the one before: each counts the steps that accept so many drafts"
+                    "above the previous one: fractions of steps that accept 1, 2, ... drafts"
                 )
             object.__setattr__(self, "synthetic_acceptance_rates", tuple(map(float, listed)))
         if length is not None:
@@ -228,7 +229,7 @@ class SpeculativeConfig:
 
     @property
     def synthetic_rates(self) -> tuple[float, ...]:
-        """The rates, or those of least variance that give the length: ones, the rest, zeros."""
+        """The rates; for a given length, the rates of least variance: ones, a remainder, zeros."""
         if self.synthetic_acceptance_rates is not None:
             return tuple(self.synthetic_acceptance_rates)
         drafts = (self.synthetic_acceptance_length or 1) - 1
@@ -236,7 +237,7 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, config: "SpeculativeConfig | Mapping[str, Any]") -> "SpeculativeConfig":
-        """A config from a mapping; unknown and missing keys are errors that name them."""
+        """Build a config from a mapping; unknown and missing keys are errors that name them."""
         if isinstance(config, SpeculativeConfig):
             return config
         if not isinstance(config, Mapping):
@@ -260,29 +261,31 @@ class EngineConfig:
     """Sizes and modes of an engine.
 
     Attributes:
-        max_model_len: maximum tokens of a request, prompt included.
-        max_num_seqs: requests that run at the same time.
-        max_num_batched_tokens: maximum tokens of one step, with the rows that drafting adds.
-        max_num_scheduled_tokens: maximum tokens of one step without those rows; None for as many.
+        max_model_len: maximum number of tokens of a request, including the prompt.
+        max_num_seqs: maximum number of requests that run at the same time.
+        max_num_batched_tokens: maximum number of tokens per step, including extra rows of drafting.
+        max_num_scheduled_tokens: maximum number of tokens per step without those rows; None for
+            max_num_batched_tokens.
         decode_batches: batch sizes that rounds are compiled for; None for powers of two up to
             max_num_seqs. The largest must hold max_num_seqs.
-        prefill_shapes: (batch, width) of the steps that chunks of prompts are compiled for; None
-            for widths that double up to the budget, of 1, 4, 16, ... prompts. The largest must hold
-            max_num_batched_tokens.
-        page_size: tokens per page of the key-value pool.
-        num_pages: pages of layers without a window, and at most of others.
-        max_window_pages: at most so many of each window's layers; None for what is ever in use.
-        enable_prefix_caching: keep pages for later requests with the same beginning.
-        num_snapshots: recurrent states kept for it; None for a quarter of max_num_seqs.
+        prefill_shapes: (batch, width) of the steps that prefill chunks are compiled for; None for
+            widths that double up to the budget, each for 1, 4, 16, ... prompts. The largest must
+            hold max_num_batched_tokens.
+        page_size: tokens per page of the KV cache.
+        num_pages: number of pages for layers without a window; the maximum for other layers.
+        max_window_pages: maximum number of pages per window; None for as many as can be in use.
+        enable_prefix_caching: keep pages for later requests with the same prefix.
+        num_snapshots: number of recurrent states kept for prefix caching; None for a quarter of
+            max_num_seqs.
         scheduling_policy: "fcfs", or "priority": the lowest priority value first.
-        dtype: of weights and caches.
+        dtype: dtype of weights and caches.
         kernels: implementation of the GPU operations.
         async_scheduling: plan and launch a step before reading the one before it.
         compile_ahead: compile every shape before the first request, not in the background.
-        exact: run every step in one shape, so that results depend on nothing but the request.
+        exact: run every step in one shape, so that results depend only on the request.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
-        logprobs_mode: "raw" reports the model's distribution, "processed" the one drawn from,
-            "both" that and, of the token itself, the model's.
+        logprobs_mode: "raw" reports the model's distribution, "processed" the one that tokens are
+            drawn from, "both" the latter, and for the token itself also the model's.
         seed: seed of requests without one, any integer of 64 bits.
     """
 
@@ -321,7 +324,7 @@ class EngineConfig:
         if self.max_num_scheduled_tokens > self.max_num_batched_tokens:
             raise ValueError(
                 f"max_num_scheduled_tokens={self.max_num_scheduled_tokens} exceeds "
-                f"max_num_batched_tokens={self.max_num_batched_tokens}, which has to hold them; "
+                f"max_num_batched_tokens={self.max_num_batched_tokens}, which includes them; "
                 f"lower it, or raise max_num_batched_tokens by "
                 f"{self.max_num_scheduled_tokens - self.max_num_batched_tokens}"
             )
@@ -349,14 +352,14 @@ class EngineConfig:
         self._set_shapes()
 
     def _set_shapes(self) -> None:
-        """Take the given shapes, in order, or the usual ones."""
+        """Set the shapes: the given ones, in order, or the defaults."""
         usual = self._usual_batches(), self._usual_shapes()
         batches = usual[0] if self.decode_batches is None else self._checked_batches()
         shapes = usual[1] if self.prefill_shapes is None else self._checked_shapes()
         if self.exact and (batches, shapes) != usual:
             raise ValueError(
                 f"decode_batches={batches} and prefill_shapes={shapes}: exact=True runs every step "
-                "in one shape of its own; leave them out"
+                "in a fixed shape; leave them out"
             )
         object.__setattr__(self, "decode_batches", batches)
         object.__setattr__(self, "prefill_shapes", shapes)
@@ -365,7 +368,7 @@ class EngineConfig:
         """Refuse budgets in which a round of one request, or a chunk, cannot be scheduled.
 
         Raises:
-            ValueError: with the budget and by how much to raise it.
+            ValueError: a budget is too small; the message says by how much to raise it.
         """
         chunk = self.prefill_shapes[0][1] if self.exact else 1
         largest = max(max_drafts + 1, chunk)
@@ -387,20 +390,20 @@ class EngineConfig:
 
     @property
     def pages_per_seq(self) -> int:
-        """Width of the page table."""
+        """The number of pages of a request of maximum length: the width of the page table."""
         return -(-self.max_model_len // self.page_size)
 
     def _usual_batches(self) -> tuple[int, ...]:
-        """Powers of two up to max_num_seqs."""
+        """Return powers of two up to max_num_seqs."""
         if self.exact:
             return (max(self.max_num_seqs, EXACT_BATCH),)
         return growing(1, self.max_num_seqs, 2)
 
     def _usual_shapes(self) -> tuple[tuple[int, int], ...]:
-        """Widths that double up to the budget, each of one prompt, 4, 16, ... as the budget holds.
+        """Return widths that double up to the budget, each for 1, 4, 16, ... prompts, if they fit.
 
-        Padding costs as much as tokens do, and a few short chunks beside a round are what a full
-        engine runs all the time: at most three quarters of a batch are padding.
+        Padding costs as much as tokens, and a full engine mostly runs a few short chunks next to a
+        round: at most three quarters of a batch are padding.
         """
         widest = min(self.max_num_batched_tokens, self.max_model_len)
         widths = growing(min(32, widest), widest, 2)
@@ -425,7 +428,7 @@ class EngineConfig:
     def _checked_shapes(self) -> tuple[tuple[int, int], ...]:
         given = self.prefill_shapes
         ordered = parse_shapes(given)
-        # No step has more tokens of prompts than the budget, or than all its requests.
+        # No step has more prompt tokens than the budget, or than all its requests have.
         possible = min(self.max_num_batched_tokens, self.max_num_seqs * self.max_model_len)
         largest = max(batch * width for batch, width in ordered)
         if largest < possible and ordered != self._usual_shapes():
@@ -439,7 +442,7 @@ class EngineConfig:
 
 
 def growing(first: int, last: int, factor: int) -> tuple[int, ...]:
-    """Sizes from `first` to `last`, each `factor` times the one before, if not the last."""
+    """Return sizes that grow from `first` by a factor, and end with `last`."""
     sizes = [first]
     while sizes[-1] < last:
         sizes.append(min(factor * sizes[-1], last))

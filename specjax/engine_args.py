@@ -1,4 +1,4 @@
-"""Options of an LLM as a dataclass, as vLLM has it."""
+"""Options of an LLM as a dataclass, as in vLLM."""
 
 from dataclasses import dataclass, field, fields, make_dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The public door: prompts in, continuations out."""
+"""The public entry point: prompts in, continuations out."""
 
 import itertools
 import time
@@ -39,56 +39,56 @@ from specjax.text.tokenizer import ChatTokenizer
 
 
 class LLM(VllmMethods):
-    """A model ready to generate, with or without speculation.
+    """A model ready to generate, with or without speculative decoding.
 
-    Threads may share one: their requests run in the same steps.
+    Threads may share an LLM: their requests run in the same steps.
 
     Args:
         model: a checkpoint in Hugging Face layout (folder or hub id), or a `Model` value.
         params: the parameters of a `Model` value.
-        speculative_config: a `SpeculativeConfig` or its fields; None decodes plainly.
-        dtype: of weights and caches, "float32", "float" (the same) or "bfloat16"; "auto" is the
-            checkpoint's on a GPU, float32 on a CPU.
-        max_model_len: maximum tokens of a request, prompt included; None for the model's own limit,
-            on a CPU at most 8192.
-        max_num_seqs: requests that run at the same time; None for 256 on a GPU, or
-            as many as its memory holds recurrent states of, and 16 on a CPU.
-        max_num_batched_tokens: maximum tokens of one step, with the rows that drafting adds;
+        speculative_config: a `SpeculativeConfig` or its fields; None decodes without drafts.
+        dtype: dtype of weights and caches, "float32", "float" (the same) or "bfloat16"; "auto" is
+            the checkpoint's dtype on a GPU, float32 on a CPU.
+        max_model_len: maximum number of tokens of a request, including the prompt; None for the
+            model's limit, on a CPU at most 8192.
+        max_num_seqs: maximum number of requests that run at the same time; None for 256 on a GPU
+            (fewer if its memory holds fewer recurrent states), 16 on a CPU.
+        max_num_batched_tokens: maximum number of tokens per step, including extra rows of drafting;
             None for 8192 on a GPU, 512 on a CPU.
-        max_num_scheduled_tokens: maximum tokens of one step without those rows; None for as many.
+        max_num_scheduled_tokens: the maximum without those rows; None for max_num_batched_tokens.
         decode_batches: batch sizes that rounds may be compiled for, as (1, 8, 64); None for powers
             of two up to max_num_seqs.
-        prefill_shapes: (batch, width) of the steps that chunks of prompts may be compiled for;
-            None for widths that double up to the budget, of 1, 4, 16, ... prompts.
-        num_pages: pages of the key-value pool; None for all requests at full length, or for what
-            the device's memory holds.
+        prefill_shapes: (batch, width) of the steps that prefill chunks may be compiled for; None
+            for widths that double up to the budget, each for 1, 4, 16, ... prompts.
+        num_pages: number of pages of the KV cache; None for all requests at full length, or for as
+            many as the device's memory holds.
         page_size: tokens per page.
-        gpu_memory_utilization: part of the GPU's memory for weights and the pool.
-        enable_prefix_caching: keep pages for later requests with the same beginning. Recurrent
-            models also need a snapshot of their states, so they find less of a prefix.
-        num_snapshots: how many snapshots are kept; None for 4 max_num_seqs, or what fits.
+        gpu_memory_utilization: fraction of the GPU's memory for weights and the KV cache.
+        enable_prefix_caching: keep pages for later requests with the same prefix. Recurrent models
+            also need a snapshot of their states, so they reuse shorter prefixes.
+        num_snapshots: number of snapshots kept; None for 4 max_num_seqs, or as many as fit.
         async_scheduling: plan and launch a step before reading the one before it.
         scheduling_policy: "fcfs", first come, first served, or "priority".
-        compile_ahead: compile all shapes of steps, and all that requests need, before any of them
-            runs: speed and bits are then those of a warm engine. By default requests run in the
-            first shapes, padded, and better ones are compiled in the background.
+        compile_ahead: compile all shapes, and everything that requests need, before they run: speed
+            and bits are then those of a warm engine. By default requests run padded in the first
+            shapes, and better shapes are compiled in the background.
         exact: bitwise equal tokens and logprobs under any schedule: every step runs in one shape,
-            of all `max_num_seqs` requests and at least 8 tokens for each, and waits for nothing.
+            of all `max_num_seqs` requests and at least 8 tokens for each, compiled at the start.
         max_logprobs: maximum number of likeliest tokens that a request may ask for.
         logprobs_mode: "raw" reports the model's distribution, "processed" the one that tokens are
             drawn from; vLLM's "raw_logprobs" and "processed_logprobs" are the same. "both" is
-            "processed" with the model's own beside it (`Logprob.raw_logprob`).
+            "processed", with the model's log-probability in `Logprob.raw_logprob`.
         tensor_parallel_size: devices to split the model over; must be 1.
         kernels: implementation of the GPU operations, "auto" or "reference".
-        compilation_cache: folder where compiled steps are kept between runs, unless JAX is already
-            set to one; None keeps nothing.
+        compilation_cache: folder where compiled steps are kept between runs, unless JAX already has
+            one; None for nowhere.
         seed: seed of requests without one, any integer of 64 bits.
-        verbose: show bars on a terminal, and tell by the logger "specjax" of loading and, without a
-            terminal, of generating; the lines go to stderr unless logging is configured.
+        verbose: show bars on a terminal, and log loading and, without a terminal, generating with
+            the logger "specjax", which writes to stderr unless logging is configured.
 
     Raises:
-        ValueError: settings that do not fit each other or the model.
-        CheckpointError: files that are missing, damaged or not what they are used as.
+        ValueError: options that contradict each other or do not fit the model.
+        CheckpointError: files that are missing, damaged or of the wrong kind.
     """
 
     def __init__(self, model: str | Path | Model, **options: Unpack[LLMOptions]):
@@ -97,7 +97,7 @@ class LLM(VllmMethods):
         self._name = str(model) if isinstance(model, str | Path) else type(model)
         self._method = serving.method
         self._verbose = verbose = given["verbose"]
-        self._lock = OwnLock()  # of the engine; held for one step, not for a call
+        self._lock = OwnLock()  # the engine's; held per step, not per call
         self._next_id, self._is_closed = 0, False
         self.target, self.tokenizer = serving.target, serving.tokenizer
         self._default_params = serving.default_params
@@ -134,22 +134,22 @@ class LLM(VllmMethods):
     ) -> list[RequestOutput]:
         """Continue each prompt; outputs come in the order of the prompts.
 
-        A request that fails by itself, for example by its grammar, ends with finish_reason "error",
-        and the others go on.
+        A request that fails alone, for example in its grammar, ends with finish_reason "error"; the
+        other requests continue.
 
         Args:
-            prompts: a text, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or
-                a list of such.
+            prompts: a text, a list of token ids, {"prompt": ...}, {"prompt_token_ids": [...]}, or a
+                list of these.
             sampling_params: one for all prompts or one per prompt; None for
                 `get_default_sampling_params`.
-            use_tqdm: show progress, as a bar, or as lines of the log without a terminal; or a class
-                that is called as tqdm's.
-            lora_request: None; there are no LoRA adapters.
-            priority: with scheduling_policy="priority", the lowest goes first.
+            use_tqdm: show progress, as a bar, or as log lines without a terminal; or a class with
+                the arguments of tqdm.
+            lora_request: must be None; LoRA adapters are not supported.
+            priority: with scheduling_policy="priority", the lowest value goes first.
             tokenization_kwargs: {"truncate_prompt_tokens": n}, as in `SamplingParams`.
 
         Raises:
-            ValueError: a prompt or parameter that cannot be served, before anything is generated.
+            ValueError: a prompt or parameter cannot be served; raised before generation starts.
         """
         refuse_lora(lora_request)
         requests = self._requests(prompts, sampling_params, priority, tokenization_kwargs)
@@ -170,17 +170,17 @@ class LLM(VllmMethods):
         priority: int | Sequence[int] | None = None,
         use_tqdm: bool = False,
     ) -> Iterator[RequestOutput]:
-        """Continue each prompt; yields an output whenever it has grown.
+        """Continue each prompt; yield an output whenever it has grown.
 
-        What it contains is `SamplingParams.output_kind`: by default the whole output each time.
-        The last one of a request is `finished`. Requests start when the first output is asked for;
-        leaving the iteration aborts those that have not finished. Other calls may come between.
+        `SamplingParams.output_kind` sets what it contains: by default the whole output so far. The
+        last one of a request is `finished`. Requests start when the first output is asked for;
+        leaving the iteration aborts those that have not finished. Other calls may run in between.
 
-        `use_tqdm` tells every ten seconds by lines of the log how far the call is: a bar would be
-        broken by what is printed between outputs.
+        `use_tqdm` logs the progress every ten seconds: text printed between outputs would break a
+        bar.
 
         Raises:
-            ValueError: as `generate`, when this is called.
+            ValueError: as `generate`, at the call itself.
         """
         requests = self._requests(prompts, sampling_params, priority)
         return self._stream(requests, is_told=use_tqdm)
@@ -193,7 +193,7 @@ class LLM(VllmMethods):
             told = progress(samples, self.metrics, is_told, verbose=self._verbose, draws=False)
             with told as tick:
                 while growing:
-                    with self._lock:  # what another thread steps may grow meanwhile
+                    with self._lock:  # another thread's step may grow it meanwhile
                         self._check_open()
                         if not growing.is_due:
                             self._step()
@@ -219,15 +219,15 @@ class LLM(VllmMethods):
         """Answer one conversation (a list of {"role", "content"}) or a list of conversations.
 
         Args:
-            messages: their contents are texts, or lists of {"type": "text", "text": ...}.
-            chat_template: Jinja's text of it, or the name of one of the checkpoint's.
-            chat_template_content_format: what templates are given: "openai" for lists of parts,
-                "string", or "auto", for texts, the parts of a list joined with line breaks.
+            messages: contents are texts, or lists of {"type": "text", "text": ...}.
+            chat_template: a template in Jinja, or the name of one in the checkpoint.
+            chat_template_content_format: "openai" passes contents to the template as lists of
+                parts; "string" and "auto" as texts, with the parts of a list joined by line breaks.
             add_generation_prompt: begin the assistant's turn.
-            continue_final_message: go on with the last message, without add_generation_prompt.
+            continue_final_message: continue the last message, without add_generation_prompt.
             tools: functions that the model may call, as JSON schemas.
             chat_template_kwargs: further variables of the template, like enable_thinking.
-            options: the others as for `generate`.
+            options: further arguments of `generate`.
 
         Raises:
             ValueError: messages that cannot be rendered, or as `generate`.
@@ -254,10 +254,10 @@ class LLM(VllmMethods):
         request_id: Hashable | None = None,
         priority: int = 0,
     ) -> Request:
-        """A checked request, to `start` by hand.
+        """Return a validated request, to pass to `start`.
 
         Raises:
-            ValueError: a prompt or parameters that cannot be served.
+            ValueError: the prompt or a parameter cannot be served.
         """
         where = "prompt" if request_id is None else f"request {request_id!r}"
         with self._lock:
@@ -270,7 +270,7 @@ class LLM(VllmMethods):
         return request
 
     def start(self, request: Request, prompt: str | None = None) -> Outputs:
-        """Queue a request; its outputs grow as the engine steps, for whoever runs it by hand.
+        """Queue a request; return its outputs, which grow as the engine steps.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -282,41 +282,41 @@ class LLM(VllmMethods):
             return Outputs.of(request, self.engine.add(request), prompt, self.tokenizer)
 
     def metrics(self) -> Metrics:
-        """Counters since the engine was built."""
+        """Return the counters since the engine was built."""
         with self._lock:
             self._check_open()
             return self.engine.metrics()
 
     def get_metrics(self) -> list[Metric]:
-        """The counters that vLLM has as well, one by one, under its names; see `metrics`."""
+        """Return the counters that vLLM also has, under vLLM's names; see `metrics`."""
         return list_metrics(self.metrics())
 
     def save_dynamic_config(self, path: str | Path) -> None:
         """Write the times and rates that adaptive K has learned, for `dynamic_config_path`.
 
         Raises:
-            ValueError: none were learned.
+            ValueError: no times were learned.
         """
         with self._lock:
             self._check_open()
             save_profile(self.engine, Path(path))
 
     def get_tokenizer(self) -> ChatTokenizer:
-        """The checkpoint's tokenizer: encode, decode, apply_chat_template.
+        """Return the checkpoint's tokenizer: encode, decode, apply_chat_template.
 
         Raises:
-            ValueError: it has none.
+            ValueError: the checkpoint has none.
         """
         if self.tokenizer is None:
             raise ValueError("the checkpoint has no tokenizer; generate takes and gives token ids")
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What is used where sampling_params are left out: generation_config.json's, if any."""
+        """Return the default sampling_params: those of generation_config.json, if there is one."""
         return self._default_params.clone()
 
     def reset_prefix_cache(self) -> bool:
-        """Drop cached prefixes; returns False, without doing so, while requests run."""
+        """Clear the prefix cache; return False, and do nothing, while requests run."""
         with self._lock:
             self._check_open()
             if not self.engine.has_work:
@@ -324,14 +324,14 @@ class LLM(VllmMethods):
             return not self.engine.has_work
 
     def sleep(self, level: int = 1) -> None:
-        """Free memory of the device until `wake_up`.
+        """Free device memory until `wake_up`.
 
-        Level 1 frees caches and states. Level 2 also moves the weights to the host's memory; unlike
-        in vLLM, no level loses weights.
+        Level 1 frees caches and states. Level 2 also moves the weights to host memory; unlike in
+        vLLM, no level discards weights.
 
         Raises:
-            ValueError: another level.
-            RuntimeError: requests have not finished.
+            ValueError: the level is neither 1 nor 2.
+            RuntimeError: requests are unfinished.
         """
         check_level(level)
         with self._lock:
@@ -341,19 +341,19 @@ class LLM(VllmMethods):
             self._sleep.begin(level)
 
     def wake_up(self) -> None:
-        """Take the memory again that `sleep` freed."""
+        """Allocate the memory again that `sleep` freed."""
         with self._lock:
             self._check_open()
             self._sleep.end()
 
     def is_sleeping(self) -> bool:
-        """Whether it sleeps, see `sleep`."""
+        """Return whether the LLM is asleep, see `sleep`."""
         self._check_open()
         return self._sleep.level > 0
 
     def close(self) -> None:
         """Free the device memory. The LLM cannot be used afterwards; closing twice is harmless."""
-        if self._lock.is_forked:  # the memory is that of the process that built it
+        if self._lock.is_forked:  # the memory belongs to the process that built it
             return
         with self._lock:
             if not self._is_closed:
@@ -371,13 +371,13 @@ class LLM(VllmMethods):
         self.close()
 
     def _step(self) -> list[Sample]:
-        """A step for whoever's requests there are; the samples that gained tokens or ended."""
+        """Run a step for all threads' requests; return the samples that gained tokens or ended."""
         with self._lock:
             self._check_open()
             return self.engine.step()
 
     def _drain(self) -> None:
-        """Let nothing be in flight, if nobody else has work for the engine."""
+        """Read the steps in flight, if no other thread has work for the engine."""
         with self._lock:
             if not self._is_closed:
                 self.engine.drain()
@@ -398,7 +398,7 @@ class LLM(VllmMethods):
         priority: int | Sequence[int] | None,
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[tuple[Request, str | None]]:
-        """A checked request for every prompt, and its text if it is one."""
+        """Return a validated request for every prompt, and the prompt's text if it is one."""
         listed = as_prompt_list(prompts)
         given = self.get_default_sampling_params() if sampling_params is None else sampling_params
         if tokenization_kwargs:
@@ -420,14 +420,14 @@ class LLM(VllmMethods):
         return [(one, prompt_text(prompt)) for one, prompt in zip(requests, listed, strict=True)]
 
     def _free_numbers(self, count: int) -> list[int]:
-        """The next numbers that users have not given to unfinished requests as ids."""
+        """Return the next numbers that are not ids of unfinished requests."""
         taken = self.engine.unfinished_ids
         free = (number for number in itertools.count(self._next_id) if str(number) not in taken)
         return list(itertools.islice(free, count))
 
     @contextmanager
     def _running(self, requests: list[tuple[Request, str | None]]) -> Iterator[list[Outputs]]:
-        """Queue the requests, and abort those that have not finished when the block is left."""
+        """Queue the requests; abort unfinished ones when the block is left."""
         started: list[Outputs] = []
         try:
             with self._lock:
@@ -437,7 +437,7 @@ class LLM(VllmMethods):
                     samples = self.engine.add(request)
                     started.append(Outputs.of(request, samples, text, self.tokenizer))
             yield started
-        except KeyboardInterrupt:  # anywhere in a step: nothing is sure to be whole
+        except KeyboardInterrupt:  # maybe within a step: the state may be inconsistent
             with self._lock:
                 if not self._is_closed:
                     self.engine.reset()
@@ -446,5 +446,5 @@ class LLM(VllmMethods):
             with self._lock:
                 if not self._is_closed:
                     for outputs in started:
-                        if not outputs.is_finished:  # or another may have taken its id
+                        if not outputs.is_finished:  # a finished one's id may be in use again
                             self.engine.abort(outputs.request.request_id)

@@ -31,7 +31,7 @@ class CompletionOutput:
     error: Exception | None = None  # the error, if this request failed
 
     def finished(self) -> bool:
-        """Whether the output is complete."""
+        """Return whether the output is complete."""
         return self.finish_reason is not None
 
 
@@ -69,6 +69,6 @@ class RequestOutput:
     prompt_logprobs: list[TokenLogprobs | None] | None  # None for the first token
     outputs: Sequence[CompletionOutput]
     finished: bool = True  # whether all outputs are complete
-    # Not compared: outputs are equal if their tokens are, whatever the timing.
+    # Not compared: outputs are equal if their tokens are, regardless of timing.
     metrics: RequestMetrics | None = field(default=None, compare=False)
     num_cached_tokens: int | None = field(default=None, compare=False)  # None before it starts

@@ -119,23 +119,24 @@ class SamplingParams:
         top_p: keep the most likely tokens that together reach this probability; 1 keeps all.
         top_k: keep the k most likely tokens; 0 or -1 keeps all.
         min_p: keep tokens whose probability is at least this fraction of the highest.
-        seed: makes sampling reproducible, whatever other requests run and whether or not drafts
-            are used. Any integer of 64 bits; those outside 0..2**32 - 1 are folded to 32 bits.
-            None or -1 derives it from the engine's seed and the number of the request. Samples
-            after the first derive theirs from it.
+        seed: makes sampling reproducible, regardless of other requests and of drafts. Any integer
+            of 64 bits; those outside 0..2**32 - 1 are folded to 32 bits. None or -1 derives it from
+            the engine's seed and the number of the request. Samples after the first derive theirs
+            from it.
         stop: texts that end the output, which is truncated before them.
-        stop_token_ids: further ids that end the output, besides the model's end of sequence.
+        stop_token_ids: ids that end the output, in addition to the model's end of sequence.
         ignore_eos: continue past the model's end of sequence; the output of `structured_outputs`
-            ends there all the same.
+            ends there nevertheless.
         max_tokens: maximum number of tokens; None for as many as `max_model_len` allows.
-        min_tokens: minimum number of tokens; nothing stops the output before.
+        min_tokens: minimum number of tokens; nothing ends the output earlier.
         logprobs: report the log-probability of each token and of this many most likely ones; -1
             for the whole vocabulary, if `max_logprobs` allows it.
         prompt_logprobs: the same for the tokens of the prompt.
         detokenize: whether outputs carry text.
         skip_special_tokens: omit special tokens from the text.
         spaces_between_special_tokens: must be True if special tokens are in the text.
-        include_stop_str_in_output: end the text with the stop text, or with the stop token's.
+        include_stop_str_in_output: end the text with the stop text, or with the text of the stop
+            token.
         output_kind: what each output of a stream holds.
         truncate_prompt_tokens: keep only this many last tokens of the prompt; -1 for as many as
             leave room for `max_tokens`.
@@ -145,7 +146,8 @@ class SamplingParams:
         bad_words: texts that must not be generated.
         logits_processors: pure JAX functions (tokens i32[L], length i32, logits f32[V]) ->
             f32[V], traced once; tokens past `length` are meaningless.
-        num_speculative_tokens: maximum drafts per step, if less than the engine's K; None for K.
+        num_speculative_tokens: maximum number of drafts per step, if less than the engine's K; None
+            for K.
     """
 
     n: int = 1
@@ -332,7 +334,7 @@ def _check_int(
 
 
 def _is_integer(value: Any) -> bool:
-    """Whether it is an integer (JAX's included) and not a bool."""
+    """Return whether the value is an integer (including JAX's) and not a bool."""
     try:
         operator.index(value)
     except TypeError:

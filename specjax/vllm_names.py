@@ -1,4 +1,4 @@
-"""Names of vLLM 0.33 that are taken at the values that mean what is done here, or refused."""
+"""Names of vLLM 0.33: accepted with values that match the behaviour here, otherwise refused."""
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import wraps
@@ -7,18 +7,18 @@ from typing import Any, NamedTuple, TypeVar
 from specjax.checks import did_you_mean, warn
 
 PAGE = "docs/coming_from_vllm.md"
-_GREEDY_NAMES = "beam search is not here; sample several outputs, SamplingParams(n=...)"
-_NO_POOLING = "models here generate, and do nothing else"
+_GREEDY_NAMES = "beam search is not supported; sample several outputs, SamplingParams(n=...)"
+_NO_POOLING = "models here only generate"
 _ONE_DEVICE = "an engine runs on one device, in this process"
 
-# Methods and attributes of `LLM` and `AsyncLLM`, and what there is instead.
+# Missing methods and attributes of vLLM's `LLM` and `AsyncLLM`, and alternatives to them.
 METHODS: Mapping[str, str] = {
     "beam_search": _GREEDY_NAMES,
     **dict.fromkeys(("encode", "embed", "classify", "reward", "score"), _NO_POOLING),
     **dict.fromkeys(("apply_model", "collective_rpc", "get_world_size"), _ONE_DEVICE),
     "llm_engine": "the engine is `engine`, and has other methods",
     "set_tokenizer": "the tokenizer is the checkpoint's",
-    "reset_mm_cache": "models here read text alone",
+    "reset_mm_cache": "models here read only text",
     **dict.fromkeys(("add_lora", "remove_lora", "list_loras", "pin_lora"), "there are no adapters"),
     **dict.fromkeys(
         ("init_weight_transfer_engine", "start_weight_update", "finish_weight_update"),
@@ -30,15 +30,15 @@ METHODS: Mapping[str, str] = {
 
 
 class Taken(NamedTuple):
-    """A field of vLLM's that is not here."""
+    """A field that vLLM has and specjax does not."""
 
-    values: tuple[Any, ...] | None  # which mean what is done here; None for any value
-    instead: str = ""  # what there is in its place
+    values: tuple[Any, ...] | None  # accepted values; None for any value
+    instead: str = ""  # the alternative here
 
 
 _SAME = Taken(None)
 SAMPLING: Mapping[str, Taken] = {
-    "best_of": Taken((None, 1), "n samples are made, and all returned"),
+    "best_of": Taken((None, 1), "all n samples are returned"),
     "use_beam_search": Taken((False, None), _GREEDY_NAMES),
     "length_penalty": Taken((1.0, None), _GREEDY_NAMES),
     "early_stopping": Taken((False, None), _GREEDY_NAMES),
@@ -46,8 +46,8 @@ SAMPLING: Mapping[str, Taken] = {
     "flat_logprobs": Taken((False,), "logprobs are mappings by token id"),
     "logprob_token_ids": Taken((None,), "logprobs=n reports the likeliest tokens"),
     "prompt_logprob_token_ids": Taken((None,), "prompt_logprobs=n reports the likeliest tokens"),
-    "prompt_logprob_start": Taken((None, 0), "prompt_logprobs are of the whole prompt"),
-    "stream_interval": Taken((None, 1), "streams give what has been added, at every step"),
+    "prompt_logprob_start": Taken((None, 0), "prompt_logprobs cover the whole prompt"),
+    "stream_interval": Taken((None, 1), "streams yield added tokens at every step"),
     "skip_clone": _SAME,
     "extra_args": Taken((None, {}), "there are no plugins to read it"),
     "skip_reading_prefix_cache": Taken((None, False), "see LLM(enable_prefix_caching=False)"),
@@ -57,10 +57,10 @@ SAMPLING: Mapping[str, Taken] = {
     "trace_decode_token_ids": Taken((None,), "prompt_logprobs score given tokens"),
 }
 STRUCTURED: Mapping[str, Taken] = {
-    "disable_any_whitespace": Taken((False,), "a grammar may leave out whitespace"),
+    "disable_any_whitespace": Taken((False,), "a grammar can exclude whitespace"),
     "disable_additional_properties": Taken((False,), 'say "additionalProperties": false'),
-    "whitespace_pattern": Taken((None,), "a grammar may say what whitespace there is"),
-    "structural_tag": Taken((None,), "a grammar may have texts around JSON"),
+    "whitespace_pattern": Taken((None,), "a grammar can define whitespace"),
+    "structural_tag": Taken((None,), "a grammar can have text around JSON"),
 }
 SPECULATION: Mapping[str, Taken] = {
     **dict.fromkeys(
@@ -73,29 +73,29 @@ SPECULATION: Mapping[str, Taken] = {
         ),
         _SAME,
     ),
-    "quantization": Taken((None,), "weights are computed with in the engine's dtype"),
+    "quantization": Taken((None,), "weights are used in the engine's dtype"),
     "kv_cache_dtype": Taken((None, "auto"), "caches have the dtype of the weights"),
     "max_model_len": Taken((None,), "a drafter has the length of its target"),
     **dict.fromkeys(
         ("revision", "code_revision"), Taken((None,), "download the revision, and give its folder")
     ),
     "draft_load_config": Taken((None,), "checkpoints are safetensors files"),
-    "index_share_for_mtp_iteration": Taken((None,), "the checkpoint's config says it"),
+    "index_share_for_mtp_iteration": Taken((None,), "the checkpoint's config determines it"),
     "disable_eagle_block_drop": Taken((False,), "prefixes are kept by whole pages"),
     "parallel_drafting": Taken((False, None), "name the method 'p_eagle'"),
-    "enable_adaptive_verification": Taken((False,), "adaptive=True chooses K as it runs"),
+    "enable_adaptive_verification": Taken((False,), "adaptive=True chooses K while serving"),
     "dspark_draft_topk": Taken((None,), "drafts are drawn from the whole draft vocabulary"),
-    "disable_by_batch_size": Taken((None,), "num_speculative_tokens_per_batch_size says K by size"),
+    "disable_by_batch_size": Taken((None,), "num_speculative_tokens_per_batch_size sets K by size"),
     **dict.fromkeys(
         (
             *("suffix_decoding_max_tree_depth", "suffix_decoding_max_cached_requests"),
             *("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
         ),
-        Taken((), "method 'suffix' is not here; 'ngram' looks for the last tokens"),
+        Taken((), "method 'suffix' is not supported; 'ngram' looks up the last tokens"),
     ),
 }
 
-# Names of methods and of verification in vLLM, where ours are others.
+# vLLM's names of methods and verification, and ours if they differ.
 _DRAFTING = {"dspark": "dflash", "ngram_gpu": "ngram"}
 _VERIFICATION = {"standard": "rejection", "block": "block", "synthetic": "synthetic"}
 
@@ -105,11 +105,11 @@ Class = TypeVar("Class", bound=type)
 def take_keys(
     given: Mapping[Any, Any], table: Mapping[str, Taken], where: str, known: Iterable[str]
 ) -> dict[str, Any]:
-    """Return the known keys of a mapping; those of vLLM in the table are passed over.
+    """Return the known keys of a mapping; vLLM's keys in the table are dropped.
 
     Raises:
-        ValueError: one of vLLM's at a value that would change something, and what there is instead;
-            or an unknown key.
+        ValueError: a key of vLLM has a value that would change something (the message names the
+            alternative), or a key is unknown.
     """
     for name in given.keys() & table.keys():
         _check(name, given[name], table[name], f"{where}.{name}")
@@ -124,7 +124,7 @@ def take_keys(
 
 
 def take_speculation(given: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Return the keys of a `speculative_config` by the names that they have here.
+    """Return a `speculative_config` with vLLM's names translated to ours.
 
     Raises:
         ValueError: see `take_keys`.
@@ -146,7 +146,8 @@ def take_speculation(given: Mapping[str, Any], known: Iterable[str]) -> dict[str
 def takes(table: Mapping[str, Taken]) -> Callable[[Class], Class]:
     """Return a decorator of dataclasses: the constructor also takes the table's names.
 
-    It raises ValueError for values that would change something, and TypeError for unknown names.
+    The constructor raises ValueError for values that would change something, and TypeError for
+    unknown names.
     """
 
     def decorate(cls: Class) -> Class:
@@ -171,9 +172,9 @@ def takes(table: Mapping[str, Taken]) -> Callable[[Class], Class]:
 
 
 def _check(name: str, value: Any, taken: Taken, where: str) -> None:
-    """Refuse a value that does not mean what is done here; warn where any value is passed over."""
+    """Refuse a value that does not match the behaviour here; warn if any value is ignored."""
     if taken.values is None:
-        warn(f"{name}={value!r} is vLLM's, and has no effect here")
+        warn(f"{name}={value!r} is an option of vLLM, and has no effect here")
     # 0 == False, so compare types as well.
     elif not any(value == one and type(value) is type(one) for one in taken.values):
         raise ValueError(f"{where}={value!r} is not supported: {taken.instead}; see {PAGE}")

@@ -1,13 +1,12 @@
-"""The check-up of a drafter: how often its drafts would be accepted, and whether they would be more
-often if something about it were different.
+"""Checks a drafter: how often its drafts are accepted, and whether a different setup would help.
 
-The target is run over whole texts without a cache. At places of each text the drafter, through the
-contract that serving uses, drafts from the target's features so far; a draft is accepted if it is
-the target's own choice. Then the same is done with other auxiliary layers, features, mask tokens
-and vocabularies. One that is accepted clearly more often names a fault.
+The target is run over whole texts without a cache. At places of each text the drafter, called as in
+serving, drafts from the target's features up to there; a draft is accepted if it is the target's
+choice. The same is done with other auxiliary layers, features, mask tokens and vocabularies. If one
+of these trials is accepted clearly more often, it reveals a fault.
 
-How many drafts are accepted varies much from place to place, and hides a small fault among few
-texts. What the distributions of drafter and target have in common (the acceptance of sampled drafts
+The number of accepted drafts varies much between places, which hides a small fault if there are few
+texts. The overlap of the distributions of drafter and target (the acceptance rate of sampled drafts
 at temperature 1) varies little, so a gain in either counts.
 """
 
@@ -35,11 +34,11 @@ from specjax.device.requests import init_requests
 from specjax.device.verification import draft_probs
 from specjax.train.context import CausalRows
 
-NUM_PLACES = 32  # of a text, at which drafts are made
-PAGE_SIZE, LENGTHS = 16, 128  # texts are padded to a multiple, so that few programs are compiled
-SHIFTS = -2, -1, 1, 2  # of auxiliary layers: by configs that count otherwise, and by one more
-# What is clearly better gains at least so much acceptance length, or so much of what distributions
-# have in common, and so many standard errors: more of them on other texts, whose places are others.
+NUM_PLACES = 32  # number of places per text at which drafts are made
+PAGE_SIZE, LENGTHS = 16, 128  # texts are padded to multiples of LENGTHS, to compile few programs
+SHIFTS = -2, -1, 1, 2  # of auxiliary layers: by other counting conventions, and by one more
+# A trial is clearly better if it gains at least this acceptance length, or this overlap, and this
+# number of standard errors; unpaired trials, on other texts, need more of them.
 LEAST_GAIN, LEAST_IN_COMMON = 0.05, 0.01
 LEAST_ERRORS, LEAST_ERRORS_UNPAIRED = 2.5, 3.0
 
@@ -52,41 +51,41 @@ class Text(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """A drafter, and what it is given."""
+    """A drafter, and the inputs that it gets."""
 
     name: str
     drafter: Drafter
     params: Any  # the drafter's
-    layers: tuple[int, ...]  # whose input it reads
-    shift: int = 0  # it reads features of so many rows later
-    fault: str = ""  # what is wrong if this is better than the drafter as it is
+    layers: tuple[int, ...]  # it reads the input of these layers
+    shift: int = 0  # it reads features this number of rows later
+    fault: str = ""  # the fault, if this trial is better than the drafter as it is
 
 
 class Tally(NamedTuple):
-    """What was accepted at P places of all texts."""
+    """Accepted drafts and overlaps at the P places of all texts."""
 
-    is_accepted: np.ndarray  # bool[P, K], with all drafts before it
-    is_counted: np.ndarray  # bool[P, K], whether the text goes on as the target would
-    in_common: np.ndarray  # f64[P], sum of min(p, q) over the tokens for the first draft
+    is_accepted: np.ndarray  # bool[P, K], together with all drafts before it
+    is_counted: np.ndarray  # bool[P, K], whether the text follows the target's choices before it
+    in_common: np.ndarray  # f64[P], overlap at the first draft: sum of min(p, q) over tokens
 
     @property
     def rates(self) -> list[float]:
-        """Of drafts at position 1, 2, ... the part accepted."""
+        """The fraction of drafts accepted at position 1, 2, ..."""
         counts = np.maximum(self.is_counted.sum(0), 1)
         return ((self.is_accepted & self.is_counted).sum(0) / counts).tolist()
 
     @property
     def length(self) -> float:
-        """The acceptance length: accepted drafts of a step, and one token of the target's."""
+        """The acceptance length: accepted drafts per step, plus one token of the target."""
         return 1 + sum(self.rates)
 
     @property
     def accepted(self) -> np.ndarray:
-        """Drafts accepted at each place, f64[P]."""
+        """The number of drafts accepted at each place, f64[P]."""
         return (self.is_accepted & self.is_counted).sum(1).astype(np.float64)
 
     def is_clearly_below(self, other: "Tally", *, is_paired: bool) -> bool:
-        """Return whether another tally, of the same places if paired, is better beyond chance."""
+        """Return whether another tally is better beyond chance; paired ones share their places."""
         least_errors = LEAST_ERRORS if is_paired else LEAST_ERRORS_UNPAIRED
         for ours, theirs, least in (
             (self.accepted, other.accepted, LEAST_GAIN),
@@ -102,7 +101,7 @@ class Tally(NamedTuple):
 
 
 class Checkup(NamedTuple):
-    """The result: the drafter as it is, all that was tried, and the faults found."""
+    """The result: tallies of the drafter as it is and of all trials, and the faults found."""
 
     reference: Tally
     tried: dict[str, Tally]  # by name
@@ -122,8 +121,8 @@ def check(
     """Check a drafter on texts that the target wrote.
 
     Args:
-        mask_ids: tokens to try as the mask of a drafter that has one.
-        vocabularies: token ids i32[V_d] to try as the draft vocabulary, by where they are from.
+        mask_ids: tokens to try as the mask token, if the drafter has one.
+        vocabularies: token ids i32[V_d] to try as the draft vocabulary, by their source.
 
     Raises:
         ValueError: no text has an answer of more than k + 1 tokens.
@@ -138,7 +137,7 @@ def check(
 def measure(
     target: Model, params: Any, trials: Sequence[Trial], texts: Sequence[Text], k: int
 ) -> dict[str, Tally]:
-    """Return what is accepted of each trial, by its name; `params` are the target's.
+    """Return the tally of each trial by name; `params` are the target's parameters.
 
     Raises:
         ValueError: no text has an answer of more than k + 1 tokens.
@@ -176,7 +175,7 @@ def measure(
 def alternatives(
     own: Trial, target: Model, mask_ids: Sequence[int], vocabularies: Mapping[str, np.ndarray]
 ) -> Iterator[Trial]:
-    """Yield what a drafter is tried with besides what it is."""
+    """Yield the trials of a drafter other than the drafter as it is."""
     for step in SHIFTS if own.layers else ():
         layers = tuple(layer + step for layer in own.layers)
         if min(layers) >= 0 and max(layers) <= target.num_layers:
@@ -184,17 +183,17 @@ def alternatives(
             fault = f"wrong auxiliary layers: {own.layers} are read, {layers} are better"
             yield own._replace(name=name, layers=layers, fault=fault)
     for shift, where in (-1, "before"), (1, "after"):
-        fault = f"features are shifted by one: those of the row {where} are better"
+        fault = f"features are shifted by one: features of the row {where} are better"
         yield own._replace(name=f"features of the row {where}", shift=shift, fault=fault)
     drafter: Any = own.drafter
     head = getattr(drafter, "head", None)
-    mask = getattr(head, "mask_token_id", None)  # of heads that recycle nothing
+    mask = getattr(head, "mask_token_id", None)  # of heads that do not recycle their state
     if mask is None and hasattr(head, "recycle_normed"):
-        yield _recycling_otherwise(own, drafter)
+        yield _other_recycling(own, drafter)
     for token in mask_ids if mask is not None else ():
         if token != mask:
             other = replace(drafter, head=replace(drafter.head, mask_token_id=token))
-            fault = f"wrong mask token: {mask} is read where it drafts, {token} is better"
+            fault = f"wrong mask token: {mask} is used, {token} is better"
             yield own._replace(name=f"mask token {token}", drafter=other, fault=fault)
     ids = getattr(own.params, "target_ids", None)
     if ids is not None:
@@ -208,12 +207,12 @@ def alternatives(
                 continue
             if (found != own_ids).any():
                 other = replace(own.params, target_ids=jnp.array(found, ids.dtype))
-                fault = f"the draft vocabulary is missing or wrong: that of {name} is better"
+                fault = f"the draft vocabulary is missing or wrong: {name} is better"
                 yield own._replace(name=name, params=other, fault=fault)
 
 
-def _recycling_otherwise(own: Trial, drafter: Any) -> Trial:
-    """Return an EAGLE-3 head that goes on from its state after the norm, if before, or before."""
+def _other_recycling(own: Trial, drafter: Any) -> Trial:
+    """Return a trial of an EAGLE-3 head with the opposite of its `recycle_normed`."""
     head, normed, plain = drafter.head, "its normed state", "its state before the norm"
     ours, theirs = (normed, plain) if head.recycle_normed else (plain, normed)
     remedy = (
@@ -222,14 +221,14 @@ def _recycling_otherwise(own: Trial, drafter: Any) -> Trial:
         else 'norm_output to true, and architectures to ["Eagle3LlamaForCausalLM"]'
     )
     other = replace(drafter, head=replace(head, recycle_normed=not head.recycle_normed))
-    fault = f"the head goes on from {ours}, {theirs} is better; set {remedy} in its config.json"
+    fault = f"the head recycles {ours}, {theirs} is better; set {remedy} in its config.json"
     return own._replace(name=f"{theirs} recycled", drafter=other, fault=fault)
 
 
 def _name_faults(
     reference: Tally, tallies: Mapping[str, Tally], trials: Sequence[Trial]
 ) -> list[str]:
-    """Return the fault that explains most; others than the best are what it would look like."""
+    """Return only the fault of the best trial; one fault can make several trials look better."""
     better = [s for s in trials if reference.is_clearly_below(tallies[s.name], is_paired=True)]
     if not better:
         return []
@@ -241,12 +240,12 @@ def as_gain(ours: Tally, theirs: Tally) -> str:
     """Return how much better another tally is, in words."""
     return (
         f"acceptance length {theirs.length:.2f} against {ours.length:.2f}, "
-        f"{theirs.in_common.mean():.0%} against {ours.in_common.mean():.0%} in common"
+        f"{theirs.in_common.mean():.0%} against {ours.in_common.mean():.0%} overlap"
     )
 
 
 def _places(text: Text, k: int) -> np.ndarray | None:
-    """Return where drafts are made: positions i32[NUM_PLACES] of known tokens of the answer."""
+    """Return the positions i32[NUM_PLACES] of the answer's tokens after which drafts are made."""
     last = len(text.tokens) - k - 1
     if last < text.num_prompt:
         return None
@@ -257,8 +256,11 @@ def _places(text: Text, k: int) -> np.ndarray | None:
 def _read(
     params: Any, tokens: jax.Array, starts: jax.Array, *, target: Model, layers: tuple[int, ...]
 ) -> tuple[jax.Array, list[jax.Array], jax.Array, jax.Array]:
-    """Return the target's hidden states [T, D], those entering `layers`, its choices i32[T], and
-    its distributions f32[N, V] of the token after each of `starts`."""
+    """Run the target on a text.
+
+    Returns hidden states [T, D], the states that enter `layers`, the target's choices i32[T], and
+    its distributions f32[N, V] of the token after each of `starts`.
+    """
     features, _ = target.extend(params, tokens, CausalRows.of(1, len(tokens)), None, layers)
     logits, auxiliary = target.logits(params, features.hidden), features.auxiliary
     entering = [] if auxiliary is None else jnp.split(auxiliary, len(layers), -1)
@@ -277,8 +279,10 @@ def _draft(
     drafter: Drafter,
     k: int,
 ) -> tuple[jax.Array, jax.Array]:
-    """Return drafts i32[N, k] after tokens up to each of `starts`, every place a request, and the
-    distributions f32[N, V] of the first at temperature 1."""
+    """Draft after each of `starts`, with one request per place.
+
+    Returns drafts i32[N, k], and the distributions f32[N, V] of first drafts at temperature 1.
+    """
     count, length = len(starts), len(tokens)
     num_pages = length // PAGE_SIZE
     table = jnp.arange(count * num_pages, dtype=jnp.int32).reshape(count, num_pages)

@@ -1,4 +1,4 @@
-"""Measures plain decoding, then drafter by drafter, and keeps what it has."""
+"""Measures plain decoding and one drafter after another; an interrupt keeps the results so far."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -28,11 +28,11 @@ _WARM_UP_TOKENS = 4
 
 
 class BenchRun:
-    """A measurement of plain decoding, and of each drafter in turn with plain decoding.
+    """A measurement of plain decoding, and of each drafter alternating with plain decoding.
 
     Attributes:
-        figures: of the configurations that were measured, plain decoding first.
-        is_interrupted: whether a caller ended `run` before its end.
+        figures: figures of the configurations measured so far, plain decoding first.
+        is_interrupted: whether the caller interrupted `run`.
     """
 
     def __init__(self, settings: BenchSettings):
@@ -49,7 +49,7 @@ class BenchRun:
         """Load, compile, warm up and measure; `stack` closes the engines.
 
         Raises:
-            ValueError: settings or checkpoints that do not fit each other.
+            ValueError: settings or checkpoints do not fit each other.
         """
         settings = self.settings
         for method, checkpoint in settings.drafters.items():
@@ -66,7 +66,7 @@ class BenchRun:
             # All engines share one copy of the target's weights.
             engine.params = engine.params._replace(target=self._engines[PLAIN].params.target)
             warm_up(self._engines, shown, batches[0])
-            in_turn = "" if method == PLAIN else ", in turn with plain decoding"
+            in_turn = "" if method == PLAIN else ", alternating with plain decoding"
             screen.begin(f"measuring {name}{in_turn}")
             start = time.perf_counter()
             try:
@@ -77,7 +77,7 @@ class BenchRun:
     def _measure(
         self, shown: Sequence[Configuration], batches: Sequence[Sequence[Request]], screen: Screen
     ) -> None:
-        """Measure configurations in turn with plain decoding; keeps them if it is interrupted."""
+        """Measure configurations alternating with plain decoding; keep figures if interrupted."""
         rounds: list[Round] = []
         configurations = dict.fromkeys((PLAIN_ONE, *shown))
         try:
@@ -96,7 +96,7 @@ class BenchRun:
                 self.figures += figures
                 screen.show(figures)
         if not has_tokens(rounds):
-            raise ValueError("no output came to a second token, so there is nothing to time")
+            raise ValueError("no output reached a second token, so there is nothing to time")
 
     def report(self) -> dict[str, Any]:
         """Return everything that was measured, as plain types."""
@@ -144,7 +144,7 @@ class BenchRun:
 
 
 def has_tokens(rounds: Sequence[Round]) -> bool:
-    """Whether there is anything to time."""
+    """Return whether there is anything to time."""
     return any(all(run.num_tokens for run in one.values()) for one in rounds)
 
 
@@ -213,7 +213,7 @@ def describe(settings: BenchSettings, report: Mapping[str, Any]) -> list[str]:
     return [
         f"{settings.model}, {settings.dtype}, batch {settings.batch_size}, {prompts}, {mode}; "
         f"{device}; jax {versions['jax']}, specjax {versions['specjax']}",
-        "timed: decoding alone, from the first token of a batch's last prompt to its last token; "
+        "timed: decoding only, from the first token of a batch's last prompt to its last token; "
         "plain /s: plain decoding in turn with the row, batch by batch; x plain: tokens/s over "
         f"plain /s, with the p10-p90 of {report['num_rounds']} rounds; plain steps: ms/step over "
         "that of plain decoding; AL, acceptance length: tokens per step",

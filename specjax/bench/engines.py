@@ -19,7 +19,7 @@ from specjax.sampling_params import SamplingParams
 from specjax.serving.drafters import parse_drafter
 from specjax.text.tokenizer import load_tokenizer
 
-# Prefill is not timed. Small chunks need few executables; a batch should start together.
+# Prefill is not timed. Small chunks need few programs; a batch should start together.
 _PROMPT_CHUNK, _MAX_PROMPT_TOKENS = 32, 512
 
 
@@ -29,7 +29,7 @@ class Setup:
 
     model: str
     method: str
-    drafter: str | None  # None if the method needs no checkpoint
+    drafter: str | None  # None if the method has no checkpoint
     ks: tuple[int, ...]
     batch_sizes: tuple[int, ...]
     max_tokens: int
@@ -47,7 +47,7 @@ class Setup:
                 given = ",".join(map(str, values))
                 raise ValueError(f"{option} {given} must list integers of at least {minimum}")
         if max(self.ks) < 1:
-            raise ValueError("--k 0 alone drafts nothing; list a K of at least 1, too")
+            raise ValueError("--k 0 alone drafts nothing; also list a K of at least 1")
         if self.max_tokens < 2:
             raise ValueError(
                 f"--max-tokens {self.max_tokens} leaves nothing to time: the first token comes "
@@ -58,7 +58,7 @@ class Setup:
 
     @property
     def speculative_config(self) -> dict[str, Any]:
-        """Speculative config for the largest K."""
+        """The speculative config for the largest K."""
         config = {
             "method": self.method,
             "model": self.drafter,
@@ -108,7 +108,7 @@ def read_setup(args: argparse.Namespace) -> Setup:
 
 
 def read_rates(text: str | None) -> tuple[float, ...] | None:
-    """Parse rates like 0.8,0.5; returns None for None."""
+    """Parse rates like 0.8,0.5; return None for None."""
     if text is None:
         return None
     try:
@@ -118,7 +118,7 @@ def read_rates(text: str | None) -> tuple[float, ...] | None:
 
 
 def read_drafter(model: str, given: str | None) -> tuple[str, str | None]:
-    """Return the method and checkpoint of --drafter; without it, of the demo model's drafter."""
+    """Return the method and checkpoint of --drafter; by default of the demo model's drafter."""
     if given is None:
         if model not in DRAFTERS:
             raise ValueError(f"--model {model} has no default drafter; name one with --drafter")
@@ -129,7 +129,7 @@ def read_drafter(model: str, given: str | None) -> tuple[str, str | None]:
 
 
 def read_integers(option: str, text: str) -> tuple[int, ...]:
-    """Parse a list like 1,2,3; returns it sorted."""
+    """Parse a list like 1,2,3; return it sorted, without duplicates."""
     try:
         return tuple(sorted({int(part) for part in text.split(",")}))
     except ValueError as error:
@@ -137,9 +137,9 @@ def read_integers(option: str, text: str) -> tuple[int, ...]:
 
 
 def step_budget(batch_size: int, max_drafts: int) -> int:
-    """Return the tokens that a step may have, so that all requests prefill and decode together.
+    """Return the token budget of a step with which all requests prefill and decode together.
 
-    Methods of drafting add no more rows than drafts to those of the target.
+    Drafting adds at most one row per draft to the target's rows.
     """
     rows = 2 * max_drafts + 1
     return max(min(_PROMPT_CHUNK * batch_size, _MAX_PROMPT_TOKENS), rows * batch_size)
@@ -186,5 +186,5 @@ def warm_up(engine: Engine, requests: Sequence[Request], num_tokens: int = 8) ->
 
 
 def k_histogram(engine: Engine, before: dict[int, int]) -> dict[int, int]:
-    """Return rounds by K since the histogram `before`."""
+    """Return the number of rounds by K since the histogram `before`."""
     return dict(sorted((Counter(engine.metrics().k_histogram) - Counter(before)).items()))

@@ -1,4 +1,4 @@
-"""Versions and hardware, on which results depend besides the code."""
+"""Versions and hardware that results depend on, in addition to the code."""
 
 import os
 import platform
@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-# By Linux's flag, widest first. The speed of products of a few rows depends on them.
+# By Linux's flag, widest first. The speed of matmuls with few rows depends on them.
 INSTRUCTIONS = {"avx512f": "AVX-512", "avx2": "AVX2", "avx": "AVX", "sve": "SVE", "asimd": "NEON"}
 
 
@@ -51,7 +51,7 @@ def cpu_model() -> str:
 
 
 def cpu_instructions() -> str:
-    """Return the widest vector instructions that XLA may use; "unknown" if the system is silent."""
+    """Return the widest vector instructions that XLA may use; "unknown" if Linux does not say."""
     flags = f"{_cpuinfo('flags')} {_cpuinfo('Features')}".split()
     return next((name for flag, name in INSTRUCTIONS.items() if flag in flags), "unknown")
 
@@ -63,7 +63,7 @@ def describe_processors(environment: Mapping[str, Any]) -> str:
 
 
 def _cpuinfo(field: str) -> str:
-    """Return what Linux says of the first processor."""
+    """Return a field of /proc/cpuinfo for the first processor; empty if unknown."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -1,9 +1,8 @@
-"""Whether the machine was free for a measurement: CPU share, load, other programs on the GPU.
+"""Checks whether the machine was free while measuring: CPU share, load, programs on the GPU.
 
-A process asks for CPU time by having threads that could run. Linux counts for each thread how long
-it ran and how long it waited for a processor. On an idle machine the share of both in which threads
-ran is above 0.8, because a process waits only for itself; next to another program on each core it
-is below 0.5.
+Linux counts for each thread how long it ran and how long it waited for a processor. The CPU share
+is the time run, divided by the time run or waited. On an idle machine it is above 0.8, because
+threads wait only for each other; next to another program on each core it is below 0.5.
 """
 
 import os
@@ -23,7 +22,7 @@ _PATIENCE_SECONDS = 10  # for nvidia-smi, which may hang with a broken driver
 
 @dataclass(frozen=True)
 class Moment:
-    """CPU time of this process until now, in seconds; threads are (ran, waited) by their ids."""
+    """CPU time of this process until a moment, in seconds; `threads` is (ran, waited) by id."""
 
     time: float
     threads: dict[str, tuple[float, float]]
@@ -62,7 +61,7 @@ class CpuTime:
 
 
 def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
-    """Return the part of the CPU time that a process asked for and got; None if it is unknown.
+    """Return the fraction of the CPU time that a process asked for and got; None if unknown.
 
     A process cannot ask for more than all processors: beyond that its threads wait for each other.
     """
@@ -73,13 +72,13 @@ def cpu_share(spans: Sequence[CpuTime], num_cpus: int) -> float | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What was seen of other programs.
+    """Signs of other programs on the machine.
 
     Attributes:
-        load: processes that ran or waited, on average over the minute before the measurement.
-        num_processors: of the machine, of which this process may use `num_cpus`.
-        cpu_share: while measuring, see the function; None if unknown.
-        num_gpu_processes: other processes on the GPU; 0 without one.
+        load: mean number of processes that ran or waited, in the minute before the measurement.
+        num_processors: number of processors; this process may use `num_cpus` of them.
+        cpu_share: CPU share while measuring, see the function; None if unknown.
+        num_gpu_processes: number of other processes on the GPU; 0 without a GPU.
     """
 
     load: float
@@ -90,7 +89,7 @@ class Machine:
 
     @classmethod
     def look(cls, load: float, spans: Sequence[CpuTime], *, has_gpu: bool) -> "Machine":
-        """Look at the machine after a measurement; `load` is from before it."""
+        """Check the machine after a measurement; `load` was read before it."""
         cpus = num_cpus()
         return cls(
             load=load,
@@ -102,7 +101,7 @@ class Machine:
 
     @property
     def doubts(self) -> list[str]:
-        """Why times are not to be trusted; empty if they are."""
+        """Reasons not to trust times; empty if there are none."""
         found = []
         load = f"load {self.load:.1f} on {self.num_processors} processors before it began"
         if self.cpu_share is None and self.load >= self.num_processors:
@@ -121,13 +120,13 @@ class Machine:
         if not self.doubts:
             return None
         return (
-            f"TIMES ARE NOT TO BE TRUSTED: {' and '.join(self.doubts)}. Acceptance and outputs do "
+            f"DO NOT TRUST THESE TIMES: {' and '.join(self.doubts)}. Acceptance and outputs do "
             "not depend on it; repeat the times on an idle machine"
         )
 
 
 def load_now() -> float:
-    """Return the mean load of the last minute, 0 where the system does not tell."""
+    """Return the mean load of the last minute, or 0 if unknown."""
     try:
         return os.getloadavg()[0]
     except OSError:
@@ -135,7 +134,7 @@ def load_now() -> float:
 
 
 def count_gpu_processes() -> int:
-    """Count the processes on the first visible GPU without this one, which must use it."""
+    """Count the other processes on the first visible GPU, which this process must be using."""
     gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0] or "0"
     try:
         listed = subprocess.run(
@@ -147,5 +146,5 @@ def count_gpu_processes() -> int:
         ).stdout
     except (OSError, subprocess.SubprocessError):
         return 0
-    # In a container this process has another id there, or nothing is listed at all.
+    # In a container this process is listed with another id, or no process is listed.
     return max(0, sum(line.strip().isdigit() for line in listed.splitlines()) - 1)

@@ -1,4 +1,4 @@
-"""Timing of configurations, which decode the same prompts in turn in one process.
+"""Times configurations, which decode the same prompts in turn in one process.
 
 A round runs one batch of prompts under every configuration, back to back, so that other load on
 the machine affects all of them equally. Only decoding is timed: from the first token of the batch's
@@ -28,7 +28,7 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        """Name in reports."""
+        """The name in reports."""
         return self.method if self.method == PLAIN else f"{self.method} K={self.k}"
 
 
@@ -37,7 +37,7 @@ PLAIN_ONE = Configuration(PLAIN, 0)
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One batch of prompts under one configuration. All but `outputs` are of decoding only."""
+    """One batch of prompts under one configuration. Fields other than `outputs` exclude prefill."""
 
     outputs: Mapping[Hashable, tuple[int, ...]]  # by request id
     seconds: float
@@ -91,7 +91,7 @@ def decode(engine: Engine, requests: Sequence[Request]) -> Run:
 def as_run(
     outputs: Mapping[Hashable, tuple[int, ...]], seconds: float, before: Metrics, after: Metrics
 ) -> Run:
-    """Return the run between two snapshots of the counters, without prefill steps between them."""
+    """Return the run between two snapshots of the counters; it must not include prefill steps."""
     num_tokens = after.num_generation_tokens - before.num_generation_tokens
     accepted = tuple(
         now - then
@@ -114,7 +114,7 @@ def measure(
     configurations: Sequence[Configuration],
     batches: Iterable[Sequence[Request]],
 ) -> Iterator[Round]:
-    """Run a round per batch, each starting with the next configuration. `engines`: by method."""
+    """Run a round per batch, each beginning with another configuration. `engines` is by method."""
     for i, requests in enumerate(batches):
         first, runs = i % len(configurations), {}
         for configuration in [*configurations[first:], *configurations[:first]]:

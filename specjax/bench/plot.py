@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 
 
 def plot_sweep(report: dict[str, Any], path: Path) -> None:
-    """Plot time per output token and regret by batch size, a line per policy, as a PNG."""
+    """Plot time per output token and regret by batch size, one line per policy, as a PNG."""
     batches = report["batches"]
     sizes = [int(batch) for batch in batches]
     figure = Figure(figsize=(10, 4), layout="constrained")

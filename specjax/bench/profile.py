@@ -25,7 +25,7 @@ from specjax.serving.dynamic_k import fingerprint
 
 
 class Watched(PolicyRule):
-    """A policy of constant K that records outcomes, and times of rounds with a full batch."""
+    """A policy of constant K that records outcomes, and the times of rounds with a full batch."""
 
     is_learning = True
 
@@ -95,7 +95,7 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
         if empty := [k for k, found in at_size.items() if not found]:
             raise ValueError(
                 f"--max-tokens {setup.max_tokens} is too few: at batch size {batch_size} no round "
-                f"of K={empty[0]} had all requests; raise it"
+                f"of K={empty[0]} ran all requests; raise it"
             )
     profile = Profile(
         step_ms={b: {k: median(found) for k, found in at.items()} for b, at in times.items()},
@@ -108,24 +108,24 @@ def measure(setup: Setup, *, is_online: bool, show_progress: bool) -> Profile:
 
 
 def unconditional(verdicts: Mapping[DraftOutcome, int], max_k: int) -> tuple[float, ...]:
-    """Return the fraction of rounds accepting at least 1, 2, ... drafts, from censored counts."""
+    """Return the fraction of rounds that accept at least 1, 2, ... drafts, from censored counts."""
     rates = []
     for i in range(max_k):
-        stood = sum(n for v, n in verdicts.items() if v.num_accepted > i)
-        failed = sum(n for v, n in verdicts.items() if v.num_accepted == i < v.num_drafts)
-        rates.append(stood / (stood + failed) if stood else 0.0)
+        accepted = sum(n for v, n in verdicts.items() if v.num_accepted > i)
+        rejected = sum(n for v, n in verdicts.items() if v.num_accepted == i < v.num_drafts)
+        rates.append(accepted / (accepted + rejected) if accepted else 0.0)
     return tuple(accumulate(rates, mul))
 
 
 def describe_model(llm: LLM) -> str:
-    """Return the fingerprint that an LLM compares with a profile's."""
+    """Return the fingerprint that an LLM compares with that of a profile."""
     return fingerprint(llm.target, llm.engine.drafter, llm.engine.params)
 
 
 def provenance(
     setup: Setup, model: str, times: Mapping[int, Mapping[int, Sequence[float]]]
 ) -> dict[str, Any]:
-    """Return what was measured and on which machine."""
+    """Return a description of the models, the settings and the machine of a measurement."""
     environment = describe_environment()
     return {
         "model": model,

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_batch_sizes(given: str | None, profile: Profile) -> list[int]:
-    """Return the batch sizes to show: the given ones, or else the profile's."""
+    """Return the batch sizes to show: the given ones, by default the profile's."""
     if given is None:
         return sorted(profile.step_ms)
     try:
@@ -44,14 +44,14 @@ def describe(profile: Profile, compared: Comparison) -> str:
         ]
         has_estimates |= any(k not in timed for k in row)
         rows.append([str(batch), *cells, f"{'' if best in timed else '~'}K={best}"])
-    title = "ms per output token of a request, by batch size and K; * is the best that was measured"
+    title = "ms per output token of a request, by batch size and K; * marks the best measured K"
     lines = [title, ""]
     lines += [format_table([header, *rows]), ""]
     if has_estimates:
-        lines.append("~ is an estimate, on a line between measured sizes or Ks")
+        lines.append("~ is an estimate, interpolated between measured sizes or Ks")
     first, last = min(profile.step_ms), max(profile.step_ms)
     if any(not first <= batch <= last for batch in compared.tpot_ms):
-        lines.append(f"profiled from {first} to {last}; sizes beyond are shown as the nearest")
+        lines.append(f"profiled from {first} to {last}; other sizes show the nearest")
     lines.append(f"measured on: {_describe_measured(profile)}")
     return "\n".join(lines)
 

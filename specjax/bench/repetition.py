@@ -1,4 +1,4 @@
-"""Repetition in outputs. Loops are easy to draft and inflate acceptance."""
+"""Measures repetition in outputs. Loops are easy to draft and inflate acceptance rates."""
 
 from collections.abc import Sequence
 
@@ -11,6 +11,6 @@ def count_repeated(tokens: Sequence[int], n: int = 8) -> tuple[int, int]:
 
 
 def repeated_share(tokens: Sequence[int], n: int = 8) -> float:
-    """Return the share of repeated n-grams in `tokens`; 0 if it has no n-grams."""
+    """Return the fraction of repeated n-grams in `tokens`; 0 if there are no n-grams."""
     repeated, total = count_repeated(tokens, n)
     return repeated / total if total else 0.0

@@ -1,4 +1,4 @@
-"""Summary figures of runs, the table and the sentences that show them."""
+"""Summary figures of runs, and the table and sentences that show them."""
 
 import re
 from collections.abc import Sequence
@@ -33,21 +33,22 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """Results of one configuration, of decoding only. Rates are totals over rounds.
+    """Results of one configuration, for decoding only. Rates are totals over rounds.
 
     Attributes:
-        num_tokens: decoded in all rounds, without first tokens, which prefill generates.
-        tokens_per_second: of the whole batch.
-        plain_tokens_per_second: of plain decoding in the same rounds.
-        times_plain: the quotient of these two.
-        plain_steps: milliseconds per step divided by those of plain decoding in the same rounds.
+        num_tokens: number of tokens decoded in all rounds, without the first tokens of prefill.
+        tokens_per_second: tokens per second of the whole batch.
+        plain_tokens_per_second: the same for plain decoding in the same rounds.
+        times_plain: ratio of these two.
+        plain_steps: milliseconds per step divided by the figure of plain decoding in the same
+            rounds.
         ms_per_token: time per output token of a request.
         mean_acceptance_length: tokens per step of a request.
-        acceptance_per_position: share of steps whose draft at that position was accepted.
-        ratio: tokens per second divided by plain decoding's, round by round.
-        num_differing: prompts whose output tokens differ from plain decoding's.
-        repeated_8gram_share: share of 8-grams that occurred earlier in the same output.
-        num_low_repeat: number of outputs with a share below LOW_REPEAT.
+        acceptance_per_position: fraction of steps that accepted the draft at each position.
+        ratio: spread over rounds of tokens per second divided by plain decoding's.
+        num_differing: number of prompts whose output tokens differ from plain decoding's.
+        repeated_8gram_share: fraction of 8-grams that occurred earlier in the same output.
+        num_low_repeat: number of outputs in which this fraction is below LOW_REPEAT.
         mean_acceptance_length_low_repeat: over those outputs; None if there are none, or if the
             batch size is above 1.
     """
@@ -84,7 +85,7 @@ def summarise(
         if run.num_tokens and base.num_tokens
     ]
     if not pairs:
-        raise ValueError("no output came to a second token, so there is nothing to time")
+        raise ValueError("no output reached a second token, so there is nothing to time")
     own, plain = (_Totals.of(side) for side in zip(*pairs, strict=True))
     accepted = np.zeros(configuration.k)
     for run, _ in pairs:
@@ -118,7 +119,7 @@ def summarise(
 
 @dataclass(frozen=True)
 class _Totals:
-    """Sums over runs, whose quotients are rates that fit each other."""
+    """Sums over runs; rates are ratios of sums, so that they are consistent."""
 
     seconds: float
     steps: int
@@ -162,7 +163,7 @@ def low_repeat_acceptance(runs: Sequence[Run]) -> float | None:
 def identity_line(figures: Sequence[Figures]) -> str | None:
     """Return the line on whether outputs are identical to plain decoding's; None without others.
 
-    It counts the prompts that every row has run, which an interrupt makes fewer.
+    It counts the prompts that every row has run; after an interrupt these are fewer.
     """
     if len(figures) == 1:
         return None
@@ -188,9 +189,9 @@ def repetition_line(figures: Sequence[Figures]) -> str:
 
 
 def cost_line(figures: Sequence[Figures], *, batch_size: int, platform: str) -> str | None:
-    """Return what a round costs, what follows, and what it costs on an H100; None without drafts.
+    """Return the line on the cost and gain of a round, here and on an H100; None without drafts.
 
-    It tells of K = 3 if that was measured, else of the least K, by the drafter that gains most.
+    It describes K = 3 if measured, else the smallest K, with the drafter that gains most.
     """
     drafted = [f for f in figures if f.k]
     if not drafted:
@@ -208,7 +209,7 @@ def cost_line(figures: Sequence[Figures], *, batch_size: int, platform: str) -> 
     cost = H100_MS[k] / H100_MS[0]
     return (
         f"{line}; an H100 takes {cost:.1f} (Llama-3.1-8B with EAGLE-1: {H100_MS[k]} ms after "
-        f"{H100_MS[0]} ms), where as many accepted drafts would give {length / cost:.1f}x"
+        f"{H100_MS[0]} ms), where this acceptance length would give {length / cost:.1f}x"
     )
 
 
@@ -228,7 +229,7 @@ _FROM_LEFT = 0, len(_HEADER) - 1  # the other columns are numbers
 
 
 def cells(figures: Figures) -> tuple[str, ...]:
-    """Return a row of the table; plain decoding is compared with nothing."""
+    """Return a row of the table; plain decoding's row has no comparison."""
     f, is_plain = figures, figures.method == PLAIN
     return (
         f.configuration,
@@ -244,11 +245,11 @@ def cells(figures: Figures) -> tuple[str, ...]:
 
 
 class TextTable:
-    """The table as lines of text, each of which can be printed as soon as it is known."""
+    """The table as lines of text; each line can be printed as soon as it is known."""
 
     def __init__(self, names: Sequence[str]):
-        """`names`: of all rows, those that are still to be measured as well."""
-        # A word that goes on in the second line, as in "tokens/s", has no space there.
+        """`names` are the names of all rows, including rows that are not measured yet."""
+        # A word that continues on the second line, like "tokens/s", has no space there.
         header = [re.sub(r"\n(?=/)|^\n", "", name).replace("\n", " ") for name in _HEADER]
         figures = ("9999", "9999", "9.99", "9.99-9.99", "999.99", "9.99", "9.99", "")
         pairs = zip(header[1:], figures, strict=True)

@@ -1,4 +1,4 @@
-"""What `specjax bench` shows while it works: a table that grows on a terminal, lines elsewhere."""
+"""Shows the progress of `specjax bench`: a growing table on a terminal, lines elsewhere."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -17,13 +17,13 @@ LINE_SECONDS = 10.0  # between two lines about the same work
 
 
 class Screen:
-    """Shows work under way, and rows of the table as they are measured; this one shows nothing."""
+    """Shows current work and rows of the table as they are measured. This class shows nothing."""
 
     def begin(self, work: str) -> None:
-        """Name the work that begins."""
+        """Announce the work that begins."""
 
     def progress(self, num_done: int, total: int) -> None:
-        """Say how much of it is done; totals that follow one another are added up."""
+        """Report how much of it is done; successive totals are added up."""
 
     def preview(self, figures: Sequence[Figures]) -> None:
         """Show rows that are still being measured."""
@@ -36,10 +36,10 @@ class Screen:
 
 
 class Lines(Screen):
-    """Rows as lines of `stream`, if there is one, and work as lines of `log`."""
+    """Prints rows as lines of `stream`, if there is one, and work as lines of `log`."""
 
     def __init__(self, names: Sequence[str], stream: TextIO | None, log: Logger):
-        """`names`: of all rows that will be shown."""
+        """`names` are the names of all rows that will be shown."""
         self._table, self._stream, self._log = TextTable(names), stream, log
         self._work, self._told, self._has_header = "", 0.0, False
 
@@ -73,9 +73,9 @@ class Lines(Screen):
 
 
 class Terminal(Screen):
-    """The table so far, and below it a bar of the work under way.
+    """Draws the table so far, and below it a bar for the current work.
 
-    It is drawn only when it is called: a thread that draws would disturb what is measured.
+    It draws only when called: a drawing thread would disturb the measurement.
     """
 
     def __init__(self, live: Live):
@@ -142,8 +142,8 @@ def open_screen(names: Sequence[str], stream: TextIO, *, has_table: bool) -> Ite
     """Open the screen that suits `stream`.
 
     Args:
-        names: of all rows that will be shown.
-        has_table: False shows only what is worked on, as lines of the log.
+        names: names of all rows that will be shown.
+        has_table: False shows only the current work, as log lines.
     """
     console = Console(file=stream)
     if not has_table or not can_draw(console):

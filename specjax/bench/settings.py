@@ -45,7 +45,7 @@ class BenchSettings:
             given = ",".join(map(str, self.ks))
             raise ValueError(f"--k {given} must list integers of at least 0, like 1,2,3")
         if not any(self.ks):
-            raise ValueError("--k 0 alone drafts nothing; list a K of at least 1, too")
+            raise ValueError("--k 0 alone drafts nothing; also list a K of at least 1")
         available = len(read_questions())
         if self.num_prompts > available:
             raise ValueError(f"--num-prompts {self.num_prompts}: there are {available}")
@@ -75,14 +75,14 @@ class BenchSettings:
         return f"{method}, K = {', '.join(map(str, self.ks))}"
 
     def speculation(self, method: str) -> SpeculativeConfig | None:
-        """Return what a drafter's engine is made with; None for plain decoding.
+        """Return the speculative config of a drafter's engine; None for plain decoding.
 
         Raises:
-            ValueError: there is no such method, or it does not go with the checkpoint or a K.
+            ValueError: the method is unknown, or does not fit the checkpoint or a K.
         """
         if method == PLAIN:
             return None
-        # A table, although each K is measured by itself: its rounds are compiled at the same time.
+        # A table, although each K is measured separately: it compiles the rounds of all Ks at once.
         table = [(size, size, k) for size, k in enumerate(self.ks, start=1)]
         return SpeculativeConfig(
             method=method,

@@ -56,8 +56,8 @@ def run(args: argparse.Namespace) -> int:
 def bench(settings: SimulationSettings, profile: Profile) -> dict[str, Any]:
     """Run the policy and the oracle on the same requests, for each seed.
 
-    Regrets are fractions of the oracle's goodput: of each seed and their mean over seeds; and of
-    each batch size, over the time that all seeds spent in it.
+    Regrets are fractions of the oracle's goodput. They are reported per seed, as the mean over
+    seeds, and per batch size, over the time that all seeds spent at that size.
     """
     batches = growing(1, max(profile.step_ms), 2)
     try:

@@ -22,7 +22,7 @@ FEW_KS, FULL_KS, FEW_PROMPTS = "0,3,5", "1,2,3,5", 8  # by default, and with --f
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `specjax bench`; an interrupt shows what has been measured."""
+    """Run `specjax bench`; after an interrupt, show the results so far."""
     settings = read_settings(args)
     output = Path(args.output).expanduser() if args.output else None
     if output:
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
             trial.run(stack, screen)
         except KeyboardInterrupt:
             trial.is_interrupted = True
-        # Before the engines are closed, which waits for programs that are being compiled.
+        # Report before closing the engines, which waits for programs that are being compiled.
         report = trial.report()
         text = json.dumps(report, indent=2)
         if output:
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench(settings: BenchSettings) -> tuple[list[Figures], dict[str, Any]]:
-    """Measure without showing anything; returns figures by configuration and a JSON report."""
+    """Measure without showing anything; return figures by configuration and a JSON report."""
     trial = BenchRun(settings)
     with ExitStack() as stack:
         trial.run(stack, Screen())

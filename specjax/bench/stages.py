@@ -1,4 +1,4 @@
-"""What a measurement is at: a bar on a terminal, lines of the log elsewhere."""
+"""Shows the progress of a measurement: a bar on a terminal, log lines elsewhere."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from specjax.engine.log import Pace, can_draw, get_log
 
 @contextmanager
 def stages(total: int, *, show_progress: bool) -> Iterator[Callable[[str], None]]:
-    """Tell, on stderr, which of `total` runs begins; the block calls the function with its name."""
+    """Show which of `total` runs begins, on stderr; yield a function to call with its name."""
     console, pace, num_begun = Console(stderr=True), Pace(), 0
     is_drawn = show_progress and can_draw(console)
     log = get_log(verbose=show_progress and not is_drawn)

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict[str, Any]:
-    """Measure every policy at every batch size, in turn; returns the JSON report."""
+    """Measure every policy at every batch size, in turn; return the JSON report."""
     runs: dict[int, dict[str, list[dict[str, Any]]]] = {}
     with open_engines(setup, show_progress=show_progress) as engines, ExitStack() as stack:
         policies = make_policies(setup, profile, engines)
@@ -104,14 +104,14 @@ def bench(setup: Setup, profile: Profile | None, *, show_progress: bool) -> dict
 
 
 def num_rounds(setup: Setup, batch_size: int) -> int:
-    """Return the runs per policy: more for small batches, whose short runs are noisier."""
+    """Return the number of runs per policy: more for small batches, whose runs are noisier."""
     return setup.rounds * max(1, 8 // batch_size)
 
 
 def make_policies(
     setup: Setup, profile: Profile | None, engines: Engines
 ) -> dict[str, Callable[[], Policy]]:
-    """Return a factory by policy, which resets it to its state after the engine's start."""
+    """Return factories by name; each makes a policy in its state after the engine's start."""
     engine, max_k = engines.drafting.engine, max(setup.ks)
     measured = adaptive_policy(max_k)
     engine.set_policy(measured)
@@ -132,7 +132,7 @@ def make_policies(
 
 
 def summarise(runs: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """Return the figures of one batch size; ratios are of runs in the same round."""
+    """Return the figures of one batch size; ratios compare runs of the same round."""
     speeds = {name: [one["tokens_per_second"] for one in ran] for name, ran in runs.items()}
     best = max((name for name in runs if name.startswith("K=")), key=lambda n: median(speeds[n]))
 
@@ -193,7 +193,7 @@ def describe(report: dict[str, Any]) -> str:
             "ms per output token of a request",
             format_table([header, *cells("tpot_ms", ".2f")]),
             "",
-            "tokens per second, of those of the best static K in the same round",
+            "tokens per second, relative to the best static K in the same round",
             format_table([header, *cells("to_best_static", ".3f")]),
             "",
             "acceptance length",

@@ -10,8 +10,8 @@ from specjax.config import DTYPES, METHODS, OWN_METHODS
 MODEL_HELP = f"a checkpoint in Hugging Face layout (folder or hub id), or a demo like {TARGET}"
 
 DRAFTER_HELP = (
-    f"METHOD is one of {', '.join(METHODS)}, by default the one that the checkpoint is for; "
-    f"{' and '.join(OWN_METHODS)} go without a checkpoint"
+    f"METHOD is one of {', '.join(METHODS)}, by default determined by the checkpoint; "
+    f"{' and '.join(OWN_METHODS)} need no checkpoint"
 )
 
 
@@ -24,7 +24,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         help=DRAFTER_HELP,
     )
     group.add_argument(
-        "--method", choices=tuple(METHODS), help="the METHOD of --drafter, as an option of its own"
+        "--method", choices=tuple(METHODS), help="the METHOD of --drafter, as a separate option"
     )
     group.add_argument(
         "--k", type=int, metavar="K", help="drafts per step; default: 3, with --adaptive at most 5"
@@ -33,7 +33,7 @@ def add_speculation(parser: argparse.ArgumentParser) -> None:
         "--adaptive", action="store_true", help="change K with load and acceptance, up to --k"
     )
     group.add_argument(
-        "--speculative-config", metavar="JSON", help="all of it as one JSON object, instead"
+        "--speculative-config", metavar="JSON", help="a JSON object, instead of the options above"
     )
 
 
@@ -49,7 +49,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--max-model-len", type=int, help="default: the model's own, on a CPU at most 8192"
     )
-    group.add_argument("--max-num-seqs", type=int, help="requests that run together, at most")
+    group.add_argument("--max-num-seqs", type=int, help="maximum number of running requests")
     group.add_argument("--page-size", type=int, default=16, help="default: %(default)s")
 
 

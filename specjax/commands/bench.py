@@ -8,8 +8,8 @@ from specjax.commands.arguments import DRAFTER_HELP, MODEL_HELP
 from specjax.config import DTYPES
 from specjax.host.speculation.methods import NAMES as POLICIES
 
-DESCRIPTION = "Measure what speculation gains on real prompts."
-PROFILE_DESCRIPTION = "Measure times of steps and acceptance, to choose K by."
+DESCRIPTION = "Measure the gain of speculation on real prompts."
+PROFILE_DESCRIPTION = "Measure step times and acceptance rates, to choose K from."
 SWEEP = "Compare static K, dynamic K and no speculation at several batch sizes, and plot them."
 SIMULATE = "Run a policy on a profile's times and rates, against an oracle, without a device."
 SHOW = "Print a profile's time per output token, by batch size and K."
@@ -23,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--drafter",
         action="append",
         metavar="[METHOD=]CHECKPOINT",
-        help=f"may be repeated; {DRAFTER_HELP}; the demos {', '.join(DRAFTERS)} bring theirs",
+        help=f"may be repeated; {DRAFTER_HELP}; the demos {', '.join(DRAFTERS)} have defaults",
     )
     parser.add_argument(
         "--k",
@@ -34,12 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--full",
         action="store_true",
-        help="all drafters of a demo, more Ks and all prompts, unless told otherwise",
+        help="all drafters of a demo, more Ks and all prompts, unless other options set them",
     )
     parser.add_argument("--batch-size", type=int, default=1, help="prompts that decode together")
-    parser.add_argument(
-        "--num-prompts", type=int, help="default: 8, with --full as many as ship, 24"
-    )
+    parser.add_argument("--num-prompts", type=int, help="default: 8, with --full all that ship, 24")
     parser.add_argument("--max-tokens", type=int, default=48, help="default: %(default)s")
     parser.add_argument("--max-model-len", type=int, default=512, help="default: %(default)s")
     parser.add_argument("--temperature", type=float, default=0.0, help="0, the default, is greedy")
@@ -60,7 +58,7 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", default="profile.json", metavar="FILE", help="default: %(default)s"
     )
     parser.add_argument(
-        "--online", action="store_true", help="have its rates learned further while serving"
+        "--online", action="store_true", help="let its rates be learned further while serving"
     )
     kinds = parser.add_subparsers(dest="subcommand", metavar="SUBCOMMAND")
     _add_show(kinds.add_parser("show", help=SHOW, description=SHOW))
@@ -69,7 +67,7 @@ def add_profile_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_sweep(parser: argparse.ArgumentParser) -> None:
     _add_setup(parser, ks="0,1,2,3,5", batch_sizes="1,4,16,64", max_tokens=48, rounds=3)
     parser.add_argument(
-        "--profile", metavar="FILE", help=f"{PROFILE_HELP}: adds the policies table and profile"
+        "--profile", metavar="FILE", help=f"{PROFILE_HELP}: adds the policies 'table' and 'profile'"
     )
     parser.add_argument(
         "--plot", metavar="FILE", help="a PNG; default: sweep.png, if matplotlib is there"
@@ -85,7 +83,7 @@ def _add_setup(
     parser.add_argument(
         "--drafter",
         metavar="[METHOD=]CHECKPOINT",
-        help=f"{DRAFTER_HELP}; the demos bring theirs",
+        help=f"{DRAFTER_HELP}; the demos have defaults",
     )
     parser.add_argument("--k", default=ks, metavar="K,K", help="drafts; default: %(default)s")
     parser.add_argument(
@@ -100,7 +98,7 @@ def _add_setup(
     parser.add_argument(
         "--synthetic-rates",
         metavar="R,R",
-        help="accept drafts at these rates by position, whatever they are; one per draft",
+        help="accept drafts at these rates by position, regardless of their tokens; one per draft",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -119,12 +117,12 @@ def _add_simulate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seeds", type=int, default=8, metavar="N", help="default: %(default)s")
     parser.add_argument(
-        "--requests", type=int, default=256, metavar="N", help="of a seed; default: %(default)s"
+        "--requests", type=int, default=256, metavar="N", help="per seed; default: %(default)s"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _add_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("profile", metavar="FILE", help=PROFILE_HELP)
-    parser.add_argument("--batch-size", metavar="B,B", help="default: those of the profile")
+    parser.add_argument("--batch-size", metavar="B,B", help="default: the sizes in the profile")
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")

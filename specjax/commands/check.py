@@ -1,4 +1,4 @@
-"""`specjax info --check`: a drafter's acceptance on answers of its target, and what is wrong."""
+"""`specjax info --check`: a drafter's acceptance on answers of its target, and its faults."""
 
 import argparse
 import json
@@ -22,23 +22,23 @@ from specjax.serving.drafters import with_method
 from specjax.text.prompts import TokensPrompt
 from specjax.text.tokenizer import ChatTokenizer
 
-NUM_PROMPTS = 24  # of --data, at most
+NUM_PROMPTS = 24  # maximum number of rows of --data
 MAX_TOKENS = 64  # of an answer
 MAX_MASKS = 8  # special tokens tried as the mask
 PLAIN, CHAT = "plain text", "chat template"
 FORMS = {"question": CHAT, "text": PLAIN}  # by the key of --data
-# Ways to make a prompt of a text, by name.
+# Ways to turn a text into a prompt, by name.
 Forms = dict[str, Callable[[str], list[int]]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `specjax info --check`; returns 1 if a fault is found."""
+    """Run `specjax info --check`; return 1 if a fault is found."""
     if args.compile is not None:
         raise ValueError("--check runs a drafter and --compile only compiles a step; leave one out")
     model = read_model(args)
     given = read_speculation(args, model)
     if given is None:
-        raise ValueError("--check is of a drafter; name one with --drafter, like --drafter mtp")
+        raise ValueError("--check needs a drafter; name one with --drafter, like --drafter mtp")
     config = with_method(given, model)
     rows = read_rows(None if args.data is None else Path(args.data))
     with LLM(
@@ -57,8 +57,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def read_rows(path: Path | None) -> list[tuple[str, str]]:
-    """Return (form, text) of a .jsonl with "question" (a user's message) or "text" (a prompt as it
-    is); without one, the questions of `specjax bench`."""
+    """Return the (form, text) of each row; without a path, the questions of `specjax bench`.
+
+    Rows of a .jsonl have "question" (a user's message) or "text" (a prompt without a template).
+    """
     if path is None:
         return [(CHAT, question) for question in read_questions()]
     rows = []
@@ -76,7 +78,7 @@ def read_rows(path: Path | None) -> list[tuple[str, str]]:
 
 
 def read_vocabularies(folder: Path) -> dict[str, np.ndarray]:
-    """Return the draft vocabulary that a checkpoint's t2d mask says, if it has one."""
+    """Return the draft vocabulary according to a checkpoint's t2d mask, if it has one."""
     if not any(folder.glob("*.safetensors")):
         return {}
     tensors = open_checkpoint(folder)
@@ -84,7 +86,7 @@ def read_vocabularies(folder: Path) -> dict[str, np.ndarray]:
 
 
 def read_forms(tokenizer: ChatTokenizer) -> Forms:
-    """Return the ways in which a text becomes a prompt, the default way of chat first."""
+    """Return the ways to turn a text into a prompt, the default way of chat first."""
     if tokenizer.template is None:
         return {PLAIN: tokenizer.encode}
 
@@ -102,7 +104,7 @@ def read_forms(tokenizer: ChatTokenizer) -> Forms:
 
 
 def read_masks(tokenizer: ChatTokenizer) -> list[int]:
-    """Return special tokens, which may be what a drafter's mask should be."""
+    """Return special tokens, one of which may be the right mask of a drafter."""
     added = tokenizer.tokenizer.get_added_tokens_decoder()
     return sorted(token for token, entry in added.items() if entry.special)[:MAX_MASKS]
 
@@ -121,7 +123,7 @@ def answer(llm: LLM, prompts: Sequence[Sequence[int]]) -> list[Text]:
 def check_served(
     llm: LLM, rows: Sequence[tuple[str, str]], k: int, vocabularies: Mapping[str, np.ndarray]
 ) -> dict[str, Any]:
-    """Return the report as JSON-compatible types: what is served, the reference, and the faults."""
+    """Return the report as JSON-compatible types: served figures, reference, trials and faults."""
     tokenizer, engine = llm.get_tokenizer(), llm.engine
     forms = read_forms(tokenizer)
     used = [form if form in forms else PLAIN for form, _ in rows]
@@ -137,7 +139,7 @@ def check_served(
         vocabularies=vocabularies,
     )
     tried, faults = dict(found.tried), list(found.faults)
-    # Another form means other texts, which only a drafter without other faults is tried on.
+    # Another form needs other texts, so it is tried only if no other fault was found.
     for form in forms if not faults else ():
         if form in used:
             continue
@@ -146,7 +148,7 @@ def check_served(
         tried |= measure(llm.target, engine.params.target, [own], texts, k)
         if found.reference.is_clearly_below(tried[form], is_paired=False):
             faults.append(
-                f"prompts unlike those of training: {' and '.join(sorted(set(used)))} is used, "
+                f"prompts unlike the training prompts: {' and '.join(sorted(set(used)))} is used, "
                 f"{form} is better ({as_gain(found.reference, tried[form])})"
             )
     return {
@@ -162,15 +164,15 @@ def check_served(
 
 
 def as_figures(tally: Tally) -> dict[str, float]:
-    """Return the acceptance length, and what distributions of the first draft have in common."""
+    """Return the acceptance length, and the overlap of distributions at the first draft."""
     return {"length": tally.length, "in_common": float(tally.in_common.mean())}
 
 
 def as_lines(report: Mapping[str, Any]) -> Iterator[str]:
     """Yield the report as lines of text."""
     yield f"{report['num_texts']} prompts, answered by the target, greedy"
-    yield f"{'':40}acceptance length, first draft in common, and of the drafts accepted"
-    for name, what in ("served", "served"), ("reference", "reference, each place by itself"):
+    yield f"{'':40}acceptance length, overlap at the first draft, acceptance rates"
+    for name, what in ("served", "served"), ("reference", "reference, each place separately"):
         found = report[name]
         rates = " ".join(f"{rate:.2f}" for rate in found["rates"])
         common = f"{found['in_common']:.0%}" if "in_common" in found else ""

@@ -102,7 +102,7 @@ def as_lines(report: StepReport) -> Iterator[str]:
     yield _line("state", as_size(report.state_bytes))
     in_place = "yes" if report.is_state_in_place else "NO"
     beside = report.memory["output"] - report.memory["alias"]
-    yield _line("state is updated in place", f"{in_place}; outputs beside it: {as_size(beside)}")
+    yield _line("state is updated in place", f"{in_place}; other outputs: {as_size(beside)}")
     yield "seconds"
     for name, value in report.seconds.items():
         yield _line(name, f"{value:.1f}")
@@ -127,7 +127,7 @@ def _graph(report: StepReport) -> Iterator[str]:
         yield _line("top level", value_text("", report.top_level))
     if report.unknown_loops:
         loops = ", ".join(report.unknown_loops)
-        yield _line("loops of unknown length", f"{loops}: what is in them counts once")
+        yield _line("loops of unknown length", f"{loops}: their contents count once")
     if report.uncaptured_conditionals:
         yield _line("conditionals outside", str(len(report.uncaptured_conditionals)))
     if report.large_copies:
@@ -168,7 +168,7 @@ def _bytes(report: StepReport) -> Iterator[str]:
         yield f"bytes of the {title}"
         yield _line("moved", as_size(moved.moved))
         yield _line("minimum", as_size(moved.minimum))
-        yield _line("ratio", f"{minimum}{moved.ratio:.4f} to weights, keys and values, and states")
+        yield _line("ratio", f"{minimum}{moved.ratio:.4f} of weights, keys and values, and states")
         with_activations = f"{moved.ratio_with_activations:.4f}, with embedded rows"
         yield _line("ratio", f"{minimum}{with_activations} and new keys and values once more")
 

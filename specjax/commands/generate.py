@@ -31,8 +31,7 @@ def run(args: argparse.Namespace) -> int:
     params = read_sampling_params(args)
     num_finished = 0
     try:
-        # Sizes that nobody gave are those of an `LLM` that nobody gave any: both run the same
-        # programs.
+        # Sizes default to those of `LLM`, so that both run the same programs.
         with LLM(
             args.model,
             speculative_config=read_speculation(args, args.model),
@@ -112,7 +111,7 @@ def as_conversations(prompts: list[Prompt]) -> list[list[dict[str, str]]]:
 
 
 def render(llm: LLM, conversations: list[list[dict[str, str]]]) -> list[TokensPrompt]:
-    """Return the conversations as prompts, by the checkpoint's chat template."""
+    """Return the conversations as prompts, rendered with the checkpoint's chat template."""
     return render_conversations(
         llm.get_tokenizer(),
         conversations,

@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def sizes_of(num_requests: int, num_tokens: int, page_size: int, **others: Any) -> EngineConfig:
-    """Return the config of a GPU's engine with pages for requests of so many tokens."""
+    """Return the config of a GPU engine with pages for `num_requests` of `num_tokens` each."""
     usual: dict[str, Any] = {"max_num_batched_tokens": DEFAULTS["gpu"].max_num_batched_tokens}
     return EngineConfig(
         max_model_len=num_tokens,
@@ -100,13 +100,13 @@ def describe(
     page_size: int = 16,
     num_devices: int = 1,
 ) -> dict[str, Any]:
-    """Return the report as JSON-compatible types, a section per key; None if it does not apply.
+    """Return the report as JSON-compatible types, by section; None for one that does not apply.
 
     Args:
         model: a checkpoint's folder, hub id or demo name; or a config file, or a folder with one.
-        dtype: of weights and caches, except in the sections of GPUs, "h100" and "h200".
+        dtype: dtype of weights and caches, except in the sections of GPUs, "h100" and "h200".
         max_model_len, max_num_seqs: None for the device's defaults, as for `LLM`.
-        num_devices: GPUs that the sections of GPUs divide everything among, as arithmetic.
+        num_devices: number of GPUs among which the sections of GPUs divide everything.
 
     Raises:
         ValueError: sizes that do not fit the model, or files of the wrong kind.
@@ -156,13 +156,13 @@ class Needs:
         return self.weights + num_requests * self.request(num_tokens)
 
     def longest_context(self, longest: int, num_bytes: int) -> int:
-        """Return the tokens, at most `longest`, of one request that fits beside the weights."""
+        """Return the tokens, at most `longest`, of one request that fits next to the weights."""
         pages = range(1, -(-longest // self.page_size) + 1)
         num = bisect_right(pages, num_bytes, key=lambda n: self.total(1, n * self.page_size))
         return min(longest, num * self.page_size)
 
     def largest_batch(self, num_tokens: int, num_bytes: int) -> int:
-        """Return how many requests of `num_tokens` fit in `num_bytes` beside the weights."""
+        """Return how many requests of `num_tokens` fit in `num_bytes` next to the weights."""
         return max(0, (num_bytes - self.weights) // self.request(num_tokens))
 
 
@@ -175,11 +175,13 @@ class Described:
     drafter_params: Any  # arrays or their shapes
     num_drafts: int
     page_size: int
-    windows: tuple[int, ...]  # whose layers have pages of their own
+    windows: tuple[int, ...]  # of layers with separate pages
 
     def slot(self, dtype: str) -> dict[str, int] | None:
-        """Return the bytes per request that the target keeps outside pages: "state", and what is
-        needed to advance it; None if it is not recurrent."""
+        """Return the bytes per request that the target keeps outside pages, by part.
+
+        The parts are "state" and the inputs needed to advance it; None if not recurrent.
+        """
         sizes = CacheSizes(1, 0, self.page_size, self.num_drafts + 1)
         total: Counter[str] = Counter()
         for kind in self.target.cache_kinds:
@@ -205,13 +207,13 @@ class Described:
         )
 
     def needs(self, dtype: str) -> Needs:
-        """Return the needs with one state per request, which lags behind and is advanced later."""
+        """Return the needs with one state per request, which is advanced one round later."""
         own, drafter = self.caches(dtype)
         weights = weight_bytes(self.target, dtype) + self.drafter_weights(dtype)
         return Needs(weights, own + drafter, self.page_size, self.num_drafts)
 
     def needs_with_snapshots(self, dtype: str) -> Needs | None:
-        """Return the needs if a request kept only snapshots: the state after each of K + 1 tokens.
+        """Return the needs with K + 1 snapshots per request, one after each token of a round.
 
         None if the target is not recurrent.
         """
@@ -227,7 +229,7 @@ def describe_target(source: ModelSource) -> dict[str, Any]:
     tokenizer = None if source.folder is None else load_tokenizer(source.folder)
     target, hf = source.target, source.hf
     fields = asdict(target) if is_dataclass(target) else {}
-    # A value without fields of its own, as an activation, is known by its class.
+    # A value without fields, like an activation, is shown by its class name.
     names = {
         name: type(getattr(target, name)).__name__ for name, made in fields.items() if made == {}
     }
@@ -270,7 +272,7 @@ def describe_drafter(config: SpeculativeConfig, setup: Described) -> dict[str, A
 
 
 def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
-    """Return the cache bytes per token and request, and what snapshots would take instead."""
+    """Return the cache bytes per token and request, and the bytes with snapshots instead."""
     own, drafter = setup.caches(dtype)
     has_drafter = setup.drafter != NoDrafter()
     kv = [cache.per_page // setup.page_size for cache in (own, drafter)]
@@ -296,14 +298,14 @@ def describe_cache(setup: Described, dtype: str) -> dict[str, Any]:
 
 
 def describe_defaults(dtype: DtypeChoice, config: EngineConfig) -> dict[str, Any]:
-    """Return what "auto" and None resolve to on this device, and why."""
+    """Return the values of "auto" and None on this device, and the reason."""
     return {
         "dtype": dtype.name,
         "dtype_reason": dtype.reason,
         "max_num_seqs": config.max_num_seqs,
         "max_num_batched_tokens": config.max_num_batched_tokens,
         "max_model_len": config.max_model_len,
-        "reason": f"sizes that nobody gave suit a {default_device().platform}",
+        "reason": f"defaults of a {default_device().platform}",
     }
 
 
@@ -366,7 +368,7 @@ def _per_device(needs: Needs, config: EngineConfig, num_devices: int) -> dict[st
         "num_devices": num_devices,
         "weight_bytes_per_device": -(-needs.weights // num_devices),
         "request_bytes_per_device": -(-sizes[0] * needs.request(sizes[1]) // num_devices),
-        "note": "arithmetic, as if all were divided evenly: an engine runs on one device",
+        "note": "computed, as if all were divided evenly: an engine runs on one device",
     }
 
 

@@ -7,7 +7,7 @@ from specjax.inspect.gpus import GPUS
 
 
 def answer(report: Mapping[str, Any]) -> dict[str, str]:
-    """Return what is asked first: whether it fits, how many requests, and of what context."""
+    """Return the main results: whether it fits, the number of requests, and the longest context."""
     here, length = report["this_device"], report["requests"]["max_model_len"]
     place, num_here = f"this {here['kind']}", here["max_full_length_requests"]
     fits = {place: num_here > 0}
@@ -63,7 +63,7 @@ def as_text(key: str, value: Any) -> str:
 
 
 def as_size(num_bytes: int) -> str:
-    """Return bytes as text, in the largest unit that gives at least 1."""
+    """Return bytes as text, in the largest unit with a value of at least 1."""
     for unit, size in ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10):
         if num_bytes >= size:
             return f"{num_bytes / size:.1f} {unit}"

@@ -1,4 +1,4 @@
-"""The arguments of `arguments.add_speculation`, read into the config of speculation."""
+"""Reads the arguments of `arguments.add_speculation` into a speculative config."""
 
 import argparse
 from typing import Any
@@ -16,14 +16,14 @@ def read_speculation(
 
     Raises:
         ValueError: options that contradict each other, or are malformed.
-        CheckpointError: the drafter's files do not tell its method.
+        CheckpointError: the drafter's files do not indicate its method.
     """
     flags = {"--drafter": args.drafter, "--method": args.method, "--k": args.k}
     given = [name for name, value in flags.items() if value is not None]
     given += ["--adaptive"] if args.adaptive else []
     if args.speculative_config is not None:
         if given:
-            raise ValueError(f"--speculative-config says it all; leave out {given[0]}")
+            raise ValueError(f"--speculative-config sets everything; leave out {given[0]}")
         return read_object("--speculative-config", args.speculative_config)
     if not given:
         return None

@@ -45,11 +45,11 @@ DRAFTERS = {
     "dspark": "a DSpark head for a target",
     "medusa": "Medusa heads for a target",
 }
-AUX_LAYERS = {"nargs": "+", "help": "whose input the head reads; default: 2 L/2 L-3"}
+AUX_LAYERS = {"nargs": "+", "help": "layers whose input the head reads; default: 2 L/2 L-3"}
 UNROLLED = {"default": 4, "help": "steps of the training-time test"}
 NUM_LAYERS = {"help": "default: 2"}
-MASK = {"help": "a token that texts do not have; default: bos_token_id"}
-# Options of one kind. Those of a new head's sizes have no default, so that --init can refuse them.
+MASK = {"help": "a token that does not occur in texts; default: bos_token_id"}
+# Options of one kind. Sizes of a new head have no default, so that --init can refuse them.
 SIZES: dict[str, dict[str, dict[str, Any]]] = {
     "eagle3": {
         "--draft-vocab-size": {"help": "default: 1024"},
@@ -66,14 +66,14 @@ SIZES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "dflash": {
         "--num-layers": NUM_LAYERS,
-        "--block-size": {"help": "one more than the drafts; default: 8"},
+        "--block-size": {"help": "number of drafts plus one; default: 8"},
         "--aux-layers": AUX_LAYERS,
         "--mask-token-id": MASK,
     },
     "dspark": {
         "--num-layers": NUM_LAYERS,
-        "--block-size": {"help": "the drafts; default: 7"},
-        "--markov-rank": {"help": "of the correction by the token before; default: 256"},
+        "--block-size": {"help": "number of drafts; default: 7"},
+        "--markov-rank": {"help": "rank of the correction by the previous token; default: 256"},
         "--aux-layers": AUX_LAYERS,
         "--mask-token-id": MASK,
     },

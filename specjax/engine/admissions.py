@@ -1,6 +1,6 @@
-"""Requests that take their slots: the device's `AdmitInputs`, filled on the host and packed.
+"""Packs newly admitted requests: fills the device's `AdmitInputs` on the host.
 
-What a request has is declared in `device/requests.py` alone.
+The fields of a request are declared only in `device/requests.py`.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from specjax.sampling_params import MAX_BAD_WORD_TOKENS, MAX_BAD_WORDS
 
 
 def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np.ndarray:
-    """The requests of `sequences`, packed; the other rows are padding."""
+    """Pack the requests of `sequences` into one array; the remaining rows are padding."""
     packed, rows = layout.packing(AdmitInputs).rows(batch)
     fields = [field.reshape(batch, -1) for field in jax.tree.leaves(rows)]  # views
     for row, sequence in enumerate(sequences):
@@ -30,7 +30,7 @@ def pack_admissions(sequences: list[Sequence], batch: int, layout: Layout) -> np
 
 
 def _admission(sequence: Sequence, layout: Layout) -> Any:
-    """One row of `AdmitInputs`; lists may be shorter than their fields."""
+    """Return one row of `AdmitInputs`; a list may be shorter than its field."""
     request, params = sequence.request, sequence.request.params
     bias = params.logit_bias or {}
     requests = _row(
@@ -64,12 +64,12 @@ def _admission(sequence: Sequence, layout: Layout) -> Any:
 
 
 def _row(kind: Callable[..., Any], **values: Any) -> Any:
-    """A container of arrays, with one row's values in their places."""
+    """Return a container of type `kind` that holds the values of one row instead of arrays."""
     return kind(**values)
 
 
 def _is_value(node: Any) -> bool:
-    """Whether it is the value of a field, which may be a list."""
+    """Return whether `node` is the value of a field (possibly a list), not a container."""
     return not isinstance(node, AdmitInputs | Requests | Sampling | Edits)
 
 
@@ -81,7 +81,7 @@ def _flush_right(bad_words: Any) -> np.ndarray:
 
 
 def _bitmask(token_ids: Any, mask_words: int) -> np.ndarray:
-    """The ids as bits i32[mask_words]; None sets every bit."""
+    """Return the ids as a bitmask i32[mask_words]; None sets every bit."""
     bits = np.zeros(mask_words * 32, bool)
     bits[slice(None) if token_ids is None else list(token_ids)] = True
     return np.packbits(bits, bitorder="little").view(np.int32)

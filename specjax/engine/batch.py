@@ -1,8 +1,8 @@
 """Packs the host's plans into arrays for the device, and unpacks its results into lists.
 
-One int32 array goes in per program and one comes back; newly admitted requests and the masks of
-grammars are further inputs. Every array handed over is freshly made, for JAX reads host buffers
-after the call returns.
+Each program takes one int32 array and returns one; newly admitted requests and grammars' masks are
+additional inputs. Every array is newly allocated because JAX reads host buffers after the call
+returns.
 """
 
 from collections.abc import Collection, Iterable
@@ -29,7 +29,7 @@ EVERY = Extras.EDITS | Extras.MASKS | Extras.LOGPROBS
 
 
 def extras_of(all_demands: Collection[Demands]) -> Extras:
-    """What any request of a step asks for."""
+    """Return the extras that at least one request of a step asks for."""
     extras = Extras(0)
     for demands in all_demands:
         if demands.edits:
@@ -42,9 +42,9 @@ def extras_of(all_demands: Collection[Demands]) -> Extras:
 
 
 def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) -> np.ndarray:
-    """A plan, packed. Rows without a request are padding.
+    """Pack a plan into one array. Rows without a request are padding.
 
-    `page_tables` are those of `Residents`; `extras` are what any of the requests asks for.
+    `page_tables` are the tables of `Residents`; `extras` combines the needs of all requests.
     """
     count = len(plan.sequences)
     if isinstance(plan, DecodePlan):
@@ -66,7 +66,7 @@ def pack(plan: Part, page_tables: np.ndarray, layout: Layout, extras: Extras) ->
 def pack_snapshots(
     chunks: Iterable[Chunk], batch: int, layout: Layout, *, is_taken: bool
 ) -> np.ndarray:
-    """Snapshots to take after chunks, or restore before them, packed."""
+    """Pack the snapshots to take after chunks, or to restore before them."""
     packed, rows = layout.packing(SnapshotInputs).rows(batch)
     for row, chunk in enumerate(chunks):
         rows.slots[row] = slot_of(chunk.sequence)
@@ -76,9 +76,10 @@ def pack_snapshots(
 
 
 def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndarray:
-    """The masks of a step's grammars i32[B, R, ceil(V/32)]; all ones for a request without.
+    """Return grammars' masks i32[B, R, ceil(V/32)]; all ones for a request without a grammar.
 
-    Where a drafter found fewer than K drafts, the rest of `drafts` i32[B, K] are zeros.
+    R is K + 1 in a round and 1 in chunks. If a drafter found fewer than K drafts, the remaining
+    ones in `drafts` i32[B, K] are zeros.
     """
     num_rows = plan.k + 1 if isinstance(plan, DecodePlan) else 1
     masks = np.full((plan.batch, num_rows, layout.mask_words), -1, np.int32)
@@ -95,9 +96,9 @@ def pack_masks(plan: Part, drafts: np.ndarray | None, layout: Layout) -> np.ndar
 def unpack_outputs(
     packed: np.ndarray, plan: Part, variant: Variant, *, has_raw: bool = False
 ) -> list[RowOutput]:
-    """The output of each row of `plan`.
+    """Return the output of each row of `plan`.
 
-    `has_raw`: raw log-probabilities are reported beside processed ones.
+    `has_raw`: whether raw log-probabilities are reported in addition to processed ones.
     """
     decoding = isinstance(plan, DecodePlan)
     sequences = plan.sequences
@@ -136,8 +137,8 @@ def unpack_outputs(
 
 
 def export_features(plan: Part, features: Features) -> None:
-    """Hand the features of a chunk's rows, on the host, to the sequences that export them."""
-    assert isinstance(plan, PrefillPlan), "rounds export nothing"
+    """Append each chunk's features, on the host, to the sequences that export them."""
+    assert isinstance(plan, PrefillPlan), "rounds export no features"
     for row, chunk in enumerate(plan.chunks):
         if chunk.sequence.request.exports_features:
             rows = row * plan.width + np.arange(chunk.count)
@@ -146,7 +147,7 @@ def export_features(plan: Part, features: Features) -> None:
 
 
 def pack_outputs(outputs: StepOutputs) -> jax.Array:
-    """Results as i32[B, ...]: number of tokens, number of drafts, tokens, log-probabilities."""
+    """Pack results as i32[B, ...]: numbers of tokens and drafts, tokens, log-probabilities."""
     counts = outputs.num_tokens[:, None], outputs.num_drafts[:, None]
     parts = [*counts, outputs.tokens, outputs.logprobs]
     if outputs.prompt_logprobs is not None:
@@ -168,7 +169,7 @@ class _Reader:
     def logprobs(
         self, num_rows: int, num_top: int | None, has_raw: bool, *, is_wanted: bool
     ) -> tuple[Any, ...] | None:
-        """The fields of `Logprobs` as lists; None if they are not there, or not wanted."""
+        """Return the fields of `Logprobs` as lists; None if they are absent or not wanted."""
         if num_top is None or not num_rows:
             return None
         if not is_wanted:
@@ -183,7 +184,7 @@ class _Reader:
         ids = self.take(num_rows * num_top).reshape(batch, num_rows, num_top)
         top = floats(num_rows * num_top).reshape(batch, num_rows, num_top)
         raw = floats(num_rows) if has_raw else None
-        # Lists are several times as fast to index as arrays.
+        # Indexing lists is several times faster than indexing arrays.
         parts = [None if x is None else x.tolist() for x in (logprobs, ranks, ids, top, raw)]
         return tuple(parts)
 

@@ -1,4 +1,4 @@
-"""Progress of compiling: a bar, lines of the log without a terminal, or a caller's own display."""
+"""Shows the progress of compiling: a bar, log lines without a terminal, or a caller's display."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -22,10 +22,10 @@ _WATCHER: ContextVar[Callable[[int, int], None] | None] = ContextVar("watcher", 
 
 @contextmanager
 def watch_compiling(tell: Callable[[int, int], None]) -> Iterator[None]:
-    """Within the block, engines call `tell` in place of showing bars or lines of their own.
+    """Within the block, engines call `tell` instead of showing bars or log lines.
 
-    Its arguments are the number of programs that are ready and of all that are waited for; it is
-    called about twice a second, in the thread that waits.
+    They call `tell(num_ready, num_total)` about twice a second, in the thread that waits for the
+    programs.
     """
     token = _WATCHER.set(tell)
     try:
@@ -38,12 +38,13 @@ def watch_compiling(tell: Callable[[int, int], None]) -> Iterator[None]:
 def compile_progress(
     total: int, is_shown: bool, count_read: Callable[[], int]
 ) -> Iterator[Callable[[int], None]]:
-    """Show progress of compiling `total` programs; yields a function of the number of ready ones.
+    """Show the progress of compiling `total` programs; yield a function of the number ready.
 
-    A caller that watches is told even if nothing else is to be shown.
+    A function given to `watch_compiling` is called even if `is_shown` is False.
 
     Args:
-        count_read: how many of them were read from the cache; called when all are ready.
+        count_read: returns how many of the programs were read from the cache; called when all are
+            ready.
     """
     if (watcher := _WATCHER.get()) is not None:
         yield lambda num_done: watcher(num_done, total)

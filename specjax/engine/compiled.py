@@ -1,4 +1,4 @@
-"""The real device: programs that JAX compiles, one per shape and variant, ahead of their need."""
+"""The real device: JAX compiles one program per shape and variant, before it is needed."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Set
 from dataclasses import dataclass, field
@@ -31,14 +31,14 @@ from specjax.host.speculation.step_cost import StepCost
 
 @dataclass(frozen=True)
 class Toolchain:
-    """How programs are made.
+    """The functions and settings with which programs are compiled.
 
     Attributes:
-        make_model: what is compiled into steps; has the arguments of `step_model`.
-        jits: what was traced before, by engines with the same `Static`.
-        options: XLA's, by platform; `options_behind` are further ones, of programs that no request
+        make_model: builds the `StepModel` that is compiled into steps, like `step_model`.
+        jits: traced functions, shared by engines with the same `Static`.
+        options: XLA options by platform; `options_behind` adds options for programs that no request
             waits for.
-        find_folder: the folder where compiled programs are kept; None for nowhere.
+        find_folder: returns the folder for compiled programs; None to keep none.
         maps_for_shapes: see `Compiler`.
     """
 
@@ -51,7 +51,7 @@ class Toolchain:
 
 
 class CompiledPrograms:
-    """`Programs` that JAX compiles, where a placement says; on `default_device` without one."""
+    """`Programs` that JAX compiles for a placement, by default `default_device`."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class CompiledPrograms:
             self._executables = open_executables(folder, self._placement, self.model, *origin)
         self._compiler = Compiler(self._compile, toolchain.maps_for_shapes)
         self._late: set[Program] = set()  # programs that requests have waited for
-        self._no_masks: dict[tuple[int, int], jax.Array] = {}  # all ones, by rows
+        self._no_masks: dict[tuple[int, int], jax.Array] = {}  # masks of all ones, by `masked_rows`
 
     @property
     def params(self) -> Params:
@@ -124,7 +124,7 @@ class CompiledPrograms:
 
     @property
     def _read(self) -> Set[Program]:
-        """Those that were read from the folder of kept programs."""
+        """The programs that were read from the folder of kept programs."""
         return self._executables.read if self._executables else frozenset()
 
     @property
@@ -225,7 +225,7 @@ class CompiledPrograms:
         return self._executables.get(program, compile) if self._executables else compile()
 
     def _all_ones(self, program: Begin | Settle) -> jax.Array:
-        """Masks that permit every token, which stay on the device."""
+        """Return masks that permit every token; they stay on the device."""
         rows = program.masked_rows
         if rows not in self._no_masks:
             ones = np.full((*rows, self.layout.mask_words), -1, np.int32)

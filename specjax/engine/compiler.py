@@ -1,10 +1,10 @@
-"""Compiles programs in threads: those that requests wait for, and better shapes.
+"""Compiles programs in threads: urgent ones, which requests wait for, and better shapes.
 
-Better shapes are compiled at the lowest priority, for serving and for programs that requests wait
-for, unless a caller waits until all are ready; XLA does a part of the work in threads of its own,
-which have the usual one, so it is asked to take one thread at a time for them. An XLA program for
-a CPU takes hundreds of memory maps, and Linux allows a process 65,530 by default: better shapes are
-compiled only while half of them are free.
+Threads for better shapes run at the lowest priority, so that they slow down neither serving nor
+urgent programs, unless a caller waits until all are ready. XLA does part of the work in its own
+threads, which have normal priority, so it is limited to one at a time for better shapes
+(`xla_options.OPTIONS_BEHIND`). An XLA program for a CPU takes hundreds of memory maps, and Linux
+allows a process 65,530 by default: better shapes are compiled only while half of them are free.
 """
 
 import logging
@@ -22,15 +22,15 @@ from specjax.host.memory import maps_in_use
 
 log = logging.getLogger(__name__)
 
-# Even on two cores four: XLA does parts of a program one after the other.
+# At least four, even on two cores: XLA compiles parts of a program serially.
 MAX_THREADS = min(max(4, os.cpu_count() or 1), 32)
-FOR_SHAPES, FOR_ALL = 0.5, 0.9  # of the maps that a process may have
-NICENESS = 19  # the lowest priority, of threads whose programs no request waits for
+FOR_SHAPES, FOR_ALL = 0.5, 0.9  # fractions of the memory maps that a process may have
+NICENESS = 19  # the lowest priority, for threads whose programs no request waits for
 
 
 @dataclass
 class _Line:
-    """Keys that wait for threads of their own."""
+    """A queue of keys, and the threads that compile them."""
 
     keys: deque[Any] = field(default_factory=deque)
     threads: set[threading.Thread] = field(default_factory=set)
@@ -38,14 +38,16 @@ class _Line:
 
 
 class Compiler:
-    """Programs by key, compiled when they are asked for.
+    """Programs by key, compiled in threads when they are asked for.
 
-    `compile(key, is_urgent)` makes one, in any thread; `is_urgent` if requests wait for it. Others
-    are compiled only while less than `maps_for_shapes` of the memory maps is in use.
+    `compile(key, is_urgent)` compiles one, in any thread; `is_urgent` means that requests wait for
+    it. Others are compiled only while less than the fraction `maps_for_shapes` of the memory maps
+    is in use.
 
     Attributes:
-        ready: those that are compiled.
-        failures: the exceptions of those that do not compile; tried again only if `ask` says so.
+        ready: the compiled programs.
+        failures: exceptions of programs that failed to compile; `ask` retries them only with
+            `retries`.
     """
 
     def __init__(self, compile: Callable[[Any, bool], Any], maps_for_shapes: float = FOR_SHAPES):
@@ -60,7 +62,7 @@ class Compiler:
 
     @property
     def num_asked(self) -> int:
-        """How many programs are still to be compiled."""
+        """The number of programs still to be compiled."""
         return len(self._urgent.keys) + len(self._later.keys) + len(self._under_way)
 
     @property
@@ -83,10 +85,11 @@ class Compiler:
         retries: bool = False,
         is_awaited: bool = False,
     ) -> None:
-        """Queue keys that are not compiled yet, in their order, for `num_threads` threads.
+        """Queue keys that are not compiled yet, in order, for up to `num_threads` threads.
 
-        Those that failed before are queued again only if `retries`. New threads have the lowest
-        priority, unless the keys are urgent or `is_awaited`: a caller waits until all are ready.
+        Keys that failed before are queued again only if `retries`. New threads have the lowest
+        priority unless `is_urgent` (requests wait for the keys) or `is_awaited` (a caller waits for
+        all of them).
         """
         niceness = 0 if is_urgent or is_awaited else NICENESS
         line, urgent, later = self._later, self._urgent.keys, self._later.keys
@@ -102,7 +105,7 @@ class Compiler:
                     later.remove(key)
                 (urgent if is_urgent else later).append(key)
             num_wanted = num_threads - self._later.num_busy
-            if is_urgent:  # what is urgent waits for no thread that has begun something else
+            if is_urgent:  # urgent keys do not wait for threads that are busy
                 line, num_wanted = self._urgent, num_threads
             watch_exit(log.warning)
             num_idle = len(line.threads) - line.num_busy
@@ -112,18 +115,18 @@ class Compiler:
                 thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Wait until another program has been compiled, or the time is over."""
+        """Wait until another program is compiled or the time is over."""
         with self._changed:
             if self.is_busy:
                 self._changed.wait(seconds)
 
     def wait_for(self, keys: Collection[Hashable], tell: Callable[[int], None]) -> None:
-        """Wait for keys that were asked for; `tell` is called with the number that are ready.
+        """Wait for `keys`, which were asked for; call `tell` with the number that is ready.
 
-        If the wait is interrupted, those that no thread has begun are not compiled.
+        On KeyboardInterrupt, keys that no thread has begun are removed from the queue.
 
         Raises:
-            Exception: one of them does not compile.
+            Exception: a key failed to compile.
         """
         try:
             while (num_there := sum(key in self.ready for key in keys)) < len(keys):
@@ -139,10 +142,10 @@ class Compiler:
         tell(num_there)
 
     def get(self, key: Hashable) -> Any:
-        """A program; if it is not ready, it is compiled before all others.
+        """Return a program; if it is not ready, compile it before all others.
 
         Raises:
-            Exception: it does not compile.
+            Exception: it failed to compile.
         """
         program = self.ready.get(key)
         if program is None:
@@ -152,19 +155,19 @@ class Compiler:
         return program
 
     def close(self) -> None:
-        """Wait for programs that are being compiled, then free all."""
+        """Wait for programs that are being compiled, then free all programs."""
         self._is_closed = True
         wait_for([*self._urgent.threads, *self._later.threads], log.warning)
         self.ready.clear()
 
     def _work(self, line: _Line, niceness: int) -> None:
-        if niceness and sys.platform == "linux":  # elsewhere it is of the whole process
+        if niceness and sys.platform == "linux":  # elsewhere a process has only one
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), niceness)
         while (found := self._next(line)) is not None:
             (key,) = found
             try:
                 program, error = self._compile(key, line is self._urgent), None
-            except Exception as caught:  # others may compile
+            except Exception as caught:  # other programs may compile
                 program, error = None, caught
             with self._changed:
                 self._under_way.discard(key)
@@ -179,7 +182,7 @@ class Compiler:
                 self._changed.notify_all()
 
     def _next(self, line: _Line) -> tuple[Any] | None:
-        """The next key; None lets the thread end."""
+        """Return the next key in a tuple; None if the thread should end."""
         with self._changed:
             while line.keys:
                 if self._is_closed or is_leaving():
@@ -195,7 +198,7 @@ class Compiler:
             return None
 
     def _has_room(self, line: _Line) -> bool:
-        """Whether the process may have more maps; if not, the line is given up."""
+        """Return whether the process may use more memory maps; if not, empty the queue."""
         used = maps_in_use()
         if used < (FOR_ALL if line is self._urgent else self._maps_for_shapes):
             return True
@@ -209,7 +212,7 @@ class Compiler:
             self._is_full = True
             log.warning(
                 "%.0f %% of this process's memory maps are in use: no more shapes are compiled, "
-                "and smaller steps run padded in those there are; close LLMs that are not needed, "
+                "and smaller steps run padded in existing shapes; close LLMs that are not needed, "
                 "or raise vm.max_map_count",
                 100 * used,
             )

@@ -3,10 +3,10 @@
     schedule -> pack -> step on the device -> copy back, one step late -> commit
 
 While the device runs step N the host plans step N + 1. The state never leaves the device: each
-program takes one packed array and returns one. A step may have two parts, chunks of prompts and a
-round of decoding; both are launched before either is read, as one program where steps often have
-both. A round with grammars is launched in pieces, so that the host makes the masks while the target
-runs over the drafts.
+program takes one packed array and returns one. A step may have two parts, prefill chunks and a
+decode round; both are launched before either is read, as one program if such steps are frequent. A
+round with grammars is launched in pieces, so that the host computes masks while the target runs
+over the drafts.
 """
 
 import os
@@ -47,13 +47,13 @@ from specjax.host.shapes import Shape, Shapes
 from specjax.host.speculation.policy import Policy
 from specjax.host.speculation.step_cost import StepCost
 
-WAIT_SECONDS = 0.1  # for programs, before the caller of `step` gets control back
+WAIT_SECONDS = 0.1  # maximum time that `step` waits for programs
 
 
 class Engine:
-    """Runs requests, given as token ids, to completion on a device, by its programs."""
+    """Runs requests, given as token ids, to completion with the programs of a device."""
 
-    # Builds the device's side; anything with the same arguments can replace it.
+    # Builds the device side; any callable with the same arguments can replace it.
     make_programs: ClassVar[Callable[..., Programs]] = CompiledPrograms
 
     def __init__(
@@ -120,7 +120,7 @@ class Engine:
         self.programs.params = params
 
     def set_policy(self, policy: Policy, *, show_progress: bool = False) -> None:
-        """Choose K by `policy` from the next step on. Compiles what the policy may choose.
+        """Let `policy` choose K from the next step on; compile the shapes that it may choose.
 
         Raises:
             ValueError: the policy may choose more drafts than the budgets hold, or than recurrent
@@ -148,10 +148,10 @@ class Engine:
         self._look()
 
     def prepare(self, requests: Iterable[Request], *, show_progress: bool = False) -> None:
-        """Compile what these requests are the first to need of a step."""
+        """Compile the variants that these requests need and no earlier request needed."""
         refuse_fork(self._pid)
         requests = list(requests)
-        # Steps without a grammar's request run without masks.
+        # Steps without a request that has a grammar run without masks.
         others = [r for r in requests if r.params.structured_outputs is None]
         for group in filter(None, (requests, others)):
             asked = self.repertoire.asked_by({request.demands for request in group})
@@ -159,7 +159,7 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not finished."""
+        """Whether any request is unfinished or any step is in flight."""
         return self.scheduler.has_work or bool(self._in_flight)
 
     @property
@@ -168,7 +168,7 @@ class Engine:
         return self.scheduler.unfinished_ids
 
     def add(self, request: Request) -> list[Sequence]:
-        """Queue a request; returns its samples, which grow as steps are read.
+        """Queue a request; return its samples, which grow as steps are read.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -176,23 +176,24 @@ class Engine:
         return self.scheduler.add(request, is_held=True)
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
-        """End a request now; returns its unfinished samples, none if there is no such request."""
+        """End a request now; return its unfinished samples, none if there is no such request."""
         aborted = self.scheduler.abort(request_id)
         self._recorder.record_finished(aborted)
         return aborted
 
     def step(self) -> list[Sequence]:
-        """Launch a step, then read the one before it; returns samples that gained tokens or ended.
+        """Launch a step, then read the one before it; return samples that gained tokens or ended.
 
-        If the device fails in a step, its requests with logits processors, which are the user's
-        code, end with the error, and all others run their tokens again.
+        If a step fails, its requests with logits processors, which are user code, end with the
+        error, and all other requests recompute their tokens.
 
         Raises:
-            Exception: the step failed, and no request had code of its own; all are dropped.
+            Exception: the step failed, and none of its requests had a logits processor; all
+                requests are dropped.
             RuntimeError: another thread is in the middle of a step, or this is a fork of the
                 process that built the engine; nothing has changed.
         """
-        if os.getpid() != self._pid:  # asked here first: a step makes few calls
+        if os.getpid() != self._pid:  # inline, as a step makes few Python calls
             refuse_fork(self._pid)
         if not self._is_stepping.acquire(blocking=False):
             raise RuntimeError(
@@ -239,13 +240,13 @@ class Engine:
         return touched
 
     def _look(self) -> list[Sequence]:
-        """Look for programs that became ready; returns samples whose programs do not compile."""
+        """Look for programs that became ready; return samples whose programs failed to compile."""
         scheduler, repertoire, failed = self.scheduler, self.repertoire, []
         for request in list(scheduler.held.values()):
             try:
                 if repertoire.admits({*scheduler.demands, request.demands}):
                     scheduler.let_in(request)
-            except Exception as error:  # of its own program, as of a logits processor
+            except Exception as error:  # its own program, e.g. its logits processor, failed
                 failed += scheduler.fail_all(request, error)
         self._recorder.record_finished(failed)
         scheduler.shapes = repertoire.shapes(repertoire.asked_by(scheduler.demands))
@@ -255,7 +256,7 @@ class Engine:
                     self._timed.add(shape)
                     measure = partial(time_padding, self._launch, *shape)
                     scheduler.policy.shape_ready(*shape, measure)
-                    self.clock.start_anew()
+                    self.clock.restart()
         return failed
 
     def _launch(self, parts: SequenceOf[Part]) -> list[InFlight | Extended]:
@@ -279,8 +280,7 @@ class Engine:
         return touched
 
     def _learn(self, step: InFlight, num_kept: list[int], milliseconds: float | None) -> None:
-        """Tell what came of a part of a step, and how long it took if that is known, to those who
-        choose shapes and K."""
+        """Report a part's outcome, and its time if known, to the repertoire and the policy."""
         clock, policy, plan = self.clock, self.scheduler.policy, step.plan
         chunk_ms = clock.chunk_ms
         if isinstance(plan, PrefillPlan):
@@ -291,7 +291,7 @@ class Engine:
             self.repertoire.note(plan, step.variant, milliseconds)
             if step.joins is not None:
                 self.repertoire.note_apart(step.joins, min(chunk_ms, milliseconds))
-        # K may be that of a policy before.
+        # An earlier policy may have chosen this K.
         if isinstance(plan, DecodePlan) and policy.is_learning and any(num_kept):
             if plan.num_drafts in policy.choices:
                 is_of_k = plan.k == plan.num_drafts and not self.config.exact
@@ -313,11 +313,11 @@ class Engine:
         self._recorder.record_finished(suspects)
         self._in_flight = []
         self.scheduler.restart()
-        self._begin_anew()
+        self._replace_state()
         return list(suspects)
 
-    def _begin_anew(self) -> None:
-        """Free the state and begin with a new one."""
+    def _replace_state(self) -> None:
+        """Replace the state with an empty one."""
         self.programs.release()
         self.programs.renew()
 
@@ -328,7 +328,7 @@ class Engine:
                 self.step()
 
     def land(self) -> list[Sequence]:
-        """Read the steps in flight, launch nothing; returns samples that gained tokens or ended."""
+        """Read the steps in flight, launch none; return samples that gained tokens or ended."""
         launched, self._in_flight = self._in_flight, []
         try:
             return [sequence for step in launched for sequence in self._read(step)]
@@ -336,10 +336,10 @@ class Engine:
             return self._recover([step.plan for step in launched], error)
 
     def use(self, params: Params, *, has_new_target: bool, has_new_drafter: bool) -> None:
-        """Run with other weights, of the same shapes, from the next step on.
+        """Use other weights of the same shapes from the next step on.
 
-        Nothing may be in flight. The caches were computed with the weights before, so they are
-        dropped: resident requests run their tokens again.
+        No step may be in flight. The caches were computed with the old weights, so they are
+        dropped: resident requests recompute their tokens.
         """
         assert not self._in_flight, "land first"
         self.scheduler.restart()
@@ -350,35 +350,35 @@ class Engine:
             self.scheduler.policy.drafter_changed()
 
     def release(self) -> None:
-        """Free the state's memory until `renew`; nothing may be in flight.
+        """Free the state's memory until `renew`; no step may be in flight.
 
-        Resident requests run their tokens again afterwards.
+        Resident requests recompute their tokens afterwards.
         """
         assert not self._in_flight, "land first"
         self.scheduler.restart()
         self.programs.release()
 
     def renew(self) -> None:
-        """Begin with an empty state after `release`."""
+        """Create an empty state after `release`."""
         self.programs.renew()
 
     def close(self) -> None:
-        """Free the device's memory and all programs; nothing runs afterwards."""
+        """Free the device's memory and all programs; the engine cannot run afterwards."""
         self._in_flight = []
         self.programs.close()
 
     def reset(self) -> None:
-        """Drop all requests and begin anew, as after an interrupt."""
+        """Drop all requests and replace the state, as after an interrupt."""
         self._in_flight = []
         self._recorder.record_finished(self.scheduler.drop_all())
-        self._begin_anew()
+        self._replace_state()
 
     def metrics(self) -> Metrics:
-        """The counters now."""
+        """Return the current counters."""
         return self._recorder.snapshot(self.scheduler, self.programs.compilations)
 
     def _replay(self, ks: tuple[int, ...], *, has_all: bool) -> StepCost:
-        """Measure times of rounds by running them. Drops cached prefixes if all shapes are run."""
+        """Measure times of rounds by running them; clear the prefix cache if all shapes are run."""
         batches, exact = self.config.decode_batches, self.config.exact
         if exact:  # one shape
             return StepCost({batches[0]: {k: 1.0 for k in ks}})

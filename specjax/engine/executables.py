@@ -1,9 +1,9 @@
-"""Compiled programs on disk: a later process reads them, and neither traces nor compiles.
+"""Compiled programs on disk, with which a later process neither traces nor compiles.
 
 A file is named by a digest of everything that determines its program: the key, static arguments,
 shapes and dtypes, our sources, JAX and its options, the device. The digest does not cover code
-outside our sources, such as a user's own drafter: with such code nothing is kept or read. Reading a
-file can run any code, so the folder must be one that only its owner can write to.
+outside our sources, such as a user's own drafter: with such code no program is kept or read.
+Reading a file can run arbitrary code, so only its owner may be able to write to the folder.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from specjax.device.placement import Placement, default_device
 
 log = logging.getLogger(__name__)
 
-MAX_BYTES = 4 * 2**30  # of a folder; above it the least recently used are deleted
+MAX_BYTES = 4 * 2**30  # per folder; beyond it the least recently used are deleted
 ROOT = Path(__file__).parents[2]
 SOURCES = ("specjax", "pallas_kernels")
 TRACED = (
@@ -44,29 +44,30 @@ TRACED = (
     "specjax.engine.tracing",
     "pallas_kernels",
 )
-# Code from these places is covered by versions and sources. Generated methods have no file.
+# The digest covers code from these places. Generated methods have no file, but "<string>".
 _INSTALLED = (
     "<",
     *(str(ROOT / package) for package in SOURCES),
     *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")),
 )
 _DIGEST = hashlib.sha256
-# Windows has other rights, and shows every file as writable by all.
+# Windows has other permissions, and shows every file as writable by all.
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH if hasattr(os, "getuid") else 0
 _warning, _warned = threading.Lock(), set[str]()
-_kept: list[Path] = []  # the folder for programs of engines, if there is one
+_kept: list[Path] = []  # at most one folder, see `keep_programs`
 
 
 def keep_programs(folder: Path | None) -> None:
-    """Keep the programs of engines that are built from now on in `folder`, for later processes.
+    """Keep programs of engines built from now on in `folder`, or nowhere, for later processes.
 
-    JAX's own cache is the user's: theirs would land in ours, and are of no use to engines.
+    JAX's compilation cache is left alone: it would fill `folder` with the user's programs, which
+    engines do not need.
     """
     _kept[:] = [] if folder is None else [folder]
 
 
 def executables_folder() -> Path | None:
-    """Where programs are kept: beside JAX's compilation cache if it has one; None for nowhere."""
+    """Return the folder of kept programs, inside JAX's compilation cache if it is set, or None."""
     folder = jax.config.values["jax_compilation_cache_dir"]
     folders = [Path(folder)] if folder else _kept
     return folders[0] / "programs" if folders else None
@@ -75,7 +76,7 @@ def executables_folder() -> Path | None:
 def open_executables(
     folder: Path, placement: Placement, model: Any, *origin: Any
 ) -> "Executables | None":
-    """Kept programs of a `StepModel`, by all that determines them; None if some is unknown."""
+    """Return a `StepModel`'s kept programs; None if the digest cannot cover all of its code."""
     described = "\n".join(map(repr, (placement, model, *origin)))
     is_known = " at 0x" not in described and all(map(_is_ours, _parts(model)))
     if not is_known or any(map(_is_patched, list(sys.modules))):
@@ -84,10 +85,10 @@ def open_executables(
 
 
 class Executables:
-    """A folder of programs, for one description of all that determines them but the key.
+    """Programs kept in a folder, each identified by a key and the description of its engine.
 
     Attributes:
-        read: the keys whose programs were there.
+        read: keys whose programs were read from the folder.
     """
 
     def __init__(self, folder: Path, described: str, devices: list[Any]):
@@ -96,26 +97,26 @@ class Executables:
         self._origin = f"{_environment()}\n{described}"
 
     def get(self, key: Any, compile: Callable[[], Any]) -> Any:
-        """The kept program of a key; else the result of `compile`, which is kept if possible."""
+        """Return the kept program of a key, else the result of `compile`, kept if possible."""
         path = self._path(key)
-        for folder in self._folder, self._folder.parent:  # there it can be replaced
+        for folder in self._folder, self._folder.parent:  # its owner can replace `_folder`
             if (reason := _distrust(folder)) is not None:
                 _warn_once(f"{folder}: {reason}; no compiled program is read from it or kept")
                 path = None
         if path is not None:
             try:
                 if path.stat().st_mode & _OTHERS_WRITE:
-                    raise ValueError("others than its owner can write to it")
+                    raise ValueError("users other than its owner can write to it")
                 program = _read(path, self._devices)
                 self.read.add(key)
-                with suppress(OSError):  # a folder that can only be read
+                with suppress(OSError):  # a read-only folder
                     os.utime(path)  # most recently used
                 return program
             except FileNotFoundError:
                 pass
             except OSError as error:
                 _warn_once(f"{self._folder}: {error.strerror}; its programs are compiled again")
-            except Exception as error:  # whatever is wrong with it, compile again
+            except Exception as error:  # compile again, regardless of the cause
                 log.warning("%s cannot be used, and is replaced: %s", path, error)
         before = _num_hits()
         program = compile()
@@ -126,13 +127,13 @@ class Executables:
                 self._folder.mkdir(mode=0o755, exist_ok=True)
                 _write(path, program)
             except OSError as error:
-                _warn_once(f"{self._folder}: {error.strerror}; what is compiled is not kept")
+                _warn_once(f"{self._folder}: {error.strerror}; compiled programs are not kept")
             except Exception as error:  # a program that only this process can run
                 log.info("%s is not kept: %s", key, error)
         return program
 
     def _path(self, key: Any) -> Path | None:
-        """The file of a program; None for one with code that exists in this process only."""
+        """Return the file of a program; None if some of its code exists only in this process."""
         if any(getattr(part, "processors", ()) for part in (key, getattr(key, "variant", None))):
             return None
         name = _DIGEST(f"{self._origin}\n{_options()}\n{key!r}".encode()).hexdigest()
@@ -140,7 +141,7 @@ class Executables:
 
 
 def _distrust(folder: Path) -> str | None:
-    """Why the files of a folder may be of someone else; None if they are not."""
+    """Return why a folder cannot be trusted; None if only its owner can write to it."""
     if not hasattr(os, "getuid"):
         return None
     try:
@@ -151,7 +152,7 @@ def _distrust(folder: Path) -> str | None:
         return str(error.strerror)
     if found.st_mode & _OTHERS_WRITE:
         return (
-            "others than its owner can write to it, and their files would run code in this process "
+            "users other than its owner can write to it, and their files would run code here "
             f"(if you trust what is there, chmod go-w {folder})"
         )
     return None
@@ -168,7 +169,7 @@ def _read(path: Path, devices: list[Any]) -> Any:
     size, content = _DIGEST().digest_size, path.read_bytes()
     digest, content = content[:size], content[size:]
     if _DIGEST(content).digest() != digest:
-        raise ValueError("it was not written to its end")
+        raise ValueError("it is incomplete")
     serialized = pickle.loads(content)
     return serialize_executable.deserialize_and_load(*serialized, execution_devices=devices)
 
@@ -181,7 +182,7 @@ def _write(path: Path, program: Any) -> None:
     try:
         with file:
             file.write(_DIGEST(content).digest() + content)
-        os.chmod(file.name, 0o644)  # as other files are: others may read an image's programs
+        os.chmod(file.name, 0o644)  # readable by all, e.g. programs in a container image
         os.replace(file.name, path)
     except BaseException:
         os.unlink(file.name)
@@ -194,7 +195,7 @@ def _note(event: str, **_: Any) -> None:
 
 
 def _num_hits() -> int:
-    """How many programs this thread has read from JAX's compilation cache."""
+    """Return the number of programs that this thread has read from JAX's compilation cache."""
     return getattr(_hits, "count", 0)
 
 
@@ -204,7 +205,7 @@ jax.monitoring.register_event_listener(_note)
 
 @cache
 def _environment() -> str:
-    """What determines programs besides their own inputs."""
+    """Return, as JSON, what determines programs in addition to their inputs."""
     device = default_device()
     described = {
         "python": platform.python_version(),
@@ -222,13 +223,13 @@ def _environment() -> str:
 
 
 def _options() -> list[tuple[str, Any]]:
-    """JAX's options now, in this thread, which compiles."""
+    """Return JAX's current options in this thread, which compiles."""
     options = sorted(jax.config.values.items())
     return [pair for pair in options if "cache" not in pair[0] and "debug" not in pair[0]]
 
 
 def _parts(value: Any) -> Iterator[Any]:
-    """A value, and what its fields hold."""
+    """Yield a value and, recursively, the values of its fields or items."""
     yield value
     held = ()
     if is_dataclass(value) and not isinstance(value, type):
@@ -240,12 +241,12 @@ def _parts(value: Any) -> Iterator[Any]:
 
 
 def _is_ours(value: Any) -> bool:
-    """Whether a value's class is in our sources, or Python's own."""
+    """Return whether a value's class is from our sources, Python or NumPy."""
     return type(value).__module__.partition(".")[0] in (*SOURCES, "builtins", "numpy")
 
 
 def _is_patched(module: str) -> bool:
-    """Whether someone has patched a function of a module that programs are made of."""
+    """Return whether someone has patched a function of a module that is traced into programs."""
     if not module.startswith(TRACED):
         return False
     owners = [sys.modules[module]]
@@ -261,7 +262,7 @@ def _is_within(owner: Any) -> bool:
 
 
 def _processor() -> str:
-    """The CPU's features, by which XLA chooses instructions."""
+    """Return the CPU's features, from which XLA chooses instructions."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -30,12 +30,13 @@ class InFlight:
     done: float | None = None  # when its outputs were first seen to be ready
     features: Features | None = None  # of a chunk's rows, if one of its requests exports them
     is_joined: bool = False  # whether chunks and a round were one program
-    joins: Joined | None = None  # of a round: the program that could have run the chunks, too
+    joins: Joined | None = None  # the program that could have run chunks and this round
 
     def outcome(self, num_kept: list[int], milliseconds: float | None, chunk_ms: float) -> Round:
-        """What came of a round of which `num_kept` tokens of each sequence were kept.
+        """Return the outcome of a round; `num_kept` is the number of tokens kept per sequence.
 
-        `milliseconds` of the round are None if unknown; `chunk_ms` were spent on chunks before it.
+        `milliseconds` is the round's time, None if unknown; `chunk_ms` was spent on chunks before
+        it.
         """
         plan = self.plan
         assert isinstance(plan, DecodePlan)
@@ -47,7 +48,7 @@ class InFlight:
         return Round(plan.batch, k, num_context, verdicts, *times)
 
     def look(self) -> None:
-        """Note the time if the outputs are ready."""
+        """Set `done` if the outputs are ready."""
         is_ready = self.outputs.is_ready()  # pyright: ignore[reportAttributeAccessIssue]
         if self.done is None and is_ready:
             self.done = time.perf_counter()
@@ -55,7 +56,7 @@ class InFlight:
 
 @dataclass(frozen=True)
 class Extended:
-    """A round whose masks are still to be made."""
+    """A round launched up to `Extend`; `Settle` still needs its masks."""
 
     plan: DecodePlan
     variant: Variant
@@ -63,7 +64,7 @@ class Extended:
     draft: Draft
     extension: Extension
     logits: jax.Array  # the extension's, after logits processors
-    launched: float  # as of `InFlight`
+    launched: float  # see `InFlight`
 
     @property
     def has_grammar(self) -> bool:
@@ -72,7 +73,7 @@ class Extended:
 
 
 def note_ends(previous: Iterable[InFlight], launched: list[InFlight | Extended]) -> None:
-    """Note when earlier programs ended if later ones ran while they were launched, as on a CPU."""
+    """Set `done` of programs launched before one that ran during its own launch, as on a CPU."""
     programs = [step for step in launched if isinstance(step, InFlight)]
     for step in programs:
         if step.done is None:

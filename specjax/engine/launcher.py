@@ -36,7 +36,7 @@ from specjax.host.plans import DecodePlan, PrefillPlan
 
 
 class Launcher:
-    """Runs plans on a device; never waits for it, except for drafts that a grammar must see."""
+    """Runs plans on a device; waits for it only to see drafts that a grammar needs."""
 
     def __init__(
         self,
@@ -51,9 +51,9 @@ class Launcher:
         self._deferred = DeferredRounds(programs, layout)
 
     def launch(self, parts: SequenceOf[Part], page_tables: np.ndarray) -> list[InFlight | Extended]:
-        """Launch the parts of a step, in one program if there is one.
+        """Launch the parts of a step, as one program if that is compiled.
 
-        A round with grammars is not complete before `settle`.
+        A round with grammars is complete only after `settle`.
         """
         joined = self._joined_of(parts) if len(parts) > 1 else None
         if joined is not None and joined in self._programs.ready:
@@ -96,10 +96,10 @@ class Launcher:
         return [*steps]
 
     def _joined_of(self, parts: SequenceOf[Part]) -> Joined | None:
-        """The program that runs chunks and a round; None if they must be apart.
+        """Return the program that runs chunks and a round together; None if they must be separate.
 
-        They are apart in exact mode, as all steps must be alike there, and if the host acts between
-        the pieces of a round, or needs more of a chunk than its outputs.
+        They are separate in exact mode, where all steps run the same programs, and if the host acts
+        between the pieces of a round or needs more of a chunk than its outputs.
         """
         if self._config.exact:
             return None
@@ -134,7 +134,7 @@ class Launcher:
         return extended if extended.has_grammar else self.settle(extended)
 
     def settle(self, step: Extended) -> InFlight:
-        """Launch the last piece of a round; waits for the drafts if a grammar has to see them."""
+        """Launch the last piece of a round; wait for the drafts if a grammar needs them."""
         plan, variant, masks = step.plan, step.variant, None
         if variant.masks:
             drafts = np.asarray(step.draft.tokens) if step.has_grammar else None
@@ -148,7 +148,7 @@ class Launcher:
         self, plan: PrefillPlan, variant: Variant, packed: np.ndarray
     ) -> tuple[jax.Array, Extension]:
         run, batch, width = self._programs.run, plan.batch, plan.width
-        # Nothing comes before a first token, so its grammar's masks can be made now.
+        # A first token depends on no drafts, so its masks can be made now.
         masks = pack_masks(plan, None, self._layout) if variant.masks else None
         extension = run(Prefill(batch, width), packed)
         logits = extension.logits
@@ -171,14 +171,14 @@ class Launcher:
             self._programs.run(Restore(plan.batch), packed)
 
     def _take(self, plan: PrefillPlan) -> None:
-        """Keep snapshots of recurrent states after chunks."""
+        """Take snapshots of recurrent states after chunks."""
         taken = [chunk for chunk in plan.chunks if chunk.taken is not None]
         if taken:
             packed = pack_snapshots(taken, plan.batch, self._layout, is_taken=True)
             self._programs.run(Take(plan.batch), packed)
 
     def _pack(self, plan: Part, page_tables: np.ndarray) -> np.ndarray:
-        extras = EVERY if self._config.exact else extras_of(plan.demands)  # exact steps are alike
+        extras = EVERY if self._config.exact else extras_of(plan.demands)  # exact: all the same
         return pack(plan, page_tables, self._layout, extras)
 
     def _in_flight(
@@ -186,10 +186,10 @@ class Launcher:
     ) -> InFlight:
         outputs.copy_to_host_async()
         step = InFlight(plan, variant, outputs, self._clock.start, launched)
-        step.look()  # a backend may run a program as it is launched
+        step.look()  # some backends run a program while launching it
         return step
 
 
 def exports_features(plan: PrefillPlan) -> bool:
-    """Whether any of its requests wants the features of its prompt."""
+    """Return whether any request of the plan exports the features of its prompt."""
     return any(chunk.sequence.request.exports_features for chunk in plan.chunks)

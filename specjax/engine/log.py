@@ -17,7 +17,7 @@ _SILENT = logging.Logger("specjax.silent", logging.CRITICAL + 1)
 
 
 def get_log(*, verbose: bool) -> logging.Logger:
-    """The logger of an LLM; silent unless `verbose`."""
+    """Return the logger of an LLM; silent unless `verbose`."""
     if not verbose:
         return _SILENT
     is_configured = logging.root.handlers or _LOGGER.level or len(_LOGGER.handlers) > 1
@@ -32,13 +32,13 @@ def get_log(*, verbose: bool) -> logging.Logger:
 
 
 class Pace:
-    """Of calls in quick succession, which one is to be told of."""
+    """Limits log lines about frequent calls to one per LINE_SECONDS."""
 
     def __init__(self):
         self._due = time.monotonic() + LINE_SECONDS
 
     def is_due(self) -> bool:
-        """Return whether the last line was LINE_SECONDS ago; if so, the next one is as far off."""
+        """Return whether a line is due; if so, the next one is due after LINE_SECONDS."""
         now = time.monotonic()
         if now < self._due:
             return False
@@ -47,7 +47,7 @@ class Pace:
 
 
 def can_draw(console: Console) -> bool:
-    """Whether stderr is a terminal, or a notebook, on which a bar can be redrawn."""
-    if console.is_jupyter:  # where rich draws by widgets
+    """Return whether the console, a terminal or a notebook, can redraw a bar."""
+    if console.is_jupyter:  # there rich draws with widgets
         return importlib.util.find_spec("ipywidgets") is not None
     return console.is_terminal and not console.is_dumb_terminal

@@ -1,4 +1,4 @@
-"""Counters one by one, each with its name and kind, as vLLM's `get_metrics` lists them."""
+"""Counters as a list of named metrics, as vLLM's `get_metrics` returns them."""
 
 from dataclasses import dataclass, field
 
@@ -25,7 +25,7 @@ class Gauge:
 
 @dataclass(frozen=True)
 class Vector:
-    """Numbers that only grow, by position."""
+    """Numbers that only grow, by draft position."""
 
     name: str
     values: list[int]
@@ -36,7 +36,7 @@ Metric = Counter | Gauge | Vector
 
 
 def list_metrics(m: Metrics) -> list[Metric]:
-    """The counters that vLLM has as well, under its names."""
+    """Return the counters that vLLM also has, under its names."""
     return [
         Gauge("vllm:num_requests_running", m.num_requests_running),
         Gauge("vllm:num_requests_waiting", m.num_requests_waiting),

@@ -15,31 +15,32 @@ from specjax.host.sequence import RowOutput, Sequence
 
 @dataclass(frozen=True, kw_only=True)
 class Metrics:
-    """A snapshot of an engine's counters. Times are in milliseconds, means over steps.
+    """A snapshot of an engine's counters. Times are means over steps, in milliseconds.
 
     Counters have vLLM's names. A round that gives a request n tokens counts n - 1 accepted drafts,
-    so that mean_acceptance_length is exactly the tokens that a decoding request gains per round.
+    so that mean_acceptance_length is exactly the number of tokens that a decoding request gains per
+    round.
 
     Attributes:
-        num_steps: steps launched, of chunks, rounds or both.
-        num_prefill_steps: those with chunks.
-        num_decode_steps: rounds.
-        acceptance_rate_per_pos: accepted drafts at a position, of those that could have been.
-            Unconditional, as in a profile: AL(K) is 1 plus the first K of them.
-        k_histogram: rounds by K.
-        requests_finished: samples by their finish_reason.
-        prefix_cache_queries: tokens of requests that were admitted.
-        prefix_cache_hits: of those, tokens that did not have to be run.
-        prefix_cache_evictions: pages and snapshots that were evicted.
-        kv_cache_usage: pages in use now, as a fraction.
-        budget_use: tokens per step, as a fraction of max_num_scheduled_tokens.
-        in_flight_depth: steps in flight when another is launched.
-        num_compiles_after_warmup: executables that a request had to wait for.
-        num_compiling: executables that are being compiled in the background.
-        host_ms: what the host does for a step: planning, packing, launching, handing out tokens.
-        wait_ms: how long it then waits for the device.
-        host_gap_ms: from a step's results to the next launch, in which the device may idle unless
-            another step is in flight.
+        num_steps: steps launched, with chunks, a round or both.
+        num_prefill_steps: steps with chunks.
+        num_decode_steps: steps with a round.
+        acceptance_rate_per_pos: fraction of the drafts at a position that were accepted.
+            Unconditional, as in a profile: AL(K) is 1 plus the sum of the first K rates.
+        k_histogram: number of rounds by K.
+        requests_finished: number of finished samples by finish_reason.
+        prefix_cache_queries: number of tokens of admitted requests.
+        prefix_cache_hits: number of these tokens that were found in the cache.
+        prefix_cache_evictions: number of pages and snapshots evicted.
+        kv_cache_usage: fraction of pages in use now.
+        budget_use: mean number of tokens per step, as a fraction of max_num_scheduled_tokens.
+        in_flight_depth: mean number of steps in flight when another is launched.
+        num_compiles_after_warmup: number of programs that a request had to wait for.
+        num_compiling: number of programs being compiled in the background.
+        host_ms: host time per step: planning, packing, launching, handing out tokens.
+        wait_ms: time that the host then waits for the device.
+        host_gap_ms: time from reading a step to the next launch; the device may idle unless another
+            step is in flight.
     """
 
     num_requests_running: int
@@ -74,11 +75,11 @@ class Metrics:
     host_gap_ms: float
 
     def as_dict(self) -> dict[str, Any]:
-        """The counters as plain types."""
+        """Return the counters as plain types."""
         return asdict(self)
 
     def as_prometheus(self) -> str:
-        """The counters in Prometheus' text format."""
+        """Return the counters in Prometheus' text format."""
         lines = []
         for name, (kind, values) in _series(self).items():
             lines.append(f"# TYPE specjax:{name} {kind}")
@@ -87,11 +88,11 @@ class Metrics:
 
 
 class Compilations(NamedTuple):
-    """What a device has compiled."""
+    """Counters of compiled programs."""
 
     num_programs: int
-    num_late: int  # of those, ones that a request had to wait for
-    num_pending: int  # asked for and not ready yet
+    num_late: int  # programs that a request had to wait for
+    num_pending: int  # programs asked for and not ready yet
     seconds: float
 
 
@@ -131,7 +132,7 @@ class Recorder:
     def record_part(
         self, plan: PrefillPlan | DecodePlan, rows: SequenceOf[RowOutput], num_kept: list[int]
     ) -> None:
-        """Count the results of chunks or a round, and how many tokens of each were kept."""
+        """Count the results of chunks or a round; `num_kept` has the tokens kept per row."""
         self._counts["generation"] += sum(num_kept)
         if isinstance(plan, PrefillPlan):
             self._counts["prefill_steps"] += 1
@@ -157,7 +158,7 @@ class Recorder:
         scheduler: Scheduler,
         compilations: Compilations,
     ) -> Metrics:
-        """The counters now."""
+        """Return the current counters."""
         counts, drafts = self._counts, self._counts["drafts"]
         pools, snapshots = scheduler.residents.pools, scheduler.prefixes.snapshots
         num_steps = counts["steps"]
@@ -181,8 +182,8 @@ class Recorder:
             num_accepted_tokens_per_pos=tuple(self._accepted),
             num_draft_tokens_per_pos=tuple(self._drafted),
             acceptance_rate_per_pos=tuple(
-                stood / drafted if drafted else 0.0
-                for stood, drafted in zip(self._accepted, self._drafted, strict=True)
+                accepted / drafted if drafted else 0.0
+                for accepted, drafted in zip(self._accepted, self._drafted, strict=True)
             ),
             mean_acceptance_length=1 + sum(self._accepted) / drafts if drafts else 1.0,
             k_histogram=dict(self._k),
@@ -204,7 +205,7 @@ class Recorder:
 
 
 def _series(m: Metrics) -> dict[str, tuple[str, dict[str, float]]]:
-    """Type and values, by label, of each series."""
+    """Return the type, and the values by label, of each Prometheus series."""
 
     def counter(value: float) -> tuple[str, dict[str, float]]:
         return "counter", {"": value}

@@ -1,7 +1,7 @@
-"""The port between an engine and a device.
+"""The interface between an engine and a device.
 
-The device holds the weights and the state between steps. `compiled.py` has the real one, which
-compiles; anything that runs the same programs on the same packed arrays can replace it.
+The device holds the weights and the state between steps. `compiled.py` implements it with JAX;
+anything that runs the same programs on the same packed arrays can replace it.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -14,7 +14,7 @@ from specjax.host.speculation.step_cost import StepCost
 
 
 class Programs(Protocol):
-    """A device with an engine's weights and state, which its programs change in place."""
+    """A device that holds an engine's weights and state; programs change the state in place."""
 
     @property
     def params(self) -> Params:
@@ -26,12 +26,12 @@ class Programs(Protocol):
 
     @property
     def compilations(self) -> Compilations:
-        """What has been compiled so far."""
+        """Counters of the programs compiled so far."""
         ...
 
     @property
     def ready(self) -> Collection[Program]:
-        """Programs that are compiled; never fewer than before."""
+        """The compiled programs. The collection only grows."""
         ...
 
     @property
@@ -45,22 +45,24 @@ class Programs(Protocol):
         ...
 
     def max_deferred(self, batch: int) -> int:
-        """How many rounds of `batch` requests without drafts, `Joined` ones aside, may run before
-        `Observe`; 0 if they leave nothing to it."""
+        """Return how many rounds without drafts, of `batch` requests, may run before `Observe`.
+
+        Returns 0 if the drafter observes each round at once, as it always does in `Joined`.
+        """
         ...
 
     def compile_ahead(
         self, programs: Iterable[Program], *, then: Iterable[Program] = (), show_progress: bool
     ) -> None:
-        """Return when all these are ready; `then` are compiled beside and after them.
+        """Compile `programs` and wait for them; compile `then` meanwhile and afterwards.
 
         Raises:
-            Exception: one of them does not compile.
+            Exception: one of `programs` failed to compile.
         """
         ...
 
     def compile_behind(self, programs: Iterable[Program], *, is_urgent: bool) -> None:
-        """Compile these in the background, in their order; urgent ones before all others."""
+        """Compile programs in the background, in order; urgent ones before all others."""
         ...
 
     def finish(self, *, show_progress: bool) -> None:
@@ -68,31 +70,31 @@ class Programs(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Wait until another program is ready, nothing is left to compile, or the time is over."""
+        """Wait until another program is ready, none is left to compile, or the time is over."""
         ...
 
     def run(self, program: Program, *arguments: Any) -> Any:
-        """Launch a program on the state, without waiting for it; compiles it if it is not ready.
+        """Launch a program on the state without waiting for it; compile it first if necessary.
 
-        Arguments are results of programs, or NumPy arrays that nothing changes afterwards.
-        Outputs have `copy_to_host_async` and `is_ready`, and are read as NumPy arrays.
+        Arguments are results of programs, or NumPy arrays that must not change afterwards. Outputs
+        have `copy_to_host_async` and `is_ready`, and are read as NumPy arrays.
         """
         ...
 
     def time_rounds(
         self, variant: Variant, ks: tuple[int, ...], batches: tuple[int, ...]
     ) -> StepCost:
-        """Measure times of rounds of every shape by running them; the state is empty afterwards."""
+        """Measure times of rounds of every shape by running them; leave an empty state."""
         ...
 
     def release(self) -> None:
-        """Free the memory of the state; nothing runs until `renew`."""
+        """Free the memory of the state; no program may run until `renew`."""
         ...
 
     def renew(self) -> None:
-        """Begin with an empty state."""
+        """Create an empty state."""
         ...
 
     def close(self) -> None:
-        """Free everything, the programs' code included; nothing runs afterwards."""
+        """Free all memory, including the programs' code; no program may run afterwards."""
         ...

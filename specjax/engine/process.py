@@ -1,4 +1,4 @@
-"""Refuses what cannot work in the process or with the settings of JAX that it finds."""
+"""Refuses forked processes, and settings of JAX with which no engine works."""
 
 import os
 import threading
@@ -45,7 +45,7 @@ def refuse_fork(pid: int) -> None:
     if os.getpid() != pid:
         raise RuntimeError(
             f"this engine was built in process {pid} and cannot run in process {os.getpid()}, "
-            "which was forked from it; build an engine in the new process, and start it by "
+            "which was forked from it; build an engine in the new process, and start it with "
             "multiprocessing's 'spawn'"
         )
 
@@ -54,12 +54,12 @@ def check_jax() -> None:
     """Refuse settings of JAX under which no engine works.
 
     Raises:
-        ValueError: with the setting and what to set it to.
+        ValueError: a setting is refused; the message says what to set it to.
     """
     name = "jax_disable_jit"
     if getattr(jax.config, name):
         raise ValueError(
-            "jax_disable_jit=True: steps are compiled programs, and nothing else; set it to False "
+            "jax_disable_jit=True: steps run only as compiled programs; set it to False "
             "(the environment variable JAX_DISABLE_JIT, or jax.disable_jit) before LLM is built"
         )
     for name in _GUARDS:

@@ -1,7 +1,8 @@
-"""The programs of a step. Each is a value: its fields are compiled in, and `run` is what it does.
+"""The programs of a step. Each is a value: its fields are compiled in, and `run` is its function.
 
-A chunk is admitted, prefilled and begun, a round decoded whole or in three pieces; other programs
-move recurrent states, let the drafter catch up, and run logits processors.
+Chunks run `Admit`, `Prefill` and `Begin`. A round runs `Decode`, or its three pieces `Propose`,
+`Extend` and `Settle`. Other programs copy recurrent states, let the drafter catch up, and run
+logits processors.
 """
 
 from dataclasses import dataclass
@@ -94,7 +95,7 @@ class Prefill(Program):
 
 @dataclass(frozen=True, slots=True)
 class ProcessFirst(Program):
-    """Logits processors between `Prefill` and `Begin`: (chunks, logits) -> logits."""
+    """Run logits processors between `Prefill` and `Begin`: (chunks, logits) -> logits."""
 
     batch: int
     processors: Processors
@@ -117,10 +118,10 @@ class ProcessFirst(Program):
 
 @dataclass(frozen=True, slots=True)
 class Begin(Program):
-    """Drafter observes the chunk, first tokens are sampled.
+    """Let the drafter observe the chunks, and sample first tokens.
 
-    (chunks, extension, logits, masks) -> outputs, where `logits` are the extension's, or what
-    `ProcessFirst` made of them; `masks` is None if no request has a grammar.
+    (chunks, extension, logits, masks) -> outputs, where `logits` are the extension's or the result
+    of `ProcessFirst`; `masks` is None if no request has a grammar.
     """
 
     batch: int
@@ -130,7 +131,7 @@ class Begin(Program):
 
     @property
     def masked_rows(self) -> tuple[int, int]:
-        """The first axes of `masks`, requests and their rows of logits."""
+        """The first two axes of `masks`: requests, and rows of logits per request."""
         return self.batch, 1
 
     def handed(self, traces: Traces) -> tuple[Any, ...]:
@@ -154,7 +155,7 @@ class Begin(Program):
 
 @dataclass(frozen=True, slots=True)
 class Decode(Program):
-    """A whole round: (round) -> outputs."""
+    """Run a whole round: (round) -> outputs."""
 
     batch: int
     k: int
@@ -169,9 +170,9 @@ class Decode(Program):
 
 @dataclass(frozen=True, slots=True)
 class Observe(Program):
-    """Drafter observes what rounds without drafts have left to it: (round) -> None.
+    """Let the drafter observe deferred rounds, which had no drafts: (round) -> None.
 
-    It takes the last of these rounds, none of which changed the requests.
+    The argument is the last of these rounds, which all have the same requests.
     """
 
     batch: int
@@ -185,7 +186,7 @@ class Observe(Program):
 
 @dataclass(frozen=True, slots=True)
 class Joined(Program):
-    """What `Prefill`, `begin` and `decode` do, in one: (chunks, round) -> (outputs, outputs)."""
+    """Run `Prefill`, `begin` and `decode` as one: (chunks, round) -> (outputs, outputs)."""
 
     begin: Begin
     decode: Decode
@@ -234,7 +235,7 @@ class Propose(Program):
 
 @dataclass(frozen=True, slots=True)
 class Extend(Program):
-    """Second piece, during which the host makes masks: (round, draft) -> Extension."""
+    """Second piece of a round; the host makes masks meanwhile: (round, draft) -> Extension."""
 
     batch: int
     k: int
@@ -257,7 +258,7 @@ class Extend(Program):
 
 @dataclass(frozen=True, slots=True)
 class ProcessRound(Program):
-    """Logits processors between `Extend` and `Settle`: (round, draft, logits) -> logits."""
+    """Run logits processors between `Extend` and `Settle`: (round, draft, logits) -> logits."""
 
     batch: int
     k: int
@@ -283,7 +284,7 @@ class ProcessRound(Program):
 
 @dataclass(frozen=True, slots=True)
 class Settle(Program):
-    """Third piece: (round, draft, extension, logits, masks) -> outputs; as in `Begin`."""
+    """Third piece of a round: (round, draft, extension, logits, masks) -> outputs, see `Begin`."""
 
     batch: int
     k: int
@@ -292,7 +293,7 @@ class Settle(Program):
 
     @property
     def masked_rows(self) -> tuple[int, int]:
-        """The first axes of `masks`, requests and their rows of logits."""
+        """The first two axes of `masks`: requests, and rows of logits per request."""
         return self.batch, self.k + 1
 
     def handed(self, traces: Traces) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Progress of a call: a bar, a class like tqdm's, or lines of the log without a terminal."""
+"""Shows the progress of a call: a bar, a class like tqdm's, or log lines without a terminal."""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,7 +19,7 @@ BAR_SECONDS = 0.2  # between two updates
 
 @dataclass(frozen=True)
 class CallProgress:
-    """What a call has done so far; running and waiting count all requests of the engine."""
+    """The progress of a call; `num_running` and `num_waiting` count all requests of the engine."""
 
     num_finished: int
     num_tokens: int
@@ -55,12 +55,12 @@ def progress(
     verbose: bool,
     draws: bool = True,
 ) -> Iterator[Callable[[], None]]:
-    """Show how `samples` grow; the block calls the function it is given after every step.
+    """Show how `samples` grow; yield a function that the block calls after every step.
 
     Args:
-        use_tqdm: whether to show anything, or a class that is called as tqdm's is.
-        verbose: of the LLM; False shows nothing, unless `use_tqdm` is a class.
-        draws: whether a terminal gets a bar, and no lines.
+        use_tqdm: whether to show progress, or a class with the arguments of tqdm.
+        verbose: the LLM's setting; False shows nothing, unless `use_tqdm` is a class.
+        draws: whether a terminal shows a bar instead of log lines.
     """
     if callable(use_tqdm):
         view, pause = _called(use_tqdm, len(samples)), BAR_SECONDS

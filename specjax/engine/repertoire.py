@@ -1,9 +1,9 @@
-"""Which shapes and variants of steps an engine can run now, and which are worth compiling.
+"""Decides which shapes and variants of steps an engine can run now, and which to compile.
 
-A step has a shape, and a variant: what requests ask beyond what every step does. An engine begins
-with one shape of each part, into which any step fits, and its plain variant, in pieces that other
-variants share. Better shapes are compiled in the background once their lack has cost enough time.
-A request that needs another variant waits for it; no other request waits.
+A step has a shape and a variant: the extra work that its requests ask for. An engine begins with
+one shape of each part, into which any step fits, in the plain variant, whose rounds consist of
+pieces that other variants share. Better shapes are compiled in the background once running without
+them has cost enough time. Only a request that needs a new variant waits for it.
 """
 
 from collections import defaultdict
@@ -27,9 +27,9 @@ from specjax.host.request import Demands
 from specjax.host.shapes import Shape, Shapes, num_rows
 from specjax.sampling_params import LogitsProcessor
 
-PATIENCE_MS = 3000.0  # that steps may lose before a better shape is compiled
-PIECES_LOSE = 0.05  # about this fraction of a round's time
-JOINED_SAVES = 0.5  # of the shorter of chunks and a round; an estimate for short chunks
+PATIENCE_MS = 3000.0  # time that steps may lose before a better shape is compiled
+PIECES_LOSE = 0.05  # fraction of a round's time that is lost by running in pieces (about)
+JOINED_SAVES = 0.5  # fraction of the shorter part's time, an estimate for short chunks
 
 
 class Repertoire:
@@ -41,10 +41,11 @@ class Repertoire:
         self.variants: list[Variant] = []  # asked for so far, the plain one first
         self.patience_ms = PATIENCE_MS
         self._programs, self._config, self._is_recurrent = programs, config, is_recurrent
-        # Without any, XLA turns the condition into a select, which always computes them.
+        # At least one: with none, XLA turns the conditional into a select, which always computes
+        # them.
         self._max_logprobs = max(1, min(config.max_logprobs, vocab_size))
         self._processors: list[tuple[LogitsProcessor, ...]] = []
-        # By the last program of the better shape.
+        # Time lost for lack of a better shape, by the last program of that shape.
         self._lost_ms: defaultdict[Program, float] = defaultdict(float)
         self._num_ready = -1  # when the caches below were filled
         self._asked: dict[frozenset[Demands], Variant] = {}
@@ -52,7 +53,7 @@ class Repertoire:
         self._chosen: dict[tuple[type, Shape, Variant], Variant] = {}
 
     def number_of(self, processors: tuple[LogitsProcessor, ...]) -> int:
-        """The number of a row of logits processors; -1 for none."""
+        """Return the number of a list of logits processors, a new one if unknown; -1 for none."""
         if not processors:
             return -1
         if processors not in self._processors:
@@ -60,7 +61,7 @@ class Repertoire:
         return self._processors.index(processors)
 
     def asked_by(self, all_demands: Iterable[Demands]) -> Variant:
-        """What steps must do for all of some requests."""
+        """Return the variant that steps with all of these requests must have."""
         all_demands = frozenset(all_demands)
         if all_demands not in self._asked:
             self._asked[all_demands] = self._find_asked(all_demands)
@@ -68,7 +69,7 @@ class Repertoire:
 
     def _find_asked(self, all_demands: Collection[Demands]) -> Variant:
         max_logprobs = self._max_logprobs
-        if self._config.exact:  # one for all, for another program rounds differently
+        if self._config.exact:  # one for all: another program rounds differently
             return Variant(masks=True, num_logprobs=max_logprobs)
         numbers = sorted({demands.processor for demands in all_demands} - {-1})
         # None, a few or the maximum, so that there are few variants.
@@ -83,11 +84,11 @@ class Repertoire:
         )
 
     def compile_first(self, shapes: Shapes, *, show_progress: bool) -> bool:
-        """Compile the first of these shapes, or all, in every variant; whether all are ready."""
+        """Compile the first of these shapes, or all if ahead; return whether all are ready."""
         variants = self.variants or [self.asked_by(())]
         self._compile(variants, shapes, show_progress=show_progress)
         self.variants = variants
-        best = self._all_suited(programs_of, variants[:1], shapes)
+        best = self._programs_for_shapes(programs_of, variants[:1], shapes)
         return all(program in self._programs.ready for program in best)
 
     def use(self, shapes: Shapes) -> None:
@@ -108,49 +109,51 @@ class Repertoire:
 
     def ask_for(self, shape: Shape) -> None:
         """Compile a shape of rounds in the background."""
-        suited = self._all_suited(programs_of, self.variants[:1], Shapes((), (shape,)))
-        self._programs.compile_behind(suited, is_urgent=False)
+        needed = self._programs_for_shapes(programs_of, self.variants[:1], Shapes((), (shape,)))
+        self._programs.compile_behind(needed, is_urgent=False)
 
     def admits(self, all_demands: Iterable[Demands]) -> bool:
-        """Whether there are programs for requests that run together.
+        """Return whether these requests can run together now; ask for programs if not.
 
         Raises:
-            Exception: a program that they need does not compile.
+            Exception: a program that they need failed to compile.
         """
         asked = self.asked_by(all_demands)
         shapes = self.shapes(asked)
         if shapes.prefill and shapes.decode:
             return True
         failures = self._programs.failures
-        for variant in self._able(asked):
-            for program in self._all_suited(first_programs_of, [variant], self.all_shapes.first):
+        for variant in self._covering(asked):
+            for program in self._programs_for_shapes(
+                first_programs_of, [variant], self.all_shapes.first
+            ):
                 if program in failures:
                     self.variants.remove(variant)
                     self._forget()
                     raise failures[program]
-        if not self._able(asked):
+        if not self._covering(asked):
             self._ask(asked)
         return False
 
     def shapes(self, asked: Variant) -> Shapes:
-        """The shapes that are ready for steps that do what is `asked`.
+        """Return the shapes that are ready for steps of the variant `asked`.
 
         It is `all_shapes` itself when every shape is ready.
         """
         self._look()
         if asked not in self._shapes:
-            able, every = self._able(asked), self.all_shapes
+            covering, every = self._covering(asked), self.all_shapes
             shapes = Shapes(
-                tuple(s for s in every.prefill if self._has(PrefillPlan((), *s), able)),
-                tuple(s for s in every.decode if self._has(DecodePlan((), *s, 0), able)),
+                tuple(s for s in every.prefill if self._has(PrefillPlan((), *s), covering)),
+                tuple(s for s in every.decode if self._has(DecodePlan((), *s, 0), covering)),
             )
-            best = self._all_suited(programs_of, able[:1], every)
+            best = self._programs_for_shapes(programs_of, covering[:1], every)
             has_all = bool(best) and all(program in self._programs.ready for program in best)
             self._shapes[asked] = every if has_all else shapes
         return self._shapes[asked]
 
     def variant_for(self, plan: Part, all_demands: Iterable[Demands]) -> Variant:
-        """The first variant that does what a plan's requests need and has its shape."""
+        """Return the first variant that covers a plan's requests and is ready in its shape."""
         self._look()
         asked = self.asked_by(all_demands)
         if isinstance(plan, DecodePlan):
@@ -158,14 +161,14 @@ class Repertoire:
         else:
             known = PrefillPlan, (plan.batch, plan.width), asked
         if known not in self._chosen:
-            able = self._able(asked)
-            there = (variant for variant in able if self._has(plan, [variant]))
-            chosen = next(there, able[0] if able else asked)
+            covering = self._covering(asked)
+            there = (variant for variant in covering if self._has(plan, [variant]))
+            chosen = next(there, covering[0] if covering else asked)
             self._chosen[known] = of_rounds(chosen) if known[0] is DecodePlan else chosen
         return self._chosen[known]
 
     def note(self, plan: Part, variant: Variant, milliseconds: float) -> None:
-        """Ask for the best shape of a plan once its lack has cost enough time."""
+        """Ask for a plan's better shape once running without it has cost enough time."""
         if plan.better_shape is None:
             return
         if isinstance(plan, DecodePlan):
@@ -174,53 +177,53 @@ class Repertoire:
         else:
             own = PrefillPlan((), *plan.better_shape)
             part = own.batch * own.width / (plan.batch * plan.width)
-        suited = self._suited(programs_of, own, variant)
-        self._lose(suited, max(PIECES_LOSE, 1 - part) * milliseconds)
+        needed = self._programs_for(programs_of, own, variant)
+        self._add_loss(needed, max(PIECES_LOSE, 1 - part) * milliseconds)
 
     def note_apart(self, program: Joined, milliseconds: float) -> None:
-        """Ask for a program of both chunks and a round once its lack has cost enough time.
+        """Ask for a program of chunks and a round once separate ones have cost enough time.
 
-        `milliseconds` is what the shorter of the two took in a program of its own. There is one for
-        every pair of shapes, too many to be compiled ahead.
+        `milliseconds` is the time of the shorter part. There is one such program for every pair of
+        shapes, too many to compile ahead.
         """
         if self._config.compile_ahead:  # the shape of a step must not depend on what is ready
             return
-        self._lose([program], JOINED_SAVES * milliseconds)
+        self._add_loss([program], JOINED_SAVES * milliseconds)
 
-    def _lose(self, suited: list[Program], milliseconds: float) -> None:
-        """Count time that was lost for want of programs, and ask for them if it is enough."""
-        if all(program in self._programs.ready for program in suited):
+    def _add_loss(self, needed: list[Program], milliseconds: float) -> None:
+        """Count time lost without these programs; ask for them when it reaches `patience_ms`."""
+        if all(program in self._programs.ready for program in needed):
             return
-        self._lost_ms[suited[-1]] += milliseconds
-        if self._lost_ms[suited[-1]] >= self.patience_ms:
-            self._lost_ms[suited[-1]] = 0.0
-            self._programs.compile_behind(suited, is_urgent=False)
+        self._lost_ms[needed[-1]] += milliseconds
+        if self._lost_ms[needed[-1]] >= self.patience_ms:
+            self._lost_ms[needed[-1]] = 0.0
+            self._programs.compile_behind(needed, is_urgent=False)
 
     def _compile(self, variants: Iterable[Variant], shapes: Shapes, *, show_progress: bool) -> None:
-        """Compile what some variants need; all their shapes if everything is compiled ahead."""
+        """Compile the first shapes of some variants; all shapes if everything is compiled ahead."""
         if not self._config.compile_ahead:
-            first = self._all_suited(first_programs_of, variants, shapes.first)
+            first = self._programs_for_shapes(first_programs_of, variants, shapes.first)
             self._programs.compile_ahead(first, show_progress=show_progress)
             return
-        first = self._all_suited(programs_of, variants, shapes.first)
-        every = self._all_suited(programs_of, variants, shapes)
+        first = self._programs_for_shapes(programs_of, variants, shapes.first)
+        every = self._programs_for_shapes(programs_of, variants, shapes)
         self._programs.compile_ahead(first, then=every, show_progress=show_progress)
         self._programs.finish(show_progress=show_progress)
 
     def _ask(self, variant: Variant) -> None:
-        """Compile a variant in the background, programs without which it cannot run first."""
+        """Compile a variant in the background, beginning with the programs that it needs to run."""
         first = self.all_shapes.first
-        least = self._all_suited(first_programs_of, [variant], first)
+        least = self._programs_for_shapes(first_programs_of, [variant], first)
         self._programs.compile_behind(least, is_urgent=True)
-        best = self._all_suited(programs_of, [variant], first)
+        best = self._programs_for_shapes(programs_of, [variant], first)
         self._programs.compile_behind(best, is_urgent=False)
         self.variants.append(variant)
         self._forget()
 
-    def _all_suited(
+    def _programs_for_shapes(
         self, find: Callable[..., list[Program]], variants: Iterable[Variant], shapes: Shapes
     ) -> list[Program]:
-        """The programs of some shapes, those that take the longest to compile first."""
+        """Return the programs of some shapes, the slowest to compile first."""
         by_drafts = sorted(shapes.decode, key=lambda shape: shape[::-1], reverse=True)
         plans = [
             *(DecodePlan((), *shape, 0) for shape in by_drafts),
@@ -230,17 +233,17 @@ class Repertoire:
             program
             for variant in variants
             for plan in plans
-            for program in self._suited(find, plan, variant)
+            for program in self._programs_for(find, plan, variant)
         ]
 
-    def _suited(
+    def _programs_for(
         self, find: Callable[..., list[Program]], plan: Part, variant: Variant
     ) -> list[Program]:
         defers = self._programs.max_deferred(plan.batch) > 0
         return find(plan, variant, is_recurrent=self._is_recurrent, defers=defers)
 
-    def _able(self, asked: Variant) -> list[Variant]:
-        """Variants that do what is `asked`; those with masks that it does not need come last."""
+    def _covering(self, asked: Variant) -> list[Variant]:
+        """Return the variants that cover `asked`; variants with unneeded masks come last."""
         exactly = [variant for variant in self.variants if covers(variant, asked)]
         masked = asked._replace(masks=True)
         others = [variant for variant in self.variants if covers(variant, masked)]
@@ -249,13 +252,13 @@ class Repertoire:
     def _has(self, plan: Part, variants: Iterable[Variant]) -> bool:
         ready = self._programs.ready
         return any(
-            all(program in ready for program in self._suited(find, plan, variant))
+            all(program in ready for program in self._programs_for(find, plan, variant))
             for variant in variants
             for find in (programs_of, first_programs_of)
         )
 
     def _look(self) -> None:
-        """Notice programs that have been compiled since."""
+        """Clear the caches if more programs are ready than before."""
         if len(self._programs.ready) != self._num_ready:
             self._num_ready = len(self._programs.ready)
             self._forget()

@@ -1,7 +1,7 @@
-"""Times of rounds, measured by running every shape before there are requests, or padding later.
+"""Measures times of rounds: of every shape before there are requests, or of padding later.
 
 Each shape must run once anyway, to be ready when a request needs it. The requests are artificial:
-random tokens, as much context as asked for, and shared pages if the pool is too small.
+random tokens, a given length of context, and shared pages if the pool is too small.
 """
 
 import time
@@ -27,7 +27,7 @@ from specjax.host.speculation.step_cost import StepCost
 
 TIMED_RUNS = 5  # of padding
 MIN_PASSES, MAX_PASSES, ENOUGH_SECONDS = 3, 9, 5.0
-MIN_MS = 1e-3  # a tiny round may be done before the one before it has been read
+MIN_MS = 1e-3  # a tiny round may end before the previous one has been read
 
 Point = tuple[int, int, int]  # batch size, K, tokens of context
 Launch = Callable[[list[Part]], list[InFlight | Extended]]
@@ -53,15 +53,15 @@ def measure_rounds(
     ks: tuple[int, ...],
     batches: tuple[int, ...],
 ) -> StepCost:
-    """Times of rounds by batch size, K and context. Leaves a state of artificial requests.
+    """Measure rounds by batch size, K and context. Leaves a state of artificial requests.
 
-    All shapes are run in turn, several times, and the median counts, so that a disturbance falls on
-    all alike. Context adds time in proportion to its tokens, whatever K is, as each is read once:
-    two lengths at the largest batch tell how much.
+    All shapes run in turn, several times, and the median counts, so that a disturbance affects all
+    equally. Context adds time in proportion to its number of tokens, regardless of K, as each token
+    is read once; two lengths at the largest batch size give the factor.
 
-    Rounds run as in serving, each launched before the one before it is read, and times mean the
-    same (`RoundClock.time`): the host counts as far as the device waits for it. Only planning and
-    committing are not among its work here. `num_pages` is by page table.
+    Rounds run as in serving: each is launched before the previous one is read. Times are defined as
+    in `RoundClock.time`: host time counts only while the device waits for it. The host neither
+    plans nor commits here. `num_pages` has the number of pages for each page table.
     """
     room = (MAX_PASSES + 1) * (max(ks) + 1)
     short, long = layout.max_model_len // 8, layout.max_model_len - room
@@ -78,7 +78,8 @@ def measure_rounds(
         return launched
 
     def run_all(points: Sequence[Point]) -> Iterator[tuple[Point, float]]:
-        """Run a round at each point; its milliseconds. One at either end does not count."""
+        """Run a round at each point; yield its milliseconds. An extra round at each end is not
+        timed."""
         before, end = launch(points[-1]), 0.0
         for i, point in enumerate([*points, points[0]]):
             before.look()
@@ -92,7 +93,7 @@ def measure_rounds(
     max_batch, ends = batches[-1], {min(ks), max(ks)}
     points = [(batch, k, short) for batch in batches for k in ks]
     points += [(max_batch, k, long) for k in ends if long > 2 * short]
-    list(run_all(points))  # the first run touches new memory, and does not count
+    list(run_all(points))  # not counted: the first run touches new memory
     times: dict[Point, list[float]] = {point: [] for point in points}
     start = time.perf_counter()
     for i in range(MAX_PASSES):
@@ -116,7 +117,7 @@ def measure_rounds(
 def _without_context(
     points: Mapping[int, Mapping[int, float]], context: int, per_token: float
 ) -> dict[int, dict[int, float]]:
-    """The times that rounds would take without context."""
+    """Return the times that rounds would take without context."""
     return {
         batch: {k: max(ms - batch * context * per_token, 0.1 * ms) for k, ms in column.items()}
         for batch, column in points.items()
@@ -124,7 +125,7 @@ def _without_context(
 
 
 def _filled(state: EngineState, vocab_size: int) -> EngineState:
-    """A state with requests of random tokens, which never end, in all slots."""
+    """Return a state in which each slot has a request of random tokens that never ends."""
     tokens = np.random.default_rng(0).integers(0, vocab_size, state.tokens.shape)
     return replace(
         state,
@@ -135,7 +136,7 @@ def _filled(state: EngineState, vocab_size: int) -> EngineState:
 
 
 def progress_at(state: EngineState, length: int) -> jax.Array:
-    """All requests active, with `length` tokens."""
+    """Return the progress of requests that are all active and have `length` tokens."""
     values = np.tile(np.array([length, 0, 1, length], np.int32), (state.progress.shape[0], 1))
     return jax.device_put(values, state.progress.sharding)
 
@@ -145,9 +146,9 @@ def _like(x: jax.Array, value: Any) -> jax.Array:
 
 
 def time_padding(launch: Launch, batch: int, k: int) -> float:
-    """Milliseconds of a round of padding rows only, which changes nothing.
+    """Measure the milliseconds of a round of padding rows, which leaves the state unchanged.
 
-    Each is launched before the one before it is waited for, as in serving.
+    Each round is launched before the previous one is waited for, as in serving.
     """
     plan, ends = DecodePlan((), batch, k, k), []
 
@@ -156,7 +157,7 @@ def time_padding(launch: Launch, batch: int, k: int) -> float:
             np.asarray(step.outputs)
         ends.append(time.perf_counter())
 
-    (before,) = launch([plan])  # its end also waits for what was launched earlier
+    (before,) = launch([plan])  # its end time includes earlier launches
     for _ in range(TIMED_RUNS):
         (launched,) = launch([plan])
         wait_for(before)
@@ -166,7 +167,7 @@ def time_padding(launch: Launch, batch: int, k: int) -> float:
 
 
 def pack_round(batch: int, k: int, layout: Layout, num_pages: Sequence[int]) -> np.ndarray:
-    """A packed round (see `batch.pack`) of the first slots, each with pages in a row."""
+    """Pack a round (see `batch.pack`) of the first slots, each with consecutive pages."""
     packed, rows = layout.packing(DecodeInputs).rows(batch)
     rows.slots[:], rows.num_drafts[:] = np.arange(batch), k
     table = np.arange(batch * layout.pages_per_seq).reshape(batch, -1)

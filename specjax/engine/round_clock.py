@@ -1,4 +1,4 @@
-"""Times of chunks and rounds, as a host sees them that reads each while the next one runs."""
+"""Times of chunks and rounds, as seen by a host that reads each while the next one runs."""
 
 import time
 
@@ -6,7 +6,7 @@ from specjax.engine.in_flight import InFlight
 
 
 class RoundClock:
-    """Tells how long the parts of steps took, in the order in which they are read.
+    """Computes how long the parts of steps took, in the order in which they are read.
 
     Attributes:
         start: when planning of the current step began, in seconds.
@@ -15,34 +15,35 @@ class RoundClock:
 
     def __init__(self) -> None:
         self.start = self.chunk_ms = 0.0
-        self._done = 0.0  # when the results that were read last were ready
+        self._done = 0.0  # when the last results that were read were ready
         self._read: float | None = None  # when they were read; None once another step is launched
-        self._compile_seconds = 0.0, 0.0  # until the last two reads
-        self._timed_from = 0.0  # what was launched before ran beside a measurement
+        self._compile_seconds = 0.0, 0.0  # total until the last two reads
+        self._timed_from = 0.0  # parts launched earlier overlapped a measurement
 
-    def start_anew(self) -> None:
-        """Do not time what was launched before now: it ran beside a measurement."""
+    def restart(self) -> None:
+        """Do not time parts launched before now: they overlapped a measurement."""
         self._timed_from = self.start = time.perf_counter()
 
     def gap(self) -> float | None:
-        """Seconds from the last read until now, the first launch after it; None for later ones."""
+        """Return the seconds since the last read, at the first launch after it; else None."""
         read, self._read = self._read, None
         return None if read is None else time.perf_counter() - read
 
     def time(self, step: InFlight, compile_seconds: float) -> float | None:
-        """Milliseconds of a part of a step that has just been read; None if they are not known.
+        """Return the milliseconds of a part of a step that has just been read; None if unknown.
 
-        The device began when it had finished the part before, or when planning of the step began if
-        that was later: host time counts as far as the device waited for it. `compile_seconds` is
-        how long programs have been compiled so far, which disturbs what runs meanwhile.
+        The time begins when the device finished the previous part, or when planning of the step
+        began if that was later: host time counts only while the device waited for it.
+        `compile_seconds` is the total time of compiling so far; parts that ran meanwhile were
+        disturbed and are not timed.
         """
         self._read = time.perf_counter()
         done = self._read if step.done is None else step.done
         milliseconds = 1e3 * (done - max(self._done, step.start))
         self._done = done
-        # The part began when the one before it was done, which may have been read much later.
+        # The part began when the previous one was done, which may have been read much later.
         earlier, before = self._compile_seconds
         self._compile_seconds = before, compile_seconds
         is_disturbed = compile_seconds != earlier or step.start < self._timed_from
-        # A tiny program may be done before the one before it has been read.
+        # A tiny program may end before the previous one has been read.
         return None if is_disturbed or milliseconds <= 0 else milliseconds

@@ -1,4 +1,4 @@
-"""Free an engine's memory on the device for a while, and take it again."""
+"""Frees an engine's device memory for a while, and takes it back."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ from specjax.engine.engine import Engine
 
 
 class Sleep:
-    """How an engine sleeps, by level: 0 awake, 1 caches freed, 2 weights on the host as well."""
+    """The sleep level of an engine: 0 awake, 1 caches freed, 2 weights on the host as well."""
 
     def __init__(self, engine: Engine):
         self._engine = engine
@@ -20,21 +20,21 @@ class Sleep:
         self._homes: list[Sharding] = []  # of weights that are on the host now
 
     def home(self, number: int, leaf: Any) -> Sharding:
-        """Where an array of the engine's parameters lives while the engine is awake."""
+        """Return the sharding that an array of parameters has while the engine is awake."""
         return self._homes[number] if self._homes else leaf.sharding
 
     def begin(self, level: int) -> None:
-        """Free what `level` says; nothing may be in flight."""
+        """Free the memory of a level; no step may be in flight."""
         if not self.level:
             self._engine.release()
             self.level = 1
         if level == 2:
-            self.level = 2  # if moving fails half-way, `end` mends it
+            self.level = 2  # set first: `end` restores weights if moving them fails half-way
             self._homes = self._homes or [x.sharding for x in jax.tree.leaves(self._engine.params)]
             change_weights(self._engine, lambda _, leaf: on_host(leaf))
 
     def end(self) -> None:
-        """Wake up: weights return to the device, as they are by now, with an empty state."""
+        """Wake up: move the current weights to the device, and create an empty state."""
         if self.level:
             change_weights(self._engine, lambda i, leaf: jax.device_put(leaf, self.home(i, leaf)))
             self._homes = []
@@ -45,11 +45,11 @@ class Sleep:
 def check_level(level: object) -> None:
     """Refuse anything but 1 and 2."""
     if level not in (1, 2) or isinstance(level, bool):
-        raise ValueError(f"level={level!r} must be 1, caches and states, or 2, weights as well")
+        raise ValueError(f"level={level!r} must be 1 (frees caches and states) or 2 (weights too)")
 
 
 def change_weights(engine: Engine, change: Callable[[int, Any], Any]) -> None:
-    """Replace the engine's arrays one by one, so that two copies of one array exist at most."""
+    """Replace the engine's arrays one by one, so that at most one array exists twice."""
     leaves, tree = jax.tree.flatten(engine.params)
     engine.params = Params(None, None)
     try:
@@ -60,5 +60,5 @@ def change_weights(engine: Engine, change: Callable[[int, Any], Any]) -> None:
 
 
 def on_host(leaf: Any) -> np.ndarray:
-    """A copy in the host's memory."""
+    """Return a copy in host memory."""
     return np.array(jax.device_get(leaf))

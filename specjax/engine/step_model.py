@@ -1,4 +1,4 @@
-"""What an engine compiles into its steps, and the empty state that they begin with."""
+"""The static model that an engine compiles into its steps, and the initial, empty state."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,21 +12,21 @@ from specjax.device.state import EngineState, init_state
 from specjax.device.verification import Verification
 from specjax.host.windows import window_pages
 
-# Up to this many rows a drafter takes hardly longer than for one: it is bound by reading its
-# weights.
+# Up to this number of rows, a drafter takes hardly longer than for one row: it is bound by reading
+# its weights.
 MAX_DEFERRED_ROWS = {"gpu": 64, "cpu": 16}
 
 
 def step_model(
     config: EngineConfig, target: Model, drafter: Drafter, verification: Verification, platform: str
 ) -> StepModel:
-    """What an engine on a device of `platform` compiles into its steps."""
+    """Return the `StepModel` that an engine compiles into its steps on a platform."""
     return StepModel(
         target,
         drafter,
         verification,
         config.kernels,
-        # A matmul bound by its weights runs more rows for free, and matrix units want eights.
+        # A matmul bound by its weights runs more rows for free; matrix units take multiples of 8.
         row_multiple=8 if platform == "gpu" else 1,
         width_multiple=EXACT_WIDTH if config.exact else 1,
         logprobs_mode=config.logprobs_mode,
@@ -38,12 +38,12 @@ def step_model(
 def sizes_of_windows(
     config: EngineConfig, model: StepModel, max_drafts: int
 ) -> tuple[tuple[int, int], ...]:
-    """The windows whose layers have pages of their own, each with their number."""
+    """Return (window, number of pages) for each window whose layers have separate pages."""
     return tuple((one, window_pages(config, one, max_drafts)) for one in model.windows)
 
 
 def empty_state(config: EngineConfig, model: StepModel, max_drafts: int) -> EngineState:
-    """The state of an engine without requests, whose steps have up to `max_drafts` drafts."""
+    """Return the state of an engine without requests, for steps of up to `max_drafts` drafts."""
     dtype, target = np.dtype(config.dtype), model.target
     rows = model.width(max_drafts)
     kinds, num_snapshots = target.cache_kinds, config.num_snapshots

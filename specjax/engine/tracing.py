@@ -18,20 +18,20 @@ from specjax.engine.xla_options import matmul_precision
 
 
 class Static(NamedTuple):
-    """What is compiled into all programs of an engine. Hashable."""
+    """The values that are compiled into all programs of an engine. Hashable."""
 
     model: StepModel
     layout: Layout
 
 
-Packed = tuple[type, int]  # a kind of inputs, and rows of the array that the host packs them into
+Packed = tuple[type, int]  # a class of inputs, and the number of rows of the packed array
 
 
 class Program:
     """A program of a step: a hashable value, whose fields are compiled in.
 
-    It takes parameters and state, arrays that the host packs, and results of other programs. What
-    it returns for the host is packed, too.
+    Its arguments are parameters, state, arrays that the host packs, and results of other programs.
+    Results for the host are packed too.
     """
 
     __slots__ = ()
@@ -40,11 +40,11 @@ class Program:
 
     @property
     def packed(self) -> tuple[Packed, ...]:
-        """The inputs that the host packs, an array each."""
+        """The inputs that the host packs, each into one array."""
         return ((self.inputs, self.batch),)
 
     def handed(self, traces: "Traces") -> tuple[Any, ...]:
-        """Shapes of the arguments after the packed ones."""
+        """Return the shapes of the arguments after the packed ones."""
         return ()
 
     def run(self, params: Params, state: EngineState, *arguments: Any, **model: Any) -> Any:
@@ -56,14 +56,14 @@ class Program:
         raise NotImplementedError
 
 
-Trees = tuple[Any, Any]  # of parameters and state
+Trees = tuple[Any, Any]  # structures of parameters and state
 
 
 def jitted(program: Program, static: Static, trees: Trees | None = None) -> Any:
-    """`jax.jit` of a program between packed arrays: (params, state, *arguments) -> (state, result).
+    """Return the jitted program on packed arrays: (params, state, *arguments) -> (state, result).
 
-    With the `trees` of parameters and state, it takes and returns lists of their leaves, as JAX
-    walks through nested dataclasses in every call.
+    With `trees`, parameters and state are lists of leaves: otherwise JAX would walk through nested
+    dataclasses in every call.
     """
 
     def run(params: Any, state: Any, *arguments: Any) -> Any:
@@ -85,7 +85,7 @@ def jitted(program: Program, static: Static, trees: Trees | None = None) -> Any:
 
 
 class Jits(dict[tuple[Program, Trees], Any]):
-    """Jitted programs over leaves, with one `Static`."""
+    """Jitted programs of one `Static`, by program and structures; see `jitted`."""
 
     def __init__(self, static: Static):
         super().__init__()
@@ -97,18 +97,18 @@ class Jits(dict[tuple[Program, Trees], Any]):
         return made
 
 
-# Engines with equal `Static`s trace once. JAX frees what it compiled for a function together with
-# the function: with the last engine of its `Static`.
+# Engines with equal `Static`s trace once. JAX frees a function's compiled code together with the
+# function, so with the last engine of its `Static`.
 JITS: WeakValueDictionary[Static, Jits] = WeakValueDictionary()
 
 
 class Traces:
-    """The programs of one engine on the shapes of its parameters and state.
+    """Traces the programs of one engine on the shapes of its parameters and state.
 
     Attributes:
-        shapes: those of parameters and state.
+        shapes: the shapes of parameters and state.
 
-    `dtype` is that of the weights, see `matmul_precision`.
+    `dtype` is the dtype of the weights, see `matmul_precision`.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class Traces:
         return self.trace(program).out_info[1]
 
     def logits(self, batch: int, num_rows: int) -> jax.ShapeDtypeStruct:
-        """Return the shape of logits."""
+        """Return the shape of logits f32[batch, num_rows, V]."""
         return self._array((batch, num_rows, self._layout.vocab_size), jnp.float32)
 
     def masks(self, batch: int, num_rows: int) -> jax.ShapeDtypeStruct:
-        """Return the shape of grammars' masks."""
+        """Return the shape of grammars' masks i32[batch, num_rows, mask_words]."""
         return self._ints(batch, num_rows, self._layout.mask_words)
 
     def _ints(self, *shape: int) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""Which programs suit a plan: those of its shape, in a variant that does what requests ask."""
+"""Finds the programs of a plan: in its shape, and in a variant that covers its requests."""
 
 from specjax.device.drafters.drafter import Variant
 from specjax.engine.batch import Part
@@ -19,12 +19,14 @@ from specjax.engine.programs import (
 from specjax.engine.tracing import Program
 from specjax.host.plans import DecodePlan, PrefillPlan
 
-FEW_LOGPROBS = 20  # likeliest tokens that every step can report
+FEW_LOGPROBS = 20  # number of likeliest tokens that every step can report
 
 
 def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool) -> list[Program]:
-    """The programs that suit a plan best; `defers`: whether rounds without drafts leave
-    something to `Observe`."""
+    """Return the best programs for a plan.
+
+    `defers`: whether drafters observe rounds without drafts later, in `Observe`.
+    """
     batch = plan.batch
     if isinstance(plan, PrefillPlan):
         found: list[Program] = [Admit(batch), Prefill(batch, plan.width)]
@@ -43,10 +45,9 @@ def programs_of(plan: Part, variant: Variant, *, is_recurrent: bool, defers: boo
 def first_programs_of(
     plan: Part, variant: Variant, *, is_recurrent: bool, defers: bool
 ) -> list[Program]:
-    """Programs that can also run a plan, most of them shared by other variants.
+    """Return programs that can also run a plan, most of them shared with other variants.
 
-    Rounds are in pieces, and drafters ignore what requests ask of logits: fewer drafts are
-    accepted.
+    Rounds run in pieces, and drafters ignore logits processors: fewer drafts are accepted.
     """
     if isinstance(plan, PrefillPlan):
         return programs_of(plan, variant, is_recurrent=is_recurrent, defers=defers)
@@ -61,36 +62,40 @@ def _pieces(plan: DecodePlan, propose: Propose, variant: Variant) -> list[Progra
 
 
 def is_in_pieces(variant: Variant) -> bool:
-    """Whether rounds run in pieces, so that variants share the target's."""
+    """Return whether rounds run in pieces, so that variants share the target's piece."""
     return variant.masks or bool(variant.processors) or variant.num_logprobs > FEW_LOGPROBS
 
 
 def of_rounds(variant: Variant) -> Variant:
-    """The part of a variant that concerns rounds: nothing about prompts."""
+    """Return the part of a variant that concerns rounds: all except prompt log-probabilities."""
     return variant._replace(num_prompt_logprobs=None)
 
 
 def of_begin(variant: Variant) -> Variant:
-    """The part of a variant that is compiled into `Begin`, which takes masks and processed logits.
+    """Return the part of a variant that is compiled into `Begin`.
 
-    The rows of a prompt that are scored run their processors in it.
+    Masks and processed logits are arguments of `Begin`; it runs the processors only on scored rows
+    of prompts.
     """
     scored = variant.num_prompt_logprobs is not None
     return variant._replace(masks=False, processors=variant.processors if scored else ())
 
 
 def of_settle(variant: Variant) -> Variant:
-    """The part of a variant that is compiled into `Settle`, which is as `Begin`."""
+    """Return the part of a variant that is compiled into `Settle`, see `of_begin`."""
     return variant._replace(masks=False, processors=())
 
 
 def of_drafts(variant: Variant) -> Variant:
-    """The part of a variant that concerns drafting: neither reports nor masks."""
+    """Return the part of a variant that concerns drafting: its logits processors."""
     return Variant(variant.processors)
 
 
 def covers(variant: Variant, asked: Variant) -> bool:
-    """Whether a step of `variant` does all that is `asked`. Masks must match: they cost a wait."""
+    """Return whether `variant` does everything that `asked` does.
+
+    Masks must match, because a step with masks waits for the host.
+    """
     return (
         set(variant.processors) >= set(asked.processors)
         and variant.masks == asked.masks

@@ -7,24 +7,25 @@ from typing import Any
 import jax
 
 GPU_OPTIONS = {
-    # No split-K in XLA's own matmuls: it would split most of a step's, each of which then takes
+    # No split-K in XLA's own matmuls: it would split most matmuls of a step, and each would need
     # another kernel to sum the parts. cuBLAS, which XLA tries as well, may still split.
     "xla_gpu_experimental_force_split_k": 1,
-    # XLA gives this pass four fifths of the card, in which weights and pages leave it no room, so
-    # that it warns for every program. A step has nothing worth computing twice.
+    # This pass may fill four fifths of the card's memory; weights and pages take more, so it would
+    # warn about every program. A step has nothing worth recomputing.
     "xla_disable_hlo_passes": "rematerialization",
 }
-# Three quarters of the time to compile, and the same times of steps within noise.
+# Compiling takes three quarters of the time; steps take the same time within noise.
 CPU_OPTIONS = {"xla_backend_optimization_level": 1}
 OPTIONS: Mapping[str, Mapping[str, Any]] = {"gpu": GPU_OPTIONS, "cpu": CPU_OPTIONS}
-# Of programs that no request waits for: one of XLA's threads makes the same code, not all.
+# For programs that no request waits for: one XLA thread generates the same code, instead of all
+# threads.
 OPTIONS_BEHIND: Mapping[str, Mapping[str, Any]] = {
     "cpu": {"xla_cpu_parallel_codegen_split_count": 1}
 }
 
 
 def matmul_precision(dtype: str, platform: str) -> AbstractContextManager:
-    """Products of float32 in float32, unless `jax_default_matmul_precision` asks for another one.
+    """Compute float32 products in float32, unless `jax_default_matmul_precision` is set.
 
     On a GPU JAX's default rounds the factors to TF32, 10 bits. Logits of programs of different
     shapes would then differ by 2e-3 instead of 4e-5, and drafts would change tokens.

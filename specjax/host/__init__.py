@@ -1,6 +1,6 @@
-"""The host's side of an engine: which requests run next, with which pages and how many drafts.
+"""The host side of an engine: decides which requests run next, with which pages and drafts.
 
-Plain Python without arrays, and without JAX: what it plans is packed for the device elsewhere. It
-never waits for the device. A plan is made while the step before is still running, so it counts on
-every draft being accepted, and the pages of rejected ones are freed when results are committed.
+Plain Python without JAX; `engine/batch.py` packs its plans for the device. It never waits for the
+device. A step is planned while the previous one is running, so a plan assumes that every draft is
+accepted; the pages of rejected drafts are freed when results are committed.
 """

@@ -1,4 +1,4 @@
-"""The budgets of a step, and what they let run together."""
+"""The token budgets of a step, and the number of requests that they let run together."""
 
 from dataclasses import dataclass
 
@@ -7,10 +7,10 @@ from specjax.config import EngineConfig
 
 @dataclass
 class Budget:
-    """What is left of a step's two budgets.
+    """The remaining part of a step's two budgets.
 
-    Drafting may take `draft_slots` more rows for every sequence of a step. They count as batched
-    rows, but not as scheduled tokens (vLLM #34898).
+    Drafting may take `draft_slots` extra rows per sequence. They count as batched rows (`inputs`),
+    but not as scheduled tokens (vLLM #34898).
     """
 
     tokens: int
@@ -19,25 +19,24 @@ class Budget:
     num_spent: int = 0
 
     def fitting(self, wanted: int) -> int:
-        """How many of the wanted tokens one more sequence may run."""
+        """Return how many of the wanted tokens one more sequence may run."""
         return max(0, min(wanted, self.tokens, self.inputs - self.draft_slots))
 
     def holds(self, count: int) -> bool:
-        """Whether one more sequence may run so many tokens."""
+        """Return whether one more sequence may run `count` tokens."""
         return count <= self.tokens and count <= self.inputs - self.draft_slots
 
     def spend(self, count: int) -> None:
-        """Take off the tokens of one sequence."""
+        """Deduct the tokens of one sequence."""
         self.tokens -= count
         self.inputs -= count + self.draft_slots
         self.num_spent += count
 
 
 def explain_waiting(config: EngineConfig, max_drafts: int, draft_slots: int) -> str | None:
-    """Which budget of exact mode lets fewer than `max_num_seqs` requests run together, and how
-    large it must be; None if neither does.
+    """Explain which budget lets too few requests run together in exact mode; None if neither.
 
-    Every exact chunk takes its whole width, next to a whole round of all requests that decode.
+    An exact chunk takes its whole width, in addition to the round of all decoding requests.
     """
     if not config.exact:
         return None

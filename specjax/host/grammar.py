@@ -1,14 +1,14 @@
-"""Which tokens may come next in an output that must parse: llguidance behind small classes.
+"""Computes which tokens may come next in a constrained output: wraps llguidance.
 
 The engine sees token ids and bit masks; parsers, byte tries and JSON schemas stay in this file.
 llguidance is the optional extra `structured`, so it is imported when the first grammar is compiled.
 
-Three things are done here and not by llguidance (1.9.1). Ends of sequence: it is given an end token
-that no model has, and masks replace it by the model's, so that a model may have several, none, or
-one that reads as text. Rejected drafts: they are tried on a copy, since its `rollback` keeps an
-outdated mask, and refuses some grammars. Spelling: for a text that must come it allows only the
-tokenizer's own spelling, which turns a "</s>" in the text into the end of the sequence; here any
-tokens that spell the text are allowed.
+Three things are done here instead of by llguidance (1.9.1). Ends of sequence: llguidance gets an
+artificial end token, which masks replace with the model's own, so that a model may have several,
+none, or one that reads as text. Drafts: they are tried on a copy, because llguidance's `rollback`
+keeps an outdated mask and refuses some grammars. Spelling: where a grammar forces a text,
+llguidance allows only the tokenizer's own spelling, which turns a "</s>" in the text into the end
+of the sequence; here any tokens that spell the text are allowed.
 """
 
 import json
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
 MAX_CACHED_GRAMMARS = 256
-# What json.dumps writes; a schema may ask for more in its own "x-guidance".
+# The format of json.dumps; a schema may change it in its "x-guidance".
 JSON_STYLE = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ANY_SPELLING = '\n%llguidance {"no_forcing": true}\n'
 DOCS = "https://github.com/guidance-ai/llguidance/blob/main/docs"
@@ -40,21 +40,21 @@ REMEDIES = {
 
 @dataclass(frozen=True, eq=False)
 class GrammarVocabulary:
-    """llguidance's reading of a tokenizer, and what a model makes of its ids. W words of 32 bits.
+    """A tokenizer as llguidance reads it, and masks of a model's tokens, W words of 32 bits.
 
-    llguidance never takes special tokens for text: a grammar gets one only by naming it.
+    llguidance never treats special tokens as text: a grammar has to name them.
     """
 
     tokenizer: "LLTokenizer"
-    end: int  # llguidance's own end token, the first id past the tokenizer's
+    end: int  # llguidance's artificial end token, the first id past the tokenizer's
     eos_ids: frozenset[int]
-    text: np.ndarray  # i32[W], tokens of the model that are no end of sequence
+    text: np.ndarray  # i32[W], tokens of the model that do not end a sequence
     ends: np.ndarray  # i32[W], the model's ends of sequence
 
     def read(self, state: "LLMatcher") -> tuple[np.ndarray, bool]:
-        """Text that may come next, i32[W], and whether the output may end.
+        """Return the text tokens that may come next, i32[W], and whether the output may end.
 
-        Neither, where llguidance's limits are used up.
+        If llguidance's limits are used up: no token, and False.
         """
         bits = np.frombuffer(state.compute_bitmask(), np.dtype("<i4"))
         text = np.zeros_like(self.text)
@@ -65,15 +65,15 @@ class GrammarVocabulary:
 
 
 class GrammarCompiler:
-    """Compiles the grammars of outputs; equal ones are compiled once.
+    """Compiles grammars of outputs; equal ones are compiled once.
 
-    Without `eos_ids` an output ends when the grammar allows nothing more; one that always allows
-    more (a+) goes on to the request's token limit.
+    Without `eos_ids` an output ends when the grammar allows no further token; with a grammar that
+    always allows more (a+) it runs to the request's token limit.
 
     Args:
         tokenizer_json: the tokenizer, as `tokenizers.Tokenizer.to_str` writes it.
-        vocab_size: of the model's logits; ids that the tokenizer lacks are never allowed.
-        eos_ids: ends of sequence; any of them may end an output, none can be part of its text.
+        vocab_size: size of the model's logits; ids that the tokenizer lacks are never allowed.
+        eos_ids: end-of-sequence ids; any of them may end an output, none can be part of its text.
     """
 
     def __init__(self, tokenizer_json: str, vocab_size: int, eos_ids: tuple[int, ...]):
@@ -83,11 +83,11 @@ class GrammarCompiler:
         self._cached = lru_cache(MAX_CACHED_GRAMMARS)(_compile)
 
     def compile(self, outputs: StructuredOutputs) -> "Grammar":
-        """The grammar of `outputs`.
+        """Return the grammar of `outputs`.
 
         Raises:
-            ValueError: llguidance is not installed, or cannot read the tokenizer or the grammar;
-                no output fits; no token of the model can start one.
+            ValueError: llguidance is not installed, or cannot read the tokenizer or the grammar; no
+                output fits; no token of the model can start an output.
         """
         vocabulary = self._vocabulary
         name, value = next((n, v) for n, v in vars(outputs).items() if v is not None)
@@ -126,7 +126,7 @@ class GrammarCompiler:
             tokenizer = llguidance.LLTokenizer(json.dumps(document), eos_token=end)
         except ValueError as error:
             raise ValueError(
-                f"structured_outputs cannot be had with this model's tokenizer: {error}; use a "
+                f"structured_outputs does not work with this model's tokenizer: {error}; use a "
                 "model whose tokenizer is byte-level or falls back to bytes"
             ) from error
         eos_ids = frozenset(id for id in self._eos_ids if 0 <= id < self._vocab_size)
@@ -144,7 +144,7 @@ class Grammar:
     _vocabulary: GrammarVocabulary
 
     def matcher(self) -> "GrammarMatcher":
-        """A matcher at the start of an output."""
+        """Return a matcher at the start of an output."""
         return GrammarMatcher(self._root.deep_copy(), self._vocabulary)
 
     @property
@@ -154,14 +154,14 @@ class Grammar:
 
     @property
     def is_exhausted(self) -> bool:
-        """Whether a matcher used up llguidance's limits, which its siblings share, for good."""
+        """Whether llguidance's limits, which all matchers share, are used up for good."""
         probe = self._root.deep_copy()
         probe.compute_bitmask()
         return probe.is_error()
 
 
 class GrammarMatcher:
-    """The position of one output in its grammar. Masks are computed when asked for, never kept."""
+    """The position of one output in its grammar. Masks are computed on demand, never cached."""
 
     def __init__(self, state: "LLMatcher", vocabulary: GrammarVocabulary):
         self._state = state
@@ -170,14 +170,14 @@ class GrammarMatcher:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing may follow: an end of sequence came, or there is none to wait for."""
+        """Whether the output ended, or is complete and the model has no end of sequence."""
         if self._has_ended or self._vocabulary.eos_ids:
             return self._has_ended
         return self._legal(self._state) is None
 
     @property
     def dead_end(self) -> str | None:
-        """Why no token may come next; None if one may."""
+        """The reason why no token may come next; None if one may."""
         text, may_end = self._vocabulary.read(self._state)
         return None if may_end or text.any() else _reason(self._state)
 
@@ -198,11 +198,12 @@ class GrammarMatcher:
                 raise ValueError(f"structured_outputs: token {token} is not allowed there")
 
     def masks(self, drafts: Sequence[int]) -> np.ndarray:
-        """The tokens allowed at each position of a round, i32[len(drafts) + 1, W].
+        """Return masks of the tokens allowed at each position of a round, i32[len(drafts) + 1, W].
 
         Bit v % 32 of word v // 32 in row i is set iff token v may follow drafts[:i]; no bit is set
-        where no token of the model fits, or llguidance's limits are used up. Rows past a draft that
-        is illegal or ends the output are never reached, and all ones. A draft of -1 is none.
+        if no token of the model fits, or llguidance's limits are used up. Rows after a draft that
+        is illegal or ends the output are never used; they are all ones. A draft of -1 means no
+        draft.
         """
         rows = np.full((len(drafts) + 1, len(self._vocabulary.text)), -1, np.int32)
         if self._has_ended:
@@ -221,7 +222,7 @@ class GrammarMatcher:
         return rows
 
     def _legal(self, state: "LLMatcher") -> np.ndarray | None:
-        """Tokens that may come next, i32[W]; None where a model without ends is done."""
+        """Return the allowed next tokens, i32[W]; None if complete and the model has no ends."""
         text, may_end = self._vocabulary.read(state)
         if may_end and not (self._vocabulary.eos_ids or text.any()):
             return None
@@ -229,7 +230,7 @@ class GrammarMatcher:
 
 
 def is_set(words: np.ndarray, token: int) -> bool:
-    """Whether the bit of a token is set in a mask, i32[W]."""
+    """Return whether the bit of a token is set in a mask i32[W]."""
     return 0 <= token < 32 * len(words) and bool(words[token // 32] >> (token % 32) & 1)
 
 
@@ -252,7 +253,7 @@ def _compile(vocabulary: GrammarVocabulary, lark: str) -> Grammar:
 
 
 def _as_lark(name: str, value: Any) -> str:
-    """The value of a field as a grammar in llguidance's Lark."""
+    """Return the value of a field as a grammar in llguidance's Lark."""
     if name == "grammar":
         return value
     if name == "json":
@@ -282,6 +283,6 @@ def _styled_schema(schema: Any) -> str:
 
 
 def _reason(state: "LLMatcher") -> str:
-    """Why nothing can follow, without the state and the source that llguidance appends."""
+    """Return why no token can follow, without the state and source that llguidance appends."""
     error = re.split(r"\n(?:<non-verbose/>| +\d+ \| )", state.get_error())[0].strip()
     return "no token of the model fits" if error in ("", "NoExtensionBias") else error

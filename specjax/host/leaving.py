@@ -1,6 +1,6 @@
-"""The end of a process in which programs are being compiled.
+"""Ends a process in which programs are being compiled.
 
-XLA cannot stop, and Python ends after all threads: so it waits, and says what for.
+XLA cannot be interrupted, and Python waits for all threads: so the process waits, and says why.
 """
 
 import atexit
@@ -12,18 +12,18 @@ from collections.abc import Callable, Iterable
 
 COMPILER = "specjax-compiler"  # name of the threads that compile
 INTERRUPTED = 130  # exit code of a process that Ctrl-C ended
-PATIENCE = 1.0  # seconds that are waited without a word
+PATIENCE = 1.0  # seconds to wait before a message
 
 _is_leaving = threading.Event()
 
 
 def is_leaving() -> bool:
-    """Return whether the process ends, so that no thread should begin anything."""
+    """Return whether the process is ending, so that threads must not begin new work."""
     return _is_leaving.is_set() or not threading.main_thread().is_alive()
 
 
 def wait_for(threads: Iterable[threading.Thread], tell: Callable[[str], None]) -> None:
-    """Wait until threads that compile have ended; after a second, tell what is waited for."""
+    """Wait until threads that compile have ended; after PATIENCE, `tell` the reason."""
     threads, end = list(threads), time.monotonic() + PATIENCE
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
@@ -37,7 +37,7 @@ def wait_for(threads: Iterable[threading.Thread], tell: Callable[[str], None]) -
 
 
 def watch_exit(tell: Callable[[str], None]) -> None:
-    """From now on, once the main thread has ended, tell what the process waits for.
+    """Call `tell` with the reason if threads that compile outlast the main thread.
 
     Ctrl-C then ends the process at once.
     """
@@ -47,7 +47,7 @@ def watch_exit(tell: Callable[[str], None]) -> None:
 
 
 def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
-    """Return when no thread compiles; when interrupted a second time, end the process at once."""
+    """Wait until no thread compiles; on a second interrupt, end the process at once."""
     _is_leaving.set()
     try:
         if is_second:
@@ -60,9 +60,9 @@ def leave_interrupted(tell: Callable[[str], None], *, is_second: bool) -> None:
 
 
 def _leave_compilers() -> None:
-    """End the process if Ctrl-C ended its wait for threads that compile.
+    """End the process if Ctrl-C interrupted its wait for threads that compile.
 
-    Python would take these threads down inside of XLA, which aborts the process.
+    Python would kill these threads inside XLA, which aborts the process.
     """
     if _compilers():
         _end()

@@ -1,13 +1,13 @@
-"""The memory that this process may still take, and the part of its memory maps in use."""
+"""Memory available to this process, and the fraction of its memory maps in use."""
 
 import os
 from pathlib import Path
 
-_NO_LIMIT = 2**60  # cgroups version 1 write a huge number where there is no limit
+_NO_LIMIT = 2**60  # cgroups version 1 write a huge number for "no limit"
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """Bytes available before the kernel kills processes; None if that is unknown."""
+    """Return the bytes available before the kernel kills processes; None if unknown."""
     known = [_machine(root), *_cgroups(root)]
     return min((n for n in known if n is not None), default=None)
 
@@ -18,12 +18,12 @@ def _machine(root: Path) -> int | None:
             return 1024 * int(line.split()[1])
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (ValueError, OSError):  # not known by this system
+    except (ValueError, OSError):  # unknown on this system
         return None
 
 
 def _cgroups(root: Path) -> list[int]:
-    """Bytes left under each cgroup limit of this process, version 1 or 2."""
+    """Return the bytes left under each cgroup limit of this process, version 1 or 2."""
     left = []
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -35,7 +35,7 @@ def _cgroups(root: Path) -> list[int]:
         else:
             continue
         parts = [part for part in path.split("/") if part not in ("", "..")]
-        # A container may see its own group at the top, whatever its path says.
+        # A container may see its own group at the top, regardless of the path.
         for depth in range(len(parts) + 1):
             left += _left(top.joinpath(*parts[:depth]), *names)
     return left
@@ -57,6 +57,6 @@ def _text(path: Path) -> str:
 
 
 def maps_in_use(root: Path = Path("/")) -> float:
-    """Memory maps in use, as a fraction of those allowed; 0 where that is unknown."""
+    """Return the memory maps in use, as a fraction of the limit; 0 if unknown."""
     limit = _text(root / "proc/sys/vm/max_map_count").strip()
     return _text(root / "proc/self/maps").count("\n") / int(limit) if limit.isdigit() else 0.0

@@ -1,15 +1,15 @@
-"""Reference counts of the key-value pool's pages, and a cache of free pages by their contents."""
+"""Reference counts of KV cache pages, and a lookup of free pages by their contents."""
 
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable
 
 
 class PageAllocator:
-    """Counts the owners of each page. Pages are plain ints; no device array is seen here.
+    """Counts the owners of each page. Pages are plain ints, not device arrays.
 
     A page can have a name for its contents. When its last owner releases it, it is free, but can
-    still be found by name until it is evicted: free pages without a name are allocated first, then
-    named ones, the least recently released first.
+    still be found by name until it is allocated again. Free pages without a name are allocated
+    first, then named pages, the least recently released first.
     """
 
     def __init__(self, num_pages: int):
@@ -22,11 +22,11 @@ class PageAllocator:
 
     @property
     def num_free(self) -> int:
-        """Pages without an owner."""
+        """The number of pages without an owner."""
         return len(self._free)
 
     def allocate(self, count: int) -> list[int] | None:
-        """Take `count` pages, or None if fewer are free."""
+        """Return `count` free pages with one owner each, or None if fewer are free."""
         if count > len(self._free):
             return None
         pages = []
@@ -40,16 +40,16 @@ class PageAllocator:
         return pages
 
     def share(self, pages: Iterable[int]) -> None:
-        """Become one more owner of each page."""
+        """Add one owner to each page."""
         for page in pages:
             self._free.pop(page, None)
             self._num_owners[page] += 1
 
     def release(self, pages: Iterable[int], *, forgets: bool = False) -> None:
-        """Drop one owner of each page; pages without an owner are free.
+        """Remove one owner of each page; pages without an owner are free.
 
-        Of pages that hold a sequence in order, the last are evicted first: a page is of no use
-        without those before it. With `forgets`, free ones are not found again.
+        Pages are in the order of a sequence; the last are evicted first, because a page is useless
+        without the pages before it. With `forgets`, freed pages lose their names.
         """
         for page in reversed(list(pages)):
             assert self._num_owners[page] > 0
@@ -58,7 +58,7 @@ class PageAllocator:
                 self._free[page] = None
                 if forgets and page in self._names:
                     self._forget(page)
-                if page not in self._names:  # nothing is lost by its eviction, so it goes first
+                if page not in self._names:  # without a name it is useless: allocate it first
                     self._free.move_to_end(page, last=False)
 
     def name(self, page: int, name: Hashable) -> None:
@@ -69,7 +69,7 @@ class PageAllocator:
             self._names[page] = name
 
     def find(self, name: Hashable) -> int | None:
-        """The page with this name, or None."""
+        """Return the page with this name, or None."""
         return self._by_name.get(name)
 
     def forget_names(self) -> None:

@@ -1,4 +1,4 @@
-"""Plans of a step: chunks of prompts, and a round of speculation."""
+"""Plans of a step: prefill chunks, and a decode round."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,11 +15,11 @@ class Chunk:
     sequence: Sequence
     start: int
     count: int
-    is_first: bool = False  # since it was admitted: the slot is new to the sequence
+    is_first: bool = False  # since admission: the slot is new to the sequence
     is_last: bool = False  # the sequence decodes from here on
     is_resumed: bool = False  # after preemption: the token after the last chunk is known
-    restored: int | None = None  # snapshot that is restored before the first chunk
-    taken: int | None = None  # snapshot that is taken after the chunk
+    restored: int | None = None  # snapshot to restore before the first chunk
+    taken: int | None = None  # snapshot to take after the chunk
 
     @property
     def samples(self) -> bool:
@@ -29,12 +29,12 @@ class Chunk:
 
 @dataclass(frozen=True)
 class PrefillPlan:
-    """A chunk of some sequences, run in a shape of `batch` rows by `width` tokens."""
+    """One chunk each of some sequences, in a shape of `batch` rows by `width` tokens."""
 
     chunks: tuple[Chunk, ...]
     batch: int
     width: int
-    better_shape: Shape | None = None  # (batch, width) that suits it better
+    better_shape: Shape | None = None  # (batch, width) that would fit better
 
     @cached_property
     def sequences(self) -> tuple[Sequence, ...]:
@@ -43,33 +43,33 @@ class PrefillPlan:
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
-        """What its requests ask for."""
+        """The demands of its requests."""
         return frozenset({sequence.request.demands for sequence in self.sequences})
 
 
 @dataclass(frozen=True)
 class DecodePlan:
-    """A round of speculation, run in a shape of `batch` rows and `k` drafts."""
+    """A decode round of some sequences, in a shape of `batch` rows and `k` drafts."""
 
     sequences: tuple[Sequence, ...]
     batch: int
     k: int
-    num_drafts: int  # of the k, those that may be accepted
-    better_shape: Shape | None = None  # (batch, k) that suits it better
+    num_drafts: int  # number of the k drafts that may be accepted
+    better_shape: Shape | None = None  # (batch, k) that would fit better
 
     @cached_property
     def demands(self) -> frozenset[Demands]:
-        """What its requests ask for."""
+        """The demands of its requests."""
         return frozenset({sequence.request.demands for sequence in self.sequences})
 
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step runs: chunks, and a round of sequences that are prefilled."""
+    """The parts of a step: chunks, and a round of sequences that are prefilled."""
 
     prefill: PrefillPlan | None
     decode: DecodePlan | None
-    num_tokens: int  # as the budgets count them
+    num_tokens: int  # scheduled, as budgets count them
 
     @property
     def parts(self) -> tuple[PrefillPlan | DecodePlan, ...]:

@@ -1,8 +1,8 @@
-"""Prefixes that have been run before: their pages and, for recurrent models, their states.
+"""The prefix cache: pages of known prefixes and, for recurrent models, their states.
 
-The key of a page covers all tokens up to its end, since keys and values depend on all tokens
-before, and the token that follows, since a drafter computes a position from the next token. So a
-cached page is right for the target and for the drafter.
+The key of a page covers all tokens up to its end, because keys and values depend on all earlier
+tokens, and the token after it, because a drafter computes a position from the next token. So a
+cached page is valid for both target and drafter.
 """
 
 from array import array
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from specjax.host.pages import PageAllocator
 from specjax.host.windows import WindowPages
 
-MAX_SEEN = 1 << 16  # keys of prompts that are remembered to find where later ones branch off
+MAX_SEEN = 1 << 16  # remembered page keys of prompts, to find where later prompts branch off
 
 
 class PageKey(NamedTuple):
@@ -25,16 +25,16 @@ class PageKey(NamedTuple):
 
 
 class Prefix(NamedTuple):
-    """A cached beginning of a sequence: its pages, each with one more owner, and a snapshot."""
+    """A cached prefix of a sequence: its pages, each with one owner added, and a snapshot."""
 
     pages: list[int]
     snapshot: int | None = None
 
 
 def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, salt: bytes) -> None:
-    """Append the keys of the pages of `tokens` that are not among `keys` yet.
+    """Append to `keys` the keys of further full pages of `tokens`.
 
-    A page has a key once the token after it is known. Another `salt` gives other keys.
+    A page has a key once the token after it is known. Different salts give different keys.
     """
     digest = keys[-1].digest if keys else salt
     for end in range((len(keys) + 1) * page_size, len(tokens), page_size):
@@ -44,10 +44,10 @@ def extend_keys(keys: list[PageKey], tokens: SequenceOf[int], page_size: int, sa
 
 
 class PrefixCache:
-    """Finds cached pages for the beginning of a new sequence.
+    """Finds cached pages for the prefix of a new sequence.
 
-    With `snapshots`, pages are found only up to a snapshot of the recurrent states; with `windows`,
-    up to a page before which the pages of each window are cached, too.
+    With `snapshots`, a prefix must end at a snapshot of the recurrent states. With `windows`, the
+    last pages of each window before its end must be cached too.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class PrefixCache:
         self._windows = windows
 
     def take(self, keys: SequenceOf[PageKey]) -> Prefix:
-        """The longest cached prefix of `keys`; its pages get one more owner."""
+        """Return the longest cached prefix of `keys`; add one owner to its pages."""
         pages = []
         for key in keys:
             page = self._pages.find(key)
@@ -77,9 +77,9 @@ class PrefixCache:
         return Prefix(pages, snapshot)
 
     def _longest(self, keys: SequenceOf[PageKey]) -> tuple[int, int | None]:
-        """How many pages of `keys` can be continued, and the snapshot to do so."""
+        """Return how many pages of `keys` can be continued, and the snapshot needed for it."""
         length, last, snapshot = len(keys), -1, None
-        while length != last:  # what suits one may not suit another
+        while length != last:  # a length that suits one may not suit another
             last = length
             for window in self._windows:
                 length = window.longest(keys, length)
@@ -93,9 +93,9 @@ class PrefixCache:
             self._pages.name(pages[i], keys[i])
 
     def clear(self) -> None:
-        """Drop all that is cached, as when weights change.
+        """Clear the cache, e.g. when weights change.
 
-        No sequence may be resident: its later pages would continue pages from before.
+        No sequence may be resident: its later pages would continue outdated pages.
         """
         self.prompts.clear()
         self._pages.forget_names()
@@ -106,16 +106,16 @@ class PrefixCache:
 
 
 class PromptIndex:
-    """Where the prompts so far end, and where they branch: what later ones can be continued from.
+    """Remembers prompts to find the points where they end and branch: others may continue there.
 
-    What is kept beside all pages, snapshots and the pages of windows, is kept there.
+    Snapshots and window pages are kept only at these points.
     """
 
     def __init__(self):
         self._seen: OrderedDict[PageKey, None] = OrderedDict()
 
     def points(self, keys: SequenceOf[PageKey]) -> list[int]:
-        """After how many pages of a prompt of `keys` others may go on, in order."""
+        """Remember a prompt; return after how many of its pages others may continue, ascending."""
         num_shared = 0
         while num_shared < len(keys) and keys[num_shared] in self._seen:
             num_shared += 1
@@ -132,10 +132,10 @@ class PromptIndex:
 
 
 class SnapshotIndex:
-    """Which prefixes have a snapshot of recurrent states; evicts the least recently used.
+    """Snapshots of recurrent states by prefix; evicts the least recently used.
 
     A state costs as much memory as thousands of tokens of keys and values, so snapshots are few:
-    where a prompt ends, and where two prompts were seen to branch, never one per page.
+    where a prompt ends and where two prompts branched, not at every page.
     """
 
     def __init__(self, num_snapshots: int):
@@ -147,7 +147,7 @@ class SnapshotIndex:
         return len(self._by_key)
 
     def longest(self, keys: SequenceOf[PageKey]) -> tuple[int, int | None]:
-        """The number of pages before the longest snapshot of `keys`, and its id."""
+        """Return the number of pages before the last snapshot within `keys`, and its id."""
         for length in range(len(keys), 0, -1):
             if keys[length - 1] in self._by_key:
                 self._by_key.move_to_end(keys[length - 1])
@@ -155,7 +155,7 @@ class SnapshotIndex:
         return 0, None
 
     def reserve(self, key: PageKey) -> int | None:
-        """An id for a snapshot to be taken; None if the prefix has one, or there is no room."""
+        """Return an id for a new snapshot; None if the prefix has one, or there is no room."""
         if key in self._by_key or not (self._free or self._by_key):
             return None
         if not self._free:

@@ -1,4 +1,4 @@
-"""A request on its way through the engine: a checked prompt with its parameters resolved."""
+"""A request inside the engine: a validated prompt with resolved parameters."""
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ class TextWatch(Protocol):
         ...
 
     def append(self, tokens: Sequence[int]) -> int | None:
-        """Append tokens; returns how many are kept if one of them ends the output, else None."""
+        """Append tokens; return how many are kept if one of them ends the output, else None."""
         ...
 
 
@@ -32,7 +32,7 @@ class Matcher(Protocol):
     def is_finished(self) -> bool: ...
     @property
     def dead_end(self) -> str | None:
-        """Why the grammar allows no token next; None if it allows one."""
+        """The reason why the grammar allows no next token; None if it allows one."""
         ...
 
     def accept(self, tokens: Sequence[int]) -> None:
@@ -44,23 +44,23 @@ class Matcher(Protocol):
         ...
 
     def masks(self, drafts: Sequence[int]) -> Any:
-        """Allowed tokens i32[len(drafts) + 1, ceil(V/32)] after each prefix of drafts."""
+        """Return masks of tokens allowed after each draft prefix, i32[len(drafts) + 1, W]."""
         ...
 
 
 class Demands(NamedTuple):
-    """What a request asks of every step that it is in."""
+    """The options of a request that every step with it must support."""
 
     edits: bool
     masks: bool
     processor: int  # the engine's number of its logits processors; -1 for none
-    logprobs: int | None  # how many likeliest tokens to report; None for no log-probabilities
+    logprobs: int | None  # number of likeliest tokens to report; None for no log-probabilities
     prompt_logprobs: int | None
 
 
 @dataclass(frozen=True)
 class Request:
-    """A validated prompt with its parameters resolved: what the host needs to serve it."""
+    """A validated prompt with resolved parameters."""
 
     request_id: Hashable
     prompt_token_ids: tuple[int, ...]
@@ -72,14 +72,14 @@ class Request:
     processor: int = -1  # the engine's number of its logits processors
     watch_text: Callable[[], TextWatch] | None = None  # one per sample
     follow_grammar: Callable[[], Matcher] | None = None
-    priority: int = 0  # the lowest goes first
-    output_token_ids: tuple[int, ...] = ()  # tokens that its only sample already has
-    is_scored: bool = False  # only log-probabilities of these tokens are wanted
+    priority: int = 0  # lowest first
+    output_token_ids: tuple[int, ...] = ()  # output tokens that its only sample already has
+    is_scored: bool = False  # only log-probabilities of these output tokens are wanted
     exports_features: bool = False  # hidden states of all rows are wanted
 
     @cached_property
     def demands(self) -> "Demands":
-        """What a step must do for it besides drawing from logits: the same for most requests."""
+        """The options that a step must support besides plain sampling; equal for most requests."""
         params = self.params
         masks = params.structured_outputs is not None
         wanted = params.logprobs, 0 if self.is_scored else params.prompt_logprobs
@@ -92,12 +92,12 @@ class Request:
 
     @cached_property
     def max_length(self) -> int:
-        """Maximum tokens of the request, prompt included."""
+        """Maximum number of tokens, including the prompt."""
         return len(self.prompt_token_ids) + self.max_tokens
 
     @property
     def constraints(self) -> str:
-        """The parameters that rule tokens out, as errors name them; empty if there are none."""
+        """The names of parameters that rule tokens out, for error messages; may be empty."""
         params = self.params
         given = {
             "structured_outputs": params.structured_outputs is not None,

@@ -1,4 +1,4 @@
-"""What a sequence has only while it is resident: its place on the device, and how far it is."""
+"""The state of a sequence while it is resident: its slot, its pages and its progress."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -12,13 +12,14 @@ class Residency:
     Attributes:
         slot: row of the device's state.
         pages: pages of layers without a window, in the order of their tokens.
-        token_capacity: tokens that it has pages for, in windows as well.
-        num_to_prefill: tokens to run before it decodes: the prompt, and all output but the last.
-        num_computed: of those, tokens that are scheduled or were cached.
-        num_published_pages: its first pages that are in the prefix cache.
-        snapshot_points: numbers of pages after which a snapshot is still to be taken, rising.
-        branch_points: numbers of pages after which other sequences may go on.
-        window_page: page of the table that windows have slid to.
+        token_capacity: number of tokens that it has pages for, including window pages.
+        num_to_prefill: number of tokens to run before it decodes: the prompt, and all output tokens
+            but the last.
+        num_computed: number of these tokens that are scheduled or were cached.
+        num_published_pages: number of its first pages that are in the prefix cache.
+        snapshot_points: numbers of pages after which to take a snapshot, ascending.
+        branch_points: numbers of pages after which other sequences may continue.
+        window_page: index in the page table to which windows have slid.
         is_on_device: whether a step has admitted it to its slot.
         last_step: number of the last step that ran it.
     """
@@ -41,4 +42,4 @@ class Residency:
         return self.num_computed == self.num_to_prefill
 
 
-slot_of = attrgetter("residency.slot")  # of a resident sequence; without a Python call
+slot_of = attrgetter("residency.slot")  # of a resident sequence; faster than a function

@@ -16,13 +16,13 @@ from specjax.host.windows import WindowPages, window_pages
 
 
 class Residents:
-    """Owns slots, pages and snapshots. It never preempts: callers do, when pages run out.
+    """Owns slots, pages and snapshots. It never preempts; its caller does, when pages run out.
 
     Attributes:
-        running: resident sequences, by their rank.
-        free_slots: those without a sequence.
-        pages: those of layers without a window, and of drafters.
-        windows: the pages of other layers.
+        running: resident sequences, in order of rank.
+        free_slots: slots without a sequence.
+        pages: pages of layers without a window, and of drafters.
+        windows: pages of layers with a window, by window.
         page_tables: i32[slots, 1 + windows, P], the pages of each slot's sequence, -1 for none.
     """
 
@@ -33,13 +33,13 @@ class Residents:
         windows: SequenceOf[int] = (),
         max_drafts: int = 0,
     ):
-        """`num_snapshots` is for recurrent models, None for others; `windows` are of layers."""
+        """`num_snapshots` is None unless the model is recurrent; `windows` are sizes in tokens."""
         self._config = config
         self._page_size = config.page_size
         self._num_snapshots = num_snapshots
         self._windows = [(one, window_pages(config, one, max_drafts)) for one in windows]
-        self._keeps_pages = config.exact  # all that a request may need, from its start to its end
-        # Recurrent models find pages up to a snapshot only: those that outputs fill have none.
+        self._keeps_pages = config.exact  # a request keeps all pages it may need
+        # Recurrent models reuse pages only up to a snapshot; outputs have no snapshots.
         self._caches_outputs = config.enable_prefix_caching and num_snapshots is None
         self._takes_snapshots = num_snapshots is not None and config.num_snapshots > 0
         self._own_nothing()
@@ -78,10 +78,10 @@ class Residents:
     ) -> tuple[Residency, int | None] | None:
         """Give a sequence a free slot, and pages for its tokens.
 
-        Returns its residency and the snapshot that it goes on from, if there is one; None if too
-        few pages are free. In windows it gets no pages for tokens beyond the cached prefix, but
-        enough are free for a chunk of up to `first_chunk` tokens. In exact mode chunks end after
-        multiples of `chunk_width` tokens.
+        Returns its residency and the snapshot to restore, if there is one; None if too few pages
+        are free. Window pages are allocated only for the cached prefix, but enough are free for a
+        chunk of up to `first_chunk` tokens. In exact mode chunks end after multiples of
+        `chunk_width` tokens.
         """
         page_size, exact = self._config.page_size, self._config.exact
         tokens = sequence.token_ids
@@ -92,7 +92,7 @@ class Residents:
         prefix = self.prefixes.take(keys[: sequence.max_found // page_size])
         max_tokens = sequence.request.max_length - 1 if exact else num_to_prefill
         needed = -(-max_tokens // page_size) - len(prefix.pages)
-        # Keep a page for each running sequence, or one would preempt this at once.
+        # Spare a page for each running sequence; otherwise one might preempt this at once.
         spare = 0 if exact else len(self.running)
         num_found = len(prefix.pages)
         first_end = -(-min(num_to_prefill, num_found * page_size + first_chunk) // page_size)
@@ -124,7 +124,7 @@ class Residents:
         return residency, prefix.snapshot
 
     def grow(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence pages for `num_tokens` tokens; returns whether enough were free."""
+        """Give a sequence pages for `num_tokens` tokens; return whether enough were free."""
         residency = sequence.residency
         assert residency is not None
         if num_tokens <= residency.token_capacity:  # in most steps
@@ -150,13 +150,13 @@ class Residents:
         return True
 
     def slide(self) -> None:
-        """Take back the pages of windows that no later step reads."""
+        """Free the window pages that no later step reads."""
         if not self.windows:
             return
         for sequence in self.running:
             residency = sequence.residency
             assert residency is not None
-            # The page before the next row is kept, so that the tokens up to it can be continued.
+            # Keep the page before the next row, so that other sequences can continue there.
             if residency.is_prefilled:
                 next_row = sequence.min_length - 1
             else:
@@ -168,7 +168,7 @@ class Residents:
                     window.slide(residency.slot, page, residency.branch_points)
 
     def vacate(self, sequence: Sequence) -> None:
-        """Take back a sequence's slot and pages."""
+        """Free a sequence's slot and pages."""
         self.running.remove(sequence)
         residency, sequence.residency = sequence.residency, None
         assert residency is not None
@@ -179,7 +179,7 @@ class Residents:
             window.vacate(residency.slot)
 
     def reserve_snapshot(self, sequence: Sequence, residency: Residency) -> int | None:
-        """The id of a snapshot to take at the end of the computed tokens, if one is wanted."""
+        """Return the id of a snapshot to take after the computed tokens, or None."""
         points = residency.snapshot_points
         if not points or residency.num_computed < points[0] * self._page_size:
             return None
@@ -187,7 +187,7 @@ class Residents:
         return self.prefixes.snapshots.reserve(sequence.keys[points.pop(0) - 1])
 
     def publish(self, chunk: Chunk) -> None:
-        """Cache the pages and the snapshot of a chunk for later steps."""
+        """Add the pages and the snapshot of a chunk to the prefix cache."""
         page_size, snapshots = self._config.page_size, self.prefixes.snapshots
         sequence, end = chunk.sequence, chunk.start + chunk.count
         assert sequence.residency is not None
@@ -196,7 +196,7 @@ class Residents:
             snapshots.put(sequence.keys[end // page_size - 1], chunk.taken)
 
     def tidy(self, sequence: Sequence, residency: Residency) -> None:
-        """Free pages that no step in flight can need, and cache those that are full."""
+        """Free pages that no step in flight can need; add full pages to the prefix cache."""
         if self._keeps_pages or residency.num_computed < residency.num_to_prefill:
             return
         page_size, num_known = self._page_size, len(sequence.token_ids) - 1
@@ -215,7 +215,7 @@ class Residents:
             self._name(sequence, residency, num_known // page_size)
 
     def _name(self, sequence: Sequence, residency: Residency, num_pages: int) -> None:
-        """Cache the first `num_pages` pages, unless they are cached already."""
+        """Add the first `num_pages` pages to the prefix cache, unless they are there."""
         keys, start = sequence.keys, residency.num_published_pages
         self.prefixes.put(keys, residency.pages, start, num_pages)
         for window in self.windows:
@@ -225,7 +225,7 @@ class Residents:
     def _branch_points(
         self, sequence: Sequence, keys: list[PageKey], num_found: int
     ) -> tuple[int, ...]:
-        """Where other sequences may go on from: there the pages of windows stay cached."""
+        """Return after how many pages others may continue; window pages there stay cached."""
         is_shared = self._config.enable_prefix_caching or len(sequence.request.seeds) > 1
         if not is_shared or not (self._takes_snapshots or self.windows):
             return ()
@@ -234,10 +234,10 @@ class Residents:
     def _snapshot_points(
         self, branch_points: tuple[int, ...], num_found: int, chunk_width: int
     ) -> list[int]:
-        """Those of `branch_points` to take a snapshot at, where a chunk must end for that."""
+        """Return the branch points at which to take a snapshot; a chunk must end at each."""
         if not self._takes_snapshots:
             return []
         points = [n for n in branch_points if n > num_found]
-        if self._config.exact:  # only where chunks end anyway
+        if self._config.exact:  # only points where chunks end anyway
             points = [n for n in points if (n - num_found) * self._page_size % chunk_width == 0]
         return points

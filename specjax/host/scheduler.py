@@ -1,10 +1,10 @@
 """Plans each step. Plain Python over ints: no device, no clock, no randomness.
 
 A sequence waits, is admitted (it gets a slot, and pages for its tokens), is prefilled in chunks,
-decodes, and finishes. If pages run out while it decodes, a later one is preempted: it gives up slot
-and pages at once, and runs its tokens again when there is room. The scheduler plans step N + 1
-before it has the results of step N, so it uses bounds: every round of a decoding sequence gives at
-least one token, and writes at most as far as if all its drafts were accepted.
+decodes, and finishes. If pages run out while it decodes, one of lower rank is preempted: it gives
+up slot and pages at once, and recomputes its tokens when there is room. The scheduler plans step N
++ 1 before it has the results of step N, so it uses bounds: every round gives a sequence at least
+one token, and writes no further than if all its drafts were accepted.
 """
 
 import heapq
@@ -39,14 +39,15 @@ class _Step:
 
 
 class Scheduler:
-    """Continuous batching, chunks of prompts and rounds of decoding in the same step.
+    """Continuous batching, with prefill chunks and a decode round in the same step.
 
-    First come, first served, after the lowest priority value. Sequences that were left out of the
-    last step go first, so that a budget too small for all is shared in turn. Chunks are cut to the
-    rest of the budget. Rounds are run whole or not at all, so that drafts do not depend on other
-    requests. No waiting sequence overtakes the first.
+    The lowest priority value goes first, then the sequences that were left out of the last step, so
+    that they take turns if a budget is too small for all, then the order of arrival. Chunks are cut
+    to the rest of the budget. A sequence's round runs whole or not at all, so that its drafts do
+    not depend on other requests. No waiting sequence overtakes the first.
 
-    The first sample of a request prefills the prompt; the others start then, and find its pages.
+    The first sample of a request prefills the prompt; then the others start, and find its pages in
+    the prefix cache.
     """
 
     def __init__(
@@ -58,15 +59,15 @@ class Scheduler:
         num_snapshots: int | None = None,
         windows: SequenceOf[int] = (),
     ):
-        """`num_snapshots` is for recurrent models, None for others; `windows` are those of layers
-        that have pages of their own, in tokens.
+        """`num_snapshots` is None unless the model is recurrent; `windows` are the sizes, in
+        tokens, of windows whose layers have separate pages.
 
-        Steps have the shapes of `shapes`: all of the config's, unless fewer are set.
+        Steps have one of `shapes`: all shapes of the config, unless the engine sets fewer.
         """
         self.policy = policy
         self.num_preemptions = 0
         self.num_looked_up = 0  # tokens of admitted sequences
-        self.num_found = 0  # of those, cached tokens
+        self.num_found = 0  # number of these that were cached
         self.config = config
         self.residents = Residents(config, num_snapshots, windows, max(policy.choices))
         self._draft_slots = draft_slots
@@ -78,7 +79,7 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Whether any request has not finished."""
+        """Whether any request is unfinished."""
         return bool(self._live)
 
     @property
@@ -88,7 +89,7 @@ class Scheduler:
 
     @property
     def pages(self) -> PageAllocator:
-        """The pages of resident sequences, but those of windows."""
+        """The pages of resident sequences, except window pages."""
         return self.residents.pages
 
     @property
@@ -98,17 +99,17 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Resident samples."""
+        """The number of resident samples."""
         return len(self.residents.running)
 
     @property
     def num_waiting(self) -> int:
-        """Waiting samples."""
+        """The number of waiting samples."""
         # Another thread may ask while a step is planned.
         return max(0, sum(map(len, list(self._live.values()))) - len(self.residents.running))
 
     def add(self, request: Request, *, is_held: bool = False) -> list[Sequence]:
-        """Queue a request; returns its samples. A held one waits for `let_in` first.
+        """Queue a request; return its samples. A held request first waits for `let_in`.
 
         Raises:
             ValueError: an unfinished request has the same id.
@@ -116,7 +117,7 @@ class Scheduler:
         if request.request_id in self._live:
             raise ValueError(
                 f"request_id={request.request_id!r} belongs to a request that has not finished; "
-                "give each request an id of its own"
+                "give each request a separate id"
             )
         arrival, self._num_arrivals = self._num_arrivals, self._num_arrivals + 1
         samples = [Sequence.of(request, i, arrival) for i in range(len(request.seeds))]
@@ -133,7 +134,7 @@ class Scheduler:
         heapq.heappush(self._waiting, self._live[request.request_id][0])
 
     def abort(self, request_id: Hashable) -> list[Sequence]:
-        """End a request now; returns its unfinished samples, none if there is no such request."""
+        """End a request now; return its unfinished samples, none if there is no such request."""
         aborted = list(self._live.get(request_id, ()))
         for sequence in aborted:
             sequence.finish_reason = "abort"
@@ -141,9 +142,9 @@ class Scheduler:
         return aborted
 
     def drop_all(self) -> list[Sequence]:
-        """End every request and free all pages, whatever state an interrupt left them in.
+        """End every request and free all pages, even in the state that an interrupt leaves.
 
-        Returns the samples that this ends.
+        Returns the samples that were unfinished.
         """
         unfinished = [s for samples in self._live.values() for s in samples if not s.is_finished]
         for sequence in unfinished:
@@ -154,12 +155,12 @@ class Scheduler:
 
     def _forget_all(self) -> None:
         self._live: dict[Hashable, list[Sequence]] = {}  # unfinished samples, by request
-        self.held: dict[Hashable, Request] = {}  # of those, the held ones
-        self.demands: Counter[Demands] = Counter()  # of the others
-        self._waiting: list[Sequence] = []  # a heap; finished ones are dropped when they come up
+        self.held: dict[Hashable, Request] = {}  # that wait for `let_in`
+        self.demands: Counter[Demands] = Counter()  # of requests that are not held
+        self._waiting: list[Sequence] = []  # a heap; finished sequences are dropped at its top
 
     def restart(self) -> None:
-        """Let every sequence run its tokens again, because the device lost its state."""
+        """Let every sequence recompute its tokens, because the device lost its state."""
         for sequence in list(self.residents.running):
             self._preempt(sequence)
         for samples in self._live.values():
@@ -168,7 +169,7 @@ class Scheduler:
         self.prefixes.clear()
 
     def schedule(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to launch until results arrive."""
+        """Return the next step, or None if there is nothing to launch until results arrive."""
         self._num_steps += 1
         self.residents.slide()
         config = self.config
@@ -177,9 +178,9 @@ class Scheduler:
         )
         prefilling: list[Sequence] = []
         ready: list[Sequence] = []
-        remaining: list[int] = []  # tokens of chunks that a step may run, by sequence
+        remaining: list[int] = []  # tokens left to prefill, by sequence
         for sequence in self.residents.running:
-            # Attributes, where properties would do: these loops are most of the host's time.
+            # Attributes instead of properties: these loops take most of the host's time.
             residency = sequence.residency
             assert residency is not None
             if num_left := residency.num_to_prefill - residency.num_computed:
@@ -194,10 +195,10 @@ class Scheduler:
         wanted_k = self._choose_k(ready)
         k = self.shapes.round(len(ready), wanted_k)[1]
         num_drafts = min(wanted_k, k)
-        # Residents are in order of rank, and sorting keeps the order of equals.
+        # Residents are in order of rank, and sorting is stable.
         for sequence in sorted(ready + prefilling, key=_turn):
             residency = sequence.residency
-            if residency is None:  # preempted by one before it
+            if residency is None:  # an earlier one preempted it
                 continue
             if residency.num_computed < residency.num_to_prefill:
                 self._plan_chunk(step, sequence, residency)
@@ -220,7 +221,7 @@ class Scheduler:
     def commit(
         self, part: PrefillPlan | DecodePlan, outputs: SequenceOf[RowOutput]
     ) -> tuple[list[int], list[Sequence]]:
-        """Append outputs of a chunk or a round; returns tokens kept by row, and changed samples.
+        """Append a part's outputs; return the number of tokens kept per row, and changed samples.
 
         A sequence may have finished or been preempted with a step in flight. Its output is dropped
         if it has finished, and kept if it was preempted.
@@ -246,19 +247,19 @@ class Scheduler:
         return num_kept, touched
 
     def fail(self, sequence: Sequence, error: Exception) -> None:
-        """End a sequence by an error of its own."""
+        """End a sequence because of an error that concerns no other request."""
         sequence.fail(error)
         self._leave(sequence)
 
     def fail_all(self, request: Request, error: Exception) -> list[Sequence]:
-        """End all samples of a request by an error of its own; returns the unfinished ones."""
+        """End all samples of a request because of its error; return the unfinished ones."""
         failed = list(self._live[request.request_id])
         for sequence in failed:
             self.fail(sequence, error)
         return failed
 
     def _choose_k(self, ready: list[Sequence]) -> int:
-        """The policy's K for the next round."""
+        """Return the policy's K for the next round."""
         policy, num_context, members = self.policy, 0, {}
         if policy.weighs_requests:
             max_k = max(policy.choices)
@@ -268,7 +269,7 @@ class Scheduler:
         return policy.choose(DecodeLoad(len(ready), num_context, max_tokens, members))
 
     def _choose_width(self, remaining: list[int], shapes: Shapes) -> int:
-        """The chunk width that runs the most tokens: wider shapes hold fewer chunks."""
+        """Return the chunk width that runs the most tokens: wider shapes hold fewer chunks."""
         if not remaining:
             return shapes.widths[0]
 
@@ -279,12 +280,12 @@ class Scheduler:
         return max(shapes.widths, key=lambda width: (progress(width), -width))
 
     def _wanted_chunks(self, remaining: list[int]) -> Shape:
-        """The best shape for a step's chunks, whether it is ready or not."""
+        """Return the best shape for a step's chunks, regardless of whether it is ready."""
         width = self._choose_width(remaining, self.all_shapes)
         return self.all_shapes.chunks(len(remaining), width)
 
     def _joining(self) -> list[int]:
-        """Tokens to run of each waiting sequence that may join the step."""
+        """Return the number of tokens of each waiting sequence that may join the step."""
         joining = []
         num_free = self.pages.num_free - len(self.residents.running)
         for sequence in self._waiting[: len(self.residents.free_slots)]:
@@ -343,7 +344,7 @@ class Scheduler:
             sequence.max_tokens_in_flight += 1
 
     def _publish(self, chunks: SequenceOf[Chunk]) -> None:
-        """Cache what the chunks leave, and start the other samples after the first."""
+        """Cache the chunks' pages; queue the other samples of a request after its first."""
         for chunk in chunks:
             self.residents.publish(chunk)
             sequence = chunk.sequence
@@ -373,15 +374,16 @@ class Scheduler:
             self._plan_chunk(step, sequence, residency, snapshot)
 
     def _head(self) -> Sequence | None:
-        """The first waiting sequence."""
+        """Return the first waiting sequence."""
         while self._waiting and self._waiting[0].is_finished:
             heapq.heappop(self._waiting)
         return self._waiting[0] if self._waiting else None
 
     def _preempt_for(self, sequence: Sequence, num_tokens: int) -> bool:
-        """Give a sequence pages for `num_tokens` tokens, preempting later ones one by one.
+        """Give a sequence pages for `num_tokens` tokens, preempting lower-ranked ones.
 
-        If that is not enough it keeps the pages it has, and waits.
+        Preempts one sequence at a time. If that is not enough, `sequence` keeps its pages and
+        waits.
         """
         running = self.residents.running
         while True:
@@ -406,7 +408,7 @@ class Scheduler:
         samples.remove(sequence)
         if not samples:
             self._forget(sequence.request)
-        elif sequence.index == 0 and not sequence.has_started_siblings:  # or they never would
+        elif sequence.index == 0 and not sequence.has_started_siblings:  # start them now
             sequence.has_started_siblings = True
             for other in samples:
                 heapq.heappush(self._waiting, other)
@@ -419,12 +421,12 @@ class Scheduler:
 
 
 def _land(sequences: Iterable[Sequence], max_tokens: int) -> None:
-    """Count one round of each sequence as landed."""
+    """Count one round of each sequence as no longer in flight."""
     for sequence in sequences:
         sequence.num_in_flight -= 1
         sequence.max_tokens_in_flight -= max_tokens
 
 
 _last_step = attrgetter("residency.last_step")  # of a resident sequence
-# Sort key of the order in a step: the lowest goes first.
+# Sort key of the order in a step, lowest first.
 _turn = attrgetter("request.priority", "residency.last_step")

@@ -1,4 +1,4 @@
-"""One sample of a request: its tokens and what else comes out of it."""
+"""One sample of a request: its tokens and its other outputs."""
 
 import time
 from dataclasses import dataclass, field, replace
@@ -18,10 +18,10 @@ class RowOutput:
     """The output of a round or a chunk for one sequence."""
 
     tokens: list[int]
-    num_drafts: int = 0  # that could have been accepted
+    num_drafts: int = 0  # number that could have been accepted
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    start: int = 0  # position of the first of prompt_logprobs
+    start: int = 0  # of the chunk, one position before prompt_logprobs
 
 
 @dataclass(eq=False)
@@ -29,8 +29,8 @@ class Sequence:
     """A sample, from the arrival of its request to its end.
 
     While resident it has a `residency`. Otherwise it waits: it has not started yet, or was
-    preempted and will run its tokens again. Rounds in flight are counted here, because they may
-    outlast the residency that they were launched in.
+    preempted and will recompute its tokens. Rounds in flight are counted here because they may
+    outlast the residency in which they were launched.
     """
 
     request: Request
@@ -46,20 +46,20 @@ class Sequence:
     last_token_ts: float | None = None
     has_started_siblings: bool = False  # whether the other samples have been queued after it
     num_in_flight: int = 0  # rounds in flight: each gives at least one token
-    max_tokens_in_flight: int = 0  # the most tokens that these rounds can give
+    max_tokens_in_flight: int = 0  # the maximum number of tokens that these rounds can give
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: Exception | None = None
-    features: list[Any] = field(default_factory=list)  # (start, those of a chunk), if exported
+    features: list[Any] = field(default_factory=list)  # (start, features of a chunk), if exported
     watch: TextWatch | None = None
     matcher: Matcher | None = None
-    # Of the request, as attributes because every step asks for them:
-    rank: tuple[int, int, int] = field(init=False)  # sort key: the lowest goes first
+    # Properties of the request, stored because every step reads them:
+    rank: tuple[int, int, int] = field(init=False)  # sort key, lowest first
     num_prompt_tokens: int = field(init=False)
-    max_length: int = field(init=False)  # maximum tokens, prompt included
-    draft_limit: int = field(init=False)  # the most drafts of a round
+    max_length: int = field(init=False)  # maximum number of tokens, including the prompt
+    draft_limit: int = field(init=False)  # maximum number of drafts in a round
 
     def __post_init__(self):
         request, limit = self.request, self.request.params.num_speculative_tokens
@@ -70,7 +70,7 @@ class Sequence:
 
     @classmethod
     def of(cls, request: Request, index: int, arrival: int) -> "Sequence":
-        """Sample `index` of a request, at its beginning."""
+        """Return sample `index` of a new request."""
         known = [*request.prompt_token_ids, *request.output_token_ids]
         watch = request.watch_text and request.watch_text()
         matcher = request.follow_grammar and request.follow_grammar()
@@ -97,14 +97,14 @@ class Sequence:
 
     @property
     def reported(self) -> list[int]:
-        """The tokens whose log-probabilities chunks report: the prompt's; all if it is scored."""
+        """The tokens whose log-probabilities chunks report: the prompt, or all if it is scored."""
         return (
             self.token_ids if self.request.is_scored else self.token_ids[: self.num_prompt_tokens]
         )
 
     @property
     def max_found(self) -> int:
-        """Maximum tokens to take from the prefix cache: none that is reported on."""
+        """Maximum number of tokens to take from the prefix cache; excludes reported tokens."""
         request = self.request
         if request.params.prompt_logprobs is not None or request.exports_features:
             return 0
@@ -112,7 +112,7 @@ class Sequence:
 
     @property
     def min_length(self) -> int:
-        """Minimum tokens, prompt included, after the rounds in flight."""
+        """Minimum number of tokens, including the prompt, after the rounds in flight."""
         return len(self.token_ids) + self.num_in_flight
 
     @property
@@ -121,17 +121,17 @@ class Sequence:
         return len(self.token_ids) + self.num_in_flight < self.max_length
 
     def max_drafts(self, k: int, length: int) -> int:
-        """How many of k drafts can be used after `length` tokens, prompt included."""
+        """Return how many of k drafts are usable after `length` tokens, including the prompt."""
         return max(0, min(k, self.draft_limit, self.max_length - length - 1))
 
     def draft_outcome(self, k: int, num_kept: int) -> DraftOutcome:
-        """The outcome for drafts of a round of k that gave the last `num_kept` tokens.
+        """Return the outcome of a round of k drafts that gave the last `num_kept` tokens.
 
-        If the drafter found fewer than k, the next one counts as rejected.
+        If the drafter found fewer than k drafts, the next one counts as rejected.
         """
         num_drafts = self.max_drafts(k, len(self.token_ids) - num_kept)
         num_accepted = min(num_kept - 1, num_drafts)
-        if self.is_finished:  # drafts after the end were not looked at
+        if self.is_finished:  # drafts after the end are not usable
             num_drafts = num_accepted
         return DraftOutcome(num_drafts, num_accepted, self.request.group)
 
@@ -150,21 +150,21 @@ class Sequence:
         return token in request.stop_ids and not request.params.include_stop_str_in_output
 
     def admit(self, residency: Residency) -> None:
-        """Become resident; the first time, note how many tokens were cached, and the time."""
+        """Become resident; the first time, record the time and the number of cached tokens."""
         self.residency = residency
         if self.scheduled_ts is None:
             self.num_cached_tokens, self.scheduled_ts = residency.num_computed, time.monotonic()
 
     def fail(self, error: Exception) -> None:
-        """End by an error that concerns no other sequence."""
+        """Set an error, which ends only this sequence."""
         self.finish_reason, self.error = "error", error
 
     def append(self, row: RowOutput) -> int:
-        """Append the output of a step; returns how many tokens are kept. Sets the finish reason.
+        """Append the output of a step, set the finish reason, return the number of tokens kept.
 
         An exception of the grammar or of the stop-string search ends this sequence only.
         """
-        if self.error is not None:  # since the last step
+        if self.error is not None:  # set since the last step
             self.fail(self.error)
             return 0
         if row.prompt_logprobs:
@@ -200,9 +200,9 @@ class Sequence:
         return len(tokens)
 
     def _end_without_token(self, row: RowOutput) -> int:
-        """Append a row whose last token is -1, for the device found none to choose; see `append`.
+        """Append a row whose last token is -1: the device found none to choose. See `append`.
 
-        Unless the tokens before it end the output, the sequence fails.
+        The sequence fails unless the tokens before it end the output.
         """
         num_kept = self.append(replace(row, tokens=row.tokens[:-1]))
         if self.finish_reason is None:
@@ -210,7 +210,7 @@ class Sequence:
         return num_kept
 
     def _no_token_left(self) -> Exception:
-        """Why the output cannot go on."""
+        """Return an error that says why the output cannot go on."""
         where = f"no token can follow the {self.num_output} tokens of the output"
         constraints = self.request.constraints
         if not constraints:
@@ -220,7 +220,7 @@ class Sequence:
         return ValueError(f"{where}: {why}; relax one, or check that no logits are NaN")
 
     def _until_it_ends(self, tokens: list[int]) -> list[int]:
-        """The tokens up to the end of the output, as the text and the grammar say."""
+        """Return the tokens up to the end of the output, according to stop texts and grammar."""
         for num_tokens, token in enumerate(tokens, start=1):
             try:
                 if self.matcher is not None:
@@ -229,7 +229,7 @@ class Sequence:
                 if watch is not None and watch.append([token]):
                     self.finish_reason, self.stop_reason = "stop", watch.stop_reason
                     return tokens[:num_tokens]
-            except Exception as error:  # whatever a user's tokenizer or grammar may raise
+            except Exception as error:  # a user's tokenizer or grammar may raise any
                 self.fail(error)
                 return tokens[: num_tokens - 1]
             if self.matcher is not None and self.matcher.is_finished:

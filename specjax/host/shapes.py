@@ -12,11 +12,11 @@ Shape = tuple[int, int]
 
 @dataclass(frozen=True)
 class Shapes:
-    """Shapes of both parts of a step, each at least one.
+    """Shapes of both parts of a step, at least one of each.
 
     Attributes:
-        prefill: (batch, width) of chunks: prompts, and tokens of each.
-        decode: (batch, k) of rounds: requests, and drafts of each.
+        prefill: (batch, width) of chunks: numbers of prompts and of tokens per prompt.
+        decode: (batch, k) of rounds: numbers of requests and of drafts per request.
     """
 
     prefill: tuple[Shape, ...]
@@ -24,34 +24,34 @@ class Shapes:
 
     @classmethod
     def all_of(cls, config: EngineConfig, ks: Sequence[int]) -> "Shapes":
-        """Every shape of an engine whose rounds have one of `ks` drafts."""
+        """Return every shape of an engine whose rounds have one of `ks` drafts."""
         return cls(config.prefill_shapes, tuple(product(config.decode_batches, ks)))
 
     @property
     def first(self) -> "Shapes":
-        """One of each, into which any step fits: the largest round, and chunks of a few prompts.
+        """One shape of each, into which any step fits: the largest round, chunks of a few prompts.
 
-        More chunks are run in several steps.
+        Further chunks run in later steps.
         """
         chunk = max(self.prefill, key=lambda shape: (min(shape[0], 4) * shape[1], shape))
         return Shapes((chunk,), (max(self.decode),))
 
     @cached_property
     def widths(self) -> list[int]:
-        """Widths of chunks, each once, rising."""
+        """The distinct widths of chunks, ascending."""
         return sorted(self._batches)
 
     def max_chunks(self, width: int) -> int:
-        """The largest batch of that width."""
+        """Return the largest batch of a width."""
         return self._batches[width][-1]
 
     def chunks(self, count: int, width: int) -> Shape:
-        """The smallest shape of a width that holds so many chunks, else the largest."""
+        """Return the smallest shape of a width that holds `count` chunks, else the largest."""
         batches = self._batches[width]
         return next((batch for batch in batches if batch >= count), batches[-1]), width
 
     def round(self, num_sequences: int, k: int) -> Shape:
-        """The smallest shape for so many sequences, with at least k drafts if there is one."""
+        """Return the smallest shape for `num_sequences`, with at least k drafts if there is one."""
         asked = num_sequences, k
         if asked not in self._rounds:
             wide = [shape for shape in self.decode if shape[0] >= num_sequences]
@@ -61,17 +61,17 @@ class Shapes:
         return self._rounds[asked]
 
     def batch(self, num_sequences: int, k: int) -> int:
-        """The smallest batch of rounds of k drafts that holds so many sequences."""
+        """Return the smallest batch of rounds of k drafts that holds `num_sequences`."""
         return next(batch for batch in self._decode_batches[k] if batch >= num_sequences)
 
     @cached_property
     def _rounds(self) -> dict[Shape, Shape]:
-        """Answers of `round`, which every step asks."""
+        """Cached results of `round`, which every step calls."""
         return {}
 
     @cached_property
     def _decode_batches(self) -> dict[int, list[int]]:
-        """Batches of rounds by k, rising."""
+        """Batches of rounds by k, ascending."""
         batches: dict[int, list[int]] = {}
         for batch, k in sorted(self.decode):
             batches.setdefault(k, []).append(batch)
@@ -79,7 +79,7 @@ class Shapes:
 
     @cached_property
     def _batches(self) -> dict[int, list[int]]:
-        """Batches by width, rising."""
+        """Batches of chunks by width, ascending."""
         batches: dict[int, list[int]] = {}
         for batch, width in sorted(self.prefill):
             batches.setdefault(width, []).append(batch)
@@ -87,6 +87,6 @@ class Shapes:
 
 
 def num_rows(shape: Shape) -> int:
-    """Rows that the target runs in a round of a shape."""
+    """Return the number of rows that the target runs in a round of a shape."""
     batch, k = shape
     return batch * (k + 1)

@@ -1,7 +1,7 @@
-"""Pages of layers that attend within a window: those behind the window are given back.
+"""Pages of sliding-window layers: pages behind the window are freed.
 
-Such layers have pages and a page table of their own. Their tokens are in the same places of the
-table as those of other layers; where a page was given back, the table has -1, which no row reads.
+These layers have separate pages and a separate page table, indexed like the table of other layers.
+The entry of a freed page is -1; no row reads it.
 """
 
 from collections.abc import Collection, Hashable
@@ -13,10 +13,10 @@ from specjax.host.pages import PageAllocator
 
 
 def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
-    """How many pages layers with a window have, where layers without one have `num_pages`.
+    """Return the number of pages for layers with a window.
 
-    Not more than are ever in use, and if prefixes are cached, as many windows again as there are
-    requests.
+    This is the maximum in use, and one more window per request if prefixes are cached, but at most
+    `max_window_pages` and `num_pages`.
     """
     wanted = pages_in_use(config, window, max_drafts, config.max_num_seqs)
     if config.enable_prefix_caching:
@@ -26,28 +26,30 @@ def window_pages(config: EngineConfig, window: int, max_drafts: int) -> int:
 
 
 def pages_in_use(config: EngineConfig, window: int, max_drafts: int, num_requests: int) -> int:
-    """The most pages of a window that requests have: each its window and two rounds, and all
-    together the chunks of a step."""
+    """Return the maximum number of window pages in use.
+
+    Each request has its window and two rounds; all together have the chunks of a step.
+    """
     page_size = config.page_size
-    # Three pages are used in part.
+    # Three pages may be partly used.
     own = pages_before(window, page_size) + -(-2 * (max_drafts + 1) // page_size) + 3
     chunks = -(-config.max_num_scheduled_tokens // page_size)
     return min(num_requests * own + chunks, num_requests * config.pages_per_seq)
 
 
 def pages_before(window: int, page_size: int) -> int:
-    """How many pages before a page its rows may read."""
+    """Return the number of pages before its own page that a row may read."""
     return -(-window // page_size)
 
 
 class WindowPages:
     """The pages of all layers with the same window, by slot.
 
-    A slot has pages from `first` up to `end` of its sequence, by their place in the page table.
+    A slot has the pages from `first` up to `end`, as indices in the page table of its sequence.
     """
 
     def __init__(self, window: int, num_pages: int, page_size: int, page_table: Any):
-        """`page_table` i32[slots, P], an array of NumPy, is kept up to date."""
+        """`page_table` is a NumPy array i32[slots, P], which this object updates."""
         num_slots, self.window = len(page_table), window
         self.pages = PageAllocator(num_pages)
         self.reach = pages_before(window, page_size)
@@ -55,7 +57,7 @@ class WindowPages:
         self._first, self._end = [0] * num_slots, [0] * num_slots
 
     def longest(self, keys: SequenceOf[Hashable], length: int) -> int:
-        """The most of `length` pages of `keys` that can be continued: the window is cached."""
+        """Return the largest number of pages, up to `length`, whose last window is cached."""
         place = length
         while place > max(0, length - self.reach):
             place -= 1
@@ -64,11 +66,11 @@ class WindowPages:
         return length
 
     def num_missing(self, slot: int, end: int) -> int:
-        """How many pages the slot lacks up to `end`."""
+        """Return the number of pages that the slot lacks up to `end`."""
         return max(0, end - self._end[slot])
 
     def admit(self, slot: int, keys: SequenceOf[Hashable]) -> None:
-        """Let a slot have the cached pages that are read after the pages of `keys`."""
+        """Give a slot the cached window pages at the end of `keys`."""
         end = len(keys)
         first = max(0, end - self.reach)
         pages = [self.pages.find(key) for key in keys[first:]]
@@ -86,16 +88,16 @@ class WindowPages:
             self._end[slot] = end
 
     def trim(self, slot: int, end: int) -> None:
-        """Take back the pages from `end` on."""
+        """Free the pages from `end` on."""
         if end < self._end[slot]:
             self._release(slot, end, self._end[slot])
             self._end[slot] = end
 
     def slide(self, slot: int, page: int, points: Collection[int]) -> None:
-        """Take back the pages that no row after the beginning of `page` reads.
+        """Free the pages that no row after the beginning of `page` reads.
 
-        Of these only those are found again that others need who go on after `points`, as numbers of
-        pages.
+        Only pages that other sequences need to continue after `points` (numbers of pages) stay
+        cached.
         """
         start, first = self._first[slot], page - self.reach
         if first <= start:
@@ -106,12 +108,12 @@ class WindowPages:
         self._first[slot] = first
 
     def vacate(self, slot: int) -> None:
-        """Take back all pages."""
+        """Free all pages of a slot."""
         self._release(slot, self._first[slot], self._end[slot])
         self._first[slot] = self._end[slot] = 0
 
     def name(self, slot: int, keys: SequenceOf[Hashable], start: int, end: int) -> None:
-        """Cache pages [start, end) of a slot, of those that it still has."""
+        """Cache those of a slot's pages [start, end) that it still has."""
         start = max(start, self._first[slot])
         for page, key in zip(self._table[slot, start:end].tolist(), keys[start:end], strict=False):
             self.pages.name(page, key)

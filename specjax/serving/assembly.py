@@ -1,4 +1,4 @@
-"""From a model and options to everything that an engine needs, for all users of engines."""
+"""Turns a model and options into everything that an engine needs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -48,25 +48,25 @@ from specjax.text.tokenizer import ChatTokenizer, load_tokenizer, read_eos_ids
 
 @dataclass(frozen=True)
 class Plan:
-    """What is to be served, and its sizes: everything that needs no weights of the target."""
+    """The model to serve and its sizes: everything that does not need the target's weights."""
 
     source: ModelSource
     dtype: DtypeChoice
     config: EngineConfig
     speculation: SpeculativeConfig | None
-    profile: Profile | None  # by which K is chosen, if any
+    profile: Profile | None  # from which K is chosen, if any
     drafter: Drafter
     drafter_params: Any  # shapes if there are no weights
-    weights: int  # of the target, bytes that are still to be loaded
-    chooses_snapshots: bool = False  # how many, by the memory
+    weights: int  # bytes of the target's weights that are not loaded yet
+    chooses_snapshots: bool = False  # whether memory determines their number
 
     @property
     def num_drafts(self) -> int:
-        """Maximum drafts of a round."""
+        """The maximum number of drafts in a round."""
         return self.speculation.num_speculative_tokens if self.speculation else 0
 
     def cache_bytes(self) -> tuple[CacheBytes, CacheBytes]:
-        """Bytes of the target's caches and of the drafter's."""
+        """Return the bytes of the target's caches and of the drafter's."""
         target, sizes = (
             self.source.target,
             (self.config.page_size, self.num_drafts, self.dtype.name),
@@ -77,10 +77,10 @@ class Plan:
         )
 
     def fitted(self, *, num_pages: int | None, gpu_memory_utilization: float) -> EngineConfig:
-        """The config with as many pages, and snapshots, as the device's memory has room for.
+        """Return the config with as many pages and snapshots as the device's memory has room for.
 
         Raises:
-            ValueError: the given number does not fit, or not a single request does.
+            ValueError: `num_pages`, or a single request, does not fit.
         """
         own, drafters = self.cache_bytes()
         cache, config, target = own + drafters, self.config, self.source.target
@@ -97,7 +97,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Serving:
-    """Everything that an engine and its requests are made from."""
+    """Everything from which an engine and its requests are built."""
 
     target: Model
     drafter: Drafter
@@ -108,8 +108,8 @@ class Serving:
     verification: Verification | None
     tokenizer: ChatTokenizer | None
     eos_ids: tuple[int, ...]
-    default_params: SamplingParams  # of the checkpoint's generation_config.json
-    method: str | None  # of drafting
+    default_params: SamplingParams  # from the checkpoint's generation_config.json
+    method: str | None  # drafting method
 
 
 def make_plan(
@@ -124,13 +124,13 @@ def make_plan(
     log: Log = no_log,
     **sizes: Any,
 ) -> Plan:
-    """Sizes, and the drafter; `sizes` are the other options that an `EngineConfig` has.
+    """Choose sizes and open the drafter; `sizes` are further options of `EngineConfig`.
 
-    The drafter's parameters go where `placement` says; None for `default_device`. `log` takes
-    lines about its files.
+    The drafter's parameters are placed by `placement`, by default on `default_device`. `log` is
+    called with lines about its files.
 
     Raises:
-        ValueError: settings that do not fit each other, the model, or the device's memory.
+        ValueError: options contradict each other, or do not fit the model or the device's memory.
         CheckpointError: the drafter's files are missing, damaged, or not for this target.
     """
     speculation = profile = None
@@ -172,11 +172,11 @@ def assemble(
     verbose: bool,
     **options: Any,
 ) -> Serving:
-    """Load everything, by the options of an LLM, see `LLMOptions`.
+    """Load everything, from the options of an LLM (`LLMOptions`).
 
     Raises:
-        ValueError: settings that do not fit each other, the model, or the device's memory.
-        CheckpointError: files that are missing, damaged or not what they are used as.
+        ValueError: options contradict each other, or do not fit the model or the device's memory.
+        CheckpointError: files are missing, damaged or of the wrong kind.
     """
     check_jax()
     check_options(

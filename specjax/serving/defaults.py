@@ -1,4 +1,4 @@
-"""Defaults of an engine's sizes and dtype, by the device.
+"""Defaults of an engine's sizes and dtype, by device.
 
 | | GPU | CPU |
 |---|---|---|
@@ -7,10 +7,10 @@
 | max_model_len | the model's own | the model's own, at most 8192 |
 | dtype | the checkpoint's; float32 before compute capability 8.0 | float32 |
 
-A GPU reads all weights in each step, however few tokens it has, so that large steps are nearly
-free; its memory is for the engine alone, and pages get all that is left. On a CPU the time of a
-step grows with its tokens, so that a large step makes others wait; it has no fast bfloat16, and its
-memory is shared.
+A GPU reads all weights in each step, regardless of the number of tokens, so large steps cost little
+more than small ones; its memory is for the engine alone, and pages take the rest. On a CPU the time
+of a step grows with its tokens, so a large step makes other requests wait; a CPU has no fast
+bfloat16, and its memory is shared.
 """
 
 from collections.abc import Mapping
@@ -36,21 +36,21 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.model import Model
 from specjax.device.placement import default_device
 
-_ALIASES = {"float": "float32"}  # as in vLLM, like the next
+_ALIASES = {"float": "float32"}  # as in vLLM, like the next mapping
 _LOGPROBS_ALIASES = {"raw_logprobs": "raw", "processed_logprobs": "processed"}
 _NARROW = ("float16", "half")
 
 
 class Defaults(NamedTuple):
-    """What is used for None, and for dtype "auto"."""
+    """The values used for None, and for dtype "auto"."""
 
     max_num_seqs: int
     max_num_batched_tokens: int
-    longest: int | None  # tokens of max_model_len, if the model allows more; None for no limit
-    dtype: str | None  # None for the checkpoint's
+    longest: int | None  # upper limit of the default max_model_len; None for no limit
+    dtype: str | None  # None for the dtype of the checkpoint
 
     def model_len(self, max_position: int) -> int:
-        """Tokens of a request, for a model of so many positions."""
+        """Return the default max_model_len of a model with `max_position` positions."""
         return max_position if self.longest is None else min(max_position, self.longest)
 
 
@@ -61,7 +61,7 @@ DEFAULTS: Mapping[str, Defaults] = {
 
 
 def device_defaults() -> Defaults:
-    """The defaults of the device that engines run on."""
+    """Return the defaults of the device that engines run on."""
     return DEFAULTS["cpu" if default_device().platform == "cpu" else "gpu"]
 
 
@@ -72,10 +72,10 @@ def check_options(
     compilation_cache: Any,
     verbose: Any,
 ) -> None:
-    """Refuse options of an LLM that are no part of its config.
+    """Check the options of an LLM that are not part of its config.
 
     Raises:
-        ValueError: with the option, its value and what it may be.
+        ValueError: an option is invalid; the message says which values are allowed.
     """
     if tensor_parallel_size != 1:
         raise ValueError(
@@ -83,12 +83,12 @@ def check_options(
         )
     if not is_number(gpu_memory_utilization) or not 0 < gpu_memory_utilization <= 1:
         raise ValueError(
-            f"gpu_memory_utilization={gpu_memory_utilization!r} must be in (0, 1], the part of a "
-            "GPU's memory to use"
+            f"gpu_memory_utilization={gpu_memory_utilization!r} must be in (0, 1], the fraction of "
+            "a GPU's memory to use"
         )
     if not isinstance(compilation_cache, str | PathLike | None):
         raise ValueError(
-            f"compilation_cache={compilation_cache!r} must be a folder's path, or None for none"
+            f"compilation_cache={compilation_cache!r} must be a folder's path, or None"
         )
     check_flags(verbose=verbose)
 
@@ -104,12 +104,12 @@ def make_config(
     logprobs_mode: str = "raw",
     **others: Any,
 ) -> EngineConfig:
-    """An engine's config, with defaults of the device in place of None.
+    """Return an engine's config, with the device's defaults instead of None.
 
-    `num_pages` None gives the pages of one request: how many fit is known only with the drafter.
+    `num_pages=None` gives the pages of one request: how many fit depends on the drafter.
 
     Raises:
-        ValueError: sizes that do not fit each other or the model.
+        ValueError: sizes contradict each other or do not fit the model.
     """
     usual = device_defaults()
     if max_model_len is None:
@@ -143,10 +143,10 @@ class DtypeChoice(NamedTuple):
 
 
 def choose_dtype(given: Any, stored: str | None) -> DtypeChoice:
-    """The dtype that an option asks for; "auto" is by the device and what is `stored`.
+    """Return the dtype for an option; "auto" depends on the device and the `stored` dtype.
 
     Raises:
-        ValueError: a dtype that is not supported, with the reason.
+        ValueError: the dtype is not supported; the message says why.
     """
     if given != "auto":
         name = _ALIASES.get(given, given) if isinstance(given, str) else given
@@ -183,18 +183,21 @@ def _card_without_bfloat16() -> str | None:
 
 
 def choose_kernels(given: str) -> str:
-    """The kernels that an option asks for; "reference", with a warning, if this device should run
-    Triton's and refuses a small one, as with a driver that is too old."""
+    """Return the kernels for an option.
+
+    Returns "reference", with a warning, if the device should support Triton but a small trial
+    kernel fails, e.g. with an outdated driver.
+    """
     if given not in ("auto", "triton") or why_not("triton") is not None:
         return given
     row = jnp.ones((1, 16))
     try:
         run = jax.jit(partial(add_rms_norm, eps=1e-6, kernels="triton"))
         jax.block_until_ready(run(row, row, row[0]))
-    except Exception as error:  # whatever the driver, XLA or Triton raises
+    except Exception as error:  # the driver, XLA or Triton may raise anything
         message = str(error).strip().partition("\n")[0]
         warn(
-            f"kernels={given!r}: this device refuses a kernel ({message}); plain JAX runs instead, "
+            f"kernels={given!r}: a kernel fails on this device ({message}); plain JAX runs, "
             "which is slower. Update the driver, or set kernels='reference'",
         )
         return "reference"
@@ -202,7 +205,7 @@ def choose_kernels(given: str) -> str:
 
 
 def stored_dtype(hf: HFConfig) -> str | None:
-    """The dtype that a config says its checkpoint is in."""
+    """Return the dtype of a checkpoint according to its config."""
     nested = hf.get("text_config", None)
     for fields in (nested if isinstance(nested, Mapping) else {}, hf.fields):
         for name in "dtype", "torch_dtype":
@@ -212,6 +215,6 @@ def stored_dtype(hf: HFConfig) -> str | None:
 
 
 def params_dtype(params: Any) -> str | None:
-    """The dtype of most of a tree's floats."""
+    """Return the dtype of the largest floating-point array in a tree."""
     floats = [x for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating)]
     return str(max(floats, key=lambda x: x.size).dtype) if floats else None

@@ -1,4 +1,4 @@
-"""What an LLM is, on one line."""
+"""Describes an LLM in one line."""
 
 from specjax.engine.engine import Engine
 
@@ -9,8 +9,8 @@ def describe(model: str | type, method: str | None, engine: Engine | None) -> st
     """Return the `repr` of an LLM: model, dtype, method and K, sizes.
 
     Args:
-        model: its checkpoint, or the class of a `Model` value.
-        method: of drafting; None without speculation.
+        model: name of its checkpoint, or class of a `Model` value.
+        method: drafting method; None without speculation.
         engine: None if the LLM is closed.
     """
     name = repr(model) if isinstance(model, str) else model.__name__

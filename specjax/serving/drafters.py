@@ -1,4 +1,4 @@
-"""The drafter that a user names: METHOD=CHECKPOINT, CHECKPOINT alone, or METHOD alone."""
+"""Parses the drafter that a user names: METHOD=CHECKPOINT, only CHECKPOINT, or only METHOD."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from specjax.device.models.hf_config import HFConfig
 from specjax.device.models.registry import MODELS, read_config
 from specjax.serving.source import has_weights
 
-# Methods by the name that the speculators library gives them, and by parts of architectures' names.
+# Methods by their names in the speculators library, and by parts of architectures' names.
 _SPECULATORS = {
     "eagle": "eagle",
     "eagle3": "eagle3",
@@ -28,7 +28,7 @@ _ARCHITECTURES = {"DFlash": "dflash", "DSpark": "dflash", "Medusa": "medusa"}
 
 
 class NamedDrafter(NamedTuple):
-    """A method of drafting, and its checkpoint; None if it needs no checkpoint of its own."""
+    """A drafting method and its checkpoint; None if it needs no separate checkpoint."""
 
     method: str
     model: str | None
@@ -45,21 +45,21 @@ def parse_drafter(
     """Return the drafter that an option names.
 
     Args:
-        option: its name in errors.
-        method: the method if another option says it.
+        option: the option's name in errors.
+        method: the method, if another option sets it.
         target: the model that it drafts for.
-        takes_shapes: let methods whose shape follows from the target's go without a checkpoint.
+        takes_shapes: allow no checkpoint for methods whose shapes follow from the target's.
 
     Raises:
-        ValueError: it does not have this form, or names two methods.
-        CheckpointError: the checkpoint's files do not tell the method.
+        ValueError: the text is malformed, or names another method than `method`.
+        CheckpointError: the checkpoint's files do not indicate the method.
     """
     name, has_method, checkpoint = text.partition("=")
     if name not in METHODS and not (has_method and checkpoint and not Path(text).exists()):
         return NamedDrafter(method or _method_of(text, option, target), text)
     if name not in METHODS:
         raise ValueError(
-            f"{option} {text}: {name!r} is no method; use one of {', '.join(METHODS)}"
+            f"{option} {text}: {name!r} is not a method; use one of {', '.join(METHODS)}"
             f"{did_you_mean(name, METHODS)}"
         )
     if method not in (None, name):
@@ -78,11 +78,11 @@ def parse_drafter(
 def with_method(
     config: SpeculativeConfig | Mapping[str, Any], target: str | Path | None
 ) -> SpeculativeConfig:
-    """Return a drafter's config; a method that is left out is the one of its checkpoint.
+    """Return a drafter's config; if it has no method, its checkpoint determines it.
 
     Raises:
         ValueError: see `SpeculativeConfig.of`.
-        CheckpointError: the checkpoint's files do not tell the method.
+        CheckpointError: the checkpoint's files do not indicate the method.
     """
     if isinstance(config, Mapping) and config.get("method") is None:
         model = config.get("model")
@@ -100,12 +100,12 @@ def _method_of(text: str, option: str, target: str | Path | None) -> str:
 
 
 def find_method(model: str | Path, target: str | Path | None = None) -> str:
-    """Return the method that a drafter's checkpoint is for, by its config and tensors' names.
+    """Return the method of a drafter's checkpoint, from its config and tensor names.
 
-    A target's own checkpoint drafts with its own module; any other model is a draft model.
+    The target's own checkpoint means its own module ("mtp"); any other model is a draft model.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or its files do not tell the method.
+        CheckpointError: there is no such checkpoint, or its files do not indicate the method.
     """
     folder = resolve(model)
     if find_first_file(folder) is not None:
@@ -116,15 +116,14 @@ def find_method(model: str | Path, target: str | Path | None = None) -> str:
         return method
     if hf.get("model_type", None) not in MODELS:
         raise CheckpointError(
-            f"{hf.origin} does not tell which method of drafting it is for; name it, as in "
-            f"eagle3={model}"
+            f"{hf.origin} does not indicate its drafting method; name it, as in eagle3={model}"
         )
     is_own = target is not None and str(target) and resolve(target).samefile(folder)
     return "mtp" if is_own else "draft_model"
 
 
 def _published_method(hf: HFConfig) -> str | None:
-    """Return the method that a config names."""
+    """Return the method that a config names, or None."""
     kind = hf.get("speculators_model_type", None)
     if kind in _SPECULATORS:
         return _SPECULATORS[kind]
@@ -138,7 +137,7 @@ def _published_method(hf: HFConfig) -> str | None:
 
 
 def _head_method(hf: HFConfig, names: Any) -> str | None:
-    """Return the method of an EAGLE head, which configs name in no common way."""
+    """Return the method of an EAGLE head, which configs do not name consistently, or None."""
     ends = {name.removeprefix("model.") for name in names}
     listed = " ".join(map(str, hf.get("architectures", [])))
     has_mask = any(hf.get(key, None) is not None for key in MASK_KEYS)
@@ -147,7 +146,7 @@ def _head_method(hf: HFConfig, names: Any) -> str | None:
     has_hidden_norm = any(name.endswith("hidden_norm.weight") for name in ends)
     if has_hidden_norm or "Eagle3" in listed or "draft_vocab_size" in hf.fields:
         return "eagle3"
-    # Published configs of EAGLE-1 heads are those of a Llama with a flag for the bias.
+    # Published configs of EAGLE-1 heads are Llama configs with a flag for the bias.
     if "fc.weight" in ends or "Eagle" in listed or (not names and "bias" in hf.fields):
         return "eagle"
     return None

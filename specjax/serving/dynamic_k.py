@@ -1,4 +1,4 @@
-"""The policy of a speculative_config, and a check that its profile fits the model."""
+"""Makes the policy of a speculative_config, and checks that its profile fits the model."""
 
 import hashlib
 import json
@@ -21,14 +21,14 @@ from specjax.host.speculation.methods import adaptive_policy, profile_policy, re
 from specjax.host.speculation.policy import Policy, StaticPolicy, TablePolicy
 from specjax.host.speculation.profile import Profile
 
-_LARGEST_LEAF = 2**16  # values; norms and biases are smaller, and every training changes them
+_LARGEST_LEAF = 2**16  # values; norms and biases have fewer, and training changes them
 
 
 def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile | None]:
-    """The profile that a config names, and the config with the K that follows from it.
+    """Return a config with K resolved by the profile that it names, and that profile.
 
     Raises:
-        ValueError: a malformed profile, or one that does not reach num_speculative_tokens.
+        ValueError: the profile is malformed, or its maximum K is below num_speculative_tokens.
     """
     if config.dynamic_config_path is None:
         return config, None
@@ -48,7 +48,7 @@ def read_profile(config: SpeculativeConfig) -> tuple[SpeculativeConfig, Profile 
 def policy_of(
     config: SpeculativeConfig | None, profile: Profile | None, batches: Sequence[int]
 ) -> Policy:
-    """The policy of a config; `batches` are the sizes to which rounds are padded."""
+    """Return the policy of a config; `batches` are the sizes to which rounds are padded."""
     if config is None:
         return StaticPolicy(0)
     if config.adaptive and profile is not None:
@@ -63,7 +63,7 @@ def policy_of(
 
 
 def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
-    """A digest of a model and its drafter: their architectures, and weights of small arrays."""
+    """Return a digest of a model and its drafter: architectures, and values of small arrays."""
     digest = hashlib.sha256(repr((target, drafter)).encode())
     for leaf in jax.tree.leaves(params):
         if leaf.ndim == 1 and leaf.size <= _LARGEST_LEAF:
@@ -72,12 +72,12 @@ def fingerprint(target: Model, drafter: Drafter, params: Params) -> str:
 
 
 def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> None:
-    """Refuse a profile that says it is of another model than the fingerprint `model`.
+    """Refuse a profile that was measured on another model than the fingerprint `model`.
 
-    Warns of one that says it is of another kind of device. Neither with dynamic_config_force.
+    Warns if it was measured on another kind of device. `dynamic_config_force` disables both checks.
 
     Raises:
-        ValueError: it is of another model.
+        ValueError: it was measured on another model.
     """
     if config.dynamic_config_force:
         return
@@ -99,13 +99,13 @@ def check_profile(profile: Profile, model: str, config: SpeculativeConfig) -> No
 
 
 def save_profile(engine: Engine, path: Path) -> None:
-    """Write what an engine's policy has learned as a profile.
+    """Write the times and rates that an engine's policy has learned as a profile.
 
     Raises:
         ValueError: nothing was learned, or there is no such folder.
     """
     profile = engine.scheduler.policy.learned()
-    if profile is None or engine.config.exact:  # exact steps take as long whatever K is
+    if profile is None or engine.config.exact:  # exact steps take the same time for every K
         raise ValueError(
             "there are no learned times to save: K is not adaptive, or exact=True; set "
             'speculative_config={"adaptive": True, ...} without exact'
@@ -118,5 +118,5 @@ def save_profile(engine: Engine, path: Path) -> None:
 
 
 def device_kind() -> str:
-    """The kind of the device in use, as "NVIDIA H100 80GB HBM3"."""
+    """Return the kind of the device in use, e.g. "NVIDIA H100 80GB HBM3"."""
     return default_device().device_kind

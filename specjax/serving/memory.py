@@ -1,4 +1,4 @@
-"""Memory that an engine needs, and how many pages fit in the rest."""
+"""Computes the memory that an engine needs, and how many pages fit in the rest."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from specjax.host.memory import available_bytes
 from specjax.host.windows import pages_in_use, window_pages
 from specjax.serving.defaults import device_defaults
 
-SNAPSHOTS_PER_SEQ = 4  # so that conversations find their last turns, and branches of them
+SNAPSHOTS_PER_SEQ = 4  # so that conversations can continue or branch from their last turns
 
 
 class CacheBytes(NamedTuple):
@@ -25,28 +25,28 @@ class CacheBytes(NamedTuple):
 
     per_page: int  # keys and values of `page_size` tokens
     per_slot: int  # recurrent states of one request
-    windows: tuple[tuple[int, int], ...] = ()  # (window, part of `per_page`) with pages of its own
+    windows: tuple[tuple[int, int], ...] = ()  # (window, its part of `per_page`)
 
-    def __add__(self, other: Any) -> "CacheBytes":  # of another cache, by field
+    def __add__(self, other: Any) -> "CacheBytes":  # by field
         return CacheBytes(*(one + another for one, another in zip(self, other, strict=True)))
 
     @property
     def per_full_page(self) -> int:
-        """The part of `per_page` that is of no window."""
+        """The part of `per_page` for layers without a window."""
         return self.per_page - sum(per_page for _, per_page in self.windows)
 
     def of_pages(self, config: EngineConfig, max_drafts: int) -> int:
-        """Bytes of all pages of an engine."""
+        """Return the bytes of all pages of an engine."""
         return config.num_pages * self.per_full_page + sum(
             window_pages(config, window, max_drafts) * per_page for window, per_page in self.windows
         )
 
     def fitted(self, config: EngineConfig, room: int, max_drafts: int) -> EngineConfig | None:
-        """The config with pages for every request at full length, or as many as fit in `room`;
-        None if that is not one request. It ignores the pages that the config has.
+        """Return the config with pages for every request at full length, or as many as fit.
 
-        Windows have what is ever in use, but no more than all layers would have if they had as many
-        pages.
+        Returns None if a single request does not fit in `room` bytes. `config.num_pages` is
+        ignored. Windows get the maximum in use, but at most as many pages as would fit if all
+        layers had the same number.
         """
         wanted = config.max_num_seqs * config.pages_per_seq
         max_window_pages = None
@@ -65,8 +65,10 @@ class CacheBytes(NamedTuple):
 def target_cache_bytes(
     target: Model, page_size: int, max_drafts: int, dtype: str, windows: Sequence[int] = ()
 ) -> CacheBytes:
-    """Bytes of a model's cache for steps of up to `max_drafts` drafts; `windows` as of
-    `page_windows`."""
+    """Return the bytes of a model's cache for steps of up to `max_drafts` drafts.
+
+    `windows` are the result of `page_windows`.
+    """
 
     def measure(num_slots: int, num_pages: int, *own: tuple[int, int]) -> int:
         sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1, window_pages=own)
@@ -79,7 +81,7 @@ def target_cache_bytes(
 def drafter_cache_bytes(
     drafter: Drafter, page_size: int, max_drafts: int, dtype: str
 ) -> CacheBytes:
-    """Bytes of a drafter's state, without snapshots."""
+    """Return the bytes of a drafter's state, without snapshots."""
 
     def measure(num_slots: int, num_pages: int) -> int:
         sizes = CacheSizes(num_slots, num_pages, page_size, max_drafts + 1)
@@ -89,15 +91,15 @@ def drafter_cache_bytes(
 
 
 def weight_bytes(target: Model, dtype: str) -> int:
-    """Bytes of a model's parameters in `dtype`."""
+    """Return the bytes of a model's parameters in `dtype`."""
     specs = jax.tree.leaves(target.specs())
     return sum(math.prod(spec.shape) * np.dtype(spec.dtype or dtype).itemsize for spec in specs)
 
 
 class EngineNeeds(NamedTuple):
-    """Memory that an engine needs beside its pages, in bytes."""
+    """Memory that an engine needs in addition to its pages, in bytes."""
 
-    weights: int  # that are still to be loaded
+    weights: int  # not loaded yet
     states: int
     snapshots: int
     workspace: int  # an estimate
@@ -112,13 +114,13 @@ class EngineNeeds(NamedTuple):
         weights: int,
         max_drafts: int,
     ) -> "EngineNeeds":
-        """The needs of an engine; `cache` includes its drafter's."""
-        # A snapshot is a state and a part of the ring: not more than a slot.
+        """Return the needs of an engine; `cache` includes the drafter's cache."""
+        # A snapshot is a state and a part of the ring: at most a slot.
         takes_snapshots = is_recurrent(target) or drafter.is_recurrent
         num_snapshots = config.num_snapshots if takes_snapshots else 0
         rows = config.max_num_seqs * (max_drafts + 1)
-        # The largest step: logits, their sorted copy and noise in f32; and the activations of a
-        # layer, which are a few times the width of the model per token, and what attention adds.
+        # The largest step: logits, their sorted copy and noise in f32, and the activations of a
+        # layer: a few times the model's width per token, and the rows of attention.
         logits = 3 * 4 * rows * target.vocab_size
         tokens = max(rows, config.max_num_batched_tokens)
         row_size = 16 * target.hidden_size + max(kind.row_size for kind in target.cache_kinds)
@@ -139,7 +141,7 @@ class EngineNeeds(NamedTuple):
         """Refuse pages that do not fit in the free memory, before any is allocated.
 
         Raises:
-            ValueError: what takes how much, and what to lower.
+            ValueError: they do not fit; the message lists the needs and what to lower.
         """
         memory = read_memory()
         pages = cache.of_pages(config, max_drafts)
@@ -161,11 +163,11 @@ class EngineNeeds(NamedTuple):
         )
 
     def _room(self, memory: "Memory", gpu_memory_utilization: float) -> int:
-        """Bytes that are left for pages."""
+        """Return the bytes that are left for pages."""
         room = memory.available - sum(self)
         if memory.total is None:
             return room
-        in_use = memory.total - memory.available  # a part of the total is for other programs
+        in_use = memory.total - memory.available  # other programs may use a part of the total
         kept = gpu_memory_utilization * memory.total - in_use - sum(self) + self.workspace
         return min(room, int(kept))
 
@@ -176,14 +178,17 @@ class EngineNeeds(NamedTuple):
         gpu_memory_utilization: float,
         max_drafts: int,
     ) -> int:
-        """Default of num_snapshots: four per request, or fewer if they would take more than an
-        eighth of the memory that the pages of `config` leave; at least its own number."""
+        """Return the default of num_snapshots.
+
+        Four per request, or fewer if they would take more than an eighth of the memory that the
+        pages of `config` leave; at least `config.num_snapshots`.
+        """
         memory = read_memory()
         count = SNAPSHOTS_PER_SEQ * config.max_num_seqs
         if memory is None:
             return count
         room = self._room(memory, gpu_memory_utilization) - cache.of_pages(config, max_drafts)
-        # By halves, as programs depend on the number, and the memory that is free on the moment.
+        # By halves, because programs depend on the number, and free memory changes from run to run.
         while count > config.num_snapshots and count * cache.per_slot > room // 8:
             count //= 2
         return max(count, config.num_snapshots)
@@ -195,7 +200,7 @@ class EngineNeeds(NamedTuple):
         gpu_memory_utilization: float,
         max_drafts: int,
     ) -> EngineConfig:
-        """The config with pages for every request at full length, or as many as fit.
+        """Return the config with pages for every request at full length, or as many as fit.
 
         Raises:
             ValueError: there is no room for one request of full length.
@@ -226,9 +231,9 @@ class EngineNeeds(NamedTuple):
 
 
 def usual_num_seqs(target: Model, max_drafts: int, dtype: str, weights: int) -> int:
-    """Default of max_num_seqs: the device's, or fewer if recurrent states are large.
+    """Return the default of max_num_seqs: the device's, or fewer if recurrent states are large.
 
-    States, and a quarter as many snapshots, take at most half of the memory that is free after
+    States, and one snapshot per four states, take at most half of the memory that is free after
     loading `weights` bytes.
     """
     count, memory = device_defaults().max_num_seqs, read_memory()
@@ -246,11 +251,11 @@ class Memory(NamedTuple):
 
     what: str
     available: int
-    total: int | None  # of a GPU, JAX's share; None for shared memory
+    total: int | None  # JAX's share of a GPU's memory; None for shared memory
 
 
 def read_memory() -> Memory | None:
-    """The device's memory now, for a CPU the machine's; None if unknown."""
+    """Return the device's current memory, for a CPU the machine's; None if unknown."""
     device = default_device()
     stats = device.memory_stats() or {}
     if (total := stats.get("bytes_limit")) is not None:

@@ -1,6 +1,6 @@
 """The options of an LLM by name, with types and defaults.
 
-`LLM` describes them; None and "auto" mean what suits the device.
+`LLM` describes them; None and "auto" mean defaults that depend on the device.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -73,7 +73,7 @@ DEFAULTS: LLMOptions = {
 REMOVED_OPTIONS = {
     "steps_per_dispatch": "it gained nothing on a GPU; async_scheduling=True, the default, hides "
     "the host's time",
-    "show_progress": "verbose=False quiets bars and lines of the log",
+    "show_progress": "verbose=False silences bars and log lines",
     "always_logprobs": "every step can report log-probabilities",
 }
 
@@ -81,11 +81,11 @@ REMOVED_OPTIONS = {
 def read_options(
     given: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS
 ) -> dict[str, Any]:
-    """All options: those `given` in place of the `defaults`.
+    """Return all options: the `defaults`, replaced by `given` options.
 
     Raises:
-        TypeError: an unknown option; names the nearest known one.
-        ValueError: one of vLLM's that would change outputs, or one that was removed.
+        TypeError: an option is unknown; the message names the nearest known option.
+        ValueError: an option of vLLM would change outputs, or an option was removed.
     """
     others = {name: value for name, value in given.items() if name not in defaults}
     _refuse_unknown(take_vllm_options(others), defaults)
@@ -96,8 +96,8 @@ def _refuse_unknown(given: Mapping[str, Any], known: Iterable[str]) -> None:
     """Refuse unknown options.
 
     Raises:
-        ValueError: an option that was removed; what to use instead.
-        TypeError: any other; names the nearest known option.
+        ValueError: an option was removed; the message names the alternative.
+        TypeError: any other option; the message names the nearest known option.
     """
     for name, value in given.items():
         if name in REMOVED_OPTIONS:

@@ -1,4 +1,4 @@
-"""A model and its drafter: from their files, from configs alone, or given as values."""
+"""Opens a model and its drafter: from checkpoints, from configs without weights, or as values."""
 
 import reprlib
 from dataclasses import dataclass
@@ -34,15 +34,15 @@ class ModelSource:
     """A model, and where its weights come from."""
 
     target: Model
-    dtype: str | None  # of the weights, if known
+    dtype: str | None  # dtype of the weights, if known
     hf: HFConfig | None = None  # its config; None for a `Model` value
-    folder: Path | None = None  # of its checkpoint; None for a value, and for a config by itself
-    has_weights: bool = False  # whether the folder has them
+    folder: Path | None = None  # of its checkpoint; None for a value, or for a config file
+    has_weights: bool = False  # whether the folder has weights
     params: Any = None  # of a `Model` value
 
     @property
     def origin(self) -> str:
-        """Its name in errors."""
+        """The name of the model in errors."""
         return "a Model value" if self.hf is None else self.hf.origin
 
 
@@ -53,17 +53,17 @@ def open_model(
     takes_configs: bool = False,
     log: Log = no_log,
 ) -> ModelSource:
-    """The checkpoint, or the value with its parameters; a line in `log` says where they disagree.
+    """Open a checkpoint, or a value with its parameters; log where config and weights disagree.
 
-    With `takes_configs` it may also be a config file, without weights.
+    With `takes_configs`, `model` may also be a config file, without weights.
 
     Raises:
-        ValueError: parameters without a `Model` value, or that do not fit it.
+        ValueError: parameters are given without a `Model` value, or do not fit it.
         CheckpointError: there is no such checkpoint, or its model is not supported.
     """
     if isinstance(model, str | Path):
         if params is not None:
-            raise ValueError("params goes with a Model value; a checkpoint brings its own")
+            raise ValueError("params goes with a Model value; a checkpoint has its own")
         path = Path(model).expanduser()
         if takes_configs and path.suffix == ".json" and not path.is_dir():
             hf = HFConfig(read_json(path.parent, path.name), str(path))
@@ -89,13 +89,13 @@ def open_drafter(
     placement: Placement | None = None,
     log: Log = no_log,
 ) -> tuple[Drafter, Any]:
-    """The drafter and its parameters, after checking that it fits the target.
+    """Return the drafter and its parameters, after checking that it fits the target.
 
-    Without weights, of a target's own module, of a head of the target's shape, or of a config, the
-    parameters are shapes.
+    The parameters are shapes if there are no weights: for a target's own module without weights, a
+    head of the target's shape, or a config.
 
     Raises:
-        ValueError: it is the target's own, and a Model value has no folder to take it from.
+        ValueError: it is the target's own module, but a Model value has no folder to load it from.
         CheckpointError: there is no such checkpoint, or it does not fit the target.
     """
     target, is_module = source.target, config.model is None and config.method in OWN_SHAPES
@@ -111,7 +111,7 @@ def open_drafter(
             return drafter_from_config(folder, config, target, dtype)
     elif folder is None:
         raise ValueError(
-            f"speculative_config.model=None with method={config.method!r} stands for the "
+            f"speculative_config.model=None with method={config.method!r} means the "
             "target's own checkpoint, but the target is a Model value; give the folder"
         )
     return load_drafter(folder, config, target, np.dtype(dtype), placement, source.folder, log)

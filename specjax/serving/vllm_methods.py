@@ -1,4 +1,4 @@
-"""Methods of vLLM's engines: those that have nothing to do with requests, and errors for others."""
+"""Methods of vLLM's engines that do not concern requests, and errors for missing ones."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -9,9 +9,9 @@ from specjax.vllm_names import METHODS, PAGE
 
 
 class Refusing:
-    """An engine whose errors say what it has in place of a method or attribute of vLLM's."""
+    """An engine whose errors name the alternative to a missing method or attribute of vLLM."""
 
-    if not TYPE_CHECKING:  # a checker of types would take every name
+    if not TYPE_CHECKING:  # a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
             text = f"{type(self).__name__!r} object has no attribute {name!r}"
@@ -21,10 +21,10 @@ class Refusing:
 
 
 class VllmMethods(Refusing):
-    """What vLLM's `LLM` has besides requests, weights and caches."""
+    """Methods of vLLM's `LLM` other than for requests, weights and caches."""
 
     def start_profile(self, profile_prefix: str = "specjax-profile") -> None:
-        """Record what device and host do until `stop_profile`, into a folder, with jax.profiler.
+        """Record device and host activity with jax.profiler into a folder, until `stop_profile`.
 
         Raises:
             OSError: the folder cannot be made.
@@ -33,5 +33,5 @@ class VllmMethods(Refusing):
         jax.profiler.start_trace(profile_prefix)
 
     def stop_profile(self) -> None:
-        """Write what was recorded; TensorBoard and Perfetto read it."""
+        """Write the recorded profile, which TensorBoard and Perfetto can read."""
         jax.profiler.stop_trace()

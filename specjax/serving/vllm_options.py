@@ -1,4 +1,4 @@
-"""Options of vLLM's `LLM` without support here: ignored with a warning, or refused."""
+"""Options of vLLM's `LLM` that are not supported here: ignored with a warning, or refused."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from specjax.checks import warn
 from specjax.vllm_names import PAGE
 
-# Options that change neither outputs nor features, whatever their value: ignored.
+# Ignored options: they change neither outputs nor features, regardless of their value.
 PASSED_OVER = {
     *("block_size", "swap_space", "num_gpu_blocks_override", "max_seq_len_to_capture"),
     *("enforce_eager", "compilation_config", "cudagraph_capture_sizes", "optimization_level"),
@@ -29,11 +29,12 @@ PASSED_OVER = {
     *("safetensors_load_strategy", "pt_load_map_location", "numa_bind", "renderer_num_workers"),
     *("distributed_timeout_seconds", "shutdown_timeout", "fail_on_environ_validation"),
 }
-# Options that would change more: the values that mean what is done anyway, and the reason.
+# Options that would change more: the accepted values, which match the behaviour here, and the
+# reason.
 ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "trust_remote_code": ((False, None), "code of a checkpoint is never run"),
     "enable_lora": ((False, None), "there are no LoRA adapters; merge them into the checkpoint"),
-    "quantization": ((None,), "weights are computed with in dtype"),
+    "quantization": ((None,), "weights are used in dtype"),
     "kv_cache_dtype": (("auto",), "caches have the dtype of the weights"),
     "load_format": (("auto", "safetensors"), "checkpoints are safetensors files"),
     "pipeline_parallel_size": ((1,), "a model runs on one device"),
@@ -56,7 +57,7 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     "override_generation_config": ((None, {}), "pass SamplingParams with these values"),
     "chat_template": ((None,), "pass it to chat"),
-    "mm_processor_kwargs": ((None, {}), "models here read text alone"),
+    "mm_processor_kwargs": ((None, {}), "models here read only text"),
     "runner": (("auto", "generate"), "models here generate, and do nothing else"),
     "task": (("auto", "generate"), "models here generate, and do nothing else"),
     "convert": (("auto", "none"), "models here generate, and do nothing else"),
@@ -70,21 +71,21 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "nnodes": ((1,), "a model runs on one device"),
     "enable_eplb": ((False,), "a model runs on one device"),
     "enable_dbo": ((False,), "a model runs on one device"),
-    "disable_sliding_window": ((False,), "windows are what the model was made with"),
+    "disable_sliding_window": ((False,), "the model's own windows are used"),
     "calculate_kv_scales": ((False,), "caches have the dtype of the weights"),
     "mamba_cache_dtype": (("auto",), "states are float32"),
     "mamba_ssm_cache_dtype": (("auto", "float32"), "states are float32"),
     "enable_prompt_embeds": ((False,), "prompts are texts or token ids"),
     "config_format": (("auto", "hf"), "the config is the checkpoint's config.json"),
-    "model_impl": (("auto",), "models are those of this package"),
+    "model_impl": (("auto",), "the models of this package are used"),
     "model_weights": (("", None), "weights are the checkpoint's"),
     "model_loader_extra_config": ((None, {}), "checkpoints are safetensors files"),
-    "structured_outputs_config": ((None, {}), "StructuredOutputs says all of a request"),
+    "structured_outputs_config": ((None, {}), "StructuredOutputs sets everything per request"),
     "guided_decoding_backend": ((None, "auto", "guidance"), "llguidance follows grammars"),
     "reasoning_parser": ((None, ""), "outputs are not parsed; there is no server"),
     "reasoning_config": ((None, {}), "outputs are not parsed; there is no server"),
     "pooler_config": ((None,), "models here generate, and do nothing else"),
-    "stream_interval": ((1,), "streams give what has been added, at every step"),
+    "stream_interval": ((1,), "streams yield added tokens at every step"),
     "scheduler_cls": ((None,), "scheduling_policy chooses the order"),
     "worker_cls": (("auto",), "an engine runs in this process"),
     "worker_extension_cls": (("", None), "an engine runs in this process"),
@@ -94,10 +95,10 @@ ONE_VALUE: Mapping[str, tuple[tuple[Any, ...], str]] = {
 
 
 def take_vllm_options(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are not vLLM's either; one warning names the ignored ones.
+    """Return the options that vLLM does not have either; warn once about the ignored ones.
 
     Raises:
-        ValueError: an option of vLLM that would change what comes out; why it is not supported.
+        ValueError: an option of vLLM would change outputs; the message says why it is refused.
     """
     for name, value in given.items():
         values, reason = ONE_VALUE.get(name, ((value,), ""))

@@ -1,4 +1,4 @@
-"""Conversations, checked, and made prompts by a checkpoint's chat template."""
+"""Checks conversations, and renders them to prompts with a checkpoint's chat template."""
 
 import json
 import logging
@@ -24,16 +24,16 @@ _LOG = logging.getLogger("specjax")
 
 
 def check_conversation(messages: Any, where: str, content_format: str = "auto") -> list[Message]:
-    """The messages of a conversation with contents and tool calls as a template takes them.
+    """Return a conversation's messages, with contents and tool calls in the form of templates.
 
     Args:
         messages: mappings with "role" and "content", a text or a list of {"type": "text", "text"}.
-        where: what errors call the conversation.
-        content_format: "openai" makes every content but a tool's a list of parts; "string", and
-            "auto", join the texts of a list with line breaks.
+        where: the conversation's name in errors.
+        content_format: "openai" makes every content except a tool's a list of parts; "string" and
+            "auto" join the texts of a list with line breaks.
 
     Raises:
-        ValueError: messages that no template could render as they are meant.
+        ValueError: messages that no template could render as intended.
     """
     if content_format not in CONTENT_FORMATS:
         raise ValueError(
@@ -64,7 +64,7 @@ def _check_message(message: Any, where: str, *, has_parts: bool) -> Message:
         raise ValueError(f"{where} needs a content, a text or a list of texts")
     texts = _texts(content, f"{where}.content")
     checked = {**message, "content": "\n".join(texts)}
-    if has_parts and role != "tool":  # few templates read a tool's answer in parts
+    if has_parts and role != "tool":  # few templates accept a tool's answer in parts
         checked["content"] = [{"type": "text", "text": text} for text in texts]
     if calls := checked.pop("tool_calls", None):
         checked["tool_calls"] = _parse_calls(calls, f"{where}.tool_calls")
@@ -72,7 +72,7 @@ def _check_message(message: Any, where: str, *, has_parts: bool) -> Message:
 
 
 def _parse_calls(calls: Any, where: str) -> list[Message]:
-    """Tool calls with the mapping that templates expect for arguments, where they are JSON text."""
+    """Return tool calls with arguments as mappings, which templates expect, not as JSON text."""
     parsed = []
     for i, call in enumerate(calls if isinstance(calls, Sequence) else [calls]):
         is_flat = isinstance(call, Mapping) and "function" not in call and "name" in call
@@ -89,7 +89,7 @@ def _parse_calls(calls: Any, where: str) -> list[Message]:
 
 
 def _parse_arguments(given: Any, where: str) -> Mapping[str, Any]:
-    """Arguments of a call, as a mapping; empty, as in vLLM, for what is not one.
+    """Return a call's arguments as a mapping; as in vLLM, empty if they are not an object.
 
     A bad call is part of the conversation's history: an error would refuse all further turns.
     """
@@ -99,7 +99,7 @@ def _parse_arguments(given: Any, where: str) -> Mapping[str, Any]:
             found = json.loads(found)
     if isinstance(found, Mapping):
         return found
-    _LOG.warning("%s: arguments=%r are no JSON object, and are rendered as {}", where, given)
+    _LOG.warning("%s: arguments=%r are not a JSON object, and are rendered as {}", where, given)
     return {}
 
 
@@ -114,7 +114,7 @@ def _texts(content: Any, where: str) -> list[str]:
         kind = part.get("type") if isinstance(part, Mapping) else "text"
         if kind not in TEXT_PARTS:
             raise ValueError(
-                f"{where}[{i}] has the type {kind!r}, and models here read text alone; leave it out"
+                f"{where}[{i}] has the type {kind!r}, but models here read only text; leave it out"
             )
         text = part.get("text") if isinstance(part, Mapping) else part
         if not isinstance(text, str):
@@ -125,9 +125,10 @@ def _texts(content: Any, where: str) -> list[str]:
 
 
 def _without_developer(conversation: list[Message]) -> list[Message]:
-    """The conversation for a template that knows no role "developer".
+    """Return the conversation for a template without the role "developer".
 
-    As in vLLM it becomes "system"; several such messages become one, since templates want it first.
+    As in vLLM it becomes "system"; all these messages are merged into one, which templates want
+    first.
     """
     if all(message["role"] != "developer" for message in conversation):
         return conversation
@@ -148,10 +149,10 @@ def render_conversations(
     variables: Mapping[str, Any],
     **options: Any,
 ) -> list[TokensPrompt]:
-    """A prompt for each conversation; `options` are those of `ChatTokenizer.apply_chat_template`.
+    """Return a prompt for each conversation; `options` are for `ChatTokenizer.apply_chat_template`.
 
     Raises:
-        ValueError: as `check_conversation`, or variables that have names of their own.
+        ValueError: as `check_conversation`, or a variable has the name of an argument.
         CheckpointError: there is no chat template.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str):

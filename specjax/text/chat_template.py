@@ -1,4 +1,4 @@
-"""Chat templates: which ones a checkpoint has, and what Jinja makes of them as in transformers."""
+"""Reads a checkpoint's chat templates, and renders them with Jinja as transformers does."""
 
 import datetime
 import json
@@ -19,17 +19,17 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.checkpoint.tokenizer_files import CONFIG
 
 PROCESSORS = "chat_template.json"
-DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates that are used without being named
-REASONING = "reasoning_content", "thinking", "reasoning"  # names that templates read it by
+DEFAULT, TOOL_USE = "default", "tool_use"  # names of templates used by default
+REASONING = "reasoning_content", "thinking", "reasoning"  # keys under which templates read it
 
 
 def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """The chat templates of a checkpoint by name: those in files, or else the config's.
+    """Return the chat templates of a checkpoint by name: from files, else from the config.
 
-    Older checkpoints that read images have theirs in the processor's chat_template.json alone.
+    Older checkpoints for images have them only in the processor's chat_template.json.
 
     Raises:
-        CheckpointError: a file that cannot be read.
+        CheckpointError: a file cannot be read.
     """
     files = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if (folder / "chat_template.jinja").exists():
@@ -53,7 +53,7 @@ def read_templates(folder: Path, config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
-    """What a template makes of messages; as in transformers, without fields that are None.
+    """Render messages with a template; as in transformers, without fields that are None.
 
     Raises:
         jinja2.TemplateError: the template is malformed or refuses them.
@@ -63,7 +63,7 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **variables: An
 
 
 def cut_after_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
-    """A rendered conversation cut after the content of its last message, to continue it.
+    """Cut a rendered conversation after the content of its last message, to continue it.
 
     Raises:
         ValueError: the template did not write that content.
@@ -76,20 +76,20 @@ def cut_after_last(text: str, messages: Sequence[Mapping[str, Any]]) -> str:
             "continue_final_message: the chat template does not write the last message's content "
             "as it is; pass the prompt to generate instead"
         )
-    # Templates may strip the content; its end is kept as they left it.
+    # Templates may strip the content; keep its end as rendered.
     written = last.lstrip()
     return text[: start + len(written if text.startswith(written, start) else last.strip())]
 
 
 class _Generation(Extension):
-    """The tag that marks what a model generates, for masks of training: here it only renders."""
+    """The tag that marks generated text, for training masks: here it only renders."""
 
     tags = {"generation"}
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        # A scope, as in transformers: what is set inside is not seen outside.
+        # A scope, as in transformers: variables set inside are not visible outside.
         return [nodes.Scope(body).set_lineno(line)]
 
 
@@ -138,7 +138,7 @@ def _compiled(template: str) -> jinja2.Template:
         "dict": _Dict(),
         "namespace": _Namespace,
     }
-    environment.filters["tojson"] = _as_json  # jinja's own escapes what HTML would misread
+    environment.filters["tojson"] = _as_json  # jinja's own escapes for HTML
     return environment.from_string(template)
 
 
@@ -159,7 +159,7 @@ def _as_json(
 
 
 def _with_reasoning(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A message with its reasoning under the names that templates read."""
+    """Return a message with its reasoning under the keys that templates read."""
     given = {key: value for key, value in message.items() if value is not None}
     found = next((given[key] for key in REASONING if key in given), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""Outputs for users, of finished and of growing sequences."""
+"""Outputs for users, of finished and unfinished sequences."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,10 @@ from specjax.text.tokenizer import MAX_TOKENS_PER_CHARACTER, ChatTokenizer
 
 @dataclass
 class Completion:
-    """One sample as its user sees it; text that was shown is not decoded again.
+    """One sample as its user sees it; text that was already shown is not decoded again.
 
-    Its text is what its tokens add to the prompt's text. A stop token, end of sequence or other,
-    is shown only with `include_stop_str_in_output`, and a special one with
+    Its text is the text that its tokens add to the prompt. A stop token (including the end of
+    sequence) is shown only with `include_stop_str_in_output`, and if it is special also only with
     `skip_special_tokens=False`.
     """
 
@@ -26,7 +26,7 @@ class Completion:
     is_complete: bool = False  # whether its end has been shown
     _text: TextWatch | None = None
     _logprobs: list[TokenLogprobs] = field(default_factory=list)
-    _error: Exception | None = None  # of decoding, which then stops
+    _error: Exception | None = None  # in decoding, which then stops
 
     def __post_init__(self):
         if self.tokenizer is not None:
@@ -35,14 +35,14 @@ class Completion:
 
     @property
     def has_grown(self) -> bool:
-        """Whether it has grown since it was last shown."""
+        """Whether it has tokens or an end that were not shown yet."""
         sequence = self.sequence
         return sequence.num_output > self.num_shown or (
             sequence.is_finished and not self.is_complete
         )
 
     def output(self) -> CompletionOutput:
-        """The output so far."""
+        """Return the output so far."""
         sequence = self.sequence
         token_ids, params = sequence.output, sequence.request.params
         text = self.text()
@@ -67,7 +67,7 @@ class Completion:
         )
 
     def text(self) -> str | None:
-        """The text so far; None without a tokenizer or with detokenize=False."""
+        """Return the text so far; None without a tokenizer or with detokenize=False."""
         sequence = self.sequence
         if self.tokenizer is None or not sequence.request.params.detokenize or self._error:
             return None
@@ -109,7 +109,7 @@ class Outputs:
         prompt: str | None,
         tokenizer: ChatTokenizer | None,
     ) -> "Outputs":
-        """The outputs of `samples`; `prompt` is the text that the user gave."""
+        """Return the outputs of `samples`; `prompt` is the text that the user gave."""
         return cls(request, [Completion(s, tokenizer) for s in samples], prompt, tokenizer)
 
     @property
@@ -119,11 +119,11 @@ class Outputs:
 
     @property
     def has_grown(self) -> bool:
-        """Whether it has grown since it was last shown."""
+        """Whether a sample has grown since it was last shown."""
         return any(completion.has_grown for completion in self.completions)
 
     def output(self) -> RequestOutput:
-        """The output so far."""
+        """Return the output so far."""
         request = self.request
         prompt_logprobs = None
         if request.params.prompt_logprobs is not None:
@@ -158,19 +158,19 @@ class Outputs:
 
 
 class Shown:
-    """Which part of growing outputs is returned, by `output_kind`."""
+    """Selects the part of a growing output to return, by `output_kind`."""
 
     def __init__(self, kind: RequestOutputKind):
         self._kind = kind
         self._before: dict[int, CompletionOutput] = {}
 
     def is_due(self, outputs: Outputs) -> bool:
-        """Whether there is something to return of a request."""
+        """Return whether a request has something to return now."""
         is_last = outputs.is_finished or self._kind is not RequestOutputKind.FINAL_ONLY
         return outputs.has_grown and is_last
 
     def of(self, output: RequestOutput) -> RequestOutput | None:
-        """The part of a whole output to return now; None for nothing."""
+        """Return the part of a whole output to return now; None for nothing."""
         if self._kind is RequestOutputKind.CUMULATIVE:
             return output
         if self._kind is RequestOutputKind.FINAL_ONLY:
@@ -179,7 +179,7 @@ class Shown:
         return replace(output, outputs=[part for part in parts if part is not None])
 
     def _added(self, now: CompletionOutput) -> CompletionOutput | None:
-        """The sample without what was returned before; None if it has not changed."""
+        """Return the sample without the part returned before; None if it has not changed."""
         before = self._before.get(now.index)
         self._before[now.index] = now
         if before is None:
@@ -196,12 +196,12 @@ class Shown:
 
 
 def samples_of(started: SequenceOf[Outputs]) -> list[Sequence]:
-    """The samples of requests, in order."""
+    """Return the samples of requests, in order."""
     return [completion.sequence for one in started for completion in one.completions]
 
 
 class Growing:
-    """Requests of a stream, until each is finished."""
+    """The unfinished requests of a stream."""
 
     def __init__(self, started: SequenceOf[Outputs]):
         self._left = [(one, Shown(one.request.params.output_kind)) for one in started]
@@ -211,11 +211,11 @@ class Growing:
 
     @property
     def is_due(self) -> bool:
-        """Whether there is something to return."""
+        """Whether any request has something to return now."""
         return any(shown.is_due(one) for one, shown in self._left)
 
     def take(self) -> list[RequestOutput]:
-        """What there is to return now."""
+        """Return the outputs that are due now."""
         due = [shown.of(one.output()) for one, shown in self._left if shown.is_due(one)]
         self._left = [(one, shown) for one, shown in self._left if not one.is_finished]
         return [output for output in due if output is not None]
@@ -224,7 +224,7 @@ class Growing:
 def with_text(
     entry: TokenLogprobs, tokenizer: ChatTokenizer | None, before: SequenceOf[int]
 ) -> TokenLogprobs:
-    """The log-probabilities with the texts of their tokens after those `before`."""
+    """Return the log-probabilities with the texts of their tokens, which follow `before`."""
     if tokenizer is None:
         return entry
     return {
@@ -234,5 +234,5 @@ def with_text(
 
 
 def _before(tokens: SequenceOf[int], end: int) -> SequenceOf[int]:
-    """The tokens before one that may be parts of the same character."""
+    """Return the tokens before `end` that may be parts of the same character."""
     return tokens[max(0, end - MAX_TOKENS_PER_CHARACTER) : end]

@@ -1,4 +1,4 @@
-"""Refuses parameters that together leave no token to choose, where that is known before a start."""
+"""Refuses parameters that together leave no token to choose, if that is known in advance."""
 
 import numpy as np
 
@@ -13,9 +13,9 @@ def check_some_allowed(
     bad_words: tuple[tuple[int, ...], ...],
     grammar: Grammar | None,
 ) -> None:
-    """Refuse parameters that leave no first token, or a choice that is over before `min_tokens`.
+    """Refuse parameters that leave no first token, or choices shorter than `min_tokens`.
 
-    What they leave later depends on the output, which then ends with an error.
+    Later tokens depend on the output, which ends with an error if none is left.
 
     Raises:
         ValueError: no token is left; the message names the parameters.
@@ -45,7 +45,7 @@ def _check_grammar(params: SamplingParams, grammar: Grammar, forbidden: set[int]
     if choice and params.min_tokens > longest:
         raise ValueError(
             f"structured_outputs.choice: no text has more than {longest} tokens, and "
-            f"min_tokens={params.min_tokens} lets none end before; lower min_tokens"
+            f"min_tokens={params.min_tokens} allows no earlier end; lower min_tokens"
         )
     if params.allowed_token_ids is None and not forbidden:
         return

@@ -1,7 +1,7 @@
-"""Stop strings in outputs, and bad words: texts of a request against tokens.
+"""Finds stop strings in outputs, and the token sequences of bad words.
 
 An output is decoded as it grows. `tokenizers.decoders.DecodeStream` does that too, but it fails on
-byte tokens that do not make a character, and takes quadratic time over a run of invalid bytes.
+byte tokens that do not form a character, and takes quadratic time over a run of invalid bytes.
 """
 
 import re
@@ -19,14 +19,14 @@ TEXT = -1  # a token that is not a byte
 class StopStrings:
     """Watches the output of one request for texts that end it.
 
-    The text of an output is what its tokens add to `tokenizer.decode` of the prompt: without
-    special tokens, and with U+FFFD for bytes that are not UTF-8. A character of several tokens
-    counts once it is complete; a U+FFFD of a byte-level tokenizer, which may be an incomplete
-    character, once a token follows.
+    The text of an output is the text that its tokens add to `tokenizer.decode` of the prompt,
+    without special tokens, and with U+FFFD for bytes that are not UTF-8. A character of several
+    tokens counts once it is complete; a U+FFFD of a byte-level tokenizer, which may be an
+    incomplete character, once a token follows.
 
     A token ends the output if it is at least the `min_tokens`-th and a stop text ends in the text
-    that it adds; what was complete before does not count. Of several stop texts that end in it,
-    the one that begins earliest wins, and of those the longest.
+    that it adds; stop texts that were complete before do not count. If several end there, the one
+    that begins earliest wins, and of these the longest.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class StopStrings:
         return any(word.startswith(text) for word in self._stop)
 
     def append(self, tokens: Sequence[int]) -> int | None:
-        """Append tokens; returns how many are kept if one completes a stop text, else None.
+        """Append tokens; return how many are kept if one completes a stop text, else None.
 
         The token that completes it is kept. Nothing may be appended after a stop.
         """
@@ -93,7 +93,7 @@ class StopStrings:
 def watch_for(
     tokenizer: ChatTokenizer | None, params: SamplingParams, prompt: Sequence[int]
 ) -> Callable[[], StopStrings] | None:
-    """What makes the watch of each sample of a request; None without stop texts.
+    """Return a function that makes a watch, one per sample; None without stop texts.
 
     Raises:
         ValueError: there is no tokenizer.
@@ -116,14 +116,14 @@ def watch_for(
 
 
 def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]:
-    """The tokens at the end of a prompt that decide how the text of its output begins.
+    """Return the tokens at the end of a prompt that affect how the text of its output begins.
 
-    Decoders of sentencepiece's kind leave out the space before the first text that they see, which
-    is the output's only if the prompt has no text. A prompt that ends inside a character, or with
-    U+FFFD, which looks the same, decides nothing.
+    SentencePiece decoders omit the space before the first text, which belongs to the output only if
+    the prompt has no text. A prompt that ends inside a character, or with U+FFFD (which looks the
+    same), has no effect.
     """
     end, size = len(prompt), MAX_TOKENS_PER_CHARACTER
-    if tokenizer.has_byte_tokens:  # bytes of the output are decoded by themselves
+    if tokenizer.has_byte_tokens:  # bytes of the output are decoded separately
         while end and _kind(tokenizer, prompt[end - 1]) != TEXT:
             end -= 1
     while size < end and not tokenizer.decode(prompt[end - size : end]).strip(REPLACEMENT):
@@ -134,13 +134,13 @@ def prompt_context(tokenizer: ChatTokenizer, prompt: Sequence[int]) -> list[int]
 
 
 def decode_after(tokenizer: ChatTokenizer, context: Sequence[int], token_ids: Sequence[int]) -> str:
-    """The text of an output after `prompt_context`."""
+    """Return the text of an output that follows `context`, see `prompt_context`."""
     known = tokenizer.decode(context) if context else ""
     return tokenizer.decode([*context, *token_ids])[len(known) :]
 
 
 def _kind(tokenizer: ChatTokenizer, token: int) -> int | None:
-    """TEXT, the value of a byte token, or None for a token that `decode` passes over."""
+    """Return TEXT, the value of a byte token, or None for a token that `decode` omits."""
     name = tokenizer.tokenizer.id_to_token(token)
     if name is None or name in tokenizer.passed_over:
         return None
@@ -149,7 +149,7 @@ def _kind(tokenizer: ChatTokenizer, token: int) -> int | None:
 
 
 def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | None:
-    """The stop text that ends past `new` and begins earliest, the longest of those; and where."""
+    """Return start and text of the earliest, then longest stop text that ends past `new`."""
     found = [(text.find(word, max(0, new + 1 - len(word))), word) for word in stop]
     return min(
         (match for match in found if match[0] >= 0),
@@ -159,10 +159,10 @@ def find_stop(text: str, stop: Sequence[str], new: int) -> tuple[int, str] | Non
 
 
 def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
-    """Token sequences that spell each word at the start of a text and after a space.
+    """Return token sequences that spell each word at the start of a text and after a space.
 
-    A sequence that ends with another one is left out: forbidding that one forbids both. This also
-    drops the second space of tokenizers that put one before a text themselves.
+    A sequence that ends with a shorter one is left out: forbidding the shorter one forbids both.
+    This also drops a second space, from tokenizers that add a space before a text.
 
     Raises:
         ValueError: a word has no tokens.
@@ -187,7 +187,7 @@ def bad_word_ids(tokenizer: ChatTokenizer, words: Sequence[str]) -> tuple[tuple[
 class _ByteRun:
     """A run of byte tokens: decoded to characters, or each to a U+FFFD."""
 
-    start: int  # where its text begins
+    start: int  # index of its first character
     length: int = 0
     is_valid: bool = True
     # Tokens and bytes of the character at its end, as long as it is not complete.
@@ -195,12 +195,11 @@ class _ByteRun:
 
 
 class _GrowingText:
-    """`tokenizer.decode` of tokens that come one by one, in time linear in their number.
+    """Computes `tokenizer.decode` of tokens that arrive one at a time, in linear time.
 
-    It relies on decoders being local: after a few tokens of context, more tokens add the same
-    text as after all tokens. Only byte fallback (SentencePiece's byte tokens) is not, since one
-    invalid byte undoes the characters of the whole run of byte tokens around it; those runs are
-    kept track of here.
+    It relies on decoders being local: after a few tokens of context, more tokens add the same text
+    as after all tokens. Byte fallback (SentencePiece's byte tokens) is not local: one invalid byte
+    undoes the characters of the whole run of byte tokens around it. This class tracks these runs.
     """
 
     def __init__(self, tokenizer: ChatTokenizer, context: Sequence[int]):
@@ -212,13 +211,13 @@ class _GrowingText:
 
     @property
     def num_stable(self) -> int:
-        """Number of characters that no later token can change; a run of bytes may be undone."""
+        """The number of characters that no later token can change; a run of bytes may be undone."""
         if self._run is None or not self._run.is_valid:
             return len(self.characters)
         return self._run.start
 
     def append(self, token: int) -> int:
-        """Append a token; returns where the text that it adds or changes begins."""
+        """Append a token; return the start of the text that it adds or changes."""
         kind = _kind(self._tokenizer, token)
         if kind is None:
             return len(self.characters)
@@ -240,7 +239,7 @@ class _GrowingText:
         try:
             bytes(
                 byte for _, byte in run.incomplete
-            ).decode()  # codecs' incremental decoder sees some errors late
+            ).decode()  # codecs' incremental decoder reports some errors late
         except UnicodeDecodeError as error:
             return new if error.reason == "unexpected end of data" else self._undo(run)
         self._decode([token for token, _ in run.incomplete])
@@ -249,12 +248,12 @@ class _GrowingText:
 
     def _undo(self, run: _ByteRun) -> int:
         self.characters[run.start :] = REPLACEMENT * run.length
-        self._context = [run.incomplete[-1][0]]  # any token of the run would do
+        self._context = [run.incomplete[-1][0]]  # any token of the run works
         run.incomplete, run.is_valid = [], False
         return run.start
 
     def _decode(self, tokens: list[int]) -> None:
-        """Add the text of tokens which, with byte tokens, are one whole character."""
+        """Add the text of tokens, which form one whole character if they are byte tokens."""
         known = self._stable(self._context)
         window = self._context + tokens
         self.characters += self._stable(window)[len(known) :]

@@ -18,12 +18,12 @@ FIELDS = {
 
 
 def read_default_params(folder: Path) -> SamplingParams:
-    """The checkpoint's parameters, and defaults for the others.
+    """Return the checkpoint's parameters, with defaults for missing ones.
 
     As in vLLM, `do_sample` is ignored: greedy means temperature 0.
 
     Raises:
-        CheckpointError: values that are not valid.
+        CheckpointError: a value is not valid.
     """
     if not (folder / FILE).exists():
         return SamplingParams()

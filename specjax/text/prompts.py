@@ -1,4 +1,4 @@
-"""Requests from users' prompts and parameters; errors name prompt, value and remedy."""
+"""Makes requests from users' prompts and parameters; errors name prompt, value and remedy."""
 
 import sys
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
@@ -46,11 +46,11 @@ Prompt = str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
 
 
 def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several, as a list of prompts."""
+    """Return one or several prompts as a list of prompts."""
     if isinstance(prompts, str | Mapping | bytes | bytearray):
         return [prompts]
     if not isinstance(prompts, Iterable) or _is_scalar(prompts):
-        raise ValueError(f"prompts={prompts!r} must be a text, token ids, or a list of such")
+        raise ValueError(f"prompts={prompts!r} must be a text, token ids, or a list of these")
     listed: list[Any] = list(prompts)
     if listed and all(isinstance(token, int | np.integer) for token in listed):
         return [listed]
@@ -58,7 +58,7 @@ def as_prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
 
 
 def prompt_text(prompt: Prompt) -> str | None:
-    """The text that a user gave, if there is one."""
+    """Return the text that a user gave, if there is one."""
     text = prompt.get("prompt") if isinstance(prompt, Mapping) else prompt
     return text if isinstance(text, str) else None
 
@@ -73,10 +73,10 @@ def refuse_lora(lora_request: object) -> None:
 
 
 def truncated(params: Any, given: Mapping[str, Any]) -> Any:
-    """Parameters, or a list of them, with vLLM's tokenization_kwargs applied.
+    """Apply vLLM's tokenization_kwargs to parameters, or to each in a list.
 
     Raises:
-        ValueError: anything but truncate_prompt_tokens.
+        ValueError: a key other than truncate_prompt_tokens.
     """
     if not isinstance(given, Mapping):
         raise ValueError(
@@ -84,8 +84,8 @@ def truncated(params: Any, given: Mapping[str, Any]) -> Any:
         )
     if unknown := sorted(map(str, set(given) - {"truncate_prompt_tokens"})):
         raise ValueError(
-            f"tokenization_kwargs has {unknown[0]!r}, which is not supported; of its keys, "
-            "truncate_prompt_tokens is, or pass token ids"
+            f"tokenization_kwargs has {unknown[0]!r}, which is not supported; only "
+            "truncate_prompt_tokens is; or pass token ids"
         )
     if isinstance(params, SamplingParams):
         return replace(params, **given)
@@ -93,7 +93,7 @@ def truncated(params: Any, given: Mapping[str, Any]) -> Any:
 
 
 def one_each(name: str, given: Any, count: int) -> list[Any]:
-    """A list of `count` from one value for all, or one per prompt."""
+    """Return a list of `count` values, from one value for all or one per prompt."""
     if isinstance(given, str) or not isinstance(given, Sequence):
         return [given] * count
     if len(given) != count:
@@ -105,7 +105,7 @@ def one_each(name: str, given: Any, count: int) -> list[Any]:
 
 @dataclass(frozen=True)
 class RequestMaker:
-    """Checks requests, and resolves their parameters."""
+    """Validates requests, and resolves their parameters."""
 
     config: EngineConfig
     tokenizer: ChatTokenizer | None
@@ -115,7 +115,7 @@ class RequestMaker:
 
     @cached_property
     def grammars(self) -> GrammarCompiler | None:
-        """Compiles structured outputs; None without a tokenizer."""
+        """The compiler of structured outputs; None without a tokenizer."""
         if self.tokenizer is None:
             return None
         text = self.tokenizer.tokenizer.to_str()
@@ -132,13 +132,13 @@ class RequestMaker:
         priority: int = 0,
         output: Sequence[int] = (),
     ) -> Request:
-        """The request of one prompt; `where` is its name in errors.
+        """Return the request of one prompt; `where` is its name in errors.
 
-        Its id is its number unless one is given; seeds depend on the number. With an `output` it
-        continues after those tokens, which count as its own.
+        Its id is its number unless one is given; seeds depend on the number. With an `output`, it
+        continues after these tokens, which count as generated.
 
         Raises:
-            ValueError: a prompt or parameters that cannot be served.
+            ValueError: the prompt or a parameter cannot be served.
         """
         if not isinstance(params, SamplingParams):
             raise ValueError(f"{where}: sampling_params={params!r} must be a SamplingParams")
@@ -162,7 +162,7 @@ class RequestMaker:
             raise ValueError(f"{where}: {error}") from error
 
     def _resolved(self, params: SamplingParams) -> SamplingParams:
-        """The request's own copy, checked again: its fields may have been assigned."""
+        """Return a copy for the request, validated again: fields may have been assigned."""
         wanted = [n for n in ("logprobs", "prompt_logprobs") if getattr(params, n) == -1]
         if wanted and self.config.max_logprobs < self.vocab_size:
             raise ValueError(
@@ -198,7 +198,7 @@ class RequestMaker:
                 "min_tokens or raise max_model_len"
             )
         self._check_supported(params)
-        # An end of sequence is the end of a grammar's output, even if ends are ignored elsewhere.
+        # The end of sequence ends a grammar's output, even with ignore_eos.
         ignores_eos = params.ignore_eos and params.structured_outputs is None
         stop_ids = (*(() if ignores_eos else self.eos_ids), *(params.stop_token_ids or ()))
         stop_ids = tuple(dict.fromkeys(stop_ids))
@@ -236,18 +236,18 @@ class RequestMaker:
         *,
         exports_features: bool,
     ) -> Request:
-        """A request that scores an output under `params`, and generates nothing.
+        """Return a request that scores an output under `params` and generates no token.
 
         Raises:
             ValueError: as `make`.
         """
         if self.config.exact:
             raise ValueError(
-                f"{where}: scores need a program of their own, and exact=True runs all requests in "
+                f"{where}: scores need a separate program, and exact=True runs all requests in "
                 "one; build the engine with exact=False"
             )
         if params.structured_outputs is not None:
-            raise ValueError(f"{where}: structured_outputs: scores follow no grammar; leave it out")
+            raise ValueError(f"{where}: structured_outputs: scores ignore grammars; leave it out")
         params = replace(params, n=1, max_tokens=None, stop=(), prompt_logprobs=None)
         request = self.make(prompt, params, 0, where, request_id=request_id)
         tokens = _token_ids(output, None, f"{where}: its output")
@@ -270,15 +270,15 @@ class RequestMaker:
         )
 
     def _after(self, request: Request, output: list[int]) -> Request:
-        """The request with an output that it already has."""
+        """Return the request with an output that it already has."""
         if not output:
             return request
         self._check_ids("its output: ", output)
         if request.params.n > 1:
-            raise ValueError(f"n={request.params.n}: an output goes on as one sample; use n=1")
+            raise ValueError(f"n={request.params.n}: an output is continued as one sample; use n=1")
         if len(output) >= request.max_tokens:
             raise ValueError(
-                f"it has an output of {len(output)} tokens already, of max_tokens="
+                f"its output already has {len(output)} tokens, and max_tokens="
                 f"{request.max_tokens}; raise max_tokens or max_model_len"
             )
         if request.follow_grammar is not None:
@@ -294,10 +294,10 @@ class RequestMaker:
 
     def _check_priority(self, priority: Any) -> None:
         if not isinstance(priority, int | np.integer) or isinstance(priority, bool):
-            raise ValueError(f"priority={priority!r} must be an integer; the least goes first")
+            raise ValueError(f"priority={priority!r} must be an integer; the lowest goes first")
         if priority and self.config.scheduling_policy != "priority":
             raise ValueError(
-                f"priority={priority} is not looked at by "
+                f"priority={priority} has no effect with "
                 f"scheduling_policy={self.config.scheduling_policy!r}; build the LLM with "
                 "scheduling_policy='priority'"
             )
@@ -317,7 +317,7 @@ class RequestMaker:
             for name in "prompt_logprobs", "logits_processors":
                 if getattr(params, name) not in (None, ()):
                     raise ValueError(
-                        f"{name} needs a program of its own, and exact=True runs all requests in "
+                        f"{name} needs a separate program, and exact=True runs all requests in "
                         f"one; leave {name} out, or build the LLM with exact=False"
                     )
 
@@ -396,11 +396,11 @@ def _token_ids(prompt: Prompt, tokenizer: ChatTokenizer | None, where: str) -> l
 
 
 def _is_scalar(value: Any) -> bool:
-    return getattr(value, "ndim", 1) == 0  # an array of NumPy's, which has no items
+    return getattr(value, "ndim", 1) == 0  # a NumPy array without items
 
 
 def _of_mapping(prompt: Mapping[str, Any], where: str) -> Any:
-    """The ids of a prompt, or else its text."""
+    """Return the ids of a prompt, else its text."""
     if unknown := sorted(map(str, set(prompt) - PROMPT_KEYS)):
         raise ValueError(
             f"{where} has the key {unknown[0]!r}, which is not supported; prompts have the keys "

@@ -21,33 +21,33 @@ MAX_TOKENS_PER_CHARACTER = 4  # UTF-8 has at most 4 bytes, and a token at least 
 
 @dataclass(frozen=True)
 class ChatTokenizer(TokenizerNames):
-    """A tokenizer and the chat templates that came with it, if any."""
+    """A tokenizer and its checkpoint's chat templates, if any."""
 
     tokenizer: Tokenizer
     template: str | None  # the default one
     special_tokens: Mapping[str, str]  # bos_token, eos_token, ...
     origin: str
-    skips_special_tokens: bool = True  # in the text of token ids, unless `decode` is told
-    named_templates: Mapping[str, str] = field(default_factory=dict)  # the others, as tool_use
+    skips_special_tokens: bool = True  # default of `decode`
+    named_templates: Mapping[str, str] = field(default_factory=dict)  # others, e.g. tool_use
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the model expects around it."""
+        """Return the token ids of a prompt, with the special tokens that the model expects."""
         return self.tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool | None = None) -> str:
-        """Text of token ids; None for special tokens as `skips_special_tokens` says."""
+        """Return the text of token ids; None skips special tokens if `skips_special_tokens`."""
         skips = self.skips_special_tokens if skip_special_tokens is None else skip_special_tokens
         return self.tokenizer.decode(list(token_ids), skip_special_tokens=skips)
 
     def for_outputs(self, *, skip_special_tokens: bool) -> "ChatTokenizer":
-        """The tokenizer that reads outputs with special tokens, or without."""
+        """Return the tokenizer that decodes outputs with special tokens, or without."""
         if skip_special_tokens == self.skips_special_tokens:
             return self
         return replace(self, skips_special_tokens=skip_special_tokens)
 
     @cached_property
     def passed_over(self) -> frozenset[str]:
-        """Names of the tokens that `decode` leaves out."""
+        """The tokens that `decode` omits."""
         if not self.skips_special_tokens:
             return frozenset()
         added = self.tokenizer.get_added_tokens_decoder().values()
@@ -55,15 +55,15 @@ class ChatTokenizer(TokenizerNames):
 
     @cached_property
     def has_byte_tokens(self) -> bool:
-        """Whether bytes without a token are spelled as <0x0A>, as sentencepiece does."""
+        """Whether bytes without a token are spelled like <0x0A>, as in SentencePiece."""
         decoder = self.tokenizer.decoder
         return decoder is not None and decoder.decode(["<0x41>"]) == "A"
 
     def decode_token(self, token_id: int, before: Sequence[int] = ()) -> str:
-        """Text of one token, special ones included, as in vLLM's logprobs.
+        """Return the text of one token, also of a special one, as in vLLM's logprobs.
 
-        Of the tokens of one character the last has its text and the others have none; `before` are
-        the tokens before it, the last MAX_TOKENS_PER_CHARACTER count.
+        If several tokens form a character, the last one has its text and the others have none.
+        `before` are the previous tokens, of which the last MAX_TOKENS_PER_CHARACTER matter.
         """
         text = self._decode_all([token_id])
         if self._space is not None:
@@ -77,13 +77,13 @@ class ChatTokenizer(TokenizerNames):
             whole = self._decode_all([*context, token_id])
             if not whole.endswith(REPLACEMENT):
                 while context and self._decode_all(context[-1:]).endswith(REPLACEMENT):
-                    del context[-1]  # parts of the character, which had no text themselves
+                    del context[-1]  # parts of the character, without text
                 return whole[len(commonprefix([self._decode_all(context), whole])) :]
         return ""
 
     @cached_property
     def _space(self) -> str | None:
-        """What names of tokens have for a space that `decode` may strip."""
+        """The character in token names for a space that `decode` may strip, if any."""
         found = self.tokenizer.pre_tokenizer
         steps = found if isinstance(found, pre_tokenizers.Sequence) else [found]
         return next((s.replacement for s in steps if isinstance(s, pre_tokenizers.Metaspace)), None)
@@ -102,15 +102,15 @@ class ChatTokenizer(TokenizerNames):
         chat_template: str | None = None,
         **variables: Any,
     ) -> Any:
-        """A conversation as the model expects it: token ids, or text with `tokenize=False`.
+        """Render a conversation as the model expects it: to token ids, or text if not `tokenize`.
 
         Args:
             add_generation_prompt: end with the beginning of the assistant's turn.
             continue_final_message: end with the content of the last message, to continue it.
-            tools: functions that the model may call, as JSON schemas; with them the template
-                named tool_use is used, if there is one.
-            chat_template: Jinja's text, or the name of one of the checkpoint's templates.
-            variables: further ones of the template, like enable_thinking.
+            tools: functions that the model may call, as JSON schemas; they select the template
+                named tool_use, if there is one.
+            chat_template: a template in Jinja, or the name of one of the checkpoint's templates.
+            variables: further variables of the template, like enable_thinking.
 
         Raises:
             CheckpointError: there is no chat template.
@@ -120,7 +120,7 @@ class ChatTokenizer(TokenizerNames):
         if add_generation_prompt and continue_final_message:
             raise ValueError(
                 "continue_final_message=True goes with add_generation_prompt=False: the last "
-                "message is gone on with, and no other begun"
+                "message is continued, and no new one begins"
             )
         variables = {**self.special_tokens, **variables}
         try:
@@ -131,7 +131,7 @@ class ChatTokenizer(TokenizerNames):
                 tools=tools,
                 **variables,
             )
-        except Exception as error:  # whatever a template does
+        except Exception as error:  # a template may raise anything
             raise ValueError(f"the chat template of {self.origin} failed: {error}") from error
         if continue_final_message:
             text = cut_after_last(text, messages)
@@ -139,14 +139,14 @@ class ChatTokenizer(TokenizerNames):
 
     @property
     def has_templates(self) -> bool:
-        """Whether there is a chat template, with a name or without."""
+        """Whether there is a chat template, named or default."""
         return self.template is not None or bool(self.named_templates)
 
     def find_template(self, chosen: str | None, *, has_tools: bool) -> str:
-        """The text of a chat template: chosen by name, given as text, or the checkpoint's own.
+        """Return the text of a chat template: chosen by name, given as text, or the default.
 
         Raises:
-            CheckpointError: there is no chat template, or none that is used without being named.
+            CheckpointError: there is no chat template, or no default one.
             ValueError: `chosen` is neither a name nor a template.
         """
         named = dict(self.named_templates)
@@ -167,20 +167,20 @@ class ChatTokenizer(TokenizerNames):
                 f"chat_template with one of the names {listed}"
             )
         if not isinstance(chosen, str):
-            raise ValueError(f"chat_template={chosen!r} must be a text of Jinja's")
+            raise ValueError(f"chat_template={chosen!r} must be a Jinja template, as text")
         if chosen and chosen not in named and "{" not in chosen:
             raise ValueError(
-                f"chat_template={chosen!r} is neither Jinja's text nor a template of "
-                f"{self.origin}, whose names are: {listed}; pass one of them, or a text"
+                f"chat_template={chosen!r} is neither a Jinja template nor the name of one in "
+                f"{self.origin}, which has: {listed}; pass one of them, or a text"
             )
         return named.get(chosen, chosen)
 
 
 def load_tokenizer(folder: Path) -> ChatTokenizer | None:
-    """The tokenizer of a checkpoint folder, or None if it has none.
+    """Load the tokenizer of a checkpoint folder, or return None if it has none.
 
     Raises:
-        CheckpointError: tokenizer files that cannot be read.
+        CheckpointError: a tokenizer file cannot be read.
     """
     stored = read_tokenizer(folder)
     if stored is None:
@@ -202,9 +202,9 @@ def load_tokenizer(folder: Path) -> ChatTokenizer | None:
 
 
 def read_eos_ids(folder: Path, tokenizer: ChatTokenizer | None) -> tuple[int, ...]:
-    """Ends of sequence of a checkpoint.
+    """Return the end-of-sequence ids of a checkpoint.
 
-    They are those of generation_config.json, or else of config.json, and the tokenizer's.
+    They come from generation_config.json, else from config.json, and from the tokenizer.
     """
     ids = _read_eos_ids(folder)
     text = None if tokenizer is None else tokenizer.special_tokens.get("eos_token")

@@ -1,4 +1,4 @@
-"""What else transformers' tokenizers have, by their names: a call, ids of special tokens, sizes."""
+"""Further methods of transformers' tokenizers: a call, ids of special tokens, sizes."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,11 +9,11 @@ _NO_EFFECT = (None, False, "do_not_pad", "do_not_truncate")
 
 
 class Encoding(dict):
-    """Token ids of texts, a mapping whose keys are attributes as well."""
+    """Token ids of texts: a mapping whose keys are also attributes."""
 
     @property
     def input_ids(self) -> Any:
-        """Token ids of a text, or a list of such for each text."""
+        """Token ids of a text, or a list of token ids per text."""
         return self["input_ids"]
 
     @property
@@ -23,7 +23,7 @@ class Encoding(dict):
 
 
 class TokenizerNames:
-    """Methods and attributes of a tokenizer that follow from its own."""
+    """Methods and attributes of a tokenizer that follow from `tokenizer` and `special_tokens`."""
 
     if TYPE_CHECKING:
         tokenizer: Tokenizer
@@ -35,7 +35,7 @@ class TokenizerNames:
     def __call__(
         self, text: str | Sequence[str], *, add_special_tokens: bool = True, **options: Any
     ) -> Encoding:
-        """Return "input_ids" and "attention_mask" of a text, or a list of each for several.
+        """Return "input_ids" and "attention_mask" of a text, or a list of each for several texts.
 
         Raises:
             ValueError: another option that would change them, like padding or return_tensors.
@@ -43,7 +43,7 @@ class TokenizerNames:
         for name, value in options.items():
             if name != "return_attention_mask" and value not in _NO_EFFECT:
                 raise ValueError(
-                    f"{name}={value!r} is not supported: ids are lists of each text's own length; "
+                    f"{name}={value!r} is not supported: ids are lists without padding; "
                     "leave it out, or use transformers.AutoTokenizer"
                 )
         texts = [text] if isinstance(text, str) else list(text)
@@ -56,7 +56,7 @@ class TokenizerNames:
         return Encoding(input_ids=ids, attention_mask=masks)
 
     def __len__(self) -> int:
-        """Tokens, with those that were added."""
+        """Return the number of tokens, including added ones."""
         return self.tokenizer.get_vocab_size(with_added_tokens=True)
 
     def __bool__(self) -> bool:
@@ -64,11 +64,11 @@ class TokenizerNames:
 
     @property
     def vocab_size(self) -> int:
-        """Tokens, without those that were added."""
+        """The number of tokens, without added ones."""
         return self.tokenizer.get_vocab_size(with_added_tokens=False)
 
     def get_vocab(self) -> dict[str, int]:
-        """Ids of all tokens."""
+        """Return the ids of all tokens by name."""
         return self.tokenizer.get_vocab(with_added_tokens=True)
 
     @property
@@ -83,25 +83,25 @@ class TokenizerNames:
         return self.convert_tokens_to_ids(self.all_special_tokens)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Return the id of a token, or of each; None for what is not a token."""
+        """Return the id of a token, or of each token; None if it is unknown."""
         if isinstance(tokens, str):
             return self.tokenizer.token_to_id(tokens)
         return [self.tokenizer.token_to_id(token) for token in tokens]
 
     def convert_ids_to_tokens(self, ids: Any) -> Any:
-        """Return the token of an id, or of each."""
+        """Return the token of an id, or of each id."""
         if isinstance(ids, Iterable):
             return [self.tokenizer.id_to_token(int(token)) for token in ids]
         return self.tokenizer.id_to_token(int(ids))
 
     def batch_decode(self, sequences: Iterable[Sequence[int]], **options: Any) -> list[str]:
-        """Return the text of each list of token ids; options are those of `decode`."""
+        """Return the text of each list of token ids; `options` are for `decode`."""
         return [self.decode(ids, **options) for ids in sequences]
 
     if not TYPE_CHECKING:
 
         def __getattr__(self, name: str) -> Any:
-            """`eos_token` and `eos_token_id`, and those of other named tokens; None without one."""
+            """Return `eos_token`, `eos_token_id` and those of other named tokens, or None."""
             kind = name.removesuffix("_id")
             if name.startswith("_") or not kind.endswith("_token"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")

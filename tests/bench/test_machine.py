@@ -55,7 +55,7 @@ def test_what_is_doubted(look, words):
     if words is None:
         assert line is None
     else:
-        assert words in line and line.startswith("TIMES ARE NOT TO BE TRUSTED")
+        assert words in line and line.startswith("DO NOT TRUST THESE TIMES")
         assert "Acceptance and outputs do not depend on it" in line
 
 

@@ -106,8 +106,8 @@ def test_text(capsys, profile):
     "options, words",
     [
         (["--policy", "static:9"], ["--policy static:9", "max_num_speculative_tokens=2"]),
-        (["--policy", "static"], ["--policy static is none of", "adaptive"]),
-        (["--policy", "best"], ["--policy best is none of", "static:K"]),
+        (["--policy", "static"], ["--policy static is not", "adaptive"]),
+        (["--policy", "best"], ["--policy best is not", "static:K"]),
         (["--seeds", "0"], ["--seeds=0", "at least 1"]),
         (["--requests", "-1"], ["--requests=-1", "at least 1"]),
         (["--acceptance-shift", "nan"], ["--acceptance-shift nan", "-50..50"]),

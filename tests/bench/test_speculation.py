@@ -178,7 +178,7 @@ def test_a_wrong_output_is_reported(options, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "bad, message",
     [
-        (["--k", "0"], "--k 0 alone drafts nothing; list a K of at least 1"),
+        (["--k", "0"], "--k 0 alone drafts nothing; also list a K of at least 1"),
         (["--k", "two"], "--k two must list integers"),
         (["--max-tokens", "1"], "--max-tokens 1 leaves nothing to time"),
         (["--num-prompts", "99"], "--num-prompts 99: there are 24"),
@@ -192,7 +192,7 @@ def test_a_wrong_output_is_reported(options, monkeypatch, capsys):
             "--drafter eagle lacks a checkpoint; give --drafter eagle=CHECKPOINT",
         ),
         (["--drafter", "eagle=x"], "--drafter eagle=... is given twice"),
-        (["--drafter", "lookahead=/"], "--drafter lookahead=/: 'lookahead' is no method"),
+        (["--drafter", "lookahead=/"], "--drafter lookahead=/: 'lookahead' is not a method"),
         (["--max-model-len", "9"], "raise --max-model-len or lower --max-tokens"),
         (["--output", "/no/such/folder/x.json"], "--output /no/such/folder/x.json"),
     ],
@@ -250,7 +250,7 @@ def test_rows_and_work_are_told_in_turn_without_a_terminal(options, capsys, capl
     work, rows = zip(*printed, strict=True)
     names = ["plain decoding", "eagle, K = 0, 2", "eagle3, K = 0, 2"]
     told = [f"{do} {name}" for name in names for do in ("loading and compiling", "measuring")]
-    assert [line.removesuffix(", in turn with plain decoding") for line in work] == told
+    assert [line.removesuffix(", alternating with plain decoding") for line in work] == told
     firsts = [[row.split("  ")[0] for row in text.splitlines()] for text in rows]
     assert firsts == [[], [], ["", "plain"], [], ["eagle K=0", "eagle K=2"], []]
     assert "eagle3 K=2" in capsys.readouterr().out

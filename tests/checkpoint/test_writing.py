@@ -70,8 +70,8 @@ def test_commands_say_it_in_one_line(tmp_path, monkeypatch, capsys):
     assert cli.main(["train", "target", "--data", "a.txt", "--out", "out"]) == 2
     error = capsys.readouterr().err
     assert error == (
-        f"specjax: error: {tmp_path}/out: No space left on device; free some space, or name "
-        "another place\n"
+        f"specjax: error: {tmp_path}/out: No space left on device; free some space, or choose "
+        "another path\n"
     )
 
 

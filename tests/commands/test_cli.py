@@ -284,7 +284,7 @@ def test_profile_show(capsys, profile):
     assert main([*argv, "--batch-size", "1,256"]) == 0
     text = capsys.readouterr().out
     assert text.splitlines()[4].split() == ["256", "~7.00", "~7.00", "~8.00", "~K=0"]
-    assert "profiled from 1 to 4; sizes beyond are shown as the nearest" in text
+    assert "profiled from 1 to 4; other sizes show the nearest" in text
     profile.write_text(json.dumps(PROFILE | {"measured": {"model": "ab12", "sizes": [1, 2]}}))
     assert main(argv) == 0
     assert "measured on: model ab12, sizes [1, 2]" in capsys.readouterr().out
@@ -308,8 +308,8 @@ def test_bad_arguments_of_profile_show(capsys, profile):
 
 def test_options_before_a_subcommand_are_refused(capsys):
     argv = ["simulate", "--profile", "x", "--policy", "table"]
-    assert "--seed stands before simulate" in fail(capsys, "bench", "--seed", "3", *argv)
-    assert "--json stands before simulate" in fail(capsys, "bench", "--json", *argv)
+    assert "--seed precedes simulate" in fail(capsys, "bench", "--seed", "3", *argv)
+    assert "--json precedes simulate" in fail(capsys, "bench", "--json", *argv)
 
 
 def test_profiles_are_shown_and_simulated_without_jax(profile):

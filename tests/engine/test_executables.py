@@ -245,7 +245,7 @@ def test_a_folder_that_cannot_be_written_to_is_told_of_once(
         path.unlink()
     assert serve(folder) == expected and list(folder.iterdir()) == [one], "nothing is left over"
     (told,) = caplog.records
-    assert f"{folder}: No space left on device; what is compiled" in told.getMessage()
+    assert f"{folder}: No space left on device; compiled" in told.getMessage()
 
 
 @pytest.mark.parametrize("is_parent", [False, True])

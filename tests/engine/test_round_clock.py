@@ -48,7 +48,7 @@ def test_a_compilation_before_a_late_read_disturbs_the_next_round_too(moment):
 def test_what_ran_beside_a_measurement_is_not_timed(moment):
     clock = RoundClock()
     clock.time(part(998.0, done=998.5), 0.0)
-    clock.start_anew()
+    clock.restart()
     assert clock.start == 1e3
     assert clock.time(part(999.0, done=1000.5), 0.0) is None
     assert clock.time(part(clock.start, done=1000.7), 0.0) == pytest.approx(200)

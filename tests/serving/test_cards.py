@@ -29,7 +29,7 @@ def test_a_card_without_bfloat16(stored, capability, monkeypatch):
 def test_a_driver_that_refuses_a_kernel(kernels, monkeypatch):
     """A CPU refuses all of Triton's: where they are asked for, plain JAX runs, with one warning."""
     monkeypatch.setattr("pallas_kernels.dispatch.compute_capability", lambda: (9, 0))
-    with pytest.warns(UserWarning, match=r"refuses a kernel \(.+\); plain JAX runs") as seen:
+    with pytest.warns(UserWarning, match=r"kernels=.+\(.+\); plain JAX runs") as seen:
         assert choose_kernels(kernels) == "reference"
     assert len(seen) == 1
 
@@ -37,7 +37,7 @@ def test_a_driver_that_refuses_a_kernel(kernels, monkeypatch):
 def test_an_engine_on_such_a_driver_runs(checkpoints, monkeypatch):
     monkeypatch.setattr("pallas_kernels.dispatch.compute_capability", lambda: (9, 0))
     folder = checkpoints.target("llama").folder
-    with pytest.warns(UserWarning, match="refuses a kernel"):
+    with pytest.warns(UserWarning, match="kernels="):
         llm = LLM(str(folder), max_num_seqs=1, max_model_len=32, verbose=False)
     with llm:
         (out,) = llm.generate([[5, 9, 2]], use_tqdm=False)

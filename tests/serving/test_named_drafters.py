@@ -65,7 +65,7 @@ NAMED = [
     ("eagle", {"takes_shapes": True}, ("eagle", OWN_SHAPE)),
     ("eagle", {}, ["--drafter eagle", "lacks a checkpoint", "eagle=CHECKPOINT"]),
     ("eagle3=", {}, ["lacks a checkpoint", "eagle3=CHECKPOINT"]),
-    ("egle3=x", {}, ["'egle3' is no method", "ngram", "did you mean 'eagle3'"]),
+    ("egle3=x", {}, ["'egle3' is not a method", "ngram", "did you mean 'eagle3'"]),
     (f"eagle3={HEAD}", {"method": "dflash"}, ["eagle3=", "'dflash'", "leave one out"]),
     ("none", {}, ["--drafter none", "no such folder", "demo-llama"]),
     ("egle3", {}, ["no such folder", "did you mean 'eagle3'"]),

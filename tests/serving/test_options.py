@@ -81,7 +81,7 @@ def test_options_that_are_not_there(folder, make, monkeypatch):
     num_threads = threading.active_count()
     with pytest.raises(ValueError, match="steps_per_dispatch=4 was removed.*async_scheduling=True"):
         make(folder, steps_per_dispatch=4)
-    with pytest.raises(ValueError, match="show_progress=False was removed: verbose=False quiets"):
+    with pytest.raises(ValueError, match="show_progress=False was removed: verbose=False silences"):
         make(folder, show_progress=False)
     for name, nearest in {
         "max_seqs": "max_num_seqs",

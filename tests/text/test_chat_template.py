@@ -114,7 +114,7 @@ def test_the_template_is_the_one_of_transformers(tmp_path, files, chosen, tools)
     if expected == chosen == "default" and ours.template:  # the name of the only one
         expected = ours.apply_chat_template(MESSAGES, tools=tools, tokenize=False)
     if expected == chosen:  # a name that is none of its templates, rendered as a text
-        refusal(lambda: ours.apply_chat_template(MESSAGES, **options), f"'{chosen}'", "names are:")
+        refusal(lambda: ours.apply_chat_template(MESSAGES, **options), f"'{chosen}'", "has:")
     else:
         assert ours.apply_chat_template(MESSAGES, **options) == expected
 

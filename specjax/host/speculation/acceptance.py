@@ -1,12 +1,12 @@
-"""Acceptance rates, estimated from censored counts by position that are slowly forgotten.
+"""Estimates acceptance rates from censored counts by position, with gradual forgetting.
 
-A draft is looked at only if all before it were accepted, so counts are conditional:
+A draft is verified only if all drafts before it were accepted, so counts are conditional:
 
     c_i = P(draft i accepted | drafts 1..i-1 accepted),   i = 1..K
     rates_i = c_1 ... c_i                            AL(k) = 1 + rates_1 + ... + rates_k
 
-AL(k) is the tokens that a request gains in a round of k drafts, its mean acceptance length. Rates
-are unconditional, as in a profile (vLLM #32374) and in vLLM's metrics.
+AL(k), the mean acceptance length, is the number of tokens that a request gains in a round of k
+drafts. Rates are unconditional, as in a profile (vLLM #32374) and in vLLM's metrics.
 """
 
 import math
@@ -15,21 +15,22 @@ from itertools import accumulate
 from operator import mul
 from typing import NamedTuple
 
-# Memory in drafts, and a minimum in rounds: a large batch gives many counts in a round, but the
-# next round continues the same texts.
+# Memory as a number of drafts, and its minimum as a number of rounds: a large batch gives many
+# counts per round, but the next round continues the same texts.
 MEMORY_DRAFTS, MEMORY_ROUNDS = 200, 20
 MAX_GROUPS = 64
-# The prior rate of all positions is optimistic: few requests learn slowly, but a further draft
-# costs them little, and many learn in one round.
+# The prior rate of all positions is optimistic. With few requests learning is slow, but an extra
+# draft costs little; with many, one round is enough to learn.
 _FIRST_RATE = 0.8
 _PRIOR_WEIGHT, _POOL_WEIGHT = 4.0, 20.0  # in drafts
 _OFFSET_WEIGHT = 20.0
 
 
 class DraftOutcome(NamedTuple):
-    """For one request and round: how many drafts were looked at, and how many were accepted.
+    """The outcome of a round for one request: number of usable drafts, and of accepted ones.
 
-    Drafts after the first rejected one, and after the end of an output, are not looked at.
+    Drafts after the end of an output are not usable. Drafts after the first rejected one are not
+    verified, see `depth`.
     """
 
     num_drafts: int
@@ -38,7 +39,7 @@ class DraftOutcome(NamedTuple):
 
     @property
     def depth(self) -> int:
-        """How many drafts were looked at."""
+        """The number of verified drafts: the accepted ones and the first rejected one."""
         return min(self.num_accepted + 1, self.num_drafts)
 
 
@@ -60,26 +61,26 @@ class _Counts:
             self.rejected[verdict.num_accepted] += count
 
     def mean(self, i: int, prior: float, weight: float) -> float:
-        """The rate at a position, with a prior of `weight` drafts at the rate `prior`."""
+        """Return the rate at a position, with a prior of `weight` drafts at the rate `prior`."""
         total = self.accepted[i] + self.rejected[i] + weight
         return (self.accepted[i] + weight * prior) / total
 
 
 class Acceptance:
-    """Learns acceptance rates from verdicts, for all requests and for groups of them.
+    """Learns acceptance rates from verdicts, for all requests and by group.
 
-    The prior of a position comes from the one before: their log-odds differ by an offset that
-    changes little when acceptance rises or falls as a whole, so deeper drafts need not be tried
-    again and again. The prior of a group is the rate of all requests.
+    The prior of a position comes from the position before it: their log-odds differ by an offset
+    that changes little when acceptance rises or falls as a whole, so deeper drafts need not be
+    tried repeatedly. The prior of a group is the rate of all requests.
     """
 
     def __init__(self, max_drafts: int, prior: Sequence[float] = ()):
         """`prior` has the unconditional rates of a profile, if there is one."""
         self.max_drafts = max_drafts
         self._prior = tuple(prior)
-        self.begin_anew()
+        self.reset()
 
-    def begin_anew(self) -> None:
+    def reset(self) -> None:
         """Forget all counts, as after a change of the drafter."""
         max_drafts = self.max_drafts
         logits = [logit(rate) for rate in conditional(self._prior)[:max_drafts]]
@@ -90,14 +91,14 @@ class Acceptance:
         self._groups: dict[Hashable, _Counts] = {}
 
     def rates(self, group: Hashable = None) -> list[float]:
-        """Unconditional rates of drafts 1..max_drafts."""
+        """Return the unconditional rates of drafts 1..max_drafts."""
         rates = self._pooled()
         if (counts := self._groups.get(group)) is not None:
             rates = [counts.mean(i, prior, _POOL_WEIGHT) for i, prior in enumerate(rates)]
         return list(accumulate(rates, mul))
 
     def observe(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Count the verdicts of a round, each as often as it was given."""
+        """Count the outcomes of a round; `verdicts` maps each to its number of requests."""
         by_group: dict[Hashable, dict[DraftOutcome, int]] = {}
         for verdict, count in verdicts.items():
             if verdict.num_drafts:
@@ -108,7 +109,7 @@ class Acceptance:
         for group, counted in by_group.items():
             counts = self._groups.pop(group, None) or _Counts(self.max_drafts)
             _learn(counts, counted.items())
-            self._groups[group] = counts  # the last to be evicted
+            self._groups[group] = counts  # evicted last
         while len(self._groups) > MAX_GROUPS:
             del self._groups[next(iter(self._groups))]
         self._learn_offsets(verdicts)
@@ -116,7 +117,7 @@ class Acceptance:
     def discount(self, factor: float = 0.25) -> None:
         """Give old counts less weight, as after a change of weights.
 
-        Rates stay as they are until there are new counts.
+        Rates do not change until there are new counts.
         """
         self._first = self._pooled()[0] if self.max_drafts else self._first
         for counts in (self._all, *self._groups.values()):
@@ -130,7 +131,7 @@ class Acceptance:
         return rates
 
     def _learn_offsets(self, verdicts: Mapping[DraftOutcome, int]) -> None:
-        """Move offsets towards the counts, the more drafts were just looked at."""
+        """Move offsets towards the counted rates, further if more drafts were just verified."""
         rates = self._pooled()
         for i in range(1, self.max_drafts):
             fresh = sum(count for verdict, count in verdicts.items() if verdict.depth > i)
@@ -140,29 +141,29 @@ class Acceptance:
 
 
 def expected_tokens(rates: Sequence[float], k: int) -> float:
-    """AL(k), of a request with unconditional `rates`."""
+    """Return AL(k) of a request with unconditional `rates`."""
     return 1 + sum(rates[:k])
 
 
 def _learn(counts: _Counts, verdicts: Iterable[tuple[DraftOutcome, int]]) -> None:
     verdicts = list(verdicts)
-    num_drafts = sum(count for _, count in verdicts)  # first ones: the others depend on them
+    num_drafts = sum(count for _, count in verdicts)  # first drafts only: the others depend on them
     counts.forget(1 - min(num_drafts / MEMORY_DRAFTS, 1 / MEMORY_ROUNDS))
     for verdict, count in verdicts:
         counts.add(verdict, count)
 
 
 def conditional(rates: Sequence[float]) -> list[float]:
-    """c_i from unconditional rates."""
+    """Return the conditional rates c_i of unconditional `rates`."""
     return [b / a if a else 0.0 for a, b in zip([1.0, *rates], rates, strict=False)]
 
 
 def logit(p: float) -> float:
-    """Log-odds, of a probability that is kept off 0 and 1."""
+    """Return the log-odds of a probability, which is clipped to stay off 0 and 1."""
     p = min(max(p, 1e-4), 1 - 1e-4)
     return math.log(p / (1 - p))
 
 
 def sigmoid(x: float) -> float:
-    """The probability with log-odds x."""
+    """Return the probability with log-odds x."""
     return 1 / (1 + math.exp(-x))

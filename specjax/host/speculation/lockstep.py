@@ -1,8 +1,8 @@
-"""One K for replicas that run their steps together.
+"""Chooses one K for replicas that run their steps together.
 
-Replicas that synchronise in every step, as with experts spread over data-parallel ranks, must run
+Replicas that synchronise in every step, e.g. with experts spread over data-parallel ranks, must run
 the same K, or they deadlock. Their loads and times differ, so none can predict another's choice:
-one decides from the loads of all, and the others follow.
+one replica, the leader, decides from the loads of all, and the others follow.
 """
 
 from collections import Counter
@@ -15,28 +15,28 @@ from specjax.host.speculation.step_cost import StepCost
 
 
 class Replicas(Protocol):
-    """Communication of replicas. All make the same calls in the same order, and wait for all."""
+    """Communication between replicas. All make the same calls, in the same order, and block."""
 
     @property
     def is_leader(self) -> bool:
-        """Whether this replica decides. One of them does."""
+        """Whether this replica decides; exactly one does."""
         ...
 
     def gather(self, load: DecodeLoad) -> Sequence[DecodeLoad]:
-        """The loads of all replicas; only the leader needs them."""
+        """Return the loads of all replicas; only the leader needs them."""
         ...
 
     def broadcast(self, k: int) -> int:
-        """The leader's K, on all replicas."""
+        """Return the leader's K on every replica."""
         ...
 
 
 class LockstepPolicy:
-    """The policy of the leader, for all replicas.
+    """Makes every replica follow the policy of the leader.
 
-    Every replica has one, around a policy with the same choices, of which only the leader's is
-    asked. All must compile ahead, so that each has the programs that another runs. A step takes as
-    long as the busiest replica, and gives the tokens of all.
+    Every replica wraps a policy with the same choices; only the leader's is asked. All replicas
+    must compile ahead, so that all have the same programs. The leader assumes that a step takes as
+    long as on the busiest replica and gives the tokens of all.
     """
 
     def __init__(self, policy: Policy, replicas: Replicas):
@@ -45,7 +45,7 @@ class LockstepPolicy:
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """The policy's."""
+        """The choices of the wrapped policy."""
         return self._policy.choices
 
     @property
@@ -55,20 +55,20 @@ class LockstepPolicy:
 
     @property
     def weighs_requests(self) -> bool:
-        """The policy's."""
+        """Whether the wrapped policy weighs requests."""
         return self._policy.weighs_requests
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """All replicas time their rounds together; the leader's times count."""
+        """Let all replicas time their rounds together; the leader's times count."""
         self._policy.begin(replay)
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Let the leader's policy measure it."""
+        """Let the leader's policy measure a shape."""
         if self._replicas.is_leader:
             self._policy.shape_ready(batch, k, time)
 
     def choose(self, load: DecodeLoad) -> int:
-        """The leader's choice."""
+        """Return the leader's choice."""
         loads = self._replicas.gather(load)
         k = self._policy.choose(_joined(loads)) if self._replicas.is_leader else 0
         return self._replicas.broadcast(k)
@@ -79,20 +79,20 @@ class LockstepPolicy:
             self._policy.observe(outcome)
 
     def learned(self) -> Profile | None:
-        """What the leader learned, on its replica."""
+        """Return the profile that the leader learned; None on other replicas."""
         return self._policy.learned() if self._replicas.is_leader else None
 
     def target_changed(self) -> None:
-        """Tell the policy; all replicas change their weights together."""
+        """Tell the wrapped policy; all replicas change their weights together."""
         self._policy.target_changed()
 
     def drafter_changed(self) -> None:
-        """Tell the policy."""
+        """Tell the wrapped policy."""
         self._policy.drafter_changed()
 
 
 def _joined(loads: Sequence[DecodeLoad]) -> DecodeLoad:
-    """The joint load of a step of all replicas."""
+    """Return the joint load of a step on all replicas."""
     members: Counter = sum((Counter(load.members) for load in loads), Counter())
     budgets = [load.max_tokens for load in loads if load.max_tokens is not None]
     return DecodeLoad(

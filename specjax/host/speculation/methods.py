@@ -8,21 +8,22 @@ from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
 NAMES = ("static:K", "table", "profile", "adaptive")
-# Rounds with drafts before learned rates replace a profile's: the first are based on few drafts.
+# Rounds with drafts before learned rates replace a profile's: early ones rest on few drafts.
 WARM_UP_ROUNDS = 10
 
 
 def spread_ks(max_k: int) -> tuple[int, ...]:
-    """Every K up to 5, then every other: large ones differ little, and each is compiled."""
+    """Return every K up to 5, then every second: large Ks differ little, and each is compiled."""
     return tuple(k for k in range(max_k + 1) if k <= 5 or k % 2 or k == max_k)
 
 
 def profile_policy(
     profile: Profile, batches: Sequence[int], max_k: int | None = None
 ) -> GoodputPolicy:
-    """The best K by a profile's times, where rounds are padded to `batches`, and by its rates.
+    """Return a policy that uses a profile's rates, and its times for rounds padded to `batches`.
 
-    If the profile is online, its rates are only the prior. K is at most `max_k`, or the profile's.
+    If the profile is online, its rates are only the prior. K is at most `max_k`, by default the
+    profile's maximum.
     """
     max_k = profile.max_drafts if max_k is None else max_k
     return GoodputPolicy(
@@ -36,14 +37,14 @@ def profile_policy(
 
 
 def adaptive_policy(max_k: int, cost: StepCost | None = None) -> GoodputPolicy:
-    """The best K by times from an engine's replays and by rates, both learned while serving."""
+    """Return a policy that learns rates and times while serving; replays give first times."""
     return GoodputPolicy(spread_ks(max_k), cost, Acceptance(max_k))
 
 
 def resumed_policy(
     profile: Profile, batches: Sequence[int], max_k: int | None = None
 ) -> GoodputPolicy:
-    """Adaptive, from a profile's times and rates on, without replays."""
+    """Return an adaptive policy that begins with a profile's times and rates, without replays."""
     max_k = profile.max_drafts if max_k is None else max_k
     return GoodputPolicy(
         spread_ks(max_k),
@@ -54,10 +55,10 @@ def resumed_policy(
 
 
 def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
-    """The policy of that name, its Ks up to the profile's.
+    """Return the policy of that name, with Ks up to the profile's maximum.
 
     Raises:
-        ValueError: an unknown name, or a K that the profile does not reach.
+        ValueError: the name is unknown, or its K exceeds the profile's maximum.
     """
     kind, _, k = name.partition(":")
     if kind == "static" and k.isdecimal():
@@ -73,4 +74,4 @@ def make_policy(name: str, profile: Profile, batches: Sequence[int]) -> Policy:
         return profile_policy(profile, batches)
     if name == "adaptive":
         return adaptive_policy(profile.max_drafts)
-    raise ValueError(f"{name} is none of {', '.join(NAMES)}")
+    raise ValueError(f"{name} is not one of {', '.join(NAMES)}")

@@ -1,8 +1,8 @@
-"""How many tokens to draft in a round: one K for all requests, chosen when it is scheduled.
+"""Chooses the number of drafts in a round: one K for all requests, when it is scheduled.
 
-A policy sees the load of a round and, a step or two later, its outcome. It never sees a draft:
-whether a draft is verified must not depend on its value, or on anything drawn after it, or the
-output would not have the target's distribution.
+A policy sees the load of a round and, a step or two later, its outcome. It never sees draft tokens:
+if the verification of a draft depended on its value, or on anything drawn after it, the output
+would not have the target's distribution.
 """
 
 import math
@@ -15,15 +15,15 @@ from specjax.host.speculation.acceptance import Acceptance, DraftOutcome, expect
 from specjax.host.speculation.profile import Profile
 from specjax.host.speculation.step_cost import StepCost
 
-HYSTERESIS = 0.02  # another K must have better goodput by this part
-LONG_LED = 50  # or be better for so many rounds in a row
-PROBE_BUDGET = 0.005  # part of the time that may be lost by trying a K that seems worse
-PROBE_EVERY = 200  # rounds between two tries, once both have been tried
-FIRST_PROBES, FIRST_EVERY = 3, 10  # tries of a new K, and rounds between them
-DOUBT = 2.0  # a K may be better than it seems by so many standard deviations of its time
-PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries, doubling
-PARKED_VERDICTS = 16  # verdicts that a try is to give
-OTHER_ROUNDS = 32  # over which the time of chunks is averaged
+HYSTERESIS = 0.02  # another K must have better goodput by this fraction
+LONG_LED = 50  # or be better for this number of rounds in a row
+PROBE_BUDGET = 0.005  # fraction of the time that tries of worse-looking Ks may cost
+PROBE_EVERY = 200  # maximum number of rounds between two tries
+FIRST_PROBES, FIRST_EVERY = 3, 10  # number of tries of a new K, and rounds between them
+DOUBT = 2.0  # a K may be faster than it seems by this number of standard deviations
+PARKED_FIRST, PARKED_LAST = 32, 512  # rounds at K = 0 between tries of drafting, doubling
+PARKED_VERDICTS = 16  # number of verdicts that a try should yield
+OTHER_ROUNDS = 32  # number of rounds over which the time of chunks is averaged
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class DecodeLoad:
     """The load of a round.
 
     Attributes:
-        num_sequences: that are ready to decode.
+        num_sequences: number of sequences ready to decode.
         num_context: tokens before the round, summed over sequences.
-        max_tokens: the step's budget; sequences beyond it wait.
-        members: number of sequences by group and by maximum useful drafts.
+        max_tokens: the step's token budget; sequences beyond it wait.
+        members: number of sequences by (group, maximum number of useful drafts).
     """
 
     num_sequences: int
@@ -43,7 +43,7 @@ class DecodeLoad:
     members: Mapping[tuple[Hashable, int], int] = field(default_factory=dict)
 
     def share(self, k: int) -> float:
-        """The part of the sequences that fit into a round of k drafts; at least one does."""
+        """Return the fraction of sequences that fit into a round of k drafts; at least one does."""
         if self.max_tokens is None or not self.num_sequences:
             return 1.0
         return min(1.0, max(1, self.max_tokens // (k + 1)) / self.num_sequences)
@@ -54,13 +54,13 @@ class Round:
     """The outcome of a round.
 
     Attributes:
-        batch: its shape's, padding included.
-        k: drafts of each request.
+        batch: batch size of its shape, including padding.
+        k: number of drafts per request.
         num_context: tokens before it, summed over sequences.
-        verdicts: how often each was given.
-        ms: milliseconds it took; None if unknown.
-        other_ms: milliseconds that chunks of prompts took since the round before.
-        is_joined: whether `other_ms` includes the round, as they were one program.
+        verdicts: number of requests by outcome.
+        ms: milliseconds of the round; None if unknown.
+        other_ms: milliseconds of prefill chunks since the previous round.
+        is_joined: whether chunks and the round were one program, so that `other_ms` includes both.
     """
 
     batch: int
@@ -82,24 +82,24 @@ class Policy(Protocol):
 
     @property
     def is_learning(self) -> bool:
-        """Whether `observe` learns anything."""
+        """Whether the policy learns from `observe`."""
         ...
 
     @property
     def weighs_requests(self) -> bool:
-        """Whether `choose` looks at `num_context` and `members` of a load; else both are empty."""
+        """Whether `choose` uses `num_context` and `members` of a load; if not, both are empty."""
         ...
 
     def choose(self, load: DecodeLoad) -> int:
-        """K for the next round. Called once a step, even if nothing decodes."""
+        """Return K for the next round. Called once per step, even if no sequence decodes."""
         ...
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """Called when an engine takes the policy; `replay` measures times of rounds."""
+        """Begin to serve an engine; `replay` measures times of rounds."""
         ...
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """Rounds of this batch and k have become ready; `time` measures one, in ms."""
+        """Note that rounds of this shape became ready; `time` measures one, in milliseconds."""
         ...
 
     def observe(self, outcome: Round) -> None:
@@ -107,15 +107,15 @@ class Policy(Protocol):
         ...
 
     def learned(self) -> Profile | None:
-        """The times and rates as they are known now; None if times are not learned."""
+        """Return the current times and rates; None if times are not learned."""
         ...
 
     def target_changed(self) -> None:
-        """The target has new weights: learned acceptance may be outdated."""
+        """Note that the target has new weights: learned acceptance may be outdated."""
         ...
 
     def drafter_changed(self) -> None:
-        """The drafter has new weights: learned acceptance was another drafter's."""
+        """Note that the drafter has new weights: learned acceptance no longer applies."""
         ...
 
 
@@ -126,38 +126,38 @@ class PolicyRule:
     weighs_requests = True
 
     def begin(self, replay: Callable[[], StepCost]) -> None:
-        """There is nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def shape_ready(self, batch: int, k: int, time: Callable[[], float]) -> None:
-        """There is nothing to measure."""
+        """Do nothing: there is nothing to measure."""
 
     def observe(self, outcome: Round) -> None:
-        """There is nothing to learn."""
+        """Do nothing: there is nothing to learn."""
 
     def learned(self) -> None:
-        """Nothing is."""
+        """Return None: this policy learns nothing."""
 
     def target_changed(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is nothing to forget."""
 
     def drafter_changed(self) -> None:
-        """There is nothing to forget."""
+        """Do nothing: there is nothing to forget."""
 
 
 @dataclass(frozen=True)
 class StaticPolicy(PolicyRule):
-    """The same K always."""
+    """Always the same K."""
 
     weighs_requests = False
     k: int
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """Just K."""
+        """Only K."""
         return (self.k,)
 
     def choose(self, load: DecodeLoad) -> int:
-        """K, whatever the load."""
+        """Return K, regardless of the load."""
         return self.k
 
 
@@ -165,7 +165,7 @@ class StaticPolicy(PolicyRule):
 class TablePolicy(PolicyRule):
     """K by the number of sequences, from a table [[lo, hi, K], ...] (vLLM #32374).
 
-    Sizes that no entry names have the K of the entry before.
+    Batch sizes without an entry have the K of the entry before them.
     """
 
     weighs_requests = False
@@ -173,24 +173,24 @@ class TablePolicy(PolicyRule):
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """Every K of the table."""
+        """Every K in the table."""
         return tuple(sorted({k for _, _, k in self.table}))
 
     def choose(self, load: DecodeLoad) -> int:
-        """K of the last entry that begins at or below the number of sequences."""
+        """Return K of the last entry that begins at or below the number of sequences."""
         return max(entry for entry in self.table if entry[0] <= max(load.num_sequences, 1))[2]
 
 
 class GoodputPolicy:
-    """The K that gives the most tokens per millisecond, as far as it is known.
+    """Chooses the K with the highest estimated number of tokens per millisecond.
 
         goodput(k) = sum over requests of AL(min(k, its limit)) / (ms(batch, k, context) + other)
 
-    `other` is the recent mean time of prompt chunks beside a round. It is the same for every K, so
-    with much of it more drafts pay off.
-    A learning policy changes K only for a gain of `HYSTERESIS`. It tries neighbours of the best now
-    and then, and drafting at all when K = 0 is best, as nothing is learned without drafts. A try
-    that changes nothing doubles the time to the next.
+    `other` is the recent mean time of prefill chunks per round. It is the same for every K, so the
+    larger it is, the more drafts pay off. A learning policy changes K only for a gain of
+    `HYSTERESIS`, or a smaller one that lasts. It tries neighbours of the best K from time to time.
+    When K = 0 is best it tries drafting, because rounds without drafts do not show acceptance; each
+    such try that changes nothing doubles the time to the next.
     """
 
     weighs_requests = True
@@ -205,9 +205,9 @@ class GoodputPolicy:
         learns_acceptance: bool = True,
         warm_up_rounds: int = 0,
     ):
-        """Without a `cost`, the engine's replays measure it.
+        """If `cost` is None, the engine's replays measure it.
 
-        For the first `warm_up_rounds` with drafts, rates are the priors of `acceptance`.
+        In the first `warm_up_rounds` rounds with drafts, rates are the priors of `acceptance`.
         """
         self._choices = tuple(sorted(choices))
         self._cost, self._is_replayed = cost, cost is None
@@ -222,14 +222,14 @@ class GoodputPolicy:
         self._num_led = 0  # rounds in a row that another K was better
         self._since_probe = 0
         self._parked, self._patience = 0, PARKED_FIRST
-        self._trial = 0  # rounds left of a try at a K above 0
-        self._is_due = False  # whether a try is due, whatever it costs
+        self._trial = 0  # remaining rounds of a try of a K above 0
+        self._is_due = False  # whether a try is due, regardless of its cost
         self._credit = 0.0  # milliseconds that tries may cost
-        self._other = 0.0  # milliseconds of a step beside its round
+        self._other = 0.0  # milliseconds of a step in addition to its round
 
     @property
     def choices(self) -> tuple[int, ...]:
-        """As given."""
+        """The Ks to choose from, in ascending order."""
         return self._choices
 
     @property
@@ -249,7 +249,7 @@ class GoodputPolicy:
             self.cost.add(batch, k, time())
 
     def choose(self, load: DecodeLoad) -> int:
-        """The K with the best goodput; sometimes another, to check."""
+        """Return the K with the best goodput; sometimes another, to check."""
         if not load.num_sequences:
             return self._choices[0]
         goodput = self.goodput(load)
@@ -260,7 +260,7 @@ class GoodputPolicy:
         return self._probe(best, goodput, load)
 
     def _hold(self, best: int, goodput: Mapping[int, float]) -> int:
-        """Keep the last K unless the best is clearly better, or has long been."""
+        """Return the current K, changed first if the best is clearly better or has long been."""
         lead = 0.0 if self._k is None else goodput[best] / goodput[self._k] - 1
         self._num_led = self._num_led + 1 if lead > 0 else 0
         if self._k is None or lead >= HYSTERESIS or self._num_led >= LONG_LED:
@@ -268,7 +268,7 @@ class GoodputPolicy:
         return self._k
 
     def goodput(self, load: DecodeLoad) -> dict[int, float]:
-        """Tokens per millisecond of each K."""
+        """Return the tokens per millisecond of each K."""
         members = load.members or {(None, self._choices[-1]): load.num_sequences}
         rates = {group: self._rates(group) for group in {group for group, _ in members}}
         result = {}
@@ -301,7 +301,7 @@ class GoodputPolicy:
         self._other += (other_ms - self._other) / OTHER_ROUNDS
 
     def learned(self) -> Profile | None:
-        """Of rounds of every shape, without context."""
+        """Return the times of every shape, without context, and the rates."""
         if not self._learns_cost:
             return None
         cost = self.cost
@@ -321,9 +321,9 @@ class GoodputPolicy:
             self._is_due, self._patience = True, PARKED_FIRST
 
     def drafter_changed(self) -> None:
-        """Begin anew with optimistic priors."""
+        """Forget all counts and start again with the priors."""
         if self._learns_acceptance:
-            self.acceptance.begin_anew()
+            self.acceptance.reset()
 
     def _rates(self, group: Hashable) -> list[float]:
         return self._first_rates if self._warm_up_rounds > 0 else self.acceptance.rates(group)
@@ -343,7 +343,7 @@ class GoodputPolicy:
         return k
 
     def _worth_a_try(self, best: int, goodput: Mapping[int, float], n: int) -> int:
-        """The K that may yet be better than the best, or in turn one beside it; else the best."""
+        """Return the most promising K, or in turn a neighbour of the best, or the best."""
         tried = {k: self._tried[self.cost.padded(n), k] for k in self._choices if k != best}
         if self._learns_cost and tried:
             hopes = {k: goodput[k] * math.exp(DOUBT * self.cost.spread(n, k)) for k in tried}
@@ -358,7 +358,7 @@ class GoodputPolicy:
         return min(near, key=lambda k: tried[k], default=best)
 
     def _try_drafting(self, goodput: Mapping[int, float], load: DecodeLoad) -> int:
-        """0, or for some rounds in a row the best K above it, to count accepted drafts."""
+        """Return 0, or in some rounds the best K above 0, to measure acceptance."""
         drafting = {k: goodput[k] for k in self._choices if k > 0}
         if not drafting or not any(limit for _, limit in load.members or {(None, 1): 1}):
             return 0
@@ -378,11 +378,11 @@ class GoodputPolicy:
         return k
 
     def _ms(self, num_sequences: int, k: int) -> float:
-        """Milliseconds of a step with a round of k drafts."""
+        """Return the milliseconds of a step with a round of k drafts."""
         return self.cost.ms(num_sequences, k) + self._other
 
     def _can_afford(self, milliseconds: float) -> bool:
-        """Whether so many milliseconds may be lost; if so they are spent."""
+        """Return whether a try may cost this time; if so, deduct it from the budget."""
         if milliseconds > self._credit:
             return False
         self._credit -= max(milliseconds, 0.0)

@@ -1,8 +1,8 @@
 """Profiles: times of steps and acceptance rates, measured ahead and kept as JSON (vLLM #32374).
 
-The four keys of the file are those of that proposal; a fifth, "measured", says what it was measured
-on. Times are of a step, not of a token; rates are unconditional. Nothing in a file is trusted: it
-is checked entry by entry as it is read.
+The file has the four keys of that proposal, and may have a fifth, "measured", that says what was
+measured. Times are per step, not per token; rates are unconditional. Every entry of a file is
+checked when it is read.
 """
 
 import json
@@ -29,25 +29,25 @@ _OPTIONAL = "measured"
 
 
 class Comparison(NamedTuple):
-    """Time per output token of each K, and the K of the least."""
+    """Time per output token of each K, and the K with the shortest time."""
 
     tpot_ms: dict[int, dict[int, float]]  # by batch size and K
-    best_k: dict[int, int]  # by batch size; of equals the smallest
+    best_k: dict[int, int]  # by batch size; of equal Ks the smallest
 
 
 @dataclass(frozen=True)
 class Profile:
-    """Times and rates by which K is chosen.
+    """Step times and acceptance rates from which K is chosen.
 
     Attributes:
         step_ms: milliseconds of a step, drafting and verifying, by batch size and K; every batch
             size has K = 0 and another.
-        rates: of all steps, the part that accepts at least 1, 2, ... drafts; one per draft.
+        rates: fraction of all steps that accept at least 1, 2, ... drafts; one entry per draft.
         max_drafts: the largest K.
-        is_online: whether rates are learned while serving, from these on.
-        measured: on what, if known; "model" is the fingerprint of the model, "device" the device's
-            kind, and "ms_per_context_token" what each token before a step adds to its time, if
-            `step_ms` are of steps without.
+        is_online: whether rates are learned while serving, with `rates` as the prior.
+        measured: what was measured, if known: "model" is the fingerprint of the model, "device" the
+            kind of device, and "ms_per_context_token" the time that each context token adds to a
+            step, if `step_ms` are times without context.
     """
 
     step_ms: Mapping[int, Mapping[int, float]]
@@ -58,10 +58,10 @@ class Profile:
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> "Profile":
-        """The profile in a file.
+        """Read a profile from a file.
 
         Raises:
-            ValueError: a file that cannot be read, or is not a profile; names the entry.
+            ValueError: the file cannot be read, or is not a profile; the message names the entry.
         """
         try:
             text = Path(path).read_text(encoding="utf-8")
@@ -81,10 +81,10 @@ class Profile:
 
     @classmethod
     def of(cls, content: Any, where: str) -> "Profile":
-        """The profile that JSON `content` holds; errors say that it is from `where`.
+        """Return the profile in JSON `content`; error messages name its source `where`.
 
         Raises:
-            ValueError: with the entry that is not what it must be.
+            ValueError: an entry is invalid; the message names it.
         """
         _check_keys(content, where)
         max_drafts = content["max_num_speculative_tokens"]
@@ -107,12 +107,12 @@ class Profile:
         )
 
     def cost(self, ks: Sequence[int], batches: Sequence[int]) -> StepCost:
-        """The times of these Ks, where rounds are padded to `batches`."""
+        """Return the times of `ks` in rounds that are padded to `batches`."""
         per_token = (self.measured or {}).get("ms_per_context_token", 0.0)
         return StepCost(self.step_ms, ks=ks, batches=batches, ms_per_context_token=per_token)
 
     def as_json(self) -> dict[str, Any]:
-        """The content of the file."""
+        """Return the content of the file."""
         content = {
             "is_online": self.is_online,
             "batch_stats": {
@@ -127,8 +127,9 @@ class Profile:
     def table(self, batch_sizes: Sequence[int]) -> Comparison:
         """Compare every K from 0 to `max_drafts`.
 
-        Milliseconds per output token are those of a step over the tokens that a request gains in
-        it. Between batch sizes, and between Ks, times of steps are linear.
+        The time per output token is the time of a step divided by the number of tokens that a
+        request gains in it. Step times are interpolated linearly between batch sizes and between
+        Ks.
         """
         cost, ks = StepCost(self.step_ms), range(self.max_drafts + 1)
         tokens = [expected_tokens(self.rates, k) for k in ks]
@@ -137,7 +138,7 @@ class Profile:
         return Comparison(tpot, best)
 
     def as_table(self) -> tuple[tuple[int, int, int], ...]:
-        """The best K from batch size 1 to the largest, as (lo, hi, K)."""
+        """Return the best K from batch size 1 to the largest, as ranges (lo, hi, K)."""
         best = self.table(range(1, max(self.step_ms) + 1)).best_k
         ranges = [(k, list(run)) for k, run in groupby(best, key=best.__getitem__)]
         return tuple((run[0], run[-1], k) for k, run in ranges)
@@ -148,7 +149,7 @@ class _RepeatedKeyError(ValueError):
 
 
 def _without_repeats(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object, without repeated keys: the last would silently win."""
+    """Build a JSON object; refuse repeated keys, of which the last would silently win."""
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
@@ -186,14 +187,14 @@ def _read_times(stats: Any, max_drafts: int, where: str) -> dict[int, dict[int, 
         if batch is None or not 1 <= batch <= MAX_BATCH:
             raise ValueError(
                 f"{entry}: a batch size must be an integer in 1..{MAX_BATCH}, written in digits "
-                "alone; correct the key"
+                "only; correct the key"
             )
         step_ms[batch] = _read_row(times, max_drafts, entry)
     return step_ms
 
 
 def _read_row(times: Any, max_drafts: int, name: str) -> dict[int, float]:
-    """Milliseconds by K of one batch size."""
+    """Return the milliseconds by K of one batch size."""
     if not isinstance(times, Mapping):
         raise ValueError(f"{name}={shown(times)} must be an object, milliseconds per step by K")
     row = {}
@@ -202,7 +203,7 @@ def _read_row(times: Any, max_drafts: int, name: str) -> dict[int, float]:
         if k is None or not 0 <= k <= max_drafts:
             raise ValueError(
                 f"{entry}: K must be an integer in 0..{max_drafts}, max_num_speculative_tokens, "
-                "written in digits alone; correct the key, or raise that"
+                "written in digits only; correct the key, or raise it"
             )
         if not _is_finite(ms) or ms <= 0:
             raise ValueError(
@@ -213,7 +214,7 @@ def _read_row(times: Any, max_drafts: int, name: str) -> dict[int, float]:
     if 0 not in row:
         raise ValueError(f"{name} lacks K=0, decoding without drafts, to compare with; measure it")
     if len(row) == 1:
-        raise ValueError(f"{name} has K=0 alone, so what drafts cost is unknown; measure another K")
+        raise ValueError(f"{name} has only K=0, so drafts' cost is unknown; measure another K")
     return row
 
 
@@ -222,13 +223,13 @@ def _read_rates(rates: Any, max_drafts: int, where: str) -> tuple[float, ...]:
     if not isinstance(rates, list | tuple) or len(rates) != max_drafts:
         raise ValueError(
             f"{name}={shown(rates)} must list {max_drafts} rates, as many as "
-            "max_num_speculative_tokens; add what is missing, or change that"
+            "max_num_speculative_tokens; correct the list, or that number"
         )
     for i, rate in enumerate(rates):
         if not _is_finite(rate) or not 0 <= rate <= 1:
             raise ValueError(
-                f"{name}[{i}]={shown(rate)} must be a number in [0, 1], the part of all steps "
-                f"that accepts at least {i + 1} drafts"
+                f"{name}[{i}]={shown(rate)} must be a number in [0, 1], the fraction of all steps "
+                f"that accept at least {i + 1} drafts"
             )
     for i, (before, rate) in enumerate(pairwise(rates), start=1):
         if rate > before:
@@ -265,7 +266,7 @@ def _entry(name: str, key: Any) -> str:
 
 
 def _integer_of(key: Any) -> int | None:
-    """The integer that a JSON key writes in its one way: "1", not "01" or " 1"."""
+    """Return the integer of a JSON key in canonical form, "1" but not "01" or " 1"; else None."""
     is_canonical = isinstance(key, str) and len(key) <= 9 and key.isdecimal() and key.isascii()
     return int(key) if is_canonical and (key == "0" or key[0] != "0") else None
 

@@ -1,8 +1,8 @@
-"""Simulates a policy without a device: rounds drawn by a grid of step times and an acceptance law.
+"""Simulates a policy without a device, from a grid of step times and acceptance rates.
 
 Requests decode together in rounds of one K, padded to the batch sizes that an engine compiles. Each
 request has its own log-odds of acceptance, each round its own noise in time. The policy is compared
-with an oracle that knows both, and takes the best K of every round.
+with an oracle that knows times and rates and takes the best K in every round.
 """
 
 import math
@@ -27,10 +27,10 @@ class World:
 
     Attributes:
         cost: milliseconds of a round, without noise.
-        rates: of acceptance by position, unconditional, of a request like most.
-        batches: sizes that rounds are padded to; the last is the most that run together.
+        rates: unconditional acceptance rates of a typical request, by position.
+        batches: batch sizes that rounds are padded to; the last is the maximum.
         noise: relative standard deviation of times.
-        shift: of all log-odds of acceptance, once half of all tokens have been generated.
+        shift: change of all log-odds of acceptance once half of all tokens have been generated.
     """
 
     cost: StepCost
@@ -40,15 +40,15 @@ class World:
     shift: float = 0.0
 
     def ms(self, batch: int, k: int) -> float:
-        """Milliseconds of a round of a padded batch."""
+        """Return the milliseconds of a round of a padded batch."""
         return self.cost.ms(batch, k)
 
     def padded(self, num_sequences: int) -> int:
-        """The batch size to which so many are padded."""
+        """Return the batch size to which `num_sequences` are padded."""
         return self.batches[bisect_left(self.batches, num_sequences)]
 
     def replay(self, ks: Sequence[int], rng: random.Random) -> StepCost:
-        """What an engine measures as it starts: the median of a few rounds of each shape."""
+        """Return what an engine measures as it starts: the median of a few rounds of each shape."""
 
         def median(batch: int, k: int) -> float:
             times = sorted(self.ms(batch, k) * self._factor(rng) for _ in range(REPLAYS))
@@ -66,9 +66,9 @@ class Workload:
     """Requests, in the order of their arrival.
 
     Attributes:
-        lengths: tokens that each decodes.
-        arrivals: when each comes, in milliseconds.
-        effects: each request's log-odds of acceptance beyond the law's.
+        lengths: number of tokens that each request decodes.
+        arrivals: arrival time of each request, in milliseconds.
+        effects: difference of each request's log-odds of acceptance from the typical ones.
     """
 
     lengths: Sequence[int]
@@ -86,7 +86,7 @@ class Workload:
         longest: int = 12000,
         spread: float = 0.8,
     ) -> "Workload":
-        """All requests at once, of lognormal length: a batch that drains into a long tail."""
+        """Draw requests of lognormal length that all arrive at once: a batch with a long tail."""
         lengths = [rng.lognormvariate(math.log(median), sigma) for _ in range(num_requests)]
         clipped = [int(min(max(length, 50), longest)) for length in lengths]
         effects = [rng.gauss(0, spread) for _ in range(num_requests)]
@@ -96,7 +96,7 @@ class Workload:
     def stream(
         cls, rng: random.Random, num_requests: int, *, per_second: float, **others: float
     ) -> "Workload":
-        """Requests that arrive at random (Poisson), `per_second` on average."""
+        """Draw requests that arrive at random (Poisson), `per_second` on average."""
         drawn = cls.rollout(rng, num_requests, **others)  # pyright: ignore[reportArgumentType]
         gaps = [1e3 * rng.expovariate(per_second) for _ in range(num_requests)]
         return cls(drawn.lengths, list(accumulate(gaps)), drawn.effects)
@@ -107,10 +107,10 @@ class Outcome:
     """The outcome of a run. Regret: loss of expected goodput per round, weighted by time.
 
     Attributes:
-        makespan_ms: from the first arrival to the last token.
-        regret: 1 - goodput / the oracle's, of the same rounds.
+        makespan_ms: time from the first arrival to the last token.
+        regret: 1 - goodput / the oracle's goodput in the same rounds.
         ms_by_batch: time in rounds of each padded batch size.
-        lost_by_batch: of that, what the oracle would have saved.
+        lost_by_batch: the part of that time that the oracle would have saved.
         trace: (milliseconds, sequences, K) of each round.
     """
 
@@ -123,17 +123,17 @@ class Outcome:
 
     @property
     def regret(self) -> float:
-        """Over all rounds."""
+        """The regret over all rounds."""
         return sum(self.lost_by_batch.values()) / sum(self.ms_by_batch.values())
 
     @property
     def regret_by_batch(self) -> dict[int, float]:
-        """Of each padded batch size."""
+        """The regret by padded batch size."""
         return {b: self.lost_by_batch[b] / ms for b, ms in sorted(self.ms_by_batch.items())}
 
 
 class _Running:
-    """Requests that decode, and what the oracle knows of them."""
+    """The requests that decode, and their true acceptance rates, which the oracle knows."""
 
     def __init__(self, workload: Workload, logits: Sequence[float]):
         self.remaining = list(workload.lengths)
@@ -142,7 +142,7 @@ class _Running:
         self._shift = 0.0
         self.active: list[int] = []
         self.rates: dict[int, list[float]] = {}  # conditional
-        self.survival = [0.0] * len(logits)  # summed over the active, unconditional
+        self.survival = [0.0] * len(logits)  # unconditional rates, summed over `active`
 
     def enter(self, request: int) -> None:
         self.active.append(request)
@@ -156,7 +156,7 @@ class _Running:
         self.active = [request for request in self.active if request in self.rates]
 
     def shift(self, by: float) -> None:
-        """Change all acceptance from now on."""
+        """Change all log-odds of acceptance from now on."""
         self._shift += by
         again, self.active, self.rates = self.active, [], {}
         self.survival = [0.0] * len(self._logits)
@@ -169,9 +169,9 @@ class _Running:
 
 
 def simulate(world: World, workload: Workload, policy: Policy | None, seed: int = 0) -> Outcome:
-    """Run the workload to its end with a policy; None is the oracle.
+    """Run the workload to its end with a policy; None means the oracle.
 
-    A policy learns of a round after it has chosen for the next, as in an engine with a step in
+    A policy observes a round after it has chosen K for the next one, as in an engine with a step in
     flight.
     """
     rng = random.Random(seed)

@@ -1,13 +1,14 @@
-"""Milliseconds of a round, by batch size, K and context.
+"""Estimates the milliseconds of a round, by batch size, K and context.
 
 A round of B requests and K drafts runs B (K + 1) tokens through the target. Its time is known at
-points, from a profile or from replays of the compiled steps; between them it is linear in both
-directions, and never falls as tokens are added.
+points (batch size, K), from a profile or from replays of the compiled steps; between points it is
+interpolated linearly, and it never falls as tokens are added.
 
-Times of rounds that are served replace these. The logarithm of a served time over the replayed one
-is taken for a sum of what all points of a batch size share (as the host's part), what is a point's
-own, and noise. The estimate is the mean that follows (a random-effects model): a point that was
-served a few times goes by these alone, one that never was by its replay and what the others share.
+Times of served rounds correct these. The log ratio of a served time to the replayed time is
+modelled as the sum of a part that all points of a batch size share (e.g. the host's), a part of one
+point, and noise. The estimate is the posterior mean of this random-effects model: a point that was
+served several times follows its own times; a point that was never served follows its replayed time
+and the shared part.
 """
 
 import math
@@ -17,21 +18,21 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate, pairwise
 from statistics import median
 
-REPLAY_SPREAD, ROUND_SPREAD = 0.06, 0.04  # standard deviations of logarithms: own part, noise
-_NUM_KEPT = 31  # last rounds of a point, whose median counts
-_CLIP = 0.15  # of a log ratio: a time further off counts as this
-_SETTLED, _DRIFT_GAIN = 5, 0.15  # rounds after which a point tells of drift, and how much
-_SHARED_WEIGHT = 0.25  # of what is expected to be shared, in points
+REPLAY_SPREAD, ROUND_SPREAD = 0.06, 0.04  # standard deviations of log ratios: a point's part, noise
+_NUM_KEPT = 31  # number of a point's last rounds, of which the median counts
+_CLIP = 0.15  # log ratios are clipped to this
+_SETTLED, _DRIFT_GAIN = 5, 0.15  # rounds before a point indicates drift; gain of drift
+_SHARED_WEIGHT = 0.25  # weight of the shared part's prior, in points
 
 Column = Mapping[int, float]  # milliseconds by K
 Points = Mapping[int, Column]  # by batch size
 
 
 class StepCost:
-    """Estimates times of rounds, and learns from observed ones.
+    """Estimates times of rounds, and learns from observed times.
 
-    A drift is shared by all points (clocks, neighbours, longer texts), so that a K that has not run
-    lately is judged like the others.
+    All points share one drift (clock rates, other users, longer texts), so that a K that has not
+    run lately is judged like the others.
     """
 
     def __init__(
@@ -42,8 +43,8 @@ class StepCost:
         batches: Sequence[int] = (),
         ms_per_context_token: float = 0.0,
     ):
-        """`ks` become points, too. `batches` are the sizes to which rounds are padded; without them
-        nothing is padded."""
+        """`ks` become points too. `batches` are the sizes to which rounds are padded; if there are
+        none, rounds are not padded."""
         self._measured = {batch: dict(column) for batch, column in points.items()}
         self.ks = sorted({*ks, *(k for column in points.values() for k in column)})
         rows = {batch: [_along_k(points[batch], k) for k in self.ks] for batch in sorted(points)}
@@ -55,17 +56,18 @@ class StepCost:
         self.ms_per_context_token = ms_per_context_token
         self._drift = 0.0
         self._rows = [_Row(points) for points in _monotone(list(rows.values()))]
-        self._known: dict[int, tuple[Column, Column]] = {}  # of rows, since the last round
+        self._known: dict[int, tuple[Column, Column]] = {}  # points, estimates by row
 
     def widened(self, ks: Sequence[int], batches: Sequence[int]) -> "StepCost":
-        """The same points and their extrapolation to others, without what was learned."""
+        """Return the measured points, extended to `ks` and `batches`, without learned times."""
         per_token = self.ms_per_context_token
         return StepCost(self._measured, ks=ks, batches=batches, ms_per_context_token=per_token)
 
     def add(self, batch_size: int, k: int, ms: float) -> None:
-        """Set the time of a round of one of `batches` and one of `ks`, without context.
+        """Set the time, without context, of a round with one of `batches` and one of `ks`.
 
-        Ks that were not measured at a batch size grow as at the largest measured batch size.
+        At Ks that were not measured for a batch size, time grows as at the largest measured batch
+        size.
         """
         self._measured.setdefault(batch_size, {})[k] = ms
         whole = self._measured[max(self._measured)]
@@ -80,9 +82,10 @@ class StepCost:
         self._known.clear()
 
     def ms(self, batch_size: int, k: int, num_context: float = 0) -> float:
-        """Milliseconds of a round of k drafts, of requests with so many tokens before altogether.
+        """Return the milliseconds of a round of k drafts; `num_context` is the sum over requests.
 
-        Batch sizes beyond the points and Ks below take the nearest; Ks above are extrapolated.
+        Batch sizes beyond the points, and Ks below them, take the nearest point; Ks above are
+        extrapolated.
         """
         if self._is_padded:
             points, estimates = self._estimates(self._index(batch_size))
@@ -94,12 +97,12 @@ class StepCost:
         return estimate * (1 + context / point) * math.exp(self._drift)
 
     def spread(self, batch_size: int, k: int) -> float:
-        """The standard deviation of the estimate's logarithm, for one of `ks`."""
+        """Return the standard deviation of the estimate's logarithm, for one of `ks`."""
         num_served = len(self._row(batch_size).served[self.ks.index(k)])
         return (REPLAY_SPREAD**-2 + num_served * ROUND_SPREAD**-2) ** -0.5
 
     def padded(self, batch_size: int) -> int:
-        """The batch size at which such a round is counted."""
+        """Return the one of `batches` to which `batch_size` is padded."""
         return self.batches[self._index(batch_size)]
 
     def observe(self, batch_size: int, k: int, num_context: float, ms: float) -> None:
@@ -117,7 +120,7 @@ class StepCost:
         self._known.clear()
 
     def _estimates(self, index: int) -> tuple[Column, Column]:
-        """A row's points and their estimates."""
+        """Return a row's points and their estimates."""
         if index not in self._known:
             row = self._rows[index]
             both = row.points, row.estimates(self._elsewhere(row))
@@ -130,7 +133,7 @@ class StepCost:
         return dict(zip(self.ks, _between(rows, batch_size), strict=True))
 
     def _elsewhere(self, row: "_Row") -> float:
-        """What points of other batch sizes share."""
+        """Return the shared part that other batch sizes suggest."""
         others = [other for other in self._rows if other is not row]
         weight = sum(other.weight for other in others)
         return sum(other.total for other in others) / (weight + _SHARED_WEIGHT)
@@ -143,22 +146,22 @@ class StepCost:
 
 
 class _Row:
-    """The points of a batch size and what was served of them, as logarithms of ratios to them."""
+    """The points of a batch size, and the log ratios of served times to them."""
 
     def __init__(self, points: Sequence[float]):
         self.points = points
         self.served = [deque(maxlen=_NUM_KEPT) for _ in points]
-        self.levels = [0.0 for _ in points]  # medians of those
-        self.weight = self.total = 0.0  # of the levels, see `_weight`
+        self.levels = [0.0 for _ in points]  # medians of `served`
+        self.weight = self.total = 0.0  # sums over points, see `_weight`
 
     def add(self, column: int, surprise: float) -> None:
-        """Note a round."""
+        """Add the log ratio of a round."""
         self.served[column].append(surprise)
         self.levels[column] = median(self.served[column])
         self._sum()
 
     def move(self, points: Sequence[float]) -> None:
-        """Take other points; what was served stays what it was."""
+        """Replace the replayed times; keep the served times."""
         for served, old, new in zip(self.served, self.points, points, strict=True):
             served.extend([x + math.log(old / new) for x in served])
         self.levels = [median(served) if served else 0.0 for served in self.served]
@@ -166,12 +169,12 @@ class _Row:
         self._sum()
 
     def forget(self, column: int) -> None:
-        """Forget what was served of a point."""
+        """Forget a point's served times."""
         self.served[column].clear()
         self._sum()
 
     def estimates(self, elsewhere: float) -> list[float]:
-        """Times of all points. Those that were not served lie between those that were."""
+        """Return the times of all points; unserved points are kept between served ones."""
         shared = (self.total + _SHARED_WEIGHT * elsewhere) / (self.weight + _SHARED_WEIGHT)
         replayed = [point * math.exp(shared) for point in self.points]
         served = [point * math.exp(x) for point, x in zip(self.points, self.levels, strict=True)]
@@ -193,7 +196,7 @@ class _Row:
 
 
 def _weight(num_served: int) -> float:
-    """The weight of a point's served rounds against its prior, from 0 to 1."""
+    """Return the weight of a point's served rounds against its prior, from 0 to 1."""
     return num_served / (num_served + (ROUND_SPREAD / REPLAY_SPREAD) ** 2)
 
 
@@ -202,7 +205,7 @@ def _clipped(x: float) -> float:
 
 
 def _between(rows: Mapping[int, Sequence[float]], batch: int) -> list[float]:
-    """The row of a batch size, from those around it."""
+    """Return the row of a batch size, interpolated between its neighbours."""
     return [_line({b: row[i] for b, row in rows.items()}, batch) for i in range(_width(rows))]
 
 
@@ -221,7 +224,7 @@ def _along_k(points: Column, k: int) -> float:
 
 
 def _line(points: Mapping[int, float], x: float) -> float:
-    """Linear between points, and flat beyond them."""
+    """Interpolate linearly between points; beyond them, take the nearest."""
     xs = sorted(points)
     if x <= xs[0]:
         return points[xs[0]]
@@ -232,16 +235,16 @@ def _line(points: Mapping[int, float], x: float) -> float:
 
 
 def _monotone(rows: Sequence[Sequence[float]]) -> list[list[float]]:
-    """The rows as they rise to the right and downwards.
+    """Return the rows, adjusted to rise to the right and downwards.
 
-    An isotonic regression in one direction after the other keeps both orders.
+    Isotonic regression in one direction, then in the other, keeps both orders.
     """
     risen = zip(*(_rising(column) for column in zip(*rows, strict=True)), strict=True)
     return [_rising(row) for row in risen]
 
 
 def _rising(values: Sequence[float]) -> list[float]:
-    """Isotonic regression: pool adjacent violators (Ayer et al. 1955)."""
+    """Return the isotonic regression: pool adjacent violators (Ayer et al. 1955)."""
     pools: list[tuple[float, int]] = []  # mean, count
     for value in values:
         pools.append((value, 1))

@@ -63,7 +63,7 @@ def test_only_an_online_profile_learns_rates_after_its_warm_up(is_online):
     [
         *((name, "static:K, table, profile, adaptive") for name in ("", "static", "static:")),
         *(
-            (name, "is none of")
+            (name, "is not one of")
             for name in (
                 "static:-1",
                 "static:1.5",
