@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specjax import LLM, SamplingParams
+from specjax import SamplingParams
 from specjax.host.request import Request
 from specjax.host.speculation.policy import PolicyRule
 
@@ -40,11 +40,6 @@ class Recording(PolicyRule):
 
     def observe(self, outcome):
         self.rounds.append(outcome)
-
-
-def generate(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
-    """The tokens of the first samples."""
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, False)]
 
 
 def requests_of(num_tokens: int, count: int = 2, first: int = 0) -> list[Request]:
