@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.engines import K, make_llm
+from support.engines import EXACT, K, generate, generate_tokens, make_llm
 from support.shared_models import VOCAB, eagle3, llama, of_few_words
 
 from specjax import LLM, SamplingParams
@@ -13,8 +13,8 @@ from specjax.bench.identity import compare
 from specjax.host.speculation.policy import GoodputPolicy, PolicyRule, StaticPolicy
 
 pytest.importorskip("llguidance")
-EXACT = {"exact": True, "decode_batches": None, "prefill_shapes": None}
 LENGTHS = (1, 33, 70, 5, 32, 96, 17)
+FORWARDS = range(len(LENGTHS))
 FEATURES = [
     {"logprobs": 3},
     {"temperature": 0.8, "logprobs": 20},
@@ -22,13 +22,8 @@ FEATURES = [
     {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 0},
     {},
 ]
-PARAMS = [
-    SamplingParams(
-        **({"temperature": 0.0, "seed": i, "max_tokens": 20, "ignore_eos": True} | FEATURES[i % 5])
-    )
-    for i in range(len(LENGTHS))
-]
-FORWARDS = range(len(LENGTHS))
+GREEDY = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
+PARAMS = [SamplingParams(**{**GREEDY, "seed": i, **FEATURES[i % 5]}) for i in FORWARDS]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +60,7 @@ def expected(llm, prompts):
 
 def outcome(llm, prompts, order):
     """Tokens and log-probabilities of every sample, of requests that come in this order."""
-    results = llm.generate([prompts[i] for i in order], [PARAMS[i] for i in order], False)
+    results = generate(llm, [prompts[i] for i in order], [PARAMS[i] for i in order])
     found = dict(zip(order, results, strict=True))
     return [
         [(output.token_ids, output.logprobs, output.cumulative_logprob) for output in outputs]
@@ -77,9 +72,7 @@ class CyclicPolicy(PolicyRule):
     """Another K every step."""
 
     choices = (1, 0, 3, 2)
-
-    def __init__(self):
-        self.num_steps = 0
+    num_steps = 0
 
     def choose(self, load):
         self.num_steps += 1
@@ -93,9 +86,9 @@ def test_one_program_does_everything(llm, compilations):
     params = [SamplingParams(temperature=0, **kind) for kind in kinds]
     prompts = [list(range(length)) for length in (1, 30, 33, 63)]
     with compilations.none_expected():
-        llm.generate(prompts, params, use_tqdm=False)
+        generate(llm, prompts, params)
         for prompt, one in zip(prompts, params, strict=True):
-            llm.generate([prompt], one, use_tqdm=False)
+            generate(llm, prompt, one)
     assert llm.metrics().num_compilations == num_programs
 
 
@@ -142,14 +135,12 @@ def test_it_may_be_adaptive(folder, head, expected, prompts):
 
 def test_the_tokens_are_those_of_steps_in_other_shapes(folder, expected, prompts):
     common = [i for i in FORWARDS if i % 5 in (0, 1, 4)]
+    params = [replace(PARAMS[i], logprobs=None) for i in common]
     with make_llm(folder) as plain:
-        make = plain.request_maker.make
-        asked = {i: replace(PARAMS[i], logprobs=None) for i in common}
-        results = plain.generate([prompts[i] for i in common], list(asked.values()), False)
-        found = compare(
-            plain.engine,
-            [(make(prompts[i], one, i, f"prompt {i}"), 0) for i, one in asked.items()],
-            [expected[i][0][0] for i in common],
-            [result.outputs[0].token_ids for result in results],
-        )
+        pairs = [
+            (plain.request_maker.make(prompts[i], one, i, f"prompt {i}"), 0)
+            for i, one in zip(common, params, strict=True)
+        ]
+        tokens = generate_tokens(plain, [prompts[i] for i in common], params)
+        found = compare(plain.engine, pairs, [expected[i][0][0] for i in common], tokens)
     assert not found.mismatches and len(found.near_ties) <= 1
