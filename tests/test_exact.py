@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from support.dynamic_k import InTurn
 from support.engines import EXACT, K, generate, generate_tokens, make_llm
 from support.shared_models import VOCAB, eagle3, llama, of_few_words
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
-from specjax.host.speculation.policy import GoodputPolicy, PolicyRule, StaticPolicy
+from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
 
 pytest.importorskip("llguidance")
 LENGTHS = (1, 33, 70, 5, 32, 96, 17)
@@ -68,17 +69,6 @@ def outcome(llm, prompts, order):
     ]
 
 
-class CyclicPolicy(PolicyRule):
-    """Another K every step."""
-
-    choices = (1, 0, 3, 2)
-    num_steps = 0
-
-    def choose(self, load):
-        self.num_steps += 1
-        return self.choices[self.num_steps % len(self.choices)]
-
-
 def test_one_program_does_everything(llm, compilations):
     num_programs = len({"admit", "prefill", "begin", "propose", "extend", "settle"})
     assert llm.metrics().num_compilations == num_programs
@@ -100,7 +90,7 @@ def test_the_same_bits_under_any_schedule(llm, expected, prompts):
     assert metrics.num_accepted_tokens > before.num_accepted_tokens
     assert metrics.k_histogram[0] == before.k_histogram[0], "a round without drafts"
     assert metrics.k_histogram[K] > before.k_histogram.get(K, 0)
-    llm.engine.set_policy(CyclicPolicy())
+    llm.engine.set_policy(InTurn(1, 0, 3, 2))
     assert outcome(llm, prompts, FORWARDS) == expected
     metrics = llm.metrics()
     assert metrics.k_histogram.keys() == {0, 1, 2, 3}
@@ -118,7 +108,7 @@ def test_the_same_bits_with_a_drafter_and_without(checkpoints, prompts):
     sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 96}
     with make_llm(target.folder, "eagle3", head, **sizes, **EXACT) as llm:
         assert outcome(llm, prompts, FORWARDS[::-1]) == expected
-        llm.engine.set_policy(CyclicPolicy())
+        llm.engine.set_policy(InTurn(1, 0, 3, 2))
         assert outcome(llm, prompts, FORWARDS) == expected
         assert llm.metrics().num_accepted_tokens > 0
 

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from support.dynamic_k import InTurn
 from support.engines import K, assert_idle, generate_tokens, make_llm
 from support.shared_models import (
     NUM_SNAPSHOTS,
@@ -27,7 +28,7 @@ import specjax.engine.engine
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
 from specjax.device.models.model import is_recurrent
-from specjax.host.speculation.policy import PolicyRule, StaticPolicy
+from specjax.host.speculation.policy import StaticPolicy
 from specjax.text.seeds import derived_seed
 
 PROMPT_LENGTHS = (1, 5, 32, 33, 64, 70, 96, 2, 31, 40, 3, 65, 17, 90, 8, 50, 12, 77, 1, 32)
@@ -153,22 +154,10 @@ def test_any_batch_gives_the_tokens_of_plain_decoding(llm, works, compilations, 
     assert llm.metrics().num_compiles_after_warmup == 0
 
 
-@dataclass
-class CyclicPolicy(PolicyRule):
-    """Another K every step."""
-
-    choices: tuple[int, ...]
-    num_steps: int = 0
-
-    def choose(self, load):
-        self.num_steps += 1
-        return self.choices[self.num_steps % len(self.choices)]
-
-
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_k_may_change_every_step(llm, works, temperature):
     work = works[temperature]
-    llm.engine.set_policy(CyclicPolicy((0, K, 1)))
+    llm.engine.set_policy(InTurn(0, K, 1))
     before = llm.metrics().k_histogram
     assert_same(llm, work, generate_tokens(llm, work.prompts, work.params))
     histogram = llm.metrics().k_histogram

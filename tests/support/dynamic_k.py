@@ -42,6 +42,17 @@ class Recording(PolicyRule):
         self.rounds.append(outcome)
 
 
+class InTurn(PolicyRule):
+    """K of every round from a list, over and over."""
+
+    def __init__(self, *ks: int):
+        self.choices, self._ks, self._num_rounds = tuple(sorted(set(ks))), ks, 0
+
+    def choose(self, load):
+        self._num_rounds += load.num_sequences > 0
+        return self._ks[self._num_rounds % len(self._ks)]
+
+
 def requests_of(num_tokens: int, count: int = 2, first: int = 0) -> list[Request]:
     """Requests of short prompts."""
     params = SamplingParams(temperature=0)
