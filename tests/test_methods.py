@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from support.engines import SIZES, K, make_llm
+from support.engines import EXACT, SIZES, K, make_llm
 from support.real_schedules import Found, run_real_schedule
 from support.refits import moved
 from support.schedules import AnyPolicy
@@ -33,7 +33,6 @@ from specjax.rl import RolloutEngine
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.slow
 
-EXACT = {"exact": True, "decode_batches": None, "prefill_shapes": None}
 SNAPSHOTS = {"num_snapshots": NUM_SNAPSHOTS}
 PROMPT_LENGTHS = (1, 33, 38, 5, 32, 17, 36, 8)  # as long as random schedules allow, with outputs
 GRAMMARS = {"regex": "[A-Z][a-z ]{3,12}!"}, {"choice": ["yes", "no", "yes, but no"]}, None

@@ -8,7 +8,7 @@ import argparse
 import importlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import K, make_llm
+from support.engines import EXACT, K, make_llm, patched
 from support.shared_models import NUM_SNAPSHOTS, hybrid
 from support.simulated_device import SimulatedPrograms
 
@@ -26,73 +26,33 @@ from specjax import LLM
 from specjax.device.models.registry import describe_model, read_config
 from specjax.engine.engine import Engine
 from specjax.engine.programs import Begin, Decode
-from specjax.host.residency import slot_of
 from specjax.host.scheduler import Scheduler
 
 pytestmark = pytest.mark.every_jax
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 OPTIONS = ["--k", str(K), "--slots", "4", "--max-tokens", "12"]
-EXACT = {"exact": True, "decode_batches": None, "prefill_shapes": None}
-
-# What the counter holds after a step, from the slots that took part, what is true, and what was
-# true after the step before.
-Wrong = Callable[[list[int], np.ndarray, np.ndarray], np.ndarray]
-
-
-def late(slots, now, before):
-    return before
-
-
-def of_the_request_beside(slots, now, before):
-    return put(now, slots, np.roll(now[slots], 1))
-
-
-def without_drafts(slots, now, before):
-    return put(now, slots, 1)
-
-
-def with_rejected_drafts(slots, now, before):
-    return put(now, slots, K + 1)
-
-
-def one_after_a_prompt(slots, now, before):
-    return put(now, slots, 1)
-
-
-def put(values, slots, new):
-    values = values.copy()
-    values[slots] = new
-    return values
 
 
 @contextmanager
-def counts(engine: Engine, wrong: Wrong, program: type) -> Iterator[None]:
-    """Overwrite the counts of accepted tokens after every run of one of a step's programs."""
-    programs, launch = engine.programs, engine._launch
+def late_counts(engine: Engine, program: type) -> Iterator[None]:
+    """After every run of one of a step's programs, counts of accepted tokens are those before."""
+    programs = engine.programs
     run, before = programs.run, np.asarray(programs.state.pending)
-    slots: list[int] = []
-
-    def launch_known(parts: Any) -> Any:
-        plan = parts[0 if program is Begin else -1]
-        slots[:] = map(slot_of, plan.sequences)
-        return launch(parts)
 
     def run_wrongly(key: Any, *arguments: Any) -> Any:
         nonlocal before
         result = run(key, *arguments)
         if isinstance(key, program):
-            # A copy: the next step is given the state's own memory to write to.
-            now = np.array(programs.state.pending)
-            progress = np.array(programs.state.progress)
-            progress[:, 1] = wrong(slots, now, before)
-            state = replace(programs.state, progress=jnp.array(progress))
-            programs.state, before = state, now
+            # Copies: the next step is given the state's own memory to write to.
+            now, progress = (
+                np.array(values) for values in (programs.state.pending, programs.state.progress)
+            )
+            progress[:, 1], before = before, now
+            programs.state = replace(programs.state, progress=jnp.array(progress))
         return result
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_launch", launch_known)
-        patch.setattr(programs, "run", run_wrongly)
+    with patched(programs, "run", run_wrongly):
         yield
 
 
@@ -142,14 +102,6 @@ def run_alone(engine: Engine) -> None:
     engine.scheduler = Scheduler(config, policy, num_snapshots=config.num_snapshots)
 
 
-@pytest.fixture(scope="module")
-def asked(served) -> tuple[Any, Any]:
-    """Requests of a few prompts, and what they come to alone."""
-    settings = argparse.Namespace(**vars(served.settings) | {"prompts": 8, "samples": 4})
-    requests = served.stress.make_requests(served.llm, settings, 0)
-    return requests, served.stress.serve(served.alone.engine, requests)[0]
-
-
 def test_every_generation_is_that_of_the_request_alone(served, capsys):
     exact = served.settings.exact
     prompts, samples, rounds = 8 if exact else 16, 4, 2
@@ -172,34 +124,17 @@ def test_every_generation_is_that_of_the_request_alone(served, capsys):
 
 
 @pytest.mark.parametrize("served", [""], indirect=True)
-@pytest.mark.parametrize(
-    "wrong, program",
-    [
-        (late, Decode),
-        (of_the_request_beside, Decode),
-        (without_drafts, Decode),
-        (with_rejected_drafts, Decode),
-        (one_after_a_prompt, Begin),
-    ],
-)
-def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, asked, wrong, program):
-    stress, engine = served.stress, served.llm.engine
-    requests, expected = asked
-    with counts(engine, wrong, program):
-        outputs, _ = stress.serve(engine, requests)
-    found = stress.compare_all(engine, requests, expected, outputs)
-    assert len(found.mismatches) > found.num_outputs / 8
-    # Those who take the slots and pages next do not notice.
-    outputs, _ = stress.serve(engine, requests)
-    assert not stress.compare_all(engine, requests, expected, outputs).mismatches
-
-
-@pytest.mark.parametrize("served", [""], indirect=True)
-def test_a_run_with_a_mismatch_fails(served, capsys):
-    with counts(served.llm.engine, late, Decode):
-        code, result = served.run(prompts=4, samples=2, rounds=1)
-    assert code == 1 and result["samples"]["mismatches"]
-    assert result["samples"]["mismatches"][0] in capsys.readouterr().out
+@pytest.mark.parametrize("program", [Begin, Decode])
+def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, program, capsys):
+    """Those who take the slots and pages next do not notice."""
+    sizes = {"prompts": 8, "samples": 4, "rounds": 1}
+    with late_counts(served.llm.engine, program):
+        code, result = served.run(**sizes)
+    found = result["samples"]["mismatches"]
+    assert code == 1 and len(found) > 8 * 4 / 8
+    assert found[0] in capsys.readouterr().out
+    code, result = served.run(**sizes)
+    assert code == 0 and not result["samples"]["mismatches"]
 
 
 def test_prompts_are_ragged(stress):
