@@ -1,6 +1,5 @@
 """Outputs that grow: each goes on from the one before, and who fails, stops or leaves is alone."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from functools import reduce
 from itertools import pairwise
@@ -259,63 +258,48 @@ def test_requests_are_added_together_or_not_at_all(llm):
 # --- requests that fail ---------------------------------------------------------------------------
 
 
-class Watch:
-    """Raises at the third token."""
+class Failing:
+    """A watch of texts or a grammar that raises at the third token, or when asked for masks the
+    third time, while a round of others is on its way."""
 
-    stop_reason = None
-    text = stable = ""
-    num_tokens = 0
+    stop_reason, text, stable, is_finished = None, "", "", False
+
+    def __init__(self, by_tokens: bool = True):
+        self.by_tokens, self.count = by_tokens, 0
 
     def append(self, tokens):
-        self.num_tokens += len(tokens)
-        if self.num_tokens >= 3:
-            raise LookupError("it is gone")
+        self.note(len(tokens) * self.by_tokens)
 
-
-class Grammar(Watch):
-    """Raises at the third token."""
-
-    is_finished = False
-    accept = Watch.append
+    accept = append
 
     def masks(self, drafts):
+        self.note(not self.by_tokens)
         return -1
 
-
-class MaskedGrammar:
-    """Raises when asked for masks the third time, while a round of others is on its way."""
-
-    is_finished = False
-    num_asked = 0
-
-    def accept(self, tokens):
-        pass
-
-    def masks(self, drafts):
-        self.num_asked += 1
-        if self.num_asked >= 3:
+    def note(self, count):
+        self.count += count
+        if self.count >= 3:
             raise LookupError("it is gone")
-        return -1
 
 
 @pytest.mark.parametrize(
-    "which, name, kind",
+    "which, name, by_tokens",
     [
-        ("llm", "watch_text", Watch),
-        ("llm", "follow_grammar", Grammar),
-        ("plain", "follow_grammar", MaskedGrammar),
+        ("llm", "watch_text", True),
+        ("llm", "follow_grammar", True),
+        ("plain", "follow_grammar", False),
     ],
 )
-def test_a_request_that_fails_fails_alone(request, ragged_prompts, which, name, kind):
+def test_a_request_that_fails_fails_alone(request, ragged_prompts, which, name, by_tokens):
     llm: LLM = request.getfixturevalue(which)
     prompts = ragged_prompts(3, 10, 20, 5, 40)
     expected = generate_tokens(llm, prompts, GREEDY)
     before = llm.metrics().requests_finished
     requests = [llm.request_maker.make(p, GREEDY, i, "x") for i, p in enumerate(prompts)]
-    changes: dict[str, Callable | SamplingParams] = {name: kind}
-    if kind is MaskedGrammar:
-        changes["params"] = replace(GREEDY, structured_outputs={"regex": "x"})
-    requests[1] = replace(requests[1], **changes)
+    requests[1] = replace(requests[1], **{name: lambda: Failing(by_tokens)})
+    if not by_tokens:
+        params = replace(GREEDY, structured_outputs={"regex": "x"})
+        requests[1] = replace(requests[1], params=params)
     llm.engine.prepare(requests)
     added = [llm.engine.add(one)[0] for one in requests]
     touched = run(llm.engine)
@@ -323,7 +307,7 @@ def test_a_request_that_fails_fails_alone(request, ragged_prompts, which, name, 
     assert failed.finish_reason == "error" and isinstance(failed.error, LookupError)
     assert failed in touched
     assert failed.output == expected.pop(1)[: failed.num_output] and failed.num_output < 3
-    assert which == "llm" or failed.num_output == 2
+    assert by_tokens or failed.num_output == 2
     assert [sample.output for sample in added] == expected
     after = llm.metrics().requests_finished
     assert after["error"] - before.get("error", 0) == 1
