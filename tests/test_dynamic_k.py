@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from support.dynamic_k import Recording, requests_of
 from support.engines import K, generate_tokens, make_llm, simulated_engines
-from support.shared_models import EOS, eagle3, llama, of_few_words
+from support.shared_models import EOS, eagle3, llama, of_few_words, without_end
 
 from specjax import SamplingParams
 from specjax.host.speculation.acceptance import Acceptance
@@ -19,10 +19,7 @@ from specjax.host.speculation.step_cost import StepCost
 
 @pytest.fixture(scope="module")
 def folder(checkpoints):
-    """Without an end, so that outputs are as long as they may be."""
-    folder = checkpoints.copy(llama(checkpoints).folder, eos_token_id=None)
-    (folder / "generation_config.json").unlink()
-    return of_few_words(checkpoints, folder)
+    return of_few_words(checkpoints, without_end(checkpoints, llama(checkpoints).folder))
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ slow suite.
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import median
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.dynamic_k import Recording, requests_of, write_profile
-from support.engines import SIZES, K, generate_tokens
+from support.engines import K, generate_tokens
 from support.engines import make_llm as make_any_llm
 from support.shared_models import EOS, eagle3, llama
 from support.simulated_device import SimulatedPrograms
@@ -240,15 +240,7 @@ REAL = pytest.param("real", marks=pytest.mark.slow)
 
 @pytest.fixture(scope="module", params=["simulated", REAL])
 def slow_engine(request, llm):
-    config = EngineConfig(
-        max_model_len=SIZES["max_model_len"],
-        num_pages=64,
-        max_num_seqs=2,
-        max_num_batched_tokens=64,
-        compile_ahead=True,
-        decode_batches=(2,),
-        prefill_shapes=((2, 32),),
-    )
+    config = replace(llm.engine.config, max_num_seqs=2, decode_batches=(2,))
     params = Params(llm.engine.params.target, None)
     if request.param == "real":
         parts = config, llm.target, SlowDrafter(), params, StaticPolicy(2)

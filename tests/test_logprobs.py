@@ -12,10 +12,17 @@ import numpy as np
 import pytest
 from scipy.special import log_softmax
 from support.engines import SIZES, VERIFICATIONS, K, generate, make_llm, simulated_engines
-from support.shared_models import EOS, VOCAB, eagle3, llama, of_few_words, prepare_everything
+from support.shared_models import (
+    EOS,
+    VOCAB,
+    eagle3,
+    llama,
+    of_few_words,
+    prepare_everything,
+    without_end,
+)
 
 from specjax import SamplingParams
-from specjax.host.speculation.policy import StaticPolicy
 
 CHUNK = SIZES["prefill_shapes"][0][1]
 TOLERANCE = 1e-4
@@ -26,9 +33,7 @@ LENGTHS = (5, 1, CHUNK + 1, 2 * CHUNK + 6, 2, CHUNK)
 def folder(checkpoints):
     """A target with a tokenizer of single characters, and no end."""
     folder = of_few_words(checkpoints, llama(checkpoints).folder)
-    folder = checkpoints.copy(folder, eos_token_id=None)
-    (folder / "generation_config.json").unlink()
-    return checkpoints.with_letters(folder)
+    return checkpoints.with_letters(without_end(checkpoints, folder))
 
 
 @pytest.fixture(scope="module")
@@ -157,27 +162,20 @@ def test_accepted_recovered_and_bonus_tokens(llm, plain, prompts, logits_after, 
 
 
 def test_requests_that_ask_beside_ones_that_do_not(llm, prompts, logits_after):
-    """Of prompts longer than a chunk, and of ones that bring nothing but a first token."""
+    """Of prompts longer than a chunk, and of ones that bring nothing but a first token.
+
+    Of several samples all but the first prefill only the end of what they share.
+    """
     wishes = [{}, {"logprobs": 3}, {"prompt_logprobs": 2}, {"logprobs": 0}, {}, {"logprobs": 20}]
     wishes += [{"logprobs": (None, 0, 4)[i % 3], "prompt_logprobs": i % 5} for i in range(6)]
     params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=(12, 1, 2)[i % 3], **wish)
+        SamplingParams(temperature=1.0, seed=i, max_tokens=(12, 1, 2)[i % 3], n=1 + i % 3, **wish)
         for i, wish in enumerate(wishes)
     ]
     outputs = generate(llm, prompts * 2, params)
     assert_all_raw(outputs, params, logits_after)
     bare = [replace(one, logprobs=None, prompt_logprobs=None) for one in params]
     assert without_logprobs(outputs) == without_logprobs(generate(llm, prompts * 2, bare))
-
-
-def test_samples_share_what_their_prompt_says(llm, prompts, logits_after):
-    """The second sample prefills only the end of the prompt; each has its own log-probabilities."""
-    params = SamplingParams(
-        temperature=1.5, seed=4, max_tokens=9, n=3, logprobs=2, prompt_logprobs=3
-    )
-    outputs = generate(llm, prompts, params)
-    assert_all_raw(outputs, [params] * len(prompts), logits_after)
-    assert len({tuple(sample.token_ids) for sample in outputs[0].outputs}) == 3
 
 
 def test_tokens_come_with_their_text(llm):
@@ -231,15 +229,6 @@ def test_a_vocabulary_of_fewer_tokens_than_may_be_asked_for(checkpoints, is_simu
         assert [len(entry) for entry in output.outputs[0].logprobs] == [12, 12]
         with pytest.raises(ValueError, match="logprobs=13"):
             generate(llm, [1], SamplingParams(logprobs=13))
-
-
-@pytest.mark.slow
-def test_another_number_of_drafts(llm, prompts, logits_after):
-    params = SamplingParams(temperature=1.0, seed=7, max_tokens=20, logprobs=2)
-    llm.engine.set_policy(StaticPolicy(5))
-    outputs = generate(llm, prompts[:3], params)
-    llm.engine.set_policy(StaticPolicy(K))
-    assert_all_raw(outputs, [params] * 3, logits_after)
 
 
 @pytest.mark.slow

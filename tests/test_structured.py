@@ -20,7 +20,7 @@ from support.engines import (
     make_llm,
     tokens_of,
 )
-from support.shared_models import EOS, eagle3, llama, prepare_everything
+from support.shared_models import EOS, eagle3, llama, prepare_everything, without_end
 
 from specjax import SamplingParams
 
@@ -152,46 +152,56 @@ def test_other_verifications(folder, head, prompts, method):
         assert llm.metrics().num_accepted_tokens > 0
 
 
-# --- beside other requests ------------------------------------------------------------------------
+def test_any_mix_of_wishes(llm, plain, prompts):
+    """Grammars with whatever else a request may ask for, and requests without: as plainly."""
+    rng, space = np.random.default_rng(5), llm.tokenizer.encode(" ")[0]
 
+    def some(*values):
+        return values[rng.integers(len(values))]
 
-def test_requests_without_a_grammar_do_not_notice(llm, prompts):
-    """Every mix of the two in a batch, and steps with and without masks in turn."""
-    with_grammar = wishes(24, max_tokens=40)
-    free = [SamplingParams(seed=i, max_tokens=1 + i % 30, ignore_eos=True) for i in range(24)]
-    is_free = np.random.default_rng(1).random(24) < 0.5
-    params = [f if x else g for f, g, x in zip(free, with_grammar, is_free, strict=True)]
-    mixed = generate_tokens(llm, prompts, params)
-    for wanted in True, False:
-        which = [i for i in range(24) if is_free[i] == wanted]
-        alone = generate_tokens(llm, [prompts[i] for i in which], [params[i] for i in which])
-        assert [mixed[i] for i in which] == alone
-    assert_idle(llm)
+    def any_params(i):
+        return SamplingParams(
+            seed=i,
+            n=some(1, 1, 1, 2),
+            temperature=some(0.0, 0.7, 1.0, 1.5),
+            max_tokens=int(rng.integers(1, 80)),
+            top_k=some(0, 0, 5),
+            top_p=some(1.0, 1.0, 0.8),
+            min_p=some(0.0, 0.02),
+            repetition_penalty=some(1.0, 1.0, 1.2),
+            frequency_penalty=some(0.0, 0.3),
+            logit_bias=some({}, {3: 1.5, EOS: 4.0}),
+            bad_words=some((), ("q", "zz")),
+            stop=some((), ("e", "!!", '"c'), ("ing",)),
+            stop_token_ids=some((), (), (space,)),
+            ignore_eos=some(True, False),
+            logprobs=some(None, 0, 3),
+            structured_outputs=some(None, *(outputs for outputs, _ in KINDS.values())),
+        )
 
-
-def test_samples_follow_the_grammar_each_by_itself(llm, prompts):
-    params = [replace(one, n=3) for one in wishes(8)]
-    outputs = generate(llm, prompts[8:16], params)
-    assert_all_parse(outputs, params)
-    assert all(len(output.outputs) == 3 for output in outputs)
-    assert len({sample.text for sample in outputs[0].outputs}) == 3
-    first = generate_tokens(llm, prompts[8:16], [replace(one, n=1) for one in params])
-    assert tokens_of(outputs)[::3] == first
+    params = [any_params(i) for i in range(80)]
+    prompts = [prompts[i % len(prompts)] for i in range(80)]
+    outputs = generate(llm, prompts, params)
+    expected = generate(plain, prompts, params)
+    for one, output, other in zip(params, outputs, expected, strict=True):
+        for sample, same in zip(output.outputs, other.outputs, strict=True):
+            names = ("token_ids", "text", "finish_reason", "stop_reason")
+            assert [getattr(sample, n) for n in names] == [getattr(same, n) for n in names], one
+            assert not any(stop in sample.text for stop in one.stop)
+            assert not set(one.stop_token_ids) & set(sample.token_ids[:-1])
+            if one.logprobs is not None:
+                assert len(sample.logprobs) == len(sample.token_ids)
+                assert sample.cumulative_logprob == pytest.approx(same.cumulative_logprob, abs=1e-3)
+            wanted = one.structured_outputs
+            if wanted and sample.finish_reason == "stop" and sample.stop_reason is None:
+                field = next(f for f, v in vars(wanted).items() if v)
+                assert KINDS[field][1](sample.text), (one, sample.text)
+    reasons = {type(sample.stop_reason) for output in outputs for sample in output.outputs}
+    assert reasons == {type(None), str, int}
     assert_idle(llm)
 
 
 # --- ends -----------------------------------------------------------------------------------------
-
-
-def test_the_last_token_may_cut_it_short(llm, prompts):
-    long = wishes(8, kinds=["json", "regex"])
-    whole = generate_tokens(llm, prompts[:8], long)
-    for most in 1, 2, 5, 17:
-        short = [replace(one, max_tokens=most) for one in long]
-        for output, full in zip(generate(llm, prompts[:8], short), whole, strict=True):
-            sample = output.outputs[0]
-            assert sample.token_ids == full[:most]
-            assert sample.finish_reason == ("length" if most < len(full) else "stop")
 
 
 def test_an_end_comes_even_if_ends_are_ignored(llm, plain, prompts):
@@ -211,9 +221,7 @@ def test_an_end_comes_even_if_ends_are_ignored(llm, plain, prompts):
 
 def test_a_model_without_an_end_of_sequence(checkpoints, folder, head, prompts):
     """An output is over when nothing can follow; one that might go on goes to its last token."""
-    endless = checkpoints.copy(folder, eos_token_id=None)
-    (endless / "generation_config.json").unlink(missing_ok=True)
-    with make_llm(endless, "eagle3", head) as llm:
+    with make_llm(without_end(checkpoints, folder), "eagle3", head) as llm:
         prepare_everything(llm)
         params = wishes(12, kinds=["json", "regex"])
         choice = {"choice": ["xxxxx", "xxxxxy"]}
@@ -230,24 +238,6 @@ def test_a_model_without_an_end_of_sequence(checkpoints, folder, head, prompts):
                 assert KINDS[field][1](sample.text), sample.text
             assert sample.finish_reason == "stop" and sample.stop_reason is None
         assert_idle(llm)
-
-
-def test_a_stop_ends_it_before_its_time(llm, prompts):
-    """A text, with another that comes later or never, or an id."""
-    params, comma = wishes(9, kinds=["json"]), llm.tokenizer.encode(",")[0]
-    whole = [output.outputs[0] for output in generate(llm, prompts[:9], params)]
-    stops = [{"stop": ['", "count', "kinds"]}, {"stop": ["kinds", "zzzz"]}]
-    stops.append({"stop_token_ids": [comma]})
-    stopped = [replace(one, **stops[i % 3]) for i, one in enumerate(params)]
-    for i, output in enumerate(generate(llm, prompts[:9], stopped)):
-        sample, full = output.outputs[0], whole[i]
-        reason = ('", "count', "kinds", comma)[i % 3]
-        assert (sample.finish_reason, sample.stop_reason) == ("stop", reason)
-        if reason == comma:
-            assert sample.token_ids == full.token_ids[: full.token_ids.index(comma) + 1]
-        else:
-            assert sample.text == full.text[: full.text.index(reason)]
-    assert_idle(llm)
 
 
 def nothing_left(tokens, length, logits):
@@ -304,49 +294,3 @@ def test_where_no_token_is_left_in_other_engines(folder, head, options):
     with make_llm(folder, "eagle3", head, **options) as llm:
         for temperature in 1.0, 0.0:
             assert_dead_ends(llm, temperature, wishes)
-
-
-@pytest.mark.slow
-def test_any_mix_of_wishes(llm, plain, prompts):
-    """Grammars with whatever else a request may ask for, and requests without: as plainly."""
-    rng = np.random.default_rng(5)
-
-    def some(*values):
-        return values[rng.integers(len(values))]
-
-    def any_params(i):
-        return SamplingParams(
-            seed=i,
-            n=some(1, 1, 1, 2),
-            temperature=some(0.0, 0.7, 1.0, 1.5),
-            max_tokens=int(rng.integers(1, 80)),
-            top_k=some(0, 0, 5),
-            top_p=some(1.0, 1.0, 0.8),
-            min_p=some(0.0, 0.02),
-            repetition_penalty=some(1.0, 1.0, 1.2),
-            frequency_penalty=some(0.0, 0.3),
-            logit_bias=some({}, {3: 1.5, EOS: 4.0}),
-            bad_words=some((), ("q", "zz")),
-            stop=some((), ("e", "!!", '"c'), ("ing",)),
-            include_stop_str_in_output=some(True, False),
-            ignore_eos=some(True, False),
-            logprobs=some(None, 0, 3),
-            structured_outputs=some(None, *(outputs for outputs, _ in KINDS.values())),
-        )
-
-    params = [any_params(i) for i in range(80)]
-    prompts = [prompts[i % len(prompts)] for i in range(80)]
-    outputs = generate(llm, prompts, params)
-    expected = generate(plain, prompts, params)
-    for i, (output, other) in enumerate(zip(outputs, expected, strict=True)):
-        for sample, same in zip(output.outputs, other.outputs, strict=True):
-            names = ("token_ids", "text", "finish_reason", "stop_reason")
-            assert [getattr(sample, n) for n in names] == [getattr(same, n) for n in names], i
-            if params[i].logprobs is not None:
-                assert len(sample.logprobs) == len(sample.token_ids)
-                assert sample.cumulative_logprob == pytest.approx(same.cumulative_logprob, abs=1e-3)
-            wanted = params[i].structured_outputs
-            if wanted and sample.finish_reason == "stop" and sample.stop_reason is None:
-                field = next(f for f, v in vars(wanted).items() if v)
-                assert KINDS[field][1](sample.text), (i, sample.text)
-    assert_idle(llm)
