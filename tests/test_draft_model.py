@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from support.dynamic_k import InTurn
-from support.engines import generate_tokens, give_pages, hold_pages, make_llm
+from support.engines import generate_tokens, give_pages, hold_pages, make_llm, random_prompts
 from support.shared_models import VOCAB, hybrid, llama
 
 from specjax import SamplingParams
@@ -19,7 +19,7 @@ from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import describe_model, read_config
 
-LENGTHS = (1, 5, 32, 33, 40, 64, 7, 31)
+PROMPTS = random_prompts(1, 5, 32, 33, 40, 64, 7, 31, vocab_size=VOCAB - 1, seed=1)
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("hybrid", marks=pytest.mark.slow)])
@@ -41,15 +41,9 @@ def plain(folder):
         yield llm
 
 
-@pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(1)
-    return [rng.integers(0, VOCAB - 1, length).tolist() for length in LENGTHS]
-
-
 def params_of(temperature):
     free = SamplingParams(temperature=temperature, ignore_eos=True)
-    return [replace(free, seed=i, max_tokens=(20, 7, 31, 2)[i % 4]) for i in range(len(LENGTHS))]
+    return [replace(free, seed=i, max_tokens=(20, 7, 31, 2)[i % 4]) for i in range(len(PROMPTS))]
 
 
 def assert_always_right(llm, plain, prompts, params):
@@ -62,20 +56,20 @@ def assert_always_right(llm, plain, prompts, params):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_a_target_that_drafts_for_itself_is_always_right(llm, plain, prompts, temperature):
-    assert_always_right(llm, plain, prompts, params_of(temperature))
+def test_a_target_that_drafts_for_itself_is_always_right(llm, plain, temperature):
+    assert_always_right(llm, plain, PROMPTS, params_of(temperature))
 
 
-def test_it_is_right_after_a_cached_prefix(llm, plain, prompts):
-    prompt, params = prompts[0] * 40, params_of(0.0)[0]
+def test_it_is_right_after_a_cached_prefix(llm, plain):
+    prompt, params = PROMPTS[0] * 40, params_of(0.0)[0]
     generate_tokens(llm, prompt, params)
     before = llm.metrics().prefix_cache_hits
     assert_always_right(llm, plain, [*prompt, 3, 5], params)
     assert llm.metrics().prefix_cache_hits > before
 
 
-def test_it_is_right_after_a_preemption(llm, plain, prompts):
-    prompts = [prompt for prompt in prompts if 30 < len(prompt) < 50]
+def test_it_is_right_after_a_preemption(llm, plain):
+    prompts = [prompt for prompt in PROMPTS if 30 < len(prompt) < 50]
     params = [replace(one, max_tokens=40) for one in params_of(0.8)[: len(prompts)]]
     before = llm.metrics().num_preemptions
     taken = hold_pages(llm, 20)
@@ -95,9 +89,9 @@ def test_another_vocabulary_needs_the_targets_tokenizer(checkpoints):
 
 
 @pytest.mark.slow
-def test_a_recurrent_drafter_goes_on_from_a_snapshot_of_its_own(checkpoints, prompts):
+def test_a_recurrent_drafter_goes_on_from_a_snapshot_of_its_own(checkpoints):
     """Of a target that has no state, and would need no snapshots."""
-    prompt = prompts[5]
+    prompt = PROMPTS[5]
     longer = [*prompt, 3, 5]
     target, drafter = llama(checkpoints).folder, hybrid(checkpoints)
     with make_llm(target, "draft_model", drafter, k=1, compile_ahead=False) as llm:

@@ -7,7 +7,7 @@ from threading import Barrier
 import numpy as np
 import pytest
 from support.dynamic_k import Recording, requests_of
-from support.engines import K, generate_tokens, make_llm, simulated_engines
+from support.engines import K, generate_tokens, make_llm, random_prompts, simulated_engines
 from support.shared_models import EOS, eagle3, llama, of_few_words, without_end
 
 from specjax import SamplingParams
@@ -16,6 +16,13 @@ from specjax.host.speculation.lockstep import LockstepPolicy
 from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
 from specjax.host.speculation.step_cost import StepCost
 
+PROMPTS = random_prompts(3, 20, 7, 40, 1, 12, 33, 9, vocab_size=EOS)
+# The last request runs on when all others have ended.
+PARAMS = [
+    SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12 + 5 * i + 40 * (i == 7))
+    for i in range(8)
+]
+
 
 @pytest.fixture(scope="module")
 def folder(checkpoints):
@@ -23,47 +30,28 @@ def folder(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def head(checkpoints):
-    return of_few_words(checkpoints, eagle3(checkpoints).folder)
-
-
-@pytest.fixture(scope="module")
-def llm(folder, head):
+def llm(checkpoints, folder):
+    head = of_few_words(checkpoints, eagle3(checkpoints).folder)
     with make_llm(folder, "eagle3", head, speculation={"adaptive": True}) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, EOS, length).tolist() for length in (3, 20, 7, 40, 1, 12, 33, 9)]
-
-
-@pytest.fixture(scope="module")
-def params():
-    """The last request runs on when all others have ended."""
-    return [
-        SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12 + 5 * i + 40 * (i == 7))
-        for i in range(8)
-    ]
-
-
-@pytest.fixture(scope="module")
-def expected(folder, prompts, params):
+def expected(folder):
     """What an engine without a drafter makes of them."""
     with make_llm(folder) as plain:
-        return generate_tokens(plain, prompts, params)
+        return generate_tokens(plain, PROMPTS, PARAMS)
 
 
-def test_adaptive_changes_nothing_but_k(llm, prompts, params, expected):
+def test_adaptive_changes_nothing_but_k(llm, expected):
     policy = llm.engine.scheduler.policy
     assert isinstance(policy, GoodputPolicy) and policy.choices == (0, 1, 2, 3)
-    assert generate_tokens(llm, prompts, params) == expected
+    assert generate_tokens(llm, PROMPTS, PARAMS) == expected
     assert llm.metrics().k_histogram.keys() <= {0, 1, 2, 3}
     assert llm.metrics().num_compiles_after_warmup == 0
 
 
-def test_a_request_may_ask_for_fewer_drafts(llm, prompts):
+def test_a_request_may_ask_for_fewer_drafts(llm):
     """Together, where some ask for more than others, and alone."""
     limits = [0, 1, 2, None, 7]
     free = SamplingParams(temperature=0, max_tokens=20)
@@ -71,25 +59,25 @@ def test_a_request_may_ask_for_fewer_drafts(llm, prompts):
     for one, limit in zip(params, limits, strict=True):
         one.num_speculative_tokens = limit
     llm.engine.set_policy(StaticPolicy(K))
-    expected = generate_tokens(llm, prompts[: len(limits)], free)
+    expected = generate_tokens(llm, PROMPTS[: len(limits)], free)
     llm.engine.set_policy(watched := Recording((K,), lambda load: K))
-    assert generate_tokens(llm, prompts[: len(limits)], params) == expected
+    assert generate_tokens(llm, PROMPTS[: len(limits)], params) == expected
     assert {limit for load in watched.loads for _, limit in load.members} == {0, 1, 2, K}
     most = []
     for one in params:
         before = llm.metrics()
-        assert generate_tokens(llm, prompts[:1], one) == expected[:1]
+        assert generate_tokens(llm, PROMPTS[:1], one) == expected[:1]
         after = llm.metrics()
         num_drafts = after.num_draft_tokens - before.num_draft_tokens
         most.append(num_drafts / (after.num_decode_steps - before.num_decode_steps))
     assert most[0] == 0 < most[1] <= 1 < most[2] <= 2 < most[3] == most[4] <= K
 
 
-def test_verdicts_are_what_the_counters_count(llm, prompts, params):
+def test_verdicts_are_what_the_counters_count(llm):
     watched = Recording((0, 1, 3), lambda load: (0, 1, 3)[load.num_context % 3])
     llm.engine.set_policy(watched)
     before = llm.metrics()
-    generate_tokens(llm, prompts, params)
+    generate_tokens(llm, PROMPTS, PARAMS)
     after = llm.metrics()
     accepted = np.zeros(K, int)
     for outcome in watched.rounds:
@@ -101,7 +89,7 @@ def test_verdicts_are_what_the_counters_count(llm, prompts, params):
     np.testing.assert_array_equal(counted[:K], accepted)
 
 
-def test_a_policy_that_measures_does_not_disturb_requests(llm, prompts, params, expected):
+def test_a_policy_that_measures_does_not_disturb_requests(llm, expected):
     engine = llm.engine
     engine.set_policy(StaticPolicy(1))
     engine.add(*requests_of(20, 1, first=100))
@@ -110,10 +98,10 @@ def test_a_policy_that_measures_does_not_disturb_requests(llm, prompts, params, 
         engine.set_policy(GoodputPolicy((0, 1), None, Acceptance(1)))
     engine.abort(100)
     engine.drain()
-    assert generate_tokens(llm, prompts, params) == expected
+    assert generate_tokens(llm, PROMPTS, PARAMS) == expected
     engine.set_policy(policy := GoodputPolicy((0, 1), None, Acceptance(1)))
     assert 0 < policy.cost.ms(4, 0) <= policy.cost.ms(4, 1), "of replays, as it begins"
-    assert generate_tokens(llm, prompts, params) == expected
+    assert generate_tokens(llm, PROMPTS, PARAMS) == expected
 
 
 def test_a_round_of_the_policy_before_teaches_nothing(llm):
@@ -156,7 +144,7 @@ class Meeting:
         return chosen
 
 
-def test_replicas_in_lock_step_run_the_same_k(folder, prompts, params):
+def test_replicas_in_lock_step_run_the_same_k(folder):
     """Two engines with different requests: one of them decides, one runs dry before the other.
 
     On simulated devices.
@@ -169,13 +157,13 @@ def test_replicas_in_lock_step_run_the_same_k(folder, prompts, params):
         make_llm(folder, "ngram") as one,
         make_llm(folder, "ngram") as other,
     ):
-        expected = generate_tokens(one, prompts, params)
+        expected = generate_tokens(one, PROMPTS, PARAMS)
         engines = one.engine, other.engine
         for rank, engine in enumerate(engines):
             policy = GoodputPolicy(range(4), cost, Acceptance(K), learns_cost=False)
             engine.set_policy(LockstepPolicy(policy, Meeting(rank, shared, barrier)))
         before = one.metrics().k_histogram
-        for i, pair in enumerate(zip(prompts, params, strict=True)):
+        for i, pair in enumerate(zip(PROMPTS, PARAMS, strict=True)):
             llm = one if i < 6 else other
             samples += llm.engine.add(llm.make_request(*pair))
         with ThreadPoolExecutor(2) as pool:

@@ -3,10 +3,9 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from support.dynamic_k import InTurn
-from support.engines import EXACT, K, generate, generate_tokens, make_llm
+from support.engines import EXACT, K, generate, generate_tokens, make_llm, random_prompts
 from support.shared_models import VOCAB, eagle3, llama, of_few_words
 
 from specjax import LLM, SamplingParams
@@ -15,6 +14,7 @@ from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
 
 pytest.importorskip("llguidance")
 LENGTHS = (1, 33, 70, 5, 32, 96, 17)
+PROMPTS = random_prompts(*LENGTHS, vocab_size=VOCAB, seed=3)
 FORWARDS = range(len(LENGTHS))
 FEATURES = [
     {"logprobs": 3},
@@ -38,28 +38,22 @@ def head(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(3)
-    return [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
 def llm(folder, head) -> Iterator[LLM]:
     with make_llm(folder, "eagle3", head, **EXACT) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def expected(llm, prompts):
+def expected(llm):
     """One request after another, without drafts."""
     llm.engine.set_policy(StaticPolicy(0))
-    alone = [outcome(llm, prompts, [i])[0] for i in FORWARDS]
+    alone = [outcome(llm, [i])[0] for i in FORWARDS]
     assert llm.metrics().k_histogram.keys() <= {0, K}
     llm.engine.set_policy(StaticPolicy(K))
     return alone
 
 
-def outcome(llm, prompts, order):
+def outcome(llm, order, prompts=PROMPTS):
     """Tokens and log-probabilities of every sample, of requests that come in this order."""
     results = generate(llm, [prompts[i] for i in order], [PARAMS[i] for i in order])
     found = dict(zip(order, results, strict=True))
@@ -82,55 +76,55 @@ def test_one_program_does_everything(llm, compilations):
     assert llm.metrics().num_compilations == num_programs
 
 
-def test_the_same_bits_under_any_schedule(llm, expected, prompts):
+def test_the_same_bits_under_any_schedule(llm, expected):
     """Tokens and log-probabilities, whatever K is, who runs beside whom, and who comes first."""
     before = llm.metrics()
-    assert outcome(llm, prompts, FORWARDS[::-1]) == expected
+    assert outcome(llm, FORWARDS[::-1]) == expected
     metrics = llm.metrics()
     assert metrics.num_accepted_tokens > before.num_accepted_tokens
     assert metrics.k_histogram[0] == before.k_histogram[0], "a round without drafts"
     assert metrics.k_histogram[K] > before.k_histogram.get(K, 0)
     llm.engine.set_policy(InTurn(1, 0, 3, 2))
-    assert outcome(llm, prompts, FORWARDS) == expected
+    assert outcome(llm, FORWARDS) == expected
     metrics = llm.metrics()
     assert metrics.k_histogram.keys() == {0, 1, 2, 3}
     assert metrics.num_compiles_after_warmup == 0
 
 
 @pytest.mark.slow
-def test_the_same_bits_with_a_drafter_and_without(checkpoints, prompts):
+def test_the_same_bits_with_a_drafter_and_without(checkpoints):
     """In engines of other sizes, too. Of one layer: the programs differ, and so may deeper sums."""
     target = checkpoints.target("llama", vocab_size=32, num_hidden_layers=1)
     head = checkpoints.eagle3(target, draft_vocab=20, num_aux=2).folder
-    prompts = [[token % 32 for token in prompt] for prompt in prompts]
+    prompts = [[token % 32 for token in prompt] for prompt in PROMPTS]
     with make_llm(target.folder, max_num_seqs=1, max_num_batched_tokens=32, **EXACT) as alone:
-        expected = outcome(alone, prompts, FORWARDS)
+        expected = outcome(alone, FORWARDS, prompts)
     sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 96}
     with make_llm(target.folder, "eagle3", head, **sizes, **EXACT) as llm:
-        assert outcome(llm, prompts, FORWARDS[::-1]) == expected
+        assert outcome(llm, FORWARDS[::-1], prompts) == expected
         llm.engine.set_policy(InTurn(1, 0, 3, 2))
-        assert outcome(llm, prompts, FORWARDS) == expected
+        assert outcome(llm, FORWARDS, prompts) == expected
         assert llm.metrics().num_accepted_tokens > 0
 
 
-def test_it_may_be_adaptive(folder, head, expected, prompts):
+def test_it_may_be_adaptive(folder, head, expected):
     """All rounds cost the same, so all drafts are worth a try."""
     speculation = {"adaptive": True}
     with make_llm(folder, "eagle3", head, speculation=speculation, **EXACT) as llm:
         assert isinstance(llm.engine.scheduler.policy, GoodputPolicy)
-        assert outcome(llm, prompts, FORWARDS) == expected
+        assert outcome(llm, FORWARDS) == expected
         histogram = llm.metrics().k_histogram
     assert set(histogram) <= {0, 1, 2, 3} and histogram[K] > 0.5 * sum(histogram.values())
 
 
-def test_the_tokens_are_those_of_steps_in_other_shapes(folder, expected, prompts):
+def test_the_tokens_are_those_of_steps_in_other_shapes(folder, expected):
     common = [i for i in FORWARDS if i % 5 in (0, 1, 4)]
     params = [replace(PARAMS[i], logprobs=None) for i in common]
     with make_llm(folder) as plain:
         pairs = [
-            (plain.request_maker.make(prompts[i], one, i, f"prompt {i}"), 0)
+            (plain.request_maker.make(PROMPTS[i], one, i, f"prompt {i}"), 0)
             for i, one in zip(common, params, strict=True)
         ]
-        tokens = generate_tokens(plain, [prompts[i] for i in common], params)
+        tokens = generate_tokens(plain, [PROMPTS[i] for i in common], params)
         found = compare(plain.engine, pairs, [expected[i][0][0] for i in common], tokens)
     assert not found.mismatches and len(found.near_ties) <= 1

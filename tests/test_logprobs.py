@@ -11,7 +11,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from scipy.special import log_softmax
-from support.engines import SIZES, VERIFICATIONS, K, generate, make_llm, simulated_engines
+from support.engines import (
+    SIZES,
+    VERIFICATIONS,
+    K,
+    generate,
+    make_llm,
+    random_prompts,
+    simulated_engines,
+)
 from support.shared_models import (
     EOS,
     VOCAB,
@@ -27,6 +35,7 @@ from specjax import SamplingParams
 CHUNK = SIZES["prefill_shapes"][0][1]
 TOLERANCE = 1e-4
 LENGTHS = (5, 1, CHUNK + 1, 2 * CHUNK + 6, 2, CHUNK)
+PROMPTS = random_prompts(*LENGTHS, vocab_size=VOCAB)
 
 
 @pytest.fixture(scope="module")
@@ -53,12 +62,6 @@ def plain(folder):
     with make_llm(folder) as llm:
         prepare_everything(llm)
         yield llm
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(3)
-    return [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
 
 
 @pytest.fixture(scope="module")
@@ -140,14 +143,14 @@ def without_logprobs(outputs):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_accepted_recovered_and_bonus_tokens(llm, plain, prompts, logits_after, temperature):
+def test_accepted_recovered_and_bonus_tokens(llm, plain, logits_after, temperature):
     """All have the model's log-probabilities, with speculation and without."""
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=24, logprobs=i % 6)
-        for i in range(len(prompts))
+        for i in range(len(PROMPTS))
     ]
     before = llm.metrics()
-    outputs = generate(llm, prompts, params)
+    outputs = generate(llm, PROMPTS, params)
     after = llm.metrics()
     accepted = np.subtract(
         after.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos or (0,) * K
@@ -156,12 +159,12 @@ def test_accepted_recovered_and_bonus_tokens(llm, plain, prompts, logits_after, 
     # Drafts that share the target's noise are right more often.
     assert accepted[-1] > 0 or temperature == 0, "bonus tokens"
     assert_all_raw(outputs, params, logits_after)
-    without = generate(plain, prompts, params)
+    without = generate(plain, PROMPTS, params)
     assert without_logprobs(outputs) == without_logprobs(without)
     assert_all_raw(without, params, logits_after)
 
 
-def test_requests_that_ask_beside_ones_that_do_not(llm, prompts, logits_after):
+def test_requests_that_ask_beside_ones_that_do_not(llm, logits_after):
     """Of prompts longer than a chunk, and of ones that bring nothing but a first token.
 
     Of several samples all but the first prefill only the end of what they share.
@@ -172,10 +175,10 @@ def test_requests_that_ask_beside_ones_that_do_not(llm, prompts, logits_after):
         SamplingParams(temperature=1.0, seed=i, max_tokens=(12, 1, 2)[i % 3], n=1 + i % 3, **wish)
         for i, wish in enumerate(wishes)
     ]
-    outputs = generate(llm, prompts * 2, params)
+    outputs = generate(llm, PROMPTS * 2, params)
     assert_all_raw(outputs, params, logits_after)
     bare = [replace(one, logprobs=None, prompt_logprobs=None) for one in params]
-    assert without_logprobs(outputs) == without_logprobs(generate(llm, prompts * 2, bare))
+    assert without_logprobs(outputs) == without_logprobs(generate(llm, PROMPTS * 2, bare))
 
 
 def test_tokens_come_with_their_text(llm):
@@ -233,13 +236,13 @@ def test_a_vocabulary_of_fewer_tokens_than_may_be_asked_for(checkpoints, is_simu
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", VERIFICATIONS)
-def test_other_verifications_report_the_model_too(folder, head, prompts, logits_after, method):
+def test_other_verifications_report_the_model_too(folder, head, logits_after, method):
     """In steps that report them and do nothing else."""
     with make_llm(folder, "eagle3", head, speculation=VERIFICATIONS[method]) as llm:
         for temperature in 0, 1:
             params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, logprobs=3)
-            outputs = generate(llm, prompts, params)
-            assert_all_raw(outputs, [params] * len(prompts), logits_after)
+            outputs = generate(llm, PROMPTS, params)
+            assert_all_raw(outputs, [params] * len(PROMPTS), logits_after)
         assert llm.metrics().num_accepted_tokens > 0
 
 
@@ -270,13 +273,13 @@ SHAPED = [
 ]
 
 
-def test_processed_ones_are_of_what_was_drawn_from(folder, head, prompts, logits_after, asked):
+def test_processed_ones_are_of_what_was_drawn_from(folder, head, logits_after, asked):
     """Nine requests of different shapes, two at a time. Prompts are not drawn: they stay raw."""
     params = [
         SamplingParams(seed=i, max_tokens=16, logprobs=4, prompt_logprobs=i % 3, **fields)
         for i, fields in enumerate(SHAPED)
     ]
-    prompts = [prompts[i % len(prompts)] for i in range(len(params))]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
     with make_llm(folder, "eagle3", head, logprobs_mode="processed_logprobs") as llm:
         outputs = generate(llm, prompts, params)
     for prompt, output, one in zip(prompts, outputs, params, strict=True):

@@ -6,6 +6,7 @@ the truth, or never tell it, are in test_known_drafts.py. A hybrid drafts with i
 goes on from recurrent states.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import jax
@@ -13,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from support.dynamic_k import InTurn
-from support.engines import K, assert_idle, generate_tokens, make_llm
+from support.engines import K, assert_idle, generate_tokens, make_llm, random_prompts
 from support.shared_models import (
     NUM_SNAPSHOTS,
     VOCAB,
@@ -24,7 +25,6 @@ from support.shared_models import (
     parallel_head,
 )
 
-import specjax.engine.engine
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
 from specjax.device.models.model import is_recurrent
@@ -89,8 +89,7 @@ def generate_alone(llm, prompts, params):
 @pytest.fixture(scope="module")
 def works(pair):
     """The same prompts, ragged in length, at temperature 0 and above it."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB, length).tolist() for length in PROMPT_LENGTHS]
+    prompts = random_prompts(*PROMPT_LENGTHS, vocab_size=VOCAB)
 
     def work(temperature):
         lengths = [OUTPUT_LENGTHS[i % len(OUTPUT_LENGTHS)] for i in range(len(prompts))]
@@ -185,12 +184,11 @@ def test_a_step_moves_one_array_per_program_in_and_one_out(llm, works, monkeypat
     Chunks are two programs. Requests that take their slots bring an array of their own, and so do
     snapshots of their states.
     """
-    moved = {"in": 0, "out": 0, "copies_ahead": 0}
-    packed = {"pack_admissions": 0, "pack_snapshots": 0}
-    is_reading = False
+    moved, runs, is_reading = {"out": 0, "copies_ahead": 0}, Counter(), False
 
     def run(key, *arguments):
-        moved["in"] += sum(isinstance(x, np.ndarray) for x in arguments)
+        runs[type(key).__name__] += 1
+        assert sum(isinstance(x, np.ndarray) for x in arguments) == 1
         with jax.transfer_guard("allow"):
             return real_run(key, *arguments)
 
@@ -219,18 +217,6 @@ def test_a_step_moves_one_array_per_program_in_and_one_out(llm, works, monkeypat
         moved["copies_ahead"] += not is_reading
         return real_copy(self)
 
-    def count(name):
-        real = getattr(specjax.engine.launcher, name)
-
-        def counted(things, *arguments, **options):
-            packed[name] += 1
-            assert things, "an admission of nobody"
-            return real(things, *arguments, **options)
-
-        monkeypatch.setattr(specjax.engine.launcher, name, counted)
-
-    for name in packed:
-        count(name)
     real_run, real_get = llm.engine.programs.run, np.asarray
     kind = type(jnp.zeros(1))
     real_copy = kind.copy_to_host_async
@@ -248,8 +234,10 @@ def test_a_step_moves_one_array_per_program_in_and_one_out(llm, works, monkeypat
     assert_same(llm, work, outputs)
     after = llm.metrics()
     num_prefills = after.num_prefill_steps - before.num_prefill_steps
-    num_steps = num_prefills + after.num_decode_steps - before.num_decode_steps
-    assert 0 < packed["pack_admissions"] <= num_prefills
-    assert (packed["pack_snapshots"] > 0) == is_recurrent(llm.target)
-    num_in = num_steps + num_prefills + sum(packed.values())
-    assert moved == {"in": num_in, "out": num_steps, "copies_ahead": num_steps}
+    num_rounds = after.num_decode_steps - before.num_decode_steps
+    parts = {"Prefill": num_prefills, "Begin": num_prefills, "Decode": num_rounds}
+    assert {name: runs.pop(name) for name in parts} == parts
+    assert 0 < runs.pop("Admit") < num_prefills, "an admission of nobody"
+    assert set(runs) == ({"Take", "Restore"} if is_recurrent(llm.target) else set())
+    num_steps = num_prefills + num_rounds
+    assert moved == {"out": num_steps, "copies_ahead": num_steps}

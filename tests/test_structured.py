@@ -18,6 +18,7 @@ from support.engines import (
     generate,
     generate_tokens,
     make_llm,
+    random_prompts,
     tokens_of,
 )
 from support.shared_models import EOS, eagle3, llama, prepare_everything, without_end
@@ -74,6 +75,9 @@ KINDS = {
 }
 
 
+PROMPTS = random_prompts(*(1 + 5 * i % 33 for i in range(24)), vocab_size=EOS)
+
+
 @pytest.fixture(scope="module")
 def folder(checkpoints):
     return checkpoints.with_letters(llama(checkpoints).folder)
@@ -96,12 +100,6 @@ def plain(folder):
     with make_llm(folder) as llm:
         prepare_everything(llm)
         yield llm
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, EOS, 1 + 5 * i % 33).tolist() for i in range(24)]
 
 
 def wishes(count, *, kinds=KINDS, **params):
@@ -130,29 +128,29 @@ def assert_all_parse(outputs, params):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_speculation_changes_nothing(llm, plain, prompts, temperature):
+def test_speculation_changes_nothing(llm, plain, temperature):
     """Greedy sums would nest without an end."""
     kinds = KINDS if temperature else ["json", "regex", "choice"]
     params = wishes(24, kinds=kinds, temperature=temperature)
-    outputs = generate(llm, prompts, params)
+    outputs = generate(llm, PROMPTS, params)
     assert_all_parse(outputs, params)
     assert llm.metrics().num_accepted_tokens > 0
-    assert tokens_of(outputs) == generate_tokens(plain, prompts, params)
+    assert tokens_of(outputs) == generate_tokens(plain, PROMPTS, params)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", VERIFICATIONS)
-def test_other_verifications(folder, head, prompts, method):
+def test_other_verifications(folder, head, method):
     """In steps that do nothing but follow grammars."""
     with make_llm(folder, "eagle3", head, speculation=VERIFICATIONS[method]) as llm:
         for temperature in 1.0, 0.0:
             params = wishes(24, temperature=temperature, kinds=["json", "regex", "choice"])
-            assert_all_parse(generate(llm, prompts, params), params)
+            assert_all_parse(generate(llm, PROMPTS, params), params)
             assert_dead_ends(llm, temperature, DEAD_ENDS)
         assert llm.metrics().num_accepted_tokens > 0
 
 
-def test_any_mix_of_wishes(llm, plain, prompts):
+def test_any_mix_of_wishes(llm, plain):
     """Grammars with whatever else a request may ask for, and requests without: as plainly."""
     rng, space = np.random.default_rng(5), llm.tokenizer.encode(" ")[0]
 
@@ -180,7 +178,7 @@ def test_any_mix_of_wishes(llm, plain, prompts):
         )
 
     params = [any_params(i) for i in range(80)]
-    prompts = [prompts[i % len(prompts)] for i in range(80)]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(80)]
     outputs = generate(llm, prompts, params)
     expected = generate(plain, prompts, params)
     for one, output, other in zip(params, outputs, expected, strict=True):
@@ -204,13 +202,13 @@ def test_any_mix_of_wishes(llm, plain, prompts):
 # --- ends -----------------------------------------------------------------------------------------
 
 
-def test_an_end_comes_even_if_ends_are_ignored(llm, plain, prompts):
+def test_an_end_comes_even_if_ends_are_ignored(llm, plain):
     """The grammar ends the output: what a step put out after it does not stand."""
     params = wishes(12, kinds=["json", "regex", "choice"])
     # Likely ends are drafted and accepted, and so is what comes after them.
     params += [replace(one, logit_bias={EOS: 30.0}) for one in wishes(6, kinds=["regex", "json"])]
     on = [replace(one, ignore_eos=True) for one in params]
-    prompts = prompts[: len(params)]
+    prompts = PROMPTS[: len(params)]
     expected = generate_tokens(plain, prompts, params)
     for one in llm, plain:
         outputs = generate(one, prompts, on)
@@ -219,7 +217,7 @@ def test_an_end_comes_even_if_ends_are_ignored(llm, plain, prompts):
         assert_idle(one)
 
 
-def test_a_model_without_an_end_of_sequence(checkpoints, folder, head, prompts):
+def test_a_model_without_an_end_of_sequence(checkpoints, folder, head):
     """An output is over when nothing can follow; one that might go on goes to its last token."""
     with make_llm(without_end(checkpoints, folder), "eagle3", head) as llm:
         prepare_everything(llm)
@@ -229,7 +227,7 @@ def test_a_model_without_an_end_of_sequence(checkpoints, folder, head, prompts):
             replace(one, structured_outputs=choice, logit_bias={llm.tokenizer.encode("x")[0]: 30.0})
             for one in params[3::4]
         ]
-        for output, one in zip(generate(llm, prompts[:12], params), params, strict=True):
+        for output, one in zip(generate(llm, PROMPTS[:12], params), params, strict=True):
             sample = output.outputs[0]
             if one.logit_bias:  # "y" may follow, and must then
                 assert sample.text == "xxxxxy"

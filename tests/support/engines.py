@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.scripts import Script
 from support.simulated_device import SimulatedPrograms
@@ -69,6 +70,12 @@ def make_llm(
         if model is not None:
             config["model"] = str(model)
     return LLM(folder, speculative_config=config, **{**SIZES, **options})
+
+
+def random_prompts(*lengths: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Token ids at random."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, length).tolist() for length in lengths]
 
 
 def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
