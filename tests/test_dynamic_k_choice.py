@@ -13,10 +13,9 @@ from statistics import median
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from support.dynamic_k import Recording, requests_of, write_profile
-from support.engines import K, generate_tokens
+from support.engines import K, generate_tokens, random_prompts
 from support.engines import make_llm as make_any_llm
 from support.shared_models import EOS, eagle3, llama
 from support.simulated_device import SimulatedPrograms
@@ -72,9 +71,7 @@ def llm(simulated_device, folder, head):
 def test_what_is_given_is_followed(tmp_path, folder, head, llm, kind):
     """A profile's K says the most, too: 3 for one request, and none for three and four, padded
     alike."""
-    rng = np.random.default_rng(0)
-    lengths = (3, 20, 7, 40, 1, 12, 33, 9)
-    prompts = [rng.integers(0, EOS, length).tolist() for length in lengths]
+    prompts = random_prompts(3, 20, 7, 40, 1, 12, 33, 9, vocab_size=EOS)
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12 + 5 * i, ignore_eos=True)
         for i in range(len(prompts))

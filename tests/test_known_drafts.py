@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import SIZES, K, make_llm
+from support.engines import SIZES, K, generate_tokens, make_llm, random_prompts
 from support.shared_models import VOCAB, llama
 
 from specjax import SamplingParams
@@ -79,14 +79,13 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def oracle(checkpoints):
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (4, 33, 64, 2, 70, 32, 9)]
+    prompts = random_prompts(4, 33, 64, 2, 70, 32, 9, vocab_size=VOCAB, seed=1)
     for i, prompt in enumerate(prompts):
         prompt[1] = i
     params = SamplingParams(temperature=0, max_tokens=MAX_LEN, ignore_eos=True)
     sizes = {name: size for name, size in SIZES.items() if name != "verbose"}
     with make_llm(llama(checkpoints).folder) as plain:
-        outputs = [output.outputs[0].token_ids for output in plain.generate(prompts, params, False)]
+        outputs = generate_tokens(plain, prompts, params)
         truth = np.array([p + tokens for p, tokens in zip(prompts, outputs, strict=True)], np.int32)
         engine = Engine(
             # It learns who is who from the beginning of a prompt.

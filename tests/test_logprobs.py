@@ -16,7 +16,9 @@ from support.engines import (
     VERIFICATIONS,
     K,
     generate,
+    generate_tokens,
     make_llm,
+    patched,
     random_prompts,
     simulated_engines,
 )
@@ -192,34 +194,32 @@ def test_tokens_come_with_their_text(llm):
     assert "".join(entry[token].decoded_token for token, entry in pairs) == sample.text
 
 
-def test_a_stop_cuts_them_with_the_tokens(llm, logits_after, monkeypatch):
+def test_a_stop_cuts_them_with_the_tokens(llm, logits_after):
     """By its text or its id, wherever it falls in an accepted run."""
-    cuts = []
+    runs, commit = [], llm.engine.scheduler.commit
 
     def watched(plan, outputs):
         num_kept, finished = commit(plan, outputs)
-        rows = zip(outputs, num_kept, strict=True)
-        cuts.extend((len(row.tokens), count) for row, count in rows if count)
+        runs.extend(zip(outputs, num_kept, strict=True))
         return num_kept, finished
 
-    commit = llm.engine.scheduler.commit
     prompts = [[4, 9, seed] for seed in range(16)]
     free = [SamplingParams(seed=i, max_tokens=16, logprobs=2) for i in range(len(prompts))]
-    texts = [output.outputs[0].token_ids for output in generate(llm, prompts, free)]
+    texts = generate_tokens(llm, prompts, free)
     # The end has no text.
     stops = [next(t for t in tokens[2 + i % 9 :] if t != EOS) for i, tokens in enumerate(texts)]
-    monkeypatch.setattr(llm.engine.scheduler, "commit", watched)
     for wishes in (
         [{"stop_token_ids": [stop]} for stop in stops],
         [{"stop": llm.tokenizer.decode([stop])} for stop in stops],
     ):
         params = [replace(one, **wish) for one, wish in zip(free, wishes, strict=True)]
-        outputs = generate(llm, prompts, params)
+        with patched(llm.engine.scheduler, "commit", watched):
+            outputs = generate(llm, prompts, params)
         assert_all_raw(outputs, params, logits_after)
         for output, tokens, stop in zip(outputs, texts, stops, strict=True):
             assert output.outputs[0].token_ids == tokens[: tokens.index(stop) + 1]
             assert output.outputs[0].finish_reason == "stop"
-    assert sum(count < given for given, count in cuts) >= 3
+    assert sum(0 < count < len(row.tokens) for row, count in runs) >= 3
 
 
 @pytest.mark.parametrize("is_simulated", [True, pytest.param(False, marks=pytest.mark.slow)])

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support.engines import EXACT, SIZES, K, generate, generate_tokens, make_llm
+from support.engines import EXACT, SIZES, K, generate, generate_tokens, make_llm, random_prompts
 from support.real_schedules import Found, run_real_schedule
 from support.refits import moved
 from support.schedules import AnyPolicy
@@ -112,8 +112,7 @@ def served(request, checkpoints) -> Iterator[Served]:
 @pytest.fixture(scope="module")
 def asked() -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts, and requests at temperature 0 and above it."""
-    rng = np.random.default_rng(5)
-    prompts = [rng.integers(0, EOS, length).tolist() for length in PROMPT_LENGTHS]
+    prompts = random_prompts(*PROMPT_LENGTHS, vocab_size=EOS, seed=5)
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True)
         for i in range(len(prompts))

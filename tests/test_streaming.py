@@ -242,19 +242,6 @@ def test_ids_are_those_of_one_request_each(llm):
     run(llm.engine)
 
 
-def test_requests_are_added_together_or_not_at_all(llm):
-    add, calls = llm.engine.add, iter(range(2))
-
-    def fail_at_third(request):
-        if next(calls, None) is None:
-            raise MemoryError
-        return add(request)
-
-    with patched(llm.engine, "add", fail_at_third), pytest.raises(MemoryError):
-        generate(llm, [[1], [2], [3]], GREEDY)
-    assert_idle(llm)
-
-
 # --- requests that fail ---------------------------------------------------------------------------
 
 
@@ -336,48 +323,48 @@ def test_a_text_that_cannot_be_had_fails_alone(llm, ragged_prompts):
     assert_idle(llm)
 
 
+def fail_at(owner, name, count, error):
+    """A method that raises from its `count`th call on."""
+    original, calls = getattr(owner, name), iter(range(count))
+
+    def failing(*arguments):
+        if next(calls, None) is None:
+            raise error
+        return original(*arguments)
+
+    return patched(owner, name, failing)
+
+
+def test_requests_are_added_together_or_not_at_all(llm):
+    with fail_at(llm.engine, "add", 2, MemoryError), pytest.raises(MemoryError):
+        generate(llm, [[1], [2], [3]], GREEDY)
+    assert_idle(llm)
+
+
 @pytest.mark.parametrize(
-    "where",
+    "where, error",
     [
-        "_launch",
-        "_read",
-        "launcher._in_flight",
-        "scheduler.commit",
-        "scheduler.residents.vacate",
+        ("_launch", KeyboardInterrupt),
+        ("_read", KeyboardInterrupt),
+        ("launcher._in_flight", KeyboardInterrupt),
+        ("scheduler.commit", KeyboardInterrupt),
+        ("scheduler.residents.vacate", KeyboardInterrupt),
+        ("_launch", MemoryError),
     ],
 )
-def test_an_interrupt_anywhere_leaves_a_usable_llm(llm, ragged_prompts, where):
+def test_an_interrupt_or_error_anywhere_leaves_a_usable_llm(llm, ragged_prompts, where, error):
+    """It ends all there is, and nothing waits for what was lost."""
     prompts, params = ragged_prompts(9, 2, 50, 1, 33), replace(GREEDY, max_tokens=8)
     expected = generate_tokens(llm, prompts, params)
     *owner, name = where.split(".")
     owner = reduce(getattr, owner, llm.engine)
     for count in 0, 3:
-        original, calls = getattr(owner, name), iter(range(count))
-
-        def interrupted(*arguments, original=original, calls=calls):
-            if next(calls, None) is None:
-                raise KeyboardInterrupt
-            return original(*arguments)
-
         stream = llm.generate_stream([1, 2, 3], replace(GREEDY, max_tokens=None))
         next(stream)
-        with patched(owner, name, interrupted), pytest.raises(KeyboardInterrupt):
+        with fail_at(owner, name, count, error), pytest.raises(error):
             generate(llm, prompts, params)
-        assert_idle(llm)
-        assert [one.outputs[0].finish_reason for one in stream] == ["abort"]
+        if error is KeyboardInterrupt:
+            assert_idle(llm)
+        assert [one.outputs[0].finish_reason for one in stream][-1:] == ["abort"]
         assert generate_tokens(llm, prompts, params) == expected
-
-
-def test_a_step_that_fails_leaves_a_usable_llm(llm):
-    """An error that is nobody's own ends all there is, and nothing waits for what was lost."""
-    expected = generate_tokens(llm, [1, 2, 3], GREEDY)
-    stream = llm.generate_stream([4, 5], GREEDY)
-    next(stream)
-
-    def fail(_):
-        raise MemoryError
-
-    with patched(llm.engine, "_launch", fail), pytest.raises(MemoryError):
-        generate(llm, [1, 2, 3], GREEDY)
-    assert generate_tokens(llm, [1, 2, 3], GREEDY) == expected
-    assert [output.outputs[0].finish_reason for output in stream][-1:] == ["abort"]
+        assert_idle(llm)

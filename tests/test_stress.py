@@ -27,6 +27,7 @@ from specjax.device.models.registry import describe_model, read_config
 from specjax.engine.engine import Engine
 from specjax.engine.programs import Begin, Decode
 from specjax.host.scheduler import Scheduler
+from specjax.host.speculation.policy import StaticPolicy
 
 pytestmark = pytest.mark.every_jax
 
@@ -91,15 +92,10 @@ def served(request, stress, checkpoints, tmp_path_factory) -> Iterator[Served]:
     if request.param:
         options, settings = options | EXACT, [*settings, "--exact"]
     with make_llm(folder, "mtp", **options) as llm, make_llm(folder, **options) as alone:
-        run_alone(alone.engine)
+        engine = alone.engine
+        one = replace(engine.config, max_num_seqs=1)
+        engine.scheduler = Scheduler(one, StaticPolicy(0), num_snapshots=NUM_SNAPSHOTS)
         yield Served(stress, llm, alone, stress.read_settings(settings))
-
-
-def run_alone(engine: Engine) -> None:
-    """One request at a time from now on."""
-    config = replace(engine.config, max_num_seqs=1)
-    policy = engine.scheduler.policy
-    engine.scheduler = Scheduler(config, policy, num_snapshots=config.num_snapshots)
 
 
 def test_every_generation_is_that_of_the_request_alone(served, capsys):
