@@ -158,47 +158,33 @@ def test_callers_get_what_generate_gives(serve, built, ragged_prompts):
 
 
 def test_outputs_go_on_from_those_before(serve, built):
+    """A slow reader misses some, but not the last, and nothing is kept for it."""
     expected = alone(built, [1, 2, 3], LONG)
 
     async def test(llm):
-        outputs = []
+        seen = []
         with held(built) as let_go:
             let_go(4)
             async for output in llm.generate_stream([1, 2, 3], LONG, request_id="mine"):
-                outputs.append(output)
-                let_go(4 if len(outputs) < 3 else 1000)
-        return outputs
-
-    outputs = serve(test)
-    assert {one.request_id for one in outputs} == {"mine"}
-    assert [one.finished for one in outputs] == [False] * (len(outputs) - 1) + [True]
-    lengths = [len(one.outputs[0].token_ids) for one in outputs]
-    assert lengths == sorted(set(lengths)) and len(lengths) > 2
-    for one, length in zip(outputs, lengths, strict=True):
-        assert one.outputs[0].token_ids == expected.token_ids[:length]
-        assert expected.text.startswith(one.outputs[0].text)
-    assert outputs[-1].outputs == [expected]
-
-
-def test_a_slow_reader_misses_some_but_not_the_last(serve, built):
-    expected = alone(built, [1, 2, 3], LONG)
-
-    async def test(llm):
-        lengths = []
-        with held(built) as let_go:
-            let_go(4)
-            async for output in llm.generate_stream([1, 2, 3], LONG):
-                lengths.append(len(output.outputs[0].token_ids))
-                let_go(4 if len(lengths) == 1 else 1000)
-                if len(lengths) == 2:
+                seen.append((output.request_id, output.finished, output.outputs))
+                let_go(4 if len(seen) < 3 else 1000)
+                if len(seen) == 3:
                     await until(lambda: not llm._streams)  # all is there
                     kept = weakref.ref(output)
-        last = output.outputs
         del output
         gc.collect()
-        return len(lengths), last, kept()
+        return seen, kept()
 
-    assert serve(test) == (3, [expected], None)
+    seen, kept = serve(test)
+    assert kept is None
+    names, finished, outputs = zip(*seen, strict=True)
+    assert set(names) == {"mine"} and finished == (False, False, False, True)
+    lengths = [len(sample.token_ids) for (sample,) in outputs]
+    assert lengths == sorted(set(lengths))
+    for (sample,), length in zip(outputs, lengths, strict=True):
+        assert sample.token_ids == expected.token_ids[:length]
+        assert expected.text.startswith(sample.text)
+    assert outputs[-1] == [expected]
 
 
 def test_the_loop_goes_on_while_the_engine_works(serve, built):
@@ -232,22 +218,28 @@ def test_those_that_had_to_wait_come_in_the_end(serve, built, ragged_prompts):
 # --- callers that leave ---------------------------------------------------------------------------
 
 
+async def six_readers(llm: AsyncLLM, let_go: Callable, moment: str) -> list[asyncio.Task]:
+    """Tasks that read long requests, at a moment of their lives; the engine must be held."""
+    started = asyncio.Event()
+    tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
+    if moment == "started":
+        let_go(8)
+        await limited(started.wait())
+    elif moment == "waiting":
+        await until(lambda: llm.metrics().num_requests_waiting)
+    else:
+        await asyncio.sleep(0)
+    return tasks
+
+
 @pytest.mark.parametrize("moment", ["before", "started", "waiting"])
 def test_cancelling_a_task_aborts(serve, built, moment):
     expected = alone(built, [7, 8], GREEDY)
 
     async def test(llm):
-        started = asyncio.Event()
         with held(built) as let_go:
             other = asyncio.ensure_future(llm.generate([7, 8], GREEDY))
-            tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
-            if moment == "before":
-                await asyncio.sleep(0)
-            elif moment == "started":
-                let_go(8)
-                await limited(started.wait())
-            else:
-                await until(lambda: llm.metrics().num_requests_waiting)
+            tasks = await six_readers(llm, let_go, moment)
             for task in tasks:
                 task.cancel()
             ends = await limited(asyncio.gather(*tasks, return_exceptions=True))
@@ -420,11 +412,10 @@ def test_closing_ends_every_stream(built, moment):
     """Those under way with what they have, those that wait for their turn with an error."""
 
     async def main():
-        llm, started = AsyncLLM("", max_num_requests=2), asyncio.Event()
+        llm = AsyncLLM("", max_num_requests=2)
         with held(built) as let_go:
+            tasks = await six_readers(llm, let_go, moment)
             let_go(8)
-            tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
-            await (asyncio.sleep(0) if moment == "at once" else limited(started.wait()))
             await limited(llm.close())
         return await limited(asyncio.gather(*tasks, return_exceptions=True))
 

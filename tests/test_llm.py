@@ -96,12 +96,15 @@ def test_text_of_an_output(llm, ids_only):
     assert generate(ids_only, [1, 2], GREEDY)[0].outputs[0].text is None
 
 
-def test_no_max_tokens_goes_to_the_end(ids_only):
+def test_no_max_tokens_goes_to_the_end(target, ids_only):
+    """Even with the smallest settings that hold one request, which serve several in turn."""
     params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    outputs = generate_tokens(ids_only, [[1, 2, 3], [4] * (MAX_LEN - 1)], params)
-    assert [len(ids) for ids in outputs] == [MAX_LEN - 3, 1]
     (cut,) = generate_tokens(ids_only, [1] * 60, replace(params, max_tokens=50))
     assert len(cut) == MAX_LEN - 60
+    settings = {"max_model_len": 40, "page_size": 8, "num_pages": 5}
+    with simulated_llm(target.folder, **SIMULATED | settings) as llm:
+        outputs = generate_tokens(llm, [[1, 2], [3, 4], [5] * 39], params)
+    assert [len(ids) for ids in outputs] == [38, 38, 1]
 
 
 @pytest.mark.parametrize("which", ["llm", "ids_only"])
@@ -183,15 +186,6 @@ def test_a_model_value_with_params(target):
     with simulated_llm(target.folder, **SIMULATED | {"script": None}) as llm:
         assert outputs == generate_tokens(llm, [1, 2, 3], plain)
         assert outputs != generate_tokens(llm, [1, 2, 4], plain)
-
-
-def test_prompt_budget_and_pages_of_exactly_one_request(target):
-    """The smallest settings that hold one request work, and serve several in turn."""
-    settings = {"max_model_len": 40, "page_size": 8, "num_pages": 5, "max_num_seqs": 2}
-    params = SamplingParams(temperature=0, max_tokens=None, ignore_eos=True)
-    with simulated_llm(target.folder, **SIMULATED | settings) as llm:
-        outputs = generate_tokens(llm, [[1, 2], [3, 4], [5, 6]], params)
-    assert [len(ids) for ids in outputs] == [38, 38, 38]
 
 
 # --- samples --------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from support.shared_models import (
     parallel_head,
 )
 
-from specjax import LLM, SamplingParams
+from specjax import SamplingParams
 from specjax.bench.identity import compare
 from specjax.device.models.model import is_recurrent
 from specjax.host.speculation.policy import StaticPolicy
@@ -45,14 +45,6 @@ class Work:
     expected: list
 
 
-@dataclass(frozen=True)
-class Pair:
-    """An engine with drafts, and one of the same target without."""
-
-    llm: LLM
-    plain: LLM
-
-
 # The others are fast elsewhere: in tests/oracle, and MTP in the async, stress and random schedules.
 # EAGLE-1 drafts by the same chain as EAGLE-3; test_draft_model.py has draft models.
 PARALLEL = "p_eagle", "dflash", "medusa"
@@ -61,6 +53,7 @@ SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("mtp", *PARA
 
 @pytest.fixture(scope="module", params=["eagle3", *SLOW])
 def pair(request, checkpoints):
+    """An engine with drafts, and one of the same target without."""
     method, head = request.param, None
     if method == "eagle3":
         head = of_few_words(checkpoints, eagle3(checkpoints).folder)
@@ -70,14 +63,14 @@ def pair(request, checkpoints):
     folder = of_few_words(checkpoints, target)
     snapshots = {"num_snapshots": NUM_SNAPSHOTS}
     with make_llm(folder, method, head, **snapshots) as llm, make_llm(folder, **snapshots) as plain:
-        yield Pair(llm, plain)
+        yield llm, plain
 
 
 @pytest.fixture
 def llm(pair):
     """The engine with drafts; tests that want another K set it for themselves."""
-    pair.llm.engine.set_policy(StaticPolicy(K))
-    return pair.llm
+    pair[0].engine.set_policy(StaticPolicy(K))
+    return pair[0]
 
 
 def generate_alone(llm, prompts, params):
@@ -97,7 +90,7 @@ def works(pair):
             SamplingParams(temperature=temperature, seed=i, max_tokens=length, ignore_eos=True)
             for i, length in enumerate(lengths)
         ]
-        return Work(prompts, params, generate_alone(pair.plain, prompts, params))
+        return Work(prompts, params, generate_alone(pair[1], prompts, params))
 
     return {temperature: work(temperature) for temperature in TEMPERATURES}
 
@@ -165,7 +158,7 @@ def test_samples_give_the_tokens_of_plain_decoding(llm, pair, works, compilation
         for one in params
         for index in range(3)
     ]
-    expected = generate_alone(pair.plain, prompts, params)
+    expected = generate_alone(pair[1], prompts, params)
     assert_same(llm, Work(prompts, params, expected), outputs)
     assert_idle(llm)
 

@@ -7,20 +7,18 @@ weights in a model of the tests' sizes.
 import argparse
 import importlib
 import json
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import EXACT, K, make_llm, patched
+from support.engines import EXACT, K, make_llm, patched, simulated_engines
+from support.scripts import TextScript
 from support.shared_models import NUM_SNAPSHOTS, hybrid
-from support.simulated_device import SimulatedPrograms
 
 from specjax import LLM
 from specjax.device.models.registry import describe_model, read_config
@@ -147,27 +145,12 @@ def test_too_few_tokens_are_refused(stress, capsys):
     assert "--max-tokens 3 must be at least 4" in capsys.readouterr().err
 
 
-class SimulatedTarget(SimulatedPrograms):
-    """Its tokens hang on the target's weights alone, as those of a device do."""
-
-    @property
-    def params(self):
-        return self._known_params
-
-    @params.setter
-    def params(self, params):
-        SimulatedPrograms.params.fset(self, params.target)
-        self._known_params = params
-
-
 @pytest.mark.parametrize("mode", [[], ["--exact"]], ids=["", "exact"])
-def test_the_command_runs_its_own_model(stress, tmp_path, monkeypatch, capsys, mode):
+def test_the_command_runs_its_own_model(stress, tmp_path, capsys, mode):
     """On a simulated device, whose drafts are accepted as if by chance."""
     options = ["--prompts", "8", "--samples", "2", "--rounds", "2"]
-    tally: Counter = Counter()
-    make = partial(SimulatedTarget, tally=tally)
-    monkeypatch.setattr("specjax.llm.Engine", partial(Engine, make_programs=make))
-    code = stress.main([*OPTIONS, *options, "--json", str(tmp_path / "result.json"), *mode])
+    with simulated_engines(TextScript(stress.RANDOM.vocab_size)) as tally:
+        code = stress.main([*OPTIONS, *options, "--json", str(tmp_path / "result.json"), *mode])
     assert code == 0 and tally["rounds"] > 100
     result = json.loads((tmp_path / "result.json").read_text())
     assert sum(row[2] for row in result["tables"][0]["rows"]) == 8 * 2 * 2
