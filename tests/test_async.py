@@ -5,21 +5,16 @@ without preemption, chunks cut by a small budget and whole, prefixes shared and 
 flight or none. Only the scheduler is made anew, so that all of it runs the same programs.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache
 from itertools import product
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 from support.engines import SIZES, hold_pages, make_llm
-from support.shared_models import (
-    EOS,
-    NUM_SNAPSHOTS,
-    eagle3,
-    hybrid,
-    llama,
-)
+from support.shared_models import EOS, NUM_SNAPSHOTS, eagle3, hybrid, llama
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
@@ -27,6 +22,7 @@ from specjax.device.models.model import is_recurrent
 from specjax.engine.metrics import Metrics
 from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
+from specjax.host.sequence import Sequence as Sample
 from specjax.host.speculation.policy import StaticPolicy
 
 pytest.importorskip("llguidance")
@@ -47,8 +43,7 @@ HYBRIDS = "none, hybrid", "mtp", "mtp, grammars"
 WITHOUT_GRAMMARS = "none, hybrid", "mtp"  # so that fewer programs are compiled
 
 
-@dataclass(frozen=True)
-class Schedule:
+class Schedule(NamedTuple):
     """What happens to requests on their way."""
 
     preempts: bool = False
@@ -57,44 +52,63 @@ class Schedule:
     is_async: bool = True
 
 
-ALL = [Schedule(*flags) for flags in product([False, True], repeat=3)]
-
-
-def name(schedule: Schedule) -> str:
-    """What a schedule is called in reports."""
-    things = {"preempts": schedule.preempts, "chunks": schedule.cuts_chunks}
-    things["prefixes"] = schedule.caches
-    return "-".join(name for name, happens in things.items() if happens) or "quiet"
-
-
 @dataclass(frozen=True)
 class Served:
     """What came of the requests, in their order."""
 
-    outputs: Sequence[Sequence[int]]
-    logprobs: Sequence[Sequence[Mapping]]
+    samples: list[Sample]
     metrics: Metrics
+    num_prefill_steps: int
+    num_drafted: tuple[int, ...]  # rounds, drafts and accepted ones
+
+    @property
+    def outputs(self) -> list[list[int]]:
+        return [sample.output for sample in self.samples]
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """An LLM, the requests for it, and what they come to when nothing happens to them."""
+
+    llm: LLM
+    requests: list[Request]
+    expected: Served
+
+    def count_near_ties(self, served: Served, expected: Served) -> int:
+        """Tokens and log-probabilities are the same up to a near-tie, of which one may be."""
+        pairs = [(request, 0) for request in self.requests]
+        found = compare(self.llm.engine, pairs, expected.outputs, served.outputs)
+        assert not found.mismatches
+        assert len(found.near_ties) <= 1, found.near_ties
+        num_compared = 0
+        for one, other in zip(served.samples, expected.samples, strict=True):
+            for entry, wanted in zip(one.logprobs, other.logprobs, strict=False):
+                if entry.keys() != wanted.keys():
+                    break
+                num_compared += 1
+                for token, logprob in entry.items():
+                    assert abs(logprob.logprob - wanted[token].logprob) < 1e-4
+        assert num_compared >= 20
+        return len(found.near_ties)
 
 
 @pytest.fixture(scope="module")
-def engines(checkpoints):
-    """LLMs by drafter, made when first asked for."""
-    made = {}
+def drafting(checkpoints) -> Iterator[Callable[[str], Drafting]]:
+    """By drafter, made when first asked for."""
+    llms = []
 
-    def make(drafter):
+    @cache
+    def get(drafter):
         folder = hybrid(checkpoints) if drafter in HYBRIDS else llama(checkpoints).folder
         head = eagle3(checkpoints).folder if drafter == "eagle3" else None
         method = None if drafter.startswith("none") else drafter.split(",")[0]
         folder = checkpoints.with_letters(folder)
-        return make_llm(folder, method, head, num_snapshots=NUM_SNAPSHOTS)
-
-    def get(drafter):
-        if drafter not in made:
-            made[drafter] = make(drafter)
-        return made[drafter]
+        llms.append(make_llm(folder, method, head, num_snapshots=NUM_SNAPSHOTS))
+        requests = make_requests(llms[-1], drafter)
+        return Drafting(llms[-1], requests, serve(llms[-1], requests, Schedule(is_async=False)))
 
     yield get
-    for llm in made.values():
+    for llm in llms:
         llm.close()
 
 
@@ -113,7 +127,7 @@ def make_requests(llm: LLM, drafter: str) -> list[Request]:
     return requests
 
 
-def serve(llm: LLM, drafter: str, schedule: Schedule) -> Served:
+def serve(llm: LLM, requests: list[Request], schedule: Schedule) -> Served:
     """Run the requests on an idle engine under a schedule."""
     engine = llm.engine
     num_drafts = max(engine.scheduler.policy.choices)
@@ -127,77 +141,46 @@ def serve(llm: LLM, drafter: str, schedule: Schedule) -> Served:
     engine.scheduler = Scheduler(engine.config, StaticPolicy(num_drafts), num_snapshots=snapshots)
     if schedule.preempts:
         hold_pages(llm, PAGES_UNDER_PRESSURE)
-    requests = make_requests(llm, drafter)
     engine.prepare(requests)
     samples = [engine.add(request)[0] for request in requests]
     before = engine.metrics()
     while engine.has_work:
         engine.step()
     after = engine.metrics()
-    names = "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_prefill_steps"
-    counts = {name: getattr(after, name) - getattr(before, name) for name in names}
+    names = "num_prefill_steps", "num_drafts", "num_draft_tokens", "num_accepted_tokens"
+    prefills, *drafted = (getattr(after, name) - getattr(before, name) for name in names)
     assert after.num_compiles_after_warmup == before.num_compiles_after_warmup == 0
     assert all(sample.finish_reason in ("length", "stop") for sample in samples)
-    return Served(
-        [sample.output for sample in samples],
-        [sample.logprobs for sample in samples],
-        replace(after, **counts),
-    )
-
-
-def assert_same(served: Served, expected: Served, llm: LLM, drafter: str) -> bool:
-    """The tokens are the same but for near-ties, which are looked into; whether there are none."""
-    pairs = [(request, 0) for request in make_requests(llm, drafter)]
-    found = compare(llm.engine, pairs, expected.outputs, served.outputs)
-    assert not found.mismatches
-    assert len(found.near_ties) <= 1, found.near_ties
-    return not found.near_ties
-
-
-def drafted(served: Served) -> tuple[int, int, int]:
-    metrics = served.metrics
-    return metrics.num_drafts, metrics.num_draft_tokens, metrics.num_accepted_tokens
-
-
-@pytest.fixture(scope="module")
-def alone(engines):
-    """What each drafter's requests come to when nothing happens to them."""
-    found = {}
-
-    def get(drafter):
-        if drafter not in found:
-            found[drafter] = serve(engines(drafter), drafter, Schedule(is_async=False))
-        return found[drafter]
-
-    return get
+    return Served(samples, after, prefills, tuple(drafted))
 
 
 EAGLE_FIRST = [
     pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in DRAFTERS
 ]
-SOME = [Schedule(), Schedule(preempts=True, cuts_chunks=True, caches=True)]
-EVERY = [pytest.param(s, id=name(s), marks=() if s in SOME else pytest.mark.slow) for s in ALL]
+ALL = [Schedule(*flags) for flags in product([False, True], repeat=3)]
+EVERY = [pytest.param(s, marks=() if s in (ALL[0], ALL[-1]) else pytest.mark.slow) for s in ALL]
 
 
-@pytest.mark.parametrize("schedule", EVERY)
+@pytest.mark.parametrize("schedule", EVERY, ids=str)
 @pytest.mark.parametrize("drafter", EAGLE_FIRST)
-def test_a_step_in_flight_changes_nothing(engines, alone, drafter, schedule):
-    llm, expected = engines(drafter), alone(drafter)
-    check = partial(assert_same, llm=llm, drafter=drafter)
-    with_one = serve(llm, drafter, schedule)
-    without = serve(llm, drafter, replace(schedule, is_async=False))
+def test_a_step_in_flight_changes_nothing(drafting, drafter, schedule):
+    made = drafting(drafter)
+    with_one, without = (
+        serve(made.llm, made.requests, schedule._replace(is_async=is_async))
+        for is_async in (True, False)
+    )
     for served in with_one, without:
-        is_whole = check(served, expected)
+        num_near_ties = made.count_near_ties(served, made.expected)
         assert (served.metrics.num_preemptions > 0) == schedule.preempts
         assert (served.metrics.prefix_cache_hits > 0) == schedule.caches or schedule.preempts
-        if is_whole:
-            assert drafted(served) == drafted(expected)
+        assert num_near_ties or served.num_drafted == made.expected.num_drafted
     if schedule.cuts_chunks:
-        assert with_one.metrics.num_prefill_steps > expected.metrics.num_prefill_steps
+        assert with_one.num_prefill_steps > made.expected.num_prefill_steps
     if drafter not in ("none", "ngram"):
-        assert 0 < expected.metrics.num_accepted_tokens < expected.metrics.num_draft_tokens
-    assert check(with_one, without), "not even a near-tie"
-    assert with_one.metrics.in_flight_depth > 0 or not schedule.is_async
+        _, num_draft_tokens, num_accepted = made.expected.num_drafted
+        assert 0 < num_accepted < num_draft_tokens
+    assert made.count_near_ties(with_one, without) == 0
+    assert with_one.metrics.in_flight_depth > 0
 
 
 @pytest.mark.parametrize(
@@ -208,19 +191,6 @@ def test_a_step_in_flight_changes_nothing(engines, alone, drafter, schedule):
         ("mtp", "none, hybrid"),
     ],
 )
-def test_drafts_change_nothing(engines, alone, drafter, plain):
-    assert_same(alone(drafter), alone(plain), engines(drafter), drafter)
-
-
-@pytest.mark.parametrize("drafter", EAGLE_FIRST)
-def test_log_probabilities_do_not_depend_on_the_schedule(engines, alone, drafter):
-    served, expected = serve(engines(drafter), drafter, ALL[-1]), alone(drafter)
-    num_compared = 0
-    for ours, theirs in zip(served.logprobs, expected.logprobs, strict=True):
-        for entry, wanted in zip(ours, theirs, strict=False):
-            if entry.keys() != wanted.keys():
-                break
-            num_compared += 1
-            for token, logprob in entry.items():
-                assert abs(logprob.logprob - wanted[token].logprob) < 1e-4
-    assert num_compared >= 20
+def test_drafts_change_nothing(drafting, drafter, plain):
+    made = drafting(drafter)
+    made.count_near_ties(made.expected, drafting(plain).expected)

@@ -4,34 +4,30 @@ Whatever is awaited must come within a time limit, so that a caller that hangs i
 """
 
 import asyncio
-import dataclasses
 import gc
 import importlib
 import json
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager, contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from support.engines import generate, patched
 from support.scripts import TextScript
 from support.texts import simulated_llm, with_bytes
 
 from specjax import LLM, AsyncLLM, SamplingParams
-from specjax.text.tokenizer import ChatTokenizer
 
-VOCAB = 96
-EOS = 5
 LIMIT = 60  # seconds
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-LONG = dataclasses.replace(GREEDY, max_tokens=None)
+LONG = replace(GREEDY, max_tokens=None)
 SETTINGS = {
     "max_model_len": 256,
-    "max_num_seqs": 4,
     "max_num_batched_tokens": 32,
-    "max_logprobs": 0,
     "decode_batches": None,
     "prefill_shapes": None,
 }
@@ -39,27 +35,29 @@ BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def target(checkpoints):
-    return checkpoints.target("llama", eos_token_id=EOS)
+def folder(checkpoints):
+    """A target with a tokenizer of single bytes."""
+    return with_bytes(checkpoints, checkpoints.target("llama", eos_token_id=5).folder)
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints, target):
-    """The target with a tokenizer of single bytes."""
-    return with_bytes(checkpoints, target.folder)
-
-
-@pytest.fixture(scope="module")
-def built(checkpoints, target, folder) -> Iterator[LLM]:
-    """The engine that every AsyncLLM of this module is given, on a simulated device."""
-    head = checkpoints.eagle3(target).folder
-    script = TextScript(VOCAB)  # the same with drafts and without
-    with simulated_llm(folder, "eagle3", model=head, k=2, script=script, **SETTINGS) as llm:
-        yield llm
+def shared(folder) -> Iterator[LLM]:
+    """An LLM on a simulated device that AsyncLLMs may share, as they do not close it."""
+    with simulated_llm(folder, "ngram", k=2, script=TextScript(96), **SETTINGS) as llm:
+        with patched(llm, "close", lambda: None):
+            yield llm
 
 
 @pytest.fixture
-def serve(built, monkeypatch) -> Callable[..., Any]:
+def built(shared, monkeypatch) -> Iterator[LLM]:
+    """The LLM that every AsyncLLM of a test is given."""
+    monkeypatch.setattr("specjax.async_llm.LLM", lambda *_, **__: shared)
+    yield shared
+    shared.engine.reset()
+
+
+@pytest.fixture
+def serve(built) -> Callable[..., Any]:
     """Run a coroutine function with a new AsyncLLM, which must be idle at the end."""
 
     def run(test: Callable[[AsyncLLM], Coroutine], **options: Any) -> Any:
@@ -71,30 +69,11 @@ def serve(built, monkeypatch) -> Callable[..., Any]:
 
         return asyncio.run(limited(main()))
 
-    monkeypatch.setattr("specjax.async_llm.LLM", lambda *_, **__: built)
-    monkeypatch.setattr(built, "close", lambda: None)
-    yield run
-    built.engine.reset()
+    return run
 
 
 async def limited(what: Awaitable) -> Any:
     return await asyncio.wait_for(what, LIMIT)
-
-
-async def idle(llm: AsyncLLM) -> None:
-    """Wait until nothing is left of any request."""
-
-    async def wait() -> None:
-        while not is_idle(llm):
-            await asyncio.sleep(0.005)
-
-    await limited(wait())
-
-
-def is_idle(llm: AsyncLLM) -> bool:
-    engine, metrics = llm._llm.engine, llm.metrics()
-    left = metrics.num_requests_running, metrics.num_requests_waiting, metrics.kv_cache_usage
-    return left == (0, 0, 0) and not engine.has_work and not llm._streams
 
 
 async def until(condition: Callable[[], Any]) -> None:
@@ -105,15 +84,19 @@ async def until(condition: Callable[[], Any]) -> None:
     await limited(wait())
 
 
+async def idle(llm: AsyncLLM) -> None:
+    """Wait until nothing is left of any request."""
+
+    def is_idle() -> bool:
+        engine, metrics = llm._llm.engine, llm.metrics()
+        left = metrics.num_requests_running, metrics.num_requests_waiting, metrics.kv_cache_usage
+        return left == (0, 0, 0) and not engine.has_work and not llm._streams
+
+    await until(is_idle)
+
+
 def alone(built: LLM, prompt: Any, params: SamplingParams) -> Any:
-    return built.generate(prompt, params, use_tqdm=False)[0].outputs[0]
-
-
-@contextmanager
-def patched(target: object, name: str, value: object) -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(target, name, value)
-        yield
+    return generate(built, prompt, params)[0].outputs[0]
 
 
 @contextmanager
@@ -131,56 +114,77 @@ def held(built: LLM) -> Iterator[Callable[[int], None]]:
         yield allowed.release
 
 
+async def read(llm, prompt, params, started=None, **options):
+    """The last output of a stream; sets `started` with each."""
+    output = None
+    async for output in llm.generate_stream(prompt, params, **options):  # noqa: B007
+        if started is not None:
+            started.set()
+    return output
+
+
+@asynccontextmanager
+async def under_way(llm: AsyncLLM, prompt: list[int], **options: Any) -> AsyncIterator[Any]:
+    """A task that reads a long request, which makes no more steps inside the block."""
+    started = asyncio.Event()
+    with held(llm._llm) as let_go:
+        let_go(8)
+        task = asyncio.create_task(read(llm, prompt, LONG, started, **options))
+        await limited(started.wait())
+        yield task
+
+
 # --- many callers ---------------------------------------------------------------------------------
 
 
 def test_callers_get_what_generate_gives(serve, built, ragged_prompts):
     prompts = ["hello", *ragged_prompts(*(1 + 7 * i % 45 for i in range(23)))]
     params = [
-        dataclasses.replace(GREEDY, temperature=i % 2 * 0.8, seed=i, max_tokens=1 + 5 * i % 24)
+        replace(GREEDY, temperature=i % 2 * 0.8, seed=i, max_tokens=1 + 5 * i % 24)
         for i in range(len(prompts))
     ]
-    params[3] = dataclasses.replace(params[3], n=3)
-    expected = built.generate(prompts, params, use_tqdm=False)
+    params[3] = replace(params[3], n=3)
+    expected = generate(built, prompts, params)
 
     async def test(llm):
-        calls = zip(prompts, params, strict=True)
-        return await asyncio.gather(*(llm.generate(*one) for one in calls))
+        calls = [llm.generate(*one) for one in zip(prompts, params, strict=True)]
+        return await asyncio.gather(*calls, llm.generate([1, 2, 3]))
 
-    outputs = serve(test)
+    *outputs, by_default = serve(test)
     assert [one.outputs for one in outputs] == [one.outputs for one in expected]
     assert outputs[0].prompt == "hello" and all(one.finished for one in outputs)
-    assert len({one.request_id for one in outputs}) == len(prompts)
+    assert len({one.request_id for one in [*outputs, by_default]}) == 1 + len(prompts)
+    assert len(by_default.outputs[0].token_ids) <= SamplingParams().max_tokens
 
 
 def test_outputs_go_on_from_those_before(serve, built):
+    """A slow reader misses some, but not the last, and nothing is kept for it."""
     expected = alone(built, [1, 2, 3], LONG)
 
     async def test(llm):
-        outputs = []
+        seen = []
         with held(built) as let_go:
             let_go(4)
             async for output in llm.generate_stream([1, 2, 3], LONG, request_id="mine"):
-                outputs.append(output)
-                let_go(4 if len(outputs) < 3 else 1000)
-        return outputs
+                seen.append((output.request_id, output.finished, output.outputs))
+                let_go(4 if len(seen) < 3 else 1000)
+                if len(seen) == 3:
+                    await until(lambda: not llm._streams)  # all is there
+                    kept = weakref.ref(output)
+        del output
+        gc.collect()
+        return seen, kept()
 
-    outputs = serve(test)
-    assert {one.request_id for one in outputs} == {"mine"}
-    assert [one.finished for one in outputs] == [False] * (len(outputs) - 1) + [True]
-    lengths = [len(one.outputs[0].token_ids) for one in outputs]
-    assert lengths == sorted(set(lengths)) and len(lengths) > 2
-    for one, length in zip(outputs, lengths, strict=True):
-        assert one.outputs[0].token_ids == expected.token_ids[:length]
-        assert expected.text.startswith(one.outputs[0].text)
-    assert outputs[-1].outputs == [expected]
-
-
-def test_defaults_are_those_of_sampling_params(serve):
-    async def test(llm):
-        return await llm.generate([1, 2, 3])
-
-    assert len(serve(test).outputs[0].token_ids) <= SamplingParams().max_tokens
+    seen, kept = serve(test)
+    assert kept is None
+    names, finished, outputs = zip(*seen, strict=True)
+    assert set(names) == {"mine"} and finished == (False, False, False, True)
+    lengths = [len(sample.token_ids) for (sample,) in outputs]
+    assert lengths == sorted(set(lengths))
+    for (sample,), length in zip(outputs, lengths, strict=True):
+        assert sample.token_ids == expected.token_ids[:length]
+        assert expected.text.startswith(sample.text)
+    assert outputs[-1] == [expected]
 
 
 def test_the_loop_goes_on_while_the_engine_works(serve, built):
@@ -201,58 +205,31 @@ def test_the_loop_goes_on_while_the_engine_works(serve, built):
     assert serve(test).finished
 
 
-def test_no_more_are_in_the_engine_than_may_be(serve, built, ragged_prompts):
+def test_those_that_had_to_wait_come_in_the_end(serve, built, ragged_prompts):
     prompts = ragged_prompts(3, 9, 20, 5, 6, 7)
-    expected = [alone(built, prompt, GREEDY).token_ids for prompt in prompts]
-    most, add = 0, built.engine.add
-
-    def count(request):
-        nonlocal most
-        samples = add(request)
-        most = max(most, len(built.engine.scheduler._live))
-        return samples
+    expected = [[alone(built, prompt, GREEDY)] for prompt in prompts]
 
     async def test(llm):
-        with patched(built.engine, "add", count):
-            return await asyncio.gather(*(llm.generate(prompt, GREEDY) for prompt in prompts))
+        return await asyncio.gather(*(llm.generate(prompt, GREEDY) for prompt in prompts))
 
-    outputs = serve(test, max_num_requests=2)
-    assert [one.outputs[0].token_ids for one in outputs] == expected
-    assert most == 2
-
-
-def test_a_slow_reader_misses_some_but_not_the_last(serve, built):
-    expected = alone(built, [1, 2, 3], LONG)
-
-    async def test(llm):
-        outputs = []
-        with held(built) as let_go:
-            let_go(4)
-            async for output in llm.generate_stream([1, 2, 3], LONG):
-                outputs.append(output)
-                let_go(4 if len(outputs) == 1 else 1000)
-                if len(outputs) == 2:
-                    await until(lambda: not llm._streams)  # all is there
-                    kept = weakref.ref(output)
-        outputs.pop(1)
-        del output
-        gc.collect()
-        return [one.outputs[0].token_ids for one in outputs], kept()
-
-    lengths, kept = serve(test)
-    assert len(lengths) == 2 and lengths[-1] == expected.token_ids
-    assert kept is None
+    assert [one.outputs for one in serve(test, max_num_requests=2)] == expected
 
 
 # --- callers that leave ---------------------------------------------------------------------------
 
 
-async def read(llm, prompt, params, started=None, **options):
-    output = None
-    async for output in llm.generate_stream(prompt, params, **options):  # noqa: B007
-        if started is not None:
-            started.set()
-    return output
+async def six_readers(llm: AsyncLLM, let_go: Callable, moment: str) -> list[asyncio.Task]:
+    """Tasks that read long requests, at a moment of their lives; the engine must be held."""
+    started = asyncio.Event()
+    tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
+    if moment == "started":
+        let_go(8)
+        await limited(started.wait())
+    elif moment == "waiting":
+        await until(lambda: llm.metrics().num_requests_waiting)
+    else:
+        await asyncio.sleep(0)
+    return tasks
 
 
 @pytest.mark.parametrize("moment", ["before", "started", "waiting"])
@@ -260,17 +237,9 @@ def test_cancelling_a_task_aborts(serve, built, moment):
     expected = alone(built, [7, 8], GREEDY)
 
     async def test(llm):
-        started = asyncio.Event()
         with held(built) as let_go:
             other = asyncio.ensure_future(llm.generate([7, 8], GREEDY))
-            tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
-            if moment == "before":
-                await asyncio.sleep(0)
-            elif moment == "started":
-                let_go(8)
-                await limited(started.wait())
-            else:
-                await until(lambda: llm.metrics().num_requests_waiting)
+            tasks = await six_readers(llm, let_go, moment)
             for task in tasks:
                 task.cancel()
             ends = await limited(asyncio.gather(*tasks, return_exceptions=True))
@@ -280,25 +249,15 @@ def test_cancelling_a_task_aborts(serve, built, moment):
     assert serve(test).outputs == [expected]
 
 
-@pytest.mark.parametrize("way", ["break", "aclose", "raise", "cancel"])
-def test_leaving_the_iteration_aborts(serve, built, way):
+def test_leaving_the_iteration_aborts(serve, built):
     before = built.metrics().requests_finished.get("abort", 0)
 
     async def leave(llm):
-        stream = llm.generate_stream([1, 2, 3], LONG)
-        async for _ in stream:
-            if way == "break":
-                break
-            if way == "raise":
-                raise LookupError
-            if way == "cancel":
-                asyncio.current_task().cancel()
-                await asyncio.sleep(LIMIT)
-            if way == "aclose":
-                await stream.aclose()
+        async for _ in llm.generate_stream([1, 2, 3], LONG):
+            break
 
     async def test(llm):
-        with held(built) as let_go, suppress(LookupError, asyncio.CancelledError):
+        with held(built) as let_go:
             let_go(8)
             await asyncio.create_task(leave(llm))
         await idle(llm)
@@ -308,21 +267,19 @@ def test_leaving_the_iteration_aborts(serve, built, way):
     assert built.metrics().requests_finished["abort"] == before + 1
 
 
-def test_aborting_by_name(serve, built):
+def test_a_name_is_that_of_one_request_until_it_is_aborted(serve, built):
     expected = alone(built, [1, 2, 3], LONG)
 
     async def test(llm):
-        started = asyncio.Event()
-        with held(built) as let_go:
-            let_go(8)
-            task = asyncio.create_task(read(llm, [1, 2, 3], LONG, started, request_id="mine"))
-            await limited(started.wait())
-            assert not await llm.abort("yours")
-            assert await llm.abort("mine")
-            assert not await llm.abort("mine")
+        async with under_way(llm, [1, 2, 3], request_id="mine") as task:
+            with pytest.raises(ValueError, match="'mine'.*not finished"):
+                await llm.generate([4], GREEDY, request_id="mine")
+            with pytest.raises(ValueError, match="scheduling_policy"):
+                await llm.generate([4], GREEDY, priority=3)
+            names = "yours", "mine", "mine"
+            assert [await llm.abort(name) for name in names] == [False, True, False]
         output = await limited(task)
         assert not await llm.abort("mine")
-        # The name is free again.
         assert (await llm.generate([1], GREEDY, request_id="mine")).finished
         return output
 
@@ -333,30 +290,23 @@ def test_aborting_by_name(serve, built):
     assert sample.token_ids == expected.token_ids[: len(sample.token_ids)]
 
 
-@pytest.mark.parametrize("way", ["aclose", "cancel"])
-def test_leaving_after_the_end_is_no_abort_of_another_with_the_name(serve, built, way):
+def test_leaving_after_the_end_is_no_abort_of_another_with_the_name(serve, built):
     """The first request has ended, its consumer lags, and a second has taken its id."""
     expected = alone(built, [4, 5], LONG)
 
     async def lag(llm, has_begun, may_go_on):
-        stream = llm.generate_stream([1, 2, 3], GREEDY, request_id="mine")
-        await anext(stream)
-        has_begun.set()
-        try:
+        async with aclosing(llm.generate_stream([1, 2, 3], GREEDY, request_id="mine")) as stream:
+            await anext(stream)
+            has_begun.set()
             await may_go_on.wait()
-        finally:
-            await stream.aclose()
 
     async def test(llm):
-        has_begun, may_go_on, started = (asyncio.Event() for _ in range(3))
+        has_begun, may_go_on = asyncio.Event(), asyncio.Event()
         first = asyncio.create_task(lag(llm, has_begun, may_go_on))
         await limited(has_begun.wait())
         await idle(llm)
-        with held(built) as let_go:
-            let_go(8)
-            second = asyncio.create_task(read(llm, [4, 5], LONG, started, request_id="mine"))
-            await limited(started.wait())
-            may_go_on.set() if way == "aclose" else first.cancel()
+        async with under_way(llm, [4, 5], request_id="mine") as second:
+            may_go_on.set()
             await limited(asyncio.wait([first]))
             assert await llm.is_sleeping() is False  # the engine's thread has done what came before
         return await limited(second)
@@ -364,97 +314,7 @@ def test_leaving_after_the_end_is_no_abort_of_another_with_the_name(serve, built
     assert serve(test).outputs == [expected]
 
 
-def test_a_stream_left_after_its_end_is_no_abort_of_another_with_the_name(built):
-    stream = built.generate_stream([1, 2, 3], GREEDY)
-    name = next(stream).request_id
-    built.generate([1], LONG, use_tqdm=False)  # which runs the other to its end as well
-    second = built.start(built.make_request([4, 5], GREEDY, request_id=name))
-    stream.close()
-    while not second.is_finished:
-        built.engine.step()
-    built.engine.drain()
-    assert second.output().outputs[0].finish_reason == "length"
-
-
-# --- callers with bad wishes ----------------------------------------------------------------------
-
-
-def test_a_name_is_that_of_one_request(serve, built):
-    expected = alone(built, [1, 2, 3], LONG)
-
-    async def test(llm):
-        started = asyncio.Event()
-        with held(built) as let_go:
-            let_go(8)
-            task = asyncio.create_task(read(llm, [1, 2, 3], LONG, started, request_id="mine"))
-            await limited(started.wait())
-            with pytest.raises(ValueError, match="'mine'.*not finished"):
-                await llm.generate([4], GREEDY, request_id="mine")
-        return await limited(task)
-
-    assert serve(test).outputs == [expected]
-
-
-def test_a_number_as_a_name_hurts_nobody(serve, built):
-    async def test(llm):
-        number = int((await llm.generate([1], GREEDY)).request_id)
-        started = asyncio.Event()
-        with held(built) as let_go:
-            let_go(8)
-            task = asyncio.create_task(read(llm, [1], LONG, started, request_id=str(number + 3)))
-            await limited(started.wait())
-            others = [asyncio.ensure_future(llm.generate([i], GREEDY)) for i in range(3)]
-            await until(lambda: len(llm._streams) == 4)
-        outputs = await asyncio.gather(*others)
-        return [(await limited(task)).request_id, *(one.request_id for one in outputs)]
-
-    assert len(set(serve(test))) == 4
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (([],), "empty"),
-        (([1, VOCAB],), "token id 96"),
-        (([1] * 300,), "max_model_len=256"),
-        (([1], "greedy"), "must be a SamplingParams"),
-        (([1], SamplingParams(stop_token_ids=[VOCAB])), "stop_token_ids"),
-        (([1], SamplingParams(logprobs=3)), "max_logprobs=0"),
-    ],
-    ids=["empty", "token", "long", "params", "stop", "logprobs"],
-)
-def test_a_bad_wish_is_its_callers_own(serve, built, arguments, words):
-    expected = alone(built, [1, 2, 3], GREEDY)
-
-    async def test(llm):
-        task = asyncio.ensure_future(llm.generate([1, 2, 3], GREEDY))
-        with pytest.raises(ValueError, match=words):
-            await llm.generate(*arguments)
-        with pytest.raises(ValueError, match="scheduling_policy"):
-            await llm.generate([1], GREEDY, priority=3)
-        return await task
-
-    assert serve(test).outputs == [expected]
-
-
-def test_a_text_that_cannot_be_had_is_its_callers_own(serve, built):
-    expected = alone(built, [1, 2, 3], GREEDY)
-    decode, short = ChatTokenizer.decode, dataclasses.replace(GREEDY, max_tokens=7)
-
-    def fail(self, ids):
-        if len(ids) == 2 + 7:  # the prompt, and all of the output
-            raise LookupError("no such text")
-        return decode(self, ids)
-
-    async def test(llm):
-        calls = llm.generate([1, 2, 3], GREEDY), llm.generate([4, 5], short)
-        with patched(ChatTokenizer, "decode", fail):
-            return await limited(asyncio.gather(*calls))
-
-    output, failed = serve(test)
-    assert output.outputs == [expected]
-    assert len(failed.outputs[0].token_ids) == 7
-    assert isinstance(failed.outputs[0].error, LookupError)
+# --- failures -------------------------------------------------------------------------------------
 
 
 def test_outputs_that_cannot_be_made_are_their_callers_own(serve, built):
@@ -474,14 +334,20 @@ def test_outputs_that_cannot_be_made_are_their_callers_own(serve, built):
     assert output.outputs == [expected] and isinstance(error, ZeroDivisionError)
 
 
+async def all_waiting(llm: AsyncLLM, most: int) -> list[asyncio.Task]:
+    """Six long requests, `most` of which are in the engine; it must be held."""
+    calls = [llm.generate([i, 2, 3], LONG) for i in range(6)]
+    tasks = [asyncio.ensure_future(call) for call in calls]
+    await until(lambda: len(llm._streams) == most)
+    return tasks
+
+
 def test_a_step_that_fails_reaches_every_caller(serve, built):
     expected, step = alone(built, [1, 2, 3], GREEDY), built.engine.step
 
     async def test(llm):
-        calls = [llm.generate([i, 2, 3], LONG) for i in range(6)]
         with held(built):
-            tasks = [asyncio.ensure_future(call) for call in calls]
-            await until(lambda: len(llm._streams) == 6)
+            tasks = await all_waiting(llm, 6)
         with patched(built.engine, "step", lambda: step() and 1 / 0):
             ends = await limited(asyncio.gather(*tasks, return_exceptions=True))
         assert all(isinstance(end, ZeroDivisionError) for end in ends), ends
@@ -491,10 +357,8 @@ def test_a_step_that_fails_reaches_every_caller(serve, built):
     assert serve(test, max_num_requests=8).outputs == [expected]
 
 
-def test_an_engine_that_cannot_go_on_tells_every_caller(built, monkeypatch):
+def test_an_engine_that_cannot_go_on_tells_every_caller(built):
     """After a failure whose reset fails too, as of a device that is out of memory."""
-    monkeypatch.setattr("specjax.async_llm.LLM", lambda *_, **__: built)
-    monkeypatch.setattr(built, "close", lambda: None)
 
     def fail() -> None:
         raise MemoryError("no state")
@@ -502,9 +366,7 @@ def test_an_engine_that_cannot_go_on_tells_every_caller(built, monkeypatch):
     async def main():
         llm = AsyncLLM("", max_num_requests=3)
         with held(built):
-            calls = [llm.generate([i, 2, 3], LONG) for i in range(6)]
-            tasks = [asyncio.ensure_future(call) for call in calls]
-            await until(lambda: len(llm._streams) == 3)
+            tasks = await all_waiting(llm, 3)
         with patched(built.engine, "reset", fail), patched(built.engine, "step", lambda: 1 / 0):
             ends = await asyncio.wait(tasks, timeout=5)
         with patched(AsyncLLM, "_check_open", lambda _: None):  # a call that comes as it ends
@@ -513,23 +375,18 @@ def test_an_engine_that_cannot_go_on_tells_every_caller(built, monkeypatch):
         await limited(llm.close())
         return ends
 
-    try:
-        done, left = asyncio.run(limited(main()))
-    finally:
-        built.engine.reset()
-    errors = [task.exception() for task in done]
-    assert not left and sorted(type(e).__name__ for e in errors) == 3 * ["MemoryError"] + 3 * [
-        "RuntimeError"
-    ]
+    done, left = asyncio.run(limited(main()))
+    errors = sorted(type(task.exception()).__name__ for task in done)
+    assert not left and errors == 3 * ["MemoryError"] + 3 * ["RuntimeError"]
 
 
 # --- closing --------------------------------------------------------------------------------------
 
 
-def test_a_closed_one_says_so(serve, built):
-    async def test(llm):
-        started = llm.generate_stream([1], LONG)
-        not_started = llm.generate_stream([1], GREEDY)
+def test_a_closed_one_says_so(built):
+    async def main():
+        llm = AsyncLLM("")
+        started, not_started = llm.generate_stream([1], LONG), llm.generate_stream([1], GREEDY)
         with held(built) as let_go:
             let_go(8)
             await limited(anext(started))
@@ -547,27 +404,22 @@ def test_a_closed_one_says_so(serve, built):
             assert [one.outputs[0].finish_reason async for one in started] == ["abort"]
         assert not llm._thread.is_alive()
 
-    async def main():
-        async with AsyncLLM("") as llm:
-            await test(llm)
-
     asyncio.run(limited(main()))
 
 
 @pytest.mark.parametrize("moment", ["at once", "started"])
-def test_closing_ends_every_stream(serve, built, moment):
+def test_closing_ends_every_stream(built, moment):
     """Those under way with what they have, those that wait for their turn with an error."""
 
-    async def test():
-        llm, started = AsyncLLM("", max_num_requests=2), asyncio.Event()
+    async def main():
+        llm = AsyncLLM("", max_num_requests=2)
         with held(built) as let_go:
+            tasks = await six_readers(llm, let_go, moment)
             let_go(8)
-            tasks = [asyncio.create_task(read(llm, [i], LONG, started)) for i in range(6)]
-            await (asyncio.sleep(0) if moment == "at once" else limited(started.wait()))
             await limited(llm.close())
         return await limited(asyncio.gather(*tasks, return_exceptions=True))
 
-    ends = asyncio.run(test())
+    ends = asyncio.run(main())
     errors = [end for end in ends if isinstance(end, Exception)]
     assert all(isinstance(error, RuntimeError) and "closed" in str(error) for error in errors)
     reasons = [end.outputs[0].finish_reason for end in ends if end not in errors]
@@ -575,55 +427,49 @@ def test_closing_ends_every_stream(serve, built, moment):
     assert moment == "at once" or reasons
 
 
-def test_a_loop_that_has_gone_takes_nothing_along(serve, built):
+def test_a_loop_that_has_gone_takes_nothing_along(built):
     """As after an interrupt: its requests are given up, and those of another loop are served."""
-    expected = alone(built, [1, 2, 3], GREEDY)
-    llm = AsyncLLM("")
-
-    loop = asyncio.new_event_loop()
+    expected, llm, loop = alone(built, [1, 2, 3], GREEDY), AsyncLLM(""), asyncio.new_event_loop()
     stream = llm.generate_stream([1], LONG)
     with held(built) as let_go:
         let_go(8)
         loop.run_until_complete(limited(anext(stream)))
         loop.close()
 
-    async def test():
-        output = await limited(llm.generate([1, 2, 3], GREEDY))
-        await limited(llm.close())
-        return output
+    async def main():
+        async with llm:
+            return await limited(llm.generate([1, 2, 3], GREEDY))
 
-    assert asyncio.run(test()).outputs == [expected]
+    assert asyncio.run(main()).outputs == [expected]
     with suppress(RuntimeError):
         asyncio.run(stream.aclose())
 
 
-# --- bad settings ---------------------------------------------------------------------------------
+# --- settings, and load ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [0, -1, 2.5, True, "2"])
-def test_a_bad_number_of_requests_is_refused_before_any_work(monkeypatch, value):
-    monkeypatch.setattr("specjax.async_llm.LLM", lambda *_, **__: pytest.fail("work was done"))
-    with pytest.raises(ValueError, match=f"max_num_requests={value!r}"):
-        AsyncLLM("", max_num_requests=value)
-
-
-def test_options_are_those_of_llm(target):
+@pytest.mark.parametrize(
+    "options, error",
+    [
+        ({"max_num_requests": 0}, ValueError),
+        ({"max_num_requests": True}, ValueError),
+        ({"max_num_seqs": 0}, ValueError),
+        ({"max_seqs": 3}, TypeError),
+    ],
+    ids=str,
+)
+def test_bad_options_are_refused_before_any_work(folder, options, error):
+    """Those of its own, and those of `LLM`."""
     num_threads = threading.active_count()
-    with pytest.raises(TypeError, match="max_seqs"):
-        AsyncLLM(target.folder, max_seqs=3)
-    with pytest.raises(ValueError, match="max_num_seqs=0"):
-        AsyncLLM(target.folder, max_num_seqs=0)
+    with pytest.raises(error, match=next(iter(options))):
+        AsyncLLM(folder if "max_num_requests" not in options else "no/such/folder", **options)
     assert threading.active_count() == num_threads
 
 
-# --- load -----------------------------------------------------------------------------------------
-
-
-def test_a_load_of_requests(serve, built, folder, tmp_path, monkeypatch, capsys):
+def test_a_load_of_requests(built, folder, tmp_path, monkeypatch, capsys):
     """The benchmark in small, on the engine that is there."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    load = importlib.import_module("load_async")
-    path = tmp_path / "result.json"
+    load, path = importlib.import_module("load_async"), tmp_path / "result.json"
     options = ["--requests", "60", "--callers", "20", "--cancel", "0.5", "--compare", "12"]
     settings = load.read_settings([*options, "--json", str(path)])
     monkeypatch.setattr(load, "LLM", lambda *_, **__: built)

@@ -9,7 +9,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.engines import give_pages, hold_pages, make_llm
+from support.dynamic_k import InTurn
+from support.engines import generate_tokens, give_pages, hold_pages, make_llm, random_prompts
 from support.shared_models import VOCAB, hybrid, llama
 
 from specjax import SamplingParams
@@ -17,22 +18,8 @@ from specjax.checkpoint.errors import CheckpointError
 from specjax.config import SpeculativeConfig
 from specjax.device.drafters.registry import load_drafter
 from specjax.device.models.registry import describe_model, read_config
-from specjax.host.speculation.policy import PolicyRule
 
-TURNS = (3, 1, 0, 3, 0, 0, 1, 1, 3, 3)
-
-
-class Turns(PolicyRule):
-    """K of every round from a list, over and over."""
-
-    choices = (0, 1, 3)
-
-    def __init__(self):
-        self.num_rounds = 0
-
-    def choose(self, load):
-        self.num_rounds += load.num_sequences > 0
-        return TURNS[self.num_rounds % len(TURNS)]
+PROMPTS = random_prompts(1, 5, 32, 33, 40, 64, 7, 31, vocab_size=VOCAB - 1, seed=1)
 
 
 @pytest.fixture(scope="module", params=["llama", pytest.param("hybrid", marks=pytest.mark.slow)])
@@ -44,7 +31,7 @@ def folder(request, checkpoints):
 def llm(folder):
     """The target drafts for itself, and K is another in every round."""
     with make_llm(folder, "draft_model", folder) as llm:
-        llm.engine.set_policy(Turns())
+        llm.engine.set_policy(InTurn(3, 1, 0, 3, 0, 0, 1, 1, 3, 3))
         yield llm
 
 
@@ -54,65 +41,43 @@ def plain(folder):
         yield llm
 
 
-def requests(temperature):
-    rng = np.random.default_rng(1)
-    lengths = (1, 5, 32, 33, 40, 64, 7, 31)
-    prompts = [rng.integers(0, VOCAB - 1, length).tolist() for length in lengths]
-    params = [
-        SamplingParams(
-            temperature=temperature, seed=i, max_tokens=(20, 7, 31, 2)[i % 4], ignore_eos=True
-        )
-        for i in range(len(lengths))
-    ]
-    return prompts, params
+def params_of(temperature):
+    free = SamplingParams(temperature=temperature, ignore_eos=True)
+    return [replace(free, seed=i, max_tokens=(20, 7, 31, 2)[i % 4]) for i in range(len(PROMPTS))]
 
 
-def tokens_of(llm, prompts, params):
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, False)]
-
-
-def missed(llm, prompts, params):
-    """Tokens, and how many of the drafts that could have been accepted were not."""
+def assert_always_right(llm, plain, prompts, params):
+    """The tokens are those without drafts, and no draft that could have been accepted was not."""
     before = llm.metrics()
-    tokens = tokens_of(llm, prompts, params)
+    assert generate_tokens(llm, prompts, params) == generate_tokens(plain, prompts, params)
     after = llm.metrics()
     num_drafts = after.num_draft_tokens - before.num_draft_tokens
-    assert num_drafts > 0
-    return tokens, num_drafts - (after.num_accepted_tokens - before.num_accepted_tokens)
+    assert after.num_accepted_tokens - before.num_accepted_tokens == num_drafts > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 def test_a_target_that_drafts_for_itself_is_always_right(llm, plain, temperature):
-    prompts, params = requests(temperature)
-    tokens, num_missed = missed(llm, prompts, params)
-    assert tokens == tokens_of(plain, prompts, params)
-    assert num_missed == 0
+    assert_always_right(llm, plain, PROMPTS, params_of(temperature))
 
 
 def test_it_is_right_after_a_cached_prefix(llm, plain):
-    (prompt, *_), (params, *_) = requests(0.0)
-    prompt = prompt * 40
-    tokens_of(llm, [prompt], [params])
+    prompt, params = PROMPTS[0] * 40, params_of(0.0)[0]
+    generate_tokens(llm, prompt, params)
     before = llm.metrics().prefix_cache_hits
-    tokens, num_missed = missed(llm, [[*prompt, 3, 5]], [params])
+    assert_always_right(llm, plain, [*prompt, 3, 5], params)
     assert llm.metrics().prefix_cache_hits > before
-    assert tokens == tokens_of(plain, [[*prompt, 3, 5]], [params])
-    assert num_missed == 0
 
 
 def test_it_is_right_after_a_preemption(llm, plain):
-    prompts, params = requests(0.8)
-    prompts = [prompt for prompt in prompts if 30 < len(prompt) < 50]
-    params = [replace(one, max_tokens=40) for one in params[: len(prompts)]]
+    prompts = [prompt for prompt in PROMPTS if 30 < len(prompt) < 50]
+    params = [replace(one, max_tokens=40) for one in params_of(0.8)[: len(prompts)]]
     before = llm.metrics().num_preemptions
     taken = hold_pages(llm, 20)
     try:
-        tokens, num_missed = missed(llm, prompts, params)
+        assert_always_right(llm, plain, prompts, params)
     finally:
         give_pages(llm, taken)
     assert llm.metrics().num_preemptions > before
-    assert tokens == tokens_of(plain, prompts, params)
-    assert num_missed == 0
 
 
 def test_another_vocabulary_needs_the_targets_tokenizer(checkpoints):
@@ -126,7 +91,7 @@ def test_another_vocabulary_needs_the_targets_tokenizer(checkpoints):
 @pytest.mark.slow
 def test_a_recurrent_drafter_goes_on_from_a_snapshot_of_its_own(checkpoints):
     """Of a target that has no state, and would need no snapshots."""
-    (*_, prompt, _, _), _ = requests(0.0)
+    prompt = PROMPTS[5]
     longer = [*prompt, 3, 5]
     target, drafter = llama(checkpoints).folder, hybrid(checkpoints)
     with make_llm(target, "draft_model", drafter, k=1, compile_ahead=False) as llm:

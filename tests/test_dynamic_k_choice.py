@@ -6,22 +6,22 @@ slow suite.
 
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from statistics import median
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from support.dynamic_k import Recording, generate, requests_of, write_profile
-from support.engines import SIZES, K
+from support.dynamic_k import Recording, requests_of, write_profile
+from support.engines import K, generate_tokens, random_prompts
+from support.engines import make_llm as make_any_llm
 from support.shared_models import EOS, eagle3, llama
 from support.simulated_device import SimulatedPrograms
 from support.simulated_outputs import HostArray
 
-from specjax import LLM, SamplingParams
+from specjax import SamplingParams
 from specjax.config import EngineConfig
 from specjax.device.drafters.drafter import NoDrafter, Params, Stateless
 from specjax.device.verification import Draft
@@ -35,12 +35,10 @@ from specjax.host.request import Request
 from specjax.host.scheduler import Scheduler
 from specjax.host.sequence import RowOutput
 from specjax.host.speculation.acceptance import Acceptance, DraftOutcome
-from specjax.host.speculation.policy import GoodputPolicy, Round, StaticPolicy
-from specjax.host.speculation.step_cost import StepCost
+from specjax.host.speculation.policy import GoodputPolicy, Round, StaticPolicy, TablePolicy
 from specjax.serving.dynamic_k import fingerprint
 
 pytestmark = pytest.mark.usefixtures("simulated_device")
-MOST = K
 
 
 @pytest.fixture(scope="module")
@@ -54,146 +52,115 @@ def head(checkpoints):
 
 
 def make_llm(folder, head, **speculation):
-    """Rounds of one, two and four requests cost what a profile says of each."""
-    config = {"method": "eagle3", "model": str(head)} | speculation
-    return LLM(folder, speculative_config=config, **{**SIZES, "decode_batches": (1, 2, 4)})
+    """Rounds of one, two and four requests cost what a profile says of each; it may say K, too."""
+    speculation = {"num_speculative_tokens": None} | speculation
+    batches = (1, 2, 4)
+    return make_any_llm(folder, "eagle3", head, speculation=speculation, decode_batches=batches)
 
 
 @pytest.fixture(scope="module")
 def llm(simulated_device, folder, head):
-    with make_llm(folder, head, adaptive=True, num_speculative_tokens=MOST) as made:
+    with make_llm(folder, head, adaptive=True, num_speculative_tokens=K) as made:
         yield made
 
 
-@pytest.fixture(scope="module")
-def work(llm):
-    """Prompts, parameters, and what an engine with the same weights makes of them."""
-    rng = np.random.default_rng(0)
-    lengths = (3, 20, 7, 40, 1, 12, 33, 9)
-    prompts = [rng.integers(0, EOS, length).tolist() for length in lengths]
+# --- profiles, and tables -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["profile", "table"])
+def test_what_is_given_is_followed(tmp_path, folder, head, llm, kind):
+    """A profile's K says the most, too: 3 for one request, and none for three and four, padded
+    alike."""
+    prompts = random_prompts(3, 20, 7, 40, 1, 12, 33, 9, vocab_size=EOS)
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=12 + 5 * i, ignore_eos=True)
         for i in range(len(prompts))
     ]
-    return prompts, params, generate(llm, prompts, params)
-
-
-# --- profiles -------------------------------------------------------------------------------------
-
-
-def test_a_profile_is_followed(tmp_path, folder, head, work):
-    """Its K says the most, too: 3 for one request, and none for three and four, padded alike."""
-    prompts, params, expected = work
-    with make_llm(folder, head, dynamic_config_path=write_profile(tmp_path)) as llm:
-        policy = llm.engine.scheduler.policy
+    table = [[1, 1, 3], [2, 2, 1], [4, 9, 0]]
+    speculation, by_size = {
+        "profile": ({"dynamic_config_path": write_profile(tmp_path)}, {1: {3}, 3: {0}, 4: {0}}),
+        "table": (
+            {"num_speculative_tokens_per_batch_size": table, "num_speculative_tokens": K},
+            {1: {3}, 2: {1}, 3: {1}, 4: {0}},
+        ),
+    }[kind]
+    with make_llm(folder, head, **speculation) as other:
+        policy = other.engine.scheduler.policy
         watched = Recording(policy.choices, policy.choose)
-        llm.engine.set_policy(watched)
-        assert generate(llm, prompts, params) == expected
-    loads = [load for load in watched.loads if load.num_sequences]
-    assert {policy.choose(load) for load in loads if load.num_sequences >= 3} == {0}
-    alone = [load for load in loads if load.num_sequences == 1]
+        other.engine.set_policy(watched)
+        assert generate_tokens(other, prompts, params) == generate_tokens(llm, prompts, params)
+    if kind == "table":
+        assert policy == TablePolicy(((1, 1, 3), (2, 2, 1), (4, 9, 0)))
     # The last drafts of an output are of no use: then fewer are as good.
-    assert max(policy.choose(load) for load in alone) == 3
-    long = [load for load in alone if min(limit for _, limit in load.members) == MOST]
-    assert {policy.choose(load) for load in long} == {3}
+    loads = [load for load in watched.loads if load.num_sequences]
+    long = [load for load in loads if min(limit for _, limit in load.members) == K]
+    for size, ks in by_size.items():
+        assert {policy.choose(load) for load in long if load.num_sequences == size} == ks
+        assert max(policy.choose(load) for load in loads if load.num_sequences == size) == max(ks)
+    assert {outcome.k for outcome in watched.rounds} >= set.union(*by_size.values())
 
 
-def test_a_profile_of_another_model_is_refused_unless_forced(tmp_path, folder, head):
-    path = write_profile(tmp_path, measured={"model": "feedfacefeedface"})
-    with pytest.raises(ValueError, match="measured on another model.*dynamic_config_force=True"):
-        make_llm(folder, head, dynamic_config_path=path)
-    make_llm(folder, head, dynamic_config_path=path, dynamic_config_force=True).close()
-
-
-def test_a_profile_of_this_model_is_taken(tmp_path, checkpoints, folder, head, llm):
+def test_a_profile_is_of_a_model_and_a_device(tmp_path, checkpoints, folder, head, llm):
+    """Without force, those of another model are refused, and there is a warning of devices."""
     own = fingerprint(llm.target, llm.engine.drafter, llm.engine.params)
     path = write_profile(tmp_path, measured={"model": own})
     make_llm(folder, head, dynamic_config_path=path).close()
     other = llama(checkpoints, seed=5).folder
-    with pytest.raises(ValueError, match="measured on another model"):
+    with pytest.raises(ValueError, match="measured on another model.*dynamic_config_force=True"):
         make_llm(other, head, dynamic_config_path=path)
+    make_llm(other, head, dynamic_config_path=path, dynamic_config_force=True).close()
+    write_profile(tmp_path, measured={"device": "abacus"})
+    with pytest.warns(UserWarning, match="measured on 'abacus'.*save_dynamic_config"):
+        make_llm(folder, head, dynamic_config_path=path, adaptive=True).close()
+    make_llm(folder, head, dynamic_config_path=path, dynamic_config_force=True).close()
 
 
 def test_what_was_learned_is_where_a_later_engine_begins(tmp_path, folder, head, llm):
     """Times and rates, without replays; then it goes on learning."""
     path = tmp_path / "learned.json"
-    learned = GoodputPolicy(range(MOST + 1), None, Acceptance(MOST))
+    learned = GoodputPolicy(range(K + 1), None, Acceptance(K))
     llm.engine.set_policy(learned)
     for _ in range(200):
-        verdicts = {DraftOutcome(MOST, MOST): 3, DraftOutcome(MOST, 0): 1}
-        learned.observe(Round(4, MOST, 0, verdicts, 40.0))
+        verdicts = {DraftOutcome(K, K): 3, DraftOutcome(K, 0): 1}
+        learned.observe(Round(4, K, 0, verdicts, 40.0))
     llm.save_dynamic_config(path)
     with make_llm(folder, head, adaptive=True, dynamic_config_path=path) as later:
         policy = later.engine.scheduler.policy
         assert policy.choices == learned.choices and policy.is_learning
         for batch, k in product((1, 2, 4), policy.choices):
             assert policy.cost.ms(batch, k) == pytest.approx(learned.cost.ms(batch, k))
-        assert policy.cost.ms(4, MOST) == pytest.approx(40.0, rel=0.05)
+        assert policy.cost.ms(4, K) == pytest.approx(40.0, rel=0.05)
         rates = policy.acceptance.rates()
         assert rates == pytest.approx(learned.acceptance.rates(), abs=0.02)
         assert rates[-1] == pytest.approx(0.75, abs=0.05)
         for _ in range(40):
-            policy.observe(Round(4, MOST, 0, {}, 80.0))
-        assert policy.cost.ms(4, MOST) == pytest.approx(80.0, rel=0.05)
+            policy.observe(Round(4, K, 0, {}, 80.0))
+        assert policy.cost.ms(4, K) == pytest.approx(80.0, rel=0.05)
 
 
 def test_only_what_was_learned_can_be_saved(tmp_path, llm):
-    llm.engine.set_policy(StaticPolicy(MOST))
+    llm.engine.set_policy(StaticPolicy(K))
     with pytest.raises(ValueError, match="no learned times.*adaptive"):
         llm.save_dynamic_config(tmp_path / "learned.json")
-    llm.engine.set_policy(GoodputPolicy(range(MOST + 1), None, Acceptance(MOST)))
+    llm.engine.set_policy(GoodputPolicy(range(K + 1), None, Acceptance(K)))
     with pytest.raises(ValueError, match="existing folder"):
         llm.save_dynamic_config(tmp_path / "none" / "learned.json")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_profile_of_another_device_comes_with_a_warning(tmp_path, folder, head):
-    path = write_profile(tmp_path, measured={"device": "abacus"})
-    with pytest.warns(UserWarning, match="measured on 'abacus'.*save_dynamic_config"):
-        make_llm(folder, head, dynamic_config_path=path, adaptive=True).close()
-    make_llm(folder, head, dynamic_config_path=path, dynamic_config_force=True).close()
-
-
-def test_more_drafts_than_the_profile_has_are_refused(tmp_path, folder, head):
-    path = write_profile(tmp_path)
-    with pytest.raises(ValueError, match="num_speculative_tokens=4 exceeds.*=3 of .*profile.json"):
-        make_llm(folder, head, dynamic_config_path=path, num_speculative_tokens=4)
-
-
-def test_a_malformed_profile_is_refused_before_anything_is_loaded(tmp_path, folder):
-    path = write_profile(tmp_path, acceptance_rate_per_pos=[0.5, 0.8, 0.1])
-    with pytest.raises(ValueError, match="acceptance_rate_per_pos"):
-        make_llm(folder, "no/such/folder", dynamic_config_path=path)
-
-
-# --- what is chosen, and counted ------------------------------------------------------------------
-
-
-def test_k_rises_as_a_batch_drains(llm, work):
-    """A long tail: many together are better off without drafts, by this cost, and few with."""
-    prompts, _, _ = work
-    points = {1: {0: 1.0, 3: 1.0}, 2: {0: 1.0, 3: 1.2}, 4: {0: 1.0, 3: 9.0}}
-    cost = StepCost(points, ks=(0, 1, 3), batches=(1, 2, 4))
-    policy = GoodputPolicy(
-        (0, 1, 3),
-        cost,
-        Acceptance(MOST, [0.8, 0.7, 0.6]),
-        learns_cost=False,
-        learns_acceptance=False,
-    )
-    watched = Recording(policy.choices, policy.choose)
-    llm.engine.set_policy(watched)
-    params = [
-        SamplingParams(temperature=0, max_tokens=n, ignore_eos=True) for n in (10, 20, 40, 80)
-    ]
-    generate(llm, prompts[:4], params)
-    chosen = [
-        (load.num_sequences, policy.choose(load))
-        for load in watched.loads
-        if load.num_sequences and min(limit for _, limit in load.members) == MOST
-    ]
-    by_size = {n: {k for size, k in chosen if size == n} for n in (4, 3, 2, 1)}
-    assert by_size == {4: {0}, 3: {0}, 2: {3}, 1: {3}}
+@pytest.mark.parametrize(
+    "edits, k, words",
+    [
+        ({}, 4, "num_speculative_tokens=4 exceeds.*=3 of .*profile.json"),
+        ({"acceptance_rate_per_pos": [0.5, 0.8, 0.1]}, None, "acceptance_rate_per_pos"),
+    ],
+)
+def test_a_profile_that_does_not_fit_is_refused_before_anything_is_loaded(
+    tmp_path, folder, edits, k, words
+):
+    path = write_profile(tmp_path, **edits)
+    with pytest.raises(ValueError, match=words):
+        make_llm(folder, "no/such/folder", dynamic_config_path=path, num_speculative_tokens=k)
 
 
 def test_rates_are_of_drafts_that_could_have_stood():
@@ -270,15 +237,7 @@ REAL = pytest.param("real", marks=pytest.mark.slow)
 
 @pytest.fixture(scope="module", params=["simulated", REAL])
 def slow_engine(request, llm):
-    config = EngineConfig(
-        max_model_len=SIZES["max_model_len"],
-        num_pages=64,
-        max_num_seqs=2,
-        max_num_batched_tokens=64,
-        compile_ahead=True,
-        decode_batches=(2,),
-        prefill_shapes=((2, 32),),
-    )
+    config = replace(llm.engine.config, max_num_seqs=2, decode_batches=(2,))
     params = Params(llm.engine.params.target, None)
     if request.param == "real":
         parts = config, llm.target, SlowDrafter(), params, StaticPolicy(2)

@@ -3,18 +3,26 @@
 Everything else about streams, callers, aborts and errors is tested on the simulated device.
 """
 
-import asyncio
-import dataclasses
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import make_llm
+from support.engines import generate, generate_tokens, make_llm, tokens_of
+from support.stopping import (
+    FREE,
+    assert_idle,
+    assert_stopped,
+    cut,
+    in_runs,
+    run_on,
+    some_stops,
+    text_between,
+)
 from support.texts import LETTERS_EOS, letters_folder
 
-from specjax import AsyncLLM, SamplingParams
-from specjax.text.seeds import derived_seed
+from specjax import SamplingParams
 
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 HOT = SamplingParams(temperature=0.8, seed=3, max_tokens=24)
@@ -38,38 +46,12 @@ def plain(folder):
         yield plain
 
 
-def generate(llm, prompts, params):
-    return llm.generate(prompts, params, use_tqdm=False)
-
-
-def tokens(outputs):
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def is_idle(llm):
-    scheduler = llm.engine.scheduler
-    return scheduler.pages.num_free == scheduler.pages.num_pages and not scheduler.has_work
-
-
-def test_outputs_are_in_order_and_those_of_plain_decoding(llm, plain, ragged_prompts):
-    prompts = ragged_prompts(9, 2, 50, 1, 33, 7)
-    lengths = [9, 1, 30, 2, 8, 30]
-    params = [dataclasses.replace(GREEDY, max_tokens=n) for n in lengths]
-    params[5] = dataclasses.replace(params[5], temperature=1.2, seed=4)
-    together = generate(llm, prompts, params)
-    assert [output.prompt_token_ids for output in together] == prompts
-    assert [len(ids) for ids in tokens(together)] == lengths
-    alone = [generate(plain, p, s)[0] for p, s in zip(prompts, params, strict=True)]
-    assert tokens(together) == tokens(alone)
-    assert llm.metrics().num_accepted_tokens > 0 == plain.metrics().num_drafts
-
-
 def test_ends_of_sequence(llm, plain):
-    """Where a sample that ignores them has one, one that does not ends."""
+    """Where a sample that ignores them has one, one that does not ends, but for min_tokens."""
     free = SamplingParams(temperature=2.0, max_tokens=60, ignore_eos=True)
-    tries = [dataclasses.replace(free, seed=seed) for seed in range(24)]
-    whole = tokens(generate(llm, [[1, 2, 3]] * 24, tries))
-    ended = [dataclasses.replace(one, ignore_eos=False) for one in tries]
+    tries = [replace(free, seed=seed) for seed in range(24)]
+    whole = generate_tokens(llm, [[1, 2, 3]] * 24, tries)
+    ended = [replace(one, ignore_eos=False) for one in tries]
     for one in llm, plain:
         outputs = [output.outputs[0] for output in generate(one, [[1, 2, 3]] * 24, ended)]
         assert sum(output.finish_reason == "stop" for output in outputs) >= 2
@@ -77,76 +59,49 @@ def test_ends_of_sequence(llm, plain):
             until_eos = ids[: ids.index(LETTERS_EOS) + 1] if LETTERS_EOS in ids else ids
             assert output.token_ids == until_eos and output.stop_reason is None
             assert output.text == one.tokenizer.decode([i for i in until_eos if i != LETTERS_EOS])
+        later = [replace(one, min_tokens=60) for one in ended]
+        assert all(len(ids) == 60 for ids in generate_tokens(one, [[1, 2, 3]] * 24, later))
 
 
-@pytest.mark.parametrize("seed", [4, None])
-def test_samples_are_those_of_single_requests(llm, plain, ragged_prompts, seed):
-    """With the seeds that are derived for them, whatever part of the prompt they share."""
-    params = SamplingParams(temperature=1.2, seed=seed, n=3, max_tokens=9, ignore_eos=True)
-    for result in generate(llm, ragged_prompts(1, 16, 45), params):
-        first = derived_seed(0, int(result.request_id)) if seed is None else seed
-        seeds = [first, derived_seed(first, 1), derived_seed(first, 2)]
-        single = [dataclasses.replace(params, n=1, seed=seed) for seed in seeds]
-        alone = tokens(generate(plain, [result.prompt_token_ids] * 3, single))
-        assert alone == [output.token_ids for output in result.outputs]
-        assert len(set(map(tuple, alone))) == 3
-    assert is_idle(llm)
-
-
-def test_outputs_that_grow(llm, ragged_prompts):
-    prompts, params = ragged_prompts(3, 37, 9), [GREEDY, HOT, dataclasses.replace(HOT, n=2)]
-    expected = generate(llm, prompts, params)
-    grown: dict[int, list] = {}
-    for output in llm.generate_stream(prompts, params):
-        grown.setdefault(output.request_id, []).append(output)
-    for outputs, whole in zip(grown.values(), expected, strict=True):
-        assert outputs[-1].outputs == whole.outputs and len(outputs) > 1
-        for before, after in zip(outputs, outputs[1:], strict=False):
-            for old, new in zip(before.outputs, after.outputs, strict=True):
-                assert new.token_ids[: len(old.token_ids)] == old.token_ids
-                assert new.text.startswith(old.text)
-    stream = llm.generate_stream(prompts, params)
-    next(stream)
-    stream.close()
-    assert is_idle(llm)
-    assert [one.outputs for one in generate(llm, prompts, params)] == [
-        one.outputs for one in expected
+def test_stops(llm, plain):
+    """Texts that end inside accepted runs, any others, and ids."""
+    rng, wishes = np.random.default_rng(1), []
+    prompts = rng.integers(0, LETTERS_EOS, (8, 12)).tolist()
+    free = replace(FREE, max_tokens=32)
+    params = [replace(free, temperature=float(i % 4 == 3), seed=i) for i in range(len(prompts))]
+    longs = run_on(llm, prompts, params)
+    for long in longs:
+        wishes.append((long, some_stops(llm, long, rng)))
+        for start, length in in_runs(long):
+            end = start + length - 1  # of the run, all but the last token
+            stops = [text_between(llm, long, max(end - n, 0), end) for n in (2, 4, 8, 12)]
+            new = [s for s in stops if len(cut(llm.tokenizer, long.token_ids, [s])[0]) == end]
+            if length > 2 and new:
+                wishes.append((long, (new[0],)))
+    assert len(wishes) >= len(longs) + 3
+    by_text = [replace(long.params, stop=stop) for long, stop in wishes]
+    by_id = [
+        replace(long.params, stop_token_ids=[long.token_ids[j] for j in (11 + i, 25)])
+        for i, long in enumerate(longs)
     ]
-
-
-def test_many_callers(llm, monkeypatch, ragged_prompts):
-    prompts = ragged_prompts(*(1 + 7 * i % 45 for i in range(12)))
-    params = [
-        dataclasses.replace(GREEDY, temperature=i % 2 * 0.8, seed=i, max_tokens=1 + 5 * i % 24)
-        for i in range(len(prompts))
-    ]
-    expected = generate(llm, prompts, params)
-    monkeypatch.setattr("specjax.async_llm.LLM", lambda *_, **__: llm)
-    monkeypatch.setattr(llm, "close", lambda: None)
-
-    async def serve():
-        async with AsyncLLM("") as served:
-            calls = zip(prompts, params, strict=True)
-            given_up = asyncio.ensure_future(served.generate([1], GREEDY))
-            outputs = asyncio.gather(*(served.generate(*one) for one in calls))
-            given_up.cancel()
-            return await asyncio.wait_for(outputs, 60)
-
-    assert [one.outputs for one in asyncio.run(serve())] == [one.outputs for one in expected]
-    assert is_idle(llm)
-    assert llm.metrics().compile_seconds > 0 == llm.metrics().num_compiles_after_warmup
-
-
-@pytest.fixture(scope="module")
-def small(folder):
-    """Rounds of as many rows as requests: processors are computed for every row of a round."""
-    sizes = {"max_num_seqs": 2, "decode_batches": (1, 2), "max_num_batched_tokens": 32}
-    with make_llm(folder, **sizes, prefill_shapes=((1, 32),)) as small:
-        yield small
+    for one in llm, plain:
+        before = one.metrics().num_generation_tokens
+        outputs = generate(one, [long.prompt for long, _ in wishes], by_text)
+        assert_stopped(one, outputs, by_text, [long for long, _ in wishes])
+        num_tokens = sum(map(len, tokens_of(outputs)))
+        assert one.metrics().num_generation_tokens - before == num_tokens
+        outputs = generate(one, prompts, by_id)
+        for output, wish, long in zip(outputs, by_id, longs, strict=True):
+            place = min(long.token_ids.index(token) for token in wish.stop_token_ids)
+            sample = output.outputs[0]
+            assert sample.token_ids == long.token_ids[: place + 1]
+            assert (sample.finish_reason, sample.stop_reason) == ("stop", long.token_ids[place])
+        assert_idle(one)
+    assert llm.metrics().num_accepted_tokens > 0 == plain.metrics().num_drafts
 
 
 @pytest.mark.slow
-def test_a_logits_processor_that_raises_takes_nobody_along(small, ragged_prompts):
+def test_a_logits_processor_that_raises_takes_nobody_along(folder, ragged_prompts):
     """The device loses all it knew; the others run their tokens again, and the engine goes on."""
 
     def check(length):
@@ -159,22 +114,23 @@ def test_a_logits_processor_that_raises_takes_nobody_along(small, ragged_prompts
         return logits + jax.pure_callback(check, shape, length, vmap_method="sequential")
 
     prompts = ragged_prompts(3, 10, 20, 5)
-    params = [HOT, dataclasses.replace(HOT, logits_processors=[processor]), HOT, GREEDY]
-    expected = [
-        tokens(generate(small, prompt, one))[0]
-        for prompt, one in zip(prompts, [HOT, HOT, HOT, GREEDY], strict=True)
-    ]
-    before = small.metrics()
-    for _ in range(2):
-        outputs = generate(small, prompts, params)
-        (failed,) = outputs[1].outputs
-        assert failed.finish_reason == "error" and "no such length" in str(failed.error)
-        assert failed.token_ids == expected[1][: len(failed.token_ids)]
-        assert [tokens(outputs)[i] for i in (0, 2, 3)] == [expected[i] for i in (0, 2, 3)]
-        assert is_idle(small)
-    after = small.metrics()
-    assert after.requests_finished["error"] - before.requests_finished.get("error", 0) == 2
-    assert after.num_preemptions > before.num_preemptions
-    # Where it does not raise, the processor itself goes on working.
-    short = dataclasses.replace(params[1], max_tokens=4)
-    assert tokens(generate(small, prompts[0], short)) == [expected[0][:4]]
+    params = [HOT, replace(HOT, logits_processors=[processor]), HOT, GREEDY]
+    # Rounds of as many rows as requests: processors are computed for every row of a round.
+    sizes = {"max_num_seqs": 2, "decode_batches": (1, 2), "max_num_batched_tokens": 32}
+    with make_llm(folder, **sizes, prefill_shapes=((1, 32),)) as llm:
+        pairs = zip(prompts, [HOT, HOT, HOT, GREEDY], strict=True)
+        expected = [generate_tokens(llm, *pair)[0] for pair in pairs]
+        before = llm.metrics()
+        for _ in range(2):
+            outputs = generate(llm, prompts, params)
+            (failed,) = outputs.pop(1).outputs
+            assert failed.finish_reason == "error" and "no such length" in str(failed.error)
+            assert failed.token_ids == expected[1][: len(failed.token_ids)]
+            assert tokens_of(outputs) == [expected[i] for i in (0, 2, 3)]
+            assert_idle(llm)
+        after = llm.metrics()
+        assert after.requests_finished["error"] - before.requests_finished.get("error", 0) == 2
+        assert after.num_preemptions > before.num_preemptions
+        # Where it does not raise, the processor itself goes on working.
+        short = replace(params[1], max_tokens=4)
+        assert generate_tokens(llm, prompts[0], short) == [expected[0][:4]]

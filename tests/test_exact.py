@@ -3,18 +3,19 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
-from support.engines import K, make_llm
+from support.dynamic_k import InTurn
+from support.engines import EXACT, K, generate, generate_tokens, make_llm, random_prompts
 from support.shared_models import VOCAB, eagle3, llama, of_few_words
 
 from specjax import LLM, SamplingParams
 from specjax.bench.identity import compare
-from specjax.host.speculation.policy import GoodputPolicy, PolicyRule, StaticPolicy
+from specjax.host.speculation.policy import GoodputPolicy, StaticPolicy
 
 pytest.importorskip("llguidance")
-EXACT = {"exact": True, "decode_batches": None, "prefill_shapes": None}
 LENGTHS = (1, 33, 70, 5, 32, 96, 17)
+PROMPTS = random_prompts(*LENGTHS, vocab_size=VOCAB, seed=3)
+FORWARDS = range(len(LENGTHS))
 FEATURES = [
     {"logprobs": 3},
     {"temperature": 0.8, "logprobs": 20},
@@ -22,13 +23,8 @@ FEATURES = [
     {"presence_penalty": 0.5, "repetition_penalty": 1.2, "logprobs": 0},
     {},
 ]
-PARAMS = [
-    SamplingParams(
-        **({"temperature": 0.0, "seed": i, "max_tokens": 20, "ignore_eos": True} | FEATURES[i % 5])
-    )
-    for i in range(len(LENGTHS))
-]
-FORWARDS = range(len(LENGTHS))
+GREEDY = {"temperature": 0.0, "max_tokens": 20, "ignore_eos": True}
+PARAMS = [SamplingParams(**{**GREEDY, "seed": i, **FEATURES[i % 5]}) for i in FORWARDS]
 
 
 @pytest.fixture(scope="module")
@@ -42,48 +38,29 @@ def head(checkpoints):
 
 
 @pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(3)
-    return [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
 def llm(folder, head) -> Iterator[LLM]:
     with make_llm(folder, "eagle3", head, **EXACT) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def expected(llm, prompts):
+def expected(llm):
     """One request after another, without drafts."""
     llm.engine.set_policy(StaticPolicy(0))
-    alone = [outcome(llm, prompts, [i])[0] for i in FORWARDS]
+    alone = [outcome(llm, [i])[0] for i in FORWARDS]
     assert llm.metrics().k_histogram.keys() <= {0, K}
     llm.engine.set_policy(StaticPolicy(K))
     return alone
 
 
-def outcome(llm, prompts, order):
+def outcome(llm, order, prompts=PROMPTS):
     """Tokens and log-probabilities of every sample, of requests that come in this order."""
-    results = llm.generate([prompts[i] for i in order], [PARAMS[i] for i in order], False)
+    results = generate(llm, [prompts[i] for i in order], [PARAMS[i] for i in order])
     found = dict(zip(order, results, strict=True))
     return [
         [(output.token_ids, output.logprobs, output.cumulative_logprob) for output in outputs]
         for outputs in (found[i].outputs for i in sorted(order))
     ]
-
-
-class CyclicPolicy(PolicyRule):
-    """Another K every step."""
-
-    choices = (1, 0, 3, 2)
-
-    def __init__(self):
-        self.num_steps = 0
-
-    def choose(self, load):
-        self.num_steps += 1
-        return self.choices[self.num_steps % len(self.choices)]
 
 
 def test_one_program_does_everything(llm, compilations):
@@ -93,63 +70,61 @@ def test_one_program_does_everything(llm, compilations):
     params = [SamplingParams(temperature=0, **kind) for kind in kinds]
     prompts = [list(range(length)) for length in (1, 30, 33, 63)]
     with compilations.none_expected():
-        llm.generate(prompts, params, use_tqdm=False)
+        generate(llm, prompts, params)
         for prompt, one in zip(prompts, params, strict=True):
-            llm.generate([prompt], one, use_tqdm=False)
+            generate(llm, prompt, one)
     assert llm.metrics().num_compilations == num_programs
 
 
-def test_the_same_bits_under_any_schedule(llm, expected, prompts):
+def test_the_same_bits_under_any_schedule(llm, expected):
     """Tokens and log-probabilities, whatever K is, who runs beside whom, and who comes first."""
     before = llm.metrics()
-    assert outcome(llm, prompts, FORWARDS[::-1]) == expected
+    assert outcome(llm, FORWARDS[::-1]) == expected
     metrics = llm.metrics()
     assert metrics.num_accepted_tokens > before.num_accepted_tokens
     assert metrics.k_histogram[0] == before.k_histogram[0], "a round without drafts"
     assert metrics.k_histogram[K] > before.k_histogram.get(K, 0)
-    llm.engine.set_policy(CyclicPolicy())
-    assert outcome(llm, prompts, FORWARDS) == expected
+    llm.engine.set_policy(InTurn(1, 0, 3, 2))
+    assert outcome(llm, FORWARDS) == expected
     metrics = llm.metrics()
     assert metrics.k_histogram.keys() == {0, 1, 2, 3}
     assert metrics.num_compiles_after_warmup == 0
 
 
 @pytest.mark.slow
-def test_the_same_bits_with_a_drafter_and_without(checkpoints, prompts):
+def test_the_same_bits_with_a_drafter_and_without(checkpoints):
     """In engines of other sizes, too. Of one layer: the programs differ, and so may deeper sums."""
     target = checkpoints.target("llama", vocab_size=32, num_hidden_layers=1)
     head = checkpoints.eagle3(target, draft_vocab=20, num_aux=2).folder
-    prompts = [[token % 32 for token in prompt] for prompt in prompts]
+    prompts = [[token % 32 for token in prompt] for prompt in PROMPTS]
     with make_llm(target.folder, max_num_seqs=1, max_num_batched_tokens=32, **EXACT) as alone:
-        expected = outcome(alone, prompts, FORWARDS)
+        expected = outcome(alone, FORWARDS, prompts)
     sizes = {"max_num_seqs": 5, "max_num_batched_tokens": 96}
     with make_llm(target.folder, "eagle3", head, **sizes, **EXACT) as llm:
-        assert outcome(llm, prompts, FORWARDS[::-1]) == expected
-        llm.engine.set_policy(CyclicPolicy())
-        assert outcome(llm, prompts, FORWARDS) == expected
+        assert outcome(llm, FORWARDS[::-1], prompts) == expected
+        llm.engine.set_policy(InTurn(1, 0, 3, 2))
+        assert outcome(llm, FORWARDS, prompts) == expected
         assert llm.metrics().num_accepted_tokens > 0
 
 
-def test_it_may_be_adaptive(folder, head, expected, prompts):
+def test_it_may_be_adaptive(folder, head, expected):
     """All rounds cost the same, so all drafts are worth a try."""
     speculation = {"adaptive": True}
     with make_llm(folder, "eagle3", head, speculation=speculation, **EXACT) as llm:
         assert isinstance(llm.engine.scheduler.policy, GoodputPolicy)
-        assert outcome(llm, prompts, FORWARDS) == expected
+        assert outcome(llm, FORWARDS) == expected
         histogram = llm.metrics().k_histogram
     assert set(histogram) <= {0, 1, 2, 3} and histogram[K] > 0.5 * sum(histogram.values())
 
 
-def test_the_tokens_are_those_of_steps_in_other_shapes(folder, expected, prompts):
+def test_the_tokens_are_those_of_steps_in_other_shapes(folder, expected):
     common = [i for i in FORWARDS if i % 5 in (0, 1, 4)]
+    params = [replace(PARAMS[i], logprobs=None) for i in common]
     with make_llm(folder) as plain:
-        make = plain.request_maker.make
-        asked = {i: replace(PARAMS[i], logprobs=None) for i in common}
-        results = plain.generate([prompts[i] for i in common], list(asked.values()), False)
-        found = compare(
-            plain.engine,
-            [(make(prompts[i], one, i, f"prompt {i}"), 0) for i, one in asked.items()],
-            [expected[i][0][0] for i in common],
-            [result.outputs[0].token_ids for result in results],
-        )
+        pairs = [
+            (plain.request_maker.make(PROMPTS[i], one, i, f"prompt {i}"), 0)
+            for i, one in zip(common, params, strict=True)
+        ]
+        tokens = generate_tokens(plain, [PROMPTS[i] for i in common], params)
+        found = compare(plain.engine, pairs, [expected[i][0][0] for i in common], tokens)
     assert not found.mismatches and len(found.near_ties) <= 1

@@ -15,10 +15,11 @@ import jax
 import numpy as np
 import optax
 import pytest
+from support.params import random_params
 
 from specjax import SamplingParams
-from specjax.rl import PaddedRollouts, Rollout, RolloutBatch
-from specjax.train.target import demo_llama, init_params
+from specjax.rl import Rollout, RolloutBatch
+from specjax.train.target import demo_llama
 
 ROOT = Path(__file__).resolve().parents[1]
 EXAMPLES, PROGRAMS = ROOT / "examples", ROOT / ".cache" / "examples"
@@ -56,31 +57,21 @@ def examples() -> Iterator[dict[str, ModuleType]]:
 
 @pytest.fixture(scope="module")
 def tiny() -> tuple[Any, Any]:
-    """A model of two layers, and random parameters; norms are 1."""
-    model, rng = demo_llama(VOCAB, 2, 64), np.random.default_rng(0)
-
-    def fill(leaf):
-        if leaf.ndim == 1:
-            return np.ones(leaf.shape, leaf.dtype)
-        return (rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5).astype(leaf.dtype)
-
-    shapes = jax.eval_shape(lambda key: init_params(model.specs(), key), jax.random.key(0))
-    return model, jax.tree.map(fill, shapes)
-
-
-NUM_ROWS, WIDTH = VOCAB, 5  # in one shape, so that one program does
+    """A model of two layers, and random parameters."""
+    model = demo_llama(VOCAB, 2, 64)
+    return model, random_params(model.specs(), 0)
 
 
 @pytest.fixture(scope="module")
-def logprobs_of(examples) -> Callable[..., np.ndarray]:
-    """`token_logprobs` of any rows, which may be fewer and shorter."""
+def logprobs_of(examples, tiny) -> Callable[..., np.ndarray]:
+    """`token_logprobs` of at most VOCAB rows of at most five tokens: one shape, one program."""
     compiled = jax.jit(examples["grpo"].token_logprobs, static_argnums=0)
 
-    def run(model, params, tokens):
+    def run(params, tokens):
         count, width = tokens.shape
-        padded = np.zeros((NUM_ROWS, WIDTH), np.int32)
+        padded = np.zeros((VOCAB, 5), np.int32)
         padded[:count, :width] = tokens
-        return np.asarray(compiled(model, params, padded))[:count, : width - 1]
+        return np.asarray(compiled(tiny[0], params, padded))[:count, : width - 1]
 
     return run
 
@@ -112,12 +103,11 @@ def test_worked_answers_are_right_and_no_question_is_on_both_sides(examples):
     assert arithmetic.split_questions(3, 64) == (train, held_out)
     for question in train:
         first, second, _ = question.worked().split("\n")
-        assert arithmetic.reward(question, question.worked()) == 1
         for sum_ in first, second:
             left, right = sum_.split("=")
             assert sum(map(int, left.split("+"))) == int(right)
-        for slip in -1, 1:
-            assert arithmetic.reward(question, question.worked(slip)) == 0
+        rewards = [arithmetic.reward(question, question.worked(slip)) for slip in (-1, 0, 1)]
+        assert rewards == [0, 1, 0]
 
 
 def test_advantages_compare_answers_to_the_same_question(examples):
@@ -130,29 +120,32 @@ def test_advantages_compare_answers_to_the_same_question(examples):
         np.testing.assert_allclose(row, expected, rtol=1e-5)
 
 
+def rollouts_of(*samples, prompts=None):
+    """A batch of (tokens, log-probabilities)."""
+    return RolloutBatch(
+        Rollout(
+            prompt_token_ids=np.array(prompts[i] if prompts else [1], np.int32),
+            token_ids=np.array(tokens, np.int32),
+            logprobs=np.array(logprobs, np.float32),
+            raw_logprobs=None,
+            versions=(),
+            finish_reason="stop",
+            text=None,
+            params=SamplingParams(),
+            seed=0,
+            prompt_index=0,
+            sample_index=i,
+        )
+        for i, (tokens, logprobs) in enumerate(samples)
+    )
+
+
 def test_rows_hold_each_prompt_and_its_output(examples):
     prompts, outputs = [[5, 6, 7], [8], [9, 10]], [[1], [2, 3, 4], [5, 5]]
     logprobs = [[-0.1], [-0.2, -0.3, -0.4], [-0.5, -0.6]]
-
-    def left(rows):
-        return np.array([[99] * (3 - len(row)) + row for row in rows], np.int32)
-
-    def right(rows, fill, dtype):
-        return np.array([row + [fill] * (4 - len(row)) for row in rows], dtype)
-
-    padded = PaddedRollouts(
-        left(prompts),
-        right(outputs, 99, np.int32),
-        right([[True] * len(row) for row in outputs], False, bool),
-        right(logprobs, 0, np.float32),
-        None,
-        right([[0] * len(row) for row in outputs], -1, np.int32),
-        np.array([3, 1, 2]),
-        np.array([1, 3, 2]),
-        np.arange(3),
-        np.ones(3, bool),
-    )
-    rows = examples["grpo"].training_rows(padded, np.arange(3, dtype=np.float32))
+    batch = rollouts_of(*zip(outputs, logprobs, strict=True), prompts=prompts)
+    advantages = np.arange(3, dtype=np.float32)
+    rows = examples["grpo"].training_rows(batch.padded(99, length=4), advantages)
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         start, stop = len(prompt), len(prompt) + len(output)
         assert rows.tokens[i].tolist() == [*prompt, *output, *[99] * (7 - stop)]
@@ -160,6 +153,7 @@ def test_rows_hold_each_prompt_and_its_output(examples):
         assert np.flatnonzero(rows.mask[i]).tolist() == list(range(start - 1, stop - 1))
         np.testing.assert_allclose(rows.behaviour[i, start - 1 : stop - 1], logprobs[i])
         assert rows.behaviour[i].sum() == pytest.approx(sum(logprobs[i]))
+    assert rows.advantages is advantages
 
 
 def brute_force_loss(logprobs, rows, clip):
@@ -187,34 +181,24 @@ def random_rows(examples, seed):
     return rows, (behaviour + rng.normal(0, 0.3, (5, 9))).astype(np.float32)
 
 
-def losses(examples):
-    """Of GRPO, and of imitation."""
-    grpo = examples["grpo"]
-    return jax.jit(grpo.grpo_loss, static_argnames="clip"), jax.jit(grpo.imitation_loss)
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_the_loss_is_the_clipped_surrogate(examples, seed):
-    rows, logprobs = random_rows(examples, seed)
-    found = losses(examples)[0](logprobs, rows)
-    assert float(found) == pytest.approx(brute_force_loss(logprobs, rows, 0.2), rel=1e-5)
-
-
-def test_padding_has_no_say(examples):
-    rows, logprobs = random_rows(examples, 0)
-    for loss in losses(examples):
-        wild = np.where(rows.mask > 0, logprobs, np.float32(-100))
-        assert float(loss(wild, rows)) == float(loss(logprobs, rows))
+def test_losses_are_the_clipped_surrogate_and_the_cross_entropy(examples):
+    """Of what the mask has, whatever stands elsewhere."""
+    losses = [jax.jit(examples["grpo"].grpo_loss), jax.jit(examples["grpo"].imitation_loss)]
+    for seed in range(5):
+        rows, logprobs = random_rows(examples, seed)
+        logprobs = np.where(rows.mask > 0, logprobs, np.float32(-100))
+        expected = brute_force_loss(logprobs, rows, 0.2), -logprobs[rows.mask > 0].mean()
+        assert [float(loss(logprobs, rows)) for loss in losses] == pytest.approx(expected, rel=1e-5)
 
 
 def test_log_probabilities_are_the_model_s(logprobs_of, tiny):
-    model, params = tiny
+    params = tiny[1]
     tokens = np.array([[0, 23, 27, 80, 11], [0, 21, 24, 46, 22]], np.int32)
-    found = logprobs_of(model, params, tokens)
-    np.testing.assert_allclose(found[1:], logprobs_of(model, params, tokens[1:]), 1e-4)
-    np.testing.assert_allclose(found[:, :2], logprobs_of(model, params, tokens[:, :3]), 1e-4)
+    found = logprobs_of(params, tokens)
+    np.testing.assert_allclose(found[1:], logprobs_of(params, tokens[1:]), 1e-4)
+    np.testing.assert_allclose(found[:, :2], logprobs_of(params, tokens[:, :3]), 1e-4)
     every = np.array([[*tokens[0, :4], token] for token in range(VOCAB)], np.int32)
-    last = logprobs_of(model, params, every)[:, -1]
+    last = logprobs_of(params, every)[:, -1]
     assert np.exp(last).sum() == pytest.approx(1, rel=1e-4)  # of all that may come next
 
 
@@ -222,50 +206,28 @@ def test_updates_raise_what_was_good_and_leave_the_given_arrays_alone(examples, 
     grpo, (model, params) = examples["grpo"], tiny
     tokens = np.array([[0, 23, 27, 80, 11], [0, 23, 27, 24, 21]], np.int32)
     mask = np.array([[0, 0, 1, 1]] * 2, np.float32)
-    before = logprobs_of(model, params, tokens)
+    before = logprobs_of(params, tokens)
     rows = grpo.Rows(tokens, mask, before * mask, np.array([1, -1], np.float32))
     optimizer = optax.sgd(1e-2)
-    learner = grpo.begin(params, optimizer)
     update = grpo.make_update(model, optimizer, grpo.grpo_loss)
-    learner, loss = update(learner, rows)
+    learner, loss = update(grpo.begin(params, optimizer), rows)
     assert float(loss) == pytest.approx(0, abs=1e-4)  # ratios of 1, advantages that cancel
-    after = logprobs_of(model, learner.params, tokens)
-    change = ((after - before) * mask).sum(axis=1)
-    assert change[0] > 0 > change[1]
-    again = logprobs_of(model, params, tokens)  # not donated
-    np.testing.assert_array_equal(again, before)
-
-
-def rollouts_of(samples):
-    return RolloutBatch(
-        Rollout(
-            prompt_token_ids=np.array([1], np.int32),
-            token_ids=np.array(tokens, np.int32),
-            logprobs=np.array(logprobs, np.float32),
-            raw_logprobs=None,
-            versions=(),
-            finish_reason="stop",
-            text=None,
-            params=SamplingParams(),
-            seed=0,
-            prompt_index=0,
-            sample_index=i,
-        )
-        for i, (tokens, logprobs) in enumerate(samples)
-    )
+    better, worse = ((logprobs_of(learner.params, tokens) - before) * mask).sum(axis=1)
+    assert better > 0 > worse
+    np.testing.assert_array_equal(logprobs_of(params, tokens), before)  # not donated
 
 
 def test_only_the_same_rollouts_pass(examples):
-    compare = examples["grpo_engines"].compare
-    plain = rollouts_of([([1, 2], [-0.5, -1]), ([3], [-2])])
+    compare, last = examples["grpo_engines"].compare, ([3], [-2])
+    plain = rollouts_of(([1, 2], [-0.5, -1]), last)
     assert compare(plain, plain) == 0
-    close = rollouts_of([([1, 2], [-0.5, -1.00005]), ([3], [-2])])
+    close = rollouts_of(([1, 2], [-0.5, -1.00005]), last)
     assert compare(close, plain) == pytest.approx(5e-5, rel=1e-2)
     with pytest.raises(RuntimeError, match="log-probabilities differ"):
-        compare(rollouts_of([([1, 2], [-0.5, -1.001]), ([3], [-2])]), plain)
+        compare(rollouts_of(([1, 2], [-0.5, -1.001]), last), plain)
     for tokens in [1, 3], [1], [1, 2, 2]:
         with pytest.raises(RuntimeError, match="changed a rollout"):
-            compare(rollouts_of([(tokens, [-0.5] * len(tokens)), ([3], [-2])]), plain)
+            compare(rollouts_of((tokens, [-0.5] * len(tokens)), last), plain)
 
 
 @pytest.mark.parametrize(

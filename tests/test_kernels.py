@@ -1,8 +1,9 @@
 """Engines that run the GPU's kernels, interpreted, give the tokens of engines in plain JAX."""
 
 import pytest
+from support.engines import generate, make_llm, tokens_of
 
-from specjax import LLM, SamplingParams
+from specjax import SamplingParams
 
 pytestmark = pytest.mark.slow
 
@@ -24,30 +25,22 @@ def models(checkpoints):
     eagle = checkpoints.eagle3(llama, draft_vocab=40, head_dim=64, num_aux=2)
     qwen = checkpoints.mtp(checkpoints.target("qwen3_5_moe", **SIZES, **DELTA))
     return {
-        "llama": (llama.folder, {"method": "eagle3", "model": str(eagle.folder)}),
-        "qwen3_5_moe": (qwen.folder, {"method": "mtp"}),
+        "llama": (llama.folder, "eagle3", eagle.folder),
+        "qwen3_5_moe": (qwen.folder, "mtp"),
     }
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3_5_moe"])
 def test_tokens_are_those_of_plain_jax(models, kind):
-    folder, speculation = models[kind]
-    outputs = {}
+    """Of engines with few shapes to compile, and one variant."""
+    sizes = {"max_model_len": 64, "max_num_seqs": 1, "max_num_batched_tokens": 16, "num_pages": 10}
+    sizes |= {"page_size": 16, "decode_batches": None, "prefill_shapes": None}
+    outputs = []
     for kernels in "reference", "interpret":
-        with LLM(
-            str(folder),
-            speculative_config={**speculation, "num_speculative_tokens": 2},
-            dtype="float32",
-            max_model_len=64,
-            max_num_seqs=1,  # few shapes to compile, and one variant
-            max_num_batched_tokens=16,
-            num_pages=10,
-            enable_prefix_caching=False,
-            kernels=kernels,
-            verbose=False,
-        ) as llm:
-            outputs[kernels] = llm.generate(PROMPTS, ASKED, use_tqdm=False)
-    for plain, fast in zip(outputs["reference"], outputs["interpret"], strict=True):
-        assert fast.outputs[0].token_ids == plain.outputs[0].token_ids
-    logprobs = [out[1].outputs[0].cumulative_logprob for out in outputs.values()]
+        options = sizes | {"kernels": kernels, "enable_prefix_caching": False}
+        with make_llm(*models[kind], k=2, compile_ahead=False, **options) as llm:
+            outputs.append(generate(llm, PROMPTS, ASKED))
+    plain, fast = outputs
+    assert tokens_of(fast) == tokens_of(plain)
+    logprobs = [found[1].outputs[0].cumulative_logprob for found in outputs]
     assert logprobs[0] == pytest.approx(logprobs[1], abs=1e-4)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import SIZES, K, make_llm
+from support.engines import SIZES, K, generate_tokens, make_llm, random_prompts
 from support.shared_models import VOCAB, llama
 
 from specjax import SamplingParams
@@ -21,8 +21,6 @@ from specjax.host.request import Request
 from specjax.host.speculation.policy import StaticPolicy
 
 MAX_LEN = SIZES["max_model_len"]
-
-
 COUNTS = "num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_generation_tokens"
 
 
@@ -69,8 +67,9 @@ class Oracle:
         for _ in range(1000):  # where a bug would go on forever
             outputs |= {s.request.request_id: s.output for s in engine.step()}
         assert not engine.has_work
-        after = engine.metrics()
-        counts = {name: getattr(after, name) - getattr(before, name) for name in COUNTS}
+        after, pages = engine.metrics(), engine.scheduler.pages
+        assert engine.scheduler.num_running == 0 and pages.num_free == pages.num_pages
+        counts = [getattr(after, name) - getattr(before, name) for name in COUNTS]
         return [outputs[i] for i in range(len(self.prompts))], counts
 
     def expected(self, i, max_tokens):
@@ -80,14 +79,13 @@ class Oracle:
 
 @pytest.fixture(scope="module")
 def oracle(checkpoints):
-    rng = np.random.default_rng(1)
-    prompts = [rng.integers(0, VOCAB, length).tolist() for length in (4, 33, 64, 2, 70, 32, 9)]
+    prompts = random_prompts(4, 33, 64, 2, 70, 32, 9, vocab_size=VOCAB, seed=1)
     for i, prompt in enumerate(prompts):
         prompt[1] = i
     params = SamplingParams(temperature=0, max_tokens=MAX_LEN, ignore_eos=True)
     sizes = {name: size for name, size in SIZES.items() if name != "verbose"}
     with make_llm(llama(checkpoints).folder) as plain:
-        outputs = [output.outputs[0].token_ids for output in plain.generate(prompts, params, False)]
+        outputs = generate_tokens(plain, prompts, params)
         truth = np.array([p + tokens for p, tokens in zip(prompts, outputs, strict=True)], np.int32)
         engine = Engine(
             # It learns who is who from the beginning of a prompt.
@@ -100,46 +98,26 @@ def oracle(checkpoints):
         yield Oracle(engine, prompts, truth)
 
 
-def test_a_drafter_that_is_always_right(oracle):
-    max_tokens = 1 + 4 * 8  # one from the prompt, then eight full runs
-    outputs, counts = oracle.run(oracle.truth, max_tokens)
-    assert outputs == [oracle.expected(i, max_tokens) for i in range(len(outputs))]
-    assert counts["num_drafts"] == 8 * len(outputs)
-    assert counts["num_accepted_tokens"] == 3 * counts["num_drafts"]  # AL = K + 1
-
-
-def test_a_drafter_that_is_always_wrong(oracle):
-    outputs, counts = oracle.run((oracle.truth + 1) % VOCAB, 33)
-    assert outputs == [oracle.expected(i, 33) for i in range(len(outputs))]
-    assert counts["num_drafts"] == 31 * len(outputs)  # the last of 32 rounds has room for none
-    assert counts["num_accepted_tokens"] == 0  # AL = 1
-
-
-def test_a_drafter_that_is_right_at_random(oracle):
-    """Every accepted count comes up, from every place in a page; the counts are exact."""
-    is_right = np.random.default_rng(2).random(oracle.truth.shape) < 0.7
+@pytest.mark.parametrize(
+    "share, max_tokens", [(0.0, 33), (0.7, 50), (1.0, 33), *((1.0, n) for n in range(1, 10))]
+)
+def test_counts_are_exact(oracle, share, max_tokens):
+    """Of a drafter that is wrong, right, or either at random: every accepted count comes up, from
+    every place in a page, and `max_tokens` may cut an accepted run."""
+    is_right = np.random.default_rng(2).random(oracle.truth.shape) < share
     table = np.where(is_right, oracle.truth, (oracle.truth + 1) % VOCAB)
-    outputs, counts = oracle.run(table, 50)
-    num_drafts = num_accepted = 0
-    for i, (prompt, output) in enumerate(zip(oracle.prompts, outputs, strict=True)):
-        assert output == oracle.expected(i, 50)
-        length, end = len(prompt), len(prompt) + 50
+    outputs, counts = oracle.run(table, max_tokens)
+    num_rounds = num_drafts = num_accepted = 0
+    for i, prompt in enumerate(oracle.prompts):
+        length, end = len(prompt), len(prompt) + max_tokens
         while length < end - 1:
-            run = [*is_right[i, length + 1 : length + 4].tolist(), False].index(False)
+            run = [*is_right[i, length + 1 : length + 1 + K].tolist(), False].index(False)
             room = end - 2 - length
             accepted = min(run, room)
-            num_drafts, num_accepted = num_drafts + (room > 0), num_accepted + accepted
-            length += accepted + 1
-    assert (counts["num_drafts"], counts["num_accepted_tokens"]) == (num_drafts, num_accepted)
-
-
-@pytest.mark.parametrize("max_tokens", range(1, 10))
-def test_max_tokens_may_cut_an_accepted_run(oracle, max_tokens):
-    outputs, counts = oracle.run(oracle.truth, max_tokens)
+            num_rounds, num_drafts = num_rounds + (room > 0), num_drafts + min(K, room)
+            num_accepted, length = num_accepted + accepted, length + accepted + 1
     assert outputs == [oracle.expected(i, max_tokens) for i in range(len(outputs))]
-    assert counts["num_generation_tokens"] == max_tokens * len(outputs)
-    rounds, rest = divmod(max_tokens - 1, 4)
-    assert counts["num_drafts"] == (rounds + (rest > 1)) * len(outputs)
+    assert counts == [num_rounds, num_drafts, num_accepted, max_tokens * len(outputs)]
 
 
 @pytest.mark.parametrize("place", range(10))
@@ -151,11 +129,4 @@ def test_a_stop_id_may_stand_anywhere_in_an_accepted_run(oracle, place):
         expected = oracle.expected(i, 20)
         ends = [j for j, token in enumerate(expected) if token in (stop, VOCAB - 1)]
         assert output == (expected[: ends[0] + 1] if ends else expected)
-    assert counts["num_generation_tokens"] == sum(map(len, outputs))
-
-
-def test_slots_and_pages_come_back(oracle):
-    oracle.run(oracle.truth, 20)
-    scheduler = oracle.engine.scheduler
-    assert scheduler.num_running == 0
-    assert scheduler.pages.num_free == scheduler.pages.num_pages
+    assert counts[-1] == sum(map(len, outputs))

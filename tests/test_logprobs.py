@@ -4,30 +4,47 @@ The oracle is transformers' log_softmax over the finished text, one forward pass
 ones, what `support.asked.Asked` makes of its logits.
 """
 
-import dataclasses
 import math
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
-from support.engines import SIZES, K, make_llm, simulated_engines
-from support.shared_models import EOS, VOCAB, eagle3, llama, of_few_words, prepare_everything
+from scipy.special import log_softmax
+from support.engines import (
+    SIZES,
+    VERIFICATIONS,
+    K,
+    generate,
+    generate_tokens,
+    make_llm,
+    patched,
+    random_prompts,
+    simulated_engines,
+)
+from support.shared_models import (
+    EOS,
+    VOCAB,
+    eagle3,
+    llama,
+    of_few_words,
+    prepare_everything,
+    without_end,
+)
 
 from specjax import SamplingParams
-from specjax.host.speculation.policy import StaticPolicy
 
 CHUNK = SIZES["prefill_shapes"][0][1]
 TOLERANCE = 1e-4
-LENGTHS = (5, 1, 33, 70, 2, 32)
+LENGTHS = (5, 1, CHUNK + 1, 2 * CHUNK + 6, 2, CHUNK)
+PROMPTS = random_prompts(*LENGTHS, vocab_size=VOCAB)
 
 
 @pytest.fixture(scope="module")
 def folder(checkpoints):
     """A target with a tokenizer of single characters, and no end."""
     folder = of_few_words(checkpoints, llama(checkpoints).folder)
-    folder = checkpoints.copy(folder, eos_token_id=None)
-    (folder / "generation_config.json").unlink()
-    return checkpoints.with_letters(folder)
+    return checkpoints.with_letters(without_end(checkpoints, folder))
 
 
 @pytest.fixture(scope="module")
@@ -50,18 +67,6 @@ def plain(folder):
 
 
 @pytest.fixture(scope="module")
-def processed(folder, head):
-    with make_llm(folder, "eagle3", head, logprobs_mode="processed_logprobs") as llm:
-        yield llm
-
-
-@pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(3)
-    return [rng.integers(0, VOCAB, length).tolist() for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
 def logits_after(folder):
     """transformers' logits f64[L, V] after each token of a text."""
     import torch
@@ -76,71 +81,78 @@ def logits_after(folder):
     return score
 
 
-def log_softmax(logits):
-    logits = np.asarray(logits, np.float64)
-    shifted = logits - logits.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
 def assert_entry(entry, token, num_top, expected):
-    """An entry names its token, then the likeliest, as `expected` f64[V] has them."""
-    assert next(iter(entry)) == token
+    """An entry names its token, then the likeliest, as `expected` f64[V] has them.
+
+    What cannot be drawn has no rank of its own.
+    """
+    assert next(iter(entry)) == token and entry[token].logprob > -math.inf
     assert len(entry) == num_top + (token not in list(entry)[1:] and entry[token].rank > num_top)
     for i, one in entry.items():
         assert one.logprob == pytest.approx(expected[i], abs=TOLERANCE)
         above = (expected > expected[i] + TOLERANCE).sum()
         at_least = (expected >= expected[i] - TOLERANCE).sum()
         assert above < one.rank <= max(at_least, above + 1), (i, one)
-    top = sorted((one.rank, one.logprob) for i, one in entry.items() if one.rank <= num_top)
-    assert [rank for rank, _ in top] == list(range(1, num_top + 1))
-    best = np.sort(expected)[::-1][:num_top]
+    top = sorted((one.rank, one.logprob) for one in entry.values() if one.rank <= num_top)
+    top = [pair for pair in top if pair[1] > -math.inf]
+    best = np.sort(expected[expected > -math.inf])[::-1][:num_top]
+    assert [rank for rank, _ in top] == list(range(1, len(best) + 1))
     np.testing.assert_allclose([logprob for _, logprob in top], best, atol=TOLERANCE)
 
 
-def assert_raw(output, params, logits_after, tokenizer=None):
+def assert_raw(output, params, logits_after):
     """All that is reported of a prompt and its outputs is what transformers says."""
     prompt = output.prompt_token_ids
-    for sample in output.outputs if params.logprobs is not None else ():
-        expected = log_softmax(logits_after(prompt + sample.token_ids))[len(prompt) - 1 :]
+    for sample in output.outputs:
+        if params.logprobs is None:
+            assert sample.logprobs is None and sample.cumulative_logprob is None
+            continue
+        logits = logits_after(prompt + sample.token_ids)[len(prompt) - 1 :]
+        expected = log_softmax(logits, axis=-1)
         assert len(sample.logprobs) == len(sample.token_ids)
         for i, token in enumerate(sample.token_ids):
             assert_entry(sample.logprobs[i], token, params.logprobs, expected[i])
         total = sum(expected[i, token] for i, token in enumerate(sample.token_ids))
         assert sample.cumulative_logprob == pytest.approx(total, abs=1e-3)
+    assert_raw_prompt(output, params, logits_after)
+
+
+def assert_raw_prompt(output, params, logits_after):
+    prompt = output.prompt_token_ids
     if params.prompt_logprobs is None:
         assert output.prompt_logprobs is None
         return
     assert len(output.prompt_logprobs) == len(prompt) and output.prompt_logprobs[0] is None
-    expected = log_softmax(logits_after(prompt))
+    expected = log_softmax(logits_after(prompt), axis=-1)
     for i, token in enumerate(prompt[1:]):
         assert_entry(output.prompt_logprobs[i + 1], token, params.prompt_logprobs, expected[i])
 
 
-def generate(llm, prompts, params):
-    return llm.generate(prompts, params, use_tqdm=False)
+def assert_all_raw(outputs, params, logits_after):
+    for output, one in zip(outputs, params, strict=True):
+        assert_raw(output, one, logits_after)
 
 
-def without_numbers(outputs):
-    """Outputs without request ids, and with log-probabilities rounded off."""
-    plain = []
-    for output in outputs:
-        for sample in output.outputs:
-            plain.append((sample.index, sample.token_ids, sample.text, sample.finish_reason))
-    return plain
+def without_logprobs(outputs):
+    return [
+        (sample.index, sample.token_ids, sample.text, sample.finish_reason)
+        for output in outputs
+        for sample in output.outputs
+    ]
 
 
 # --- the model's ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_accepted_recovered_and_bonus_tokens(llm, plain, prompts, logits_after, temperature):
+def test_accepted_recovered_and_bonus_tokens(llm, plain, logits_after, temperature):
     """All have the model's log-probabilities, with speculation and without."""
     params = [
         SamplingParams(temperature=temperature, seed=i, max_tokens=24, logprobs=i % 6)
-        for i in range(len(prompts))
+        for i in range(len(PROMPTS))
     ]
     before = llm.metrics()
-    outputs = generate(llm, prompts, params)
+    outputs = generate(llm, PROMPTS, params)
     after = llm.metrics()
     accepted = np.subtract(
         after.num_accepted_tokens_per_pos, before.num_accepted_tokens_per_pos or (0,) * K
@@ -148,113 +160,66 @@ def test_accepted_recovered_and_bonus_tokens(llm, plain, prompts, logits_after, 
     assert after.num_drafts - before.num_drafts > accepted[0] > accepted[-1], "recovered tokens"
     # Drafts that share the target's noise are right more often.
     assert accepted[-1] > 0 or temperature == 0, "bonus tokens"
-    for output, one in zip(outputs, params, strict=True):
-        assert_raw(output, one, logits_after)
-    without = generate(plain, prompts, params)
-    assert without_numbers(outputs) == without_numbers(without)
-    for output, other in zip(outputs, without, strict=True):
-        pairs = zip(output.outputs[0].logprobs, other.outputs[0].logprobs, strict=True)
-        for entry, same in pairs:
-            assert list(entry) == list(same)
-            for token, one in entry.items():
-                assert one.logprob == pytest.approx(same[token].logprob, abs=TOLERANCE)
-                assert one.rank == same[token].rank
+    assert_all_raw(outputs, params, logits_after)
+    without = generate(plain, PROMPTS, params)
+    assert without_logprobs(outputs) == without_logprobs(without)
+    assert_all_raw(without, params, logits_after)
 
 
-def test_what_a_prompt_says(llm, prompts, logits_after):
-    """Prompts longer than a chunk, and ones that bring nothing but a first token."""
-    params = [
-        SamplingParams(
-            temperature=0, max_tokens=1 + i % 3, logprobs=(None, 0, 4)[i % 3], prompt_logprobs=i % 5
-        )
-        for i in range(len(prompts))
-    ]
-    lengths = {len(prompt) for prompt in prompts}
-    assert lengths >= {1, CHUNK, CHUNK + 1} and max(lengths) > 2 * CHUNK
-    for output, one in zip(generate(llm, prompts, params), params, strict=True):
-        assert_raw(output, one, logits_after)
+def test_requests_that_ask_beside_ones_that_do_not(llm, logits_after):
+    """Of prompts longer than a chunk, and of ones that bring nothing but a first token.
 
-
-def test_samples_share_what_their_prompt_says(llm, prompts, logits_after):
-    """The second sample prefills only the end of the prompt; each has its own log-probabilities."""
-    params = SamplingParams(
-        temperature=1.5, seed=4, max_tokens=9, n=3, logprobs=2, prompt_logprobs=3
-    )
-    outputs = generate(llm, prompts, params)
-    for output in outputs:
-        assert [sample.index for sample in output.outputs] == [0, 1, 2]
-        assert_raw(output, params, logits_after)
-    assert len({tuple(sample.token_ids) for sample in outputs[0].outputs}) == 3
-
-
-def test_requests_that_ask_beside_ones_that_do_not(llm, prompts, logits_after):
+    Of several samples all but the first prefill only the end of what they share.
+    """
     wishes = [{}, {"logprobs": 3}, {"prompt_logprobs": 2}, {"logprobs": 0}, {}, {"logprobs": 20}]
+    wishes += [{"logprobs": (None, 0, 4)[i % 3], "prompt_logprobs": i % 5} for i in range(6)]
     params = [
-        SamplingParams(temperature=1.0, seed=i, max_tokens=12, **wish)
+        SamplingParams(temperature=1.0, seed=i, max_tokens=(12, 1, 2)[i % 3], n=1 + i % 3, **wish)
         for i, wish in enumerate(wishes)
     ]
-    bare = [dataclasses.replace(one, logprobs=None, prompt_logprobs=None) for one in params]
-    outputs = generate(llm, prompts, params)
-    for output, one in zip(outputs, params, strict=True):
-        assert_raw(output, one, logits_after)
-        if one.logprobs is None:
-            assert output.outputs[0].logprobs is None
-            assert output.outputs[0].cumulative_logprob is None
-    assert without_numbers(outputs) == without_numbers(generate(llm, prompts, bare))
+    outputs = generate(llm, PROMPTS * 2, params)
+    assert_all_raw(outputs, params, logits_after)
+    bare = [replace(one, logprobs=None, prompt_logprobs=None) for one in params]
+    assert without_logprobs(outputs) == without_logprobs(generate(llm, PROMPTS * 2, bare))
 
 
 def test_tokens_come_with_their_text(llm):
     params = SamplingParams(temperature=0, max_tokens=5, logprobs=4, prompt_logprobs=1)
     (output,) = generate(llm, [[1, 2, 3]], params)
-    entries = [*output.outputs[0].logprobs, *output.prompt_logprobs[1:]]
-    for entry in entries:
+    (sample,) = output.outputs
+    for entry in [*sample.logprobs, *output.prompt_logprobs[1:]]:
         for token, one in entry.items():
             assert one.decoded_token == llm.tokenizer.decode_token(token)
-    text = "".join(
-        entry[i].decoded_token
-        for i, entry in zip(output.outputs[0].token_ids, output.outputs[0].logprobs, strict=True)
-    )
-    assert text == output.outputs[0].text
+    pairs = zip(sample.token_ids, sample.logprobs, strict=True)
+    assert "".join(entry[token].decoded_token for token, entry in pairs) == sample.text
 
 
-def test_a_stop_cuts_them_with_the_tokens(llm, logits_after, monkeypatch):
+def test_a_stop_cuts_them_with_the_tokens(llm, logits_after):
     """By its text or its id, wherever it falls in an accepted run."""
-    cuts = []
+    runs, commit = [], llm.engine.scheduler.commit
 
     def watched(plan, outputs):
         num_kept, finished = commit(plan, outputs)
-        rows = zip(outputs, num_kept, strict=True)
-        cuts.extend((len(row.tokens), count) for row, count in rows if count)
+        runs.extend(zip(outputs, num_kept, strict=True))
         return num_kept, finished
 
-    commit = llm.engine.scheduler.commit
     prompts = [[4, 9, seed] for seed in range(16)]
-    free = [SamplingParams(seed=i, max_tokens=16) for i in range(len(prompts))]
-    texts = [output.outputs[0].token_ids for output in generate(llm, prompts, free)]
+    free = [SamplingParams(seed=i, max_tokens=16, logprobs=2) for i in range(len(prompts))]
+    texts = generate_tokens(llm, prompts, free)
     # The end has no text.
     stops = [next(t for t in tokens[2 + i % 9 :] if t != EOS) for i, tokens in enumerate(texts)]
-    places = [tokens.index(stop) for tokens, stop in zip(texts, stops, strict=True)]
-    for kind in "stop_token_ids", "stop":
-        params = []
-        for one, tokens, place in zip(free, texts, places, strict=True):
-            stop = [tokens[place]] if kind != "stop" else llm.tokenizer.decode([tokens[place]])
-            params.append(dataclasses.replace(one, logprobs=2, **{kind: stop}))
-        monkeypatch.setattr(llm.engine.scheduler, "commit", watched)
-        outputs = generate(llm, prompts, params)
-        monkeypatch.undo()
-        for output, one, tokens, place in zip(outputs, params, texts, places, strict=True):
-            assert output.outputs[0].token_ids == tokens[: place + 1]
+    for wishes in (
+        [{"stop_token_ids": [stop]} for stop in stops],
+        [{"stop": llm.tokenizer.decode([stop])} for stop in stops],
+    ):
+        params = [replace(one, **wish) for one, wish in zip(free, wishes, strict=True)]
+        with patched(llm.engine.scheduler, "commit", watched):
+            outputs = generate(llm, prompts, params)
+        assert_all_raw(outputs, params, logits_after)
+        for output, tokens, stop in zip(outputs, texts, stops, strict=True):
+            assert output.outputs[0].token_ids == tokens[: tokens.index(stop) + 1]
             assert output.outputs[0].finish_reason == "stop"
-            assert_raw(output, one, logits_after)
-    assert sum(count < given for given, count in cuts) >= 3
-
-
-def test_no_more_than_the_engine_was_built_for(llm):
-    for name in "logprobs", "prompt_logprobs":
-        with pytest.raises(ValueError, match=f"{name}=21 exceeds max_logprobs=20"):
-            generate(llm, [1], SamplingParams(**{name: 21}))
-    (output,) = generate(llm, [1], SamplingParams(temperature=0, max_tokens=1, logprobs=20))
-    assert len(output.outputs[0].logprobs[0]) == 20
+    assert sum(0 < count < len(row.tokens) for row, count in runs) >= 3
 
 
 @pytest.mark.parametrize("is_simulated", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -270,27 +235,14 @@ def test_a_vocabulary_of_fewer_tokens_than_may_be_asked_for(checkpoints, is_simu
 
 
 @pytest.mark.slow
-def test_another_number_of_drafts(llm, prompts, logits_after):
-    params = SamplingParams(temperature=1.0, seed=7, max_tokens=20, logprobs=2)
-    llm.engine.set_policy(StaticPolicy(5))
-    outputs = generate(llm, prompts[:3], params)
-    llm.engine.set_policy(StaticPolicy(K))
-    for output in outputs:
-        assert_raw(output, params, logits_after)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["rejection", "block", "synthetic"])
-def test_other_verifications_report_the_model_too(folder, head, prompts, logits_after, method):
+@pytest.mark.parametrize("method", VERIFICATIONS)
+def test_other_verifications_report_the_model_too(folder, head, logits_after, method):
     """In steps that report them and do nothing else."""
-    speculation = {"verification": method}
-    if method == "synthetic":
-        speculation["synthetic_acceptance_length"] = 2.6
-    with make_llm(folder, "eagle3", head, speculation=speculation) as llm:
+    with make_llm(folder, "eagle3", head, speculation=VERIFICATIONS[method]) as llm:
         for temperature in 0, 1:
             params = SamplingParams(temperature=temperature, seed=3, max_tokens=24, logprobs=3)
-            for output in generate(llm, prompts, params):
-                assert_raw(output, params, logits_after)
+            outputs = generate(llm, PROMPTS, params)
+            assert_all_raw(outputs, [params] * len(PROMPTS), logits_after)
         assert llm.metrics().num_accepted_tokens > 0
 
 
@@ -321,38 +273,24 @@ SHAPED = [
 ]
 
 
-def assert_processed(output, params, logits_after, asked):
-    prompt, sample = output.prompt_token_ids, output.outputs[0]
-    logits = logits_after(prompt + sample.token_ids)[len(prompt) - 1 :]
-    request = asked(params, prompt, stop_ids=params.stop_token_ids)
-    for i, token in enumerate(sample.token_ids):
-        one = request.then(*sample.token_ids[:i])
-        edited = np.array(one.edit(logits[i]))
-        kept = np.where(one.kept(edited.tolist()), edited, -math.inf)
-        expected = log_softmax(kept / (params.temperature or 1.0))
-        assert_entry_processed(sample.logprobs[i], token, params.logprobs, expected)
-
-
-def assert_entry_processed(entry, token, num_top, expected):
-    assert next(iter(entry)) == token and entry[token].logprob > -math.inf
-    for i, one in entry.items():
-        if expected[i] == -math.inf:
-            assert one.logprob == -math.inf
-        else:
-            assert one.logprob == pytest.approx(expected[i], abs=TOLERANCE)
-    top = sorted((one.rank, one.logprob) for one in entry.values() if one.rank <= num_top)
-    best = np.sort(expected)[::-1][:num_top]
-    np.testing.assert_allclose([logprob for _, logprob in top][:num_top], best, atol=TOLERANCE)
-
-
-def test_processed_ones_are_of_what_was_drawn_from(processed, prompts, logits_after, asked):
+def test_processed_ones_are_of_what_was_drawn_from(folder, head, logits_after, asked):
     """Nine requests of different shapes, two at a time. Prompts are not drawn: they stay raw."""
     params = [
         SamplingParams(seed=i, max_tokens=16, logprobs=4, prompt_logprobs=i % 3, **fields)
         for i, fields in enumerate(SHAPED)
     ]
-    outputs = generate(processed, [prompts[i % len(prompts)] for i in range(len(params))], params)
-    for output, one in zip(outputs, params, strict=True):
-        assert_processed(output, one, logits_after, asked)
-        assert len(output.outputs[0].token_ids) >= 10
-        assert_raw(output, dataclasses.replace(one, logprobs=None), logits_after)
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(len(params))]
+    with make_llm(folder, "eagle3", head, logprobs_mode="processed_logprobs") as llm:
+        outputs = generate(llm, prompts, params)
+    for prompt, output, one in zip(prompts, outputs, params, strict=True):
+        assert_raw_prompt(output, one, logits_after)
+        (sample,) = output.outputs
+        assert len(sample.token_ids) >= 10
+        logits = logits_after(prompt + sample.token_ids)[len(prompt) - 1 :]
+        request = asked(one, prompt, stop_ids=one.stop_token_ids)
+        for i, token in enumerate(sample.token_ids):
+            now = request.then(*sample.token_ids[:i])
+            edited = np.array(now.edit(logits[i]))
+            kept = np.where(now.kept(edited.tolist()), edited, -math.inf)
+            expected = log_softmax(kept / (one.temperature or 1.0))
+            assert_entry(sample.logprobs[i], token, one.logprobs, expected)

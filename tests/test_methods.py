@@ -5,14 +5,15 @@ weights; an exact one, which has a program for everything, follows grammars as w
 verifies in another way.
 """
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from support.engines import SIZES, K, make_llm
+from support.engines import EXACT, SIZES, K, generate, generate_tokens, make_llm, random_prompts
 from support.real_schedules import Found, run_real_schedule
 from support.refits import moved
 from support.schedules import AnyPolicy
@@ -33,7 +34,6 @@ from specjax.rl import RolloutEngine
 pytest.importorskip("llguidance")
 pytestmark = pytest.mark.slow
 
-EXACT = {"exact": True, "decode_batches": None, "prefill_shapes": None}
 SNAPSHOTS = {"num_snapshots": NUM_SNAPSHOTS}
 PROMPT_LENGTHS = (1, 33, 38, 5, 32, 17, 36, 8)  # as long as random schedules allow, with outputs
 GRAMMARS = {"regex": "[A-Z][a-z ]{3,12}!"}, {"choice": ["yes", "no", "yes, but no"]}, None
@@ -45,48 +45,40 @@ class Way(NamedTuple):
     method: str
     num_slots: int  # rows that a request has beside the target's, as vLLM counts them
     verification: str  # another way of verifying, to try
+    is_variety: bool = False  # of a kind that others have: less is compiled for every change
 
 
 WAYS = {
     "ngram": Way("ngram", 0, "block"),
     "p_eagle": Way("p_eagle", K - 1, "rejection"),
     "dflash": Way("dflash", 0, "block"),
-    "dspark": Way("dflash", 0, "rejection"),
-    "dflash2": Way("dflash", 0, "block"),
+    "dspark": Way("dflash", 0, "rejection", is_variety=True),
+    "dflash2": Way("dflash", 0, "block", is_variety=True),
     "medusa": Way("medusa", 0, "rejection"),
     "draft_model": Way("draft_model", 1, "block"),
-    "hybrid draft_model": Way("draft_model", 1, "rejection"),
-    "draft_model of other tokens": Way("draft_model", 1, "block"),
+    "hybrid draft_model": Way("draft_model", 1, "rejection", is_variety=True),
+    "draft_model of other tokens": Way("draft_model", 1, "block", is_variety=True),
 }
-# Of kinds that others have as well; their further engines are not compiled for every change.
-VARIETIES = "dspark", "dflash2", "hybrid draft_model", "draft_model of other tokens"
 
 every_way = pytest.mark.parametrize("served", WAYS, indirect=True, scope="module")
 every_kind = pytest.mark.parametrize(
     "served",
-    [pytest.param(name, marks=[pytest.mark.nightly] * (name in VARIETIES)) for name in WAYS],
+    [
+        pytest.param(name, marks=[pytest.mark.nightly] * way.is_variety)
+        for name, way in WAYS.items()
+    ],
     indirect=True,
     scope="module",
 )
 
 
-@dataclass(frozen=True)
-class Served:
-    """A method of drafting, its models, and engines with it and without."""
+class Served(NamedTuple):
+    """A way of drafting, engines with it and without, and what makes other LLMs with it."""
 
     way: Way
-    folder: Path  # of the target
-    head: Path | None
     drafting: RolloutEngine
     plain: RolloutEngine
-
-    @property
-    def llms(self) -> tuple[LLM, LLM]:
-        return self.drafting._llm, self.plain._llm
-
-    def make(self, **options: Any) -> LLM:
-        """Another engine with this method."""
-        return make_llm(self.folder, self.way.method, self.head, **SNAPSHOTS, **options)
+    make: Callable[..., LLM]
 
 
 def head_of(checkpoints, name) -> Path | None:
@@ -113,14 +105,14 @@ def served(request, checkpoints) -> Iterator[Served]:
         RolloutEngine(folder, **sizes, enable_prefix_caching=False) as plain,
     ):
         drafting._llm.engine.set_policy(AnyPolicy((0, K), np.random.default_rng(0)))
-        yield Served(way, folder, head, drafting, plain)
+        make = partial(make_llm, folder, way.method, head, **SNAPSHOTS)
+        yield Served(way, drafting, plain, make)
 
 
 @pytest.fixture(scope="module")
 def asked() -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts, and requests at temperature 0 and above it."""
-    rng = np.random.default_rng(5)
-    prompts = [rng.integers(0, EOS, length).tolist() for length in PROMPT_LENGTHS]
+    prompts = random_prompts(*PROMPT_LENGTHS, vocab_size=EOS, seed=5)
     params = [
         SamplingParams(temperature=0.8 * (i % 2), seed=i, max_tokens=24, ignore_eos=True)
         for i in range(len(prompts))
@@ -133,19 +125,15 @@ def test_random_schedules(served):
     """Requests join, leave, share prefixes and are preempted; K is another in every round."""
     found = Found()
     for seed in range(5):
-        found += run_real_schedule(*served.llms, seed)
+        found += run_real_schedule(served.drafting._llm, served.plain._llm, seed)
     assert not found.identity.mismatches
     assert len(found.identity.near_ties) < 0.02 * found.identity.num_outputs
     rare = "preemptions", "aborted", "prefix hits", "accepted"
     assert all(found.tally[name] > 0 for name in rare), found.tally
-    assert served.llms[0].engine.metrics().k_histogram.keys() == {0, K}
-
-
-@every_way
-def test_a_step_has_room_for_what_drafting_adds(served):
-    engine = served.llms[0].engine
-    slots = engine.drafter.draft_slots(K)
-    assert engine.scheduler._draft_slots == slots == served.way.num_slots
+    engine = served.drafting._llm.engine
+    assert engine.metrics().k_histogram.keys() == {0, K}
+    assert engine.drafter.draft_slots(K) == served.way.num_slots, "room of a step for drafting"
+    assert engine.scheduler._draft_slots == served.way.num_slots
 
 
 @every_kind
@@ -159,7 +147,7 @@ def test_exact_mode(served, asked):
     with served.make(**EXACT) as llm:
 
         def outcomes(which):
-            found = llm.generate([prompts[i] for i in which], [params[i] for i in which], False)
+            found = generate(llm, [prompts[i] for i in which], [params[i] for i in which])
             return [(one.outputs[0].token_ids, one.outputs[0].logprobs) for one in found]
 
         llm.engine.set_policy(StaticPolicy(0))
@@ -175,13 +163,11 @@ def test_other_verifications(served, asked):
     """The greedy tokens are the same; the others are as many as asked for."""
     prompts, params = asked
     with served.make(speculation={"verification": served.way.verification}) as llm:
-        found = llm.generate(prompts, params, use_tqdm=False)
+        found = generate_tokens(llm, prompts, params)
         assert llm.metrics().num_accepted_tokens > 0
-    expected = served.llms[1].generate(prompts, params, use_tqdm=False)
-    pairs = zip(params, found, expected, strict=True)
-    for one, output, other in pairs:
-        tokens = output.outputs[0].token_ids
-        assert tokens == other.outputs[0].token_ids if one.temperature == 0 else len(tokens) == 24
+    expected = generate_tokens(served.plain._llm, prompts, params)
+    for one, tokens, other in zip(params, found, expected, strict=True):
+        assert tokens == other if one.temperature == 0 else len(tokens) == 24
 
 
 @every_way

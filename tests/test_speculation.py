@@ -6,13 +6,15 @@ the truth, or never tell it, are in test_known_drafts.py. A hybrid drafts with i
 goes on from recurrent states.
 """
 
+from collections import Counter
 from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import K, make_llm
+from support.dynamic_k import InTurn
+from support.engines import K, assert_idle, generate_tokens, make_llm, random_prompts
 from support.shared_models import (
     NUM_SNAPSHOTS,
     VOCAB,
@@ -23,17 +25,15 @@ from support.shared_models import (
     parallel_head,
 )
 
-import specjax.engine.engine
-from specjax import LLM, SamplingParams
+from specjax import SamplingParams
+from specjax.bench.identity import compare
 from specjax.device.models.model import is_recurrent
-from specjax.device.noise import Stream, gumbel_noise
-from specjax.host.request import Request
-from specjax.host.speculation.policy import PolicyRule, StaticPolicy
+from specjax.host.speculation.policy import StaticPolicy
 from specjax.text.seeds import derived_seed
-from specjax.train.context import CausalRows
 
 PROMPT_LENGTHS = (1, 5, 32, 33, 64, 70, 96, 2, 31, 40, 3, 65, 17, 90, 8, 50, 12, 77, 1, 32)
 OUTPUT_LENGTHS = (20, 7, 31, 1, 24, 13, 2, 32)
+TEMPERATURES = (0.0, 0.8)
 
 
 @dataclass(frozen=True)
@@ -44,17 +44,6 @@ class Work:
     params: list
     expected: list
 
-    def part(self, count):
-        return Work(self.prompts[:count], self.params[:count], self.expected[:count])
-
-
-@dataclass(frozen=True)
-class Pair:
-    """An engine with drafts, and one of the same target without."""
-
-    llm: LLM
-    plain: LLM
-
 
 # The others are fast elsewhere: in tests/oracle, and MTP in the async, stress and random schedules.
 # EAGLE-1 drafts by the same chain as EAGLE-3; test_draft_model.py has draft models.
@@ -64,6 +53,7 @@ SLOW = [pytest.param(method, marks=pytest.mark.slow) for method in ("mtp", *PARA
 
 @pytest.fixture(scope="module", params=["eagle3", *SLOW])
 def pair(request, checkpoints):
+    """An engine with drafts, and one of the same target without."""
     method, head = request.param, None
     if method == "eagle3":
         head = of_few_words(checkpoints, eagle3(checkpoints).folder)
@@ -73,89 +63,57 @@ def pair(request, checkpoints):
     folder = of_few_words(checkpoints, target)
     snapshots = {"num_snapshots": NUM_SNAPSHOTS}
     with make_llm(folder, method, head, **snapshots) as llm, make_llm(folder, **snapshots) as plain:
-        yield Pair(llm, plain)
+        yield llm, plain
 
 
 @pytest.fixture
 def llm(pair):
     """The engine with drafts; tests that want another K set it for themselves."""
-    pair.llm.engine.set_policy(StaticPolicy(K))
-    return pair.llm
-
-
-def generate(llm, prompts, params):
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, False)]
+    pair[0].engine.set_policy(StaticPolicy(K))
+    return pair[0]
 
 
 def generate_alone(llm, prompts, params):
     """One request after another, so that none has company."""
     pairs = zip(prompts, params, strict=True)
-    return [tokens for prompt, one in pairs for tokens in generate(llm, [prompt], [one])]
+    return [generate_tokens(llm, *pair)[0] for pair in pairs]
 
 
 @pytest.fixture(scope="module")
 def works(pair):
     """The same prompts, ragged in length, at temperature 0 and above it."""
-    rng = np.random.default_rng(0)
-    prompts = [rng.integers(0, VOCAB, length).tolist() for length in PROMPT_LENGTHS]
+    prompts = random_prompts(*PROMPT_LENGTHS, vocab_size=VOCAB)
 
     def work(temperature):
+        lengths = [OUTPUT_LENGTHS[i % len(OUTPUT_LENGTHS)] for i in range(len(prompts))]
         params = [
-            SamplingParams(
-                temperature=temperature,
-                seed=i,
-                max_tokens=OUTPUT_LENGTHS[i % len(OUTPUT_LENGTHS)],
-                ignore_eos=True,
-            )
-            for i in range(len(prompts))
+            SamplingParams(temperature=temperature, seed=i, max_tokens=length, ignore_eos=True)
+            for i, length in enumerate(lengths)
         ]
-        return Work(prompts, params, generate_alone(pair.plain, prompts, params))
+        return Work(prompts, params, generate_alone(pair[1], prompts, params))
 
-    return {temperature: work(temperature) for temperature in (0.0, 0.8)}
-
-
-def two_best(llm, tokens, params):
-    """The two ids with the best perturbed scores after `tokens`, and the gap between them."""
-    model, weights = llm.target, llm.engine.params.target
-    rows = CausalRows.of(1, len(tokens))
-    features, _ = model.extend(weights, jnp.array(tokens), rows, None)
-    scores = model.logits(weights, features.hidden[-1:])[0]
-    if params.temperature:
-        seed, position = jnp.array([params.seed], jnp.uint32), jnp.array([len(tokens)])
-        noise = gumbel_noise(seed, Stream.TARGET, (position,), VOCAB)[0]
-        scores = scores / params.temperature + noise
-    values, ids = jax.lax.top_k(scores, 2)
-    return set(ids.tolist()), float(values[0] - values[1])
+    return {temperature: work(temperature) for temperature in TEMPERATURES}
 
 
 def assert_same(llm, work, outputs):
     """Equal tokens. Above temperature 0, two scores within 2e-4 may part ways."""
-    for prompt, params, expected, output in zip(
-        work.prompts, work.params, work.expected, outputs, strict=True
-    ):
-        if output == expected:
-            continue
-        assert params.temperature, (len(prompt), expected, output)
-        pairs = enumerate(zip(expected, output, strict=False))
-        i, pair = next((i, pair) for i, pair in pairs if pair[0] != pair[1])
-        best, gap = two_best(llm, prompt + expected[:i], params)
-        assert set(pair) == best and gap < 2e-4, (len(prompt), i, pair, best, gap)
-
-
-def sample_seeds(seed, count):
-    """The seeds of a request's samples."""
-    return [seed, *(derived_seed(seed, index) for index in range(1, count))]
+    make = llm.request_maker.make
+    pairs = enumerate(zip(work.prompts, work.params, strict=True))
+    requests = [(make(prompt, params, i, f"prompt {i}"), 0) for i, (prompt, params) in pairs]
+    found = compare(llm.engine, requests, work.expected, outputs)
+    assert not found.mismatches
+    assert not found.near_ties or work.params[0].temperature
 
 
 def counts_of(metrics, before):
-    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_generation_tokens")
-    return {name: getattr(metrics, name) - getattr(before, name) for name in names}
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    return [getattr(metrics, name) - getattr(before, name) for name in names]
 
 
 # --- same tokens ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 @pytest.mark.parametrize("k", [1, K, pytest.param(5, marks=pytest.mark.slow)])
 def test_any_k_gives_the_tokens_of_plain_decoding(llm, works, k, temperature):
     if is_recurrent(llm.target) and k > K:
@@ -163,98 +121,46 @@ def test_any_k_gives_the_tokens_of_plain_decoding(llm, works, k, temperature):
     work = works[temperature]
     llm.engine.set_policy(StaticPolicy(k))
     before = llm.metrics()
-    assert_same(llm, work, generate(llm, work.prompts, work.params))
-    counts = counts_of(llm.metrics(), before)
-    assert 0 < counts["num_accepted_tokens"] < counts["num_draft_tokens"]
+    assert_same(llm, work, generate_tokens(llm, work.prompts, work.params))
+    num_drafts, num_draft_tokens, num_accepted = counts_of(llm.metrics(), before)
+    assert 0 < num_accepted < num_draft_tokens
     # The last rounds of a request have room for k - 1, k - 2, ...
-    missing = k * counts["num_drafts"] - counts["num_draft_tokens"]
+    missing = k * num_drafts - num_draft_tokens
     assert 0 <= missing <= k * (k - 1) // 2 * len(work.prompts)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-@pytest.mark.parametrize("num_prompts", [1, 2, 3, 5, 8, 12])
-def test_any_batch_gives_the_tokens_of_plain_decoding(
-    llm, works, compilations, num_prompts, temperature
-):
-    """Up to 4 run at once; requests end at different times, and the others wait for a slot.
-
-    Nothing compiles for it.
-    """
-    work = works[temperature].part(num_prompts)
-    with compilations.none_expected():
-        outputs = generate(llm, work.prompts, work.params)
-    assert_same(llm, work, outputs)
-    assert llm.metrics().num_compiles_after_warmup == 0
-
-
-@dataclass
-class CyclicPolicy(PolicyRule):
-    """Another K every step."""
-
-    choices: tuple[int, ...]
-    num_steps: int = 0
-
-    def choose(self, load):
-        self.num_steps += 1
-        return self.choices[self.num_steps % len(self.choices)]
-
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_k_may_change_every_step(llm, works, temperature):
+    """Up to 4 run at once; requests end at different times, and the others wait for a slot."""
     work = works[temperature]
-    llm.engine.set_policy(CyclicPolicy((0, K, 1)))
+    llm.engine.set_policy(InTurn(0, K, 1))
     before = llm.metrics().k_histogram
-    assert_same(llm, work, generate(llm, work.prompts, work.params))
+    assert_same(llm, work, generate_tokens(llm, work.prompts, work.params))
     histogram = llm.metrics().k_histogram
     assert all(histogram[k] - before.get(k, 0) > 10 for k in (0, 1, K))
 
 
-def test_async_scheduling_changes_neither_tokens_nor_counts(llm, works):
-    work = works[0.8]
-    outcomes = []
-    for is_async in True, False:
-        llm.engine.config = replace(llm.engine.config, async_scheduling=is_async)
-        before = llm.metrics()
-        outputs = generate(llm, work.prompts, work.params)
-        outcomes.append((outputs, counts_of(llm.metrics(), before)))
-    llm.engine.config = replace(llm.engine.config, async_scheduling=True)
-    assert outcomes[0] == outcomes[1]
-    assert outcomes[0][1]["num_accepted_tokens"] > 0
+@pytest.mark.parametrize("temperature", TEMPERATURES)
+def test_samples_give_the_tokens_of_plain_decoding(llm, pair, works, compilations, temperature):
+    """Of prompts that share whole pages, a part of one, or nothing; more of them than slots.
 
-
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_samples_give_the_tokens_of_plain_decoding(llm, pair, works, temperature):
-    """Of prompts that share whole pages, a part of one, or nothing; more of them than slots."""
-    work = works[temperature].part(8 if temperature else 4)
-    params = [replace(s, n=3, seed=s.seed + 100) for s in work.params]
-    outputs = llm.generate(work.prompts, params, use_tqdm=False)
-    singles = [
-        (prompt, replace(s, n=1, seed=seed), output.token_ids)
-        for prompt, s, result in zip(work.prompts, params, outputs, strict=True)
-        for seed, output in zip(sample_seeds(s.seed, 3), result.outputs, strict=True)
+    Nothing compiles for it.
+    """
+    whole = works[temperature].prompts[: 8 if temperature else 4]
+    params = [replace(one, n=3, seed=one.seed + 100) for one in works[temperature].params]
+    params = params[: len(whole)]
+    with compilations.none_expected():
+        outputs = generate_tokens(llm, whole, params)
+    assert llm.metrics().num_compiles_after_warmup == 0
+    prompts = [prompt for prompt in whole for _ in range(3)]
+    params = [
+        replace(one, n=1, seed=derived_seed(one.seed, index) if index else one.seed)
+        for one in params
+        for index in range(3)
     ]
-    prompts, params, outputs = zip(*singles, strict=True)
-    expected = generate_alone(pair.plain, prompts, params)
+    expected = generate_alone(pair[1], prompts, params)
     assert_same(llm, Work(prompts, params, expected), outputs)
-    scheduler = llm.engine.scheduler
-    assert scheduler.pages.num_free == scheduler.pages.num_pages
-
-
-def test_requests_may_join_while_others_decode(llm, works):
-    """One request is added after every second step."""
-    work, engine = works[0.0], llm.engine
-    waiting = [
-        Request(i, tuple(prompt), params, params.max_tokens, (0,))
-        for i, (prompt, params) in enumerate(zip(work.prompts, work.params, strict=True))
-    ]
-    waiting.reverse()
-    outputs, num_steps = {}, 0
-    while engine.has_work or waiting:
-        if waiting and num_steps % 2 == 0:
-            engine.add(waiting.pop())
-        outputs |= {s.request.request_id: s.output for s in engine.step()}
-        num_steps += 1
-    assert [outputs[i] for i in range(len(work.prompts))] == work.expected
+    assert_idle(llm)
 
 
 # --- what a step costs besides the work -----------------------------------------------------------
@@ -271,12 +177,11 @@ def test_a_step_moves_one_array_per_program_in_and_one_out(llm, works, monkeypat
     Chunks are two programs. Requests that take their slots bring an array of their own, and so do
     snapshots of their states.
     """
-    moved = {"in": 0, "out": 0, "copies_ahead": 0}
-    num_admissions = num_moves = 0
-    is_reading = False
+    moved, runs, is_reading = {"out": 0, "copies_ahead": 0}, Counter(), False
 
     def run(key, *arguments):
-        moved["in"] += sum(isinstance(x, np.ndarray) for x in arguments)
+        runs[type(key).__name__] += 1
+        assert sum(isinstance(x, np.ndarray) for x in arguments) == 1
         with jax.transfer_guard("allow"):
             return real_run(key, *arguments)
 
@@ -305,27 +210,11 @@ def test_a_step_moves_one_array_per_program_in_and_one_out(llm, works, monkeypat
         moved["copies_ahead"] += not is_reading
         return real_copy(self)
 
-    def pack_admissions(sequences, *arguments):
-        nonlocal num_admissions
-        num_admissions += 1
-        assert sequences, "an admission of nobody"
-        return real_pack(sequences, *arguments)
-
-    def pack_snapshots(*arguments, **options):
-        nonlocal num_moves
-        num_moves += 1
-        return real_pack_snapshots(*arguments, **options)
-
-    real_pack_snapshots = specjax.engine.launcher.pack_snapshots
-    monkeypatch.setattr(specjax.engine.launcher, "pack_snapshots", pack_snapshots)
-    real_pack = specjax.engine.launcher.pack_admissions
-    monkeypatch.setattr(specjax.engine.launcher, "pack_admissions", pack_admissions)
     real_run, real_get = llm.engine.programs.run, np.asarray
     kind = type(jnp.zeros(1))
     real_copy = kind.copy_to_host_async
-    for name in "__array__", "__bool__", "__int__", "__float__", "__index__", "__iter__":
-        watch(name)
-    for name in "item", "tolist", "block_until_ready":
+    names = "__array__", "__bool__", "__int__", "__float__", "__index__", "__iter__"
+    for name in *names, "item", "tolist", "block_until_ready":
         watch(name)
     monkeypatch.setattr(kind, "copy_to_host_async", copy_ahead)
     monkeypatch.setattr(llm.engine.programs, "run", run)
@@ -333,13 +222,15 @@ def test_a_step_moves_one_array_per_program_in_and_one_out(llm, works, monkeypat
 
     before, work = llm.metrics(), works[0.8]
     with jax.transfer_guard("disallow_explicit"):
-        outputs = generate(llm, work.prompts, work.params)
+        outputs = generate_tokens(llm, work.prompts, work.params)
     monkeypatch.undo()
     assert_same(llm, work, outputs)
     after = llm.metrics()
     num_prefills = after.num_prefill_steps - before.num_prefill_steps
-    num_steps = num_prefills + after.num_decode_steps - before.num_decode_steps
-    assert 0 < num_admissions <= num_prefills
-    assert (num_moves > 0) == is_recurrent(llm.target)
-    num_in = num_steps + num_prefills + num_admissions + num_moves
-    assert moved == {"in": num_in, "out": num_steps, "copies_ahead": num_steps}
+    num_rounds = after.num_decode_steps - before.num_decode_steps
+    parts = {"Prefill": num_prefills, "Begin": num_prefills, "Decode": num_rounds}
+    assert {name: runs.pop(name) for name in parts} == parts
+    assert 0 < runs.pop("Admit") < num_prefills, "an admission of nobody"
+    assert set(runs) <= {"Take", "Restore"} and ("Take" in runs) == is_recurrent(llm.target)
+    num_steps = num_prefills + num_rounds
+    assert moved == {"out": num_steps, "copies_ahead": num_steps}

@@ -7,92 +7,51 @@ weights in a model of the tests' sizes.
 import argparse
 import importlib
 import json
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import K, make_llm
+from support.engines import EXACT, K, make_llm, patched, simulated_engines
+from support.scripts import TextScript
 from support.shared_models import NUM_SNAPSHOTS, hybrid
-from support.simulated_device import SimulatedPrograms
 
 from specjax import LLM
 from specjax.device.models.registry import describe_model, read_config
 from specjax.engine.engine import Engine
 from specjax.engine.programs import Begin, Decode
-from specjax.host.residency import slot_of
 from specjax.host.scheduler import Scheduler
+from specjax.host.speculation.policy import StaticPolicy
 
 pytestmark = pytest.mark.every_jax
 
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 OPTIONS = ["--k", str(K), "--slots", "4", "--max-tokens", "12"]
-EXACT = {"exact": True, "decode_batches": None, "prefill_shapes": None}
-
-# What the counter holds after a step, from the slots that took part, what is true, and what was
-# true after the step before.
-Wrong = Callable[[list[int], np.ndarray, np.ndarray], np.ndarray]
-
-
-def late(slots, now, before):
-    return before
-
-
-def of_the_request_beside(slots, now, before):
-    return put(now, slots, np.roll(now[slots], 1))
-
-
-def without_drafts(slots, now, before):
-    return put(now, slots, 1)
-
-
-def with_rejected_drafts(slots, now, before):
-    return put(now, slots, K + 1)
-
-
-def one_after_a_prompt(slots, now, before):
-    return put(now, slots, 1)
-
-
-def put(values, slots, new):
-    values = values.copy()
-    values[slots] = new
-    return values
 
 
 @contextmanager
-def counts(engine: Engine, wrong: Wrong, program: type) -> Iterator[None]:
-    """Overwrite the counts of accepted tokens after every run of one of a step's programs."""
-    programs, launch = engine.programs, engine._launch
+def late_counts(engine: Engine, program: type) -> Iterator[None]:
+    """After every run of one of a step's programs, counts of accepted tokens are those before."""
+    programs = engine.programs
     run, before = programs.run, np.asarray(programs.state.pending)
-    slots: list[int] = []
-
-    def launch_known(parts: Any) -> Any:
-        plan = parts[0 if program is Begin else -1]
-        slots[:] = map(slot_of, plan.sequences)
-        return launch(parts)
 
     def run_wrongly(key: Any, *arguments: Any) -> Any:
         nonlocal before
         result = run(key, *arguments)
         if isinstance(key, program):
-            # A copy: the next step is given the state's own memory to write to.
-            now = np.array(programs.state.pending)
-            progress = np.array(programs.state.progress)
-            progress[:, 1] = wrong(slots, now, before)
-            state = replace(programs.state, progress=jnp.array(progress))
-            programs.state, before = state, now
+            # Copies: the next step is given the state's own memory to write to.
+            now, progress = (
+                np.array(values) for values in (programs.state.pending, programs.state.progress)
+            )
+            progress[:, 1], before = before, now
+            programs.state = replace(programs.state, progress=jnp.array(progress))
         return result
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine, "_launch", launch_known)
-        patch.setattr(programs, "run", run_wrongly)
+    with patched(programs, "run", run_wrongly):
         yield
 
 
@@ -131,23 +90,10 @@ def served(request, stress, checkpoints, tmp_path_factory) -> Iterator[Served]:
     if request.param:
         options, settings = options | EXACT, [*settings, "--exact"]
     with make_llm(folder, "mtp", **options) as llm, make_llm(folder, **options) as alone:
-        run_alone(alone.engine)
+        engine = alone.engine
+        one = replace(engine.config, max_num_seqs=1)
+        engine.scheduler = Scheduler(one, StaticPolicy(0), num_snapshots=NUM_SNAPSHOTS)
         yield Served(stress, llm, alone, stress.read_settings(settings))
-
-
-def run_alone(engine: Engine) -> None:
-    """One request at a time from now on."""
-    config = replace(engine.config, max_num_seqs=1)
-    policy = engine.scheduler.policy
-    engine.scheduler = Scheduler(config, policy, num_snapshots=config.num_snapshots)
-
-
-@pytest.fixture(scope="module")
-def asked(served) -> tuple[Any, Any]:
-    """Requests of a few prompts, and what they come to alone."""
-    settings = argparse.Namespace(**vars(served.settings) | {"prompts": 8, "samples": 4})
-    requests = served.stress.make_requests(served.llm, settings, 0)
-    return requests, served.stress.serve(served.alone.engine, requests)[0]
 
 
 def test_every_generation_is_that_of_the_request_alone(served, capsys):
@@ -172,34 +118,17 @@ def test_every_generation_is_that_of_the_request_alone(served, capsys):
 
 
 @pytest.mark.parametrize("served", [""], indirect=True)
-@pytest.mark.parametrize(
-    "wrong, program",
-    [
-        (late, Decode),
-        (of_the_request_beside, Decode),
-        (without_drafts, Decode),
-        (with_rejected_drafts, Decode),
-        (one_after_a_prompt, Begin),
-    ],
-)
-def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, asked, wrong, program):
-    stress, engine = served.stress, served.llm.engine
-    requests, expected = asked
-    with counts(engine, wrong, program):
-        outputs, _ = stress.serve(engine, requests)
-    found = stress.compare_all(engine, requests, expected, outputs)
-    assert len(found.mismatches) > found.num_outputs / 8
-    # Those who take the slots and pages next do not notice.
-    outputs, _ = stress.serve(engine, requests)
-    assert not stress.compare_all(engine, requests, expected, outputs).mismatches
-
-
-@pytest.mark.parametrize("served", [""], indirect=True)
-def test_a_run_with_a_mismatch_fails(served, capsys):
-    with counts(served.llm.engine, late, Decode):
-        code, result = served.run(prompts=4, samples=2, rounds=1)
-    assert code == 1 and result["samples"]["mismatches"]
-    assert result["samples"]["mismatches"][0] in capsys.readouterr().out
+@pytest.mark.parametrize("program", [Begin, Decode])
+def test_a_wrong_count_is_found_and_leaves_nothing_behind(served, program, capsys):
+    """Those who take the slots and pages next do not notice."""
+    sizes = {"prompts": 8, "samples": 4, "rounds": 1}
+    with late_counts(served.llm.engine, program):
+        code, result = served.run(**sizes)
+    found = result["samples"]["mismatches"]
+    assert code == 1 and len(found) > 8 * 4 / 8
+    assert found[0] in capsys.readouterr().out
+    code, result = served.run(**sizes)
+    assert code == 0 and not result["samples"]["mismatches"]
 
 
 def test_prompts_are_ragged(stress):
@@ -216,27 +145,12 @@ def test_too_few_tokens_are_refused(stress, capsys):
     assert "--max-tokens 3 must be at least 4" in capsys.readouterr().err
 
 
-class SimulatedTarget(SimulatedPrograms):
-    """Its tokens hang on the target's weights alone, as those of a device do."""
-
-    @property
-    def params(self):
-        return self._known_params
-
-    @params.setter
-    def params(self, params):
-        SimulatedPrograms.params.fset(self, params.target)
-        self._known_params = params
-
-
 @pytest.mark.parametrize("mode", [[], ["--exact"]], ids=["", "exact"])
-def test_the_command_runs_its_own_model(stress, tmp_path, monkeypatch, capsys, mode):
+def test_the_command_runs_its_own_model(stress, tmp_path, capsys, mode):
     """On a simulated device, whose drafts are accepted as if by chance."""
     options = ["--prompts", "8", "--samples", "2", "--rounds", "2"]
-    tally: Counter = Counter()
-    make = partial(SimulatedTarget, tally=tally)
-    monkeypatch.setattr("specjax.llm.Engine", partial(Engine, make_programs=make))
-    code = stress.main([*OPTIONS, *options, "--json", str(tmp_path / "result.json"), *mode])
+    with simulated_engines(TextScript(stress.RANDOM.vocab_size)) as tally:
+        code = stress.main([*OPTIONS, *options, "--json", str(tmp_path / "result.json"), *mode])
     assert code == 0 and tally["rounds"] > 100
     result = json.loads((tmp_path / "result.json").read_text())
     assert sum(row[2] for row in result["tables"][0]["rows"]) == 8 * 2 * 2

@@ -1,7 +1,6 @@
 """Structured outputs parse: at any temperature, with speculation and without, whatever runs beside.
 
-Most tests run a tiny random model over printable ASCII, which says anything that it may; the demo
-model stands for models whose drafts are often right.
+The model is tiny and random, over printable ASCII, and says anything that it may.
 """
 
 import json
@@ -12,12 +11,19 @@ from dataclasses import replace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from support.engines import make_llm
-from support.shared_models import EOS, eagle3, llama, prepare_everything
+from support.engines import (
+    EXACT,
+    VERIFICATIONS,
+    assert_idle,
+    generate,
+    generate_tokens,
+    make_llm,
+    random_prompts,
+    tokens_of,
+)
+from support.shared_models import EOS, eagle3, llama, prepare_everything, without_end
 
 from specjax import SamplingParams
-from specjax.bench.workload import read_questions
-from specjax.checkpoint.demo import demo_folder
 
 pytest.importorskip("llguidance")
 
@@ -69,6 +75,9 @@ KINDS = {
 }
 
 
+PROMPTS = random_prompts(*(1 + 5 * i % 33 for i in range(24)), vocab_size=EOS)
+
+
 @pytest.fixture(scope="module")
 def folder(checkpoints):
     return checkpoints.with_letters(llama(checkpoints).folder)
@@ -93,12 +102,6 @@ def plain(folder):
         yield llm
 
 
-@pytest.fixture(scope="module")
-def prompts():
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, EOS, 1 + 5 * i % 33).tolist() for i in range(24)]
-
-
 def wishes(count, *, kinds=KINDS, **params):
     """`count` requests at temperature 1, of the kinds in turn; seeds are their places."""
     names = list(kinds)
@@ -109,147 +112,102 @@ def wishes(count, *, kinds=KINDS, **params):
     ]
 
 
-def generate(llm, prompts, params):
-    return llm.generate(prompts, params, use_tqdm=False)
-
-
-def tokens(outputs):
-    return [sample.token_ids for output in outputs for sample in output.outputs]
-
-
-def assert_parses(sample, params, eos_id=EOS):
-    """It ended by itself and is what was asked for; a sum may not have come to its end."""
-    (field, value) = next((f, v) for f, v in vars(params.structured_outputs).items() if v)
-    if field == "grammar" and sample.finish_reason == "length":
-        return
-    assert sample.finish_reason == "stop" and sample.stop_reason is None, sample
-    assert sample.token_ids.count(eos_id) == 1 and sample.token_ids[-1] == eos_id
-    assert KINDS[field][1](sample.text), (value, sample.text)
-
-
-def assert_all_parse(outputs, params, eos_id=EOS):
-    for output, one in zip(outputs, params, strict=True):
-        for sample in output.outputs:
-            assert_parses(sample, one, eos_id)
-
-
-def assert_idle(llm):
-    scheduler = llm.engine.scheduler
-    assert not llm.engine.has_work
-    assert scheduler.pages.num_free == scheduler.pages.num_pages
+def assert_all_parse(outputs, params):
+    """Each ended by itself and is what was asked for; a sum may not have come to its end."""
+    pairs = [(s, one) for o, one in zip(outputs, params, strict=True) for s in o.outputs]
+    for sample, one in pairs:
+        field, value = next((f, v) for f, v in vars(one.structured_outputs).items() if v)
+        if field == "grammar" and sample.finish_reason == "length":
+            continue
+        assert sample.finish_reason == "stop" and sample.stop_reason is None, sample
+        assert sample.token_ids.count(EOS) == 1 and sample.token_ids[-1] == EOS
+        assert KINDS[field][1](sample.text), (value, sample.text)
 
 
 # --- it parses ------------------------------------------------------------------------------------
 
 
-def test_speculation_changes_nothing(llm, plain, prompts):
-    params = wishes(24)
-    outputs = generate(llm, prompts, params)
+def test_speculation_changes_nothing(llm, plain):
+    """Sums are drawn: greedy ones would nest without an end."""
+    params = wishes(12) + wishes(12, kinds=["json", "regex", "choice"], temperature=0.0)
+    outputs = generate(llm, PROMPTS, params)
     assert_all_parse(outputs, params)
     assert llm.metrics().num_accepted_tokens > 0
-    assert tokens(outputs) == tokens(generate(plain, prompts, params))
-
-
-def test_greedy_too(llm, plain, prompts):
-    params = wishes(8, temperature=0, kinds=["json", "regex", "choice"])
-    outputs = generate(llm, prompts[:8], params)
-    assert_all_parse(outputs, params)
-    assert tokens(outputs) == tokens(generate(plain, prompts[:8], params))
+    assert tokens_of(outputs) == generate_tokens(plain, PROMPTS, params)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["rejection", "block", "synthetic"])
-def test_other_verifications(folder, head, prompts, method):
+@pytest.mark.parametrize("method", VERIFICATIONS)
+def test_other_verifications(folder, head, method):
     """In steps that do nothing but follow grammars."""
-    speculation = {"verification": method}
-    if method == "synthetic":
-        speculation["synthetic_acceptance_length"] = 2.6
-    with make_llm(folder, "eagle3", head, speculation=speculation) as llm:
+    with make_llm(folder, "eagle3", head, speculation=VERIFICATIONS[method]) as llm:
         for temperature in 1.0, 0.0:
             params = wishes(24, temperature=temperature, kinds=["json", "regex", "choice"])
-            assert_all_parse(generate(llm, prompts, params), params)
+            assert_all_parse(generate(llm, PROMPTS, params), params)
+            assert_dead_ends(llm, temperature, DEAD_ENDS)
         assert llm.metrics().num_accepted_tokens > 0
-        assert_idle(llm)
 
 
-# --- beside other requests ------------------------------------------------------------------------
+def test_any_mix_of_wishes(llm, plain):
+    """Grammars with whatever else a request may ask for, and requests without: as plainly.
 
+    A grammar ends an output, even if ends are ignored: what a step put out after it does not stand.
+    Where ends are likely, they are drafted and accepted, and so is what comes after them.
+    """
+    rng, space = np.random.default_rng(5), llm.tokenizer.encode(" ")[0]
 
-def test_requests_without_a_grammar_do_not_notice(llm, prompts):
-    """Every mix of the two in a batch, and steps with and without masks in turn."""
-    with_grammar = wishes(24, max_tokens=40)
-    free = [SamplingParams(seed=i, max_tokens=1 + i % 30, ignore_eos=True) for i in range(24)]
-    is_free = np.random.default_rng(1).random(24) < 0.5
-    params = [f if x else g for f, g, x in zip(free, with_grammar, is_free, strict=True)]
-    mixed = tokens(generate(llm, prompts, params))
-    for wanted in True, False:
-        which = [i for i in range(24) if is_free[i] == wanted]
-        alone = generate(llm, [prompts[i] for i in which], [params[i] for i in which])
-        assert [mixed[i] for i in which] == tokens(alone)
-    assert_idle(llm)
+    def some(*values):
+        return values[rng.integers(len(values))]
 
+    def any_params(i):
+        return SamplingParams(
+            seed=i,
+            n=some(1, 1, 1, 2),
+            temperature=some(0.0, 0.7, 1.0, 1.5),
+            max_tokens=int(rng.integers(1, 80)),
+            top_k=some(0, 0, 5),
+            top_p=some(1.0, 1.0, 0.8),
+            min_p=some(0.0, 0.02),
+            repetition_penalty=some(1.0, 1.0, 1.2),
+            frequency_penalty=some(0.0, 0.3),
+            logit_bias=some({}, {3: 1.5, EOS: 4.0}, {EOS: 30.0}),
+            bad_words=some((), ("q", "zz")),
+            stop=some((), ("e", "!!", '"c'), ("ing",)),
+            stop_token_ids=some((), (), (space,)),
+            ignore_eos=some(True, False),
+            logprobs=some(None, 0, 3),
+            structured_outputs=some(None, *(outputs for outputs, _ in KINDS.values())),
+        )
 
-def test_async_scheduling_changes_nothing(llm, prompts):
-    params = wishes(16, max_tokens=50)
-    params[::5] = [SamplingParams(seed=i, max_tokens=20) for i in range(len(params[::5]))]
-    outcomes = []
-    for is_async in True, False:
-        llm.engine.config = replace(llm.engine.config, async_scheduling=is_async)
-        before = llm.metrics()
-        outputs = tokens(generate(llm, prompts[:16], params))
-        after = llm.metrics()
-        counts = after.num_generation_tokens - before.num_generation_tokens
-        assert counts == sum(map(len, outputs))
-        outcomes.append((outputs, after.num_drafts - before.num_drafts))
-    llm.engine.config = replace(llm.engine.config, async_scheduling=True)
-    assert outcomes[0] == outcomes[1]
-
-
-def test_samples_follow_the_grammar_each_by_itself(llm, prompts):
-    params = [replace(one, n=3) for one in wishes(8)]
-    outputs = generate(llm, prompts[8:16], params)
-    assert_all_parse(outputs, params)
-    assert all(len(output.outputs) == 3 for output in outputs)
-    assert len({sample.text for sample in outputs[0].outputs}) == 3
-    first = generate(llm, prompts[8:16], [replace(one, n=1) for one in params])
-    assert [o.outputs[0].token_ids for o in outputs] == tokens(first)
+    params = [any_params(i) for i in range(80)]
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(80)]
+    outputs = generate(llm, prompts, params)
+    expected = generate(plain, prompts, params)
+    for one, output, other in zip(params, outputs, expected, strict=True):
+        for sample, same in zip(output.outputs, other.outputs, strict=True):
+            names = ("token_ids", "text", "finish_reason", "stop_reason")
+            assert [getattr(sample, n) for n in names] == [getattr(same, n) for n in names], one
+            assert not any(stop in sample.text for stop in one.stop)
+            assert not set(one.stop_token_ids) & set(sample.token_ids[:-1])
+            if one.logprobs is not None:
+                assert len(sample.logprobs) == len(sample.token_ids)
+                assert sample.cumulative_logprob == pytest.approx(same.cumulative_logprob, abs=1e-3)
+            wanted = one.structured_outputs
+            if wanted and sample.finish_reason == "stop" and sample.stop_reason is None:
+                field = next(f for f, v in vars(wanted).items() if v)
+                assert KINDS[field][1](sample.text), (one, sample.text)
+                assert sample.token_ids.index(EOS) == len(sample.token_ids) - 1
+    reasons = {type(sample.stop_reason) for output in outputs for sample in output.outputs}
+    assert reasons == {type(None), str, int}
     assert_idle(llm)
 
 
 # --- ends -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("max_tokens", [1, 2, 5, 17])
-def test_the_last_token_may_cut_it_short(llm, prompts, max_tokens):
-    long = wishes(8, kinds=["json", "regex"])
-    whole = tokens(generate(llm, prompts[:8], long))
-    short = [replace(one, max_tokens=max_tokens) for one in long]
-    for output, full in zip(generate(llm, prompts[:8], short), whole, strict=True):
-        sample = output.outputs[0]
-        assert sample.token_ids == full[:max_tokens]
-        assert sample.finish_reason == ("length" if max_tokens < len(full) else "stop")
-
-
-def test_an_end_comes_even_if_ends_are_ignored(llm, plain, prompts):
-    """The grammar ends the output: what a step put out after it does not stand."""
-    params = wishes(12, kinds=["json", "regex", "choice"])
-    # Likely ends are drafted and accepted, and so is what comes after them.
-    params += [replace(one, logit_bias={EOS: 30.0}) for one in wishes(6, kinds=["regex", "json"])]
-    on = [replace(one, ignore_eos=True) for one in params]
-    prompts = prompts[: len(params)]
-    expected = generate(plain, prompts, params)
-    for one in llm, plain:
-        outputs = generate(one, prompts, on)
-        assert_all_parse(outputs, on)
-        assert tokens(outputs) == tokens(expected)
-        assert_idle(one)
-
-
-def test_a_model_without_an_end_of_sequence(checkpoints, folder, head, prompts):
+def test_a_model_without_an_end_of_sequence(checkpoints, folder, head):
     """An output is over when nothing can follow; one that might go on goes to its last token."""
-    endless = checkpoints.copy(folder, eos_token_id=None)
-    (endless / "generation_config.json").unlink(missing_ok=True)
-    with make_llm(endless, "eagle3", head) as llm:
+    with make_llm(without_end(checkpoints, folder), "eagle3", head) as llm:
         prepare_everything(llm)
         params = wishes(12, kinds=["json", "regex"])
         choice = {"choice": ["xxxxx", "xxxxxy"]}
@@ -257,39 +215,15 @@ def test_a_model_without_an_end_of_sequence(checkpoints, folder, head, prompts):
             replace(one, structured_outputs=choice, logit_bias={llm.tokenizer.encode("x")[0]: 30.0})
             for one in params[3::4]
         ]
-        for output, one in zip(generate(llm, prompts[:12], params), params, strict=True):
+        for output, one in zip(generate(llm, PROMPTS[:12], params), params, strict=True):
             sample = output.outputs[0]
             if one.logit_bias:  # "y" may follow, and must then
                 assert sample.text == "xxxxxy"
-            elif one.structured_outputs.json:
-                assert is_of_schema(sample.text)
             else:
-                assert KINDS["regex"][1](sample.text), sample.text
+                field = "json" if one.structured_outputs.json else "regex"
+                assert KINDS[field][1](sample.text), sample.text
             assert sample.finish_reason == "stop" and sample.stop_reason is None
         assert_idle(llm)
-
-
-def test_stop_texts_end_it_before_its_time(llm, prompts):
-    params = wishes(8, kinds=["json"])
-    whole = [output.outputs[0].text for output in generate(llm, prompts[:8], params)]
-    stopped = [
-        replace(one, stop=['", "count', "kinds", "zzzz"][i % 2 :]) for i, one in enumerate(params)
-    ]
-    outputs = generate(llm, prompts[:8], stopped)
-    for i, (output, text) in enumerate(zip(outputs, whole, strict=True)):
-        sample, stop = output.outputs[0], ('", "count', "kinds")[i % 2]
-        assert sample.text == text[: text.index(stop)]
-        assert (sample.finish_reason, sample.stop_reason) == ("stop", stop)
-    assert_idle(llm)
-
-
-def test_a_stop_id_inside_it_ends_it(llm, prompts):
-    comma = llm.tokenizer.encode(",")[0]
-    params = [replace(one, stop_token_ids=[comma]) for one in wishes(8, kinds=["json"])]
-    for output in generate(llm, prompts[:8], params):
-        sample = output.outputs[0]
-        assert sample.token_ids.index(comma) == len(sample.token_ids) - 1
-        assert (sample.finish_reason, sample.stop_reason) == ("stop", comma)
 
 
 def nothing_left(tokens, length, logits):
@@ -317,7 +251,7 @@ DEAD_ENDS = [  # wishes that rule out all tokens at some place, and how many com
 def assert_dead_ends(llm, temperature, wishes):
     """Each ends with an error before the token that it cannot have; others are unharmed."""
     free = SamplingParams(seed=1, temperature=1.0, max_tokens=15, ignore_eos=True)
-    expected = tokens(generate(llm, [[7, 8]], free))
+    expected = generate_tokens(llm, [[7, 8]], free)
     for fields, num_tokens, words in wishes:
         params = SamplingParams(
             seed=0, temperature=temperature, max_tokens=20, ignore_eos=True, logprobs=2, **fields
@@ -330,7 +264,7 @@ def assert_dead_ends(llm, temperature, wishes):
             assert words in str(sample.error)
             assert len(sample.token_ids) == len(sample.logprobs) == num_tokens
             assert num_tokens == 0 or np.isfinite(sample.cumulative_logprob)
-        assert tokens(outputs[1:]) == expected
+        assert tokens_of(outputs[1:]) == expected
         assert_idle(llm)
 
 
@@ -340,88 +274,9 @@ def test_where_no_token_is_left_the_request_ends_with_an_error(llm, temperature)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "verification, options",
-    [
-        ("rejection", {}),
-        ("block", {}),
-        ("synthetic", {}),
-        ("seed_exact", {"exact": True, "decode_batches": None, "prefill_shapes": None}),
-        ("seed_exact", {"async_scheduling": False}),
-    ],
-)
-def test_where_no_token_is_left_in_other_engines(folder, head, verification, options):
-    speculation = {"verification": verification}
-    if verification == "synthetic":
-        speculation["synthetic_acceptance_length"] = 2.6
+@pytest.mark.parametrize("options", [EXACT, {"async_scheduling": False}])
+def test_where_no_token_is_left_in_other_engines(folder, head, options):
     wishes = DEAD_ENDS[: 3 if "exact" in options else None]
-    with make_llm(folder, "eagle3", head, speculation=speculation, **options) as llm:
+    with make_llm(folder, "eagle3", head, **options) as llm:
         for temperature in 1.0, 0.0:
             assert_dead_ends(llm, temperature, wishes)
-
-
-# --- at length ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_the_demo_model():
-    head = demo_folder("demo-llama-eagle3")
-    params = wishes(24)
-    with make_llm(demo_folder("demo-llama"), "eagle3", head) as llm:
-        questions = read_questions()
-        texts = [f"Question: {questions[i % len(questions)]}"[: 40 + i] for i in range(24)]
-        prompts = [llm.tokenizer.encode(text)[:30] for text in texts]
-        outputs = generate(llm, prompts, params)
-        assert_all_parse(outputs, params, eos_id=1)
-        assert llm.metrics().num_accepted_tokens > 0
-        assert_idle(llm)
-    with make_llm(demo_folder("demo-llama")) as plain:
-        pairs = zip(prompts[:6], params[:6], strict=True)
-        alone = [output for prompt, one in pairs for output in generate(plain, [prompt], [one])]
-        assert tokens(outputs[:6]) == tokens(alone)
-
-
-@pytest.mark.slow
-def test_any_mix_of_wishes(llm, plain, prompts):
-    """Grammars with whatever else a request may ask for, and requests without: as plainly."""
-    rng = np.random.default_rng(5)
-
-    def some(*values):
-        return values[rng.integers(len(values))]
-
-    def any_params(i):
-        return SamplingParams(
-            seed=i,
-            n=some(1, 1, 1, 2),
-            temperature=some(0.0, 0.7, 1.0, 1.5),
-            max_tokens=int(rng.integers(1, 80)),
-            top_k=some(0, 0, 5),
-            top_p=some(1.0, 1.0, 0.8),
-            min_p=some(0.0, 0.02),
-            repetition_penalty=some(1.0, 1.0, 1.2),
-            frequency_penalty=some(0.0, 0.3),
-            logit_bias=some({}, {3: 1.5, EOS: 4.0}),
-            bad_words=some((), ("q", "zz")),
-            stop=some((), ("e", "!!", '"c'), ("ing",)),
-            include_stop_str_in_output=some(True, False),
-            ignore_eos=some(True, False),
-            logprobs=some(None, 0, 3),
-            structured_outputs=some(None, *(outputs for outputs, _ in KINDS.values())),
-        )
-
-    params = [any_params(i) for i in range(80)]
-    prompts = [prompts[i % len(prompts)] for i in range(80)]
-    outputs = generate(llm, prompts, params)
-    expected = generate(plain, prompts, params)
-    for i, (output, other) in enumerate(zip(outputs, expected, strict=True)):
-        for sample, same in zip(output.outputs, other.outputs, strict=True):
-            names = ("token_ids", "text", "finish_reason", "stop_reason")
-            assert [getattr(sample, n) for n in names] == [getattr(same, n) for n in names], i
-            if params[i].logprobs is not None:
-                assert len(sample.logprobs) == len(sample.token_ids)
-                assert sample.cumulative_logprob == pytest.approx(same.cumulative_logprob, abs=1e-3)
-            wanted = params[i].structured_outputs
-            if wanted and sample.finish_reason == "stop" and sample.stop_reason is None:
-                field = next(f for f, v in vars(wanted).items() if v)
-                assert KINDS[field][1](sample.text), (i, sample.text)
-    assert_idle(llm)

@@ -6,13 +6,21 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from support.engines import generate, patched
 from support.scripts import TextScript
 from support.texts import simulated_llm, with_bytes
 
 from specjax import SamplingParams
 
 VOCAB, THREADS, CALLS = 96, 8, 20
-OPTIONS = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 64, "num_pages": 12}
+LONG = SamplingParams(max_tokens=40, temperature=0)
+OPTIONS = {
+    "max_model_len": 64,
+    "num_pages": 12,
+    "page_size": 16,
+    "decode_batches": None,
+    "prefill_shapes": None,
+}
 
 
 @pytest.fixture(scope="module")
@@ -22,8 +30,7 @@ def folder(checkpoints):
 
 @pytest.fixture
 def llm(folder):
-    options = OPTIONS | {"page_size": 16, "decode_batches": None, "prefill_shapes": None}
-    with simulated_llm(folder, None, script=TextScript(VOCAB), **options) as llm:
+    with simulated_llm(folder, script=TextScript(VOCAB), **OPTIONS) as llm:
         yield llm
 
 
@@ -51,47 +58,37 @@ def calls_of(thread):
         yield prompts[: rng.integers(1, 3)], params
 
 
-def results_of(llm, thread, *, streams):
-    """What a thread gets; every other call of those that stream does."""
+def results_of(llm, thread):
+    """What a thread gets; every other call streams."""
     found = []
-    for number, (prompts, params) in enumerate(calls_of(thread)):
-        if streams and number % 2:
-            last = {output.prompt_token_ids[0]: output for output in stream(llm, prompts, params)}
-            outputs = [last[prompt[0]] for prompt in prompts]
+    for number, call in enumerate(calls_of(thread)):
+        if number % 2:
+            last = {output.request_id: output for output in llm.generate_stream(*call)}
+            outputs = [last[request_id] for request_id in sorted(last, key=int)]
         else:
-            outputs = llm.generate(prompts, params, use_tqdm=False)
-        found += [
-            (one.token_ids, one.text, one.logprobs, one.finish_reason)
-            for output in outputs
-            for one in output.outputs
-        ]
+            outputs = generate(llm, *call)
+        found += [output.outputs for output in outputs]
     return found
 
 
-def stream(llm, prompts, params):
-    yield from llm.generate_stream(prompts, params)
-
-
-@pytest.mark.parametrize("streams", [False, True])
-def test_every_thread_gets_what_it_would_get_alone(llm, hurry, streams):
-    alone = [results_of(llm, thread, streams=False) for thread in range(THREADS)]
+def test_every_thread_gets_what_it_would_get_alone(llm, hurry):
+    alone = [results_of(llm, thread) for thread in range(THREADS)]
     with ThreadPoolExecutor(THREADS) as pool:
-        together = pool.map(lambda thread: results_of(llm, thread, streams=streams), range(THREADS))
-        assert list(together) == alone
+        assert list(pool.map(lambda thread: results_of(llm, thread), range(THREADS))) == alone
     assert not llm.engine.has_work
-    assert all(reason == "length" for found in alone for *_, reason in found)
+    samples = [sample for found in alone for outputs in found for sample in outputs]
+    assert all(sample.finish_reason == "length" for sample in samples)
 
 
-def test_calls_of_several_threads_run_in_the_same_steps(llm, monkeypatch):
+def test_calls_of_several_threads_run_in_the_same_steps(llm):
     """Not one after the other: four requests take hardly more steps than one."""
     everyone = threading.Barrier(4)
-    params = SamplingParams(max_tokens=40, temperature=0)
 
-    def generate(number):
+    def call(number):
         everyone.wait()
-        return llm.generate([[7 + number]], params, use_tqdm=False)
+        return generate(llm, [7 + number], LONG)[0].outputs
 
-    generate_alone = llm.generate([[7]], params, use_tqdm=False)
+    expected = generate(llm, [7], LONG)[0].outputs
     alone = llm.metrics().num_decode_steps
     step, have_come = llm.engine.step, []
 
@@ -101,31 +98,28 @@ def test_calls_of_several_threads_run_in_the_same_steps(llm, monkeypatch):
             have_come.append(True)
         return step() if have_come else []
 
-    monkeypatch.setattr(llm.engine, "step", step_together)
-    with ThreadPoolExecutor(4) as pool:
-        outputs = list(pool.map(generate, range(4)))
-    assert outputs[0][0].outputs == generate_alone[0].outputs
+    with patched(llm.engine, "step", step_together), ThreadPoolExecutor(4) as pool:
+        outputs = list(pool.map(call, range(4)))
+    assert outputs[0] == expected
     assert llm.metrics().num_decode_steps - alone <= alone + 4
 
 
 def test_leaving_a_stream_or_closing_leaves_others_alone(llm):
-    params = SamplingParams(max_tokens=40, temperature=0)
-    expected = llm.generate([[9]], params, use_tqdm=False)
-    left = llm.generate_stream([[8]], params)
+    expected = generate(llm, [9], LONG)[0].outputs
+    left = llm.generate_stream([8], LONG)
     next(left)
     with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(llm.generate, [[9]], params, False)
+        other = pool.submit(generate, llm, [9], LONG)
         left.close()
-        assert other.result()[0].outputs == expected[0].outputs
-    open_stream = llm.generate_stream([[8]], params)
+        assert other.result()[0].outputs == expected
+    open_stream = llm.generate_stream([8], LONG)
     next(open_stream)
     llm.close()
     with pytest.raises(RuntimeError, match="this LLM is closed"):
-        for _ in open_stream:
-            pass
+        list(open_stream)
 
 
-def test_an_engine_in_the_middle_of_a_step_says_so(llm, monkeypatch):
+def test_an_engine_in_the_middle_of_a_step_says_so(llm):
     """Whoever goes around the LLM, to its engine."""
     begun, may_end = threading.Event(), threading.Event()
     schedule = llm.engine.scheduler.schedule
@@ -135,11 +129,10 @@ def test_an_engine_in_the_middle_of_a_step_says_so(llm, monkeypatch):
         assert may_end.wait(10)
         return schedule()
 
-    monkeypatch.setattr(llm.engine.scheduler, "schedule", slow)
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(llm.generate, [[9]], SamplingParams(max_tokens=3), False)
+    with patched(llm.engine.scheduler, "schedule", slow), ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, llm, [9], LONG)
         assert begun.wait(10)
         with pytest.raises(RuntimeError, match="runs a step for another thread; share its LLM"):
             llm.engine.step()
         may_end.set()
-        assert len(running.result()[0].outputs[0].token_ids) == 3
+        assert running.result()[0].finished

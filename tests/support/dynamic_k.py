@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from specjax import LLM, SamplingParams
+from specjax import SamplingParams
 from specjax.host.request import Request
 from specjax.host.speculation.policy import PolicyRule
 
@@ -42,9 +42,15 @@ class Recording(PolicyRule):
         self.rounds.append(outcome)
 
 
-def generate(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
-    """The tokens of the first samples."""
-    return [output.outputs[0].token_ids for output in llm.generate(prompts, params, False)]
+class InTurn(PolicyRule):
+    """K of every round from a list, over and over."""
+
+    def __init__(self, *ks: int):
+        self.choices, self._ks, self._num_rounds = tuple(sorted(set(ks))), ks, 0
+
+    def choose(self, load):
+        self._num_rounds += load.num_sequences > 0
+        return self._ks[self._num_rounds % len(self._ks)]
 
 
 def requests_of(num_tokens: int, count: int = 2, first: int = 0) -> list[Request]:

@@ -6,7 +6,7 @@ tests build engines as they like, of these sizes; those that want few pages take
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -14,11 +14,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from support.scripts import Script
 from support.simulated_device import SimulatedPrograms
 
-from specjax import LLM
+from specjax import LLM, RequestOutput
 from specjax.config import EngineConfig
 from specjax.device.inputs import StepModel
 from specjax.engine.compiled import CompiledPrograms
@@ -37,6 +38,13 @@ SIZES: Mapping[str, Any] = {
     "prefill_shapes": ((2, 32),),
     "compile_ahead": True,
     "verbose": False,
+}
+EXACT: Mapping[str, Any] = {"exact": True, "decode_batches": None, "prefill_shapes": None}
+# Ways to verify drafts but the default one, as `speculative_config` has them.
+VERIFICATIONS: Mapping[str, Mapping[str, Any]] = {
+    "rejection": {"verification": "rejection"},
+    "block": {"verification": "block"},
+    "synthetic": {"verification": "synthetic", "synthetic_acceptance_length": 2.6},
 }
 
 
@@ -62,6 +70,43 @@ def make_llm(
         if model is not None:
             config["model"] = str(model)
     return LLM(folder, speculative_config=config, **{**SIZES, **options})
+
+
+def random_prompts(*lengths: int, vocab_size: int, seed: int = 0) -> list[list[int]]:
+    """Token ids at random."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, length).tolist() for length in lengths]
+
+
+def generate(llm: LLM, prompts: Any, params: Any) -> list[RequestOutput]:
+    """`LLM.generate` without a bar."""
+    return llm.generate(prompts, params, use_tqdm=False)
+
+
+def tokens_of(outputs: Iterable[RequestOutput]) -> list[list[int]]:
+    """The tokens of every sample, one request after another."""
+    return [sample.token_ids for output in outputs for sample in output.outputs]
+
+
+def generate_tokens(llm: LLM, prompts: Any, params: Any) -> list[list[int]]:
+    """What `tokens_of` makes of what is generated."""
+    return tokens_of(generate(llm, prompts, params))
+
+
+def assert_idle(llm: LLM) -> None:
+    """Nothing is left of any request: all slots and pages are free."""
+    scheduler = llm.engine.scheduler
+    assert not llm.engine.has_work and scheduler.num_running == 0
+    assert scheduler.pages.num_free == scheduler.pages.num_pages
+    assert sorted(scheduler.residents.free_slots) == list(range(llm.engine.config.max_num_seqs))
+
+
+@contextmanager
+def patched(target: object, name: str, value: object) -> Iterator[None]:
+    """An attribute has another value inside the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(target, name, value)
+        yield
 
 
 def gpu_model(*arguments: Any) -> StepModel:

@@ -74,6 +74,13 @@ def other_letters(checkpoints: Checkpoints) -> Path:
     return checkpoints.with_letters(of_few_words(checkpoints, folder, ids), ids)
 
 
+def without_end(checkpoints: Checkpoints, folder: Path) -> Path:
+    """A copy of a target without an end of sequence: outputs are as long as they may be."""
+    made = checkpoints.copy(folder, eos_token_id=None)
+    (made / "generation_config.json").unlink(missing_ok=True)
+    return made
+
+
 def of_few_words(checkpoints: Checkpoints, folder: Path, ids: Sequence[int] = range(VOCAB)) -> Path:
     """A copy of a target or head that says next to nothing but eight tokens of the head's, of which
     it has `ids`, by token of `llama`.
