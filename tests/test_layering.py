@@ -119,19 +119,13 @@ def violations(sources: dict[str, str]) -> list[str]:
     return found
 
 
-@cache
-def class_statements(source: str) -> list[str]:
-    """Names of the classes at a module's top."""
-    return [node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
-
-
 def shared_names(sources: dict[str, str]) -> list[str]:
-    """Classes of one name in two modules, one line each."""
+    """Public classes of one name in two modules, one line each."""
     places: dict[str, list[str]] = {}
     for module, source in sources.items():
-        for name in class_statements(source):
-            if not name.startswith("_"):
-                places.setdefault(name, []).append(module)
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
+                places.setdefault(node.name, []).append(module)
     return [f"{name}: {', '.join(where)}" for name, where in places.items() if len(where) > 1]
 
 
@@ -144,65 +138,38 @@ def test_no_two_classes_share_a_name():
 
 def test_imports_keep_the_order():
     sources = read_sources()
-    assert {"specjax.engine.engine", "specjax.host.scheduler", "pallas_kernels.dispatch"} <= set(
-        sources
-    )
+    known = {"specjax.engine.engine", "specjax.host.scheduler", "pallas_kernels.dispatch"}
+    assert known <= sources.keys()
     assert violations(sources) == []
 
 
-PLANTED = [
+PLANTED = [  # a case of each rule; "" is what is allowed
     ("specjax.config", "import specjax.engine.engine", "upwards"),
     ("specjax.checkpoint.save", "from specjax.config import EngineConfig", "upwards"),
-    ("specjax.sampling_params", "import specjax.host.grammar", "upwards"),
-    ("specjax.host.grammar", "from specjax.text.tokenizer import load_tokenizer", "upwards"),
-    ("specjax.engine.engine", "from specjax.text.detokenizer import StopStrings", "sideways"),
     ("specjax.engine.engine", "from specjax import llm", "upwards"),
     ("specjax.llm", "from specjax import LLM", "upwards"),
-    ("specjax.text.prompts", "from specjax.engine.log import get_log", "sideways"),
-    ("specjax.rl.work", "from specjax.bench.measure import Run", "sideways"),
+    ("specjax.engine.engine", "from specjax.text.detokenizer import StopStrings", "sideways"),
+    ("specjax.host.pages", "from specjax.device.step import StepModel", "sideways"),
+    ("specjax.device.step", "from specjax.host.grammar import GrammarMatcher", "sideways"),
     ("specjax.host.pages", "import jax.numpy as jnp", "a foreign package"),
     ("specjax.host.pages", "from numpy import array", "a foreign package"),
-    ("specjax.host.scheduler", "def f():\n    import llguidance", "a foreign package"),
     ("specjax.host.grammar", "def f():\n    import jax", "a foreign package"),
-    ("pallas_kernels.dispatch", "from specjax.config import DTYPES", "a foreign package"),
-    ("specjax.host.pages", "from specjax.device.step import StepModel", "sideways"),
-    ("specjax.host.grammar", "from specjax.device.noise import Stream", "sideways"),
-    ("specjax.device.step", "from specjax.host import pages", "sideways"),
-    (
-        "specjax.device.step",
-        "from specjax.host.grammar import GrammarMatcher",
-        "sideways",
-    ),
-    (
-        "specjax.engine.engine",
-        "def f():\n    from specjax.config import DTYPES",
-        "inside a function",
-    ),
+    ("specjax.engine.engine", "def f():\n    from specjax.config import A", "inside a function"),
     ("specjax.device.step", "from . import state", "relative"),
     ("specjax.brand_new", "import os", "not in LAYERS"),
     ("specjax.llm", "from specjax.brand_new import thing", "not in LAYERS"),
     ("specjax.device.noise", "from specjax.device.step import prefill", "a cycle"),
+    ("specjax.cli", "def f():\n    from specjax.llm import LLM", ""),
+    ("specjax.host.pages", "import heapq", ""),
+    ("specjax.host.grammar", "def f():\n    import llguidance", ""),
+    ("specjax.text.prompts", "from specjax.host.grammar import Grammar", ""),
+    ("specjax.engine.engine", "def f():\n    import rich", ""),
 ]
 
 
 @pytest.mark.parametrize("module, line, reason", PLANTED)
-def test_a_planted_violation_is_found(module, line, reason):
+def test_a_planted_violation_is_found_and_what_is_allowed_is_not(module, line, reason):
     sources = read_sources()
     sources = sources | {module: f"{sources.get(module, '')}\n{line}\n"}
-    assert [text for text in violations(sources) if reason in text]
-
-
-@pytest.mark.parametrize(
-    "module, line",
-    [
-        ("specjax.cli", "def f():\n    from specjax.llm import LLM"),
-        ("specjax.host.pages", "import heapq"),
-        ("specjax.host.grammar", "def f():\n    import llguidance"),
-        ("specjax.text.prompts", "from specjax.host.grammar import Grammar"),
-        ("specjax.engine.engine", "def f():\n    import rich"),
-    ],
-)
-def test_what_is_allowed_is_not_reported(module, line):
-    sources = read_sources()
-    sources = sources | {module: f"{sources.get(module, '')}\n{line}\n"}
-    assert violations(sources) == violations(read_sources())
+    found = violations(sources)
+    assert [text for text in found if reason in text] if reason else found == []

@@ -5,8 +5,6 @@ held against the tokens that the LLM gives without vLLM's names, or against what
 """
 
 import asyncio
-import json
-import re
 
 import pytest
 from support.engines import SIZES
@@ -16,12 +14,10 @@ from specjax import (
     AsyncLLM,
     RequestOutputKind,
     SamplingParams,
-    StructuredOutputsParams,
     TextPrompt,
     TokensPrompt,
 )
 from specjax.checkpoint.demo import demo_folder
-from specjax.engine.metric_reader import Counter, Vector
 
 MODEL = str(demo_folder("demo-llama"))
 PROMPTS = ["Question: What is 2 + 3?\nAnswer:", "Question: Who is Anna?\nAnswer:"]
@@ -60,13 +56,11 @@ def test_basic(llm, expected):
 
 
 def test_chat(llm):
+    parts = [{"type": "text", "text": "What is"}, {"type": "text", "text": "two?"}]
     conversation = [
         {"role": "user", "content": "Hello"},
         {"role": "assistant", "content": "Hello! How can I help?"},
-        {
-            "role": "user",
-            "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "two?"}],
-        },
+        {"role": "user", "content": parts},
     ]
     sampling_params = llm.get_default_sampling_params()
     sampling_params.max_tokens = 8
@@ -93,24 +87,16 @@ def test_chat_template_kwargs_and_continuation(llm):
     )
     ask = [{"role": "user", "content": "hi"}]
     params = SamplingParams(max_tokens=2, temperature=0)
-    (output,) = llm.chat(
-        ask,
-        params,
-        use_tqdm=False,
-        chat_template=template,
-        tools=[{"name": "z<a>"}],
-        chat_template_kwargs={"enable_thinking": False},
-    )
-    assert output.prompt == 'user: hi\n(no thinking)\n[{"name": "z<a>"}]\nassistant:'
-    (output,) = llm.chat(
-        [*ask, {"role": "assistant", "content": " The answer "}],
-        params,
-        use_tqdm=False,
-        chat_template=template,
-        add_generation_prompt=False,
-        continue_final_message=True,
-    )
-    assert output.prompt == "user: hi\nassistant:  The answer "
+
+    def prompt_of(messages, **options):
+        options |= {"chat_template": template, "use_tqdm": False}
+        return llm.chat(messages, params, **options)[0].prompt
+
+    given = {"tools": [{"name": "z<a>"}], "chat_template_kwargs": {"enable_thinking": False}}
+    assert prompt_of(ask, **given) == ('user: hi\n(no thinking)\n[{"name": "z<a>"}]\nassistant:')
+    begun = [*ask, {"role": "assistant", "content": " The answer "}]
+    goes_on = {"add_generation_prompt": False, "continue_final_message": True}
+    assert prompt_of(begun, **goes_on) == "user: hi\nassistant:  The answer "
 
 
 def test_prefix_caching(llm):
@@ -124,44 +110,6 @@ def test_prefix_caching(llm):
     assert llm.reset_prefix_cache()
     (again,) = llm.generate(PREFIX + " 2", params, use_tqdm=False)
     assert again.num_cached_tokens == 0 and again.outputs == outputs[1].outputs
-
-
-def test_logprobs(llm):
-    params = SamplingParams(temperature=0, max_tokens=3, logprobs=2)
-    completion = llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0]
-    assert completion.logprobs is not None and len(completion.logprobs) == 3
-    for token_id, entry in zip(completion.token_ids, completion.logprobs, strict=True):
-        assert entry[token_id].rank == 1 and isinstance(entry[token_id].decoded_token, str)
-        assert max(one.logprob for one in entry.values()) == entry[token_id].logprob <= 0
-    with pytest.raises(ValueError, match="logprobs=-1.*max_logprobs=20"):
-        llm.generate(PROMPTS[0], SamplingParams(logprobs=-1), use_tqdm=False)
-
-
-def test_structured_outputs(llm):
-    pytest.importorskip("llguidance")
-    kinds = [
-        StructuredOutputsParams(choice=["Positive", "Negative"]),
-        StructuredOutputsParams(regex=r"\d{2}-\d{2}"),
-        StructuredOutputsParams(json_object=True),
-    ]
-    texts = []
-    for kind in kinds:
-        params = SamplingParams(temperature=0, max_tokens=60, structured_outputs=kind)
-        texts.append(llm.generate(PROMPTS[0], params, use_tqdm=False)[0].outputs[0])
-    assert texts[0].text in ("Positive", "Negative")
-    assert re.fullmatch(r"\d{2}-\d{2}", texts[1].text)
-    assert texts[2].text.lstrip().startswith("{")
-    if texts[2].finish_reason == "stop":
-        assert isinstance(json.loads(texts[2].text), dict)
-
-
-def test_samples_of_a_prompt(llm):
-    params = SamplingParams(n=3, temperature=0.8, max_tokens=6, seed=7)
-    (output,) = llm.generate(PROMPTS[:1], params)
-    assert [one.index for one in output.outputs] == [0, 1, 2]
-    assert len({one.text for one in output.outputs}) > 1
-    (again,) = llm.generate(PROMPTS[:1], params.clone())
-    assert again.outputs == output.outputs
 
 
 def test_parameters_per_prompt(llm, expected):
@@ -185,31 +133,18 @@ def test_parameters_per_prompt(llm, expected):
 
 
 def test_ngram_speculation(expected):
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    config |= {"prompt_lookup_max": 4, "prompt_lookup_min": 2}
+    ignored = {"disable_log_stats": False, "enforce_eager": True}
     with pytest.warns(UserWarning, match="without effect here: disable_log_stats, enforce_eager$"):
-        llm = LLM(
-            model=MODEL,
-            speculative_config={
-                "method": "ngram",
-                "num_speculative_tokens": 3,
-                "prompt_lookup_max": 4,
-                "prompt_lookup_min": 2,
-            },
-            disable_log_stats=False,
-            enforce_eager=True,
-            **OURS,
-        )
-    params = SamplingParams(temperature=0, max_tokens=12)
-    outputs = llm.generate(PROMPTS, params)
+        llm = LLM(model=MODEL, speculative_config=config, **ignored, **OURS)
+    with llm:
+        outputs = llm.generate(PROMPTS, SamplingParams(temperature=0, max_tokens=12))
+        metrics = {metric.name: metric for metric in llm.get_metrics()}
     assert [output.outputs[0].token_ids for output in outputs] == expected
-    counts, per_position = {}, []
-    for metric in llm.get_metrics():
-        if isinstance(metric, Counter):
-            counts[metric.name] = metric.value
-        elif isinstance(metric, Vector) and metric.name.endswith("_accepted_tokens_per_pos"):
-            per_position = metric.values
-    assert counts["vllm:spec_decode_num_drafts"] > 0
-    assert counts["vllm:spec_decode_num_accepted_tokens"] == sum(per_position)
-    llm.close()
+    assert metrics["vllm:spec_decode_num_drafts"].value > 0
+    per_position = metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values
+    assert metrics["vllm:spec_decode_num_accepted_tokens"].value == sum(per_position)
 
 
 def test_async_streaming(expected):
@@ -219,11 +154,9 @@ def test_async_streaming(expected):
         return [output async for output in outputs]
 
     async def stream_all() -> list:
+        params = SamplingParams(temperature=0, max_tokens=12, output_kind=RequestOutputKind.DELTA)
         async with AsyncLLM(MODEL, **OURS) as engine:
-            delta = SamplingParams(
-                temperature=0, max_tokens=12, output_kind=RequestOutputKind.DELTA
-            )
-            whole = await engine.generate(TextPrompt(prompt=PROMPTS[0]), delta)
+            whole = await engine.generate(TextPrompt(prompt=PROMPTS[0]), params)
             return [whole, *[await stream(engine, kind) for kind in RequestOutputKind]]
 
     whole, *streams = asyncio.run(stream_all())
