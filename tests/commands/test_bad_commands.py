@@ -1,9 +1,12 @@
-"""Commands that cannot be carried out end with 2 and one line that names option, value and remedy.
+"""Commands that cannot be carried out end with 2 and one line that names option and value.
 
-What argparse refuses has a usage before it. Engines are simulated, and nothing is trained.
+What argparse refuses has a usage before it. Engines are simulated, and nothing is trained. A
+command is written as on a command line; MODEL stands for a target with a tokenizer.
 """
 
 import json
+import shlex
+from pathlib import Path
 
 import pytest
 from support.engines import simulated_engines
@@ -13,7 +16,7 @@ from support.texts import VOCAB, letters_folder
 
 from specjax.cli import main
 
-SIZES = ["--max-model-len", "64", "--max-num-batched-tokens", "32", "--max-num-seqs", "1"]
+CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
 
 @pytest.fixture(scope="module")
@@ -22,10 +25,11 @@ def model(checkpoints):
 
 
 @pytest.fixture
-def refused(capsys):
+def refused(capsys, model):
     """Run a command that must fail, and look at its last line."""
 
-    def run(argv: list[str], *words: str) -> None:
+    def run(command: str, *words: str) -> None:
+        argv = [model if one == "MODEL" else one for one in shlex.split(command)]
         try:
             with simulated_engines(TextScript(VOCAB)):
                 code, has_usage = main(argv), False
@@ -40,155 +44,168 @@ def refused(capsys):
     return run
 
 
+INFO = f"info {CONFIGS / 'Qwen3.5-0.8B'}"
 COMMANDS = [
-    ([], ["COMMAND"]),
-    (["dance"], ["'dance'", "generate"]),
-    (["--k", "1"], ["generate"]),
-    (["generate", "--fast"], ["--fast"]),
-    (["generate"], ["no prompts", "--prompts-file"]),
-    (["info"], ["no model", "--model"]),
-    (["info", "none"], ["'none'", "hub id", "demo"]),
-    (["info", "none", "--check"], ["--check", "--drafter"]),
-    (["info", "none", "--check", "--compile", "h100"], ["--check", "leave one out"]),
-    (["info", "none", "--data", "a"], ["--data", "--check"]),
-    (["profile", "show"], ["FILE"]),
-    (["profile", "show", "none.json"], ["none.json", "cannot be read", "specjax profile"]),
-    (["bench", "simulate"], ["--profile, --policy"]),
-    (["train"], ["KIND"]),
-    (["train", "target"], ["--data, --out"]),
+    ("", ["COMMAND"]),
+    ("dance", ["'dance'", "generate"]),
+    ("--k 1", ["generate"]),
+    ("generate --fast", ["--fast"]),
+    ("bench --fast", ["--fast"]),
+    ("generate", ["no prompts", "--prompts-file"]),
+    ("generate --model none hi", ["no such folder", "'none'", "demo"]),
+    ("info", ["no model", "--model"]),
+    ("info none", ["no such folder", "'none'", "demo"]),
+    ("info demo-nothing", ["'demo-nothing'", "demo-llama"]),
+    ("info none --check", ["--check", "--drafter"]),
+    ("info none --check --compile h100", ["--check"]),
+    ("info none --data a", ["--data", "--check"]),
+    ("info MODEL --model MODEL", ["given twice"]),
+    ("info MODEL --max-model-len 9999", ["9999", "512"]),
+    (f"{INFO} --max-model-len 262145", ["262145", "262144"]),
+    (f"{INFO} --max-num-seqs 0", ["max_num_seqs=0"]),
+    (f"{INFO} --page-size 0", ["page_size=0"]),
+    (f"{INFO} --k 3", ["--k goes with --drafter"]),
+    (f"{INFO} --method eagle3", ["eagle3 lacks a checkpoint"]),
+    (f"{INFO} --method mtp --k 0", ["num_speculative_tokens=0"]),
+    (f"info {CONFIGS / 'Llama-3.1-8B'} --method mtp", ["mtp", "module of its own"]),
+    ("profile show", ["FILE"]),
+    ("profile show none.json", ["none.json", "cannot be read"]),
+    ("bench simulate", ["--profile, --policy"]),
+    ("bench --seed 3 simulate --profile x --policy table", ["--seed stands before simulate"]),
+    ("bench --json simulate --profile x --policy table", ["--json stands before simulate"]),
+    ("train", ["KIND"]),
+    ("train target", ["--data, --out"]),
 ]
-
-
-@pytest.mark.parametrize("argv, words", COMMANDS, ids=label)
-def test_bad_commands(refused, argv, words):
-    refused(argv, *words)
-
-
+SIZES = "--max-model-len 64 --max-num-batched-tokens 32 --max-num-seqs 1"
 GENERATE = [
-    (["--k", "-1", "--method", "ngram"], ["num_speculative_tokens=-1", "at least 1"]),
-    (["--k", "0", "--method", "ngram"], ["num_speculative_tokens=0", "at least 1"]),
-    (["--k", "100", "--method", "ngram"], ["num_speculative_tokens=100", "64", "lower"]),
-    (["--k", "1.5"], ["--k", "'1.5'"]),
-    (["--k"], ["--k", "expected one argument"]),
-    (["--method", "guess"], ["--method", "'guess'", "eagle3"]),
-    (["--method", "mtp"], ["'mtp'", "llama"]),
-    (["--drafter", "none"], ["'none'", "hub id", "demo"]),
-    (["--model", "none"], ["'none'", "hub id", "demo"]),
-    (["--model", ""], ["''", "hub id", "demo"]),
-    (["--dtype", "fp8"], ["--dtype", "'fp8'", "bfloat16"]),
-    (["--max-tokens", "0"], ["max_tokens=0", "at least 1"]),
-    (["--max-tokens", "many"], ["--max-tokens", "'many'"]),
-    (["--temperature", "-1"], ["temperature=-1.0", "0 means greedy"]),
-    (["--temperature", "nan"], ["temperature=nan", "0 means greedy"]),
-    (["--seed", str(2**64)], [f"seed={2**64}", "-9223372036854775808..18446744073709551615"]),
-    (["--stop-token-id", "96"], ["stop_token_ids", "96", "0..95"]),
-    (["--page-size", "0"], ["page_size=0", "at least 1"]),
-    (["--max-num-seqs", "-1"], ["max_num_seqs=-1", "at least 1"]),
-    (["--max-model-len", "0"], ["max_model_len=0", "at least 1"]),
-    (["--max-num-batched-tokens", "0"], ["max_num_batched_tokens=0", "at least 1"]),
-    (["--prompts-file", "none.txt"], ["--prompts-file none.txt", "cannot be read", "No such"]),
-    (["--prompts-file", "/"], ["--prompts-file /", "cannot be read", "directory"]),
-    (["--chat"], ["no chat template", "generate"]),
-    (["--sampling-params", "5"], ["--sampling-params", "JSON object", "5"]),
-    (["--sampling-params", '{"n": 0}'], ["n=0", "at least 1"]),
-    (["--sampling-params", '{"stop": 5}'], ["stop=5", "texts"]),
-    (["--sampling-params", '{"logit_bias": 5}'], ["logit_bias=5", "mapping"]),
-    (["--sampling-params", '{"logit_bias": {"a": 1}}'], ["logit_bias", "'a'", "integer"]),
-    (["--sampling-params", '{"logit_bias": {"-1": 1}}'], ["logit_bias", "'-1'", "integer"]),
-    (["--speculative-config", "[]"], ["--speculative-config", "JSON object"]),
-    (["--speculative-config", '{"method": "ngram"}'], ["num_speculative_tokens", "add"]),
+    *((f"--method ngram --k {k}", [f"num_speculative_tokens={k}"]) for k in (-1, 0, 100)),
+    ("--k 2", ["--k goes with --drafter"]),
+    ("--k 1.5", ["--k", "'1.5'"]),
+    ("--k", ["--k"]),
+    ("--adaptive", ["--adaptive goes with --drafter"]),
+    ("--method guess", ["--method", "'guess'", "eagle3"]),
+    ("--method mtp", ["'mtp'", "llama"]),
+    ("--method eagle", ["eagle lacks a checkpoint"]),
+    ("--drafter none", ["'none'", "demo"]),
+    ("--model none", ["'none'", "demo"]),
+    ("--model ''", ["''", "demo"]),
+    ("--dtype fp8", ["--dtype", "'fp8'", "bfloat16"]),
+    ("--max-tokens 0", ["max_tokens=0"]),
+    ("--max-tokens many", ["--max-tokens", "'many'"]),
+    *((f"--temperature {value}", [f"temperature={value}"]) for value in (-1.0, "nan")),
+    (f"--seed {2**64}", [f"seed={2**64}"]),
+    ("--stop-token-id 96", ["stop_token_ids", "96", "0..95"]),
+    *(
+        (f"--{name} {value}", [f"{name.replace('-', '_')}={value}"])
+        for name in ("page-size", "max-num-seqs", "max-model-len", "max-num-batched-tokens")
+        for value in (0, -1)
+    ),
+    ("--prompts-file none.txt", ["--prompts-file none.txt", "cannot be read"]),
+    ("--prompts-file /", ["--prompts-file /", "directory"]),
+    ("--chat", ["no chat template"]),
+    ("--sampling-params 5", ["--sampling-params", "5"]),
+    ("--sampling-params '{'", ["--sampling-params", "not JSON"]),
+    ("""--sampling-params '{"top": 1}'""", ["top"]),
+    ("""--sampling-params '{"n": 0}'""", ["n=0"]),
+    ("""--sampling-params '{"stop": 5}'""", ["stop=5"]),
+    ("""--sampling-params '{"logit_bias": 5}'""", ["logit_bias=5"]),
+    ("""--sampling-params '{"logit_bias": {"a": 1}}'""", ["logit_bias", "'a'"]),
+    ("""--sampling-params '{"logit_bias": {"-1": 1}}'""", ["logit_bias", "'-1'"]),
+    ("--speculative-config []", ["--speculative-config", "JSON object"]),
+    ("--speculative-config '{'", ["--speculative-config", "not JSON"]),
+    ("--speculative-config {} --drafter ngram", ["leave out --drafter"]),
+    ("--speculative-config {} --adaptive", ["leave out --adaptive"]),
+    ("""--speculative-config '{"method": "ngram"}'""", ["num_speculative_tokens"]),
 ]
+MEASURE = [
+    ("profile --output none/p.json", ["--output none/p.json"]),
+    ("profile --output /", ["--output /"]),
+    ("profile --k -1", ["--k -1"]),
+    ("profile --k a", ["--k a", "1,2,3"]),
+    ("profile --batch-size 0,4", ["--batch-size 0,4"]),
+    ("profile --rounds 0", ["--rounds=0"]),
+    ("profile --max-tokens 0", ["--max-tokens 0"]),
+    ("bench --k -1", ["--k -1"]),
+    ("bench --batch-size 0", ["--batch-size 0"]),
+    ("bench --num-prompts 0", ["--num-prompts 0"]),
+    ("bench --output none/b.json", ["--output none/b.json"]),
+    ("bench sweep --plot none/s.png", ["--plot none/s.png"]),
+    ("bench sweep --profile none.json", ["none.json", "cannot be read"]),
+    ("bench sweep --synthetic-rates a", ["--synthetic-rates a"]),
+]
+ALL = [
+    *COMMANDS,
+    *(
+        (f"generate --model MODEL {SIZES} --json hi {options}", words)
+        for options, words in GENERATE
+    ),
+    *((f"{command} --drafter ngram --model MODEL", words) for command, words in MEASURE),
+    ("profile --drafter guess --model MODEL", ["--drafter guess", "no such folder"]),
+]
+NAMES = [command.replace(f"{CONFIGS}/", "").split(" hi ")[-1] for command, _ in ALL]
 
 
-@pytest.mark.parametrize("options, words", GENERATE, ids=label)
-def test_bad_options_of_generate(refused, model, options, words):
-    refused(["generate", "--model", model, *SIZES, "--json", "hi", *options], *words)
+@pytest.mark.parametrize("command, words", ALL, ids=NAMES)
+def test_bad_commands(refused, command, words):
+    refused(command, *words)
 
 
 ROWS = [
-    ('{"prompt_token_ids": [1.5]}', ["prompt 0 has 1.5", "integers"]),
-    ('{"prompt_token_ids": []}', ["prompt 0 is empty"]),
-    ('{"prompt_token_ids": [96]}', ["96", "0..95"]),
-    ('{"prompt": ""}', ["prompt 0 is empty: ''"]),
-    ("\n", ["no prompts"]),
+    ("prompts.txt", b"\xff\xfe", ["--prompts-file", "utf-8"]),
+    ("a.jsonl", "{", ["a.jsonl:2", "is not JSON"]),
+    ("a.jsonl", "3", ["a.jsonl:2", "prompt_token_ids"]),
+    ("a.jsonl", '{"text": "hi"}', ["a.jsonl:2", "prompt_token_ids"]),
+    ("a.jsonl", '{"prompt": 3}', ["a.jsonl:2", "prompt", "3"]),
+    ("a.jsonl", '{"prompt_token_ids": "3"}', ["a.jsonl:2", "prompt_token_ids"]),
+    ("a.jsonl", '{"prompt_token_ids": [1.5]}', ["prompt 0 has 1.5"]),
+    ("a.jsonl", '{"prompt_token_ids": []}', ["prompt 0 is empty"]),
+    ("a.jsonl", '{"prompt_token_ids": [96]}', ["96", "0..95"]),
+    ("a.jsonl", '{"prompt": ""}', ["prompt 0 is empty: ''"]),
+    ("a.jsonl", "\n", ["no prompts"]),
 ]
 
 
-@pytest.mark.parametrize("row, words", ROWS, ids=label)
-def test_bad_rows(refused, model, tmp_path, row, words):
-    file = tmp_path / "prompts.jsonl"
-    file.write_text(row)
-    refused(["generate", "--model", model, *SIZES, "--json", "--prompts-file", str(file)], *words)
+@pytest.mark.parametrize("name, row, words", ROWS, ids=label)
+def test_bad_rows(refused, tmp_path, name, row, words):
+    file = tmp_path / name
+    file.write_bytes(row if isinstance(row, bytes) else b"\n" + row.encode())
+    refused(f"generate --model MODEL {SIZES} --json --prompts-file {file}", *words)
 
 
-def test_prompts_that_are_no_text(refused, model, tmp_path):
-    file = tmp_path / "prompts.txt"
-    file.write_bytes(b"\xff\xfe")
-    argv = ["generate", "--model", model, "--prompts-file", str(file)]
-    refused(argv, f"--prompts-file {file}", "utf-8")
-
-
-PROFILES = "", "{", "[]", "{}", "5"
-
-
-@pytest.mark.parametrize("text", PROFILES)
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "5"])
 def test_a_profile_that_is_none(refused, tmp_path, text):
     file = tmp_path / "profile.json"
     file.write_text(text)
-    refused(["profile", "show", str(file)], str(file), "JSON" if text != "{}" else "profile again")
+    refused(f"profile show {file}", str(file), "profile again" if text == "{}" else "JSON")
 
 
-MEASURE = [
-    (["profile", "--output", "none/p.json"], ["--output none/p.json", "existing folder"]),
-    (["profile", "--output", "/"], ["--output /", "existing folder"]),
-    (["profile", "--k", "-1"], ["--k -1", "at least 0"]),
-    (["profile", "--k", "a"], ["--k a", "1,2,3"]),
-    (["profile", "--batch-size", "0,4"], ["--batch-size 0,4", "at least 1"]),
-    (["profile", "--rounds", "0"], ["--rounds=0", "at least 1"]),
-    (["profile", "--max-tokens", "0"], ["--max-tokens 0", "at least 2"]),
-    (["profile", "--drafter", "guess"], ["--drafter guess", "no such folder"]),
-    (["bench", "--k", "-1"], ["--k -1", "at least 0"]),
-    (["bench", "--batch-size", "0"], ["--batch-size 0"]),
-    (["bench", "--num-prompts", "0"], ["--num-prompts 0", "at least 1"]),
-    (["bench", "--output", "none/b.json"], ["--output none/b.json", "existing folder"]),
-    (["bench", "sweep", "--plot", "none/s.png"], ["--plot none/s.png", "existing folder"]),
-    (["bench", "sweep", "--profile", "none.json"], ["none.json", "cannot be read"]),
-    (["bench", "sweep", "--synthetic-rates", "a"], ["--synthetic-rates a", "0.8,0.5"]),
-]
+def test_configs_and_drafters_that_do_not_fit(refused, checkpoints, tmp_path):
+    config = tmp_path / "config.json"
+    for place in config, f"--model {config}", tmp_path:
+        refused(f"info {place}", str(config), "cannot be read")
+    config.write_text('{"hidden_size": 32}')
+    refused(f"info {config}", "model_type=None")
+    config.write_text("[]")
+    refused(f"info {tmp_path}", "is not a JSON object")
+    fields = json.loads((CONFIGS / "Qwen3.5-0.8B" / "config.json").read_text())
+    fields["text_config"]["mtp_num_hidden_layers"] = 2
+    config.write_text(json.dumps(fields))
+    refused(f"info {config} --method mtp", "of one layer")
+    other = checkpoints.eagle3(checkpoints.target(hidden_size=64, vocab_size=300)).folder
+    refused(f"info MODEL --drafter {other}", "vocab")
 
 
-@pytest.mark.parametrize("argv, words", MEASURE, ids=label)
-def test_bad_options_of_measurements(refused, model, argv, words):
-    argv = argv if "--drafter" in argv else [*argv, "--drafter", "ngram"]
-    refused([*argv, "--model", model], *words)
-
-
-@pytest.mark.parametrize(
-    "argv",
-    [["profile", "--output"], ["bench", "--output"], ["bench", "sweep", "--plot"]],
-    ids=label,
-)
-def test_a_folder_that_may_not_be_written(refused, model, argv, monkeypatch, tmp_path):
+@pytest.mark.parametrize("command", ["profile --output", "bench --output", "bench sweep --plot"])
+def test_a_folder_that_may_not_be_written(refused, command, monkeypatch, tmp_path):
     """Whoever runs the tests may be allowed to write everywhere."""
 
     def refuse(dir):
         raise PermissionError(13, "Permission denied", str(dir))
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    place = str(tmp_path / "a.file")
-    words = f"{argv[-1]} {place}", "Permission denied", "elsewhere"
-    refused([*argv, place, "--drafter", "ngram", "--model", model], *words)
-
-
-TRAIN = [
-    *((f"--{name} 0", [f"--{name}=0", "at least 1"]) for name in ("steps", "batch-size", "length")),
-    *((f"--{name} -1", [f"--{name}=-1", "at least 1"]) for name in ("vocab-size", "num-layers")),
-    ("--seed -1", ["--seed=-1", "at least 0"]),
-    ("--hidden-size 63", ["--hidden-size=63", "multiple of 64"]),
-    ("--learning-rate 0", ["--learning-rate=0.0", "above 0"]),
-    ("--learning-rate nan", ["--learning-rate=nan", "finite"]),
-    ("--data none.jsonl", ["--data none.jsonl", "no such file"]),
-]
+    place, option = tmp_path / "a.file", command.split()[-1]
+    words = f"{option} {place}", "Permission denied"
+    refused(f"{command} {place} --drafter ngram --model MODEL", *words)
 
 
 @pytest.fixture
@@ -199,48 +216,45 @@ def data(tmp_path):
     return path
 
 
+COUNTS = "steps", "batch-size", "length", "vocab-size", "num-layers"
+TRAIN = [
+    *((f"target --{name} {x}", [f"--{name}={x}"]) for name in COUNTS for x in (0, -1)),
+    ("target --seed -1", ["--seed=-1"]),
+    ("target --hidden-size 63", ["--hidden-size=63"]),
+    ("target --learning-rate 0", ["--learning-rate=0.0"]),
+    ("target --learning-rate nan", ["--learning-rate=nan"]),
+    ("target --data none.jsonl", ["--data none.jsonl", "no such file"]),
+    ("dflash --target MODEL --mask-token-id 9999", ["--mask-token-id=9999"]),
+    ("dflash --target MODEL --init none --block-size 4", ["--block-size", "--init none"]),
+    ("dflash --target MODEL --block-size 1", ["--block-size=1"]),
+]
+
+
 @pytest.mark.parametrize("options, words", TRAIN, ids=label)
 def test_bad_options_of_training(refused, data, tmp_path, options, words):
-    argv = ["train", "target", "--data", str(data), "--out", str(tmp_path / "out")]
-    refused([*argv, *options.split()], *words)
+    kind, _, rest = options.partition(" ")
+    refused(f"train {kind} --data {data} --out {tmp_path / 'out'} {rest}", *words)
     assert [*tmp_path.iterdir()] == [data]
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ("--mask-token-id 9999", ["--mask-token-id=9999", "of the target's"]),
-        ("--init none --block-size 4", ["--block-size is a new head's", "--init none"]),
-        ("--block-size 1", ["--block-size=1", "at least 2"]),
-    ],
-)
-def test_bad_sizes_of_a_new_drafter(refused, data, model, tmp_path, options, words):
-    out = str(tmp_path / "out")
-    argv = ["train", "dflash", "--target", model, "--data", str(data), "--out", out]
-    refused([*argv, *options.split()], *words)
-    assert [*tmp_path.iterdir()] == [data]
-
-
-def test_a_place_that_cannot_be_written(refused, data, model, tmp_path):
+def test_a_place_that_cannot_be_written(refused, data, tmp_path):
     """It is noticed before anything is trained or generated."""
-    given = ["--data", str(data), "--out"]
-    refused(["train", "target", *given, str(data)], f"--out {data} is a file", "folder")
-    answers = ["train", "answers", "--target", model, *given]
-    refused([*answers, str(tmp_path)], f"--out {tmp_path} is a folder", ".jsonl")
-    refused([*answers, str(data / "answers" / "a.jsonl")], str(data / "answers"), "directory")
+    refused(f"train target --data {data} --out {data}", f"--out {data}", "is a file")
+    answers = f"train answers --target MODEL --data {data} --out"
+    refused(f"{answers} {tmp_path}", f"--out {tmp_path}", "is a folder")
+    refused(f"{answers} {data / 'answers' / 'a.jsonl'}", str(data / "answers"), "directory")
 
 
 @pytest.mark.parametrize(
     "row, words",
     [
         ("{", ["is not JSON"]),
-        ("5", ["a JSON object", "5"]),
-        ('{"text": 5}', ["text=5", "a text"]),
-        ('{"question": "a", "answer": 3}', ["answer=3", "a text"]),
+        ("5", ["JSON object", "5"]),
+        ('{"text": 5}', ["text=5"]),
+        ('{"question": "a", "answer": 3}', ["answer=3"]),
         ('{"question": "a"}', ['"answer"']),
     ],
 )
 def test_bad_rows_of_data(refused, data, tmp_path, row, words):
-    data.write_text(json.dumps({"text": "a"}) + "\n" + row + "\n")
-    out = str(tmp_path / "out")
-    refused(["train", "target", "--data", str(data), "--out", out], f"{data}:2", *words)
+    data.write_text('{"text": "a"}\n' + row + "\n")
+    refused(f"train target --data {data} --out {tmp_path / 'out'}", f"{data}:2", *words)

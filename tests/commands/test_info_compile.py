@@ -41,31 +41,29 @@ def nothing_runs(monkeypatch):
     monkeypatch.setattr(compiler.subprocess, "run", run)
 
 
-@pytest.mark.parametrize(
-    "argv, message",
-    [
-        (["--compile", "h300"], "compile='h300' is not a known target; choose one of h100, h200"),
-        ([*COMPILE, "--batch-size", "0"], "batch_size=0 must be an integer of at least 1"),
-        ([*COMPILE, "--k", "-1", "--method", "eagle"], "k=-1 must be an integer of at least 0"),
-        ([*COMPILE, "--context", "0"], "context=0 must be"),
-        ([*COMPILE, "--context", "131072"], "made for 131072; lower it"),
-        ([*COMPILE, "--layers", "0"], "layers=0 must be"),
-        ([*COMPILE, "--layers", "33"], "layers=33 must be in 1..32"),
-        ([*COMPILE, "--gemm", "cutlass"], "gemm='cutlass' is not supported; choose one of triton"),
-        ([*COMPILE, "--k", "3"], "k=3 drafts need a drafter; give a method"),
-        ([*COMPILE, "--method", "eagle3"], "eagle3 lacks a checkpoint"),
-        ([*COMPILE, "--method", "ngram"], "method 'ngram' drafts without a model"),
-        ([*COMPILE, "--method", "mtp"], "needs a model with a module of its own"),
-        ([*COMPILE, "--max-model-len", "64"], "--max-model-len does not go with --compile; give"),
-        ([*COMPILE, "--max-num-seqs", "4"], "--max-num-seqs does not go with --compile"),
-        ([*COMPILE, "--adaptive", "--method", "eagle"], "--adaptive does not go with --compile"),
-        ([*COMPILE, "--speculative-config", "{}"], "--speculative-config does not go with"),
-        ([*COMPILE, "--page-size", "0"], "page_size=0 must be"),
-        ([*COMPILE, "--devices", "2"], "--devices does not go with --compile"),
-    ],
-)
-def test_bad_input_is_refused_before_any_work(capsys, nothing_runs, argv, message):
-    assert message in fail(capsys, LLAMA, *argv)
+REFUSED = [
+    ("--compile h300", "compile='h300'"),
+    ("--batch-size 0", "batch_size=0"),
+    ("--k -1 --method eagle", "k=-1"),
+    ("--context 0", "context=0"),
+    ("--context 131072", "131072"),
+    ("--layers 0", "layers=0"),
+    ("--layers 33", "layers=33 must be in 1..32"),
+    ("--gemm cutlass", "gemm='cutlass'"),
+    ("--page-size 0", "page_size=0"),
+    ("--k 3", "k=3"),
+    ("--method eagle3", "eagle3 lacks a checkpoint"),
+    ("--method ngram", "'ngram' drafts without a model"),
+    ("--method mtp", "module of its own"),
+    ("--adaptive --method eagle", "--adaptive does not go with --compile"),
+    *((f"{one} 2", f"{one} does not go with") for one in ("--max-model-len", "--max-num-seqs")),
+    *((f"{one} 2", f"{one} does not go with") for one in ("--speculative-config", "--devices")),
+]
+
+
+@pytest.mark.parametrize("options, message", REFUSED)
+def test_bad_input_is_refused_before_any_work(capsys, nothing_runs, options, message):
+    assert message in fail(capsys, LLAMA, *COMPILE, *options.split())
 
 
 def test_a_config_is_needed_and_weights_are_not(capsys, nothing_runs, tmp_path):
@@ -75,9 +73,6 @@ def test_a_config_is_needed_and_weights_are_not(capsys, nothing_runs, tmp_path):
     assert str(tmp_path) in fail(capsys, LLAMA, *COMPILE, *drafter)
     with pytest.raises(AssertionError, match="compiled"):
         main(["info", LLAMA, *COMPILE, "--method", "eagle"])
-
-
-def test_options_of_a_compilation_go_with_it(capsys):
     for option in ["--batch-size", "4"], ["--context", "9"], ["--layers", "1"], ["--resources"]:
         assert f"{option[0]} goes with --compile" in fail(capsys, LLAMA, *option)
 
@@ -106,25 +101,18 @@ def test_a_head_of_the_models_own_shape(capsys):
         assert json.loads(capsys.readouterr().out)["drafter"]["num_parameters"] > 0
 
 
-def minimum(request, **given):
+def minimum(is_deferred=False, **asked):
+    request = StepRequest(**asked)
     parts = step.open_parts(
         str(request.model), request.speculation, request.num_layers, report.DTYPE
     )
-    return minimum_bytes(
-        parts.target,
-        parts.drafter,
-        parts.params.target,
-        parts.params.drafter,
-        batch=request.batch,
-        k=request.k,
-        context=request.context,
-        dtype=report.DTYPE,
-        **given,
-    )
+    of = parts.target, parts.drafter, parts.params.target, parts.params.drafter
+    given = {"batch": request.batch, "k": request.k, "context": request.context}
+    return minimum_bytes(*of, dtype=report.DTYPE, is_deferred=is_deferred, **given)
 
 
 def test_the_minimum_of_llama_by_hand():
-    least = minimum(StepRequest(model=LLAMA, batch=64, k=3, method="eagle"))
+    least = minimum(model=LLAMA, batch=64, k=3, method="eagle")
     dim, inner, vocab, kv = 4096, 14336, 128256, 1024
     layer = 2 * (dim * (dim + 2 * kv) + dim * dim + 3 * dim * inner)
     head, token = 2 * dim * vocab, 2 * 2 * kv
@@ -139,8 +127,8 @@ def test_the_minimum_of_llama_by_hand():
 
 
 def test_the_minimum_of_a_hybrid_by_hand():
-    one = minimum(StepRequest(model=QWEN, batch=2, k=0, num_layers=4))
-    with_module = minimum(StepRequest(model=QWEN, batch=2, k=1, num_layers=4, method="mtp"))
+    one = minimum(model=QWEN, batch=2, k=0, num_layers=4)
+    with_module = minimum(model=QWEN, batch=2, k=1, num_layers=4, method="mtp")
     assert one.states == 2 * 2 * 3 * 32 * 128 * 128 * 4
     assert one.keys_and_values == 2 * 2 * 4 * 256 * (2 * 2048 + 2)
     assert one.draft == one.observe == 0 < with_module.observe < with_module.draft
@@ -150,7 +138,7 @@ def test_the_minimum_of_a_hybrid_by_hand():
 
 def test_the_minimum_within_windows_by_hand():
     model = str(CONFIGS / "gpt-oss-20b")
-    least = minimum(StepRequest(model=model, batch=2, k=0, num_layers=4, context=1000))
+    least = minimum(model=model, batch=2, k=0, num_layers=4, context=1000)
     token = 2 * 2 * 8 * 64
     assert least.keys_and_values == 2 * 2 * token * (1000 + 128 + 2)
 
@@ -158,8 +146,7 @@ def test_the_minimum_within_windows_by_hand():
 def test_of_experts_no_more_are_read_than_are_chosen():
     model = str(CONFIGS / "Qwen3.5-35B-A3B")
     few, all_of_them = (
-        minimum(StepRequest(model=model, batch=batch, k=0, num_layers=1)).weights
-        for batch in (1, 64)
+        minimum(model=model, batch=batch, k=0, num_layers=1).weights for batch in (1, 64)
     )
     config = json.loads((CONFIGS / "Qwen3.5-35B-A3B" / "config.json").read_text())["text_config"]
     each = 3 * 2 * config["hidden_size"] * config["moe_intermediate_size"]
@@ -174,8 +161,7 @@ def test_the_minimum_of_drafters_by_hand():
 
     def of(method, name, k=k, **given):
         drafter = str(CONFIGS / "drafters" / f"Llama-3.1-8B-{name}")
-        request = StepRequest(model=LLAMA, batch=1, k=k, method=method, drafter=drafter)
-        return minimum(request, **given)
+        return minimum(model=LLAMA, batch=1, k=k, method=method, drafter=drafter, **given)
 
     block = of("dflash", "DFlash")
     heads_norms = 2 * 128 * 2 * 5  # of queries and keys
@@ -202,8 +188,8 @@ def test_the_minimum_of_drafters_by_hand():
 def test_the_minimum_of_a_draft_model_is_the_model_s_own_once_per_draft():
     small = str(CONFIGS / "Qwen3.5-0.8B")
     settings = {"model": QWEN, "batch": 2, "num_layers": 4}
-    own = minimum(StepRequest(model=small, batch=2, k=0))
-    both = minimum(StepRequest(**settings, k=3, method="draft_model", drafter=small))
+    own = minimum(model=small, batch=2, k=0)
+    both = minimum(**settings, k=3, method="draft_model", drafter=small)
     assert both.draft == 3 * (own.weights + own.keys_and_values) + (3 + 1) * own.states // 2
     assert both.observe == 0
 
