@@ -21,6 +21,7 @@ from support.decoders import (
     random_ids,
     wrap,
 )
+from support.refusals import refusal
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from specjax.text.detokenizer import StopStrings, bad_word_ids, find_stop
@@ -131,49 +132,7 @@ def test_stops_where_brute_force_does(cases, kind):
     assert num_stopped > 150 and num_late > 15
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_whole_output_first_token_and_never(cases, kind):
-    case, rng = cases[kind], random.Random(3)
-    for _ in range(20):
-        ids = random_ids(case, rng)
-        whole, first = case.seen(ids), case.seen(ids[:1])
-        if whole:
-            expected = stop_by_force(case, ids, [whole], 0, False)
-            stops = StopStrings(case.tokenizer, (whole,))
-            assert run(stops, random_pieces(ids, rng)) == expected
-            assert expected[1:] == (whole, "")
-        if first:
-            stops = StopStrings(case.tokenizer, (first,))
-            assert stops.append(ids[:6]) == 1 and (stops.stop_reason, stops.text) == (first, "")
-        stops = StopStrings(case.tokenizer, (whole + "x", "never seen"))
-        assert run(stops, random_pieces(ids, rng)) == (None, None, whole)
-
-
 # --- by hand --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", SPELLED)
-def test_a_stop_text_completed_inside_a_characters_tokens(cases, kind):
-    """🙂 is four tokens, and only the last of them ends anything."""
-    case = cases[kind]
-    ids = [case.byte_ids[byte] for byte in "ab🙂🙃c".encode()]
-    for include, text in (False, "a"), (True, "ab🙂"):
-        stops = StopStrings(case.tokenizer, ("b🙂",), include_in_output=include)
-        assert stops.append(ids[:3]) is None and stops.text == "ab"
-        assert stops.append(ids[3:5]) is None and stops.text == "ab"
-        assert stops.append(ids[5:]) == 1
-        assert (stops.stop_reason, stops.text) == ("b🙂", text)
-
-
-def test_the_token_that_completes_it_stands_whole(cases):
-    tokenizer = cases["byte-level"].tokenizer
-    foo = tokenizer.tokenizer.token_to_id("foo")
-    for include, text in (False, "xf"), (True, "xfoo"):
-        stops = StopStrings(tokenizer, ("oo",), include_in_output=include)
-        assert stops.append([ord("x"), foo, foo]) == 2
-        assert stops.text == text
-    stops = StopStrings(tokenizer, ("f",), include_in_output=True)
-    assert stops.append([foo]) == 1 and stops.text == "f"
 
 
 @pytest.mark.parametrize(
@@ -186,34 +145,16 @@ def test_min_tokens(cases, min_tokens, kept):
         assert run(stops, [list(piece) for piece in ids])[0] == kept
 
 
-def test_min_tokens_lets_a_stop_text_begin_before_them(cases):
-    stops = StopStrings(cases["byte-level"].tokenizer, ("aa",), min_tokens=3)
-    assert stops.append(list(b"aaaa")) == 3
-    assert stops.text == "a"  # the two that end in the third token
-
-
-def test_min_tokens_counts_special_tokens(cases):
-    tokenizer = cases["byte-level"].tokenizer
-    special = tokenizer.tokenizer.token_to_id("<s>")
-    stops = StopStrings(tokenizer, ("xa", "<s>"), min_tokens=4)
-    assert stops.append([special, ord("x"), special, ord("a"), special]) == 4
-    assert (stops.stop_reason, stops.text) == ("xa", "")
-
-
 @pytest.mark.parametrize(
     "stop, new, expected",
     [
         (["b", "abc"], 0, (0, "abc")),  # begins first, though b ends first
         (["ab", "abc", "a"], 0, (0, "abc")),  # of those that begin together, the longest
-        (["abc", "ab", "a"], 0, (0, "abc")),
-        (["a"], 0, (0, "a")),
         (["a"], 1, (3, "a")),
-        (["bca", "ca"], 3, (1, "bca")),
         (["abc"], 3, None),
         (["abca"], 3, (0, "abca")),
         (["abca"], 4, None),
         (["d"], 0, None),
-        ([], 0, None),
     ],
 )
 def test_which_stop_text_wins(stop, new, expected):
@@ -240,13 +181,6 @@ def test_byte_tokens_that_do_not_make_characters_undo_those_beside_them(cases):
     assert StopStrings(case.tokenizer, ("€",)).append(ids) == 4
     assert StopStrings(case.tokenizer, ("\ufffd\ufffd",)).append(ids) == 5
     assert StopStrings(case.tokenizer, ("\n",), min_tokens=2).append(ids) is None
-
-
-def test_nothing_may_follow_a_stop(cases):
-    stops = StopStrings(cases["byte-level"].tokenizer, ("a",))
-    stops.append([*b"a"])
-    with pytest.raises(AssertionError, match="stopped"):
-        stops.append([*b"b"])
 
 
 # --- cost -----------------------------------------------------------------------------------------
@@ -315,44 +249,25 @@ def test_bad_words_are_spelled_at_a_start_and_after_a_space(cases):
         assert bad_word_ids(tokenizer, [" " + word]) == found
 
 
-def test_bad_words_with_the_space_in_a_token_of_its_own():
-    """[space, f, o, o] ends with [f, o, o]."""
-    assert bad_word_ids(wrap(make_byte_level()), ["foo"]) == (tuple(b"foo"),)
-
-
-def bad_word_tokens(kind: str, words: list[str]) -> list[list[str]]:
-    tokenizer = prefixing()[kind]
-    found = bad_word_ids(wrap(tokenizer), words)
-    return [[str(tokenizer.id_to_token(i)) for i in ids] for ids in found]
-
-
 @pytest.mark.parametrize(
-    "kind, expected",
+    "kind, words, expected",
     [
-        ("byte-level", [["Ġ", "f", "o", "o"]]),
-        ("prepend", [["▁foo"]]),  # not ▁ ▁foo as well
-        ("metaspace", [["▁foo"]]),
+        ("byte-level", ["foo", " foo", "foo"], [["Ġ", "f", "o", "o"]]),
+        ("prepend", ["foo", " foo", "foo"], [["▁foo"]]),  # not ▁ ▁foo as well
+        ("metaspace", ["foo", " foo", "foo"], [["▁foo"]]),
+        ("bare", ["foo"], [["f", "o", "o"]]),  # with which [space, f, o, o] ends
+        ("prepend", ["sc", "foo", "a"], [["▁s", "c"], ["▁foo"], ["▁a"]]),
+        ("prepend", [], []),
     ],
 )
-def test_bad_words_of_tokenizers_that_add_a_space(kind, expected):
-    assert bad_word_tokens(kind, ["foo"]) == expected
-    assert bad_word_tokens(kind, ["foo", " foo", "foo"]) == expected
-
-
-def test_bad_words_keep_their_order(cases):
-    tokenizer = cases["llama-2"].tokenizer
-    names = tokenizer.tokenizer.id_to_token
-    found = bad_word_ids(tokenizer, ["sc", "foo", "a"])
-    assert [[names(i) for i in ids] for ids in found] == [["▁s", "c"], ["▁foo"], ["▁a"]]
-
-
-def test_no_bad_words(cases):
-    assert bad_word_ids(cases["demo"].tokenizer, []) == ()
+def test_bad_words_of_tokenizers_that_add_a_space_or_not(kind, words, expected):
+    tokenizer = {**prefixing(), "bare": make_byte_level()}[kind]
+    found = bad_word_ids(wrap(tokenizer), words)
+    assert [[tokenizer.id_to_token(i) for i in ids] for ids in found] == expected
 
 
 @pytest.mark.parametrize("word", ["", "\u4e17"])
 def test_a_bad_word_without_tokens(word):
     tokenizer = make_words(None)
     tokenizer.model = models.BPE({"a": 0}, merges=[])  # drops what it does not know
-    with pytest.raises(ValueError, match=f"bad_words has {word!r}.*no tokens.*leave it out"):
-        bad_word_ids(wrap(tokenizer), ["a", word])
+    refusal(lambda: bad_word_ids(wrap(tokenizer), ["a", word]), repr(word), "no tokens")

@@ -113,21 +113,18 @@ def by_stream(llm, prompts, params):
 
 
 def by_async(llm, prompts, params):
-    async def one(engine, i):
-        return (await engine.generate(prompts[i], params, str(i))).outputs
-
     async def run():
         async with AsyncLLM(llm, **SETTINGS) as engine:
-            return await asyncio.gather(*(one(engine, i) for i in range(len(prompts))))
+            asked = [engine.generate(prompt, params) for prompt in prompts]
+            return [output.outputs for output in await asyncio.gather(*asked)]
 
     return asyncio.run(run())
 
 
 def by_rollouts(llm, prompts, params):
     with RolloutEngine(llm, **SETTINGS) as engine:
-        found = sorted(
-            engine.generate(prompts, params), key=lambda one: (one.prompt_index, one.sample_index)
-        )
+        found = engine.generate(prompts, params)
+    found = sorted(found, key=lambda one: (one.prompt_index, one.sample_index))
     return [[one for one in found if one.prompt_index == i] for i in range(len(prompts))]
 
 

@@ -12,17 +12,9 @@ from specjax.checkpoint.token_map import read_texts
 from specjax.text.tokenizer import load_tokenizer, read_eos_ids
 
 TEXT = "<s>a b</s> <tool>c <img>\n</s><|end|>d  <pad>"
-BOS = {
-    "content": "<s>",
-    "lstrip": False,
-    "normalized": False,
-    "rstrip": False,
-    "single_word": False,
-}
+BOS = {"content": "<s>"} | dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
 END = BOS | {"content": "<|end|>", "rstrip": True}
 MAP = {"bos_token": BOS, "eos_token": "</s>"}
-
-
 CONFIG, SPECIAL = "tokenizer_config.json", "special_tokens_map.json"
 CUT = {"max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right"}
 PADS = {"strategy": {"Fixed": 30}, "direction": "Left", "pad_to_multiple_of": None}
@@ -50,10 +42,7 @@ TOKENIZER_FILES = [
     {CONFIG: {"image_token": "<img>"}, SPECIAL: {"image_token": "<|end|>"}},
     {CONFIG: {"additional_special_tokens": []}, SPECIAL: {"additional_special_tokens": ["<img>"]}},
     {CONFIG: {"extra_special_tokens": {"e": "<img>"}, "additional_special_tokens": ["<|end|>"]}},
-    {
-        CONFIG: {"extra_special_tokens": {"e": "<img>"}},
-        SPECIAL: {"additional_special_tokens": ["<|end|>"]},
-    },
+    {CONFIG: {"extra_special_tokens": {"e": "<img>"}}, SPECIAL: {"extra_special_tokens": [END]}},
 ]
 
 
