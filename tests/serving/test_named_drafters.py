@@ -19,21 +19,10 @@ def target(checkpoints):
     return checkpoints.target()
 
 
-PUBLISHED = {
-    "DFlash": "dflash",
-    "DFlash2": "dflash",
-    "DSpark": "dflash",
-    "EAGLE3": "eagle3",
-    "P-EAGLE": "p_eagle",
-    "Medusa": "medusa",
-}
-SHIPPED = {
-    "demo-llama-eagle1": "eagle",
-    "demo-llama-eagle3": "eagle3",
-    "demo-llama-dflash": "dflash",
-    "demo-llama": "draft_model",
-    "demo-qwen3.5": "mtp",
-}
+PUBLISHED = dict.fromkeys(("DFlash", "DFlash2", "DSpark"), "dflash")
+PUBLISHED |= {"EAGLE3": "eagle3", "P-EAGLE": "p_eagle", "Medusa": "medusa"}
+SHIPPED = {f"demo-llama-{name}": name for name in ("eagle3", "dflash")}
+SHIPPED |= {"demo-llama-eagle1": "eagle", "demo-llama": "draft_model", "demo-qwen3.5": "mtp"}
 
 
 def test_the_method_is_that_of_the_checkpoint(checkpoints, target, tmp_path):

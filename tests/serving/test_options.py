@@ -3,6 +3,7 @@
 import threading
 
 import pytest
+from support.refusals import refusal
 from support.scripts import TextScript
 from support.texts import VOCAB, letters_folder, simulated_llm
 
@@ -53,25 +54,6 @@ def test_steps_run_in_the_shapes_that_are_given(folder, ragged_prompts, method):
         assert run_watched(llm, prompts)[0] == outputs
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"decode_batches": (1, 4)}, ["decode_batches=(1, 4)", "max_num_seqs=6", "add 6"]),
-        ({"decode_batches": (1, 4)}, ["lower max_num_seqs to 4"]),
-        ({"prefill_shapes": ((1, 8),)}, ["prefill_shapes=((1, 8),)", "add (3, 8)"]),
-        ({"prefill_shapes": ((1, 8),)}, ["max_num_batched_tokens=24", "lower", "to 8"]),
-        ({"prefill_shapes": ((1, 8), (2, 10))}, ["hold 20 tokens of the 24", "add (3, 10)"]),
-        ({"prefill_shapes": (24,)}, ["prefill_shapes=(24,)", "pairs (batch, width)"]),
-        ({"decode_batches": ()}, ["decode_batches=()", "batch sizes"]),
-    ],
-    ids=str,
-)
-def test_shapes_that_do_not_cover_a_step_are_refused(folder, options, words):
-    with pytest.raises(ValueError) as error:
-        simulated_llm(folder, **SIZES, **{"decode_batches": (6,)} | options)
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
 @pytest.mark.parametrize("make", [LLM, AsyncLLM, RolloutEngine])
 def test_options_that_are_not_there(folder, make, monkeypatch):
     """A removed one says what does its work now, any other the nearest that there is."""
@@ -79,16 +61,9 @@ def test_options_that_are_not_there(folder, make, monkeypatch):
         "specjax.serving.assembly.load_weights", lambda *_: pytest.fail("weights were read")
     )
     num_threads = threading.active_count()
-    with pytest.raises(ValueError, match="steps_per_dispatch=4 was removed.*async_scheduling=True"):
-        make(folder, steps_per_dispatch=4)
-    with pytest.raises(ValueError, match="show_progress=False was removed: verbose=False quiets"):
-        make(folder, show_progress=False)
-    for name, nearest in {
-        "max_seqs": "max_num_seqs",
-        "decode_batch": "decode_batches",
-        "prefill_shape": "prefill_shapes",
-        "async_schedule": "async_scheduling",
-    }.items():
+    refusal(lambda: make(folder, steps_per_dispatch=4), "steps_per_dispatch=4", "async_scheduling")
+    refusal(lambda: make(folder, show_progress=False), "show_progress=False", "verbose=False")
+    for name, nearest in ("max_seqs", "max_num_seqs"), ("async_schedule", "async_scheduling"):
         with pytest.raises(TypeError, match=f"unknown option '{name}'.*mean '{nearest}'"):
             make(folder, **{name: 3})
     with pytest.raises(TypeError, match="unknown option 'zzz'$"):
