@@ -145,12 +145,11 @@ BAD_MEMBERS = [  # of texts, lists and mappings
 def test_a_member_of_another_form():
     for name, value, word in BAD_MEMBERS:
         refusal(lambda value=value, name=name: SamplingParams(**{name: value}), name, word)
-    refusal(lambda: SamplingParams(stop="a", detokenize=False), "stop", "detokenize")
-
-
-@pytest.mark.parametrize("fields", [{"json": "{"}, {}, {"json": {}, "choice": ["a"]}], ids=label)
-def test_structured_outputs_check_themselves(fields):
-    refusal(lambda: StructuredOutputs(**fields), "structured_outputs")
+    apart = {"skip_special_tokens": False, "spaces_between_special_tokens": False}
+    for fields in {"stop": "a", "detokenize": False}, apart:
+        refusal(lambda fields=fields: SamplingParams(**fields), *fields)
+    for fields in {"json": "{"}, {}, {"json": {}, "choice": ["a"]}:
+        refusal(lambda fields=fields: StructuredOutputs(**fields), "structured_outputs")
 
 
 NUMBERS = {"n": 2, "seed": 2**32 - 1, "max_tokens": 9, "min_tokens": 2, "top_k": 20}

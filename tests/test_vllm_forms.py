@@ -1,6 +1,5 @@
 """What vLLM's scripts may write is taken, or refused before anything is generated; simulated."""
 
-import dataclasses
 import json
 
 import pytest
@@ -86,23 +85,6 @@ def test_truncated_prompts(llm):
     params = SamplingParams(max_tokens=8, truncate_prompt_tokens=-1)
     (output,) = llm.generate([[1] * 200], params, use_tqdm=False)
     assert len(output.prompt_token_ids) == llm.request_maker.config.max_model_len - 8
-
-
-def test_special_tokens_in_texts(llm, folder):
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    shown = dataclasses.replace(params, skip_special_tokens=False)
-    prompts, decode = [[i] for i in range(32)], llm.tokenizer.tokenizer.decode
-    bare = [one.outputs[0] for one in llm.generate(prompts, params, use_tqdm=False)]
-    full = [one.outputs[0] for one in llm.generate(prompts, shown, use_tqdm=False)]
-    assert [o.text for o in bare] == [decode(o.token_ids) for o in bare]
-    assert [o.text for o in full] == [decode(o.token_ids, skip_special_tokens=False) for o in full]
-    assert any("</s>" in o.text for o in full) and not any("</s>" in o.text for o in bare)
-    *_, grown = llm.generate_stream(prompts[:1], shown)
-    assert grown.outputs[0].text == full[0].text
-    refusal(
-        lambda: SamplingParams(skip_special_tokens=False, spaces_between_special_tokens=False),
-        "spaces_between_special_tokens=False",
-    )
 
 
 @pytest.mark.parametrize("kind", RequestOutputKind)

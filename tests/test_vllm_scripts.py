@@ -47,10 +47,10 @@ def test_basic(llm, expected):
         assert output.finished and output.outputs[0].finished()
         assert list(output.outputs[0].token_ids) == ids
         assert output.outputs[0].text == llm.get_tokenizer().decode(ids, skip_special_tokens=True)
-        metrics = output.metrics
-        assert metrics.num_generation_tokens == len(ids)
-        assert metrics.queued_ts <= metrics.scheduled_ts <= metrics.first_token_ts
-        assert 0 < metrics.first_token_latency <= metrics.last_token_ts - metrics.queued_ts
+        times = output.metrics
+        assert times.num_generation_tokens == len(ids)
+        assert times.queued_ts <= times.scheduled_ts <= times.first_token_ts
+        assert 0 < times.first_token_latency <= times.last_token_ts - times.queued_ts
     outputs = llm.generate([TextPrompt(prompt=prompt) for prompt in PROMPTS], sampling_params)
     assert [one.outputs[0].token_ids for one in outputs] == expected
 
@@ -148,26 +148,21 @@ def test_ngram_speculation(expected):
 
 
 def test_async_streaming(expected):
-    async def stream(engine: AsyncLLM, kind: RequestOutputKind) -> list:
-        params = SamplingParams(temperature=0, max_tokens=12, output_kind=kind)
-        outputs = engine.generate(PROMPTS[0], params, request_id=f"stream-{kind.name}")
-        return [output async for output in outputs]
-
     async def stream_all() -> list:
-        params = SamplingParams(temperature=0, max_tokens=12, output_kind=RequestOutputKind.DELTA)
         async with AsyncLLM(MODEL, **OURS) as engine:
-            whole = await engine.generate(TextPrompt(prompt=PROMPTS[0]), params)
-            return [whole, *[await stream(engine, kind) for kind in RequestOutputKind]]
+            streams = []
+            for kind in RequestOutputKind:
+                params = SamplingParams(temperature=0, max_tokens=12, output_kind=kind)
+                outputs = engine.generate(PROMPTS[0], params, request_id=f"stream-{kind.name}")
+                streams.append([output async for output in outputs])
+                whole = await engine.generate(TextPrompt(prompt=PROMPTS[0]), params)
+                assert whole.outputs[0].token_ids == expected[0]
+            return streams
 
-    whole, *streams = asyncio.run(stream_all())
-    assert whole.outputs[0].token_ids == expected[0]
-    for kind, seen in zip(RequestOutputKind, streams, strict=True):
+    for kind, seen in zip(RequestOutputKind, asyncio.run(stream_all()), strict=True):
         assert {one.request_id for one in seen} == {f"stream-{kind.name}"}
         assert [one.finished for one in seen] == [False] * (len(seen) - 1) + [True]
-        ids = [list(one.outputs[0].token_ids) for one in seen]
-        texts = [one.outputs[0].text for one in seen]
-        if kind is RequestOutputKind.DELTA:
-            ids, texts = [sum(ids, [])], ["".join(texts)]
-        elif kind is RequestOutputKind.FINAL_ONLY:
-            assert len(seen) == 1
-        assert ids[-1] == expected[0] and texts[-1] == whole.outputs[0].text
+        parts = [one.outputs[0].token_ids for one in seen]
+        is_whole = kind is not RequestOutputKind.DELTA
+        assert list(parts[-1] if is_whole else sum(parts, [])) == expected[0]
+        assert (len(seen) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
