@@ -51,8 +51,10 @@ def test_basic(llm, expected):
         assert times.num_generation_tokens == len(ids)
         assert times.queued_ts <= times.scheduled_ts <= times.first_token_ts
         assert 0 < times.first_token_latency <= times.last_token_ts - times.queued_ts
-    outputs = llm.generate([TextPrompt(prompt=prompt) for prompt in PROMPTS], sampling_params)
-    assert [one.outputs[0].token_ids for one in outputs] == expected
+    params = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 5)]
+    outputs = llm.generate([TextPrompt(prompt=one) for one in PROMPTS], params, lora_request=None)
+    ids = [output.outputs[0].token_ids for output in outputs]
+    assert ids == [expected[0][:3], expected[1][:5]]
 
 
 def test_chat(llm):
@@ -62,19 +64,16 @@ def test_chat(llm):
         {"role": "assistant", "content": "Hello! How can I help?"},
         {"role": "user", "content": parts},
     ]
-    sampling_params = llm.get_default_sampling_params()
-    sampling_params.max_tokens = 8
-    sampling_params.temperature = 0
-    outputs = llm.chat(conversation, sampling_params, use_tqdm=False)
-    written = (
+    params = llm.get_default_sampling_params()
+    params.max_tokens, params.temperature = 8, 0
+    (output,) = llm.chat(conversation, params, use_tqdm=False)
+    assert output.prompt == (
         "<s>Question: Hello\nAnswer: Hello! How can I help?</s>Question: What is\ntwo?\nAnswer:"
     )
-    assert outputs[0].prompt == written
-    tokenizer = llm.get_tokenizer()
-    ids = tokenizer.encode(written, add_special_tokens=False)
-    assert outputs[0].prompt_token_ids == ids
-    alone = llm.generate(TokensPrompt(prompt_token_ids=ids), sampling_params, use_tqdm=False)
-    assert outputs[0].outputs == alone[0].outputs
+    ids = llm.get_tokenizer().encode(output.prompt, add_special_tokens=False)
+    assert output.prompt_token_ids == ids
+    alone = llm.generate(TokensPrompt(prompt_token_ids=ids), params, use_tqdm=False)
+    assert output.outputs == alone[0].outputs
     assert llm.get_default_sampling_params().max_tokens == 16  # a copy was changed
 
 
@@ -93,7 +92,8 @@ def test_chat_template_kwargs_and_continuation(llm):
         return llm.chat(messages, params, **options)[0].prompt
 
     given = {"tools": [{"name": "z<a>"}], "chat_template_kwargs": {"enable_thinking": False}}
-    assert prompt_of(ask, **given) == ('user: hi\n(no thinking)\n[{"name": "z<a>"}]\nassistant:')
+    expected = 'user: hi\n(no thinking)\n[{"name": "z<a>"}]\nassistant:'
+    assert prompt_of(ask, **given) == expected
     begun = [*ask, {"role": "assistant", "content": " The answer "}]
     goes_on = {"add_generation_prompt": False, "continue_final_message": True}
     assert prompt_of(begun, **goes_on) == "user: hi\nassistant:  The answer "
@@ -110,26 +110,6 @@ def test_prefix_caching(llm):
     assert llm.reset_prefix_cache()
     (again,) = llm.generate(PREFIX + " 2", params, use_tqdm=False)
     assert again.num_cached_tokens == 0 and again.outputs == outputs[1].outputs
-
-
-def test_parameters_per_prompt(llm, expected):
-    params = [SamplingParams(temperature=0, max_tokens=n) for n in (3, 5)]
-    shown = []
-
-    class Bar:
-        def __init__(self, total, desc, **_):
-            shown.append(total)
-
-        def update(self, number):
-            shown.append(number)
-
-        def close(self):
-            shown.append("closed")
-
-    outputs = llm.generate(PROMPTS, params, use_tqdm=Bar, lora_request=None)
-    ids = [output.outputs[0].token_ids for output in outputs]
-    assert ids == [expected[0][:3], expected[1][:5]]
-    assert shown[0] == 2 == sum(shown[1:-1]) and shown[-1] == "closed"
 
 
 def test_ngram_speculation(expected):

@@ -16,18 +16,9 @@ QUANTISATION = {"quant_method": "fp8", "weight_block_size": list(BLOCK), "fmt": 
 
 
 def quantised(weight):
-    """(float8 tensor, scales) of a matrix."""
+    """(float8 tensor, scales) of a matrix's shape; the numbers are others."""
     rows, columns = (-(-n // side) for n, side in zip(weight.shape, BLOCK, strict=True))
-    scales, stored = torch.empty(rows, columns), torch.empty(weight.shape)
-    for i in range(rows):
-        for j in range(columns):
-            where = (
-                slice(i * BLOCK[0], (i + 1) * BLOCK[0]),
-                slice(j * BLOCK[1], (j + 1) * BLOCK[1]),
-            )
-            scales[i, j] = weight[where].abs().max() / 448
-            stored[where] = weight[where] / scales[i, j]
-    return stored.to(torch.float8_e4m3fn), scales
+    return weight.to(torch.float8_e4m3fn), torch.linspace(0.5, 2, rows * columns).view(rows, -1)
 
 
 def dequantised(stored, scales):

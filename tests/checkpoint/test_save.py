@@ -84,22 +84,6 @@ def test_export_casts(tmp_path):
     assert embedding.dtype == dtype and (embedding == dtype.type(1 / 3)).all()
 
 
-def test_a_failure_leaves_the_old_checkpoint(tmp_path, monkeypatch):
-    params = random_params(np.float32)
-    save_checkpoint(tmp_path, SPECS, params, CONFIG, dtype=FLOAT32)
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-
-    def fail(path, layout, tensors):
-        path.write_bytes(b"half")
-        raise OSError("disk full")
-
-    monkeypatch.setattr(safetensors_file, "write", fail)
-    params = jax.tree.map(jnp.zeros_like, params)
-    with pytest.raises(OSError, match="disk full"):
-        save_checkpoint(tmp_path, SPECS, params, CONFIG, dtype=FLOAT32)
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
-
-
 def test_bad_arguments_are_refused_before_writing(tmp_path):
     params, folder = random_params(np.float32), tmp_path / "out"
 

@@ -72,18 +72,20 @@ def test_what_takes_the_memory_is_named(hybrid, monkeypatch):
     refusal(lambda: make_llm(hybrid.folder, **sizes), *words, "lower max_model_len")
 
 
-def needs_of(target, **sizes):
+def needs_of(files):
     """An engine's needs and its config; 4 requests of 8 pages."""
-    given = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32}
-    config = make_config(target, num_pages=None, page_size=8, dtype="float32", **given | sizes)
+    target, _ = load_model(files.folder, np.dtype("float32"))
+    sizes = {"max_model_len": 64, "max_num_seqs": 4, "max_num_batched_tokens": 32}
+    config = make_config(target, num_pages=None, page_size=8, dtype="float32", **sizes)
     cache = target_cache_bytes(target, 8, 0, "float32")
     return EngineNeeds.of(config, target, NoDrafter(), cache, 10**6, 0), config, cache
 
 
 @pytest.mark.parametrize("kind", ["target", "hybrid"])
 def test_needs_are_those_of_arrays_that_are_made(kind, request):
-    model, _ = load_model(request.getfixturevalue(kind).folder, np.dtype("float32"))
-    needs, config, cache = needs_of(model)
+    files = request.getfixturevalue(kind)
+    model, _ = load_model(files.folder, np.dtype("float32"))
+    needs, _, cache = needs_of(files)
     made = jax.eval_shape(lambda: init_caches(model, CacheSizes(4, 6, 8, 1), np.dtype("float32")))
     total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(made))
     assert 6 * cache.per_page + needs.states == total
@@ -91,8 +93,7 @@ def test_needs_are_those_of_arrays_that_are_made(kind, request):
 
 
 def test_pages_by_default(target, monkeypatch):
-    model, _ = load_model(target.folder, np.dtype("float32"))
-    needs, config, cache = needs_of(model)
+    needs, config, cache = needs_of(target)
 
     def pages(left, total=None, part=0.9):
         monkeypatch.setattr(memory, "read_memory", lambda: Memory("it", left, total))
@@ -113,8 +114,7 @@ def test_pages_by_default(target, monkeypatch):
 
 def test_snapshots_by_default(hybrid, monkeypatch):
     """Four per request; by halves, where they would take more than an eighth of what is left."""
-    model, _ = load_model(hybrid.folder, np.dtype("float32"))
-    needs, config, cache = needs_of(model)
+    needs, config, cache = needs_of(hybrid)
     assert config.num_snapshots == 1 and needs.snapshots == cache.per_slot > 0
 
     def count(left):
@@ -138,8 +138,7 @@ def test_as_many_prompts_as_requests_are_found_again(hybrid):
 
 
 def test_a_check_lets_pass_what_fits_to_the_byte(target, monkeypatch):
-    model, _ = load_model(target.folder, np.dtype("float32"))
-    needs, config, cache = needs_of(model)
+    needs, config, cache = needs_of(target)
     least = sum(needs) + config.num_pages * cache.per_page
     monkeypatch.setattr(memory, "read_memory", lambda: Memory("it", least, None))
     needs.check(config, cache, 0)

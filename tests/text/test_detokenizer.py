@@ -6,7 +6,6 @@ Brute force decodes everything after each token, and looks through all of the te
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import pytest
 from support.decoders import (
@@ -26,17 +25,6 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from specjax.text.detokenizer import StopStrings, bad_word_ids, find_stop
 from specjax.text.tokenizer import ChatTokenizer
-
-
-@dataclass(frozen=True)
-class CountingTokenizer(ChatTokenizer):
-    """Notes how many tokens each call decodes."""
-
-    sizes: list[int] = field(default_factory=list)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        self.sizes.append(len(token_ids))
-        return super().decode(token_ids)
 
 
 @pytest.fixture(scope="module")
@@ -200,24 +188,28 @@ LONG = {
 @pytest.mark.parametrize("kind", SPELLED)
 def test_cost_is_linear_in_the_tokens(cases, kind, stream, monkeypatch):
     """Tokens decoded and characters searched, each bounded by a few per token."""
-    case = cases[kind]
-    tokenizer = CountingTokenizer(case.tokenizer.tokenizer, None, {}, "a test")
-    searched = []
+    case, decode, decoded, searched = cases[kind], ChatTokenizer.decode, [], []
+    dot = case.tokenizer.tokenizer.get_vocab()["."]  # ends a run of byte tokens
+    ids = [dot if byte == ord(".") else case.byte_ids[byte] for byte in LONG[stream]]
+    expected = case.seen(ids)
 
-    def count(text, stop, new):
+    def count_tokens(tokenizer, token_ids, **options):
+        decoded.append(len(token_ids))
+        return decode(tokenizer, token_ids, **options)
+
+    def count_characters(text, stop, new):
         searched.append(len(text))
         return find_stop(text, stop, new)
 
-    monkeypatch.setattr("specjax.text.detokenizer.find_stop", count)
-    dot = tokenizer.tokenizer.get_vocab()["."]  # ends a run of byte tokens
-    ids = [dot if byte == ord(".") else case.byte_ids[byte] for byte in LONG[stream]]
+    monkeypatch.setattr(ChatTokenizer, "decode", count_tokens)
+    monkeypatch.setattr("specjax.text.detokenizer.find_stop", count_characters)
     undone = len(ids) if stream.startswith("undone") else 0  # and searched once more
-    stops = StopStrings(tokenizer, ("never seen", "never"))
+    stops = StopStrings(case.tokenizer, ("never seen", "never"))
     for start in range(0, len(ids), 4):
         assert stops.append(ids[start : start + 4]) is None
-    assert sum(tokenizer.sizes) <= 9 * len(ids) and max(tokenizer.sizes, default=0) <= 8
+    assert sum(decoded) <= 9 * len(ids) and max(decoded, default=0) <= 8
     assert sum(searched) <= 10 * len(ids) + undone
-    assert stops.text == case.seen(ids)
+    assert stops.text == expected
 
 
 # --- bad words ------------------------------------------------------------------------------------
