@@ -132,7 +132,6 @@ TOLD = [
 @pytest.mark.parametrize("messages, expected", TOLD, ids=label)
 def test_developers_are_the_system_where_templates_do_not_know_them(tmp_path, messages, expected):
     tokenizer = load_tokenizer(write_files(tmp_path, {}))
-    assert tokenizer is not None
     chat = [{"role": role, "content": content} for role, content in messages]
     as_given = "".join(f"{role}:{content};" for role, content in messages)
     knowing = ROLES + "{% if messages[0].role == 'developer' %}{% endif %}"
@@ -143,11 +142,8 @@ def test_developers_are_the_system_where_templates_do_not_know_them(tmp_path, me
 
 
 ARGUMENTS = [
-    ('{"a": [1, "é"]}', {"a": [1, "é"]}),
-    ({"a": 1}, {"a": 1}),
-    ("", {}),
-    (None, {}),
-    *((text, {}) for text in ("[1]", "3", "{a: 1}", [1])),
+    *(('{"a": [1, "é"]}', {"a": [1, "é"]}), ({"a": 1}, {"a": 1})),
+    *((other, {}) for other in ("", None, "[1]", "3", "{a: 1}", [1])),
 ]
 
 

