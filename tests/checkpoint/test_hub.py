@@ -10,8 +10,6 @@ from support.refusals import refusal
 
 from specjax.checkpoint.hub import resolve
 
-COMMIT = "0" * 40
-
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
@@ -19,17 +17,6 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     return tmp_path / "hub"
-
-
-def make_snapshot(cache):
-    """The snapshot of org/name in the cache, with a config and no weights."""
-    repo = cache / "models--org--name"
-    snapshot = repo / "snapshots" / COMMIT
-    snapshot.mkdir(parents=True)
-    (repo / "refs").mkdir()
-    (repo / "refs" / "main").write_text(COMMIT)
-    (snapshot / "config.json").write_text("{}")
-    return snapshot
 
 
 def test_a_folder_is_itself(tmp_path, monkeypatch):
@@ -53,7 +40,12 @@ def test_a_path_that_does_not_exist(cache, monkeypatch, tmp_path, name):
 def test_a_cached_snapshot_needs_no_network_but_its_weights(cache):
     words = "org/name is not a folder", "local hub cache", "HF_HOME", "login"
     refusal(lambda: resolve("org/name"), *words)
-    snapshot = make_snapshot(cache)
+    repo, commit = cache / "models--org--name", "0" * 40
+    snapshot = repo / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (repo / "refs").mkdir()
+    (repo / "refs" / "main").write_text(commit)
     refusal(lambda: resolve("org/name"), "not whole in the local hub cache")
     save_file({"a": np.ones(2)}, snapshot / "model.safetensors")
     assert resolve("org/name") == snapshot

@@ -13,9 +13,9 @@ FLOAT32 = np.dtype(np.float32)
 QUANTISED = {"quantization_config": {"quant_method": "mxfp4"}}
 
 
-def packed(num_experts, num_in, num_out, seed=0):
+def packed(num_experts, num_in, num_out):
     """Blocks and scales, with every number and many scales."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     shape = num_experts, num_out, num_in // 32
     scales = rng.integers(119, 130, shape).astype(np.uint8)
     return rng.integers(0, 256, (*shape, 16)).astype(np.uint8), scales
@@ -46,18 +46,19 @@ def folder(checkpoints, rewrite_tensors):
     made = checkpoints.copy(target, **QUANTISED), checkpoints.copy(target)
     names = "gate_up_proj", "down_proj"
 
-    def pack(tensors, is_packed):
+    def pack(tensors):
         for name in [n for n in tensors if n.endswith(names)]:
-            blocks, scales = packed(*tensors.pop(name).shape)
-            if is_packed:
-                tensors |= {f"{name}_blocks": torch.tensor(blocks)}
-                tensors |= {f"{name}_scales": torch.tensor(scales)}
-            else:
-                tensors[name] = unpacked(blocks, scales, torch.bfloat16)
+            blocks, scales = map(torch.tensor, packed(*tensors.pop(name).shape))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
         return tensors
 
-    for one, is_packed in zip(made, (True, False), strict=True):
-        rewrite_tensors(one / "model.safetensors", lambda old, new=is_packed: pack(old, new))
+    def unpack(tensors):
+        for name in [n for n in tensors if n.endswith(names)]:
+            tensors[name] = unpacked(*packed(*tensors[name].shape), torch.bfloat16)
+        return tensors
+
+    for one, change in zip(made, (pack, unpack), strict=True):
+        rewrite_tensors(one / "model.safetensors", change)
     return made
 
 
@@ -71,8 +72,5 @@ def test_packed_experts_of_another_type_are_refused(checkpoints, rewrite_tensors
     name = "model.layers.1.mlp.experts.down_proj_scales"
     rewrite_tensors(made / "model.safetensors", lambda old: old | {name: old[name].float()})
     refusal(lambda: load_model(made, FLOAT32), "not of bytes", f"{name} (float32)")
-    refusal(
-        lambda: load_model(checkpoints.copy(folder[0], hidden_size=48), FLOAT32),
-        "hidden_size=48",
-        "multiples of 32",
-    )
+    odd = checkpoints.copy(folder[0], hidden_size=48)
+    refusal(lambda: load_model(odd, FLOAT32), "hidden_size=48", "multiples of 32")

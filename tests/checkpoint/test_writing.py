@@ -3,7 +3,7 @@
 import errno
 import os
 import resource
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import jax.numpy as jnp
 import numpy as np
@@ -17,17 +17,14 @@ from specjax.checkpoint.writing import write_whole
 SPECS = [stored(["a"], (512, 512))]
 PARAMS = [jnp.ones((512, 512))]
 FLOAT32 = np.dtype("float32")
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.fixture(params=["ENOSPC", "RLIMIT_FSIZE"])
 def small_disk(request, monkeypatch):
     """No file gets beyond a page, by what fsync says or by the kernel's own limit."""
     if request.param == "ENOSPC":
-
-        def fail(_):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        monkeypatch.setattr(os, "fsync", fail)
+        monkeypatch.setattr(os, "fsync", Mock(side_effect=FULL))
         yield errno.ENOSPC
     else:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -63,10 +60,8 @@ def test_what_finds_no_room(tmp_path, small_disk, save):
 
 
 def test_commands_say_it_in_one_line(tmp_path, monkeypatch, capsys):
-    def run(_):
-        raise OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "out"))
-
-    monkeypatch.setattr(cli, "import_module", lambda _: SimpleNamespace(run=run))
+    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "out"))
+    monkeypatch.setattr(cli, "import_module", lambda _: Mock(run=Mock(side_effect=full)))
     assert cli.main(["train", "target", "--data", "a.txt", "--out", "out"]) == 2
     error = capsys.readouterr().err
     assert f"specjax: error: {tmp_path}/out: No space left on device; free some" in error
@@ -75,10 +70,7 @@ def test_commands_say_it_in_one_line(tmp_path, monkeypatch, capsys):
 def test_a_training_run_names_where_its_state_was_to_go(tmp_path, monkeypatch):
     loop = pytest.importorskip("specjax.train.loop")
 
-    def fail(*_, **__):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(loop.ocp, "CheckpointManager", fail)
+    monkeypatch.setattr(loop.ocp, "CheckpointManager", Mock(side_effect=FULL))
     schedule = loop.Schedule(steps=1, batch_size=1, length=1, learning_rate=0.1, seed=0)
     params, labels = {"w": jnp.ones((2, 2))}, {"w": "muon"}
     with pytest.raises(OSError) as error:

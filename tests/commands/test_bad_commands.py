@@ -44,6 +44,8 @@ def refused(capsys, model):
     return run
 
 
+JSON = "sampling-params", "speculative-config"
+BIAS = """--sampling-params '{"logit_bias": {"KEY": 1}}'"""
 INFO = f"info {CONFIGS / 'Qwen3.5-0.8B'}"
 COMMANDS = [
     ("", ["COMMAND"]),
@@ -76,9 +78,7 @@ COMMANDS = [
     ("train", ["KIND"]),
     ("train target", ["--data, --out"]),
 ]
-SIZES = "--max-model-len 64 --max-num-batched-tokens 32 --max-num-seqs 1"
 GENERATE = [
-    *((f"--method ngram --k {k}", [f"num_speculative_tokens={k}"]) for k in (-1, 0, 100)),
     ("--k 2", ["--k goes with --drafter"]),
     ("--k 1.5", ["--k", "'1.5'"]),
     ("--k", ["--k"]),
@@ -86,60 +86,54 @@ GENERATE = [
     ("--method guess", ["--method", "'guess'", "eagle3"]),
     ("--method mtp", ["'mtp'", "llama"]),
     ("--method eagle", ["eagle lacks a checkpoint"]),
-    ("--drafter none", ["'none'", "demo"]),
-    ("--model none", ["'none'", "demo"]),
+    *((f"--{name} none", ["'none'", "demo"]) for name in ("drafter", "model")),
     ("--model ''", ["''", "demo"]),
     ("--dtype fp8", ["--dtype", "'fp8'", "bfloat16"]),
-    ("--max-tokens 0", ["max_tokens=0"]),
     ("--max-tokens many", ["--max-tokens", "'many'"]),
-    *((f"--temperature {value}", [f"temperature={value}"]) for value in (-1.0, "nan")),
-    (f"--seed {2**64}", [f"seed={2**64}"]),
     ("--stop-token-id 96", ["stop_token_ids", "96", "0..95"]),
-    *(
-        (f"--{name} {value}", [f"{name.replace('-', '_')}={value}"])
-        for name in ("page-size", "max-num-seqs", "max-model-len", "max-num-batched-tokens")
-        for value in (0, -1)
-    ),
-    ("--prompts-file none.txt", ["--prompts-file none.txt", "cannot be read"]),
-    ("--prompts-file /", ["--prompts-file /", "directory"]),
     ("--chat", ["no chat template"]),
     ("--sampling-params 5", ["--sampling-params", "5"]),
-    ("--sampling-params '{'", ["--sampling-params", "not JSON"]),
+    *((f"--{name} '{{'", [f"--{name}", "not JSON"]) for name in JSON),
     ("""--sampling-params '{"top": 1}'""", ["top"]),
+    *((f"""--sampling-params '{{"{x}": 5}}'""", [f"{x}=5"]) for x in ("stop", "logit_bias")),
     ("""--sampling-params '{"n": 0}'""", ["n=0"]),
-    ("""--sampling-params '{"stop": 5}'""", ["stop=5"]),
-    ("""--sampling-params '{"logit_bias": 5}'""", ["logit_bias=5"]),
-    ("""--sampling-params '{"logit_bias": {"a": 1}}'""", ["logit_bias", "'a'"]),
-    ("""--sampling-params '{"logit_bias": {"-1": 1}}'""", ["logit_bias", "'-1'"]),
+    *((BIAS.replace("KEY", key), ["logit_bias", f"'{key}'"]) for key in ("a", "-1")),
     ("--speculative-config []", ["--speculative-config", "JSON object"]),
-    ("--speculative-config '{'", ["--speculative-config", "not JSON"]),
     ("--speculative-config {} --drafter ngram", ["leave out --drafter"]),
     ("--speculative-config {} --adaptive", ["leave out --adaptive"]),
     ("""--speculative-config '{"method": "ngram"}'""", ["num_speculative_tokens"]),
 ]
-MEASURE = [
-    ("profile --output none/p.json", ["--output none/p.json"]),
-    ("profile --output /", ["--output /"]),
-    ("profile --k -1", ["--k -1"]),
-    ("profile --k a", ["--k a", "1,2,3"]),
-    ("profile --batch-size 0,4", ["--batch-size 0,4"]),
-    ("profile --rounds 0", ["--rounds=0"]),
-    ("profile --max-tokens 0", ["--max-tokens 0"]),
-    ("bench --k -1", ["--k -1"]),
-    ("bench --batch-size 0", ["--batch-size 0"]),
-    ("bench --num-prompts 0", ["--num-prompts 0"]),
-    ("bench --output none/b.json", ["--output none/b.json"]),
-    ("bench sweep --plot none/s.png", ["--plot none/s.png"]),
-    ("bench sweep --profile none.json", ["none.json", "cannot be read"]),
-    ("bench sweep --synthetic-rates a", ["--synthetic-rates a"]),
-]
+# Values of options of `generate` that are refused as those of an LLM or of its parameters.
+OF_LLM = {
+    **dict.fromkeys(("page-size", "max-num-seqs", "max-model-len"), [0, -1]),
+    "max-num-batched-tokens": [0],
+    **{"max-tokens": [0], "temperature": [-1.0, "nan"], "seed": [2**64]},
+}
+# Options of what measures, of which the error repeats the words.
+REPEATED = {
+    "generate --model MODEL hi": ["--prompts-file none.txt", "--prompts-file /"],
+    "profile": ["--output none/p", "--output /", "--k -1", "--k a", "--batch-size 0,4"],
+    "profile --max-tokens 0": ["--max-tokens 0"],
+    "bench": ["--k -1", "--batch-size 0", "--num-prompts 0", "--output none/b.json"],
+    "bench sweep": ["--plot none/s.png", "--synthetic-rates a"],
+}
+RUN = "generate --model MODEL --max-model-len 64 --json hi"
 ALL = [
     *COMMANDS,
+    *((f"{RUN} {options}", words) for options, words in GENERATE),
+    *((f"{RUN} --method ngram --k {k}", [f"num_speculative_tokens={k}"]) for k in (-1, 0, 100)),
     *(
-        (f"generate --model MODEL {SIZES} --json hi {options}", words)
-        for options, words in GENERATE
+        (f"{RUN} --{name} {value}", [f"{name.replace('-', '_')}={value}"])
+        for name, values in OF_LLM.items()
+        for value in values
     ),
-    *((f"{command} --drafter ngram --model MODEL", words) for command, words in MEASURE),
+    *(
+        (f"{command} {option} --drafter ngram --model MODEL", [option])
+        for command, options in REPEATED.items()
+        for option in options
+    ),
+    ("profile --rounds 0 --drafter ngram --model MODEL", ["--rounds=0"]),
+    ("bench sweep --profile none.json --drafter ngram --model MODEL", ["none.json"]),
     ("profile --drafter guess --model MODEL", ["--drafter guess", "no such folder"]),
 ]
 NAMES = [command.replace(f"{CONFIGS}/", "").split(" hi ")[-1] for command, _ in ALL]
@@ -169,17 +163,10 @@ ROWS = [
 def test_bad_rows(refused, tmp_path, name, row, words):
     file = tmp_path / name
     file.write_bytes(row if isinstance(row, bytes) else b"\n" + row.encode())
-    refused(f"generate --model MODEL {SIZES} --json --prompts-file {file}", *words)
+    refused(f"generate --model MODEL --max-model-len 64 --json --prompts-file {file}", *words)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "5"])
-def test_a_profile_that_is_none(refused, tmp_path, text):
-    file = tmp_path / "profile.json"
-    file.write_text(text)
-    refused(f"profile show {file}", str(file), "profile again" if text == "{}" else "JSON")
-
-
-def test_configs_and_drafters_that_do_not_fit(refused, checkpoints, tmp_path):
+def test_files_that_are_of_another_kind(refused, checkpoints, tmp_path):
     config = tmp_path / "config.json"
     for place in config, f"--model {config}", tmp_path:
         refused(f"info {place}", str(config), "cannot be read")
@@ -191,6 +178,10 @@ def test_configs_and_drafters_that_do_not_fit(refused, checkpoints, tmp_path):
     fields["text_config"]["mtp_num_hidden_layers"] = 2
     config.write_text(json.dumps(fields))
     refused(f"info {config} --method mtp", "of one layer")
+    for text in "", "{", "[]", "5", "{}":
+        config.write_text(text)
+        word = "profile again" if text == "{}" else "JSON"
+        refused(f"profile show {config}", str(config), word)
     other = checkpoints.eagle3(checkpoints.target(hidden_size=64, vocab_size=300)).folder
     refused(f"info MODEL --drafter {other}", "vocab")
 

@@ -4,6 +4,7 @@ import json
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import pytest
 from support.engines import simulated_engines
@@ -114,16 +115,14 @@ def test_outputs_are_printed_as_they_finish(model, capsys, monkeypatch, tmp_path
     captured = capsys.readouterr()
     assert [json.loads(line) for line in captured.out.splitlines()] == rows[:1]
     assert captured.err.endswith("specjax: 1 of 2 prompts did not finish\nspecjax: interrupted\n")
-    monkeypatch.setattr(LLM, "__init__", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(LLM, "__init__", Mock(side_effect=KeyboardInterrupt))
     assert main(argv) == 130
     assert "2 of 2 prompts did not finish" in capsys.readouterr().err
 
 
 def test_a_request_that_fails_is_told(model, capsys, monkeypatch):
-    def fail(*_):
-        raise RuntimeError("no such text")
-
-    monkeypatch.setattr("specjax.text.completions.Completion._read", fail)
+    error = Mock(side_effect=RuntimeError("no such text"))
+    monkeypatch.setattr("specjax.text.completions.Completion._read", error)
     argv = ["--model", model, *SMALL, "--max-tokens", "2", "ab"]
     (row,), _ = generate(capsys, *argv)
     assert row["error"] == "no such text" and len(row["token_ids"]) == 2
@@ -143,20 +142,17 @@ def test_texts_of_a_chat(model, capsys):
 def test_token_ids_without_a_tokenizer(checkpoints, capsys, tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt_token_ids": [5, 6, 7]}\n')
-    target = str(checkpoints.target(vocab_size=VOCAB).folder)
-    argv = ["generate", "--model", target, *SHORT]
-    assert main([*argv, "--prompts-file", str(file)]) == 0
+    argv = ["generate", "--model", str(checkpoints.target(vocab_size=VOCAB).folder), *SHORT]
+    prompts = ["--prompts-file", str(file)]
+    assert main([*argv, *prompts]) == 0
     assert len(capsys.readouterr().out.split()) == 4
-    assert main([*argv, "--prompts-file", str(file), "--chat"]) == 2
-    assert "--chat needs prompts of text" in capsys.readouterr().err
-    assert main([*argv, "hi"]) == 2
-    assert "no tokenizer" in capsys.readouterr().err
+    for more, word in ([*prompts, "--chat"], "--chat needs prompts"), (["hi"], "no tokenizer"):
+        assert main([*argv, *more]) == 2
+        assert word in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("kind", ["eagle3", "config", "mtp"])
-def test_drafts_by_a_checkpoint_a_config_or_the_models_own_module(
-    checkpoints, capsys, tmp_path, kind
-):
+def test_drafts_of_a_checkpoint_or_the_models_own_module(checkpoints, capsys, tmp_path, kind):
     if kind == "mtp":
         made = checkpoints.mtp(checkpoints.target("qwen3_5_text"))
         drafter = ["--method", "mtp", "--k", "2"]

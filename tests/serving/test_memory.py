@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import jax
 import numpy as np
@@ -45,9 +46,8 @@ def hybrid(checkpoints):
 @pytest.fixture
 def no_weights(monkeypatch):
     for reader in "assembly.load_weights", "source.load_drafter":
-        monkeypatch.setattr(
-            f"specjax.serving.{reader}", lambda *_: pytest.fail("weights were read")
-        )
+        read = Mock(side_effect=AssertionError("weights were read"))
+        monkeypatch.setattr(f"specjax.serving.{reader}", read)
 
 
 @pytest.mark.usefixtures("no_weights")
@@ -219,11 +219,10 @@ def test_the_automatic_dtype(stored, monkeypatch):
 
 
 def test_the_dtype_that_a_config_says():
-    def said(**fields):
-        return stored_dtype(HFConfig(fields, "config.json"))
-
-    assert said() is None and said(torch_dtype="torch.bfloat16") == said(dtype="bfloat16")
-    assert said(dtype="float32", text_config={"dtype": "bfloat16"}) == "bfloat16"
+    inner = {"dtype": "float32", "text_config": {"dtype": "bfloat16"}}
+    for fields in {"torch_dtype": "torch.bfloat16"}, {"dtype": "bfloat16"}, inner:
+        assert stored_dtype(HFConfig(fields, "config.json")) == "bfloat16"
+    assert stored_dtype(HFConfig({}, "config.json")) is None
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
