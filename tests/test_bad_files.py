@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors.numpy as safetensors
 from support.refusals import label
-from support.texts import VOCAB, letters_folder, simulated_llm
+from support.texts import VOCAB, simulated_llm
 
 from specjax import CheckpointError
 
@@ -24,11 +24,6 @@ INDEX = f"{WEIGHTS}.index.json"
 @pytest.fixture(scope="module")
 def target(checkpoints):
     return checkpoints.target("llama", tie_word_embeddings=True, eos_token_id=VOCAB - 1)
-
-
-@pytest.fixture(scope="module")
-def folder(checkpoints):
-    return letters_folder(checkpoints)
 
 
 @pytest.fixture(scope="module")
@@ -84,24 +79,24 @@ BAD_FILES = [
 @pytest.mark.parametrize(
     "name, content, word", [pytest.param(*one, id=label(one[:2])) for one in BAD_FILES]
 )
-def test_a_damaged_file(checkpoints, folder, name, content, word):
-    made = checkpoints.copy(folder)
+def test_a_damaged_file(checkpoints, letters, name, content, word):
+    made = checkpoints.copy(letters)
     write(made, name, content)
     refused(made, str(made / name), word)
 
 
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "chat_template.jinja", WEIGHTS])
-def test_a_folder_in_a_files_place(checkpoints, folder, name):
-    made = checkpoints.copy(folder)
+def test_a_folder_in_a_files_place(checkpoints, letters, name):
+    made = checkpoints.copy(letters)
     (made / name).unlink(missing_ok=True)
     (made / name).mkdir()
     refused(made, str(made / name), "directory")
 
 
 @pytest.mark.parametrize("name, method", [("config.json", "read_bytes"), (WEIGHTS, "open")])
-def test_a_file_that_may_not_be_read(checkpoints, folder, name, method, monkeypatch):
+def test_a_file_that_may_not_be_read(checkpoints, letters, name, method, monkeypatch):
     """By the method that reads it: whoever runs the tests may be allowed to read everything."""
-    made, read = checkpoints.copy(folder), getattr(Path, method)
+    made, read = checkpoints.copy(letters), getattr(Path, method)
 
     def refuse(path, *arguments, **options):
         if path == made / name:
@@ -112,8 +107,8 @@ def test_a_file_that_may_not_be_read(checkpoints, folder, name, method, monkeypa
     refused(made, str(made / name), "Permission denied")
 
 
-def test_a_file_or_an_empty_folder_as_the_model(folder, tmp_path):
-    refused(folder / "config.json", "config.json is a file")
+def test_a_file_or_an_empty_folder_as_the_model(letters, tmp_path):
+    refused(letters / "config.json", "config.json is a file")
     refused(tmp_path, str(tmp_path / "config.json"), "cannot be read")
     refused(tmp_path / "none", "no such folder")
 
@@ -129,13 +124,13 @@ BAD_CONFIGS = [
 
 @pytest.mark.parametrize("edits, words", BAD_CONFIGS, ids=str)
 @pytest.mark.usefixtures("no_weights")
-def test_a_config_that_is_not_supported(checkpoints, folder, edits, words):
-    made = checkpoints.copy(folder, **edits)
+def test_a_config_that_is_not_supported(checkpoints, letters, edits, words):
+    made = checkpoints.copy(letters, **edits)
     refused(made, str(made), *words)
 
 
-def test_weights_that_do_not_fit_the_config(checkpoints, folder):
-    made = checkpoints.copy(folder, num_hidden_layers=4, vocab_size=100)
+def test_weights_that_do_not_fit_the_config(checkpoints, letters):
+    made = checkpoints.copy(letters, num_hidden_layers=4, vocab_size=100)
     refused(made, "layers.3.input_layernorm", "embed_tokens.weight", "[100, 32]", "[96, 32]")
 
 
@@ -151,21 +146,21 @@ FAULTS = {  # of a tensor of f32, by what is said of it
 
 @pytest.mark.parametrize("method", [None, "eagle", "eagle3"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_tensors_that_do_not_fit(checkpoints, folder, heads, method, fault):
-    made = checkpoints.copy(heads.get(method, folder))
+def test_tensors_that_do_not_fit(checkpoints, letters, heads, method, fault):
+    made = checkpoints.copy(heads.get(method, letters))
     name = "fc.weight" if method else NORM
     change_tensors(made, lambda tensors: FAULTS[fault](tensors, name))
     options = {"method": method, "model": made} if method else {}
-    refused(folder if method else made, str(made), fault, name, **options)
+    refused(letters if method else made, str(made), fault, name, **options)
 
 
-def test_a_drafter_that_is_none(folder, heads, tmp_path):
+def test_a_drafter_that_is_none(letters, heads, tmp_path):
     for method in heads:
-        refused(folder, "config.json cannot be read", method=method, model=tmp_path)
-        refused(folder, str(folder), "drafter", method=method, model=folder)  # a target
+        refused(letters, "config.json cannot be read", method=method, model=tmp_path)
+        refused(letters, str(letters), "drafter", method=method, model=letters)  # a target
         file = heads[method] / "config.json"
-        refused(folder, "is a file", method=method, model=file)
-    refused(folder, "'mtp' needs a model with a module", "llama", method="mtp")
+        refused(letters, "is a file", method=method, model=file)
+    refused(letters, "'mtp' needs a model with a module", "llama", method="mtp")
 
 
 @pytest.mark.parametrize(
@@ -208,7 +203,7 @@ def test_a_head_of_the_other_kind(checkpoints):
     ],
     ids=["missing", "past-the-end", "negative", "float", "short"],
 )
-def test_d2t_must_be_whole_and_within_the_vocabulary(checkpoints, folder, target, change, words):
+def test_d2t_must_be_whole_and_within_the_vocabulary(checkpoints, letters, target, change, words):
     made = checkpoints.copy(checkpoints.eagle3(target, draft_vocab=20).folder)
 
     def change_d2t(tensors):
@@ -216,11 +211,11 @@ def test_d2t_must_be_whole_and_within_the_vocabulary(checkpoints, folder, target
         tensors |= {} if changed is None else {"d2t": changed}
 
     change_tensors(made, change_d2t)
-    refused(folder, *words, method="eagle3", model=made)
+    refused(letters, *words, method="eagle3", model=made)
 
 
-def test_of_a_tensor_in_two_files_the_index_says_which(checkpoints, folder):
-    tensors, made = safetensors.load_file(folder / WEIGHTS), checkpoints.copy(folder)
+def test_of_a_tensor_in_two_files_the_index_says_which(checkpoints, letters):
+    tensors, made = safetensors.load_file(letters / WEIGHTS), checkpoints.copy(letters)
     (made / WEIGHTS).unlink()
     safetensors.save_file(tensors, made / "a.safetensors")
     safetensors.save_file({NORM: 2 * tensors[NORM]}, made / "b.safetensors")

@@ -210,7 +210,6 @@ BAD_PROCESSORS = [
     (lambda tokens, length, logits: (logits, logits), "lambda"),
     (lambda tokens, length, logits: logits if length > 3 else -logits, "lambda"),
     (lambda tokens, logits: logits, "(tokens i32[L]"),
-    (raising, "raising"),
     (raising, "it is broken"),
     (not_to_be_batched, "not_to_be_batched"),
     (Unhashable(2.0), "hash"),
@@ -290,8 +289,7 @@ def test_a_step_that_fails_to_compile_spoils_no_other_request(real):
     is_broken = True
     with pytest.raises(RuntimeError, match="broke later"):
         real.engine.prepare([request])
-    good = SamplingParams(temperature=1.0, seed=1, top_k=5, max_tokens=4)
-    assert real.generate(PROMPT, good, use_tqdm=False)[0].outputs[0].token_ids
+    assert real.generate(PROMPT, SamplingParams(max_tokens=4), use_tqdm=False)[0].finished
     assert real.metrics().num_compiles_after_warmup == before
 
 

@@ -7,17 +7,12 @@ import pytest
 from support.engines import SIZES, make_llm
 from support.refusals import label, refusal
 from support.scripts import TextScript
-from support.texts import VOCAB, letters_folder, simulated_llm
+from support.texts import VOCAB, simulated_llm
 
 from specjax import LLM, SamplingParams
 from specjax.device.models.registry import load_model
 
 nan = math.nan
-
-
-@pytest.fixture(scope="module")
-def folder(checkpoints):
-    return letters_folder(checkpoints)
 
 
 @pytest.fixture
@@ -51,9 +46,9 @@ BAD_OPTIONS = {
 
 @pytest.mark.parametrize("name", BAD_OPTIONS)
 @pytest.mark.usefixtures("no_work")
-def test_an_option_out_of_range(folder, name):
+def test_an_option_out_of_range(letters, name):
     for value in BAD_OPTIONS[name]:
-        do = lambda value=value: make_llm(folder, **{name: value})  # noqa: E731
+        do = lambda value=value: make_llm(letters, **{name: value})  # noqa: E731
         refusal(do, f"{name}={value!r}")
 
 
@@ -84,8 +79,8 @@ BAD_SETS = [
 
 @pytest.mark.parametrize("options, words", BAD_SETS, ids=label)
 @pytest.mark.usefixtures("no_work")
-def test_options_that_do_not_go_together(folder, options, words):
-    refusal(lambda: LLM(folder, **SIZES | {"decode_batches": None} | options), *words)
+def test_options_that_do_not_go_together(letters, options, words):
+    refusal(lambda: LLM(letters, **SIZES | {"decode_batches": None} | options), *words)
 
 
 @pytest.mark.parametrize("model", [None, 5, b"demo-llama", ["demo-llama"]], ids=label)
@@ -93,18 +88,18 @@ def test_a_model_of_another_type(model):
     refusal(lambda: simulated_llm(model), f"model={model!r}", "params")
 
 
-def test_params_go_with_a_model_value(folder):
-    model, params = load_model(folder, np.dtype(np.float32))
+def test_params_go_with_a_model_value(letters):
+    model, params = load_model(letters, np.dtype(np.float32))
     refusal(lambda: LLM(model), "params")
-    refusal(lambda: LLM(folder, params=params), "params")
+    refusal(lambda: LLM(letters, params=params), "params")
 
 
-def test_numpy_numbers_are_options(folder):
+def test_numpy_numbers_are_options(letters):
     sizes = {name: np.int64(size) for name, size in SIZES.items() if type(size) is int}
     numbers = {"seed": np.uint32(3), "gpu_memory_utilization": np.float32(0.5)}
     params = SamplingParams(temperature=1.0, max_tokens=5)
     outputs = []
     for options in {**sizes, **numbers}, {"seed": 3, "gpu_memory_utilization": 0.5}:
-        with simulated_llm(folder, script=TextScript(VOCAB), **options) as llm:
+        with simulated_llm(letters, script=TextScript(VOCAB), **options) as llm:
             outputs.append(llm.generate([1, 2], params)[0].outputs[0].token_ids)
     assert outputs[0] == outputs[1]

@@ -110,6 +110,7 @@ def talk(**fields):
     return {"messages": [SAY[0] | fields, *SAY]}
 
 
+NO_CALLS = 5, [5], [{"type": "custom"}], [{"function": 3}]
 BAD_CHATS = [
     ({"chat_template": 5}, ["chat_template=5"]),
     ({"chat_template": "{{"}, ["chat template", "failed"]),
@@ -138,6 +139,7 @@ BAD_CHATS = [
     (talk(content=[5]), ["content[0]=5"]),
     (talk(content=[{"type": "text"}]), ["content[0]"]),
     (talk(content=[{"type": "image_url"}]), ["'image_url'"]),
+    *((talk(role="assistant", tool_calls=calls), ["[0].tool_calls"]) for calls in NO_CALLS),
 ]
 
 

@@ -9,7 +9,7 @@ from typing import get_type_hints
 import pytest
 from support.engines import SIZES, simulated_engines
 from support.scripts import TextScript
-from support.texts import VOCAB, letters_folder
+from support.texts import VOCAB
 
 from specjax import LLM, AsyncEngineArgs, AsyncLLM, EngineArgs, SamplingParams, SpeculativeConfig
 from specjax.serving.options import DEFAULTS, LLMOptions
@@ -19,21 +19,16 @@ LONG = 480  # tokens, of models of 512
 
 
 @pytest.fixture(scope="module")
-def folder(checkpoints):
-    return str(letters_folder(checkpoints))
-
-
-@pytest.fixture(scope="module")
-def expected(folder):
-    with simulated_engines(TextScript(VOCAB)), LLM(**asdict(EngineArgs(folder, **SIZES))) as llm:
+def expected(letters):
+    with simulated_engines(TextScript(VOCAB)), LLM(**asdict(EngineArgs(letters, **SIZES))) as llm:
         assert llm.engine.config.page_size == SIZES["page_size"]
         return llm.generate([1, 2, 3], PARAMS)[0].outputs[0].token_ids
 
 
-def run(folder, script, **options):
+def run(letters, script, **options):
     """What a coroutine function returns of an AsyncLLM."""
     with simulated_engines(TextScript(VOCAB)):
-        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=folder, **SIZES | options))
+        llm = AsyncLLM.from_engine_args(AsyncEngineArgs(model=letters, **SIZES | options))
     try:
         return asyncio.run(asyncio.wait_for(script(llm), 60))
     finally:
@@ -52,9 +47,9 @@ def test_they_are_the_options_of_the_llm():
         assert args("a") == args(model="a") != args("b")
 
 
-def test_a_value_among_them_is_its_fields(folder):
+def test_a_value_among_them_is_its_fields(letters):
     config = SpeculativeConfig(method="ngram", num_speculative_tokens=2)
-    made = asdict(EngineArgs(folder, speculative_config=config))["speculative_config"]
+    made = asdict(EngineArgs(letters, speculative_config=config))["speculative_config"]
     assert SpeculativeConfig.of(made) == config
 
 
@@ -68,18 +63,18 @@ def test_options_are_checked_where_they_are_written():
     assert args == AsyncEngineArgs("folder")
 
 
-def test_a_script_that_streams(folder, expected):
+def test_a_script_that_streams(letters, expected):
     async def script(llm):
         prompt = {"prompt_token_ids": [1, 2, 3]}
         outputs = llm.generate(request_id="one", prompt=prompt, sampling_params=PARAMS)
         *_, last = [output async for output in outputs]
         return last
 
-    assert run(folder, script, max_num_requests=2).outputs[0].token_ids == expected
+    assert run(letters, script, max_num_requests=2).outputs[0].token_ids == expected
 
 
 @pytest.mark.parametrize("level", [1, 2])
-def test_sleep(folder, expected, level):
+def test_sleep(letters, expected, level):
     async def script(llm):
         assert not await llm.is_sleeping()
         request = await llm._ask(lambda: llm._llm.make_request([1, 2, 3], PARAMS))
@@ -95,10 +90,10 @@ def test_sleep(folder, expected, level):
             await llm.sleep(3)
         return await llm.generate([1, 2, 3], PARAMS)
 
-    assert run(folder, script).outputs[0].token_ids == expected
+    assert run(letters, script).outputs[0].token_ids == expected
 
 
-def test_no_sleep_while_requests_run(folder, expected):
+def test_no_sleep_while_requests_run(letters, expected):
     async def script(llm):
         stream = llm.generate([1, 2, 3], SamplingParams(n=8, max_tokens=LONG, ignore_eos=True))
         async for _ in stream:
@@ -112,10 +107,10 @@ def test_no_sleep_while_requests_run(folder, expected):
         return await llm.generate([1, 2, 3], PARAMS)
 
     sizes = {"max_model_len": LONG + 16, "num_pages": None}
-    assert run(folder, script, **sizes).outputs[0].token_ids == expected
+    assert run(letters, script, **sizes).outputs[0].token_ids == expected
 
 
-def test_a_tokenizer_and_a_profile(folder, tmp_path):
+def test_a_tokenizer_and_a_profile(letters, tmp_path):
     async def script(llm):
         tokenizer = llm.get_tokenizer()
         assert tokenizer.decode(tokenizer.encode("ab")) == "ab"
@@ -128,4 +123,4 @@ def test_a_tokenizer_and_a_profile(folder, tmp_path):
             with pytest.raises(RuntimeError, match="AsyncLLM is closed"):
                 await ask()
 
-    run(folder, script)
+    run(letters, script)

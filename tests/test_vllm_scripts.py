@@ -155,15 +155,11 @@ def test_streams_give_what_output_kind_says(folder, llm, kind, is_async):
     params.output_kind = kind
     again = llm.generate([[1, 2], [3]], params, use_tqdm=False)
     assert [one.outputs for one in again] == [one.outputs for one in whole]
-    seen: dict = {}
     with simulated_engines(TextScript(VOCAB)):
-        stream = (
-            asyncio.run(stream_async(str(folder), params))
-            if is_async
-            else llm.generate_stream([[1, 2], [3]], params)
-        )
-        for output in stream:
-            seen.setdefault(output.request_id, []).append(output)
+        by_async = asyncio.run(stream_async(str(folder), params)) if is_async else None
+    seen: dict = {}
+    for output in by_async or llm.generate_stream([[1, 2], [3]], params):
+        seen.setdefault(output.request_id, []).append(output)
     for outputs, expected in zip(seen.values(), whole, strict=True):
         assert [o.finished for o in outputs] == [False] * (len(outputs) - 1) + [True]
         if kind is RequestOutputKind.FINAL_ONLY or not is_async:
@@ -216,9 +212,6 @@ def test_what_a_template_is_given(llm):
     assert prompt_of("hi", begun, **goes_on) == "user:hi;assistant: The answer "
 
 
-# --- the LLM's own --------------------------------------------------------------------------------
-
-
 def test_sleep(llm):
     before = llm.generate([1, 2], GREEDY, use_tqdm=False)[0].outputs
     for level in 1, 2:
@@ -228,16 +221,12 @@ def test_sleep(llm):
         llm.wake_up()
         assert llm.generate([1, 2], GREEDY, use_tqdm=False)[0].outputs == before
     refusal(lambda: llm.sleep(3), "level=3")
-
-
-def test_no_sleep_and_no_reset_while_requests_run(llm):
-    samples = llm.start(llm.make_request([1, 2], GREEDY, request_id="one"))
+    stream = llm.generate_stream([1, 2], GREEDY)
+    next(stream)
     assert not llm.reset_prefix_cache()
     with pytest.raises(RuntimeError, match="not finished"):
         llm.sleep()
-    while llm.engine.has_work:
-        llm.engine.step()
-    assert samples.is_finished and llm.reset_prefix_cache()
+    assert [*stream][-1].outputs == before and llm.reset_prefix_cache()
 
 
 # --- options --------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Arrays from file tensors and back, each element against where the file's layout puts it."""
 
-from itertools import accumulate
+from itertools import accumulate, pairwise
+from math import prod
 
 import jax
 import jax.numpy as jnp
@@ -22,24 +23,9 @@ FLOAT32 = np.dtype(np.float32)
 
 def numbered(spec):
     """File tensors of the spec, no two elements alike."""
-    sizes = [int(np.prod(shape)) for shape in spec.file_shapes]
-    starts = accumulate(sizes, initial=1)
-    return [
-        np.arange(start, start + size, dtype=np.float32).reshape(shape)
-        for start, size, shape in zip(starts, sizes, spec.file_shapes, strict=False)
-    ]
-
-
-def place_of(row, sizes, num_rows):
-    """Where a file row goes whose tensor has parts of these sizes in turn, one group a head."""
-    if not sizes:
-        return row
-    head, inside = divmod(row, sum(sizes))
-    for part, size in enumerate(sizes):
-        if inside < size:
-            return sum(sizes[:part]) * (num_rows // sum(sizes)) + head * size + inside
-        inside -= size
-    raise AssertionError
+    ends = [*accumulate(map(prod, spec.file_shapes), initial=1)]
+    numbers = [np.arange(start, end, dtype=np.float32) for start, end in pairwise(ends)]
+    return [x.reshape(shape) for x, shape in zip(numbers, spec.file_shapes, strict=True)]
 
 
 def check(pairs):
@@ -82,48 +68,16 @@ def test_what_each_kind_of_spec_makes():
 
 
 def test_interleaved_projections_by_hand():
-    """Two heads, each a query row, two key rows and a value row; then an output of its own."""
-    spec = projection(["o", "qkv"], 1, [1, 8], interleaved={"qkv": (1, 2, 1)})
-    file = np.array([[10], [11], [12], [13], [20], [21], [22], [23]], np.float32)
-    array = np.asarray(spec.join([jnp.zeros((1, 1)), jnp.array(file)], FLOAT32))
-    assert array.tolist() == [[0, 10, 20, 11, 12, 21, 22, 13, 23]]
-    np.testing.assert_array_equal(spec.split(array)["qkv"], file)
-
-
-def test_any_mix_of_options():
-    """Interleaved parts within stacked runs, transposed or not."""
-    check(map(random_spec, range(20)))
-
-
-def random_spec(seed):
-    """A spec, and what its array should be."""
-    rng = np.random.default_rng(seed)
-    num_runs, per_run, width = rng.integers(1, 4), rng.integers(1, 4), int(rng.integers(1, 5))
-    transpose, is_stacked = bool(rng.integers(2)), bool(rng.integers(2))
-    one_run = []
-    for _ in range(per_run):
-        sizes = tuple(map(int, rng.integers(1, 4, rng.integers(5))))
-        one_run.append((sizes, sum(sizes or (1,)) * int(rng.integers(1, 4))))
-    runs = [one_run] * (num_runs if is_stacked else 1)
-    layout = [entry for run in runs for entry in run]
-    spec = TensorSpec(
-        tuple(map(str, range(len(layout)))),
-        tuple((rows, width) for _, rows in layout),
-        transpose=transpose,
-        interleaved=tuple(sizes for sizes, _ in layout),
-        num_stacked=len(runs) if is_stacked else 0,
+    """Two heads of a query row, two key rows and a value row; of one part; and as they are."""
+    parts = {"qkv": (1, 2, 1), "gated": (2, 2)}
+    spec = projection(["qkv", "gated", "out"], 2, [8, 4, 1], interleaved=parts)
+    order = [0, 4, 1, 2, 5, 6, 3, 7, *range(8, 13)]
+    check([(spec, np.concatenate(numbered(spec))[order].T)])
+    mixed = TensorSpec(  # in two stacked groups, as it is stored
+        tuple("abcd"), ((6, 3), (1, 3)) * 2, interleaved=((1, 2), ()) * 2, num_stacked=2
     )
-    tensors, total = iter(numbered(spec)), sum(rows for _, rows in one_run)
-    expected = np.full((len(runs), total, width), np.nan, np.float32)
-    for run in range(len(runs)):
-        start = 0
-        for sizes, rows in one_run:
-            tensor = next(tensors)
-            for row in range(rows):
-                expected[run, start + place_of(row, sizes, rows)] = tensor[row]
-            start += rows
-    expected = expected.swapaxes(1, 2) if transpose else expected
-    return spec, expected if is_stacked else expected[0]
+    one_run = np.array([0, 3, 1, 2, 4, 5, 6])
+    check([(mixed, np.stack(np.split(np.concatenate(numbered(mixed)), 2))[:, one_run])])
 
 
 @pytest.mark.parametrize("dtype", ["float32", None])

@@ -57,22 +57,17 @@ def test_reads_a_module_and_nested_state_dicts(path):
         np.testing.assert_array_equal(files.read("0.weight"), state["0.weight"].numpy())
 
 
-class Call:
-    """Pickles as a call of `function`."""
-
-    def __init__(self, function, *args):
-        self._call = function, args
-
-    def __reduce__(self):
-        return self._call
-
-
 @pytest.mark.parametrize("protocol", [2, 4])
 @pytest.mark.parametrize("function", [os.system, eval, getattr])
 def test_code_is_refused_by_name_and_not_run(path, function, protocol):
     marker = path.parent / "ran"
     code = f"touch {marker}" if function is os.system else f"open({str(marker)!r}, 'w').close()"
-    call = Call(function, code)
+
+    class Call:
+        def __reduce__(self):
+            return function, (code,)
+
+    call = Call()
     nested = OrderedDict(state_dict={"a": {"b": call}})
     for saved in call, {"a": call}, {"a": torch.ones(2), "b": [1, (call,)]}, nested:
         torch.save(saved, path, pickle_protocol=protocol)
@@ -142,23 +137,17 @@ def test_an_unsound_pickle_is_refused(path, stream):
     refusal(lambda: locate(path), "is damaged")
 
 
-@pytest.mark.parametrize("content", [b"", b"PK", b"\x80\x02}.", pickle.dumps({"a": 1}), b"0" * 99])
-def test_what_is_not_an_archive_is_refused(path, content):
-    path.write_bytes(content)
-    refusal(lambda: locate(path), "is damaged: it is not a file of torch.save")
-
-
-@pytest.mark.parametrize(
-    "name, compression, word",
-    [
-        ("archive/data.pkl", zipfile.ZIP_DEFLATED, "compressed"),
+def test_what_is_not_an_archive_of_torch_is_refused(path):
+    for content in b"", b"PK", b"\x80\x02}.", pickle.dumps({"a": 1}), b"0" * 99:
+        path.write_bytes(content)
+        refusal(lambda: locate(path), "is damaged: it is not a file of torch.save")
+    for name, compression, word in (
+        ("a/data.pkl", zipfile.ZIP_DEFLATED, "compressed"),
         ("notes.txt", zipfile.ZIP_STORED, "without the data.pkl"),
-    ],
-)
-def test_compressed_and_foreign_archives_are_refused(path, name, compression, word):
-    with zipfile.ZipFile(path, "w", compression) as archive:
-        archive.writestr(name, b"\x80\x02}.")
-    refusal(lambda: locate(path), word)
+    ):
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            archive.writestr(name, b"\x80\x02}.")
+        refusal(lambda: locate(path), word)
 
 
 def test_random_damage_raises_only_checkpoint_errors(path):

@@ -17,14 +17,17 @@ from specjax.checkpoint.writing import write_whole
 SPECS = [stored(["a"], (512, 512))]
 PARAMS = [jnp.ones((512, 512))]
 FLOAT32 = np.dtype("float32")
-FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def full(*path):
+    return Mock(side_effect=OSError(errno.ENOSPC, "No space left on device", *path))
 
 
 @pytest.fixture(params=["ENOSPC", "RLIMIT_FSIZE"])
 def small_disk(request, monkeypatch):
     """No file gets beyond a page, by what fsync says or by the kernel's own limit."""
     if request.param == "ENOSPC":
-        monkeypatch.setattr(os, "fsync", Mock(side_effect=FULL))
+        monkeypatch.setattr(os, "fsync", full())
         yield errno.ENOSPC
     else:
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -60,8 +63,7 @@ def test_what_finds_no_room(tmp_path, small_disk, save):
 
 
 def test_commands_say_it_in_one_line(tmp_path, monkeypatch, capsys):
-    full = OSError(errno.ENOSPC, "No space left on device", str(tmp_path / "out"))
-    monkeypatch.setattr(cli, "import_module", lambda _: Mock(run=Mock(side_effect=full)))
+    monkeypatch.setattr(cli, "import_module", lambda _: Mock(run=full(str(tmp_path / "out"))))
     assert cli.main(["train", "target", "--data", "a.txt", "--out", "out"]) == 2
     error = capsys.readouterr().err
     assert f"specjax: error: {tmp_path}/out: No space left on device; free some" in error
@@ -69,8 +71,7 @@ def test_commands_say_it_in_one_line(tmp_path, monkeypatch, capsys):
 
 def test_a_training_run_names_where_its_state_was_to_go(tmp_path, monkeypatch):
     loop = pytest.importorskip("specjax.train.loop")
-
-    monkeypatch.setattr(loop.ocp, "CheckpointManager", Mock(side_effect=FULL))
+    monkeypatch.setattr(loop.ocp, "CheckpointManager", full())
     schedule = loop.Schedule(steps=1, batch_size=1, length=1, learning_rate=0.1, seed=0)
     params, labels = {"w": jnp.ones((2, 2))}, {"w": "muon"}
     with pytest.raises(OSError) as error:

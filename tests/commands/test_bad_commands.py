@@ -7,29 +7,28 @@ command is written as on a command line; MODEL stands for a target with a tokeni
 import json
 import shlex
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from support.engines import simulated_engines
 from support.refusals import label
 from support.scripts import TextScript
-from support.texts import VOCAB, letters_folder
+from support.texts import VOCAB
 
 from specjax.cli import main
+from specjax.inspect import compile as compiler
 
 CONFIGS = Path(__file__).parents[2] / "benchmarks" / "configs"
 
 
-@pytest.fixture(scope="module")
-def model(checkpoints):
-    return str(letters_folder(checkpoints))
-
-
 @pytest.fixture
-def refused(capsys, model):
-    """Run a command that must fail, and look at its last line."""
+def refused(capsys, letters, monkeypatch):
+    """Run a command that must fail, before any step is compiled, and look at its last line."""
+    monkeypatch.setattr(compiler, "check_tools", lambda: None)
+    monkeypatch.setattr(compiler.subprocess, "run", Mock(side_effect=AssertionError("compiled")))
 
     def run(command: str, *words: str) -> None:
-        argv = [model if one == "MODEL" else one for one in shlex.split(command)]
+        argv = [str(letters) if one == "MODEL" else one for one in shlex.split(command)]
         try:
             with simulated_engines(TextScript(VOCAB)):
                 code, has_usage = main(argv), False
@@ -46,6 +45,7 @@ def refused(capsys, model):
 
 JSON = "sampling-params", "speculative-config"
 BIAS = """--sampling-params '{"logit_bias": {"KEY": 1}}'"""
+LLAMA = CONFIGS / "Llama-3.1-8B"
 INFO = f"info {CONFIGS / 'Qwen3.5-0.8B'}"
 COMMANDS = [
     ("", ["COMMAND"]),
@@ -69,7 +69,14 @@ COMMANDS = [
     (f"{INFO} --k 3", ["--k goes with --drafter"]),
     (f"{INFO} --method eagle3", ["eagle3 lacks a checkpoint"]),
     (f"{INFO} --method mtp --k 0", ["num_speculative_tokens=0"]),
-    (f"info {CONFIGS / 'Llama-3.1-8B'} --method mtp", ["mtp", "module of its own"]),
+    (f"info {LLAMA} --method mtp", ["mtp", "module of its own"]),
+    ("info --compile h200", ["no model is given"]),
+    ("info / --compile h200", ["cannot be read"]),
+    (f"info {LLAMA} --resources", ["--resources goes with --compile"]),
+    *(
+        (f"info {LLAMA} --{name} 4", [f"--{name} goes with --compile"])
+        for name in ("batch-size", "context", "layers")
+    ),
     ("profile show", ["FILE"]),
     ("profile show none.json", ["none.json", "cannot be read"]),
     ("bench simulate", ["--profile, --policy"]),
@@ -103,6 +110,23 @@ GENERATE = [
     ("--speculative-config {} --adaptive", ["leave out --adaptive"]),
     ("""--speculative-config '{"method": "ngram"}'""", ["num_speculative_tokens"]),
 ]
+COMPILE = [
+    ("--compile h300", "compile='h300'"),
+    ("--batch-size 0", "batch_size=0"),
+    ("--k -1 --method eagle", "k=-1"),
+    *(("--context 0", "context=0"), ("--context 131072", "131072")),
+    *(("--layers 0", "layers=0"), ("--layers 33", "1..32")),
+    ("--gemm cutlass", "gemm='cutlass'"),
+    ("--page-size 0", "page_size=0"),
+    ("--k 3", "k=3"),
+    ("--method eagle3", "eagle3 lacks a checkpoint"),
+    ("--drafter / --method eagle", "/"),
+    ("--method ngram", "'ngram' drafts without a model"),
+    ("--method mtp", "module of its own"),
+    ("--adaptive --method eagle", "--adaptive does not go with --compile"),
+    *((f"{one} 2", f"{one} does not go with") for one in ("--max-model-len", "--max-num-seqs")),
+    *((f"{one} 2", f"{one} does not go with") for one in ("--speculative-config", "--devices")),
+]
 # Values of options of `generate` that are refused as those of an LLM or of its parameters.
 OF_LLM = {
     **dict.fromkeys(("page-size", "max-num-seqs", "max-model-len"), [0, -1]),
@@ -121,6 +145,7 @@ RUN = "generate --model MODEL --max-model-len 64 --json hi"
 ALL = [
     *COMMANDS,
     *((f"{RUN} {options}", words) for options, words in GENERATE),
+    *((f"info {LLAMA} --compile h200 {options}", [word]) for options, word in COMPILE),
     *((f"{RUN} --method ngram --k {k}", [f"num_speculative_tokens={k}"]) for k in (-1, 0, 100)),
     *(
         (f"{RUN} --{name} {value}", [f"{name.replace('-', '_')}={value}"])
