@@ -244,16 +244,9 @@ def as_grammar(kind, value, *words, **fields):
 YES_NO = "choice", ["yes", "no"]
 BAD_GRAMMARS = [
     as_grammar("json", {"type": "thing"}, "thing"),
-    as_grammar("json", {"enum": []}),
-    as_grammar("json", "[1]"),
-    as_grammar("json", {"const": object()}),
-    as_grammar("json", {"type": "integer", "minimum": 5, "maximum": 4}),
     as_grammar("regex", "(a", "(a"),
-    as_grammar("regex", "a(?=b)", "look-around"),
-    as_grammar("regex", "[^\\x00-\\x{10FFFF}]"),
     as_grammar("choice", ["ﷺ" * 3]),
     as_grammar("grammar", "start: ("),
-    as_grammar("grammar", "other: /a/", "start"),
     # Dead ends: other parameters rule out what the grammar allows.
     as_grammar(*YES_NO, "min_tokens=4", min_tokens=4),
     as_grammar(*YES_NO, "min_tokens=4", min_tokens=4, ignore_eos=True),

@@ -7,7 +7,6 @@ from functools import partial
 import pytest
 from support.refusals import refusal
 
-from specjax.checkpoint.config_json import read_json
 from specjax.checkpoint.files import open_checkpoint
 
 torch = pytest.importorskip("torch")
@@ -94,14 +93,6 @@ def test_an_index_that_does_not_hold(tmp_path):
     for text in "", "{", "[]", "{}", '{"weight_map": []}', "\udcff":
         (tmp_path / INDEX).write_bytes(text.encode(errors="surrogateescape"))
         refusal(opened, f"{INDEX} is damaged")
-
-
-@pytest.mark.parametrize("content", [None, b"", b"{", b"[]", b"\xff"])
-def test_a_bad_config_is_named(tmp_path, content):
-    if content is not None:
-        (tmp_path / "config.json").write_bytes(content)
-    word = "cannot be read" if content is None else "is damaged"
-    refusal(lambda: read_json(tmp_path, "config.json"), f"config.json {word}")
 
 
 @pytest.mark.parametrize("file, step", [(SAFE, 1), (TORCH, 7)])

@@ -112,29 +112,6 @@ def test_stops_where_brute_force_does(cases, kind):
 # --- by hand --------------------------------------------------------------------------------------
 
 
-def test_min_tokens(cases):
-    """The token that completes it counts; a stop text passed by does not count later."""
-    for min_tokens, kept in {2: 2, 3: 5, 5: 5, 6: None}.items():
-        stops = StopStrings(cases["byte-level"].tokenizer, ("xa",), min_tokens=min_tokens)
-        assert stops.append([*b"xaxxay"]) == kept
-
-
-@pytest.mark.parametrize(
-    "stop, new, expected",
-    [
-        (["b", "abc"], 0, (0, "abc")),  # begins first, though b ends first
-        (["ab", "abc", "a"], 0, (0, "abc")),  # of those that begin together, the longest
-        (["a"], 1, (3, "a")),
-        (["abc"], 3, None),
-        (["abca"], 3, (0, "abca")),
-        (["abca"], 4, None),
-        (["d"], 0, None),
-    ],
-)
-def test_which_stop_text_wins(stop, new, expected):
-    assert find_stop("abca", stop, new) == expected
-
-
 def test_a_replacement_character_counts_once_something_follows(cases):
     """Where decode puts it, and not for the beginning of a character."""
     stops = StopStrings(cases["byte-level"].tokenizer, ("\ufffd",))
