@@ -149,8 +149,9 @@ def test_bad_chats(llm, options, words):
     refusal(lambda: llm.chat(use_tqdm=False, **options), *words)
 
 
-def test_an_id_that_is_none(llm):
+def test_bad_arguments_of_a_request(llm):
     refusal(lambda: llm.make_request([1], GREEDY, request_id=[1]), "request_id=[1]")
+    refusal(lambda: llm.make_request([1], {"temperature": 0}), "SamplingParams")
 
 
 def test_a_profile_that_cannot_be_written(llm, tmp_path):
