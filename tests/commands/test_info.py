@@ -304,6 +304,7 @@ def test_the_text_is_the_report(capsys, monkeypatch):
     monkeypatch.setattr("specjax.serving.memory.read_memory", lambda: memory)
     argv = [str(CONFIGS / "Qwen3.5-27B"), "--method", "mtp"]
     report = run_json(capsys, *argv)
+    assert report["model"]["hidden_size"] == 5120
     assert main(["info", *argv]) == 0
     assert capsys.readouterr().out.splitlines() == [*as_lines(report)]
 
